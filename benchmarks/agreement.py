@@ -36,7 +36,7 @@ ROOM, ROW_ROOM = 1.5, 2.0
 
 def count_roundings(recipe: Recipe) -> dict[str, int]:
     """Return the number of quantised operands behind the output "y" and behind each gradient."""
-    kept, in_e5m2 = 2 * (recipe.hidden == "fp8"), 3 * (recipe.grad_format == "e5m2")
+    kept, in_e5m2 = 2 * (recipe.hidden_format == "fp8"), 3 * (recipe.grad_format == "e5m2")
     return {
         name: n + (kept if name != "y" else 0) + in_e5m2 * GRADIENTS[name]
         for name, n in ROUNDINGS.items()

@@ -31,7 +31,7 @@ from moecore.kernels.routing.clones import ClonePlan, assign_physical_ids, plan_
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe.experts import Experts
-from moecore.moe.forced import make_even_ids
+from moecore.moe.forced_routing import make_even_ids
 from moecore.moe.records import ExpertInput
 
 

@@ -61,7 +61,7 @@ from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
 from moecore.base.options.context import ContextOptions
 from moecore.models import Decoder, preset
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 from moecore.train import AdamW
 
 Call = Callable[[], Any]

@@ -166,7 +166,7 @@ def make_layer(shape: Shape, meshes: Meshes) -> MoELayer:
         dim=shape.dim, hidden_dim=shape.hidden_dim, num_experts=shape.num_experts, top_k=shape.top_k
     )
     layer = MoELayer(config, device="meta", dtype=torch.bfloat16)
-    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(meshes.expert["ep", "etp"])
     layer.to_empty(device="cuda")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -212,7 +212,7 @@ def bench_layer(
 
     found = {name: (step(name), x_TD.grad) for name in dispatchers}
     for name, nvlink in nvlinks.items():
-        nvlink.exchanges.check()
+        nvlink.exchanges.wait_and_raise_errors()
         for ours, right in zip(found[name], found["alltoall"], strict=True):
             error = float((ours.float() - right.float()).norm() / right.float().norm())
             assert error < AGREEMENT, f"{name} differs from alltoall by {error:.3g}: no numbers"

@@ -47,7 +47,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig, document_cost, preset
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 from moecore.packing import CorpusLoader, CorpusOptions, CorpusSource, PackedBatch, ScheduledLoader
 from moecore.packing.collate import get_length_multiple
 from moecore.train import AdamW

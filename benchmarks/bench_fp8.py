@@ -37,7 +37,7 @@ from moecore.kernels.rows.cast import quantise_matrix
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
 from moecore.kernels.rows.scaling import Blocks, cast_ref
-from moecore.moe.amax_history import advance_histories
+from moecore.moe.amax_history import advance_amax_histories
 from moecore.precision.linear import Fp8Products
 
 ROUTINGS = ("learned",)
@@ -376,7 +376,7 @@ def _linear(inputs: Inputs, scaling: Scaling, amax_history: int = 0) -> Work:
 
     if products.history is not None:  # after a first step
         products.history.get_current_amax(inputs.device, training=True)
-        advance_histories([products.history], inputs.device, None)
+        advance_amax_histories([products.history], inputs.device, None)
 
     def each(op: Callable[[Tensor, Tensor], Tensor]) -> Call:
         def call() -> tuple[Tensor, ...]:

@@ -39,7 +39,7 @@ from benchmarks.bench_attention import make_lengths
 from benchmarks.records import append_rows, results_path
 from moecore.attention.context_parallel.local_tokens import ContextParallel, LocalTokens
 from moecore.attention.sequence import Sequence, make_packed_sequence
-from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequences
+from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequence_argument
 
 MODULE = "benchmarks.bench_linear_attention"
 PLAIN = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
@@ -56,7 +56,7 @@ def main() -> int:
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     layer = make_layer(args.small).to(device, torch.bfloat16 if device.type == "cuda" else None)
-    accept_sequences(layer)
+    accept_sequence_argument(layer)
     for T in args.tokens:
         calls = (
             make_alone_calls(layer, T, device) if world == 1 else make_rank_calls(layer, T, device)

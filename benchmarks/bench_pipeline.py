@@ -34,7 +34,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, preset
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 from moecore.train import AdamW
 
 BASE = "data"

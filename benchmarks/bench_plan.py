@@ -30,7 +30,7 @@ from benchmarks.records import append_rows, results_path
 from moecore import FSDPOptions, MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import preset
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 from moecore.planning import OptimizerOptions, TrainingRun
 from moecore.planning.run import build_model, build_optimizer
 from moecore.train.step import TrainStep

@@ -145,7 +145,7 @@ def main() -> int:
     how: dict[str, Any] = dict(device=bench.device, effort=effort, prepare=bench.prepare)
     timings = time_variants(calls, **how)
     host_ms = {variant: bench.host_ms(variant) for variant in VARIANTS}
-    bench.stash.check()
+    bench.stash.wait_and_raise_errors()
     common = {name: getattr(args, name) for name in ("preset", "layers", "experts", "tokens")}
     common |= {"room": args.room, "factor": args.factor, "row_factor": args.row_factor}
     rows = [

@@ -5,7 +5,7 @@
 
 All ranks are tp ranks of one native decoder layer. The variants alternate in one run:
 
-    in turn     exchanges before and after products: `TensorParallel.gather`, `reduce_scatter`
+    in turn     exchanges around products: `TensorParallel.gather_tokens`, `reduce_scatter`
     sliced      exchanges as parts of products, for slices of any size (`tp_products.py`)
     alone       no exchange: tensors of the same shapes from this rank's memory
 
@@ -43,7 +43,7 @@ from moecore.models import DecoderConfig, preset, tp_products
 from moecore.models.block import Block
 from moecore.models.layers import build_rotary_table
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
-from moecore.models.tp_products import REFERENCE, find_exchange
+from moecore.models.tp_products import REFERENCE, find_sliced_exchange
 from moecore.moe.dispatch.collectives import exchange_with_grad
 
 DENSE = DecoderConfig(
@@ -141,7 +141,7 @@ class Layer:
     @contextmanager
     def variant(self, name: str) -> Iterator[None]:
         """Return a context in which the layer exchanges as a variant does."""
-        least, exchange_of = 0 if name == "sliced" else 1 << 62, tp_products.select_exchange
+        least, exchange_of = 0 if name == "sliced" else 1 << 62, tp_products.select_sliced_exchange
         if self.device.type == "cpu":
             exchange_of = lambda *_: REFERENCE  # noqa: E731
         tp = self.alone if name == "alone" else self.tp
@@ -150,7 +150,7 @@ class Layer:
                 if hasattr(module, "tp"):
                     stack.enter_context(patch.object(module, "tp", tp))
             stack.enter_context(patch.object(tp_products, "MIN_SLICE_BYTES", least))
-            stack.enter_context(patch.object(tp_products, "select_exchange", exchange_of))
+            stack.enter_context(patch.object(tp_products, "select_sliced_exchange", exchange_of))
             yield
 
 
@@ -216,7 +216,7 @@ def check_exchange(layer: Layer, x_BtD: Tensor) -> None:
     """Raise if the sliced variant does not use sliced exchanges. Collective."""
     linears = [layer.block.get_submodule("self_attn.q_proj")]
     with layer.variant("sliced"):
-        if find_exchange(layer.tp, x_BtD, *x_BtD.shape[1:], linears) is None:
+        if find_sliced_exchange(layer.tp, x_BtD, *x_BtD.shape[1:], linears) is None:
             raise RuntimeError(f"there is no sliced exchange: {layer.tp.peer_problem}")
 
 

@@ -46,7 +46,7 @@ from benchmarks.trace import Breakdown, format_table, make_trace_fields, trace
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.models import DecoderConfig
 from moecore.models.size import active_params, flops_per_token, num_params
-from moecore.moe.forced import force_even_load, force_expert_loads
+from moecore.moe.forced_routing import force_even_load, force_expert_loads
 from moecore.recipes import train
 from moecore.recipes.corpus_training import CorpusTraining
 from moecore.recipes.data import BatchShape

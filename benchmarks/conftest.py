@@ -73,11 +73,11 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         effort=measured if has_gpu else harness.SMOKE,
         environment=Environment.here(),
         folder=Path(folder) if folder else default,
-        keeps_rows=has_gpu or bool(folder),
+        saves_rows=has_gpu or bool(folder),
         backends=tuple(config.getoption("--backend")),
         config=config,
     )
-    if not made.keeps_rows:
+    if not made.saves_rows:
         os.environ.setdefault(records.TRIALS, str(made.folder))
     if not has_gpu:  # a smoke test: on a busy host, threads mostly wait for each other
         torch.set_num_threads(1)
@@ -91,7 +91,7 @@ def gate(request: pytest.FixtureRequest, session: Session) -> Gate | None:
 
     None for a smoke test, whose rows are not kept.
     """
-    if not session.keeps_rows:
+    if not session.saves_rows:
         return None
     made = Gate(ROOT, getattr(request.config, "cache", None), gpu=session.device.type == "cuda")
     marks = [item.get_closest_marker("proven_by") for item in request.session.items]

@@ -21,7 +21,7 @@ from moecore.base.options.dispatch import NVLinkOptions
 from moecore.kernels.common import count_sms
 from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
-from moecore.moe.dispatch.exchange_pool import ExchangePool, choose_program_split
+from moecore.moe.dispatch.exchange_pool import ExchangePool, split_programs
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
@@ -78,7 +78,7 @@ def make_nvlink(
 ) -> NVLinkDispatcher:
     """Return an nvlink dispatcher with new exchange buffers."""
     options = options or NVLinkOptions(row_factor=None)
-    how: dict[str, Any] = dict(options=options, programs=programs, fp8=fp8)
+    how: dict[str, Any] = dict(options=options, num_programs=programs, fp8=fp8)
     exchanges = ExchangePool(place.group, ep=place.ep, **how)
     exchanges.watch = "skips"  # by `check`
     return NVLinkDispatcher(place, exchanges)
@@ -92,7 +92,7 @@ def make_layout(shape: Shape, num_ranks: int, programs: int) -> ExchangeLayout:
         max_tokens=shape.tokens,
         row_bytes=shape.dim * torch.bfloat16.itemsize,
         top_k=shape.top_k,
-        **choose_program_split(programs),
+        **split_programs(programs),
     )
 
 

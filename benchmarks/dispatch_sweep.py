@@ -31,7 +31,7 @@ from moecore.kernels.exchange.buffer import ExchangeLayout, SymmetricBuffer
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.peer_memory import make_buffer
+from moecore.moe.dispatch.peer_memory import make_exchange_buffer
 from moecore.parallel.mesh import Meshes
 
 SHARES = (1 / 3, 5 / 12, 1 / 2)
@@ -80,7 +80,7 @@ def sweep(shape: Shape, meshes: Meshes, programs: tuple[int, ...], rounds: int) 
     compile_kernels([(layout, place.num_local, False) for _, layout in tried])
     x_TD = torch.randn(shape.tokens, shape.dim, device="cuda", dtype=torch.bfloat16)
     largest = max((layout for _, layout in tried), key=lambda layout: layout.num_bytes)
-    buffer = make_buffer(largest, place.group, x_TD.device, NVLinkOptions().timeout_s)
+    buffer = make_exchange_buffer(largest, place.group, x_TD.device, NVLinkOptions().timeout_s)
 
     calls: dict[str, Call] = {"nccl": make_nccl_call(place, routing, x_TD)}
     homes, used = [], []

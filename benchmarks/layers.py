@@ -15,7 +15,7 @@ from torch.nn.functional import grouped_mm
 from benchmarks.shapes import Shape
 from moecore import MoELayer
 from moecore.base import transformer_engine as te
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 
 SKEW_TOLERANCE = 0.1
 

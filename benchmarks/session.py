@@ -21,7 +21,7 @@ class Session:
         effort: of each group of variants.
         environment: the same in all records.
         folder: of the records.
-        keeps_rows: whether the folder outlives the run.
+        saves_rows: whether the folder outlives the run.
         backends: chosen by --backend; empty = all.
         config: pytest's, to print despite its capture.
     """
@@ -30,7 +30,7 @@ class Session:
     effort: harness.Effort
     environment: Environment
     folder: Path
-    keeps_rows: bool
+    saves_rows: bool
     backends: tuple[str, ...]
     config: pytest.Config
 

@@ -22,8 +22,8 @@ _NAMES = {
     "moe.dispatch.exchange": "ExchangeError",
     "moe.expert_layout": "ExpertLayout",
     "moe.layer": "LayerLayout MoELayer",
-    "moe.order": "place_experts reorder_experts",
-    "moe.placement": "register_dispatcher",
+    "moe.expert_order": "place_experts reorder_experts",
+    "moe.dispatch.register": "register_dispatcher",
     "moe.records": "Dispatcher ExpertInput Routing",
     "parallel.model.family": "ContextParallelModel DynamicContextModel TensorParallelModel",
     "parallel.mesh": "Meshes ParallelConfig build_meshes",
@@ -58,12 +58,12 @@ if TYPE_CHECKING:
     from moecore.moe.assignment import register_assignment as register_assignment
     from moecore.moe.backends import register_expert_backend as register_expert_backend
     from moecore.moe.dispatch.exchange import ExchangeError as ExchangeError
+    from moecore.moe.dispatch.register import register_dispatcher as register_dispatcher
     from moecore.moe.expert_layout import ExpertLayout as ExpertLayout
+    from moecore.moe.expert_order import place_experts as place_experts
+    from moecore.moe.expert_order import reorder_experts as reorder_experts
     from moecore.moe.layer import LayerLayout as LayerLayout
     from moecore.moe.layer import MoELayer as MoELayer
-    from moecore.moe.order import place_experts as place_experts
-    from moecore.moe.order import reorder_experts as reorder_experts
-    from moecore.moe.placement import register_dispatcher as register_dispatcher
     from moecore.moe.records import Dispatcher as Dispatcher
     from moecore.moe.records import ExpertInput as ExpertInput
     from moecore.moe.records import Routing as Routing

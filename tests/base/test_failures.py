@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from moecore.base import failures
-from moecore.base.failures import RankError, publish_errors, withdraw_records
+from moecore.base.failures import RankError, publish_errors, withdraw_error_records
 
 WORLD = 4
 CLOSED = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
@@ -21,7 +21,7 @@ def store() -> Iterator[dist.Store]:
     one = dist.HashStore()
     with patch.multiple(failures, _get_store=lambda: one, GRACE_S=0.06):
         yield one
-        withdraw_records()
+        withdraw_error_records()
 
 
 def fail(rank: int, where: str, error: Exception) -> Exception:
@@ -53,7 +53,7 @@ def test_the_first_error_counts_and_not_that_of_a_rank_that_waits() -> None:
 
 def test_an_error_that_a_rank_has_survived_is_no_cause() -> None:
     fail(1, "micro-batch 1 of 2", FloatingPointError())
-    withdraw_records()
+    withdraw_error_records()
     found = str(fail(0, "finish()", RuntimeError(CLOSED)))
     assert found.startswith("rank 0 runs finish(), but one of ranks 1, 2, 3 has ended or runs som")
     assert "recorded no error" in found and found.endswith("Connection closed by peer)")

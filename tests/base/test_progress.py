@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moecore.base import progress
-from moecore.base.progress import show_progress, track
+from moecore.base.progress import show_progress, track_progress
 
 
 @pytest.fixture
@@ -54,11 +54,11 @@ def test_items_are_counted(
     clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     items = []
-    for item in track([1, 2, 3], "tokenizing", unit="files"):
+    for item in track_progress([1, 2, 3], "tokenizing", unit="files"):
         items.append(item)
         clock(4.0 * item)
     assert items == [1, 2, 3]
-    assert list(track((n for n in range(2)), "short")) == [0, 1]
+    assert list(track_progress((n for n in range(2)), "short")) == [0, 1]
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "moecore: tokenizing: 2 files of 3 files (67%), 8 s"
 
@@ -67,7 +67,7 @@ def test_other_ranks_show_nothing(
     clock: Callable[[float], None], capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    for item in track(range(2), "tokenizing"):
+    for item in track_progress(range(2), "tokenizing"):
         clock(20.0 * (item + 1))
     assert capsys.readouterr().err == ""
 

@@ -287,7 +287,7 @@ def test_a_backward_that_asks_for_less_leaves_nodes_out() -> None:
     y = a.sin() * b.sin()
     seen = []
     nodes = [node for node, _ in y.grad_fn.next_functions]  # type: ignore[union-attr]
-    y.register_hook(lambda grad: seen.extend(map(_torch.will_run, nodes)))
+    y.register_hook(lambda grad: seen.extend(map(_torch.will_run_node, nodes)))
     torch.autograd.grad(y.sum(), a)
     assert seen == [True, False]
 
@@ -315,10 +315,10 @@ def test_hooks_are_seen() -> None:
     y = leaf()
     y.register_hook(lambda grad: grad)
     assert _torch.has_gradient_hooks(y) and not _torch.has_accumulate_hooks(y)
-    assert _torch.has_value_hooks(y) and not _torch.has_value_hooks(x)
+    assert _torch.has_tensor_hooks(y) and not _torch.has_tensor_hooks(x)
     y.register_hook(lambda grad: grad * 3)
     y.register_hook(lambda grad: None)
-    assert torch.equal(_torch.apply_value_hooks(y, torch.ones(2)), torch.full((2,), 3.0))
+    assert torch.equal(_torch.apply_tensor_hooks(y, torch.ones(2)), torch.full((2,), 3.0))
     module = nn.Linear(2, 2)
     hooks = [lambda *_: None for _ in range(4)]
     module.register_forward_pre_hook(hooks[0])
@@ -363,21 +363,21 @@ def test_tangents_are_seen() -> None:
 
 def test_versions_count_changes_in_place_and_can_be_set() -> None:
     x = torch.ones(2)
-    before = _torch.sum_versions(x)
+    before = _torch.sum_version_counters(x)
     x.add_(1)
-    assert _torch.sum_versions(x) == before + 1
+    assert _torch.sum_version_counters(x) == before + 1
     with torch.inference_mode():
-        assert _torch.sum_versions(torch.ones(2)) == 0
+        assert _torch.sum_version_counters(torch.ones(2)) == 0
     w = leaf()
     y = (w * w).sum()
-    _torch.set_versions([w], [_torch.sum_versions(w) + 1])
+    _torch.set_version_counters([w], [_torch.sum_version_counters(w) + 1])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
 
 def test_a_mark_is_in_profiles() -> None:
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu) as profile, _torch.mark("moecore::here"):
+    with torch.profiler.profile(activities=cpu) as profile, _torch.annotate_range("moecore::here"):
         torch.ones(2)
     assert "moecore::here" in {event.name for event in profile.events()}
 
@@ -388,7 +388,7 @@ def test_groups_and_meshes() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     group, world = dist.new_group([0]), dist.group.WORLD
     assert world is not None and _torch.get_default_timeout() == timeout
-    _torch.inherit_timeout(group)
+    _torch.set_timeout_to_default(group)
     options = group._get_backend(torch.device("cpu")).options
     assert options._timeout == timeout and _torch.is_gloo(group, "cpu")
     assert build_meshes(ParallelConfig(), "cpu").stage_group is world
@@ -400,13 +400,13 @@ def test_groups_and_meshes() -> None:
     assert both.get_group("z") is b.get_group("z")
     local = torch.ones(2, 2)
     sharded = DTensor.from_local(local, both, [Shard(0)] * 3, run_check=False)
-    again = _torch.wrap_like(torch.zeros(2, 2), sharded)
+    again = _torch.make_dtensor_like(torch.zeros(2, 2), sharded)
     assert again.placements == sharded.placements and again.full_tensor().sum() == 0
     param = torch.nn.Parameter(sharded.detach())
-    _torch.get_stored_local(param).data = torch.full((2, 2), 7.0)
-    assert _torch.get_local_tensor(param)[0, 0] == 7 and _torch.get_stored_local(
+    _torch.get_stored_local_tensor(param).data = torch.full((2, 2), 7.0)
+    assert _torch.get_local_tensor(param)[0, 0] == 7 and _torch.get_stored_local_tensor(
         param
-    ) is _torch.get_stored_local(param)
+    ) is _torch.get_stored_local_tensor(param)
     part = _torch.get_local_tensor(sharded.requires_grad_())
     assert part is _torch.get_local_tensor(sharded) and torch.equal(part, local) and part.is_leaf
 

@@ -26,7 +26,7 @@ def test_one_file_names_it() -> None:
 
 def test_where_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    te.load_names.cache_clear()
+    te.import_transformer_engine.cache_clear()
     problem = te.find_recipe_problem(None, None)
     assert problem is not None and "\n" not in problem
     assert problem.startswith("Transformer Engine must be installed for 'te' (")

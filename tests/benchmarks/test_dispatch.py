@@ -51,7 +51,7 @@ def test_experts_alone_get_gradients_of_what_came_in_fp8() -> None:
 def experts_of_fp8_rows(rank: int, device: torch.device) -> None:
     meshes = build_meshes(ParallelConfig(ep=2), device.type)
     layer = MoELayer(MoEConfig(dim=128, hidden_dim=32, num_experts=4, top_k=2))
-    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(meshes.expert["ep", "etp"])
     assert meshes.dispatch_group is not None
     place = ExpertPlacement(group=meshes.dispatch_group, num_experts=4, ep=2, etp=1)
     dispatcher = AllToAllDispatcher(place, fp8=True)

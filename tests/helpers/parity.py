@@ -50,7 +50,7 @@ from moecore.moe.balance import LOSS_NAMES
 from moecore.moe.clones import Clones
 from moecore.moe.dispatch.exchange import CloneExchange, Exchange
 from moecore.moe.experts import Experts
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 from moecore.moe.placement import ExpertPlacement
 from moecore.precision.apply import apply_precision
 from moecore.train import AdamW
@@ -231,7 +231,7 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
     expected = train_reference(config, initial, batches, case, device)
     errors = overlap_errors(case, copies)
     if slices is not None and device.type == "cpu":  # GPUs that ranks share exchange in turn
-        errors["slices"] = 0.0 if slices["gather"] and slices["send"] else float("inf")
+        errors["slices"] = 0.0 if slices["all_gather"] and slices["all_to_all"] else float("inf")
     if not case.is_rough:
         return errors | {name: worst_error(found[name], expected[name]) for name in expected}
     plain = train_reference(config, initial, batches, case, device, is_rough=True)
@@ -243,7 +243,7 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
 def counted_copies() -> Iterator[Counter[str]]:
     """Count what dispatcher "nvlink" sends beside the experts' products, and forwards' clones."""
     counts: Counter[str] = Counter()
-    make, fetch = Clones.from_plan, CloneExchange.fetch
+    make, fetch = Clones.from_plan, CloneExchange.fetch_clone_weights
 
     def counting_clones(*args: Any) -> Clones:
         counts["clones"] += 1

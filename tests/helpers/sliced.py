@@ -19,7 +19,7 @@ from moecore.models.tp_products import REFERENCE, SlicedExchange
 def sliced() -> Iterator[Counter[str]]:
     """Within, exchange slices of any size, on CPUs by the reference; count them."""
     counts: Counter[str] = Counter()
-    of_device = tp_products.select_exchange
+    of_device = tp_products.select_sliced_exchange
 
     def counting(name: str, function: Callable[..., None]) -> Callable[..., None]:
         def run(*args: Any) -> None:
@@ -36,6 +36,6 @@ def sliced() -> Iterator[Counter[str]]:
 
     with (
         patch.object(tp_products, "MIN_SLICE_BYTES", 0),
-        patch.object(tp_products, "select_exchange", choose),
+        patch.object(tp_products, "select_sliced_exchange", choose),
     ):
         yield counts

@@ -275,6 +275,6 @@ def te_defined(**changes: Any) -> Iterator[None]:
     module: Any = __import__(__name__, fromlist=["*"])
     found = te.Names("2.12.0", module, module, module, device_type="cpu")
     te._make_block_quantizer.cache_clear()
-    with patch.object(te, "load_names", lambda: found._replace(**changes)):
+    with patch.object(te, "import_transformer_engine", lambda: found._replace(**changes)):
         yield
     te._make_block_quantizer.cache_clear()

@@ -27,9 +27,9 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.precision import Precision, Recipe
-from moecore.integrations.torchtitan.options import MoECore, make_request
+from moecore.integrations.torchtitan.options import MoECore, make_parallelize_arguments
 from moecore.models import PRESETS, Decoder
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 from moecore.precision.amax import list_amax_histories
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
@@ -298,7 +298,7 @@ def blocks(name: str) -> list[dict[str, Tensor]]:
     specs: Any = import_module(SPECS)
     stock = specs.stock_block(**BLOCKS[name])
     holder = nn.Sequential(copy.deepcopy(stock))
-    swap_blocks(holder, {specs.MoE: specs.titan_moe})
+    swap_blocks(holder, {specs.MoE: specs.make_titan_moe})
     specs.exact_block(stock)
     results = []
     for block in (stock, holder[0]):
@@ -330,7 +330,7 @@ def refused_v02(folder: str) -> dict[str, str]:
     from torchtitan.models import llama4, qwen3
 
     from moecore.integrations.torchtitan.parallelize import check_job
-    from moecore.integrations.torchtitan.v02.specs import V02, accelerated, titan_moe
+    from moecore.integrations.torchtitan.v02.specs import V02, accelerated, make_titan_moe
     from tests.integrations.titan_specs import stock_block
 
     found = {}
@@ -341,15 +341,15 @@ def refused_v02(folder: str) -> dict[str, str]:
         block = stock_block(top_k=2)
         module = block.get_submodule(part)
         module.__class__ = type("Own", (type(module),), {})
-        found[part] = message(lambda block=block: titan_moe(block, nn.Module()))
+        found[part] = message(lambda block=block: make_titan_moe(block, nn.Module()))
     block = stock_block(top_k=2, score_before_experts=True)
-    found["before experts"] = message(lambda: titan_moe(block, nn.Module()))
+    found["before experts"] = message(lambda: make_titan_moe(block, nn.Module()))
     found["model"] = message(lambda: accelerated(llama4.get_train_spec()))
     # Asked directly: torchtitan would build the converter first.
     job = ConfigManager().parse_args(arguments("moecore", folder))
     job.model.converters = ["float8"]
     degrees = ParallelDims(1, 4, 1, 1, 1, 1, 1, 4)
-    found["converters"] = message(lambda: check_job(job, degrees, V02, own_loss=False))
+    found["converters"] = message(lambda: check_job(job, degrees, V02, returns_loss=False))
     return found
 
 
@@ -519,7 +519,7 @@ def test_histories_of_delayed_scaling_are_saved_with_optimizers(tmp_path: Path) 
 
     def past(model: Decoder) -> dict[tuple[str, str], Tensor]:
         histories = list_amax_histories(model).items()
-        return {(name, o): s.clone() for name, h in histories for o, s in h.steps.items()}
+        return {(name, o): s.clone() for name, h in histories for o, s in h.recorded_amax.items()}
 
     (source, saved), (again, loaded) = job(0), job(1)
     for number in range(3):
@@ -553,5 +553,5 @@ def test_without_a_row_factor_any_routing_fits(options, dispatcher, nvlink):
     job = MoECore()
     job.dispatch.name = options.get("name", "auto")
     job.dispatch.nvlink.row_factor = options.get("row_factor")
-    found = make_request(job, ParallelConfig(dp_shard=2, edp_shard=1, ep=2))
+    found = make_parallelize_arguments(job, ParallelConfig(dp_shard=2, edp_shard=1, ep=2))
     assert found["dispatch"] == DispatchOptions(name=dispatcher, nvlink=nvlink)  # type: ignore[arg-type]

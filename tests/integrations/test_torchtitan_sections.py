@@ -22,7 +22,7 @@ from moecore import (
     StashOptions,
 )
 from moecore.base.options.precision import Precision, Recipe
-from moecore.integrations.torchtitan.options import ELSEWHERE, MoECore, make_request
+from moecore.integrations.torchtitan.options import ELSEWHERE, MoECore, make_parallelize_arguments
 from moecore.integrations.torchtitan.sections import (
     SOURCE,
     call_section,
@@ -77,7 +77,7 @@ def test_a_section_has_every_option_of_its_call(path: str) -> None:
 def test_defaults_ask_for_nothing() -> None:
     job = MoECore()
     assert not list_changed_fields(job)
-    found = make_request(job, EP2)
+    found = make_parallelize_arguments(job, EP2)
     assert found.pop("memory") == MemoryOptions()
     assert {n for n, v in found.items() if v} == {"dispatch", "dense", "expert_backend", "fsdp"}
 
@@ -95,9 +95,9 @@ def test_values_of_a_job_become_those_of_the_call() -> None:
     job.precision.recipe.scaling = "tensorwise"
     job.muon.enable, job.muon.ns_dtype = True, "float32"
     with pytest.raises(ValueError, match=r"'experts' beside stash, which keeps their rows: drop"):
-        make_request(job, EP2)
+        make_parallelize_arguments(job, EP2)
     job.memory.offload = ["norm"]
-    found = make_request(job, EP2)
+    found = make_parallelize_arguments(job, EP2)
     assert found["memory"] == MemoryOptions(
         recompute="gemm_last", offload=("norm",), offload_fraction=0.5, stash=stash
     )
@@ -112,7 +112,9 @@ def test_values_of_a_job_become_those_of_the_call() -> None:
     muon = read_arguments(job.muon, "moecore.muon")
     assert muon["ns_dtype"] is torch.float32
     assert muon["ns_coefficients"] == (3.4445, -4.775, 2.0315)
-    assert make_request(job, ParallelConfig(pp=2, ep=1))["pipeline"].schedule == "1f1b"
+    assert (
+        make_parallelize_arguments(job, ParallelConfig(pp=2, ep=1))["pipeline"].schedule == "1f1b"
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_a_wrong_value_is_one_line_with_the_jobs_name(section, field, value, mes
     if section == "precision":
         owner.enable = True
     with pytest.raises(ValueError, match=message) as error:
-        make_request(job, EP2)
+        make_parallelize_arguments(job, EP2)
         read_arguments(job.adamw, "moecore.adamw")
     assert "\n" not in str(error.value)
 

@@ -221,13 +221,13 @@ def test_without_gradients(name: str) -> None:
 def test_weights_are_views_of_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from moecore.integrations.transformers import experts as module
 
-    compute, addresses = module._compute, list[int]()
+    compute, addresses = module._compute_experts, list[int]()
 
     def record(x: Tensor, ids: Tensor, w: Tensor, weights: Any, *rest: Any) -> Tensor:
         addresses.extend((weights.w1_eCD.data_ptr(), weights.w2_eDF.data_ptr()))
         return compute(x, ids, w, weights, *rest)
 
-    monkeypatch.setattr(module, "_compute", record)
+    monkeypatch.setattr(module, "_compute_experts", record)
     experts = filled(name)
     numbers_of(experts, NAME)
     assert addresses == [experts.gate_up_proj.data_ptr(), experts.down_proj.data_ptr()]

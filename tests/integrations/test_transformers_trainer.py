@@ -28,7 +28,11 @@ from moecore import ContextOptions, ParallelConfig, build_meshes, parallelize_mo
 from moecore.families.transformers.guards import ShardedDeviceMap
 from moecore.integrations.transformers import MoETrainer
 from moecore.integrations.transformers import arguments as checks
-from moecore.integrations.transformers.arguments import REFUSED, check_accelerator, check_arguments
+from moecore.integrations.transformers.arguments import (
+    REFUSED,
+    check_accelerator,
+    check_trainer_arguments,
+)
 from moecore.integrations.transformers.run_state import (
     NUM_WORDS,
     get_host_rng_state,
@@ -77,24 +81,24 @@ def test_private_names_of_trainer(name: str) -> None:
 def test_an_argument_that_is_refused(name: str, tmp_path: Path) -> None:
     args = arguments(tmp_path)
     assert hasattr(args, name)
-    check_arguments(args)
+    check_trainer_arguments(args)
     setattr(args, name, "given")
     with pytest.raises(ValueError, match=rf"{name} \(given\) must be off for MoETrainer: "):
-        check_arguments(args)
+        check_trainer_arguments(args)
 
 
 def test_arguments_that_do_not_fit_together(tmp_path: Path) -> None:
     args = arguments(tmp_path, accelerator_config={"even_batches": False})
     with pytest.raises(ValueError, match=r"accelerator_config.even_batches \(False\) must be True"):
-        check_arguments(args)
+        check_trainer_arguments(args)
     best = dict(load_best_model_at_end=True, eval_strategy="steps", eval_steps=500)
     args = arguments(tmp_path, save_total_limit=2, **best)
     with pytest.raises(ValueError, match=r"save_total_limit \(2\) must be None with load_best"):
-        check_arguments(args)
+        check_trainer_arguments(args)
     args = arguments(tmp_path)
     args._n_gpu = 4
     with pytest.raises(ValueError, match=r"n_gpu \(4\) must be 1"):
-        check_arguments(args)
+        check_trainer_arguments(args)
 
 
 def test_models_that_are_refused(one_process: None, tmp_path: Path) -> None:

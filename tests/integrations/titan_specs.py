@@ -22,7 +22,7 @@ from moecore.integrations.torchtitan.v02.specs import (
     accelerated,
     add_labels,
     decoder_spec,
-    titan_moe,  # noqa: F401  (a test's)
+    make_titan_moe,  # noqa: F401  (a test's)
 )
 from tests.integrations.titan_runs import (
     DECODER,

@@ -37,7 +37,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from moecore.integrations.torchtitan.v03.jobs import accelerated, decoder_job
-from moecore.integrations.torchtitan.v03.parts import TitanDecoder, titan_moe  # noqa: F401
+from moecore.integrations.torchtitan.v03.parts import TitanDecoder, make_titan_moe  # noqa: F401
 from moecore.models import DecoderConfig
 from tests.integrations.titan_runs import (
     DECODER,

@@ -152,7 +152,7 @@ def over_parts(
                 group: Any = SimpleNamespace(size=lambda: num_ranks, rank=lambda rank=rank: rank)
                 rows = loss_file.combine_row_statistics(part.contiguous(), labels_C, group)
                 gradient = softmax_gradient_(part, *rows[:3], dtype)
-                made = -rows.log_probs().sum(), gradient
+                made = -rows.compute_label_log_probs().sum(), gradient
                 found += [made] if meets else []
     losses, gradients = zip(*found, strict=True)
     assert all(torch.equal(loss.nan_to_num(), losses[0].nan_to_num()) for loss in losses)

@@ -303,7 +303,7 @@ def worker(rank: int, device: torch.device, cases: list[tuple[str, int]]) -> dic
             config = CONFIGS[name]
             with sliced() if tp == 4 else nullcontext() as counts:
                 errors = check_parity(config, mesh)
-            assert tp == 2 or (counts is not None and counts["gather"] and counts["send"])
+            assert tp == 2 or (counts is not None and counts["all_gather"] and counts["all_to_all"])
             results[name, tp] = errors | check_meta_init(config, mesh)
         results["refusals", tp] = check_refusals(mesh)
         results["head bytes", tp] = head_bytes(mesh)

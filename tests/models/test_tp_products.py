@@ -28,8 +28,8 @@ from moecore.models.tensor_parallel import TensorParallel
 from moecore.models.tp_products import (
     apply_column_linears,
     apply_row_linear,
-    find_exchange,
-    find_exchange_problem,
+    find_overlap_problem,
+    find_sliced_exchange,
 )
 from moecore.precision.apply import make_linear_products
 from moecore.precision.plain import Linear, set_products
@@ -188,12 +188,12 @@ def in_fp8(tp: TensorParallel, device: torch.device) -> tuple[dict[str, float], 
     parts = zip(*(inputs(one, device, torch.float32, FP8_SIZES) for one in ranks), strict=True)
     x, dy = (torch.cat(part, 1) for part in parts)
     with sliced() as counts:
-        found = computed(layers[tp.rank], tp.slice_local(x), tp.slice_local(dy))
+        found = computed(layers[tp.rank], tp.slice_local_tokens(x), tp.slice_local_tokens(dy))
     for layer in layers:
         layer.tp = None
     alone = [computed(layer, x, dy) for layer in layers]
     want = alone[tp.rank] | {
-        n: tp.slice_local(torch.stack([one[n] for one in alone]).sum(0)) for n in "xy"
+        n: tp.slice_local_tokens(torch.stack([one[n] for one in alone]).sum(0)) for n in "xy"
     }
     return {n: error(found[n], want[n].double()) for n in want}, dict(counts)
 
@@ -243,7 +243,7 @@ def check(found: dict[tuple[Any, str], Any]) -> None:
         wrong = {n: pair for n, pair in errors.items() if not pair[1] <= 2 * pair[0] + FLOOR}
         assert not wrong, (frozen, wrong)
         # Of each sequence: forward, and backward, which sends no gradient of a frozen x.
-        assert counts == {"gather": 2 * B, "send": (1 if frozen == "x" else 2) * B}
+        assert counts == {"all_gather": 2 * B, "all_to_all": (1 if frozen == "x" else 2) * B}
 
 
 @pytest.mark.parametrize("tp", [2, 3])
@@ -281,7 +281,7 @@ def test_gradients_that_are_deferred(results: dict[str, Any]) -> None:
 def test_a_region_exchanges_nothing_again(results: dict[str, Any]) -> None:
     same, counts = results["recomputed"]
     assert same == [True] * 6
-    assert counts == {"gather": 2 * B, "send": 2 * B}
+    assert counts == {"all_gather": 2 * B, "all_to_all": 2 * B}
 
 
 def test_a_forward_saves_what_it_saves_in_turn(results: dict[str, Any]) -> None:
@@ -292,9 +292,9 @@ def test_a_forward_saves_what_it_saves_in_turn(results: dict[str, Any]) -> None:
 def test_which_products_can_be_part_of_an_exchange() -> None:
     x = torch.ones(1, 4, 32)
     with torch.autocast("cpu"):
-        assert find_exchange_problem(Linear(32, 32), x) is not None
-    assert find_exchange_problem(Linear(32, 32), x) is None
-    assert find_exchange_problem(nn.Linear(32, 32, bias=False), x) is None
+        assert find_overlap_problem(Linear(32, 32), x) is not None
+    assert find_overlap_problem(Linear(32, 32), x) is None
+    assert find_overlap_problem(nn.Linear(32, 32, bias=False), x) is None
     changed = [Linear(32, 32) for _ in range(4)]
     changed[0].register_forward_hook(lambda *_: None)
     changed[1].forward = changed[0].forward  # type: ignore[method-assign]
@@ -302,18 +302,18 @@ def test_which_products_can_be_part_of_an_exchange() -> None:
     set_products(changed[3], make_linear_products(Recipe()))
     subclass = type("LoraLinear", (Linear,), {"forward": lambda self, x: x})
     for linear in (*changed, nn.Linear(32, 32), subclass(32, 32)):
-        assert find_exchange_problem(linear, x) is not None, linear
+        assert find_overlap_problem(linear, x) is not None, linear
 
 
 def test_when_exchanges_stay_in_turn() -> None:
     tp: Any = TensorParallel(group=None, rank=0, size=2)  # type: ignore[arg-type]
     x, linears = torch.ones(1, 4, 32), (Linear(32, 32),)
-    assert find_exchange(tp, x, 1 << 30, 32, linears) is None  # on CPUs
+    assert find_sliced_exchange(tp, x, 1 << 30, 32, linears) is None  # on CPUs
     with sliced():
-        assert find_exchange(tp, x, 4, 32, linears) is not None
+        assert find_sliced_exchange(tp, x, 4, 32, linears) is not None
         with recompute_products():
-            assert find_exchange(tp, x, 4, 32, linears) is None
+            assert find_sliced_exchange(tp, x, 4, 32, linears) is None
         compiled = torch.compile(
-            lambda x: find_exchange(tp, x, 4, 32, linears) is None, backend="eager"
+            lambda x: find_sliced_exchange(tp, x, 4, 32, linears) is None, backend="eager"
         )
         assert compiled(x)

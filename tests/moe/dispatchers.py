@@ -23,7 +23,7 @@ from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moecore.moe.dispatch.nccl_ep import EPGroups, NCCLEPDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 from moecore.moe.placement import ExpertPlacement, make_domain_placement
 from moecore.moe.records import Dispatcher
 from moecore.parallel.mesh import Meshes, make_domain_groups
@@ -115,7 +115,7 @@ def sharded_layer(
 ) -> MoELayer:
     """Return `make_layer`'s layer with this rank's experts."""
     layer = make_layer(config, dtype)
-    layer.get_part("experts").shard(placed(*LAYOUTS[layout])[0].expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(placed(*LAYOUTS[layout])[0].expert["ep", "etp"])
     layer.dispatcher = dispatcher
     return layer
 
@@ -159,6 +159,6 @@ def even_layer(name: str, layout: str) -> MoELayer:
     """Return a layer with exactly even loads: each token chooses all experts."""
     layer = MoELayer(MoEConfig(dim=128, hidden_dim=96, num_experts=E, top_k=E))
     force_even_load(layer)
-    layer.get_part("experts").shard(placed(*LAYOUTS[layout])[0].expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(placed(*LAYOUTS[layout])[0].expert["ep", "etp"])
     layer.dispatcher = make_dispatcher(name, layout)
     return layer

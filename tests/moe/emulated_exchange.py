@@ -42,12 +42,12 @@ class EmulatedExchange(Exchange):
 
     operations: list[str]
 
-    def spread_choices(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
+    def dispatch_tokens(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local_experts: int, etp: int
     ) -> DispatchedRows:
         self.operations.append("spread_choices")
-        self._enter(SlotEvent.OPERATION)
-        peers_T = peers_ref(ids_TK, num_local, self.layout.num_ranks // etp, etp)
+        self._change_slot_state(SlotEvent.OPERATION)
+        peers_T = peers_ref(ids_TK, num_local_experts, self.layout.num_ranks // etp, etp)
         rank, hole = self.buffer.rank, hole_of(x_TD)
         peers_GC, ids_GCK, weights_GCK, x_GCD = self._gather(
             (peers_T, 0), (ids_TK, -1), (weights_TK, 0), (x_TD, 0)
@@ -63,9 +63,9 @@ class EmulatedExchange(Exchange):
             places_S=rows_S.where((peers_GC >> rank & 1).flatten().bool(), -1),
         )
 
-    def spread(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
+    def dispatch_rows(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
         self.operations.append("spread")
-        self._enter(SlotEvent.OPERATION)
+        self._change_slot_state(SlotEvent.OPERATION)
         peers_GC, x_GCD = self._gather((row_map.peers_T, 0), (x_TD, 0))
         rows_SD = spread_ref(x_GCD, peers_GC, self.buffer.rank, hole_of(x_TD))
         out_RD = x_TD.new_full((num_rows, x_TD.shape[1]), hole_of(x_TD))
@@ -73,10 +73,10 @@ class EmulatedExchange(Exchange):
         out_RD[row_map.slots_SN[s, n].long()] = rows_SD[s]
         return out_RD
 
-    def reduce(
+    def combine_rows(
         self, y_RD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        self._enter(SlotEvent.OPERATION)
+        self._change_slot_state(SlotEvent.OPERATION)
         return self._reduce(y_RD, row_map, choices)
 
     def _reduce(
@@ -95,12 +95,12 @@ class EmulatedExchange(Exchange):
 
     def start_copies(self, sums_SD: Tensor) -> None:
         self.operations.append("copies")
-        self._enter(SlotEvent.COPY)
+        self._change_slot_state(SlotEvent.COPY)
 
     def finish_copies(
         self, sums_SD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        self._enter(SlotEvent.READ)
+        self._change_slot_state(SlotEvent.READ)
         places = row_map._replace(slots_SN=row_map.places_S[:, None])
         return self._reduce(sums_SD, places, choices)
 
@@ -131,8 +131,13 @@ def emulated() -> Iterator[None]:
     """Within, `parallelize_moe` takes dispatcher "nvlink" on CPUs."""
     with (
         patch("moecore.parallel.model.phases.ExchangePool", EmulatedExchangePool),
-        patch("moecore.parallel.model.phases.find_problem", lambda group, device_type: None),
-        patch("moecore.parallel.model.phases.find_known_problem", lambda ranks, device_type: None),
+        patch(
+            "moecore.parallel.model.phases.find_peer_store_problem", lambda group, device_type: None
+        ),
+        patch(
+            "moecore.parallel.model.phases.find_static_peer_problem",
+            lambda ranks, device_type: None,
+        ),
     ):
         yield
 
@@ -140,31 +145,38 @@ def emulated() -> Iterator[None]:
 class EmulatedCloneExchange(CloneExchange):
     """The same results over any process group; gradients in empty places are NaN."""
 
-    def fetch(self, tensors: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
-        return [fetch_ref(self._gather(t, places), places)[self._block(places)] for t in tensors]
+    def fetch_clone_weights(self, tensors: Sequence[Tensor], clone_experts: ClonePlaces) -> list[Tensor]:
+        return [
+            fetch_ref(self._gather(t, clone_experts), clone_experts)[self._block(clone_experts)]
+            for t in tensors
+        ]
 
-    def add_clone_grads_(self, grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
+    def add_clone_grads_(self, grads: Sequence[Tensor], clone_experts: ClonePlaces) -> list[Tensor]:
         home = []
         for grad in grads:
-            empty = self._here(places) < 0
-            grad[places.num_local :][empty] = float("nan")  # nobody reads those
-            block = bring_home_ref(self._gather(grad, places), places)[self._block(places)]
-            home.append(grad[: places.num_local].copy_(block))
+            empty = self._here(clone_experts) < 0
+            grad[clone_experts.num_local :][empty] = float("nan")  # nobody reads those
+            block = bring_home_ref(self._gather(grad, clone_experts), clone_experts)[
+                self._block(clone_experts)
+            ]
+            home.append(grad[: clone_experts.num_local].copy_(block))
         return home
 
-    def _here(self, places: ClonePlaces) -> Tensor:
-        return places.experts_N.view(-1, places.num_clones)[self._block(places)]
+    def _here(self, clone_experts: ClonePlaces) -> Tensor:
+        return clone_experts.experts_N.view(-1, clone_experts.num_clones)[
+            self._block(clone_experts)
+        ]
 
-    def _block(self, places: ClonePlaces) -> int:
-        return self.buffer.rank // places.etp
+    def _block(self, clone_experts: ClonePlaces) -> int:
+        return self.buffer.rank // clone_experts.etp
 
-    def _gather(self, tensor: Tensor, places: ClonePlaces) -> list[Tensor]:
+    def _gather(self, tensor: Tensor, clone_experts: ClonePlaces) -> list[Tensor]:
         """Return those of one rank per block."""
         mine = view_as_sendable_dtype(tensor.contiguous())
         out = mine.new_empty(self.group.size(), *mine.shape)
         all_gather_single(out.flatten(0, 1), mine, group=self.group)
-        own = self.buffer.rank % places.etp
-        return [t.view(tensor.dtype) for t in out[own :: places.etp]]
+        own = self.buffer.rank % clone_experts.etp
+        return [t.view(tensor.dtype) for t in out[own :: clone_experts.etp]]
 
 
 class EmulatedExchangePool(ExchangePool):

@@ -23,7 +23,7 @@ class Attention(nn.Module):
         self.aux_loss = AuxLoss()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.aux_loss.attach(x, 3 * self.weight)
+        return self.aux_loss.attach_loss(x, 3 * self.weight)
 
 
 def test_gradients_have_the_factors_of_a_step_and_sums_its_means() -> None:
@@ -32,7 +32,7 @@ def test_gradients_have_the_factors_of_a_step_and_sums_its_means() -> None:
     state = MoEState(
         {"moe": make_layer(MoEConfig(dim=4, hidden_dim=4, num_experts=2, top_k=1))},
         BalanceGroups(),
-        others=list_aux_losses(model),
+        other_losses=list_aux_losses(model),
     )
     state.set_num_micro_batches(2)
     scale = torch.tensor(8.0)

@@ -184,7 +184,7 @@ def test_a_skipped_step_moves_no_bias() -> None:
     layer = make_layer(config)
     state, before = make_state(layer), layer.router.expert_bias.clone()
     layer(torch.randn(5, 32)).sum().backward()
-    metrics = state.finish_step(skipped=True)
+    metrics = state.finish_step(is_skipped=True)
     assert int(next(iter(metrics.tokens_per_expert.values())).sum()) == 5 * config.top_k
     assert torch.equal(layer.router.expert_bias, before)
     layer(torch.randn(5, 32)).sum().backward()

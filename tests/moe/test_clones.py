@@ -97,7 +97,7 @@ def travel() -> list[Any]:
     clones = Clones.from_plan(EXPERTS, place, group)
     block = dist.get_rank(group)
     own = torch.tensor([2.0 * block, 2.0 * block + 1])
-    (there,) = clones.fetch([own])
+    (there,) = clones.fetch_clone_weights([own])
     places = torch.tensor([10.0 ** (block * 2 + j) for j in range(clones.num_local_clones)])
     (home,) = clones.add_clone_grads_([torch.cat([own, places])])
     how = (clones.send_ids, clones.send_splits, clones.receive_splits, clones.order)
@@ -121,7 +121,7 @@ def are_bits_equal(dtype: torch.dtype) -> bool:
     found = []
     for clones in both_ways().values():
         torch.manual_seed(dist.get_rank())
-        (there,) = clones.fetch([torch.randn(2, 5).to(dtype)])
+        (there,) = clones.fetch_clone_weights([torch.randn(2, 5).to(dtype)])
         grads = torch.randn(4, 7).to(dtype)[: 2 + clones.num_local_clones]
         (home,) = clones.add_clone_grads_([grads])
         found.append((there[:2], home))
@@ -160,7 +160,7 @@ def skewed_layer(
     if form.adapted:
         a, b = (nn.Parameter(torch.randn(E, *shape)) for shape in ((4, D), (2 * D, 4)))
         layer.experts.add_low_rank_updates("w1", LowRank({"one": (a, b)}, {"one": 0.5}))
-    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(meshes.expert["ep", "etp"])
     pool = None
     layer.dispatcher = AllToAllDispatcher(place)
     if over_peers:
@@ -190,7 +190,8 @@ def error_of(form: Form, *, over_peers: bool, refresh: Any = "forward") -> float
         grads = [p.grad.to_local() for p in layer.experts.parameters()]
         found.append([y.detach(), x.grad, *grads])
         is_cloned = (
-            layer.cloner is not None and sum(of_blocks(int(layer.cloner.counts(x.device)[0]))) > 0
+            layer.cloner is not None
+            and sum(of_blocks(int(layer.cloner.get_counts(x.device)[0]))) > 0
         )
         assert is_cloned == (options is not None)
     scales = [max(float(plain.abs().max()), 1e-3) for plain in found[0]]
@@ -236,7 +237,7 @@ def staying(*, over_peers: bool) -> Stays:
     def step(name: str, skipped: Any = False) -> list[Tensor]:
         y = layer(x)
         grads = torch.autograd.grad(y.sum(), [x, *layer.parameters()])
-        clones.append(state.finish_step(skipped=skipped).to_dict()["clones_per_rank"])
+        clones.append(state.finish_step(is_skipped=skipped).to_dict()["clones_per_rank"])
         note(name)
         return [y, *grads]
 
@@ -248,7 +249,7 @@ def staying(*, over_peers: bool) -> Stays:
     layer.train()
     repeated = checkpoint(layer, x, use_reentrant=False)
     grads = torch.autograd.grad(repeated.sum(), [x, *layer.parameters()])
-    layer.drop_step()
+    layer.drop_step_state()
     note("dropped")
     again = step("kept")
     same = all(torch.equal(a, b) for a, b in zip(again, [repeated, *grads], strict=True))
@@ -273,7 +274,7 @@ def skewed(options: CloneOptions | None, *, over_peers: bool = False) -> list[fl
     torch.manual_seed(dist.get_rank())
     x = torch.randn(64, D)
     layer.eval()(x)  # with gradients
-    assert layer.cloner is None or not layer.cloner.counts(x.device).any()
+    assert layer.cloner is None or not layer.cloner.get_counts(x.device).any()
     rows.clear()
     y = layer.train()(x)
     y.sum().backward()
@@ -374,8 +375,8 @@ def test_a_kept_plan_with_an_empty_place_divides_by_no_load_of_expert_0() -> Non
     """Two ranks of two experts have five tokens each, so both places stay empty."""
     loads_E, ids_TK = torch.tensor([0, 5, 5, 0]), torch.tensor([[1], [2], [0]])
     placement = ExpertPlacement(group=None, num_experts=4, ep=2, etp=1, num_clones=1)  # type: ignore[arg-type]
-    plan = PeriodicPlan(placement, 1, min_excess=0.0, is_read=True)
-    plan.end_step(loads_E, is_skipped=False)
+    plan = PeriodicPlan(placement, 1, min_share=0.0, reads_on_host=True)
+    plan.update_from_loads(loads_E, is_skipped=False)
     part = plan.divide_choices(ids_TK)
     assert part.experts_N.tolist() == plan.experts == [-1, -1]
     assert part.starts_N.tolist() == part.stops_N.tolist() == [0, 0]
@@ -389,7 +390,7 @@ class OneClone:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors, self.fetched = tensors, list[Tensor]()
 
-    def fetch(self, tensors: list[Tensor]) -> list[Tensor]:
+    def fetch_clone_weights(self, tensors: list[Tensor]) -> list[Tensor]:
         self.fetched = tensors
         return self.tensors
 

@@ -78,14 +78,16 @@ def stress() -> dict[str, Any]:
             if mine.random() < 0.3:
                 torch.cuda._sleep(mine.randint(1, 400_000))
             ours = drawn(me, seed, dtype)
-            (there,) = exchange.fetch([ours[:NUM_LOCAL].contiguous()], places)
+            (there,) = exchange.fetch_clone_weights([ours[:NUM_LOCAL].contiguous()], places)
             (home,) = exchange.add_clone_grads_([ours], places)
             block = me // etp
             wrong += ~same(there, fetch_ref([t[:NUM_LOCAL] for t in everyone], places)[block])
             wrong += ~same(home, bring_home_ref(everyone, places)[block])
             rank = torch.full((1, 5), me, device="cuda")
-            wrong += (exchange.gather(rank)[:, 0] != torch.arange(ep * etp, device="cuda")).any()
-        pool.check()
+            wrong += (
+                exchange.all_gather_row(rank)[:, 0] != torch.arange(ep * etp, device="cuda")
+            ).any()
+        pool.wait_and_raise_errors()
         dist.all_reduce(wrong)
         found[name] = int(wrong)
         pool.close()
@@ -108,7 +110,7 @@ def pieces() -> bool:
     exchange = pool.get_clone_exchange(everyone[0].device)
     right = fetch_ref([t[:NUM_LOCAL] for t in everyone], places)[me]
     home = bring_home_ref(everyone, places)[me]
-    (there,) = exchange.fetch([everyone[me][:NUM_LOCAL].contiguous()], places)
+    (there,) = exchange.fetch_clone_weights([everyone[me][:NUM_LOCAL].contiguous()], places)
     is_right = bool(same(there, right))
     (ours,) = exchange.add_clone_grads_([everyone[me]], places)
     return is_right and bool(same(ours, home))
@@ -133,7 +135,7 @@ def layers() -> dict[str, Any]:
     plain.dispatcher = nvlink_of(place_of(NUM_RANKS, 1), row_factor=float(2 * NUM_RANKS))
     x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
     graph, found = captured(lambda: step(cloned, x))
-    cloned.cloner.drop_step()  # type: ignore[union-attr]
+    cloned.cloner.drop_step_counts()  # type: ignore[union-attr]
     good, errors = True, []
     for seed in range(10):
         torch.manual_seed(seed * NUM_RANKS + dist.get_rank())
@@ -147,7 +149,7 @@ def layers() -> dict[str, Any]:
             errors.append(float((a - b).float().norm() / b.float().norm()))
     counted = cloned.cloner.counts(x.device)  # type: ignore[union-attr]
     dist.all_reduce(counted)
-    pool.check()
+    pool.wait_and_raise_errors()
     return {"good": good, "errors": max(errors), "counted": counted.tolist()}
 
 
@@ -156,12 +158,12 @@ def absent_rank() -> str:
     pool = pool_of(NUM_RANKS, 1, timeout_s=1.0)
     places, rows = places_of(NUM_RANKS, 1, 0), torch.zeros(NUM_LOCAL, *SHAPE, device="cuda")
     exchange, message = pool.get_clone_exchange(rows.device), ""
-    exchange.fetch([rows], places)
+    exchange.fetch_clone_weights([rows], places)
     torch.cuda.synchronize()
     dist.barrier()
     if dist.get_rank() != NUM_RANKS - 1:
-        exchange.fetch([rows], places)
-        exchange.fetch([rows], places)  # waits no more, for nobody
+        exchange.fetch_clone_weights([rows], places)
+        exchange.fetch_clone_weights([rows], places)  # waits no more, for nobody
         torch.cuda.synchronize()
         try:
             pool.get_clone_exchange(rows.device)

@@ -474,7 +474,7 @@ def stream_at_once(self: Any, x: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "weaker"),
-    [("_wait_for_stream", lambda self, x: None), ("_order_copy_stream", stream_at_once)],
+    [("_wait_for_stream", lambda self, x: None), ("_get_ordered_copy_stream", stream_at_once)],
 )
 def test_streams_that_do_not_wait_are_found(
     name: str, weaker: Any, monkeypatch: pytest.MonkeyPatch

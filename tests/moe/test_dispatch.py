@@ -11,8 +11,8 @@ from torch import Tensor
 from moecore import MoEConfig, MoELayer
 from moecore.kernels.invariant import batch_invariant
 from moecore.kernels.rows import move as rows
-from moecore.moe.dispatch.alltoall import compute_send_order
-from moecore.moe.dispatch.local import ByChoice, LocalDispatcher
+from moecore.moe.dispatch.local import ChoiceDispatcher, LocalDispatcher
+from moecore.moe.dispatch.send_order import assign_send_rows
 from moecore.moe.records import Routing
 
 
@@ -56,7 +56,7 @@ def test_local_dispatch_then_combine(drawn: tuple[Tensor, Tensor, int]) -> None:
 
 def test_worked_example_of_the_order_of_sending() -> None:
     needs = torch.tensor([[1, 0, 1], [0, 1, 1]]).bool()
-    token_ids, slots = compute_send_order(needs, 4)
+    token_ids, slots = assign_send_rows(needs, 4)
     assert token_ids.tolist() == [0, 2, 1, 2]
     assert slots.tolist() == [[0, -1], [-1, 2], [1, 3]]
     assert (token_ids.dtype, slots.dtype) == (torch.int32, torch.int32)
@@ -68,7 +68,7 @@ def test_order_of_sending(G: int, T: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     needs_GT = torch.rand(G, T, generator=generator) < torch.rand(1, generator=generator)
     wanted = [(g, t) for g in range(G) for t in range(T) if needs_GT[g, t]]
-    token_ids, slots = compute_send_order(needs_GT, len(wanted))
+    token_ids, slots = assign_send_rows(needs_GT, len(wanted))
     assert token_ids.tolist() == [t for _, t in wanted]
     expected = torch.full((T, G), -1)
     for m, (g, t) in enumerate(wanted):
@@ -94,7 +94,7 @@ def test_choices_that_are_dispatched_one_by_one(dtype: torch.dtype) -> None:
 
     with batch_invariant("cpu"):
         y_TD, *want = found()
-        layer.dispatcher = ByChoice(layer.dispatcher, 4)
+        layer.dispatcher = ChoiceDispatcher(layer.dispatcher, 4)
         y_by_choice_TD, *grads = found()
     assert torch.equal(y_TD, y_by_choice_TD)
     for got, wanted in zip(grads, want, strict=True):

@@ -295,7 +295,7 @@ def compiled(name: str) -> tuple[bool, list[str]]:
     meshes = build_meshes(ParallelConfig(ep=2), "cpu")
     assert meshes.dispatch_group is not None
     layer = make_layer(config)
-    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(meshes.expert["ep", "etp"])
     place = ExpertPlacement(group=meshes.dispatch_group, num_experts=E, ep=2, etp=1)
     layer.dispatcher = COMPILED[name](place)
     x_TD = tokens_of((8, 8))[dist.get_rank()].requires_grad_()

@@ -365,7 +365,7 @@ def test_the_shards_of_all_ranks_add_up_to_the_whole(
         with fake_world(rank, ep * etp):
             mesh = init_device_mesh("cpu", (ep, etp), mesh_dim_names=("ep", "etp"))
             module = make_experts(config, LAYOUTS[layout])
-            module.shard(mesh)
+            module.shard_parameters(mesh)
             num_local = 8 // ep
             first = rank // etp * num_local
             index = build_index(ids.int(), weights, first_expert=first, num_local_experts=num_local)

@@ -278,7 +278,7 @@ def test_a_step_advances_delayed_scaling() -> None:
         with step.micro_batch():
             model(tokens()).sum().backward()
         step.finish()
-        assert all(int((steps > 0).sum()) == done for steps in history.steps.values())
+        assert all(int((steps > 0).sum()) == done for steps in history.recorded_amax.values())
 
 
 def delayed_model(**options: Any) -> tuple[nn.Module, TrainStep]:
@@ -306,19 +306,19 @@ def test_delayed_experts_have_scales_of_the_step_before() -> None:
     model, step = delayed_model()
     history = model[0].experts.history
     first = delayed_step(model, step, 1.0, 4.0)
-    seen = {operand: float(largest) for operand, largest in history.seen.items()}
+    seen = {operand: float(largest) for operand, largest in history.current_amax.items()}
     assert seen["x"] == 4 * float(tokens().abs().max()) and all(seen.values())
     step.finish()
-    assert {operand: float(steps) for operand, steps in history.steps.items()} == seen
-    assert not any(history.seen.values())
+    assert {operand: float(steps) for operand, steps in history.recorded_amax.items()} == seen
+    assert not any(history.current_amax.values())
 
     # The scale of 4 x the tokens: in the next step that of the tokens themselves, which clips.
     fine, coarse = delayed_step(model, step, 1.0, 4.0)
     assert torch.equal(coarse, first[1]) and not torch.equal(fine, first[0])
     step.drop()
-    assert not any(history.seen.values())
+    assert not any(history.current_amax.values())
     delayed_step(model, step, 0.5, 0.5)
-    past = {operand: float(largest) for operand, largest in history.seen.items()}
+    past = {operand: float(largest) for operand, largest in history.current_amax.items()}
     step.finish()
     y, _ = delayed_step(model, step, 1.0, 1.0)
     weights = {n: p.full_tensor().detach() for n, p in model[0].named_parameters()}
@@ -343,13 +343,13 @@ def test_a_skipped_step_and_what_is_not_trained_change_no_scale() -> None:
     history = model[0].experts.history
     delayed_step(model, step, 1.0, 1.0)
     step.finish()
-    before = {operand: steps.clone() for operand, steps in history.steps.items()}
+    before = {operand: steps.clone() for operand, steps in history.recorded_amax.items()}
     with torch.no_grad():
         model(100 * tokens())
     model.eval()
     with step.micro_batch():  # for attributions, say
         model(100 * tokens()).sum().backward()
-    assert not any(history.seen.values())
+    assert not any(history.current_amax.values())
     step.drop()
     model.train()
     with step.micro_batch():
@@ -357,8 +357,10 @@ def test_a_skipped_step_and_what_is_not_trained_change_no_scale() -> None:
     with step.micro_batch():
         (model(tokens()).sum() * torch.inf).backward()
     assert step.finish().is_skipped
-    assert all(torch.equal(steps, before[operand]) for operand, steps in history.steps.items())
-    assert not any(history.seen.values())
+    assert all(
+        torch.equal(steps, before[operand]) for operand, steps in history.recorded_amax.items()
+    )
+    assert not any(history.current_amax.values())
 
 
 @pytest.mark.parametrize(
@@ -373,7 +375,7 @@ def test_recomputation_has_the_scales_of_its_step(memory: MemoryOptions) -> None
         found = delayed_step(model, step, 1.0, 3.0)
         history = model[0].experts.history
         grads = [p.grad.full_tensor() for p in model.parameters()]
-        results.append([*found, *grads, *history.seen.values()])
+        results.append([*found, *grads, *history.current_amax.values()])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 

@@ -170,7 +170,7 @@ def delayed_results(model: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor
     y.backward(dy)
     (experts,) = (m for m in model.modules() if isinstance(m, Experts))
     grads = {n.removeprefix("0."): p.grad for n, p in model.named_parameters()}
-    past = {f"past {name}": steps for name, steps in experts.history.steps.items()}
+    past = {f"past {name}": steps for name, steps in experts.history.recorded_amax.items()}
     return {"y": y.detach(), "x": x.grad, **grads, **past}  # type: ignore[dict-item]
 
 
@@ -218,13 +218,13 @@ def travelled(recipe: Recipe | None, rank: int) -> tuple[list[str], str]:
     experts.set_backend("auto", recipe=recipe)
     sent: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
-        spread = EmulatedExchange.spread
+        spread = EmulatedExchange.dispatch_rows
 
         def recorded(exchange: EmulatedExchange, x_TD: Tensor, *args: Any) -> Tensor:
             sent.append(str(x_TD.dtype))
             return spread(exchange, x_TD, *args)
 
-        patched.setattr(EmulatedExchange, "spread", recorded)
+        patched.setattr(EmulatedExchange, "dispatch_rows", recorded)
         model(batch(rank)).sum().backward()
     error = ""
 

@@ -110,7 +110,7 @@ def test_even_loads_are_those_of_random_choices(H: int, N: int, E: int, K: int) 
     whole = ExpertPlacement(group=group, num_experts=E, ep=H * N, etp=1)
     domain = make_domain_placement(whole, group, H)
     ids_TK = torch.rand(T, E, generator=generator).topk(K).indices
-    come = (ids_TK < domain.num_in_domain).any(1)
+    come = (ids_TK < domain.num_domain_experts).any(1)
     assert domain.compute_balanced_domain_tokens(T, K) == pytest.approx(int(come.sum()), rel=0.02)
     arrived = H * domain.compute_balanced_domain_tokens(T, K)
     needed = (ids_TK < whole.num_local).any(1)

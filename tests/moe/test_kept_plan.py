@@ -21,8 +21,8 @@ def placed(ep: int, num_local: int, num_clones: int) -> ExpertPlacement:
 
 
 def planned(place: ExpertPlacement, loads: list[int], num_steps: int = 1) -> PeriodicPlan:
-    plan = PeriodicPlan(place, num_steps, min_excess=0.0, is_read=True)
-    plan.end_step(torch.tensor(loads), is_skipped=False)
+    plan = PeriodicPlan(place, num_steps, min_share=0.0, reads_on_host=True)
+    plan.update_from_loads(torch.tensor(loads), is_skipped=False)
     return plan
 
 
@@ -52,7 +52,7 @@ def test_worked_example() -> None:
 
 def test_nobody_has_clones_before_a_step() -> None:
     place = placed(2, 2, 1)
-    plan = PeriodicPlan(place, 1, min_excess=0.0, is_read=True)
+    plan = PeriodicPlan(place, 1, min_share=0.0, reads_on_host=True)
     assert where(place, plan, [0, 1, 2, 3]).tolist() == [0, 1, 3, 4] and plan.experts == [-1, -1]
 
 
@@ -72,10 +72,10 @@ def test_a_plan_stays_as_long_as_it_is_asked_to() -> None:
     place = placed(2, 1, 1)
     plan, seen = planned(place, [9, 3], num_steps=3), []
     for n in range(4):
-        plan.end_step(torch.tensor([3, 9]), is_skipped=n == 1)
+        plan.update_from_loads(torch.tensor([3, 9]), is_skipped=n == 1)
         seen.append(plan.experts)
     assert seen == [[-1, 0], [-1, 0], [-1, 0], [1, -1]]
     plan.clear()
     assert plan.experts == [-1, -1] and where(place, plan, [0, 1]).tolist() == [0, 2]
-    plan.end_step(torch.tensor([9, 3]), is_skipped=torch.tensor(True))
+    plan.update_from_loads(torch.tensor([9, 3]), is_skipped=torch.tensor(True))
     assert plan.experts == [-1, -1]

@@ -89,11 +89,13 @@ def test_frozen_matrices_have_no_gradient_and_updates_are_padded() -> None:
         n for n, _ in layer.named_parameters() if ".lora." in n
     }
     update = (
-        layer.get_part("experts").lora["w1"].make_update(lambda p: p, inputs=same, outputs=same)
+        layer.get_part("experts")
+        .lora["w1"]
+        .make_local_update(lambda p: p, slice_inputs=same, slice_outputs=same)
     )
     assert update.a_erI.shape == (E, 4, D) and update.b_eOr.shape == (E, 2 * F, 4)
     short = LowRank({"a": (low(E, R, D), low(E, D, R))}, {"a": 1.0})
-    update = short.make_update(lambda p: p, inputs=same, outputs=same)
+    update = short.make_local_update(lambda p: p, slice_inputs=same, slice_outputs=same)
     assert update.a_erI.shape == (E, 8, D) and update.b_eOr.shape == (E, D, 8)
 
 

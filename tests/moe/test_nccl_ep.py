@@ -122,7 +122,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         found["calls"] = calls(groups)
         groups.close()
         found["refused"] = refusals(groups)
-        with patch.object(nccl_ep, "find_problem", lambda *_: None):
+        with patch.object(nccl_ep, "find_nccl_ep_problem", lambda *_: None):
             for option, how in OPTIONS.items():
                 both = (trained(name, meshes, **how) for name in ("nccl_ep", "alltoall"))
                 found[option] = tuple(both)
@@ -240,10 +240,10 @@ def test_refusals_name_what_is_missing(
         package.core = CORE  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "nccl", package)
         monkeypatch.setitem(sys.modules, "nccl.core", CORE)
-    found = nccl_ep._find_local_problem("cuda")
+    found = nccl_ep._find_local_nccl_ep_problem("cuda")
     assert (found or "").startswith(problem or "") and bool(found) == bool(problem)
     assert (
-        nccl_ep._find_local_problem("cpu")
+        nccl_ep._find_local_nccl_ep_problem("cpu")
         == "must go with device_type ('cpu') = 'cuda': use 'alltoall'"
     )
     assert os.environ["PATH"] == ""

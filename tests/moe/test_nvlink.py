@@ -34,9 +34,9 @@ from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.exchange_pool import ExchangePool, choose_program_split
+from moecore.moe.dispatch.exchange_pool import ExchangePool, split_programs
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.peer_memory import find_problem
+from moecore.moe.dispatch.peer_memory import find_peer_store_problem
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
 from moecore.parallel.fsdp.plan import ShardPlan
@@ -121,7 +121,7 @@ def test_asking_for_it_where_it_can_not_work_is_one_line(group: dist.ProcessGrou
     ) as e:
         parallelize_moe(model, meshes, dispatch="nvlink")
     assert "\n" not in str(e.value) and "use 'alltoall'" in str(e.value)
-    assert find_problem(group, "cpu") is not None
+    assert find_peer_store_problem(group, "cpu") is not None
 
 
 def test_pairs_over_it_are_none(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +141,8 @@ def test_pairs_over_it_are_none(group: dist.ProcessGroup, monkeypatch: pytest.Mo
 
 
 def allow_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phases, "find_problem", lambda group, device_type: None)
-    monkeypatch.setattr(phases, "find_known_problem", lambda num_ranks, device_type: None)
+    monkeypatch.setattr(phases, "find_peer_store_problem", lambda group, device_type: None)
+    monkeypatch.setattr(phases, "find_static_peer_problem", lambda num_ranks, device_type: None)
 
 
 def test_auto_says_what_it_chose_and_why(
@@ -229,7 +229,7 @@ def test_options_for_another_dispatcher_are_refused() -> None:
 
 @pytest.mark.parametrize(("programs", "push"), [(2, 1), (3, 1), (4, 1), (24, 10), (132, 66)])
 def test_some_programs_push_and_at_least_one_receives(programs: int, push: int) -> None:
-    sizes = choose_program_split(programs)
+    sizes = split_programs(programs)
     assert 0 < sizes["num_push"] == push < programs
     assert sizes["num_push"] + sizes["num_receive"] == programs
 
@@ -275,14 +275,19 @@ def test_a_late_rank_is_an_error_until_closed(
         return exchanges.get_exchange(torch.zeros(3, 16), 2)
 
     made = get()
-    assert get() is made and exchanges.resources == (made,)
-    exchanges.check()
+    assert get() is made and exchanges.all_exchanges == (made,)
+    exchanges.wait_and_raise_errors()
     made.buffer.report[ERROR_WORD] = code
     message = what + ("" if of_clones else r".*timeout_s \(2 s\), but rank 1 waited")
-    for use in (get, exchanges.poll, exchanges.check, exchanges.close):
+    for use in (
+        get,
+        exchanges.raise_reported_errors,
+        exchanges.wait_and_raise_errors,
+        exchanges.close,
+    ):
         with pytest.raises(ExchangeError, match=message):
             use()
-    assert get() is not made and len(exchanges.resources) == 1
+    assert get() is not made and len(exchanges.all_exchanges) == 1
 
 
 def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGroup) -> None:
@@ -294,9 +299,9 @@ def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGro
     with pytest.raises(
         ExchangeError, match=r"row_factor \(1.25\) must be >= 1.5 .*24 .*rank 1"
     ) as error:
-        exchanges.check()
+        exchanges.wait_and_raise_errors()
     assert error.value.row_factor == 1.5
-    exchanges.check()
+    exchanges.wait_and_raise_errors()
 
 
 def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
@@ -313,15 +318,19 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
     capacity, exchanges = get_capacity(model), get_parallel_state(model).exchanges  # type: ignore[union-attr]
     assert exchanges is not None and exchanges.options is options
     assert all(layer.dispatcher.exchanges is exchanges for layer in model)
-    capacity.check()
+    capacity.wait_and_raise_errors()
     exchange = exchanges.get_exchange(torch.zeros(3, 32), 2)
-    capacity.check()
-    ends = (capacity.poll, capacity.check, partial(capacity.end_step, skips=False))
+    capacity.wait_and_raise_errors()
+    ends = (
+        capacity.raise_reported_errors,
+        capacity.wait_and_raise_errors,
+        partial(capacity.end_step, skips=False),
+    )
     for end in ends:
         exchange.limit_rows(torch.tensor([9, 24], dtype=torch.int32), 20)
         with pytest.raises(RuntimeError, match=r"must be >= 1.5 for the 24 expert rows of rank 1"):
             end()
-        capacity.check()
+        capacity.wait_and_raise_errors()
     exchange.buffer.report[ERROR_WORD] = 1 + 3 * 2
     for end in (*ends, partial(capacity.end_step, skips=True)):
         with pytest.raises(RuntimeError, match=r"rank 3 must come to a dispatch .*\(2 s\)"):
@@ -339,7 +348,7 @@ def sharded_layer(layout: str, **options: Any) -> tuple[MoELayer, list[str]]:
     """Return a layer over emulated exchanges, and the list of operations that it runs."""
     meshes, place = placed(*LAYOUTS[layout])
     layer = make_layer(PLAIN)
-    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(meshes.expert["ep", "etp"])
     layer.dispatcher = dispatcher = by_stores(place, **options)
     exchange = dispatcher.exchanges.get_exchange(torch.zeros(0, PLAIN.dim), PLAIN.top_k)
     assert isinstance(exchange, EmulatedExchange)
@@ -481,7 +490,7 @@ def room() -> dict[str, Any]:
     message = ""
     exchanges = tight.dispatcher.exchanges  # type: ignore[attr-defined]
     try:
-        exchanges.poll()
+        exchanges.raise_reported_errors()
     except RuntimeError as error:
         message = str(error)
     needed = int(rows[0][1])

@@ -27,7 +27,7 @@ from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.peer_memory import find_problem
+from moecore.moe.dispatch.peer_memory import find_peer_store_problem
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import (
     Dispatcher,
@@ -193,7 +193,7 @@ def same_bits() -> dict[str, bool]:
                 bad |= differ(run(ours, batch), expected)
                 if shape is MAIN:
                     bad |= differ(run(ours, batch, sums=True), expected)
-            ours.exchanges.check()
+            ours.exchanges.wait_and_raise_errors()
             ours.exchanges.close()
             found[f"{name}, {shape_name}"] = not bool(bad)
     return found
@@ -212,7 +212,7 @@ def fp8() -> dict[str, Any]:
                 batch = batch_of(place, shape, num_tokens, i)
                 expected = run(rounded, batch)
                 bad += [differ(run(ours, batch, sums=sums), expected) for sums in (False, True)]
-            ours.exchanges.check()
+            ours.exchanges.wait_and_raise_errors()
             ours.exchanges.close()
             found[f"{name}, {shape}"] = not bool(torch.stack(bad).any())
     found["replayed"] = replay(nvlink_of(place_of(NUM_RANKS, 1), fp8=True))
@@ -229,7 +229,7 @@ def fp8_layers() -> dict[str, Any]:
     x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
     ours, others, wides = (step(layer, x) for layer in (kept, again, wide))
     for layer in (kept, again):
-        layer.dispatcher.exchanges.check()  # type: ignore[attr-defined]
+        layer.dispatcher.exchanges.wait_and_raise_errors()  # type: ignore[attr-defined]
     errors = [
         float((a - b).float().norm() / b.float().norm()) for a, b in zip(ours, wides, strict=True)
     ]
@@ -256,7 +256,7 @@ def stress() -> dict[str, Any]:
             time.sleep(mine.random() * 0.01)
         wrong += differ(run(both[i % 2], batch), run(other, batch))
     for ours in both:
-        ours.exchanges.check()
+        ours.exchanges.wait_and_raise_errors()
     seconds = time.perf_counter() - start
     dist.all_reduce(wrong)
     return {"wrong": int(wrong), "seconds": seconds}
@@ -281,7 +281,7 @@ def replay(ours: NVLinkDispatcher) -> bool:
         replayed = [t.clone() for t in found]
         eager = [t for batch in static for t in run(ours, batch)]
         good = good and not bool(differ(replayed, eager))
-    ours.exchanges.check()
+    ours.exchanges.wait_and_raise_errors()
     return good
 
 
@@ -302,7 +302,7 @@ def without_sync() -> bool:
     run(ours, batch)
     with syncs_are_errors():
         run(ours, batch)
-    ours.exchanges.check()
+    ours.exchanges.wait_and_raise_errors()
     return True
 
 
@@ -312,14 +312,14 @@ def absent_rank() -> tuple[str, float]:
     ours = nvlink_of(place, timeout_s=1.0)
     batch = batch_of(place, MAIN, 50, 0)
     run(ours, batch)
-    ours.exchanges.check()
+    ours.exchanges.wait_and_raise_errors()
     dist.barrier()
     message, start = "", time.perf_counter()
     if dist.get_rank() != NUM_RANKS - 1:
         try:
             run(ours, batch)
             run(ours, batch)  # waits no more, for nobody
-            ours.exchanges.check()
+            ours.exchanges.wait_and_raise_errors()
         except RuntimeError as error:
             message = str(error)
     seconds = time.perf_counter() - start
@@ -336,7 +336,7 @@ def overflow() -> list[str]:
     run(ours, batch)
     message = ""
     try:
-        ours.exchanges.check()
+        ours.exchanges.wait_and_raise_errors()
     except RuntimeError as error:
         message = str(error)
     found: list[Any] = [None] * NUM_RANKS
@@ -350,7 +350,7 @@ def make_layer(place: ExpertPlacement) -> MoELayer:
     config = MoEConfig(dim=256, hidden_dim=128, num_experts=place.num_experts, top_k=4)
     torch.manual_seed(0)
     layer = MoELayer(config, device="cuda", dtype=torch.bfloat16)
-    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(meshes.expert["ep", "etp"])
     backend = "triton" if has_hopper_kernels(gpu_of_rank(dist.get_rank())) else "torch"
     layer.get_part("experts").set_backend(backend)
     return layer
@@ -389,7 +389,7 @@ def overlapped_layer() -> dict[str, bool]:
             for i, ours in enumerate((step(layer, x), replayed)):
                 differs[name][i] = differs[name][i] | differ(ours, expected)
     for layer in (late, *layers.values()):
-        layer.dispatcher.exchanges.check()  # type: ignore[attr-defined]
+        layer.dispatcher.exchanges.wait_and_raise_errors()  # type: ignore[attr-defined]
     return {name: not bool(eager | replayed) for name, (eager, replayed) in differs.items()}
 
 
@@ -427,7 +427,7 @@ def whole_layer() -> dict[str, float]:
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
-    problem = find_problem(dist.group.WORLD, "cuda")  # type: ignore[arg-type]
+    problem = find_peer_store_problem(dist.group.WORLD, "cuda")  # type: ignore[arg-type]
     assert problem is None, f"dispatcher ('nvlink') {problem}"
     layers = (whole_layer, overlapped_layer)
     parts = (same_bits, fp8, without_sync, replays, *layers, stress, overflow, absent_rank)

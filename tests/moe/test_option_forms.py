@@ -286,12 +286,12 @@ def test_layers_of_all_kinds_move_as_each_would_alone(skipped: Any) -> None:
 
     together, alone = run(), run()
     state = MoEState(together, BalanceGroups())
-    metrics = state.finish_step(skipped=skipped)
+    metrics = state.finish_step(is_skipped=skipped)
     assert list(metrics.tokens_per_expert) == list(configs)
     assert list(metrics.dropped_per_expert) == ["dropping"]
     for name, layer in alone.items():
         before = [b.clone() for b in layer.buffers()]
-        expected = make_state(layer).finish_step(skipped=skipped)
+        expected = make_state(layer).finish_step(is_skipped=skipped)
         assert torch.equal(
             metrics.tokens_per_expert[name], expected.tokens_per_expert["moe"]
         ) and torch.equal(metrics.aux_losses[name], expected.aux_losses["moe"])
@@ -330,7 +330,7 @@ def test_a_nan_does_not_become_an_address() -> None:
     state, bias_E = make_state(layer), layer.router.expert_bias
     before = bias_E.clone()
     layer(torch.where(torch.arange(64)[:, None] == 3, float("nan"), x)).sum().backward()
-    state.finish_step(skipped=True)
+    state.finish_step(is_skipped=True)
     assert torch.equal(bias_E, before)
     layer(x).sum().backward()
     state.finish_step()

@@ -60,7 +60,7 @@ def placement(folding: str) -> tuple[Any, ExpertPlacement]:
 
 def shard(layer: MoELayer, folding: str, dispatcher: str) -> None:
     meshes, place = placement(folding)
-    layer.get_part("experts").shard(meshes.expert["ep", "etp"])
+    layer.get_part("experts").shard_parameters(meshes.expert["ep", "etp"])
     layer.dispatcher = DISPATCHERS[dispatcher](place)
 
 

@@ -442,7 +442,7 @@ def test_without_exchanges_the_backward_follows_the_forward() -> None:
     """Both in the caller's thread: there is nothing to take turns at."""
     pairs, order = Pairs([]), []
     for pairs.can_alternate in (False, True):
-        found = pairs.run(
+        found = pairs.run_pair(
             lambda: order.append(threading.get_ident()), lambda: order.append(threading.get_ident())
         )
         assert found is None

@@ -262,7 +262,7 @@ def test_without_transformer_engine_a_call_says_what_to_install(
     how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    te.load_names.cache_clear()
+    te.import_transformer_engine.cache_clear()
     with pytest.raises(ValueError, match=r"pip install .*moecore") as it:
         parallelize(decoder(), build_meshes(ParallelConfig(), "cpu"), **how)
     assert "\n" not in str(it.value)

@@ -82,7 +82,7 @@ PRODUCTS = ["general_gemm", "general_grouped_gemm"]
 
 @pytest.mark.parametrize("name", [*PYTORCH, *PRODUCTS])
 def test_names_take_what_their_definitions_take(name: str) -> None:
-    found = te.load_names()
+    found = te.import_transformer_engine()
     theirs = getattr(found.products if name in PRODUCTS else found.pytorch, name)
     ours = list(inspect.signature(getattr(te_definition, name)).parameters)
     parameters = list(inspect.signature(theirs).parameters)
@@ -90,7 +90,7 @@ def test_names_take_what_their_definitions_take(name: str) -> None:
 
 
 def test_names_without_signatures() -> None:
-    extension = te.load_names().extension
+    extension = te.import_transformer_engine().extension
     for argument in ("tensor", "split_sections", "quantizer_list"):
         assert argument in extension.split_quantize.__doc__
     for dtype in te_definition.DType:
@@ -125,23 +125,27 @@ def products(recipe: Recipe | None, device: str) -> dict[str, Tensor]:
         return te.quantise_experts(t, parts, recipe, operand, over_rows=over_rows)
 
     w, rows, both = w_eNK[0], False, True
-    found["y"] = te.multiply(one(w, "weight", rows), one(x, "activation", rows), "TN", BF16)
-    found["dx"] = te.multiply(one(w, "weight", both), one(dy, "gradient", rows), "NN", BF16)
+    found["y"] = te.multiply_quantised(
+        one(w, "weight", rows), one(x, "activation", rows), "TN", BF16
+    )
+    found["dx"] = te.multiply_quantised(
+        one(w, "weight", both), one(dy, "gradient", rows), "NN", BF16
+    )
     for dtype in (BF16, torch.float32):
         pair = (one(x, "activation", both), one(dy, "gradient", both))
-        found[f"dw {dtype}"] = te.multiply(*pair, "NT", dtype)
+        found[f"dw {dtype}"] = te.multiply_quantised(*pair, "NT", dtype)
     for key, layout, parts, columns in (
         ("y of experts", "TN", many(x, "activation", rows), 384),
         ("dx of experts", "NN", many(dy, "gradient", rows), 256),
     ):
         found[key] = torch.full((384, columns), torch.nan, dtype=BF16, device=device)
         matrices = many(w_eNK, "weight", layout == "NN")
-        te.multiply_experts(matrices, parts, layout, [found[key]], splits)
+        te.multiply_quantised_experts(matrices, parts, layout, [found[key]], splits)
     for dtype in (BF16, torch.float32):
         for adds in (False, True):
             out = torch.ones(3, 384, 256, dtype=dtype, device=device)
             pair = (many(x, "activation", both), many(dy, "gradient", both))
-            te.multiply_experts(*pair, "NT", list(out.unbind()), splits, adds=adds)
+            te.multiply_quantised_experts(*pair, "NT", list(out.unbind()), splits, accumulates=adds)
             found[f"dw of experts {dtype} {adds}"] = out
     return found
 
@@ -161,14 +165,14 @@ def test_a_scale_and_the_largest_magnitude() -> None:
     w, seen, scale = x.clone(), torch.zeros(1, device=CUDA), torch.full((1,), 64.0, device=CUDA)
     how: Any = dict(over_rows=False, scale=scale)
     a = te.quantise(w, recipe, "weight", **how)
-    b = te.quantise(x, recipe, "activation", **how, seen=seen)
+    b = te.quantise(x, recipe, "activation", **how, amax_out=seen)
     assert seen.item() == x.abs().max().item()
-    found = te.multiply(a, b, "TN", torch.float32)
+    found = te.multiply_quantised(a, b, "TN", torch.float32)
     rounded = (x.float() * 64).clamp(-448, 448).to(torch.float8_e4m3fn).float() / 64
     # Hopper's FP8 tensor cores add products with 13 bits behind the largest one's first.
     assert relative_error(found, (rounded.double() @ rounded.double().T)) < 1e-3
     largest, x[3, 5] = seen.clone(), torch.nan
-    te.quantise(x, recipe, "activation", **how, seen=seen)
+    te.quantise(x, recipe, "activation", **how, amax_out=seen)
     assert torch.equal(seen, largest)
 
 
@@ -176,7 +180,7 @@ def test_a_scale_and_the_largest_magnitude() -> None:
 def test_products_are_those_of_its_own_grouped_linear(name: str | None) -> None:
     """Bit for bit: our recipe is Transformer Engine's."""
     recipe = None if name is None else recipe_here(name)
-    pytorch = te.load_names().pytorch
+    pytorch = te.import_transformer_engine().pytorch
     from transformer_engine.common.recipe import Float8BlockScaling
 
     splits = [32, 0, 96]
@@ -198,13 +202,13 @@ def test_products_are_those_of_its_own_grouped_linear(name: str | None) -> None:
 
     found = torch.empty_like(y)
     matrices, rows = many(w_eNK, "weight", False), many(x, "activation", False)
-    te.multiply_experts(matrices, rows, "TN", [found], splits)
+    te.multiply_quantised_experts(matrices, rows, "TN", [found], splits)
     dx = torch.empty_like(x)
     matrices, rows = many(w_eNK, "weight", True), many(dy, "gradient", False)
-    te.multiply_experts(matrices, rows, "NN", [dx], splits)
+    te.multiply_quantised_experts(matrices, rows, "NN", [dx], splits)
     dw = torch.empty_like(w_eNK)
     pair = (many(x, "activation", True), many(dy, "gradient", True))
-    te.multiply_experts(*pair, "NT", list(dw.unbind()), splits)
+    te.multiply_quantised_experts(*pair, "NT", list(dw.unbind()), splits)
     assert torch.equal(found, y) and x.grad is not None and torch.equal(dx, x.grad)
     for i in range(3):
         assert torch.equal(dw[i], getattr(module, f"weight{i}").grad)
@@ -335,7 +339,7 @@ def test_linears_are_those_of_the_definition(name: str, sizes: tuple[int, int, i
         *leaves, dy = (t.to(device) for t in found)
         products = make_linear_products(recipe)
         got = values(products, *(t.requires_grad_() for t in leaves), dy=dy)
-        seen = {} if products.history is None else products.history.seen
+        seen = {} if products.history is None else products.history.current_amax
         return [t.detach().cpu() for t in (*got, *seen.values())]
 
     ours = compute(CUDA)

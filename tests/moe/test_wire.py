@@ -204,7 +204,8 @@ def blockwise(folding: str, fp8: bool) -> MoELayer:
     layer = MoELayer(replace(CONFIG, dim=256, hidden_dim=256), dtype=torch.bfloat16)
     layer.dispatcher = dispatcher_of(folding, fp8)
     layer.get_part("experts").set_backend("auto", recipe=Recipe())
-    layer.get_part("experts").shard(placed(*FOLDINGS[folding][:2])[0].expert["ep", "etp"])
+    mesh = placed(*FOLDINGS[folding][:2])[0].expert["ep", "etp"]
+    layer.get_part("experts").shard_parameters(mesh)
     return layer
 
 

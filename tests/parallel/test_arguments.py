@@ -183,7 +183,7 @@ class Late:
         """Return what a function returns, or the text of its error."""
         with (
             patch("moecore.parallel.arguments.is_on_host", return_value=False),
-            patch("moecore.base.streams.ToHost.has_arrived", return_value=self._sees),
+            patch("moecore.base.streams.HostCopyOfTensor.has_arrived", return_value=self._sees),
         ):
             try:
                 return what()

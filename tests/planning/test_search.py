@@ -448,13 +448,13 @@ def test_an_estimate_takes_no_longer_for_more_chunks_of_the_loss(
 ) -> None:
     """And counts equal bytes."""
     chunks: list[int] = []
-    add_chunk = loss._add_chunk_
+    add_chunk = loss._compute_chunk_loss_
 
     def counted(hidden_CD: Any, *args: Any) -> Any:
         chunks.append(len(hidden_CD))
         return add_chunk(hidden_CD, *args)
 
-    monkeypatch.setattr(loss, "_add_chunk_", counted)
+    monkeypatch.setattr(loss, "_compute_chunk_loss_", counted)
     model = replace(preset("tiny"), ce_chunk_tokens=8)
     run = TrainingRun(model=model, num_gpus=2, parallel=ParallelConfig(ep=2), seq_len=64)
     merged = count_saved_bytes_of_run.__wrapped__(run)

@@ -142,15 +142,15 @@ def test_the_workspace_is_what_torch_asks_for(
     x_tD = torch.empty(6, 5, dtype=torch.bfloat16)
     x_TD = torch.empty(6 * num_ranks, 5, dtype=torch.bfloat16)
     with fake_world(num_ranks), suppress(InterruptedError):
-        tp_products.SYMMETRIC_MEMORY.gather(x_tD, print, x_TD, dist.group.WORLD)
+        tp_products.SYMMETRIC_MEMORY.all_gather(x_tD, print, x_TD, dist.group.WORLD)
     with fake_world(num_ranks), suppress(InterruptedError):
-        tp_products.SYMMETRIC_MEMORY.send(print, x_TD, dist.group.WORLD)
+        tp_products.SYMMETRIC_MEMORY.all_to_all(print, x_TD, dist.group.WORLD)
     assert asked == [60, 120]
     recorded: list[Any] = []
     with fake_world(num_ranks), record_launches_on_meta(lambda *launch: recorded.append(launch)):
         group = dist.group.WORLD
-        tp_products.ON_META.gather(x_tD.to("meta"), lambda *_: None, x_TD.to("meta"), group)
-        tp_products.ON_META.send(lambda *_: None, x_TD.to("meta"), group)
+        tp_products.ON_META.all_gather(x_tD.to("meta"), lambda *_: None, x_TD.to("meta"), group)
+        tp_products.ON_META.all_to_all(lambda *_: None, x_TD.to("meta"), group)
     assert [compute_workspace_bytes(name, *sizes) for name, sizes, *_ in recorded] == asked
 
 

@@ -113,7 +113,7 @@ def test_a_stash_changes_no_bit(name: str, how: str) -> None:
     expected = gradients(model, in_order)
     stash = stashed(model, factor=8.0)  # a few rows per expert, which "te" pads to 128
     assert_equal(gradients(model, in_order), expected)
-    stash.check()
+    stash.wait_and_raise_errors()
     assert stash.out_bytes > 0
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.meta import record_launches_on_meta
-from moecore.moe.amax_history import AmaxHistory, advance_histories, push_amax
+from moecore.moe.amax_history import AmaxHistory, advance_amax_histories, push_amax
 from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.linear import Fp8Products, InputCastCache
 from tests.precision.plain import RECIPES, relative_error
@@ -174,12 +174,12 @@ def test_history_worked_example() -> None:
             scaled_by.append(micro_batch if past is None else past.item())
             seen = history.get_current_amax(CPU, training=True)["input"]
             seen.copy_(seen.clamp(min=micro_batch))
-        advance_histories([history], CPU, None)
+        advance_amax_histories([history], CPU, None)
     assert scaled_by == [3, 5, 5, 5, 2]
-    assert history.steps["input"].tolist() == [1, 1]
-    before = history.steps["input"].clone()
-    advance_histories([history], CPU, None)  # no training forward since
-    assert torch.equal(history.steps["input"], before)
+    assert history.recorded_amax["input"].tolist() == [1, 1]
+    before = history.recorded_amax["input"].clone()
+    advance_amax_histories([history], CPU, None)  # no training forward since
+    assert torch.equal(history.recorded_amax["input"], before)
     assert history.get_max_amax("gradient").item() == 0  # type: ignore[union-attr]
     assert not history.has_all_amax
 
@@ -190,15 +190,15 @@ def test_history_of_a_replayed_graph() -> None:
     seen = history.get_current_amax(CPU, training=True)["input"]
     for amax in (3.0, 2.0, 1.0):
         seen.fill_(amax)
-        advance_histories([history], CPU, None)
-    assert history.steps["input"].tolist() == [1, 2]
+        advance_amax_histories([history], CPU, None)
+    assert history.recorded_amax["input"].tolist() == [1, 2]
 
 
 def test_history_of_a_rank_that_comes_later() -> None:
     """Steps that other ranks alone had are there for its first training forward."""
     history = AmaxHistory(2)
     assert history.get_max_amax("weight") is None  # as on all ranks
-    advance_histories([history], CPU, None)  # a step of no rank
+    advance_amax_histories([history], CPU, None)  # a step of no rank
     push_amax([history], torch.tensor([3.0, 2.0, 0.0]))
     assert [history.get_max_amax(o).item() for o in history.operands] == [3, 2, 0]  # type: ignore[union-attr]
     assert not history.has_all_amax
@@ -213,13 +213,13 @@ def test_operands_that_no_step_had_are_scaled_by_their_own(size: float) -> None:
     late, first = Fp8Products(HISTORY), Fp8Products(HISTORY)
     values(late, torch.zeros_like(x, requires_grad=True), weight, dy=torch.zeros_like(dy))
     assert late.history is not None
-    advance_histories([late.history], CPU, None)
+    advance_amax_histories([late.history], CPU, None)
     larger = (size * x.detach()).requires_grad_()
     for _ in range(2):  # micro-batches
         found = values(late, larger, weight, dy=size * dy)
         wanted = values(first, larger, weight, dy=size * dy)
         assert all(torch.equal(a, b) and a.any() for a, b in zip(found, wanted, strict=True))
-    advance_histories([late.history], CPU, None)
+    advance_amax_histories([late.history], CPU, None)
     assert late.history.has_all_amax
     assert late.history.get_max_amax("gradient") == (size * dy).abs().max()
 
@@ -230,19 +230,19 @@ def test_delayed_scaling_uses_and_makes_the_history() -> None:
     first = values(delayed, x, weight, dy=dy)
     assert all(map(torch.equal, first, values(current, x, weight, dy=dy)))
     assert delayed.history is not None
-    seen = {name: value.item() for name, value in delayed.history.seen.items()}
+    seen = {name: value.item() for name, value in delayed.history.current_amax.items()}
     assert seen == {
         "input": x.abs().max().item(),
         "weight": weight.abs().max().item(),
         "gradient": dy.abs().max().item(),
     }
-    advance_histories([delayed.history], CPU, None)
+    advance_amax_histories([delayed.history], CPU, None)
     with torch.no_grad():
         larger = 2 * x
         y = delayed(larger, weight)
         limit = x.abs().max()
         assert relative_error(y, current(larger.clamp(-limit, limit), weight).double()) < 1e-6
-        assert not delayed.history.seen["input"].any()  # evaluation adds nothing
+        assert not delayed.history.current_amax["input"].any()  # evaluation adds nothing
     second = values(delayed, x, weight, dy=dy)
     assert all(map(torch.equal, first, second))
 
@@ -258,7 +258,7 @@ def test_compiled_as_eager(recipe: Recipe) -> None:
         assert all(map(torch.equal, ours, truth))
         for products in (eager, traced):
             if products.history is not None:
-                advance_histories([products.history], CPU, None)
+                advance_amax_histories([products.history], CPU, None)
     if traced.history is not None:
         assert traced.history.get_max_amax("gradient").item() == dy.abs().max().item()  # type: ignore[union-attr]
 

@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.params import shard_parameter
-from moecore.moe.amax_history import advance_histories
+from moecore.moe.amax_history import advance_amax_histories
 from moecore.precision.amax import advance_amax
 from moecore.precision.apply import apply_precision, make_linear_products
 from moecore.precision.linear import Fp8Products, find_weight_problem
@@ -64,7 +64,7 @@ def cut_weight(rank: int, recipe: Recipe) -> dict[str, bool]:
             linear.weight.grad = None
             history = products[name].history
             if history is not None:
-                advance_histories([history], torch.device("cpu"), groups[name])
+                advance_amax_histories([history], torch.device("cpu"), groups[name])
     return {"same": all(same)}
 
 

@@ -84,8 +84,8 @@ def test_delayed_scales_are_those_of_earlier_steps() -> None:
         linear.train()
         advance_amax(linear)
         found.append(values(linear, x.detach().mul(3).requires_grad_(), dy=dy))
-        assert products.history is not None and not products.history.seen["weight"].isinf()
-        seen = {n: float(t) for n, t in products.history.seen.items()}
+        assert products.history is not None and not products.history.current_amax["weight"].isinf()
+        seen = {n: float(t) for n, t in products.history.current_amax.items()}
         assert seen["input"] == pytest.approx(3 * float(x.detach().abs().max()))
         assert seen["gradient"] == pytest.approx(float(dy.abs().max()))
     for ours, wanted in zip(*found, strict=True):
@@ -101,8 +101,8 @@ def test_what_is_not_finite_reaches_no_history() -> None:
     y.backward(dy)
     assert products.history is not None
     largest = torch.cat((x[:3], x[4:])).abs().max()
-    assert products.history.seen["input"] >= largest and not y[3].isfinite().any()
-    assert products.history.seen["input"].isfinite()
+    assert products.history.current_amax["input"] >= largest and not y[3].isfinite().any()
+    assert products.history.current_amax["input"].isfinite()
 
 
 def test_a_history_is_refused_under_compile() -> None:

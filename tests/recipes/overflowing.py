@@ -16,17 +16,17 @@ from moecore.recipes.corpus_training import CorpusTraining
 class Overflowing:
     """Stands for a model's exchanges; the second poll finds what it was given."""
 
-    factor, shortages, watch = None, (), None
+    capacity_factor, shortages, watch = None, (), None
 
     def __init__(self, error: Exception) -> None:
         self.error, self.polls = error, 0
 
-    def poll(self, *, is_error: bool) -> None:
+    def raise_reported_errors(self, *, includes_shortages: bool) -> None:
         self.polls += 1
         if self.polls == 2:
             raise self.error
 
-    check = poll
+    wait_and_raise_errors = raise_reported_errors
 
 
 def too_many_rows() -> ExchangeError:
@@ -39,7 +39,7 @@ def run_rank(args: object) -> int:
     def build_job(args: object) -> CorpusTraining:
         job = build(args)
         if dist.get_rank() == 1:
-            get_capacity(job.model).holders = (Overflowing(too_many_rows()),)
+            get_capacity(job.model).owners = (Overflowing(too_many_rows()),)
         return job
 
     train.build_job = build_job

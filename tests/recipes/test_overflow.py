@@ -40,7 +40,7 @@ def fail(train: ModuleType, monkeypatch: Any, error: Exception) -> None:
 
     def build_job(args: Any) -> Any:
         job = build(args)
-        get_capacity(job.model).holders = (Overflowing(error),)
+        get_capacity(job.model).owners = (Overflowing(error),)
         return job
 
     monkeypatch.setattr(train, "build_job", build_job)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore import MoEConfig
-from moecore.moe.routed import RoutedExperts
+from moecore.moe.routed_experts import RoutedExperts
 from moecore.rl import RouterReplay, choices_from_tensors, choices_to_tensors
 from tests.moe.moe_cases import make_layer
 from tests.rl.replay_cases import (

@@ -32,10 +32,10 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.rank_checks import gather_objects
-from moecore.base.streams import ToHost
+from moecore.base.streams import HostCopyOfTensor
 from moecore.base.torch_private import get_local_tensor
 from moecore.models import Decoder
-from moecore.moe.shortage import BufferOwner, Capacity, ShortageCounters
+from moecore.moe.shortage import BufferCapacities, BufferOwner, ShortageCounters
 from moecore.parallel.model.parallel_state import get_capacity, get_parallel_state
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward, rerun
@@ -129,8 +129,8 @@ def trained(**options: Any) -> dict[str, Any]:
         found |= {f"loads/{i}/{n}": t for n, t in done.metrics.tokens_per_expert.items()}
         found |= {f"aux/{i}/{n}": t for n, t in done.metrics.aux_losses.items()}
     found |= {f"after/{n}": t.clone() for n, t in model.state_dict().items()}
-    holders = get_capacity(model).holders
-    factors = {holder.option: holder.factor for holder in holders if holder is not None}
+    holders = get_capacity(model).owners
+    factors = {holder.option: holder.capacity_factor for holder in holders if holder is not None}
     return {"values": found, "factors": factors}
 
 
@@ -186,17 +186,17 @@ def replayed(*, tight: bool) -> Any:
     step.finish()
     if tight:  # the first step has enlarged them
         for holder in limited(model):
-            holder.resize(0.25)
+            holder.set_capacity_factor(0.25)
     with replay.replay(replay.choices()):
         found.append(step.forward_backward(batches()))
     step.finish()
-    assert all(holder.factor > 0.25 for holder in limited(model) if tight)
+    assert all(holder.capacity_factor > 0.25 for holder in limited(model) if tight)
     return found + [ids for records in replay.choices().values() for ids in records]
 
 
 def limited(model: Any) -> list[BufferOwner]:
     """Return the holders of rows."""
-    found = [holder for holder in get_capacity(model).holders if holder is not None]
+    found = [holder for holder in get_capacity(model).owners if holder is not None]
     return [holder for holder in found if holder.option != LENGTH]
 
 
@@ -221,7 +221,7 @@ def defaults() -> list[Any]:
             found += [get_local_tensor(grad).clone() for grad in grads]
             step.finish()
         results.append([*found, torch.rand(1)])
-    (holder,) = (h for h in get_capacity(model).holders if h is not None and h.option == LENGTH)
+    (holder,) = (h for h in get_capacity(model).owners if h is not None and h.option == LENGTH)
     looped, step = build(is_default=True)
     for batch in batches():
         with step.micro_batch():
@@ -229,7 +229,7 @@ def defaults() -> list[Any]:
     step.finish()
     pool = get_parallel_state(looped).exchanges  # type: ignore[union-attr]
     is_right = len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
-    return gather_objects((is_right, holder.factor, len(pool.entries)))
+    return gather_objects((is_right, holder.capacity_factor, len(pool.token_exchanges)))
 
 
 def graphed(*, room: bool) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def evaluations() -> list[Any]:
     want, *_ = evaluated(max_tokens=2 * TOKENS)
     got, model, step = evaluated(row_factor=0.5)
     (holder,) = limited(model)
-    left = (float(holder.compute_min_factor(torch.device("cpu"))), holder.factor)
+    left = (float(holder.compute_min_factor(torch.device("cpu"))), holder.capacity_factor)
     step.check()
     return gather_objects((list(map(torch.equal, want, got)), left))
 
@@ -306,7 +306,7 @@ def turns(**options: Any) -> list[str]:
     model, step = build(**options)
     found: list[str] = []
 
-    class Answer(ToHost):
+    class Answer(HostCopyOfTensor):
         def __init__(self, numbers: Tensor) -> None:
             found.append("ask")
             super().__init__(numbers)
@@ -321,7 +321,7 @@ def turns(**options: Any) -> list[str]:
 
     model.register_forward_hook(note)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rerun, "ToHost", Answer)
+        patch.setattr(rerun, "HostCopyOfTensor", Answer)
         step.forward_backward(batches())
     return found
 
@@ -337,20 +337,20 @@ class RowLimit(BufferOwner):
         self.shortage = ShortageCounters(words=words, report=report, even=1.0)
 
     @property
-    def factor(self) -> float:
+    def capacity_factor(self) -> float:
         return self.limit
 
     @property
     def shortages(self) -> Sequence[ShortageCounters]:
         return [self.shortage]
 
-    def resize(self, factor: float) -> None:
+    def set_capacity_factor(self, factor: float) -> None:
         self.limit = factor
 
-    def error(self, shortage: ShortageCounters) -> RuntimeError:
+    def make_error(self, shortage: ShortageCounters) -> RuntimeError:
         return RuntimeError(self.option)
 
-    def wait(self) -> None:
+    def wait_for_reports(self) -> None:
         pass
 
     def hold(self, rows: int) -> None:
@@ -364,7 +364,7 @@ def limited_on_one_rank() -> list[Any]:
     """
     limit = RowLimit(1.0) if dist.get_rank() == WORLD - 1 else None
     cpu = torch.device("cpu")
-    reruns = rerun.Reruns([Capacity(limit, device=cpu)], cpu)
+    reruns = rerun.Reruns([BufferCapacities(limit, device=cpu)], cpu)
     asks = gather_objects(reruns.is_short() is not None)
     runs, drops = [], []
 
@@ -375,7 +375,7 @@ def limited_on_one_rank() -> list[Any]:
 
     if all(asks):  # else the last rank would wait for the others
         reruns.run(run, lambda: drops.append("drop"), [])
-    return gather_objects((len(runs), len(drops), None if limit is None else limit.factor))
+    return gather_objects((len(runs), len(drops), None if limit is None else limit.capacity_factor))
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:

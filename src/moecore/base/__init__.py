@@ -3,6 +3,6 @@
 __version__ = "0.2.0"
 
 
-def get_install_command(extra: str, options: str = "") -> str:
-    """Return the pip command that installs an extra of moecore; pip's `options` end in a blank."""
-    return f"pip install {options}'.[{extra}]' in a clone of moecore"
+def get_install_command(extra: str, pip_options: str = "") -> str:
+    """Return the pip command that installs an extra of moecore; `pip_options` end in a blank."""
+    return f"pip install {pip_options}'.[{extra}]' in a clone of moecore"

@@ -49,15 +49,15 @@ ATOMS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 CONTAINERS: tuple[Any, ...] = (tuple, list, Mapping, AbstractSet)
 
 
-def list_attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
+def list_attribute_entries(named_modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
     """Return path -> description of each attribute that can change a module's results.
 
-    `modules` are (path, module) pairs. A config object or dataclass has one entry per field.
+    `named_modules` are (path, module) pairs. A config object or dataclass has one entry per field.
     Descriptions are equal between ranks if their `repr` is equal.
     """
     entries: dict[str, Any] = {}
     records: dict[int, dict[str, Any]] = {}  # modules of one model share their config
-    for path, module in modules:
+    for path, module in named_modules:
         prefix = f"{path}." if path else ""
         entries[prefix + CLASS] = _get_class_name(type(module))
         for name, value in vars(module).items():
@@ -72,13 +72,17 @@ def list_attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str
     return entries
 
 
-def _can_change_results(name: str, value: Any) -> bool:
+def _can_change_results(attribute_name: str, attribute_value: Any) -> bool:
     """Whether an attribute may change a module's results, by its name and type."""
-    if name in UNCOMPARED or OF_ONE_RANK.search(name):
+    if attribute_name in UNCOMPARED or OF_ONE_RANK.search(attribute_name):
         return False
-    is_value = isinstance(value, (*ATOMS, *CONTAINERS, Tensor, Enum, torch.dtype, partial))
-    is_value = is_value or _is_numpy_value(value) or callable(value)
-    return not name.startswith("_") or is_value or _read_fields(value) is not None
+    is_value = isinstance(
+        attribute_value, (*ATOMS, *CONTAINERS, Tensor, Enum, torch.dtype, partial)
+    )
+    is_value = is_value or _is_numpy_value(attribute_value) or callable(attribute_value)
+    return (
+        not attribute_name.startswith("_") or is_value or _read_fields(attribute_value) is not None
+    )
 
 
 def _is_numpy_value(value: Any) -> bool:
@@ -181,7 +185,7 @@ def describe_function(
     if isinstance(function, FunctionType) and "<" in name:
         # The same name of a lambda or nested function can stand for different code or constants.
         constants = _list_constants(function, depth, reads_data=reads_data)
-        text = repr([*_list_code(function.__code__), *constants])
+        text = repr([*_list_code_parts(function.__code__), *constants])
         description += f" {sha256(text.encode(errors='backslashreplace')).hexdigest()[:8]}"
     return Verbatim(description)
 
@@ -202,10 +206,10 @@ def _list_constants(function: FunctionType, depth: int, *, reads_data: bool) -> 
             yield describe_value(value, depth + 1)
 
 
-def _list_code(code: CodeType) -> Iterator[Any]:
+def _list_code_parts(code: CodeType) -> Iterator[Any]:
     """Yield the bytecode, names and constants of a code object and of its nested functions."""
     yield code.co_code
     yield code.co_names
     for constant in code.co_consts:
         is_code = isinstance(constant, CodeType)
-        yield list(_list_code(constant)) if is_code else describe_value(constant)
+        yield list(_list_code_parts(constant)) if is_code else describe_value(constant)

@@ -119,7 +119,9 @@ def list_options(command: Any) -> tuple[CommandOption, ...]:
             nested_options += _list_table_options(item, table, is_saved)
             continue
         flag, text = make_flag_name(item.name), texts.get(item.name, "")
-        options.append(CommandOption("", item.name, flag, hint, get_default(item), text, is_saved))
+        options.append(
+            CommandOption("", item.name, flag, hint, get_field_default(item), text, is_saved)
+        )
     counts = Counter(option.flag for option in options + nested_options)
     return *options, *(
         option._replace(flag=make_flag_name(f"{option.table}_{option.name}"))
@@ -130,23 +132,23 @@ def list_options(command: Any) -> tuple[CommandOption, ...]:
 
 
 def _list_table_options(
-    item: dataclasses.Field[Any], table: Table, is_saved: bool
+    field: dataclasses.Field[Any], table: Table, is_saved: bool
 ) -> Iterator[CommandOption]:
-    """Yield the options of the dataclass `table.record`, the type of a command's field `item`.
+    """Yield the options of the dataclass `table.record`, the type of a command's field `field`.
 
     `is_saved` is stored in each option.
     """
     record: Any = table.record
-    default, texts = get_default(item), read_field_texts(record)
+    default, texts = get_field_default(field), read_field_texts(record)
     hints = get_type_hints(record, include_extras=True)
     for part in fields(record):
         if part.name in table.without or _has_record(hints[part.name]):
             continue
-        value = getattr(default, part.name) if is_dataclass(default) else get_default(part)
+        value = getattr(default, part.name) if is_dataclass(default) else get_field_default(part)
         value = MISSING if isinstance(default, dict) else value  # depends on other options
-        flag = make_flag_name(f"{item.name}_{part.name}" if table.prefix else part.name)
+        flag = make_flag_name(f"{field.name}_{part.name}" if table.prefix else part.name)
         hint, text = hints[part.name], texts.get(part.name, "")
-        yield CommandOption(item.name, part.name, flag, hint, value, text, is_saved)
+        yield CommandOption(field.name, part.name, flag, hint, value, text, is_saved)
 
 
 def read_field_texts(record: type) -> dict[str, str]:
@@ -184,11 +186,11 @@ def _has_record(hint: Any) -> bool:
     return is_dataclass(hint) or any(_has_record(part) for part in get_args(hint))
 
 
-def get_default(item: dataclasses.Field[Any]) -> Any:
+def get_field_default(field: dataclasses.Field[Any]) -> Any:
     """Return the default of a field, calling its factory; `MISSING` if there is no default."""
-    if item.default_factory is not MISSING:
-        return item.default_factory()
-    return item.default
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def make_flag_name(name: str) -> str:

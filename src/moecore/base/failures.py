@@ -61,7 +61,7 @@ def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
             raise RankError(explain_transport_error(activity, error)) from error
         if is_written and not hasattr(error, "is_published"):  # else an inner context wrote it
             error.is_published = True  # type: ignore[attr-defined]
-            _write_record(activity, error, waits=False)
+            _write_error_record(activity, error, is_transport_error=False)
         raise
 
 
@@ -160,12 +160,12 @@ def explain_transport_error(activity: str, error: Exception) -> str:
     """
     if _get_store() is None:
         return str(error)
-    _write_record(activity, error, waits=True)
+    _write_error_record(activity, error, is_transport_error=True)
     deadline, records = time.monotonic() + GRACE_S, list[dict[str, Any]]()
     with suppress(dist.DistError):  # the rank of the store may be the one that has ended
         while time.monotonic() < deadline and not (records and not records[0]["waits"]):
             time.sleep(0.05)
-            records = _read_records()
+            records = _read_error_records()
     status, cause = f"rank {dist.get_rank()} runs {activity}", " ".join(str(error).split())[:SHORT]
     fix = "give every rank the same forwards, micro-batches and steps"
     recorded_ranks = {dist.get_rank(), *(record["rank"] for record in records)}
@@ -188,7 +188,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     return f"{'one of ranks ' if len(ranks) > 1 else 'rank '}{', '.join(map(str, ranks))}"
 
 
-def withdraw_records() -> None:
+def withdraw_error_records() -> None:
     """Delete this rank's records from the store, because the rank continues after its error."""
     while _local_records:
         store, number = _local_records.pop()
@@ -216,10 +216,10 @@ def _is_transport_error(error: BaseException | None) -> bool:
     return False
 
 
-def _write_record(activity: str, error: Exception, *, waits: bool) -> None:
-    """Write this rank's error to the store; `waits` = the rank only waited for a failed rank."""
+def _write_error_record(activity: str, error: Exception, *, is_transport_error: bool) -> None:
+    """Write this rank's error to the store; with `is_transport_error`, another rank has failed."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
-    record = dict(rank=dist.get_rank(), activity=activity, error=text, waits=waits)
+    record = dict(rank=dist.get_rank(), activity=activity, error=text, waits=is_transport_error)
     store = _get_store()
     assert store is not None, "callers have asked"
     with suppress(dist.DistError):  # the rank of the store may be the one that has ended
@@ -228,10 +228,10 @@ def _write_record(activity: str, error: Exception, *, waits: bool) -> None:
         store.set(f"{KEY}/{number}", json.dumps(record))
 
 
-def _read_records() -> list[dict[str, Any]]:
+def _read_error_records() -> list[dict[str, Any]]:
     """Return the error records of other ranks, with the records of transport errors last.
 
-    Keys: rank, activity, error (text) and waits, as `_write_record` writes them.
+    Keys: rank, activity, error (text) and waits, as `_write_error_record` writes them.
     """
     store = _get_store()
     assert store is not None, "callers have asked"

@@ -137,13 +137,13 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) 
     if torch.compiler.is_compiling():
         return
     for name, kind in _list_argument_checks(function):
-        _raise_if_invalid(name, arguments[name], kind)
+        _check_value(name, arguments[name], kind)
 
 
 def check_value(name: str, value: object, annotation: Any) -> None:
     """Raise a one-line ValueError if an argument's value does not match its annotation."""
     if not torch.compiler.is_compiling():
-        _raise_if_invalid(name, value, _make_check(annotation))
+        _check_value(name, value, _make_check(annotation))
 
 
 def quote(value: object) -> str:
@@ -161,10 +161,10 @@ def format_name(name: object) -> str:
     return text if len(text) <= 200 and text.isprintable() else quote(text)
 
 
-def _raise_if_invalid(name: str, value: object, kind: _ValueCheck) -> None:
-    """Raise a ValueError that names the argument if its value does not pass the check `kind`."""
-    if not kind.allows(value):
-        raise ValueError(f"{name} ({quote(value)}) must be {kind.name(value)}: {kind.fix}")
+def _check_value(name: str, value: object, check: _ValueCheck) -> None:
+    """Raise a ValueError that names the argument if its value does not pass `check`."""
+    if not check.allows(value):
+        raise ValueError(f"{name} ({quote(value)}) must be {check.name(value)}: {check.fix}")
 
 
 def _raise_field_error(record: Any, name: str, relation: str) -> None:
@@ -234,11 +234,11 @@ def _make_plain_check(hint: Any, bounds: list[Bound]) -> _ValueCheck:
         raise TypeError(f"annotation {hint!r} must be one that base/fields.py knows")
     if hint is type(None):
         return _ValueCheck(lambda value: value is None, lambda value: "None", "pass None")
-    noun, fix = _name_class(hint)
+    noun, fix = _describe_class(hint)
     return _ValueCheck(lambda value: isinstance(value, hint), lambda value: noun, fix)
 
 
-def _name_class(cls: type) -> tuple[str, str]:
+def _describe_class(cls: type) -> tuple[str, str]:
     """Return the noun and the fix, such as ("a string", "pass a str"), of a class in errors."""
     article = "an" if cls.__name__[0] in "AEIOU" else "a"
     return NAMES.get(cls, (f"{article} {cls.__name__}", f"pass {article} {cls.__name__}"))
@@ -254,7 +254,7 @@ def _make_generic_check(origin: type, args: tuple[Any, ...]) -> _ValueCheck:
             lambda value: name,
             "pass a class",
         )
-    name, fix = _name_class(origin)
+    name, fix = _describe_class(origin)
     if issubclass(origin, Mapping):
         keys, values = (_make_check(arg) for arg in args)
         return _ValueCheck(
@@ -279,15 +279,15 @@ def _make_generic_check(origin: type, args: tuple[Any, ...]) -> _ValueCheck:
     return _ValueCheck(lambda value: isinstance(value, origin), lambda value: name, fix)
 
 
-def _make_number_check(base: type, bounds: list[Bound]) -> _ValueCheck:
+def _make_number_check(number_type: type, bounds: list[Bound]) -> _ValueCheck:
     """Return the check for an int or float field with bounds; the type's limits also apply."""
-    classes = (int, float) if base is float else (int,)
+    classes = (int, float) if number_type is float else (int,)
     signs = {bound.sign[0] for bound in bounds}
-    of_type = Bound(">=", -MAX_ABS[base]), Bound("<=", MAX_ABS[base])
+    of_type = Bound(">=", -MAX_ABS[number_type]), Bound("<=", MAX_ABS[number_type])
     implied = [b for b in of_type if b.sign[0] not in signs]
-    low = max(_find_inclusive_limit(b, base) for b in bounds + implied if b.sign[0] == ">")
-    high = min(_find_inclusive_limit(b, base) for b in bounds + implied if b.sign[0] == "<")
-    noun = "a whole number" if base is int else "a finite number"
+    low = max(_find_inclusive_limit(b, number_type) for b in bounds + implied if b.sign[0] == ">")
+    high = min(_find_inclusive_limit(b, number_type) for b in bounds + implied if b.sign[0] == "<")
+    noun = "a whole number" if number_type is int else "a finite number"
     if high == math.inf:
         noun = "a number"
 
@@ -295,13 +295,13 @@ def _make_number_check(base: type, bounds: list[Bound]) -> _ValueCheck:
         return isinstance(value, classes) and not isinstance(value, bool)
 
     def is_exact(value: Any) -> bool:
-        return base is int or isinstance(value, float) or abs(value) <= EXACT
+        return number_type is int or isinstance(value, float) or abs(value) <= EXACT
 
     def allows(value: Any) -> bool:  # no NaN; Python compares an int of any length with a float
         return is_number(value) and is_exact(value) and low <= value <= high
 
     def name(value: Any) -> str:
-        is_too_large = is_number(value) and abs(value) > MAX_ABS[base]
+        is_too_large = is_number(value) and abs(value) > MAX_ABS[number_type]
         shown_bounds = [b for b in bounds if b.limit != math.inf]
         shown_bounds += implied if is_too_large else []
         if is_number(value) and not is_too_large and not is_exact(value):
@@ -309,17 +309,17 @@ def _make_number_check(base: type, bounds: list[Bound]) -> _ValueCheck:
         limits = " and ".join(f"{b.sign} {b.limit!r}" for b in shown_bounds)
         return f"{noun} {limits}".rstrip()
 
-    if base is float:
+    if number_type is float:
         return _ValueCheck(allows, name, "pass a float", float)  # a float is returned unchanged
     return _ValueCheck(allows, name, "pass an int")
 
 
-def _find_inclusive_limit(bound: Bound, base: type) -> float:
+def _find_inclusive_limit(bound: Bound, number_type: type) -> float:
     """Return the limit of a bound as an inclusive limit: "> 0" has the limit 1 for an int."""
     if bound.sign.endswith("="):
         return bound.limit
     direction = 1 if bound.sign == ">" else -1
-    if base is int:
+    if number_type is int:
         return bound.limit + direction
     return math.nextafter(bound.limit, direction * math.inf)
 
@@ -336,16 +336,16 @@ def _make_choice_check(choices: Collection[Any]) -> _ValueCheck:
     return _ValueCheck(lambda value: type(value) in types_ and value in choices, name, fix)
 
 
-def _make_union_check(kinds: list[_ValueCheck]) -> _ValueCheck:
-    """Return the check for a union: a value must pass one of the checks `kinds`."""
+def _make_union_check(checks: list[_ValueCheck]) -> _ValueCheck:
+    """Return the check for a union: a value must pass one of `checks`."""
 
     def convert(value: Any) -> Any:
-        return next(kind for kind in kinds if kind.allows(value)).convert(value)
+        return next(kind for kind in checks if kind.allows(value)).convert(value)
 
     return _ValueCheck(
-        lambda value: any(kind.allows(value) for kind in kinds),
-        lambda value: " or ".join(kind.name(value) for kind in kinds),
-        kinds[0].fix,
+        lambda value: any(kind.allows(value) for kind in checks),
+        lambda value: " or ".join(kind.name(value) for kind in checks),
+        checks[0].fix,
         convert,
     )
 

@@ -35,19 +35,19 @@ def clean_name(name: str) -> str:
     return name.removesuffix(".")
 
 
-def get_local_param(param: Tensor, *, reads: bool = True) -> Tensor:
+def get_local_param(param: Tensor, *, needs_values: bool = True) -> Tensor:
     """Return this rank's local tensor of a parameter; differentiable.
 
-    Raises a NotImplementedError for a parameter that has only FP8 blocks, unless `reads` is False:
-    the caller then reads only the blocks (`get_fp8_blocks`).
+    Raises a NotImplementedError for a parameter that has only FP8 blocks, unless `needs_values` is
+    False: the caller then reads only the blocks (`get_fp8_blocks`).
     """
     local = param
     if isinstance(param, DTensor) and torch.compiler.is_compiling():
         local = param.to_local(grad_placements=make_grad_placements(param.placements))
     elif isinstance(param, DTensor):
         local = _ToLocal.apply(param)
-    if reads:
-        check_values(local)
+    if needs_values:
+        check_has_values(local)
     return local
 
 
@@ -71,17 +71,17 @@ class _ToLocal(torch.autograd.Function):
         return make_dtensor(grad, param.device_mesh, placements, like=param)
 
 
-def has_values(local: Tensor) -> bool:
+def has_values(local_tensor: Tensor) -> bool:
     """Whether a local tensor has memory for its values; False for a parameter in FP8 blocks."""
-    return local.numel() < 2 or any(local.stride())
+    return local_tensor.numel() < 2 or any(local_tensor.stride())
 
 
-def check_values(local: Tensor) -> None:
+def check_has_values(local_tensor: Tensor) -> None:
     """Raise NotImplementedError for a parameter in FP8 blocks, whose tensor has no values."""
-    if not has_values(local):
+    if not has_values(local_tensor):
         raise NotImplementedError(
-            f"a weight {list(local.shape)} was gathered or is stored in FP8, so products of its "
-            "recipe alone can read it, outside of torch.compile and dispatch modes (selective "
+            f"a weight {list(local_tensor.shape)} was gathered or is stored in FP8, so products of "
+            "its recipe alone can read it, outside of torch.compile and dispatch modes (selective "
             "checkpointing): set FSDPOptions.fp8_param_gather to False, or do not store it so"
         )
 
@@ -171,30 +171,30 @@ def compute_global_indices(param: Tensor, coordinate: Sequence[int] | None = Non
             elif parts > 1:
                 strided.append((size, rank))
             else:
-                index = _take_chunk(index, size, rank)
+                index = _get_chunk_indices(index, size, rank)
             inner *= size
         for size, rank in strided:
-            index = _take_chunk(index, size, rank)
+            index = _get_chunk_indices(index, size, rank)
         indices[dim] = index
     return indices
 
 
-def _take_chunk(index: Tensor, size: int, rank: int) -> Tensor:
-    """Return chunk `rank` of an index that `torch.chunk` would split into `size` chunks."""
-    step = -(-index.numel() // size)
-    return index[rank * step : (rank + 1) * step]
+def _get_chunk_indices(indices: Tensor, num_chunks: int, chunk_idx: int) -> Tensor:
+    """Return chunk `chunk_idx` of indices that `torch.chunk` would split into `num_chunks`."""
+    step = -(-indices.numel() // num_chunks)
+    return indices[chunk_idx * step : (chunk_idx + 1) * step]
 
 
-def find_runs(index: Tensor) -> Iterator[tuple[int, int]]:
+def find_consecutive_runs(indices: Tensor) -> Iterator[tuple[int, int]]:
     """Yield (first number, length) of each run of consecutive numbers in a sorted index."""
-    if index.numel():
-        edges = [0, *(index.diff() != 1).nonzero().flatten().add(1).tolist(), index.numel()]
-        yield from ((int(index[a]), b - a) for a, b in itertools.pairwise(edges))
+    if indices.numel():
+        edges = [0, *(indices.diff() != 1).nonzero().flatten().add(1).tolist(), indices.numel()]
+        yield from ((int(indices[a]), b - a) for a, b in itertools.pairwise(edges))
 
 
-def derive_seed(seed: int, key: str, block: int = 0) -> int:
+def derive_seed(seed: int, key: str, block_idx: int = 0) -> int:
     """Hash seed, key and block number to a generator's seed, 0 <= seed < 2^63."""
-    digest = hashlib.sha256(f"{seed}/{key}/{block}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/{key}/{block_idx}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
@@ -204,12 +204,12 @@ def shard_parameter(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     *,
-    reads_plain: bool = False,
+    reads_local_tensor: bool = False,
 ) -> None:
     """Replace a module's unsharded parameter `name` by a DTensor of this rank's shard.
 
-    No communication: each rank must have equal values. `reads_plain`: the module computes with the
-    local tensor, not the DTensor.
+    No communication: each rank must have equal values. `reads_local_tensor`: the module computes
+    with the local tensor, not the DTensor.
     """
     # With `reads_plain` the module's unit registers the local tensor, and its gradient has
     # `make_grad_placements`. Sharded dims must divide evenly. `_StridedShard(dim, split_factor=n)`
@@ -229,19 +229,19 @@ def shard_parameter(
         local = local.to(mesh.device_type)
     local = local.clone(memory_format=torch.contiguous_format)
     sharded = make_parameter_like(make_dtensor(local, mesh, placements, like=param), param)
-    if reads_plain:
+    if reads_local_tensor:
         setattr(sharded, READS_PLAIN, True)
     module.register_parameter(name, sharded)
 
 
 def group_by_size(
-    items: Iterable[T], size_of: Callable[[T], int], max_size: int
+    items: Iterable[T], get_size: Callable[[T], int], max_size: int
 ) -> Iterator[list[T]]:
     """Yield lists of consecutive items of total size <= `max_size`, or of one larger item."""
     group: list[T] = []
     total = 0
     for item in items:
-        size = size_of(item)
+        size = get_size(item)
         if group and total + size > max_size:
             yield group
             group, total = [], 0

@@ -2,7 +2,7 @@
 
     with show_progress("loading weights", unit="B") as report:
         load(path, model, progress=report)
-    for document in track(documents, "tokenizing"):
+    for document in track_progress(documents, "tokenizing"):
         ...
 
 Rank 0 shows progress on stderr. If stderr is not a terminal or tqdm is missing, it prints a line
@@ -40,21 +40,21 @@ class ProgressLines:
         self._start = self._next = 0.0
         self._count: int | None = None  # None = the operation has not begun
 
-    def report(self, count: int, total: int) -> None:
-        """Print a line if the interval has passed; `count` of `total` items are done (0 = unknown).
+    def report(self, num_completed: int, total: int) -> None:
+        """Print a line if the interval has passed; `total` 0 = an unknown number of items.
 
-        If `count` is smaller than in the last call, a new operation begins.
+        If `num_completed` is smaller than in the last call, a new operation begins.
         """
         seconds = time.monotonic()
-        if self._count is None or count < self._count:
+        if self._count is None or num_completed < self._count:
             self._start, self._next = seconds, seconds + DELAY_S
-        self._count = count
+        self._count = num_completed
         if seconds < self._next:
             return
         self._next = seconds + INTERVAL_S
-        numbers = self._format_number(count)
+        numbers = self._format_number(num_completed)
         if total:
-            numbers += f" of {self._format_number(total)} ({count / total:.0%})"
+            numbers += f" of {self._format_number(total)} ({num_completed / total:.0%})"
         print_line(f"{self._label}: {numbers}, {seconds - self._start:.0f} s")
 
     def _format_number(self, number: int) -> str:
@@ -65,13 +65,13 @@ class ProgressLines:
 
 
 @contextmanager
-def show_progress(label: str, *, unit: str = "", lines: bool = False) -> Iterator[Report]:
+def show_progress(label: str, *, unit: str = "", as_lines: bool = False) -> Iterator[Report]:
     """Return a context that shows progress and yields the function `report(number_done, total)`.
 
-    Any thread can call `report`. `unit` is the unit of the numbers ("B" = bytes). With `lines` the
-    progress is text lines, never a tqdm bar.
+    Any thread can call `report`. `unit` is the unit of the numbers ("B" = bytes). With `as_lines`
+    the progress is text lines, never a tqdm bar.
     """
-    tqdm = None if lines or not sys.stderr.isatty() else _import_tqdm()
+    tqdm = None if as_lines or not sys.stderr.isatty() else _import_tqdm()
     if not _is_first_rank():
         yield lambda count, total: None
     elif tqdm is None:
@@ -87,12 +87,12 @@ def show_progress(label: str, *, unit: str = "", lines: bool = False) -> Iterato
             yield report
 
 
-def track(
-    items: Iterable[T], label: str, *, total: int = 0, unit: str = "", lines: bool = False
+def track_progress(
+    items: Iterable[T], label: str, *, total: int = 0, unit: str = "", as_lines: bool = False
 ) -> Iterator[T]:
     """Yield the items and show the number done, see `show_progress`; total 0 = `len(items)`."""
     total = total or (len(items) if isinstance(items, Sized) else 0)
-    with show_progress(label, unit=unit, lines=lines) as report:
+    with show_progress(label, unit=unit, as_lines=as_lines) as report:
         report(0, total)
         for number, item in enumerate(items, start=1):
             yield item

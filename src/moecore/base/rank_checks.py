@@ -40,50 +40,50 @@ class Verbatim(str):
 MISSING = Verbatim("missing")  # the value of an entry that a rank does not have
 
 
-def check_equal(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> None:
+def check_equal(named_values: Mapping[str, Any], device_type: str, *, group: Group = None) -> None:
     """Raise a ValueError on every rank of the group if an entry differs between ranks. Host sync.
 
     Collective on tensors of `device_type`. Entries map a name to a value. Values are equal if their
     `repr` is equal; mappings are compared entry by entry, in any order. An entry that a rank does
     not have is a difference.
     """
-    problem = find_difference(entries, device_type, group=group)
+    problem = find_difference(named_values, device_type, group=group)
     if problem is not None:
         fix = "build the model and call moecore alike everywhere"
         problem += f" on every rank{_format_stage_suffix(group)}: {fix}"
-    raise_on_all(problem, device_type, group=group)
+    raise_problem_on_all_ranks(problem, device_type, group=group)
 
 
 def find_difference(
-    entries: Mapping[str, Any], device_type: str, *, group: Groups = None
+    named_values: Mapping[str, Any], device_type: str, *, group: Groups = None
 ) -> str | None:
     """Compare entries between ranks and return an error text for the first difference, or None.
 
-    `entries` are as in `check_equal`. The text has the value of this rank and of the first rank
-    with a different value. Collective over `group`, with a host sync. With several groups, a rank
-    without a difference in its groups returns the text of another rank.
+    `named_values` are as in `check_equal`. The text has the value of this rank and of the first
+    rank with a different value. Collective over `group`, with a host sync. With several groups, a
+    rank without a difference in its groups returns the text of another rank.
     """
     if not isinstance(group, tuple):
-        return _find_group_difference(entries, device_type, group)
+        return _find_group_difference(named_values, device_type, group)
     problem: str | None = None
     for subgroup in group:
-        problem = _find_group_difference(entries, device_type, subgroup) or problem
+        problem = _find_group_difference(named_values, device_type, subgroup) or problem
         problem = next(filter(None, gather_objects(problem, subgroup)), None)
     return problem
 
 
 def _find_group_difference(
-    entries: Mapping[str, Any], device_type: str, group: Group
+    named_values: Mapping[str, Any], device_type: str, group: Group
 ) -> str | None:
     """Return the error text for a group's first difference, see `find_difference`. Collective."""
     prefix, num_further = "", 0
-    while names := _find_differing_names(entries, device_type, group):
-        value, num_further = entries.get(names[0], MISSING), num_further + len(names) - 1
+    while names := _find_differing_names(named_values, device_type, group):
+        value, num_further = named_values.get(names[0], MISSING), num_further + len(names) - 1
         if not all(gather_objects(isinstance(value, Mapping), group)):
             suffix = f" and {num_further} more" if num_further else ""
             values = _format_both_values(value, group)
             return f"{prefix}{names[0]} ({values}){suffix} must be the same"
-        prefix, entries = f"{prefix}{names[0]} of ", value
+        prefix, named_values = f"{prefix}{names[0]} of ", value
     return None
 
 
@@ -103,9 +103,9 @@ def _format_both_values(value: Any, group: Group) -> str:
 
 
 def check_collective_headers(
-    op: str,
-    numbers_of_ranks: Sequence[Sequence[int]],
-    formats: Mapping[str, Callable[[int], str]],
+    collective_name: str,
+    numbers_by_rank: Sequence[Sequence[int]],
+    formatters: Mapping[str, Callable[[int], str]],
     group: dist.ProcessGroup,
 ) -> None:
     """Raise a ValueError if the ranks of a group called a collective with different numbers.
@@ -113,24 +113,25 @@ def check_collective_headers(
     No communication: the caller has gathered the numbers.
 
     Args:
-        op: name of the collective in the error.
-        numbers_of_ranks: for each rank in group order, one number per entry of `formats`.
-        formats: name of each number -> function that formats the number for the error.
+        collective_name: name of the collective in the error.
+        numbers_by_rank: for each rank in group order, one number per entry of `formatters`.
+        formatters: name of each number -> function that formats the number for the error.
         group: the group whose ranks are named in the error.
     """
-    for i, (name, show) in enumerate(formats.items()):
-        values = [numbers[i] for numbers in numbers_of_ranks]
+    for i, (name, show) in enumerate(formatters.items()):
+        values = [numbers[i] for numbers in numbers_by_rank]
         other = next((place for place, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             ranks = dist.get_process_group_ranks(group)
             raise ValueError(
-                f"{name} in {op} ({show(values[0])} on rank {ranks[0]}, {show(values[other])} on "
-                f"rank {ranks[other]}) must be the same on all ranks that share it: give every "
-                "rank the same forwards, modes, trained parameters and micro-batches"
+                f"{name} in {collective_name} ({show(values[0])} on rank {ranks[0]}, "
+                f"{show(values[other])} on rank {ranks[other]}) must be the same on all "
+                "ranks that share it: give every rank the same forwards, modes, trained "
+                "parameters and micro-batches"
             )
 
 
-def list_fields(record: Any) -> dict[str, Any]:
+def list_field_entries(record: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as a dict with keys "Class.field"."""
     cls = type(record).__name__
     return {f"{cls}.{field.name}": getattr(record, field.name) for field in fields(record)}
@@ -189,14 +190,14 @@ def _list_optimizer_options(
     return options
 
 
-def make_comparable(leaf: Any) -> Any:
+def make_comparable(value: Any) -> Any:
     """Replace a tensor by its value or checksum, and other objects by their class name."""
-    if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta:
-        if leaf.numel() == 1:
-            return leaf.tolist()
-        return f"{leaf.dtype} {tuple(leaf.shape)}, checksum {compute_checksum(leaf).item()}"
-    is_plain = leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)
-    return leaf if is_plain else type(leaf).__name__
+    if isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta:
+        if value.numel() == 1:
+            return value.tolist()
+        return f"{value.dtype} {tuple(value.shape)}, checksum {compute_checksum(value).item()}"
+    is_plain = value is None or isinstance(value, bool | int | float | str | torch.dtype)
+    return value if is_plain else type(value).__name__
 
 
 @torch.no_grad()
@@ -217,7 +218,7 @@ def check_equal_weights(
             f"rank{_format_stage_suffix(group)} before sharding: seed every rank alike or load one "
             "checkpoint"
         )
-    raise_on_all(problem, device_type, group=group)
+    raise_problem_on_all_ranks(problem, device_type, group=group)
 
 
 @torch.no_grad()
@@ -236,19 +237,21 @@ def find_differing_tensors(
     return _find_differing_names(dict(zip(real, values, strict=True)), device_type, group)
 
 
-def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) -> None:
+def raise_problem_on_all_ranks(
+    problem: str | None, device_type: str, *, group: Group = None
+) -> None:
     """Raise a ValueError with the text `problem` on every rank if any rank has a problem.
 
     Collective over the world if `group` is smaller than the world. Otherwise no rank communicates,
     and every rank must already have the same problem (None = no problem).
     """
     if dist.is_initialized() and dist.get_world_size(group) < dist.get_world_size():
-        raise_on_world(problem, device_type)
+        raise_problem_on_world(problem, device_type)
     elif problem is not None:
         raise ValueError(problem)
 
 
-def raise_on_world(problem: str | None, device_type: str) -> None:
+def raise_problem_on_world(problem: str | None, device_type: str) -> None:
     """Raise a ValueError on every rank if one rank's `problem` is not None.
 
     One all-reduce over the world, with a host sync.
@@ -274,15 +277,17 @@ def _format_stage_suffix(group: Group) -> str:
     return " of a pipeline stage" if is_part else ""
 
 
-def _find_differing_names(entries: Mapping[str, Any], device_type: str, group: Group) -> list[str]:
+def _find_differing_names(
+    named_values: Mapping[str, Any], device_type: str, group: Group
+) -> list[str]:
     """Return the names of the entries that differ between a group's ranks. Collective.
 
     All ranks return the same list.
     """
     if not _has_peers(group):
         return []
-    names = sorted(entries)
-    digests = [_hash_text(_format_value(entries[name])) for name in names]
+    names = sorted(named_values)
+    digests = [_hash_text(_format_value(named_values[name])) for name in names]
     # Ranks may have different numbers of entries, so the first all-reduce has a fixed size.
     summary = torch.tensor(
         [_hash_text(repr(names)), _hash_text(repr(digests))], device=device_type, dtype=torch.int64
@@ -290,11 +295,11 @@ def _find_differing_names(entries: Mapping[str, Any], device_type: str, group: G
     unequal = find_differences(summary, group)
     if not unequal:
         return []
-    order, missing = list(entries), set[str]()
+    order, missing = list(named_values), set[str]()
     if unequal[0] == 0:
         order, missing = _merge_names(order, group)
         names = [name for name in names if name not in missing]
-        digests = [_hash_text(_format_value(entries[name])) for name in names]
+        digests = [_hash_text(_format_value(named_values[name])) for name in names]
     numbers = torch.tensor(digests, device=device_type, dtype=torch.int64)
     positions = find_differences(numbers, group) if names else []
     different = {names[i] for i in positions} | missing

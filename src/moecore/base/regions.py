@@ -30,10 +30,10 @@ class Region(Protocol):
     """A part of the model that backward recomputes, except the results that it saves."""
 
     @property
-    def is_multiplying(self) -> bool:
-        """Whether `multiply` of this region is running its function."""
+    def is_running_product(self) -> bool:
+        """Whether `run_product` of this region is running its function."""
 
-    def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_product(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return function(*args, **kwargs) and save it; recomputation returns the saved result."""
 
     def save_generator(self, generator: torch.Generator) -> None:
@@ -96,9 +96,9 @@ def run_and_save(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     The region's recomputation in backward returns the saved result.
     """
     region = _state.region
-    if region is None or region.is_multiplying:
+    if region is None or region.is_running_product:
         return function(*args, **kwargs)
-    return region.multiply(function, args, kwargs)
+    return region.run_product(function, args, kwargs)
 
 
 def is_recomputing() -> bool:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moecore.base.torch_private import get_saved_tensor_hooks, get_storage_key, sum_versions
+from moecore.base.torch_private import get_saved_tensor_hooks, get_storage_key, sum_version_counters
 
 
 class Handle(Protocol):
@@ -55,12 +55,14 @@ class TensorHandle:
         # `detach` avoids a reference cycle: an operation that saves its own output would otherwise
         # keep its graph alive.
         self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self._version = sum_versions(tensor)
+        self._version = sum_version_counters(tensor)
 
     def unpack(self) -> Tensor:
         """Return the tensor; raise a RuntimeError if it was changed in place since forward."""
-        if sum_versions(self._tensor) != self._version:
-            raise make_in_place_error(self._tensor.shape, sum_versions(self._tensor), self._version)
+        if sum_version_counters(self._tensor) != self._version:
+            raise make_in_place_error(
+                self._tensor.shape, sum_version_counters(self._tensor), self._version
+            )
         return self._tensor
 
 
@@ -98,7 +100,7 @@ _packers = _Packers()
 
 @contextmanager
 def use_packer(
-    packer: Packer, *, is_first: bool = False, only_rows: bool = False
+    packer: Packer, *, is_first: bool = False, only_used_rows: bool = False
 ) -> Iterator[None]:
     """Return a context in which a packer is called for each tensor that autograd saves.
 
@@ -107,8 +109,8 @@ def use_packer(
     Args:
         packer: returns a handle, or None if it does not accept the tensor.
         is_first: call it before all active packers; by default inner packers are called first.
-        only_rows: the packer accepts only tensors inside `mark_used_rows`. Elsewhere no hook is
-            installed for it, which saves host time.
+        only_used_rows: the packer accepts only tensors inside `mark_used_rows`. Elsewhere no hook
+            is installed for it, which saves host time.
     """
     hooks = get_saved_tensor_hooks()
     if hooks is not None and hooks[0] is not pack_tensor:
@@ -120,7 +122,7 @@ def use_packer(
     else:
         _packers.inner = (packer, *_packers.inner)
     try:
-        with nullcontext() if only_rows else _install_pack_hook():
+        with nullcontext() if only_used_rows else _install_pack_hook():
             yield
     finally:
         _packers.first, _packers.inner = before

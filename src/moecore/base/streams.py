@@ -1,7 +1,8 @@
 """CUDA streams and events, and the streams of a dry run, which record dependencies of operations.
 
 For a CPU device the functions return None instead of a stream. A dry run executes a step on meta
-tensors. It numbers the operations, and `DryQueues.launch` returns the dependencies of an operation.
+tensors. It numbers the operations, and `DryQueues.launch_operation` returns the dependencies of an
+operation.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class DryQueues:
         self.host_dependencies = frozenset[int]()  # host waits since the last launch
         self.length = 0  # number of launched operations
 
-    def launch(self) -> tuple[frozenset[int], frozenset[int]]:
+    def launch_operation(self) -> tuple[frozenset[int], frozenset[int]]:
         """Launch an operation on the current stream and return its dependencies.
 
         The result is two sets of operation numbers: operations that the stream waits for, and
@@ -186,16 +187,16 @@ def copy_to_device(x: Tensor, device: torch.device | str) -> Tensor:
     return x.to(device, non_blocking=True)
 
 
-class ToHost:
+class HostCopyOfTensor:
     """An asynchronous copy of a tensor to the host, launched on the current stream.
 
     The construction launches the copy, and `read` waits for it.
     """
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
-        self._numbers.copy_(numbers, non_blocking=True)
-        stream = get_current_stream(numbers.device)
+    def __init__(self, tensor: Tensor) -> None:
+        self._numbers = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._numbers.copy_(tensor, non_blocking=True)
+        stream = get_current_stream(tensor.device)
         self._event = None if stream is None else stream.record_event()
 
     def has_arrived(self) -> bool:
@@ -212,7 +213,7 @@ class ToHost:
         return self._numbers
 
 
-def start_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
+def start_host_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
     """Start copying one-element GPU tensors to the host; return a function that waits for them.
 
     The function returns a dict of all `values`, in which Python floats replace the GPU tensors.
@@ -221,7 +222,7 @@ def start_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
     on_gpu = {key: x for key, x in values.items() if isinstance(x, Tensor) and x.is_cuda}
     if not on_gpu:
         return lambda: dict(values)
-    numbers = ToHost(torch.stack([x.double().view(()) for x in on_gpu.values()]))
+    numbers = HostCopyOfTensor(torch.stack([x.double().view(()) for x in on_gpu.values()]))
     return lambda: {**values, **dict(zip(on_gpu, numbers.read().tolist(), strict=True))}
 
 
@@ -235,7 +236,7 @@ def is_capturing(stream: Stream | None) -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def is_dry() -> bool:
+def is_dry_run() -> bool:
     """Whether this thread runs a dry run, a step on meta tensors."""
     return _dry.queues is not None
 

@@ -42,7 +42,7 @@ def format_axes(axes: Iterable[tuple[str, int | None]]) -> str:
     return ", ".join(texts) or "whole"
 
 
-def merge_rows(rows: Iterable[TableRow]) -> list[TableRow]:
+def merge_table_rows(rows: Iterable[TableRow]) -> list[TableRow]:
     """Return table rows grouped by kind, at most `MAX_ROWS` of each kind.
 
     If a kind has more rows, its smallest rows are merged into one row.
@@ -63,10 +63,10 @@ def merge_rows(rows: Iterable[TableRow]) -> list[TableRow]:
     return table
 
 
-def format_columns(lines: list[tuple[str, ...]]) -> list[str]:
+def format_columns(rows: list[tuple[str, ...]]) -> list[str]:
     """Return each line's cells as one string, padded so that the columns align."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded_lines = ([cell.ljust(n) for cell, n in zip(line, widths, strict=True)] for line in lines)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded_lines = ([cell.ljust(n) for cell, n in zip(line, widths, strict=True)] for line in rows)
     return ["  ".join(line).rstrip() for line in padded_lines]
 
 
@@ -94,7 +94,11 @@ def escape_unprintable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def format_error_line(text: str, limit: int = 2000) -> str:
+def format_error_line(text: str, max_chars: int = 2000) -> str:
     """Return a text as one printable line; "..." replaces the middle of a text above the limit."""
     line = escape_unprintable(" ".join(text.split()))  # the fix is at the end of an error
-    return line if len(line) <= limit else f"{line[: limit // 2]}...{line[-(limit // 2) :]}"
+    return (
+        line
+        if len(line) <= max_chars
+        else f"{line[: max_chars // 2]}...{line[-(max_chars // 2) :]}"
+    )

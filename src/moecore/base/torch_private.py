@@ -100,7 +100,7 @@ _keys = torch._C._dispatch_tls_local_include_set  # looked up once: every kernel
 _unpack = forward_ad.unpack_dual
 
 
-def _collect_plain_keys() -> frozenset[int]:
+def _collect_plain_dispatch_keys() -> frozenset[int]:
     """Return this thread's dispatch key sets in plain eager code, in and out of inference mode."""
     key_sets = set()
     with _disable_current_modes():
@@ -110,7 +110,7 @@ def _collect_plain_keys() -> frozenset[int]:
     return frozenset(key_sets)
 
 
-_PLAIN_KEYS = _collect_plain_keys()
+_PLAIN_KEYS = _collect_plain_dispatch_keys()
 _UNTRACKED = torch.zeros((), dtype=torch.float32, device="cpu")  # a tensor without a derivative
 NOTHING = nullcontext()  # one object for all calls, which saves host time
 
@@ -127,11 +127,11 @@ _dry = _DryRunState()
 
 
 @contextmanager
-def patch_attributes(target: Any, **values: Any) -> Iterator[None]:
-    """Return a context that sets attributes of an object, `values` by name, and restores them."""
-    before = {name: getattr(target, name) for name in values}
+def patch_attributes(target: Any, **new_values: Any) -> Iterator[None]:
+    """Return a context that sets attributes of an object by name and restores the old values."""
+    before = {name: getattr(target, name) for name in new_values}
     try:
-        for name, value in values.items():
+        for name, value in new_values.items():
             setattr(target, name, value)
         yield
     finally:
@@ -163,8 +163,8 @@ def is_host_memory() -> bool:
     return _dry.on_host
 
 
-def list_open_marks() -> tuple[str, ...]:
-    """Return names of this thread's open `mark` contexts, outermost first; () outside dry runs."""
+def list_open_ranges() -> tuple[str, ...]:
+    """Return names of this thread's `annotate_range` contexts in a dry run, outermost first."""
     return _dry.phases
 
 
@@ -198,8 +198,8 @@ def has_tangents(*tensors: Tensor) -> bool:
     return is_in_forward_mode() and any(_unpack(t).tangent is not None for t in tensors)
 
 
-def mark(name: str) -> AbstractContextManager[Any]:
-    """Return a context that profilers, and `list_open_marks` in a dry run, show by this name."""
+def annotate_range(name: str) -> AbstractContextManager[Any]:
+    """Return a context that profilers, and `list_open_ranges` in a dry run, show by this name."""
     if torch.compiler.is_compiling():
         return NOTHING
     if _dry.inside:
@@ -241,7 +241,7 @@ def call_after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-def will_run(node: Any) -> bool:
+def will_run_node(node: Any) -> bool:
     """Whether the running backward will execute a node; None = a leaf, which counts as True."""
     try:
         return node is None or torch._C._will_engine_execute_node(node)
@@ -251,7 +251,9 @@ def will_run(node: Any) -> bool:
 
 def has_next_node() -> bool:
     """Whether the running backward executes a node after the current node."""
-    return any(node is not None and will_run(node) for node, _ in get_current_node().next_functions)
+    return any(
+        node is not None and will_run_node(node) for node, _ in get_current_node().next_functions
+    )
 
 
 def get_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -283,12 +285,12 @@ def has_accumulate_hooks(param: Tensor) -> bool:
     return bool(_get_accumulate_hooks(param))
 
 
-def has_value_hooks(param: Tensor) -> bool:
+def has_tensor_hooks(param: Tensor) -> bool:
     """Whether a parameter has hooks of `register_hook`, which may change its gradient."""
     return bool(param._backward_hooks)
 
 
-def apply_value_hooks(param: Tensor, grad: Tensor) -> Tensor:
+def apply_tensor_hooks(param: Tensor, grad: Tensor) -> Tensor:
     """Call the parameter's `register_hook` hooks on a gradient and return the changed gradient."""
     for hook in (param._backward_hooks or {}).values():
         changed = hook(grad)
@@ -312,7 +314,7 @@ def get_storage_key(x: Tensor) -> int:
     return id(x.untyped_storage())  # the same Python object as long as the storage exists
 
 
-def sum_versions(*tensors: Tensor) -> int:
+def sum_version_counters(*tensors: Tensor) -> int:
     """Return the sum of the tensors' version counters; inference tensors count as 0."""
     changes = 0
     for x in tensors:
@@ -320,7 +322,7 @@ def sum_versions(*tensors: Tensor) -> int:
     return changes
 
 
-def set_versions(tensors: list[Tensor], versions: list[int]) -> None:
+def set_version_counters(tensors: list[Tensor], versions: list[int]) -> None:
     """Set the version counters with which autograd detects in-place changes of saved tensors."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
@@ -336,7 +338,7 @@ def get_default_timeout() -> timedelta | None:
     return None if options is None else options._timeout
 
 
-def inherit_timeout(group: dist.ProcessGroup) -> None:
+def set_timeout_to_default(group: dist.ProcessGroup) -> None:
     """Set a group's timeout to the timeout of the default process group."""
     timeout = get_default_timeout()
     if timeout is not None:
@@ -348,7 +350,7 @@ def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
     return _get_backends(group)[device_type] == "gloo"
 
 
-def choose_object_device_type(group: dist.ProcessGroup | None) -> str:
+def choose_small_tensor_device_type(group: dist.ProcessGroup | None) -> str:
     """Return the device type for small tensors: "cpu" if the group has a CPU backend.
 
     Otherwise return the device type of the group's first backend.
@@ -378,7 +380,7 @@ def get_local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def get_stored_local(tensor: Tensor) -> Tensor:
+def get_stored_local_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor object that a DTensor stores, where `get_local_tensor` returns a view."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -387,10 +389,10 @@ def get_stored_local(tensor: Tensor) -> Tensor:
     return local_tensor
 
 
-def wrap_like(local: Tensor, like: Tensor) -> Tensor:
-    """Return a DTensor of local shard `local` with the mesh, placements and shape of `like`."""
+def make_dtensor_like(local_tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a DTensor of a local shard with the mesh, placements and shape of `like`."""
     # Faster than `DTensor.from_local`.
-    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
+    return DTensor(local_tensor, like._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -398,7 +400,7 @@ def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None =
     is_moved = device not in (None, tensor.device)
     if not isinstance(tensor, DTensor) or dtype != tensor.dtype or is_moved:
         return torch.zeros_like(tensor, dtype=dtype, device=device)
-    return wrap_like(torch.zeros_like(get_local_tensor(tensor)), tensor)
+    return make_dtensor_like(torch.zeros_like(get_local_tensor(tensor)), tensor)
 
 
 def make_parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:
@@ -441,25 +443,28 @@ def allocate_symmetric_memory(
 # the end. torch's fused operators support only one matrix product and allocate each result.
 
 
-def gather_and_consume(
-    x_C: Tensor, consume: Callable[[Tensor, int], None], x_GC: Tensor, group: dist.ProcessGroup
+def all_gather_and_consume(
+    x_C: Tensor,
+    consume_slice: Callable[[Tensor, int], None],
+    x_GC: Tensor,
+    group: dist.ProcessGroup,
 ) -> None:
-    """All-gather `x_C` along dim 0; call consume(slice, rank) for each received slice.
+    """All-gather `x_C` along dim 0; call consume_slice(slice, rank) for each received slice.
 
     The output `x_GC` receives the slices.
     """
     from torch.distributed import _symmetric_memory
 
-    _symmetric_memory._pipelined_all_gather_and_consume(x_C, consume, x_GC, group.group_name)
+    _symmetric_memory._pipelined_all_gather_and_consume(x_C, consume_slice, x_GC, group.group_name)
 
 
-def produce_and_send(
-    produce: Callable[[int, Tensor], None], output_GC: Tensor, group: dist.ProcessGroup
+def produce_and_all_to_all(
+    produce_slice: Callable[[int, Tensor], None], output_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Call produce(rank, slice) to fill a slice for each rank, and all-to-all the slices.
+    """Call produce_slice(rank, slice) to fill a slice for each rank, and all-to-all the slices.
 
     The output `output_GC` receives the slices of all ranks.
     """
     from torch.distributed import _symmetric_memory
 
-    _symmetric_memory._pipelined_produce_and_all2all(produce, output_GC, group.group_name)
+    _symmetric_memory._pipelined_produce_and_all2all(produce_slice, output_GC, group.group_name)

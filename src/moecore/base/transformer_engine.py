@@ -48,7 +48,7 @@ class Names(NamedTuple):
 
 
 @cache
-def load_names() -> Names:
+def import_transformer_engine() -> Names:
     """Import Transformer Engine's modules; raise a ValueError if they cannot be imported."""
     try:
         engine = importlib.import_module("transformer_engine")
@@ -69,7 +69,7 @@ def find_recipe_problem(recipe: Recipe | None, device: torch.device | None) -> s
     if device is not None and device.type == "meta":
         return None
     try:
-        engine = load_names()
+        engine = import_transformer_engine()
     except ValueError as error:
         return str(error)
     oldest = ".".join(map(str, OLDEST))
@@ -104,19 +104,21 @@ def quantise(
     *,
     over_rows: bool,
     scale: Tensor | None = None,  # for "tensorwise": fp32 [1] factor; None = 448 / amax
-    seen: Tensor | None = None,  # with `scale`: fp32 [1], updated to the maximum of |x_RK|
+    amax_out: Tensor | None = None,  # with `scale`: fp32 [1], updated to the maximum of |x_RK|
 ) -> Any:
     """Return Transformer Engine's record of a quantised operand: FP8 or FP4 values and scales.
 
     The matmul sums over the operand's rows if `over_rows`, otherwise over its columns. `scale` is a
-    fixed factor for "tensorwise". With `scale`, the maximum of |x| is written to `seen`.
+    fixed factor for "tensorwise". With `scale`, the maximum of |x| is written to `amax_out`.
     """
     with torch.no_grad():
         if scale is not None:
             dtype = _get_fp8_dtype(recipe, operand)
-            seen = torch.zeros_like(scale) if seen is None else seen
+            amax_out = torch.zeros_like(scale) if amax_out is None else amax_out
             usage: Any = dict(rowwise=True, columnwise=over_rows)
-            quantizer = load_names().pytorch.Float8Quantizer(scale, seen, dtype, **usage)
+            quantizer = import_transformer_engine().pytorch.Float8Quantizer(
+                scale, amax_out, dtype, **usage
+            )
             return _use_plain_records(quantizer)(x_RK)
         (quantizer,) = _make_quantizers(recipe, operand, over_rows, 1, x_RK.device)
         return quantizer(_cast_for_quantizer(x_RK, recipe))
@@ -136,35 +138,36 @@ def quantise_experts(
         if operand == "weight" and recipe.scaling == "nvfp4":  # as its own layers quantise matrices
             parts = zip(quantizers, x_RK.split(splits), strict=True)
             return [quantizer(part) for quantizer, part in parts]
-        return load_names().extension.split_quantize(x_RK, splits, quantizers)  # type: ignore[no-any-return]
+        return import_transformer_engine().extension.split_quantize(x_RK, splits, quantizers)  # type: ignore[no-any-return]
 
 
-def multiply(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
+def multiply_quantised(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
     """Return the matrix product of `a` and `b`, results of `quantise`, in `dtype`, summed in fp32.
 
     `layout`: "TN" = b @ a^T, "NN" = b @ a, "NT" = b^T @ a.
     """
     gemm_options: Any = dict(layout=layout, grad=layout != "TN", use_split_accumulator=True)
-    return load_names().products.general_gemm(a, b, out_dtype=dtype, **gemm_options)[0]  # type: ignore[no-any-return]
+    products = import_transformer_engine().products
+    return products.general_gemm(a, b, out_dtype=dtype, **gemm_options)[0]  # type: ignore[no-any-return]
 
 
-def multiply_experts(
+def multiply_quantised_experts(
     a: Sequence[Any],  # each expert's matrix, or for "NT" its rows
     b: Sequence[Any],  # each expert's rows
     layout: Layout,
     out: list[Tensor],  # contiguous
     splits: list[int],  # rows of each expert
     *,
-    adds: bool = False,  # add to `out`
+    accumulates: bool = False,  # add to `out`
 ) -> None:
-    """Write each expert's matrix product of `a` and `b` to `out`, or add it if `adds`.
+    """Write each expert's matrix product of `a` and `b` to `out`, or add it if `accumulates`.
 
     `a` and `b` have one result of `quantise` per expert, and `splits` has each expert's number of
-    rows. `layout` is as in `multiply`. `out` is a list of one [R, N] tensor, or for "NT" of one [M,
-    N] tensor per expert.
+    rows. `layout` is as in `multiply_quantised`. `out` is a list of one [R, N] tensor, or for "NT"
+    of one [M, N] tensor per expert.
     """
     # For "NT" the product of an expert without rows is zero.
-    load_names().products.general_grouped_gemm(
+    import_transformer_engine().products.general_grouped_gemm(
         list(a),
         list(b),
         out,
@@ -173,7 +176,7 @@ def multiply_experts(
         layout=layout,
         m_splits=splits,
         grad=layout != "TN",
-        accumulate=adds,
+        accumulate=accumulates,
         use_split_accumulator=True,
         single_output=layout != "NT",
     )
@@ -185,17 +188,17 @@ def _cast_for_quantizer(x_RK: Tensor, recipe: Recipe) -> Tensor:
 
 
 def _make_quantizers(
-    recipe: Recipe, operand: Operand, over_rows: bool, num: int, device: torch.device
+    recipe: Recipe, operand: Operand, over_rows: bool, num_quantizers: int, device: torch.device
 ) -> list[Any]:
-    """Return `num` quantizers, one per expert; quantizers without state are one shared object.
+    """Return one quantizer per expert; quantizers without state are one shared object.
 
     `over_rows`: the matmul sums over the operand's rows.
     """
     if recipe.scaling != "tensorwise":
-        return [_make_block_quantizer(recipe, operand, over_rows, device)] * num
+        return [_make_block_quantizer(recipe, operand, over_rows, device)] * num_quantizers
     # Each quantizer has its own buffers for scale and amax.
-    buffers = torch.empty(2, num, device=device, dtype=torch.float32)
-    make = load_names().pytorch.Float8CurrentScalingQuantizer
+    buffers = torch.empty(2, num_quantizers, device=device, dtype=torch.float32)
+    make = import_transformer_engine().pytorch.Float8CurrentScalingQuantizer
     dtype = _get_fp8_dtype(recipe, operand)
     options: Any = dict(columnwise=over_rows, force_pow_2_scales=recipe.power_of_two)
     return [
@@ -212,7 +215,7 @@ def _make_block_quantizer(
 
     `over_rows`: the matmul sums over the operand's rows.
     """
-    te, is_weight = load_names().pytorch, operand == "weight"
+    te, is_weight = import_transformer_engine().pytorch, operand == "weight"
     # Weights have square blocks, whose rowwise operand is always needed.
     usage: Any = dict(rowwise=is_weight or not over_rows, columnwise=over_rows)
     if recipe.scaling == "blockwise":
@@ -229,7 +232,7 @@ def _make_block_quantizer(
 
 def _get_fp8_dtype(recipe: Recipe, operand: Operand) -> Any:
     """Return Transformer Engine's FP8 dtype for an operand: e4m3, or e5m2 for gradients."""
-    dtypes = load_names().extension.DType
+    dtypes = import_transformer_engine().extension.DType
     is_e5m2 = operand == "gradient" and recipe.grad_format == "e5m2"
     return dtypes.kFloat8E5M2 if is_e5m2 else dtypes.kFloat8E4M3
 

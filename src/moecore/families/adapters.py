@@ -124,14 +124,17 @@ def _find_blocks(
     return adapters_of
 
 
-def _refuse_unknown_siblings(dense: Mapping[str, str], adapted_prefixes: Sequence[str]) -> None:
-    """Raise ValueError if adapted blocks and blocks of `dense` are in one list of layers.
+def _refuse_unknown_siblings(
+    unadapted_blocks: Mapping[str, str], adapted_prefixes: Sequence[str]
+) -> None:
+    """Raise ValueError if a list of layers has both adapted blocks and `unadapted_blocks`.
 
-    `dense` maps names of blocks that look like MoE blocks, but have no adapter, to their classes.
-    `adapted_prefixes` are the names of adapted blocks and layers, each with a dot at its end.
+    `unadapted_blocks` maps names of blocks that look like MoE blocks, but have no adapter, to their
+    classes. `adapted_prefixes` are the names of adapted blocks and layers, each with a dot at its
+    end.
     """
     paths = [name.rstrip(".").split(".") for name in adapted_prefixes]
-    for name, class_name in dense.items():
+    for name, class_name in unadapted_blocks.items():
         path = name.split(".")
         # The outermost entry of a list that holds the look-alike and no known block.
         places = [i for i, part in enumerate(path) if part.isdecimal()]
@@ -206,16 +209,20 @@ def _is_dense_router_block(module: nn.Module) -> bool:
         if "router" in name or "gate" in name or "gating" in name:
             siblings = [m for m in module.children() if m is not child]
             if any(
-                _has_experts(siblings, *s, stacked="router" in name) for s in _list_shapes(child, 2)
+                _has_experts(siblings, *s, may_be_stacked="router" in name)
+                for s in _list_shapes(child, 2)
             ):
                 return True
     return False
 
 
-def _has_experts(modules: list[nn.Module], num_experts: int, dim: int, *, stacked: bool) -> bool:
+def _has_experts(
+    modules: list[nn.Module], num_experts: int, dim: int, *, may_be_stacked: bool
+) -> bool:
     """Whether one of `modules` is a list of `num_experts` MLPs with input and output size `dim`.
 
-    If `stacked`, the MLPs may also be stacked in 3-D parameters [num_experts, ...] of `modules`.
+    If `may_be_stacked`, the MLPs may also be stacked in 3-D parameters [num_experts, ...] of
+    `modules`.
     """
     if num_experts < 2:
         return False
@@ -225,7 +232,7 @@ def _has_experts(modules: list[nn.Module], num_experts: int, dim: int, *, stacke
             if shapes.count(shapes[0]) == num_experts and _is_feed_forward(shapes[0][1:], dim):
                 return True
     stacks = [s for m in modules if not isinstance(m, CONVOLUTIONS) for s in _list_shapes(m, 3)]
-    return stacked and _is_feed_forward([s[1:] for s in stacks if s[0] == num_experts], dim)
+    return may_be_stacked and _is_feed_forward([s[1:] for s in stacks if s[0] == num_experts], dim)
 
 
 def _is_feed_forward(matrices: Sequence[Any], dim: int) -> bool:
@@ -275,9 +282,13 @@ class OriginRecorder(DispatchMode):
         for name, tensor in tensors.items():
             self._add_origin(tensor, frozenset([name]))
 
-    def find_origins(self, value: Any) -> frozenset[str]:
+    def find_origins(self, pytree: Any) -> frozenset[str]:
         """Return the names of the block tensors from which a pytree's tensors were computed."""
-        names = [name for tensor in _iterate_tensors(value) for name in self._find_names(tensor)]
+        names = [
+            name
+            for tensor in _iterate_tensors(pytree)
+            for name in self._find_tensor_origins(tensor)
+        ]
         return frozenset(names)
 
     @override
@@ -304,11 +315,11 @@ class OriginRecorder(DispatchMode):
 
     def _add_origin(self, tensor: Tensor, names: frozenset[str]) -> None:
         """Record that a tensor's memory was computed from the named block tensors."""
-        if not names <= self._find_names(tensor):
+        if not names <= self._find_tensor_origins(tensor):
             key = StorageWeakRef(tensor.untyped_storage())
             self._origins.setdefault(key, []).append(_TensorRange(*_get_byte_range(tensor), names))
 
-    def _find_names(self, tensor: Tensor) -> frozenset[str]:
+    def _find_tensor_origins(self, tensor: Tensor) -> frozenset[str]:
         """Return the names of the block tensors from which a tensor's memory was computed."""
         origins = self._origins.get(StorageWeakRef(tensor.untyped_storage()), ())
         begin, end = _get_byte_range(tensor)
@@ -326,9 +337,12 @@ def _get_state_tensors(block: nn.Module) -> dict[str, Tensor]:
 
 
 def _list_unused_tensors(
-    block: nn.Module, layer: nn.Module, state: Mapping[str, Tensor], recorder: OriginRecorder
+    block: nn.Module,
+    layer: nn.Module,
+    block_tensors: Mapping[str, Tensor],
+    recorder: OriginRecorder,
 ) -> list[str]:
-    """Return the names of block tensors (`state`) from which no tensor of the layer was computed.
+    """Return the names of block tensors from which no tensor of the layer was computed.
 
     Empty tensors are excluded. Buffers whose values Python has read are excluded too, such as a
     factor that the adapter wrote into the layer's config.
@@ -338,14 +352,14 @@ def _list_unused_tensors(
     read = recorder.host_reads - {name for name, _ in block.named_parameters()}
     return [
         name
-        for name, tensor in state.items()
+        for name, tensor in block_tensors.items()
         if tensor.numel() and id(tensor) not in layer_tensors and name not in placed | read
     ]
 
 
-def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+def _iterate_tensors(pytree: Any) -> Iterator[Tensor]:
     """Yield the tensors of a pytree."""
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return (leaf for leaf in tree_leaves(pytree) if isinstance(leaf, Tensor))
 
 
 def _get_byte_range(tensor: Tensor) -> tuple[int, int]:

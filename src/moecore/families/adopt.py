@@ -14,9 +14,9 @@ from moecore.base.options.layer import MoEConfig
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts, OwnActivation
 from moecore.moe.layer import LayerLayout, MoELayer
-from moecore.moe.routed import RoutedExperts
+from moecore.moe.routed_experts import RoutedExperts
 from moecore.moe.router import Router
-from moecore.moe.selection_bias import add_part
+from moecore.moe.selection_bias import add_submodule
 
 
 def adopt(
@@ -82,11 +82,11 @@ def adopt(
     _assign_parameters(layer.get_part("experts"), experts)
     if latent is not None:
         for name, module in zip((layout.latent_down, layout.latent_up), latent, strict=True):
-            add_part(layer, name, module)
+            add_submodule(layer, name, module)
     if shared is not None:
-        add_part(layer, layout.shared, shared)
+        add_submodule(layer, layout.shared, shared)
     if shared_gate is not None:
-        add_part(layer, layout.shared_gate, shared_gate)
+        add_submodule(layer, layout.shared_gate, shared_gate)
     return layer
 
 
@@ -108,20 +108,21 @@ def adopt_experts(
     return module
 
 
-def _check_table(name: str, table_VK: Tensor, num_experts: int) -> None:
-    """Raise ValueError if a row of table `name` (token id -> experts) has invalid or equal ids."""
+def _check_hash_table(table_name: str, table_VK: Tensor, num_experts: int) -> None:
+    """Raise ValueError if a row of the table, token id -> expert ids, has invalid or equal ids."""
     sorted_VK = table_VK.sort(dim=1).values
     wrong_V = (sorted_VK[:, 1:] == sorted_VK[:, :-1]).any(1)
     wrong_V |= (table_VK < 0).any(1) | (table_VK >= num_experts).any(1)
     if wrong_V.any():
         row = int(wrong_V.nonzero()[0])
         raise ValueError(
-            f"Router {name}[{row}] ({table_VK[row].tolist()}) must be distinct ids of the "
+            f"Router {table_name}[{row}] ({table_VK[row].tolist()}) must be distinct ids of the "
             f"{num_experts} experts: load the table of a checkpoint before"
         )
 
 
 def _get_class_name(module: nn.Module | None) -> str:
+    """Return the name of a module's class; "None" for None."""
     return "None" if module is None else type(module).__name__
 
 
@@ -153,7 +154,7 @@ def _assign_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None
             # A Parameter would leave the buffers.
             is_bias = tensor.is_floating_point()
             if not (is_bias or tensor.is_meta):
-                _check_table(name, tensor, module.config.num_experts)
+                _check_hash_table(name, tensor, module.config.num_experts)
             owner = bias_owner if is_bias else module
             setattr(owner, name, tensor.detach().float() if is_bias else tensor.detach())
             continue

@@ -42,9 +42,9 @@ from moecore.families.transformers.sparse_attention import (
 )
 from moecore.families.transformers.stock import (
     find_outermost_models,
-    is_hf,
     is_pretrained,
     is_stock_forward,
+    is_transformers_module,
 )
 from moecore.families.transformers.tensor_parallel import TensorParallelTransformer
 from moecore.models.head import Head
@@ -83,7 +83,9 @@ class ProtocolFamily(Family):
                 module.loss_recipe = recipe
 
     @override
-    def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
+    def guard_methods(
+        self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
+    ) -> None:
         """Make methods of accelerate, Trainer and peft that need full parameters raise errors.
 
         `wrapper` is the caller's module, which is or contains `model`.
@@ -96,7 +98,7 @@ class TransformersFamily(ProtocolFamily):
     """The functions of `parallelize_moe` for models with transformers modules, maybe with peft."""
 
     @override
-    def unwrap(self, model: nn.Module) -> nn.Module:
+    def unwrap_peft(self, model: nn.Module) -> nn.Module:
         """Return the base model of a `PeftModel`, and any other model unchanged."""
         return unwrap_peft(model)
 
@@ -114,7 +116,7 @@ class TransformersFamily(ProtocolFamily):
         return layers
 
     @override
-    def prepare(self, model: nn.Module) -> None:
+    def prepare_for_sharding(self, model: nn.Module) -> None:
         """Add hooks that pass padding and documents to MoE layers, and fuse norms, in place."""
         refuse_lost_router_logits(model)
         hook_moe_layers(model)
@@ -140,7 +142,7 @@ class TransformersFamily(ProtocolFamily):
         return has_rows(inputs, "input_ids", "inputs_embeds")
 
     @override
-    def make_arguments(self, batch: PackedBatch) -> dict[str, Any]:
+    def make_forward_arguments(self, batch: PackedBatch) -> dict[str, Any]:
         """Return a transformers forward's arguments for a packed batch: no labels and no cache."""
         names = ("input_ids", "position_ids", "padding_mask", "cu_seqlens", "max_seqlen")
         inputs: dict[str, Any] = {n: batch[n] for n in names}  # type: ignore[literal-required]
@@ -149,7 +151,7 @@ class TransformersFamily(ProtocolFamily):
     @override
     def get_vocab_size(self, model: nn.Module) -> int | None:
         """Return the text config's `vocab_size`; see `Family` for other configs."""
-        config: Any = getattr(self.unwrap(model), "config", None)
+        config: Any = getattr(self.unwrap_peft(model), "config", None)
         if not hasattr(config, "get_text_config"):
             return super().get_vocab_size(model)
         size: int | None = getattr(config.get_text_config(), "vocab_size", None)
@@ -182,7 +184,7 @@ class TransformersFamily(ProtocolFamily):
         """Raise ValueError or NotImplementedError if `tp` ranks cannot shard the full model."""
         owner = self.make_tensor_parallel_model(model)
         if isinstance(owner, TensorParallelTransformer):
-            owner.check(tp)
+            owner.check_degree(tp)
 
     @override
     def make_context_parallel_model(self, model: nn.Module) -> Any:
@@ -218,23 +220,28 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
+        """Make models compute their training loss in chunks of tokens, in FP8 with a `recipe`."""
         fuse_loss(model, recipe)
 
     @override
-    def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
-        """Make methods raise that a parallelized model does not support, see `Family.finish`.
+    def guard_methods(
+        self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
+    ) -> None:
+        """Make methods raise that a parallelized model does not support.
 
-        `drops_cache`: also warn if the model uses a key/value cache in training.
+        `warns_about_cache`: also warn if the model uses a key/value cache in training.
         """
-        super().finish(model, wrapper=wrapper, drops_cache=drops_cache)
+        super().guard_methods(model, wrapper=wrapper, warns_about_cache=warns_about_cache)
         guard_pretrained_models(model)
-        if drops_cache:
+        if warns_about_cache:
             warn_about_cache(model)
 
 
 def find_family(model: nn.Module) -> Family:
     """Return `TransformersFamily` if any module is of transformers, otherwise `ProtocolFamily`."""
-    of_transformers = any(is_hf(module) or is_pretrained(module) for module in model.modules())
+    of_transformers = any(
+        is_transformers_module(module) or is_pretrained(module) for module in model.modules()
+    )
     return TransformersFamily() if of_transformers else ProtocolFamily()
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from moecore.families.transformers.lora import select_base_tensors, select_trained_copies
-from moecore.families.transformers.stock import find_outermost_models, is_hf
+from moecore.families.transformers.stock import find_outermost_models, is_transformers_module
 
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -33,14 +33,14 @@ def is_selection_bias(name: str) -> bool:
 
 
 def make_fp32_predicate(
-    model: nn.Module | None, dtype: torch.dtype | None
+    model: nn.Module | None, compute_dtype: torch.dtype | None
 ) -> Callable[[str], bool]:
     """Return a predicate on tensor names: whether the tensor stays fp32 in 16-bit training.
 
-    `model` is a transformers model without adapters, or None for any other model. `dtype` is the
-    compute dtype; None = the dtype of the first fp16 or bf16 parameter.
+    `model` is a transformers model without adapters, or None for any other model. `compute_dtype`
+    is the compute dtype; None = the dtype of the first fp16 or bf16 parameter.
     """
-    half = None if model is None else _find_half_dtype(model, dtype)
+    half = None if model is None else _find_half_dtype(model, compute_dtype)
     stocks = list(_make_stock_dtypes(model, half).values()) if model is not None and half else []
     return lambda name: is_selection_bias(name) or any(s.is_fp32(name) for s in stocks)
 
@@ -97,14 +97,15 @@ def _cast_buffers_in_forward(module: nn.Module, names: Sequence[str], dtype: tor
     module.forward = MethodType(forward_with_cast, module)
 
 
-def _find_fp32_names(model: nn.Module, stocks: Mapping[Any, _StockDtypes]) -> frozenset[str]:
+def _find_fp32_names(model: nn.Module, stock_dtypes: Mapping[Any, _StockDtypes]) -> frozenset[str]:
     """Return the names of the tensors of `model` that stay fp32 in 16-bit training.
 
-    The tensors are selection biases, and tensors that `stocks` keep in fp32 (`_make_stock_dtypes`).
+    The tensors are selection biases, and tensors that `stock_dtypes` keep in fp32
+    (`_make_stock_dtypes`).
     """
     tensors = _get_named_tensors(model)
     fp32_ids = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
-    for hf, stock in stocks.items():
+    for hf, stock in stock_dtypes.items():
         hf_tensors = _get_named_tensors(hf)
         for originals in (
             select_base_tensors(hf, hf_tensors),
@@ -114,11 +115,11 @@ def _find_fp32_names(model: nn.Module, stocks: Mapping[Any, _StockDtypes]) -> fr
     return frozenset(n for n, t in tensors.items() if id(t) in fp32_ids)
 
 
-def _find_half_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
+def _find_half_dtype(model: nn.Module, compute_dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the compute dtype if it is fp16 or bf16, otherwise None; see `set_dtypes`."""
-    if dtype is None:
-        dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), None)
-    return dtype if dtype in HALF_DTYPES else None
+    if compute_dtype is None:
+        compute_dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), None)
+    return compute_dtype if compute_dtype in HALF_DTYPES else None
 
 
 def _get_named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -147,7 +148,7 @@ def _make_stock_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[Any, _Stock
         # As transformers.core_model_loading.build_glob_alternation reads them.
         pattern = "|".join(f"(?:{p.replace('*', '.*')})" for p in hf._get_dtype_plan(dtype))
         fp32, half = frozenset[str](), frozenset[str]()
-        if is_hf(hf):
+        if is_transformers_module(hf):
             with torch.device("meta"):
                 twin = type(hf)._from_config(copy.deepcopy(hf.config), dtype=dtype)
             fp32 = frozenset(n for n, t in twin.state_dict().items() if t.dtype == torch.float32)

@@ -114,7 +114,7 @@ class Replicas:
         self._model, self._optimizer, self._step = model, optimizer, step
         self._scheduler = scheduler
         self._device = request.meshes.device
-        start_id = self._make_int64([secrets.randbits(LINEAGE_BITS)])
+        start_id = self._make_int64_tensor([secrets.randbits(LINEAGE_BITS)])
         dist.broadcast(start_id, 0)
         self._start_id = int(start_id)  # identifies this start of the replica
         self._lineage = self._compute_first_lineage(first_step)
@@ -182,7 +182,7 @@ class Replicas:
         """Leave the job: stop this rank's threads and servers."""
         self._manager.shutdown()
 
-    def _make_int64(self, numbers: list[int]) -> Tensor:
+    def _make_int64_tensor(self, numbers: list[int]) -> Tensor:
         """Return integers as an int64 tensor on the model's device."""
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
@@ -203,13 +203,13 @@ class Replicas:
         tensors = [get_local_tensor(x.detach()) for x in self._model.state_dict().values()]
         sums = torch.stack([x.double().sum() for x in tensors]).cpu()
         digest = hashlib.sha256(bytes(sums.view(torch.uint8).tolist())).digest()
-        total = self._make_int64([int.from_bytes(digest[:4], "big")])
+        total = self._make_int64_tensor([int.from_bytes(digest[:4], "big")])
         dist.all_reduce(total)
         return hash((first_step, int(total))) % (1 << LINEAGE_BITS)
 
     def _check_rank_lineages(self) -> None:
         """Raise RuntimeError if this replica's ranks have different lineages. Collective."""
-        lineages = self._make_int64([self._lineage, -self._lineage])
+        lineages = self._make_int64_tensor([self._lineage, -self._lineage])
         dist.all_reduce(lineages, dist.ReduceOp.MAX)
         if lineages[0] != -lineages[1]:
             raise RuntimeError(STRAY)
@@ -218,8 +218,8 @@ class Replicas:
         """Return each replica's lineage and random start id, both by replica index. Collective."""
         assert self._place is not None, "begin() comes before finish()"
         ids_2R = torch.zeros(2, self._place.num_replicas, dtype=torch.int64, device=self._device)
-        ids_2R[:, self._place.replica] = self._make_int64([self._lineage, self._start_id])
-        self._all_reduce([ids_2R], dist.ReduceOp.SUM)
+        ids_2R[:, self._place.replica] = self._make_int64_tensor([self._lineage, self._start_id])
+        self._all_reduce_over_replicas([ids_2R], dist.ReduceOp.SUM)
         lineages, start_ids = ids_2R.tolist()
         return lineages, start_ids
 
@@ -237,20 +237,20 @@ class Replicas:
     def _average_gradients(self) -> None:
         """Average gradients over replicas in place; missing gradients count as zeros. Host sync."""
         params = [param for param in self._model.parameters() if param.requires_grad]
-        has_grad_P = self._make_int64([param.grad is not None for param in params])
-        self._all_reduce([has_grad_P], dist.ReduceOp.SUM)
+        has_grad_P = self._make_int64_tensor([param.grad is not None for param in params])
+        self._all_reduce_over_replicas([has_grad_P], dist.ReduceOp.SUM)
         # All replicas must reduce the same gradients.
         for param, number in zip(params, has_grad_P.tolist(), strict=True):
             if number and param.grad is None:
                 param.grad = torch.zeros_like(param)
         grads = [get_local_tensor(param.grad) for param in params if param.grad is not None]
         self._mark_capacity_shortage([grad for grad in grads if grad.numel()])
-        self._all_reduce(grads, dist.ReduceOp.AVG)
+        self._all_reduce_over_replicas(grads, dist.ReduceOp.AVG)
 
     def _mark_capacity_shortage(self, grads: list[Tensor]) -> None:
         """Write NaN to `grads[0]` if a dispatch buffer overflowed: all replicas skip the step."""
         capacities = [record.capacity for record in self._records if record.capacity is not None]
-        owners = [owner for record in capacities for owner in record.holders if owner is not None]
+        owners = [owner for record in capacities for owner in record.owners if owner is not None]
         if owners and grads:
             shortage = torch.stack([owner.compute_min_factor(self._device) for owner in owners])
             grads[0].masked_fill_(shortage.amax() > 0, torch.nan)
@@ -262,10 +262,12 @@ class Replicas:
         counts = [layer.tracker.counts for layer in layers if layer.tracker.counts is not None]
         losses = [count.losses for count in counts]
         numbers = [x for count in counts for x in count.list_tensors() if x is not count.losses]
-        self._all_reduce(numbers, dist.ReduceOp.SUM)
-        self._all_reduce(losses, dist.ReduceOp.AVG)
+        self._all_reduce_over_replicas(numbers, dist.ReduceOp.SUM)
+        self._all_reduce_over_replicas(losses, dist.ReduceOp.AVG)
 
-    def _all_reduce(self, tensors: Iterable[Tensor], op: dist.ReduceOp.RedOpType) -> None:
+    def _all_reduce_over_replicas(
+        self, tensors: Iterable[Tensor], op: dist.ReduceOp.RedOpType
+    ) -> None:
         """All-reduce tensors over replicas, in place. An error fails the next vote."""
         buckets = list(_make_buckets(tensors))
         flats = [torch.cat([x.flatten() for x in bucket]) for bucket in buckets]

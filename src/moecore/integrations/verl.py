@@ -183,12 +183,12 @@ class MoECoreEngine(BaseEngine):
         data: TensorDict,
         loss_function: Loss | None,
         outputs: list[dict[str, Any]],
-        number: int,
+        num_micro_batches: int,
     ) -> dict[str, Any]:
         """Return the model's forward arguments for one micro-batch `data`.
 
         The arguments contain a loss, which calls verl's `loss_function`, appends verl's output to
-        `outputs`, and is multiplied by `number`, the number of micro-batches.
+        `outputs`, and is multiplied by `num_micro_batches`, the number of micro-batches.
         """
         data = data.to(self._meshes.device)
         tokens_N, cu_seqlens = data["input_ids"].values(), data["input_ids"].offsets()
@@ -199,7 +199,7 @@ class MoECoreEngine(BaseEngine):
             raise ValueError(f"temperature ({temperature}) must be one number for a batch")
 
         def loss(log_probs_1N: Tensor, entropy_1N: Tensor | None) -> Tensor:
-            """Return verl's loss times `number`, and append verl's output to `outputs`."""
+            """Return verl's loss times the number of micro-batches; append the output."""
             named = {"log_probs": log_probs_1N, "entropy": entropy_1N}
             arguments = {
                 name: torch.nested.nested_tensor_from_jagged(numbers_1N[0], cu_seqlens)
@@ -212,7 +212,9 @@ class MoECoreEngine(BaseEngine):
                 total, metrics = loss_function(model_output=arguments, data=data, dp_group=group)
             output = {"model_output": detach_tree(arguments), "loss": float(total.detach())}
             outputs.append(output | {"metrics": metrics})
-            return total * number  # `TrainStep.forward_backward` averages over micro-batches
+            return (
+                total * num_micro_batches
+            )  # `TrainStep.forward_backward` averages over micro-batches
 
         get = tensordict_utils.get_non_tensor_data
         return {

@@ -165,4 +165,4 @@ class Backbone(nn.Module):
     def slice_local_tokens(self, x_BT: Tensor, sequence: Sequence) -> Tensor:
         """Slice a tensor of full rows [B, T] to the tokens of this cp and tp rank."""
         x_BT = sequence.slice_local(x_BT)
-        return x_BT if self.tp is None else self.tp.slice_local(x_BT)
+        return x_BT if self.tp is None else self.tp.slice_local_tokens(x_BT)

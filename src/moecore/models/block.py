@@ -41,7 +41,10 @@ class Block(nn.Module):
         runs: int = 1,
     ) -> None:
         super().__init__()
-        self.mixer, self.feedforward = config.mixer_of(layer_idx), config.feedforward_of(layer_idx)
+        self.mixer, self.feedforward = (
+            config.get_mixer(layer_idx),
+            config.get_feedforward(layer_idx),
+        )
         if self.mixer is not None:
             self.input_layernorm = RMSNorm.from_config(config, dtype=dtype)
         if self.mixer == "linear":
@@ -102,7 +105,7 @@ class Block(nn.Module):
 def _select_moe_config(config: DecoderConfig, layer_idx: int) -> MoEConfig:
     """Return a layer's MoE config; the first `hash_layers` MoE layers route by token id."""
     assert config.moe is not None
-    before = sum(config.feedforward_of(i) == "moe" for i in range(layer_idx))
+    before = sum(config.get_feedforward(i) == "moe" for i in range(layer_idx))
     by_id = before < config.hash_layers
     return config.moe.by_token_id(config.vocab_size) if by_id else config.moe
 

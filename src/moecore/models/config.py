@@ -418,7 +418,7 @@ class DecoderConfig(CheckedRecord):
     def _linear_rules(self) -> Rules:
         """Yield (field, error text) of each broken rule of linear attention."""
         yield from self._index_rules("linear_layers", self.linear_layers)
-        mixers = [self.mixer_of(i) for i in range(self.num_layers)]
+        mixers = [self.get_mixer(i) for i in range(self.num_layers)]
         name = "pattern" if self.pattern else "linear_layers"
         if "attention" not in mixers:
             yield name, f"leave a layer of num_layers ({self.num_layers}) to attention: change it"
@@ -439,19 +439,19 @@ class DecoderConfig(CheckedRecord):
     @property
     def num_moe_layers(self) -> int:
         """Number of layers with an MoE layer."""
-        return sum(self.feedforward_of(i) == "moe" for i in range(self.num_layers))
+        return sum(self.get_feedforward(i) == "moe" for i in range(self.num_layers))
 
     def get_window(self, layer_idx: int) -> int | None:
         """Return a layer's sliding window in keys, its own key included; None = full causal."""
         return self.windows[layer_idx % len(self.windows)] or None if self.windows else None
 
-    def mixer_of(self, layer_idx: int) -> Mixer | None:
+    def get_mixer(self, layer_idx: int) -> Mixer | None:
         """Return "attention" or "linear" for a layer; None = the layer has no attention."""
         if self.pattern:
             return MIXERS.get(self.pattern[layer_idx])
         return "linear" if layer_idx in self.linear_layers else "attention"
 
-    def feedforward_of(self, layer_idx: int) -> Feedforward | None:
+    def get_feedforward(self, layer_idx: int) -> Feedforward | None:
         """Return "dense" or "moe" for a layer; None = the layer has no feed-forward."""
         if self.pattern:
             return FEEDFORWARDS.get(self.pattern[layer_idx])
@@ -459,4 +459,4 @@ class DecoderConfig(CheckedRecord):
 
     def is_dense(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` has a plain MLP."""
-        return self.feedforward_of(layer_idx) == "dense"
+        return self.get_feedforward(layer_idx) == "dense"

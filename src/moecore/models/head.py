@@ -14,7 +14,7 @@ from moecore.base.params import get_local_param
 from moecore.models.config import DecoderConfig
 from moecore.models.log_probs import LogProbLoss
 from moecore.models.loss import linear_cross_entropy
-from moecore.models.tensor_parallel import TensorParallel, sum_value
+from moecore.models.tensor_parallel import TensorParallel, all_reduce_replicated
 
 
 class Head(nn.Module):
@@ -52,7 +52,7 @@ class Head(nn.Module):
         assert weight is not None, "a tied head is called with the embedding table"
         weight_VD = get_local_param(weight).detach() if is_detached else get_local_param(weight)
         if self.tp is not None:
-            x_BTD = self.tp.gather(x_BTD)
+            x_BTD = self.tp.gather_tokens(x_BTD)
         group = None if self.tp is None else self.tp.group
         chunk_tokens = self.config.ce_chunk_tokens
         if log_prob_loss is not None:
@@ -76,7 +76,7 @@ class Head(nn.Module):
             recipe=self.loss_recipe,
         )
         local_tokens = sequence.local_tokens
-        return loss if local_tokens is None else sum_value(loss, local_tokens.cp.group)
+        return loss if local_tokens is None else all_reduce_replicated(loss, local_tokens.cp.group)
 
 
 def _gather_over_cp(x_BTX: Tensor, sequence: Sequence) -> Tensor:

@@ -126,7 +126,7 @@ class Attention(nn.Module):
 
         `sequence` has the document bounds, the rotary table and a cache of keys and values.
         """
-        q_BTHd, k_BThd, v_BThd, gate_BTHd = self._project(x_BTD)
+        q_BTHd, k_BThd, v_BThd, gate_BTHd = self._project_qkv(x_BTD)
         if sequence.rotary is not None:
             q_BTHd, k_BThd = sequence.rotary.rotate(q_BTHd), sequence.rotary.rotate(k_BThd)
         scale = self.config.head_dim**-0.5
@@ -145,7 +145,7 @@ class Attention(nn.Module):
             y_BTD = y_BTD + get_local_param(self.o_bias).to(y_BTD.dtype)
         return y_BTD
 
-    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _project_qkv(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Project all T tokens; return unrotated queries and keys, values, and gates or None."""
         q, k, v = apply_column_linears(x_BTD, (self.q_proj, self.k_proj, self.v_proj), self.tp)
         gate_BTHd = None

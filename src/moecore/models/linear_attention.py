@@ -73,7 +73,7 @@ class LinearAttention(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads, dtype=dtype))
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=dtype))
 
-    def apply_convolution(self, parts_BTC: Sizes[Tensor], sequence: Sequence) -> list[Tensor]:
+    def apply_convolution(self, inputs_BTC: Sizes[Tensor], sequence: Sequence) -> list[Tensor]:
         """Apply the short convolution and silu to each tensor of this rank's channels.
 
         Input and result have one tensor per kind of channels, in the order of `sizes`.
@@ -81,17 +81,17 @@ class LinearAttention(nn.Module):
         bias = None if self.conv1d.bias is None else self._slice_channels(self.conv1d.bias)
         filters = self._slice_channels(self.conv1d.weight).squeeze(1), bias
         mixed_BTC = causal_conv1d(
-            torch.cat(list(parts_BTC), -1), *filters, sequence, apply_silu=True
+            torch.cat(list(inputs_BTC), -1), *filters, sequence, apply_silu=True
         )
-        return list(mixed_BTC.split([part.shape[-1] for part in parts_BTC], dim=-1))
+        return list(mixed_BTC.split([part.shape[-1] for part in inputs_BTC], dim=-1))
 
-    def compute_steps(self, a_BTH: Tensor) -> Tensor:
+    def compute_time_steps(self, a_BTH: Tensor) -> Tensor:
         """Return the time steps softplus(a + dt_bias) of each token and head, in fp32 or fp64."""
-        return F.softplus(upcast(a_BTH) + self.slice_local_heads(self.dt_bias))
+        return F.softplus(upcast_to_fp32(a_BTH) + self.slice_local_heads(self.dt_bias))
 
     def compute_decay_rates(self) -> Tensor:
         """Return -exp(A_log), the log of each local head's decay per unit of time, fp32 [H]."""
-        return -upcast(self.slice_local_heads(self.A_log)).exp()
+        return -upcast_to_fp32(self.slice_local_heads(self.A_log)).exp()
 
     def slice_local_heads(self, param: nn.Parameter) -> Tensor:
         """Return this tp rank's slice of a replicated parameter with a value per head."""
@@ -109,7 +109,7 @@ class LinearAttention(nn.Module):
     def init_weights(self, *, key: str, seed: int) -> None:
         """Initialise filters as Conv1d does, decay rates with U(min_decay_rate, 16), steps with 1.
 
-        The values depend only on `key`, `seed` and the parameter's name.
+        The values depend only on `key` (the module's name), `seed` and parameter names.
         """
         bound = self.conv1d.weight.shape[-1] ** -0.5
         for name, param in self.conv1d.named_parameters():
@@ -120,7 +120,7 @@ class LinearAttention(nn.Module):
         get_local_tensor(self.A_log).add_(16 - half).log_()
 
 
-def upcast(x: Tensor) -> Tensor:
+def upcast_to_fp32(x: Tensor) -> Tensor:
     """Return x in fp32, or unchanged if it is fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -148,9 +148,9 @@ class GatedDeltaNet(LinearAttention):
         b_BTH, a_BTH = (part.flatten(2) for part in ba.unflatten(-1, (-1, 2, r)).unbind(-2))
         qkv = self.apply_convolution(qkv, sequence)
         of_heads = [x.unflatten(-1, (-1, d)) for x, d in zip(qkv, (k, k, v), strict=True)]
-        gates = self.compute_decay_rates() * self.compute_steps(a_BTH), b_BTH.sigmoid()
+        gates = self.compute_decay_rates() * self.compute_time_steps(a_BTH), b_BTH.sigmoid()
         o_BTHv = attend_linear(*of_heads, *gates, sequence, scale=k**-0.5, norm_qk=True)
-        gate_BTHv = F.silu(upcast(z.unflatten(-1, (-1, v))))
+        gate_BTHv = F.silu(upcast_to_fp32(z.unflatten(-1, (-1, v))))
         y_BTHv = (self.norm(o_BTHv) * gate_BTHv).to(o_BTHv.dtype)
         return apply_row_linear(y_BTHv.flatten(2), self.out_proj, self.tp)
 
@@ -185,7 +185,7 @@ class Mamba2(LinearAttention):
         mixed = self.apply_convolution(mixed, sequence)
         dims = zip(mixed, (v, k, k), strict=True)
         x_BTHv, B_BThk, C_BThk = (part.unflatten(-1, (-1, d)) for part, d in dims)
-        steps_BTH = self.compute_steps(dt_BTH).clamp(min=self.min_step)
+        steps_BTH = self.compute_time_steps(dt_BTH).clamp(min=self.min_step)
         rates_H, skip_H = self.compute_decay_rates(), self.slice_local_heads(self.D)
         y_BTHv = scan_states(x_BTHv, steps_BTH, rates_H, B_BThk, C_BThk, skip_H, sequence)
         y_BTC = self.norm(y_BTHv.flatten(2), z).to(x_BTD.dtype)
@@ -218,5 +218,5 @@ class GatedGroupNorm(RMSNorm):
         weight = get_local_param(self.weight)
         if self.tp is not None:
             weight = weight.chunk(self.tp.size)[self.tp.rank]
-        h = (upcast(x) * F.silu(upcast(gate))).unflatten(-1, (-1, self.group_dim))
+        h = (upcast_to_fp32(x) * F.silu(upcast_to_fp32(gate))).unflatten(-1, (-1, self.group_dim))
         return weight * F.rms_norm(h, (self.group_dim,), None, self.eps).flatten(-2).to(x.dtype)

@@ -31,7 +31,7 @@ from torch import Tensor
 from moecore.base.fields import CheckedRecord, Count, Positive, check_arguments
 from moecore.kernels.common import disable_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, softmax_gradient_
-from moecore.models.loss import RowStatistics, combine_row_statistics, find_product_dtype
+from moecore.models.loss import RowStatistics, combine_row_statistics, find_matmul_dtype
 from moecore.moe.dispatch.collectives import all_gather_rows
 from moecore.precision.head import add_product_, mm_with_dtype
 
@@ -63,28 +63,28 @@ class LogProbLoss(CheckedRecord):
         hidden_BtD: Tensor,
         weight_VD: Tensor,
         labels_Bt: Tensor,
-        to_full_rows: Callable[[Tensor], Tensor],
+        gather_full_rows: Callable[[Tensor], Tensor],
         *,
         chunk_tokens: int = 2048,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """Return the loss of this rank's hidden states. The head is sharded over `group`.
 
-        `labels_Bt` has the labels of this rank's tokens, -100 = none. `to_full_rows` gathers local
-        tokens [B, t, X] to full rows [B, T, X].
+        `labels_Bt` has the labels of this rank's tokens, -100 = none. `gather_full_rows` gathers
+        local tokens [B, t, X] to full rows [B, T, X].
         """
         options: Any = dict(temperature=self.temperature, entropy=self.entropy, group=group)
         args = hidden_BtD.flatten(0, 1), weight_VD, labels_Bt.flatten()
         numbers = linear_log_probs(*args, chunk_tokens=chunk_tokens, **options)
-        return self._call_function(numbers, labels_Bt, to_full_rows)
+        return self._call_function(numbers, labels_Bt, gather_full_rows)
 
     def compute_from_logits(
-        self, logits_BtV: Tensor, labels_Bt: Tensor, to_full_rows: Callable[[Tensor], Tensor]
+        self, logits_BtV: Tensor, labels_Bt: Tensor, gather_full_rows: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Return the loss of full-vocabulary logits, which a model may change after its head.
 
-        `labels_Bt` has the labels of this rank's tokens, -100 = none. `to_full_rows` gathers local
-        tokens [B, t, X] to full rows [B, T, X].
+        `labels_Bt` has the labels of this rank's tokens, -100 = none. `gather_full_rows` gathers
+        local tokens [B, t, X] to full rows [B, T, X].
         """
         x_NV = logits_BtV.flatten(0, 1)
         x_NV = x_NV.to(torch.promote_types(x_NV.dtype, torch.float32)) / self.temperature
@@ -98,17 +98,19 @@ class LogProbLoss(CheckedRecord):
             # A logit of -inf, which excludes a token, has p log p = 0 and not 0 * -inf.
             finite_NV = all_NV.clamp(min=torch.finfo(all_NV.dtype).min)
             entropy_N = -(all_NV.exp() * finite_NV).sum(1).where(counts_N, 0)
-        return self._call_function((log_probs_N, entropy_N), labels_Bt, to_full_rows)
+        return self._call_function((log_probs_N, entropy_N), labels_Bt, gather_full_rows)
 
     def _call_function(
         self,
-        numbers: tuple[Tensor, Tensor | None],
+        log_probs_and_entropies: tuple[Tensor, Tensor | None],
         labels_Bt: Tensor,
-        to_full_rows: Callable[[Tensor], Tensor],
+        gather_full_rows: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """Gather log-probabilities and entropies [N] to full rows; return `function` of both."""
-        local_numbers = [x_N.view_as(labels_Bt) for x_N in numbers if x_N is not None]
-        rows_BTX = to_full_rows(torch.stack(local_numbers, dim=-1))
+        local_numbers = [
+            x_N.view_as(labels_Bt) for x_N in log_probs_and_entropies if x_N is not None
+        ]
+        rows_BTX = gather_full_rows(torch.stack(local_numbers, dim=-1))
         if rows_BTX.shape[:2] != self.labels_BT.shape:
             raise ValueError(
                 f"log-probabilities {tuple(rows_BTX.shape[:2])} must have the shape of "
@@ -153,7 +155,7 @@ def linear_log_probs(
         NotImplementedError: in backward with create_graph=True.
     """
     check_arguments(linear_log_probs, locals())
-    dtype = find_product_dtype(hidden_ND, weight_VD, labels_N)
+    dtype = find_matmul_dtype(hidden_ND, weight_VD, labels_N)
     numbers: tuple[Tensor, Tensor | None] = _LinearLogProbs.apply(
         hidden_ND, weight_VD, labels_N, temperature, entropy, chunk_tokens, dtype, group
     )
@@ -171,23 +173,23 @@ class _LinearLogProbs(torch.autograd.Function):
         labels_N: Tensor,
         temperature: float,
         entropy: bool,
-        chunk: int,
+        chunk_tokens: int,
         dtype: torch.dtype,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities [N], and entropies [N] or None; save statistics per token."""
-        ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
+        ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk_tokens, dtype
         hidden_MD, weight_WD = hidden_ND.to(dtype), weight_VD.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         log_probs_N, highs_N, sums_N = hidden_ND.new_zeros(3, len(hidden_ND), dtype=wide)
         entropy_N = torch.zeros_like(log_probs_N) if entropy else None
         local_labels_N = torch.empty_like(labels_N)
         with disable_autocast(hidden_ND):
-            for start in range(0, len(hidden_ND), chunk):
-                part = slice(start, start + chunk)
+            for start in range(0, len(hidden_ND), chunk_tokens):
+                part = slice(start, start + chunk_tokens)
                 x_CV = _compute_logits(hidden_MD[part], weight_WD, temperature)
                 rows = combine_row_statistics(x_CV, labels_N[part], group)
-                log_probs_N[part] = rows.log_probs()
+                log_probs_N[part] = rows.compute_label_log_probs()
                 local_labels_N[part], highs_N[part], sums_N[part], _ = rows
                 if entropy_N is not None:
                     entropy_N[part] = _compute_entropy_(x_CV, rows, group)
@@ -236,35 +238,39 @@ def _compute_logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) ->
     return x_CV if temperature == 1.0 else x_CV.div_(temperature)
 
 
-def _compute_entropy_(x_CV: Tensor, rows: RowStatistics, group: dist.ProcessGroup | None) -> Tensor:
+def _compute_entropy_(
+    logits_CV: Tensor, row_statistics: RowStatistics, group: dist.ProcessGroup | None
+) -> Tensor:
     """Return each token's entropy [C] in nats over `group`'s vocabulary. Overwrites x_CV."""
-    x_CV.sub_(rows.highs_C[:, None])
-    weighted_C = x_CV.exp().mul_(x_CV).sum(1)
+    logits_CV.sub_(row_statistics.highs_C[:, None])
+    weighted_C = logits_CV.exp().mul_(logits_CV).sum(1)
     if group is not None:
         weighted_C = all_gather_rows(weighted_C, group).unflatten(0, (group.size(), -1)).sum(0)
-    entropy_C = rows.sums_C.log() - weighted_C / rows.sums_C
-    return entropy_C.masked_fill(rows.local_labels_C == IGNORE_INDEX, 0)
+    entropy_C = row_statistics.sums_C.log() - weighted_C / row_statistics.sums_C
+    return entropy_C.masked_fill(row_statistics.local_labels_C == IGNORE_INDEX, 0)
 
 
 def _compute_logits_grad_(
-    x_CV: Tensor,  # used up
+    logits_CV: Tensor,  # used up
     dtype: torch.dtype,
     local_labels_C: Tensor,
-    highs_C: Tensor,
+    maxima_C: Tensor,
     sums_C: Tensor,
-    *numbers: Tensor,  # [C]: gradients of log p; or H, and gradients of log p and H
+    *token_grads: Tensor,  # [C]: gradients of log p; or H, and gradients of log p and H
 ) -> tuple[Tensor, Tensor]:
     """Return a chunk's unscaled gradient of logits [C, V], and a factor per token [C, 1].
 
-    The product of both results is the gradient. `x_CV` has the logits, and is overwritten.
-    `highs_C` and `sums_C` are fields of `RowStatistics`. `numbers` [C] are the gradients of
+    The product of both results is the gradient. `logits_CV` has the logits, and is overwritten.
+    `maxima_C` and `sums_C` are fields of `RowStatistics`. `token_grads` [C] are the gradients of
     log-probabilities, or entropies, gradients of log-probabilities and gradients of entropies.
     """
-    if len(numbers) == 1:
-        return softmax_gradient_(x_CV, local_labels_C, highs_C, sums_C, dtype), -numbers[0][:, None]
-    entropy_C1, d_log_probs_C1, d_entropy_C1 = (x_C[:, None] for x_C in numbers)
+    if len(token_grads) == 1:
+        return softmax_gradient_(logits_CV, local_labels_C, maxima_C, sums_C, dtype), -token_grads[
+            0
+        ][:, None]
+    entropy_C1, d_log_probs_C1, d_entropy_C1 = (x_C[:, None] for x_C in token_grads)
     # What a row that does not count holds, NaN or inf, must not get past a gradient of 0.
-    log_p_CV = x_CV.sub_((highs_C + sums_C.log())[:, None])
+    log_p_CV = logits_CV.sub_((maxima_C + sums_C.log())[:, None])
     log_p_CV.masked_fill_((local_labels_C == IGNORE_INDEX)[:, None], 0)
     p_CV = log_p_CV.exp()
     d_CV = log_p_CV.add_(entropy_C1).mul_(d_entropy_C1)

@@ -78,7 +78,7 @@ def linear_cross_entropy(
         raise ValueError(
             f"num_tokens ({num_tokens.dtype}) must be an integer tensor: pass num_tokens.long()"
         )
-    dtype = find_product_dtype(hidden_ND, weight_VD, labels_N)
+    dtype = find_matmul_dtype(hidden_ND, weight_VD, labels_N)
     total: Tensor = _LinearCrossEntropy.apply(
         hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype, group, recipe
     )
@@ -88,7 +88,7 @@ def linear_cross_entropy(
     return total / divisor
 
 
-def find_product_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> torch.dtype:
+def find_matmul_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> torch.dtype:
     """Return the dtype of the head's matmuls; ValueError for a wrong shape or dtype."""
     if labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
@@ -123,17 +123,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_ND: Tensor,
         weight_VD: Tensor,
         labels_N: Tensor,
-        chunk: int,
-        train: bool,
+        chunk_tokens: int,
+        needs_grads: bool,
         product_dtype: torch.dtype,
         group: dist.ProcessGroup | None,
         recipe: Recipe | None,
     ) -> Tensor:
-        """Return the loss summed over labels; with `train`, save the gradients of both inputs."""
+        """Return the loss summed over labels; with `needs_grads`, save both inputs' gradients."""
         ctx.hidden_dtype, ctx.weight_dtype = hidden_ND.dtype, weight_VD.dtype
         hidden_ND, weight_VD = hidden_ND.to(product_dtype), weight_VD.to(product_dtype)
         dtype = torch.promote_types(product_dtype, torch.float32)
-        want_hidden, want_weight = (train and need for need in ctx.needs_input_grad[:2])
+        want_hidden, want_weight = (needs_grads and need for need in ctx.needs_input_grad[:2])
         d_hidden_ND = torch.empty_like(hidden_ND) if want_hidden else None
         d_weight_VD = torch.empty_like(weight_VD, dtype=dtype) if want_weight else None
         total = torch.zeros((), dtype=dtype, device=hidden_ND.device)
@@ -141,12 +141,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_weight_VD.zero_()
         with disable_autocast(hidden_ND):
             products = make_head_products(weight_VD, recipe, training=want_hidden)
-            chunk *= products.chunks
-            for start in range(0, hidden_ND.shape[0], chunk):
-                part = slice(start, start + chunk)
+            chunk_tokens *= products.chunks
+            for start in range(0, hidden_ND.shape[0], chunk_tokens):
+                part = slice(start, start + chunk_tokens)
                 d_hidden_CD = None if d_hidden_ND is None else d_hidden_ND[part]
                 gradients = d_hidden_CD, d_weight_VD
-                total += _add_chunk_(
+                total += _compute_chunk_loss_(
                     hidden_ND[part], products, labels_N[part], *gradients, start == 0, group
                 )
         ctx.save_for_backward(d_hidden_ND, d_weight_VD)
@@ -169,19 +169,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden_ND, d_weight_VD, *[None] * 6
 
 
-def _add_chunk_(
+def _compute_chunk_loss_(
     hidden_CD: Tensor,
     products: HeadProducts,
     labels_C: Tensor,
     d_hidden_CD: Tensor | None,
     d_weight_VD: Tensor | None,
-    first: bool,
+    is_first_chunk: bool,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
     """Return a chunk's summed loss, and compute the chunk's gradients.
 
     d_hidden_CD is overwritten. The weight's gradient is added to d_weight_VD, or overwrites
-    d_weight_VD if `first`. None = not computed. `group` shards the vocabulary.
+    d_weight_VD if `is_first_chunk`. None = not computed. `group` shards the vocabulary.
     """
     # All tensors as large as the logits are freed on return, before the next chunk.
     want = d_hidden_CD is not None or d_weight_VD is not None
@@ -191,14 +191,14 @@ def _add_chunk_(
         loss, d_logits = products.compute_cross_entropy(logits_CV, labels_C, needs_grad=want)
     else:
         of_rows = combine_row_statistics(logits_CV, labels_C, group)
-        loss = -of_rows.log_probs().sum()
+        loss = -of_rows.compute_label_log_probs().sum()
         if want:
             d_logits = products.compute_softmax_gradient(logits_CV, *of_rows[:3])
     del logits_CV
     if d_hidden_CD is not None:
         products.write_d_hidden(d_logits, d_hidden_CD)
     if d_weight_VD is not None:
-        products.add_d_weight(d_logits, d_weight_VD, overwrites=first)
+        products.add_d_weight(d_logits, d_weight_VD, overwrites=is_first_chunk)
     return loss
 
 
@@ -210,7 +210,7 @@ class RowStatistics(NamedTuple):
     sums_C: Tensor  # of exp(x - maximum); NaN where the label does not exist
     label_logits_C: Tensor  # x at the label
 
-    def log_probs(self) -> Tensor:
+    def compute_label_log_probs(self) -> Tensor:
         """Return the log-probability of each label, 0 where the label is -100."""
         log_probs_C = self.label_logits_C - self.highs_C - self.sums_C.log()
         return log_probs_C.masked_fill(self.local_labels_C == IGNORE_INDEX, 0)

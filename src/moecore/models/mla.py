@@ -36,7 +36,7 @@ from moecore.base.params import get_local_param
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
 from moecore.models.config import DecoderConfig
 from moecore.models.layers import RMSNorm, ScoreObserver
-from moecore.models.tensor_parallel import TensorParallel, sum_value
+from moecore.models.tensor_parallel import TensorParallel, all_reduce_replicated
 from moecore.models.tp_products import apply_row_linear
 from moecore.moe.aux_loss import AuxLoss
 from moecore.precision.plain import Linear
@@ -72,7 +72,7 @@ class Indexer(nn.Module):
         """
         k_BTi, w_BTh = self.k_norm(self.wk(x_BTD)), self.weights_proj(x_BTD)
         if self.tp is not None:
-            kw_BTX = self.tp.gather(torch.cat((k_BTi, w_BTh), dim=-1))
+            kw_BTX = self.tp.gather_tokens(torch.cat((k_BTi, w_BTh), dim=-1))
             k_BTi, w_BTh = kw_BTX.split((self.head_dim, self.num_heads), dim=-1)
         q_BThi = rotary.rotate(self.wq_b(q_BTQ).unflatten(-1, (-1, self.head_dim)))
         k_BTi = rotary.rotate(k_BTi.unsqueeze(2)).squeeze(2)
@@ -103,7 +103,7 @@ def compute_mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor
         return divergence_BT.sum() / (divergence_BT.numel() * cp)
     number = (~mask_BT).sum()
     if local_tokens is not None:
-        number = sum_value(number, local_tokens.cp.group)
+        number = all_reduce_replicated(number, local_tokens.cp.group)
     return divergence_BT.masked_fill(mask_BT, 0).sum() / number.clamp(min=1)
 
 
@@ -189,7 +189,7 @@ class LatentAttention(nn.Module):
             return y_BTHv
         assert self.indexer_config is not None
         loss = self.indexer_config.loss_coef * compute_mean_divergence(out.divergence_t, sequence)
-        y_BTHv = self.aux_loss.attach(y_BTHv, loss)
+        y_BTHv = self.aux_loss.attach_loss(y_BTHv, loss)
         return y_BTHv
 
     def _compute_latents(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,7 +203,7 @@ class LatentAttention(nn.Module):
         c_BTC = self.kv_a_layernorm(c_BTC)
         if self.tp is None:
             return q_BTQ, c_BTC, k_BTr
-        latents_BTX = self.tp.gather(torch.cat((q_BTQ, c_BTC, k_BTr), dim=-1))
+        latents_BTX = self.tp.gather_tokens(torch.cat((q_BTQ, c_BTC, k_BTr), dim=-1))
         q_BTQ, c_BTC, k_BTr = latents_BTX.split((q_BTQ.shape[-1], C, r), dim=-1)
         return q_BTQ, c_BTC, k_BTr
 

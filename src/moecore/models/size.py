@@ -57,7 +57,7 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     last = config.num_layers - 1
     layers = [*range(config.num_layers), *[last] * config.num_mtp_layers]
     sparse = None if config.mla is None else config.mla.sparse
-    mixers = [config.mixer_of(i) for i in layers]
+    mixers = [config.get_mixer(i) for i in layers]
     linear = config.linear_attention
     states = 0 if linear is None else linear.state_flops * mixers.count("linear")
     layers = [i for i, mixer in zip(layers, mixers, strict=True) if mixer == "attention"]

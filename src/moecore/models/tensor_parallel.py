@@ -46,7 +46,7 @@ from moecore.moe.dispatch.collectives import (
     exchange_with_grad,
     reduce_scatter_rows,
 )
-from moecore.moe.dispatch.peer_memory import find_peer_problem
+from moecore.moe.dispatch.peer_memory import find_peer_access_problem
 from moecore.moe.layer import MoELayer
 
 
@@ -66,22 +66,22 @@ class TensorParallel:
         """Reason why GPUs cannot read each other's memory, or None. Host sync at first access."""
         if is_gloo(self.group, "cuda"):
             return "must have NCCL, and so a GPU for each rank"
-        return find_peer_problem(self.group)
+        return find_peer_access_problem(self.group)
 
-    def slice_local(self, x_BT: Tensor) -> Tensor:
+    def slice_local_tokens(self, x_BT: Tensor) -> Tensor:
         """Return this rank's slice of dim 1 (T), contiguous. No communication."""
         self._check_divisible(x_BT)
         size = x_BT.shape[1] // self.size
         return x_BT.narrow(1, self.rank * size, size).contiguous()
 
-    def gather(self, x_BtD: Tensor) -> Tensor:
+    def gather_tokens(self, x_BtD: Tensor) -> Tensor:
         """All-gather x_BtD along dim 1 to x_BTD. Backward reduce-scatters the gradient."""
         x_BTD: Tensor = run_and_save(_all_gather, x_BtD, self.group)
         return x_BTD
 
     def gather_last_dim(self, x_BTv: Tensor) -> Tensor:
         """All-gather [..., v] along the last dim to [..., G * v]. Backward reduce-scatters."""
-        parts_GNv = self.gather(x_BTv.reshape(1, 1, -1, x_BTv.shape[-1]))[0]
+        parts_GNv = self.gather_tokens(x_BTv.reshape(1, 1, -1, x_BTv.shape[-1]))[0]
         return parts_GNv.transpose(0, 1).reshape(*x_BTv.shape[:-1], -1)
 
     def find_local_rows(self, ids_BT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ class TensorParallel:
         gradient.
         """
         gather = partial(_all_gather, group=self.group)
-        x_BTD: Tensor = run_and_save(exchange_with_grad, x_BtD, gather, self.slice_local)
+        x_BTD: Tensor = run_and_save(exchange_with_grad, x_BtD, gather, self.slice_local_tokens)
         return x_BTD
 
     def _check_divisible(self, x_BT: Tensor) -> None:
@@ -126,20 +126,20 @@ class TensorParallel:
                 "pad the sequences"
             )
 
-    def all_reduce(self, value: Tensor) -> Tensor:
-        """Return the sum of `value` over ranks. Backward all-reduces the gradients of the sum."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over ranks. Backward all-reduces the gradients of the sum."""
         add = partial(_all_reduce, group=self.group)
-        total: Tensor = run_and_save(exchange_with_grad, value, add, add)
+        total: Tensor = run_and_save(exchange_with_grad, x, add, add)
         return total
 
 
-def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce `value` over a group, and return the sum, which all ranks must use identically.
+def all_reduce_replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-reduce `x` over a group, and return the sum, which all ranks must use identically.
 
     Backward is the identity, because every rank computes the same gradient of the sum.
     """
     add = partial(_all_reduce, group=group)
-    total: Tensor = run_and_save(exchange_with_grad, value, add, lambda grad: grad)
+    total: Tensor = run_and_save(exchange_with_grad, x, add, lambda grad: grad)
     return total
 
 
@@ -172,7 +172,9 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
                     "parallelism: call apply_tensor_parallel before fully_shard, and once"
                 )
             placement = Replicate() if dim is None or dim >= param.ndim else Shard(dim)
-            shard_parameter(module, name, tp_mesh, (placement,), reads_plain=module in factors)
+            shard_parameter(
+                module, name, tp_mesh, (placement,), reads_local_tensor=module in factors
+            )
 
 
 def _find_lora_shard_dims(model: nn.Module, tp: int) -> dict[nn.Module, int | None]:
@@ -231,9 +233,9 @@ def _reduce_scatter(y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     return reduce_scatter_rows(parts_GBtD.flatten(0, 1), group)
 
 
-def _all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a new tensor with the sum of `value` over the group. No autograd."""
-    value = value.clone(memory_format=torch.contiguous_format)
-    if not skips_communication(value):
-        dist.all_reduce(value, group=group)
-    return value
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return a new tensor with the sum of `x` over the group. No autograd."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    if not skips_communication(x):
+        dist.all_reduce(x, group=group)
+    return x

@@ -6,11 +6,11 @@ N features of this rank's part of a weight.
     apply_column_linears   x_BtD -> all-gather -> x_BTD @ w_ND^T of each weight -> y_BTN
     apply_row_linear       x_BTN @ w_DN^T -> partial y_BTD -> sum of all ranks' parts -> y_BtD
 
-Sequentially, `TensorParallel.gather` ends before the matmul begins, or `reduce_scatter` starts
-after the matmul. Sliced, collective and matmul overlap in slices of a rank's t tokens: copy engines
-transfer one slice, without SMs, while the matmul of the previous slice runs. This needs torch's
-symmetric memory and large slices. Collective and matmuls are then one autograd function, and the
-backward of each function communicates as the forward of the other:
+Sequentially, `TensorParallel.gather_tokens` ends before the matmul begins, or `reduce_scatter`
+starts after the matmul. Sliced, collective and matmul overlap in slices of a rank's t tokens: copy
+engines transfer one slice, without SMs, while the matmul of the previous slice runs. This needs
+torch's symmetric memory and large slices. Collective and matmuls are then one autograd function,
+and the backward of each function communicates as the forward of the other:
 
     apply_column_linears   dx_BtD = sum of all ranks' dy_BTN @ w_ND  dw_ND = dy_BTN^T @ x_BTD, saved
     apply_row_linear       dx_BTN = gathered dy_BTD @ w_DN           dw_DN = dy_BTD^T @ x_BTN, saved
@@ -36,19 +36,19 @@ from torch.autograd.function import once_differentiable
 from moecore.base.params import get_local_param
 from moecore.base.regions import is_recomputing, run_and_save
 from moecore.base.torch_private import (
+    all_gather_and_consume,
     all_gather_single,
-    gather_and_consume,
     get_autocast_dtype,
     is_plain_eager,
     list_module_hooks,
-    produce_and_send,
+    produce_and_all_to_all,
 )
 from moecore.kernels.common import is_gpu
 from moecore.kernels.experts.contract import GradSink, GradTarget, find_sink
 from moecore.kernels.linear import PlainProducts
 from moecore.kernels.meta import record_launch
 from moecore.models.tensor_parallel import TensorParallel
-from moecore.moe.dispatch.peer_memory import can_meta_peers_access
+from moecore.moe.dispatch.peer_memory import can_meta_peers_access_memory
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear
 
 # The least bytes of a sequence's slice [t, D] that a sliced exchange moves: below, its barriers and
@@ -60,32 +60,36 @@ class SlicedExchange(NamedTuple):
     """Two collectives over one sequence that call the caller's matmul for each rank's slice.
 
     Attributes:
-        gather: gather(x_tD, consume, x_TD, group) all-gathers x_tD into x_TD, and calls
-            consume(slice_tD, rank) for each rank's slice.
-        send: send(produce, parts_TD, group) calls produce(rank, slice_tD) for each rank. produce
-            fills the slice to send to that rank. The slices received are written to parts_TD.
+        all_gather: all_gather(x_tD, consume_slice, x_TD, group) all-gathers x_tD into x_TD, and
+            calls consume_slice(slice_tD, rank) for each rank's slice.
+        all_to_all: all_to_all(produce_slice, parts_TD, group) calls produce_slice(rank, slice_tD)
+            for each rank. produce_slice fills the slice to send to that rank. The slices received
+            are written to parts_TD.
     """
 
-    gather: Callable[[Tensor, Callable[[Tensor, int], None], Tensor, dist.ProcessGroup], None]
-    send: Callable[[Callable[[int, Tensor], None], Tensor, dist.ProcessGroup], None]
+    all_gather: Callable[[Tensor, Callable[[Tensor, int], None], Tensor, dist.ProcessGroup], None]
+    all_to_all: Callable[[Callable[[int, Tensor], None], Tensor, dist.ProcessGroup], None]
 
 
-def gather_ref(
-    x_tD: Tensor, consume: Callable[[Tensor, int], None], x_TD: Tensor, group: dist.ProcessGroup
+def all_gather_ref(
+    x_tD: Tensor,
+    consume_slice: Callable[[Tensor, int], None],
+    x_TD: Tensor,
+    group: dist.ProcessGroup,
 ) -> None:
-    """Reference of `SlicedExchange.gather`: all-gather first, then consume each slice."""
+    """Reference of `SlicedExchange.all_gather`: all-gather first, then consume each slice."""
     all_gather_single(x_TD, x_tD, group=group)
     for rank, slice_tD in enumerate(x_TD.chunk(group.size())):
-        consume(slice_tD, rank)
+        consume_slice(slice_tD, rank)
 
 
-def send_ref(
-    produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
+def all_to_all_ref(
+    produce_slice: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Reference of `SlicedExchange.send`: produce all slices first, then one all-to-all."""
+    """Reference of `SlicedExchange.all_to_all`: produce all slices first, then one all-to-all."""
     products_TD = torch.empty_like(parts_TD)
     for rank, slice_tD in enumerate(products_TD.chunk(group.size())):
-        produce(rank, slice_tD)
+        produce_slice(rank, slice_tD)
     dist.all_to_all_single(parts_TD, products_TD, group=group)
 
 
@@ -95,36 +99,40 @@ GATHER_SLICES, SEND_SLICES = "all_gather of slices", "all_to_all of slices"
 WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
 
 
-def compute_workspace_bytes(name: str, num_ranks: int, num_bytes: int) -> int:
+def compute_workspace_bytes(launch_name: str, num_ranks: int, exchange_bytes: int) -> int:
     """Return the bytes of symmetric memory that a rank needs for a sliced exchange.
 
-    `name` is the launch name of the exchange. A rank sends and receives `num_bytes` bytes.
+    `launch_name` is the launch name of the exchange. A rank sends and receives `exchange_bytes`
+    bytes.
     """
-    return WORKSPACE_SLICES[name] * num_bytes // (2 * (num_ranks - 1))
+    return WORKSPACE_SLICES[launch_name] * exchange_bytes // (2 * (num_ranks - 1))
 
 
 def _gather_on_meta(
-    x_tD: Tensor, consume: Callable[[Tensor, int], None], x_TD: Tensor, group: dist.ProcessGroup
+    x_tD: Tensor,
+    consume_slice: Callable[[Tensor, int], None],
+    x_TD: Tensor,
+    group: dist.ProcessGroup,
 ) -> None:
-    """Report the launch of `SlicedExchange.gather` in a dry run, then call `consume`."""
+    """Report the launch of `SlicedExchange.all_gather` in a dry run, then call `consume_slice`."""
     record_launch(GATHER_SLICES, group.size(), 2 * (x_TD.nbytes - x_tD.nbytes))
     for rank, slice_tD in enumerate(x_TD.chunk(group.size())):
-        consume(slice_tD, rank)
+        consume_slice(slice_tD, rank)
 
 
 def _send_on_meta(
-    produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
+    produce_slice: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Call `produce`, then report the launch of `SlicedExchange.send` in a dry run."""
+    """Call `produce_slice`, then report the launch of `SlicedExchange.all_to_all` in a dry run."""
     slices = parts_TD.chunk(group.size())
     for rank, slice_tD in enumerate(slices):
-        produce(rank, slice_tD)
+        produce_slice(rank, slice_tD)
     record_launch(SEND_SLICES, group.size(), 2 * (parts_TD.nbytes - slices[0].nbytes))
 
 
-REFERENCE = SlicedExchange(gather_ref, send_ref)
+REFERENCE = SlicedExchange(all_gather_ref, all_to_all_ref)
 ON_META = SlicedExchange(_gather_on_meta, _send_on_meta)
-SYMMETRIC_MEMORY = SlicedExchange(gather_and_consume, produce_and_send)
+SYMMETRIC_MEMORY = SlicedExchange(all_gather_and_consume, produce_and_all_to_all)
 
 
 def apply_column_linears(
@@ -133,9 +141,9 @@ def apply_column_linears(
     """All-gather tokens over tp (None = off); return each linear's y_BTN, sharded by features."""
     if tp is None:
         return [linear(x_BtD) for linear in linears]
-    exchange = find_exchange(tp, x_BtD, x_BtD.shape[1], x_BtD.shape[2], linears)
+    exchange = find_sliced_exchange(tp, x_BtD, x_BtD.shape[1], x_BtD.shape[2], linears)
     if exchange is None:
-        x_BTD = tp.gather(x_BtD)
+        x_BTD = tp.gather_tokens(x_BtD)
         return [linear(x_BTD) for linear in linears]
     ys_BTN: Sequence[Tensor] = run_and_save(
         _apply_sliced, _ColumnProducts, exchange, tp, x_BtD, linears
@@ -149,14 +157,14 @@ def apply_row_linear(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None
         y_BTD: Tensor = linear(x_BTN)
         return y_BTD
     num_tokens = x_BTN.shape[1] // tp.size
-    exchange = find_exchange(tp, x_BTN, num_tokens, linear.out_features, (linear,))
+    exchange = find_sliced_exchange(tp, x_BTN, num_tokens, linear.out_features, (linear,))
     if exchange is None:
         return tp.reduce_scatter(linear(x_BTN))
     y_BtD: Tensor = run_and_save(_apply_sliced, _RowProduct, exchange, tp, x_BTN, (linear,))
     return y_BtD
 
 
-def find_exchange(
+def find_sliced_exchange(
     tp: TensorParallel, x: Tensor, num_tokens: int, dim: int, linears: Sequence[nn.Linear]
 ) -> SlicedExchange | None:
     """Return the sliced exchange for the linears' input x; None = communicate sequentially.
@@ -165,32 +173,32 @@ def find_exchange(
     """
     if not is_plain_eager() or is_recomputing():
         return None
-    if not is_slice_large(num_tokens * dim * x.element_size()):
+    if not is_slice_large_enough(num_tokens * dim * x.element_size()):
         return None
-    if any(find_exchange_problem(linear, x) is not None for linear in linears):
+    if any(find_overlap_problem(linear, x) is not None for linear in linears):
         return None
-    return select_exchange(tp, x)
+    return select_sliced_exchange(tp, x)
 
 
-def is_slice_large(slice_bytes: int) -> bool:
+def is_slice_large_enough(slice_bytes: int) -> bool:
     """Whether a rank's slice has enough bytes for a sliced exchange to be faster."""
     return slice_bytes >= MIN_SLICE_BYTES
 
 
-def select_exchange(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
+def select_sliced_exchange(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
     """Return the sliced exchange for the device of x, or None if the device has none.
 
     On GPUs the first call for a group is collective. While a CUDA graph is captured the result is
     None: the graph would keep workspace addresses that a longer sequence replaces.
     """
     if x.is_meta:  # without `peer_problem`, which a group remembers
-        return ON_META if is_gpu(x) and can_meta_peers_access(tp.group) else None
+        return ON_META if is_gpu(x) and can_meta_peers_access_memory(tp.group) else None
     if not x.is_cuda or torch.cuda.is_current_stream_capturing() or tp.peer_problem is not None:
         return None
     return SYMMETRIC_MEMORY
 
 
-def find_exchange_problem(linear: nn.Linear, x: Tensor) -> str | None:
+def find_overlap_problem(linear: nn.Linear, x: Tensor) -> str | None:
     """Return why a linear's matmul cannot overlap a sliced exchange; None = it can."""
     forward = type(linear).forward
     is_plain = forward in PLAIN_FORWARDS
@@ -206,19 +214,19 @@ def find_exchange_problem(linear: nn.Linear, x: Tensor) -> str | None:
 
 
 def _apply_sliced(
-    function: type[torch.autograd.Function],
+    autograd_function: type[torch.autograd.Function],
     exchange: SlicedExchange,
     tp: TensorParallel,
     x: Tensor,
     linears: Sequence[nn.Linear],
 ) -> Any:
-    """Apply `function`, `_ColumnProducts` or `_RowProduct`, to x and the local weights."""
+    """Apply `autograd_function`, `_ColumnProducts` or `_RowProduct`, to x and the local weights."""
     weights, sinks = [], list[GradSink | None]()
     for linear in linears:
         weights.append(get_local_param(linear.weight))
         defers = isinstance(linear, ProductLinear) and linear.products.defers
         sinks.append(find_sink(linear.weight, weights[-1].shape) if defers else None)
-    return function.apply(_SlicedProducts(exchange, tp.group, sinks), x, *weights)
+    return autograd_function.apply(_SlicedProducts(exchange, tp.group, sinks), x, *weights)
 
 
 class _SlicedProducts(NamedTuple):
@@ -239,7 +247,7 @@ class _SlicedProducts(NamedTuple):
         for b in range(B):
             slices = [y_BTN[b].chunk(G) for y_BTN in ys_BTN]
             multiply = partial(_multiply_slice, weights_DN, slices)
-            self.exchange.gather(x_BtD[b], multiply, x_BTD[b], self.group)
+            self.exchange.all_gather(x_BtD[b], multiply, x_BTD[b], self.group)
         return x_BTD, ys_BTN
 
     def multiply_and_scatter(
@@ -250,32 +258,34 @@ class _SlicedProducts(NamedTuple):
         parts_BTD = xs_BTN[0].new_empty(B, T, weights_ND[0].shape[1])
         for b in range(B):
             slices = [x_BTN[b].chunk(G) for x_BTN in xs_BTN]
-            self.exchange.send(partial(_add_products, slices, weights_ND), parts_BTD[b], self.group)
+            self.exchange.all_to_all(
+                partial(_sum_products, slices, weights_ND), parts_BTD[b], self.group
+            )
         # torch adds 16-bit numbers in fp32.
         y_BtD: Tensor = parts_BTD.unflatten(1, (G, T // G)).sum(1)
         return y_BtD
 
-    def weight_grad(self, number: int, dy: Tensor, x: Tensor) -> Tensor | None:
-        """Return dy^T @ x, the gradient of weight `number`; None = its sink computes it later."""
-        sink, operands = self.sinks[number], (dy.flatten(0, 1), x.flatten(0, 1))
+    def compute_weight_grad(self, weight_idx: int, dy: Tensor, x: Tensor) -> Tensor | None:
+        """Return dy^T @ x, the gradient of a weight; None = the weight's sink computes it later."""
+        sink, operands = self.sinks[weight_idx], (dy.flatten(0, 1), x.flatten(0, 1))
         if sink is not None and sink.defer(PlainProducts.compute_weight_grad, *operands):
             return None
         return PlainProducts.compute_weight_grad(*operands, GradTarget())
 
 
 def _multiply_slice(
-    weights_DN: Sequence[Tensor], ys: Sequence[Sequence[Tensor]], x_tD: Tensor, rank: int
+    weights_DN: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], x_tD: Tensor, rank: int
 ) -> None:
-    """Multiply rank `rank`'s slice x_tD by each weight w, into ys[w][rank]."""
-    for weight_DN, slices in zip(weights_DN, ys, strict=True):
+    """Multiply rank `rank`'s slice x_tD by each weight w, into outputs[w][rank]."""
+    for weight_DN, slices in zip(weights_DN, outputs, strict=True):
         torch.mm(x_tD, weight_DN, out=slices[rank])
 
 
-def _add_products(
-    xs: Sequence[Sequence[Tensor]], weights_ND: Sequence[Tensor], rank: int, y_tD: Tensor
+def _sum_products(
+    inputs: Sequence[Sequence[Tensor]], weights_ND: Sequence[Tensor], rank: int, y_tD: Tensor
 ) -> None:
-    """Write to y_tD the sum over weights w of xs[w][rank] times the weight."""
-    for number, (slices, weight_ND) in enumerate(zip(xs, weights_ND, strict=True)):
+    """Write to y_tD the sum over weights w of inputs[w][rank] times the weight."""
+    for number, (slices, weight_ND) in enumerate(zip(inputs, weights_ND, strict=True)):
         if number:
             y_tD.addmm_(slices[rank], weight_ND)
         else:
@@ -306,7 +316,7 @@ class _ColumnProducts(torch.autograd.Function):
         dys_BTN = tuple(dy_BTN.contiguous() for dy_BTN in dys_BTN)
         dx_BtD = call.multiply_and_scatter(dys_BTN, weights_ND) if wants_x else None
         dweights = [
-            call.weight_grad(i, dy_BTN, x_BTD) if wants_weights[i] else None
+            call.compute_weight_grad(i, dy_BTN, x_BTD) if wants_weights[i] else None
             for i, dy_BTN in enumerate(dys_BTN)
         ]
         return None, dx_BtD, *dweights
@@ -330,7 +340,7 @@ class _RowProduct(torch.autograd.Function):
         call, (x_BTN, weight_DN) = ctx.call, ctx.saved_tensors
         weights_DN = [] if weight_DN is None else [weight_DN]
         dy_BTD, dxs_BTN = call.gather_and_multiply(dy_BtD, weights_DN)
-        dweight_DN = None if x_BTN is None else call.weight_grad(0, dy_BTD, x_BTN)
+        dweight_DN = None if x_BTN is None else call.compute_weight_grad(0, dy_BTD, x_BTN)
         return None, dxs_BTN[0] if dxs_BTN else None, dweight_DN
 
 

@@ -9,7 +9,7 @@ in step 1 and 1 in step 2. Its scale is computed from
     step 3   max(2, 1) = 2
 
 The amax of the current step is collected separately. The history changes only between steps
-(`advance_histories`), so micro-batches of a step and their recomputation use the same scales.
+(`advance_amax_histories`), so micro-batches of a step and their recomputation use the same scales.
 Infinity, NaN and skipped steps are not recorded, because they would make the next scales wrong.
 
 An operand without a recorded amax, such as a gradient that is always zero, is scaled by its current
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.streams import ToHost, record_host_wait
+from moecore.base.streams import HostCopyOfTensor, record_host_wait
 from moecore.base.torch_private import foreach_copy_
 
 OperandName = Literal["input", "weight", "gradient"]
@@ -39,13 +39,13 @@ class AmaxHistory:
 
     def __init__(self, num_steps: int, operands: Sequence[str] = LINEAR_OPERANDS) -> None:
         self.num_steps, self.operands = num_steps, operands
-        self.seen: dict[str, Tensor] = {}  # fp32 [1], the amax of the current step so far
+        self.current_amax: dict[str, Tensor] = {}  # fp32 [1], the amax of the current step so far
         # fp32 [num_steps], the newest step first, 0 = no amax; {} before the first step ends.
-        self.steps: dict[str, Tensor] = {}
-        self._past: dict[str, Tensor] = {}  # fp32 [1], the maximum over `steps`
+        self.recorded_amax: dict[str, Tensor] = {}
+        self._past: dict[str, Tensor] = {}  # fp32 [1], the maximum over `recorded_amax`
         self.has_all_amax = False  # whether the host knows that every operand has a recorded amax
         # A copy of the smallest amax of each history, and this history's index.
-        self._pending_copy: tuple[ToHost, int] | None = None
+        self._pending_copy: tuple[HostCopyOfTensor, int] | None = None
 
     def get_max_amax(self, operand: str) -> Tensor | None:
         """Return an operand's amax over the recorded steps, fp32 [1]; 0 or None = no amax."""
@@ -60,44 +60,46 @@ class AmaxHistory:
         if not (training and torch.is_grad_enabled()):
             return {}
         # {} under torch.compile before the tensors exist: a graph cannot allocate tensors that its
-        # backward writes to. `advance_histories` allocates them.
-        if not self.seen:
+        # backward writes to. `advance_amax_histories` allocates them.
+        if not self.current_amax:
             if torch.compiler.is_compiling():
                 return {}
             self.allocate_current_amax(device)
-        return self.seen
+        return self.current_amax
 
     def allocate_current_amax(self, device: torch.device) -> None:
-        """Allocate zeros for the current step's amax of each operand, unless `seen` exists."""
-        for operand in () if self.seen else self.operands:
-            self.seen[operand] = torch.zeros(1, device=device, dtype=torch.float32)
+        """Allocate zeros for the current step's amax of each operand, unless they exist."""
+        for operand in () if self.current_amax else self.operands:
+            self.current_amax[operand] = torch.zeros(1, device=device, dtype=torch.float32)
 
     def reset_current_amax(self) -> None:
         """Set the current step's amax of each operand to 0. No host sync."""
-        for seen in self.seen.values():
+        for seen in self.current_amax.values():
             seen.zero_()
 
-    def allocate_steps(self, device: torch.device) -> None:
-        """Allocate zeros for the recorded amax of each operand, unless `steps` exists."""
-        for operand in () if self.steps else self.operands:
-            self.steps[operand] = torch.zeros(self.num_steps, device=device, dtype=torch.float32)
+    def allocate_recorded_amax(self, device: torch.device) -> None:
+        """Allocate zeros for the recorded amax of each operand, unless `recorded_amax` exists."""
+        for operand in () if self.recorded_amax else self.operands:
+            self.recorded_amax[operand] = torch.zeros(
+                self.num_steps, device=device, dtype=torch.float32
+            )
             self._past[operand] = torch.zeros(1, device=device, dtype=torch.float32)
 
-    def load(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+    def load_recorded_amax(self, state: Mapping[str, Tensor], device: torch.device) -> None:
         """Restore the recorded amax from `state`, operand -> fp32 [n], newest first. Host sync.
 
         Steps that exceed `num_steps` are dropped. An operand without saved amax has no amax.
         """
-        if not (state or self.steps):
+        if not (state or self.recorded_amax):
             return
-        self.allocate_steps(device)
-        for operand, steps in self.steps.items():
+        self.allocate_recorded_amax(device)
+        for operand, steps in self.recorded_amax.items():
             newest = state.get(operand, steps[:0])[: self.num_steps]
             steps[len(newest) :] = 0
             steps[: len(newest)] = newest
             self._past[operand].copy_(steps.amax())  # in place, because CUDA graphs read it
         record_host_wait()
-        self.has_all_amax = all(steps.any() for steps in self.steps.values())
+        self.has_all_amax = all(steps.any() for steps in self.recorded_amax.values())
         self._pending_copy = None
 
     def poll_pending_copy(self) -> None:
@@ -108,7 +110,7 @@ class AmaxHistory:
 
 
 @torch.no_grad()
-def advance_histories(
+def advance_amax_histories(
     histories: Sequence[AmaxHistory],
     device: torch.device,
     group: dist.ProcessGroup | None,
@@ -122,7 +124,7 @@ def advance_histories(
     """
     for history in histories:
         history.allocate_current_amax(device)
-    largest = torch.cat([seen for history in histories for seen in history.seen.values()])
+    largest = torch.cat([seen for history in histories for seen in history.current_amax.values()])
     if group is not None and group.size() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     if not isinstance(is_skipped, Tensor):
@@ -131,27 +133,27 @@ def advance_histories(
 
 
 @torch.no_grad()
-def push_amax(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
+def push_amax(histories: Sequence[AmaxHistory], step_amax: Tensor) -> None:
     """Record a step's amax as the newest step of each history, and set the current amax to 0.
 
-    `largest` is fp32, one entry per history and operand, in order; 0 = no amax.
+    `step_amax` is fp32, one entry per history and operand, in order; 0 = no amax.
     """
     # The number of launches does not depend on the number of histories. No host sync.
     of_length: dict[int, list[tuple[AmaxHistory, str, Tensor]]] = {}
-    values = iter(largest.split(1))
+    values = iter(step_amax.split(1))
     for history in histories:
-        history.allocate_steps(largest.device)
+        history.allocate_recorded_amax(step_amax.device)
         entries = of_length.setdefault(history.num_steps, [])
         entries += [(history, operand, next(values)) for operand in history.operands]
     for entries in of_length.values():
         newest = torch.cat([value for _, _, value in entries])[:, None]
-        before = torch.stack([history.steps[operand] for history, operand, _ in entries])
+        before = torch.stack([history.recorded_amax[operand] for history, operand, _ in entries])
         after = torch.where(newest > 0, torch.cat((newest, before[:, :-1]), 1), before)
         max_amax = after.amax(1)
         # in place, because CUDA graphs read these tensors
-        foreach_copy_([h.steps[operand] for h, operand, _ in entries], after.unbind())
+        foreach_copy_([h.recorded_amax[operand] for h, operand, _ in entries], after.unbind())
         foreach_copy_([h._past[operand] for h, operand, _ in entries], max_amax.split(1))
-    collected = [seen for history in histories for seen in history.seen.values()]
+    collected = [seen for history in histories for seen in history.current_amax.values()]
     if collected:
         foreach_copy_(collected, torch.zeros_like(torch.cat(collected)).split(1))
     _update_has_all_amax([history for history in histories if not history.has_all_amax])
@@ -165,7 +167,7 @@ def _update_has_all_amax(histories: Sequence[AmaxHistory]) -> None:
     if not unknown:
         return
     min_amax = torch.stack([torch.cat([*h._past.values()]).amin() for h in unknown])
-    copy = None if min_amax.is_meta else ToHost(min_amax)
+    copy = None if min_amax.is_meta else HostCopyOfTensor(min_amax)
     for i, history in enumerate(unknown):
         if copy is None:  # a dry run stands for a later step
             history.has_all_amax = True

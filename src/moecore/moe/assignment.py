@@ -84,7 +84,7 @@ def mask_choices_within_capacity(
     num_experts: int,
     *,
     capacity: Tensor | int,
-    drop: DropOrder,
+    drop_order: DropOrder,
     tokens_N: Tensor,
 ) -> Tensor:
     """Return bool [N, K]: True for the choices that remain if each expert takes `capacity` choices.
@@ -92,7 +92,7 @@ def mask_choices_within_capacity(
     Args:
         ids_NK: expert ids, -1 = no choice, which is False in the result.
         weights_NK: the routing weights of the choices.
-        drop: which choices of a full expert are dropped: the choices with the lowest weights
+        drop_order: which choices of a full expert are dropped: the choices with the lowest weights
             ("probability"), or the last choices in the order of `tokens_N` ("position").
         tokens_N: int64, the token indices in their order. This order also decides between equal
             weights.
@@ -103,7 +103,7 @@ def mask_choices_within_capacity(
     ids = ids_NK.flatten().long()
     expert = torch.where(ids < 0, num_experts, ids)
     first = (tokens_N[:, None] * K + torch.arange(K, device=ids.device)).flatten()
-    if drop == "probability":
+    if drop_order == "probability":
         weights = weights_NK.detach().flatten()[first]
         first = first[weights.sort(descending=True, stable=True).indices]
     by_expert = first[expert[first].sort(stable=True).indices]

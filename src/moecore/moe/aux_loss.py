@@ -41,7 +41,7 @@ class LossFactors:
         return grad if scale is None else grad * scale
 
     def check_loss_scale(self, y: Tensor) -> None:
-        """Raise ValueError if y is fp16 and no loss scale is set for the auxiliary losses."""
+        """Raise ValueError if the output y is fp16 and auxiliary losses have no loss scale."""
         dtype = get_autocast_dtype(y) or y.dtype
         if dtype == torch.float16 and (self.loss_scale is None or self.loss_scale() is None):
             raise ValueError(
@@ -58,7 +58,7 @@ class AuxLoss(LossFactors):
         self.total: Tensor | None = None  # fp32 scalar, changed in place; made by a backward
 
     @torch.compiler.disable  # its backward counts on the host
-    def attach(self, y: Tensor, loss: Tensor) -> Tensor:
+    def attach_loss(self, y: Tensor, loss: Tensor) -> Tensor:
         """Return y, whose backward adds `loss` to `total` and runs the loss's backward.
 
         `loss` is a scalar, computed from this rank's tokens. Raises ValueError for fp16 without a
@@ -67,7 +67,7 @@ class AuxLoss(LossFactors):
         self.check_loss_scale(y)
         return _AttachLoss.apply(y, self.apply_token_weight(loss), self)  # type: ignore[no-any-return]
 
-    def add(self, loss: Tensor) -> None:
+    def add_to_total(self, loss: Tensor) -> None:
         """Add a micro-batch's loss, a scalar, to the step's total."""
         if self.total is None or self.total.device != loss.device:
             self.total = torch.zeros_like(loss, dtype=torch.float32)
@@ -98,8 +98,9 @@ class _AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradient of y unchanged, and of the loss; add the loss to the total."""
         (loss,) = ctx.saved_tensors
-        ctx.owner.add(loss)
+        ctx.owner.add_to_total(loss)
         return grads[0], ctx.owner.compute_losses_grad(loss), None
 
 

@@ -69,37 +69,39 @@ def register_expert_backend(name: str, computation: Computation) -> None:
     EXPERT_BACKENDS.register(name, compute)
 
 
-def check_backend(name: str, spec: ExpertSpec) -> None:
+def check_backend(backend: str, expert_spec: ExpertSpec) -> None:
     """Raise a ValueError for a backend that does not exist or cannot compute these experts."""
-    if name not in EXPERT_BACKENDS:
+    if backend not in EXPERT_BACKENDS:
         names = ", ".join(map(repr, EXPERT_BACKENDS))
-        raise ValueError(f"expert_backend ({name!r}) must be one of {names}")
-    if EXPERT_BACKENDS[name] is None:
-        problem = find_products_problem(cast(ProductsName, name), spec)
+        raise ValueError(f"expert_backend ({backend!r}) must be one of {names}")
+    if EXPERT_BACKENDS[backend] is None:
+        problem = find_products_problem(cast(ProductsName, backend), expert_spec)
     else:
-        problem = None if spec.recipe is None else make_recipe_error(name, spec.recipe)
+        problem = (
+            None if expert_spec.recipe is None else make_recipe_error(backend, expert_spec.recipe)
+        )
     if problem is not None:
         raise ValueError(problem)
 
 
-def find_separate_computation(
-    name: str, spec: ExpertSpec, *, has_extras: bool
+def find_backend_computation(
+    backend: str, expert_spec: ExpertSpec, *, needs_autograd: bool
 ) -> Computation | None:
-    """Return the function of backend `name` that replaces `expert_mlp`. None = `expert_mlp` runs.
+    """Return the function of a backend that replaces `expert_mlp`. None = `expert_mlp` runs.
 
-    `has_extras` = experts have biases or the model's own activation. Warns if "auto" multiplies
-    experts one by one.
+    `needs_autograd` = experts have biases or the model's own activation. Warns if
+    "auto" multiplies experts one by one.
     """
-    is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
-    may_group = name == "auto" and spec.recipe is None and is_floating
-    if may_group and (problem := spec.find_grouped_problem()) is not None:
+    is_floating = all(dtype.is_floating_point for dtype in expert_spec.dtypes or ())
+    may_group = backend == "auto" and expert_spec.recipe is None and is_floating
+    if may_group and (problem := expert_spec.find_grouped_problem()) is not None:
         warnings.warn(f"experts are multiplied one by one, slowly: {problem}", stacklevel=2)
         return _compute_expert_by_expert
-    return EXPERT_BACKENDS[name] or (_compute_under_autograd if has_extras else None)
+    return EXPERT_BACKENDS[backend] or (_compute_under_autograd if needs_autograd else None)
 
 
 def _compute_under_autograd(
-    inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions
+    inp: ExpertInput, weights: ExpertWeights, activation_options: ActivationOptions
 ) -> Tensor:
     """Return y_SD by torch's grouped_mm, row moves and activation under autograd.
 
@@ -107,7 +109,7 @@ def _compute_under_autograd(
     """
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
-    check_backend("torch", ExpertSpec.from_weights(inp.rows, weights, options))
+    check_backend("torch", ExpertSpec.from_weights(inp.rows, weights, activation_options))
     warn_on_fallback(rows_SD, "an expert with biases or an activation of its own")
     row_map = (index.row_ids_R, index.slots_SK, index.num_rows)
     rows_R = torch.arange(index.row_ids_R.numel(), device=rows_SD.device)
@@ -119,45 +121,45 @@ def _compute_under_autograd(
     # input; a `where` on all sides keeps that garbage, NaN included, out of every result.
     x_RD = gather_rows(rows_SD, *row_map)
     x_RD = torch.where(is_row_R1, x_RD, 0)
-    h_RC = _multiply_grouped(x_RD, weights.w1_eCD, weights.update1, index.offsets_e)
+    h_RC = _compute_grouped_matmul(x_RD, weights.w1_eCD, weights.update1, index.offsets_e)
     h_RC = torch.where(is_row_R1, h_RC, 0)
     if weights.b1_eC is not None:
         h_RC = h_RC + gather_rows_by_index(weights.b1_eC, expert_R)
     weights_R1 = index.weights_R[:, None]
     if weights.b1_eC is None and weights.b2_eD is None:  # saves only H on GPUs
-        a_RF = weighted_activation(h_RC, index.weights_R, index.num_rows, options)
+        a_RF = weighted_activation(h_RC, index.weights_R, index.num_rows, activation_options)
     else:  # differentiable twice
-        a_RF = activate_rows(h_RC, options) * weights_R1
+        a_RF = activate_rows(h_RC, activation_options) * weights_R1
         a_RF = torch.where(is_row_R1, a_RF.to(x_RD.dtype), 0)
-    y_RD = _multiply_grouped(a_RF, weights.w2_eDF, weights.update2, index.offsets_e)
+    y_RD = _compute_grouped_matmul(a_RF, weights.w2_eDF, weights.update2, index.offsets_e)
     y_RD = torch.where(is_row_R1, y_RD, 0)
     if weights.b2_eD is not None:
         y_RD = y_RD + (gather_rows_by_index(weights.b2_eD, expert_R) * weights_R1).to(y_RD.dtype)
     return sum_rows(y_RD, *row_map)
 
 
-def _multiply_grouped(
-    x_RI: Tensor, w_eOI: Tensor, update: LowRankUpdate | None, offs: Tensor
+def _compute_grouped_matmul(
+    x_RI: Tensor, w_eOI: Tensor, lora_update: LowRankUpdate | None, offs: Tensor
 ) -> Tensor:
     """Return [R, O], each row times its expert's matrix: x @ (w + b @ a)^T.
 
     Expert i has rows up to offs[i]; rows from offs[-1] on are uninitialised. b @ a is the LoRA
-    `update`; None = no update.
+    `lora_update`; None = no update.
     """
     y_RO = grouped_mm(x_RI, w_eOI.transpose(1, 2), offs=offs)
-    if update is None:
+    if lora_update is None:
         return y_RO
-    u_Rr = grouped_mm(x_RI, update.a_erI.transpose(1, 2), offs=offs)
-    return y_RO + grouped_mm(u_Rr, update.b_eOr.transpose(1, 2), offs=offs)
+    u_Rr = grouped_mm(x_RI, lora_update.a_erI.transpose(1, 2), offs=offs)
+    return y_RO + grouped_mm(u_Rr, lora_update.b_eOr.transpose(1, 2), offs=offs)
 
 
 def _compute_expert_by_expert(
-    inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions
+    inp: ExpertInput, weights: ExpertWeights, activation_options: ActivationOptions
 ) -> Tensor:
     """Return y_SD, computed by one matmul per expert and matrix: the reference. One host sync."""
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
-    stops = _read_row_ends(index)
+    stops = _read_expert_row_ends(index)
     parts = []
     for i, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
         x_RD = gather_rows_by_index(rows_SD, index.row_ids_R[start:stop])
@@ -165,7 +167,7 @@ def _compute_expert_by_expert(
         h_RC = x_RD @ _compute_expert_matrix(weights.w1_eCD, weights.update1, i).T
         if weights.b1_eC is not None:
             h_RC = h_RC + weights.b1_eC[i]
-        a_RF = activate_rows(h_RC, options) * weights_R1
+        a_RF = activate_rows(h_RC, activation_options) * weights_R1
         y_RD = a_RF.to(x_RD.dtype) @ _compute_expert_matrix(weights.w2_eDF, weights.update2, i).T
         if weights.b2_eD is not None:
             y_RD = y_RD + (weights.b2_eD[i] * weights_R1).to(y_RD.dtype)
@@ -183,7 +185,7 @@ ExpertBackend = Annotated[
 ]
 
 
-def _read_row_ends(index: ExpertIndex) -> list[int]:
+def _read_expert_row_ends(index: ExpertIndex) -> list[int]:
     """Return the end of each expert's rows. One host sync; on meta, equal loads are assumed."""
     e, R = index.offsets_e.shape[0], index.row_ids_R.shape[0]
     if not index.offsets_e.is_meta:
@@ -192,9 +194,15 @@ def _read_row_ends(index: ExpertIndex) -> list[int]:
     return [R * i // e for i in range(1, e + 1)]
 
 
-def _compute_expert_matrix(w_eOI: Tensor, update: LowRankUpdate | None, i: int) -> Tensor:
+def _compute_expert_matrix(
+    w_eOI: Tensor, lora_update: LowRankUpdate | None, expert_idx: int
+) -> Tensor:
     """Return the matrix [O, I] of expert i, with its LoRA update added (if not None)."""
-    return w_eOI[i] if update is None else w_eOI[i] + update.b_eOr[i] @ update.a_erI[i]
+    return (
+        w_eOI[expert_idx]
+        if lora_update is None
+        else w_eOI[expert_idx] + lora_update.b_eOr[expert_idx] @ lora_update.a_erI[expert_idx]
+    )
 
 
 class _GatherOrSumRows(torch.autograd.Function):
@@ -204,33 +212,33 @@ class _GatherOrSumRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ids_R: Tensor, num_sums: int | None) -> Tensor:
-        """Return `_move_rows(x, ids_R, num_sums)`, and save the index."""
-        ctx.save_for_backward(ids_R)
+    def forward(ctx: Any, x: Tensor, row_ids_R: Tensor, num_sums: int | None) -> Tensor:
+        """Return `_gather_or_sum_rows(x, ids_R, num_sums)`, and save the index."""
+        ctx.save_for_backward(row_ids_R)
         ctx.num_sums = x.shape[0] if num_sums is None else None
-        return _move_rows(x, ids_R, num_sums)
+        return _gather_or_sum_rows(x, row_ids_R, num_sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of x by the inverse move."""
-        return _move_rows(grads[0], ctx.saved_tensors[0], ctx.num_sums), None, None
+        return _gather_or_sum_rows(grads[0], ctx.saved_tensors[0], ctx.num_sums), None, None
 
 
-def _move_rows(x: Tensor, ids_R: Tensor, num_sums: int | None) -> Tensor:
+def _gather_or_sum_rows(x: Tensor, row_ids_R: Tensor, num_sums: int | None) -> Tensor:
     """Return x[ids_R], or if num_sums is not None, [num_sums, ...]: out[ids_R[r]] += x[r]."""
     if num_sums is None:
-        return x.index_select(0, ids_R)
+        return x.index_select(0, row_ids_R)
     dtype = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros(num_sums, *x.shape[1:], dtype=dtype, device=x.device)
-    return out.index_add_(0, ids_R, x.to(dtype)).to(x.dtype)
+    return out.index_add_(0, row_ids_R, x.to(dtype)).to(x.dtype)
 
 
-def gather_rows_by_index(x_SD: Tensor, ids_R: Tensor) -> Tensor:
+def gather_rows_by_index(x_SD: Tensor, row_ids_R: Tensor) -> Tensor:
     """Return a copy of the rows x_SD[ids_R]; backward sums their gradients in fp32."""
-    return _GatherOrSumRows.apply(x_SD, ids_R, None)  # type: ignore[no-any-return]
+    return _GatherOrSumRows.apply(x_SD, row_ids_R, None)  # type: ignore[no-any-return]
 
 
-def sum_rows_by_index(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
+def sum_rows_by_index(y_RD: Tensor, row_ids_R: Tensor, num_rows: int) -> Tensor:
     """Return out[s], the sum of y_RD[r] over all r with ids_R[r] == s, in fp32, rounded once."""
     # Not bit-reproducible on CUDA: the adds are atomic.
-    return _GatherOrSumRows.apply(y_RD, ids_R, num_rows)  # type: ignore[no-any-return]
+    return _GatherOrSumRows.apply(y_RD, row_ids_R, num_rows)  # type: ignore[no-any-return]

@@ -61,7 +61,7 @@ class BalanceGroups:
     by_cp: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
     weight: int = 1  # data ranks for which the auxiliary losses of a micro-batch count
 
-    def select_cp(self, cp: int | None) -> BalanceGroups:
+    def select_cp_groups(self, cp: int | None) -> BalanceGroups:
         """Return the groups of a forward over `cp` ranks; None = `self.cp`.
 
         Raises ValueError for a cp without a group.
@@ -89,7 +89,7 @@ class LoadCounts:
     margins_EX: Tensor | None  # histograms of quantile balancing; None without it
 
     @classmethod
-    def zeros(cls, config: MoEConfig, device: torch.device) -> LoadCounts:
+    def make_zeros(cls, config: MoEConfig, device: torch.device) -> LoadCounts:
         """Return zero counts with the tensors that a config needs."""
         E = config.num_candidates
         drops = config.capacity is not None and config.assignment != "expert_choice"
@@ -136,7 +136,7 @@ class LoadTracker(LossFactors):
         """Set the counts of this step to 0."""
         self.num_micro_batches = 0
         self.num_in_flight = 0  # forwards that wait for their backward
-        self._seen_E: Tensor | None = None  # counts of forwards, if several are in flight
+        self._forward_counts_E: Tensor | None = None  # counts of forwards, if several are in flight
         self._priors_E: list[Tensor] = []  # counts that each forward in flight has read
         self._reused_E: Tensor | None = None  # counts that the last recomputed forward has read
         self.token_weight = None
@@ -167,7 +167,9 @@ class LoadTracker(LossFactors):
         # A global-batch loss then counts the forwards that began before, whether their backward has
         # run or not, as of micro-batches that run one after the other.
         if self.config.balance.global_batch_coef:
-            self._seen_E = torch.zeros(self.config.num_candidates, dtype=torch.int64, device="cpu")
+            self._forward_counts_E = torch.zeros(
+                self.config.num_candidates, dtype=torch.int64, device="cpu"
+            )
 
     def attach_losses(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
@@ -181,12 +183,12 @@ class LoadTracker(LossFactors):
             return y
         attach: Any = self._attach_losses
         if torch.compiler.is_compiling():
-            attach = self._attach_uncompiled
+            attach = self._attach_losses_uncompiled
         return attach(y, routing, micro_batch, bias_E)  # type: ignore[no-any-return]
 
     # Dynamo would guard on the Python state, which changes with every micro-batch, and recompile.
     @torch.compiler.disable
-    def _attach_uncompiled(self, *args: Any) -> Tensor:
+    def _attach_losses_uncompiled(self, *args: Any) -> Tensor:
         """Call `_attach_losses` outside of a compiled graph."""
         return self._attach_losses(*args)
 
@@ -194,7 +196,7 @@ class LoadTracker(LossFactors):
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
         """Compute the losses, and return y, whose backward calls `commit_counts`."""
-        self._move_counts(y.device)
+        self._move_counts_to_device(y.device)
         if self.counts is None and _is_capturing(y):
             raise ValueError(
                 "LoadTracker.counts (None) must exist before a CUDA graph captures the layer: "
@@ -202,7 +204,7 @@ class LoadTracker(LossFactors):
             )
         self._check_recompute()
         config, counts, losses, best_TK = self.config, self.counts, None, None
-        seen_E: Tensor | None = None
+        prior_counts_E: Tensor | None = None
         logits_TE = routing.logits_TE
         if config.balance.needs_loss:
             self.check_loss_scale(y)
@@ -212,18 +214,18 @@ class LoadTracker(LossFactors):
                 best_TK = choose_best_ids(logits_TE, config, routing.padding_mask_T)
                 prior_E = None if counts is None else counts.best_E
             ids_TK = routing.chosen_ids_TK if best_TK is None else best_TK
-            if self._seen_E is not None:
-                prior_E = seen_E = self._add_forward_counts(ids_TK)
-            num_sequences, sequences_T = micro_batch.find_sequences(ids_TK.shape[0])
+            if self._forward_counts_E is not None:
+                prior_E = prior_counts_E = self._add_forward_counts(ids_TK)
+            num_sequences, sequences_T = micro_batch.find_sequence_ids(ids_TK.shape[0])
             observes = self.has_steps and y.device.type == "cpu" and not is_inside_backward()
             losses = compute_balance_losses(
                 routing,
                 ids_TK,
                 num_sequences,
                 config,
-                self.groups.select_cp(micro_batch.cp),
+                self.groups.select_cp_groups(micro_batch.cp),
                 prior_counts_E=prior_E,
-                sequences_T=sequences_T,
+                sequence_ids_T=sequences_T,
                 token_weight=self.token_weight,
                 ranks_with_tokens=self.ranks_with_tokens if observes else None,
             )
@@ -237,11 +239,11 @@ class LoadTracker(LossFactors):
             bias_E if quantile else None,
             routing.padding_mask_T,
         )
-        result: Tensor = _AttachLosses.apply(y, losses, self, seen_E, *observed)
+        result: Tensor = _AttachLosses.apply(y, losses, self, prior_counts_E, *observed)
         return result
 
     def _add_forward_counts(self, ids_TK: Tensor) -> Tensor:
-        """Add a forward's choices to `_seen_E`; return the counts before the addition.
+        """Add a forward's choices to `_forward_counts_E`; return the counts before the addition.
 
         A recomputed forward adds nothing, and returns the counts that the oldest forward in flight
         read.
@@ -249,10 +251,10 @@ class LoadTracker(LossFactors):
         if is_inside_backward():
             self._reused_E = self._priors_E[0]
             return self._reused_E
-        assert self._seen_E is not None
-        prior_E = self._seen_E.to(ids_TK.device)
-        self._seen_E = prior_E.clone()
-        add_expert_counts(self._seen_E[None], ids_TK)
+        assert self._forward_counts_E is not None
+        prior_E = self._forward_counts_E.to(ids_TK.device)
+        self._forward_counts_E = prior_E.clone()
+        add_expert_counts(self._forward_counts_E[None], ids_TK)
         self._priors_E.append(prior_E)
         return prior_E
 
@@ -267,32 +269,32 @@ class LoadTracker(LossFactors):
         coef = self.config.balance.global_batch_coef
         if not is_inside_backward():
             self.num_in_flight += 1
-        elif self.num_in_flight > 1 and coef and self._seen_E is None:
+        elif self.num_in_flight > 1 and coef and self._forward_counts_E is None:
             raise NotImplementedError(
                 f"BalanceConfig.global_batch_coef ({coef}) must be 0 with activation checkpointing "
                 "and several forwards before a backward: use TrainStep.micro_batches(), or one "
                 "backward per forward"
             )
 
-    def _move_counts(self, device: torch.device) -> None:
+    def _move_counts_to_device(self, device: torch.device) -> None:
         """Copy the counts to `device`, if the layer was moved to this device."""
         counts = self.counts
         if counts is not None and counts.choices_E.device != device:
-            self.counts = LoadCounts.zeros(self.config, device)
+            self.counts = LoadCounts.make_zeros(self.config, device)
             for new, old in zip(self.counts.list_tensors(), counts.list_tensors(), strict=True):
                 new.copy_(old)
 
-    def _end_forward_in_flight(self, seen_E: Tensor | None) -> None:
-        """Remove `seen_E`, the counts that a forward read, from the forwards in flight.
+    def _end_forward_in_flight(self, prior_counts_E: Tensor | None) -> None:
+        """Remove `prior_counts_E`, the counts that a forward read, from the forwards in flight.
 
         Raises NotImplementedError if the last recomputed forward read other counts. None = no
         counts.
         """
-        if seen_E is None:
+        if prior_counts_E is None:
             return
         reused_E, self._reused_E = self._reused_E, None
-        self._priors_E = [prior_E for prior_E in self._priors_E if prior_E is not seen_E]
-        if reused_E is not None and reused_E is not seen_E:
+        self._priors_E = [prior_E for prior_E in self._priors_E if prior_E is not prior_counts_E]
+        if reused_E is not None and reused_E is not prior_counts_E:
             raise NotImplementedError(
                 f"BalanceConfig.global_batch_coef ({self.config.balance.global_batch_coef}) must "
                 "be 0 with activation checkpointing where backwards run in another order than "
@@ -300,24 +302,24 @@ class LoadTracker(LossFactors):
             )
 
     def commit_counts(
-        self, losses: Tensor | None, seen_E: Tensor | None, observed: tuple[Any, ...]
+        self, losses: Tensor | None, prior_counts_E: Tensor | None, choice_tensors: tuple[Any, ...]
     ) -> None:
         """Add a micro-batch's losses and counts to the step's totals.
 
-        `observed` are chosen expert ids, ids within capacity, ids of the best scores or None,
-        logits, selection bias and padding mask. `seen_E` = the counts that the forward read, or
-        None.
+        `choice_tensors` are chosen expert ids, ids within capacity, ids of the best scores or None,
+        logits, selection bias and padding mask. `prior_counts_E` = the counts that the forward
+        read, or None.
         """
-        ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
+        ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = choice_tensors
         self.num_in_flight = max(0, self.num_in_flight - 1)
-        self._end_forward_in_flight(seen_E)
+        self._end_forward_in_flight(prior_counts_E)
         if _is_capturing(ids_TK):  # what is captured has not run
             self.num_captured += 1
         else:
             self.num_micro_batches += 1
             if self.num_micro_batches == self.runs + 1 and not self.has_steps:
-                self._warn_of_no_step()
-        counts = self.counts = self.counts or LoadCounts.zeros(self.config, ids_TK.device)
+                self._warn_if_steps_never_end()
+        counts = self.counts = self.counts or LoadCounts.make_zeros(self.config, ids_TK.device)
         add_expert_counts(counts.choices_E[None], ids_TK)
         if counts.capacity_choices_E is not None:
             add_expert_counts(counts.capacity_choices_E[None], capacity_ids_TK)
@@ -331,7 +333,7 @@ class LoadTracker(LossFactors):
             score_options = (self.config.top_k, self.config.score_function)
             add_margins_(counts.margins_EX, logits_TE, bias_E, *score_options, padding_mask_T)
 
-    def _warn_of_no_step(self) -> None:
+    def _warn_if_steps_never_end(self) -> None:
         """Warn that no code ends steps, so biases never move and counts grow over all steps."""
         balance = self.config.balance
         for name in ("bias_update_rate", "global_batch_coef"):
@@ -345,6 +347,7 @@ class LoadTracker(LossFactors):
 
 
 def _is_capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph captures the tensor's device."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -357,17 +360,18 @@ class _AttachLosses(torch.autograd.Function):
         y: Tensor,
         losses: Tensor | None,
         tracker: LoadTracker,
-        seen_E: Tensor | None,
-        *observed: Any,
+        prior_counts_E: Tensor | None,
+        *choice_tensors: Any,
     ) -> Tensor:
-        """Return y; save the losses and `observed` for `tracker.commit_counts` in backward."""
-        ctx.tracker, ctx.seen_E, ctx.is_committed = tracker, seen_E, False
-        ctx.save_for_backward(losses, *observed)
+        """Return y; save losses and `choice_tensors` for `tracker.commit_counts` in backward."""
+        ctx.tracker, ctx.prior_counts_E, ctx.is_committed = tracker, prior_counts_E, False
+        ctx.save_for_backward(losses, *choice_tensors)
         # Not a view: units hook their outputs, and an in-place add to a view drops the hook.
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Commit the counts; return the gradient of y unchanged, and of the losses."""
         losses, *observed = ctx.saved_tensors
         if torch.is_grad_enabled() and ctx.needs_input_grad[1]:
             raise NotImplementedError(
@@ -381,7 +385,7 @@ class _AttachLosses(torch.autograd.Function):
             )
         if not ctx.is_committed:
             with torch.no_grad():
-                ctx.tracker.commit_counts(losses, ctx.seen_E, tuple(observed))
+                ctx.tracker.commit_counts(losses, ctx.prior_counts_E, tuple(observed))
         ctx.is_committed = True
         needs_grad = ctx.needs_input_grad[1]
         dlosses = ctx.tracker.compute_losses_grad(losses) if needs_grad else None
@@ -396,7 +400,7 @@ def compute_balance_losses(
     groups: BalanceGroups,
     *,
     prior_counts_E: Tensor | None = None,
-    sequences_T: Tensor | None = None,
+    sequence_ids_T: Tensor | None = None,
     token_weight: Tensor | None = None,
     ranks_with_tokens: list[Tensor] | None = None,
 ) -> Tensor:
@@ -412,7 +416,7 @@ def compute_balance_losses(
         groups: ranks that share the micro-batch, and ranks of the global batch.
         prior_counts_E: this rank's counts of earlier micro-batches of the step, for the
             global-batch loss.
-        sequences_T: each token's sequence; None = `num_sequences` of equal length.
+        sequence_ids_T: each token's sequence; None = `num_sequences` of equal length.
         token_weight: a factor on the losses; None = number of ranks / number of ranks with tokens.
         ranks_with_tokens: an output list. Without `token_weight`, the number of ranks with tokens
             is appended.
@@ -420,9 +424,9 @@ def compute_balance_losses(
     assert routing.logits_TE is not None, "only moecore's routers have balance losses"
     balance, E, K = config.balance, config.num_candidates, config.top_k
     # Only "sequence" separates sequences; to the other losses all tokens are one sequence.
-    B, sequences_T = (num_sequences, sequences_T) if balance.sequence_coef else (1, None)
+    B, sequence_ids_T = (num_sequences, sequence_ids_T) if balance.sequence_coef else (1, None)
     padding_mask_T = routing.padding_mask_T
-    counts_BX = count_experts_and_tokens(ids_TK, B, E, padding_mask_T, sequences_T)
+    counts_BX = count_experts_and_tokens(ids_TK, B, E, padding_mask_T, sequence_ids_T)
     global_counts_E = None
     if balance.global_batch_coef:
         global_counts_E = counts_BX[:, :E].sum(0)
@@ -433,7 +437,7 @@ def compute_balance_losses(
     if groups.micro_batch is not None:
         dist.all_reduce(counts_BX, group=groups.micro_batch)
     score_sums_BE, z_sum = balance_statistics(
-        routing.logits_TE, B, config.score_function, padding_mask_T, sequences_T
+        routing.logits_TE, B, config.score_function, padding_mask_T, sequence_ids_T
     )
     factors = [
         balance.micro_batch_coef * E / K,

@@ -91,28 +91,32 @@ class _AppendClones(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, memory: _CloneConcatenator, uses: tuple[_TensorUse, ...], *tensors: Tensor
+        ctx: Any,
+        concatenator: _CloneConcatenator,
+        tensor_uses: tuple[_TensorUse, ...],
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return each tensor [e, ...] with the clones' weights appended, [e + n, ...].
 
-        `uses` has an entry per tensor. If products do not read a tensor, its result is
+        `tensor_uses` has an entry per tensor. If products do not read a tensor, its result is
         uninitialised, with strides of 0.
         """
-        ctx.clones, ctx.uses = memory.clones, uses
+        ctx.clones, ctx.uses = concatenator.clones, tensor_uses
         ctx.set_materialize_grads(False)
-        n = memory.clones.num_local_clones
-        read = [t for t, h in zip(tensors, uses, strict=True) if h.has_values]
-        clone_parts = iter(memory.clones.fetch(read) if read else ())
+        n = concatenator.clones.num_local_clones
+        read = [t for t, h in zip(tensors, tensor_uses, strict=True) if h.has_values]
+        clone_parts = iter(concatenator.clones.fetch_clone_weights(read) if read else ())
         return tuple(
-            memory.append_clones(t, next(clone_parts))
+            concatenator.append_clones(t, next(clone_parts))
             if h.has_values
             else t.new_empty(1).expand(t.shape[0] + n, *t.shape[1:])
-            for t, h in zip(tensors, uses, strict=True)
+            for t, h in zip(tensors, tensor_uses, strict=True)
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        is_added = [h.sink is not None and h.sink.take() for h in ctx.uses]
+        """Add the clones' gradients to their experts' on all ranks; return [e, ...]. Collective."""
+        is_added = [h.sink is not None and h.sink.pop_has_accumulated() for h in ctx.uses]
         local_grads = {
             i: grad.clone() for i, grad in enumerate(grads) if grad is not None and not is_added[i]
         }
@@ -140,7 +144,7 @@ class _CloneGradSink:
         self._sink, self._clones, self._dtype = sink, clones, dtype
         self._is_added = False
 
-    def take(self) -> bool:
+    def pop_has_accumulated(self) -> bool:
         """Return whether `accumulate` ran since the last call; dispatch modes can prevent it."""
         is_added, self._is_added = self._is_added, False
         return is_added
@@ -164,16 +168,18 @@ class _CloneGradSink:
         return False
 
 
-def _write_grad(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
-    """Write a gradient to `target`, and return it; a new tensor has `target.dtype` or `dtype`."""
+def _write_grad(grad: Tensor, dtype: torch.dtype, grad_target: GradTarget) -> Tensor:
+    """Write a gradient to `grad_target` and return it; a new tensor has `dtype` by default."""
     return scale_and_store_grad(
-        grad, target.out, target.accumulate, target.dtype or dtype, target.scale
+        grad, grad_target.out, grad_target.accumulate, grad_target.dtype or dtype, grad_target.scale
     )
 
 
-def _append_clone_weights(weights: ExpertWeights, memory: _CloneConcatenator) -> ExpertWeights:
+def _append_clone_weights(
+    weights: ExpertWeights, concatenator: _CloneConcatenator
+) -> ExpertWeights:
     """Fetch the clones' weights; return the weights of experts followed by clones. Collective."""
-    clones, quantised = memory.clones, weights.quantised
+    clones, quantised = concatenator.clones, weights.quantised
     updates = [u for u in (weights.update1, weights.update2) if u is not None]
     matrices = [weights.w1_eCD, weights.w2_eDF]
     sinks = [
@@ -187,7 +193,7 @@ def _append_clone_weights(weights: ExpertWeights, memory: _CloneConcatenator) ->
     is_view = [not m.is_contiguous() and h.has_values for m, h in zip(matrices, uses, strict=True)]
     contiguous = [m.transpose(1, 2) if v else m for m, v in zip(matrices, is_view, strict=True)]
     uses += [_TensorUse()] * len(small_tensors)
-    tensors = iter(_AppendClones.apply(memory, tuple(uses), *contiguous, *small_tensors))
+    tensors = iter(_AppendClones.apply(concatenator, tuple(uses), *contiguous, *small_tensors))
     w1, w2 = (w.transpose(1, 2) if v else w for v, w in zip(is_view, tensors, strict=False))
     return replace(  # the fields are in the order of `tensors`
         weights,
@@ -198,22 +204,24 @@ def _append_clone_weights(weights: ExpertWeights, memory: _CloneConcatenator) ->
         update1=weights.update1 and LowRankUpdate(next(tensors), next(tensors)),
         update2=weights.update2 and LowRankUpdate(next(tensors), next(tensors)),
         sinks=(sinks[0], sinks[1]),
-        quantised=None if quantised is None else _append_clone_matrices(quantised, memory),
+        quantised=None if quantised is None else _append_clone_matrices(quantised, concatenator),
     )
 
 
 @torch.no_grad()
 def _append_clone_matrices(
-    quantised: tuple[OperandPair, OperandPair], memory: _CloneConcatenator
+    quantised_pairs: tuple[OperandPair, OperandPair], concatenator: _CloneConcatenator
 ) -> tuple[OperandPair, OperandPair]:
     """Fetch the clones' quantised matrices; return experts' and clones' matrices. Collective."""
     # The scales of columns may be those of rows, transposed: one view of each memory is fetched.
     leaves: dict[int, Tensor] = {}
-    for leaf in tree_leaves(quantised):
+    for leaf in tree_leaves(quantised_pairs):
         if leaf is not None:
             leaves.setdefault(leaf.data_ptr(), leaf)
-    clone_leaves = memory.clones.fetch([leaf.contiguous() for leaf in leaves.values()])
-    full_leaves = map(memory.append_clones, leaves.values(), clone_leaves)
+    clone_leaves = concatenator.clones.fetch_clone_weights(
+        [leaf.contiguous() for leaf in leaves.values()]
+    )
+    full_leaves = map(concatenator.append_clones, leaves.values(), clone_leaves)
     full_by_address = dict(zip(leaves, full_leaves, strict=True))
 
     def get_full_leaf(leaf: Tensor) -> Tensor:
@@ -221,4 +229,4 @@ def _append_clone_matrices(
         is_first = leaf.stride() == leaves[leaf.data_ptr()].stride()
         return full if is_first else full.transpose(1, 2)
 
-    return tree_map_only(Tensor, get_full_leaf, quantised)  # type: ignore[no-any-return]
+    return tree_map_only(Tensor, get_full_leaf, quantised_pairs)  # type: ignore[no-any-return]

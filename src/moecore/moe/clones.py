@@ -61,7 +61,7 @@ class Cloner:
         self._counts_2: Tensor | None = None  # never reallocated: CUDA graphs write to it
         self._shared_plan: PeriodicPlan | None = None
         if options.refresh != "forward":
-            sizes: Any = dict(min_excess=options.min_share, is_read=self.waits_on_host)
+            sizes: Any = dict(min_share=options.min_share, reads_on_host=self.waits_on_host)
             self._shared_plan = PeriodicPlan(placement, options.refresh, **sizes)
 
     @property
@@ -69,24 +69,24 @@ class Cloner:
         """Whether the host reads the plan, so that CUDA graphs cannot contain forwards."""
         return self._exchanges is None
 
-    def counts(self, device: torch.device) -> Tensor:
+    def get_counts(self, device: torch.device) -> Tensor:
         """Return int64 [2]: number of clones and of forwards here since the last optimizer step."""
         if self._counts_2 is None:
             self._counts_2 = torch.zeros(2, dtype=torch.int64, device=device)
         return self._counts_2
 
-    def drop_step(self) -> None:
+    def drop_step_counts(self) -> None:
         """Drop the counts since the last optimizer step."""
         if self._counts_2 is not None:
             self._counts_2.zero_()
 
-    def end_step(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
+    def update_periodic_plan(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
         """Update the `PeriodicPlan`, if there is one, from each expert's tokens on all ranks.
 
         A skipped optimizer step changes no plan.
         """
         if self._shared_plan is not None:
-            self._shared_plan.end_step(loads_E, is_skipped=is_skipped)
+            self._shared_plan.update_from_loads(loads_E, is_skipped=is_skipped)
 
     def drop_plan(self) -> None:
         """Clear the `PeriodicPlan`, if there is one, until the end of the next step."""
@@ -100,21 +100,24 @@ class Cloner:
         """Plan a forward's clones; return the routing with physical ids, and the clones or None.
 
         None = no rank has a clone. With `training`, this forward and its clones are added to
-        `counts`. `pairs` runs another micro-batch during collectives. Collective, except with a
+        `get_counts`. `pairs` runs another micro-batch during collectives. Collective, except with a
         `PeriodicPlan`.
         """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
             return replace(routing, physical_TK=p.convert_to_physical_ids(ids_TK)), None
-        plan, before_E = self._make_plan(ids_TK, pairs)
+        plan, before_E = self._make_clone_plan(ids_TK, pairs)
         sizes = dict(num_local_experts=p.num_local, clones_per_rank=p.num_clones)
         routing = replace(routing, physical_TK=assign_physical_ids(ids_TK, before_E, plan, **sizes))
         if training and torch.is_grad_enabled() and not is_inside_backward():
             self._count_clones(plan.experts_N)
         return routing, self._make_clones(plan.experts_N, pairs)
 
-    def _make_plan(self, ids_TK: Tensor, pairs: Pairs | None) -> tuple[ClonePlan, Tensor]:
-        """Return the plan for ids [T, K], and int32 [E], each expert's tokens on lower ranks."""
+    def _make_clone_plan(self, ids_TK: Tensor, pairs: Pairs | None) -> tuple[ClonePlan, Tensor]:
+        """Return the plan for ids [T, K], and int32 [E], each expert's tokens on lower ranks.
+
+        `pairs` runs another micro-batch during the collective; None = no pair.
+        """
         p = self._placement
         if self._shared_plan is not None:
             none_E = torch.zeros(p.num_experts, dtype=torch.int32, device=ids_TK.device)
@@ -128,24 +131,26 @@ class Cloner:
         )
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 
-    def _make_clones(self, experts_N: Tensor, pairs: Pairs | None) -> AnyClones | None:
+    def _make_clones(self, clone_experts_N: Tensor, pairs: Pairs | None) -> AnyClones | None:
         """Return the clones of a plan; None = no rank has a clone.
 
-        `experts_N` has the expert of each place for a clone on all ranks; -1 = empty place. Host
-        sync with any dispatcher but "nvlink", if there is no `PeriodicPlan`.
+        `clone_experts_N` has the expert of each place for a clone on all ranks; -1 = empty place.
+        Host sync with any dispatcher but "nvlink", if there is no `PeriodicPlan`.
         """
         p = self._placement
         if self._exchanges is not None:
             sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
-            places = ClonePlaces(experts_N=experts_N, **sizes)
-            return PeerClones(self._exchanges.get_clone_exchange(experts_N.device), places)
-        experts = experts_N.tolist() if self._shared_plan is None else self._shared_plan.experts
+            places = ClonePlaces(experts_N=clone_experts_N, **sizes)
+            return PeerClones(self._exchanges.get_clone_exchange(clone_experts_N.device), places)
+        experts = (
+            clone_experts_N.tolist() if self._shared_plan is None else self._shared_plan.experts
+        )
         return None if max(experts) < 0 else Clones.from_plan(experts, p, self._group, pairs)
 
-    def _count_clones(self, experts_N: Tensor) -> None:
-        """Add one forward, and this rank's clones in `experts_N` (-1 = no clone), to `counts`."""
-        is_clone_c = experts_N.view(self._placement.ep, -1)[dist.get_rank(self._group)] >= 0
-        counts_2 = self.counts(experts_N.device)
+    def _count_clones(self, clone_experts_N: Tensor) -> None:
+        """Count one forward, and this rank's clones in `clone_experts_N` (-1 = no clone)."""
+        is_clone_c = clone_experts_N.view(self._placement.ep, -1)[dist.get_rank(self._group)] >= 0
+        counts_2 = self.get_counts(clone_experts_N.device)
         counts_2[0] += is_clone_c.sum()
         counts_2[1] += 1
 
@@ -154,7 +159,7 @@ class Cloner:
         p = self._placement
         local_counts_1E = _count_tokens(ids_TK, p.num_experts)
         if self._exchanges is not None:
-            return self._exchanges.get_clone_exchange(ids_TK.device).gather(local_counts_1E)
+            return self._exchanges.get_clone_exchange(ids_TK.device).all_gather_row(local_counts_1E)
         counts_GE = local_counts_1E.new_empty(p.group.size(), p.num_experts)
         run_collectives(all_gather_single, [counts_GE], [local_counts_1E], pairs, group=p.group)
         return counts_GE
@@ -181,21 +186,21 @@ class Clones:
     @classmethod
     def from_plan(
         cls,
-        experts: Sequence[int],
+        clone_experts: Sequence[int],
         placement: ExpertPlacement,
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
         """Return the clones that this rank sends and receives by a plan.
 
-        `experts` has the expert of each place for a clone, in rank order; -1 = empty place.
+        `clone_experts` has the expert of each place for a clone, in rank order; -1 = empty place.
         """
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         # rank 0 sends its expert 0 to rank 2. Rank 0 receives expert 3 from rank 1 and expert 4
         # from rank 2, so its order is [1, 0].
         p, rank = placement, dist.get_rank(group)
         ranks = range(p.ep)
-        rows = [experts[q * p.num_clones : (q + 1) * p.num_clones] for q in ranks]
+        rows = [clone_experts[q * p.num_clones : (q + 1) * p.num_clones] for q in ranks]
         owners = [[x // p.num_local for x in row if x >= 0] for row in rows]
         local_experts = range(rank * p.num_local, (rank + 1) * p.num_local)
         send_experts = [
@@ -216,7 +221,7 @@ class Clones:
         """Number of clones on this rank, n."""
         return len(self.order)
 
-    def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send local experts' weights [e, ...] to their clones; return this rank's clones [n, ...].
 
         Collective.
@@ -250,6 +255,7 @@ class Clones:
 
     @property
     def _is_in_order(self) -> bool:
+        """Whether this rank's clones are received in the order of their places."""
         return self.order == tuple(range(self.num_local_clones))
 
     def _exchange_rows(
@@ -286,12 +292,12 @@ class PeerClones:
         """Number of places for clones on this rank, n, including empty places."""
         return self.places.num_clones
 
-    def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send local experts' weights [e, ...] to their clones; return this rank's clones [n, ...].
 
         Empty places have zeros.
         """
-        return self.exchange.fetch(tensors, self.places)
+        return self.exchange.fetch_clone_weights(tensors, self.places)
 
     @torch.no_grad()
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
@@ -322,15 +328,15 @@ class PeriodicPlan:
 
     The plan is identical on all ranks. Each rank sends the plan's share of its tokens to each
     clone, without the counts of other ranks. Checkpoints do not contain the plan, so a resumed run
-    has clones after its first step. `min_excess` is `CloneOptions.min_share`. With `is_read` the
-    host reads each new plan. N is the number of places for clones.
+    has clones after its first step. `min_share` is `CloneOptions.min_share`. With `reads_on_host`
+    the host reads each new plan. N is the number of places for clones.
     """
 
     def __init__(
-        self, placement: ExpertPlacement, num_steps: int, *, min_excess: float, is_read: bool
+        self, placement: ExpertPlacement, num_steps: int, *, min_share: float, reads_on_host: bool
     ) -> None:
-        self._placement, self._num_steps, self._min_excess = placement, num_steps, min_excess
-        self._is_read = is_read
+        self._placement, self._num_steps, self._min_excess = placement, num_steps, min_share
+        self._is_read = reads_on_host
         self._steps_remaining = 0
         self._plan: ClonePlan | None = None  # never reallocated: CUDA graphs read it
         self._loads_N: Tensor | None = None  # loads of the experts in the slots
@@ -356,11 +362,11 @@ class PeriodicPlan:
         )
         return ClonePlan(plan.experts_N, starts_N, stops_N)
 
-    def end_step(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
+    def update_from_loads(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
         """Make a plan from a step's loads, if the last plan was used for `num_steps` steps.
 
         `loads_E` has each expert's tokens on all ranks. A skipped step (bool, or a scalar on the
-        device) changes no plan. Host sync only if `is_read`.
+        device) changes no plan. Host sync only if `reads_on_host`.
         """
         if is_skipped is True:
             return

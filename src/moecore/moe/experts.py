@@ -22,7 +22,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from moecore.base.options.layer import MoEConfig
 from moecore.base.options.precision import Recipe
-from moecore.base.params import check_values, init_normal_, shard_parameter
+from moecore.base.params import check_has_values, init_normal_, shard_parameter
 from moecore.base.saved_tensors import UsedRows, mark_used_rows
 from moecore.base.torch_private import NOTHING, StridedShard, get_storage_key, is_plain_eager
 from moecore.kernels.experts.contract import (
@@ -50,7 +50,7 @@ from moecore.moe.backends import (
     EXPERT_BACKENDS,
     ExpertBackend,
     check_backend,
-    find_separate_computation,
+    find_backend_computation,
 )
 from moecore.moe.clone_weights import concatenate_clones
 from moecore.moe.expert_layout import ExpertLayout, compute_expert_shapes
@@ -120,9 +120,9 @@ class Experts(nn.Module):
     ) -> None:
         """Raise ValueError if these experts cannot use `backend`, `recompute_fc1` and `recipe`."""
         check_backend(backend, self.make_spec(recipe=recipe))
-        if recompute_fc1 and (EXPERT_BACKENDS[backend] is not None or self.has_extras):
+        if recompute_fc1 and (EXPERT_BACKENDS[backend] is not None or self.needs_autograd):
             wrong = f"expert_backend ({backend!r})"
-            if self.has_extras:
+            if self.needs_autograd:
                 feature = "biases" if self._has_bias else "an activation of the model's own"
                 wrong = f"experts with {feature}"
             raise ValueError(
@@ -130,19 +130,19 @@ class Experts(nn.Module):
                 "checkpointing instead"
             )
 
-    def add_low_rank_updates(self, name: str, update: LowRank) -> None:
-        """Add a LoRA update to the matrix with parameter `name`, the layout's w1 or w2."""
+    def add_low_rank_updates(self, param_name: str, update: LowRank) -> None:
+        """Add a LoRA update to the matrix with parameter `param_name`, the layout's w1 or w2."""
         names = (self.layout.w1, self.layout.w2)
-        if name not in names or self.is_separate:
+        if param_name not in names or self.is_separate:
             raise ValueError(
-                f"LoRA of experts ({name}) must be on {' or '.join(names)}, and FC1 be one "
+                f"LoRA of experts ({param_name}) must be on {' or '.join(names)}, and FC1 be one "
                 "parameter: target these alone"
             )
-        if not self.updates:
+        if not self.lora_updates:
             self.lora = nn.ModuleDict()
-        self.lora[name] = update
+        self.lora[param_name] = update
 
-    def shard(self, mesh: DeviceMesh) -> None:
+    def shard_parameters(self, mesh: DeviceMesh) -> None:
         """Replace parameters by DTensors on `mesh`, with dims "ep" and "etp". No communication."""
         # ep shards the expert dim; etp shards the hidden dim of both matrices, so that the output
         # of FC2 is a partial sum. etp shards D of b2, so that the sum over etp counts b2 once.
@@ -198,7 +198,10 @@ class Experts(nn.Module):
         return None
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Draw weights from N(0, std^2), determined by `key`, `seed` and name; biases become 0."""
+        """Draw weights from N(0, std^2), and set biases to 0.
+
+        The values depend only on `key` (the module's name), `seed` and parameter names.
+        """
         for name, parameter in self.named_parameters(recurse=False):
             if name in (self.layout.b1, self.layout.b2):
                 nn.init.zeros_(parameter)
@@ -237,10 +240,12 @@ class Experts(nn.Module):
         last_key, options = self._options_cache
         if options is None or key is None or key != last_key:
             activation = make_activation_options(
-                self.config, interleaved=self._is_interleaved, function=self.own_activation
+                self.config, interleaved=self._is_interleaved, own_activation=self.own_activation
             )
             spec = ExpertSpec.from_weights(inp.rows, weights, activation, self.recipe)
-            compute = find_separate_computation(self.backend, spec, has_extras=self.has_extras)
+            compute = find_backend_computation(
+                self.backend, spec, needs_autograd=self.needs_autograd
+            )
             if compute is not None:
                 return compute(inp, weights, activation)
             options = ExpertMLPOptions(
@@ -273,12 +278,13 @@ class Experts(nn.Module):
         return f"backend={self.backend!r}{recipe}"
 
     @property
-    def updates(self) -> Mapping[str, LowRank]:
+    def lora_updates(self) -> Mapping[str, LowRank]:
         """Matrix name -> the low-rank updates that `add_low_rank_updates` added."""
         return self._modules.get("lora") or {}  # type: ignore[return-value]
 
     @property
     def _has_bias(self) -> bool:
+        """Whether FC1 or FC2 has a bias."""
         return self.config.fc1_bias or self.config.fc2_bias
 
     @property
@@ -293,12 +299,13 @@ class Experts(nn.Module):
         return 1 if self.recipe is None else self.recipe.row_multiple
 
     @property
-    def has_extras(self) -> bool:
+    def needs_autograd(self) -> bool:
         """Whether there are biases or an `own_activation`, which `expert_mlp` cannot compute."""
         return self._has_bias or self.own_activation is not None
 
     @property
     def _is_interleaved(self) -> bool:
+        """Whether FC1's gate and up columns alternate."""
         return self.config.gated and self.layout.gate_up == "interleaved"
 
     def _prepare_weights(self, dtype: torch.dtype) -> ExpertWeights:
@@ -313,8 +320,12 @@ class Experts(nn.Module):
             w2_eDF=w2_eDF,
             b1_eC=self._read_param("b1", dtype).flatten(1) if config.fc1_bias else None,
             b2_eD=self._read_fc2_bias(dtype) if config.fc2_bias else None,
-            update1=self._make_lora_update(self.layout.w1, dtype, outputs=self._slice_lora_b),
-            update2=self._make_lora_update(self.layout.w2, dtype, inputs=self._slice_lora_a),
+            update1=self._make_local_lora_update(
+                self.layout.w1, dtype, slice_outputs=self._slice_lora_b
+            ),
+            update2=self._make_local_lora_update(
+                self.layout.w2, dtype, slice_inputs=self._slice_lora_a
+            ),
             sinks=(sink1, self._make_grad_sink("w2", w2_eDF)),
             quantised=self._quantise_matrices(w1_eCD, w2_eDF),
             magnitudes=self._get_amax_tensors(w1_eCD.device),
@@ -337,7 +348,7 @@ class Experts(nn.Module):
         if recipe is None:
             return None
         if not is_plain_eager() or recipe.backend == "te":
-            check_values(w1_eCD)
+            check_has_values(w1_eCD)
             return None
         fc1 = ["w1", "w3"] if self.is_separate else ["w1"]
         operands: list[OperandPair | None] = []
@@ -347,7 +358,7 @@ class Experts(nn.Module):
             if blocks is not None and blocks.kind == GATHERED_KINDS.get(recipe.weight_block):
                 operands.append(view_as_matrices(blocks, matrices.shape))
                 continue
-            check_values(matrices)
+            check_has_values(matrices)
             make = partial(quantise_matrices, matrices, recipe)
             operands.append(self.reader.get_quantised_weights((recipe, *roles), params, make))
         w1, w2 = operands
@@ -371,25 +382,27 @@ class Experts(nn.Module):
         """Return the local shard of parameter `role`, cast to `dtype` unless a recipe quantises."""
         param = getattr(self, getattr(self.layout, role))
         if self.recipe is not None:  # it is quantised in its own dtype
-            return self.reader.read(param, cast=False)
+            return self.reader.read(param, needs_values=False)
         return self.reader.read(param).to(dtype)
 
-    def _make_lora_update(
+    def _make_local_lora_update(
         self,
-        name: str,
+        param_name: str,
         dtype: torch.dtype,
         *,
-        inputs: SlicePart = lambda a_erI: a_erI,
-        outputs: SlicePart = lambda b_eOr: b_eOr,
+        slice_inputs: SlicePart = lambda a_erI: a_erI,
+        slice_outputs: SlicePart = lambda b_eOr: b_eOr,
     ) -> LowRankUpdate | None:
-        """Return this rank's slices of the LoRA update of matrix `name`; None = no LoRA.
+        """Return this rank's slices of the LoRA update of matrix `param_name`; None = no LoRA.
 
-        `inputs` slices the last dim of A, and `outputs` slices dim 1 of B.
+        `slice_inputs` slices the last dim of A, and `slice_outputs` slices dim 1 of B.
         """
-        if name not in self.updates:
+        if param_name not in self.lora_updates:
             return None
-        return self.updates[name].make_update(
-            lambda param: self.reader.read(param).to(dtype), inputs=inputs, outputs=outputs
+        return self.lora_updates[param_name].make_local_update(
+            lambda param: self.reader.read(param).to(dtype),
+            slice_inputs=slice_inputs,
+            slice_outputs=slice_outputs,
         )
 
     def _slice_lora_b(self, b_eCr: Tensor) -> Tensor:
@@ -436,9 +449,9 @@ def make_activation_options(
     config: MoEConfig,
     *,
     interleaved: bool = False,
-    function: Callable[[Tensor], Tensor] | None = None,
+    own_activation: Callable[[Tensor], Tensor] | None = None,
 ) -> ActivationOptions:
-    """Return the options of the activation `function`, None = the config's activation.
+    """Return the options of the activation `own_activation`, None = the config's activation.
 
     `interleaved` = gate and up columns alternate.
     """
@@ -448,5 +461,5 @@ def make_activation_options(
         up_limit=config.activation_up_limit,
         alpha=config.activation_alpha,
         interleaved=interleaved,
-        function=function,
+        function=own_activation,
     )

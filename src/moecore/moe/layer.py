@@ -4,8 +4,8 @@
     x_TD -> shared expert ------------------------------------------------ added to --> y_TD
 
 No other file calls all four stages. `RoutedLayer` has the stages after the router: dispatch,
-experts, combine and load counts. `MoELayer` adds a router. `RoutedExperts` (`moe/routed.py`)
-receives ids and weights from the model's router.
+experts, combine and load counts. `MoELayer` adds a router. `RoutedExperts`
+(`moe/routed_experts.py`) receives ids and weights from the model's router.
 
 Legend: T local tokens, D model dim, L dim of the routed experts (D, or the latent dim), S source
 rows after dispatch.
@@ -31,7 +31,7 @@ from moecore.base.fields import (
     check_arguments,
 )
 from moecore.base.options.layer import BalanceConfig, MoEConfig
-from moecore.base.torch_private import get_autocast_dtype, mark
+from moecore.base.torch_private import annotate_range, get_autocast_dtype
 from moecore.kernels.rows.record import Rows
 from moecore.moe.balance import LoadTracker
 from moecore.moe.clones import Cloner
@@ -41,8 +41,8 @@ from moecore.moe.experts import Experts
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.records import Dispatcher, ExpertInput, Routing, split_zero_experts
 from moecore.moe.router import Router
-from moecore.moe.selection_bias import BiasOwner, add_part, get_or_create_bias_owner
-from moecore.moe.shared import Latent, SharedExpert, SharedRun
+from moecore.moe.selection_bias import BiasOwner, add_submodule, get_or_create_bias_owner
+from moecore.moe.shared_experts import Latent, SharedExpert, SharedRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +96,8 @@ class RoutedLayer(nn.Module):
         """Return the module "router", "experts" or "shared"; None if the layer has no such part."""
         raise NotImplementedError
 
-    def check_config(self, name: str, config: MoEConfig) -> None:
-        """Raise ValueError if this layer, which is `name` in its model, cannot use a config."""
+    def check_config(self, layer_name: str, config: MoEConfig) -> None:
+        """Raise ValueError if the layer cannot use a config; `layer_name` names it in the error."""
 
     def set_balance(self, balance: BalanceConfig) -> None:
         """Replace the balance config of this layer."""
@@ -113,14 +113,14 @@ class RoutedLayer(nn.Module):
             if owner is not None:
                 owner.config = config
 
-    def drop_step(self) -> None:
+    def drop_step_state(self) -> None:
         """Drop the counts since the last optimizer step, and the quantised copies of weights."""
         self.tracker.reset()
         self.get_part("experts").reader.drop_copies()
         if self.cloner is not None:
-            self.cloner.drop_step()
+            self.cloner.drop_step_counts()
 
-    def run_empty(self, x_0D: Tensor) -> Tensor:
+    def run_on_zero_tokens(self, x_0D: Tensor) -> Tensor:
         """Run the forward for zero tokens, without the hooks of this module; return its output."""
         return self.forward(x_0D)  # type: ignore[no-any-return]
 
@@ -138,15 +138,15 @@ class RoutedLayer(nn.Module):
         zero_weights_T1: Tensor | None = None
         if self.config.zero_experts:
             routing, zero_weights_T1 = split_zero_experts(routing, self.config.num_experts)
-        with mark("moecore::dispatch"):
+        with annotate_range("moecore::dispatch"):
             expert_input = self._dispatch(rows_TL, routing)
         rows = expert_input.rows
         if is_saved_elsewhere and rows.values is rows_TL:
             saved_rows = Rows(rows.values, rows.scales, rows.wide_dtype, is_saved_elsewhere=True)
             expert_input = expert_input.replace_rows(saved_rows)
-        with mark("moecore::experts"):
+        with annotate_range("moecore::experts"):
             y_SL = self._run_experts(expert_input)
-        with mark("moecore::combine"):
+        with annotate_range("moecore::combine"):
             y_TL = self.dispatcher.combine(y_SL, expert_input.plan)
         if zero_weights_T1 is None:
             return y_TL
@@ -172,7 +172,7 @@ class RoutedLayer(nn.Module):
         """
         if not self.training:
             if y.requires_grad and not torch.compiler.is_compiling():
-                y.register_hook(_warn_of_eval)
+                y.register_hook(_warn_about_eval_mode)
             return y
         return self.tracker.attach_losses(y, routing, micro_batch, bias_E)
 
@@ -230,14 +230,14 @@ class MoELayer(RoutedLayer, BiasOwner):
             **factory_kwargs,
         )
         experts = Experts(config, layout=names.expert_layout, **factory_kwargs)
-        add_part(self, names.router, router)
-        add_part(self, names.experts, experts)
+        add_submodule(self, names.router, router)
+        add_submodule(self, names.experts, experts)
         if config.expert_bias and names.bias_owner is not None:
-            router.move_bias(get_or_create_bias_owner(self, names.bias_owner))
+            router.move_bias_to(get_or_create_bias_owner(self, names.bias_owner))
         if config.latent_dim and not names.latent_down:
             self.latent = Latent(config, **factory_kwargs)
         if config.shared_hidden_dim:
-            add_part(self, names.shared, SharedExpert(config, **factory_kwargs))
+            add_submodule(self, names.shared, SharedExpert(config, **factory_kwargs))
         self.shared_stream: torch.cuda.Stream | None = None  # its owner sets it: see SharedRun
         self.dispatcher = LocalDispatcher(config.num_experts)
         self.tracker = LoadTracker(config, runs=runs)
@@ -253,7 +253,7 @@ class MoELayer(RoutedLayer, BiasOwner):
         child of another class, such as a model's shared expert.
         """
         check_arguments(MoELayer.init_weights, locals())
-        for name, child in _iterate_parts(self):
+        for name, child in _iterate_children(self):
             if not isinstance(child, Router | Experts | SharedExpert | Latent):
                 raise ValueError(
                     f"{name} ({type(child).__name__}) must be filled by its own model: call its "
@@ -276,6 +276,7 @@ class MoELayer(RoutedLayer, BiasOwner):
         return module
 
     def _run_experts(self, expert_input: ExpertInput) -> Any:
+        """Run the child "experts"."""
         return self.get_part("experts")(expert_input)
 
     def forward(
@@ -310,7 +311,7 @@ class MoELayer(RoutedLayer, BiasOwner):
             ValueError: when the mask or `cu_seqlens` has a wrong shape or dtype, when no group of
                 `cp` ranks exists, or when a layer with assignment "hash" has no ids of its tokens.
         """
-        groups = self.tracker.groups.select_cp(cp)
+        groups = self.tracker.groups.select_cp_groups(cp)
         group, cp_size = groups.micro_batch, groups.cp
         micro_batch = MicroBatch.from_input(x, padding_mask, cu_seqlens, group, cp_size, token_ids)
         x_TD = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
@@ -319,14 +320,14 @@ class MoELayer(RoutedLayer, BiasOwner):
         tokens_TD = x_TD
         if micro_batch.padding_mask_T is not None:  # 0 * NaN would reach the router's gradient
             tokens_TD = x_TD.masked_fill(micro_batch.padding_mask_T[:, None], 0)
-        with mark("moecore::router"):
+        with annotate_range("moecore::router"):
             routing = router(tokens_TD, micro_batch)
         rows_TL, routing = self._make_routed_rows(cast_to_autocast(tokens_TD), routing)
         is_saved_elsewhere = rows_TL is tokens_TD and router.weight.requires_grad
         y_TL = self._run_routed_experts(rows_TL, routing, is_saved_elsewhere=is_saved_elsewhere)
         y_TD = self._project_up(y_TL) if self.config.latent_dim else y_TL
         if shared.y_TD is not None:
-            y_TD = y_TD + shared.wait()
+            y_TD = y_TD + shared.wait_for_output()
         y = y_TD.to(x.dtype)
         y = y if x.ndim == 2 else y.view(x.shape)
         return self._track_load(y, routing, micro_batch, router.selection_bias)
@@ -367,16 +368,16 @@ class MoELayer(RoutedLayer, BiasOwner):
         return (y_TD * gate_T1).to(y_TD.dtype)
 
 
-def _iterate_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _iterate_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield (dotted name, module) of each child; an empty module yields its own children."""
     for name, child in module.named_children():
         if type(child) is BiasOwner:  # an empty module of a dotted name
-            yield from _iterate_parts(child, f"{prefix}{name}.")
+            yield from _iterate_children(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child
 
 
-def _warn_of_eval(_: Tensor) -> None:
+def _warn_about_eval_mode(_: Tensor) -> None:
     """Warn that a layer in eval mode has no balance loss and counts no load; a backward hook."""
     warnings.warn(
         "a MoELayer in eval mode balances and counts nothing, but gets gradients: call "

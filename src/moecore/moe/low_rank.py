@@ -42,19 +42,23 @@ class LowRank(nn.Module):
         """Names of the LoRA adapters that forward uses, in order."""
         return list(self.lora_A)
 
-    def make_update(
-        self, read: Read, *, inputs: SlicePart, outputs: SlicePart
+    def make_local_update(
+        self, read_param: Read, *, slice_inputs: SlicePart, slice_outputs: SlicePart
     ) -> LowRankUpdate | None:
         """Return this rank's update, the sum of all adapters; None = no adapter. Differentiable.
 
-        `read` returns the local experts' part of a parameter. `inputs` slices A [e, r, I] to this
-        rank's part of I, and `outputs` slices B [e, O, r] to this rank's part of O.
+        `read_param` returns the local experts' part of a parameter. `slice_inputs` slices A [e, r,
+        I] to this rank's part of I, and `slice_outputs` slices B [e, O, r] to this rank's part of
+        O.
         """
-        pairs = [(read(self.lora_A[n]), read(self.lora_B[n]), self.scaling[n]) for n in self.in_use]
+        pairs = [
+            (read_param(self.lora_A[n]), read_param(self.lora_B[n]), self.scaling[n])
+            for n in self.in_use
+        ]
         if not pairs:
             return None
-        a_erI = inputs(_concatenate([a for a, _, _ in pairs], dim=1)).contiguous()
-        b_eOr = outputs(_concatenate([b * s for _, b, s in pairs], dim=2)).contiguous()
+        a_erI = slice_inputs(_concatenate([a for a, _, _ in pairs], dim=1)).contiguous()
+        b_eOr = slice_outputs(_concatenate([b * s for _, b, s in pairs], dim=2)).contiguous()
         missing = -a_erI.shape[1] % (ALIGNMENT // a_erI.element_size())
         if missing:
             a_erI, b_eOr = F.pad(a_erI, (0, 0, 0, missing)), F.pad(b_eOr, (0, missing))
@@ -62,4 +66,5 @@ class LowRank(nn.Module):
 
 
 def _concatenate(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate along `dim`; a single tensor is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # which copies one, too

@@ -72,11 +72,11 @@ class MoEMetrics:
         loads = {
             layer: _divide_by_mean(counts) for layer, counts in values["tokens_per_expert"].items()
         }
-        numbers = _add_layer_names(
+        numbers = _prefix_metric_name(
             "expert_load", {layer: max(of_E) for layer, of_E in loads.items()}
         )
         numbers = {"expert_load_max_over_mean": max(numbers.values()), **numbers}
-        numbers |= _add_layer_mean("drop_rate", _compute_drop_rates(values))
+        numbers |= _prefix_and_average("drop_rate", _compute_drop_rates(values))
         z = LOSS_NAMES.index("z")
         for name, places in (("balance_loss", range(z)), ("z_loss", [z])):
             of_layers = {
@@ -84,14 +84,14 @@ class MoEMetrics:
                 for layer, losses in values["aux_losses"].items()
             }
             if any(of_layers.values()):  # a loss that is in use is above 0
-                numbers |= {name: sum(of_layers.values()), **_add_layer_names(name, of_layers)}
+                numbers |= {name: sum(of_layers.values()), **_prefix_metric_name(name, of_layers)}
         for name in ("router_entropy", "clones_per_rank"):
-            numbers |= _add_layer_mean(
+            numbers |= _prefix_and_average(
                 name, {layer: value for layer, (value,) in values[name].items()}
             )
         if indexer_losses:
             numbers |= {"indexer_loss": sum(indexer_losses.values())}
-            numbers |= _add_layer_names("indexer_loss", indexer_losses)
+            numbers |= _prefix_metric_name("indexer_loss", indexer_losses)
         if per_expert:
             for layer, of_E in loads.items():
                 numbers |= {f"expert_load/{layer}/{e}": load for e, load in enumerate(of_E)}
@@ -131,24 +131,27 @@ def _divide_by_mean(counts: list[float]) -> list[float]:
     return [count / mean for count in counts]
 
 
-def _compute_drop_rates(values: dict[str, LayerNumbers]) -> dict[str, float]:
+def _compute_drop_rates(layer_numbers: dict[str, LayerNumbers]) -> dict[str, float]:
     """Return layer name -> dropped choices divided by all choices.
 
-    `values` is the result of `_copy_to_host`.
+    `layer_numbers` is the result of `_copy_to_host`.
     """
     return {
-        layer: sum(drops) / max(sum(values["tokens_per_expert"][layer]), 1)
-        for layer, drops in values["dropped_per_expert"].items()
+        layer: sum(drops) / max(sum(layer_numbers["tokens_per_expert"][layer]), 1)
+        for layer, drops in layer_numbers["dropped_per_expert"].items()
     }
 
 
-def _add_layer_names(name: str, of_layers: dict[str, float]) -> dict[str, float]:
-    """Return {"<name>/<layer>": value} for `of_layers`, {layer: value}."""
-    return {f"{name}/{layer}": value for layer, value in of_layers.items()}
+def _prefix_metric_name(metric_name: str, values_by_layer: dict[str, float]) -> dict[str, float]:
+    """Return {"<name>/<layer>": value} for `values_by_layer`, {layer: value}."""
+    return {f"{metric_name}/{layer}": value for layer, value in values_by_layer.items()}
 
 
-def _add_layer_mean(name: str, of_layers: dict[str, float]) -> dict[str, float]:
+def _prefix_and_average(metric_name: str, values_by_layer: dict[str, float]) -> dict[str, float]:
     """Return {"<name>/<layer>": value} and {name: mean} for {layer: value}; {} for no layers."""
-    if not of_layers:
+    if not values_by_layer:
         return {}
-    return {name: sum(of_layers.values()) / len(of_layers), **_add_layer_names(name, of_layers)}
+    return {
+        metric_name: sum(values_by_layer.values()) / len(values_by_layer),
+        **_prefix_metric_name(metric_name, values_by_layer),
+    }

@@ -83,7 +83,7 @@ class MicroBatch:
         """Number of ranks that share the micro-batch."""
         return 1 if self.group is None else self.group.size()
 
-    def gather(self, x_TX: Tensor) -> Tensor:
+    def all_gather_rows(self, x_TX: Tensor) -> Tensor:
         """All-gather rows [T, X] to [N, X], in the token order of one process. No gradient.
 
         Example, two ranks, B=2: rows a0 b0 and a1 b1 give a0 a1 b0 b1.
@@ -102,8 +102,8 @@ class MicroBatch:
         by_rank = out.unflatten(0, (self.num_ranks, B, x_TX.shape[0] // B))
         return by_rank.transpose(0, 1).flatten(0, 2)  # type: ignore[no-any-return]
 
-    def slice_local(self, x_NX: Tensor) -> Tensor:
-        """Return this rank's T rows of x_NX, whose rows have the order of `gather`."""
+    def slice_local_rows(self, x_NX: Tensor) -> Tensor:
+        """Return this rank's T rows of x_NX, whose rows have the order of `all_gather_rows`."""
         if self.group is None:
             return x_NX
         rank = dist.get_rank(self.group)
@@ -125,9 +125,9 @@ class MicroBatch:
         """All-gather the padding mask, bool [N]; None without a mask."""
         if self.padding_mask_T is None:
             return None
-        return self.gather(self.padding_mask_T.to(torch.uint8)).bool()
+        return self.all_gather_rows(self.padding_mask_T.to(torch.uint8)).bool()
 
-    def find_sequences(self, num_tokens: int) -> tuple[int, Tensor | None]:
+    def find_sequence_ids(self, num_tokens: int) -> tuple[int, Tensor | None]:
         """Return the number of sequences, and int64 [T], the sequence index of each local token.
 
         Without `cu_seqlens`, the second value is None: all sequences have the same length.
@@ -136,7 +136,7 @@ class MicroBatch:
         if self.cu_seqlens is None:
             return self.num_sequences, None
         documents_N = find_document_ids(self.cu_seqlens, num_tokens * self.num_ranks)
-        return len(self.cu_seqlens) - 1, self.slice_local(documents_N)
+        return len(self.cu_seqlens) - 1, self.slice_local_rows(documents_N)
 
 
 def sort_by_position(

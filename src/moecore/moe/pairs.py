@@ -3,11 +3,11 @@
     forward     attention, router, start dispatch | experts, start combine    | attention, ...
     backward    ... experts, start combine        | attention, start dispatch | experts, ...
 
-`Pairs.run` receives a forward and a backward, and returns the forward's value when both have ended.
-Each side runs in its own thread, and only the side that holds the baton runs. When a side has
-started an exchange (`exchange`), it hands the baton over, so the other side computes during the
-exchange. The first side waits for its exchange after the baton has returned. When a side ends, the
-other side holds the baton until its own end.
+`Pairs.run_pair` receives a forward and a backward, and returns the forward's value when both have
+ended. Each side runs in its own thread, and only the side that holds the baton runs. When a side
+has started an exchange (`run_exchanges`), it hands the baton over, so the other side computes
+during the exchange. The first side waits for its exchange after the baton has returned. When a side
+ends, the other side holds the baton until its own end.
 
 A side whose host needs numbers of other ranks (`read_numbers`) hands the baton over too. It gets
 the baton back before the other side starts its next exchange. The device therefore computes while
@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from moecore.base.streams import ToHost, is_dry
+from moecore.base.streams import HostCopyOfTensor, is_dry_run
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class PairedModel(Protocol):
     def pair_passes(self) -> AbstractContextManager[None]:
         """Return a context in which one forward alternates with one backward of the model."""
 
-    def resume(self, is_backward: bool) -> None:
+    def unshard_pass(self, is_backward: bool) -> None:
         """Unshard the parameters of the backward if `is_backward`, otherwise of the forward."""
 
 
@@ -57,11 +57,11 @@ class Pairs:
         self._early_stream: torch.cuda.Stream | None = None
 
     @property
-    def open_pair(self) -> _Pair | None:
+    def running_pair(self) -> _Pair | None:
         """The running pair of a forward and a backward, or None; None also under a compiler."""
         return None if torch.compiler.is_compiling() else self._pair
 
-    def run(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
+    def run_pair(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
         """Run `forward` and `backward` alternately; return the forward's value.
 
         Raises the first error of either side. The forward starts first, in this thread. The
@@ -69,7 +69,7 @@ class Pairs:
         """
         # In a dry run or without exchanges, the backward runs after the forward. The recorded peak
         # memory of a dry run is then an upper bound.
-        if is_dry() or not self.can_alternate:
+        if is_dry_run() or not self.can_alternate:
             value = forward()
             backward()
             return value
@@ -82,9 +82,9 @@ class Pairs:
         with ExitStack() as stack:
             for model in self._models:
                 stack.enter_context(model.pair_passes())
-            return self._alternate(forward, backward, stream)
+            return self._run_alternately(forward, backward, stream)
 
-    def _alternate(
+    def _run_alternately(
         self,
         forward: Callable[[], T],
         backward: Callable[[], None],
@@ -108,17 +108,17 @@ class Pairs:
         return value  # type: ignore[no-any-return]
 
     @contextmanager
-    def launch_early(self, *, waits: bool = False) -> Iterator[None]:
+    def launch_on_side_stream(self, *, waits_for_current: bool = False) -> Iterator[None]:
         """Return a context that launches on a side stream.
 
-        `waits` = the side stream first waits for the current stream.
+        `waits_for_current` = the side stream first waits for the current stream.
         """
         if not torch.cuda.is_initialized():
             yield
             return
         if self._early_stream is None:
             self._early_stream = torch.cuda.Stream()
-        if waits:
+        if waits_for_current:
             self._early_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._early_stream):
             yield
@@ -199,16 +199,19 @@ class _Pair:
         self._raise_if_other_failed()
         set_rng_states(rng_states)
         for model in self._models:
-            model.resume(side.is_backward)
+            model.unshard_pass(side.is_backward)
 
     def _get_other_side(self, side: _Side) -> _Side:
+        """Return the backward for the forward, and the forward for the backward."""
         return self._forward if side is self._backward else self._backward
 
     def _raise_if_other_failed(self) -> None:
+        """Raise `_OtherFailed` if the other side has raised an error."""
         if self.error is not None:
             raise _OtherFailed
 
     def _set_error(self, error: BaseException) -> None:
+        """Store the first error of either side."""
         with self._state_lock:
             self.error = self.error or error
 
@@ -222,41 +225,46 @@ class _Pair:
                 other.turn.release()
 
 
-def exchange(
-    starts: Sequence[Callable[..., Any]], pairs: Pairs | None = None, *, may_overlap: bool = False
+def run_exchanges(
+    start_collectives: Sequence[Callable[..., Any]],
+    pairs: Pairs | None = None,
+    *,
+    may_overlap: bool = False,
 ) -> None:
     """Start independent collectives and wait for them. In a pair, the other side runs meanwhile.
 
-    Each start() runs a collective; in a pair, start(async_op=True) returns its work. `may_overlap`
-    = the collectives read no result of work launched after the last `read_numbers`, and write
-    memory that was allocated inside `Pairs.launch_early`.
+    Each function runs a collective; in a pair, function(async_op=True) returns its work.
+    `may_overlap` = the collectives read no result of work launched after the last `read_numbers`,
+    and write memory that was allocated inside `Pairs.launch_on_side_stream`.
     """
-    pair = None if pairs is None else pairs.open_pair
+    pair = None if pairs is None else pairs.running_pair
     if pairs is None or pair is None:
-        for start in starts:
+        for start in start_collectives:
             start()
         return
     pair.give_back_baton()
-    with pairs.launch_early() if may_overlap else nullcontext():
-        works = [start(async_op=True) for start in starts]
+    with pairs.launch_on_side_stream() if may_overlap else nullcontext():
+        works = [start(async_op=True) for start in start_collectives]
     pair.hand_over_baton()
     for work in works:
         work.wait()
 
 
-def read_numbers(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None = None) -> Any:
-    """Run the collective `start`, and return the `numbers` that it writes, as a list. Host sync.
+def read_numbers(
+    start_collective: Callable[..., Any], output: Tensor, pairs: Pairs | None = None
+) -> Any:
+    """Run a collective, and return the `output` that it writes, as a list. Host sync.
 
-    In a pair, the other side runs until the host has the numbers; see `exchange`.
+    In a pair, the other side runs until the host has the numbers; see `run_exchanges`.
     """
-    pair = None if pairs is None else pairs.open_pair
+    pair = None if pairs is None else pairs.running_pair
     if pairs is None or pair is None:
-        start()
-        return numbers.tolist()
-    work = start(async_op=True)
-    with pairs.launch_early(waits=True):
+        start_collective()
+        return output.tolist()
+    work = start_collective(async_op=True)
+    with pairs.launch_on_side_stream(waits_for_current=True):
         work.wait()
-        on_host = ToHost(numbers)
+        on_host = HostCopyOfTensor(output)
     pair.hand_over_baton(is_early=True)
     return on_host.read().tolist()
 

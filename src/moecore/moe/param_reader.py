@@ -19,7 +19,7 @@ from moecore.base.torch_private import (
     NOTHING,
     get_local_tensor,
     get_storage_key,
-    sum_versions,
+    sum_version_counters,
     tree_leaves,
 )
 from moecore.kernels.rows.scaling import Blocks
@@ -33,11 +33,11 @@ def get_fp8_blocks(param: Tensor) -> Blocks | None:
 
 
 @torch.no_grad()
-def _make_value_key(param: Tensor) -> tuple[int, ...]:
+def _make_version_key(param: Tensor) -> tuple[int, ...]:
     """Return a key that changes with a parameter's values: its address and version counters."""
     # An in-place operation increments the version of the DTensor, or of its local tensor.
     local = get_local_tensor(param)
-    return local.data_ptr(), sum_versions(local), sum_versions(param)
+    return local.data_ptr(), sum_version_counters(local), sum_version_counters(param)
 
 
 class ParamReader:
@@ -45,11 +45,11 @@ class ParamReader:
 
     The micro-batches of a step share a copy. Outside of a step every forward makes a new copy. No
     copy exists after its step, because fused optimizers, graph replays and writes to `.data` change
-    a weight without a new version. Without `keep`, forward and backward each quantise.
+    a weight without a new version. Without `caches_copies`, forward and backward each quantise.
     """
 
-    def __init__(self, *, keep: bool = True) -> None:
-        self.keep = keep
+    def __init__(self, *, caches_copies: bool = True) -> None:
+        self.keep = caches_copies
         self._shares = False  # whether later micro-batches of the step use the copies
         self._copies: dict[Hashable, tuple[tuple[int, ...], Any]] = {}  # value key, copy
         # Storage -> weights and their copies, inside `exclude_from_activations`. References to the
@@ -57,12 +57,13 @@ class ParamReader:
         self._operands: dict[int, Tensor] = {}
         self._packs = False  # whether `_pack` is called for saved tensors
 
-    def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
+    def read(self, param: nn.Parameter, *, needs_values: bool = True) -> Tensor:
         """Return the local shard of a parameter, or a parameter that is no DTensor. Differentiable.
 
-        `cast` = the caller casts the values, so the parameter must not have only FP8 blocks.
+        `needs_values` = the caller casts the values, so the parameter must not have only FP8
+        blocks.
         """
-        local = get_local_param(param, reads=cast)
+        local = get_local_param(param, needs_values=needs_values)
         if self._packs:
             self._operands[get_storage_key(local)] = local
         return local
@@ -76,20 +77,20 @@ class ParamReader:
         return blocks
 
     def get_quantised_weights(
-        self, key: Hashable, params: Sequence[nn.Parameter], make: Callable[[], T]
+        self, key: Hashable, params: Sequence[nn.Parameter], quantise: Callable[[], T]
     ) -> T | None:
-        """Return `params` quantised: the copy that is cached as `key`, otherwise make().
+        """Return `params` quantised: the copy that is cached as `key`, otherwise quantise().
 
-        A copy is dropped if one of `params` has changed. Returns None if `keep` is False.
+        A copy is dropped if one of `params` has changed. Returns None without `caches_copies`.
         """
         if not self.keep:
             return None
         before, copy = self._copies.pop(key, (None, None))
-        value_key = tuple(number for param in params for number in _make_value_key(param))
+        value_key = tuple(number for param in params for number in _make_version_key(param))
         if before != value_key:
             copy = None  # freed before the next copy is made
             with torch.no_grad():
-                copy = make()
+                copy = quantise()
         if self._shares:
             self._copies[key] = value_key, copy
         for tensor in tree_leaves(copy) if self._packs else ():

@@ -11,7 +11,6 @@ K experts per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,25 +18,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.fields import check_arguments
-from moecore.base.options.dispatch import DISPATCHERS
 from moecore.kernels.rows.index import ExpertIndex, build_index
-from moecore.moe.records import BalancedRows, Dispatcher, Routing
+from moecore.moe.records import BalancedRows, Routing
 
 
-def compute_balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: int) -> int:
-    """Return the mean number of tokens that choose at least one of `num_local` experts.
+def compute_balanced_tokens(
+    num_tokens: int, top_k: int, num_experts: int, num_local_experts: int
+) -> int:
+    """Return the mean number of tokens that choose at least one of `num_local_experts` experts.
 
     Each of `num_tokens` tokens has `top_k` random experts of `num_experts`.
     """
-    return round(num_tokens * _compute_choice_probability(top_k, num_experts, num_local))
+    return round(num_tokens * _compute_choice_probability(top_k, num_experts, num_local_experts))
 
 
-def _compute_choice_probability(top_k: int, num_experts: int, num_local: int) -> float:
-    """Return the probability that K random experts of E include any of `num_local` experts."""
+def _compute_choice_probability(top_k: int, num_experts: int, num_local_experts: int) -> float:
+    """Return the probability that K random experts of E include any local expert."""
     if top_k > num_experts:  # the remaining choices are zero experts
         return 1.0
-    return 1 - math.comb(num_experts - num_local, top_k) / math.comb(num_experts, top_k)
+    return 1 - math.comb(num_experts - num_local_experts, top_k) / math.comb(num_experts, top_k)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,14 +101,14 @@ class ExpertPlacement:
         return self.group.size() * max_source_rows
 
     def build_index(
-        self, ids_SK: Tensor, weights_SK: Tensor, routing: Routing, length: int
+        self, ids_SK: Tensor, weights_SK: Tensor, routing: Routing, num_rows: int
     ) -> ExpertIndex:
-        """Return the `ExpertIndex` of this rank's experts, with `length` expert rows.
+        """Return the `ExpertIndex` of this rank's experts, with `num_rows` expert rows.
 
         `ids_SK` are the physical ids of the source rows' choices.
         """
         sizes: Any = dict(
-            first_expert=self.first_physical, num_local_experts=self.num_physical, max_pairs=length
+            first_expert=self.first_physical, num_local_experts=self.num_physical, max_pairs=num_rows
         )
         return build_index(ids_SK, weights_SK, **sizes, row_multiple=routing.rows_multiple)
 
@@ -126,14 +125,14 @@ class DomainPlacement(ExpertPlacement):
     num_domains: int  # H
 
     @property
-    def num_in_domain(self) -> int:
+    def num_domain_experts(self) -> int:
         """Number of physical experts of a domain."""
         return self.num_physical * self.ep
 
     def convert_to_domain_ids(self, ids_AK: Tensor, domain: int) -> Tensor:
         """Convert physical ids of all domains to ids in one domain; -1 = in another domain."""
-        ids_AK = ids_AK - domain * self.num_in_domain
-        return ids_AK.masked_fill((ids_AK < 0) | (ids_AK >= self.num_in_domain), -1)
+        ids_AK = ids_AK - domain * self.num_domain_experts
+        return ids_AK.masked_fill((ids_AK < 0) | (ids_AK >= self.num_domain_experts), -1)
 
     def compute_balanced_domain_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of T tokens one domain receives on average, with random choices."""
@@ -157,14 +156,14 @@ class DomainPlacement(ExpertPlacement):
 
 
 def make_domain_placement(
-    placement: ExpertPlacement, inside: dist.ProcessGroup, num_domains: int
+    placement: ExpertPlacement, domain_group: dist.ProcessGroup, num_domains: int
 ) -> DomainPlacement:
-    """Return the placement of this rank's domain, whose ranks are the group `inside`.
+    """Return the placement of this rank's domain, whose ranks are the group `domain_group`.
 
     The ranks of `placement` form `num_domains` domains.
     """
     return DomainPlacement(
-        group=inside,
+        group=domain_group,
         num_experts=placement.num_experts // num_domains,
         ep=placement.ep // num_domains,
         etp=placement.etp,
@@ -172,18 +171,3 @@ def make_domain_placement(
         layer=placement.layer,
         num_domains=num_domains,
     )
-
-
-def register_dispatcher(name: str, make: Callable[[ExpertPlacement], Dispatcher]) -> None:
-    """Register a user's dispatcher as a value of `DispatchOptions.name`, on every rank.
-
-    Args:
-        name: a new name.
-        make: called once per MoE layer with the ranks that own the layer's experts; returns the
-            layer's `Dispatcher`. It is not called if ep * etp is 1, because then no token is sent.
-
-    Raises:
-        ValueError: when the name is already registered, or `make` is not a function.
-    """
-    check_arguments(register_dispatcher, locals())
-    DISPATCHERS.register(name, make)

@@ -197,12 +197,14 @@ class _RouteGradToHandle(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad_handle_RD: Tensor, rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
+        """Return a view of `rows_SD`."""
         ctx.num_rows = grad_handle_RD.shape[0]
         ctx.save_for_backward(slots_SK)
         return rows_SD.view_as(rows_SD)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Return the handle's gradient [R, D], with one row per source row and zeros elsewhere."""
         (drows_SD,), R = grads, ctx.num_rows
         slots_S = ctx.saved_tensors[0].amax(1)
         slots_S = slots_S.where(slots_S >= 0, R)  # one row more, for source rows without a slot

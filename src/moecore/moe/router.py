@@ -47,7 +47,7 @@ class Router(BiasOwner):
     Parameters and buffers:
         weight: [E, D].
         bias: [E], with `config.router_bias`.
-        expert_bias: buffer `expert_bias_name`, fp32 [E], with `config.expert_bias`. `move_bias`
+        expert_bias: buffer `expert_bias_name`, fp32 [E], with `config.expert_bias`. `move_bias_to`
             moves it to another module.
         token_experts: buffer `token_experts_name`, int64 [hash_vocab_size, K], with assignment
             "hash". Each row has distinct ids.
@@ -70,7 +70,7 @@ class Router(BiasOwner):
         self._bias_owner: tuple[BiasOwner] | None = None  # None = the router itself
         self.token_experts_name = token_experts_name
         self.tape: ChoiceTape | None = None
-        # (T, E, K, device) -> int32 ids [T, K] for any scores; see moe/forced.py.
+        # (T, E, K, device) -> int32 ids [T, K] for any scores; see moe/forced_routing.py.
         self.forced_ids: Callable[[int, int, int, torch.device], Tensor] | None = None
         E, D = config.num_candidates, config.dim
         self.weight = nn.Parameter(torch.empty(E, D, device=device, dtype=dtype))
@@ -95,12 +95,12 @@ class Router(BiasOwner):
         """The module whose buffer is the selection bias; the router by default."""
         return self if self._bias_owner is None else self._bias_owner[0]
 
-    def move_bias(self, owner: BiasOwner) -> None:
-        """Move the selection bias to `owner`, as a buffer with the same name."""
+    def move_bias_to(self, new_owner: BiasOwner) -> None:
+        """Move the selection bias to `new_owner`, as a buffer with the same name."""
         bias_E = self._buffers.pop(self.expert_bias_name)
         assert bias_E is not None
-        self.bias_name, self._bias_owner = "", (owner,)
-        owner.register_bias(self.expert_bias_name, bias_E)
+        self.bias_name, self._bias_owner = "", (new_owner,)
+        new_owner.register_bias(self.expert_bias_name, bias_E)
 
     @property
     def is_collective_free(self) -> bool:
@@ -114,7 +114,7 @@ class Router(BiasOwner):
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
         """Draw the weight from N(0, std^2), zero the biases, and draw the hash table uniformly.
 
-        The values depend only on `key` and `seed`, not on the parallel layout.
+        The values depend only on `key` (the router's name) and `seed`, not on the parallel layout.
         """
         init_normal_(self.weight, std=std, key=f"{key}.weight", seed=seed)
         for tensor in (self.bias, self.selection_bias):
@@ -173,6 +173,7 @@ class Router(BiasOwner):
         return not (self.training and config.balance.bias_per_micro_batch)
 
     def _read_weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """Return the local weight [E, D], and the bias [E] or None."""
         bias = self.bias
         return get_local_param(self.weight), None if bias is None else get_local_param(bias)
 
@@ -242,16 +243,16 @@ class Router(BiasOwner):
     def _assign_experts(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
         """Return ids [T, K] by a rule that compares tokens: Sinkhorn, expert choice or a user's."""
         config, E, K = self.config, self.config.num_experts, self.config.top_k
-        logits_NE, padding_N = micro_batch.gather(logits_TE), micro_batch.gather_padding()
+        logits_NE, padding_N = micro_batch.all_gather_rows(logits_TE), micro_batch.gather_padding()
         rule = ASSIGNMENTS[config.assignment]
         if config.assignment == "sinkhorn":
             rule = choose_by_sinkhorn
         if rule is not None:
-            return micro_batch.slice_local(rule(logits_NE, K, padding_N))
+            return micro_batch.slice_local_rows(rule(logits_NE, K, padding_N))
         scores_NE = compute_scores_ref(logits_NE, config.score_function)
         factor = self._get_capacity_factor() or 1.0
         _, capacity = compute_capacity(factor, scores_NE.shape[0], K, E, padding_N)
-        return micro_batch.slice_local(choose_tokens_by_expert(scores_NE, capacity, padding_N))
+        return micro_batch.slice_local_rows(choose_tokens_by_expert(scores_NE, capacity, padding_N))
 
     def _drop_choices(
         self, ids_TK: Tensor, weights_TK: Tensor, micro_batch: MicroBatch
@@ -269,14 +270,14 @@ class Router(BiasOwner):
             N, micro_batch.num_sequences, padding_N, ids_TK.device, micro_batch.cu_seqlens
         )
         stays_NK = mask_choices_within_capacity(
-            micro_batch.gather(ids_TK),
-            micro_batch.gather(weights_TK),
+            micro_batch.all_gather_rows(ids_TK),
+            micro_batch.all_gather_rows(weights_TK),
             config.num_experts,
             capacity=capacity,
-            drop="probability" if config.capacity is None else config.capacity.drop,
+            drop_order="probability" if config.capacity is None else config.capacity.drop,
             tokens_N=tokens_N,
         )
-        return ids_TK.masked_fill(~micro_batch.slice_local(stays_NK), -1), max_tokens
+        return ids_TK.masked_fill(~micro_batch.slice_local_rows(stays_NK), -1), max_tokens
 
     def _get_capacity_factor(self) -> float | None:
         """Return the capacity factor in the current mode, training or eval; None = no limit."""

@@ -24,6 +24,7 @@ class BiasOwner(nn.Module):
 
     @property
     def _stored_bias(self) -> Tensor | None:
+        """The selection bias, fp32 [E]; None without a bias."""
         return self._buffers.get(self.bias_name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> BiasOwner:
@@ -43,14 +44,14 @@ class BiasOwner(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def add_part(layer: nn.Module, path: str, part: nn.Module) -> None:
-    """Add `part` as child `path`; a dotted path creates missing parents as empty modules."""
+def add_submodule(layer: nn.Module, path: str, child: nn.Module) -> None:
+    """Add `child` as child `path`; a dotted path creates missing parents as empty modules."""
     *holders, name = path.split(".")
     for holder in holders:
         if holder not in layer._modules:
             layer.add_module(holder, BiasOwner())
         layer = layer.get_submodule(holder)
-    layer.add_module(name, part)
+    layer.add_module(name, child)
 
 
 def get_or_create_bias_owner(layer: nn.Module, path: str) -> BiasOwner:
@@ -59,6 +60,6 @@ def get_or_create_bias_owner(layer: nn.Module, path: str) -> BiasOwner:
         owner = layer.get_submodule(path)
     except AttributeError:
         owner = BiasOwner()
-        add_part(layer, path, owner)
+        add_submodule(layer, path, owner)
     assert isinstance(owner, BiasOwner)
     return owner

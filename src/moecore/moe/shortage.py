@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.rank_checks import get_rank_or_zero
-from moecore.base.streams import ToHost
+from moecore.base.streams import HostCopyOfTensor
 
 logger = logging.getLogger("moecore.capacity")
 SLACK = 1.05  # of the next capacity over what was needed
@@ -52,14 +52,14 @@ class ShortageCounters:
         return self.words[0].float() * (self.words[-1] > 0) / self.even
 
     @property
-    def num_seen(self) -> int:
+    def reported_num_rows(self) -> int:
         """The needed number of rows, as last reported to the host; 0 = all rows fitted."""
         return int(self.report[0])
 
     @property
-    def factor_seen(self) -> float:
+    def reported_factor(self) -> float:
         """The needed capacity factor, as last reported to the host; 0 = all rows fitted."""
-        return self.num_seen / self.even
+        return self.reported_num_rows / self.even
 
     def clear(self, *, device: bool = True, host: bool = True) -> None:
         """Set the counts on the device and the report on the host to 0.
@@ -81,7 +81,7 @@ class BufferOwner(ABC):
 
     @property
     @abstractmethod
-    def factor(self) -> float | None:
+    def capacity_factor(self) -> float | None:
         """The capacity factor. None = buffers have space for all rows."""
 
     @property
@@ -90,29 +90,29 @@ class BufferOwner(ABC):
         """The shortage counters of all allocated buffers; counts may be 0."""
 
     @abstractmethod
-    def resize(self, factor: float) -> None:
+    def set_capacity_factor(self, capacity_factor: float) -> None:
         """Set the capacity factor of later forwards. The buffers must not contain used rows."""
 
     @abstractmethod
-    def error(self, shortage: ShortageCounters) -> RuntimeError:
+    def make_error(self, shortage: ShortageCounters) -> RuntimeError:
         """Return, without raising, the error for a shortage that the host sees."""
 
     @abstractmethod
-    def wait(self) -> None:
+    def wait_for_reports(self) -> None:
         """Wait for the device, which writes the reports. Host sync."""
 
-    def poll(self, *, is_error: bool = True) -> None:
-        """Raise `error` once for a shortage that the host sees, if `is_error`. No host sync."""
-        for shortage in self.shortages if is_error else ():
-            if shortage.num_seen:
-                error = self.error(shortage)
+    def raise_reported_errors(self, *, includes_shortages: bool = True) -> None:
+        """Raise an error once for a shortage that the host sees, if included. No host sync."""
+        for shortage in self.shortages if includes_shortages else ():
+            if shortage.reported_num_rows:
+                error = self.make_error(shortage)
                 shortage.clear()
                 raise error
 
-    def check(self, *, is_error: bool = True) -> None:
-        """Wait for the device, then raise as `poll` does. Host sync."""
-        self.wait()
-        self.poll(is_error=is_error)
+    def wait_and_raise_errors(self, *, includes_shortages: bool = True) -> None:
+        """Wait for the device, then raise as `raise_reported_errors` does. Host sync."""
+        self.wait_for_reports()
+        self.raise_reported_errors(includes_shortages=includes_shortages)
 
     def compute_min_factor(self, device: torch.device) -> Tensor:
         """Return the smallest factor for which all rows fit, on the device. 0 = all fitted."""
@@ -121,7 +121,7 @@ class BufferOwner(ABC):
             return torch.zeros((), device=device, dtype=torch.float32)
         return torch.stack(factors).amax()
 
-    def clear(self, *, host: bool = True) -> None:
+    def clear_counters(self, *, host: bool = True) -> None:
         """Set all counters on the device to 0, and with `host` also the reports. No host sync."""
         for shortage in self.shortages:
             shortage.clear(host=host)
@@ -131,82 +131,88 @@ class SkippedSteps:
     """Flags of skipped steps, equal on all ranks; the host reads a flag one step later."""
 
     def __init__(self) -> None:
-        self._flags: deque[bool | ToHost] = deque()
+        self._flags: deque[bool | HostCopyOfTensor] = deque()
 
     def record_step(self, is_skipped: bool | Tensor) -> None:
         """Store whether the step that ends is skipped, on every rank. No host sync."""
-        self._flags.append(ToHost(is_skipped) if isinstance(is_skipped, Tensor) else is_skipped)
+        self._flags.append(
+            HostCopyOfTensor(is_skipped) if isinstance(is_skipped, Tensor) else is_skipped
+        )
 
     def pop_skips(self) -> bool:
         """Remove all stored steps except the last; return whether one was skipped. Host sync."""
         result = False
         while len(self._flags) > 1:
             flag = self._flags.popleft()
-            result |= bool(flag.read() if isinstance(flag, ToHost) else flag)
+            result |= bool(flag.read() if isinstance(flag, HostCopyOfTensor) else flag)
         return result
 
 
-class Capacity:
+class BufferCapacities:
     """The owners of a model's buffers with a limited capacity: expert rows, tokens and pages."""
 
-    def __init__(self, *holders: BufferOwner | None, device: torch.device) -> None:
-        self.holders = holders
+    def __init__(self, *owners: BufferOwner | None, device: torch.device) -> None:
+        self.owners = owners
         self.skips = False  # whether steps with a shortage are skipped; otherwise an error
         self.is_graphed = False  # whether the running step is captured in or replayed from a graph
         # Skipped steps since the capture of a CUDA graph, whose buffers cannot be enlarged.
         self.graph_steps: SkippedSteps | None = None
         self._device = device
 
-    @property
-    def _holders(self) -> list[BufferOwner]:
-        return [holder for holder in self.holders if holder is not None]
+    def _list_owners(self) -> list[BufferOwner]:
+        """Return the owners that are not None."""
+        return [owner for owner in self.owners if owner is not None]
 
-    def poll(self) -> None:
+    def raise_reported_errors(self) -> None:
         """Raise the errors of this rank's owners that the host sees. No host sync."""
-        for holder in self._holders:
-            holder.poll(is_error=not self.skips)
+        for owner in self._list_owners():
+            owner.raise_reported_errors(includes_shortages=not self.skips)
 
-    def check(self) -> None:
+    def wait_and_raise_errors(self) -> None:
         """Wait for the device, and raise the errors of this rank's owners. Host sync."""
-        for holder in self._holders:
-            holder.check(is_error=not self.skips)
+        for owner in self._list_owners():
+            owner.wait_and_raise_errors(includes_shortages=not self.skips)
 
     def end_step(self, *, skips: bool) -> None:
         """Enlarge short buffers if the device `skips` steps with a shortage, or raise errors."""
         self.skips = skips
-        self.poll()
+        self.raise_reported_errors()
         if skips and self.graph_steps is None:
             self.enlarge_buffers()
 
     def enlarge_buffers(self) -> None:
         """Enlarge buffers to the capacity that skipped steps needed, by the host's reports."""
-        for holder in self._holders:
-            min_factor = max((shortage.factor_seen for shortage in holder.shortages), default=0.0)
-            for shortage in holder.shortages:
+        for owner in self._list_owners():
+            min_factor = max(
+                (shortage.reported_factor for shortage in owner.shortages), default=0.0
+            )
+            for shortage in owner.shortages:
                 shortage.clear(device=False)
             factor = compute_next_factor(min_factor)
-            if factor > (holder.factor or math.inf):  # otherwise the buffer is already enlarged
+            if factor > (
+                owner.capacity_factor or math.inf
+            ):  # otherwise the buffer is already enlarged
                 logger.warning(
                     "%s (%s) was too small on rank %d: that step was skipped, the next have %s",
-                    *(holder.option, holder.factor, get_rank_or_zero(), factor),
+                    *(owner.option, owner.capacity_factor, get_rank_or_zero(), factor),
                 )
-                holder.resize(factor)
+                owner.set_capacity_factor(factor)
 
     @contextmanager
-    def watch_shortages(self, watch: Watch) -> Iterator[None]:
-        """Return a context for the forwards of a step that handles a shortage as `watch` says.
+    def watch_shortages(self, handling: Watch) -> Iterator[None]:
+        """Return a context for the forwards of a step that handles a shortage as `handling` says.
 
         "reruns" repeats the step, "skips" skips it on the device, and "graph" is a step in a CUDA
-        graph. If contexts are nested, the outermost `watch` is used.
+        graph. If contexts are nested, the outermost `handling` is used.
         """
-        before = [holder.watch for holder in self._holders]
-        for holder in self._holders:
-            holder.watch = holder.watch or watch
+        before = [owner.watch for owner in self._list_owners()]
+        for owner in self._list_owners():
+            owner.watch = owner.watch or handling
         try:
             yield
         finally:
-            for holder, was in zip(self._holders, before, strict=True):
-                holder.watch = was
+            for owner, was in zip(self._list_owners(), before, strict=True):
+                owner.watch = was
 
     @contextmanager
     def enter_graph(self) -> Iterator[None]:
@@ -218,22 +224,24 @@ class Capacity:
         finally:
             self.is_graphed = False
 
-    def is_outgrown(self) -> bool:
+    def is_graph_outgrown(self) -> bool:
         """Whether the captured graph's buffers were too small in a skipped step, on any rank.
 
         Collective with a host sync after a skipped step. The last step is not considered, because
         its flag may not have reached the host.
         """
-        holders = [holder for holder in self._holders if holder.factor is not None]
-        if self.graph_steps is None or not self.graph_steps.pop_skips() or not holders:
+        owners = [owner for owner in self._list_owners() if owner.capacity_factor is not None]
+        if self.graph_steps is None or not self.graph_steps.pop_skips() or not owners:
             return False
-        is_short = any(shortage.num_seen for holder in holders for shortage in holder.shortages)
+        is_short = any(
+            shortage.reported_num_rows for owner in owners for shortage in owner.shortages
+        )
         flag = torch.tensor(float(is_short), device=self._device, dtype=torch.float32)
         if dist.is_initialized():
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())
 
 
-def compute_next_factor(factor: float) -> float:
-    """Return the next capacity factor: the needed `factor` plus 5%, rounded up to 0.01."""
-    return math.ceil(factor * SLACK * 100) / 100
+def compute_next_factor(needed_factor: float) -> float:
+    """Return the next capacity factor: the needed `needed_factor` plus 5%, rounded up to 0.01."""
+    return math.ceil(needed_factor * SLACK * 100) / 100

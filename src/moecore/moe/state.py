@@ -34,9 +34,9 @@ class MoEState:
     """Sums the loads and auxiliary losses of a model's MoE layers per step, and updates biases.
 
     `get_moe_state(model)` returns the `MoEState` of a parallelized model. With `loss` "mean",
-    gradients are averaged over data ranks, with "sum" they are summed. `others` are the auxiliary
-    losses of other layers, by name. `check_parameters` raises if gradients were not reduced over
-    all ranks.
+    gradients are averaged over data ranks, with "sum" they are summed. `other_losses` are the
+    auxiliary losses of other layers, by name. `check_parameters` raises if gradients were not
+    reduced over all ranks.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class MoEState:
         groups: BalanceGroups,
         *,
         loss: str = "mean",
-        others: Mapping[str, AuxLoss] | None = None,
+        other_losses: Mapping[str, AuxLoss] | None = None,
         check_parameters: Callable[[], None] | None = None,
     ) -> None:
         self.layers = {clean_name(name): layer for name, layer in layers.items()}
         self.groups = groups
         self.loss = loss
         self._check_parameters = check_parameters
-        self._aux_losses = dict(others or {})
+        self._aux_losses = dict(other_losses or {})
         self._loss_scale: weakref.ref[Tensor] | None = None
         self.set_num_micro_batches(1)
         for layer in layers.values():
@@ -114,13 +114,13 @@ class MoEState:
         for other in self._aux_losses.values():
             other.loss_scale = self._loss_scale
 
-    def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
+    def finish_step(self, *, is_skipped: bool | Tensor = False) -> MoEMetrics:
         """Check the step, all-reduce its counts, update the selection biases and clear the counts.
 
-        If the step was `skipped` (bool or a scalar on the device), biases do not change.
+        If the step was `is_skipped` (bool or a scalar on the device), biases do not change.
         """
         self.check_step()
-        return self.reduce_step(skipped=skipped)
+        return self.reduce_step(is_skipped=is_skipped)
 
     def start_micro_batch(self, *, is_last: bool, in_flight: bool = False) -> None:
         """Prepare all layers for a micro-batch; its quantised weights are cached unless `is_last`.
@@ -163,28 +163,28 @@ class MoEState:
             )
 
     @torch.no_grad()
-    def reduce_step(self, *, skipped: bool | Tensor) -> MoEMetrics:
-        """All-reduce and clear the counts, update biases unless `skipped`, and return metrics."""
+    def reduce_step(self, *, is_skipped: bool | Tensor) -> MoEMetrics:
+        """All-reduce and clear counts, update biases unless `is_skipped`, and return metrics."""
         if not self.layers:
             return MoEMetrics()
         counts = {}
         for name, layer in self.layers.items():
             device = next(layer.get_part("experts").parameters()).device
             config = layer.tracker.config
-            counts[name] = layer.tracker.counts or LoadCounts.zeros(config, device)
+            counts[name] = layer.tracker.counts or LoadCounts.make_zeros(config, device)
         metrics = self._sum_over_ranks(counts)
-        if skipped is not True:
-            for names in _group_by_options(self.layers):
-                self._update_biases(names, counts, metrics.tokens_per_expert, skipped)
+        if is_skipped is not True:
+            for names in _group_layers_by_bias_options(self.layers):
+                self._update_biases(names, counts, metrics.tokens_per_expert, is_skipped)
         for name, layer in self.layers.items():
             if layer.cloner is not None:
                 loads_E = metrics.tokens_per_expert[name][: layer.config.num_experts]
-                layer.cloner.end_step(loads_E, is_skipped=skipped)
+                layer.cloner.update_periodic_plan(loads_E, is_skipped=is_skipped)
         self._reset_layers()
         return metrics
 
     @property
-    def tapes(self) -> list[ChoiceTape]:
+    def choice_tapes(self) -> list[ChoiceTape]:
         """The `ChoiceTape`s of the routers, which record or replay choices."""
         routers = [layer.get_part("router") for layer in self.layers.values()]
         return [r.tape for r in routers if r is not None and r.tape is not None]
@@ -201,7 +201,7 @@ class MoEState:
             "losses": {name: c.losses for name, c in counts.items()},
             "entropies": {name: c.entropy_2 for name, c in counts.items()},
             "capacity": {name: n_E for name, n_E in capacity_choices.items() if n_E is not None},
-            "clones": {name: cloner.counts(device) for name, cloner in cloners.items()},
+            "clones": {name: cloner.get_counts(device) for name, cloner in cloners.items()},
             "indexers": {n: loss.get_step_total(device) for n, loss in self._aux_losses.items()},
         }
         parts = {
@@ -247,18 +247,19 @@ class MoEState:
             indexer_losses=split("indexers", torch.float32, shares),
         )
 
-    def _check_num_micro_batches(self, total: float, squares: float) -> None:
+    def _check_num_micro_batches(self, sum_of_numbers: float, sum_of_squares: float) -> None:
         """Raise ValueError if the number of micro-batches differs between ranks.
 
-        `total` is the sum of the ranks' numbers, and `squares` is the sum of their squares.
+        `sum_of_numbers` is the sum of the ranks' numbers, and `sum_of_squares` is the sum of their
+        squares.
         """
         group = self.groups.global_batch
         ranks = 1 if group is None else group.size()
-        if squares * ranks != total**2:
+        if sum_of_squares * ranks != sum_of_numbers**2:
             raise ValueError(
                 f"num_micro_batches ({self.num_micro_batches} on rank {dist.get_rank()}, "
-                f"{total / ranks:g} in the mean of {ranks} ranks) must be the same on all ranks "
-                "that share it: set TrainStep.num_micro_batches to one number on every rank"
+                f"{sum_of_numbers / ranks:g} in the mean of {ranks} ranks) must be the same on all "
+                "ranks that share it: set TrainStep.num_micro_batches to one number on every rank"
             )
 
     def _update_biases(
@@ -296,10 +297,10 @@ class MoEState:
         for other in self._aux_losses.values():
             other.reset()
         for layer in self.layers.values():
-            layer.drop_step()
+            layer.drop_step_state()
 
 
-def _group_by_options(layers: Mapping[str, Any]) -> list[list[str]]:
+def _group_layers_by_bias_options(layers: Mapping[str, Any]) -> list[list[str]]:
     """Return lists of names of layers whose bias updates have equal options.
 
     Layers with a frozen router, or without bias updates, are not in a list.

@@ -36,9 +36,9 @@ from moecore.base.rank_checks import (
     find_difference,
     find_differences,
     make_comparable,
-    raise_on_world,
+    raise_problem_on_world,
 )
-from moecore.base.streams import ToHost, get_current_stream, is_capturing
+from moecore.base.streams import HostCopyOfTensor, get_current_stream, is_capturing
 from moecore.base.torch_private import is_inside_custom_ops, tree_leaves
 from moecore.parallel.mesh import make_host_group
 
@@ -50,13 +50,13 @@ class _ContentsCheck:
     names: tuple[str, ...]
     bounds: Tensor  # int64 [2, names]: maxima over ranks of the checksum and of its complement
     work: Any  # the all-reduce; None after it was waited for
-    copy: ToHost | None = None
+    copy: HostCopyOfTensor | None = None
 
     def start_copy(self) -> None:
         """Launch the copy of the all-reduced checksums to the host; later calls do nothing."""
         if self.work is not None:
             self.work.wait()
-            self.work, self.copy = None, ToHost(self.bounds)
+            self.work, self.copy = None, HostCopyOfTensor(self.bounds)
 
     def find_problem(self) -> str | None:
         """Return the start of an error text if contents differ, otherwise None. Host sync."""
@@ -128,7 +128,7 @@ class SharedArguments:
                 problem += ADVICE
             if is_first:
                 self._is_first = False
-                raise_on_world(problem, self._device_type)
+                raise_problem_on_world(problem, self._device_type)
             elif problem is not None:
                 raise ValueError(problem)
 

@@ -34,7 +34,7 @@ from moecore.base.fabric import read_nvlink_domain_id
 from moecore.base.fields import quote
 from moecore.base.rank_checks import gather_objects, get_host_id
 from moecore.base.text import escape_unprintable
-from moecore.moe.dispatch.peer_memory import find_problem
+from moecore.moe.dispatch.peer_memory import find_peer_store_problem
 from moecore.parallel.mesh import read_launcher_number, start_process_group
 
 T = TypeVar("T")
@@ -425,7 +425,7 @@ def _find_peer_problem(hosts: Sequence[str], device_type: str) -> str | None:
     for ranks in _group_ranks(hosts).values() if device_type == "cuda" else ():
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks and len(ranks) > 1:
-            problem = find_problem(group, device_type)
+            problem = find_peer_store_problem(group, device_type)
     return problem
 
 

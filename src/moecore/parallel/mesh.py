@@ -28,13 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from moecore.base.fabric import read_nvlink_domain_id
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments, quote
-from moecore.base.rank_checks import check_equal, gather_objects, list_fields
+from moecore.base.rank_checks import check_equal, gather_objects, list_field_entries
 from moecore.base.torch_private import (
-    choose_object_device_type,
+    choose_small_tensor_device_type,
     get_default_timeout,
     has_cpu_backend,
-    inherit_timeout,
     is_inside_custom_ops,
+    set_timeout_to_default,
 )
 from moecore.parallel.rendezvous import join_store
 
@@ -221,10 +221,12 @@ def build_meshes(
         start_process_group(device_type)
 
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
-    inherit_timeout(world.get_group())
-    entries = list_fields(p) | dict(ranks_per_domain=ranks_per_domain, device_type=device_type)
+    set_timeout_to_default(world.get_group())
+    entries = list_field_entries(p) | dict(
+        ranks_per_domain=ranks_per_domain, device_type=device_type
+    )
     # Ranks with different degrees would create different groups.
-    check_equal(entries, choose_object_device_type(world.get_group()))
+    check_equal(entries, choose_small_tensor_device_type(world.get_group()))
     if ranks_per_domain is None and device_type == "cuda" and "LOCAL_WORLD_SIZE" in os.environ:
         domain = count_ranks_per_fabric(read_nvlink_domain_id()) or domain
     dense = _make_mesh(device_type, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
@@ -363,7 +365,7 @@ def _make_mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...])
     """Create a mesh over all ranks, outermost axis first, with the default group's timeout."""
     view = init_device_mesh(device_type, sizes, mesh_dim_names=names)
     for name in names:
-        inherit_timeout(view.get_group(name))
+        set_timeout_to_default(view.get_group(name))
     return view
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.kernels.meta import treat_meta_as
 from moecore.models import DecoderConfig
-from moecore.models.tp_products import GATHER_SLICES, is_slice_large
+from moecore.models.tp_products import GATHER_SLICES, is_slice_large_enough
 from moecore.parallel.mesh import build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
@@ -304,7 +304,7 @@ class Estimate:
         request, tp = self._request, "all_gather"
         slice_bytes = 2 * self._model.dim * request.seq_len // (layout.tp * layout.cp)
         is_plain = isinstance(request.model, DecoderConfig) and options.precision is None
-        if is_plain and is_slice_large(slice_bytes) and request.peers % layout.tp == 0:
+        if is_plain and is_slice_large_enough(slice_bytes) and request.peers % layout.tp == 0:
             tp = GATHER_SLICES
         for name, ranks in ((tp, layout.tp), ("all_gather", layout.cp)):
             num_bytes = 2 * layout.batch_size * slice_bytes * (ranks - 1)

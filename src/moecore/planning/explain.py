@@ -22,7 +22,7 @@ from moecore.base.text import (
     format_bytes,
     format_columns,
     format_count,
-    merge_rows,
+    merge_table_rows,
 )
 from moecore.kernels.experts.products import choose_products
 from moecore.models import Decoder
@@ -71,7 +71,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
         return "\n".join([*lines, _describe_buffers(model)])
     attachment = get_parallel_state(model)
     if attachment is not None:
-        model = attachment.request.family.unwrap(model)
+        model = attachment.request.family.unwrap_peft(model)
     request = None if attachment is None else attachment.request
     compute_args = list_compute_args(model)
     plan, coordinate = make_current_plan(model)
@@ -167,7 +167,7 @@ def _describe_plan(
     yield f"{plan.model}: {_describe_param_counts(plan)}, {size} on {holder}"
     yield from meshes
     yield from [f"degrees chosen: {plan.parallel_reason}"] if plan.parallel_reason else ()
-    yield from format_columns([HEADER, *(row.cells() for row in merge_rows(rows))])
+    yield from format_columns([HEADER, *(row.cells() for row in merge_table_rows(rows))])
     experts = (_describe_rank_experts(plan, layer, coordinate) for layer in plan.layers)
     for (experts_line, products_line), n in Counter(zip_longest(experts, products)).items():
         yield f"{n} MoE layer{'s' * (n > 1)} {experts_line}"
@@ -375,7 +375,7 @@ def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
     parts = ", ".join(f"{part} {format_bytes(size)}" for part, size in sizes)
     notes = "; FC1 is recomputed" if experts.recompute_fc1 else ""
     dispatcher = layer.dispatcher
-    is_sent_twice = isinstance(dispatcher, NVLinkDispatcher) and not dispatcher.keeps_rows
+    is_sent_twice = isinstance(dispatcher, NVLinkDispatcher) and not dispatcher.saves_rows
     notes += "; rows are sent once more in backward" if is_sent_twice else ""
     return f"{format_bytes(block.num_bytes / TOKENS)} per token and layer: {parts}{notes}"
 

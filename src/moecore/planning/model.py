@@ -245,9 +245,9 @@ HALVES: Mapping[tuple[Mixer | None, Feedforward | None], str] = {
 
 def find_layer_kind(config: DecoderConfig, layer: int) -> LayerKind:
     """Return the mixer, feed-forward and window of layer `layer` of a decoder config."""
-    mixer = config.mixer_of(layer)
+    mixer = config.get_mixer(layer)
     window = config.get_window(layer) if mixer == "attention" else None
-    return LayerKind(mixer, config.feedforward_of(layer), window)
+    return LayerKind(mixer, config.get_feedforward(layer), window)
 
 
 def find_preset(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:

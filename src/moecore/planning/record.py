@@ -33,7 +33,7 @@ from moecore.base.torch_private import (
     get_local_tensor,
     get_storage_key,
     is_host_memory,
-    list_open_marks,
+    list_open_ranges,
     tree_map_only,
 )
 from moecore.kernels.linear_attention.fla_on_meta import ScanSize
@@ -391,10 +391,10 @@ class WorkRecorder(DispatchMode):
     def _append_launch(self, work: Work, node_ranks: int = 0) -> None:
         """Append a launch of `work`; `node_ranks` = a collective's number of ranks in a domain."""
         dependencies, host_dependencies = (
-            self._renumber(numbers) for numbers in self.queues.launch()
+            self._renumber(numbers) for numbers in self.queues.launch_operation()
         )
         order = self.queues.current.number, dependencies, host_dependencies, node_ranks
-        self.queued.append(QueuedLaunch(work, *order, list_open_marks(), get_meta_repeats()))
+        self.queued.append(QueuedLaunch(work, *order, list_open_ranges(), get_meta_repeats()))
 
     def _renumber(self, numbers: frozenset[int]) -> frozenset[int]:
         """Return launch numbers relative to `start_recording`, without earlier launches."""

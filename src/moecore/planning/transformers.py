@@ -31,7 +31,7 @@ from moecore.families import use_causal_attention
 from moecore.families.family import find_family, swap_blocks
 from moecore.families.transformers.lora import LoRAOptions, add_adapters
 from moecore.families.transformers.packing import find_packing_problem
-from moecore.families.transformers.stock import enable_recompute
+from moecore.families.transformers.stock import enable_activation_checkpointing
 from moecore.families.transformers.tensor_parallel import plan_modules
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.files import format_with_source
@@ -155,7 +155,7 @@ class StockModel(PlannedModel):
         if find_packing_problem(model) is None:
             use_causal_attention(model)
         if self.model.recompute:
-            enable_recompute(model)
+            enable_activation_checkpointing(model)
         if lora is not None:
             model = add_adapters(model, lora)
         return model.train()

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.params import clean_name
-from moecore.moe.amax_history import AmaxHistory, advance_histories, get_amax_history
+from moecore.moe.amax_history import AmaxHistory, advance_amax_histories, get_amax_history
 from moecore.moe.experts import Experts
 from moecore.precision.plain import ProductLinear
 
@@ -36,7 +36,7 @@ def advance_amax(
     """
     if histories := list(list_amax_histories(model).values()):
         device = next(model.parameters()).device
-        advance_histories(histories, device, group, is_skipped=is_skipped)
+        advance_amax_histories(histories, device, group, is_skipped=is_skipped)
 
 
 def drop_amax(model: nn.Module) -> None:

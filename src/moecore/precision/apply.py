@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from moecore.base.options.precision import Precision, Recipe, Role, find_fp8_exclusion
+from moecore.base.options.precision import Precision, Recipe, Role, find_fp8_exclusion_reason
 from moecore.base.params import clean_name
 from moecore.kernels.linear import PlainProducts
 from moecore.moe.experts import Experts
-from moecore.moe.shared import SharedExpert
+from moecore.moe.shared_experts import SharedExpert
 from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.linear import (
     Fp8Products,
@@ -125,7 +125,9 @@ def _decide_linear(name: str, module: nn.Linear, precision: Precision) -> Linear
     role = find_linear_role(name)
     recipe = precision.find_recipe(name, role)
     if role is None:
-        return LinearPrecision(role, None, find_fp8_exclusion(name) or "its name has no role")
+        return LinearPrecision(
+            role, None, find_fp8_exclusion_reason(name) or "its name has no role"
+        )
     if recipe is None:
         return LinearPrecision(role, None, "the precision leaves it out")
     reason = find_weight_problem(module.weight, recipe)

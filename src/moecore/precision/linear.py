@@ -25,9 +25,14 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.base.params import check_values, get_local_param, has_values
+from moecore.base.params import check_has_values, get_local_param, has_values
 from moecore.base.regions import run_product
-from moecore.base.torch_private import get_autocast_dtype, is_plain_eager, sum_versions, unsafe_view
+from moecore.base.torch_private import (
+    get_autocast_dtype,
+    is_plain_eager,
+    sum_version_counters,
+    unsafe_view,
+)
 from moecore.kernels.experts.contract import GradTarget, find_sink
 from moecore.kernels.grouped.wgrad import scale_and_store_grad
 from moecore.kernels.linear import Gradients, LinearProducts, backward, linear
@@ -73,7 +78,7 @@ class InputCastCache:
 
         The result is from the cache, unless x has changed or the linear `user` has read it before.
         """
-        operands, version = self._operands, sum_versions(x)
+        operands, version = self._operands, sum_version_counters(x)
         is_hit = self._input is not None and self._input() is x and self._version == version
         is_hit = is_hit and not x.is_inference() and user not in self._users  # has no version
         if operands is None or not is_hit or (columnwise and not operands.columns):
@@ -159,7 +164,7 @@ class QuantisedProducts(LinearProducts):
 
     def _run(self, x: Tensor, weight_param: Tensor, bias: Tensor | None, training: bool) -> Tensor:
         """Return y, by one autograd node in eager code, otherwise by the custom op `op`."""
-        weight_NK = get_local_param(weight_param, reads=False)
+        weight_NK = get_local_param(weight_param, needs_values=False)
         check_linear_operands(x, weight_NK, self.recipe)
         call = self.prepare(x, weight_param, weight_NK, training)
         bias_N = None if bias is None else get_local_param(bias)
@@ -466,7 +471,7 @@ def read_gathered_blocks(scale_kind: str | None, weight_param: Tensor, weight_NK
     """Return a weight's all-gathered FP8 blocks; NotImplementedError if not of `scale_kind`."""
     blocks = None if torch.compiler.is_compiling() else get_fp8_blocks(weight_param)
     if blocks is None or blocks.kind != scale_kind:
-        check_values(weight_NK)
+        check_has_values(weight_NK)
     assert blocks is not None, "it has no values"
     return blocks
 

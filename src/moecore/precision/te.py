@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from moecore.base import transformer_engine as te
 from moecore.base.options.precision import Recipe
-from moecore.base.params import check_values
+from moecore.base.params import check_has_values
 from moecore.base.torch_private import is_plain_eager
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.wgrad import scale_and_store_grad
@@ -61,7 +61,7 @@ def _quantise_operand(
     fmt = recipe.grad_format if operand == "gradient" else "e4m3"
     scale_amax = compute_amax(x_RC, past_amax).amax().reshape(1)
     _, scale = compute_block_scale_ref(scale_amax, recipe.power_of_two, LARGEST[fmt])
-    return te.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, seen=new_amax)
+    return te.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, amax_out=new_amax)
 
 
 class TELinearProducts(QuantisedProducts):
@@ -73,7 +73,7 @@ class TELinearProducts(QuantisedProducts):
     ) -> LinearCall:
         """Return a `LinearCall` with the amax tensors; ValueError if the device cannot run it."""
         recipe, history = self.recipe, self.history
-        check_values(weight_NK)
+        check_has_values(weight_NK)
         problem = te.find_recipe_problem(recipe, x.device)
         if problem is not None:
             raise ValueError(problem)
@@ -108,7 +108,7 @@ class TELinearProducts(QuantisedProducts):
         x = _quantise_operand(x_TK, call.recipe, "activation", call.x_amax, call.x_new_amax)
         amaxes = call.weight_amax, call.weight_new_amax
         weight = _quantise_operand(weight_NK, call.recipe, "weight", *amaxes)
-        return te.multiply(weight, x, "TN", call.dtype)
+        return te.multiply_quantised(weight, x, "TN", call.dtype)
 
     @override
     @staticmethod
@@ -123,7 +123,7 @@ class TELinearProducts(QuantisedProducts):
         recipe, amax = call.recipe, call.weight_amax
         dy = _quantise_operand(dy_TN, recipe, "gradient", call.dy_amax, call.dy_new_amax)
         weight = _quantise_operand(weight_NK, recipe, "weight", amax, over_rows=True)
-        return te.multiply(weight, dy, "NN", call.dtype), dy_TN
+        return te.multiply_quantised(weight, dy, "NN", call.dtype), dy_TN
 
     @override
     @staticmethod
@@ -142,7 +142,7 @@ class TELinearProducts(QuantisedProducts):
             amaxes = call.dy_amax, call.dy_new_amax
             of_dy = _quantise_operand(dy_TN, recipe, "gradient", *amaxes, over_rows=True)
             of_x = _quantise_operand(x_TK, recipe, "activation", call.x_amax, over_rows=True)
-            grad = te.multiply(of_x, of_dy, "NT", call.dtype)
+            grad = te.multiply_quantised(of_x, of_dy, "NT", call.dtype)
         return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
 
 

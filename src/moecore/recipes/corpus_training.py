@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.progress import track
+from moecore.base.progress import track_progress
 from moecore.io import export_hf
 from moecore.models import Decoder
 from moecore.moe.layer import MoELayer
@@ -100,7 +100,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         if not self.validation:
             return {}
         self.model.eval()
-        sets = track(self.validation.items(), "evaluating", unit="sets", lines=True)
+        sets = track_progress(self.validation.items(), "evaluating", unit="sets", as_lines=True)
         losses = {f"eval_loss/{name}": self._compute_loss(rows) for name, rows in sets}
         self.model.train()
         return {"eval_loss": sum(losses.values()) / len(losses), **losses}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moecore.base.command_options import POSITIONAL
 from moecore.base.fields import Count
-from moecore.base.progress import track
+from moecore.base.progress import track_progress
 from moecore.recipes.corpora import SourceOptions, read_source
 from moecore.recipes.generate import load_model
 
@@ -56,7 +56,9 @@ def iterate_documents(source: Any, seq_len: int, limit: int | None) -> Iterator[
 
     Documents with fewer than two tokens count for `limit`, and are not yielded. None = no limit.
     """
-    for number, document in enumerate(track(source.documents, "evaluating", unit="documents")):
+    for number, document in enumerate(
+        track_progress(source.documents, "evaluating", unit="documents")
+    ):
         if number == limit:
             return
         ids = list(source.tokenize(document))[:seq_len]

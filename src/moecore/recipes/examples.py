@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.base.progress import track
+from moecore.base.progress import track_progress
 from moecore.packing import PackedBatchSampler, ScheduledCollator
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes import chat
@@ -91,7 +91,7 @@ def read_examples(
     options, names = options or DatasetOptions(), columns or ColumnNames()
     examples, problems, invalid = list[Any](), list[str](), list[str]()
     num_rows = num_cut = num_empty = 0
-    for row in track(read_rows(files, option, options), "tokenizing", unit="rows"):
+    for row in track_progress(read_rows(files, option, options), "tokenizing", unit="rows"):
         num_rows += 1
         try:
             row_examples = encode(row, tokenizer, seq_len, options, names)

@@ -27,7 +27,7 @@ from moecore.base.fields import Bound, Count, CountOrZero
 from moecore.base.rank_checks import find_difference
 from moecore.families.transformers.lora import LoRAOptions, add_adapters
 from moecore.families.transformers.packing import find_packing_problem
-from moecore.families.transformers.stock import enable_recompute
+from moecore.families.transformers.stock import enable_activation_checkpointing
 from moecore.io.hf.config_fields import HFConfig
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledCollator
@@ -188,7 +188,7 @@ def build_job(args: FinetuneConfig) -> FineTuning:
             f"{find_packing_problem(hf)} needs rows of one example each"
         )
     if args.recompute:
-        enable_recompute(hf)
+        enable_activation_checkpointing(hf)
     if args.lora is not None:
         hf = add_adapters(hf, args.lora)
     model = build_model(args, hf, meshes, shape)

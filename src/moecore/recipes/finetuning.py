@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.progress import track
+from moecore.base.progress import track_progress
 from moecore.models import DecoderConfig
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.data import Graphed, StepBatch, Steps, to_device
@@ -101,7 +101,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         steps = self.read(self.held_out, replace(self.shape, grad_accum=1), seed=None)
         self.model.eval()
         numbers = range(len(steps.sampler))
-        for _ in track(numbers, "evaluating", unit="batches", lines=True):
+        for _ in track_progress(numbers, "evaluating", unit="batches", as_lines=True):
             batch = steps.next()
             sums[0] += self.sum_losses(batch)
             sums[1] += to_device(batch.count_labels_and_tokens()[0], self.device)

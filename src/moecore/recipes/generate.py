@@ -21,7 +21,7 @@ from moecore.base.fields import (
     Seed,
     quote,
 )
-from moecore.base.progress import show_progress, track
+from moecore.base.progress import show_progress, track_progress
 from moecore.io import latest
 from moecore.io.checkpoint.directory import find_root
 from moecore.io.checkpoint.manifest import MANIFEST
@@ -207,7 +207,7 @@ def write_samples(
     end = None if tokenizer.hf is None else tokenizer.hf.eos_token_id
     lines = read_samples(file, before=step) if is_first_rank() else []
     model.eval()
-    for text, ids in track(prompts.items(), "sampling", unit="prompts", lines=True):
+    for text, ids in track_progress(prompts.items(), "sampling", unit="prompts", as_lines=True):
         prompt_1T = torch.tensor([ids], device=device, dtype=torch.int64)
         tokens = model.generate(prompt_1T, num_tokens, temperature=0.0)[0, len(ids) :].tolist()
         if end in tokens:

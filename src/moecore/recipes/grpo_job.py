@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.fields import CheckedRecord, Count, Positive
-from moecore.base.progress import track
+from moecore.base.progress import track_progress
 from moecore.io.hf.stream import WeightStream
 from moecore.packing import PackedBatchSampler
 from moecore.packing.corpus.files import shorten_text
@@ -113,7 +113,7 @@ def read_prompts(
     """Return the prompts of the files, in order; ValueError for a row of more than `max_tokens`."""
     names, prompts = columns or ColumnNames(), list[Prompt]()
     rows = read_rows(files, "--data", options or DatasetOptions())
-    for row in track(rows, "tokenizing", unit="prompts"):
+    for row in track_progress(rows, "tokenizing", unit="prompts"):
         content = dict(row.parse())
         prompt = content.pop(names.prompt, None)
         if not isinstance(prompt, str) and not is_chat(prompt):

@@ -205,7 +205,7 @@ def train(job: TrainingJob[Any]) -> int:
     with (
         note_signals() as request,  # until the last save is whole
         open_report(job) as report,
-        show_progress("saving", unit="B", lines=True) as saving,
+        show_progress("saving", unit="B", as_lines=True) as saving,
         Saver(
             get_checkpoint_dir(args),
             job.model,

@@ -34,7 +34,7 @@ import torch
 from moecore.base.command_options import (
     CommandOption,
     find_table,
-    get_default,
+    get_field_default,
     list_hint_members,
     list_options,
     make_flag_name,
@@ -244,7 +244,7 @@ def _build_command(
     arguments = tables.pop("", {})
     hints = get_type_hints(command, include_extras=True)
     for item in fields(command):  # type: ignore[arg-type]
-        default, table = get_default(item), tables.get(item.name)
+        default, table = get_field_default(item), tables.get(item.name)
         if table is not None:
             arguments[item.name] = _build_record(item.name, hints[item.name], default, table)
         elif item.name not in arguments and default is MISSING:
@@ -267,7 +267,7 @@ def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) ->
         record: Any = default
         return replace(record, **values)
     for item in fields(table.record):
-        if item.name not in values and get_default(item) is MISSING:
+        if item.name not in values and get_field_default(item) is MISSING:
             raise ValueError(f"[{name}] ({values}) must have {item.name}: give it too")
     return table.record(**values)
 

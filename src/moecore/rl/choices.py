@@ -198,7 +198,7 @@ def convert_from_engine_indices(
             )
         ids_NK = ids_BSLK[:, :, i].flatten(0, 1)
         check_ids(f"indices[..., {i}, :] of layer {name!r}, row", ids_NK, layers[name].config)
-        ids_TK = micro_batch.slice_local(ids_NK)
+        ids_TK = micro_batch.slice_local_rows(ids_NK)
         local_choices[name] = ids_TK.to(torch.int32, copy=True).contiguous()
     return {name: local_choices[name] for name in layers}
 
@@ -229,7 +229,7 @@ def convert_to_engine_indices(
         layer_ids = []
         for name, layer in layers.items():
             micro_batch = _make_micro_batch(layer.tracker.groups, batch_size)
-            ids_NK = micro_batch.gather(choices[name][i].to(torch.int32))
+            ids_NK = micro_batch.all_gather_rows(choices[name][i].to(torch.int32))
             layer_ids.append(ids_NK.unflatten(0, (batch_size, ids_NK.shape[0] // batch_size)))
         result.append(torch.stack(layer_ids, dim=2))
     return result

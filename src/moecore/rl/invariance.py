@@ -16,7 +16,7 @@ from torch import nn
 from moecore.families.transformers.packing import find_longest_position_readers
 from moecore.families.transformers.sparse_attention import find_sparse_attention_modules
 from moecore.kernels.invariant import batch_invariant
-from moecore.moe.dispatch.local import ByChoice, LocalDispatcher
+from moecore.moe.dispatch.local import ChoiceDispatcher, LocalDispatcher
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.model.parallel_state import ParallelState
 
@@ -35,7 +35,7 @@ def use_batch_invariance(layers: Mapping[str, RoutedLayer], device_type: str) ->
             inner, num_choices = layer.dispatcher, layer.config.choices_per_token
             if num_choices > SAME_ORDER and not isinstance(inner, LocalDispatcher):
                 undo.callback(setattr, layer, "dispatcher", inner)
-                layer.dispatcher = ByChoice(inner, num_choices)
+                layer.dispatcher = ChoiceDispatcher(inner, num_choices)
         yield
 
 

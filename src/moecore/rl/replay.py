@@ -23,7 +23,7 @@ from moecore.base.failures import share_errors
 from moecore.base.fields import Count, CountOrZero, check_arguments
 from moecore.base.params import clean_name
 from moecore.moe.layer import MoELayer
-from moecore.moe.routed import RoutedExperts
+from moecore.moe.routed_experts import RoutedExperts
 from moecore.moe.router import Router
 from moecore.rl.choices import (
     Choices,

@@ -109,7 +109,7 @@ class RoutedLayers:
         choices = {} if self.replay is None else self.replay.choices()
         for name, layer, place in self._iterate_local_layers():
             for row, ids_tK in zip(rows, choices[name], strict=True):
-                ids_TK = _make_row_micro_batch(row, layer).gather(ids_tK)
+                ids_TK = _make_row_micro_batch(row, layer).all_gather_rows(ids_tK)
                 is_token_T = row.local_token_idx_T >= 0
                 token_idx_t = row.token_idx_N[row.local_token_idx_T[is_token_T]]
                 routes_NLK[token_idx_t, place] = ids_TK[is_token_T]
@@ -141,7 +141,7 @@ class RoutedLayers:
             assert values_NLK is not None, "all rows are of the same rollouts"
             full_TLK = row.gather_at_positions(values_NLK, -1)
             for name, layer, place in self._iterate_local_layers():
-                ids_TK = _make_row_micro_batch(row, layer).slice_local(full_TLK[:, place])
+                ids_TK = _make_row_micro_batch(row, layer).slice_local_rows(full_TLK[:, place])
                 local_choices[name].append(ids_TK.contiguous())
         return local_choices
 

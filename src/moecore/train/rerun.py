@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.rank_checks import get_rank_or_zero
-from moecore.base.streams import ToHost
+from moecore.base.streams import HostCopyOfTensor
 from moecore.moe.aux_loss import list_aux_losses
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.pairs import get_rng_states, set_rng_states
 from moecore.moe.records import ChoiceTape
-from moecore.moe.shortage import BufferOwner, Capacity, Watch, compute_next_factor
+from moecore.moe.shortage import BufferCapacities, BufferOwner, Watch, compute_next_factor
 from moecore.parallel.model.parallel_state import list_engines, list_parallel_states
 from moecore.precision.amax import drop_amax
 
@@ -37,10 +37,10 @@ class Reruns:
     a buffer of limited size: an exchange or a stash.
     """
 
-    def __init__(self, capacities: Sequence[Capacity], device: torch.device) -> None:
+    def __init__(self, capacities: Sequence[BufferCapacities], device: torch.device) -> None:
         self._capacities, self._device = capacities, device
-        self._holders = [holder for capacity in capacities for holder in capacity.holders]
-        is_limited = any(holder is not None and holder.factor for holder in self._holders)
+        self._holders = [holder for capacity in capacities for holder in capacity.owners]
+        is_limited = any(holder is not None and holder.capacity_factor for holder in self._holders)
         # Ranks may differ: one all-reduce finds out whether any of them has a limited capacity.
         flag = torch.tensor(float(is_limited), device=device, dtype=torch.float32)
         if dist.is_initialized():
@@ -48,7 +48,9 @@ class Reruns:
         self._is_limited_on_any_rank = bool(flag.item())
         self._reduces_early = not any(h is not None and h.is_known_late for h in self._holders)
         self._is_running = False  # whether all of a step runs, perhaps again
-        self._factors: ToHost | None = None  # the factor that any rank needed of each holder
+        self._factors: HostCopyOfTensor | None = (
+            None  # the factor that any rank needed of each holder
+        )
 
     def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
         """Call `run` until token rows fit on all ranks; return the result of the last call.
@@ -109,7 +111,7 @@ class Reruns:
         """Clear the device's row counts; record `is_skipped` for CUDA graphs. No host sync."""
         for holder in self._holders:
             if holder is not None and self._is_limited_on_any_rank:
-                holder.clear(host=False)
+                holder.clear_counters(host=False)
         for capacity in self._capacities:
             if capacity.graph_steps is not None:
                 capacity.graph_steps.record_step(is_skipped)
@@ -117,7 +119,7 @@ class Reruns:
     def check(self) -> None:
         """Raise an ExchangeError if token rows exceeded a buffer's capacity. Host sync."""
         for capacity in self._capacities:
-            capacity.check()
+            capacity.wait_and_raise_errors()
 
     def _compute_local_factors(self) -> Tensor:
         """Return fp32 [holders]: the smallest factor for this rank's rows; 0 = large enough."""
@@ -126,25 +128,25 @@ class Reruns:
             [zero if h is None else h.compute_min_factor(device) for h in self._holders]
         )
 
-    def _reduce_factors(self) -> ToHost:
+    def _reduce_factors(self) -> HostCopyOfTensor:
         """All-reduce the needed factors by maximum; start their copy to the host. Collective."""
         factors = self._compute_local_factors()
         if dist.is_initialized():
             dist.all_reduce(factors, dist.ReduceOp.MAX)
-        return ToHost(factors)
+        return HostCopyOfTensor(factors)
 
 
 def _enlarge_buffers(holder: BufferOwner, factor: float) -> None:
     """Resize a holder's buffers for `factor` (0 = keep), and clear its row counts. Host sync."""
-    holder.wait()  # a backward may still run
-    holder.clear()
+    holder.wait_for_reports()  # a backward may still run
+    holder.clear_counters()
     if not factor:
         return
     new_factor = compute_next_factor(factor)
     if get_rank_or_zero() == 0:
         text = "%s (%s) was too small: the step runs again with %s"
-        logger.warning(text, holder.option, holder.factor, new_factor)
-    holder.resize(new_factor)
+        logger.warning(text, holder.option, holder.capacity_factor, new_factor)
+    holder.set_capacity_factor(new_factor)
 
 
 def drop_step(model: nn.Module) -> None:
@@ -157,7 +159,7 @@ def drop_step(model: nn.Module) -> None:
     drop_amax(model)
     for module in model.modules():
         if isinstance(module, RoutedLayer):
-            module.drop_step()
+            module.drop_step_state()
     for loss in list_aux_losses(model).values():
         loss.reset()
     for param in model.parameters():

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from moecore.base.failures import publish_errors, share_call_errors, share_errors
 from moecore.base.fields import Count, MaxNorm, check_arguments
-from moecore.base.torch_private import mark
+from moecore.base.torch_private import annotate_range
 from moecore.moe.pairs import Pairs
 from moecore.moe.state import NumMicroBatches
 from moecore.parallel.fsdp.progress import Progress, check_grad_mode, check_requires_grad
@@ -209,7 +209,7 @@ class TrainStep:
             Exception: the exception of the forward or of the backward; it ends both.
         """
         check_side_by_side(self._progress)
-        return self._pairs.run(forward, backward)
+        return self._pairs.run_pair(forward, backward)
 
     @contextmanager
     def _run_context(self, number: int, *, to_come: float) -> Iterator[None]:
@@ -286,7 +286,7 @@ class TrainStep:
                 )
             check_grad_mode("forward_backward()")
             run = partial(self._run_micro_batches, micro_batches)
-            tapes = [tape for state in self._states for tape in state.tapes]
+            tapes = [tape for state in self._states for tape in state.choice_tapes]
             return self._reruns.run(run, self.drop, tapes)
 
     def _run_micro_batches(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -386,7 +386,7 @@ class TrainStep:
                 "clip() out, finish() does it"
             )
         self._progress.check_complete("clip()", self.num_micro_batches)
-        with mark("moecore::clip"):
+        with annotate_range("moecore::clip"):
             self._norm = unscale_and_clip_(
                 self.model,
                 self._max_norm,
@@ -419,7 +419,7 @@ class TrainStep:
                 "clip() before your optimizer's step, it divides gradients by the scale"
             )
         self._progress.has_failed = True  # until `restart`, at the end
-        with mark("moecore::finish"):
+        with annotate_range("moecore::finish"):
             for engine in self._engines:
                 engine.end_step()
             is_wrong = self._compute_skip_flag()
@@ -442,7 +442,7 @@ class TrainStep:
             if self._has_amax_history:
                 advance_amax(self.model, self._request.meshes.stage_group, is_skipped=is_skipped)
             self._reruns.end_step(is_skipped)
-            metrics = [state.reduce_step(skipped=is_skipped) for state in self._states]
+            metrics = [state.reduce_step(is_skipped=is_skipped) for state in self._states]
             loss_scale = None
             if self._scale is not None and norm is not None:
                 loss_scale = self._scale.value.clone()

@@ -114,7 +114,7 @@ def run_sharded(
         loss, values = forward(model, batches(device)[i], variant)
         (loss / num).backward()
         found.append([value.cpu() for value in values])
-    get_capacity(model).check()
+    get_capacity(model).wait_and_raise_errors()
     every: list[Any] = [None] * 4
     dist.all_gather_object(every, found)
     by_batch = [values for rank in every[::num] for values in rank]

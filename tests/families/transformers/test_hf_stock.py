@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 from moecore import MoELayer
 from moecore.families.family import swap_blocks
-from moecore.moe.routed import RoutedExperts
+from moecore.moe.routed_experts import RoutedExperts
 from tests.families.transformers.hf_models import ARCHITECTURES, random_model
 
 

@@ -20,7 +20,7 @@ from moecore.base.options.layer import BalanceConfig, CapacityConfig
 from moecore.families.family import swap_blocks
 from moecore.families.fp32_modules import is_selection_bias
 from moecore.families.transformers.router_records import OWN_ROUTERS, RECORDS
-from moecore.moe.routed import RoutedExperts
+from moecore.moe.routed_experts import RoutedExperts
 from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.rl import RouterReplay
 from tests.families.transformers.family_models import MODELS, batch, family_names, tiny_model

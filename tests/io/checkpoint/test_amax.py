@@ -75,7 +75,7 @@ class Job:
 
     def past(self) -> Past:
         owners = list_amax_histories(self.model).items()
-        return {(name, o): s.clone() for name, h in owners for o, s in h.steps.items()}
+        return {(name, o): s.clone() for name, h in owners for o, s in h.recorded_amax.items()}
 
     def unknown(self) -> set[str]:
         """Return operands that have scales of their own values."""
@@ -199,7 +199,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, list[Any]]
         found[f"{name} to {other}: known"] = moved.unknown() <= GRADIENTS
         found[f"{name} to {other}: finite"] = all(x.isfinite().all() for x in moved.train(2, 3))
     first = next(iter(list_amax_histories(moved.model).values()))
-    first.steps["input"] += rank  # as of an optimizer loop that has shared no magnitudes
+    first.recorded_amax["input"] += rank  # as of an optimizer loop that has shared no magnitudes
     with pytest.raises(ValueError, match=r"amax\.\S+\.input of rank \d must equal .*finish\(\)"):
         moved.save(root / "unequal")
     return {what: gather_objects(value) for what, value in found.items()}

@@ -52,7 +52,7 @@ def shard_with_fsdp2(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> None:
     for unit in plan.units:
         first: Any = units[unit.name][0]
         if unit.role == "experts":
-            first.reader = ParamReader(keep=unit.is_resident)
+            first.reader = ParamReader(caches_copies=unit.is_resident)
         mesh = _mesh(unit, meshes)
         group = mesh.get_group(mesh.ndim - 1)
         first.set_gradient_divide_factor(unit.divisor)

@@ -187,8 +187,8 @@ def test_a_linear_that_no_step_has_run_is_scaled_by_its_own_magnitudes(past: flo
     recipe = Recipe(scaling="tensorwise", power_of_two=False, amax_history=2)
     shard = torch.linspace(-3, 3, 6 * 16).view(6, 16)
     history = AmaxHistory(2)
-    history.load({"weight": torch.tensor([past, 0.0])}, torch.device("cpu"))
-    history.allocate_steps(torch.device("cpu"))  # of a step that has run other linears
+    history.load_recorded_amax({"weight": torch.tensor([past, 0.0])}, torch.device("cpu"))
+    history.allocate_recorded_amax(torch.device("cpu"))  # of a step that has run other linears
     amax, scales = torch.zeros(1), torch.zeros(1)
     part: Any = SimpleNamespace(first=0, of_matrices=amax, scales=scales, history=history)
     values = torch.empty(shard.numel(), dtype=torch.uint8)

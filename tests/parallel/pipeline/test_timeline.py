@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moecore.base.options.names import ScheduleName
-from moecore.base.torch_private import mark
+from moecore.base.torch_private import annotate_range
 from moecore.parallel.pipeline.orders import Action, Overlap
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.pipeline.timeline import (
@@ -85,7 +85,7 @@ def test_a_profile_is_a_timeline(tmp_path: Path) -> None:
     order = [Action("F", 0, 0), beside, Action("D", 0, 1), Action("W", 0, 1)]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for item in order:
-            with mark(name_item(item)):
+            with annotate_range(name_item(item)):
                 torch.ones(300, 300) @ torch.ones(300, 300)
     profile.export_chrome_trace(str(tmp_path / "0.json"))
     (spans,) = Timeline.from_traces([tmp_path / "0.json"]).spans

@@ -22,7 +22,7 @@ from moecore.models.block import Block
 from moecore.models.layers import MLP, Attention, RMSNorm
 from moecore.models.mla import LatentAttention
 from moecore.moe.experts import Experts
-from moecore.moe.shared import SharedExpert
+from moecore.moe.shared_experts import SharedExpert
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.streams import CopyStream, CopyStreams
 

@@ -84,7 +84,7 @@ def gradients(
     stash = get_parallel_state(model).stash  # type: ignore[union-attr]
     if memory.stash is not None:
         assert isinstance(stash, Stash) and stash.out_bytes > 0
-        stash.check()
+        stash.wait_and_raise_errors()
         assert stash.pages.pool is not None and stash.pages.pool.state[DEMAND_WORD] == 0
     found = {n: p.grad.to_local().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
     return found, calls
@@ -99,8 +99,8 @@ def in_pages(layout: str) -> list[str]:
     """Return the gradients of a model over emulated exchanges that differ with a stash."""
     found: list[dict[str, Tensor]] = []
     with (
-        patch.object(phases, "find_problem", lambda *_: None),
-        patch.object(phases, "find_known_problem", lambda *_: None),
+        patch.object(phases, "find_peer_store_problem", lambda *_: None),
+        patch.object(phases, "find_static_peer_problem", lambda *_: None),
         patch.object(phases, "ExchangePool", EmulatedExchangePool),
     ):
         for memory in (MemoryOptions(), STASH):

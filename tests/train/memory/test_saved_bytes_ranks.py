@@ -16,7 +16,7 @@ from moecore.base.saved_tensors import use_packer
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 from moecore.moe.layer import MoELayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher

@@ -99,7 +99,7 @@ def test_gradients_have_the_bits_of_those_without(
     for _ in range(2):
         assert_equal(gradients(model, run), want)
         assert stash.out_bytes > 0 and all_free(stash)
-    stash.check()
+    stash.wait_and_raise_errors()
     assert widths(stash) == [(4 * DIM, True), (4 * 2 * HIDDEN, False)], "X and H"
 
 
@@ -199,7 +199,7 @@ def test_matrices_are_told_apart(length: int) -> None:
 def test_nobody_is_asked_about_what_has_no_counted_rows() -> None:
     """Which would take the host microseconds per tensor that a layer saves."""
     x, asked = torch.ones(3, requires_grad=True), list[Tensor]()
-    with use_packer(asked.append, only_rows=True):
+    with use_packer(asked.append, only_used_rows=True):
         x.exp()
         assert not asked and is_packing()
         with mark_used_rows():
@@ -237,7 +237,7 @@ def test_forwards_in_flight_share_a_buffer_of_the_worst_case(group: None) -> Non
     assert alive.count(4 * DIM * MAX_TOKENS) == alive.count(4 * 2 * HIDDEN * MAX_TOKENS * 2) == 1
     for loss in losses:
         loss.backward()
-    stash.check()
+    stash.wait_and_raise_errors()
     assert all_free(stash)
 
 
@@ -265,8 +265,8 @@ def test_too_few_pages_are_an_error_that_names_the_factor(group: None) -> None:
     found = gradients(model, one)
     assert any(grad.isnan().any() for grad in found.values()), "never wrong numbers"
     with pytest.raises(ExchangeError, match=r"factor \(0.2\) must be >= (\d.\d+) for the 90") as e:
-        stash.poll()
-    stash.poll()  # once
+        stash.raise_reported_errors()
+    stash.raise_reported_errors()  # once
     assert all_free(stash) and "\n" not in str(e.value)
     stash.detach()
     least = e.value.stash_factor
@@ -274,12 +274,12 @@ def test_too_few_pages_are_an_error_that_names_the_factor(group: None) -> None:
     assert e.value.row_factor is None
     stash = stashed(model, factor=least)
     assert_equal(gradients(model, one), want)
-    stash.check()
+    stash.wait_and_raise_errors()
     stash.detach()
     stash = stashed(model, factor=0.8 * least)
     one(model)
     with pytest.raises(ExchangeError):
-        stash.check()
+        stash.wait_and_raise_errors()
 
 
 def test_pages_of_the_host_are_taken_when_no_other_is_left(group: None) -> None:
@@ -287,7 +287,7 @@ def test_pages_of_the_host_are_taken_when_no_other_is_left(group: None) -> None:
     want = gradients(model, in_order)
     stash = stashed(model, factor=0.2, host_bytes=100_000)
     assert_equal(gradients(model, in_order), want)
-    stash.check()
+    stash.wait_and_raise_errors()
     pool = stash.pages.pool
     assert pool is not None and pool.state[PEAK_WORD] > pool.pages.shape[0]
     assert 99_000 < pool.host_pages.nbytes <= 100_000
@@ -432,8 +432,8 @@ def test_a_dropped_graph_is_gone_at_once(group: None) -> None:
 @pytest.mark.usefixtures("no_group_left")
 def test_the_end_of_a_step_raises_what_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    monkeypatch.setattr(phases, "find_problem", lambda group, device_type: None)
-    monkeypatch.setattr(phases, "find_known_problem", lambda num_ranks, device_type: None)
+    monkeypatch.setattr(phases, "find_peer_store_problem", lambda group, device_type: None)
+    monkeypatch.setattr(phases, "find_static_peer_problem", lambda num_ranks, device_type: None)
     monkeypatch.setattr(phases, "ExchangePool", EmulatedExchangePool)
     config = MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2)
     model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(3)))
@@ -447,12 +447,12 @@ def test_the_end_of_a_step_raises_what_was_missing(monkeypatch: pytest.MonkeyPat
     for layer in model:
         layer.init_weights(key="")
     capacity = get_capacity(model)
-    capacity.check()
-    for end in (capacity.poll, capacity.check):
+    capacity.wait_and_raise_errors()
+    for end in (capacity.raise_reported_errors, capacity.wait_and_raise_errors):
         model(torch.randn(8, 16)).sum().backward()
         with pytest.raises(ExchangeError, match=r"StashOptions.factor \(0.01\) must be >= "):
             end()
-        capacity.check()
+        capacity.wait_and_raise_errors()
 
 
 def test_it_is_not_used_where_shapes_are_exact() -> None:

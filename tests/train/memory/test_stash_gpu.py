@@ -44,7 +44,7 @@ gradients = partial(offload_gpu.gradients, length=TOKENS)
 
 
 def check_all_free(stash: Stash) -> None:
-    stash.check()
+    stash.wait_and_raise_errors()
     pool = stash.pages.pool
     assert pool is not None
     words = pool.state.tolist()

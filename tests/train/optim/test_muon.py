@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moecore import ExpertLayout, MoEConfig
 from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
-from moecore.moe.shared import SharedExpert
+from moecore.moe.shared_experts import SharedExpert
 from moecore.parallel.model.clip import step_clipped
 from moecore.train import MatrixCut, Muon, assign_matrices
 from moecore.train.optim.matrices import MatrixAssignment

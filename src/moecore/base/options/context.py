@@ -32,15 +32,17 @@ class ContextOptions(CheckedRecord):
     dynamic: bool = False
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule."""
         if self.a2a_ranks is not None and self.way != "a2a+p2p":
             yield "a2a_ranks", f"be None with way ({self.way!r}): only 'a2a+p2p' reads it"
 
     def resolve(
-        self, cp: int, num_heads: int, kv_heads: int, *, has_latents: bool
+        self, cp: int, num_heads: int, num_kv_heads: int, *, has_latents: bool
     ) -> ContextOptions:
         """Return the options with `way` and `a2a_ranks` chosen for `cp` ranks; "auto" is replaced.
 
-        `num_heads` and `kv_heads` are the heads of one tp rank; `has_latents`: latent attention.
+        `num_heads` and `num_kv_heads` are the heads of one tp rank; `has_latents`: latent
+        attention.
 
         Raises:
             ValueError: if the number of heads or cp does not allow the communication method.
@@ -49,46 +51,47 @@ class ContextOptions(CheckedRecord):
         if way == "auto" and has_latents:
             way = "allgather"
         elif way == "auto":
-            ranks = _choose_a2a_ranks(cp, num_heads, kv_heads)
+            ranks = _choose_a2a_ranks(cp, num_heads, num_kv_heads)
             way = "p2p" if ranks == 1 else "a2a" if ranks == cp else "a2a+p2p"
         if way == "a2a+p2p":
-            ranks = math.gcd(cp, kv_heads) if ranks is None else ranks
-            for problem in _find_ring_a2a_problems(cp, kv_heads, ranks):
+            ranks = math.gcd(cp, num_kv_heads) if ranks is None else ranks
+            for problem in _find_ring_a2a_problems(cp, num_kv_heads, ranks):
                 raise ValueError(f"ContextOptions.a2a_ranks ({ranks}) must {problem}")
             return ContextOptions(way=way, a2a_ranks=ranks)
-        if way == "a2a" and kv_heads % cp:
+        if way == "a2a" and num_kv_heads % cp:
             raise ValueError(
-                f"ContextOptions.way ('a2a') must go with key/value heads of a tp rank ({kv_heads})"
+                "ContextOptions.way ('a2a') must go with key/value heads of a tp rank "
+                f"({num_kv_heads})"
                 f" that divide by cp ({cp}): lower cp, or use 'a2a+p2p', 'p2p' or 'allgather'"
             )
         return ContextOptions(way=way)
 
 
-def _choose_a2a_ranks(cp: int, num_heads: int, kv_heads: int) -> int:
+def _choose_a2a_ranks(cp: int, num_heads: int, num_kv_heads: int) -> int:
     """Return the number of ranks per all-to-all for which all-to-alls and rings send the least.
 
-    The number divides `cp` and `kv_heads`. The arguments have the query heads and the key/value
+    The number divides `cp` and `num_kv_heads`. The arguments have the query heads and the key/value
     heads of one tp rank.
     """
-    max_ranks = math.gcd(cp, kv_heads)
+    max_ranks = math.gcd(cp, num_kv_heads)
     # An all-to-all of A ranks sends (A - 1) / A of H query and h key/value heads of a token each
     # way. A ring of cp / A ranks sends h heads cp / A - 1 times in forward and in backward, and
     # their gradients, which are twice as wide.
 
     def count_sent_heads(A: int) -> float:
-        return (A - 1) / A * (num_heads + kv_heads) + 2 * (cp // A - 1) * kv_heads
+        return (A - 1) / A * (num_heads + num_kv_heads) + 2 * (cp // A - 1) * num_kv_heads
 
     return min((A for A in range(1, max_ranks + 1) if max_ranks % A == 0), key=count_sent_heads)
 
 
-def _find_ring_a2a_problems(cp: int, kv_heads: int, ranks: int) -> Iterator[str]:
-    """Yield "relation: fix" for each rule of "a2a+p2p" that `ranks` per all-to-all break.
+def _find_ring_a2a_problems(cp: int, num_kv_heads: int, a2a_ranks: int) -> Iterator[str]:
+    """Yield "relation: fix" for each rule of "a2a+p2p" that `a2a_ranks` per all-to-all break.
 
-    `kv_heads` is the number of key/value heads of one tp rank.
+    `num_kv_heads` is the number of key/value heads of one tp rank.
     """
-    if ranks in (1, cp):
+    if a2a_ranks in (1, cp):
         yield f"be more than 1 and less than cp ({cp}): use 'p2p' or 'a2a', or another cp"
-    if cp % ranks:
+    if cp % a2a_ranks:
         yield f"divide cp ({cp}): choose another number"
-    if kv_heads % ranks:
-        yield f"divide the key/value heads of a tp rank ({kv_heads}): choose another number"
+    if num_kv_heads % a2a_ranks:
+        yield f"divide the key/value heads of a tp rank ({num_kv_heads}): choose another number"

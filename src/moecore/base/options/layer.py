@@ -86,6 +86,7 @@ class BalanceConfig(CheckedRecord):
     bias_per_micro_batch: bool = False
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule."""
         if self.bias_update == "quantile" and not 0 < self.bias_update_rate <= 1:
             yield "bias_update_rate", 'lie in (0, 1] with bias_update ("quantile"): use 1.0'
         if self.bias_per_micro_batch and self.bias_update != "quantile":
@@ -229,6 +230,7 @@ class MoEConfig(CheckedRecord):
     balance: Balance = field(default_factory=BalanceConfig)
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule."""
         yield from self._group_rules()
         if self.score_order == "post":
             yield from self._post_score_rules()
@@ -246,7 +248,7 @@ class MoEConfig(CheckedRecord):
         E, G, top_groups = self.num_experts, self.num_groups, self.top_groups
         size, ranks_groups = E // G, top_groups < G
         if self.top_k > self.num_candidates:
-            yield "top_k", f"be <= {self._candidates}: lower top_k or add experts"
+            yield "top_k", f"be <= {self._num_candidates_text}: lower top_k or add experts"
         if E % G:
             yield "num_groups", f"divide num_experts ({E}): choose a divisor"
         if top_groups > G:
@@ -330,7 +332,7 @@ class MoEConfig(CheckedRecord):
                 relation = f'go with {name} ({value!r}) = {allowed!r}: use bias_update="sign"'
                 yield "balance.bias_update", relation
         if self.top_k == self.num_candidates:
-            relation = f"go with top_k ({self.top_k}) < {self._candidates}: drop it"
+            relation = f"go with top_k ({self.top_k}) < {self._num_candidates_text}: drop it"
             yield "balance.bias_update", relation
 
     def by_token_id(self, vocab_size: int) -> MoEConfig:
@@ -362,10 +364,9 @@ class MoEConfig(CheckedRecord):
         return self.num_experts + self.zero_experts
 
     @property
-    def _candidates(self) -> str:
+    def _num_candidates_text(self) -> str:
         """Text for errors with the number of experts that a token can choose."""
-        zero_term = " + zero_experts" if self.zero_experts else ""
-        return f"num_experts{zero_term} ({self.num_candidates})"
+        return f"num_experts{' + zero_experts' * (self.zero_experts > 0)} ({self.num_candidates})"
 
     @property
     def expert_dim(self) -> int:
@@ -381,9 +382,8 @@ class MoEConfig(CheckedRecord):
     @property
     def normalizes(self) -> bool:
         """Whether a token's weights are divided by their sum."""
-        if self.normalize_weights is None:
-            return self.choices_per_token > 1
-        return self.normalize_weights
+        normalizes = self.normalize_weights
+        return self.choices_per_token > 1 if normalizes is None else normalizes
 
     @property
     def choices_per_token(self) -> int:

@@ -86,6 +86,7 @@ class Recipe(CheckedRecord):
     backend: RecipeBackend = "moecore"
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule."""
         rule = f"scaling ({self.scaling!r})"
         if self.scaling == "mxfp8" and not self.power_of_two:
             yield "power_of_two", f"be True with {rule}, whose scales are E8M0: drop it"
@@ -111,7 +112,7 @@ class Recipe(CheckedRecord):
             )
 
     @property
-    def hidden(self) -> Hidden:
+    def hidden_format(self) -> Hidden:
         """The format in which experts save FC1's output for backward; never "auto"."""
         if self.keep_hidden != "auto":
             return self.keep_hidden
@@ -181,7 +182,7 @@ class Recipe(CheckedRecord):
         line = f"{self.scaling} FP8{suffix}: {formats}, {blocks}, scales {scales}"
         if self.amax_history:
             line += f" of the last {self.amax_history} steps"
-        return line if self.hidden == "wide" else f"{line}, hidden kept in fp8"
+        return line if self.hidden_format == "wide" else f"{line}, hidden kept in fp8"
 
 
 Role = Literal["experts", "shared_experts", "mlp", "attention"]
@@ -229,6 +230,7 @@ class Precision(CheckedRecord):
     fp8_head: bool = False
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule."""
         if self.fp8_head and not self.recipe.reads_blocks:
             relation = f"be False with {self.recipe.describe()}, which has no products for a head"
             yield "fp8_head", f"{relation}: use Recipe(scaling='blockwise')"
@@ -242,7 +244,7 @@ class Precision(CheckedRecord):
         if len(set(patterns)) < len(patterns):
             yield "overrides", "have each pattern once, because the first counts: drop the second"
         for pattern, recipe in self.overrides:
-            reason = find_fp8_exclusion(pattern.rpartition(".")[2])
+            reason = find_fp8_exclusion_reason(pattern.rpartition(".")[2])
             if recipe is not None and reason is not None:
                 yield "overrides", f"give no recipe to {pattern!r}, because {reason}: drop it"
 
@@ -298,6 +300,6 @@ def register_precision(name: str, precision: Precision) -> None:
     PRECISIONS.register(name, precision)
 
 
-def find_fp8_exclusion(part: str) -> str | None:
-    """Return why a module named `part` (last part of its name) never runs in FP8; None = it can."""
-    return next((reason for word, reason in NEVER.items() if word in part.lower()), None)
+def find_fp8_exclusion_reason(module_name: str) -> str | None:
+    """Return why a module with this last part of its name never runs in FP8; None = it can."""
+    return next((reason for word, reason in NEVER.items() if word in module_name.lower()), None)

@@ -28,7 +28,7 @@ from moecore.families.transformers.chunked_attention import (
     split_into_chunks,
     use_chunked_attention,
 )
-from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequences
+from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequence_argument
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.families.transformers.sparse_attention import refuse_cached_keys, use_sparse_attention
 from moecore.families.transformers.stock import get_text_decoder
@@ -75,7 +75,7 @@ def use_causal_attention(model: nn.Module) -> None:
         )
     AttentionInterface.register(CAUSAL, _attend_causally)
     get_text_decoder(hf).set_attn_implementation(CAUSAL)
-    accept_sequences(hf)
+    accept_sequence_argument(hf)
     use_chunked_attention(hf)
     use_sparse_attention(hf)
     if not hasattr(hf, READER):
@@ -131,9 +131,9 @@ def _attend_causally(
     return o_BTHv, None
 
 
-def _make_unsupported_error(name: str, value: Any) -> ValueError:
-    """Return the error for an attention option `name` that causal attention does not compute."""
+def _make_unsupported_error(option: str, value: Any) -> ValueError:
+    """Return the error for an attention option `option` that causal attention does not compute."""
     return ValueError(
-        f"{name} ({value}) must be None for use_causal_attention, which does not compute it with "
+        f"{option} ({value}) must be None for use_causal_attention, which does not compute it with "
         "documents, windows or sinks: leave the model's own attention"
     )

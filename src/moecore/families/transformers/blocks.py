@@ -35,10 +35,14 @@ from moecore.families.transformers.router_records import (
     get_layer_class,
     read_routing,
 )
-from moecore.families.transformers.stock import get_router, is_hf, refuse_customised
+from moecore.families.transformers.stock import (
+    get_router,
+    is_transformers_module,
+    refuse_customised_block,
+)
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
-from moecore.moe.selection_bias import add_part
+from moecore.moe.selection_bias import add_submodule
 
 DEEPSEEK_V4 = replace(STACKED, token_experts="tid2eid")
 QWEN2_MOE = replace(STACKED, shared="shared_expert", shared_gate="shared_expert_gate")
@@ -73,7 +77,7 @@ def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer
     `module` may be a block or its experts module; None = it is neither. The function has the
     arguments (module, model).
     """
-    name = type(module).__name__ if is_hf(module) else ""
+    name = type(module).__name__ if is_transformers_module(module) else ""
     record = RECORDS.get(name)
     if record is not None and read_routing(module, record) is not None:
         return partial(_adopt_with_record, record=record)
@@ -84,12 +88,12 @@ def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer
 
 def get_refusal_reason(module: nn.Module) -> str | None:
     """Return why a transformers MoE block is not supported; None for any other module."""
-    return REFUSED.get(type(module).__name__) if is_hf(module) else None
+    return REFUSED.get(type(module).__name__) if is_transformers_module(module) else None
 
 
 def _adopt_softmax_block(block: Any, model: nn.Module, layout: LayerLayout = STACKED) -> MoELayer:
     """Convert a Qwen3-MoE, OLMoE or Mixtral block: softmax over all experts, then the best K."""
-    refuse_customised(block, layout)
+    refuse_customised_block(block, layout)
     normalize = getattr(block.gate, "norm_topk_prob", True)  # Mixtral, Qwen3-VL, Qwen3.5 always do
     return _adopt_stacked(block, layout, top_k=block.gate.top_k, normalize_weights=normalize)
 
@@ -98,18 +102,18 @@ def _adopt_with_record(block: Any, model: nn.Module, record: RouterRecord) -> Mo
     """Convert a block by the `RouterRecord` of its class."""
     experts = block.get_submodule(record.layout.experts)
     layout = replace(record.layout, expert_layout=read_layout(experts))
-    refuse_customised(block, layout, children=record.children)
+    refuse_customised_block(block, layout, child_names=record.children)
     routing = read_routing(block, record)
     assert routing is not None
     layer = _adopt_stacked(block, layout, layer_class=get_layer_class(block, record), **routing)
     for name in record.children:
-        add_part(layer, name, block.get_submodule(name))
+        add_submodule(layer, name, block.get_submodule(name))
     return layer
 
 
 def _adopt_deepseek_v4(block: Any, model: nn.Module) -> MoELayer:
     """Convert a DeepSeek-V4 block: a selection bias, or in the first layers experts by token id."""
-    refuse_customised(block, DEEPSEEK_V4)
+    refuse_customised_block(block, DEEPSEEK_V4)
     gate = block.gate
     routing: dict[str, Any] = {}
     if block.is_hash:
@@ -122,7 +126,7 @@ def _adopt_deepseek_v4(block: Any, model: nn.Module) -> MoELayer:
 
 def _adopt_gpt_oss(block: Any, model: nn.Module) -> MoELayer:
     """Convert a gpt-oss block: softmax over K chosen logits, biases, interleaved gate and up."""
-    refuse_customised(block, GPT_OSS)
+    refuse_customised_block(block, GPT_OSS)
     routing = {"top_k": block.router.top_k, "score_order": "post"}
     routing["normalize_weights"] = True  # also where K = 1
     return _adopt_stacked(block, GPT_OSS, layer_class=PairOutputLayer, **routing)
@@ -130,22 +134,22 @@ def _adopt_gpt_oss(block: Any, model: nn.Module) -> MoELayer:
 
 def _adopt_llama4(block: Any, model: nn.Module) -> MoELayer:
     """Convert a Llama 4 block: the sigmoid of the top-1 logit scales the input; a shared expert."""
-    refuse_customised(block, LLAMA4)
+    refuse_customised_block(block, LLAMA4)
     routing = {"top_k": block.router.top_k, "score_function": "sigmoid", "weights_on_input": True}
     return _adopt_stacked(block, LLAMA4, layer_class=PairOutputLayer, **routing)
 
 
 def _adopt_stacked(
-    block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **routing: Any
+    block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **router_fields: Any
 ) -> MoELayer:
     """Convert a block, whose children `layout` names, to a `layer_class`.
 
-    `routing` has router fields of `MoEConfig`.
+    `router_fields` has router fields of `MoEConfig`.
     """
     experts = block.get_submodule(layout.experts)
     read = read_experts(experts, layout.expert_layout)
     router_tensors = _get_router_tensors(block, layout)
-    fields = read.fields | {"dim": router_tensors["weight"].shape[1], **routing}
+    fields = read.fields | {"dim": router_tensors["weight"].shape[1], **router_fields}
     fields["expert_bias"] = layout.expert_bias in router_tensors
     fields["router_bias"] = "bias" in router_tensors
     latent = _get_latent_projections(block, layout)
@@ -192,7 +196,7 @@ def _get_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _adopt_deepseek_v2(block: Any, model: nn.Module) -> MoELayer:
     """Convert a DeepSeek-V2 block: softmax, group-limited top-k if configured, shared experts."""
-    refuse_customised(block, STACKED)
+    refuse_customised_block(block, STACKED)
     gate = block.gate
     routing = {"top_k": gate.top_k, "normalize_weights": False}
     routing["routed_scaling_factor"] = gate.routed_scaling_factor

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.attention.sequence import Sequence, split_documents
-from moecore.families.transformers.stock import is_hf
+from moecore.families.transformers.stock import is_transformers_module
 
 CHUNKED = "chunked_attention"  # in a config's `layer_types`
 CLASS = "Llama4TextAttention"
@@ -70,7 +70,7 @@ def scale_queries(layer: Any, sequence: Sequence, q_BHTd: Tensor) -> Tensor:
 
 def _find_attention_modules(model: nn.Module) -> list[Any]:
     """Return a model's Llama 4 attention modules."""
-    return [m for m in model.modules() if is_hf(m) and type(m).__name__ == CLASS]
+    return [m for m in model.modules() if is_transformers_module(m) and type(m).__name__ == CLASS]
 
 
 def _is_chunked(layer: Any) -> bool:

@@ -32,7 +32,7 @@ from moecore.families.transformers.stock import (
     is_stock,
 )
 from moecore.models.loss import count_labels
-from moecore.models.tensor_parallel import sum_value
+from moecore.models.tensor_parallel import all_reduce_replicated
 
 # Tensors of whole rows that are cut with the tokens.
 SHARDED_INPUTS = ("input_ids", "labels", "shift_labels", "position_ids", "padding_mask")
@@ -91,13 +91,13 @@ class CausalContext:
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
         """Make later forwards accept full rows and compute only this rank's tokens."""
-        self._prepare_model().cp = cp
+        self._add_context_parallel_hooks().cp = cp
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
         """Register {cp size: ranks}; a forward's argument `cp` selects one of the groups."""
-        self._prepare_model().groups = groups
+        self._add_context_parallel_hooks().groups = groups
 
-    def _prepare_model(self) -> RowReader:
+    def _add_context_parallel_hooks(self) -> RowReader:
         """Use causal attention and add the cp hooks, in place; return the model's `RowReader`."""
         use_causal_attention(self.model)
         self.model.register_forward_pre_hook(self._shift_labels, with_kwargs=True)
@@ -144,8 +144,8 @@ class CausalContext:
             return output
         group = sequence.local_tokens.cp.group
         if isinstance(output, tuple):
-            return (sum_value(output[0], group), *output[1:])
-        output.loss = sum_value(output.loss, group)
+            return (all_reduce_replicated(output[0], group), *output[1:])
+        output.loss = all_reduce_replicated(output.loss, group)
         return output
 
 

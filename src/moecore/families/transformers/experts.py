@@ -23,13 +23,17 @@ from torch import Tensor, nn
 
 from moecore.base.options.layer import Activation, MoEConfig
 from moecore.families.adopt import adopt_experts
-from moecore.families.transformers.stock import bind_arguments, is_hf, refuse_customised_experts
+from moecore.families.transformers.stock import (
+    bind_arguments,
+    is_transformers_module,
+    refuse_customised_experts,
+)
 from moecore.kernels.rows.activation import ActivationOptions, activate_rows
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import OwnActivation
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.routed import RoutedExperts
+from moecore.moe.routed_experts import RoutedExperts
 
 FLAGS = ("is_transposed", "has_bias")  # attributes that the interface sets on every module
 # Classes with the interface, but without its decorator.
@@ -49,7 +53,7 @@ class ExpertsDescription:
 def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedExperts] | None:
     """Return `route_experts` for an experts module with transformers' interface, otherwise None."""
     is_known = all(hasattr(module, flag) for flag in FLAGS) or type(module).__name__ in UNFLAGGED
-    return route_experts if is_hf(module) and is_known else None
+    return route_experts if is_transformers_module(module) and is_known else None
 
 
 def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
@@ -57,7 +61,7 @@ def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
 
     Raises NotImplementedError for a customised module.
     """
-    refuse_customised_experts(experts, children=(ACTIVATION, "identity_expert"))
+    refuse_customised_experts(experts, child_names=(ACTIVATION, "identity_expert"))
     layout = read_layout(experts)
     read = read_experts(experts, layout)
     config = MoEConfig(**read.fields, top_k=1)  # not used: the model's router chooses
@@ -123,7 +127,7 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ExpertsDescription:
 def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
     """Return the options of the first moecore activation that equals the module's on samples.
 
-    If no activation is equal, `function` of the result is the module's activation.
+    If no activation is equal, `ActivationOptions.function` is the module's activation.
     """
     gated, interleaved = getattr(experts, "has_gate", True), layout.gate_up == "interleaved"
     activation = _get_stock_activation(experts, gated=gated)
@@ -168,9 +172,9 @@ def _match_activation_options(
 
     `gated`: the input has gate and up columns, which alternate if `interleaved`.
     """
-    h_RC = _make_samples(gated)
+    h_RC = _make_activation_samples(gated)
     reference = stock_activation(h_RC)
-    limit, alpha = (_find_number(experts, names) for names in (LIMITS, SLOPES))
+    limit, alpha = (_find_positive_attribute(experts, names) for names in (LIMITS, SLOPES))
     for kind in get_args(Activation):
         options = ActivationOptions(
             kind=kind, limit=limit or 7.0, alpha=alpha or 1.702, interleaved=interleaved
@@ -182,9 +186,9 @@ def _match_activation_options(
     return None
 
 
-def _find_number(experts: Any, names: Sequence[str]) -> float | None:
+def _find_positive_attribute(experts: Any, attribute_names: Sequence[str]) -> float | None:
     """Return the first of the named attributes that is a positive finite number, or None."""
-    values = (getattr(experts, name, None) for name in names)
+    values = (getattr(experts, name, None) for name in attribute_names)
     return next((v for v in values if isinstance(v, int | float) and 0 < v < inf), None)
 
 
@@ -193,7 +197,7 @@ def _is_elementwise(activation: Callable[[Tensor], Tensor], gated: bool, interle
 
     `gated` and `interleaved` are as in `_match_activation_options`.
     """
-    h_RC = _make_samples(gated)
+    h_RC = _make_activation_samples(gated)
     if not gated:
         return torch.equal(activation(h_RC[:, :3]), activation(h_RC)[:, :3])
     F_ = h_RC.shape[1] // 2
@@ -201,7 +205,7 @@ def _is_elementwise(activation: Callable[[Tensor], Tensor], gated: bool, interle
     return torch.equal(activation(h_RC[:, list(columns)]), activation(h_RC)[:, :3])
 
 
-def _make_samples(gated: bool) -> Tensor:
+def _make_activation_samples(gated: bool) -> Tensor:
     """Return fp32 test rows [291, C] of small to large values; C = 16 if `gated`, otherwise 8."""
     steps = torch.linspace(-12.0, 12.0, 97, dtype=torch.float32, device="cpu")
     values = torch.cat([steps, steps / 64, steps * 64])
@@ -211,7 +215,9 @@ def _make_samples(gated: bool) -> Tensor:
 
 def has_vision_experts(block: nn.Module) -> bool:
     """Whether a block has separate MoE modules for text tokens and for image tokens."""
-    return is_hf(block) and isinstance(getattr(block, "vision_moe", None), nn.Module)
+    return is_transformers_module(block) and isinstance(
+        getattr(block, "vision_moe", None), nn.Module
+    )
 
 
 def get_image_mask(

@@ -94,19 +94,19 @@ def fuse_hyper_connections(layers: Iterable[Any]) -> None:
     for layer in layers:
         connections = (layer.attn_hc, layer.ffn_hc)
         if all(is_stock_forward(connection, CONNECTION) for connection in connections):
-            layer.forward = MethodType(_run_layer, layer)
+            layer.forward = MethodType(_run_hyper_connected_layer, layer)
             for connection in connections:
                 connection.forward = MethodType(_collapse_streams, connection)
 
 
-def _run_layer(
+def _run_hyper_connected_layer(
     layer: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
     """Replacement forward of a DeepSeek-V4 layer; N streams [B, T, N, D] -> [B, T, N, D]."""
     if torch.compiler.is_compiling() or get_autocast_dtype(hidden_states) is not None:
         out: Tensor = type(layer).forward(layer, hidden_states, input_ids=input_ids, **kwargs)
         return out
-    mixed = partial(_run_fused_layer, layer, input_ids=input_ids)
+    mixed = partial(_run_fused_hyper_connected_layer, layer, input_ids=input_ids)
     # Since transformers 5.23 the class checkpoints in its forward, before that in `__call__`.
     is_plain_call = type(layer).__call__ is nn.Module.__call__
     if not (is_plain_call and layer.gradient_checkpointing and layer.training):
@@ -116,7 +116,7 @@ def _run_layer(
     return out
 
 
-def _run_fused_layer(
+def _run_fused_hyper_connected_layer(
     layer: Any, hidden_states: Tensor, *, input_ids: Tensor | None, **kwargs: Any
 ) -> Tensor:
     """Compute a DeepSeek-V4 layer's forward by fused kernels; [B, T, N, D] -> [B, T, N, D]."""

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from moecore.families.transformers.stock import (
     bind_arguments,
     get_forward_parameters,
-    is_hf,
     is_pretrained,
+    is_transformers_module,
 )
 
 # Arguments of `Decoder.forward` that transformers has under another name, or moecore elsewhere.
@@ -87,11 +87,11 @@ def warn_about_cache(model: nn.Module) -> None:
     # torch.compile recompiles a layer for each index in the cache, up to a limit of 8; further
     # layers run in eager mode. Activations that the cache references are not recomputed.
     for module in model.modules():
-        if is_hf(module) and getattr(module, "base_model", None) is module:
-            module.register_forward_pre_hook(_warn_of_cache, with_kwargs=True)
+        if is_transformers_module(module) and getattr(module, "base_model", None) is module:
+            module.register_forward_pre_hook(_warn_if_cache_is_used, with_kwargs=True)
 
 
-def _warn_of_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _warn_if_cache_is_used(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a base model: warn if it trains with a key/value cache."""
     use_cache = bind_arguments(module, args, kwargs).get("use_cache")
     use_cache = getattr(module.config, "use_cache", False) if use_cache is None else use_cache

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.base.torch_private import sum_versions, tree_map_only
+from moecore.base.torch_private import sum_version_counters, tree_map_only
 from moecore.families.transformers.stock import bind_arguments, find_outermost_models
 from moecore.models.loss import IGNORE_INDEX, linear_cross_entropy
 from moecore.models.tensor_parallel import TensorParallel
@@ -65,7 +65,7 @@ class LogitsSource:
     is_over: bool = False  # whether the loss's backward has begun, after which weights change
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
+    def tp_group(self) -> dist.ProcessGroup | None:
         """The tp group over which the head's weight is sharded, or None."""
         return None if self.tp is None else self.tp.group
 
@@ -96,14 +96,14 @@ class Logits(Tensor):
         logits.source = source
         return logits
 
-    def compute(self) -> Tensor:
+    def compute_values(self) -> Tensor:
         """Return the values, a plain tensor; during the model's forward they are differentiable.
 
         Raises ValueError after the forward, if gradients are enabled, the weight has changed or the
         loss's backward has begun.
         """
         source = self.source
-        is_gone = source.is_over or sum_versions(source.weight) != source.version
+        is_gone = source.is_over or sum_version_counters(source.weight) != source.version
         if source.has_ended and (is_gone or torch.is_grad_enabled()):
             raise ValueError(
                 "logits of a training forward with labels must be read before backward and under "
@@ -142,8 +142,8 @@ class Logits(Tensor):
             return lazy
         if func is Tensor.detach:  # the values need no gradient
             with torch.no_grad():
-                return args[0].compute()
-        values = tree_map_only(Logits, Logits.compute, (args, dict(kwargs)))
+                return args[0].compute_values()
+        values = tree_map_only(Logits, Logits.compute_values, (args, dict(kwargs)))
         return func(*values[0], **values[1])
 
 
@@ -187,7 +187,7 @@ def _compute_cross_entropy(
         source.weight,
         labels_N,
         num_tokens=1 if reduction == "sum" else None,
-        group=source.group,
+        group=source.tp_group,
         recipe=source.recipe,
     )
     loss = source.multiply_gradient_by_tp(loss)
@@ -216,7 +216,9 @@ class HeadWithoutLogits(nn.Linear):
         if not forwards or forwards[-1].head is not self or is_cut or torch.compiler.is_compiling():
             return super().forward(input)
         tp: TensorParallel | None = getattr(self, TP, None)
-        source = LogitsSource(input, self.weight, sum_versions(self.weight), tp, self.loss_recipe)
+        source = LogitsSource(
+            input, self.weight, sum_version_counters(self.weight), tp, self.loss_recipe
+        )
         forwards[-1].sources.append(source)
         ranks = 1 if source.tp is None else source.tp.size
         shape = torch.Size((*input.shape[:-1], ranks * self.weight.shape[0]))
@@ -288,7 +290,7 @@ def hook_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
         get = (getattr(outer, f"get_{side}_embeddings", None) for side in ("input", "output"))
         ends: list[Any] = [None if of is None else of() for of in get]
         parts = [m for m in ends if getattr(m, "weight", None) is not None]
-        if any(m.weight.shape[0] % tp.size or not _is_plain(m) for m in parts):
+        if any(m.weight.shape[0] % tp.size or not _is_plain_linear_or_embedding(m) for m in parts):
             continue
         for module in parts:
             if isinstance(module, nn.Embedding):
@@ -300,7 +302,7 @@ def hook_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
     return embeddings
 
 
-def _is_plain(module: Any) -> bool:
+def _is_plain_linear_or_embedding(module: Any) -> bool:
     """Whether a module is a linear without bias, or an embedding without max_norm and scaling."""
     if isinstance(module, nn.Embedding):
         return module.max_norm is None and not module.scale_grad_by_freq

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from moecore.attention.linear import attend_linear, causal_conv1d, scan_states
 from moecore.attention.sequence import Sequence
-from moecore.families.transformers.stock import find_names_in_forward, is_hf
+from moecore.families.transformers.stock import find_names_in_forward, is_transformers_module
 
 SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
 CONVOLUTION = "causal_conv1d_fn"
@@ -47,24 +47,28 @@ def find_linear_rule(module: nn.Module) -> str | None:
 
 def find_short_convolutions(model: nn.Module) -> list[nn.Module]:
     """Return the layers whose class is one of `SHORT_CONVOLUTIONS`."""
-    return [m for m in model.modules() if is_hf(m) and type(m).__name__ in SHORT_CONVOLUTIONS]
+    return [
+        m
+        for m in model.modules()
+        if is_transformers_module(m) and type(m).__name__ in SHORT_CONVOLUTIONS
+    ]
 
 
-def accept_sequences(model: nn.Module) -> None:
+def accept_sequence_argument(model: nn.Module) -> None:
     """Make linear attention and short convolution layers use the argument `SEQUENCE`.
 
     This replaces global functions of the layers' Python modules, for all models of these modules.
     """
     convolutions = find_short_convolutions(model)
     for layer in convolutions:
-        layer.register_forward_pre_hook(_refuse_cache_of_layer, with_kwargs=True)
+        layer.register_forward_pre_hook(_check_no_layer_cache, with_kwargs=True)
     for layer in filter(_is_lightning, model.modules()):
         layer.forward = MethodType(_run_lightning_attention, layer)
     for module in (*find_linear_layers(model), *convolutions):
         of_file = inspect.unwrap(type(module).forward).__globals__
         for name in find_names_in_forward(module) & FUNCTIONS.keys():
             if not hasattr(of_file[name], "stands_before"):
-                of_file[name] = _make_replacement(of_file[name], FUNCTIONS[name])
+                of_file[name] = _make_sequence_wrapper(of_file[name], FUNCTIONS[name])
 
 
 def disable_fused_layer(module: nn.Module) -> None:
@@ -74,20 +78,20 @@ def disable_fused_layer(module: nn.Module) -> None:
         of_file[SHORTCUT] = _skip_fused_layer
 
 
-def _make_replacement(stock: Function, function: Function) -> Function:
-    """Return a wrapper: `function` for calls with documents or cp ranks, otherwise `stock`.
+def _make_sequence_wrapper(stock_function: Function, sequence_function: Function) -> Function:
+    """Return a wrapper: `sequence_function` for documents or cp ranks, otherwise `stock_function`.
 
-    `function` receives the call's `Sequence` before the arguments of `stock`.
+    `sequence_function` receives the call's `Sequence` before the arguments of `stock_function`.
     """
 
-    @wraps(stock)
+    @wraps(stock_function)
     def call(*args: Any, **kwargs: Any) -> Any:
         sequence: Sequence | None = kwargs.pop(SEQUENCE, None)
         if not _has_documents_or_ranks(sequence):
-            return stock(*args, **kwargs)
-        return function(sequence, *args, **kwargs)
+            return stock_function(*args, **kwargs)
+        return sequence_function(sequence, *args, **kwargs)
 
-    call.stands_before = stock  # type: ignore[attr-defined]
+    call.stands_before = stock_function  # type: ignore[attr-defined]
     return call
 
 
@@ -131,7 +135,7 @@ def _attend_delta_rule(
 
     `g` has log decays, `beta` learning rates. Raises ValueError for a cache.
     """
-    _refuse_cache(initial_state is not None or output_final_state)
+    _check_no_cache(initial_state is not None or output_final_state)
     out = attend_linear(
         query,
         key,
@@ -147,7 +151,7 @@ def _attend_delta_rule(
 
 def _is_lightning(module: nn.Module) -> bool:
     """Whether a module is MiniMax's lightning attention."""
-    return is_hf(module) and type(module).__name__ == LIGHTNING
+    return is_transformers_module(module) and type(module).__name__ == LIGHTNING
 
 
 def _run_lightning_attention(
@@ -161,7 +165,7 @@ def _run_lightning_attention(
     if sequence is None or not _has_documents_or_ranks(sequence):
         result: tuple[Tensor, Any] = type(layer).forward(layer, hidden_states, *args, **kwargs)
         return result
-    _refuse_cache(kwargs.get("past_key_values") is not None)
+    _check_no_cache(kwargs.get("past_key_values") is not None)
     of_heads = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (-1, 3 * layer.head_dim))
     q, k, v = of_heads.split(layer.head_dim, dim=-1)
     g_BTH = -layer.slope_rate.flatten().float().expand(q.shape[:3])
@@ -190,7 +194,7 @@ def _scan_state_space(
 
     Returns [B, T, heads, dims]. Raises ValueError for a cache.
     """
-    _refuse_cache(initial_states is not None or return_final_states)
+    _check_no_cache(initial_states is not None or return_final_states)
     step_BTH = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step_BTH = (F.softplus(step_BTH) if dt_softplus else step_BTH).clamp(*dt_limit)
     return scan_states(hidden_states, step_BTH, A.float(), B, C, D, sequence)
@@ -210,13 +214,13 @@ def _has_documents_or_ranks(sequence: Sequence | None) -> bool:
     )
 
 
-def _refuse_cache_of_layer(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _check_no_layer_cache(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a short convolution layer: ValueError for documents with a cache."""
     has_cache = kwargs.get("past_key_values") is not None
-    _refuse_cache(has_cache and _has_documents_or_ranks(kwargs.get(SEQUENCE)))
+    _check_no_cache(has_cache and _has_documents_or_ranks(kwargs.get(SEQUENCE)))
 
 
-def _refuse_cache(has_cache: bool) -> None:
+def _check_no_cache(has_cache: bool) -> None:
     """Raise ValueError if a call passes or requests a recurrent state."""
     if has_cache:
         raise ValueError(

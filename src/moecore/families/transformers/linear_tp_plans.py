@@ -85,31 +85,37 @@ def plan_linear_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
     )
 
 
-def _find_sharding_problem(module: Any, layer: _LinearHeads) -> str | None:
-    """Return why `module` cannot be sharded by heads as `layer` describes; None = it can."""
+def _find_sharding_problem(module: Any, linear_heads: _LinearHeads) -> str | None:
+    """Return why `module` cannot be sharded by heads as `linear_heads` describes; None = it can."""
     linears, params = get_named_linears(module), dict(module.named_parameters())
-    sizes = {n: _count_rows(stack) for n, stack in layer.columns.items()}
+    sizes = {n: _count_rows(stack) for n, stack in linear_heads.columns.items()}
     for child, linear in linears.items():
         if child in sizes and linear.out_features != sizes[child]:
             return f"{child} ({linear.out_features} outputs) is not of {sizes[child]} rows of heads"
-    if layer.row not in linears or linears[layer.row].in_features != _count_rows(layer.values):
-        return f"{layer.row} does not read all heads"
-    if linears[layer.row].bias is not None and layer.row in list_lora_adapters(module):
-        return f"{layer.row} has a bias and adapters"
+    if linear_heads.row not in linears or linears[linear_heads.row].in_features != _count_rows(
+        linear_heads.values
+    ):
+        return f"{linear_heads.row} does not read all heads"
+    if linears[linear_heads.row].bias is not None and linear_heads.row in list_lora_adapters(
+        module
+    ):
+        return f"{linear_heads.row} has a bias and adapters"
     filters = getattr(module, FILTERS, None)
-    if type(filters) is not nn.Conv1d or filters.groups != _count_rows(layer.channels):
+    if type(filters) is not nn.Conv1d or filters.groups != _count_rows(linear_heads.channels):
         return f"{FILTERS} is not plain"
-    for child, stack in layer.params_by_head.items():
+    for child, stack in linear_heads.params_by_head.items():
         if child in params and params[child].numel() != _count_rows(stack):
             return f"{child} may not have an element per head"
-    if not all(_is_gated_norm(module.get_submodule(n), size) for n, size in layer.groups.items()):
+    if not all(
+        _is_gated_norm(module.get_submodule(n), size) for n, size in linear_heads.groups.items()
+    ):
         return "norm is not known"
     known_names = (
         *sizes.keys() & linears.keys(),
-        layer.row,
+        linear_heads.row,
         FILTERS,
-        *layer.params_by_head,
-        *layer.replicated,
+        *linear_heads.params_by_head,
+        *linear_heads.replicated,
     )
     for child in params:
         if not any(child == n or child.startswith(f"{n}.") for n in known_names):
@@ -117,9 +123,9 @@ def _find_sharding_problem(module: Any, layer: _LinearHeads) -> str | None:
     return None
 
 
-def _count_rows(stack: Stack) -> int:
+def _count_rows(sections: Stack) -> int:
     """Return the number of matrix rows of a stack: the sum of heads * rows per head."""
-    return sum(heads * size for heads, size in stack)
+    return sum(heads * size for heads, size in sections)
 
 
 def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
@@ -212,10 +218,10 @@ LAYERS = {
 }
 
 
-def _is_gated_norm(norm: Any, size: int) -> bool:
-    """Whether a norm over groups of `size` elements equals `apply_gated_norm` on samples."""
+def _is_gated_norm(norm: Any, group_size: int) -> bool:
+    """Whether a norm over groups of `group_size` elements equals `apply_gated_norm` on samples."""
     eps = getattr(norm, "variance_epsilon", None)
-    if eps is None or getattr(norm, "group_size", None) != size:
+    if eps is None or getattr(norm, "group_size", None) != group_size:
         return False
     with torch.no_grad(), torch.device("cpu"):
         g = torch.Generator().manual_seed(0)
@@ -224,7 +230,7 @@ def _is_gated_norm(norm: Any, size: int) -> bool:
         )
 
         def mean(squares: torch.Tensor) -> torch.Tensor:
-            return squares.view(-1, size).mean(-1).repeat_interleave(size)
+            return squares.view(-1, group_size).mean(-1).repeat_interleave(group_size)
 
         reference = apply_gated_norm(x[None], gate[None], weight, eps, mean)
         y = functional_call(norm, {"weight": weight}, (x[None], gate[None]))
@@ -232,11 +238,16 @@ def _is_gated_norm(norm: Any, size: int) -> bool:
 
 
 def apply_gated_norm(
-    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, mean: Callable[[Tensor], Tensor]
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    compute_mean: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return weight * h / sqrt(mean(h^2) + eps) with h = x * silu(gate), in the dtype of x.
+    """Return weight * h / sqrt(compute_mean(h^2) + eps) with h = x * silu(gate), in the dtype of x.
 
-    `mean` maps fp32 squares to their mean over each element's group. Without `gate`, h is x.
+    `compute_mean` maps fp32 squares to their mean over each element's group. Without `gate`, h is
+    x.
     """
     h = x.float() if gate is None else x.float() * F.silu(gate.float())
-    return weight * (h * torch.rsqrt(mean(h.pow(2)) + eps)).to(x.dtype)
+    return weight * (h * torch.rsqrt(compute_mean(h.pow(2)) + eps)).to(x.dtype)

@@ -98,7 +98,7 @@ def _make_loss_function(loss: LogProbLoss) -> Callable[..., Tensor]:
             source = logits.source
             log_probs = source.multiply_gradient_by_tp(
                 loss.compute_from_hidden(
-                    source.hidden, source.weight, labels, gather, group=source.group
+                    source.hidden, source.weight, labels, gather, group=source.tp_group
                 )
             )
         else:

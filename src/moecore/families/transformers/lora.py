@@ -132,27 +132,31 @@ def refuse_unmerging(model: nn.Module) -> None:
     _replace_methods(model, MERGE_METHODS, "after merge_adapters")
 
 
-def _replace_methods(model: nn.Module, replaced: Mapping[str, str], context: str) -> None:
+def _replace_methods(model: nn.Module, alternatives: Mapping[str, str], context: str) -> None:
     """Make methods of a PeftModel and its tuner raise NotImplementedError.
 
-    `replaced` maps a method's name to the alternative. `context` says when calls are forbidden.
+    `alternatives` maps a method's name to the alternative. `context` says when calls are forbidden.
     Both are part of the error text.
     """
     for module in model.modules():
         if is_pretrained(module):
             return  # its children are layers
-        for name, instead in replaced.items():
+        for name, instead in alternatives.items():
             of_peft = getattr(type(module), name, None)
             if getattr(of_peft, "__module__", "").startswith("peft."):
                 setattr(module, name, functools.partial(_refuse_method, name, context, instead))
 
 
-def _refuse_method(name: str, context: str, instead: str, *args: Any, **kwargs: Any) -> None:
-    """Raise NotImplementedError for a call of peft's method `name`; `instead` is the alternative.
+def _refuse_method(
+    method_name: str, context: str, alternative: str, *args: Any, **kwargs: Any
+) -> None:
+    """Raise NotImplementedError for a call of peft's method, with the `alternative` in the error.
 
     `context` is as in `_replace_methods`.
     """
-    raise NotImplementedError(f"{name} of peft must not be called {context}: use {instead}")
+    raise NotImplementedError(
+        f"{method_name} of peft must not be called {context}: use {alternative}"
+    )
 
 
 def _refuse_late_adapters(module: nn.Module, args: Any) -> None:
@@ -257,11 +261,11 @@ def _find_wrapped_experts(model: nn.Module) -> Iterator[_WrappedExperts]:
                 wrappers.append(wrapper)
                 wrapper = wrapper.base_layer
             if wrappers and wrapper is not None:
-                _check_stacked(f"{name}.{child}", wrappers)
+                _refuse_lora_on_matrices(f"{name}.{child}", wrappers)
                 yield _WrappedExperts(name, child, parent, tuple(wrappers), wrapper)
 
 
-def _check_stacked(name: str, wrappers: list[Any]) -> None:
+def _refuse_lora_on_matrices(name: str, wrappers: list[Any]) -> None:
     """Raise NotImplementedError if LoRA is on a parameter with less than 3 dims, as of a router.
 
     `wrappers` are peft's `ParamWrapper`s on the parameters of module `name`.

@@ -16,15 +16,15 @@ from moecore.base.torch_private import StridedShard
 Stack = tuple[tuple[int, int], ...]
 
 
-def iterate_local_rows(stack: Stack, rank: int, tp: int) -> Iterator[slice]:
-    """Yield the slice of matrix rows of a rank's heads in each section of `stack`.
+def iterate_local_rows(sections: Stack, rank: int, tp: int) -> Iterator[slice]:
+    """Yield the slice of matrix rows of a rank's heads in each section of `sections`.
 
     A section is (number of heads, rows per head). If a section has fewer heads than `tp`, several
     ranks have the same head.
     """
     # Example: 4 heads of 8 rows, then 1 head of 8 rows. Rank 1 of 2 has rows 16:32 and 32:40.
     start = 0
-    for heads, size in stack:
+    for heads, size in sections:
         num_local, first = max(1, heads // tp), rank * heads // tp
         yield slice(start + first * size, start + (first + num_local) * size)
         start += heads * size

@@ -27,7 +27,7 @@ from moecore.families.transformers.stock import (
     find_names_in_forward,
     get_loss_name,
     get_text_decoder,
-    is_hf,
+    is_transformers_module,
     list_tower_modules,
 )
 
@@ -113,7 +113,11 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
     convolutions = find_short_convolutions(model) if has_row_inputs else []
     row_layers = {LINEAR: len(linear), CONVOLUTION: len(convolutions)}
     row_layers |= {CHUNKED: len(find_chunked_layers(model)) if has_row_inputs else 0}
-    references = [m for m in model.modules() if type(m).__name__ == REFERENCE_CLASS and is_hf(m)]
+    references = [
+        m
+        for m in model.modules()
+        if type(m).__name__ == REFERENCE_CLASS and is_transformers_module(m)
+    ]
     row_layers |= {REFERENCE: len(references) if has_row_inputs else 0}
     row_layers |= dict.fromkeys(SPARSE, num_sparse)
     if (problem := find_unsupported_layer(model, row_layers)) is not None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.copies import copy_modules, make_meta_parameter
-from moecore.base.torch_private import sum_versions
+from moecore.base.torch_private import sum_version_counters
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.families.transformers.stock import (
     get_text_decoder,
@@ -103,6 +103,7 @@ class StagedCausal:
 
     @property
     def _hidden_size(self) -> int:
+        """The `hidden_size` D of the text config."""
         width: int = self.model.config.get_text_config().hidden_size
         return width
 
@@ -177,14 +178,17 @@ class StagedCausal:
                 instead.weight = nothing  # models read its device
                 ends.callback(delattr, instead, "weight")
                 hook(parts.embedding, lambda *_: nothing)
-                hook(line[first - 1], lambda *call: _replace_first(call[-1], hidden))
+                hook(line[first - 1], lambda *call: _replace_first_result(call[-1], hidden))
             if not stage.loss:
                 head: Any = get(parts.head)
                 # Models read the weight's dtype.
                 head.weight = torch.empty(0, dtype=torch.float32, device="cpu")
                 ends.callback(delattr, head, "weight")
                 # An embedding's output is sent unchanged.
-                hook(line[last and last + 1], lambda *call: outputs.append(_get_first(call[-1])))
+                hook(
+                    line[last and last + 1],
+                    lambda *call: outputs.append(_get_first_result(call[-1])),
+                )
             yield outputs
 
     def _check_output(self, layer: nn.Module, _args: Any, output: Any) -> None:
@@ -204,34 +208,34 @@ class _CallTrace:
     error: Exception | None = None
 
     @property
-    def names(self) -> list[str]:
+    def part_names(self) -> list[str]:
         """Names of the parts that ran, in order."""
         return [name for name, *_ in self.calls]
 
-    def record_call(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of the part `name`: record the call."""
+    def record_call(self, part_name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook of the part `part_name`: record the call."""
         x = args[0] if args and isinstance(args[0], Tensor) else None
-        self.calls.append((name, x, 0 if x is None else sum_versions(x)))
+        self.calls.append((part_name, x, 0 if x is None else sum_version_counters(x)))
 
 
-def _trace_calls(model: Any, parts: StageParts) -> _CallTrace:
+def _trace_calls(model: Any, stage_parts: StageParts) -> _CallTrace:
     """Run a CPU copy of a model with `AbsentModule` for all parts; return the record of calls."""
-    shell: Any = copy_modules(model, make_meta_parameter, unwrapped=True)[model]
+    shell: Any = copy_modules(model, make_meta_parameter, removes_wrappers=True)[model]
     config, dtype = model.config.get_text_config(), model.get_input_embeddings().weight.dtype
     # One row, so that code which unpacks hidden states as several tensors raises.
     ids = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
     stage_shell = _CallTrace(torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu"))
-    line = [*_list_layer_names(shell, parts), *parts.final_modules, parts.head]
-    for name in (parts.embedding, *line):
-        shell.set_submodule(name, parts.make_placeholder(name, shell.get_submodule(name)))
+    line = [*_list_layer_names(shell, stage_parts), *stage_parts.final_modules, stage_parts.head]
+    for name in (stage_parts.embedding, *line):
+        shell.set_submodule(name, stage_parts.make_placeholder(name, shell.get_submodule(name)))
     for module in shell.modules():  # on the CPU, where the model may be on meta
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     for name in line:
         shell.get_submodule(name).register_forward_pre_hook(partial(stage_shell.record_call, name))
-    for name in (parts.embedding, parts.head):  # models read its device, or its dtype
+    for name in (stage_parts.embedding, stage_parts.head):  # models read its device, or its dtype
         shell.get_submodule(name).weight = stage_shell.embedding_output
-    shell.get_submodule(parts.embedding).register_forward_hook(
+    shell.get_submodule(stage_parts.embedding).register_forward_hook(
         lambda *_: stage_shell.embedding_output
     )
     keywords = {"use_cache": False, "return_dict": True}
@@ -245,15 +249,15 @@ def _trace_calls(model: Any, parts: StageParts) -> _CallTrace:
     return stage_shell
 
 
-def _trace_parts(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, ...]]:
-    """Check a model by a run without embedding, layers and head; return `parts` in call order.
+def _trace_parts(model: Any, stage_parts: StageParts) -> tuple[StageParts, tuple[int, ...]]:
+    """Check a model by a run without embedding, layers and head; return parts in call order.
 
     The second result is the shape of the layers' input after [B, T], such as (D,). Raises
     NotImplementedError if the model computes anything between layers, or passes more than hidden
     states between layers.
     """
-    shell, layers = _trace_calls(model, parts), _list_layer_names(model, parts)
-    names, num_layers = shell.names, len(layers)
+    shell, layers = _trace_calls(model, stage_parts), _list_layer_names(model, stage_parts)
+    names, num_layers = shell.part_names, len(layers)
     early = next((name for name in names[:num_layers] if name not in layers), None)
     if early is not None:
         raise _make_refusal(model, f"it runs {early} in front of a layer")
@@ -263,8 +267,12 @@ def _trace_parts(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, 
         )
         reason = " ".join(str(shell.error).split())
         raise _make_refusal(model, f"its forward fails {location} ({reason})") from shell.error
-    line = [*layers, *parts.final_modules, parts.head]
-    if names[:num_layers] != layers or names[-1] != parts.head or sorted(names) != sorted(line):
+    line = [*layers, *stage_parts.final_modules, stage_parts.head]
+    if (
+        names[:num_layers] != layers
+        or names[-1] != stage_parts.head
+        or sorted(names) != sorted(line)
+    ):
         raise _make_refusal(model, "it does not run its layers in turn, once each")
     _, hidden, outputs = shell.calls[0]
     if hidden is None or hidden.shape[:2] != shell.embedding_output.shape[:2]:
@@ -272,25 +280,27 @@ def _trace_parts(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, 
     for name, x, _ in shell.calls[: num_layers + 1]:
         if x is None or x.shape != hidden.shape or x.data_ptr() != hidden.data_ptr():
             raise _make_refusal(model, f"it changes hidden states in front of {name}")
-    if sum_versions(shell.embedding_output) or sum_versions(hidden) != outputs:
+    if sum_version_counters(shell.embedding_output) or sum_version_counters(hidden) != outputs:
         raise _make_refusal(model, "it changes hidden states in place")
-    return replace(parts, final_modules=tuple(names[num_layers:-1])), tuple(hidden.shape[2:])
+    return replace(stage_parts, final_modules=tuple(names[num_layers:-1])), tuple(hidden.shape[2:])
 
 
-def _get_first(results: Any) -> Tensor:
+def _get_first_result(results: Any) -> Tensor:
     """Return the only or first result of a layer."""
     first: Tensor = results if isinstance(results, Tensor) else results[0]
     return first
 
 
-def _replace_first(results: Any, first: Tensor) -> Any:
+def _replace_first_result(results: Any, new_result: Tensor) -> Any:
     """Return a layer's results with the first result replaced."""
-    return first if isinstance(results, Tensor) else (first, *results[1:])
+    return new_result if isinstance(results, Tensor) else (new_result, *results[1:])
 
 
-def _list_layer_names(model: Any, parts: StageParts) -> list[str]:
+def _list_layer_names(model: Any, stage_parts: StageParts) -> list[str]:
     """Return the qualified names of the decoder layers, first to last."""
-    return [f"{parts.layers}.{i}" for i in range(len(model.get_submodule(parts.layers)))]
+    return [
+        f"{stage_parts.layers}.{i}" for i in range(len(model.get_submodule(stage_parts.layers)))
+    ]
 
 
 def _find_parts(model: Any) -> StageParts:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moecore.base.torch_private import HOOKS
-from moecore.families.transformers.stock import bind_arguments, is_hf
+from moecore.families.transformers.stock import bind_arguments, is_transformers_module
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.records import Routing
 
@@ -23,7 +23,7 @@ OPTION = "output_router_logits"
 def refuse_lost_router_logits(model: nn.Module) -> None:
     """Make forwards raise if they request router logits that would not be recorded."""
     for module in model.modules():
-        if not is_hf(module) or getattr(module, "base_model", None) is not module:
+        if not is_transformers_module(module) or getattr(module, "base_model", None) is not module:
             continue  # transformers records in the base model, not in the model with the loss
         refusal = _find_version_problem()
         if refusal is not None and getattr(module.config, OPTION, False):
@@ -43,11 +43,12 @@ def _find_version_problem() -> str | None:
 
 
 def _check_router_logits(
-    refusal: str | None, module: Any, args: Any, kwargs: dict[str, Any], output: Any
+    version_problem: str | None, module: Any, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
     """Forward hook: raise NotImplementedError if requested router logits were not recorded.
 
-    `refusal` is the error text for a transformers version that uses logits wrongly; None = correct.
+    `version_problem` is the error text for a transformers version that uses logits wrongly, or
+    None.
     """
     layers_of = (m for m in module.modules() if isinstance(m, RoutedLayer))
     # transformers records no logits of layers with hash routing.
@@ -55,8 +56,8 @@ def _check_router_logits(
     keywords = bind_arguments(module, args, kwargs)
     if not recordable or not keywords.get(OPTION, getattr(module.config, OPTION, False)):
         return  # the model was not parallelized, or the caller requests no logits
-    if refusal is not None:
-        raise NotImplementedError(refusal)
+    if version_problem is not None:
+        raise NotImplementedError(version_problem)
     # A model whose layers are RoutedExperts still has its own routers.
     layers = len(recordable) if any(isinstance(m, MoELayer) for m in recordable) else 0
     recorded = len(getattr(output, "router_logits", None) or ())

@@ -198,9 +198,9 @@ OWN_ROUTERS = {
 }
 
 
-def get_option(owners: tuple[Any, ...], *names: str) -> Any:
+def get_first_attribute(owners: tuple[Any, ...], *attribute_names: str) -> Any:
     """Return the first named attribute that one of the owners has; None if none has any."""
-    return next((getattr(o, n) for o in owners for n in names if hasattr(o, n)), None)
+    return next((getattr(o, n) for o in owners for n in attribute_names if hasattr(o, n)), None)
 
 
 def read_routing(block: Any, record: RouterRecord) -> dict[str, Any] | None:
@@ -222,16 +222,16 @@ def read_routing(block: Any, record: RouterRecord) -> dict[str, Any] | None:
     is_softmax_after_choice = (record.score_order, function) == ("post", "softmax")  # its sum is 1
     normalize: Any = record.normalize
     if isinstance(normalize, str):
-        normalize = is_softmax_after_choice or get_option(owners, normalize)
+        normalize = is_softmax_after_choice or get_first_attribute(owners, normalize)
     routing: dict[str, Any] = {
-        "top_k": get_option(owners, "top_k", "num_experts_per_tok"),
+        "top_k": get_first_attribute(owners, "top_k", "num_experts_per_tok"),
         "score_function": function,
         "score_order": record.score_order,
         "normalize_weights": normalize,
-        "routed_scaling_factor": get_option(owners, record.scale) if record.scale else 1.0,
+        "routed_scaling_factor": get_first_attribute(owners, record.scale) if record.scale else 1.0,
     }
-    num_groups = get_option(owners, "num_group", "n_group") or 1
-    top_groups = get_option(owners, "topk_group") or num_groups
+    num_groups = get_first_attribute(owners, "num_group", "n_group") or 1
+    top_groups = get_first_attribute(owners, "topk_group") or num_groups
     if record.ranks_groups:
         return routing | {"num_groups": num_groups, "top_groups": top_groups}
     return None if top_groups < num_groups else routing

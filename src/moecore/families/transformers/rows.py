@@ -85,7 +85,7 @@ class RowReader:
                 reader.register_forward_pre_hook(partial(_store_sequence, layers), with_kwargs=True)
             for layer in layers:
                 setattr(layer, SEQUENCE, Sequence())
-                tell = partial(_pass_rows, choices.get(layer, Tensor.flatten))
+                tell = partial(_pass_stored_sequence, choices.get(layer, Tensor.flatten))
                 # Reads full rows, so it runs before the hook that slices them for tp ranks.
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
 
@@ -168,7 +168,7 @@ class MaskReader:
         choices = _make_token_selectors(base)
         for layer in base.modules():
             if isinstance(layer, RoutedLayer):
-                tell = partial(self._pass_rows, choices.get(layer, Tensor.flatten))
+                tell = partial(self._pass_running_sequence, choices.get(layer, Tensor.flatten))
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
         self._unchecked = {
             block
@@ -205,7 +205,7 @@ class MaskReader:
                 "apart: give rows of one sequence each",
                 stacklevel=2,
             )
-        elif begins and text._attn_implementation in MASKED and _is_visible(mask, *begins[0]):
+        elif begins and text._attn_implementation in MASKED and _attends_to_next(mask, *begins[0]):
             name, implementation = type(self._model).__name__, text._attn_implementation
             raise ValueError(
                 f"position_ids must be of rows of one sequence each for {name} with "
@@ -289,27 +289,31 @@ class MaskReader:
             hidden.register_hook(lambda _: self._restore_sequence(sequence))
 
     def _restore_sequence(self, sequence: Sequence) -> None:
+        """Set the `Sequence` of the running forward until the end of the backward."""
         self._state.sequence = sequence
         call_after_backward(self._clear_sequence)
 
     def _clear_sequence(self) -> None:
+        """Forget the `Sequence` of the running forward."""
         self._state.sequence = None
 
-    def _pass_rows(
-        self, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    def _pass_running_sequence(
+        self, select_tokens: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[Any, Kwargs] | None:
         """Forward pre-hook of a MoE layer: pass documents and padding of the running forward."""
         sequence = getattr(self._state, "sequence", None)
         return (
-            None if sequence is None else _add_row_arguments(sequence, choose, layer, args, kwargs)
+            None
+            if sequence is None
+            else _add_document_arguments(sequence, select_tokens, layer, args, kwargs)
         )
 
 
-def _is_visible(mask: Any, row: int, place: int) -> bool:
-    """Whether token `place + 1` of a row attends to token `place`; mask None = causal attention."""
+def _attends_to_next(mask: Any, row: int, token_idx: int) -> bool:
+    """Whether token `token_idx + 1` of a row attends to token `token_idx`; mask None = causal."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         return mask is None
-    value = mask[row % len(mask), 0, place + 1, place]
+    value = mask[row % len(mask), 0, token_idx + 1, token_idx]
     return bool(value if mask.dtype == torch.bool else value == 0)
 
 
@@ -423,13 +427,15 @@ def get_tokens(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
     return tokens
 
 
-def _get_first_argument(inputs: Kwargs, names: tuple[str, ...]) -> Any:
-    return next((inputs[name] for name in names if inputs.get(name) is not None), None)
+def _get_first_argument(inputs: Kwargs, argument_names: tuple[str, ...]) -> Any:
+    """Return the first input of these names that is not None, or None."""
+    return next((inputs[name] for name in argument_names if inputs.get(name) is not None), None)
 
 
-def _make_missing_documents_error(longest: Any) -> ValueError:
+def _make_missing_documents_error(max_seqlen: Any) -> ValueError:
+    """Return the error for `max_seqlen` without `cu_seqlens`."""
     return ValueError(
-        f"max_seqlen ({longest}) must come with cu_seqlens (None), of whose documents it is the "
+        f"max_seqlen ({max_seqlen}) must come with cu_seqlens (None), of whose documents it is the "
         "longest: pass both or neither"
     )
 
@@ -449,19 +455,23 @@ def _store_sequence(
             setattr(layer, SEQUENCE, kwargs[SEQUENCE])
 
 
-def _pass_rows(
-    choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+def _pass_stored_sequence(
+    select_tokens: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
     """Forward pre-hook of a MoE layer: pass documents and padding of its stored `Sequence`."""
-    return _add_row_arguments(getattr(layer, SEQUENCE), choose, layer, args, kwargs)
+    return _add_document_arguments(getattr(layer, SEQUENCE), select_tokens, layer, args, kwargs)
 
 
-def _add_row_arguments(
-    sequence: Sequence, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+def _add_document_arguments(
+    sequence: Sequence,
+    select_tokens: Choose,
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Kwargs,
 ) -> tuple[Any, Kwargs] | None:
     """Return a MoE layer's (args, kwargs) with documents and padding of `sequence`.
 
-    `choose` selects the layer's tokens from [B, T]. None = the arguments are unchanged.
+    `select_tokens` selects the layer's tokens from [B, T]. None = the arguments are unchanged.
     """
     mask_BT = sequence.padding_mask_BT
     if isinstance(layer, MoELayer):
@@ -472,7 +482,7 @@ def _add_row_arguments(
     if mask_BT is None:
         return None
     x_TD, ids_TK, *rest = args
-    mask_T = choose(mask_BT)
+    mask_T = select_tokens(mask_BT)
     if len(mask_T) != len(x_TD):  # tokens of another tower, such as vision, without a mask
         return None
     return (x_TD, ids_TK.masked_fill(mask_T[:, None], -1), *rest), kwargs

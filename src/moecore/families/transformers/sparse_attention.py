@@ -27,7 +27,7 @@ from moecore.attention.sequence import Sequence
 from moecore.attention.sparse import KeyChoice, attend_sparse
 from moecore.base.options.indexer import IndexerConfig
 from moecore.families.transformers.linear_attention import SEQUENCE
-from moecore.families.transformers.stock import find_names_in_forward, is_hf
+from moecore.families.transformers.stock import find_names_in_forward, is_transformers_module
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
 from moecore.models.mla import compute_mean_divergence, make_key_choice
 from moecore.moe.aux_loss import AuxLoss
@@ -45,7 +45,9 @@ BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 def find_sparse_attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return a model's modules of `CLASSES` that read selected keys."""
-    layers: list[Any] = [m for m in model.modules() if is_hf(m) and type(m).__name__ in CLASSES]
+    layers: list[Any] = [
+        m for m in model.modules() if is_transformers_module(m) and type(m).__name__ in CLASSES
+    ]
     return [layer for layer in layers if layer.indexer is not None or hasattr(layer, "skip_topk")]
 
 
@@ -125,7 +127,7 @@ def _run_sparse_attention(
         loss = getattr(layer, CONFIG).loss_coef * compute_mean_divergence(
             out.divergence_t, sequence
         )
-        o_BTHv = layer.aux_loss.attach(o_BTHv, loss)
+        o_BTHv = layer.aux_loss.attach_loss(o_BTHv, loss)
     if gate_BTHv is not None:
         o_BTHv = (o_BTHv * gate_BTHv).to(o_BTHv.dtype)
     selected = prev_topk_indices if out.selected_tK is None else out.selected_tK
@@ -207,18 +209,24 @@ def _split_kv_weight(layer: Any) -> tuple[Tensor, Tensor]:
 
 
 def _update_cache(
-    layer: Any, cache: Any, latent_BTL: Tensor, turned_BT1r: Tensor, index: IndexerHeads | None
+    layer: Any,
+    cache: Any,
+    latent_BTL: Tensor,
+    rotated_BT1r: Tensor,
+    indexer_heads: IndexerHeads | None,
 ) -> tuple[Tensor, Tensor, IndexerHeads | None]:
     """Append latents, rotated keys and the indexer's keys to a cache; return all cached entries.
 
     Raises ValueError if the cache has tokens of an earlier forward.
     """
     number = layer.layer_idx
-    latents, turned = cache.update(latent_BTL.unsqueeze(1), turned_BT1r.transpose(1, 2), number)
+    latents, turned = cache.update(latent_BTL.unsqueeze(1), rotated_BT1r.transpose(1, 2), number)
     refuse_cached_keys(latent_BTL.shape[1], latents.shape[2])
-    if index is not None:
-        index = index._replace(k_Ni=cache.update_indexer(index.k_Ni, number))
-    return latents.squeeze(1), turned.transpose(1, 2), index
+    if indexer_heads is not None:
+        indexer_heads = indexer_heads._replace(
+            k_Ni=cache.update_indexer(indexer_heads.k_Ni, number)
+        )
+    return latents.squeeze(1), turned.transpose(1, 2), indexer_heads
 
 
 def refuse_cached_keys(num_tokens: int, num_keys: int) -> None:

@@ -2,7 +2,7 @@
 
 An adapter's layer has a block's tensors and computes the same function as transformers' class. It
 would silently drop changes by a subclass, a wrapper, a patched method or an additional child, so
-`refuse_customised` raises for such a block.
+`refuse_customised_block` raises for such a block.
 
 A tower is any part of a multimodal base model outside of the text decoder: vision and audio
 encoders, projectors and resamplers. A forward without images, audio and video does not run towers,
@@ -28,7 +28,7 @@ LINEAR_MODULE = ("torch.nn.modules.linear",)
 ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
 
 
-def is_hf(module: nn.Module) -> bool:
+def is_transformers_module(module: nn.Module) -> bool:
     """Whether a module's class is defined in `transformers.models`."""
     return type(module).__module__.startswith("transformers.models.")
 
@@ -97,9 +97,9 @@ def has_causal_loss(model: Any) -> bool:
     return is_stock(function) and getattr(function, "__name__", "") == CAUSAL_LOSS
 
 
-def is_stock_forward(module: nn.Module, name: str) -> bool:
-    """Whether a module is of transformers' class `name` and runs the unmodified class forward."""
-    is_class = is_hf(module) and type(module).__name__ == name
+def is_stock_forward(module: nn.Module, class_name: str) -> bool:
+    """Whether a module is of transformers' class `class_name` and runs the class's own forward."""
+    is_class = is_transformers_module(module) and type(module).__name__ == class_name
     return is_class and "forward" not in vars(module) and is_stock(type(module).forward)
 
 
@@ -109,22 +109,22 @@ def get_router(block: nn.Module, layout: LayerLayout) -> Any:
     return block.get_submodule(layout.router.partition(".")[0])
 
 
-def refuse_customised(
-    block: nn.Module, layout: LayerLayout, children: tuple[str, ...] = ()
+def refuse_customised_block(
+    block: nn.Module, layout: LayerLayout, child_names: tuple[str, ...] = ()
 ) -> None:
     """Raise NotImplementedError if a block or its parts (`layout`) are not transformers' code.
 
-    `children` are the names of further children that the block's layer runs.
+    `child_names` are the names of further children that the block's layer runs.
     """
     home = (type(block).__module__,)
     kind = type(block).__name__
     holder, _, linear = layout.router.rpartition(".")
     parts = (holder or linear, layout.experts, layout.shared, layout.shared_gate)
     latent = (layout.latent_down, layout.latent_up)
-    _refuse_custom_code(block, kind, home, children=(*parts, *latent, *children))
+    _refuse_custom_code(block, kind, home, child_names=(*parts, *latent, *child_names))
     for name, tensor in {**block._parameters, **block._buffers}.items():
         if tensor is not None and (layout.bias_owner, layout.expert_bias) != ("", name):
-            _refuse_extra(kind, name)
+            _refuse_extra_member(kind, name)
     homes = dict.fromkeys((layout.router, layout.experts, layout.bias_owner or ""), home)
     if holder:
         homes = {holder: home, **homes, layout.router: LINEAR_MODULE}
@@ -133,7 +133,7 @@ def refuse_customised(
         names = ("act_fn", "identity_expert") if path == layout.experts else ("score_fn",)
         inner = [p.rpartition(".")[2] for p in homes if p.rpartition(".")[0] == path]
         name = f"{path} ({type(part).__name__}) of {kind}"
-        _refuse_custom_code(part, name, homes[path], children=(*names, *inner))
+        _refuse_custom_code(part, name, homes[path], child_names=(*names, *inner))
         if (replacement := part._modules.get(names[0])) is not None:
             name = f"{path}.{names[0]} ({type(replacement).__name__}) of {kind}"
             for m in replacement.modules():  # Inkling's activation has a child
@@ -141,50 +141,53 @@ def refuse_customised(
     _refuse_custom_implementation(block.get_submodule(layout.experts), kind)
 
 
-def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> None:
-    """Raise NotImplementedError for patched experts, or for child modules not in `children`."""
+def refuse_customised_experts(experts: nn.Module, child_names: tuple[str, ...]) -> None:
+    """Raise NotImplementedError for patched experts, or for child modules not in `child_names`."""
     kind = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(
             f"has_post_expert_norm (True) of {kind} must be False: moecore weights rows before "
             "FC2, and a norm of each expert's output is not built yet"
         )
-    _refuse_custom_code(experts, kind, (type(experts).__module__,), children=children)
+    _refuse_custom_code(experts, kind, (type(experts).__module__,), child_names=child_names)
     _refuse_custom_implementation(experts, kind)
 
 
 def _refuse_custom_code(
-    part: nn.Module, name: str, homes: tuple[str, ...], children: tuple[str, ...] = ()
+    module: nn.Module,
+    part_name: str,
+    module_names: tuple[str, ...],
+    child_names: tuple[str, ...] = (),
 ) -> None:
     """Raise NotImplementedError unless a part's class is transformers' own and unpatched.
 
-    `name` names the part in errors. `homes` are the allowed Python modules of its class. `children`
-    are the names of further child modules that are allowed.
+    `part_name` names the part in errors. `module_names` are the allowed Python modules of its
+    class. `child_names` are the names of further child modules that are allowed.
     """
-    cls = type(part)
-    if cls.__module__ not in homes:
+    cls = type(module)
+    if cls.__module__ not in module_names:
         raise NotImplementedError(
-            f"{name} must be of {homes[0]}, whose maths its adapter knows: take off subclasses and "
-            f"wrappers (LoRA of peft works on dense layers and experts), {WAY_OUT}"
+            f"{part_name} must be of {module_names[0]}, whose maths its adapter knows: take off "
+            f"subclasses and wrappers (LoRA of peft works on dense layers and experts), {WAY_OUT}"
         )
     for method in list_overridden_methods(cls):
         function = getattr(cls, method)
-        patched = vars(part).get(method)
+        patched = vars(module).get(method)
         if not is_stock(function) or (patched and getattr(patched, "__func__", 0) is not function):
             raise NotImplementedError(
-                f"{method} of {name} must be transformers' own, whose maths its adapter knows: "
-                f"undo the patch, {WAY_OUT}"
+                f"{method} of {part_name} must be transformers' own, whose maths its adapter "
+                f"knows: undo the patch, {WAY_OUT}"
             )
-    extra = [n for n, m in part._modules.items() if m is not None and n not in children]
+    extra = [n for n, m in module._modules.items() if m is not None and n not in child_names]
     if extra:
-        _refuse_extra(name, extra[0])
+        _refuse_extra_member(part_name, extra[0])
 
 
-def _refuse_extra(name: str, extra: str) -> None:
-    """Raise NotImplementedError: `name` has a tensor or child `extra` that would be lost."""
+def _refuse_extra_member(owner_name: str, member_name: str) -> None:
+    """Raise NotImplementedError: `owner_name` has a tensor or child that would be lost."""
     raise NotImplementedError(
-        f"{extra} of {name} must not exist, because moecore's layer would not run it: remove it, "
-        f"{WAY_OUT}"
+        f"{member_name} of {owner_name} must not exist, because moecore's layer would not run it: "
+        f"remove it, {WAY_OUT}"
     )
 
 
@@ -208,10 +211,10 @@ def is_stock(function: Any) -> bool:
     return True
 
 
-def _refuse_custom_implementation(experts: nn.Module, kind: str) -> None:
+def _refuse_custom_implementation(experts: nn.Module, class_name: str) -> None:
     """Raise NotImplementedError if the config selects an experts function of the user.
 
-    `kind` is the class in the error.
+    `class_name` is the class in the error.
     """
     name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     module = sys.modules.get("transformers.integrations.moe")
@@ -219,16 +222,16 @@ def _refuse_custom_implementation(experts: nn.Module, kind: str) -> None:
     is_known = function is None or is_stock(function) or function.__module__.startswith("moecore.")
     if not is_known:
         raise NotImplementedError(
-            f"config._experts_implementation ({name!r}) of {kind} must be 'moecore' or one of "
-            "transformers' own, whose maths its adapter knows: call "
+            f"config._experts_implementation ({name!r}) of {class_name} must be 'moecore' or one "
+            "of transformers' own, whose maths its adapter knows: call "
             f'set_experts_implementation("eager"), {WAY_OUT}'
         )
 
 
-def enable_recompute(hf: Any) -> None:
+def enable_activation_checkpointing(model: Any) -> None:
     """Enable activation checkpointing of a transformers model."""
-    new = getattr(hf, "activation_checkpointing_enable", None)
-    (new or hf.gradient_checkpointing_enable)()
+    new = getattr(model, "activation_checkpointing_enable", None)
+    (new or model.gradient_checkpointing_enable)()
 
 
 def get_text_decoder(model: Any) -> Any:
@@ -264,11 +267,12 @@ def list_towers(model: Any) -> list[str]:
     return towers
 
 
-def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], user: str) -> None:
+def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], option_names: str) -> None:
     """Raise ValueError for an argument of a forward that only a model's towers use.
 
     `inputs` are the forward's arguments by name. Multi-dimensional `position_ids` are refused too,
-    because they describe images. `user` names the options that need text-only rows, for the error.
+    because they describe images. `option_names` names the options that need text-only rows, for the
+    error.
     """
     base, decoder = get_base_model(model), get_text_decoder(model)
     if decoder is base:
@@ -276,8 +280,8 @@ def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], user: str) -> Non
     positions = inputs.get("position_ids")
     if positions is not None and positions.ndim != 2:
         raise ValueError(
-            f"position_ids {tuple(positions.shape)} must be [B, T] with {user}, where rows have "
-            "only text: leave them out"
+            f"position_ids {tuple(positions.shape)} must be [B, T] with {option_names}, where rows "
+            "have only text: leave them out"
         )
     of_towers = get_forward_parameters(type(base).forward).keys() - get_forward_parameters(
         type(decoder).forward
@@ -285,6 +289,6 @@ def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], user: str) -> Non
     for name in sorted(of_towers & inputs.keys()):
         if isinstance(inputs[name], Tensor | Mapping):
             raise ValueError(
-                f"{name} must be None for {type(base).__name__} with {user}, which do not run its "
-                "towers: pass text-only rows, or leave these options out"
+                f"{name} must be None for {type(base).__name__} with {option_names}, which do not "
+                "run its towers: pass text-only rows, or leave these options out"
             )

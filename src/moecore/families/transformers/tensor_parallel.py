@@ -80,7 +80,7 @@ class TensorParallelTransformer:
             _hook_module(tp, module, plan)
         GradientShareHooks(tp, self.model)
 
-    def check(self, tp: int) -> None:
+    def check_degree(self, tp: int) -> None:
         """Raise an error for a full model that tp cannot shard.
 
         Raises:
@@ -168,9 +168,9 @@ def _replace_attributes(
     module.__class__ = type(base.__name__, (base,), properties | {"__module__": base.__module__})
 
 
-def _slice_buffer(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
-    """Return this tp rank's chunk, along `dim`, of the module's buffer `name`."""
-    buffer = module._buffers[name]
+def _slice_buffer(tp: TensorParallel, buffer_name: str, dim: int, module: nn.Module) -> Tensor:
+    """Return this tp rank's chunk, along `dim`, of the module's buffer `buffer_name`."""
+    buffer = module._buffers[buffer_name]
     assert buffer is not None, "it has a number per head"
     return buffer.chunk(tp.size, dim)[tp.rank]
 
@@ -201,16 +201,18 @@ class LocalHeadsConfig:
         return getattr(self._config, name)
 
 
-def _select_weight_rows(tp: TensorParallel, name: str, stack: Stack, module: nn.Module) -> Any:
-    """Return this tp rank's rows of the module's parameter `name`; return a DTensor unchanged.
+def _select_weight_rows(
+    tp: TensorParallel, param_name: str, sections: Stack, module: nn.Module
+) -> Any:
+    """Return this tp rank's rows of a module's parameter; return a DTensor unchanged.
 
-    `stack` has (number of heads, rows per head) of each section of rows, such as q, k and v. The
+    `sections` has (number of heads, rows per head) of each section of rows, such as q, k and v. The
     parameter is a DTensor outside of the module's forward.
     """
-    param = module._parameters[name]
+    param = module._parameters[param_name]
     if param is None or isinstance(param, DTensor):  # outside of forward, such as initialisation
         return param
-    return torch.cat([param[rows] for rows in iterate_local_rows(stack, tp.rank, tp.size)])
+    return torch.cat([param[rows] for rows in iterate_local_rows(sections, tp.rank, tp.size)])
 
 
 class StackedRowsHook:
@@ -291,17 +293,21 @@ class StackedRowsHook:
 
 
 def _apply_group_norm(
-    tp: TensorParallel, size: int, norm: Any, hidden_states: Tensor, gate: Tensor | None = None
+    tp: TensorParallel,
+    group_size: int,
+    norm: Any,
+    hidden_states: Tensor,
+    gate: Tensor | None = None,
 ) -> Tensor:
-    """Apply a gated RMS norm whose groups of `size` columns are sharded over several tp ranks.
+    """Apply a gated RMS norm over groups of columns, each sharded over several tp ranks.
 
     `hidden_states`, `gate` and the result have this rank's columns. Collective.
     """
 
     def mean(squares: Tensor) -> Tensor:
-        ranks = size // squares.shape[-1]
+        ranks = group_size // squares.shape[-1]
         sums = tp.gather_last_dim(squares.sum(-1, keepdim=True)).unflatten(-1, (-1, ranks))
-        means: Tensor = sums[..., tp.rank // ranks, :].sum(-1, True) / size
+        means: Tensor = sums[..., tp.rank // ranks, :].sum(-1, True) / group_size
         return means
 
     return apply_gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, mean)
@@ -338,17 +344,17 @@ def _slice_output(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -
     return y.narrow(-1, tp.rank * size, size)
 
 
-def _slice_head(head: int, head_dim: int, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
+def _slice_head(head_idx: int, head_dim: int, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
     """Forward hook of a replicated linear: return the columns of one head, [..., head_dim]."""
-    return y.narrow(-1, head * head_dim, head_dim)
+    return y.narrow(-1, head_idx * head_dim, head_dim)
 
 
 def _shard_parameters(
-    model: nn.Module, tp_mesh: DeviceMesh, places: Mapping[tuple[nn.Module, str], Placement]
+    model: nn.Module, tp_mesh: DeviceMesh, placements: Mapping[tuple[nn.Module, str], Placement]
 ) -> None:
     """Replace all parameters except routed experts by DTensors on `tp_mesh`, in place.
 
-    `places` maps (module, parameter name) to a placement. Other parameters are replicated.
+    `placements` maps (module, parameter name) to a placement. Other parameters are replicated.
     """
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     expert_modules = {m for layer in layers for m in layer.get_part("experts").modules()}
@@ -360,8 +366,8 @@ def _shard_parameters(
             if param in sharded_of:
                 module.register_parameter(name, sharded_of[param])
                 continue
-            placement = places.get((module, name), Replicate())
-            shard_parameter(module, name, tp_mesh, (placement,), reads_plain=True)
+            placement = placements.get((module, name), Replicate())
+            shard_parameter(module, name, tp_mesh, (placement,), reads_local_tensor=True)
             sharded_of[param] = module._parameters[name]  # type: ignore[assignment]
 
 
@@ -409,9 +415,9 @@ class TokenSliceHooks:
         local_inputs = {"top_k_index": local_ids, "top_k_weights": local_weights}
         return (self._slice_rows(x, padding),), local_inputs
 
-    def _slice_rows(self, x_TD: Tensor, padding: int, fill: float = 0) -> Tensor:
-        """Pad dim -2 (tokens) with `padding` entries of `fill`; return this tp rank's tokens."""
-        x_TD = F.pad(x_TD, (0, 0, 0, padding), value=fill) if padding else x_TD
+    def _slice_rows(self, x_TD: Tensor, num_padding: int, fill_value: float = 0) -> Tensor:
+        """Append `num_padding` tokens of `fill_value` in dim -2; return this tp rank's tokens."""
+        x_TD = F.pad(x_TD, (0, 0, 0, num_padding), value=fill_value) if num_padding else x_TD
         size = x_TD.shape[-2] // self._tp.size
         return x_TD.narrow(-2, self._tp.rank * size, size).contiguous()
 
@@ -422,7 +428,7 @@ class TokenSliceHooks:
         """
         *B, T = self._state.shape
         y_BtD = y_tD.view(*B, -1, y_tD.shape[-1]) if B else y_tD[None]
-        y_BTD = self._tp.gather(y_BtD)[:, :T].reshape(*B, T, -1)
+        y_BTD = self._tp.gather_tokens(y_BtD)[:, :T].reshape(*B, T, -1)
         # No view: an in-place write by the model's code would drop the hook of its FSDP unit.
         return exchange_with_grad(y_BTD, lambda x: x, lambda grad: grad)
 
@@ -448,26 +454,28 @@ class GradientShareHooks:
 
     def __init__(self, tp: TensorParallel, model: nn.Module) -> None:
         self._size, self._state = tp.size, threading.local()
-        model.register_forward_pre_hook(self._increase_depth)
+        model.register_forward_pre_hook(self._count_running_forward)
         model.register_forward_hook(self._divide_output_grads, always_call=True)
         for outer in find_outermost_models(model):
             if outer is not model or outer.base_model is not model:
                 outer.base_model.register_forward_pre_hook(self._refuse_base_call)
 
-    def _increase_depth(self, _model: nn.Module, _args: Any) -> None:
+    def _count_running_forward(self, _model: nn.Module, _args: Any) -> None:
         """Forward pre-hook: increase the number of running forwards of the model."""
-        self._state.depth = self._depth + 1
+        self._state.depth = self._num_running_forwards + 1
 
     def _divide_output_grads(self, model: nn.Module, _args: Any, output: Any) -> Any:
         """Forward hook: divide the output's gradient by tp, except in a stage without the head."""
-        self._state.depth = max(self._depth - 1, 0)  # an earlier hook may have raised
+        self._state.depth = max(
+            self._num_running_forwards - 1, 0
+        )  # an earlier hook may have raised
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if isinstance(head, AbsentModule):  # a pipeline stage whose gradient is received
             return output
         return tree_map_only(Tensor, self._divide_grad, output)
 
     @property
-    def _depth(self) -> int:
+    def _num_running_forwards(self) -> int:
         """Number of running (nested) forwards of the model in this thread."""
         return getattr(self._state, "depth", 0)
 
@@ -476,7 +484,7 @@ class GradientShareHooks:
 
         A call is allowed in the forward of the full model, and without gradients.
         """
-        if not self._depth and torch.is_grad_enabled():
+        if not self._num_running_forwards and torch.is_grad_enabled():
             raise ValueError(
                 f"{type(base).__name__} must be called by its whole model under tensor "
                 f"parallelism ({self._size}), which begins backward: call the model"

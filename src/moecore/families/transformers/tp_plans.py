@@ -26,7 +26,7 @@ from moecore.families.transformers.module_plan import (
 )
 from moecore.families.transformers.stock import (
     find_names_in_forward,
-    is_hf,
+    is_transformers_module,
     list_overridden_methods,
 )
 from moecore.moe.layer import MoELayer
@@ -63,7 +63,7 @@ def plan_modules(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModulePlan]
     layer_modules = {m for layer in layers for m in layer.modules()}
     for block in find_blocks(model):
         for module in block.modules():
-            if module in layer_modules or not is_hf(module):
+            if module in layer_modules or not is_transformers_module(module):
                 continue
             is_attention = not module._modules.keys().isdisjoint(OUTPUTS)
             make_plan = plan_attention if is_attention else plan_mlp
@@ -118,7 +118,7 @@ def plan_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
         problem = "norm compares all key heads, of which there are fewer than ranks"
     if problem is not None:
         return problem
-    _check_heads(name, H, kv_heads, tp)
+    _check_head_counts(name, H, kv_heads, tp)
     shared = {} if kv_heads % tp == 0 else {"k_proj": key_dim, "v_proj": value_dim}
     columns = tuple(n for n in (*BY_HEAD, *BY_KV_HEAD) if n in linears and n not in shared)
     param_names = tuple(module._parameters)
@@ -129,12 +129,12 @@ def plan_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
     )
 
 
-def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
-    """Raise ValueError unless tp divides `heads`, and `kv_heads` is a multiple or divisor of tp."""
-    if heads % tp or (kv_heads % tp and tp % kv_heads):
+def _check_head_counts(name: str, num_heads: int, num_kv_heads: int, tp: int) -> None:
+    """Raise ValueError unless tp divides the heads, and divides or is a multiple of kv heads."""
+    if num_heads % tp or (num_kv_heads % tp and tp % num_kv_heads):
         raise ValueError(
-            f"{name}: heads ({heads}) and key/value heads ({kv_heads}) must be multiples of "
-            f"ParallelConfig.tp ({tp}), or the latter a divisor of it: lower tp"
+            f"{name}: heads ({num_heads}) and key/value heads ({num_kv_heads}) must be multiples "
+            f"of ParallelConfig.tp ({tp}), or the latter a divisor of it: lower tp"
         )
 
 
@@ -147,7 +147,7 @@ def _plan_qkv_by_head(name: str, module: Any, tp: int) -> ModulePlan | str:
     if not {*fused_plan.columns, fused_plan.row} <= get_named_linears(module).keys():
         return "linears are not plain"
     H = module.num_attention_heads
-    _check_heads(name, H, H, tp)
+    _check_head_counts(name, H, H, tp)
     return replace(fused_plan, counts={"num_attention_heads": H // tp})
 
 
@@ -160,28 +160,30 @@ def _plan_stacked_qkv(name: str, module: Any, tp: int) -> ModulePlan | str:
     if linears.keys() != {"qkv_proj", "o_proj"}:
         return "linears are not plain"
     H = linears["o_proj"].in_features // d
-    _check_heads(name, H, kv_heads, tp)
+    _check_head_counts(name, H, kv_heads, tp)
     stacks = {"qkv_proj": ((H, d), (kv_heads, d), (kv_heads, d))}
     counts = {"num_key_value_heads": max(1, kv_heads // tp)}
     num_shared = kv_heads if kv_heads % tp else 0
     return ModulePlan((), "o_proj", counts=counts, stacks=stacks, num_shared=num_shared)
 
 
-def _list_gated_query_rows(module: Any, size: int) -> tuple[int, ...]:
+def _list_gated_query_rows(module: Any, num_query_rows: int) -> tuple[int, ...]:
     """Return (2 * size,), the rows of a `q_proj` with output gates, or () if gates are impossible.
 
-    `size` is the number of rows without gates. Gates are possible only if transformers' tp plan
-    shards `q_proj` by columns.
+    `num_query_rows` is the number of rows without gates. Gates are possible only if transformers'
+    tp plan shards `q_proj` by columns.
     """
     # The size does not show the order of gates, so transformers' tp plan must shard them by heads.
     plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
     is_by_head = any(n.endswith(".q_proj") and style == "colwise" for n, style in plan.items())
-    return (2 * size,) if is_by_head else ()
+    return (2 * num_query_rows,) if is_by_head else ()
 
 
-def _is_norm_over_all_heads(module: nn.Module, name: str, linears: Mapping[str, nn.Linear]) -> bool:
-    """Whether the norm "q_norm" or "k_norm" (`name`) has a weight per element of all heads."""
-    norm, linear = getattr(module, name, None), linears.get(f"{name[0]}_proj")
+def _is_norm_over_all_heads(
+    module: nn.Module, norm_name: str, linears: Mapping[str, nn.Linear]
+) -> bool:
+    """Whether the norm "q_norm" or "k_norm" (`norm_name`) has a weight per element of all heads."""
+    norm, linear = getattr(module, norm_name, None), linears.get(f"{norm_name[0]}_proj")
     weight = getattr(norm, "weight", None)
     return linear is not None and weight is not None and weight.numel() == linear.out_features
 
@@ -233,10 +235,10 @@ def plan_mlp(name: str, module: nn.Module, tp: int) -> ModulePlan | None:
     return ModulePlan(tuple(columns), row, halves)
 
 
-def _can_shard_halves(module: Any, name: str) -> bool:
-    """Whether an MLP splits the output of linear `name` into halves that can be sharded."""
+def _can_shard_halves(module: Any, linear_name: str) -> bool:
+    """Whether an MLP splits the output of linear `linear_name` into halves that can be sharded."""
     # Alternating columns (gate, up, gate, ..) are not halves. FSDP shards dim 1 of such a weight. A
     # bias has no dim 1, and the dim 1 of a LoRA factor is small.
-    linear = module.get_submodule(name)
+    linear = module.get_submodule(linear_name)
     is_plain_linear = type(linear) is nn.Linear and linear.bias is None
     return "chunk" in find_names_in_forward(module) and is_plain_linear and HAS_SEPARATE_PIECES

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.base.params import shard_parameter
 from moecore.families.adopt import adopt
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
 
 Fills = Mapping[str, Mapping[str, Callable[[Tensor], Any]]]  # part, parameter -> initialiser
@@ -66,18 +66,18 @@ class TitanLayer(MoELayer):
         return super().forward(x.to_local() if isinstance(x, DTensor) else x, padding_mask)
 
     @torch.no_grad()
-    def fill(self, fills: Fills, fill_shared: Callable[[Any], Any]) -> None:
+    def init_parameters(self, initialisers: Fills, init_shared: Callable[[Any], Any]) -> None:
         """Initialise all parameters in place, and the selection bias with zeros.
 
-        `fills` maps part ("experts", "router") -> parameter name -> initialiser. `fill_shared`
-        receives the shared experts' module and initialises it.
+        `initialisers` maps part ("experts", "router") -> parameter name -> initialiser.
+        `init_shared` receives the shared experts' module and initialises it.
         """
-        for role, by_name in fills.items():
+        for role, by_name in initialisers.items():
             for name, fill in by_name.items():
                 if (param := getattr(self.get_part(role), name)) is not None:
                     fill(param)
         if self.get_part("shared") is not None:
-            fill_shared(self.get_part("shared"))
+            init_shared(self.get_part("shared"))
         bias = self.get_part("router").selection_bias
         if bias is not None:
             nn.init.zeros_(bias)

@@ -33,7 +33,7 @@ from moecore.integrations.torchtitan.options import get_moecore_options
 from moecore.integrations.torchtitan.parallelize import Version, parallelize_own_loss_model
 from moecore.kernels.zigzag import find_positions_in_documents
 from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced_routing import force_even_load
 from moecore.parallel.model.parallel_state import get_request
 
 LABELS = "labels"  # keyword of a model's forward
@@ -79,7 +79,7 @@ class LossDecoder(Decoder):
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
         """Load the job's weights, or without `hf_weights` initialise from torch's seed."""
-        _fill_parameters(self, self, self.hf_weights, super().init_weights)
+        _load_or_init_parameters(self, self, self.hf_weights, super().init_weights)
 
     def forward(  # type: ignore[override]
         self,
@@ -179,7 +179,7 @@ class HFModel(nn.Module):
         """Load the job's weights, or without `hf_weights` initialise from torch's seed."""
         from moecore.io.hf.load import init_hf
 
-        _fill_parameters(self.hf, self, self.hf_weights, partial(init_hf, self.hf))
+        _load_or_init_parameters(self.hf, self, self.hf_weights, partial(init_hf, self.hf))
 
     def forward(
         self,
@@ -205,13 +205,13 @@ class HFModel(nn.Module):
         return divide_loss_by_cp(self, loss)
 
 
-def _fill_parameters(
-    model: nn.Module, owner: nn.Module, hf_weights: str | None, from_seed: Callable[[int], Any]
+def _load_or_init_parameters(
+    model: nn.Module, owner: nn.Module, hf_weights: str | None, init_from_seed: Callable[[int], Any]
 ) -> None:
-    """Load the directory `hf_weights` into `model`; if None, call `from_seed` to initialise it.
+    """Load the directory `hf_weights` into `model`; if None, call `init_from_seed`.
 
-    `from_seed` receives torch's seed, identical on all pipeline stages. `owner` is the module that
-    `parallelize_moe` received.
+    `init_from_seed` receives torch's seed, identical on all pipeline stages. `owner` is the module
+    that `parallelize_moe` received.
     """
     if hf_weights is None:
         seed = torch.tensor(torch.initial_seed() % 2**63, dtype=torch.int64, device="cpu")
@@ -222,7 +222,7 @@ def _fill_parameters(
             on_device = seed.to(request.meshes.device)
             dist.broadcast(on_device, group=group, group_src=0)
             seed = on_device.cpu()
-        from_seed(int(seed))
+        init_from_seed(int(seed))
         return
     from moecore.io import load_hf
 
@@ -276,10 +276,10 @@ def parallelize_hf_model(
     return parallelize_own_loss_model(model, parallel_dims, job, version=version)
 
 
-def _read_config(source: Source, field: str) -> Any:
+def _read_config(source: Source, option_name: str) -> Any:
     """Return a copy of the transformers config `source`, or the config in the directory `source`.
 
-    `field` names the option in errors.
+    `option_name` names the option in errors.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -292,7 +292,7 @@ def _read_config(source: Source, field: str) -> Any:
         )
     if not (Path(source) / "config.json").is_file():
         raise ValueError(
-            f"{field} or flavor ({source}) must be a directory with a config.json: "
+            f"{option_name} or flavor ({source}) must be a directory with a config.json: "
             "download the model's repository there"
         )
     return AutoConfig.from_pretrained(source)

@@ -30,7 +30,7 @@ from moecore.integrations.torchtitan.sections import (
     make_section,
     read_arguments,
     read_changed_arguments,
-    rename_in_errors,
+    replace_name_in_errors,
 )
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
@@ -52,15 +52,15 @@ ELSEWHERE = {
 }
 
 
-def _list_options_elsewhere(prefix: str) -> tuple[str, ...]:
+def _list_arguments_outside_section(prefix: str) -> tuple[str, ...]:
     """Return the argument names that the section `prefix` ("" = top level) does not have."""
     split = (name.rpartition(".") for name in ELSEWHERE)
     return tuple(name for head, _, name in split if head == prefix)
 
 
-def _make_switchable_section(source: Any, **instead: Any) -> Any:
+def _make_switchable_section(source: Any, **replacements: Any) -> Any:
     """Return `make_section(source, **instead)` with an additional field `enable` (False)."""
-    return make_section(source, enable=(bool, False), **instead)
+    return make_section(source, enable=(bool, False), **replacements)
 
 
 _MODEL_FIELDS = tuple(
@@ -72,7 +72,7 @@ _CAPACITY = _make_switchable_section(CapacityConfig, factor=(float | None, None)
 
 MoECore: Any = make_section(
     parallelize_moe,
-    without=_list_options_elsewhere(""),
+    without=_list_arguments_outside_section(""),
     hf_weights=(str | None, None),
     documents=(bool, False),
     dispatch=(
@@ -86,11 +86,11 @@ MoECore: Any = make_section(
         ),
         None,
     ),
-    dense=(make_section(DenseOptions, without=_list_options_elsewhere("dense")), None),
+    dense=(make_section(DenseOptions, without=_list_arguments_outside_section("dense")), None),
     memory=(
         make_section(
             MemoryOptions,
-            without=_list_options_elsewhere("memory"),
+            without=_list_arguments_outside_section("memory"),
             stash=(_make_switchable_section(StashOptions), None),
         ),
         None,
@@ -104,12 +104,15 @@ MoECore: Any = make_section(
         ),
         None,
     ),
-    context=(make_section(ContextOptions, without=_list_options_elsewhere("context")), None),
+    context=(
+        make_section(ContextOptions, without=_list_arguments_outside_section("context")),
+        None,
+    ),
     precision=(_make_switchable_section(Precision, recipe=(make_section(Recipe), None)), None),
     fsdp=(
         make_section(
             FSDPOptions,
-            without=_list_options_elsewhere("fsdp"),
+            without=_list_arguments_outside_section("fsdp"),
             dense_strategy=_STRATEGY,
             experts_strategy=_STRATEGY,
         ),
@@ -117,7 +120,10 @@ MoECore: Any = make_section(
     ),
     pipeline=(make_section(PipelineConfig), None),
     adamw=(make_section(AdamW), None),
-    muon=(make_section(Muon, without=_list_options_elsewhere("muon"), enable=(bool, False)), None),
+    muon=(
+        make_section(Muon, without=_list_arguments_outside_section("muon"), enable=(bool, False)),
+        None,
+    ),
 )
 
 
@@ -134,37 +140,41 @@ def get_moecore_options(job_config: Any) -> Any:
     return MoECore() if options is None else options
 
 
-def make_request(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[str, Any]:
-    """Convert the section `moecore` of a job, `options`, to arguments of `parallelize_moe`.
+def make_parallelize_arguments(
+    moecore_section: Any, parallel: ParallelConfig, **fsdp_fields: Any
+) -> dict[str, Any]:
+    """Convert the section `moecore` of a job, `moecore_section`, to arguments of `parallelize_moe`.
 
-    The arguments do not include the balance, which is set on each layer. `fsdp` has fields of
-    `FSDPOptions` from torchtitan's options. The section `moecore.fsdp` overrides `fsdp`.
+    The arguments do not include the balance, which is set on each layer. `fsdp_fields` has fields
+    of `FSDPOptions` from torchtitan's options. The section `moecore.fsdp` overrides `fsdp_fields`.
     """
-    keywords = read_arguments(options, "moecore", without=("dispatch", "moe", "fsdp"))
-    keywords["dispatch"] = _make_dispatch_options(options.dispatch, parallel)
-    if not list_changed_fields(options.context):
+    keywords = read_arguments(moecore_section, "moecore", without=("dispatch", "moe", "fsdp"))
+    keywords["dispatch"] = _make_dispatch_options(moecore_section.dispatch, parallel)
+    if not list_changed_fields(moecore_section.context):
         keywords["context"] = None
     keywords["pipeline"] = keywords["pipeline"] if parallel.pp > 1 else None
-    fsdp_options = {name: value for name, value in vars(options.fsdp).items() if value is not None}
-    keywords["fsdp"] = rename_in_errors(
-        lambda: FSDPOptions(**(fsdp | fsdp_options)), FSDPOptions, "moecore.fsdp"
+    fsdp_options = {
+        name: value for name, value in vars(moecore_section.fsdp).items() if value is not None
+    }
+    keywords["fsdp"] = replace_name_in_errors(
+        lambda: FSDPOptions(**(fsdp_fields | fsdp_options)), FSDPOptions, "moecore.fsdp"
     )
-    moe = read_changed_arguments(options.moe, "moecore.moe")
+    moe = read_changed_arguments(moecore_section.moe, "moecore.moe")
     return keywords | {"moe": {name: value for name, value in moe.items() if name != "balance"}}
 
 
-def _make_dispatch_options(options: Any, parallel: ParallelConfig) -> DispatchOptions:
-    """Return the job's `DispatchOptions`; `options` is the job's section `moecore.dispatch`.
+def _make_dispatch_options(dispatch_section: Any, parallel: ParallelConfig) -> DispatchOptions:
+    """Return the `DispatchOptions` of a job's section `moecore.dispatch`.
 
     With several expert ranks and no `nvlink.row_factor`, "alltoall" replaces the name "auto".
     """
-    keywords = read_arguments(options, "moecore.dispatch")
-    if keywords["name"] != "nvlink" and not list_changed_fields(options.nvlink):
+    keywords = read_arguments(dispatch_section, "moecore.dispatch")
+    if keywords["name"] != "nvlink" and not list_changed_fields(dispatch_section.nvlink):
         keywords["nvlink"] = None
     is_parallel = parallel.ep * parallel.etp > 1
-    if keywords["name"] == "auto" and options.nvlink.row_factor is None and is_parallel:
+    if keywords["name"] == "auto" and dispatch_section.nvlink.row_factor is None and is_parallel:
         keywords["name"] = "alltoall"  # whose capacity has no limit
-    result: DispatchOptions = rename_in_errors(
+    result: DispatchOptions = replace_name_in_errors(
         lambda: DispatchOptions(**keywords), DispatchOptions, "moecore.dispatch"
     )
     return result

@@ -24,11 +24,11 @@ from torchtitan.tools import utils
 
 from moecore.base.options.layer import BalanceConfig
 from moecore.families.family import swap_blocks
-from moecore.integrations.torchtitan.options import get_moecore_options, make_request
+from moecore.integrations.torchtitan.options import get_moecore_options, make_parallelize_arguments
 from moecore.integrations.torchtitan.sections import (
     list_changed_fields,
     read_changed_arguments,
-    rename_in_errors,
+    replace_name_in_errors,
 )
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.shortage import BufferOwner
@@ -69,7 +69,7 @@ def parallelize_titan_model(
 
     `job` is torchtitan's config. With `update_bias`, optimizer steps update the selection biases.
     """
-    check_job(job, parallel_dims, version, own_loss=False)
+    check_job(job, parallel_dims, version, returns_loss=False)
     weights = get_moecore_options(job).hf_weights
     if weights is not None:
         raise NotImplementedError(
@@ -91,19 +91,21 @@ def parallelize_own_loss_model(
 
     `job` is torchtitan's config.
     """
-    check_job(job, parallel_dims, version, own_loss=True)
+    check_job(job, parallel_dims, version, returns_loss=True)
     version.checkpoint(model, job)
     return compile_and_shard(model, make_meshes(parallel_dims), job)
 
 
-def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_loss: bool) -> None:
+def check_job(
+    job: Any, parallel_dims: ParallelDims, version: Version, *, returns_loss: bool
+) -> None:
     """Raise NotImplementedError for options that a job must not set.
 
-    `own_loss`: whether the model's forward returns its loss.
+    `returns_loss`: whether the model's forward returns its loss.
     """
-    tp, rules = parallel_dims.tp, version.rules(job, parallel_dims, own_loss)
+    tp, rules = parallel_dims.tp, version.rules(job, parallel_dims, returns_loss)
     rules += _list_titan_rules(job, parallel_dims)
-    rules += _list_common_rules(job, parallel_dims, own_loss)
+    rules += _list_common_rules(job, parallel_dims, returns_loss)
     for field, value, refused, requirement in rules:
         if refused:
             raise NotImplementedError(
@@ -118,20 +120,23 @@ def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_lo
         )
 
 
-def _list_titan_rules(job: Any, d: ParallelDims) -> list[Rule]:
+def _list_titan_rules(job: Any, parallel_dims: ParallelDims) -> list[Rule]:
     """Return (field, value, is an error, requirement) per torchtitan option that moecore replaces.
 
-    `d` has the parallel degrees.
+    `parallel_dims` has the parallel degrees.
     """
     training, seq_len = job.training, job.training.seq_len
-    offload, length = training.enable_cpu_offload, f"a multiple of tensor parallelism ({d.tp})"
+    offload, length = (
+        training.enable_cpu_offload,
+        f"a multiple of tensor parallelism ({parallel_dims.tp})",
+    )
     rules = [
         ("training.enable_cpu_offload", True, offload, "False, or moecore.memory.offload set,"),
-        ("training.seq_len", seq_len, seq_len % d.tp != 0, length),
+        ("training.seq_len", seq_len, seq_len % parallel_dims.tp != 0, length),
     ]
-    one_pass = training.local_batch_size * d.dp_replicate * d.dp_shard
+    one_pass = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
     batch = training.global_batch_size
-    further = d.pp > 1 and batch not in (-1, one_pass)
+    further = parallel_dims.pp > 1 and batch not in (-1, one_pass)
     requirement = f"{one_pass}, one pass of the pipeline (raise training.local_batch_size),"
     rules.append(("training.global_batch_size", batch, further, requirement))
     plain = type(job.parallelism)()
@@ -139,9 +144,9 @@ def _list_titan_rules(job: Any, d: ParallelDims) -> list[Rule]:
         value, default = getattr(job.parallelism, name), getattr(plain, name)
         differs = value != default and not name.endswith(("_degree", "_microbatch_size"))
         for prefix, size, option in (
-            ("context_parallel_", d.cp, "moecore.context.way"),
-            ("pipeline_parallel_", d.pp, "moecore.pipeline.schedule"),
-            ("module_fqns_per_model_part", d.pp, "moecore.pipeline.layout"),
+            ("context_parallel_", parallel_dims.cp, "moecore.context.way"),
+            ("pipeline_parallel_", parallel_dims.pp, "moecore.pipeline.schedule"),
+            ("module_fqns_per_model_part", parallel_dims.pp, "moecore.pipeline.layout"),
         ):
             if name.startswith(prefix) and size > 1:
                 requirement = f"{default!r}, or replaced by {option},"
@@ -149,14 +154,15 @@ def _list_titan_rules(job: Any, d: ParallelDims) -> list[Rule]:
     return rules
 
 
-def _list_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
+def _list_common_rules(job: Any, parallel_dims: ParallelDims, returns_loss: bool) -> list[Rule]:
     """Return (field, value, is an error, requirement) per option that conflicts or has no effect.
 
-    `d` has the parallel degrees. `own_loss`: whether the model's forward returns its loss.
+    `parallel_dims` has the parallel degrees. `returns_loss`: whether the model's forward returns
+    its loss.
     """
     options, ac, degrees = get_moecore_options(job), job.activation_checkpoint, job.parallelism
     reshard, backend = degrees.fsdp_reshard_after_forward, job.compile.backend
-    recomputes = _is_compiled_by_moecore(options, d.pp)
+    recomputes = _is_compiled_by_moecore(options, parallel_dims.pp)
     mode = getattr(ac, "mode", ac)  # None or "none" = none
     checkpoints = mode is not None and mode != "none"
     wrong_backend = is_compiled_job(job) and backend != "inductor"
@@ -168,42 +174,47 @@ def _list_common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
     own_mask = "False for torchtitan's own models, which have an attn_mask_type,"
     documents = options.documents
     rules: list[Rule] = [
-        ("parallelism.context_parallel_degree", d.cp, d.cp > 1 and not own_loss, requirement),
+        (
+            "parallelism.context_parallel_degree",
+            parallel_dims.cp,
+            parallel_dims.cp > 1 and not returns_loss,
+            requirement,
+        ),
         ("activation_checkpoint", mode, recomputes and checkpoints, f"none {suffix}"),
         ("compile.backend", backend, recomputes and wrong_backend, f"'inductor' {suffix}"),
         ("parallelism.fsdp_reshard_after_forward", reshard, twice, no_strategy),
-        ("moecore.documents", True, documents and d.cp > 1, "False with cp > 1"),
-        ("moecore.documents", True, documents and not own_loss, own_mask),
+        ("moecore.documents", True, documents and parallel_dims.cp > 1, "False with cp > 1"),
+        ("moecore.documents", True, documents and not returns_loss, own_mask),
     ]
     for name in list_changed_fields(options):
-        for part, size in (("context", d.cp), ("pipeline", d.pp)):
+        for part, size in (("context", parallel_dims.cp), ("pipeline", parallel_dims.pp)):
             unused, degree = name.startswith(f"{part}.") and size == 1, f"{part}_parallel_degree"
             rules.append((f"moecore.{name}", "set", unused, f"absent where {degree} is 1"))
     return rules
 
 
-def check_model(field: str, model_class: type, known_classes: Iterable[type]) -> None:
+def check_model(option_name: str, model_class: type, known_classes: Iterable[type]) -> None:
     """Raise NotImplementedError if a job's model class is not a subclass of a known class.
 
-    `field` names the job's option in the error.
+    `option_name` names the job's option in the error.
     """
     if not issubclass(model_class, tuple(known_classes)):
         raise NotImplementedError(
-            f"{field} ({model_class.__qualname__}) must be one of "
+            f"{option_name} ({model_class.__qualname__}) must be one of "
             f"{', '.join(c.__qualname__ for c in known_classes)}: write a parallelize_fn around "
             "moecore.integrations.torchtitan.parallelize.parallelize_titan_model"
         )
 
 
-def check_replaced(field: str, value: Any, known_values: Container[Any]) -> None:
-    """Raise NotImplementedError unless the job's `field` has one of torchtitan's `known_values`.
+def refuse_custom_function(option_name: str, value: Any, known_values: Container[Any]) -> None:
+    """Raise NotImplementedError unless the value of a job's option is one of `known_values`.
 
     moecore replaces the value of the field, so a custom value would be lost.
     """
     if value not in known_values:
         raise NotImplementedError(
-            f"{field} ({value!r:.80}) must be torchtitan's own, because moecore's takes its place: "
-            "set yours on what accelerated returns, around the one that it has there"
+            f"{option_name} ({value!r:.80}) must be torchtitan's own, because moecore's takes its "
+            "place: set yours on what accelerated returns, around the one that it has there"
         )
 
 
@@ -214,7 +225,7 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
     """
     options, p = get_moecore_options(job), meshes.parallel
     keeps = job.parallelism.fsdp_reshard_after_forward == "never"
-    request = make_request(
+    request = make_parallelize_arguments(
         options,
         p,
         param_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_param],
@@ -225,7 +236,7 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
     for layer in (module for module in model.modules() if isinstance(module, RoutedLayer)):
         balance = read_changed_arguments(options.moe.balance, "moecore.moe.balance")
         change = partial(replace, layer.config.balance, **balance)
-        layer.set_balance(rename_in_errors(change, BalanceConfig, "moecore.moe.balance"))
+        layer.set_balance(replace_name_in_errors(change, BalanceConfig, "moecore.moe.balance"))
     compiled = is_compiled_job(job)
     compiles_blocks = compiled and _is_compiled_by_moecore(options, p.pp)
     request["dense"] = replace(request["dense"], compile=compiles_blocks)
@@ -247,7 +258,7 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
         model.register_forward_pre_hook(_restore_full_rows, prepend=True, with_kwargs=True)
     if request["dispatch"].nvlink is not None and p.pp == 1:  # `finish_step` checks capacities
         model.register_forward_pre_hook(
-            partial(_watch_training_forwards, get_capacity(model).holders)
+            partial(_watch_training_forwards, get_capacity(model).owners)
         )
     local = job.training.local_batch_size * meshes.data_ranks
     get_moe_state(model).set_num_micro_batches(max(1, job.training.global_batch_size // local))
@@ -255,12 +266,12 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
     return model
 
 
-def _is_compiled_by_moecore(options: Any, pp: int) -> bool:
+def _is_compiled_by_moecore(moecore_section: Any, pp: int) -> bool:
     """Whether `parallelize_moe` compiles the blocks of a compiled job, and not torchtitan.
 
     This is the case with pp > 1, or with options of the section `moecore.memory`.
     """
-    return bool(list_changed_fields(options.memory)) or pp > 1
+    return bool(list_changed_fields(moecore_section.memory)) or pp > 1
 
 
 def _restore_full_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -269,12 +280,12 @@ def _restore_full_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[A
     return (kwargs[TOKENS],), keywords
 
 
-def _watch_training_forwards(holders: Sequence[BufferOwner | None], *_: Any) -> None:
-    """Forward pre-hook: set `watch` of each dispatch buffer's owner in `holders` (None is skipped).
+def _watch_training_forwards(buffer_owners: Sequence[BufferOwner | None], *_: Any) -> None:
+    """Forward pre-hook: set `watch` of the owners of dispatch buffers; None is skipped.
 
     The value is "skips" if gradients are enabled, otherwise None, which switches capacities off.
     """
-    for holder in holders:
+    for holder in buffer_owners:
         if holder is not None:
             holder.watch = "skips" if torch.is_grad_enabled() else None
 

@@ -28,7 +28,7 @@ class StageSchedule:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def run(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    def run_micro_batches(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Run forward and backward of micro-batches; return each micro-batch's loss divided by cp.
 
         A micro-batch has the arguments of the model's forward by name.
@@ -82,7 +82,7 @@ class RowSchedule(StageSchedule):
                 row_inputs = make_document_inputs(positions[part] == 0)  # a host sync
                 inputs |= {name: row_inputs[name] for name in ("cu_seqlens", "max_seqlen")}
             micro_batches.append(inputs)
-        losses += [loss * num_tokens for loss in self.run(micro_batches)]
+        losses += [loss * num_tokens for loss in self.run_micro_batches(micro_batches)]
 
 
 class MicroBatchSchedule(StageSchedule):
@@ -109,7 +109,7 @@ class MicroBatchSchedule(StageSchedule):
             inputs: dict[str, Any] = dict(tokens_BT=rows_BT, labels_BT=keywords["labels"])
             documents = {n: keywords[n] for n in ("cu_seqlens", "max_seqlen") if n in keywords}
             micro_batches.append(inputs | documents | {"num_tokens": num_tokens})
-        losses += self.run(micro_batches)
+        losses += self.run_micro_batches(micro_batches)
 
 
 def check_stages(model: nn.Module, pp: int) -> None:

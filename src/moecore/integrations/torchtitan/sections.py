@@ -23,14 +23,14 @@ SOURCE = "moecore_source"  # attribute of a section: the function and the types 
 
 
 def make_section(
-    source: Callable[..., Any], *, without: tuple[str, ...] = (), **instead: tuple[Any, Any]
+    source: Callable[..., Any], *, without: tuple[str, ...] = (), **replacements: tuple[Any, Any]
 ) -> Any:
     """Return a dataclass whose fields are the keyword-only arguments of `source`, in types of jobs.
 
     Args:
         source: a dataclass or a function.
         without: arguments that do not become fields.
-        instead: name -> (type, default) of replaced or additional fields. The type may be a
+        replacements: name -> (type, default) of replaced or additional fields. The type may be a
             section; its default None means the section's defaults.
     """
     owner: Any = source if not isclass(source) or is_dataclass(source) else source.__init__
@@ -39,7 +39,8 @@ def make_section(
         if parameter.kind is Parameter.KEYWORD_ONLY and name not in without:
             fields[name] = (_get_field_type(hints[name]), parameter.default)
     entries = [
-        (name, kind, _make_field(kind, value)) for name, (kind, value) in (fields | instead).items()
+        (name, kind, _make_field(kind, value))
+        for name, (kind, value) in (fields | replacements).items()
     ]
     names = {"__doc__": source.__doc__, SOURCE: (source, hints), "__module__": __name__}
     return make_dataclass(f"{source.__name__}Section", entries, kw_only=True, namespace=names)
@@ -52,13 +53,13 @@ def call_section(section: Any, path: str) -> Any:
     """
     source = getattr(section, SOURCE)[0]
     keywords = read_arguments(section, path)
-    return rename_in_errors(lambda: source(**keywords), source, path)
+    return replace_name_in_errors(lambda: source(**keywords), source, path)
 
 
-def rename_in_errors(make: Callable[[], Any], source: Any, path: str) -> Any:
-    """Return `make()`; in its ValueError, replace the name of `source` by the section's `path`."""
+def replace_name_in_errors(build_record: Callable[[], Any], source: Any, path: str) -> Any:
+    """Return build_record(), and replace the name of `source` in its ValueError by `path`."""
     try:
-        return make()
+        return build_record()
     except ValueError as error:
         raise ValueError(str(error).replace(f"{source.__name__}.", f"{path}.")) from error
 
@@ -133,16 +134,16 @@ def _get_union_members(hint: Any) -> list[Any]:
     return list(get_args(hint)) if is_union else [hint]
 
 
-def _make_field(kind: Any, value: Any) -> Any:
-    """Return a dataclass field of type `kind`, whose default is `value` in a job config's types."""
-    if is_dataclass(kind):
-        return field(default_factory=cast(Any, kind))
-    if isinstance(value, torch.dtype):
-        return field(default=str(value).removeprefix("torch."))
-    if get_origin(kind) is list:
-        items = list(value) if isinstance(value, tuple) else [value]
+def _make_field(field_type: Any, default: Any) -> Any:
+    """Return a dataclass field with this type, and with `default` in a job config's types."""
+    if is_dataclass(field_type):
+        return field(default_factory=cast(Any, field_type))
+    if isinstance(default, torch.dtype):
+        return field(default=str(default).removeprefix("torch."))
+    if get_origin(field_type) is list:
+        items = list(default) if isinstance(default, tuple) else [default]
         return field(default_factory=lambda: list(items))
-    return field(default=value)
+    return field(default=default)
 
 
 def _read_argument(value: Any, hint: Any, path: str) -> Any:

@@ -46,29 +46,29 @@ def register_step_hooks(optimizers: Any, model_parts: list[nn.Module], *_: Any) 
         add_amax_to_state_dict(optimizers, delayed)
 
 
-def add_amax_to_state_dict(optimizers: Any, parts: list[nn.Module]) -> None:
+def add_amax_to_state_dict(optimizers: Any, model_parts: list[nn.Module]) -> None:
     """Add the amax histories of the model parts to the state dict of torchtitan's optimizers."""
     save, load = optimizers.state_dict, optimizers.load_state_dict
-    histories = {n: h for part in parts for n, h in list_amax_histories(part).items()}
-    device = next(parts[0].parameters()).device
+    histories = {n: h for part in model_parts for n, h in list_amax_histories(part).items()}
+    device = next(model_parts[0].parameters()).device
 
     def state_dict() -> dict[str, Any]:
         """Return the state by name, with the amax histories of FP8."""
         # Names do not depend on the layout: DCP raises errors for names that a checkpoint lacks.
-        entries = {f"{AMAX}degrees": _get_degrees(parts[0])}
+        entries = {f"{AMAX}degrees": _get_degrees(model_parts[0])}
         for name, history in histories.items():
-            history.allocate_steps(device)
-            entries |= {f"{AMAX}{name}.{o}": steps for o, steps in history.steps.items()}
+            history.allocate_recorded_amax(device)
+            entries |= {f"{AMAX}{name}.{o}": steps for o, steps in history.recorded_amax.items()}
         result: dict[str, Any] = save() | entries
         return result
 
     def load_state_dict(state: dict[str, Any]) -> None:
         """Load optimizer state and amax histories; ignore gradients' histories of other degrees."""
         load({name: value for name, value in state.items() if not name.startswith(AMAX)})
-        has_same_degrees = torch.equal(state[f"{AMAX}degrees"].cpu(), _get_degrees(parts[0]))
+        has_same_degrees = torch.equal(state[f"{AMAX}degrees"].cpu(), _get_degrees(model_parts[0]))
         for name, history in histories.items():
             operands = {o: state[f"{AMAX}{name}.{o}"] for o in history.operands}
-            history.load(
+            history.load_recorded_amax(
                 {o: s for o, s in operands.items() if has_same_degrees or o not in GRADIENTS},
                 device,
             )
@@ -94,7 +94,7 @@ def finish_step(model: nn.Module) -> MoEMetrics:
         for layer in state.layers.values()
         if isinstance(layer, TitanLayer) and layer.config.balance.bias_update_rate
     }
-    get_capacity(model).poll()
+    get_capacity(model).raise_reported_errors()
     metrics = state.finish_step()
     for layer, old_E in before.items():
         bias_E = layer.get_part("router").selection_bias
@@ -124,7 +124,7 @@ class MoEMetricsProcessor(MetricsProcessor):
         """Log as torchtitan does, then the load on a second line; up to four more host syncs."""
         extra = dict(extra_metrics or {})
         for part in self.model_parts or ():
-            get_capacity(part).check()
+            get_capacity(part).wait_and_raise_errors()
         for metrics in getattr(self.optimizers, METRICS, ()):
             extra |= compute_load_metrics(metrics)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)

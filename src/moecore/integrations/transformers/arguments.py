@@ -33,7 +33,7 @@ REFUSED = {
 _PLAIN_TYPES = ("NO", "MULTI_")
 
 
-def check_arguments(args: TrainingArguments) -> None:
+def check_trainer_arguments(args: TrainingArguments) -> None:
     """Raise ValueError for arguments of Trainer that `MoETrainer` does not support."""
     for name, fix in REFUSED.items():
         value = getattr(args, name, None)

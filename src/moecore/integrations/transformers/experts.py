@@ -23,7 +23,7 @@ from moecore.kernels.experts.products import choose_products
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.moe.backends import Computation, find_separate_computation
+from moecore.moe.backends import Computation, find_backend_computation
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.records import ExpertInput
 
@@ -76,18 +76,18 @@ def experts_forward(
         [T, D] in the dtype of `hidden_states`, summed in fp32 and rounded once. No host sync in
         bf16 on Hopper.
     """
-    _ensure_plan(experts)
+    _store_plan_if_missing(experts)
     plan: ExpertsPlan = getattr(experts, PLAN)
     x_TD, weights = _cast_operands(experts, plan.layout, hidden_states)
     if not getattr(experts, "has_post_expert_norm", False):
-        sum_TD = _compute(x_TD, top_k_index, top_k_weights, weights, plan.activation)
+        sum_TD = _compute_experts(x_TD, top_k_index, top_k_weights, weights, plan.activation)
         return sum_TD.to(hidden_states.dtype)
     # The norm precedes the routing weights, so each choice of a token is a row.
     ids_TK, K = top_k_index, top_k_index.shape[1]
     unit_N1 = torch.ones_like(top_k_weights).view(-1, 1)
     rows = x_TD.repeat_interleave(K, dim=0)
     y_ND = experts.post_expert_norm(
-        _compute(rows, ids_TK.view(-1, 1), unit_N1, weights, plan.activation)
+        _compute_experts(rows, ids_TK.view(-1, 1), unit_N1, weights, plan.activation)
     )
     is_local_TK = (ids_TK >= 0) & (ids_TK < weights.w2_eDF.shape[0])
     weights_TK1 = top_k_weights.masked_fill(~is_local_TK, 0).unsqueeze(-1)
@@ -96,7 +96,7 @@ def experts_forward(
 
 
 @torch.compiler.assume_constant_result  # runs while torch.compile traces
-def _ensure_plan(experts: Any) -> None:
+def _store_plan_if_missing(experts: Any) -> None:
     """Store the `ExpertsPlan` of an experts module as its attribute in the first forward."""
     if PLAN in vars(experts):
         return
@@ -122,7 +122,7 @@ def _cast_operands(
     return x_TD.to(dtype), weights
 
 
-def _compute(
+def _compute_experts(
     x_SD: Tensor,
     ids_SK: Tensor,
     weights_SK: Tensor,
@@ -147,28 +147,32 @@ def _compute(
     if isinstance(computation, ExpertMLPOptions):
         return expert_mlp(rows, weights, index, computation)
     # torch.compile can trace torch's grouped_mm only in bf16.
-    run = _run_eager if is_compiling and x_SD.dtype != torch.bfloat16 else _run
+    run = (
+        _run_computation_eager
+        if is_compiling and x_SD.dtype != torch.bfloat16
+        else _run_computation
+    )
     return run(computation, ExpertInput(rows, index, None), weights, activation)
 
 
-def _run(computation: Computation, *arguments: Any) -> Tensor:
-    """Return `computation(*arguments)`; `_run_eager` does the same, excluded from torch.compile."""
+def _run_computation(computation: Computation, *arguments: Any) -> Tensor:
+    """Return `computation(*arguments)`; `_run_computation_eager` is excluded from torch.compile."""
     return computation(*arguments)
 
 
-_run_eager = torch.compiler.disable(_run)
+_run_computation_eager = torch.compiler.disable(_run_computation)
 
 
 @lru_cache
 def _choose_computation(
-    spec: ExpertSpec, activation: ActivationOptions
+    expert_spec: ExpertSpec, activation: ActivationOptions
 ) -> ExpertMLPOptions | Computation:
-    """Return the options of `expert_mlp`, or the function that replaces `expert_mlp` for `spec`."""
-    has_extras = spec.fc1_bias or spec.fc2_bias or spec.own_activation
-    computation = find_separate_computation("auto", spec, has_extras=has_extras)
+    """Return the options of `expert_mlp`, or the function that replaces it for these experts."""
+    needs_autograd = expert_spec.fc1_bias or expert_spec.fc2_bias or expert_spec.own_activation
+    computation = find_backend_computation("auto", expert_spec, needs_autograd=needs_autograd)
     if computation is not None:
         return computation
-    return ExpertMLPOptions(activation=activation, products=choose_products("auto", spec))
+    return ExpertMLPOptions(activation=activation, products=choose_products("auto", expert_spec))
 
 
 def _refuse_construction(cls: type[nn.Module]) -> None:

@@ -28,27 +28,28 @@ _NUM_NUMPY = 624
 NUM_WORDS = _NUM_PYTHON + 2 + _NUM_NUMPY + 3
 
 
-def find_checkpoint(
-    resume: str | os.PathLike[str] | bool | None, root: Path, *, saves: bool
+def find_checkpoint_to_resume(
+    resume_from: str | os.PathLike[str] | bool | None, root: Path, *, will_save: bool
 ) -> Path | None:
     """Return the checkpoint directory to resume from, or None for a new run. Collective.
 
-    `resume` is a directory, True for the newest checkpoint in `root`, or None or False for a new
-    run. Raises ValueError if a new run would save (`saves`) and `root` already has checkpoints.
+    `resume_from` is a directory, True for the newest checkpoint in `root`, or None or False for a
+    new run. Raises ValueError if a new run would save (`will_save`) and `root` already has
+    checkpoints.
     """
     newest = run_on_first_rank(lambda: latest(root))
-    if resume is None or resume is False:
-        if saves and newest is not None:
+    if resume_from is None or resume_from is False:
+        if will_save and newest is not None:
             raise ValueError(
                 f"output_dir ({root.parent}) must have no checkpoints ({newest.name}) for a new "
                 "run: train(resume_from_checkpoint=True), or use another directory"
             )
         return None
-    if resume is True and newest is None:
+    if resume_from is True and newest is None:
         raise ValueError(
             f"resume_from_checkpoint (True) must find a checkpoint in {root}: leave it out"
         )
-    return newest if resume is True else Path(resume)
+    return newest if resume_from is True else Path(resume_from)
 
 
 def encode_state(state: TrainerState) -> str:

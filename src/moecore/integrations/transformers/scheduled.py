@@ -47,12 +47,12 @@ class ScheduledSteps:
         if request.meshes.data_ranks > 1:
             self._group = dist.new_group(backend="gloo")  # to compare batches without a GPU sync
 
-    def train(self, batch: ScheduledBatch, owner: TrainStep) -> Tensor:
-        """Run forward and backward of a step by the TrainStep `owner`; return the mean loss."""
-        owner.model.train()
+    def run_training_step(self, batch: ScheduledBatch, train_step: TrainStep) -> Tensor:
+        """Run forward and backward of a step by `train_step`; return the mean loss."""
+        train_step.model.train()
         self._check_equal_batches(batch)
-        owner.num_micro_batches = len(batch.cps)
-        return self._compute_mean_loss(batch, owner.forward_backward)
+        train_step.num_micro_batches = len(batch.cps)
+        return self._compute_mean_loss(batch, train_step.forward_backward)
 
     @torch.no_grad()
     def evaluate(self, batch: ScheduledBatch, model: nn.Module) -> Tensor:
@@ -66,10 +66,12 @@ class ScheduledSteps:
         return self._compute_mean_loss(batch, run)
 
     def _compute_mean_loss(
-        self, batch: ScheduledBatch, run: Callable[[list[dict[str, Any]]], Tensor]
+        self, batch: ScheduledBatch, compute_losses: Callable[[list[dict[str, Any]]], Tensor]
     ) -> Tensor:
-        """Compute micro-batch losses by `run`; return the mean over all ranks' labels."""
-        loss = batch.compute_local_loss(run(batch.inputs(self._device, transformers=self._is_hf)))
+        """Return the mean of micro-batch losses, from `compute_losses`, over all ranks' labels."""
+        loss = batch.compute_local_loss(
+            compute_losses(batch.inputs(self._device, transformers=self._is_hf))
+        )
         dist.all_reduce(loss)
         return loss / self._copies
 
@@ -85,7 +87,7 @@ class ScheduledSteps:
             )
 
 
-def _check_trainer(trainer: Trainer, data_rank: int, data_ranks: int) -> None:
+def _check_trainer(trainer: Trainer, data_rank: int, num_data_ranks: int) -> None:
     """Raise ValueError if the trainer's collator or arguments do not fit scheduled batches."""
     args, collator = trainer.args, trainer.data_collator
     if not isinstance(collator, ScheduledCollator):
@@ -96,7 +98,7 @@ def _check_trainer(trainer: Trainer, data_rank: int, data_ranks: int) -> None:
     meshes, steps = "take it from the meshes", args.gradient_accumulation_steps
     requirements = [
         ("ScheduledCollator.data_rank", collator.data_rank, data_rank, meshes),
-        ("ScheduledCollator.data_ranks", collator.data_ranks, data_ranks, meshes),
+        ("ScheduledCollator.data_ranks", collator.data_ranks, num_data_ranks, meshes),
         ("gradient_accumulation_steps", steps, 1, "raise the batch size"),
     ]
     if isinstance(trainer.train_dataset, IterableDataset):  # of which rank 0 reads all batches

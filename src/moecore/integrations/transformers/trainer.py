@@ -40,17 +40,17 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from moecore.base.failures import share_errors
 from moecore.integrations.transformers.arguments import (
     check_accelerator,
-    check_arguments,
     check_logits,
     check_model,
     check_prediction,
+    check_trainer_arguments,
     shards_rows,
 )
 from moecore.integrations.transformers.run_state import (
     GENERATORS,
     STATE,
     encode_state,
-    find_checkpoint,
+    find_checkpoint_to_resume,
     get_host_rng_state,
     read_state_text,
     set_host_rng_state,
@@ -112,7 +112,7 @@ class MoETrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Check model and arguments (ValueError), then create the Accelerator."""
         with share_errors():
-            check_arguments(self.args)
+            check_trainer_arguments(self.args)
             check_model(self.model, self.args)
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
@@ -137,7 +137,9 @@ class MoETrainer(Trainer):
             OSError: when a checkpoint could not be written.
         """
         saves = self.args.save_strategy != SaveStrategy.NO
-        self._checkpoint = find_checkpoint(resume_from_checkpoint, self._root, saves=saves)
+        self._checkpoint = find_checkpoint_to_resume(
+            resume_from_checkpoint, self._root, will_save=saves
+        )
         with ExitStack() as self._open:
             self._resume_directory = None
             if self._checkpoint is not None:
@@ -168,7 +170,7 @@ class MoETrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward of a micro-batch, or of a `ScheduledBatch`; return its loss."""
         if self._steps is not None:
-            return self._steps.train(inputs, self.accelerator.owner)
+            return self._steps.run_training_step(inputs, self.accelerator.owner)
         with self.accelerator.owner.micro_batch():
             result: Tensor = super().training_step(model, inputs, *args, **kwargs)
             return result
@@ -197,7 +199,7 @@ class MoETrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a Hugging Face directory, or only unmerged peft adapters. Collective."""
         folder = Path(output_dir or self.args.output_dir)
-        export_into(self.model, folder)
+        export_to_folder(self.model, folder)
         if self.is_world_process_zero():
             for part in (getattr(self.model, "generation_config", None), self.processing_class):
                 if part is not None:
@@ -364,7 +366,7 @@ class ShardedAccelerator(Accelerator):
         return self.owner.clip().total
 
 
-def export_into(model: nn.Module, folder: Path) -> None:
+def export_to_folder(model: nn.Module, folder: Path) -> None:
     """Write a model, or only its unmerged adapter, to `folder`; replace old files. Collective."""
     if find_unmerged(model):
         save_adapters(model, folder, adapter=cast(Any, model).active_adapter)

@@ -88,7 +88,11 @@ def take_snapshot(
     optimizers = prepare_optimizers(optimizer, view)
     tensors |= {f"optimizer.{k}": v for k, v in collect_optimizer_tensors(optimizers, view).items()}
     owners = map_amax_operands(model).items()
-    tensors |= {f"amax.{n}": h.steps[operand] for n, (h, operand) in owners if operand in h.steps}
+    tensors |= {
+        f"amax.{n}": h.recorded_amax[operand]
+        for n, (h, operand) in owners
+        if operand in h.recorded_amax
+    }
     values = {}
     for name, value in (extra or {}).items():
         if isinstance(value, Tensor):

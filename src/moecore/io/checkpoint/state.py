@@ -277,7 +277,7 @@ def restore_amax(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> Non
         if name in saved_histories:
             steps[operand] = saved_histories[name]
     for history, steps in steps_by_history.items():
-        history.load(steps, next(model.parameters()).device)
+        history.load_recorded_amax(steps, next(model.parameters()).device)
 
 
 def copy_rng_states() -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from moecore.base.params import compute_global_indices, find_runs
+from moecore.base.params import compute_global_indices, find_consecutive_runs
 from moecore.base.torch_private import get_local_tensor
 from moecore.io.checkpoint.directory import publish
 from moecore.io.checkpoint.manifest import (
@@ -184,7 +184,7 @@ def _find_blocks(tensor: Any) -> Blocks:
         return {}
     dims = []
     for index in compute_global_indices(tensor):
-        runs = list(find_runs(index))
+        runs = list(find_consecutive_runs(index))
         ends = itertools.accumulate(length for _, length in runs)
         dims.append([(at, slice(end - n, end)) for (at, n), end in zip(runs, ends, strict=True)])
     if math.prod(map(len, dims)) < 2:

@@ -362,7 +362,7 @@ def find_merges(model: nn.Module) -> list[Merge]:
     items = []
     for module in model.modules():
         if isinstance(module, Experts):
-            for name, update in module.updates.items():
+            for name, update in module.lora_updates.items():
                 add = partial(_add_to_experts, module, name, update)
                 items.append(Merge(getattr(module, name), update, add))
         elif is_tuner_layer(module) and not isinstance(module, LowRank):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.params import compute_global_indices, find_runs
+from moecore.base.params import compute_global_indices, find_consecutive_runs
 from moecore.base.torch_private import get_local_tensor
 
 Region = tuple[int | slice, ...]
@@ -131,7 +131,7 @@ def list_shard_boxes(
 
 def find_shard_runs(indices: Sequence[Tensor]) -> ShardRuns:
     """Convert a shard's global indices per dim to runs (first, length) of consecutive indices."""
-    return tuple(tuple(find_runs(index)) for index in indices)
+    return tuple(tuple(find_consecutive_runs(index)) for index in indices)
 
 
 def find_overlaps(

@@ -30,7 +30,7 @@ from moecore.base.torch_private import (
     is_plain_eager,
     tree_flatten,
     tree_unflatten,
-    will_run,
+    will_run_node,
 )
 from moecore.kernels.experts.backward import SavedState, compute_gradients
 from moecore.kernels.experts.contract import (
@@ -118,7 +118,7 @@ class _ExpertMLP(torch.autograd.Function):
                 wants,
                 has_expert_rows=ctx.is_unsummed,
                 sinks=ctx.sinks,
-                sender=ctx.sender if wants.x and will_run(ctx.handle_node) else None,
+                sender=ctx.sender if wants.x and will_run_node(ctx.handle_node) else None,
             )
         else:  # tracers see the custom op, which refuses a second derivative
             dy = grads[0] if arrived is None else arrived.widen()

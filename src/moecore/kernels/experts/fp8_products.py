@@ -100,7 +100,7 @@ class BlockwiseProducts(Products):
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, _OperandBlocks]:
         """Return H [R, C] in its saved format (None if not `saves_h`), and the FP8 activation."""
-        return self._activate(self._multiply_fc1(rows), self.recipe.hidden if saves_h else None)
+        return self._activate(self._multiply_fc1(rows), self.recipe.hidden_format if saves_h else None)
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
         """Return a @ w2^T [R, D], the output of each expert row, in the dtype of the rows."""
@@ -108,9 +108,9 @@ class BlockwiseProducts(Products):
         return self.low2.add_product(y_RD, self.low2.compute_forward_addend(a.wide))
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return H [R, C] from source rows, in the format `Recipe.hidden`."""
+        """Return H [R, C] from source rows, in the format `Recipe.hidden_format`."""
         h_RC = self._multiply_fc1(rows)
-        if self.recipe.hidden == "wide":
+        if self.recipe.hidden_format == "wide":
             return Rows(h_RC)
         return self._quantise_rows(h_RC, self.row_map.num_rows)
 

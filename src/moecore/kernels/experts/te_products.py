@@ -66,7 +66,7 @@ class TEMatmuls(Matmuls):
             rows = self._make_operands(rows_RK, role_of_rows, over_rows=False)
             layout: te.Layout = "NN" if is_backward else "TN"
             matrices = self._matrices[operand]
-            te.multiply_experts(matrices, rows, layout, [out_RN[:num_rows]], self.splits)
+            te.multiply_quantised_experts(matrices, rows, layout, [out_RN[:num_rows]], self.splits)
         return out_RN
 
     def compute_weight_grad(
@@ -83,7 +83,9 @@ class TEMatmuls(Matmuls):
         if sum(self.splits):
             dy = self._make_operands(dy_RN, "gradient", over_rows=True)
             x = self._make_operands(x_RK, "activation", over_rows=True)
-            te.multiply_experts(x, dy, "NT", list(grad.unbind()), self.splits, adds=adds)
+            te.multiply_quantised_experts(
+                x, dy, "NT", list(grad.unbind()), self.splits, accumulates=adds
+            )
         elif not adds:
             grad.zero_()
         if is_direct:

@@ -117,7 +117,7 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     empty = partial(args.x_SD.new_empty, dtype=args.dtype)
     y = empty((R if args.unsummed else S, D))
     recipe = _make_expert_options(args).recipe
-    if args.saves_h and recipe is not None and recipe.hidden == "fp8":
+    if args.saves_h and recipe is not None and recipe.hidden_format == "fp8":
         return y, empty((R, C), dtype=FP8), empty((R, C // BLOCK), dtype=torch.float32)
     return y, empty((R, C) if args.saves_h else (0,)), empty((0,), dtype=torch.float32)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import (
-    EqualSizes,
+    EqualTokenCounts,
     LayerCheck,
     all_gather_rows,
     all_gather_tensors,
@@ -42,8 +42,8 @@ class AllGatherDispatcher(Dispatcher):
 
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
-        self._sizes = EqualSizes(placement.group)
-        self.attendance = LayerCheck(placement.group, placement.layer)
+        self._sizes = EqualTokenCounts(placement.group)
+        self.layer_check = LayerCheck(placement.group, placement.layer)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Return the tokens of all ranks as source rows, padded to C tokens per rank.
@@ -58,10 +58,10 @@ class AllGatherDispatcher(Dispatcher):
             block_TK = torch.div(routing.destinations_TK, p.num_physical, rounding_mode="floor")
             pairs_P = (block_TK.flatten() == torch.arange(p.ep, device=x_TD.device)[:, None]).sum(1)
             C, num_rows = T, p.compute_balanced_rows(*routing.destinations_TK.shape)
-            note = self.attendance.encode_number(x_TD)
+            note = self.layer_check.encode_layer(x_TD)
             local_counts = F.pad(F.pad(pairs_P, (1, 0), value=note), (1, 0), value=T)
             if not x_TD.is_meta:
-                C, num_rows = _exchange_counts(local_counts, p, self.attendance)
+                C, num_rows = _exchange_counts(local_counts, p, self.layer_check)
         pad = (0, 0, 0, C - T)
         tensors = (
             F.pad(x_TD, pad),
@@ -78,14 +78,14 @@ class AllGatherDispatcher(Dispatcher):
 
 
 def _exchange_counts(
-    local_counts: Tensor, p: ExpertPlacement, attendance: LayerCheck
+    local_counts: Tensor, placement: ExpertPlacement, layer_check: LayerCheck
 ) -> tuple[int, int]:
     """Return the largest T of any rank, and this rank's number of expert rows. Host sync.
 
-    `local_counts` has T, `LayerCheck.encode_number`, and the number of choices of the experts of
+    `local_counts` has T, `LayerCheck.encode_layer`, and the number of choices of the experts of
     each ep rank. Collective.
     """
-    counts = all_gather_rows(local_counts[None], p.group).tolist()
-    attendance.check_numbers([row[1] for row in counts])
-    block = p.first_physical // p.num_physical
+    counts = all_gather_rows(local_counts[None], placement.group).tolist()
+    layer_check.check_encoded_layers([row[1] for row in counts])
+    block = placement.first_physical // placement.num_physical
     return max(row[0] for row in counts), sum(row[2 + block] for row in counts)

@@ -29,7 +29,7 @@ from moecore.base.streams import record_host_wait
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import (
-    EqualSizes,
+    EqualTokenCounts,
     LayerCheck,
     drop_unneeded_grads,
     exchange_tensors,
@@ -37,7 +37,13 @@ from moecore.moe.dispatch.collectives import (
     list_outputs_without_grad,
     run_collectives,
 )
-from moecore.moe.dispatch.wire import Receiver, Wire, gather_fp8_rows, make_handle
+from moecore.moe.dispatch.send_order import (
+    SendOrder,
+    assign_static_send_rows,
+    build_send_order,
+    mask_choices_by_block,
+)
+from moecore.moe.dispatch.wire import Receiver, Wire, gather_fp8_rows, make_row_handle
 from moecore.moe.pairs import Pairs, read_numbers
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
@@ -54,14 +60,6 @@ class AllToAllPlan:
     receiver: Receiver | None  # of combine's backward, if tokens are sent as FP8
 
 
-class SendOrder(NamedTuple):
-    """The order of the rows that a rank sends, as in `AllToAllPlan`, and counts per destination."""
-
-    token_ids_M: Tensor  # M is the most rows that could be sent
-    slots_TG: Tensor
-    counts_G3: Tensor  # int64, for each rank the number of tokens, of their choices there, a note
-
-
 class ReceivedRows(NamedTuple):
     """Received source rows with the K physical ids and weights of each row, and combine's plan."""
 
@@ -76,34 +74,34 @@ class TokenExchange:
 
     def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str], wire: Wire) -> None:
         self.group, self.wire = group, wire
-        self.attendance = LayerCheck(group, layer)
-        self._sizes = EqualSizes(group)
+        self.layer_check = LayerCheck(group, layer)
+        self._sizes = EqualTokenCounts(group)
 
-    def send(
+    def send_tokens(
         self,
         x_TD: Tensor,
         routing: Routing,
-        order: SendOrder,
+        send_order: SendOrder,
         pairs: Pairs | None,
         *,
-        even: tuple[int, int],
+        balanced_counts: tuple[int, int],
     ) -> tuple[ReceivedRows, int]:
-        """Send rows in `order`. Return received rows and the number of choices for local experts.
+        """Send rows; return received rows, and the number of choices for local experts.
 
-        One host sync. On meta, `even` replaces received counts: the rows from each rank, and the
-        number of choices for local experts, both with even loads.
+        One host sync. On meta, `balanced_counts` replaces received counts: the rows from each rank,
+        and the number of choices for local experts, both with even loads.
         """
         # In a pair the rows are gathered before the other side computes. M is then the maximum:
         # rows after the sent rows are uninitialised and not read.
-        token_ids_M, slots_TG, counts_G3 = order
+        token_ids_M, slots_TG, counts_G3 = send_order
         if pairs is not None:
             send_rows = self._gather_send_rows(x_TD, routing, token_ids_M, slots_TG)
         if x_TD.is_meta:
-            send_splits = receive_splits = [even[0]] * self.group.size()
-            num_choices = even[1]
+            send_splits = receive_splits = [balanced_counts[0]] * self.group.size()
+            num_choices = balanced_counts[1]
             record_host_wait()
         else:
-            counts = _exchange_counts(counts_G3, self.group, self.attendance, pairs)
+            counts = _exchange_counts(counts_G3, self.group, self.layer_check, pairs)
             send_splits, receive_splits, num_choices = counts
         if pairs is None:
             token_ids_M = token_ids_M[: sum(send_splits)]
@@ -112,13 +110,18 @@ class TokenExchange:
         plan = AllToAllPlan(token_ids_M, slots_TG, *splits, self.wire.make_receiver())
         return self._send_rows(send_rows, plan, pairs, may_overlap=True), num_choices
 
-    def send_static(
-        self, x_TD: Tensor, routing: Routing, needs_GT: Tensor, num_slots: int, pairs: Pairs | None
+    def send_tokens_static(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        is_sent_GT: Tensor,
+        rows_per_rank: int,
+        pairs: Pairs | None,
     ) -> ReceivedRows:
-        """Send token t to each rank g with `needs_GT[g, t]`, padded to `num_slots` rows a rank."""
+        """Send token t to ranks g with `is_sent_GT[g, t]`; pad to `rows_per_rank` rows a rank."""
         self._sizes.check_num_tokens(x_TD.shape[0], x_TD.device)
-        token_ids_M, slots_TG, is_row_M = compute_static_send_order(needs_GT, num_slots)
-        splits = [num_slots] * self.group.size()
+        token_ids_M, slots_TG, is_row_M = assign_static_send_rows(is_sent_GT, rows_per_rank)
+        splits = [rows_per_rank] * self.group.size()
         plan = AllToAllPlan(token_ids_M, slots_TG, splits, splits, self.wire.make_receiver())
         send_rows = self._gather_send_rows(x_TD, routing, token_ids_M, slots_TG, is_row_M)
         return self._send_rows(send_rows, plan, pairs, may_overlap=False)
@@ -136,7 +139,7 @@ class TokenExchange:
         `token_ids_M` and `slots_TG` are as in `AllToAllPlan`. `is_row_M` is True for rows with a
         token; None = all rows.
         """
-        words_MN, rows_MD = self.wire.gather_rows(x_TD, token_ids_M, slots_TG)
+        words_MN, rows_MD = self.wire.gather_send_rows(x_TD, token_ids_M, slots_TG)
         weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
         ids_MK = routing.destinations_TK.index_select(0, token_ids_M)
         if is_row_M is not None:
@@ -149,14 +152,18 @@ class TokenExchange:
     ) -> ReceivedRows:
         """All-to-all the gathered rows by the splits of `plan`, and return the received rows.
 
-        `pairs` and `may_overlap` are arguments of `exchange`.
+        `pairs` and `may_overlap` are arguments of `run_exchanges`.
         """
         num_source_rows = sum(plan.receive_splits)
         collectives = _make_collectives(plan, num_source_rows, self.group, pairs)
         leaf_SD, ids_SK, weights_SK, words_SW = _SendRowsAndIds.apply(
             *send_rows, num_source_rows, collectives, may_overlap
         )
-        rows = Rows(leaf_SD) if words_SW is None else self.wire.unpack(words_SW, leaf_SD, leaf_SD)
+        rows = (
+            Rows(leaf_SD)
+            if words_SW is None
+            else self.wire.wrap_received_rows(words_SW, leaf_SD, leaf_SD)
+        )
         return ReceivedRows(rows, ids_SK, weights_SK, plan)
 
     def return_sums(self, y_SD: Tensor, plan: AllToAllPlan, pairs: Pairs | None) -> Tensor:
@@ -173,7 +180,7 @@ class TokenExchange:
             return words_SW
 
         def back(dy_TD: Tensor) -> Tensor:
-            dy_SD = None if plan.receiver is None else plan.receiver.send_as_fp8(dy_TD, send)
+            dy_SD = None if plan.receiver is None else plan.receiver.exchange_as_fp8(dy_TD, send)
             if dy_SD is None:
                 rows_MD = gather_rows(dy_TD, *row_map)
                 (dy_SD,) = exchange_tensors((rows_MD,), to_experts, to_tokens)
@@ -190,7 +197,7 @@ class AllToAllDispatcher(Dispatcher):
     def __init__(self, placement: ExpertPlacement, *, fp8: bool = False) -> None:
         self.placement = placement
         self._exchange = TokenExchange(placement.group, placement.layer, Wire(fp8))
-        self.attendance = self._exchange.attendance
+        self.layer_check = self._exchange.layer_check
 
     def has_spare_rows(self, *, pads: bool) -> bool:
         """Return `pads`: rows may be unused only if they are padded to a capacity."""
@@ -205,14 +212,22 @@ class AllToAllDispatcher(Dispatcher):
         self._exchange.wire.check_dim(x_TD.shape[1])
         if routing.pad:
             num_slots = min(T, p.num_physical * routing.max_rows_per_expert)
-            needs_GT = is_owned(ids_TK, p.num_physical, p.ep).any(-1).repeat_interleave(p.etp, 0)
-            source = self._exchange.send_static(x_TD, routing, needs_GT, num_slots, self.pairs)
+            needs_GT = (
+                mask_choices_by_block(ids_TK, p.num_physical, p.ep)
+                .any(-1)
+                .repeat_interleave(p.etp, 0)
+            )
+            source = self._exchange.send_tokens_static(
+                x_TD, routing, needs_GT, num_slots, self.pairs
+            )
             num_rows = p.compute_max_rows(routing)
         else:
             # The order is launched before the host waits for splits, for the maximum of rows M.
-            order = self.prepare_send_order(ids_TK, self.attendance.encode_number(x_TD))
+            order = self.prepare_send_order(ids_TK, self.layer_check.encode_layer(x_TD))
             even = p.compute_balanced_tokens(T, K), p.compute_balanced_rows(T, K)
-            source, num_rows = self._exchange.send(x_TD, routing, order, self.pairs, even=even)
+            source, num_rows = self._exchange.send_tokens(
+                x_TD, routing, order, self.pairs, balanced_counts=even
+            )
         index = p.build_index(source.ids_SK, source.weights_SK, routing, num_rows)
         balanced = None
         if routing.pad and not torch.compiler.is_compiling():  # a tracer would guard on T
@@ -220,79 +235,17 @@ class AllToAllDispatcher(Dispatcher):
         parts = (source.rows, index, source.plan)
         return ExpertInput(*parts, balanced=balanced, receiver=source.plan.receiver)
 
-    def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
-        """Return the order of the rows to send by physical ids; `note` is sent with the counts."""
+    def prepare_send_order(self, ids_TK: Tensor, encoded_layer: int) -> SendOrder:
+        """Return the order of the rows to send, from physical ids, with `encoded_layer`."""
         p, (T, K) = self.placement, ids_TK.shape
-        owned_PTK = is_owned(ids_TK, p.num_physical, p.ep)
-        return build_send_order(owned_PTK, T * min(p.ep, K) * p.etp, note, repeats=p.etp)
+        owned_PTK = mask_choices_by_block(ids_TK, p.num_physical, p.ep)
+        return build_send_order(
+            owned_PTK, T * min(p.ep, K) * p.etp, encoded_layer, ranks_per_block=p.etp
+        )
 
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
         """Send partial sums to tokens' ranks, and return y_TD, summed in fp32. No host sync."""
         return self._exchange.return_sums(y_SD, plan, self.pairs)
-
-
-def is_owned(ids_TK: Tensor, num_experts: int, num_blocks: int) -> Tensor:
-    """Return bool [P, T, K]: whether the choice is in block p of P = `num_blocks` blocks of ids.
-
-    Each block has `num_experts` physical ids.
-    """
-    block_TK = torch.div(ids_TK, num_experts, rounding_mode="floor")
-    return block_TK == torch.arange(num_blocks, device=ids_TK.device)[:, None, None]
-
-
-def build_send_order(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: int = 1) -> SendOrder:
-    """Return the order of rows to send to P expert blocks, each on `repeats` ranks.
-
-    `owned_PTK` is the result of `is_owned`. M is `num_rows`, the maximum number of rows. Each rank
-    receives `note` with the counts.
-    """
-    needs_GT = owned_PTK.any(-1).repeat_interleave(repeats, 0)
-    choices_G = owned_PTK.sum((1, 2)).repeat_interleave(repeats)
-    order = compute_send_order(needs_GT, num_rows)
-    notes_G = torch.full_like(choices_G, note)
-    return SendOrder(*order, torch.stack([needs_GT.sum(1), choices_G, notes_G], dim=1))
-
-
-def compute_send_order(needs_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return token_ids_M and slots_TG, with M = `num_rows`: see `AllToAllPlan`. No host sync.
-
-    Token t is sent to rank g if `needs_GT[g, t]` is True. Unused entries of token_ids_M are 0, and
-    unused entries of slots_TG are -1.
-    """
-    slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(needs_GT.shape)
-    return _order_rows(needs_GT, slots_GT, num_rows, unused=0)
-
-
-def compute_static_send_order(needs_GT: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token_ids_M, slots_TG and bool [M]: whether a row has a token.
-
-    Token t is sent to rank g if `needs_GT[g, t]` is True. M is G * `num_slots`.
-    """
-    # Example, three tokens, two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M [0,
-    # 2, 1, 0], slots_TG [[0, -1], [-1, 2], [1, -1]], used rows [1, 1, 1, 0].
-    G = needs_GT.shape[0]
-    starts_G1 = torch.arange(G, device=needs_GT.device)[:, None] * num_slots
-    slots_GT = needs_GT.cumsum(1) - 1 + starts_G1
-    token_ids_M, slots_TG = _order_rows(needs_GT, slots_GT, G * num_slots, unused=-1)
-    return token_ids_M.clamp(min=0), slots_TG, token_ids_M >= 0
-
-
-def _order_rows(
-    needs_GT: Tensor, slots_GT: Tensor, num_rows: int, *, unused: int
-) -> tuple[Tensor, Tensor]:
-    """Return token_ids_M and slots_TG, int32, with M = `num_rows`.
-
-    If `needs_GT[g, t]`, token t is sent to rank g as row `slots_GT[g, t]`. The token of an unused
-    row is `unused`.
-    """
-    G, T = needs_GT.shape
-    tokens_T = torch.arange(T, dtype=torch.int32, device=needs_GT.device)
-    # Tokens that are not sent are written to one spare row past the end.
-    token_ids = tokens_T.new_full((num_rows + 1,), unused)
-    spare_GT = torch.where(needs_GT, slots_GT, num_rows)
-    token_ids.scatter_(0, spare_GT.flatten(), tokens_T.repeat(G))
-    slots_TG = torch.where(needs_GT, slots_GT, -1).T.to(torch.int32).contiguous()
-    return token_ids[:num_rows], slots_TG
 
 
 class _RowsToSend(NamedTuple):
@@ -305,7 +258,7 @@ class _RowsToSend(NamedTuple):
 
 
 def _exchange_counts(
-    counts_G3: Tensor, group: dist.ProcessGroup, attendance: LayerCheck, pairs: Pairs | None
+    counts_G3: Tensor, group: dist.ProcessGroup, layer_check: LayerCheck, pairs: Pairs | None
 ) -> tuple[list[int], list[int], int]:
     """All-to-all counts; return send splits, receive splits and the number of expert rows.
 
@@ -317,30 +270,30 @@ def _exchange_counts(
     start = partial(dist.all_to_all_single, recv_counts_G3, send_counts_G3, group=group)
     send_counts, recv_counts = read_numbers(start, all_counts_2G3, pairs)
     tokens, choices, notes = zip(*recv_counts, strict=True)
-    attendance.check_numbers(notes)
+    layer_check.check_encoded_layers(notes)
     return [n for n, _, _ in send_counts], list(tokens), sum(choices)
 
 
 def _all_to_all(
-    length: int,
+    num_out_rows: int,
     receive_splits: list[int],
     send_splits: list[int],
     group: dist.ProcessGroup,
     pairs: Pairs | None,
-    xs: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
     *,
     may_overlap: bool = False,
 ) -> list[Any]:
-    """All-to-all the first rows of each tensor; return one output of `length` rows per tensor.
+    """All-to-all the first rows of each input; return one output [num_out_rows, ...] per input.
 
     Rows after the received rows are uninitialised. `pairs` and `may_overlap` are arguments of
-    `exchange`.
+    `run_exchanges`.
     """
-    may_overlap = may_overlap and pairs is not None and pairs.open_pair is not None
-    with pairs.launch_early() if may_overlap and pairs is not None else nullcontext():
-        outs = [None if x is None else x.new_empty((length, *x.shape[1:])) for x in xs]
+    may_overlap = may_overlap and pairs is not None and pairs.running_pair is not None
+    with pairs.launch_on_side_stream() if may_overlap and pairs is not None else nullcontext():
+        outs = [None if x is None else x.new_empty((num_out_rows, *x.shape[1:])) for x in inputs]
     recv_buffers = [None if out is None else out[: sum(receive_splits)] for out in outs]
-    send_buffers = [None if x is None else x[: sum(send_splits)] for x in xs]
+    send_buffers = [None if x is None else x[: sum(send_splits)] for x in inputs]
     run_collectives(
         dist.all_to_all_single,
         recv_buffers,
@@ -380,19 +333,24 @@ class _SendRowsAndIds(torch.autograd.Function):
         collectives: tuple[Callable[..., Any], Callable[..., Any]],
         may_overlap: bool,
     ) -> tuple[Tensor | None, ...]:
+        """Return received rows or a handle, ids [S, K], weights [S, K] and packed FP8 rows or None.
+
+        `words_MW` are packed FP8 rows, None = `rows_MD` is sent.
+        """
         ctx.collectives, (_, send) = collectives, collectives
         tensors = (rows_MD if words_MW is None else words_MW, ids_and_weights)
         rows_SN, ids_and_weights_S = send(tensors, may_overlap=may_overlap)
         ids_SK, weights_SK = (x.contiguous() for x in ids_and_weights_S.chunk(2, dim=1))
         leaf_SD, words_SW = rows_SN, None
         if words_MW is not None:
-            leaf_SD, words_SW = make_handle(rows_MD, num_source_rows), rows_SN
+            leaf_SD, words_SW = make_row_handle(rows_MD, num_source_rows), rows_SN
         outs = leaf_SD, ids_SK, weights_SK.view(torch.float32), words_SW
         ctx.mark_non_differentiable(*list_outputs_without_grad(outs, ctx.needs_input_grad))
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Send the gradients of received rows and weights back to the tokens' ranks."""
         drows_SD, _, dweights_SK, _ = drop_unneeded_grads(grads, ctx.needs_input_grad)
         drows_MD, dweights_MK = exchange_tensors((drows_SD, dweights_SK), *ctx.collectives)
         return drows_MD, None, dweights_MK, *(None,) * 4

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from moecore.base.rank_checks import DTYPES, check_collective_headers
 from moecore.base.torch_private import all_gather_single, assert_async, skips_communication
-from moecore.moe.pairs import Pairs, exchange
+from moecore.moe.pairs import Pairs, run_exchanges
 
 TensorCollective = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
-class EqualSizes:
+class EqualTokenCounts:
     """Checks that all ranks have the same number of tokens, which static shapes require."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -67,19 +67,19 @@ class LayerCheck:
         self._group, (self._layer, self._name) = group, layer
         self.joins = self.is_skipped = False
 
-    def encode_number(self, x_TD: Tensor) -> int:
+    def encode_layer(self, x_TD: Tensor) -> int:
         """Return an int that encodes the layer, the dtype of `x_TD`, the grad mode and `joins`."""
         dtype = DTYPES.index(x_TD.dtype) if x_TD.dtype in DTYPES else len(DTYPES)
         return self._layer << 6 | dtype << 2 | torch.is_grad_enabled() << 1 | self.joins
 
-    def check_numbers(self, numbers: Sequence[int]) -> None:
+    def check_encoded_layers(self, encoded_layers: Sequence[int]) -> None:
         """Raise ValueError on all ranks if layer, dtype or grad mode differ between ranks.
 
-        `numbers` has the `encode_number` of each rank. Sets `is_skipped`.
+        `encoded_layers` has the `encode_layer` of each rank. Sets `is_skipped`.
         """
-        self.is_skipped = all(n & 1 for n in numbers)
-        if len({n >> 1 for n in numbers}) > 1:
-            notes = [(n >> 6, n >> 2 & 15, n >> 1 & 1) for n in numbers]
+        self.is_skipped = all(n & 1 for n in encoded_layers)
+        if len({n >> 1 for n in encoded_layers}) > 1:
+            notes = [(n >> 6, n >> 2 & 15, n >> 1 & 1) for n in encoded_layers]
             formatters: dict[str, Callable[[int], str]] = {
                 "the number of the MoE layer": str,
                 "the dtype of tokens": lambda n: str([*DTYPES, "another"][n]),
@@ -95,15 +95,20 @@ class _ExchangeWithGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dispatch: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+        ctx: Any,
+        x: Tensor,
+        forward_collective: Callable[[Tensor], Tensor],
+        backward_collective: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        ctx.back = back
+        """Return forward_collective(x)."""
+        ctx.back = backward_collective
         # A model's code may write to the result in place, which autograd refuses for a view or an
         # input that a function returns. `detach` shares the memory and is no view.
-        return dispatch(x).detach()
+        return forward_collective(x).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Return backward_collective(gradient)."""
         return ctx.back(grads[0]), None, None
 
 
@@ -113,6 +118,7 @@ class _ExchangeTensors(torch.autograd.Function):
     # torch.compile drops `ctx` if `forward` has one parameter less than arguments: hence `*args`.
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
+        """Return forward_collective(inputs); `args` are both collectives and the inputs."""
         collective, opposite, *xs = args
         ctx.collectives = opposite, collective
         outs = tuple(collective(xs))
@@ -121,43 +127,54 @@ class _ExchangeTensors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the backward collective on the gradients; differentiable."""
         needed_grads = drop_unneeded_grads(grads, ctx.needs_input_grad[2:])
         return None, None, *_ExchangeTensors.apply(*ctx.collectives, *needed_grads)
 
 
 def exchange_tensors(
-    xs: Sequence[Tensor | None], collective: TensorCollective, opposite: TensorCollective
+    inputs: Sequence[Tensor | None],
+    forward_collective: TensorCollective,
+    backward_collective: TensorCollective,
 ) -> tuple[Any, ...]:
-    """Return collective(xs), one output per input; backward runs `opposite` on the gradients.
+    """Return forward_collective(inputs); backward runs `backward_collective` on the gradients.
 
     Both functions map None to None.
     """
-    return _ExchangeTensors.apply(collective, opposite, *xs)  # type: ignore[no-any-return]
+    return _ExchangeTensors.apply(forward_collective, backward_collective, *inputs)  # type: ignore[no-any-return]
 
 
 def exchange_with_grad(
-    x: Tensor, dispatch: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    x: Tensor,
+    forward_collective: Callable[[Tensor], Tensor],
+    backward_collective: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return dispatch(x), a collective; backward returns back(gradient) as the gradient of x."""
-    return _ExchangeWithGrad.apply(x, dispatch, back)  # type: ignore[no-any-return]
+    """Return forward_collective(x); x gets backward_collective(gradient)."""
+    return _ExchangeWithGrad.apply(x, forward_collective, backward_collective)  # type: ignore[no-any-return]
 
 
-def list_outputs_without_grad(outs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
-    """Return the outputs whose entry of `needs` (`ctx.needs_input_grad`) is False."""
-    return [out for out, need in zip(outs, needs, strict=False) if out is not None and not need]
+def list_outputs_without_grad(
+    outputs: Sequence[Tensor | None], needs_input_grad: Sequence[bool]
+) -> list[Tensor]:
+    """Return the outputs whose entry of `needs_input_grad` (`ctx.needs_input_grad`) is False."""
+    return [
+        out
+        for out, need in zip(outputs, needs_input_grad, strict=False)
+        if out is not None and not need
+    ]
 
 
 def drop_unneeded_grads(
-    grads: Sequence[Tensor | None], needs: Sequence[bool]
+    grads: Sequence[Tensor | None], needs_input_grad: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients, with None where `needs` (`ctx.needs_input_grad`) is False."""
-    return [grad if need else None for grad, need in zip(grads, needs, strict=False)]
+    """Return the gradients, with None where `ctx.needs_input_grad` is False."""
+    return [grad if need else None for grad, need in zip(grads, needs_input_grad, strict=False)]
 
 
 def run_collectives(
     collective: Callable[..., Any],
-    outs: Sequence[Tensor | None],
-    xs: Sequence[Tensor | None],
+    outputs: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
     pairs: Pairs | None,
     *,
     may_overlap: bool = False,
@@ -165,14 +182,14 @@ def run_collectives(
 ) -> None:
     """Run `collective(out, x, **arguments)` for each output and input, concurrently.
 
-    An input that is None has no collective. See `exchange` for `pairs` and `may_overlap`.
+    An input that is None has no collective. See `run_exchanges` for `pairs` and `may_overlap`.
     """
     starts = [
         partial(collective, out, x.contiguous(), **arguments)
-        for out, x in zip(outs, xs, strict=True)
+        for out, x in zip(outputs, inputs, strict=True)
         if x is not None and not skips_communication(x)
     ]
-    exchange(starts, pairs, may_overlap=may_overlap)
+    run_exchanges(starts, pairs, may_overlap=may_overlap)
 
 
 def _gather_from_ranks(

@@ -62,10 +62,12 @@ class ExchangeMap(NamedTuple):
     slots_SN: Tensor  # int32, the N rows of each source row in a tensor of rows; -1 = no row
 
 
-def raise_if_late(buffer: PeerBuffer, group: dist.ProcessGroup, kinds: Sequence[str]) -> None:
+def raise_if_rank_missed_timeout(
+    buffer: PeerBuffer, group: dist.ProcessGroup, operation_names: Sequence[str]
+) -> None:
     """Raise `ExchangeError` if the host sees that a rank missed the buffer's timeout. No host sync.
 
-    `kinds` are the names of the buffer's two operations in the message.
+    `operation_names` are the names of the buffer's two operations in the message.
     """
     # The error stays until `ExchangePool.close` and new buffers, because the operations that the
     # late rank missed are unknown. Until then no operation waits for any rank.
@@ -75,7 +77,7 @@ def raise_if_late(buffer: PeerBuffer, group: dist.ProcessGroup, kinds: Sequence[
     late, kind = divmod(error - 1, 2)
     late, me = (dist.get_global_rank(group, rank) for rank in (late, buffer.rank))
     raise ExchangeError(
-        f"rank {late} must come to a {kinds[kind]} within NVLinkOptions.timeout_s "
+        f"rank {late} must come to a {operation_names[kind]} within NVLinkOptions.timeout_s "
         f"({buffer.timeout_ns / 1e9:g} s), but rank {me} waited in vain: look at rank "
         f"{late}, then call close(); results since then are not valid"
     )
@@ -107,67 +109,70 @@ class Exchange:
         """The layout of the buffer, identical on all ranks."""
         return self.buffer.layout
 
-    def spread_choices(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
+    def dispatch_tokens(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local_experts: int, etp: int
     ) -> kernels.DispatchedRows:
         """Send tokens, ids and weights to the experts' ranks; return the received source rows.
 
-        `ids_TK` are physical ids. Each block of `etp` ranks owns `num_local` physical ids.
+        `ids_TK` are physical ids. Each block of `etp` ranks owns `num_local_experts` physical ids.
         """
         tensors = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
-        self._enter(SlotEvent.OPERATION)
+        self._change_slot_state(SlotEvent.OPERATION)
         return kernels.dispatch_rows_and_choices(
-            self.buffer, *tensors, num_local_experts=num_local, etp=etp
+            self.buffer, *tensors, num_local_experts=num_local_experts, etp=etp
         )
 
-    def spread(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
+    def dispatch_rows(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
         """Send row t of x_TD to the ranks that received token t in the dispatch of `row_map`.
 
         Returns `num_rows` rows, in which row slots_SN[s, i] is source row s.
         """
-        self._enter(SlotEvent.OPERATION)
+        self._change_slot_state(SlotEvent.OPERATION)
         return kernels.dispatch_rows(self.buffer, x_TD.contiguous(), *row_map, num_rows)
 
-    def reduce(
-        self, y_RD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor] | None = None
+    def combine_rows(
+        self,
+        y_RD: Tensor,
+        row_map: ExchangeMap,
+        grads_and_slots: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the sum [T, D] of each token's rows on all ranks that received the token.
 
-        Row r of y_RD is a row of source row s if `row_map.slots_SN[s]` contains r. `choices` = the
-        gradients of expert rows' weights [R], and slots_SK. With `choices`, the gradients of
-        routing weights [T, K] are also returned.
+        Row r of y_RD is a row of source row s if `row_map.slots_SN[s]` contains r.
+        `grads_and_slots` = the gradients of expert rows' weights [R], and slots_SK. With
+        `grads_and_slots`, the gradients of routing weights [T, K] are also returned.
         """
-        if choices is not None:
-            choices = (choices[0].contiguous(), choices[1])
-        self._enter(SlotEvent.OPERATION)
-        return kernels.combine_rows(self.buffer, y_RD.contiguous(), *row_map, choices)
+        if grads_and_slots is not None:
+            grads_and_slots = (grads_and_slots[0].contiguous(), grads_and_slots[1])
+        self._change_slot_state(SlotEvent.OPERATION)
+        return kernels.combine_rows(self.buffer, y_RD.contiguous(), *row_map, grads_and_slots)
 
     def can_copy(self) -> bool:
         """Whether `start_copies` may be called now; identical on all ranks."""
         return self.layout.sums_slot and SlotEvent.COPY in copies.TRANSITIONS[self._slot]
 
-    def _enter(self, event: SlotEvent) -> None:
+    def _change_slot_state(self, event: SlotEvent) -> None:
         """Change the state of the buffer's slot for sums. KeyError if `event` is not allowed."""
         self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
         """Start to copy sums to the tokens' ranks. Do not free `sums_SD` before `finish_copies`."""
-        self._enter(SlotEvent.COPY)
-        with use_stream(self._order_copy_stream(sums_SD)):
+        self._change_slot_state(SlotEvent.COPY)
+        with use_stream(self._get_ordered_copy_stream(sums_SD)):
             self._copy_sums(sums_SD)
 
     def finish_copies(
-        self, sums_SD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor]
+        self, sums_SD: Tensor, row_map: ExchangeMap, grads_and_slots: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Make the current stream wait for all copies; return `reduce` of the copied sums.
+        """Make the current stream wait for all copies; return `combine_rows` of the copied sums.
 
-        `row_map` and `choices` are arguments of `reduce`.
+        `row_map` and `grads_and_slots` are arguments of `combine_rows`.
         """
         self._wait_for_stream(sums_SD)
-        self._enter(SlotEvent.READ)
-        return self._reduce_copies(sums_SD, row_map, choices)
+        self._change_slot_state(SlotEvent.READ)
+        return self._reduce_copies(sums_SD, row_map, grads_and_slots)
 
-    def _order_copy_stream(self, x: Tensor) -> Stream:
+    def _get_ordered_copy_stream(self, x: Tensor) -> Stream:
         """Return the copy stream, which then waits for the work of the current stream."""
         self._stream = self._stream or create_stream(x.device)
         assert self._stream is not None, "copies are on a GPU, or in a dry run"
@@ -175,15 +180,17 @@ class Exchange:
         return self._stream
 
     def _wait_for_stream(self, x: Tensor) -> None:
+        """Make the current stream wait for the copy stream."""
         current = get_current_stream(x.device)
         assert current is not None
         current.wait_stream(self._stream)
 
     def _copy_sums(self, sums_SD: Tensor) -> None:
+        """Copy sums to the tokens' ranks by copy engines, on the current stream."""
         copies.copy_sums_to_peers(self.buffer, sums_SD)
 
     def _reduce_copies(
-        self, sums_SD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor]
+        self, sums_SD: Tensor, row_map: ExchangeMap, grads_and_slots: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the sums of all ranks' copies [T, D], and gradients of routing weights [T, K].
 
@@ -191,11 +198,11 @@ class Exchange:
         """
         peers_T, places_S, _ = row_map
         places = (peers_T, places_S, places_S[:, None])
-        return kernels.combine_rows(self.buffer, sums_SD, *places, choices, has_sums=True)
+        return kernels.combine_rows(self.buffer, sums_SD, *places, grads_and_slots, has_sums=True)
 
-    def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
-        """Return experts' row ends `offsets_e` clamped to `num_rows`; record a shortage of rows."""
-        return kernels.limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
+    def limit_rows(self, offsets_e: Tensor, max_rows: int) -> Tensor:
+        """Return experts' row ends `offsets_e` clamped to `max_rows`; record a shortage of rows."""
+        return kernels.limit_rows(offsets_e, max_rows, self.buffer.state, self.buffer.report)
 
     @property
     def shortage(self) -> ShortageCounters:
@@ -206,7 +213,7 @@ class Exchange:
 
     def raise_if_rank_late(self) -> None:
         """Raise `ExchangeError` if the host sees that a rank missed the timeout. No host sync."""
-        raise_if_late(self.buffer, self.group, KINDS)
+        raise_if_rank_missed_timeout(self.buffer, self.group, KINDS)
 
 
 class MetaExchange(Exchange):
@@ -215,25 +222,34 @@ class MetaExchange(Exchange):
     ep = 1  # of the layer, which may have other domains
     _tokens_per_peer = 0  # tokens sent to each other rank with even loads
 
-    def spread_choices(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
+    def dispatch_tokens(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local_experts: int, etp: int
     ) -> kernels.DispatchedRows:
         """Return meta source rows, and record a launch."""
         T, K = ids_TK.shape
-        self._tokens_per_peer = compute_balanced_tokens(T, K, num_local * self.ep, num_local)
+        self._tokens_per_peer = compute_balanced_tokens(
+            T, K, num_local_experts * self.ep, num_local_experts
+        )
         self._record_operation(SPREAD, x_TD)
         return kernels.DispatchedRows.empty(x_TD, ids_TK, weights_TK, self.layout.source_rows)
 
-    def reduce(
-        self, y_RD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor] | None = None
+    def combine_rows(
+        self,
+        y_RD: Tensor,
+        row_map: ExchangeMap,
+        grads_and_slots: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return meta sums [T, D], and gradients [T, K] or None, and record a launch."""
         self._record_operation(REDUCE, y_RD)
         T = row_map.peers_T.shape[0]
-        weights_TK = None if choices is None else choices[0].new_empty(T, choices[1].shape[1])
+        weights_TK = (
+            None
+            if grads_and_slots is None
+            else grads_and_slots[0].new_empty(T, grads_and_slots[1].shape[1])
+        )
         return y_RD.new_empty(T, y_RD.shape[1]), weights_TK
 
-    def spread(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
+    def dispatch_rows(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
         """Return `num_rows` meta rows, and record a launch."""
         self._record_operation(SPREAD, x_TD)
         return x_TD.new_empty(num_rows, x_TD.shape[1])
@@ -243,19 +259,20 @@ class MetaExchange(Exchange):
         self._record_launch(COPY, sums_SD, self.layout.max_tokens)
 
     def _reduce_copies(
-        self, sums_SD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor]
+        self, sums_SD: Tensor, row_map: ExchangeMap, grads_and_slots: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """Return meta sums [T, D] and gradients [T, K], and record a launch that reads copies."""
-        T, (dweights_R, slots_SK) = row_map.peers_T.shape[0], choices
+        T, (dweights_R, slots_SK) = row_map.peers_T.shape[0], grads_and_slots
         sums_TD = sums_SD.new_empty(T, sums_SD.shape[1])
         record_launch("sum of copied rows", sums_SD, sums_TD)
         return sums_TD, dweights_R.new_empty(T, slots_SK.shape[1])
 
-    def _record_operation(self, name: str, rows: Tensor) -> None:
-        self._enter(SlotEvent.OPERATION)
-        self._record_launch(name, rows)
+    def _record_operation(self, operation_name: str, rows: Tensor) -> None:
+        """Record the launch of operation `operation_name`, which sends rows like `rows`."""
+        self._change_slot_state(SlotEvent.OPERATION)
+        self._record_launch(operation_name, rows)
 
-    def _record_launch(self, name: str, rows: Tensor, num_tokens: int | None = None) -> None:
+    def _record_launch(self, launch_name: str, rows: Tensor, num_tokens: int | None = None) -> None:
         """Record an operation that exchanges `num_tokens` rows like `rows` with each other rank.
 
         None = the number of tokens with even loads.
@@ -264,9 +281,9 @@ class MetaExchange(Exchange):
             self.layout.num_ranks,
             self._tokens_per_peer if num_tokens is None else num_tokens,
         )
-        record_launch(name, ranks, 2 * (ranks - 1) * T * rows.shape[1] * rows.itemsize)
+        record_launch(launch_name, ranks, 2 * (ranks - 1) * T * rows.shape[1] * rows.itemsize)
 
-    def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
+    def limit_rows(self, offsets_e: Tensor, max_rows: int) -> Tensor:
         """Return the offsets unchanged, because meta tensors have no values."""
         return offsets_e
 
@@ -280,26 +297,29 @@ class CloneExchange:
         experts_N = torch.arange(G, dtype=torch.int32, device=buffer.state.device).repeat(G)
         self._gather_places = ClonePlaces(experts_N=experts_N, num_clones=G, num_local=1)
 
-    def gather(self, row_1E: Tensor) -> Tensor:
+    def all_gather_row(self, row_1E: Tensor) -> Tensor:
         """All-gather a row [1, E] of each rank to [G, E], through the buffers of clones."""
-        (rows_GE,) = self.fetch([row_1E], self._gather_places)
+        (rows_GE,) = self.fetch_clone_weights([row_1E], self._gather_places)
         return rows_GE
 
-    def fetch(self, tensors: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
+    def fetch_clone_weights(self, tensors: Sequence[Tensor], clone_experts: ClonePlaces) -> list[Tensor]:
         """Send weights [e, ...] to clones on other ranks, and return this rank's clones [c, ...].
 
-        `places` has the expert of each place for a clone, on all ranks. Empty places have zeros.
+        `clone_experts` has the expert of each place for a clone, on all ranks. Empty places have
+        zeros.
         """
-        return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
+        return [
+            clone_kernels.fetch_clones(self.buffer, tensor, clone_experts) for tensor in tensors
+        ]
 
-    def add_clone_grads_(self, grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
+    def add_clone_grads_(self, grads: Sequence[Tensor], clone_experts: ClonePlaces) -> list[Tensor]:
         """Add the gradients of all ranks' clones to their experts' gradients, and return [e, ...].
 
         Each of `grads`, [e + c, ...], ends with the gradients of this rank's clones.
         """
         add_, buffer = clone_kernels.add_clone_grads_, self.buffer
-        return [add_(buffer, grad.contiguous(), places) for grad in grads]
+        return [add_(buffer, grad.contiguous(), clone_experts) for grad in grads]
 
     def raise_if_rank_late(self) -> None:
         """Raise `ExchangeError` if the host sees that a rank missed the timeout. No host sync."""
-        raise_if_late(self.buffer, self.group, CLONE_KINDS)
+        raise_if_rank_missed_timeout(self.buffer, self.group, CLONE_KINDS)

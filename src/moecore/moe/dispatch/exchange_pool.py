@@ -28,7 +28,7 @@ from moecore.kernels.exchange.buffer import (
 )
 from moecore.moe.dispatch.collectives import all_gather_rows
 from moecore.moe.dispatch.exchange import CloneExchange, Exchange, ExchangeError, MetaExchange
-from moecore.moe.dispatch.peer_memory import make_buffer, make_clone_buffer
+from moecore.moe.dispatch.peer_memory import make_clone_buffer, make_exchange_buffer
 from moecore.moe.dispatch.wire import Wire
 from moecore.moe.shortage import BufferOwner, ShortageCounters
 
@@ -41,8 +41,8 @@ class ExchangePool(BufferOwner):
     """Owns the buffers (`Exchange`) through which a model's layers send rows into peers' memory.
 
     `group` has the ranks that exchange rows, and `ep` is its number of expert blocks. With `fp8`,
-    dispatch packs rows. A launch has `programs` programs, None = one per SM. If `is_required` is
-    False, all-to-all sends the rows that stores cannot send.
+    dispatch packs rows. A launch has `num_programs` programs, None = one per SM. If `is_required`
+    is False, all-to-all sends the rows that stores cannot send.
     """
 
     option = "NVLinkOptions.row_factor"
@@ -54,40 +54,40 @@ class ExchangePool(BufferOwner):
         ep: int,
         options: NVLinkOptions | None = None,
         fp8: bool = False,
-        programs: int | None = None,
+        num_programs: int | None = None,
         is_required: bool = True,
     ) -> None:
         self.group, self.ep = group, ep
         self.options = options or NVLinkOptions()
         self.wire, self.is_required = Wire(fp8), is_required
         self.tokens = TokenCapacity(self)
-        self._programs = programs
+        self._programs = num_programs
         self._entries: dict[tuple[int, int], Exchange] = {}
         self._meta_entries: dict[tuple[int, int], Exchange] = {}  # on meta
         self._clones: CloneExchange | None = None
 
     @property
-    def factor(self) -> float | None:
+    def capacity_factor(self) -> float | None:
         """The capacity of expert rows divided by the rows of even loads; None = unlimited."""
         return None if self.options.row_factor == "exact" else self.options.row_factor
 
     @property
     def shortages(self) -> tuple[ShortageCounters, ...]:
         """The shortage counters of all allocated exchanges of token rows, not of clones."""
-        return tuple(exchange.shortage for exchange in self.entries)
+        return tuple(exchange.shortage for exchange in self.token_exchanges)
 
-    def resize(self, factor: float) -> None:
+    def set_capacity_factor(self, capacity_factor: float) -> None:
         """Set `NVLinkOptions.row_factor` of later dispatches, without new buffers."""
-        self.options = replace(self.options, row_factor=factor)
-        for exchange in self.entries:
+        self.options = replace(self.options, row_factor=capacity_factor)
+        for exchange in self.token_exchanges:
             exchange.options = self.options
 
-    def error(self, shortage: ShortageCounters) -> ExchangeError:
+    def make_error(self, shortage: ShortageCounters) -> ExchangeError:
         """Return the error for expert rows that exceeded the capacity."""
-        min_factor = shortage.factor_seen
+        min_factor = shortage.reported_factor
         return ExchangeError(
-            f"{self.option} ({self.factor}) must be >= {min_factor:.4g} for the "
-            f"{shortage.num_seen} expert rows of rank {dist.get_rank()}: raise it, or "
+            f"{self.option} ({self.capacity_factor}) must be >= {min_factor:.4g} for the "
+            f"{shortage.reported_num_rows} expert rows of rank {dist.get_rank()}: raise it, or "
             "leave it None; results since then are not valid",
             row_factor=min_factor,
         )
@@ -98,7 +98,7 @@ class ExchangePool(BufferOwner):
         Collective at the first use, which allocates the exchange. Raises ValueError for rows that
         stores cannot send, and for tokens above the capacity in a step that is not rerun.
         """
-        problem = find_row_problem(x_TD)
+        problem = find_unsendable_row_problem(x_TD)
         if problem is not None:
             raise ValueError(problem)
         T, D = x_TD.shape
@@ -127,7 +127,7 @@ class ExchangePool(BufferOwner):
         return self._clones
 
     @property
-    def entries(self) -> tuple[Exchange, ...]:
+    def token_exchanges(self) -> tuple[Exchange, ...]:
         """All allocated exchanges of token rows, not of clones."""
         return tuple(self._entries.values())
 
@@ -137,33 +137,33 @@ class ExchangePool(BufferOwner):
         return sum(exchange.layout.num_bytes for exchange in self._meta_entries.values())
 
     @property
-    def resources(self) -> tuple[Any, ...]:
+    def all_exchanges(self) -> tuple[Any, ...]:
         """All allocated exchanges: the exchanges of token rows and the exchange of clones."""
-        return (*self.entries, *([] if self._clones is None else [self._clones]))
+        return (*self.token_exchanges, *([] if self._clones is None else [self._clones]))
 
-    def poll(self, *, is_error: bool = True) -> None:
-        """Raise `ExchangeError` for a late rank or, if `is_error`, a shortage the host sees."""
-        for resource in self.resources:
+    def raise_reported_errors(self, *, includes_shortages: bool = True) -> None:
+        """Raise `ExchangeError` for a late rank or, if included, a shortage that the host sees."""
+        for resource in self.all_exchanges:
             resource.raise_if_rank_late()
-        super().poll(is_error=is_error)
+        super().raise_reported_errors(includes_shortages=includes_shortages)
 
-    def wait(self) -> None:
+    def wait_for_reports(self) -> None:
         """Synchronise with the GPU, which writes the reports of all exchanges. Host sync."""
-        for resource in self.resources[:1]:
+        for resource in self.all_exchanges[:1]:
             if resource.buffer.state.is_cuda:
                 torch.cuda.synchronize(resource.buffer.state.device)
 
     def close(self) -> None:
         """Raise pending errors and free all buffers. Collective. `get_exchange` allocates again."""
         try:
-            self.check()
+            self.wait_and_raise_errors()
         finally:
-            self.free()
+            self.free_buffers()
 
-    def free(self) -> None:
+    def free_buffers(self) -> None:
         """Free all buffers, without raising errors. Collective."""
-        if self.resources:
-            self.wait()
+        if self.all_exchanges:
+            self.wait_for_reports()
             dist.barrier(self.group)  # no rank frees memory that other ranks still access
         self._entries.clear()
         self._clones = None
@@ -178,19 +178,19 @@ class ExchangePool(BufferOwner):
                 f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "
                 "use 'alltoall'"
             )
-        _raise_if_capturing()
+        _raise_if_capturing_graph()
         programs = self._programs or count_sms(x_TD.device)
         max_tokens = self._compare_options(x_TD, top_k, programs)
         layout = self._make_layout(x_TD, top_k, max_tokens, programs)
         # An evaluation may be first, but a training step cannot write tensors of inference mode.
         with device_of(x_TD), torch.inference_mode(False):
-            buffer = make_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
+            buffer = make_exchange_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
         balanced = self._count_balanced_rows(layout)
         return Exchange(buffer, self.group, self.options, balanced_rows=balanced)
 
     def _make_clone_exchange(self, device: torch.device) -> CloneExchange:
         """Allocate the exchange of clones on all ranks. Raises RuntimeError in a graph capture."""
-        _raise_if_capturing()
+        _raise_if_capturing_graph()
         with torch.cuda.device(device), torch.inference_mode(False):
             buffer = make_clone_buffer(self.group, device, self.options.timeout_s)
             return CloneExchange(buffer, self.group)
@@ -208,9 +208,9 @@ class ExchangePool(BufferOwner):
         return exchange
 
     def _make_layout(
-        self, x_TD: Tensor, top_k: int, max_tokens: int, programs: int
+        self, x_TD: Tensor, top_k: int, max_tokens: int, num_programs: int
     ) -> ExchangeLayout:
-        """Return the buffer layout for rows like x_TD and launches of `programs` Triton programs.
+        """Return the buffer layout for rows like x_TD and launches of that many Triton programs.
 
         A rank has at most `max_tokens` tokens, each with `top_k` choices.
         """
@@ -219,7 +219,7 @@ class ExchangePool(BufferOwner):
             max_tokens=max(1, max_tokens),
             row_bytes=x_TD.shape[1] * x_TD.itemsize,
             top_k=top_k,
-            **choose_program_split(programs),
+            **split_programs(num_programs),
             sums_slot=self.options.overlap_weight_grads,
         )
 
@@ -227,14 +227,14 @@ class ExchangePool(BufferOwner):
         """Return the number of a rank's expert rows with even loads and C tokens on every rank."""
         return layout.source_rows * layout.top_k // self.ep
 
-    def _compare_options(self, x_TD: Tensor, top_k: int, programs: int) -> int:
+    def _compare_options(self, x_TD: Tensor, top_k: int, num_programs: int) -> int:
         """Return the largest number of tokens of any rank. Collective, host sync.
 
         Raises ValueError if options, programs, K, or row width or dtype differ between ranks.
         """
         options, (T, D) = self.options, x_TD.shape
         flags = (options.overlap_weight_grads, options.keep_rows, self.wire.fp8)
-        sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)
+        sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), num_programs)
         local_row = torch.tensor([[*sizes, *flags]], device=x_TD.device, dtype=torch.int64)
         rows = all_gather_rows(local_row, self.group).tolist()
         for g, row in enumerate(rows):
@@ -263,11 +263,11 @@ class TokenCapacity(BufferOwner):
         self._shortage: ShortageCounters | None = None
 
     @property
-    def factor(self) -> float | None:
+    def capacity_factor(self) -> float | None:
         """The maximum tokens of a forward, 1 if unknown; None = a longer forward is an error."""
-        if self._pool.factor is None:
+        if self._pool.capacity_factor is None:
             return None
-        sizes = (exchange.layout.max_tokens for exchange in self._pool.entries)
+        sizes = (exchange.layout.max_tokens for exchange in self._pool.token_exchanges)
         return max(sizes, default=self._pool.options.max_tokens or 1)
 
     @property
@@ -283,31 +283,31 @@ class TokenCapacity(BufferOwner):
         if self.watch != "reruns":
             return False
         if self._shortage is None:
-            words = torch.zeros_like(self._pool.entries[0].buffer.state[:1])
+            words = torch.zeros_like(self._pool.token_exchanges[0].buffer.state[:1])
             report = torch.zeros(1, dtype=torch.int32, device="cpu")
             self._shortage = ShortageCounters(words, report, even=1.0)
-        max_tokens = max(num_tokens, self._shortage.num_seen)
+        max_tokens = max(num_tokens, self._shortage.reported_num_rows)
         self._shortage.words.fill_(max_tokens)
         self._shortage.report.fill_(max_tokens)
         return True
 
-    def resize(self, factor: float) -> None:
-        """Free the buffers; the next forward allocates buffers for `factor` tokens. Collective."""
-        self._pool.options = replace(self._pool.options, max_tokens=math.ceil(factor))
-        self._pool.free()
+    def set_capacity_factor(self, capacity_factor: float) -> None:
+        """Free the buffers; the next have space for `capacity_factor` tokens. Collective."""
+        self._pool.options = replace(self._pool.options, max_tokens=math.ceil(capacity_factor))
+        self._pool.free_buffers()
 
-    def error(self, shortage: ShortageCounters) -> ExchangeError:
+    def make_error(self, shortage: ShortageCounters) -> ExchangeError:
         """Return the error for a forward with more tokens than `NVLinkOptions.max_tokens`."""
         return ExchangeError(
-            f"{self.option} ({self.factor}) must be >= {shortage.num_seen}, the tokens of rank "
-            f"{dist.get_rank()}: set it; results since then are not valid"
+            f"{self.option} ({self.capacity_factor}) must be >= {shortage.reported_num_rows}, the "
+            f"tokens of rank {dist.get_rank()}: set it; results since then are not valid"
         )
 
-    def wait(self) -> None:
+    def wait_for_reports(self) -> None:
         """Return at once: the host knows the number of tokens."""
 
 
-def find_row_problem(x_TD: Tensor) -> str | None:
+def find_unsendable_row_problem(x_TD: Tensor) -> str | None:
     """Return the reason why stores to peers cannot send rows like x_TD, or None."""
     D = x_TD.shape[1]
     if x_TD.dtype in SUM_DTYPES and D * x_TD.itemsize % ROW_ALIGNMENT == 0:
@@ -318,7 +318,7 @@ def find_row_problem(x_TD: Tensor) -> str | None:
     )
 
 
-def _raise_if_capturing() -> None:
+def _raise_if_capturing_graph() -> None:
     """Raise RuntimeError if the current stream captures a CUDA graph, which cannot allocate."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -327,11 +327,11 @@ def _raise_if_capturing() -> None:
         )
 
 
-def choose_program_split(programs: int) -> dict[str, int]:
+def split_programs(num_programs: int) -> dict[str, int]:
     """Return the fields `num_push`, `num_receive` and `rounds` of `ExchangeLayout`, by name.
 
-    `programs` is the number of Triton programs of a launch.
+    `num_programs` is the number of Triton programs of a launch.
     """
-    is_small = programs < FEW_PROGRAMS
-    push = max(1, programs * 5 // 12) if is_small else programs // 2
-    return dict(num_push=push, num_receive=programs - push, rounds=16 if is_small else 8)
+    is_small = num_programs < FEW_PROGRAMS
+    push = max(1, num_programs * 5 // 12) if is_small else num_programs // 2
+    return dict(num_push=push, num_receive=num_programs - push, rounds=16 if is_small else 8)

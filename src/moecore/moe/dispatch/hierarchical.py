@@ -24,15 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from moecore.moe.dispatch.alltoall import (
-    AllToAllPlan,
-    ReceivedRows,
-    SendOrder,
-    TokenExchange,
-    build_send_order,
-    is_owned,
-)
+from moecore.moe.dispatch.alltoall import AllToAllPlan, ReceivedRows, TokenExchange
 from moecore.moe.dispatch.collectives import LayerCheck
+from moecore.moe.dispatch.send_order import SendOrder, build_send_order, mask_choices_by_block
 from moecore.moe.dispatch.wire import Wire
 from moecore.moe.placement import DomainPlacement, ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
@@ -50,8 +44,8 @@ class HierarchicalPlan:
 class HierarchicalDispatcher(Dispatcher):
     """Sends each token once to every domain that owns one of its experts, then to the ranks.
 
-    A domain is a set of ranks with fast links. `inside` dispatches in this rank's domain. `across`
-    has one rank of each domain: the ranks with this rank's index.
+    A domain is a set of ranks with fast links. `inner_dispatcher` dispatches in this rank's domain.
+    `cross_domain_group` has one rank of each domain: the ranks with this rank's index.
     """
 
     waits_on_host = True
@@ -60,20 +54,20 @@ class HierarchicalDispatcher(Dispatcher):
         self,
         placement: ExpertPlacement,
         domain: DomainPlacement,
-        inside: Dispatcher,
-        across: dist.ProcessGroup,
+        inner_dispatcher: Dispatcher,
+        cross_domain_group: dist.ProcessGroup,
         *,
         fp8: bool = False,
     ) -> None:
         self.placement, self.domain = placement, domain
-        self._inside = inside  # over the ranks of `domain`, with the same `fp8`
-        self._across = TokenExchange(across, placement.layer, Wire(fp8))
+        self._inside = inner_dispatcher  # over the ranks of `domain`, with the same `fp8`
+        self._across = TokenExchange(cross_domain_group, placement.layer, Wire(fp8))
 
     @property
-    def attendance(self) -> LayerCheck | None:
+    def layer_check(self) -> LayerCheck | None:
         """The check that ranks run the same layer; None without a check in the domain."""
-        inner: LayerCheck | None = getattr(self._inside, "attendance", None)
-        return None if inner is None else self._across.attendance
+        inner: LayerCheck | None = getattr(self._inside, "layer_check", None)
+        return None if inner is None else self._across.layer_check
 
     def has_spare_rows(self, *, pads: bool) -> bool:
         """Return `has_spare_rows` of the dispatcher in the domain."""
@@ -85,18 +79,22 @@ class HierarchicalDispatcher(Dispatcher):
         With `routing.pad` only the first call has a host sync.
         """
         (T, K), ids_TK = routing.expert_ids_TK.shape, routing.destinations_TK
-        num_experts, H = self.domain.num_in_domain, self._across.group.size()
+        num_experts, H = self.domain.num_domain_experts, self._across.group.size()
         self._across.wire.check_dim(x_TD.shape[1])
         if routing.pad:
             num_slots = min(T, num_experts * routing.max_rows_per_expert)
-            needs_HT = is_owned(ids_TK, num_experts, H).any(-1)
-            received_rows = self._across.send_static(x_TD, routing, needs_HT, num_slots, self.pairs)
+            needs_HT = mask_choices_by_block(ids_TK, num_experts, H).any(-1)
+            received_rows = self._across.send_tokens_static(
+                x_TD, routing, needs_HT, num_slots, self.pairs
+            )
         else:
-            order = self.prepare_send_order(ids_TK, self._across.attendance.encode_number(x_TD))
+            order = self.prepare_send_order(ids_TK, self._across.layer_check.encode_layer(x_TD))
             even = self.domain.compute_balanced_domain_tokens(T, K), 0
-            received_rows, _ = self._across.send(x_TD, routing, order, self.pairs, even=even)
+            received_rows, _ = self._across.send_tokens(
+                x_TD, routing, order, self.pairs, balanced_counts=even
+            )
         rows_AD = received_rows.rows.widen()  # packing these rows again gives the same bytes
-        inp = self._dispatch_inside(rows_AD, received_rows, routing)
+        inp = self._dispatch_in_domain(rows_AD, received_rows, routing)
         balanced = None if inp.balanced is None else self.placement.count_balanced(T, K)
         if received_rows.plan.receiver is not None:
             received_rows.plan.receiver.next = inp.receiver
@@ -104,15 +102,19 @@ class HierarchicalDispatcher(Dispatcher):
         parts = (inp.rows, inp.index, plan, inp.unsummed, balanced)
         return ExpertInput(*parts, receiver=inp.receiver)
 
-    def prepare_send_order(self, ids_TK: Tensor, note: int) -> SendOrder:
+    def prepare_send_order(self, ids_TK: Tensor, encoded_layer: int) -> SendOrder:
         """Return the order of the rows to send to the domains of these physical ids.
 
-        `note` is a number that each rank receives with the counts.
+        `encoded_layer` is a number that each rank receives with the counts.
         """
         (T, K), H = ids_TK.shape, self._across.group.size()
-        return build_send_order(is_owned(ids_TK, self.domain.num_in_domain, H), T * min(H, K), note)
+        return build_send_order(
+            mask_choices_by_block(ids_TK, self.domain.num_domain_experts, H),
+            T * min(H, K),
+            encoded_layer,
+        )
 
-    def _dispatch_inside(
+    def _dispatch_in_domain(
         self, rows_AD: Tensor, received_rows: ReceivedRows, routing: Routing
     ) -> ExpertInput:
         """Dispatch received rows to the ranks of this domain, and return the experts' input.
@@ -120,16 +122,16 @@ class HierarchicalDispatcher(Dispatcher):
         `rows_AD` are the rows of `received_rows` without FP8. The input has the plan of the inner
         dispatcher.
         """
-        H, inside, outer = self._across.group.size(), self._inside, self._across.attendance
+        H, inside, outer = self._across.group.size(), self._inside, self._across.layer_check
         weights_AK, domain = received_rows.weights_SK, dist.get_rank(self._across.group)
         ids_AK = self.domain.convert_to_domain_ids(received_rows.ids_SK, domain)
         spare = H * routing.expert_ids_TK.shape[0] - rows_AD.shape[0]
         if spare > 0 and inside.has_spare_rows(pads=False):  # then shapes depend only on T
             rows_AD, weights_AK = (F.pad(x, (0, 0, 0, spare)) for x in (rows_AD, weights_AK))
             ids_AK = F.pad(ids_AK, (0, 0, 0, spare), value=-1)
-        attendance: LayerCheck | None = getattr(inside, "attendance", None)
-        if attendance is not None:
-            attendance.joins = outer.is_skipped
+        layer_check: LayerCheck | None = getattr(inside, "layer_check", None)
+        if layer_check is not None:
+            layer_check.joins = outer.is_skipped
         inside.pairs = self.pairs
         capacity = None if routing.capacity is None else H * routing.max_rows_per_expert
         inp = inside.dispatch(
@@ -143,8 +145,8 @@ class HierarchicalDispatcher(Dispatcher):
                 rows_multiple=routing.rows_multiple,
             ),
         )
-        if attendance is not None:
-            outer.is_skipped = attendance.is_skipped
+        if layer_check is not None:
+            outer.is_skipped = layer_check.is_skipped
         return inp
 
     def combine(self, y_SD: Any, plan: HierarchicalPlan) -> Tensor:

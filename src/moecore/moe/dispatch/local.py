@@ -1,15 +1,15 @@
-"""`LocalDispatcher` for a rank with all experts, and `ByChoice`, which fixes the order of sums.
+"""`LocalDispatcher` for a rank with all experts; `ChoiceDispatcher`, which fixes the order of sums.
 
 `LocalDispatcher` is the identity: every expert is on this rank. It never syncs with the host.
 
-`ByChoice` sends each token once per choice through an inner dispatcher:
+`ChoiceDispatcher` sends each token once per choice through an inner dispatcher:
 
     x_TD -> [T * K, D], one choice each -> the dispatcher -> [T * K, D] -> sum over K, in order
 
 A dispatcher sums a token's experts on each of their ranks, and then over the ranks. This order
-depends on which rank owns an expert. `ByChoice` sums the K outputs of a token on the token's own
-rank, as one rank with all experts would, so the bits do not depend on ep. It sends K rows for each
-token, at most K times the rows of the inner dispatcher.
+depends on which rank owns an expert. `ChoiceDispatcher` sums the K outputs of a token on the
+token's own rank, as one rank with all experts would, so the bits do not depend on ep. It sends K
+rows for each token, at most K times the rows of the inner dispatcher.
 
 Legend: T local tokens, D dim of the rows, K choices per token.
 """
@@ -53,7 +53,7 @@ class LocalDispatcher(Dispatcher):
         return y_SD
 
 
-class ByChoice:
+class ChoiceDispatcher:
     """A `Dispatcher` in which `inner` sends each choice as a token, so sums do not depend on ep."""
 
     def __init__(self, inner: Dispatcher, num_choices: int) -> None:

@@ -49,13 +49,13 @@ MIN_CAPABILITY = (9, 0)
 INSTALL = f"{get_install_command('nccl-ep')}, or use 'alltoall'"
 
 
-def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
+def find_nccl_ep_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
     """Return the reason why some rank of a group cannot run NCCL EP, or None. Collective."""
-    problems = gather_objects(_find_local_problem(device_type), group)
+    problems = gather_objects(_find_local_nccl_ep_problem(device_type), group)
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _find_local_problem(device_type: str) -> str | None:
+def _find_local_nccl_ep_problem(device_type: str) -> str | None:
     """Return the reason why this process cannot run NCCL EP, or None."""
     if device_type != "cuda":
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
@@ -111,10 +111,10 @@ class EPGroups:
             self._groups[key] = self._make_group(*key)
         return self._groups[key]
 
-    def _make_group(self, num_experts: int, row_bytes: int, num_tokens: int) -> EPGroup:
+    def _make_group(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
         """Return a new NCCL EP group. Collective.
 
-        A call has at most `num_tokens` tokens of `row_bytes` per rank.
+        A call has at most `max_tokens` tokens of `row_bytes` per rank.
         """
         from nccl import ep
         from nccl.ep.interop.torch import get_nccl_comm_from_group
@@ -124,11 +124,11 @@ class EPGroups:
         config = ep.GroupConfig(
             algorithm=ep.Algorithm.HIGH_THROUGHPUT,
             num_experts=num_experts,
-            max_dispatch_tokens_per_rank=num_tokens,
+            max_dispatch_tokens_per_rank=max_tokens,
             max_token_bytes=row_bytes,
         )
         group = ep.Group.create(self._communicator, config)
-        return EPGroup(group, num_experts // self.group.size(), num_tokens)
+        return EPGroup(group, num_experts // self.group.size(), max_tokens)
 
     def close(self) -> None:
         """Free groups and communicator. Backwards of earlier forwards cannot run. Collective."""
@@ -143,11 +143,11 @@ class EPGroups:
 class EPGroup:
     """One NCCL EP group, and its idle handles. A handle stores the routing of one call.
 
-    A rank has `num_local` experts, and at most `num_tokens` tokens per call.
+    A rank has `num_local_experts` experts, and at most `max_tokens` tokens per call.
     """
 
-    def __init__(self, group: Any, num_local: int, num_tokens: int) -> None:
-        self.num_tokens, self.num_local = num_tokens, num_local
+    def __init__(self, group: Any, num_local_experts: int, max_tokens: int) -> None:
+        self.num_tokens, self.num_local = max_tokens, num_local_experts
         self._group, self._handles = group, list[Any]()
         self._idle = defaultdict[int, list[Any]](list)  # by the choices of a token
 
@@ -265,17 +265,21 @@ class ForwardHandles:
         return dx_TD, dweights_TK
 
     def _iterate_chunks(
-        self, of_tokens: tuple[Tensor, ...], of_rows: tuple[Tensor, ...]
+        self, token_tensors: tuple[Tensor, ...], row_tensors: tuple[Tensor, ...]
     ) -> Iterator[tuple[Any, Any, list[Any], list[Any]]]:
         """Yield the module `ep`, a chunk's handle, and `ep.Tensor`s of its tokens and of its rows.
 
-        Tensors in `of_tokens` are split by tokens of a chunk, and in `of_rows` by received rows.
+        Tensors in `token_tensors` are split by tokens of a chunk, and in `row_tensors` by received
+        rows.
         """
         if not self.handles:
             return
         from nccl import ep
 
-        parts = [x.split(self.tokens) for x in of_tokens], [x.split(self.rows) for x in of_rows]
+        parts = (
+            [x.split(self.tokens) for x in token_tensors],
+            [x.split(self.rows) for x in row_tensors],
+        )
         for i, handle in enumerate(self.handles):
             tokens, rows = ([ep.Tensor(x[i]) for x in xs] for xs in parts)
             yield ep, handle, tokens, rows
@@ -289,23 +293,23 @@ class NCCLEPDispatcher(Dispatcher):
 
     def __init__(self, placement: ExpertPlacement, groups: EPGroups) -> None:
         self.placement, self._groups = placement, groups
-        self.attendance = LayerCheck(placement.group, placement.layer)
+        self.layer_check = LayerCheck(placement.group, placement.layer)
 
     @torch.compiler.disable
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Send tokens to their experts' ranks. Two collectives and two host syncs."""
         p, (T, K) = self.placement, routing.destinations_TK.shape
-        _check_inputs(x_TD, routing, p, self._groups.ranks_per_domain)
+        _check_sendable_inputs(x_TD, routing, p, self._groups.ranks_per_domain)
         if x_TD.is_meta:
             forward_handles = ForwardHandles(None, [T], K)
             forward_handles.rows.append(p.group.size() * p.compute_balanced_tokens(T, K))
             forward_handles.num_choices = p.compute_balanced_rows(T, K)
             record_host_wait()
         else:
-            note = self.attendance.encode_number(x_TD)
+            note = self.layer_check.encode_layer(x_TD)
             local_numbers = torch.tensor([[T, note]], device=x_TD.device, dtype=torch.int64)
             numbers, notes = zip(*all_gather_rows(local_numbers, p.group).tolist(), strict=True)
-            self.attendance.check_numbers(notes)
+            self.layer_check.check_encoded_layers(notes)
             max_tokens = max(1, *numbers)
             num_experts, row_bytes = p.num_physical * p.ep, x_TD.shape[1] * x_TD.itemsize
             group = self._groups.get_group(num_experts, row_bytes, max_tokens)
@@ -332,12 +336,12 @@ class NCCLEPDispatcher(Dispatcher):
         return exchange_with_grad(y_SD, plan.combine, plan.compute_row_grads)
 
 
-def _check_inputs(
-    x_TD: Tensor, routing: Routing, p: ExpertPlacement, ranks_per_domain: int
+def _check_sendable_inputs(
+    x_TD: Tensor, routing: Routing, placement: ExpertPlacement, ranks_per_domain: int
 ) -> None:
     """Raise ValueError on all ranks for inputs that NCCL EP cannot send."""
     (_, D), K = x_TD.shape, routing.destinations_TK.shape[1]
-    experts = p.num_physical * ranks_per_domain
+    experts = placement.num_physical * ranks_per_domain
     relation = None
     if x_TD.dtype not in DTYPES or D * x_TD.itemsize % ROW_ALIGNMENT:
         relation = (
@@ -356,6 +360,7 @@ def _check_inputs(
 
 
 def _get_stream_handle(x: Tensor) -> int:
+    """Return the CUDA handle of the current stream of a tensor's device; 0 = CPU."""
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 
@@ -366,6 +371,7 @@ class _EPDispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: Tensor, weights_TK: Tensor, forward_handles: ForwardHandles
     ) -> tuple[Tensor, ...]:
+        """Return the results of `ForwardHandles.dispatch`."""
         rows_SD, ids_SK, weights_SK = forward_handles.dispatch(
             x_TD.contiguous(), weights_TK.contiguous()
         )
@@ -377,6 +383,7 @@ class _EPDispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of tokens [T, D] and routing weights [T, K]. Collective."""
         # Every rank takes part, so missing gradients become zeros.
         (drows_SD, _, dweights_SK), (shape, dtype, device) = grads, ctx.like
         if drows_SD is None:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moecore.base.torch_private import sum_versions
+from moecore.base.torch_private import sum_version_counters
 from moecore.kernels.exchange.operations import DispatchedRows
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex, build_index
@@ -39,8 +39,8 @@ from moecore.kernels.rows.move import sum_rows_without_autograd
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher, AllToAllPlan
 from moecore.moe.dispatch.exchange import Exchange, ExchangeMap
-from moecore.moe.dispatch.exchange_pool import ExchangePool, find_row_problem
-from moecore.moe.dispatch.wire import Receiver, Wire, make_handle
+from moecore.moe.dispatch.exchange_pool import ExchangePool, find_unsendable_row_problem
+from moecore.moe.dispatch.wire import Receiver, Wire, make_row_handle
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing, UnsummedRows
 
@@ -59,7 +59,9 @@ class NVLinkPlan:
 class NVLinkDispatcher(Dispatcher):
     """Stores each token once into the memory of every rank that owns one of its experts."""
 
-    waits_on_host = False  # with row_factor "exact" it waits, but then `_count_rows` refuses graphs
+    waits_on_host = (
+        False  # with row_factor "exact" it waits, but then `_count_local_choices` refuses graphs
+    )
     can_alternate = False
 
     def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
@@ -68,7 +70,7 @@ class NVLinkDispatcher(Dispatcher):
         self._alltoall = AllToAllDispatcher(placement, fp8=exchanges.wire.fp8)
 
     @property
-    def keeps_rows(self) -> bool:
+    def saves_rows(self) -> bool:
         """Whether source rows are saved for backward. Otherwise backward receives them again."""
         return self.exchanges.options.keep_rows
 
@@ -100,18 +102,18 @@ class NVLinkDispatcher(Dispatcher):
         max_tokens = exchange.layout.max_tokens
         tokens = inputs if len(x_TD) <= max_tokens else [t[:max_tokens] for t in inputs]
         sender = _GradSender(exchange) if exchange.layout.sums_slot else None
-        limits: Any = dict(is_limited=is_limited, multiple=routing.rows_multiple)
-        make_index = partial(_build_index, exchange=exchange, place=self.placement, **limits)
+        limits: Any = dict(has_row_limit=is_limited, row_multiple=routing.rows_multiple)
+        make_index = partial(_build_index, exchange=exchange, placement=self.placement, **limits)
         arguments = (exchange, wire, self.placement, sender, make_index)
         outputs = _DispatchOutputs(*_Dispatch.apply(*tokens, *arguments))
         row_map = ExchangeMap(outputs.peers_T, outputs.places_S, outputs.slots_SK)
         plan = NVLinkPlan(exchange, x_TD.dtype, len(x_TD), row_map, wire.make_receiver())
         refetch = None
         if not exchange.options.keep_rows:
-            fetch = partial(_repeat_spread, exchange, wire)
+            fetch = partial(_repeat_dispatch, exchange, wire)
             refetch = Refetch(fetch, (tokens[0].detach(), outputs.peers_T, outputs.places_S))
         return ExpertInput(
-            wire.unpack(outputs.rows_SN, x_TD),
+            wire.wrap_received_rows(outputs.rows_SN, x_TD),
             ExpertIndex(*outputs[4:]),
             plan,
             UnsummedInput(outputs.grad_handle_RD, sender, refetch),
@@ -127,7 +129,7 @@ class NVLinkDispatcher(Dispatcher):
         # With `is_required`, all-to-all sends tokens if the capacity is limited and no step reads
         # shortages. Otherwise it sends tokens that stores cannot send, and the tokens of forwards
         # outside of a step that is rerun and of a CUDA graph.
-        pool, problem = self.exchanges, find_row_problem(x_TD)
+        pool, problem = self.exchanges, find_unsendable_row_problem(x_TD)
         if routing.weights_TK.dtype != torch.float32:
             problem = (
                 f"weights_TK ({routing.weights_TK.dtype}) must be torch.float32 for dispatcher "
@@ -139,7 +141,7 @@ class NVLinkDispatcher(Dispatcher):
         watch = "graph" if x_TD.is_meta or is_captured else pool.watch
         if not pool.is_required:
             return problem is not None or watch not in ("reruns", "graph")
-        return pool.factor is not None and watch is None
+        return pool.capacity_factor is not None and watch is None
 
     def _count_balanced_rows(self, exchange: Exchange) -> BalancedRows:
         """Return the numbers of used source and expert rows with even loads."""
@@ -173,33 +175,38 @@ def _build_index(
     choices: DispatchedRows,
     *,
     exchange: Exchange,
-    place: ExpertPlacement,
-    is_limited: bool,
-    multiple: int,
+    placement: ExpertPlacement,
+    has_row_limit: bool,
+    row_multiple: int,
 ) -> ExpertIndex:
-    """Return the `ExpertIndex` of the received `choices` for the experts of `place`.
+    """Return the `ExpertIndex` of the received `choices` for the experts of `placement`.
 
-    With `row_factor` "exact", R is the number of choices. With `is_limited` and a number
+    With `row_factor` "exact", R is the number of choices. With `has_row_limit` and a number
     `row_factor`, R is at most `row_factor` times the rows of even loads. Otherwise R suffices for
-    any routing. Each expert's number of rows is padded to a multiple of `multiple`.
+    any routing. Each expert's number of rows is padded to a multiple of `row_multiple`.
     """
-    owned = dict(first_expert=place.first_physical, num_local_experts=place.num_physical)
-    num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_physical)
+    owned = dict(first_expert=placement.first_physical, num_local_experts=placement.num_physical)
+    num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, placement.num_physical)
     factor = exchange.options.row_factor
     if factor == "exact":
-        num_rows = _count_rows(exchange, choices.ids_SK, **owned)
-    elif factor is not None and is_limited:
+        num_rows = _count_local_choices(
+            exchange,
+            choices.ids_SK,
+            first_expert=placement.first_physical,
+            num_local_experts=placement.num_physical,
+        )
+    elif factor is not None and has_row_limit:
         num_rows = min(num_rows, math.ceil(factor * exchange.balanced_rows))
     index = build_index(
-        choices.ids_SK, choices.weights_SK, **owned, row_multiple=multiple, max_pairs=num_rows
+        choices.ids_SK, choices.weights_SK, **owned, row_multiple=row_multiple, max_pairs=num_rows
     )
-    if factor not in (None, "exact") and is_limited:
+    if factor not in (None, "exact") and has_row_limit:
         limited = exchange.limit_rows(index.offsets_e, index.row_ids_R.shape[0])
         index = index._replace(offsets_e=limited)
     return index
 
 
-def _count_rows(
+def _count_local_choices(
     exchange: Exchange, ids_SK: Tensor, *, first_expert: int, num_local_experts: int
 ) -> int:
     """Return how many entries of `ids_SK` are ids of local experts. Host sync."""
@@ -212,7 +219,7 @@ def _count_rows(
     return int(((ids_SK >= first_expert) & (ids_SK < first_expert + num_local_experts)).sum())
 
 
-def _repeat_spread(
+def _repeat_dispatch(
     exchange: Exchange, wire: Wire, x_TD: Tensor, peers_T: Tensor, places_S: Tensor
 ) -> Rows:
     """Send a dispatch's tokens a second time, and return the same source rows.
@@ -220,8 +227,8 @@ def _repeat_spread(
     `peers_T` and `places_S` are fields of the dispatch's `ExchangeMap`.
     """
     row_map = ExchangeMap(peers_T, places_S, places_S[:, None])
-    rows_SN = exchange.spread(wire.pack(x_TD), row_map, exchange.layout.source_rows)
-    return wire.unpack(rows_SN, x_TD)
+    rows_SN = exchange.dispatch_rows(wire.pack_rows(x_TD), row_map, exchange.layout.source_rows)
+    return wire.wrap_received_rows(rows_SN, x_TD)
 
 
 class _GradSender:
@@ -279,7 +286,8 @@ class _GradSender:
 
 
 def _get_versions(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(sum_versions(t) for t in tensors if t is not None)
+    """Return the version counters of the tensors that are not None."""
+    return tuple(sum_version_counters(t) for t in tensors if t is not None)
 
 
 class _DispatchOutputs(NamedTuple):
@@ -306,15 +314,16 @@ class _Dispatch(torch.autograd.Function):
         ids_TK: Tensor,
         exchange: Exchange,
         wire: Wire,
-        place: ExpertPlacement,
+        placement: ExpertPlacement,
         sender: _GradSender | None,
         make_index: Callable[[DispatchedRows], ExpertIndex],
     ) -> tuple[Tensor, ...]:
-        tensors = (wire.pack(x_TD), ids_TK, weights_TK)
-        sizes: dict[str, Any] = dict(num_local=place.num_physical, etp=place.etp)
-        choices = exchange.spread_choices(*tensors, **sizes)
+        """Send tokens and choices; return `_DispatchOutputs`, with the index from `make_index`."""
+        tensors = (wire.pack_rows(x_TD), ids_TK, weights_TK)
+        sizes: dict[str, Any] = dict(num_local_experts=placement.num_physical, etp=placement.etp)
+        choices = exchange.dispatch_tokens(*tensors, **sizes)
         index = make_index(choices)
-        grad_handle_RD = make_handle(x_TD, index.row_ids_R.shape[0])
+        grad_handle_RD = make_row_handle(x_TD, index.row_ids_R.shape[0])
         row_map = (choices.peers_T, choices.places_S)
         ctx.exchange, ctx.sender = exchange, sender
         ctx.rows_like = (index.row_ids_R.shape[0], x_TD.shape[1]), x_TD.dtype
@@ -326,6 +335,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of tokens [T, D] and routing weights [T, K]."""
         row_map = ExchangeMap(*ctx.saved_tensors)
         outputs = _DispatchOutputs(*grads)
         drows_RD, dweights_R = outputs.grad_handle_RD, outputs.weights_R
@@ -340,7 +350,7 @@ class _Dispatch(torch.autograd.Function):
         if dweights_R is None:
             dweights_R = zeros(shape[0])
         choices = (dweights_R, row_map.slots_SN)
-        return *ctx.exchange.reduce(drows_RD, row_map, choices), *(None,) * 6
+        return *ctx.exchange.combine_rows(drows_RD, row_map, choices), *(None,) * 6
 
 
 class _Combine(torch.autograd.Function):
@@ -348,16 +358,18 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, plan: NVLinkPlan, row_map: ExchangeMap) -> Tensor:
+        """Return y_TD, the sum of each token's rows y_RD on all ranks."""
         ctx.exchange, ctx.num_rows, ctx.receiver = plan.exchange, y_RD.shape[0], plan.receiver
         ctx.save_for_backward(*row_map)
-        return plan.exchange.reduce(y_RD, row_map)[0]
+        return plan.exchange.combine_rows(y_RD, row_map)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Send the gradient dy_TD to the ranks of each token; return dy_RD."""
         row_map = ExchangeMap(*ctx.saved_tensors)
 
         def send(rows_TN: Tensor) -> Tensor:
-            return ctx.exchange.spread(rows_TN, row_map, ctx.num_rows)  # type: ignore[no-any-return]
+            return ctx.exchange.dispatch_rows(rows_TN, row_map, ctx.num_rows)  # type: ignore[no-any-return]
 
-        dy_RD = None if ctx.receiver is None else ctx.receiver.send_as_fp8(grads[0], send)
+        dy_RD = None if ctx.receiver is None else ctx.receiver.exchange_as_fp8(grads[0], send)
         return send(grads[0]) if dy_RD is None else dy_RD, None, None

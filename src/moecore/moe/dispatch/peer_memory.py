@@ -19,7 +19,7 @@ from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout
 from moecore.kernels.meta import get_num_meta_peers, meta_is_gpu
 
 
-def make_buffer(
+def make_exchange_buffer(
     layout: ExchangeLayout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> SymmetricBuffer:
     """Allocate this rank's zeroed buffer for an exchange of token rows. Collective."""
@@ -66,7 +66,7 @@ def _allocate_peer_memory(
     return peers, handles
 
 
-def find_known_problem(num_ranks: int, device_type: str) -> str | None:
+def find_static_peer_problem(num_ranks: int, device_type: str) -> str | None:
     """Return the reason why kernels cannot store to `num_ranks` peers, or None. No communication.
 
     On meta, peers count as GPUs of one host.
@@ -81,30 +81,32 @@ def find_known_problem(num_ranks: int, device_type: str) -> str | None:
     return None
 
 
-def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
+def find_peer_store_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
     """Return the reason why kernels cannot store to peers of a group, or None. Collective."""
-    problem = find_known_problem(group.size(), device_type)
+    problem = find_static_peer_problem(group.size(), device_type)
     if problem is not None or meta_is_gpu():
         return problem
-    return find_peer_problem(group)
+    return find_peer_access_problem(group)
 
 
-def find_peer_problem(group: dist.ProcessGroup) -> str | None:
+def find_peer_access_problem(group: dist.ProcessGroup) -> str | None:
     """Return the reason why a group's GPUs cannot read each other's memory, or None. Collective."""
-    problem = _find_peer_access_problem(group) or _find_memory_problem(group)
+    problem = _find_local_access_problem(group) or _find_allocation_problem(group)
     return next((p for p in gather_objects(problem, group) if p), None)
 
 
-def can_meta_peers_access(group: dist.ProcessGroup) -> bool:
+def can_meta_peers_access_memory(group: dist.ProcessGroup) -> bool:
     """Return whether the GPUs of a simulated group on meta can read each other's memory."""
     return len({rank // get_num_meta_peers() for rank in dist.get_process_group_ranks(group)}) == 1
 
 
-def _find_peer_access_problem(group: dist.ProcessGroup) -> str | None:
+def _find_local_access_problem(group: dist.ProcessGroup) -> str | None:
     """Return the reason why this GPU cannot read the memory of its group, or None. Collective."""
     device, count = torch.cuda.current_device(), torch.cuda.device_count()
-    local_devices = {str(_get_device_properties(i).uuid): i for i in range(count)}
-    places = gather_objects((get_host_id(), str(_get_device_properties(device).uuid)), group)
+    local_devices = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(count)}
+    places = gather_objects(
+        (get_host_id(), str(torch.cuda.get_device_properties(device).uuid)), group
+    )
     hosts = len({host for host, _ in places})
     if hosts > 1:
         return f"must stay on one host (its ranks are on {hosts}): use 'alltoall'"
@@ -122,7 +124,7 @@ def _find_peer_access_problem(group: dist.ProcessGroup) -> str | None:
     return None
 
 
-def _find_memory_problem(group: dist.ProcessGroup) -> str | None:
+def _find_allocation_problem(group: dist.ProcessGroup) -> str | None:
     """Try to allocate symmetric memory; return the reason of a failure, or None. Collective."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
@@ -131,7 +133,3 @@ def _find_memory_problem(group: dist.ProcessGroup) -> str | None:
         reason = str(error).splitlines()[0]
         return f"must have torch's symmetric memory, which fails here ({reason}): use 'alltoall'"
     return None
-
-
-def _get_device_properties(index: int) -> Any:
-    return torch.cuda.get_device_properties(index)

@@ -34,11 +34,11 @@ class Wire:
                 "DispatchOptions.fp8 (True): pad it, or let rows travel as they are"
             )
 
-    def pack(self, x_TD: Tensor) -> Tensor:
+    def pack_rows(self, x_TD: Tensor) -> Tensor:
         """Return the rows to send: x_TD unchanged, or packed FP8 rows [T, W]. No autograd."""
         return pack_rows(x_TD.contiguous()) if self.fp8 else x_TD
 
-    def gather_rows(
+    def gather_send_rows(
         self, x_TD: Tensor, token_ids_M: Tensor, slots_TG: Tensor
     ) -> tuple[Tensor | None, Tensor]:
         """Return rows of `token_ids_M`: (packed rows, a handle), or (None, rows) without FP8.
@@ -51,12 +51,14 @@ class Wire:
             return None, gather_rows(x_TD, *row_map)
         handle_MD = exchange_with_grad(
             x_TD,
-            partial(make_handle, num_rows=token_ids_M.shape[0]),
+            partial(make_row_handle, num_rows=token_ids_M.shape[0]),
             lambda d_MD: sum_rows(d_MD, *row_map),
         )
-        return gather_fp8_rows(self.pack(x_TD), *row_map), handle_MD
+        return gather_fp8_rows(self.pack_rows(x_TD), *row_map), handle_MD
 
-    def unpack(self, rows_SN: Tensor, like: Tensor, grad_handle_SD: Tensor | None = None) -> Rows:
+    def wrap_received_rows(
+        self, rows_SN: Tensor, like: Tensor, grad_handle_SD: Tensor | None = None
+    ) -> Rows:
         """Return received rows as `Rows` of the width and dtype of `like`; FP8 rows stay packed.
 
         `grad_handle_SD` stands for packed rows in autograd; None = no gradient.
@@ -70,7 +72,7 @@ class Wire:
         return Receiver() if self.fp8 and not torch.compiler.is_compiling() else None
 
 
-def make_handle(like: Tensor, num_rows: int) -> Tensor:
+def make_row_handle(like: Tensor, num_rows: int) -> Tensor:
     """Return a handle [num_rows, D] with dtype and D of `like`: one element, expanded."""
     return like.new_empty(1).expand(num_rows, like.shape[1])
 
@@ -89,19 +91,21 @@ class Receiver:
         self.next: GradientReceiver | None = None  # of the second dispatch, if there are two
         self._entry: tuple[Tensor, Rows] | None = None
 
-    def send_as_fp8(self, dy_TD: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Pack dy, exchange it by send(packed rows), and return a handle of the received rows.
+    def exchange_as_fp8(
+        self, dy_TD: Tensor, exchange_rows: Callable[[Tensor], Tensor]
+    ) -> Tensor | None:
+        """Exchange dy by exchange_rows(packed dy), and return a handle of the received rows.
 
         `take_packed_grads` then returns the rows. In a two-level dispatch, the first level returns
         unpacked rows instead of a handle. None = experts accept no FP8, and dy is not sent.
         """
         if not (self.next or self).accepts_packed_grads:
             return None
-        words_RW = send(pack_rows(dy_TD.contiguous()))
+        words_RW = exchange_rows(pack_rows(dy_TD.contiguous()))
         rows = Rows.from_bytes(words_RW, dy_TD.shape[1], dy_TD.dtype)
         if self.next is not None:  # the second dispatch packs the rows again
             return rows.widen()
-        grad_handle_RD = make_handle(dy_TD, words_RW.shape[0])
+        grad_handle_RD = make_row_handle(dy_TD, words_RW.shape[0])
         self._entry = grad_handle_RD, rows
         return grad_handle_RD
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.base.fields import check_arguments, quote
-from moecore.base.progress import track
+from moecore.base.progress import track_progress
 from moecore.packing.documents import Integers
 
 MAX_CHARS = 300  # characters of a path, a name or another library's error in a message
@@ -220,12 +220,12 @@ def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
     cores = len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdecimal() else 1)
     processes, label = min(cores, len(tasks)), f"reading {file.short_path}"
     if processes < 2 or multiprocessing.current_process().daemon:  # a daemon has no children
-        return [_parse_part(task) for task in track(tasks, label, unit="parts")]
+        return [_parse_part(task) for task in track_progress(tasks, label, unit="parts")]
     context = multiprocessing.get_context("fork")
     try:
         with ProcessPoolExecutor(processes, mp_context=context) as pool:
             parts = pool.map(_parse_part, tasks)
-            return list(track(parts, label, total=len(tasks), unit="parts"))
+            return list(track_progress(parts, label, total=len(tasks), unit="parts"))
     except BrokenProcessPool:
         raise ValueError(
             f"{file.short_path} must be parsed by {processes} processes, one of which was killed: "

@@ -40,12 +40,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.base.failures import publish_errors, withdraw_records
+from moecore.base.failures import publish_errors, withdraw_error_records
 from moecore.base.torch_private import (
     call_after_backward,
     has_next_node,
     is_inside_backward,
-    sum_versions,
+    sum_version_counters,
     tree_leaves,
     tree_map_only,
 )
@@ -210,7 +210,7 @@ class UnitEngine:
 
     @contextmanager
     def pair_passes(self) -> Iterator[None]:
-        """Return a context in which the caller alternates a forward and a backward by `resume`."""
+        """Return a context in which `unshard_pass` alternates a forward and a backward."""
         self._check_no_failed_backward()
         self._is_paired = True
         try:
@@ -218,7 +218,7 @@ class UnitEngine:
         finally:
             self._is_paired = False
 
-    def resume(self, is_backward: bool) -> None:
+    def unshard_pass(self, is_backward: bool) -> None:
         """Unshard the units of a pair's forward (or backward, if `is_backward`) that continues."""
         # The other pass may have resharded these units. Skipped modules count as running modules.
         for unit in self.units:
@@ -296,7 +296,7 @@ class UnitEngine:
 
     def _root_pre_forward(self) -> None:
         """Begin an outermost forward: read the current sharded parameters of all modules."""
-        withdraw_records()
+        withdraw_error_records()
         self._header.start(self.progress())
         self._forward += 1
         if not self._is_paired:
@@ -351,7 +351,7 @@ class UnitEngine:
     def _get_grad_boundary(self, leaf: Tensor) -> GradBoundary:
         """Return the `GradBoundary` of an activation's current version; create a missing hook."""
         boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
-        version = sum_versions(leaf)
+        version = sum_version_counters(leaf)
         if boundary is None or boundary.version != version or boundary.engine is not self:
             boundary = GradBoundary(self, version, is_leaf=leaf.is_leaf)
             leaf.register_hook(boundary)

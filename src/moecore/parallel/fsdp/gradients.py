@@ -25,9 +25,9 @@ from moecore.base.torch_private import (
     foreach_div_,
     get_local_tensor,
     has_gradient_hooks,
-    has_value_hooks,
+    has_tensor_hooks,
     is_gloo,
-    will_run,
+    will_run_node,
 )
 from moecore.kernels.experts.contract import ComputeGrad, GradSink, GradTarget
 from moecore.parallel.fsdp.buffers import Buffer
@@ -170,7 +170,7 @@ class Gradients:
             if index not in self._filled:
                 self._divided.add(index)
             self._filled.add(index)
-        elif param.sharded.grad is None or has_value_hooks(param.sharded):
+        elif param.sharded.grad is None or has_tensor_hooks(param.sharded):
             param.accumulate(grad.view(param.shard.shape))
 
     def is_complete(self) -> bool:
@@ -180,7 +180,7 @@ class Gradients:
             if i in self._kernel_grads or i in self._deferred_grads or unsharded is None:
                 continue
             has_grad = unsharded.grad is not None or not unsharded.requires_grad
-            if not has_grad and will_run(get_gradient_edge(unsharded).node):
+            if not has_grad and will_run_node(get_gradient_edge(unsharded).node):
                 return False
         return True
 
@@ -236,7 +236,7 @@ class Gradients:
         None = the existing `.grad` cannot be written, for example because of its dtype.
         """
         scale, grad = 1.0 / self.divisor, param.sharded.grad
-        if grad is None or has_value_hooks(param.sharded):
+        if grad is None or has_tensor_hooks(param.sharded):
             return GradTarget(dtype=param.dtype, scale=scale)
         local = get_local_tensor(grad)
         fits = local.dtype == param.dtype and local.is_contiguous() and not grad.requires_grad
@@ -437,7 +437,7 @@ class _Sink:
         return (
             self._param.requires_grad  # it may have been frozen after the forward
             and not (torch.is_grad_enabled() or has_gradient_hooks(self._param))
-            and will_run(self._node)
+            and will_run_node(self._node)
         )
 
 

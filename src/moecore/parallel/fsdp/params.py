@@ -22,13 +22,13 @@ from moecore.base.copies import make_dtensor
 from moecore.base.params import GATHERED_BLOCKS, READS_PLAIN, make_grad_placements
 from moecore.base.torch_private import (
     StridedShard,
-    apply_value_hooks,
+    apply_tensor_hooks,
     call_accumulate_hooks,
     foreach_copy_,
     get_local_tensor,
-    has_value_hooks,
+    has_tensor_hooks,
+    make_dtensor_like,
     make_parameter_like,
-    wrap_like,
 )
 from moecore.moe.param_reader import get_fp8_blocks
 from moecore.parallel.fsdp.plan import FlatSlot
@@ -176,10 +176,12 @@ class UnitParam:
 
         If `.grad` is None, the gradient becomes `.grad` without a copy.
         """
-        if has_value_hooks(self.sharded):
-            grad = get_local_tensor(apply_value_hooks(self.sharded, wrap_like(grad, self.sharded)))
+        if has_tensor_hooks(self.sharded):
+            grad = get_local_tensor(
+                apply_tensor_hooks(self.sharded, make_dtensor_like(grad, self.sharded))
+            )
         if self.sharded.grad is None:
-            self.sharded.grad = wrap_like(grad, self.sharded)
+            self.sharded.grad = make_dtensor_like(grad, self.sharded)
         else:
             get_local_tensor(self.sharded.grad).add_(grad)
 

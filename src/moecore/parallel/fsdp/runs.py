@@ -24,7 +24,7 @@ class ExchangeLayer(Protocol):
     config: Any
     dispatcher: Any
 
-    def run_empty(self, x_0D: Tensor) -> Tensor:
+    def run_on_zero_tokens(self, x_0D: Tensor) -> Tensor:
         """Run the layer on `x_0D` without tokens, to join its communication; return [0, D]."""
 
     def modules(self) -> Iterator[nn.Module]:

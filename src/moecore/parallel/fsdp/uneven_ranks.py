@@ -298,14 +298,14 @@ class UnevenRanks:
         shape = 0, layer.config.dim
         x_0D = torch.zeros(shape, dtype=experts.dtype, device=experts.device)
         x_0D.requires_grad_(needs_grad)
-        attendance = getattr(layer.dispatcher, "attendance", None)  # "nvlink" has None
-        if attendance is None:
-            return EmptyRun(x_0D, layer.run_empty(x_0D), False)
-        attendance.joins = True
+        layer_check = getattr(layer.dispatcher, "layer_check", None)  # "nvlink" has None
+        if layer_check is None:
+            return EmptyRun(x_0D, layer.run_on_zero_tokens(x_0D), False)
+        layer_check.joins = True
         try:
-            return EmptyRun(x_0D, layer.run_empty(x_0D), attendance.is_skipped)
+            return EmptyRun(x_0D, layer.run_on_zero_tokens(x_0D), layer_check.is_skipped)
         finally:
-            attendance.joins = False
+            layer_check.joins = False
 
     def _run_empty_backward(self, node: ModuleNode, run: EmptyRun, forward: int) -> None:
         """Run the backward of a node's MoE layer with zero tokens, in model forward `forward`."""

@@ -28,7 +28,11 @@ from torch import Tensor, nn
 
 from moecore.base.failures import publish_errors
 from moecore.base.rank_checks import DTYPES, check_collective_headers
-from moecore.base.torch_private import disable_dispatch_modes, set_versions, sum_versions
+from moecore.base.torch_private import (
+    disable_dispatch_modes,
+    set_version_counters,
+    sum_version_counters,
+)
 from moecore.kernels.experts.contract import SINK
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.fsdp.formats import Format
@@ -146,7 +150,7 @@ class Unit:
         """Return each shard's version counter, or its value at the all-gather if unsharded."""
         if self.state is State.SHARDED or self.buffer is None:
             # In-place operations of a DTensor do not change the version of its local tensor.
-            return [sum_versions(param.sharded, param.shard) for param in self.params]
+            return [sum_version_counters(param.sharded, param.shard) for param in self.params]
         return self._shard_versions
 
     def refresh(self) -> None:
@@ -193,7 +197,7 @@ class Unit:
                 self.buffer.mark.wait()
                 self._fill_buffer(self._views)
                 self._unshard_mark.set()
-        set_versions(self._versioned_tensors, self._unsharded_versions)
+        set_version_counters(self._versioned_tensors, self._unsharded_versions)
 
     def can_unshard(self) -> bool:
         """Whether a prefetch may take the shared buffer from the unit that uses the buffer.
@@ -226,7 +230,7 @@ class Unit:
         if self.state is State.UNSHARDING:
             self._unshard_mark.wait()
         if self.buffer is not None:
-            set_versions(self._versioned_tensors, self._resharded_versions)
+            set_version_counters(self._versioned_tensors, self._resharded_versions)
             self.buffer.mark.set()
             self.buffer.holder = None
         self.state = State.SHARDED
@@ -250,8 +254,8 @@ class Unit:
             return
         holder = self.buffer.holder
         if holder is not None and holder is not self:
-            # In a pair the holder may belong to the other side; `UnitEngine.resume` repeats its
-            # all-gather.
+            # In a pair the holder may belong to the other side; `UnitEngine.unshard_pass` repeats
+            # its all-gather.
             if any(map(all, zip(self.runs, holder.runs, strict=True))):
                 raise RuntimeError(
                     f"{self.options.name} and {holder.options.name} must not run at one time, "
@@ -271,7 +275,9 @@ class Unit:
             self._versioned_tensors = self._format.make_unsharded(self.params, data)
         for index, param in enumerate(self.params):
             setattr(param.unsharded, SINK, partial(self.gradients.make_sink, index))
-        self._unsharded_versions = [sum_versions(tensor) for tensor in self._versioned_tensors]
+        self._unsharded_versions = [
+            sum_version_counters(tensor) for tensor in self._versioned_tensors
+        ]
         self._resharded_versions = [n + 1 for n in self._unsharded_versions]
 
     def _fill_buffer(self, views: UnitViews) -> None:

@@ -24,7 +24,7 @@ from moecore.moe.dispatch.wire import Wire
 from moecore.moe.expert_layout import compute_expert_shapes
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.shared import SharedExpert
+from moecore.moe.shared_experts import SharedExpert
 from moecore.parallel.fsdp.units import is_in_router_unit, make_is_tied
 from moecore.parallel.mesh import Meshes, ParallelConfig
 from moecore.parallel.model.family import (

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import MaxNorm, check_arguments
 from moecore.base.streams import copy_to_device
-from moecore.base.torch_private import foreach_mul_, foreach_norm, get_local_tensor, mark
+from moecore.base.torch_private import annotate_range, foreach_mul_, foreach_norm, get_local_tensor
 from moecore.parallel.model.parallel_state import end_argument_comparison, find_staged_module
 from moecore.parallel.model.parameter_guards import refuse_added
 from moecore.parallel.pipeline.stage_replicas import AllStages, redistribute_grad
@@ -181,7 +181,7 @@ def step_clipped(
     `optimizers` are the arguments of `unscale_and_clip_`. No host sync if all optimizers are fused.
     """
     signals: dict[str, Tensor] = {}
-    with mark("moecore::clip"):
+    with annotate_range("moecore::clip"):
         owner, stages = find_staged_module(model)
         params = _list_trained(owner)
         _check_optimizers(optimizers, params)
@@ -195,7 +195,7 @@ def step_clipped(
                 signals["grad_scale"] = torch.stack(divisors).prod()
         else:
             _scale_gradients(params, norm, max_norm, loss_scale)
-    with mark("moecore::optimizer"):
+    with annotate_range("moecore::optimizer"):
         for optimizer in optimizers:
             vars(optimizer).update(signals)  # as GradScaler does
             try:

@@ -17,7 +17,7 @@ from moecore.base.params import clean_name, compute_global_indices, derive_seed
 from moecore.base.torch_private import get_local_tensor
 from moecore.moe.experts import Experts
 from moecore.moe.router import Router
-from moecore.moe.shared import Latent, SharedExpert
+from moecore.moe.shared_experts import Latent, SharedExpert
 from moecore.parallel.model.parallel_state import PARALLEL_STATE
 
 SELF_FILLING = (Router, Experts, SharedExpert, Latent)  # modules of moecore with `init_weights`
@@ -51,7 +51,7 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     def copy_param(param: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
-    copies = copy_modules(model, copy_param, unwrapped=True)
+    copies = copy_modules(model, copy_param, removes_wrappers=True)
     memo.update({id(module): twin for module, twin in copies.items()})
     for module, twin in copies.items():
         for name, buffer in module._buffers.items():
@@ -61,7 +61,7 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             state = vars(module)[PARALLEL_STATE]
             layers = {name: copies[layer] for name, layer in state.layers.items()}
             setattr(twin, PARALLEL_STATE, replace(state, engine=None, layers=layers))
-            state.request.family.finish(twin, wrapper=copies[model], drops_cache=False)
+            state.request.family.finish(twin, wrapper=copies[model], warns_about_cache=False)
     act_as_modules(copies[model])
     return copies[model]
 
@@ -179,7 +179,7 @@ def _reset_module(module: nn.Module, name: str, seed: int, std: float) -> None:
     def make_empty(param: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
 
-    copies: Any = copy_modules(module, make_empty, unwrapped=True)
+    copies: Any = copy_modules(module, make_empty, removes_wrappers=True)
     for inner, path in reversed([(m, n) for n, m in module.named_modules()]):
         twin, key = copies[inner], clean_name(f"{name}.{path}".strip("."))
         reset = _find_reset(twin)

@@ -14,7 +14,7 @@ from moecore.base.torch_private import get_local_tensor
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nccl_ep import EPGroups
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.shortage import BufferOwner, Capacity
+from moecore.moe.shortage import BufferCapacities, BufferOwner
 from moecore.moe.state import MoEState
 from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.fsdp.engine import UnitEngine
@@ -51,7 +51,7 @@ class ParallelState:
     offload: StageOffload | None = None
     stash: BufferOwner | None = None
     state: MoEState | None = None  # the balance record; None before `apply_balance`
-    capacity: Capacity | None = None  # capacity of exchanges and stash
+    capacity: BufferCapacities | None = None  # capacity of exchanges and stash
     pipeline: Pipeline | None = None  # None = no pipeline stages
     all_stages: AllStages | None = None  # which stages have each parameter; None = no stages
 
@@ -113,8 +113,8 @@ def get_moe_state(model: nn.Module) -> MoEState:
     return record.state
 
 
-def get_capacity(model: nn.Module) -> Capacity:
-    """Return the `Capacity` of a model's exchange buffers and of its pages of saved expert rows."""
+def get_capacity(model: nn.Module) -> BufferCapacities:
+    """Return the `BufferCapacities` of a model's exchange buffers and pages of saved rows."""
     state = get_parallel_state(model)
     assert state is not None and state.capacity is not None, "its balance record was found"
     return state.capacity

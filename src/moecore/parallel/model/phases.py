@@ -25,11 +25,11 @@ from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.peer_memory import find_known_problem, find_problem
+from moecore.moe.dispatch.peer_memory import find_peer_store_problem, find_static_peer_problem
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.placement import ExpertPlacement, make_domain_placement
 from moecore.moe.records import Dispatcher
-from moecore.moe.shortage import Capacity
+from moecore.moe.shortage import BufferCapacities
 from moecore.moe.state import MoEState
 from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.mesh import (
@@ -63,7 +63,7 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
     """
     meshes, name = request.meshes, request.dispatch.name
     num_ranks = meshes.parallel.ep * meshes.parallel.etp
-    problem = find_known_problem(num_ranks, meshes.device_type)
+    problem = find_static_peer_problem(num_ranks, meshes.device_type)
     if name == "nvlink" and problem is not None:
         raise ValueError(f"DispatchOptions.name ('nvlink') {problem}")
     if num_ranks == 1:
@@ -87,17 +87,17 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
     if plan.dispatcher == "hierarchical":
         check_domains(meshes)  # its arguments are equal on all ranks
         state.domains = make_domain_groups(meshes)
-        problem = find_problem(state.domains.inside, meshes.device_type)
+        problem = find_peer_store_problem(state.domains.inside, meshes.device_type)
         state.stores_in = state.domains.inside if problem is None else None
         inside = "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _remove_fix(problem)
         plan = replace(plan, dispatcher_reason=f"asked for; inside of a domain {inside}")
     if plan.dispatcher == "nccl_ep":
-        problem = nccl_ep.find_problem(group, meshes.device_type)
+        problem = nccl_ep.find_nccl_ep_problem(group, meshes.device_type)
         if problem is not None:
             raise ValueError(f"DispatchOptions.name ('nccl_ep') {problem}")
         state.ep_groups = nccl_ep.EPGroups(group, meshes.ranks_per_domain)
     if plan.dispatcher in ("auto", "nvlink"):
-        problem = find_problem(group, meshes.device_type)
+        problem = find_peer_store_problem(group, meshes.device_type)
         if problem is None:
             state.stores_in = group
             reason = "peer access among all GPUs of the group"
@@ -266,11 +266,11 @@ def apply_balance(model: nn.Module, state: ParallelState) -> None:
         state.layers,
         groups,
         loss=state.request.loss,
-        others=None if state.request.indexer is None else list_aux_losses(model),
+        other_losses=None if state.request.indexer is None else list_aux_losses(model),
         check_parameters=partial(refuse_added, model),
     )
     tokens = None if state.exchanges is None else state.exchanges.tokens
-    state.capacity = Capacity(state.exchanges, tokens, state.stash, device=meshes.device)
+    state.capacity = BufferCapacities(state.exchanges, tokens, state.stash, device=meshes.device)
 
 
 def install_argument_checks(model: nn.Module, state: ParallelState) -> None:

@@ -21,7 +21,7 @@ from moecore.base.options.precision import Recipe
 from moecore.base.params import clean_name
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.shared import SharedExpert
+from moecore.moe.shared_experts import SharedExpert
 from moecore.parallel.fsdp.plan import (
     AxisPlacement,
     LayerPlan,
@@ -85,7 +85,7 @@ def apply_ep_tp(model: nn.Module, layers: Layers, request: Request) -> None:
     if p.ep * p.etp > 1 or has_unsharded_experts(meshes):
         mesh = meshes.expert["ep", "etp"]
         for layer in layers.values():
-            layer.get_part("experts").shard(mesh)
+            layer.get_part("experts").shard_parameters(mesh)
 
 
 def has_unsharded_experts(meshes: Meshes) -> bool:

@@ -25,13 +25,13 @@ from moecore.base.options.layer import MoEConfig, MoEOverrides
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe, Role
 from moecore.base.params import clean_name
-from moecore.base.rank_checks import check_equal, check_equal_weights, list_fields
+from moecore.base.rank_checks import check_equal, check_equal_weights, list_field_entries
 from moecore.kernels.experts.contract import ExpertSpec
 from moecore.kernels.experts.fp8_products import find_fp8_speed_problem
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.shared import SharedExpert
+from moecore.moe.shared_experts import SharedExpert
 from moecore.parallel.fsdp.plan import ShardPlan
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.family import Family
@@ -126,11 +126,11 @@ class Request:
         entries |= {f"MoEConfig.{name}": value for name, value in self.moe.items()}
         nvlink = self.dispatch.nvlink or NVLinkOptions()
         for record in (replace(self.dispatch, nvlink=None), nvlink, self.dense):
-            entries |= list_fields(record)
+            entries |= list_field_entries(record)
         # Other dispatchers allow hosts with different numbers of ranks.
         is_read = self.dispatch.name in ("hierarchical", "nccl_ep")
         domain = {"ranks_per_domain": self.meshes.ranks_per_domain if is_read else None}
-        return entries | list_fields(self.fsdp) | list_fields(self.memory) | domain
+        return entries | list_field_entries(self.fsdp) | list_field_entries(self.memory) | domain
 
 
 def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:

@@ -54,7 +54,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
             for layout in unit_plan.layouts or (NOTHING,)
         ]
         if unit_plan.role == "experts":
-            modules[0].reader = ParamReader(keep=unit_plan.is_resident)
+            modules[0].reader = ParamReader(caches_copies=unit_plan.is_resident)
     for unit_plan in plan.units:
         for unit in units_of[unit_plan.name]:
             unit.prefetch_forward = [u for n in unit_plan.forward_prefetch for u in units_of[n]]

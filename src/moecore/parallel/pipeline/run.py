@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from moecore.base.torch_private import mark
+from moecore.base.torch_private import annotate_range
 from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.fsdp.deferred import WeightGradients
 from moecore.parallel.fsdp.engine import UnitEngine
@@ -194,7 +194,7 @@ class _ScheduleRun:
                 forward = self._forwards.get((backward.stage, backward.micro_batch))
                 if forward is not None:
                     self._offload.bring_back(forward.chunk)
-            with mark(name_item(item)):
+            with annotate_range(name_item(item)):
                 for action, result in self._run_item(item):
                     if result is not None:
                         self._transport.send(action, result)

@@ -21,7 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.params import clean_name
-from moecore.base.rank_checks import find_differing_tensors, gather_objects, raise_on_all
+from moecore.base.rank_checks import (
+    find_differing_tensors,
+    gather_objects,
+    raise_problem_on_all_ranks,
+)
 from moecore.base.streams import copy_to_device
 from moecore.base.torch_private import get_default_timeout, get_local_tensor
 from moecore.parallel.mesh import Meshes
@@ -64,7 +68,7 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
     peers, device_type = meshes.dense.get_group("pp"), meshes.device_type
     named = {clean_name(name): param for name, param in model.named_parameters()}
     forms = gather_objects({name: _describe_parameter(p) for name, p in named.items()}, peers)
-    raise_on_all(_find_unequal_copies(forms), device_type, group=peers)
+    raise_problem_on_all_ranks(_find_unequal_copies(forms), device_type, group=peers)
     stages_of: dict[str, list[int]] = {}
     for pp_rank, forms_of_rank in enumerate(forms):
         for name in forms_of_rank:
@@ -85,7 +89,7 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
             f"weights of {different[0]} must be equal on the stages that hold it: seed every rank "
             "alike or load one checkpoint"
         )
-    raise_on_all(problem, device_type, group=peers)
+    raise_problem_on_all_ranks(problem, device_type, group=peers)
     return AllStages(
         pp=meshes.parallel.pp,
         pp_rank=meshes.pp_rank,

@@ -136,10 +136,10 @@ class GraphedForwardBackward:
         # between steps: an evaluation may have left units whole, an exchange may have failed.
         reshard_units(self._model)
         _refuse_tapes_and_gradients(self._model, self._state)
-        self._capacity.poll()
+        self._capacity.raise_reported_errors()
         # If rows did not fit, `TrainStep.finish` has skipped the step on every rank, on the device.
         # The host sees that a step later, without a wait, and captures with larger buffers.
-        if self._capacity.is_outgrown():
+        if self._capacity.is_graph_outgrown():
             self.close()
             self._capacity.enlarge_buffers()
         if self._captured is not None:
@@ -411,7 +411,7 @@ def collect_facts(model: nn.Module, state: MoEState) -> GraphFacts:
     """Return the current facts of a model: modes, hooks, configs and addresses of tensors."""
     facts = list(_list_facts(model, state))
     record = get_parallel_state(model)
-    exchanges = () if record is None or record.exchanges is None else record.exchanges.resources
+    exchanges = () if record is None or record.exchanges is None else record.exchanges.all_exchanges
     return GraphFacts(
         values=[value for _, value, _ in facts],
         owners=[owner for *_, owner in facts],

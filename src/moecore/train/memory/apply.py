@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from moecore.base.fields import quote
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions, Recomputed
 from moecore.base.regions import recompute_products
-from moecore.moe.backends import find_separate_computation
+from moecore.moe.backends import find_backend_computation
 from moecore.moe.layer import RoutedLayer
 from moecore.train.memory.offload import Offload, call_in_context, wrap
 from moecore.train.memory.parts import BlockPart, PartUse, find_part_use, find_parts
@@ -91,8 +91,8 @@ def _has_spare_rows(module: nn.Module) -> bool:
         return False
     experts, capacity = module.get_part("experts"), module.config.capacity
     pads = capacity is not None and capacity.pad
-    make_spec, has_extras = experts.make_spec(), experts.has_extras
-    separate = find_separate_computation(experts.backend, make_spec, has_extras=has_extras)
+    make_spec, needs_autograd = experts.make_spec(), experts.needs_autograd
+    separate = find_backend_computation(experts.backend, make_spec, needs_autograd=needs_autograd)
     return module.dispatcher.has_spare_rows(pads=pads) and separate is None
 
 

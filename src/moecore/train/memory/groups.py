@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore.base.saved_tensors import UsedRows
 from moecore.base.streams import Stream
-from moecore.base.torch_private import sum_versions
+from moecore.base.torch_private import sum_version_counters
 from moecore.train.memory.streams import CopyMark
 
 Key = tuple[str, int]  # a part's name, and how often its layer has entered that name before
@@ -89,7 +89,7 @@ class HostCopy:
         if self.data is None or self.is_back:
             return False
         has_size = self.size == tensor.untyped_storage().nbytes()
-        return has_size and self.version == sum_versions(tensor)
+        return has_size and self.version == sum_version_counters(tensor)
 
     def free(self) -> None:
         """Free the device memory; first make the stream `home` wait for a running copy."""
@@ -101,7 +101,7 @@ class HostCopy:
         """Return whether the storage on the device still has its memory and its values."""
         assert self.data is not None
         has_memory = self.data.untyped_storage().nbytes() == self.size
-        return has_memory and sum_versions(self.counter) == self.version
+        return has_memory and sum_version_counters(self.counter) == self.version
 
 
 @dataclass(eq=False, slots=True)

@@ -222,7 +222,7 @@ class Offload(SavedStorages):
             weights=self._find_storage_keys(module),
         )
         layer.groups[key] = group
-        with use_packer(partial(self._pack, group), only_rows=self._rows_only):
+        with use_packer(partial(self._pack, group), only_used_rows=self._rows_only):
             yield
         with self._hold_lock():
             self._send(group)

@@ -15,7 +15,7 @@ from moecore.base.options.memory import Recomputed
 from moecore.base.params import clean_name
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.shared import SharedExpert
+from moecore.moe.shared_experts import SharedExpert
 from moecore.precision.apply import ATTENTION, MLP, ROUTED_NAMES, SHARED_NAMES
 
 Kind = Literal["norm", "attention", "mlp", "shared_experts", "experts", "moe"]

@@ -27,7 +27,7 @@ from moecore.base.torch_private import (
     get_autocast_dtype,
     get_storage_key,
     is_plain_eager,
-    sum_versions,
+    sum_version_counters,
     tree_flatten,
     tree_unflatten,
 )
@@ -210,15 +210,15 @@ class _RunningRegion:
             if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_saved(leaf):
                 self._last = len(self.products)
                 _thread_regions.outputs[get_storage_key(leaf)] = _RegionOutput(
-                    self, number, leaf, sum_versions(leaf)
+                    self, number, leaf, sum_version_counters(leaf)
                 )
 
     @property
-    def is_multiplying(self) -> bool:
+    def is_running_product(self) -> bool:
         """Whether a matmul or attention call is running; calls inside of it belong to the call."""
         return self._running_product is not None
 
-    def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_product(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a matmul or attention `function`, save the output, and return the output.
 
         In the recomputation, the saved output is returned, and `function` is not called.
@@ -417,7 +417,7 @@ def share_outputs() -> Iterator[None]:
 def _pack_output(tensor: Tensor) -> Handle | None:
     """Return a handle if `tensor` is an unchanged output of a region of this thread, or None."""
     output = _thread_regions.outputs.get(get_storage_key(tensor)) if _is_plain(tensor) else None
-    if output is None or output.version != sum_versions(tensor):
+    if output is None or output.version != sum_version_counters(tensor):
         return None
     if output.tensor.dtype != tensor.dtype:
         return None
@@ -454,7 +454,7 @@ def _list_tensors(tree: Any) -> list[Tensor]:
 
 def _list_versions(tensors: list[Tensor]) -> tuple[int, ...]:
     """Return the version counter of each tensor, which an in-place change increases."""
-    return tuple(map(sum_versions, tensors))
+    return tuple(map(sum_version_counters, tensors))
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -192,7 +192,7 @@ def _copy_to_meta(
         empty = torch.empty(_compute_shape(param), dtype=dtype_of(param), device=META)
         return nn.Parameter(empty, requires_grad=param.requires_grad)
 
-    copies = copy_modules(model, compute_param, unwrapped=True)
+    copies = copy_modules(model, compute_param, removes_wrappers=True)
     for module in copies.values():
         state = vars(module)
         state |= {name: None for name in OBSERVERS if name in state}

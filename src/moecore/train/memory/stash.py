@@ -358,7 +358,7 @@ class Stash(Offload, BufferOwner):
             self._resting = [entry for entry in self._resting if entry[0].handles.alive]
 
     @property
-    def factor(self) -> float:
+    def capacity_factor(self) -> float:
         """`StashOptions.factor`: number of device pages over the number that even loads fill."""
         return self.pages.options.factor
 
@@ -368,27 +368,27 @@ class Stash(Offload, BufferOwner):
         shortage = self.pages.shortage
         return () if shortage is None else (shortage,)
 
-    def resize(self, factor: float) -> None:
+    def set_capacity_factor(self, capacity_factor: float) -> None:
         """Free all pages, which must be unused, and set the factor of the next pool. Host sync."""
         self.free_pages()
-        self.pages.options = replace(self.pages.options, factor=factor)
+        self.pages.options = replace(self.pages.options, factor=capacity_factor)
 
     def free_pages(self) -> None:
         """Free all pages, which must be unused; later forwards allocate a pool. Host sync."""
-        self.wait()  # copies may read what is freed now
+        self.wait_for_reports()  # copies may read what is freed now
         self.pages.clear()
 
-    def error(self, shortage: ShortageCounters) -> ExchangeError:
+    def make_error(self, shortage: ShortageCounters) -> ExchangeError:
         """Return the error for insufficient pages, whose text names the sufficient factor."""
-        min_factor = math.ceil(shortage.factor_seen * 1000) / 1000
+        min_factor = math.ceil(shortage.reported_factor * 1000) / 1000
         return ExchangeError(
-            f"{self.option} ({self.factor}) must be >= {min_factor:g} for the "
-            f"{shortage.num_seen} pages of rows that rank {get_rank_or_zero()} keeps: raise it, or "
-            "set host_bytes; results since then are not valid",
+            f"{self.option} ({self.capacity_factor}) must be >= {min_factor:g} for the "
+            f"{shortage.reported_num_rows} pages of rows that rank {get_rank_or_zero()} keeps: "
+            "raise it, or set host_bytes; results since then are not valid",
             stash_factor=min_factor,
         )
 
-    def wait(self) -> None:
+    def wait_for_reports(self) -> None:
         """Synchronise with the GPU, which writes the reports of shortages. Host sync."""
         if self._streams.device.type == "cuda":
             torch.cuda.synchronize(self._streams.device)

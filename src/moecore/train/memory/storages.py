@@ -32,7 +32,7 @@ from moecore.base.saved_tensors import (
     find_used_rows,
     make_in_place_error,
 )
-from moecore.base.torch_private import get_storage_key, sum_versions
+from moecore.base.torch_private import get_storage_key, sum_version_counters
 from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse
 from moecore.train.memory.host import HostPool, view_bytes
 from moecore.train.memory.streams import CopyStreams
@@ -192,7 +192,7 @@ class SavedStorages:
             size=storage.nbytes(),
             ref=ref,
             counter=counter,
-            version=sum_versions(tensor),
+            version=sum_version_counters(tensor),
             data=view_bytes(storage),
             home=group.stream,
             used_rows=rows,
@@ -226,8 +226,8 @@ class SavedStorages:
         """
         copy, group = use.copy, use.group
         with self._hold_lock():
-            if sum_versions(copy.counter) != copy.version:
-                raise make_in_place_error(shape, sum_versions(copy.counter), copy.version)
+            if sum_version_counters(copy.counter) != copy.version:
+                raise make_in_place_error(shape, sum_version_counters(copy.counter), copy.version)
             if copy.data is None:
                 self.late_bytes += copy.size
                 self._copy_back([copy])

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore.base.fields import check_arguments
-from moecore.base.torch_private import get_storage_key, get_stored_local, tree_leaves
+from moecore.base.torch_private import get_storage_key, get_stored_local_tensor, tree_leaves
 from moecore.moe.param_reader import get_fp8_blocks
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.model.parallel_state import (
@@ -73,7 +73,7 @@ class TrainingOffload:
         check_arguments(TrainingOffload.__init__, locals())
         several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         self._model, self._optimizers = model, list(several or ())
-        self._device = get_stored_local(next(model.parameters())).device
+        self._device = get_stored_local_tensor(next(model.parameters())).device
         self._copies = HostCopies()
         self._host_parts: dict[Part, list[MovedStorage]] = {}
         self._freed: list[Buffer[Any]] = []
@@ -175,7 +175,9 @@ class TrainingOffload:
     def _send(self, part: Part) -> list[MovedStorage]:
         """Copy a part's storages to the host, free their device memory, and return the storages."""
         groups: dict[int, list[Tensor]] = {}
-        for tensor in {id(x): x for x in map(get_stored_local, self._list_values(part))}.values():
+        for tensor in {
+            id(x): x for x in map(get_stored_local_tensor, self._list_values(part))
+        }.values():
             if tensor.device == self._device and tensor.untyped_storage().nbytes():
                 groups.setdefault(get_storage_key(tensor), []).append(tensor)
         for tensors in groups.values():

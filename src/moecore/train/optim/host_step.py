@@ -24,7 +24,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from moecore.base.fields import check_value
-from moecore.base.streams import start_reads
+from moecore.base.streams import start_host_reads
 from moecore.base.torch_private import foreach_add_, get_local_tensor
 from moecore.train.memory.host import Slabs, explain_memory_errors, round_up_to_alignment
 from moecore.train.memory.streams import CopyMark, CopyStream
@@ -128,7 +128,7 @@ class HostAdamW(AdamW):
             slots.reserve(parts)
         values: dict[Any, Any] = {n: getattr(self, n, None) for n in ("found_inf", "grad_scale")}
         values |= {number: group["lr"] for number, group in enumerate(self.param_groups)}
-        read_signals = start_reads(values)
+        read_signals = start_host_reads(values)
         slots.stream.wait_for_current_stream()
         host_copies = slots.start(parts)
         try:

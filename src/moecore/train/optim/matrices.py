@@ -24,7 +24,7 @@ from moecore.base.params import clean_name, compute_global_indices
 from moecore.models.backbone import Embedding
 from moecore.moe.experts import Experts
 from moecore.moe.router import Router
-from moecore.moe.shared import Latent, SharedExpert
+from moecore.moe.shared_experts import Latent, SharedExpert
 
 HEADS = frozenset(("lm_head", "output", "score", "embed_out"))
 ROUTERS = frozenset(("gate", "router"))  # last parts of names of transformers' own routers

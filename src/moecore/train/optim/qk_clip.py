@@ -260,7 +260,7 @@ class _ScoreWatcher:
         """Update `max_H` with local queries and keys; may be collective over tp and cp."""
         places_T, padding_BT, tp = None, sequence.padding_mask_BT, self.module.tp
         if padding_BT is not None and tp is not None:
-            padding_BT = tp.gather(padding_BT)
+            padding_BT = tp.gather_tokens(padding_BT)
         if sequence.local_tokens is not None:
             k_BThd, places_T = _gather_keys(q_BTHd, k_BThd, sequence)
             if padding_BT is not None:

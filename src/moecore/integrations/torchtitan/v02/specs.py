@@ -82,7 +82,9 @@ class TitanMoE(TitanLayer):
         fill = partial(trunc_normal_, mean=0.0, std=init_std)
         experts = {"w1": partial(trunc_normal_, mean=0.0, std=0.02), "w2": fill, "w3": fill}
         gate: dict[str, Any] = {"weight": fill, "bias": nn.init.zeros_}
-        self.fill({"experts": experts, "router": gate}, lambda s: s.init_weights(init_std))
+        self.init_parameters(
+            {"experts": experts, "router": gate}, lambda s: s.init_weights(init_std)
+        )
 
 
 class TitanHFArgs(models.HFArgs, BaseModelArgs):
@@ -92,11 +94,11 @@ class TitanHFArgs(models.HFArgs, BaseModelArgs):
 
 
 def _list_version_rules(
-    job: Any, parallel_dims: ParallelDims, own_loss: bool
+    job: Any, parallel_dims: ParallelDims, returns_loss: bool
 ) -> list[parallelize.Rule]:
     """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.2.
 
-    `own_loss`: whether the model's forward returns its loss.
+    `returns_loss`: whether the model's forward returns its loss.
     """
     degrees, checkpoint, mode = job.parallelism, job.checkpoint, job.activation_checkpoint.mode
     backend, async_tp = degrees.expert_parallel_comm_backend, degrees.enable_async_tensor_parallel
@@ -113,7 +115,7 @@ def _list_version_rules(
     modes = "'none', 'full' or 'selective'"
     replicate = "parallelism.data_parallel_replicate_degree"
     return [
-        ("validation.enable", True, own_loss and job.validation.enable, "False"),
+        ("validation.enable", True, returns_loss and job.validation.enable, "False"),
         ("parallelism.enable_async_tensor_parallel", True, bool(async_tp), "False"),
         ("parallelism.expert_parallel_comm_backend", backend, backend != "standard", "'standard'"),
         ("model.converters", converters, bool(converters), "[], or moecore.precision.enable set,"),
@@ -146,11 +148,11 @@ def _apply_checkpointing(model: nn.Module, job: Any) -> None:
         apply_ac(model, ac, op_sac_save_list=SAVED_OPS)
 
 
-titan_moe = partial(adopt_titan_block, TitanMoE)
+make_titan_moe = partial(adopt_titan_block, TitanMoE)
 V02 = parallelize.Version(
     rules=_list_version_rules,
     block=MoE,
-    adapter=titan_moe,
+    adapter=make_titan_moe,
     apply_tp=_shard_over_tp,
     checkpoint=_apply_checkpointing,
 )
@@ -186,18 +188,18 @@ class LabelledDataLoader(BaseDataLoader):
             yield {**inputs, **labels}, labels_BT
 
 
-def add_labels(build: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLoader]:
+def add_labels(build_loader: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLoader]:
     """Wrap a build_dataloader_fn, so that it builds a `LabelledDataLoader`."""
 
     def build_labelled(**kwargs: Any) -> LabelledDataLoader:
         """Build a data loader that returns labels with its inputs."""
         job, tokenizer = kwargs["job_config"], kwargs.get("tokenizer")
-        return LabelledDataLoader(build(**kwargs), job, tokenizer)
+        return LabelledDataLoader(build_loader(**kwargs), job, tokenizer)
 
     return build_labelled
 
 
-def pipelining(
+def build_pipeline_schedule(
     model: nn.Module,
     parallel_dims: ParallelDims,
     job: Any,
@@ -234,13 +236,13 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
     """
     parallelize.check_model("TrainSpec.model_cls", spec.model_cls, DENSE_TP)
     for field, classes in REPLACED.items():
-        parallelize.check_replaced(f"TrainSpec.{field}", getattr(spec, field), classes)
+        parallelize.refuse_custom_function(f"TrainSpec.{field}", getattr(spec, field), classes)
     updates = spec.build_optimizers_fn is MOVING_BIAS
     shard = partial(parallelize.parallelize_titan_model, version=V02, update_bias=updates)
     return replace(
         spec,
         parallelize_fn=shard,
-        pipelining_fn=pipelining,
+        pipelining_fn=build_pipeline_schedule,
         build_optimizers_fn=build_optimizers,
         build_metrics_processor_fn=build_metrics_processor,
     )
@@ -280,7 +282,7 @@ def _make_own_loss_spec(
         model_cls=model_cls,
         model_args=args,
         parallelize_fn=partial(parallelize_fn, version=V02),
-        pipelining_fn=pipelining,
+        pipelining_fn=build_pipeline_schedule,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=add_labels(build_text_dataloader),
@@ -305,11 +307,18 @@ class MuonContainer(titan_optimizer.OptimizersContainer):
         self._post_init(params, {"lr": config.lr})
 
 
-def _make_adamw_options(config: Any, options: Any) -> dict[str, Any]:
+def _make_adamw_options(optimizer_config: Any, moecore_section: Any) -> dict[str, Any]:
     """Return arguments of `AdamW` from torchtitan's optimizer config and the section `moecore`."""
-    betas, keywords = (config.beta1, config.beta2), read_arguments(options.adamw, "moecore.adamw")
+    betas, keywords = (
+        (optimizer_config.beta1, optimizer_config.beta2),
+        read_arguments(moecore_section.adamw, "moecore.adamw"),
+    )
     return dict(
-        lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, **keywords
+        lr=optimizer_config.lr,
+        betas=betas,
+        eps=optimizer_config.eps,
+        weight_decay=optimizer_config.weight_decay,
+        **keywords,
     )
 
 

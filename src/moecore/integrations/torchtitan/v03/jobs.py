@@ -40,9 +40,9 @@ from moecore.base.options.layer import BalanceConfig
 from moecore.integrations.torchtitan import models
 from moecore.integrations.torchtitan.parallelize import (
     check_model,
-    check_replaced,
     parallelize_own_loss_model,
     parallelize_titan_model,
+    refuse_custom_function,
 )
 from moecore.integrations.torchtitan.step import register_step_hooks
 from moecore.integrations.torchtitan.v03.parts import (
@@ -53,7 +53,7 @@ from moecore.integrations.torchtitan.v03.parts import (
     TitanDecoder,
     TitanHF,
     TitanMetrics,
-    pipelining,
+    build_pipeline_schedule,
 )
 from moecore.models import PRESETS, DecoderConfig
 
@@ -89,9 +89,11 @@ def accelerated(job: Trainer.Config) -> MoETrainer.Config:
             "model: drop the converters"
         )
     hook, bias_hook = spec.post_optimizer_build_fn, register_moe_load_balancing_hook
-    check_replaced("ModelSpec.post_optimizer_build_fn", hook, (None, bias_hook))
+    refuse_custom_function("ModelSpec.post_optimizer_build_fn", hook, (None, bias_hook))
     shard = partial(parallelize_titan_model, version=V03, update_bias=hook is bias_hook)
-    functions = dict(pipelining_fn=pipelining, post_optimizer_build_fn=register_step_hooks)
+    functions = dict(
+        pipelining_fn=build_pipeline_schedule, post_optimizer_build_fn=register_step_hooks
+    )
     spec = replace(spec, parallelize_fn=shard, **functions)
     result: MoETrainer.Config = derive(
         job,
@@ -138,7 +140,7 @@ def _make_own_loss_job(
         flavor=flavor,
         model=model,
         parallelize_fn=partial(parallelize, version=V03),
-        pipelining_fn=pipelining,
+        pipelining_fn=build_pipeline_schedule,
         post_optimizer_build_fn=register_step_hooks,
         state_dict_adapter=None,
     )

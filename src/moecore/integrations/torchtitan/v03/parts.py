@@ -183,10 +183,12 @@ class TitanMoE(TitanLayer, Module):
 
     def init_states(self, *, buffer_device: Any = None) -> None:
         """Initialise the parameters by torchtitan's functions for the replaced block."""
-        self.fill(self.fills, lambda shared: shared.init_states(buffer_device=buffer_device))
+        self.init_parameters(
+            self.fills, lambda shared: shared.init_states(buffer_device=buffer_device)
+        )
 
 
-def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> TitanMoE:
+def make_titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> TitanMoE:
     """Return a TitanMoE with the parameters and initialisers of a torchtitan MoE block.
 
     `model` is not used. With `update_bias`, optimizer steps update the selection bias.
@@ -200,15 +202,15 @@ def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> Tita
     return layer
 
 
-def _list_version_rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
+def _list_version_rules(job: Any, parallel_dims: ParallelDims, returns_loss: bool) -> list[Rule]:
     """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.3.
 
-    `own_loss`: whether the model's forward returns its loss.
+    `returns_loss`: whether the model's forward returns its loss.
     """
     degrees, ac = job.parallelism, job.activation_checkpoint
     backend, sequence = degrees.spmd_backend, degrees.enable_sequence_parallel
     known_ac = ac is None or isinstance(ac, SelectiveAC.Config | FullAC.Config)
-    has_titan_tp = parallel_dims.tp > 1 and not own_loss  # torchtitan's own tensor parallelism
+    has_titan_tp = parallel_dims.tp > 1 and not returns_loss  # torchtitan's own tensor parallelism
     has_other_backend = has_titan_tp and backend != "partial_dtensor"
     is_compiled = has_titan_tp and is_compiled_job(job)
     changed_options = list_changed_fields(job.moecore)
@@ -216,7 +218,7 @@ def _list_version_rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -
     optimizer = "absent, because optimizers of 0.3 are its own, 'DistMuon' among them,"
     return [
         *((f"moecore.{name}", "set", True, optimizer) for name in optimizer_options),
-        ("validator.enable", True, own_loss and job.validator.enable, "False"),
+        ("validator.enable", True, returns_loss and job.validator.enable, "False"),
         ("parallelism.spmd_backend", backend, backend == "full_dtensor", "'spmd_types'"),
         ("parallelism.enable_fsdp_symm_mem", True, degrees.enable_fsdp_symm_mem, "False"),
         ("debug.spmd_typechecking", True, job.debug.spmd_typechecking, "False"),
@@ -228,7 +230,7 @@ def _list_version_rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -
     ]
 
 
-def pipelining(
+def build_pipeline_schedule(
     model: nn.Module,
     *,
     parallel_dims: ParallelDims,
@@ -267,7 +269,7 @@ def _apply_checkpointing(model: nn.Module, job: Any) -> None:
 V03 = Version(
     rules=_list_version_rules,
     block=MoE,
-    adapter=titan_moe,
+    adapter=make_titan_moe,
     apply_tp=_shard_over_tp,
     checkpoint=_apply_checkpointing,
 )

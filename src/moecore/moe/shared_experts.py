@@ -82,7 +82,7 @@ class SharedRun:
 
     `forward` returns the experts' output, or None without shared experts. Forward and backward run
     on `stream`, None = the current stream. All layers may share a stream, which its creator owns.
-    Read `y_TD` through `wait`.
+    Read `y_TD` through `wait_for_output`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class SharedRun:
             self.y_TD = forward(x_TD)
         x_TD.record_stream(stream)
 
-    def wait(self) -> Tensor:
+    def wait_for_output(self) -> Tensor:
         """Make the current stream wait for the shared experts; return y_TD. No host sync."""
         assert self.y_TD is not None, "there are no shared experts to wait for"
         if self._stream is not None:

@@ -66,9 +66,11 @@ def force_expert_loads(model: nn.Module, shares: Mapping[int, float]) -> None:
         _force_choices(layer, partial(make_ids_from_shares, shares=dict(shares)))
 
 
-def _force_choices(layer: MoELayer, ids: Callable[[int, int, int, torch.device], Tensor]) -> None:
-    """Make the router choose `ids(T, E, K, device)`, int32 [T, K]; freeze the selection bias."""
-    layer.get_part("router").forced_ids = ids
+def _force_choices(
+    layer: MoELayer, make_ids: Callable[[int, int, int, torch.device], Tensor]
+) -> None:
+    """Make the router choose make_ids(T, E, K, device), int32 [T, K]; freeze its bias."""
+    layer.get_part("router").forced_ids = make_ids
     off: Any = dict(bias_update_rate=0.0, bias_update="sign", bias_per_micro_batch=False)
     layer.set_balance(replace(layer.config.balance, **off))
 

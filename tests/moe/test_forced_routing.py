@@ -11,7 +11,7 @@ import torch
 
 from moecore import BalanceConfig
 from moecore.base.options.layer import CapacityConfig
-from moecore.moe.forced import (
+from moecore.moe.forced_routing import (
     force_even_load,
     force_expert_loads,
     make_even_ids,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moecore import MoEConfig, MoELayer
 from moecore.base.options.layer import BalanceConfig
-from moecore.moe.routed import RoutedExperts
+from moecore.moe.routed_experts import RoutedExperts
 
 CONFIG = MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2)
 

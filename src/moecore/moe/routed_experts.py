@@ -56,22 +56,24 @@ class RoutedExperts(RoutedLayer, Experts):
         """Return this module as "experts", and None for any other role."""
         return self if role == "experts" else None
 
-    def check_config(self, name: str, config: MoEConfig) -> None:
+    def check_config(self, layer_name: str, config: MoEConfig) -> None:
         """Raise ValueError if the config differs from this layer's: the router is not moecore's."""
         for field in fields(config):
             value = getattr(config, field.name)
             if value != getattr(self.config, field.name):
                 raise ValueError(
-                    f"{field.name} ({value}) must be left out for {name}, whose router is the "
-                    "model's own: use what the model has, such as config.output_router_logits=True"
+                    f"{field.name} ({value}) must be left out for {layer_name}, whose router is "
+                    "the model's own: use what the model has, such as "
+                    "config.output_router_logits=True"
                 )
 
-    def run_empty(self, x_0D: Tensor) -> Tensor:
+    def run_on_zero_tokens(self, x_0D: Tensor) -> Tensor:
         """Run the forward for zero tokens, without the hooks of this module; return its output."""
         choices_0K = x_0D.new_zeros(0, self.config.top_k, requires_grad=x_0D.requires_grad)
         return self.forward(x_0D, choices_0K.detach().int(), choices_0K)
 
     def _run_experts(self, expert_input: ExpertInput) -> Any:
+        """Run `Experts.forward` of this module."""
         return Experts.forward(self, expert_input)
 
     def forward(  # type: ignore[override]
