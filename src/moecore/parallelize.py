@@ -115,7 +115,7 @@ def parallelize_moe(
             phase(root, state)
     setattr(root, PARALLEL_STATE, state)
     drops_cache = request.dense.compile or request.memory.parts or request.memory.offload
-    request.family.guard_methods(root, wrapper=model, warns_about_cache=bool(drops_cache))
+    request.family.install_guards(root, wrapper=model, warns_about_cache=bool(drops_cache))
     act_as_modules(model)
     mark_replaced(replaced)
     return model

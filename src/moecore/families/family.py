@@ -83,7 +83,7 @@ class ProtocolFamily(Family):
                 module.loss_recipe = recipe
 
     @override
-    def guard_methods(
+    def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
         """Make methods of accelerate, Trainer and peft that need full parameters raise errors.
@@ -224,14 +224,14 @@ class TransformersFamily(ProtocolFamily):
         fuse_loss(model, recipe)
 
     @override
-    def guard_methods(
+    def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
         """Make methods raise that a parallelized model does not support.
 
         `warns_about_cache`: also warn if the model uses a key/value cache in training.
         """
-        super().guard_methods(model, wrapper=wrapper, warns_about_cache=warns_about_cache)
+        super().install_guards(model, wrapper=wrapper, warns_about_cache=warns_about_cache)
         guard_pretrained_models(model)
         if warns_about_cache:
             warn_about_cache(model)

@@ -127,7 +127,7 @@ class Family(Protocol):
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
         """Make the model compute head and loss in chunks of tokens, in FP8 if `recipe` is given."""
 
-    def guard_methods(
+    def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
         """Install guards for methods that a parallelized model does not support.
