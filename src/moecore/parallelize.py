@@ -32,9 +32,9 @@ from moecore.parallel.fsdp.plan import ShardPlan
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.checks import check_layers, check_request
 from moecore.parallel.model.family import ADAPTER_FIX, Adapter
-from moecore.parallel.model.module_protocols import act_as_modules
+from moecore.parallel.model.module_protocols import patch_module_protocols
 from moecore.parallel.model.parallel_state import PARALLEL_STATE, ParallelState
-from moecore.parallel.model.parameter_guards import mark_replaced
+from moecore.parallel.model.parameter_guards import mark_replaced_params
 from moecore.parallel.model.phases import (
     apply_balance,
     apply_context,
@@ -44,12 +44,12 @@ from moecore.parallel.model.phases import (
     resolve_dispatcher,
     select_local_stages,
 )
-from moecore.parallel.model.plan import Layers, apply_ep_tp, make_plan
+from moecore.parallel.model.plan import Layers, make_shard_plan, shard_over_ep_and_tp
 from moecore.parallel.model.request import LossConvention, Request, compare_models, compare_stages
 from moecore.parallel.model.shard_model import shard_model
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.precision.apply import apply_precision, defer_linears
-from moecore.train.phases import compile_dense, graph_dense, reduce_saved_memory
+from moecore.train.phases import apply_compile, apply_cuda_graphs, apply_recompute_and_offload
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -100,7 +100,7 @@ def parallelize_moe(
     with share_errors():
         check_arguments(parallelize_moe, arguments)
         request = _make_request(arguments)
-        root = request.family.unwrap(model)
+        root = request.family.unwrap_model(model)
         replaced = list(model.parameters())
         check_request(root, request)
         layers = request.family.swap_blocks(root, adapters or {})
@@ -108,16 +108,16 @@ def parallelize_moe(
     compare_models(root, layers, request)
     with share_errors():
         state = _make_state(root, layers, fp32, request)
-        request.family.prepare(root)
+        request.family.prepare_model(root)
     compare_stages(root, state.plan, request)
     with publish_errors("parallelize_moe()"):
         for phase in PHASES:
             phase(root, state)
     setattr(root, PARALLEL_STATE, state)
     drops_cache = request.dense.compile or request.memory.parts or request.memory.offload
-    request.family.finish(root, wrapper=model, drops_cache=bool(drops_cache))
-    act_as_modules(model)
-    mark_replaced(replaced)
+    request.family.install_guards(root, wrapper=model, drops_cache=bool(drops_cache))
+    patch_module_protocols(model)
+    mark_replaced_params(replaced)
     return model
 
 
@@ -154,7 +154,7 @@ def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
         arguments = {**arguments, "meshes": _choose_meshes(arguments)}
     check_arguments(parallelize_moe, arguments)
     request = _make_request(arguments)
-    root = request.family.unwrap(arguments["model"])
+    root = request.family.unwrap_model(arguments["model"])
     check_request(root, request)
     twin, layers = request.family.copy_with_layers(root, arguments["adapters"] or {})
     return _make_state(twin, layers, _set_dtypes(twin, layers, request), request).plan
@@ -167,7 +167,7 @@ def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
         check_arguments(parallelize_moe, arguments)
         family, model = find_family(arguments["model"]), arguments["model"]
         adapters = arguments["adapters"] or {}
-        _, layers = family.copy_with_layers(family.unwrap(model), adapters)
+        _, layers = family.copy_with_layers(family.unwrap_model(model), adapters)
     return choose_meshes(layer.config.num_experts for layer in layers.values())
 
 
@@ -208,7 +208,7 @@ def _make_state(
     layout, stages = select_local_stages(model, request)
     local_modules = set(model.modules())
     layers = {name: layer for name, layer in layers.items() if layer in local_modules}
-    plan = make_plan(model, layers, request, fp32)
+    plan = make_shard_plan(model, layers, request, fp32)
     precision = request.precision
     may_be_wide = precision is None or (precision.only_faster and layers)  # a log line says why
     if not plan.is_in_fp8 and not may_be_wide:
@@ -220,7 +220,7 @@ def _make_state(
 
 def _shard_over_tp_and_ep(model: nn.Module, state: ParallelState) -> None:
     """Replace parameters by DTensors with this rank's shards over ep, etp and tp, in place."""
-    apply_ep_tp(model, state.layers, state.request)
+    shard_over_ep_and_tp(model, state.layers, state.request)
 
 
 def _enable_fp8(model: nn.Module, state: ParallelState) -> None:
@@ -267,9 +267,9 @@ PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     apply_layers,  # after `_shard_over_tp_and_ep`, because products are chosen by local shapes
     _defer_weight_gradients,  # before sharding, because units look for linears that defer
     _shard_over_data_ranks,  # after changes of classes and parameters, before wrappers of forwards
-    compile_dense,  # inside the hooks of units
-    reduce_saved_memory,  # around compiled modules
-    graph_dense,  # around recomputation and offload
+    apply_compile,  # inside the hooks of units
+    apply_recompute_and_offload,  # around compiled modules
+    apply_cuda_graphs,  # around recomputation and offload
     _fuse_loss,  # after `_enable_fp8`, which changes heads
     apply_balance,  # after exchanges and stash, whose capacities it checks
     install_argument_checks,  # its hook runs before all other forward hooks

@@ -37,10 +37,10 @@ T = TypeVar("T")
 class PairedModel(Protocol):
     """A model that runs the forward of one micro-batch and the backward of another alternately."""
 
-    def pair_passes(self) -> AbstractContextManager[None]:
+    def alternate_passes(self) -> AbstractContextManager[None]:
         """Return a context in which one forward alternates with one backward of the model."""
 
-    def resume(self, is_backward: bool) -> None:
+    def resume_pass(self, is_backward: bool) -> None:
         """Unshard the parameters of the backward if `is_backward`, otherwise of the forward."""
 
 
@@ -81,7 +81,7 @@ class Pairs:
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         with ExitStack() as stack:
             for model in self._models:
-                stack.enter_context(model.pair_passes())
+                stack.enter_context(model.alternate_passes())
             return self._alternate(forward, backward, stream)
 
     def _alternate(
@@ -199,7 +199,7 @@ class _Pair:
         self._raise_if_other_failed()
         set_rng_states(rng_states)
         for model in self._models:
-            model.resume(side.is_backward)
+            model.resume_pass(side.is_backward)
 
     def _get_other_side(self, side: _Side) -> _Side:
         return self._forward if side is self._backward else self._backward

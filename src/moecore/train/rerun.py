@@ -50,29 +50,31 @@ class Reruns:
         self._is_running = False  # whether all of a step runs, perhaps again
         self._factors: ToHost | None = None  # the factor that any rank needed of each holder
 
-    def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
-        """Call `run` until token rows fit on all ranks; return the result of the last call.
+    def run_until_rows_fit(
+        self, run_step: Callable[[], T], drop_step: Callable[[], None], tapes: Sequence[ChoiceTape]
+    ) -> T:
+        """Call `run_step` until token rows fit on all ranks; return the result of the last call.
 
-        Each repetition first calls `drop`, rewinds `tapes`, restores random states, and enlarges
-        buffers.
+        Each repetition first calls `drop_step`, rewinds `tapes`, restores random states, and
+        enlarges buffers.
         """
         # If any rank has a limited capacity, each run has one all-reduce, for which the host waits.
         # Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.
         is_graphed = any(capacity.is_graphed for capacity in self._capacities)
         if is_graphed or not self._is_limited_on_any_rank:
-            return run()
+            return run_step()
         rewinders = [tape.make_rewind() for tape in tapes]
         while True:
             before, self._factors, self._is_running = get_rng_states(), None, True
             try:
                 with self.watch_shortages("reruns"):
-                    result = run()
+                    result = run_step()
             finally:
                 self._is_running = False
             factors = (self._factors or self._reduce_factors()).read().tolist()
             if not any(factors):
                 return result
-            drop()
+            drop_step()
             for rewind in rewinders:
                 rewind()
             set_rng_states(before)
@@ -80,24 +82,24 @@ class Reruns:
                 if holder is not None:
                     _enlarge_buffers(holder, factor)
 
-    def end_forwards(self) -> None:
-        """After the last forward in `run`, start to all-reduce needed capacities. Collective."""
+    def start_factor_reduction(self) -> None:
+        """After a step's last forward, start to all-reduce needed capacities. Collective."""
         if self._is_running and self._reduces_early:
             self._factors = self._reduce_factors()
 
-    def is_short(self) -> Tensor | None:
+    def has_shortage(self) -> Tensor | None:
         """Return a 0-dim device bool: whether rows exceed a buffer; None = no limited buffer."""
         return self._compute_local_factors().amax() > 0 if self._is_limited_on_any_rank else None
 
     @contextmanager
-    def watch_shortages(self, watch: Watch) -> Iterator[None]:
+    def watch_shortages(self, reaction: Watch) -> Iterator[None]:
         """Return a context in which too many rows repeat ("reruns") or skip ("skips") the step."""
         with ExitStack() as stack:
             for capacity in self._capacities:
-                stack.enter_context(capacity.watch_shortages(watch))
+                stack.enter_context(capacity.watch_shortages(reaction))
             yield
 
-    def poll(self, *, skips: bool) -> None:
+    def raise_visible_errors(self, *, skips: bool) -> None:
         """Raise an ExchangeError if the host already sees an error. No host sync.
 
         With `skips`, too many rows are not an error, because the step is skipped.
@@ -114,7 +116,7 @@ class Reruns:
             if capacity.graph_steps is not None:
                 capacity.graph_steps.record_step(is_skipped)
 
-    def check(self) -> None:
+    def check_capacities(self) -> None:
         """Raise an ExchangeError if token rows exceeded a buffer's capacity. Host sync."""
         for capacity in self._capacities:
             capacity.check()
@@ -134,17 +136,17 @@ class Reruns:
         return ToHost(factors)
 
 
-def _enlarge_buffers(holder: BufferOwner, factor: float) -> None:
-    """Resize a holder's buffers for `factor` (0 = keep), and clear its row counts. Host sync."""
-    holder.wait()  # a backward may still run
-    holder.clear()
-    if not factor:
+def _enlarge_buffers(buffer_owner: BufferOwner, min_factor: float) -> None:
+    """Resize an owner's buffers for `min_factor` (0 = keep); clear its row counts. Host sync."""
+    buffer_owner.wait()  # a backward may still run
+    buffer_owner.clear()
+    if not min_factor:
         return
-    new_factor = compute_next_factor(factor)
+    new_factor = compute_next_factor(min_factor)
     if get_rank_or_zero() == 0:
         text = "%s (%s) was too small: the step runs again with %s"
-        logger.warning(text, holder.option, holder.factor, new_factor)
-    holder.resize(new_factor)
+        logger.warning(text, buffer_owner.option, buffer_owner.factor, new_factor)
+    buffer_owner.resize(new_factor)
 
 
 def drop_step(model: nn.Module) -> None:

@@ -32,7 +32,7 @@ class Family(Protocol):
     The default methods are for models that have moecore's own attributes, such as `Decoder`.
     """
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module to shard, which is inside a wrapper such as peft's `PeftModel`."""
         return model
 
@@ -51,7 +51,7 @@ class Family(Protocol):
         copy = copy_modules(model, make_meta_parameter)[model]
         return copy, self.swap_blocks(copy, adapters)
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare_model(self, model: nn.Module) -> None:
         """Apply other model-specific changes in place, after `swap_blocks` and before sharding."""
         return
 
@@ -98,9 +98,9 @@ class Family(Protocol):
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
         """Whether a forward's arguments contain a token that is not padding; bool or 0-dim bool."""
         mask_BT = inputs.get("padding_mask_BT")
-        return has_rows(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
+        return has_no_empty_tensor(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
 
-    def make_arguments(self, batch: PackedBatch) -> dict[str, Any]:
+    def make_inputs(self, batch: PackedBatch) -> dict[str, Any]:
         """Convert a packed batch to keyword arguments of the model's forward, without labels."""
         return {
             "tokens_BT": batch["input_ids"],
@@ -127,7 +127,7 @@ class Family(Protocol):
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
         """Make the model compute head and loss in chunks of tokens, in FP8 if `recipe` is given."""
 
-    def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
+    def install_guards(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         """Install guards for methods that a parallelized model does not support.
 
         `wrapper` is the caller's module, which is or contains `model`. `drops_cache` = forwards
@@ -135,7 +135,7 @@ class Family(Protocol):
         """
 
 
-def has_rows(inputs: Mapping[str, Any], *names: str) -> bool:
+def has_no_empty_tensor(inputs: Mapping[str, Any], *names: str) -> bool:
     """Return whether no argument in `names` is an empty tensor; absent arguments do not count."""
     values = (inputs.get(name) for name in names)
     return all(value.numel() > 0 for value in values if isinstance(value, Tensor))

@@ -60,7 +60,7 @@ class ParallelState:
         """The pools of exchange buffers, which `close` frees."""
         return [pool for pool in (self.exchanges, self.ep_groups) if pool is not None]
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
+    def list_blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules of `model` that are blocks in the plan, such as decoder layers."""
         return [model.get_submodule(name) for name in self.plan.blocks]
 
