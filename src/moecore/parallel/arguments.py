@@ -247,37 +247,33 @@ def _is_capturing(tensors: Iterable[Tensor]) -> bool:
     return any(is_capturing(get_current_stream(device)) for device in devices)
 
 
-def _describe_value(argument: Any, arg_name: str, device_tensors: dict[str, Tensor]) -> Any:
+def _describe_value(arg: Any, arg_name: str, tensors: dict[str, Tensor]) -> Any:
     """Return a nested description of the argument `arg_name`, whose `repr` ranks compare.
 
-    Device tensors in `argument` are added to `device_tensors`, with keys such as "x[0]".
+    Device tensors in `arg` are added to `tensors`, with keys such as "x[0]".
     """
-    if isinstance(argument, Mapping):
-        items = ((make_comparable(key), entry) for key, entry in argument.items())
+    if isinstance(arg, Mapping):
+        items = ((make_comparable(key), entry) for key, entry in arg.items())
         return {
-            key: _describe_value(entry, f"{arg_name}[{key!r}]", device_tensors)
-            for key, entry in items
+            key: _describe_value(entry, f"{arg_name}[{key!r}]", tensors) for key, entry in items
         }
-    if is_dataclass(argument) and not isinstance(argument, type):
-        entries = {field.name: getattr(argument, field.name, None) for field in fields(argument)}
-        return type(argument).__name__, _describe_value(entries, arg_name, device_tensors)
-    if isinstance(argument, list | tuple):
-        return [
-            _describe_value(entry, f"{arg_name}[{i}]", device_tensors)
-            for i, entry in enumerate(argument)
-        ]
-    if isinstance(argument, Tensor):
-        return _describe_tensor(argument, arg_name, device_tensors)
-    leaves = tree_leaves(argument)
-    if len(leaves) == 1 and leaves[0] is argument:
-        return make_comparable(argument)
-    return [type(argument).__name__, _describe_value(leaves, arg_name, device_tensors)]
+    if is_dataclass(arg) and not isinstance(arg, type):
+        entries = {field.name: getattr(arg, field.name, None) for field in fields(arg)}
+        return type(arg).__name__, _describe_value(entries, arg_name, tensors)
+    if isinstance(arg, list | tuple):
+        return [_describe_value(entry, f"{arg_name}[{i}]", tensors) for i, entry in enumerate(arg)]
+    if isinstance(arg, Tensor):
+        return _describe_tensor(arg, arg_name, tensors)
+    leaves = tree_leaves(arg)
+    if len(leaves) == 1 and leaves[0] is arg:
+        return make_comparable(arg)
+    return [type(arg).__name__, _describe_value(leaves, arg_name, tensors)]
 
 
-def _describe_tensor(tensor: Tensor, arg_name: str, device_tensors: dict[str, Tensor]) -> str:
+def _describe_tensor(tensor: Tensor, arg_name: str, tensors: dict[str, Tensor]) -> str:
     """Return dtype, shape, device and CPU contents of a tensor as text.
 
-    A tensor on a device is added to `device_tensors` with key `arg_name`.
+    A tensor on a device is added to `tensors` with key `arg_name`.
     """
     facts = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}"
     if (
@@ -288,7 +284,7 @@ def _describe_tensor(tensor: Tensor, arg_name: str, device_tensors: dict[str, Te
         return facts  # its bytes are not contents, or it has none
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not is_on_host(tensor):
-        device_tensors[arg_name] = tensor
+        tensors[arg_name] = tensor
         return facts
     if tensor.numel() == 1:
         return f"{facts}, {tensor.item()}"

@@ -210,10 +210,10 @@ def _find_link_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
                 )
 
 
-def _group_ranks(values: Sequence[T]) -> dict[T, list[int]]:
-    """Map each distinct value to its ranks in order; `values[i]` is the value of rank i."""
+def _group_ranks(rank_values: Sequence[T]) -> dict[T, list[int]]:
+    """Map each distinct value to its ranks in order; `rank_values[i]` is the value of rank i."""
     ranks_of: dict[T, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in enumerate(rank_values):
         ranks_of.setdefault(value, []).append(rank)
     return ranks_of
 

@@ -393,7 +393,7 @@ class TrainStep:
                 self.model,
                 self._max_norm,
                 self._scale_value,
-                is_invalid=self._compute_skip_flag(),
+                has_invalid_grads=self._compute_skip_flag(),
                 skip_threshold=None if self._spikes is None else self._spikes.compute_limit(),
             )
         return self._norm
@@ -434,7 +434,7 @@ class TrainStep:
                     self._max_norm,
                     self.optimizers,
                     loss_scale=self._scale_value,
-                    is_invalid=is_wrong,
+                    has_invalid_grads=is_wrong,
                     skip_threshold=None if self._spikes is None else self._spikes.compute_limit(),
                 )
             for optimizer in self.optimizers:

@@ -144,8 +144,8 @@ def buffers(model: Decoder) -> dict[str, int]:
     sums = {unit.gradients.buffer for unit in of_units if unit.gradients.buffer is not None}
     device = torch.device("cpu")
     return {
-        "weights": sum(buffer.get_flat_tensor(device).nbytes for buffer in weights),
-        "sums": sum(buffer.get_flat_tensor(device).nbytes for buffer in sums),
+        "weights": sum(buffer.get_flat(device).nbytes for buffer in weights),
+        "sums": sum(buffer.get_flat(device).nbytes for buffer in sums),
     }
 
 

@@ -100,7 +100,7 @@ def poisoned() -> Iterator[None]:
     def free_and_poison(unit: Unit) -> None:
         free(unit)
         if isinstance(unit._format, BlockFormat) and unit.buffer.holder is None:  # type: ignore[union-attr]
-            unit.buffer.get_flat_tensor(unit.device).fill_(0x7F)  # type: ignore[union-attr]
+            unit.buffer.get_flat(unit.device).fill_(0x7F)  # type: ignore[union-attr]
             unit.buffer.last_use.record()  # type: ignore[union-attr]
 
     with patch.object(Unit, "reshard", free_and_poison):

@@ -133,7 +133,7 @@ def free_and_poison(unit: Unit) -> None:
     FREE(unit)
     buffer = unit.buffer if isinstance(unit._format, QuantisedFormat) else None
     if buffer is not None and buffer.holder is None:
-        buffer.get_flat_tensor(unit.device).fill_(0x7F)
+        buffer.get_flat(unit.device).fill_(0x7F)
         buffer.last_use.record()
 
 

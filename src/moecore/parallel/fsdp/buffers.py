@@ -110,7 +110,7 @@ class Buffer(Generic[Holder]):
         self.holder: Holder | None = None
         self._flat: Tensor | None = None
 
-    def get_flat_tensor(self, device: torch.device) -> Tensor:
+    def get_flat(self, device: torch.device) -> Tensor:
         """Return the buffer as a 1-D tensor, uninitialised at the first call for a device."""
         if self._flat is None or self._flat.device != device:
             with torch.inference_mode(False):

@@ -136,7 +136,7 @@ class Gradients:
         """Compute the deferred weight-gradient matmuls and empty `products`. May communicate."""
         if not self._accumulates:
             numbers = {product.param_idx for product in products}
-            self._deferred_grads = self._list_trained_indices() - numbers
+            self._deferred_grads = self._list_trained_idxs() - numbers
         while products:
             index, shape, compute, operands, _ = product = products.popleft()
             product.wait_for_operands()
@@ -203,9 +203,9 @@ class Gradients:
         deferred_grads, self._deferred_grads = self._deferred_grads, set()
         if self._is_direct:
             self.is_expected = False
-            self._accumulate_without_reduction(grads, kernel_grads)
+            self._accumulate_unreduced(grads, kernel_grads)
             return
-        trained = self._list_trained_indices()
+        trained = self._list_trained_idxs()
         is_changed = self._trained_before not in (None, trained)  # other ranks may differ
         self.is_expected &= self.spans_ranks and bool(trained - deferred_grads)
         has_sums = grads or self._filled or is_changed or self.is_expected
@@ -218,7 +218,7 @@ class Gradients:
             self._reduce_sums(sums, trained.difference(deferred_grads, self._filled))
             self._release_sums()
 
-    def _list_trained_indices(self) -> set[int]:
+    def _list_trained_idxs(self) -> set[int]:
         """Return the indices of the parameters that require a gradient."""
         return {i for i, param in enumerate(self._params) if param.sharded.requires_grad}
 
@@ -258,9 +258,7 @@ class Gradients:
                 self.buffer.holder = self
                 self.buffer.last_use.wait()
                 if self._buffer_views is None:
-                    self._buffer_views = self._make_sum_views(
-                        self.buffer.get_flat_tensor(self._device)
-                    )
+                    self._buffer_views = self._make_sum_views(self.buffer.get_flat(self._device))
                 self._sums = self._buffer_views
         return self._sums
 
@@ -370,11 +368,8 @@ class Gradients:
 
         Each rank's part has three flags per parameter: all "filled", all "divided", all "trained".
         """
-        key = (
-            frozenset(self._filled),
-            frozenset(self._divided),
-            frozenset(self._list_trained_indices()),
-        )
+        trained = frozenset(self._list_trained_idxs())
+        key = frozenset(self._filled), frozenset(self._divided), trained
         if key not in self._flags:
             ranks = 1 if self._transport is None else self._layout.ranks
             flags = [float(i in has) for has in key for i in range(len(self._params))]
@@ -396,9 +391,7 @@ class Gradients:
         if self.buffer is not None and self.buffer.holder is self:
             self.buffer.holder = None
 
-    def _accumulate_without_reduction(
-        self, grads: dict[int, Tensor], kernel_params: set[int]
-    ) -> None:
+    def _accumulate_unreduced(self, grads: dict[int, Tensor], kernel_params: set[int]) -> None:
         """Add {parameter index: gradient}, divided by the divisor, to `.grad` of the shards.
 
         Kernels have already written the gradients of the parameters `kernel_params`. The function
@@ -427,12 +420,8 @@ class _ParamGradSink:
     def __init__(
         self, gradients: Gradients, param_idx: int, param: nn.Parameter, grad_shape: torch.Size
     ) -> None:
-        self._gradients, self._index, self._param, self._shape = (
-            gradients,
-            param_idx,
-            param,
-            grad_shape,
-        )
+        self._gradients, self._index = gradients, param_idx
+        self._param, self._shape = param, grad_shape
         self._node = get_gradient_edge(param).node
 
     def accumulate(self, compute_grad: ComputeGrad, *operands: Any) -> Tensor | None:

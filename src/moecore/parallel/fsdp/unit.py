@@ -266,9 +266,7 @@ class Unit:
             data = [param.shard for param in self.params]
             if self.buffer is not None:
                 sizes = self._layout.unsharded_numel, self._layout.values_per_byte
-                self._views = make_views(
-                    self.params, self.buffer.get_flat_tensor(self.device), *sizes
-                )
+                self._views = make_views(self.params, self.buffer.get_flat(self.device), *sizes)
                 data = self._views.parameters
             self._versioned_tensors = self._format.make_unsharded(self.params, data)
         for index, param in enumerate(self.params):

@@ -137,7 +137,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
     """
     check_arguments(clip_grad_norm_, locals())
     max_norm, is_wrong = math.inf if max_norm is None else max_norm, end_argument_comparison(model)
-    return unscale_and_clip_(model, max_norm, None, is_invalid=is_wrong)
+    return unscale_and_clip_(model, max_norm, None, has_invalid_grads=is_wrong)
 
 
 @torch.no_grad()
@@ -146,7 +146,7 @@ def unscale_and_clip_(
     max_norm: float,
     loss_scale: Tensor | None,
     *,
-    is_invalid: Tensor | None = None,
+    has_invalid_grads: Tensor | None = None,
     skip_threshold: Tensor | None = None,
 ) -> GradientNorm:
     """Divide gradients by the loss scale, clip them in place, and return the norm before clipping.
@@ -156,15 +156,15 @@ def unscale_and_clip_(
         max_norm: a positive number; `math.inf` = only measure.
         loss_scale: fp32 scalar on the device; None = 1. With a scale no warning is printed. The
             norm is measured on unscaled gradients.
-        is_invalid: device bool, True if this rank's gradients must not be used. If it is True on
-            any rank, the norm is nan on every rank.
+        has_invalid_grads: device bool, True if this rank's gradients must not be used. If it is
+            True on any rank, the norm is nan on every rank.
         skip_threshold: scalar on the device: gradients with a larger norm become None; None = no
             limit.
     """
     check_no_added_parameter(model)
     owner, stages = find_staged_module(model)
     params = _list_trained_params(owner)
-    norm = _measure_norm(params, stages, loss_scale, is_invalid, skip_threshold)
+    norm = _measure_norm(params, stages, loss_scale, has_invalid_grads, skip_threshold)
     _scale_gradients(params, norm, max_norm, loss_scale)
     return norm
 
@@ -176,7 +176,7 @@ def clip_and_step(
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     loss_scale: Tensor | None = None,
-    is_invalid: Tensor | None = None,
+    has_invalid_grads: Tensor | None = None,
     skip_threshold: Tensor | None = None,
 ) -> GradientNorm:
     """Unscale and clip gradients, step the optimizers, and return the norm before clipping.
@@ -189,7 +189,7 @@ def clip_and_step(
         owner, stages = find_staged_module(model)
         params = _list_trained_params(owner)
         _check_optimizers(optimizers, params)
-        norm = _measure_norm(params, stages, loss_scale, is_invalid, skip_threshold)
+        norm = _measure_norm(params, stages, loss_scale, has_invalid_grads, skip_threshold)
         if all(map(_can_skip_on_device, optimizers)):
             signals["found_inf"] = norm.skipped.float()  # 1 = the optimizers skip the step
             divisors = [] if loss_scale is None else [loss_scale]
@@ -240,60 +240,60 @@ def _list_trained_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _measure_norm(
     params: list[tuple[str, nn.Parameter]],
-    stages: AllStages | None,
+    all_stages: AllStages | None,
     loss_scale: Tensor | None,
-    is_invalid: Tensor | None,
+    has_invalid_grads: Tensor | None,
     skip_threshold: Tensor | None,
 ) -> GradientNorm:
     """Return the norm of all gradients over all ranks, divided by the loss scale. Collective.
 
     Args:
         params: (name, parameter) of this rank's trained parameters.
-        stages: the model's pipeline stages; None = no pipeline.
+        all_stages: the model's pipeline stages; None = no pipeline.
         loss_scale: fp32 scalar on the device; None = 1.
-        is_invalid: device bool; if it is True on any rank, the norm is nan.
+        has_invalid_grads: device bool; if it is True on any rank, the norm is nan.
         skip_threshold: scalar on the device; a step with a larger norm is skipped.
     """
     for _, param in params:
         redistribute_grad(param)
     names = [n for n, _ in params]
-    squares = _sum_squares(names, [p for _, p in params], stages, is_invalid)
+    squares = _sum_squares(names, [p for _, p in params], all_stages, has_invalid_grads)
     if loss_scale is not None:
         squares = squares / loss_scale.double().square()
     return GradientNorm(
-        tuple(names if stages is None else stages.num_holders), squares, skip_threshold
+        tuple(names if all_stages is None else all_stages.num_holders), squares, skip_threshold
     )
 
 
 def _sum_squares(
     param_names: list[str],
     params: list[nn.Parameter],
-    stages: AllStages | None,
-    is_invalid: Tensor | None,
+    all_stages: AllStages | None,
+    has_invalid_grads: Tensor | None,
 ) -> Tensor:
     """Sum each gradient's squared norm over all ranks; return fp64 [parameters of all stages].
 
-    If `is_invalid` is True on any rank, the first sum is nan on every rank. Collective.
+    If `has_invalid_grads` is True on any rank, the first sum is nan on every rank. Collective.
     """
-    if stages is None and not params:
+    if all_stages is None and not params:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     if params:
         squares = torch.stack(_compute_local_norms(params)).double().square_()
     else:  # a stage without trained parameters
-        assert stages is not None
-        squares = torch.zeros(0, dtype=torch.float64, device=stages.device)
-    if stages is None and not any(isinstance(p, DTensor) for p in params):
+        assert all_stages is not None
+        squares = torch.zeros(0, dtype=torch.float64, device=all_stages.device)
+    if all_stages is None and not any(isinstance(p, DTensor) for p in params):
         return squares
     world = dist.get_world_size()
-    ranks = [world if stages is None else stages.count_copies(name) for name in param_names]
+    ranks = [world if all_stages is None else all_stages.count_copies(name) for name in param_names]
     # The division and the all-reduce keep a nan.
     copies = [n // _count_shards(p) for n, p in zip(ranks, params, strict=True)]
     divisors = torch.tensor(copies, dtype=torch.float64, device="cpu")
     squares /= copy_to_device(divisors, squares.device)
-    if stages is not None:
-        squares = stages.scatter_values(param_names, squares)
-    if is_invalid is not None:
-        squares[:1] += torch.where(is_invalid, torch.nan, 0.0)
+    if all_stages is not None:
+        squares = all_stages.scatter_values(param_names, squares)
+    if has_invalid_grads is not None:
+        squares[:1] += torch.where(has_invalid_grads, torch.nan, 0.0)
     dist.all_reduce(squares)
     return squares
 

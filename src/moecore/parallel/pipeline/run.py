@@ -200,7 +200,7 @@ class _ScheduleRun:
                         self._transport.send_result(action, result)
             if self._offload is not None and chunk is not None:
                 self._offload.free_last_block(chunk)
-        self._transport.wait_for_all_sends()
+        self._transport.wait_for_sends()
         dist.all_reduce(self._losses, group=self._pipeline.groups[0])  # zeros on other ranks
         return self._losses
 

@@ -123,7 +123,7 @@ class StageTransport:
         # The source has read the messages of all its items up to the item that sent this message.
         # Without this a host far ahead of the GPU would hold sent tensors for a whole step.
         item, read_at = self._indices[source].sent_at[message], self._indices[source].read_at
-        self._wait_for_sends(lambda send: send.peer == source and read_at[send.message] <= item)
+        self.wait_for_sends(lambda send: send.peer == source and read_at[send.message] <= item)
         return receive.tensor
 
     def send_result(self, action: Action, tensor: Tensor) -> None:
@@ -142,12 +142,10 @@ class StageTransport:
         self._sends.append(_PostedMessage(tensor, work, message, target))
         self._sends = [send for send in self._sends if not send.work.is_completed()]
 
-    def wait_for_all_sends(self) -> None:
-        """Make the current stream wait for all sends, and free the sent tensors."""
-        self._wait_for_sends(lambda send: True)
-
-    def _wait_for_sends(self, is_selected: Callable[[_PostedMessage], bool]) -> None:
-        """Make the current stream wait for the sends that `is_selected` returns True for."""
+    def wait_for_sends(
+        self, is_selected: Callable[[_PostedMessage], bool] = lambda send: True
+    ) -> None:
+        """Make the current stream wait for the selected sends, and free the sent tensors."""
         for send in filter(is_selected, self._sends):
             with _explain_errors(f"{send.message} for", send.peer):
                 send.work.wait()

@@ -126,10 +126,10 @@ class HostPool:
         return stored_copies
 
     def copy_to_device(
-        self, copies: Sequence[StorageCopy], pieces_to_free: Sequence[HostPiece] = ()
+        self, copies: Sequence[StorageCopy], freed_pieces: Sequence[HostPiece] = ()
     ) -> None:
-        """Start to copy storages back to each record's `data`; also free `pieces_to_free`."""
-        self.free_pieces(pieces_to_free)
+        """Start to copy storages back to each record's `data`; also free `freed_pieces`."""
+        self.free_pieces(freed_pieces)
         # Each storage has an event of its own: the host's link is slow, and backward waits for the
         # storage that it reads, not for the whole group.
         for copy in copies:
@@ -253,7 +253,7 @@ class MovedStorage:
     def move_to_host(self) -> None:
         """Make the tensors views of host memory, to which the caller copied; free device memory."""
         for tensor, place in self.tensors:
-            tensor.data = self._view_memory_like(place, self.host)
+            tensor.data = self._view_like(place, self.host)
         self.free_device_memory()
 
     def allocate_device_memory(self) -> None:
@@ -261,7 +261,7 @@ class MovedStorage:
         if self.memory.is_meta:  # a dry run counts a storage from its first tensor to its last
             self.memory = self.memory.new_empty(self.host.numel())
             self.tensors = [
-                (tensor, self._view_memory_like(at, self.memory)) for tensor, at in self.tensors
+                (tensor, self._view_like(at, self.memory)) for tensor, at in self.tensors
             ]
         else:
             self.memory.untyped_storage().resize_(self.host.numel())
@@ -270,13 +270,11 @@ class MovedStorage:
         """Free the device memory, once the current stream's work so far is done."""
         if self.memory.is_meta:
             self.memory = self.memory.new_empty(0)
-            self.tensors = [
-                (tensor, self._view_memory_like(at, self.host)) for tensor, at in self.tensors
-            ]
+            self.tensors = [(tensor, self._view_like(at, self.host)) for tensor, at in self.tensors]
         else:
             self.memory.untyped_storage().resize_(0)
 
-    def _view_memory_like(self, like: Tensor, memory: Tensor) -> Tensor:
+    def _view_like(self, like: Tensor, memory: Tensor) -> Tensor:
         """View `memory` with the dtype, shape, strides and storage offset of `like`."""
         itemsize = like.element_size()
         is_host = get_storage_key(like) == get_storage_key(self.host)
@@ -326,21 +324,18 @@ class HostCopies:
             remaining_bytes[device_type] -= size
         return {name: self._copies[name] for name in tensors}
 
-    def reserve_storages(
-        self, tensors_by_storage: Mapping[str, Sequence[Tensor]]
-    ) -> list[MovedStorage]:
+    def reserve_storages(self, storage_views: Mapping[str, Sequence[Tensor]]) -> list[MovedStorage]:
         """Reserve host memory for device storages; return a `MovedStorage` for each; copy nothing.
 
-        `tensors_by_storage` maps the name of a storage to all tensors that are views of the
+        `storage_views` maps the name of a storage to all tensors that are views of the
         storage.
         """
         memory = {
-            name: view_bytes(group[0].untyped_storage())
-            for name, group in tensors_by_storage.items()
+            name: view_bytes(group[0].untyped_storage()) for name, group in storage_views.items()
         }
         tensors = {
-            name: [(tensor, tensor.data) for tensor in tensors_by_storage[name]]
-            for name in tensors_by_storage
+            name: [(tensor, tensor.data) for tensor in storage_views[name]]
+            for name in storage_views
         }
         hosts = self.reserve_like(memory).items()
         return [MovedStorage(memory[name], host, tensors[name]) for name, host in hosts]

@@ -129,15 +129,15 @@ class PageStore:
         return list(copies)
 
     def copy_to_device(
-        self, copies: Sequence[StorageCopy], pieces_to_free: Sequence[PagePlace] = ()
+        self, copies: Sequence[StorageCopy], freed_pieces: Sequence[PagePlace] = ()
     ) -> None:
-        """Start to copy used rows from pages to each record's `data`; free `pieces_to_free`."""
+        """Start to copy used rows from pages to each record's `data`; free `freed_pieces`."""
         in_capture = self._return_pending_pages()
         matrices: dict[DispatchPages, list[Tensor | None]] = {}
         for copy in copies:
             of, index = copy.piece
             matrices.setdefault(of, [None] * len(of.layout.widths))[index] = copy.data
-        expired_pages, jobs = _count_finished_matrices(pieces_to_free), list[CopyJob]()
+        expired_pages, jobs = _count_finished_matrices(freed_pieces), list[CopyJob]()
         emptied = list[DispatchPages]()
         for of, tensors in matrices.items():
             # Only copies back read these pages, and they come earlier in the same stream.

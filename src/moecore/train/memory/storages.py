@@ -50,9 +50,9 @@ class Store(Protocol):
         """Start copies of storages to the store; return the records that the store accepted."""
 
     def copy_to_device(
-        self, copies: Sequence[StorageCopy], pieces_to_free: Sequence[Any] = ()
+        self, copies: Sequence[StorageCopy], freed_pieces: Sequence[Any] = ()
     ) -> None:
-        """Start copies from the store to each record's new `data`; also free `pieces_to_free`."""
+        """Start copies from the store to each record's new `data`; also free `freed_pieces`."""
 
     def free_pieces(self, pieces: Sequence[Any]) -> None:
         """Free the store's memory of copies that backward no longer needs."""
@@ -264,27 +264,27 @@ class SavedStorages:
         return data
 
     def _copy_groups_to_device(
-        self, groups: Iterable[StorageGroup], pieces_to_free: Sequence[Any] = ()
+        self, groups: Iterable[StorageGroup], freed_pieces: Sequence[Any] = ()
     ) -> None:
-        """Start to copy groups to the device in order; free store memory `pieces_to_free`."""
+        """Start to copy groups to the device in order; free store memory `freed_pieces`."""
         for group in groups:
             copies = [c for c in reversed(group.new_copies) if c.handles.alive and c.data is None]
             if copies:
-                self._copy_storages_to_device(copies, pieces_to_free)
-                pieces_to_free = ()
-        if pieces_to_free:
-            self._store.free_pieces(pieces_to_free)
+                self._copy_storages_to_device(copies, freed_pieces)
+                freed_pieces = ()
+        if freed_pieces:
+            self._store.free_pieces(freed_pieces)
 
     def _copy_storages_to_device(
-        self, copies: Sequence[StorageCopy], pieces_to_free: Sequence[Any] = ()
+        self, copies: Sequence[StorageCopy], freed_pieces: Sequence[Any] = ()
     ) -> None:
-        """Allocate `data` of storages on the device, start to copy back; free `pieces_to_free`."""
+        """Allocate `data` of storages on the device, start to copy back; free `freed_pieces`."""
         home = self._streams.get_current_stream()
         for copy in copies:
             copy.data = torch.empty(copy.size, dtype=torch.uint8, device=self._streams.device)
             copy.home, copy.is_back = home, True
             self.back_bytes += copy.size
-        self._store.copy_to_device(copies, pieces_to_free)
+        self._store.copy_to_device(copies, freed_pieces)
 
     @contextmanager
     def _hold_lock(self) -> Iterator[None]:
@@ -313,7 +313,7 @@ class SavedStorages:
         # for all: they die one by one, and one launch of the store then returns their pieces.
         if not self._deleted_uses and not self._finished_groups:
             return
-        pieces_to_free = []
+        freed_pieces = []
         while self._deleted_uses:
             use = self._deleted_uses.popleft()
             copy, group = use.copy, use.group
@@ -322,7 +322,7 @@ class SavedStorages:
                 copy.free_device_memory()
             # The next user of host memory copies after work that has waited for its last reader.
             if not copy.handles.alive and copy.piece is not None:
-                pieces_to_free.append(copy.piece)
+                freed_pieces.append(copy.piece)
                 copy.piece = None
             if group.handles.remove_handle(use.group_backward_idx) and group.has_unpacked:
                 self._finished_groups.append(group)
@@ -334,4 +334,4 @@ class SavedStorages:
                 continue
             group.has_unpacked = False
             prefetch_groups += group.prefetch_groups
-        self._copy_groups_to_device(prefetch_groups, pieces_to_free)
+        self._copy_groups_to_device(prefetch_groups, freed_pieces)

@@ -85,19 +85,19 @@ class ExchangeRound:
     def run_all_to_all(
         self,
         like: Tensor,
-        send_tensors: Sequence[Tensor],
+        sources: Sequence[Tensor],
         *,
-        returns_results: bool,
+        is_return: bool,
         group: dist.ProcessGroup,
     ) -> Tensor:
         """Run one all-to-all of the round; return the received values, 1D like `like`. Collective.
 
-        Without `returns_results`, parts of `send_tensors`, one tensor per parameter, are sent to
-        owners. With `returns_results`, owners send `send_tensors`, one tensor per entry of `owned`,
+        Without `is_return`, parts of `sources`, one tensor per parameter, are sent to
+        owners. With `is_return`, owners send `sources`, one tensor per entry of `owned`,
         to the replicas.
         """
-        out, into = (self.returns, self.results) if returns_results else (self.sends, self.receives)
-        pieces = [block.read_from(send_tensors).reshape(-1) for blocks in out for block in blocks]
+        out, into = (self.returns, self.results) if is_return else (self.sends, self.receives)
+        pieces = [block.read_from(sources).reshape(-1) for blocks in out for block in blocks]
         send_buffer = torch.cat(pieces) if pieces else like.new_empty(0)
         out_sizes, in_sizes = _count_elements_by_rank(out), _count_elements_by_rank(into)
         recv_buffer = like.new_empty(sum(in_sizes))
@@ -105,10 +105,10 @@ class ExchangeRound:
         return recv_buffer
 
     def unpack_blocks(
-        self, recv_buffer: Tensor, *, returns_results: bool
+        self, recv_buffer: Tensor, *, is_return: bool
     ) -> Iterator[tuple[MatrixBlock, Tensor]]:
         """Split the result of `run_all_to_all`, with the same flag; yield (block, values)."""
-        blocks = list(chain.from_iterable(self.results if returns_results else self.receives))
+        blocks = list(chain.from_iterable(self.results if is_return else self.receives))
         sizes = [prod(block.shape) for block in blocks]
         for block, values in zip(blocks, recv_buffer.split(sizes), strict=True):
             yield block, values.view(block.shape)
@@ -235,17 +235,15 @@ class _PlannedTensor(NamedTuple):
     device: torch.device
 
     def make_block(
-        self, matrix_part: MatrixPart, section_idx: int, matrix_mask: Tensor
+        self, part: MatrixPart, section_idx: int, matrix_mask: Tensor
     ) -> MatrixBlock | None:
-        """Return the block of the tensor with the rows and columns of `matrix_part`; None = empty.
+        """Return the block of the tensor with the rows and columns of `part`; None = empty.
 
         `section_idx` is the index of the section. `matrix_mask` selects matrices of the local
         batch.
         """
         (batch,) = matrix_mask.nonzero(as_tuple=True)
-        return _make_block(
-            self.place, batch, matrix_part.rows, matrix_part.columns, section_idx, self.device
-        )
+        return _make_block(self.place, batch, part.rows, part.columns, section_idx, self.device)
 
     def list_local_blocks(self) -> list[MatrixBlock]:
         """Return the blocks of this rank's local tensor, one per section that is not empty."""

@@ -330,18 +330,16 @@ class _MuonStep:
         for place in matrix_round.params:
             updates[place] = self._update_momentum(views[place].grad, views[place].momentum)
         like = updates[matrix_round.params[0]]
-        recv_buffer = matrix_round.run_all_to_all(like, updates, returns_results=False, group=group)
+        recv_buffer = matrix_round.run_all_to_all(like, updates, is_return=False, group=group)
         owned = [like.new_empty(shape) for shape in matrix_round.owned]
-        for block, values in matrix_round.unpack_blocks(recv_buffer, returns_results=False):
+        for block, values in matrix_round.unpack_blocks(recv_buffer, is_return=False):
             block.write_to(owned, values)
         del updates, recv_buffer
         orthogonal = orthogonalize_all(owned, **self.ns_options)
         if means_round is not None:
             self._divide_owned_by_means(orthogonal, means_round, group)
-        recv_buffer = matrix_round.run_all_to_all(
-            like, orthogonal, returns_results=True, group=group
-        )
-        for block, values in matrix_round.unpack_blocks(recv_buffer, returns_results=True):
+        recv_buffer = matrix_round.run_all_to_all(like, orthogonal, is_return=True, group=group)
+        for block, values in matrix_round.unpack_blocks(recv_buffer, is_return=True):
             self._apply_update(views[block.place].weight, block, values, self.layouts[block.place])
 
     def _divide_owned_by_means(
@@ -356,14 +354,14 @@ class _MuonStep:
         """
         means: list[Any] = [view.means for view in self.views]
         like = means[means_round.params[0]]
-        recv_buffer = means_round.run_all_to_all(like, means, returns_results=False, group=group)
+        recv_buffer = means_round.run_all_to_all(like, means, is_return=False, group=group)
         owned = [like.new_empty(shape) for shape in means_round.owned]
-        for block, values in means_round.unpack_blocks(recv_buffer, returns_results=False):
+        for block, values in means_round.unpack_blocks(recv_buffer, is_return=False):
             block.write_to(owned, values)
         for values, matrix_means in zip(orthogonal_matrices, owned, strict=True):
             self._divide_by_means(values, matrix_means)
-        recv_buffer = means_round.run_all_to_all(like, owned, returns_results=True, group=group)
-        for block, values in means_round.unpack_blocks(recv_buffer, returns_results=True):
+        recv_buffer = means_round.run_all_to_all(like, owned, is_return=True, group=group)
+        for block, values in means_round.unpack_blocks(recv_buffer, is_return=True):
             block.write_to(means, values)
 
     def _divide_by_means(self, updates: Tensor, means: Tensor) -> None:
