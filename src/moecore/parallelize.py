@@ -36,10 +36,10 @@ from moecore.parallel.model.module_protocols import patch_module_protocols
 from moecore.parallel.model.parallel_state import PARALLEL_STATE, ParallelState
 from moecore.parallel.model.parameter_guards import mark_replaced_params
 from moecore.parallel.model.phases import (
-    apply_balance,
-    apply_context,
-    apply_layers,
+    apply_context_parallel,
     apply_pipeline,
+    configure_moe_layers,
+    create_balance_state,
     install_argument_checks,
     resolve_dispatcher,
     select_local_stages,
@@ -226,7 +226,7 @@ def _shard_over_tp_and_ep(model: nn.Module, state: ParallelState) -> None:
 def _enable_fp8(model: nn.Module, state: ParallelState) -> None:
     """Set FP8 matrix products on the linears that `Precision` selects, in place.
 
-    `apply_layers` sets the products of experts. Parameters do not change.
+    `configure_moe_layers` sets the products of experts. Parameters do not change.
     """
     if state.request.precision is not None:
         apply_precision(model, state.request.precision)
@@ -261,17 +261,17 @@ def _fuse_loss(model: nn.Module, state: ParallelState) -> None:
 PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     resolve_dispatcher,  # completes the plan
     _shard_over_tp_and_ep,  # ep, etp and tp: layers and units read the local shapes
-    apply_context,  # before balance, whose groups it makes
+    apply_context_parallel,  # before balance, whose groups it makes
     _add_indexer_losses,  # before balance, which sets the factors of their losses
     _enable_fp8,  # before `_defer_weight_gradients`, which looks for linears in FP8
-    apply_layers,  # after `_shard_over_tp_and_ep`, because products are chosen by local shapes
+    configure_moe_layers,  # after `_shard_over_tp_and_ep`, whose local shapes choose products
     _defer_weight_gradients,  # before sharding, because units look for linears that defer
     _shard_over_data_ranks,  # after changes of classes and parameters, before wrappers of forwards
     apply_compile,  # inside the hooks of units
     apply_recompute_and_offload,  # around compiled modules
     apply_cuda_graphs,  # around recomputation and offload
     _fuse_loss,  # after `_enable_fp8`, which changes heads
-    apply_balance,  # after exchanges and stash, whose capacities it checks
+    create_balance_state,  # after exchanges and stash, whose capacities it checks
     install_argument_checks,  # its hook runs before all other forward hooks
     apply_pipeline,  # last: stages compare their shared parameters as sharded
 )

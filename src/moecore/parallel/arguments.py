@@ -292,6 +292,6 @@ def _describe_tensor(tensor: Tensor, arg_name: str, tensors: dict[str, Tensor]) 
     return f"{facts}, sha256 {hashlib.sha256(data).hexdigest()[:16]}"  # type: ignore[arg-type]
 
 
-def is_on_host(x: Tensor) -> bool:
+def is_on_host(tensor: Tensor) -> bool:
     """Whether the host can read a tensor without a device sync."""
-    return x.device.type == "cpu"
+    return tensor.device.type == "cpu"

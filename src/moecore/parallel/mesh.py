@@ -281,14 +281,14 @@ class DomainGroups(NamedTuple):
 
 
 def make_domain_groups(meshes: Meshes) -> DomainGroups:
-    """Create the groups of dispatcher "hierarchical", after `check_domains`. Collective."""
+    """Create the groups of dispatcher "hierarchical" (`check_dispatch_domains`). Collective."""
     num_ranks, domain_size = meshes.parallel.ep * meshes.parallel.etp, meshes.ranks_per_domain
     sizes = (dist.get_world_size() // num_ranks, num_ranks // domain_size, domain_size)
     view = _make_mesh(meshes.device_type, sizes, ("dispatch", "domain", "place"))
     return DomainGroups(inside=view.get_group("place"), across=view.get_group("domain"))
 
 
-def check_domains(meshes: Meshes) -> None:
+def check_dispatch_domains(meshes: Meshes) -> None:
     """Raise a ValueError if the domains of the meshes cannot split the ep * etp dispatch ranks.
 
     Dispatcher "hierarchical" needs at least two domains of at least two ranks.

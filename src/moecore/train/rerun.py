@@ -82,7 +82,7 @@ class Reruns:
                 if holder is not None:
                     _enlarge_buffers(holder, factor)
 
-    def start_factor_reduction(self) -> None:
+    def start_capacity_all_reduce(self) -> None:
         """After a step's last forward, start to all-reduce needed capacities. Collective."""
         if self._is_running and self._reduces_early:
             self._factors = self._reduce_factors()

@@ -330,7 +330,7 @@ class TrainStep:
             loss = forward(micro_batches[0])
             for inputs in micro_batches[1:]:
                 loss = self.side_by_side(partial(forward, inputs), loss.backward)
-            self._reruns.start_factor_reduction()
+            self._reruns.start_capacity_all_reduce()
             loss.backward()
         return losses
 
@@ -339,7 +339,7 @@ class TrainStep:
         with self.micro_batch():
             loss = get_loss(self.model(**inputs))
             if self._progress.is_last:
-                self._reruns.start_factor_reduction()
+                self._reruns.start_capacity_all_reduce()
             self._normalize_loss(loss).backward()
         return loss.detach().float()
 

@@ -267,9 +267,9 @@ class Gradients:
         numel = self._layout.buffer_numel + self._num_flags
         return self._make_sum_views(torch.empty(numel, dtype=self.dtype, device=self._device))
 
-    def _make_sum_views(self, flat: Tensor) -> UnitViews:
+    def _make_sum_views(self, flat_sums: Tensor) -> UnitViews:
         """Return each parameter's views of a flat tensor of sums."""
-        return make_views(self._params, flat, self._layout.unsharded_numel)
+        return make_views(self._params, flat_sums, self._layout.unsharded_numel)
 
     @property
     def _device(self) -> torch.device:

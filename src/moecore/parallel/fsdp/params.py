@@ -136,12 +136,12 @@ class UnitParam:
             return [self.unsharded]
         return [self.unsharded, get_local_tensor(self.unsharded)]
 
-    def pop_grad(self, unsharded: nn.Parameter) -> Tensor:
+    def pop_grad(self, unsharded_param: nn.Parameter) -> Tensor:
         """Return the local gradient of the unsharded parameter, and set its `.grad` to None.
 
         If the parameter is replicated over tp, the gradient is all-reduced over the tp ranks.
         """
-        grad, unsharded.grad = unsharded.grad, None
+        grad, unsharded_param.grad = unsharded_param.grad, None
         assert grad is not None, "the caller passes a parameter that has a gradient"
         if self._inner is None:
             return grad

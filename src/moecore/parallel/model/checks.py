@@ -402,9 +402,11 @@ def _check_layer_compute(layer_name: str, layer: RoutedLayer, request: Request) 
     layer.check_config(layer_name, request.make_layer_config(layer))
 
 
-def _check_fp8_shared_experts(layer_name: str, shared: SharedExpert, recipe: Recipe) -> None:
+def _check_fp8_shared_experts(layer_name: str, shared_expert: SharedExpert, recipe: Recipe) -> None:
     """Raise a ValueError if a layer's shared experts cannot run in a recipe's FP8."""
-    problem = find_weight_problem(shared.w1, recipe) or find_weight_problem(shared.w2, recipe)
+    problem = find_weight_problem(shared_expert.w1, recipe) or find_weight_problem(
+        shared_expert.w2, recipe
+    )
     if recipe.amax_history:
         problem = "the layer keeps no history of amax"
     if problem is not None:

@@ -50,7 +50,7 @@ class ParallelState:
     compiled: set[nn.Module] = field(default_factory=set)  # modules inside compiled modules
     offload: StageOffload | None = None
     stash: BufferOwner | None = None
-    state: MoEState | None = None  # the balance record; None before `apply_balance`
+    state: MoEState | None = None  # the balance record; None before `create_balance_state`
     capacity: Capacity | None = None  # capacity of exchanges and stash
     pipeline: Pipeline | None = None  # None = no pipeline stages
     all_stages: AllStages | None = None  # which stages have each parameter; None = no stages

@@ -34,7 +34,7 @@ from moecore.moe.state import MoEState
 from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.mesh import (
     DomainGroups,
-    check_domains,
+    check_dispatch_domains,
     make_context_groups,
     make_domain_groups,
     split_context_group,
@@ -85,7 +85,7 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
     if group is None:
         return
     if plan.dispatcher == "hierarchical":
-        check_domains(meshes)  # its arguments are equal on all ranks
+        check_dispatch_domains(meshes)  # its arguments are equal on all ranks
         state.domains = make_domain_groups(meshes)
         problem = find_problem(state.domains.inside, meshes.device_type)
         state.stores_in = state.domains.inside if problem is None else None
@@ -129,7 +129,7 @@ def _has_nvlink_request(request: Request) -> bool:
     return request.dispatch.name == "nvlink" or has_options
 
 
-def apply_layers(model: nn.Module, state: ParallelState) -> None:
+def configure_moe_layers(model: nn.Module, state: ParallelState) -> None:
     """Set config, expert backend, FP8 recipes, dispatcher and clones of each MoE layer, in place.
 
     `state.exchanges` is set if ranks write to each other's memory. No communication.
@@ -231,7 +231,7 @@ def _make_flat_dispatcher(placement: ExpertPlacement, state: ParallelState) -> D
     return AllToAllDispatcher(placement, fp8=state.request.dispatch.fp8)
 
 
-def apply_context(model: nn.Module, state: ParallelState) -> None:
+def apply_context_parallel(model: nn.Module, state: ParallelState) -> None:
     """Pass the context parallel groups to the model. Collective if groups are created."""
     request, meshes = state.request, state.request.meshes
     if not request.is_dynamic and meshes.parallel.cp == 1:
@@ -254,7 +254,7 @@ def apply_context(model: nn.Module, state: ParallelState) -> None:
         owner.apply_context_parallel(places[meshes.parallel.cp])
 
 
-def apply_balance(model: nn.Module, state: ParallelState) -> None:
+def create_balance_state(model: nn.Module, state: ParallelState) -> None:
     """Create `state.state`, which balances expert loads, and `state.capacity` of the buffers."""
     meshes = state.request.meshes
     groups = BalanceGroups(

@@ -146,7 +146,7 @@ class _PlanBuilder:
         }
         self.owned = self._assign_parameters()
         self.role_of = {p: role for role, _, params in self.owned.values() for p in params}
-        check_parameters(self.name_of)
+        check_parameter_shapes(self.name_of)
         self.params = self._plan_parameters()
 
     def _assign_parameters(
@@ -301,7 +301,7 @@ class _PlanBuilder:
         return options.dense_strategy if role == "block" else options.embedding_strategy
 
 
-def check_parameters(param_names: Mapping[nn.Parameter, str]) -> None:
+def check_parameter_shapes(param_names: Mapping[nn.Parameter, str]) -> None:
     """Raise a ValueError for 0-dim parameters and for empty trainable parameters.
 
     `param_names` maps all parameters to their names.

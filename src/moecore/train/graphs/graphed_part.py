@@ -419,9 +419,9 @@ def _list_trained_params(
                 yield module, name, param
 
 
-def _can_use_graph(x: Tensor) -> bool:
+def _can_use_graph(tensor: Tensor) -> bool:
     """Return whether a tensor is on a GPU and no graph is being captured."""
-    return x.is_cuda and not torch.cuda.is_current_stream_capturing()
+    return tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
 def _disable_autocast_cache() -> AbstractContextManager[Any]:

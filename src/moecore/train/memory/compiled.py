@@ -76,7 +76,7 @@ class RecomputeMarks(CustomGraphPass):
         library, name, _ = str(node.target).split(".")
         if SCORES.search(name) or torch.Tag.nondeterministic_seeded in node.target.tags:
             return False
-        if _is_small(node):
+        if _is_much_smaller_than_inputs(node):
             return False
         if library in ("aten", "prims") and not PRODUCT.search(name):
             return True
@@ -95,7 +95,7 @@ def _get_last_name(module_path: str) -> str:
     return name
 
 
-def _is_small(node: Node) -> bool:
+def _is_much_smaller_than_inputs(node: Node) -> bool:
     """Whether a node's value has at most 1 / `SMALL` of the bytes of its largest input."""
     value = node.meta.get("val")
     inputs = [n.meta["val"] for n in node.all_input_nodes if "val" in n.meta]

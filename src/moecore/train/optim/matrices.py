@@ -100,10 +100,14 @@ class MatrixLayout(CheckedRecord):
             )
         return replace(self, rows=1) if self.transposed else replace(self, columns=1)
 
-    def view(self, local: Tensor) -> Tensor:
+    def view_as_matrices(self, local_shard: Tensor) -> Tensor:
         """View a local shard as [batch, rows, columns]; columns are its last dim. Shares memory."""
-        first, *middle, last = local.shape
-        return local[None] if local.ndim == 2 else local.view(first, math.prod(middle), last)
+        first, *middle, last = local_shard.shape
+        return (
+            local_shard[None]
+            if local_shard.ndim == 2
+            else local_shard.view(first, math.prod(middle), last)
+        )
 
     def list_parts(
         self, param: Tensor, coordinate: Sequence[int] | None = None
@@ -328,12 +332,14 @@ def _make_expert_layout(experts: Experts, param_name: str) -> tuple[MatrixLayout
     return matrix_layout, "routed experts"
 
 
-def _make_shared_layout(shared: SharedExpert, param_name: str) -> tuple[MatrixLayout | None, str]:
+def _make_shared_layout(
+    shared_expert: SharedExpert, param_name: str
+) -> tuple[MatrixLayout | None, str]:
     """Return the layout of a weight of shared experts (None for a gate), and the reason."""
     if param_name == "gate":
         return None, "gates of shared experts"
-    rows, columns = getattr(shared, param_name).shape
-    halves = param_name == "w1" and shared.config.gated
+    rows, columns = getattr(shared_expert, param_name).shape
+    halves = param_name == "w1" and shared_expert.config.gated
     sections = MatrixCut(sizes=(rows // 2, rows // 2)) if halves else None
     return MatrixLayout(batch=1, rows=rows, columns=columns, sections=sections), "shared experts"
 

@@ -407,7 +407,7 @@ def _make_matrix_views(
         get_local_tensor(get_grad(param)).contiguous(),
         *map(get_local_tensor, state),
     ]
-    return _MatrixViews(*map(layout.view, tensors))
+    return _MatrixViews(*map(layout.view_as_matrices, tensors))
 
 
 def _prepare_state(optimizer: Muon, param: nn.Parameter, state_name: str) -> Tensor:
