@@ -71,7 +71,7 @@ class Reruns:
                     result = run_step()
             finally:
                 self._is_running = False
-            factors = (self._factors or self._reduce_factors()).read().tolist()
+            factors = (self._factors or self._reduce_capacity_factors()).read().tolist()
             if not any(factors):
                 return result
             drop_step()
@@ -85,11 +85,15 @@ class Reruns:
     def start_capacity_all_reduce(self) -> None:
         """After a step's last forward, start to all-reduce needed capacities. Collective."""
         if self._is_running and self._reduces_early:
-            self._factors = self._reduce_factors()
+            self._factors = self._reduce_capacity_factors()
 
     def has_shortage(self) -> Tensor | None:
         """Return a 0-dim device bool: whether rows exceed a buffer; None = no limited buffer."""
-        return self._compute_local_factors().amax() > 0 if self._is_limited_on_any_rank else None
+        return (
+            self._compute_local_capacity_factors().amax() > 0
+            if self._is_limited_on_any_rank
+            else None
+        )
 
     @contextmanager
     def watch_shortages(self, reaction: Watch) -> Iterator[None]:
@@ -121,28 +125,28 @@ class Reruns:
         for capacity in self._capacities:
             capacity.check()
 
-    def _compute_local_factors(self) -> Tensor:
-        """Return fp32 [holders]: the smallest factor for this rank's rows; 0 = large enough."""
+    def _compute_local_capacity_factors(self) -> Tensor:
+        """Return fp32 [buffer owners]: the least factor for this rank's rows; 0 = rows fit."""
         device, zero = self._device, torch.zeros((), device=self._device, dtype=torch.float32)
         return torch.stack(
             [zero if h is None else h.compute_min_factor(device) for h in self._holders]
         )
 
-    def _reduce_factors(self) -> ToHost:
+    def _reduce_capacity_factors(self) -> ToHost:
         """All-reduce the needed factors by maximum; start their copy to the host. Collective."""
-        factors = self._compute_local_factors()
+        factors = self._compute_local_capacity_factors()
         if dist.is_initialized():
             dist.all_reduce(factors, dist.ReduceOp.MAX)
         return ToHost(factors)
 
 
-def _enlarge_buffers(buffer_owner: BufferOwner, min_factor: float) -> None:
-    """Resize an owner's buffers for `min_factor` (0 = keep); clear its row counts. Host sync."""
+def _enlarge_buffers(buffer_owner: BufferOwner, capacity_factor: float) -> None:
+    """Resize buffers for `capacity_factor` (0 = keep), and clear row counts. Host sync."""
     buffer_owner.wait()  # a backward may still run
     buffer_owner.clear()
-    if not min_factor:
+    if not capacity_factor:
         return
-    new_factor = compute_next_factor(min_factor)
+    new_factor = compute_next_factor(capacity_factor)
     if get_rank_or_zero() == 0:
         text = "%s (%s) was too small: the step runs again with %s"
         logger.warning(text, buffer_owner.option, buffer_owner.factor, new_factor)

@@ -99,7 +99,7 @@ class UnitEngine:
                 experts_by_layer=experts_by_layer,
                 unshard_for_use=self._unshard_for_use,
                 reshard_if_unused=self._reshard_if_unused,
-                end_forward_run=self._end_forward_run,
+                end_run_backward=self._end_run_backward,
             )
         self._in_backward = False  # stays True after a backward that failed
         self._deferred: list[WeightGradients] = []  # deferred products, in the order of their D's
@@ -406,9 +406,9 @@ class UnitEngine:
         """Count an arrived input gradient of a forward; the last gradient ends its backward."""
         run.pending -= 1
         if run.is_active and not run.pending:
-            self._end_forward_run(run)
+            self._end_run_backward(run)
 
-    def _end_forward_run(self, run: ForwardRun) -> None:
+    def _end_run_backward(self, run: ForwardRun) -> None:
         """End a forward's backward; if the backward has not begun, stop expecting the backward."""
         if run.is_active:
             self._record_backward_end(run)

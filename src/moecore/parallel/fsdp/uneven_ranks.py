@@ -65,9 +65,9 @@ class UnevenRanks:
         experts_by_layer: Mapping[nn.Module, nn.Module],
         unshard_for_use: Callable[[Unit, Sequence[Unit]], None],
         reshard_if_unused: Callable[[Unit, int], None],
-        end_forward_run: Callable[[ForwardRun], None],
+        end_run_backward: Callable[[ForwardRun], None],
     ) -> None:
-        self._unshard_for_use, self._end_forward_run = unshard_for_use, end_forward_run
+        self._unshard_for_use, self._end_run_backward = unshard_for_use, end_run_backward
         self._reshard_if_unused = reshard_if_unused
         self._active = active_runs  # runs whose backward has begun, innermost last
         # Forwards that have begun, innermost last: [0] first forwards, [1] recomputed forwards.
@@ -238,7 +238,7 @@ class UnevenRanks:
         node = visit.node
         if visit.is_in_backward:
             for run in visit.runs.copy():
-                self._end_forward_run(run)
+                self._end_run_backward(run)
             for unit in node.units:
                 if unit.gradients.is_expected:  # an input gradient preceded the last weight's
                     self._reshard_if_unused(unit, visit.forward_idx)
@@ -286,7 +286,7 @@ class UnevenRanks:
             self._run_zero_backward(node, outputs, inputs)
         self._end_child_backwards(visit, None)
         for run in visit.runs.copy():
-            self._end_forward_run(run)
+            self._end_run_backward(run)
         for unit in node.units:
             unit.pending_backwards.discard(visit)
         for unit in reversed(units):
@@ -361,7 +361,7 @@ class UnevenRanks:
         # The graph is retained, because a later backward of the same forward may need it.
         torch.autograd.backward(outputs, zero_grads, retain_graph=True, inputs=inputs)
         while len(self._active) > outside:
-            self._end_forward_run(self._active[-1])
+            self._end_run_backward(self._active[-1])
 
 
 def _list_units(node: ModuleNode) -> list[Unit]:

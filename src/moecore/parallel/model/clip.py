@@ -164,7 +164,7 @@ def unscale_and_clip_(
     check_no_added_parameter(model)
     owner, stages = find_staged_module(model)
     params = _list_trained_params(owner)
-    norm = _measure_norm(params, stages, loss_scale, has_invalid_grads, skip_threshold)
+    norm = _compute_grad_norm(params, stages, loss_scale, has_invalid_grads, skip_threshold)
     _scale_gradients(params, norm, max_norm, loss_scale)
     return norm
 
@@ -189,7 +189,7 @@ def clip_and_step(
         owner, stages = find_staged_module(model)
         params = _list_trained_params(owner)
         _check_optimizers(optimizers, params)
-        norm = _measure_norm(params, stages, loss_scale, has_invalid_grads, skip_threshold)
+        norm = _compute_grad_norm(params, stages, loss_scale, has_invalid_grads, skip_threshold)
         if all(map(_can_skip_on_device, optimizers)):
             signals["found_inf"] = norm.skipped.float()  # 1 = the optimizers skip the step
             divisors = [] if loss_scale is None else [loss_scale]
@@ -238,7 +238,7 @@ def _list_trained_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]
 
 
-def _measure_norm(
+def _compute_grad_norm(
     params: list[tuple[str, nn.Parameter]],
     all_stages: AllStages | None,
     loss_scale: Tensor | None,

@@ -255,7 +255,7 @@ def apply_context_parallel(model: nn.Module, state: ParallelState) -> None:
 
 
 def create_balance_state(model: nn.Module, state: ParallelState) -> None:
-    """Create `state.state`, which balances expert loads, and `state.capacity` of the buffers."""
+    """Set `state.state`, the model's `MoEState`, and `state.capacity`, its buffers' `Capacity`."""
     meshes = state.request.meshes
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,

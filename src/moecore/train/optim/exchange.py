@@ -255,9 +255,9 @@ class _PlannedTensor(NamedTuple):
 
 def _make_block(
     tensor_idx: int,
-    batch: Tensor,
-    rows: Tensor,
-    columns: Tensor,
+    batch_idxs: Tensor,
+    row_idxs: Tensor,
+    column_idxs: Tensor,
     section_idx: int,
     device: torch.device,
 ) -> MatrixBlock | None:
@@ -266,10 +266,10 @@ def _make_block(
     `tensor_idx` is the index of the tensor in a list, and `section_idx` the index of the layout's
     section.
     """
-    shape = (batch.numel(), rows.numel(), columns.numel())
+    shape = (batch_idxs.numel(), row_idxs.numel(), column_idxs.numel())
     if 0 in shape:
         return None
-    at = [_compress_index(index, device) for index in (batch, rows, columns)]
+    at = [_compress_index(index, device) for index in (batch_idxs, row_idxs, column_idxs)]
     return MatrixBlock(tensor_idx, at[0], at[1], at[2], shape, section_idx)
 
 
