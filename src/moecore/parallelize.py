@@ -100,7 +100,7 @@ def parallelize_moe(
     with share_errors():
         check_arguments(parallelize_moe, arguments)
         request = _make_request(arguments)
-        root = request.family.unwrap_model(model)
+        root = request.family.unwrap_peft(model)
         replaced = list(model.parameters())
         check_request(root, request)
         layers = request.family.swap_blocks(root, adapters or {})
@@ -108,14 +108,14 @@ def parallelize_moe(
     compare_models(root, layers, request)
     with share_errors():
         state = _make_state(root, layers, fp32, request)
-        request.family.prepare_model(root)
+        request.family.prepare_for_sharding(root)
     compare_stages(root, state.plan, request)
     with publish_errors("parallelize_moe()"):
         for phase in PHASES:
             phase(root, state)
     setattr(root, PARALLEL_STATE, state)
-    drops_cache = request.dense.compile or request.memory.parts or request.memory.offload
-    request.family.install_guards(root, wrapper=model, drops_cache=bool(drops_cache))
+    warns_about_cache = request.dense.compile or request.memory.parts or request.memory.offload
+    request.family.install_guards(root, wrapper=model, warns_about_cache=bool(warns_about_cache))
     patch_module_protocols(model)
     mark_replaced_params(replaced)
     return model
@@ -154,7 +154,7 @@ def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
         arguments = {**arguments, "meshes": _choose_meshes(arguments)}
     check_arguments(parallelize_moe, arguments)
     request = _make_request(arguments)
-    root = request.family.unwrap_model(arguments["model"])
+    root = request.family.unwrap_peft(arguments["model"])
     check_request(root, request)
     twin, layers = request.family.copy_with_layers(root, arguments["adapters"] or {})
     return _make_state(twin, layers, _set_dtypes(twin, layers, request), request).plan
@@ -167,7 +167,7 @@ def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
         check_arguments(parallelize_moe, arguments)
         family, model = find_family(arguments["model"]), arguments["model"]
         adapters = arguments["adapters"] or {}
-        _, layers = family.copy_with_layers(family.unwrap_model(model), adapters)
+        _, layers = family.copy_with_layers(family.unwrap_peft(model), adapters)
     return choose_meshes(layer.config.num_experts for layer in layers.values())
 
 

@@ -83,7 +83,7 @@ class ProtocolFamily(Family):
                 module.loss_recipe = recipe
 
     @override
-    def install_guards(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
+    def install_guards(self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool) -> None:
         """Make methods of accelerate, Trainer and peft that need full parameters raise errors.
 
         `wrapper` is the caller's module, which is or contains `model`.
@@ -96,7 +96,7 @@ class TransformersFamily(ProtocolFamily):
     """The functions of `parallelize_moe` for models with transformers modules, maybe with peft."""
 
     @override
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
+    def unwrap_peft(self, model: nn.Module) -> nn.Module:
         """Return the base model of a `PeftModel`, and any other model unchanged."""
         return unwrap_peft(model)
 
@@ -114,7 +114,7 @@ class TransformersFamily(ProtocolFamily):
         return layers
 
     @override
-    def prepare_model(self, model: nn.Module) -> None:
+    def prepare_for_sharding(self, model: nn.Module) -> None:
         """Add hooks that pass padding and documents to MoE layers, and fuse norms, in place."""
         refuse_lost_router_logits(model)
         hook_moe_layers(model)
@@ -140,7 +140,7 @@ class TransformersFamily(ProtocolFamily):
         return has_no_empty_tensor(inputs, "input_ids", "inputs_embeds")
 
     @override
-    def make_inputs(self, batch: PackedBatch) -> dict[str, Any]:
+    def make_forward_arguments(self, batch: PackedBatch) -> dict[str, Any]:
         """Return a transformers forward's arguments for a packed batch: no labels and no cache."""
         names = ("input_ids", "position_ids", "padding_mask", "cu_seqlens", "max_seqlen")
         inputs: dict[str, Any] = {n: batch[n] for n in names}  # type: ignore[literal-required]
@@ -149,7 +149,7 @@ class TransformersFamily(ProtocolFamily):
     @override
     def get_vocab_size(self, model: nn.Module) -> int | None:
         """Return the text config's `vocab_size`; see `Family` for other configs."""
-        config: Any = getattr(self.unwrap_model(model), "config", None)
+        config: Any = getattr(self.unwrap_peft(model), "config", None)
         if not hasattr(config, "get_text_config"):
             return super().get_vocab_size(model)
         size: int | None = getattr(config.get_text_config(), "vocab_size", None)
@@ -221,14 +221,14 @@ class TransformersFamily(ProtocolFamily):
         fuse_loss(model, recipe)
 
     @override
-    def install_guards(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
+    def install_guards(self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool) -> None:
         """Make methods raise that a parallelized model does not support, see `Family.finish`.
 
-        `drops_cache`: also warn if the model uses a key/value cache in training.
+        `warns_about_cache`: also warn if the model uses a key/value cache in training.
         """
-        super().install_guards(model, wrapper=wrapper, drops_cache=drops_cache)
+        super().install_guards(model, wrapper=wrapper, warns_about_cache=warns_about_cache)
         guard_pretrained_models(model)
-        if drops_cache:
+        if warns_about_cache:
             warn_about_cache(model)
 
 

@@ -40,7 +40,7 @@ class PairedModel(Protocol):
     def alternate_passes(self) -> AbstractContextManager[None]:
         """Return a context in which one forward alternates with one backward of the model."""
 
-    def resume_pass(self, is_backward: bool) -> None:
+    def unshard_pass(self, is_backward: bool) -> None:
         """Unshard the parameters of the backward if `is_backward`, otherwise of the forward."""
 
 
@@ -199,7 +199,7 @@ class _Pair:
         self._raise_if_other_failed()
         set_rng_states(rng_states)
         for model in self._models:
-            model.resume_pass(side.is_backward)
+            model.unshard_pass(side.is_backward)
 
     def _get_other_side(self, side: _Side) -> _Side:
         return self._forward if side is self._backward else self._backward

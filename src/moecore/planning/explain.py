@@ -71,7 +71,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
         return "\n".join([*lines, _describe_buffers(model)])
     attachment = get_parallel_state(model)
     if attachment is not None:
-        model = attachment.request.family.unwrap_model(model)
+        model = attachment.request.family.unwrap_peft(model)
     request = None if attachment is None else attachment.request
     compute_args = list_compute_args(model)
     plan, coordinate = make_current_plan(model)

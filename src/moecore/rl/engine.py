@@ -381,7 +381,7 @@ class Engine:
             temperature=row.rollouts.temperature,
             entropy=scores.entropy_N is not None,
         )
-        return self._request.family.make_inputs(row.batch) | {"log_prob_loss": log_prob_loss}
+        return self._request.family.make_forward_arguments(row.batch) | {"log_prob_loss": log_prob_loss}
 
     def _make_empty_scores(self, rollouts: Rollouts, entropy: bool) -> TokenScores:
         """Return scores of zeros for the tokens of rollouts, with entropies if `entropy`."""

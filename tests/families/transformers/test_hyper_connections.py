@@ -85,7 +85,7 @@ def test_parallelized_models_get_them_and_customised_layers_stay(stock: Any) -> 
     own = second.ffn_hc.forward = lambda streams: type(second.ffn_hc).forward(
         second.ffn_hc, streams
     )
-    find_family(model).prepare_model(model)
+    find_family(model).prepare_for_sharding(model)
     assert "forward" in vars(first) and "forward" in vars(first.attn_hc)
     assert "forward" not in vars(second) and second.ffn_hc.forward is own
 

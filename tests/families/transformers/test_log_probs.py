@@ -78,7 +78,7 @@ def scored(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     loss = LogProbLoss(
         labels_BT=batch["labels"], function=function, temperature=TEMPERATURE, entropy=True
     )
-    out = model(**find_family(model).make_inputs(batch), log_prob_loss=loss)
+    out = model(**find_family(model).make_forward_arguments(batch), log_prob_loss=loss)
     return seen[0], seen[1], out.loss
 
 
@@ -115,7 +115,7 @@ def test_logits_of_all_tokens_never_exist(trains: bool, meshes: Meshes) -> None:
     batch = PackedCollator(row_tokens=2500)([torch.arange(50) % 61] * 50)
     loss = LogProbLoss(labels_BT=batch["labels"], function=lambda x, _: x.sum())
     with torch.set_grad_enabled(trains), LargestStorage() as seen:
-        out = model(**find_family(model).make_inputs(batch), log_prob_loss=loss)
+        out = model(**find_family(model).make_forward_arguments(batch), log_prob_loss=loss)
         if trains:
             out.loss.backward()
     assert seen.num_bytes == 4 * 2048 * 4096

@@ -210,7 +210,7 @@ class UnitEngine:
 
     @contextmanager
     def alternate_passes(self) -> Iterator[None]:
-        """Return a context in which the caller alternates two passes by `resume_pass`."""
+        """Return a context in which the caller alternates two passes by `unshard_pass`."""
         self._check_no_failed_backward()
         self._is_paired = True
         try:
@@ -218,7 +218,7 @@ class UnitEngine:
         finally:
             self._is_paired = False
 
-    def resume_pass(self, is_backward: bool) -> None:
+    def unshard_pass(self, is_backward: bool) -> None:
         """Unshard the units of a pair's forward (or backward, if `is_backward`) that continues."""
         # The other pass may have resharded these units. Skipped modules count as running modules.
         for unit in self.units:

@@ -32,7 +32,7 @@ class Family(Protocol):
     The default methods are for models that have moecore's own attributes, such as `Decoder`.
     """
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
+    def unwrap_peft(self, model: nn.Module) -> nn.Module:
         """Return the module to shard, which is inside a wrapper such as peft's `PeftModel`."""
         return model
 
@@ -51,7 +51,7 @@ class Family(Protocol):
         copy = copy_modules(model, make_meta_parameter)[model]
         return copy, self.swap_blocks(copy, adapters)
 
-    def prepare_model(self, model: nn.Module) -> None:
+    def prepare_for_sharding(self, model: nn.Module) -> None:
         """Apply other model-specific changes in place, after `swap_blocks` and before sharding."""
         return
 
@@ -100,7 +100,7 @@ class Family(Protocol):
         mask_BT = inputs.get("padding_mask_BT")
         return has_no_empty_tensor(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
 
-    def make_inputs(self, batch: PackedBatch) -> dict[str, Any]:
+    def make_forward_arguments(self, batch: PackedBatch) -> dict[str, Any]:
         """Convert a packed batch to keyword arguments of the model's forward, without labels."""
         return {
             "tokens_BT": batch["input_ids"],
@@ -127,10 +127,10 @@ class Family(Protocol):
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
         """Make the model compute head and loss in chunks of tokens, in FP8 if `recipe` is given."""
 
-    def install_guards(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
+    def install_guards(self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool) -> None:
         """Install guards for methods that a parallelized model does not support.
 
-        `wrapper` is the caller's module, which is or contains `model`. `drops_cache` = forwards
+        `wrapper` is the caller's module, which is or contains `model`. `warns_about_cache` = forwards
         must not return cached keys and values.
         """
 
