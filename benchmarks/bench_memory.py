@@ -30,7 +30,7 @@ from moecore.moe.experts import Experts
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.model.parallel_state import reshard_units
 from moecore.train.graphs.regions import compile_blocks, find_compiled_modules
-from moecore.train.memory.apply import apply_memory
+from moecore.train.memory.apply import apply_memory_options
 from moecore.train.memory.compiled import make_inductor_options
 
 Row = dict[str, Any]
@@ -154,7 +154,7 @@ def set_options(model: Decoder, parts: Any, *, is_compiled: bool) -> None:
     if is_compiled:
         compile_blocks(blocks, dynamic=False, options=make_inductor_options(blocks, memory))
         compiled = {module for block in blocks for module in find_compiled_modules(block)}
-    apply_memory(blocks, memory, model.lm_head.weight.device, compiled=compiled)
+    apply_memory_options(blocks, memory, model.lm_head.weight.device, compiled_modules=compiled)
 
 
 def measure_saved(model: Decoder, tokens_BT: Tensor) -> float:

@@ -46,7 +46,7 @@ def make_model(session: Session) -> tuple[str, Decoder]:
 def split_matrices(param: Tensor, layout: MatrixLayout) -> Iterable[nn.Parameter]:
     """Yield the matrices of a parameter as parameters with two dims that share its memory."""
     assert param.grad is not None
-    values, grads = layout.view(param.detach()), layout.view(param.grad)
+    values, grads = layout.view_as_matrices(param.detach()), layout.view_as_matrices(param.grad)
     for part in layout.list_parts(param):
         rows = slice(int(part.rows[0]), int(part.rows[-1]) + 1)
         columns = slice(int(part.columns[0]), int(part.columns[-1]) + 1)

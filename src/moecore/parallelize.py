@@ -32,24 +32,24 @@ from moecore.parallel.fsdp.plan import ShardPlan
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.checks import check_layers, check_request
 from moecore.parallel.model.family import ADAPTER_FIX, Adapter
-from moecore.parallel.model.module_protocols import act_as_modules
+from moecore.parallel.model.module_protocols import patch_module_protocols
 from moecore.parallel.model.parallel_state import PARALLEL_STATE, ParallelState
-from moecore.parallel.model.parameter_guards import mark_replaced
+from moecore.parallel.model.parameter_guards import mark_replaced_params
 from moecore.parallel.model.phases import (
-    apply_balance,
-    apply_context,
-    apply_layers,
+    apply_context_parallel,
     apply_pipeline,
+    configure_moe_layers,
+    create_balance_state,
     install_argument_checks,
     resolve_dispatcher,
     select_local_stages,
 )
-from moecore.parallel.model.plan import Layers, apply_ep_tp, make_plan
+from moecore.parallel.model.plan import Layers, make_shard_plan, shard_over_ep_and_tp
 from moecore.parallel.model.request import LossConvention, Request, compare_models, compare_stages
 from moecore.parallel.model.shard_model import shard_model
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.precision.apply import apply_precision, defer_linears
-from moecore.train.phases import compile_dense, graph_dense, reduce_saved_memory
+from moecore.train.phases import apply_compile, apply_cuda_graphs, apply_recompute_and_offload
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -114,10 +114,10 @@ def parallelize_moe(
         for phase in PHASES:
             phase(root, state)
     setattr(root, PARALLEL_STATE, state)
-    drops_cache = request.dense.compile or request.memory.parts or request.memory.offload
-    request.family.install_guards(root, wrapper=model, warns_about_cache=bool(drops_cache))
-    act_as_modules(model)
-    mark_replaced(replaced)
+    warns_about_cache = request.dense.compile or request.memory.parts or request.memory.offload
+    request.family.install_guards(root, wrapper=model, warns_about_cache=bool(warns_about_cache))
+    patch_module_protocols(model)
+    mark_replaced_params(replaced)
     return model
 
 
@@ -208,7 +208,7 @@ def _make_state(
     layout, stages = select_local_stages(model, request)
     local_modules = set(model.modules())
     layers = {name: layer for name, layer in layers.items() if layer in local_modules}
-    plan = make_plan(model, layers, request, fp32)
+    plan = make_shard_plan(model, layers, request, fp32)
     precision = request.precision
     may_be_wide = precision is None or (precision.only_faster and layers)  # a log line says why
     if not plan.is_in_fp8 and not may_be_wide:
@@ -220,13 +220,13 @@ def _make_state(
 
 def _shard_over_tp_and_ep(model: nn.Module, state: ParallelState) -> None:
     """Replace parameters by DTensors with this rank's shards over ep, etp and tp, in place."""
-    apply_ep_tp(model, state.layers, state.request)
+    shard_over_ep_and_tp(model, state.layers, state.request)
 
 
 def _enable_fp8(model: nn.Module, state: ParallelState) -> None:
     """Set FP8 matrix products on the linears that `Precision` selects, in place.
 
-    `apply_layers` sets the products of experts. Parameters do not change.
+    `configure_moe_layers` sets the products of experts. Parameters do not change.
     """
     if state.request.precision is not None:
         apply_precision(model, state.request.precision)
@@ -261,17 +261,17 @@ def _fuse_loss(model: nn.Module, state: ParallelState) -> None:
 PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     resolve_dispatcher,  # completes the plan
     _shard_over_tp_and_ep,  # ep, etp and tp: layers and units read the local shapes
-    apply_context,  # before balance, whose groups it makes
+    apply_context_parallel,  # before balance, whose groups it makes
     _add_indexer_losses,  # before balance, which sets the factors of their losses
     _enable_fp8,  # before `_defer_weight_gradients`, which looks for linears in FP8
-    apply_layers,  # after `_shard_over_tp_and_ep`, because products are chosen by local shapes
+    configure_moe_layers,  # after `_shard_over_tp_and_ep`, whose local shapes choose products
     _defer_weight_gradients,  # before sharding, because units look for linears that defer
     _shard_over_data_ranks,  # after changes of classes and parameters, before wrappers of forwards
-    compile_dense,  # inside the hooks of units
-    reduce_saved_memory,  # around compiled modules
-    graph_dense,  # around recomputation and offload
+    apply_compile,  # inside the hooks of units
+    apply_recompute_and_offload,  # around compiled modules
+    apply_cuda_graphs,  # around recomputation and offload
     _fuse_loss,  # after `_enable_fp8`, which changes heads
-    apply_balance,  # after exchanges and stash, whose capacities it checks
+    create_balance_state,  # after exchanges and stash, whose capacities it checks
     install_argument_checks,  # its hook runs before all other forward hooks
     apply_pipeline,  # last: stages compare their shared parameters as sharded
 )

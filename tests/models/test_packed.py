@@ -14,7 +14,7 @@ from moecore import BalanceConfig, CapacityConfig, MemoryOptions, MoEConfig, MoE
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.micro_batch import sort_by_position
 from moecore.train.graphs.regions import compile_blocks
-from moecore.train.memory.apply import apply_memory
+from moecore.train.memory.apply import apply_memory_options
 from tests.models.plain_decoder import plain_losses
 from tests.models.test_mtp import CONFIGS, HYBRID, make
 from tests.models.test_padding import with_balance
@@ -161,7 +161,7 @@ def test_what_backward_computes_again_or_offloads() -> None:
     batch.run(plain).backward()
     model = make(config)
     options = MemoryOptions(recompute="gemm_last", offload=("rest",))
-    apply_memory([*model.layers, *model.mtp], options, torch.device("cpu"))
+    apply_memory_options([*model.layers, *model.mtp], options, torch.device("cpu"))
     batch.run(model).backward()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad), name

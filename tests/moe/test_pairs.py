@@ -239,8 +239,8 @@ def recorded() -> Iterator[list[Event]]:
     events: list[Event] = []
     all_to_all, gather, reduce = (
         dist.all_to_all_single,
-        PackedTransport.gather,
-        PackedTransport.reduce,
+        PackedTransport.all_gather,
+        PackedTransport.reduce_scatter,
     )
 
     def note(what: str, out: Tensor) -> None:
@@ -264,8 +264,8 @@ def recorded() -> Iterator[list[Event]]:
 
     with (
         patch.object(dist, "all_to_all_single", exchange),
-        patch.object(PackedTransport, "gather", units("gather", gather)),
-        patch.object(PackedTransport, "reduce", units("reduce", reduce)),
+        patch.object(PackedTransport, "all_gather", units("gather", gather)),
+        patch.object(PackedTransport, "reduce_scatter", units("reduce", reduce)),
     ):
         yield events
 

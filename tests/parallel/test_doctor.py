@@ -104,7 +104,7 @@ def test_ranks_of_one_host_are_alike(tmp_path: Path) -> None:
 
 
 def measure_apart(rank: int, device: torch.device) -> list[dict[str, float]]:
-    return gather_objects(doctor._measure_rates(["a", "b", "b"], "cpu"))
+    return gather_objects(doctor._measure_receive_rates(["a", "b", "b"], "cpu"))
 
 
 def test_hosts_may_have_different_numbers_of_ranks() -> None:

@@ -328,7 +328,7 @@ def test_a_scale_stays_in_its_range_and_in_its_memory(skipped: bool, limit: floa
     scale = LossScale(DynamicLossScale(growth_interval=1), torch.device("cpu"))
     places = scale.value.data_ptr(), scale.num_good.data_ptr()
     for _ in range(40):
-        scale.update(torch.tensor(skipped))
+        scale.update_scale(torch.tensor(skipped))
     scale.load_state_dict(scale.state_dict())
     assert scale.value == limit and scale.num_good == 0
     assert places == (scale.value.data_ptr(), scale.num_good.data_ptr())

@@ -365,7 +365,7 @@ def limited_on_one_rank() -> list[Any]:
     limit = RowLimit(1.0) if dist.get_rank() == WORLD - 1 else None
     cpu = torch.device("cpu")
     reruns = rerun.Reruns([BufferCapacities(limit, device=cpu)], cpu)
-    asks = gather_objects(reruns.is_short() is not None)
+    asks = gather_objects(reruns.has_shortage() is not None)
     runs, drops = [], []
 
     def run() -> None:
@@ -374,7 +374,7 @@ def limited_on_one_rank() -> list[Any]:
             limit.hold(3)
 
     if all(asks):  # else the last rank would wait for the others
-        reruns.run(run, lambda: drops.append("drop"), [])
+        reruns.run_until_rows_fit(run, lambda: drops.append("drop"), [])
     return gather_objects((len(runs), len(drops), None if limit is None else limit.capacity_factor))
 
 

@@ -29,13 +29,13 @@ def test_the_limit_is_that_of_the_definition() -> None:
     for i, norm in enumerate(norms):
         before = norms[max(0, i - 20) : i]
         expected = limit_by_hand(before, 4.0) if len(before) >= FEWEST else float("inf")
-        assert float(limit.compute()) == pytest.approx(expected)
+        assert float(limit.compute_limit()) == pytest.approx(expected)
         for bad in (float("nan"), float("inf")):
-            limit.record(torch.tensor(bad))  # not recorded
-        limit.record(torch.tensor(norm))
+            limit.record_norm(torch.tensor(bad))  # not recorded
+        limit.record_norm(torch.tensor(norm))
     other = SpikeLimit(SpikeOptions(window=16, factor=4.0), torch.device("cpu"))
     other.load_state_dict(limit.state_dict())
-    assert float(other.compute()) == pytest.approx(limit_by_hand(norms[-16:], 4.0))
+    assert float(other.compute_limit()) == pytest.approx(limit_by_hand(norms[-16:], 4.0))
 
 
 def test_a_lasting_change_of_the_norm_is_followed() -> None:
@@ -43,8 +43,8 @@ def test_a_lasting_change_of_the_norm_is_followed() -> None:
     skipped = []
     for i in range(60):
         norm = torch.tensor(1.0 + 0.01 * (i % 5) + 9.0 * (i >= 30))
-        skipped.append(bool(norm > limit.compute()))
-        limit.record(norm)
+        skipped.append(bool(norm > limit.compute_limit()))
+        limit.record_norm(norm)
     assert skipped[30] and not any(skipped[:30]) and not any(skipped[40:])
 
 

@@ -50,7 +50,7 @@ from moecore.families.transformers.tensor_parallel import TensorParallelTransfor
 from moecore.models.head import Head
 from moecore.moe.layer import RoutedLayer
 from moecore.packing.collate import PackedBatch
-from moecore.parallel.model.family import Adapter, Family, has_rows
+from moecore.parallel.model.family import Adapter, Family, has_no_empty_tensor
 from moecore.parallel.pipeline.stages import StagedModel
 
 
@@ -139,7 +139,7 @@ class TransformersFamily(ProtocolFamily):
         mask = inputs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
             return mask.any()
-        return has_rows(inputs, "input_ids", "inputs_embeds")
+        return has_no_empty_tensor(inputs, "input_ids", "inputs_embeds")
 
     @override
     def make_forward_arguments(self, batch: PackedBatch) -> dict[str, Any]:

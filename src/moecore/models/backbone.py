@@ -26,7 +26,7 @@ from moecore.models.config import DecoderConfig
 from moecore.models.layers import RMSNorm, build_rotary_table
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.stages import runs_norm
+from moecore.parallel.pipeline.stages import runs_final_norm
 
 
 class Embedding(nn.Module):
@@ -93,7 +93,7 @@ class Backbone(nn.Module):
         assert x_BTD is not None, "checked by Decoder.forward"
         for index in stage.layers:
             x_BTD = self.layers[index](x_BTD, sequence)
-        return self.norm(x_BTD) if runs_norm(stage, self.config.num_mtp_layers) else x_BTD
+        return self.norm(x_BTD) if runs_final_norm(stage, self.config.num_mtp_layers) else x_BTD
 
     def build_sequence(
         self,

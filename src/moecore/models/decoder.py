@@ -55,10 +55,10 @@ from moecore.moe.layer import MoELayer
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import (
     StageParts,
-    check_hidden,
-    check_stage,
+    check_hidden_states,
+    check_stage_modules,
     require_arguments,
-    runs_norm,
+    runs_final_norm,
 )
 from moecore.precision.plain import Linear
 
@@ -253,18 +253,18 @@ class Decoder(nn.Module):
         check_arguments(Decoder.forward, locals())
         stage = self.model.full_stage if stage is None else stage
         self._check_shapes(tokens_BT, labels_BT, padding_mask_BT, log_prob_loss)
-        check_stage(self, self.stage_parts(), stage, len(self.mtp))
+        check_stage_modules(self, self.stage_parts(), stage, len(self.mtp))
         if num_tokens is None and labels_BT is not None:
             num_tokens = count_labels(labels_BT)
         num_states = self._count_input_states(stage, runs_mtp=self._runs_mtp(labels_BT))
-        check_hidden(hidden, stage, self._compute_hidden_shape(num_states, tokens_BT, cp))
+        check_hidden_states(hidden, stage, self._compute_hidden_shape(num_states, tokens_BT, cp))
         sequence = self.model.build_sequence(tokens_BT, padding_mask_BT, cu_seqlens, max_seqlen, cp)
         if num_states:
             assert hidden is not None, "checked above"
             states = list(hidden.unbind())
         else:
             states = [self.model(tokens_BT, sequence, hidden=hidden, stage=stage)]
-            if not runs_norm(stage, self.config.num_mtp_layers):
+            if not runs_final_norm(stage, self.config.num_mtp_layers):
                 return states[0]
         rows = (tokens_BT, labels_BT, num_tokens, padding_mask_BT)
         return self._run_head_and_mtp(states, stage, *rows, sequence, log_prob_loss)

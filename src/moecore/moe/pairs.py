@@ -37,7 +37,7 @@ T = TypeVar("T")
 class PairedModel(Protocol):
     """A model that runs the forward of one micro-batch and the backward of another alternately."""
 
-    def pair_passes(self) -> AbstractContextManager[None]:
+    def alternate_passes(self) -> AbstractContextManager[None]:
         """Return a context in which one forward alternates with one backward of the model."""
 
     def unshard_pass(self, is_backward: bool) -> None:
@@ -81,7 +81,7 @@ class Pairs:
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         with ExitStack() as stack:
             for model in self._models:
-                stack.enter_context(model.pair_passes())
+                stack.enter_context(model.alternate_passes())
             return self._run_alternately(forward, backward, stream)
 
     def _run_alternately(

@@ -86,27 +86,28 @@ class SharedArguments:
     """Raises a ValueError if ranks that process the same sequences receive different arguments.
 
     Args:
-        groups: context parallel degree -> process groups on the model's device. All-reduces over
-            one group after the other reach all ranks with the same sequences. Entry 0 is used by
-            forwards without the argument `cp`, and by forwards whose degree has no entry.
+        groups_by_cp: context parallel degree -> process groups on the model's device. All-reduces
+            over one group after the other reach all ranks with the same sequences. Entry 0 is used
+            by forwards without the argument `cp`, and by forwards whose degree has no entry.
         device_type: the device type of the model.
     """
 
-    def __init__(self, groups: Mapping[int, Ranks], device_type: str) -> None:
-        self._groups, self._device_type = groups, device_type
+    def __init__(self, groups_by_cp: Mapping[int, Ranks], device_type: str) -> None:
+        self._groups, self._device_type = groups_by_cp, device_type
         self._host_groups = {
-            cp: tuple(make_host_group(group) for group in ranks) for cp, ranks in groups.items()
+            cp: tuple(make_host_group(group) for group in ranks)
+            for cp, ranks in groups_by_cp.items()
         }
         self._unread_checks: list[_ContentsCheck] = []
         self._checks_of_step: list[_ContentsCheck] = []
         self._is_first = True  # until a forward with gradients
 
     @torch.compiler.disable
-    def check(self, arguments: Mapping[str, Any], cp: int | None) -> None:
+    def compare_arguments(self, arguments: Mapping[str, Any], cp: int | None) -> None:
         """Raise a ValueError if {name: argument} differs between ranks with the same sequences.
 
-        A later check reports contents of device tensors. `cp` is the forward's context parallel
-        degree; None = entry 0 of the groups. Collective. The first check with gradients is
+        Different contents of device tensors raise in a later call. `cp` is the forward's context
+        parallel degree; None = entry 0 of the groups. Collective. The first check with gradients is
         collective over the world, so that all ranks raise an error, and synchronises the host.
         """
         if is_inside_custom_ops():
@@ -132,19 +133,21 @@ class SharedArguments:
             elif problem is not None:
                 raise ValueError(problem)
 
-    def before_forward(self, _model: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+    def compare_in_forward_hook(
+        self, _model: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
         """Compare the arguments of a forward, as the model's forward pre-hook. Collective."""
         named = {f"argument {place}": value for place, value in enumerate(args)}
-        self.check({**named, **kwargs}, kwargs.get("cp"))
+        self.compare_arguments({**named, **kwargs}, kwargs.get("cp"))
 
-    def before_schedule(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
+    def compare_micro_batches(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
         """Compare all micro-batches' forward arguments before a pipeline schedule. Collective."""
         named = {
             f"micro_batches[{place}].{name}": value
             for place, inputs in enumerate(micro_batches)
             for name, value in inputs.items()
         }
-        self.check(named, None)
+        self.compare_arguments(named, None)
 
     def end_step(self) -> Tensor | None:
         """End a step; return a bool scalar on the device: whether contents differed.
@@ -189,21 +192,25 @@ class SharedArguments:
         return find_difference(entries, "cpu", group=groups) if differing else None
 
     def _compare_contents(
-        self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]
+        self, tensors: Mapping[str, Tensor], comparison_groups: Sequence[dist.ProcessGroup]
     ) -> None:
         """Launch the comparison of {name: tensor}: all-reduce checksums over each of the groups.
 
         Together the groups must reach all ranks to compare; () = no comparison. All ranks must pass
         the same names. Collective. During the capture of a CUDA graph nothing is compared.
         """
-        if not groups or _is_capturing(tensors.values()):  # a replay would compare with no rank
+        if not comparison_groups or _is_capturing(
+            tensors.values()
+        ):  # a replay would compare with no rank
             return
         with torch.no_grad():
             sums = torch.stack([compute_checksum(x) for x in tensors.values()])
             bounds = torch.stack([sums, ~sums])
-        for group in groups[:-1]:
+        for group in comparison_groups[:-1]:
             dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-        work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=groups[-1], async_op=True)
+        work = dist.all_reduce(
+            bounds, op=dist.ReduceOp.MAX, group=comparison_groups[-1], async_op=True
+        )
         comparison = _ContentsCheck(names=tuple(tensors), bounds=bounds, work=work)
         self._unread_checks.append(comparison)
         if torch.is_grad_enabled():  # no step ends a forward without gradients
@@ -240,45 +247,51 @@ def _is_capturing(tensors: Iterable[Tensor]) -> bool:
     return any(is_capturing(get_current_stream(device)) for device in devices)
 
 
-def _describe_value(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
-    """Return a nested description of the argument `name`, whose `repr` ranks compare.
+def _describe_value(arg: Any, arg_name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return a nested description of the argument `arg_name`, whose `repr` ranks compare.
 
-    Device tensors in `value` are added to `on_device`, with keys such as "x[0]".
+    Device tensors in `arg` are added to `tensors`, with keys such as "x[0]".
     """
-    if isinstance(value, Mapping):
-        items = ((make_comparable(key), entry) for key, entry in value.items())
-        return {key: _describe_value(entry, f"{name}[{key!r}]", on_device) for key, entry in items}
-    if is_dataclass(value) and not isinstance(value, type):
-        entries = {field.name: getattr(value, field.name, None) for field in fields(value)}
-        return type(value).__name__, _describe_value(entries, name, on_device)
-    if isinstance(value, list | tuple):
-        return [_describe_value(entry, f"{name}[{i}]", on_device) for i, entry in enumerate(value)]
-    if isinstance(value, Tensor):
-        return _describe_tensor(value, name, on_device)
-    leaves = tree_leaves(value)
-    if len(leaves) == 1 and leaves[0] is value:
-        return make_comparable(value)
-    return [type(value).__name__, _describe_value(leaves, name, on_device)]
+    if isinstance(arg, Mapping):
+        items = ((make_comparable(key), entry) for key, entry in arg.items())
+        return {
+            key: _describe_value(entry, f"{arg_name}[{key!r}]", tensors) for key, entry in items
+        }
+    if is_dataclass(arg) and not isinstance(arg, type):
+        entries = {field.name: getattr(arg, field.name, None) for field in fields(arg)}
+        return type(arg).__name__, _describe_value(entries, arg_name, tensors)
+    if isinstance(arg, list | tuple):
+        return [_describe_value(entry, f"{arg_name}[{i}]", tensors) for i, entry in enumerate(arg)]
+    if isinstance(arg, Tensor):
+        return _describe_tensor(arg, arg_name, tensors)
+    leaves = tree_leaves(arg)
+    if len(leaves) == 1 and leaves[0] is arg:
+        return make_comparable(arg)
+    return [type(arg).__name__, _describe_value(leaves, arg_name, tensors)]
 
 
-def _describe_tensor(x: Tensor, name: str, on_device: dict[str, Tensor]) -> str:
-    """Return dtype, shape, device and CPU contents of x as text.
+def _describe_tensor(tensor: Tensor, arg_name: str, tensors: dict[str, Tensor]) -> str:
+    """Return dtype, shape, device and CPU contents of a tensor as text.
 
-    A tensor on a device is added to `on_device` with key `name`.
+    A tensor on a device is added to `tensors` with key `arg_name`.
     """
-    facts = f"{x.dtype} {tuple(x.shape)} on {x.device.type}"
-    if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
+    facts = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}"
+    if (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or tensor.layout != torch.strided
+        or tensor.is_meta
+    ):
         return facts  # its bytes are not contents, or it has none
-    x = x.detach().resolve_conj().resolve_neg()
-    if not is_on_host(x):
-        on_device[name] = x
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if not is_on_host(tensor):
+        tensors[arg_name] = tensor
         return facts
-    if x.numel() == 1:
-        return f"{facts}, {x.item()}"
-    data = x.contiguous().flatten().view(torch.uint8).numpy()
+    if tensor.numel() == 1:
+        return f"{facts}, {tensor.item()}"
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy()
     return f"{facts}, sha256 {hashlib.sha256(data).hexdigest()[:16]}"  # type: ignore[arg-type]
 
 
-def is_on_host(x: Tensor) -> bool:
+def is_on_host(tensor: Tensor) -> bool:
     """Whether the host can read a tensor without a device sync."""
-    return x.device.type == "cpu"
+    return tensor.device.type == "cpu"

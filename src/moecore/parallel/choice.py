@@ -36,7 +36,7 @@ def choose_meshes(expert_counts: Iterable[int]) -> Meshes:
     divides all of them and the ranks of a host (or of an NVLink domain). Example: 6 experts on a
     host of 4 ranks have ep 2 and edp_shard 2. A model without MoE layers has ep 1.
     """
-    domain, place = _find_domain()
+    domain, place = _count_domain_ranks()
     counts = sorted(set(expert_counts))
     ep = math.gcd(domain, *counts) if counts else 1
     reason = "the model has no MoE layers"
@@ -52,7 +52,7 @@ def _get_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _find_domain() -> tuple[int, str]:
+def _count_domain_ranks() -> tuple[int, str]:
     """Return the number of consecutive ranks with fast links, and a name for these ranks.
 
     The name is "an NVLink domain" if every GPU is in a domain across hosts, "the world" without

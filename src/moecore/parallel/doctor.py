@@ -119,11 +119,11 @@ def _find_host_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 
 def _find_single_host_problems(
-    facts: Sequence[RankFacts], ranks: Sequence[int], first: RankFacts
+    facts: Sequence[RankFacts], ranks: Sequence[int], rank0_facts: RankFacts
 ) -> Iterator[str]:
     """Yield an error line per problem of one host's ranks, clock, memory, disk and GPU access.
 
-    `facts[i]` describes the host's rank `ranks[i]`, and `first` describes global rank 0.
+    `facts[i]` describes the host's rank `ranks[i]`, and `rank0_facts` describes global rank 0.
     """
     name = facts[0].name
     if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))):
@@ -136,11 +136,11 @@ def _find_single_host_problems(
             f"LOCAL_WORLD_SIZE ({number}) of {name} must be its number of ranks ({len(ranks)}): "
             "start them by one torchrun, or pass ranks_per_domain"
         )
-    clock_offset = max((rank_facts.clock - first.clock for rank_facts in facts), key=abs)
+    clock_offset = max((rank_facts.clock - rank0_facts.clock for rank_facts in facts), key=abs)
     if abs(clock_offset) > CLOCK_S:
         yield (
-            f"clock of {name} ({clock_offset:+.1f} s from that of {first.name}) must be within "
-            f"{CLOCK_S:g} s: run an NTP client"
+            f"clock of {name} ({clock_offset:+.1f} s from that of {rank0_facts.name}) must be "
+            f"within {CLOCK_S:g} s: run an NTP client"
         )
     # Ranks of one host may run in different containers, so the smallest number counts.
     memory, disk = (
@@ -210,10 +210,10 @@ def _find_link_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
                 )
 
 
-def _group_ranks(values: Sequence[T]) -> dict[T, list[int]]:
-    """Map each distinct value to its ranks in order; `values[i]` is the value of rank i."""
+def _group_ranks(rank_values: Sequence[T]) -> dict[T, list[int]]:
+    """Map each distinct value to its ranks in order; `rank_values[i]` is the value of rank i."""
     ranks_of: dict[T, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in enumerate(rank_values):
         ranks_of.setdefault(value, []).append(rank)
     return ranks_of
 
@@ -248,40 +248,40 @@ def run_doctor(args: Any) -> int:
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     rule = f"ranks must find each other within {args.timeout} s"
-    with _convert_errors(rule), _discard_stderr_on_error():
+    with _convert_collective_errors(rule), _discard_stderr_on_error():
         start_process_group(device_type, timedelta(seconds=args.timeout))
     rule = "ranks must all take part until the end"
     try:
-        with _convert_errors(rule):
+        with _convert_collective_errors(rule):
             facts = gather_objects(_collect_facts(device_type, args.checkpoints))
         lines = find_problems(facts)
         if dist.get_rank() == 0:
             _print_report(facts, lines)
-        with _convert_errors(rule):
+        with _convert_collective_errors(rule):
             dist.barrier()
     finally:
         dist.destroy_process_group()
     return int(bool(lines))  # equal on all ranks, because torchrun waits for ranks of other hosts
 
 
-def _print_report(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
+def _print_report(facts: Sequence[RankFacts], problems: Sequence[str]) -> None:
     """Print the problem lines to stderr, and a summary of hosts and versions to stdout."""
-    for line in lines:
+    for line in problems:
         print(escape_unprintable(line), file=sys.stderr)
     names = ", ".join(dict.fromkeys(rank_facts.name for rank_facts in facts))
     about = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
     print(f"{len(facts)} rank(s) on {names}: {about}")
-    print(f"{len(lines) or 'no'} problem(s) found")
+    print(f"{len(problems) or 'no'} problem(s) found")
 
 
 @contextmanager
-def _convert_errors(rule: str) -> Iterator[None]:
-    """Return a context that raises a collective's error as a ValueError that begins with `rule`."""
+def _convert_collective_errors(error_prefix: str) -> Iterator[None]:
+    """Return a context that raises a collective's error as a ValueError, after `error_prefix`."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
         raise ValueError(
-            f"{rule}: check that all have started and still run, MASTER_ADDR and ports "
+            f"{error_prefix}: check that all have started and still run, MASTER_ADDR and ports "
             f"({_format_error(error)})"
         ) from None
 
@@ -311,18 +311,24 @@ class _FactReader:
     def __init__(self) -> None:
         self.failures: list[str] = []
 
-    def read(
-        self, name: str, function: Callable[[], T], default: T, rule: str = "readable by this rank"
+    def read_fact(
+        self,
+        fact_name: str,
+        function: Callable[[], T],
+        default: T,
+        requirement: str = "readable by this rank",
     ) -> T:
         """Return function(); if function() fails, return `default` and record a failure.
 
-        The failure says that `name` must be `rule`.
+        The failure says that `fact_name` must be `requirement`.
         """
         try:
             return function()
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, OSError) and error.strerror:
-                self.failures.append(f"{name} must be {rule}, which failed: {error.strerror}")
+                self.failures.append(
+                    f"{fact_name} must be {requirement}, which failed: {error.strerror}"
+                )
             else:
                 self.failures.append(_format_error(error))
             return default
@@ -334,27 +340,29 @@ def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
     # The file's name is made by rank 0. All ranks exchange it, with or without a directory.
     local_key = get_host_id(), f".doctor-{uuid.uuid4().hex}"
     hosts, names = zip(*gather_objects(local_key), strict=True)
-    disk, sees = _measure_disk(reader, checkpoints, names[0])
+    disk, sees = _measure_checkpoint_disk(reader, checkpoints, names[0])
     dist.barrier()
     return RankFacts(
         clock=time.time(),
         host=hosts[dist.get_rank()],
         name=socket.gethostname(),
-        ranks_per_host=reader.read(
+        ranks_per_host=reader.read_fact(
             "LOCAL_WORLD_SIZE", lambda: read_launcher_number("LOCAL_WORLD_SIZE", 0) or None, None
         ),
-        versions=reader.read("versions", lambda: _read_versions(device_type), {}),
+        versions=reader.read_fact("versions", lambda: _read_versions(device_type), {}),
         environment={
             name: value
             for name, value in sorted(os.environ.items())
             if name.startswith(PREFIXES) and name not in PER_RANK_VARIABLES
         },
-        fabric=reader.read("NVLink domain", read_nvlink_domain_id, None) if is_gpu else None,
-        gpu_memory=reader.read("GPU memory", torch.cuda.mem_get_info, None) if is_gpu else None,
+        fabric=reader.read_fact("NVLink domain", read_nvlink_domain_id, None) if is_gpu else None,
+        gpu_memory=reader.read_fact("GPU memory", torch.cuda.mem_get_info, None)
+        if is_gpu
+        else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         shared_memory=(
-            reader.read("/dev/shm", lambda: shutil.disk_usage("/dev/shm").free, None)
+            reader.read_fact("/dev/shm", lambda: shutil.disk_usage("/dev/shm").free, None)
             if os.path.isdir("/dev/shm")
             else None
         ),
@@ -363,7 +371,7 @@ def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
         sees_checkpoints=sees,
         failures=tuple(reader.failures),
         peers=_find_peer_problem(hosts, device_type),
-        rates=_measure_rates(hosts, device_type),
+        rates=_measure_receive_rates(hosts, device_type),
     )
 
 
@@ -382,10 +390,10 @@ def _read_versions(device_type: str) -> dict[str, str]:
     return versions
 
 
-def _measure_disk(
-    reader: _FactReader, directory: Path | None, name: str
+def _measure_checkpoint_disk(
+    reader: _FactReader, directory: Path | None, file_name: str
 ) -> tuple[int | None, bool]:
-    """Return a directory's free bytes, and whether this rank sees the file `name` of rank 0 there.
+    """Return a directory's free bytes, and whether this rank sees rank 0's file `file_name` there.
 
     Free bytes None = no directory, or a directory that this rank cannot write. Collective.
     """
@@ -399,21 +407,21 @@ def _measure_disk(
             with tempfile.TemporaryFile(dir=directory) as file:
                 file.write(b"moecore doctor")
             if dist.get_rank() == 0:
-                (directory / name).touch()
+                (directory / file_name).touch()
         return True
 
     try:
-        is_writable = reader.read(shown_path, write_file, False, rule)
+        is_writable = reader.read_fact(shown_path, write_file, False, rule)
         (has_file, *_) = gather_objects(is_writable and directory is not None)
-        sees = directory is None or not has_file or os.path.exists(directory / name)
+        sees = directory is None or not has_file or os.path.exists(directory / file_name)
         dist.barrier()
     finally:
         if directory is not None:
             with suppress(OSError):  # the file is gone, or this rank cannot write
-                (directory / name).unlink()
+                (directory / file_name).unlink()
     if directory is None or not is_writable:
         return None, sees or not is_writable
-    return reader.read(shown_path, lambda: shutil.disk_usage(directory).free, None, rule), sees
+    return reader.read_fact(shown_path, lambda: shutil.disk_usage(directory).free, None, rule), sees
 
 
 def _find_peer_problem(hosts: Sequence[str], device_type: str) -> str | None:
@@ -429,7 +437,7 @@ def _find_peer_problem(hosts: Sequence[str], device_type: str) -> str | None:
     return problem
 
 
-def _measure_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
+def _measure_receive_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
     """Measure the bytes per second that this rank receives in rings inside and between hosts.
 
     `hosts[i]` is the host of rank i. Returns the rates by kind of ring. Collective.

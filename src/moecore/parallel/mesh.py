@@ -238,8 +238,8 @@ def build_meshes(
         expert=expert,
         dense_fsdp=_make_dense_fsdp(dense, p),
         expert_fsdp=_select_fsdp_axes(expert),
-        dispatch_group=_flatten_group(expert, ("ep", "etp")),
-        micro_batch_group=_flatten_group(dense, ("cp", "tp")),
+        dispatch_group=_make_inner_axes_group(expert, ("ep", "etp")),
+        micro_batch_group=_make_inner_axes_group(dense, ("cp", "tp")),
         ranks_per_domain=domain,
         stage_group=stage_group,
         pipeline_groups=pipeline_groups,
@@ -283,14 +283,14 @@ class DomainGroups(NamedTuple):
 
 
 def make_domain_groups(meshes: Meshes) -> DomainGroups:
-    """Create the groups of dispatcher "hierarchical", after `check_domains`. Collective."""
+    """Create the groups of dispatcher "hierarchical" (`check_dispatch_domains`). Collective."""
     num_ranks, domain_size = meshes.parallel.ep * meshes.parallel.etp, meshes.ranks_per_domain
     sizes = (dist.get_world_size() // num_ranks, num_ranks // domain_size, domain_size)
     view = _make_mesh(meshes.device_type, sizes, ("dispatch", "domain", "place"))
     return DomainGroups(inside=view.get_group("place"), across=view.get_group("domain"))
 
 
-def check_domains(meshes: Meshes) -> None:
+def check_dispatch_domains(meshes: Meshes) -> None:
     """Raise a ValueError if the domains of the meshes cannot split the ep * etp dispatch ranks.
 
     Dispatcher "hierarchical" needs at least two domains of at least two ranks.
@@ -317,20 +317,21 @@ def make_context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dis
     """
     size, tp = dist.get_world_size(), meshes.parallel.tp
     view = _make_mesh(meshes.device_type, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
-    group = _flatten_group(view, ("cp", "tp"))
+    group = _make_inner_axes_group(view, ("cp", "tp"))
     assert group is not None, "cp is at least 2"
     return view.get_group("cp"), group
 
 
 def split_context_group(
-    meshes: Meshes, cp: int, inner: int
+    meshes: Meshes, cp: int, inner_size: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Split groups of `cp` ranks; return this rank's inner and outer group. Collective.
 
-    The inner group has `inner` consecutive cp ranks, the outer group every `inner`-th cp rank.
+    The inner group has `inner_size` consecutive cp ranks, the outer group every `inner_size`-th cp
+    rank.
     """
     tp, size = meshes.parallel.tp, dist.get_world_size()
-    sizes = (size // (cp * tp), cp // inner, inner, tp)
+    sizes = (size // (cp * tp), cp // inner_size, inner_size, tp)
     view = _make_mesh(meshes.device_type, sizes, ("data", "cp_outer", "cp_inner", "tp"))
     return view.get_group("cp_inner"), view.get_group("cp_outer")
 
@@ -361,10 +362,12 @@ def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
     )
 
 
-def _make_mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def _make_mesh(
+    device_type: str, axis_sizes: tuple[int, ...], axis_names: tuple[str, ...]
+) -> DeviceMesh:
     """Create a mesh over all ranks, outermost axis first, with the default group's timeout."""
-    view = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-    for name in names:
+    view = init_device_mesh(device_type, axis_sizes, mesh_dim_names=axis_names)
+    for name in axis_names:
         set_timeout_to_default(view.get_group(name))
     return view
 
@@ -424,41 +427,45 @@ def _select_fsdp_axes(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[names[1 if mesh.shape[1] > 1 else 2 : 3]]
 
 
-def _make_dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
+def _make_dense_fsdp(dense_mesh: DeviceMesh, parallel: ParallelConfig) -> DeviceMesh:
     """Return the mesh (dp_replicate, dp_shard x cp), see `Meshes`. Collective if cp > 1."""
-    if p.cp == 1:
-        return _select_fsdp_axes(dense)
+    if parallel.cp == 1:
+        return _select_fsdp_axes(dense_mesh)
     names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
-    sizes = (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp)
-    return _select_fsdp_axes(_make_mesh(dense.device_type, sizes, names))
+    sizes = (parallel.pp, parallel.dp_replicate, parallel.dp_shard * parallel.cp, parallel.tp)
+    return _select_fsdp_axes(_make_mesh(dense_mesh.device_type, sizes, names))
 
 
-def _flatten_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
-    """Return one process group over the two innermost axes of `view`; None if it has one rank.
+def _make_inner_axes_group(
+    mesh: DeviceMesh, axis_names: tuple[str, str]
+) -> dist.ProcessGroup | None:
+    """Return one process group over the two innermost axes of `mesh`; None if it has one rank.
 
-    `names` are the names of these two axes.
+    `axis_names` are the names of these two axes.
     """
-    sizes = view.shape[-2:]
+    sizes = mesh.shape[-2:]
     if sizes == (1, 1):
         return None
     if 1 in sizes:  # the other axis has this group already
-        return view.get_group(names[1 - sizes.index(1)])
-    inner, flat_name = math.prod(sizes), "_".join(names)
-    flat = _make_mesh(view.device_type, (view.size() // inner, inner), ("outer", flat_name))
+        return mesh.get_group(axis_names[1 - sizes.index(1)])
+    inner, flat_name = math.prod(sizes), "_".join(axis_names)
+    flat = _make_mesh(mesh.device_type, (mesh.size() // inner, inner), ("outer", flat_name))
     return flat.get_group(flat_name)
 
 
 def _make_stage_groups(
-    world: DeviceMesh, dense: DeviceMesh, p: ParallelConfig
+    world_mesh: DeviceMesh, dense_mesh: DeviceMesh, parallel: ParallelConfig
 ) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
     """Return `stage_group` and `pipeline_groups` of `Meshes`. Collective if pp > 1.
 
-    `world` is a 1-D mesh of all ranks, and `dense` the dense mesh.
+    `world_mesh` is a 1-D mesh of all ranks, and `dense_mesh` the dense mesh.
     """
-    if p.pp == 1:
-        return world.get_group(), None
-    view = _make_mesh(world.device_type, (p.pp, world.size() // p.pp), ("pp", "stage"))
-    up, down = dense.get_group("pp"), view.get_group("pp")
+    if parallel.pp == 1:
+        return world_mesh.get_group(), None
+    view = _make_mesh(
+        world_mesh.device_type, (parallel.pp, world_mesh.size() // parallel.pp), ("pp", "stage")
+    )
+    up, down = dense_mesh.get_group("pp"), view.get_group("pp")
     if up is down:  # both are the default group, where each stage is one rank
         down = dist.new_group(timeout=get_default_timeout())
     return view.get_group("stage"), (up, down)

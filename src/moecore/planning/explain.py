@@ -29,8 +29,8 @@ from moecore.models import Decoder
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.parallel.fsdp.plan import AxisPlacement, Coordinate, LayerPlan, ParamPlan, ShardPlan
-from moecore.parallel.fsdp.size import rank_bytes
-from moecore.parallel.fsdp.units import find_blocks, make_kind_lookup
+from moecore.parallel.fsdp.size import compute_rank_bytes
+from moecore.parallel.fsdp.units import find_blocks, make_param_kind_lookup
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
 from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.parallel.model.plan import get_dtype_name
@@ -87,7 +87,7 @@ def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     attachment = get_parallel_state(model)
     modules = {clean_name(n): m for n, m in model.named_modules()}
     layers = {name: m for name, m in modules.items() if isinstance(m, RoutedLayer)}
-    kind_of, coordinate = make_kind_lookup(model, layers), dict[str, int]()
+    kind_of, coordinate = make_param_kind_lookup(model, layers), dict[str, int]()
     experts = {p for layer in layers.values() for p in layer.get_part("experts").parameters()}
     named = ((clean_name(name), param) for name, param in model.named_parameters())
     params = tuple(
@@ -105,8 +105,8 @@ def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     )
     if attachment is not None:
         return replace(attachment.plan, params=params), coordinate
-    # `make_plan` refuses some of these models, and needs a process group of one rank, which a rank
-    # of a larger world does not have.
+    # `make_shard_plan` rejects some of these models, and needs a process group of one rank, which a
+    # rank of a larger world does not have.
     names = {module: name for name, module in modules.items()}
     linears = ((names[m], products.recipe) for m, products in list_quantised_linears(model))
     dispatchers = {type(layer.dispatcher).__name__: None for layer in layers.values()}
@@ -320,7 +320,7 @@ def _describe_fp8(plan: ShardPlan) -> str:
 
 def _describe_buffers(plan: ShardPlan) -> str:
     """Return text: bytes of gradients, and of all-gather and reduce buffers, of the first rank."""
-    size = rank_bytes(plan)
+    size = compute_rank_bytes(plan)
     return (
         f"on the first rank: gradients {format_bytes(size.gradients)}, buffers of whole parameters "
         f"{format_bytes(size.weights)}, of sums {format_bytes(size.sums)}, and "
@@ -351,7 +351,7 @@ def list_compute_args(model: nn.Module) -> ComputeArgs:
             gather_dtype = dtype if layout.recipe else getattr(torch, layout.gathers)
             plan_dtypes |= {slot.param: gather_dtype for slot in layout.slots}
         dtypes = {p: plan_dtypes[clean_name(name)] for name, p in model.named_parameters()}
-        compute_args["dtype_of"] = dtypes.__getitem__
+        compute_args["get_compute_dtype"] = dtypes.__getitem__
     return compute_args
 
 
@@ -363,7 +363,8 @@ def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
     config, experts = layer.config, layer.get_part("experts")
     options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
     weight = next(experts.parameters())
-    dtype = compute_args["dtype_of"](weight) if "dtype_of" in compute_args else weight.dtype
+    get_dtype = compute_args.get("get_compute_dtype")
+    dtype = weight.dtype if get_dtype is None else get_dtype(weight)
     x_TD = torch.empty(TOKENS, config.dim, dtype=dtype, device="meta").requires_grad_()
     inputs = [x_TD]
     if not isinstance(layer, MoELayer):  # the model has its own router
@@ -392,7 +393,7 @@ def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
         options = attachment.request.memory
         if attachment.request.dense.compile:
             modules = (m for block in blocks for m in find_compiled_modules(block))
-            compute_args["compiled"] = frozenset(modules)
+            compute_args["compiled_modules"] = frozenset(modules)
     inputs: dict[str, Any] = {}
     if isinstance(model, Decoder):
         inputs = dict(labels_BT=tokens_BT)  # multi-token prediction is part of the loss

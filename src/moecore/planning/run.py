@@ -29,7 +29,7 @@ from moecore.base.options.precision import Precision
 from moecore.base.torch_private import clear_sharding_caches
 from moecore.families.family import find_family
 from moecore.models.config import DecoderConfig
-from moecore.parallel.fsdp.size import RankBytes, rank_bytes
+from moecore.parallel.fsdp.size import RankBytes, compute_rank_bytes
 from moecore.parallel.mesh import ParallelConfig, build_meshes
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.schedule import PipelineConfig, make_schedule
@@ -393,4 +393,4 @@ def _compute_rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
             pipeline=run.pipeline,
         )
     params = (replace(p, trainable=p.trainable and p.name not in frozen) for p in plan.params)
-    return rank_bytes(replace(plan, params=tuple(params)), rank)
+    return compute_rank_bytes(replace(plan, params=tuple(params)), rank)

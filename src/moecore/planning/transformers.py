@@ -140,7 +140,7 @@ class StockModel(PlannedModel):
     def list_bound_layers(self) -> frozenset[int]:
         """Return the indices of layers at which the family lets no pipeline stage begin."""
         hf = _build_structure(self.model).model
-        return find_family(hf).make_staged_model(hf).stage_parts().bound
+        return find_family(hf).make_staged_model(hf).stage_parts().bound_layers
 
     @override
     def select_layers(self, layers: Sequence[int]) -> TransformersModel:

@@ -101,7 +101,7 @@ def defer_linears(model: nn.Module) -> None:
 
     The `GradSink` of a weight computes the gradient later. Weights without a sink and linears whose
     class overrides forward do not change. Call it after `apply_precision`, and before
-    `shard_model`, `compile_blocks` and `apply_memory`.
+    `shard_model`, `compile_blocks` and `apply_memory_options`.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module).forward in PLAIN_FORWARDS:

@@ -41,22 +41,22 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
                 "it out with RouterReplay(model, layers=...)"
             )
         for forward, ids_TK in enumerate(choices[name]):
-            check_ids(f"choices[{name!r}][{forward}]", ids_TK, layer.config)
+            check_expert_ids(f"choices[{name!r}][{forward}]", ids_TK, layer.config)
 
 
-def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
+def check_expert_ids(tensor_name: str, ids_TK: Tensor, config: MoEConfig) -> None:
     """Raise ValueError unless each row of `ids_TK` has K distinct expert ids or -1. Host sync.
 
-    `label` names the tensor in error texts. `config` is the layer's config.
+    `tensor_name` names the tensor in error texts. `config` is the layer's config.
     """
     K, E = config.choices_per_token, config.num_candidates
     if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
         raise ValueError(
-            f"{label} {tuple(ids_TK.shape)} must have the shape [tokens, {K}]: K is top_k, or "
-            "num_experts where the experts choose"
+            f"{tensor_name} {tuple(ids_TK.shape)} must have the shape [tokens, {K}]: K is top_k, "
+            "or num_experts where the experts choose"
         )
     if ids_TK.is_floating_point() or ids_TK.is_complex() or ids_TK.dtype == torch.bool:
-        raise ValueError(f"{label} ({ids_TK.dtype}) must be integers: use torch.int32")
+        raise ValueError(f"{tensor_name} ({ids_TK.dtype}) must be integers: use torch.int32")
     ids_TK = ids_TK.long()
     wrong_TK = (ids_TK < -1) | (ids_TK >= E)
     suffix = " + zero_experts" if config.zero_experts else ""
@@ -67,14 +67,15 @@ def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
     if wrong_TK.any():
         token, k = wrong_TK.nonzero()[0].tolist()
         raise ValueError(
-            f"{label}[{token}, {k}] ({int(ids_TK[token, k])}) must {rule}: record it anew"
+            f"{tensor_name}[{token}, {k}] ({int(ids_TK[token, k])}) must {rule}: record it anew"
         )
     sorted_TK = ids_TK.sort(dim=1).values
     twice_TK = (sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)
     if twice_TK.any():
         token = int(twice_TK.any(1).nonzero()[0])
         raise ValueError(
-            f"{label}[{token}] ({ids_TK[token].tolist()}) must not repeat an expert: record it anew"
+            f"{tensor_name}[{token}] ({ids_TK[token].tolist()}) must not repeat an expert: record "
+            "it anew"
         )
 
 
@@ -96,22 +97,23 @@ def check_weights(
             check_entry_weights(f"weights[{name!r}][{forward}]", weights_TK, ids_TK)
 
 
-def check_entry_weights(label: str, weights_TK: Tensor, ids_TK: Tensor) -> None:
+def check_entry_weights(tensor_name: str, weights_TK: Tensor, ids_TK: Tensor) -> None:
     """Raise ValueError unless weights are finite and >= 0 for each id that is not -1. Host sync.
 
-    Weights must be floating point, with the shape of the ids. `label` names the weights in errors.
+    Weights must be floating point, with the shape of the ids. `tensor_name` names the weights in
+    errors.
     """
     if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
         raise ValueError(
-            f"{label} ({weights_TK.dtype} {tuple(weights_TK.shape)}) must be floating "
+            f"{tensor_name} ({weights_TK.dtype} {tuple(weights_TK.shape)}) must be floating "
             f"{tuple(ids_TK.shape)}: give one weight per expert id"
         )
     wrong_TK = (ids_TK >= 0) & ~(weights_TK.isfinite() & (weights_TK >= 0))
     if wrong_TK.any():
         token, k = wrong_TK.nonzero()[0].tolist()
         raise ValueError(
-            f"{label}[{token}, {k}] ({float(weights_TK[token, k])}) must be finite and >= 0 where "
-            "an expert is chosen: record it anew"
+            f"{tensor_name}[{token}, {k}] ({float(weights_TK[token, k])}) must be finite and >= 0 "
+            "where an expert is chosen: record it anew"
         )
 
 
@@ -197,7 +199,9 @@ def convert_from_engine_indices(
                 f"({micro_batch.num_ranks}): pad it with -1"
             )
         ids_NK = ids_BSLK[:, :, i].flatten(0, 1)
-        check_ids(f"indices[..., {i}, :] of layer {name!r}, row", ids_NK, layers[name].config)
+        check_expert_ids(
+            f"indices[..., {i}, :] of layer {name!r}, row", ids_NK, layers[name].config
+        )
         ids_TK = micro_batch.slice_local_rows(ids_NK)
         local_choices[name] = ids_TK.to(torch.int32, copy=True).contiguous()
     return {name: local_choices[name] for name in layers}

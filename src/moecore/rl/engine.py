@@ -26,14 +26,14 @@ from moecore.base.failures import publish_errors, share_call_errors, share_error
 from moecore.base.fields import Count, check_arguments, quote
 from moecore.base.rank_checks import check_equal
 from moecore.models.log_probs import LogProbLoss
-from moecore.parallel.fsdp.progress import check_grad_mode
+from moecore.parallel.fsdp.progress import check_grad_enabled
 from moecore.parallel.model.parallel_state import get_parallel_state
-from moecore.rl.agree import Totals, gather_totals, sum_over_data_ranks
-from moecore.rl.invariance import check_invariant, use_batch_invariance
+from moecore.rl.invariance import check_batch_invariance, use_batch_invariance
 from moecore.rl.micro_batches import RolloutRow, RowLimits, assign_sequences, build_row
 from moecore.rl.objectives import Mean, Objective
 from moecore.rl.rollouts import PER_TOKEN, Rollouts
 from moecore.rl.routes import RoutedLayers
+from moecore.rl.totals import Totals, gather_totals, sum_over_data_ranks
 from moecore.train.memory.training_offload import PartOrAll, TrainingOffload
 from moecore.train.step import TrainStep
 
@@ -137,7 +137,7 @@ class Engine:
             self._is_invariant = batch_invariant
             for part in (model, reference) if batch_invariant else ():
                 if part is not None and (of := get_parallel_state(part)) is not None:
-                    check_invariant(part, of)
+                    check_batch_invariance(part, of)
             self.model, self.step = model, step
             self._request, self._pipeline = state.request, state.pipeline
             self._meshes = state.request.meshes
@@ -216,7 +216,7 @@ class Engine:
         arguments = locals()
         with self._raise_on_all_ranks("forward_backward() of rollouts"):
             check_arguments(Engine.forward_backward, arguments)
-            check_grad_mode("forward_backward()")
+            check_grad_enabled("forward_backward()")
         errors = publish_errors("forward_backward() of rollouts")
         with errors, self._use_batch_invariance(self.model):
             rows, totals = self._build_rows(rollouts, objective, entropy=objective.entropy)
@@ -266,24 +266,24 @@ class Engine:
             rows, _ = self._build_rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._make_empty_scores(rollouts, entropy)
             micro_batches = [self._make_inputs(row, scores, None, None) for row in rows]
-            context = self._layers.record() if routes else self._replay_routes(rows, rollouts)
-            with context:
+            tapes = self._layers.record_routes() if routes else self._replay_routes(rows, rollouts)
+            with tapes:
                 step.compute_losses(micro_batches)
             if routes:
                 scores = replace(scores, routes_NLK=self._layers.gather_routes(rows, rollouts))
             return self._reduce_over_stages(scores)
 
     @contextmanager
-    def _raise_on_all_ranks(self, action: str) -> Iterator[None]:
-        """Return a context whose ValueError is raised on all ranks; `action` names the call."""
+    def _raise_on_all_ranks(self, caller: str) -> Iterator[None]:
+        """Return a context whose ValueError is raised on all ranks, with the name `caller`."""
         problem = None
         try:
             yield
         except ValueError as error:
             problem = str(error)
         if problem is not None:
-            with publish_errors(action):
-                gather_totals(self._meshes, None, problem, global_entries={}, shared={})
+            with publish_errors(caller):
+                gather_totals(self._meshes, None, problem, global_entries={}, shared_entries={})
 
     def _use_batch_invariance(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which `model` is batch invariant, if the engine has this option."""
@@ -320,9 +320,9 @@ class Engine:
                         f"Rollouts.{name} (None) must be given for {type(objective).__name__}: "
                         "pass rollouts.replace(...)"
                     )
-            _check_ids(rollouts.tokens_N, self._vocab_size)
+            _check_token_ids(rollouts.tokens_N, self._vocab_size)
             if routes or rollouts.routes_NLK is not None:
-                self._layers.check(rollouts)
+                self._layers.check_routes(rollouts)
             group_size = 1 if objective is None else objective.group_size
             assignments = assign_sequences(rollouts, self._limits, group_size)
             local_totals = _compute_totals(rollouts, len(assignments), group_size)
@@ -338,7 +338,7 @@ class Engine:
         global_entries["batch_invariant"] = self._is_invariant
         shared = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
         totals = gather_totals(
-            self._meshes, local_totals, None, global_entries=global_entries, shared=shared
+            self._meshes, local_totals, None, global_entries=global_entries, shared_entries=shared
         )
         if objective is not None and not totals.weight:
             raise ValueError(
@@ -404,7 +404,7 @@ def _get_vocab_size(model: nn.Module) -> int | None:
     return None if state is None else state.request.family.get_vocab_size(model)
 
 
-def _check_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
+def _check_token_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
     """Raise ValueError for a token id that is negative or >= `vocab_size` (None = not known)."""
     if not len(tokens_N):
         return
@@ -416,26 +416,27 @@ def _check_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
         )
 
 
-def _check_losses(name: str, loss_N: object, log_probs_N: Tensor) -> None:
-    """Raise ValueError unless objective `name` returned one differentiable loss per token."""
+def _check_losses(objective_name: str, loss_N: object, log_probs_N: Tensor) -> None:
+    """Raise ValueError unless an objective returned one differentiable loss per token."""
     if not isinstance(loss_N, Tensor):
         raise ValueError(
-            f"{name} returned {quote(loss_N)}, which must be a tensor: return one loss per token"
+            f"{objective_name} returned {quote(loss_N)}, which must be a tensor: return one loss "
+            "per token"
         )
     if loss_N.shape != log_probs_N.shape:
         raise ValueError(
-            f"{name} returned {tuple(loss_N.shape)}, which must be one loss per token "
+            f"{objective_name} returned {tuple(loss_N.shape)}, which must be one loss per token "
             f"{tuple(log_probs_N.shape)}: means are taken by the engine"
         )
     if not loss_N.is_floating_point() or loss_N.device != log_probs_N.device:
         raise ValueError(
-            f"{name} returned {loss_N.dtype} on {loss_N.device}, which must be floating on "
-            f"{log_probs_N.device}: compute losses from log_probs_N"
+            f"{objective_name} returned {loss_N.dtype} on {loss_N.device}, which must be floating "
+            f"on {log_probs_N.device}: compute losses from log_probs_N"
         )
     if log_probs_N.requires_grad and not loss_N.requires_grad:
         raise ValueError(
-            f"{name} returned losses without a gradient, which must depend on log_probs_N or "
-            "entropy_N: do not detach them"
+            f"{objective_name} returned losses without a gradient, which must depend on "
+            "log_probs_N or entropy_N: do not detach them"
         )
 
 
@@ -447,7 +448,7 @@ def _compute_weights(rollouts: Rollouts) -> Tensor:
     return (unit_weights_N if weights_N is None else weights_N.cpu().double()).where(mask_N, 0)
 
 
-def _sum_sequences(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
+def _sum_weights_by_sequence(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
     """Return the sum of the token weights of each sequence, fp64 [n]."""
     sums_n = weights_N.new_zeros(rollouts.num_sequences)
     return sums_n.index_add(0, rollouts.sequence_N.cpu(), weights_N)
@@ -473,7 +474,7 @@ def _compute_totals(rollouts: Rollouts, num_micro_batches: int, group_size: int)
     weights_N = _compute_weights(rollouts)
     if bool((weights_N < 0).any()):
         raise ValueError("Rollouts.weights_N must be >= 0 in responses: clamp them")
-    num_responses = int((_sum_sequences(rollouts, weights_N) > 0).sum())
+    num_responses = int((_sum_weights_by_sequence(rollouts, weights_N) > 0).sum())
     if group_size > 1 and num_responses < rollouts.num_sequences:
         raise ValueError(
             f"rollouts ({num_responses} responses with a weight) must have one in each sequence "
@@ -486,15 +487,15 @@ def _compute_totals(rollouts: Rollouts, num_micro_batches: int, group_size: int)
     )
 
 
-def _compute_shares(rollouts: Rollouts, mean: Mean, totals: Totals, factor: float) -> Tensor:
-    """Return `factor` times each token's weight in the global mean of losses, fp32 [N].
+def _compute_shares(rollouts: Rollouts, mean: Mean, totals: Totals, loss_factor: float) -> Tensor:
+    """Return `loss_factor` times each token's weight in the global mean of losses, fp32 [N].
 
     `mean` is "token" or "sequence", and `totals` are the totals of the global batch.
     """
     weights_N = _compute_weights(rollouts)
     if mean == "token":
         # This order, because a factor over weights of 1e-308 overflows.
-        return (weights_N / totals.weight * factor).float()
-    of_sequence_N = _sum_sequences(rollouts, weights_N)[rollouts.sequence_N.cpu()]
+        return (weights_N / totals.weight * loss_factor).float()
+    of_sequence_N = _sum_weights_by_sequence(rollouts, weights_N)[rollouts.sequence_N.cpu()]
     shares_N = torch.where(weights_N > 0, weights_N / of_sequence_N, 0)
-    return (shares_N * (factor / totals.num_responses)).float()
+    return (shares_N * (loss_factor / totals.num_responses)).float()

@@ -39,13 +39,15 @@ def use_batch_invariance(layers: Mapping[str, RoutedLayer], device_type: str) ->
         yield
 
 
-def check_invariant(model: nn.Module, state: ParallelState) -> None:
+def check_batch_invariance(model: nn.Module, state: ParallelState) -> None:
     """Raise ValueError for a model whose sums depend on other tokens or on a token's position."""
-    for name, value, fix in _find_obstacles(model, state):
+    for name, value, fix in _find_invariance_obstacles(model, state):
         raise ValueError(f"{name} ({value}) must {fix} for an Engine with batch_invariant=True")
 
 
-def _find_obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, Any, str]]:
+def _find_invariance_obstacles(
+    model: nn.Module, state: ParallelState
+) -> Iterator[tuple[str, Any, str]]:
     """Yield (name, value, requirement as text) of each option that rules out batch invariance."""
     request, degrees = state.request, state.request.meshes.parallel
     for axis in ("tp", "cp", "etp"):
@@ -83,14 +85,18 @@ def _find_obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[st
         yield "mla.sparse", sparse, "be None, because keys are scored in chunks of tokens,"
 
 
-def _find_layer_obstacles(name: str, layer: RoutedLayer) -> Iterator[tuple[str, Any, str]]:
+def _find_layer_obstacles(layer_name: str, layer: RoutedLayer) -> Iterator[tuple[str, Any, str]]:
     """Yield (name, value, requirement as text) of each option that rules out batch invariance."""
     config = layer.config
     if config.capacity is not None:
-        yield f"capacity of layer {name!r}", config.capacity, "be None, because it compares tokens,"
+        yield (
+            f"capacity of layer {layer_name!r}",
+            config.capacity,
+            "be None, because it compares tokens,",
+        )
     if config.assignment != "learned":
-        yield f"assignment of layer {name!r}", repr(config.assignment), "be 'learned'"
+        yield f"assignment of layer {layer_name!r}", repr(config.assignment), "be 'learned'"
     if config.balance.bias_per_micro_batch:
-        yield f"bias_per_micro_batch of layer {name!r}", True, "be False"
+        yield f"bias_per_micro_batch of layer {layer_name!r}", True, "be False"
     if config.router_jitter:
-        yield f"router_jitter of layer {name!r}", config.router_jitter, "be 0"
+        yield f"router_jitter of layer {layer_name!r}", config.router_jitter, "be 0"

@@ -56,9 +56,9 @@ class RowLimits:
             )
         return cls(max_tokens=max_tokens, sequence_unit=sequence_unit, row_unit=row_unit)
 
-    def compute_padded_length(self, length: int) -> int:
-        """Return the number of tokens of a sequence of `length` tokens with its padding."""
-        return -(-length // self.sequence_unit) * self.sequence_unit
+    def compute_padded_length(self, num_tokens: int) -> int:
+        """Return the padded length of a sequence of `num_tokens` tokens."""
+        return -(-num_tokens // self.sequence_unit) * self.sequence_unit
 
 
 def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
@@ -117,22 +117,24 @@ class RolloutRow:
         values_N = values_BT.new_zeros(len(self.token_idx_N))
         return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
 
-    def gather_at_positions(self, values_N: Tensor, padding: float) -> Tensor:
+    def gather_at_positions(self, values_N: Tensor, padding_value: float) -> Tensor:
         """Return [T, ..]: for each position, the value in `values_N` [N, ..] of its token.
 
-        Positions of padding have the value `padding`.
+        Positions of padding have the value `padding_value`.
         """
-        values_T = values_N.new_full((len(self.local_token_idx_T), *values_N.shape[1:]), padding)
+        values_T = values_N.new_full(
+            (len(self.local_token_idx_T), *values_N.shape[1:]), padding_value
+        )
         is_token_T = self.local_token_idx_T >= 0
         values_T[is_token_T] = values_N[self.local_token_idx_T[is_token_T]]
         return values_T
 
 
 def build_row(
-    rollouts: Rollouts, sequences: Sequence[int], limits: RowLimits, device: torch.device
+    rollouts: Rollouts, sequence_idxs: Sequence[int], limits: RowLimits, device: torch.device
 ) -> RolloutRow:
     """Return the row of the sequences with these indices, on `device`; [] = a row of padding."""
-    selection = rollouts.take(sequences)
+    selection = rollouts.take(sequence_idxs)
     borders = selection.borders
     padded_tokens = sum(map(limits.compute_padded_length, selection.lengths))
     row_tokens = -(-max(1, padded_tokens) // limits.row_unit) * limits.row_unit
@@ -153,7 +155,7 @@ def build_row(
         batch[name] = batch[name].to(device)
     return RolloutRow(
         rollouts=_move_to_device(selection, device),
-        token_idx_N=rollouts.find_token_indices(sequences).to(device),
+        token_idx_N=rollouts.find_token_indices(sequence_idxs).to(device),
         batch=batch,
         labels_BT=labels_T[None].to(device),
         rows_M=rows_M.to(device),

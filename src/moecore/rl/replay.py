@@ -169,7 +169,7 @@ class RouterReplay:
                 entry is selected.
         """
         arguments = locals()
-        with self._share_errors():
+        with self._raise_errors_on_all_ranks():
             check_arguments(RouterReplay.replay, arguments)
             check_choices(choices, self.layers)
             if weights is not None:
@@ -179,19 +179,19 @@ class RouterReplay:
         records = _copy_choices_to_devices(choices, self.layers)
         device_weights = None if weights is None else _copy_weights_to_devices(weights, records)
         run = TapeReplay(
-            self.model, self._routers, records, device_weights, fill=unrecorded == "route"
+            self.model, self._routers, records, device_weights, fills_missing=unrecorded == "route"
         )
         self._replaying = run
-        run.open()
+        run.start_replay()
         try:
             yield
         finally:
             self._replaying = None
-            run.close()
+            run.end_replay()
         if strict:
             run.check_complete()
 
-    def _share_errors(self) -> AbstractContextManager[None]:
+    def _raise_errors_on_all_ranks(self) -> AbstractContextManager[None]:
         """Return a context whose errors are raised on all data-parallel ranks."""
         layer = next(iter(self.layers.values()))
         group = layer.tracker.groups.global_batch
@@ -263,9 +263,9 @@ class RouterReplay:
 
 
 def _copy_weights_to_devices(
-    weights: Mapping[str, Sequence[Tensor]], records: Choices
+    weights: Mapping[str, Sequence[Tensor]], choices: Choices
 ) -> dict[str, list[Tensor]]:
-    """Return fp32 copies of weights on the devices of their ids; `records` has the ids.
+    """Return fp32 copies of weights on the devices of their ids; `choices` has the ids.
 
     The weight of an id -1 is 0. If all ids of a row are -1, all weights of the row are -1.
     """
@@ -276,7 +276,7 @@ def _copy_weights_to_devices(
             .masked_fill((ids < 0).all(1, keepdim=True), -1)
             for weights_TK, ids in zip(weights[name], every, strict=True)
         ]
-        for name, every in records.items()
+        for name, every in choices.items()
     }
 
 

@@ -70,6 +70,7 @@ class Rollouts(CheckedRecord):
     temperature: Positive = 1.0
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         shape = tuple(self.tokens_N.shape)
         if len(shape) != 1 or self.tokens_N.dtype != torch.int64:
             yield "tokens_N", f"be int64 [N], found {shape}: lay sequences end to end"
@@ -178,18 +179,19 @@ class Rollouts(CheckedRecord):
         borders = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
         return replace(self, cu_seqlens=borders, **changes)
 
-    def find_token_indices(self, sequences: Sequence[int]) -> Tensor:
+    def find_token_indices(self, sequence_idxs: Sequence[int]) -> Tensor:
         """Return the token indices of these sequences in their order, int64 on the CPU."""
         borders = self.borders
-        ranges = [torch.arange(borders[i], borders[i + 1], device="cpu") for i in sequences]
+        ranges = [torch.arange(borders[i], borders[i + 1], device="cpu") for i in sequence_idxs]
         return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *ranges])
 
 
-def _check_length(name: str, values: Tensor, number: int, of: str) -> None:
-    """Raise ValueError unless `values` has shape [number]: one value per `of`, such as "token"."""
-    if values.shape != (number,):
+def _check_length(field: str, values: Tensor, num_entries: int, entry: str) -> None:
+    """Raise ValueError unless `values` has one number per `entry`, such as "token"."""
+    if values.shape != (num_entries,):
         raise ValueError(
-            f"{name} {tuple(values.shape)} must be one number per {of} ({number}): pass [{number}]"
+            f"{field} {tuple(values.shape)} must be one number per {entry} ({num_entries}): pass "
+            f"[{num_entries}]"
         )
 
 

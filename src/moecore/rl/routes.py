@@ -26,7 +26,7 @@ from moecore.models.block import MTPLayer
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
 from moecore.parallel.mesh import Meshes
-from moecore.rl.choices import check_entry_weights, check_ids
+from moecore.rl.choices import check_entry_weights, check_expert_ids
 from moecore.rl.micro_batches import RolloutRow
 from moecore.rl.replay import RouterReplay
 from moecore.rl.rollouts import Rollouts
@@ -54,7 +54,7 @@ class RoutedLayers:
         mtp_layers = [m for m in model.modules() if isinstance(m, MTPLayer)]
         unused = {inner for module in mtp_layers for inner in module.modules()}
         local_layers = {
-            clean_name(name): (_find_sort_key(model, name), module.config)
+            clean_name(name): (_make_module_sort_key(model, name), module.config)
             for name, module in model.named_modules()
             if isinstance(module, MoELayer) and module not in unused
         }
@@ -73,7 +73,7 @@ class RoutedLayers:
         """Number of MoE layers L, and experts per token K."""
         return len(self.configs), next(iter(self.configs.values())).choices_per_token
 
-    def check(self, rollouts: Rollouts) -> None:
+    def check_routes(self, rollouts: Rollouts) -> None:
         """Raise ValueError if routes or route weights have wrong shapes or values. Host syncs."""
         routes_NLK, weights_NLK = rollouts.routes_NLK, rollouts.route_weights_NLK
         choices = {name: config.choices_per_token for name, config in self.configs.items()}
@@ -93,12 +93,12 @@ class RoutedLayers:
         for place, (name, config) in enumerate(self.configs.items()):
             label = f"[:, {place}] of layer {name!r}, row"
             ids_NK = routes_NLK[:, place].to(self.meshes.device)
-            check_ids(f"Rollouts.routes_NLK{label}", ids_NK, config)
+            check_expert_ids(f"Rollouts.routes_NLK{label}", ids_NK, config)
             if weights_NLK is not None:
                 weights_NK = weights_NLK[:, place].to(self.meshes.device)
                 check_entry_weights(f"Rollouts.route_weights_NLK{label}", weights_NK, ids_NK)
 
-    def record(self) -> AbstractContextManager[None]:
+    def record_routes(self) -> AbstractContextManager[None]:
         """Return a context that records the expert choices of forwards, for `gather_routes`."""
         return nullcontext() if self.replay is None else self.replay.record()
 
@@ -130,14 +130,14 @@ class RoutedLayers:
         )
 
     def _make_local_choices(
-        self, rows: Sequence[RolloutRow], values: Sequence[Tensor | None]
+        self, rollout_rows: Sequence[RolloutRow], token_values: Sequence[Tensor | None]
     ) -> dict[str, list[Tensor]]:
         """Return layer name -> [T, K] per row: this rank's part of the routes or route weights.
 
-        `values[i]` is [N, L, K], in the token order of `rows[i].rollouts`.
+        `token_values[i]` is [N, L, K], in the token order of `rollout_rows[i].rollouts`.
         """
         local_choices = {name: list[Tensor]() for name, _, _ in self._iterate_local_layers()}
-        for row, values_NLK in zip(rows, values, strict=True):
+        for row, values_NLK in zip(rollout_rows, token_values, strict=True):
             assert values_NLK is not None, "all rows are of the same rollouts"
             full_TLK = row.gather_at_positions(values_NLK, -1)
             for name, layer, place in self._iterate_local_layers():
@@ -152,15 +152,15 @@ class RoutedLayers:
             yield name, layer, places[name]
 
 
-def _find_sort_key(model: nn.Module, name: str) -> list[int]:
-    """Return the indices, among their siblings, of all parents of module `name` and of the module.
+def _make_module_sort_key(model: nn.Module, module_name: str) -> list[int]:
+    """Return the indices, among their siblings, of a module's parents and of the module.
 
     Lists of two modules compare in the order of the model.
     """
     # Modules that other stages have leave `AbsentModule` in their place, so places are those of the
     # whole model.
     places, module = [], model
-    for part in name.split("."):
+    for part in module_name.split("."):
         places.append(list(module._modules).index(part))
         module = module.get_submodule(part)
     return places

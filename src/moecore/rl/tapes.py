@@ -54,7 +54,7 @@ class ChoiceRecorder:
     def observe_choice(self, ids_TK: Tensor) -> None:
         """Append the router's choice, unless activation checkpointing recomputes the forward."""
         if not is_inside_backward():
-            _refuse_capture(ids_TK.device)
+            _check_not_capturing(ids_TK.device)
             # A copy: torch.compile may reuse the memory of its outputs.
             ids_TK = ids_TK.detach().to(torch.int32)
             self.records.append(ids_TK.clone(memory_format=torch.contiguous_format))
@@ -71,8 +71,9 @@ class _TapeForward:
 class TapeReplay:
     """The replay of recorded expert choices in one `with replay.replay(...)` context.
 
-    The mappings have layer names as keys. `weights` None = the routers compute weights. `fill` =
-    routers choose for rows of -1. Forwards use entry `selected` of each list; None = the next one.
+    The mappings have layer names as keys. `weights` None = the routers compute weights.
+    `fills_missing` = routers choose for rows of -1. Forwards use entry `selected` of each list;
+    None = the next one.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class TapeReplay:
         records: Choices,
         weights: Mapping[str, list[Tensor]] | None,
         *,
-        fill: bool,
+        fills_missing: bool,
     ) -> None:
-        self.model, self.routers, self.fill = model, routers, fill
+        self.model, self.routers, self.fills_missing = model, routers, fills_missing
         self.records, self.weights = records, weights
         self.selected: int | None = None
         self._tapes = {router: _ReplayTape(self, name) for name, router in routers.items()}
@@ -96,30 +97,33 @@ class TapeReplay:
         self._entered_nodes: list[Node] = []
         self._hooks: list[Any] = []
 
-    def open(self) -> None:
+    def start_replay(self) -> None:
         """Start the replay: set the tape of each router, and hook the model's forwards."""
         self._hooks = [
             self.model.register_forward_pre_hook(self._begin_forward),
             self.model.register_forward_hook(self._end_forward),
         ]
-        self._set_tapes()
+        self._install_tapes()
 
-    def close(self) -> None:
+    def end_replay(self) -> None:
         """Remove the tapes and hooks; later backwards still replay: see Note [late backward]."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.selected, self._current_forward = [], None, None
         remove_tapes(self._tapes)
 
-    def make_rewind(self, name: str) -> Callable[[], None]:
-        """Return a function that resets layer `name` to its replay position at this call."""
-        calls, next_entry = len(self._calls[name]), self._next[name]
-        replayed_entries = set(self._replayed_entries[name])
+    def make_rewind(self, layer_name: str) -> Callable[[], None]:
+        """Return a function that resets layer `layer_name` to its replay position at this call."""
+        calls, next_entry = len(self._calls[layer_name]), self._next[layer_name]
+        replayed_entries = set(self._replayed_entries[layer_name])
 
         def rewind() -> None:
             """Reset the layer."""
-            del self._calls[name][calls:]
-            self._replayed_entries[name], self._next[name] = set(replayed_entries), next_entry
+            del self._calls[layer_name][calls:]
+            self._replayed_entries[layer_name], self._next[layer_name] = (
+                set(replayed_entries),
+                next_entry,
+            )
 
         return rewind
 
@@ -133,41 +137,41 @@ class TapeReplay:
                     f" {remaining[0]} was not: run all forwards, or replay(choices, strict=False)"
                 )
 
-    def take_entry(self, name: str) -> int | None:
+    def take_entry_idx(self, layer_name: str) -> int | None:
         """Return the index in `records[name]` for this call of a layer; None = the replay ended."""
         if is_inside_backward():
-            return self._find_recomputed_entry(name)
+            return self._find_recomputed_entry(layer_name)
         if not self._hooks:  # a late backward failed and left the tapes behind
             remove_tapes(self._tapes)
             return None
         if self.selected is None:
-            index = self._next[name]
-            self._next[name] += 1
+            index = self._next[layer_name]
+            self._next[layer_name] += 1
         else:
             index = self.selected
-            calls = self._calls[name]
+            calls = self._calls[layer_name]
             if calls and calls[-1][0] is self._current_forward is not None:
                 raise NotImplementedError(
-                    f"select({index}) must not be used with layer {name!r}, which runs more than "
-                    "once in a forward: select(None) and keep the recorded order"
+                    f"select({index}) must not be used with layer {layer_name!r}, which runs more "
+                    "than once in a forward: select(None) and keep the recorded order"
                 )
-        self._calls[name].append((self._current_forward, index))
-        self._replayed_entries[name].add(index)
+        self._calls[layer_name].append((self._current_forward, index))
+        self._replayed_entries[layer_name].add(index)
         return index
 
-    def _find_recomputed_entry(self, name: str) -> int:
+    def _find_recomputed_entry(self, layer_name: str) -> int:
         """Return the index in `records[name]` that the recomputed forward had: Note [pairing]."""
         while self._entered_nodes:
-            _mark_next_nodes(self._entered_nodes.pop())
+            _mark_upstream_nodes(self._entered_nodes.pop())
         node_forward = _get_tape_forward(get_current_node())
-        hits = [i for forward, i in self._calls[name] if forward and forward is node_forward]
+        hits = [i for forward, i in self._calls[layer_name] if forward and forward is node_forward]
         if len(hits) == 1:
             return hits[0]
         if self.selected is not None:
             return self.selected
         raise NotImplementedError(
-            f"recompute of layer {name!r} must belong to one call in a forward of the replayed "
-            f"{type(self.model).__name__}, and matches {len(hits)}: call select(forward) "
+            f"recompute of layer {layer_name!r} must belong to one call in a forward of the "
+            f"replayed {type(self.model).__name__}, and matches {len(hits)}: call select(forward) "
             "before its backward, or use plain use_reentrant=False checkpointing"
         )
 
@@ -197,26 +201,26 @@ class TapeReplay:
         self._current_forward = None
 
     def _enter_backward(self, grad: Tensor) -> None:
-        """Note the node at which a backward enters a forward; set tapes that `close` removed."""
+        """Record the node at which a backward enters a forward; set removed tapes again."""
         self._entered_nodes.append(get_current_node())
         call_after_backward(self._entered_nodes.clear)
         if all(router.tape is tape for router, tape in self._tapes.items()):
             return
         check_no_active_tapes(self.routers)
-        self._set_tapes()
+        self._install_tapes()
         call_after_backward(lambda: remove_tapes(self._tapes))
 
-    def _set_tapes(self) -> None:
+    def _install_tapes(self) -> None:
         """Let each router replay from its tape."""
         for router, tape in self._tapes.items():
             router.tape = tape
 
 
 class _ReplayTape:
-    """The tape of the router of layer `name`, which gives recorded choices to the router."""
+    """The tape of the router of layer `layer_name`, which gives recorded choices to the router."""
 
-    def __init__(self, replay: TapeReplay, name: str) -> None:
-        self.replay, self.name = replay, name
+    def __init__(self, replay: TapeReplay, layer_name: str) -> None:
+        self.replay, self.name = replay, layer_name
 
     @torch.compiler.disable
     def get_recorded_choice(
@@ -227,8 +231,8 @@ class _ReplayTape:
         None = the replay has ended, and the router chooses. `choose` returns the router's own ids,
         for rows of -1. ValueError if no entry remains or T is not `num_tokens`.
         """
-        _refuse_capture(device)
-        index = self.replay.take_entry(self.name)
+        _check_not_capturing(device)
+        index = self.replay.take_entry_idx(self.name)
         if index is None:
             return None
         records = self.replay.records[self.name]
@@ -248,7 +252,7 @@ class _ReplayTape:
             if entries[index].device != device:  # other than that of parameters: offloaded
                 entries[index] = entries[index].to(device)
         ids_TK = records[index]
-        if self.replay.fill:
+        if self.replay.fills_missing:
             with torch.no_grad():
                 ids_TK = torch.where((ids_TK < 0).all(1, keepdim=True), choose(), ids_TK)
         return ids_TK, None if weights is None else weights[index]
@@ -268,7 +272,7 @@ def _get_tape_forward(node: Any) -> _TapeForward | None:
     return forward
 
 
-def _mark_next_nodes(node: Any) -> None:
+def _mark_upstream_nodes(node: Any) -> None:
     """Copy a node's forward to its upstream nodes, up to nodes that have a forward."""
     forward, nodes = _get_tape_forward(node), [node]
     while nodes:
@@ -295,7 +299,7 @@ def check_no_active_tapes(routers: Mapping[str, Router]) -> None:
             )
 
 
-def _refuse_capture(device: torch.device) -> None:
+def _check_not_capturing(device: torch.device) -> None:
     """Raise NotImplementedError during a CUDA graph capture."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(

@@ -47,6 +47,7 @@ class DynamicLossScale(CheckedRecord):
     growth_interval: Count = 2000
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         if not _is_power_of_two(self.initial):
             yield "initial", "be a power of two, which rounds no gradient: use 2.0**16"
 
@@ -63,7 +64,7 @@ class LossScale:
         self.num_good = torch.zeros((), dtype=torch.int32, device=device)
 
     @torch.no_grad()
-    def update(self, is_skipped: Tensor) -> None:
+    def update_scale(self, is_skipped: Tensor) -> None:
         """Halve the scale if `is_skipped` (device bool); double after `growth_interval` steps."""
         self.num_good.add_(1).masked_fill_(is_skipped, 0)
         grows = self.num_good >= self.options.growth_interval

@@ -7,35 +7,35 @@ from torch import nn
 from moecore.parallel.model.parallel_state import ParallelState
 from moecore.parallel.model.phases import group_blocks_by_stage
 from moecore.train.graphs.regions import compile_blocks, find_compiled_modules, graph_blocks
-from moecore.train.memory.apply import apply_memory, apply_stash
+from moecore.train.memory.apply import apply_memory_options, apply_stash
 from moecore.train.memory.compiled import make_inductor_options
 
 
-def compile_dense(model: nn.Module, state: ParallelState) -> None:
+def apply_compile(model: nn.Module, state: ParallelState) -> None:
     """If `DenseOptions.compile`, compile the code between MoE layers, and set `state.compiled`."""
     if not state.request.dense.compile:
         return
-    blocks = state.blocks(model)
+    blocks = state.list_blocks(model)
     compile_blocks(blocks, options=make_inductor_options(blocks, state.request.memory))
     state.compiled = {module for block in blocks for module in find_compiled_modules(block)}
 
 
-def reduce_saved_memory(model: nn.Module, state: ParallelState) -> None:
+def apply_recompute_and_offload(model: nn.Module, state: ParallelState) -> None:
     """Apply `MemoryOptions` to blocks in place; set `state.offload`, `state.stash` (None = off)."""
-    blocks, request = state.blocks(model), state.request
+    blocks, request = state.list_blocks(model), state.request
     device = request.meshes.device
     chunks = group_blocks_by_stage(model, blocks, state)
-    state.offload = apply_memory(
-        blocks, request.memory, device, compiled=state.compiled, stages=chunks
+    state.offload = apply_memory_options(
+        blocks, request.memory, device, compiled_modules=state.compiled, blocks_by_stage=chunks
     )
-    state.stash = apply_stash(blocks, request.memory, device, compiled=state.compiled)
+    state.stash = apply_stash(blocks, request.memory, device, compiled_modules=state.compiled)
 
 
-def graph_dense(model: nn.Module, state: ParallelState) -> None:
+def apply_cuda_graphs(model: nn.Module, state: ParallelState) -> None:
     """Replace attention and routers by CUDA graphs, in place, if `DenseOptions.graph`."""
     if not state.request.dense.graph:
         return
-    blocks = state.blocks(model)
+    blocks = state.list_blocks(model)
     chunks = group_blocks_by_stage(model, blocks, state)
     names = dict(zip(blocks, state.plan.blocks, strict=True))
     for chunk in [blocks] if chunks is None else chunks.values():

@@ -52,29 +52,31 @@ class Reruns:
             None  # the factor that any rank needed of each holder
         )
 
-    def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
-        """Call `run` until token rows fit on all ranks; return the result of the last call.
+    def run_until_rows_fit(
+        self, run_step: Callable[[], T], drop_step: Callable[[], None], tapes: Sequence[ChoiceTape]
+    ) -> T:
+        """Call `run_step` until token rows fit on all ranks; return the result of the last call.
 
-        Each repetition first calls `drop`, rewinds `tapes`, restores random states, and enlarges
-        buffers.
+        Each repetition first calls `drop_step`, rewinds `tapes`, restores random states, and
+        enlarges buffers.
         """
         # If any rank has a limited capacity, each run has one all-reduce, for which the host waits.
         # Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.
         is_graphed = any(capacity.is_graphed for capacity in self._capacities)
         if is_graphed or not self._is_limited_on_any_rank:
-            return run()
+            return run_step()
         rewinders = [tape.make_rewind() for tape in tapes]
         while True:
             before, self._factors, self._is_running = get_rng_states(), None, True
             try:
                 with self.watch_shortages("reruns"):
-                    result = run()
+                    result = run_step()
             finally:
                 self._is_running = False
-            factors = (self._factors or self._reduce_factors()).read().tolist()
+            factors = (self._factors or self._reduce_capacity_factors()).read().tolist()
             if not any(factors):
                 return result
-            drop()
+            drop_step()
             for rewind in rewinders:
                 rewind()
             set_rng_states(before)
@@ -82,24 +84,28 @@ class Reruns:
                 if holder is not None:
                     _enlarge_buffers(holder, factor)
 
-    def end_forwards(self) -> None:
-        """After the last forward in `run`, start to all-reduce needed capacities. Collective."""
+    def start_capacity_all_reduce(self) -> None:
+        """After a step's last forward, start to all-reduce needed capacities. Collective."""
         if self._is_running and self._reduces_early:
-            self._factors = self._reduce_factors()
+            self._factors = self._reduce_capacity_factors()
 
-    def is_short(self) -> Tensor | None:
+    def has_shortage(self) -> Tensor | None:
         """Return a 0-dim device bool: whether rows exceed a buffer; None = no limited buffer."""
-        return self._compute_local_factors().amax() > 0 if self._is_limited_on_any_rank else None
+        return (
+            self._compute_local_capacity_factors().amax() > 0
+            if self._is_limited_on_any_rank
+            else None
+        )
 
     @contextmanager
-    def watch_shortages(self, watch: Watch) -> Iterator[None]:
+    def watch_shortages(self, reaction: Watch) -> Iterator[None]:
         """Return a context in which too many rows repeat ("reruns") or skip ("skips") the step."""
         with ExitStack() as stack:
             for capacity in self._capacities:
-                stack.enter_context(capacity.watch_shortages(watch))
+                stack.enter_context(capacity.watch_shortages(reaction))
             yield
 
-    def poll(self, *, skips: bool) -> None:
+    def raise_visible_errors(self, *, skips: bool) -> None:
         """Raise an ExchangeError if the host already sees an error. No host sync.
 
         With `skips`, too many rows are not an error, because the step is skipped.
@@ -116,37 +122,37 @@ class Reruns:
             if capacity.graph_steps is not None:
                 capacity.graph_steps.record_step(is_skipped)
 
-    def check(self) -> None:
+    def check_capacities(self) -> None:
         """Raise an ExchangeError if token rows exceeded a buffer's capacity. Host sync."""
         for capacity in self._capacities:
             capacity.wait_and_raise_errors()
 
-    def _compute_local_factors(self) -> Tensor:
-        """Return fp32 [holders]: the smallest factor for this rank's rows; 0 = large enough."""
+    def _compute_local_capacity_factors(self) -> Tensor:
+        """Return fp32 [buffer owners]: the least factor for this rank's rows; 0 = rows fit."""
         device, zero = self._device, torch.zeros((), device=self._device, dtype=torch.float32)
         return torch.stack(
             [zero if h is None else h.compute_min_factor(device) for h in self._holders]
         )
 
-    def _reduce_factors(self) -> HostCopyOfTensor:
+    def _reduce_capacity_factors(self) -> HostCopyOfTensor:
         """All-reduce the needed factors by maximum; start their copy to the host. Collective."""
-        factors = self._compute_local_factors()
+        factors = self._compute_local_capacity_factors()
         if dist.is_initialized():
             dist.all_reduce(factors, dist.ReduceOp.MAX)
         return HostCopyOfTensor(factors)
 
 
-def _enlarge_buffers(holder: BufferOwner, factor: float) -> None:
-    """Resize a holder's buffers for `factor` (0 = keep), and clear its row counts. Host sync."""
-    holder.wait_for_reports()  # a backward may still run
-    holder.clear_counters()
-    if not factor:
+def _enlarge_buffers(buffer_owner: BufferOwner, capacity_factor: float) -> None:
+    """Resize buffers for `capacity_factor` (0 = keep), and clear row counts. Host sync."""
+    buffer_owner.wait_for_reports()  # a backward may still run
+    buffer_owner.clear_counters()
+    if not capacity_factor:
         return
-    new_factor = compute_next_factor(factor)
+    new_factor = compute_next_factor(capacity_factor)
     if get_rank_or_zero() == 0:
         text = "%s (%s) was too small: the step runs again with %s"
-        logger.warning(text, holder.option, holder.capacity_factor, new_factor)
-    holder.set_capacity_factor(new_factor)
+        logger.warning(text, buffer_owner.option, buffer_owner.capacity_factor, new_factor)
+    buffer_owner.set_capacity_factor(new_factor)
 
 
 def drop_step(model: nn.Module) -> None:

@@ -48,7 +48,7 @@ class SpikeLimit:
         self.norms = torch.full((options.window,), torch.nan, device=device, dtype=torch.float64)
 
     @torch.no_grad()
-    def compute(self) -> Tensor:
+    def compute_limit(self) -> Tensor:
         """Return the limit, 0-dim fp64; inf after fewer than 16 steps."""
         number = self.norms.isfinite().sum()
         median = _compute_median(self.norms, number)
@@ -57,7 +57,7 @@ class SpikeLimit:
         return torch.where(number >= FEWEST, limit, torch.inf)
 
     @torch.no_grad()
-    def record(self, norm: Tensor) -> None:
+    def record_norm(self, norm: Tensor) -> None:
         """Append a step's norm (0-dim) in place, unless it is nan or inf."""
         shifted = torch.cat([self.norms[1:], norm.to(self.norms).reshape(1)])
         self.norms.copy_(torch.where(norm.isfinite(), shifted, self.norms))
@@ -76,7 +76,7 @@ class SpikeLimit:
             self.norms[len(self.norms) - len(newest) :].copy_(newest)
 
 
-def _compute_median(values: Tensor, number: Tensor) -> Tensor:
-    """Return the lower median of the `number` values that are not nan, on the device."""
-    middle = (number - 1).clamp(min=0) // 2
+def _compute_median(values: Tensor, num_values: Tensor) -> Tensor:
+    """Return the lower median of the `num_values` values that are not nan, on the device."""
+    middle = (num_values - 1).clamp(min=0) // 2
     return values.sort().values.index_select(0, middle.reshape(1)).squeeze(0)

@@ -23,8 +23,8 @@ from moecore.base.fields import Count, MaxNorm, check_arguments
 from moecore.base.torch_private import annotate_range
 from moecore.moe.pairs import Pairs
 from moecore.moe.state import NumMicroBatches
-from moecore.parallel.fsdp.progress import Progress, check_grad_mode, check_requires_grad
-from moecore.parallel.model.clip import GradientNorm, step_clipped, unscale_and_clip_
+from moecore.parallel.fsdp.progress import Progress, check_grad_enabled, check_requires_grad
+from moecore.parallel.model.clip import GradientNorm, clip_and_step, unscale_and_clip_
 from moecore.parallel.model.parallel_state import (
     all_reduce_stage_copies,
     end_argument_comparison,
@@ -42,12 +42,12 @@ from moecore.train.spikes import SpikeLimit, SpikeOptions
 from moecore.train.step_checks import (
     check_micro_batch,
     check_micro_batches,
-    check_number_is_unchanged,
+    check_num_micro_batches_is_unchanged,
     check_side_by_side,
     check_step_arguments,
     compare_ranks,
 )
-from moecore.train.step_result import StepResult, merge_metrics
+from moecore.train.step_result import StepResult, merge_model_metrics
 
 T = TypeVar("T")
 
@@ -145,11 +145,11 @@ class TrainStep:
         return self._progress.number
 
     @num_micro_batches.setter
-    def num_micro_batches(self, number: int) -> None:
-        check_number_is_unchanged(self._progress, number)
+    def num_micro_batches(self, num_micro_batches: int) -> None:
+        check_num_micro_batches_is_unchanged(self._progress, num_micro_batches)
         for state in self._states:
-            state.set_num_micro_batches(number)
-        self._progress.number = number
+            state.set_num_micro_batches(num_micro_batches)
+        self._progress.number = num_micro_batches
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -157,7 +157,7 @@ class TrainStep:
         number = self._progress.num_done + 1
         with publish_errors(f"micro-batch {number} of {self.num_micro_batches}"):
             check_micro_batch(self._progress, has_stages=self._pipeline is not None)
-            with self._run_context(1, to_come=0 if number == self.num_micro_batches else math.inf):
+            with self._open_micro_batches(1, 0 if number == self.num_micro_batches else math.inf):
                 yield
 
     @contextmanager
@@ -189,7 +189,7 @@ class TrainStep:
         self._progress.is_several, number = True, self.num_micro_batches
         try:
             context = f"a step of {number} micro-batches"
-            with publish_errors(context), self._run_context(number, to_come=forwards or number):
+            with publish_errors(context), self._open_micro_batches(number, forwards or number):
                 yield
         finally:
             self._progress.is_several = False
@@ -212,15 +212,17 @@ class TrainStep:
         return self._pairs.run_pair(forward, backward)
 
     @contextmanager
-    def _run_context(self, number: int, *, to_come: float) -> Iterator[None]:
-        """Return the context of `number` micro-batches; `to_come` forwards remain, inf = any."""
+    def _open_micro_batches(
+        self, num_micro_batches: int, pending_forwards: float
+    ) -> Iterator[None]:
+        """Return the context of micro-batches with this number of forwards; inf = any number."""
         progress = self._progress
         progress.is_last = progress.num_done + 1 == self.num_micro_batches
-        in_parts = number < to_come < math.inf
+        in_parts = num_micro_batches < pending_forwards < math.inf
         for engine in self._engines:
-            engine.start_micro_batches(pending_forwards=to_come, in_parts=in_parts)
+            engine.start_micro_batches(pending_forwards=pending_forwards, runs_stages=in_parts)
         for state in self._states:
-            state.start_micro_batch(is_last=progress.is_last, in_flight=number > 1)
+            state.start_micro_batch(is_last=progress.is_last, in_flight=num_micro_batches > 1)
         progress.is_open = progress.has_failed = True
         self._has_scaled_loss = self._scale is None
         try:
@@ -232,8 +234,8 @@ class TrainStep:
                     "step.scale_loss(loss).backward(), and drop() this step"
                 )
             for engine in self._engines:
-                engine.end_forwards()
-            progress.num_done += number
+                engine.run_missing_backwards()
+            progress.num_done += num_micro_batches
             if progress.num_done == self.num_micro_batches:
                 for engine in self._engines:
                     engine.end_micro_batches()
@@ -284,10 +286,10 @@ class TrainStep:
                     f"micro_batches ({len(micro_batches)}) must be num_micro_batches "
                     f"({self.num_micro_batches}): set TrainStep.num_micro_batches between steps"
                 )
-            check_grad_mode("forward_backward()")
+            check_grad_enabled("forward_backward()")
             run = partial(self._run_micro_batches, micro_batches)
             tapes = [tape for state in self._states for tape in state.choice_tapes]
-            return self._reruns.run(run, self.drop, tapes)
+            return self._reruns.run_until_rows_fit(run, self.drop, tapes)
 
     def _run_micro_batches(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Run forward and backward of all micro-batches; return fp32 [n], the undivided losses."""
@@ -310,7 +312,7 @@ class TrainStep:
 
         Returns fp32 [n] as `forward_backward` does. The train or eval mode does not change.
         """
-        self._progress.check_closed("compute_losses()")
+        self._progress.check_not_in_micro_batch("compute_losses()")
         if self._pipeline is not None:
             return forward_pipeline(self._pipeline, micro_batches)
         return torch.stack([get_loss(self.model(**inputs)).float() for inputs in micro_batches])
@@ -328,7 +330,7 @@ class TrainStep:
             loss = forward(micro_batches[0])
             for inputs in micro_batches[1:]:
                 loss = self.side_by_side(partial(forward, inputs), loss.backward)
-            self._reruns.end_forwards()
+            self._reruns.start_capacity_all_reduce()
             loss.backward()
         return losses
 
@@ -337,7 +339,7 @@ class TrainStep:
         with self.micro_batch():
             loss = get_loss(self.model(**inputs))
             if self._progress.is_last:
-                self._reruns.end_forwards()
+                self._reruns.start_capacity_all_reduce()
             self._normalize_loss(loss).backward()
         return loss.detach().float()
 
@@ -363,7 +365,7 @@ class TrainStep:
         Raises:
             ValueError: when `state` has no loss scale, or a micro-batch is running.
         """
-        self._progress.check_closed("load_state_dict()")
+        self._progress.check_not_in_micro_batch("load_state_dict()")
         if self._scale is not None:
             self._scale.load_state_dict(state)
         if self._spikes is not None:
@@ -391,8 +393,8 @@ class TrainStep:
                 self.model,
                 self._max_norm,
                 self._scale_value,
-                is_wrong=self._compute_skip_flag(),
-                limit=None if self._spikes is None else self._spikes.compute(),
+                has_invalid_grads=self._compute_skip_flag(),
+                skip_threshold=None if self._spikes is None else self._spikes.compute_limit(),
             )
         return self._norm
 
@@ -423,17 +425,17 @@ class TrainStep:
             for engine in self._engines:
                 engine.end_step()
             is_wrong = self._compute_skip_flag()
-            self._reruns.poll(skips=bool(self.optimizers) or self._norm is not None)
+            self._reruns.raise_visible_errors(skips=bool(self.optimizers) or self._norm is not None)
             for state in self._states:
                 state.check_step()
             if self.optimizers:
-                self._norm = step_clipped(
+                self._norm = clip_and_step(
                     self.model,
                     self._max_norm,
                     self.optimizers,
                     loss_scale=self._scale_value,
-                    is_wrong=is_wrong,
-                    limit=None if self._spikes is None else self._spikes.compute(),
+                    has_invalid_grads=is_wrong,
+                    skip_threshold=None if self._spikes is None else self._spikes.compute_limit(),
                 )
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
@@ -446,16 +448,16 @@ class TrainStep:
             loss_scale = None
             if self._scale is not None and norm is not None:
                 loss_scale = self._scale.value.clone()
-                self._scale.update(norm.overflowed)
+                self._scale.update_scale(norm.overflowed)
             if self._spikes is not None and norm is not None:
-                self._spikes.record(norm.total_on_device)
-        self._progress.restart()
+                self._spikes.record_norm(norm.total_on_device)
+        self._progress.start_next_step()
         if norm is not None and norm.is_read and not norm.finite:
             for arguments in self._arguments:  # the host has waited: it can name the reason
                 arguments.raise_pending_errors()
         lr = self.optimizers[0].param_groups[0]["lr"] if self.optimizers else None
         lr = lr.clone() if isinstance(lr, Tensor) else lr  # a scheduler changes it in place
-        all_metrics = merge_metrics(metrics)
+        all_metrics = merge_model_metrics(metrics)
         return StepResult(
             norm=norm, is_skipped=is_skipped, metrics=all_metrics, lr=lr, loss_scale=loss_scale
         )
@@ -466,7 +468,7 @@ class TrainStep:
         Call it on every rank when a loss is not finite, or after an exception in a forward. After
         an exception in a backward the next forward raises. No communication, no host sync.
         """
-        self._progress.check_closed("drop()")
+        self._progress.check_not_in_micro_batch("drop()")
         drop_step(self.model)
         self._norm = None
 
@@ -479,7 +481,7 @@ class TrainStep:
             ExchangeError: when an exchange failed or rows exceeded a capacity.
             ValueError: when ranks that share input rows received different rows.
         """
-        self._reruns.check()
+        self._reruns.check_capacities()
         for arguments in self._arguments:
             arguments.raise_pending_errors()
 
@@ -493,6 +495,6 @@ class TrainStep:
 
     def _compute_skip_flag(self) -> Tensor | None:
         """Return a 0-dim device bool: rows exceed a buffer or inputs differ; None = no check."""
-        values = self._reruns.is_short(), end_argument_comparison(self.model)
+        values = self._reruns.has_shortage(), end_argument_comparison(self.model)
         flags = [flag for flag in values if flag is not None]
         return torch.stack(flags).any() if flags else None

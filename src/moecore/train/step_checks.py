@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from moecore.base.rank_checks import check_equal, describe_optimizers, list_training_entries
 from moecore.parallel.fsdp.progress import Progress
 from moecore.parallel.model.parallel_state import get_moe_state, list_parallel_states
-from moecore.parallel.model.parameter_guards import refuse_earlier_optimizer, refuse_on_meta
+from moecore.parallel.model.parameter_guards import check_not_on_meta, check_optimizer_is_newer
 from moecore.parallel.model.request import Request
 from moecore.train.loss_scale import DynamicLossScale, check_loss_scale
 
@@ -33,9 +33,9 @@ def check_step_arguments(
         raise ValueError("optimizer ([]) must be one, several or None: leave it out")
     for module in models:
         if optimizers or loss_scale is not None:
-            refuse_on_meta(module, "optimizer" if optimizers else "loss scale")
+            check_not_on_meta(module, "optimizer" if optimizers else "loss scale")
         check_loss_scale(module, loss_scale)
-    refuse_earlier_optimizer(models[0] if len(models) == 1 else nn.ModuleList(models), optimizers)
+    check_optimizer_is_newer(models[0] if len(models) == 1 else nn.ModuleList(models), optimizers)
     return models, optimizers
 
 
@@ -54,13 +54,13 @@ def compare_ranks(
         check_equal(describe_optimizers(optimizers), meshes.device_type)
 
 
-def check_number_is_unchanged(progress: Progress, number: int) -> None:
-    """Raise ValueError if `number`, new for a step, is set after the step's first micro-batch."""
+def check_num_micro_batches_is_unchanged(progress: Progress, num_micro_batches: int) -> None:
+    """Raise ValueError if a new `num_micro_batches` is set after a step's first micro-batch."""
     progress.check_no_open_micro_batch("num_micro_batches")
     if progress.num_done:
         raise ValueError(
-            f"num_micro_batches ({number}) must be set between steps, because losses are "
-            f"divided by it: {progress.num_done} micro-batches of this step are done"
+            f"num_micro_batches ({num_micro_batches}) must be set between steps, because losses "
+            f"are divided by it: {progress.num_done} micro-batches of this step are done"
         )
 
 

@@ -46,7 +46,7 @@ class StepResult:
         return numbers | {name: float(x) for name, x in scalars.items() if x is not None}
 
 
-def merge_metrics(metrics: Sequence[MoEMetrics]) -> MoEMetrics:
+def merge_model_metrics(metrics: Sequence[MoEMetrics]) -> MoEMetrics:
     """Merge the metrics of several models; layer "a" of model 1 is "1.a". One model: unchanged."""
     if len(metrics) == 1:
         return metrics[0]

@@ -275,12 +275,12 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
 def copy_fails_on_one(root, rank, model, optimizer):
     """Rank 1 has no memory for its copies; nothing is left behind, and the next save is whole."""
     with Saver(root, model, optimizer) as saver:
-        reserve = saver._copies.reserve
+        reserve = saver._copies.reserve_like
         if rank == 1:
-            saver._copies.reserve = _no_memory  # type: ignore[method-assign]
+            saver._copies.reserve_like = _no_memory  # type: ignore[method-assign]
         assert error_of(saver.prepare) == "LocalError: no pinned memory (on rank 1)"
         message = error_of(lambda: saver.save(1, wait=False))
-        saver._copies.reserve = reserve  # type: ignore[method-assign]
+        saver._copies.reserve_like = reserve  # type: ignore[method-assign]
         dist.barrier()  # rank 0 removes the draft
         left = [path.name for path in root.iterdir() if path.name != ".lock"]
         saver.save(1, wait=False)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder
-from moecore.parallel.fsdp.size import rank_bytes
+from moecore.parallel.fsdp.size import compute_rank_bytes
 from moecore.parallel.model.clip import clip_grad_norm_
 from moecore.parallel.model.parallel_state import get_moe_state, get_parallel_state
 from moecore.train.rerun import drop_step
@@ -114,7 +114,7 @@ def train(layout: str, rank: int, *, once: bool) -> tuple[dict[str, Tensor], dic
         owner.finish() if owner else drop_step(model)
     plan = get_parallel_state(model).plan
     assert plan is not None
-    by = communication(model, events) | buffers(model) | {"planned": rank_bytes(plan)}
+    by = communication(model, events) | buffers(model) | {"planned": compute_rank_bytes(plan)}
     return gather_whole(found), by
 
 
@@ -144,8 +144,8 @@ def buffers(model: Decoder) -> dict[str, int]:
     sums = {unit.gradients.buffer for unit in of_units if unit.gradients.buffer is not None}
     device = torch.device("cpu")
     return {
-        "weights": sum(buffer.flat(device).nbytes for buffer in weights),
-        "sums": sum(buffer.flat(device).nbytes for buffer in sums),
+        "weights": sum(buffer.get_flat(device).nbytes for buffer in weights),
+        "sums": sum(buffer.get_flat(device).nbytes for buffer in sums),
     }
 
 

@@ -311,7 +311,9 @@ def test_bytes_are_those_of_inputs_and_gradients_of_outputs() -> None:
 def test_a_storage_counts_once() -> None:
     later, x = WeightGradients(), torch.zeros(6, 4)
     for dy in (torch.zeros(6, 2), torch.zeros(6, 3)):
-        later.store(later, WeightProduct.of(0, dy.shape, torch.mm, (Rows(x), (dy, None, "e4m3"))))
+        later.store_product(
+            later, WeightProduct.from_operands(0, dy.shape, torch.mm, (Rows(x), (dy, None, "e4m3")))
+        )
         x = x[:3]
     assert later.nbytes == 4 * 6 * (4 + 2 + 3)
 

@@ -100,8 +100,8 @@ def poisoned() -> Iterator[None]:
     def free_and_poison(unit: Unit) -> None:
         free(unit)
         if isinstance(unit._format, BlockFormat) and unit.buffer.holder is None:  # type: ignore[union-attr]
-            unit.buffer.flat(unit.device).fill_(0x7F)  # type: ignore[union-attr]
-            unit.buffer.mark.set()  # type: ignore[union-attr]
+            unit.buffer.get_flat(unit.device).fill_(0x7F)  # type: ignore[union-attr]
+            unit.buffer.last_use.record()  # type: ignore[union-attr]
 
     with patch.object(Unit, "reshard", free_and_poison):
         yield
@@ -151,7 +151,7 @@ def bits(parallel: ParallelConfig, recipe: Recipe) -> dict[str, Any]:
             rows = compute_global_indices(param)[0].to(param.device)
             get_local_tensor(param).mul_(2.0 ** (rows % 7).view(-1, *[1] * (param.ndim - 1)))
     for unit in fp8_units(model):
-        unit.refresh()
+        unit.refresh_sharded_params()
     wrong = differs(model, recipe.power_of_two)
     names = sorted(param.slot.param for unit in fp8_units(model) for param in unit.params)
     return {"wrong": wrong, "names": names}
@@ -234,7 +234,7 @@ def counted(model: Decoder) -> Iterator[dict[str, int]]:
     """Count the bytes that are sent: of experts in gathers, and in reductions."""
     experts = {u._transport for u in units(model) if u.options.name.endswith("experts")}
     sent = {"gathered": 0, "amax": 0}
-    gather, reduce = PackedTransport.gather, dist.all_reduce
+    gather, reduce = PackedTransport.all_gather, dist.all_reduce
 
     def gathered(transport: PackedTransport, regions: list[Tensor], *args: Any) -> Any:
         if transport in experts:
@@ -246,7 +246,7 @@ def counted(model: Decoder) -> Iterator[dict[str, int]]:
         return reduce(tensor, op, group, **how)
 
     with (
-        patch.object(PackedTransport, "gather", gathered),
+        patch.object(PackedTransport, "all_gather", gathered),
         patch.object(dist, "all_reduce", reduced),
     ):
         yield sent
@@ -287,7 +287,7 @@ def late_backwards(parallel: ParallelConfig) -> list[str | None]:
     model = make(parallel, FP8)
     errors: list[str | None] = []
     for unit in fp8_units(model):
-        unit.refresh()
+        unit.refresh_sharded_params()
         (param, *_), x = unit.params, torch.randn(4, unit.params[0].shape[-1])
         for is_late in (True, False) if len(param.shape) == 2 else ():
             unit.wait_for_unshard()

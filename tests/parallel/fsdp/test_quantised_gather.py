@@ -31,7 +31,7 @@ from moecore.models import Decoder
 from moecore.moe.amax_history import AmaxHistory
 from moecore.moe.low_rank import LowRank
 from moecore.parallel.fsdp.formats import MatrixFormat, QuantisedFormat
-from moecore.parallel.fsdp.size import rank_bytes
+from moecore.parallel.fsdp.size import compute_rank_bytes
 from moecore.parallel.fsdp.transport import PackedTransport
 from moecore.parallel.fsdp.unit import Unit
 from moecore.train import AdamW
@@ -102,7 +102,7 @@ def trained(rank: int, case: str, fsdp: FSDPOptions) -> tuple[dict[str, Tensor],
     quantised = [unit for unit in units(model) if isinstance(unit._format, QuantisedFormat)]
     assert bool(quantised) == fsdp.fp8_param_gather
     experts = {unit._transport for unit in units(model) if unit.options.name.endswith("experts")}
-    num_bytes, gather = 0, PackedTransport.gather
+    num_bytes, gather = 0, PackedTransport.all_gather
 
     def counted(transport: PackedTransport, regions: list[Tensor], *args: Any) -> Any:
         nonlocal num_bytes
@@ -116,7 +116,7 @@ def trained(rank: int, case: str, fsdp: FSDPOptions) -> tuple[dict[str, Tensor],
         for micro in range(micro_batches):
             seed = 100 * step + 10 * micro + rank // parallel.tp
             tokens = torch.randint(0, 60, (1, 17), generator=torch.Generator().manual_seed(seed))
-            with owner.micro_batch(), patch.object(PackedTransport, "gather", counted):
+            with owner.micro_batch(), patch.object(PackedTransport, "all_gather", counted):
                 loss = model(tokens[:, :-1], tokens[:, 1:])
                 loss.backward()
             found[f"loss {step} {micro}"] = loss.detach()
@@ -133,8 +133,8 @@ def free_and_poison(unit: Unit) -> None:
     FREE(unit)
     buffer = unit.buffer if isinstance(unit._format, QuantisedFormat) else None
     if buffer is not None and buffer.holder is None:
-        buffer.flat(unit.device).fill_(0x7F)
-        buffer.mark.set()
+        buffer.get_flat(unit.device).fill_(0x7F)
+        buffer.last_use.record()
 
 
 FREE = Unit.reshard
@@ -176,7 +176,7 @@ def test_bytes(name: str, size: float) -> None:
     for fsdp in (bf16, replace(bf16, fp8_param_gather=True)):
         model = Decoder(config, device="meta")
         plan = planned(4, ParallelConfig(), model, fsdp=fsdp, precision=name)
-        roles = rank_bytes(plan).roles
+        roles = compute_rank_bytes(plan).roles
         assert ("in NVFP4" in explain(plan)) == (fsdp.fp8_param_gather and name == "nvfp4")
         found.append(next(role.unsharded for role in roles if role.role == "experts"))
     assert found[1] / found[0] == size / 2

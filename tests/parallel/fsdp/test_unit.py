@@ -349,7 +349,7 @@ def freed_is_nan() -> Iterator[None]:
         free(unit)
         if was_held and unit.buffer is not None:
             with torch.no_grad():
-                flat = unit.buffer.flat(unit.device)
+                flat = unit.buffer.get_flat(unit.device)
                 flat.fill_(torch.nan if flat.is_floating_point() else 0x7F)  # nan in e4m3
 
     with patch.object(Unit, "reshard", free_and_fill):

@@ -60,15 +60,14 @@ def recorded(model: nn.Module) -> Iterator[list[str]]:
         register(unit, unsharded=unsharded)
 
     with ExitStack() as stack:
-        for verb in ("gather", "reduce"):
-            stack.enter_context(patch.object(PackedTransport, verb, _counted(verb, names, events)))
+        for verb, method in (("gather", "all_gather"), ("reduce", "reduce_scatter")):
+            counted = _counted(verb, getattr(PackedTransport, method), names, events)
+            stack.enter_context(patch.object(PackedTransport, method, counted))
         stack.enter_context(patch.object(Unit, "register_params", use))
         yield events
 
 
-def _counted(verb: str, names: dict[Any, str], events: list[str]) -> Any:
-    plain = getattr(PackedTransport, verb)
-
+def _counted(verb: str, plain: Any, names: dict[Any, str], events: list[str]) -> Any:
     def call(transport: PackedTransport, *args: Any) -> Any:
         if transport in names:
             events.append(f"{verb} {names[transport]}")

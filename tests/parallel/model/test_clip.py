@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moecore import MoEConfig, MoELayer, ParallelConfig, TrainStep, build_meshes, clip_grad_norm_
 from moecore import parallelize_moe as parallelize
 from moecore.base.rank_checks import gather_objects
-from moecore.parallel.model.clip import GradientNorm, step_clipped
+from moecore.parallel.model.clip import GradientNorm, clip_and_step
 from moecore.parallel.model.parallel_state import get_moe_state
 from tests.helpers.grids import asked_for, grid
 from tests.helpers.ranks import run_ranks
@@ -191,7 +191,7 @@ def test_fused_optimizers_clip_in_their_steps(max_norm: float, split: int) -> No
         limit = max_norm * 2**step
         if step < 2:
             total = clip_grad_norm_(host, limit).total
-            norm = step_clipped(device, limit, fused)
+            norm = clip_and_step(device, limit, fused)
             assert norm.total == pytest.approx(total, rel=1e-5)
         for optimizer in optimizers[: None if step == 2 else 1]:  # without clipping at last
             optimizer.step()
@@ -209,9 +209,9 @@ def test_an_optimizer_of_a_part_is_refused() -> None:
         param.grad = torch.ones_like(param)
     part = torch.optim.AdamW([p for n, p in model.named_parameters() if n != name], fused=True)
     with pytest.raises(ValueError, match=rf"must hold {name} and all other .* \(1 are missing\)"):
-        step_clipped(model, 0.1, [part])
+        clip_and_step(model, 0.1, [part])
     model.get_parameter(name).grad = None
-    step_clipped(model, 0.1, [part])
+    clip_and_step(model, 0.1, [part])
 
 
 def test_a_norm_is_a_number() -> None:

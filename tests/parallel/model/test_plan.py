@@ -28,7 +28,7 @@ from moecore import (
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, num_params, preset
 from moecore.parallel.fsdp.plan import DATA_AXES, ParamPlan, UnitPlan, make_flat_layouts
-from moecore.parallel.fsdp.size import rank_bytes
+from moecore.parallel.fsdp.size import compute_rank_bytes
 from tests.parallel.small_decoder import small_decoder
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
@@ -109,9 +109,9 @@ def test_ranks_hold_every_byte_once_for_each_copy(parallel: ParallelConfig) -> N
         copies = 12 // math.prod(a.size for a in param.placements if a.dim is not None)
         for kind in want:
             want[kind] += copies * 4 * param.numel
-    ranks = [rank_bytes(plan, rank) for rank in range(12)]
+    ranks = [compute_rank_bytes(plan, rank) for rank in range(12)]
     assert want == {kind: sum(getattr(rank, kind) for rank in ranks) for kind in want}
-    assert max(rank.parameters for rank in ranks) == rank_bytes(plan).parameters
+    assert max(rank.parameters for rank in ranks) == compute_rank_bytes(plan).parameters
 
 
 def test_units_take_turns_in_buffers() -> None:
@@ -121,7 +121,7 @@ def test_units_take_turns_in_buffers() -> None:
     whole = {unit.name: sum(la.unsharded_numel for la in unit.layouts) for unit in plan.units}
     stay = whole[""] + whole["lm_head"]
     block = whole["model.layers.1"] + whole["model.layers.1.mlp.experts"]
-    size = rank_bytes(plan)
+    size = compute_rank_bytes(plan)
     assert size.weights == 4 * whole["model.layers.0.mlp.router"] + 2 * (stay + 2 * block)
     assert size.sums == 4 * 2 * block
     assert size.accumulated == 4 * (stay + whole["model.layers.0.mlp.router"])
@@ -186,14 +186,14 @@ def test_the_example_of_the_layout() -> None:
         )
         for name, shape in (("a", (600, 2)), ("b", (3,)), ("c", (4,)))
     )
-    layout, other = make_flat_layouts([a, c, b], ranks=4)
+    layout, other = make_flat_layouts([a, c, b], num_ranks=4)
     assert [slot.rows for slot in layout.slots] == [150, 1]
     assert [slot.shard_numel for slot in layout.slots] == [300, 1]
     assert [slot.shard_offset for slot in layout.slots] == [0, 384]
     assert [slot.unsharded_offset for slot in layout.slots] == [0, 1536]
     assert (layout.shard_numel, layout.unsharded_numel) == (512, 2048)
     assert (other.dtype, [slot.param for slot in other.slots]) == ("bfloat16", ["c"])
-    found = make_flat_layouts([a, c, b], ranks=4, gather_dtype="bfloat16", fp32={"b"})
+    found = make_flat_layouts([a, c, b], num_ranks=4, gather_dtype="bfloat16", fp32_names={"b"})
     gathered = {slot.param: layout.gathers for layout in found for slot in layout.slots}
     assert gathered == {"a": "bfloat16", "b": "float32", "c": "bfloat16"}
 
@@ -252,7 +252,7 @@ def test_a_plan_has_no_batch() -> None:
     with pytest.raises(ValueError, match=r"name \('no such'\) must be a parameter's"):
         plan.param("no such")
     with pytest.raises(ValueError, match=r"rank \(1\) must be >= 0 and < the plan's world size"):
-        rank_bytes(plan, 1)
+        compute_rank_bytes(plan, 1)
     assert plan.param("model.norm.weight").kind == "norms"
 
 

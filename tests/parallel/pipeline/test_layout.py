@@ -100,9 +100,9 @@ def test_even_layouts() -> None:
     assert even_layout(2, num_stages=4).text == "Et|t||L"
     assert even_layout(1, num_stages=1).text == "EtL"
     shared = frozenset({2, 3, 4, 6, 7, 8, 10, 11})  # borders 6, 8 -> 5, 9; 4 and 5 -> 5
-    assert even_layout(12, num_stages=2, bound=shared).text == "Et*5|t*7L"
-    assert even_layout(12, num_stages=3, bound=shared).text == "Et*5|t*4|t*3L"
-    assert even_layout(4, num_stages=2, bound=frozenset({1, 2, 3})).text == "E|t*4L"
+    assert even_layout(12, num_stages=2, bound_layers=shared).text == "Et*5|t*7L"
+    assert even_layout(12, num_stages=3, bound_layers=shared).text == "Et*5|t*4|t*3L"
+    assert even_layout(4, num_stages=2, bound_layers=frozenset({1, 2, 3})).text == "E|t*4L"
     with pytest.raises(ValueError, match=r"^num_layers \(100000\) must be a whole number >= 1 and"):
         even_layout(100000, num_stages=2)
 

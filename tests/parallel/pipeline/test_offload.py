@@ -96,7 +96,7 @@ class Watch:
         forward, backward, free = (
             _ScheduleRun._run_forward,
             _ScheduleRun._run_backward,
-            offload.free,
+            offload.free_last_block,
         )
 
         def run_forward(run: _ScheduleRun, action: Action) -> Tensor | None:
@@ -104,7 +104,7 @@ class Watch:
             result = forward(run, action)
             self.out[action.stage] += offload.out_bytes - before[0]
             self.kept[action.stage] += offload.candidate_bytes - before[1]
-            self.whole[action.stage] += run._forward_chunk.offloads_last
+            self.whole[action.stage] += run._forward_chunk.offloads_last_block
             hidden = run._forwards[action.stage, action.micro_batch].hidden
             if hidden is not None:
                 held = StorageWeakRef(hidden.untyped_storage()).cdata
@@ -114,13 +114,13 @@ class Watch:
 
         def run_backward(run: _ScheduleRun, action: Action) -> Tensor | None:
             chunk = run._forwards[action.stage, action.micro_batch].chunk
-            if chunk.offloads_last:
+            if chunk.offloads_last_block:
                 self.misplaced += sum(c.size for c in copies(chunk) if c.data is None)
             return backward(run, action)
 
         def run_free(chunk: OffloadChunk) -> None:
             free(chunk)
-            if chunk.offloads_last:
+            if chunk.offloads_last_block:
                 self.freed += 1
                 gone = [c for c in copies(chunk) if c.piece is not None]
                 self.misplaced += sum(c.size for c in gone if c.data is not None)
@@ -128,7 +128,7 @@ class Watch:
         with (
             patch.object(_ScheduleRun, "_run_forward", run_forward),
             patch.object(_ScheduleRun, "_run_backward", run_backward),
-            patch.object(offload, "free", run_free),
+            patch.object(offload, "free_last_block", run_free),
         ):
             yield
 

@@ -19,7 +19,7 @@ from moecore.parallel.pipeline.timeline import (
     Timeline,
     draw,
     list_boxes,
-    name_item,
+    make_trace_name,
     simulate,
 )
 
@@ -85,7 +85,7 @@ def test_a_profile_is_a_timeline(tmp_path: Path) -> None:
     order = [Action("F", 0, 0), beside, Action("D", 0, 1), Action("W", 0, 1)]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for item in order:
-            with annotate_range(name_item(item)):
+            with annotate_range(make_trace_name(item)):
                 torch.ones(300, 300) @ torch.ones(300, 300)
     profile.export_chrome_trace(str(tmp_path / "0.json"))
     (spans,) = Timeline.from_traces([tmp_path / "0.json"]).spans

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from moecore.parallel.model.parallel_state import get_moe_state, get_progress
 from moecore.train.graphs import forward_backward
 from moecore.train.graphs import graphed_part as module
-from moecore.train.graphs.graphed_part import make_form
+from moecore.train.graphs.graphed_part import flatten_tensors
 
 
 class FakeRecorder:
@@ -97,14 +97,16 @@ def swapped(places: Any) -> Iterator[None]:
 def fake_graphs() -> Iterator[FakeRecorder]:
     """Within, parts are graphs on CPUs too."""
     fake = FakeRecorder()
-    fakes = dict(_record=fake.record, _alias_params=fake.aliases, _can_use_graph=lambda x: True)
+    fakes = dict(
+        _capture_graph=fake.record, _alias_params=fake.aliases, _can_use_graph=lambda x: True
+    )
     with patch.multiple(module, **fakes):
         yield fake
 
 
 def tensors_of(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    make_form(value, found)
+    flatten_tensors(value, found)
     return found
 
 
@@ -158,7 +160,7 @@ def fake_capture_graph(
 def fake_steps() -> Iterator[None]:
     """Within, a step is a graph on CPUs too."""
     cpu = torch.device("cpu")
-    fakes = dict(_get_gpu=lambda model: cpu, _capture_graph=fake_capture_graph)
+    fakes = dict(_get_gpu_device=lambda model: cpu, _capture_graph=fake_capture_graph)
     fakes |= dict(_call_without_syncs=lambda function, inputs: function(*inputs))
     with (
         patch.multiple(forward_backward, **fakes),

@@ -103,7 +103,7 @@ def error_after(change: str, x: Tensor) -> str:
     step()
     model.load_state_dict(model.state_dict())
     CHANGES.get(change, nn.Module.train)(model)
-    return error_of(lambda: facts.check(model, get_moe_state(model)))
+    return error_of(lambda: facts.check_unchanged(model, get_moe_state(model)))
 
 
 def make_forward_backward(fails: str = "") -> Any:

@@ -22,8 +22,8 @@ from moecore.train.graphs.graphed_part import (
     WARM_UP,
     GraphedPart,
     GraphMemory,
-    fill_form,
-    make_form,
+    flatten_tensors,
+    unflatten_tensors,
 )
 from tests.train.graphs.graph_fakes import FakeRecorder, fake_graphs
 
@@ -236,7 +236,7 @@ def test_a_capture_that_fails_says_where(
 
     model = graphed()
     warm(model, x_of(0))
-    monkeypatch.setattr(module, "_record", fail)
+    monkeypatch.setattr(module, "_capture_graph", fail)
     with pytest.raises(RuntimeError, match=r"two could not be captured.*\(operation not permitted"):
         model(x_of(1))
     assert type(model.linear.weight) is nn.Parameter
@@ -246,10 +246,10 @@ def test_forms_are_equal_but_for_tensors() -> None:
     a, b = torch.ones(2), torch.zeros(3)
     value = ((a, 1), {"x": [b, None]}, MicroBatch(num_sequences=2, padding_mask_T=a))
     tensors: list[Tensor] = []
-    form = make_form(value, tensors)
+    form = flatten_tensors(value, tensors)
     assert [x is y for x, y in zip(tensors, (a, b, a), strict=True)] == [True] * 3
     again: list[Tensor] = []
-    assert form == make_form(fill_form(form, [b, a, b]), again)
+    assert form == flatten_tensors(unflatten_tensors(form, [b, a, b]), again)
     assert [x is y for x, y in zip(again, (b, a, b), strict=True)] == [True] * 3
     for other in (
         ((a, 2), *value[1:]),
@@ -257,4 +257,4 @@ def test_forms_are_equal_but_for_tensors() -> None:
         ((a, 1), value[1], MicroBatch(num_sequences=2)),
         ([a, 1], *value[1:]),
     ):
-        assert form != make_form(other, [])
+        assert form != flatten_tensors(other, [])

@@ -94,17 +94,17 @@ def in_chunks(model: Plain, offload: Offload, batches: Sequence[tuple[Tensor, Te
     waiting: deque[tuple[Tensor, Any]] = deque()
     left = None
     for batch in batches:
-        with offload.chunk(offloads_last=True) as chunk:
+        with offload.offload_forward(offloads_last_block=True) as chunk:
             waiting.append((model(*batch), chunk))
         if left is not None:
-            offload.free(left)
+            offload.free_last_block(left)
         left = chunk
-    offload.free(left)
-    offload.bring_back(waiting[0][1])
+    offload.free_last_block(left)
+    offload.start_copy_back(waiting[0][1])
     while waiting:
         loss, _ = waiting.popleft()
         if waiting:
-            offload.bring_back(waiting[0][1])
+            offload.start_copy_back(waiting[0][1])
         loss.backward()
 
 
@@ -183,7 +183,7 @@ class LateCopies(CopyStream):
         super().__init__(device)
         self.on_device, self.queue = on_device, list[Callable[[], None]]()
 
-    def start(self, jobs: Iterable[Any], *after: Any) -> Any:
+    def start_copies(self, jobs: Iterable[Any], *after: Any) -> Any:
         for job in jobs:
             device = getattr(job, self.on_device)
             if self.on_device == "target":
@@ -225,7 +225,7 @@ def _start(job: Any, on_device: str, refs: list[Any], is_one: bool, after: tuple
     assert is_whole, f"the {on_device} of a copy was freed before it ran"
     for mark in after:
         mark.make_stream_wait(None)
-    job._replace(**{on_device: device[0] if is_one else device}).start(
+    job._replace(**{on_device: device[0] if is_one else device}).launch_on(
         CopyStream(torch.device("cpu"))
     )
 

@@ -22,7 +22,7 @@ from moecore.models import Decoder, preset
 from moecore.models.block import Block
 from moecore.precision.apply import apply_precision
 from moecore.train.graphs.regions import compile_blocks, find_compiled_modules
-from moecore.train.memory.apply import apply_memory
+from moecore.train.memory.apply import apply_memory_options
 from moecore.train.memory.compiled import make_inductor_options
 from tests.helpers.grids import beside
 from tests.train.memory.blocks import NoisyBlock
@@ -78,7 +78,7 @@ def keep_less(model: Decoder, parts: Any, *, compile: bool) -> Decoder:
         torch._dynamo.utils.counters.clear()
         compile_blocks(blocks, backend=backend(make_inductor_options(blocks, memory)))
         compiled = {module for block in blocks for module in find_compiled_modules(block)}
-    apply_memory(blocks, memory, CPU, compiled=compiled)
+    apply_memory_options(blocks, memory, CPU, compiled_modules=compiled)
     return model
 
 

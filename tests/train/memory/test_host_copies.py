@@ -37,7 +37,7 @@ def test_copies_are_equal_and_apart(slab: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(host, "SLAB_BYTES", slab)
     tensors, copies = some_tensors(), HostCopies()
     want = {name: tensor.clone() for name, tensor in tensors.items()}
-    found = copies.fill(tensors)
+    found = copies.copy_tensors(tensors)
     for tensor in tensors.values():
         tensor.zero_()
     assert found.keys() == want.keys()
@@ -54,14 +54,14 @@ def test_memory_is_made_once_and_in_large_pieces(monkeypatch: pytest.MonkeyPatch
     tensors = {f"large{i}": torch.ones(25_000) for i in range(8)}
     tensors |= {f"small{i}": torch.ones(16) for i in range(40)}
     copies = HostCopies()
-    copies.reserve(tensors)
+    copies.reserve_like(tensors)
     first = places(copies)
     slabs = [slab.memory.numel() for slab in copies._slabs["cpu"].slabs]
     assert slabs == [2**19, 2**19]
-    copies.fill(tensors)
-    copies.fill(dict(list(tensors.items())[3:]))
+    copies.copy_tensors(tensors)
+    copies.copy_tensors(dict(list(tensors.items())[3:]))
     assert places(copies) == first
-    copies.fill(tensors | {"later": torch.ones(5)})  # such as an optimizer's first state
+    copies.copy_tensors(tensors | {"later": torch.ones(5)})  # such as an optimizer's first state
     assert {n: p for n, p in places(copies).items() if n != "later"} == first
     assert [slab.memory.numel() for slab in copies._slabs["cpu"].slabs] == slabs
 
@@ -70,8 +70,8 @@ def test_a_tensor_that_changes_its_shape_costs_no_more_slabs() -> None:
     copies = HostCopies()
     for length in (5, 6, 7, 8, 3000):
         tensor = torch.arange(length)
-        assert torch.equal(copies.fill({"position": tensor})["position"], tensor)
-    assert copies.fill({"position": torch.ones(2)})["position"].dtype == torch.float32
+        assert torch.equal(copies.copy_tensors({"position": tensor})["position"], tensor)
+    assert copies.copy_tensors({"position": torch.ones(2)})["position"].dtype == torch.float32
     assert sum(slab.memory.numel() for slab in copies._slabs["cpu"].slabs) == 64
 
 
@@ -79,7 +79,7 @@ def test_a_tensor_larger_than_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "SLAB_BYTES", 128)
     tensors = {"small": torch.ones(8), "huge": torch.rand(1000)}
     copies = HostCopies()
-    assert torch.equal(copies.fill(tensors)["huge"], tensors["huge"])
+    assert torch.equal(copies.copy_tensors(tensors)["huge"], tensors["huge"])
     assert [slab.memory.numel() for slab in copies._slabs["cpu"].slabs] == [
         4096
     ]  # and small in its end

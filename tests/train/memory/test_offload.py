@@ -30,7 +30,7 @@ from moecore.moe.experts import Experts
 from moecore.moe.param_reader import ParamReader
 from moecore.moe.records import ExpertInput
 from moecore.train.memory import storages
-from moecore.train.memory.apply import apply_memory
+from moecore.train.memory.apply import apply_memory_options
 from moecore.train.memory.offload import Offload
 from tests.train.memory.blocks import (
     LateStreams,
@@ -220,7 +220,7 @@ def test_a_chunk_that_fails_leaves_nothing() -> None:
     model = Plain(2)
     want = gradients(model, one)
     offload = offloaded(model)
-    with pytest.raises(ZeroDivisionError), offload.chunk(offloads_last=True):
+    with pytest.raises(ZeroDivisionError), offload.offload_forward(offloads_last_block=True):
         loss = model(*batch(0)) / (1 // 0)
         loss.backward()
     assert offload.out_bytes > 0 == offload.used_host_bytes and not offload._pending_free
@@ -267,9 +267,9 @@ def test_a_host_without_memory_is_an_error_of_one_line() -> None:
 def layers_of(offload: Offload, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return what a layer that is not the last makes of x, offloaded and freed."""
     module = nn.Module()
-    with offload.layer(0, 3), offload.part("part", module):
+    with offload.offload_layer(0, 3), offload.offload_part("part", module):
         y = function(x)
-    with offload.layer(1, 3), offload.part("part", module):
+    with offload.offload_layer(1, 3), offload.offload_part("part", module):
         return y * 1.0
 
 
@@ -319,7 +319,7 @@ def test_what_is_held_by_others_is_offloaded_once() -> None:
     for _ in range(2):
         x = torch.randn(4, 4, requires_grad=True)
         for index in range(4):
-            with offload.layer(index, 4), offload.part("part", linear):
+            with offload.offload_layer(index, 4), offload.offload_part("part", linear):
                 x = linear(x) * table * linear.scale
         x.sum().backward()
         out.append(offload.out_bytes)
@@ -404,9 +404,9 @@ def test_experts_with_room_for_more_rows_keep_those_in_use() -> None:
         if offload is None:
             y_RD = experts(inp).y_RD
         else:
-            with offload.layer(0, 3), offload.part("experts", experts):
+            with offload.offload_layer(0, 3), offload.offload_part("experts", experts):
                 y_RD = experts(inp).y_RD
-            with offload.layer(1, 3), offload.part("experts", experts):
+            with offload.offload_layer(1, 3), offload.offload_part("experts", experts):
                 pass
             (h,) = [c for c in offload._copies.values() if c.used_rows is not None]
             assert h.data is None and h.size == 4 * R * 2 * F
@@ -555,6 +555,6 @@ def test_bad_options_are_errors_of_one_line(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as found:
         if isinstance(options, tuple):
             options = MemoryOptions(offload=("norm",), offload_fraction=options)
-            apply_memory(make("plain").layers, options, CPU)
+            apply_memory_options(make("plain").layers, options, CPU)
         Offload(CPU, **options)
     assert "\n" not in str(found.value)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore.train.memory.streams import CopyMark, CopyStream
+from moecore.train.memory.streams import CopyEvent, CopyStream
 from tests.train.memory.blocks import Plain, in_chunks, offloaded, part_of, part_or_block
 
 pytestmark = pytest.mark.gpu
@@ -62,16 +62,16 @@ def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 @contextmanager
 def late(which: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within, copies out, copies back, or the compute before each of them start late."""
-    start = CopyStream.start
+    start = CopyStream.start_copies
 
-    def start_late(self: CopyStream, *args: Any) -> CopyMark:
+    def start_late(self: CopyStream, *args: Any) -> CopyEvent:
         if which == ("out" if self.name == "copy to host" else "back"):
-            with torch.cuda.stream(self.next):
+            with torch.cuda.stream(self.next_stream):
                 torch.cuda._sleep(PAUSE)
         return start(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CopyStream, "start", start_late)
+        patch.setattr(CopyStream, "start_copies", start_late)
         yield
 
 

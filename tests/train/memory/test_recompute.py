@@ -21,8 +21,8 @@ from moecore.base.options.memory import GEMM_LAST, OFFLOADED, RECOMPUTED, Memory
 from moecore.base.regions import recompute_products
 from moecore.base.saved_tensors import Handle, use_packer
 from moecore.models import Decoder, preset
-from moecore.train.memory.apply import apply_memory
-from moecore.train.memory.recompute import recompute, share_outputs
+from moecore.train.memory.apply import apply_memory_options
+from moecore.train.memory.recompute import recompute, share_region_outputs
 
 CPU = torch.device("cpu")
 PRESETS = ("tiny", "tiny-qwen3", "tiny-qwen3-next", "tiny-nemotron-h", "tiny-shared")
@@ -44,7 +44,7 @@ def build(name: str, parts: Any = ()) -> Decoder:
     model = Decoder(preset(name))
     for layer in (m for m in model.modules() if hasattr(m, "recompute_fc1")):
         layer.recompute_fc1 = "expert_fc1" in parts
-    apply_memory([*model.layers, *model.mtp], MemoryOptions(recompute=parts), CPU)
+    apply_memory_options([*model.layers, *model.mtp], MemoryOptions(recompute=parts), CPU)
     return model
 
 
@@ -143,7 +143,7 @@ def test_values_are_freed_as_backward_uses_them_and_found_again() -> None:
 
     kept = linear(part(x))
     assert alive.pop()() is not None and kept.requires_grad
-    with share_outputs():
+    with share_region_outputs():
         y = linear(recompute("norm", part, (x,))).square() + linear(norm(x)).square()
     assert len(alive) == 1 and alive[0]() is None
     y.sum().backward(retain_graph=True)
@@ -179,7 +179,7 @@ def test_a_product_that_is_freed_while_the_function_runs(monkeypatch: pytest.Mon
         return (x @ w @ w @ w).sigmoid().tanh()  # the first two products are free by then
 
     def gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
-        with use_packer(Elsewhere), share_outputs():
+        with use_packer(Elsewhere), share_region_outputs():
             y = run(torch.ones(4, 8).requires_grad_())
         return torch.autograd.grad(y.sum(), w)[0]
 
@@ -289,7 +289,7 @@ def test_random_numbers_are_those_of_forward(
     for function in (lambda x: part(x) * 1.0, in_region):
         torch.manual_seed(1)
         OWN.manual_seed(1)
-        with share_outputs():
+        with share_region_outputs():
             ys = [function(x) for _ in range(2)]  # two forwards in flight
         for y in ys:
             torch.rand(1)
@@ -311,7 +311,7 @@ def test_attention_dropout_of_a_stock_model(parts: Any) -> None:
     model = transformers.Qwen3MoeForCausalLM(config).train()
     found = []
     for wanted in ((), parts):
-        apply_memory(model.model.layers, MemoryOptions(recompute=wanted), CPU)
+        apply_memory_options(model.model.layers, MemoryOptions(recompute=wanted), CPU)
         torch.manual_seed(1)
         for i in range(2):
             model(input_ids=tokens(i, 12), labels=tokens(i, 12)).loss.backward()
@@ -337,7 +337,7 @@ def test_offload_of_every_part_beside_what_is_computed_again(name: str) -> None:
     plain(tokens(0), tokens(1)).backward()
     model = Decoder(preset(name))
     options = MemoryOptions(recompute="gemm_last", offload=OFFLOADED)
-    offload = apply_memory(model.layers, options, CPU)
+    offload = apply_memory_options(model.layers, options, CPU)
     assert offload is not None
     offload.min_bytes = 1
     model(tokens(0), tokens(1)).backward()
@@ -347,7 +347,7 @@ def test_offload_of_every_part_beside_what_is_computed_again(name: str) -> None:
 
 
 def run(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    with share_outputs():
+    with share_region_outputs():
         return recompute("part", function, (x,)) * 1.0
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from moecore.base.options.memory import MemoryOptions, Recomputed
 from moecore.models import Decoder, preset
-from moecore.train.memory.apply import apply_memory
+from moecore.train.memory.apply import apply_memory_options
 from moecore.train.memory.compiled import make_inductor_options
-from moecore.train.memory.recompute import recompute, share_outputs
+from moecore.train.memory.recompute import recompute, share_region_outputs
 from tests.train.memory.blocks import NoisyBlock
 
 pytestmark = [
@@ -39,7 +39,7 @@ def deterministic() -> Iterator[None]:
 
 def gradients(name: str, parts: tuple[Recomputed, ...]) -> dict[str, Tensor]:
     model = Decoder(preset(name), device=DEVICE, dtype=torch.bfloat16)
-    apply_memory([*model.layers, *model.mtp], MemoryOptions(recompute=parts), DEVICE)
+    apply_memory_options([*model.layers, *model.mtp], MemoryOptions(recompute=parts), DEVICE)
     g = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 100, (2, 128), generator=g).to(DEVICE)
     for _ in range(2):
@@ -65,7 +65,7 @@ def noisy(parts: tuple[Recomputed, ...]) -> nn.Module:
     block.attention.get_parameter("k_proj.bias").requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        apply_memory([block], MemoryOptions(recompute=parts), DEVICE)
+        apply_memory_options([block], MemoryOptions(recompute=parts), DEVICE)
     return block
 
 
@@ -133,7 +133,7 @@ def test_a_backward_that_is_a_graph_of_its_own_draws_nothing() -> None:
     forward, backward, stream = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
 
     def run() -> Tensor:
-        with share_outputs():
+        with share_region_outputs():
             return recompute("part", lambda x: F.dropout(x.exp(), 0.5).sin(), (x,)) @ weight
 
     run().sum().backward()

@@ -27,7 +27,7 @@ from moecore.models import Decoder, SparseKeysConfig, preset
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
 from moecore.parallel.fsdp.units import find_blocks
-from moecore.train.memory.apply import apply_memory
+from moecore.train.memory.apply import apply_memory_options
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.helpers.grids import beside
@@ -104,7 +104,7 @@ def counted(model: nn.Module, options: MemoryOptions) -> int:
     for module in model.modules():
         if isinstance(module, Experts):
             module.recompute_fc1 = "expert_fc1" in options.parts
-    apply_memory(find_blocks(model), options, torch.device("cpu"))
+    apply_memory_options(find_blocks(model), options, torch.device("cpu"))
     saved = Saved(model)
     with use_packer(saved):
         out = run(model)
@@ -135,7 +135,7 @@ def test_offload_moves_bytes_to_the_host(name: str, parts: tuple[Any, ...]) -> N
         model = build(name)
         whole, _ = predicted(model, MemoryOptions(recompute="gemm_last"))
         here, host = predicted(model, options)
-        offload = apply_memory(find_blocks(model), options, torch.device("cpu"))
+        offload = apply_memory_options(find_blocks(model), options, torch.device("cpu"))
     assert offload is not None
     loss = run(model)
     assert 0 < host == offload.out_bytes and here + host == whole
@@ -188,7 +188,7 @@ def test_a_forward_in_the_place_of_a_class_s_counts_though_it_is_wrapped() -> No
     of_class, _ = predicted(model, options)
     use_causal_attention(model)
     kept = predicted(model, options)
-    apply_memory(find_blocks(model), options, torch.device("cpu"))
+    apply_memory_options(find_blocks(model), options, torch.device("cpu"))
     assert kept[0] != of_class and predicted(model, options) == kept
 
 
@@ -226,7 +226,9 @@ def test_a_gpu_keeps_what_was_predicted() -> None:
             lambda copy, tokens=tokens: copy.model(tokens),
             options=MemoryOptions(recompute=OPTIONS[row["variant"]]),
             device_type="cuda",
-            dtype_of=lambda p, routers=routers: p.dtype if p in routers else torch.bfloat16,
+            get_compute_dtype=lambda p, routers=routers: (
+                p.dtype if p in routers else torch.bfloat16
+            ),
         )
         per_token = sum(one.num_bytes for one in kept.blocks) / tokens.numel()
         per_layer = (per_token + 4 * config.dim + 4) / config.num_layers

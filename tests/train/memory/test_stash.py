@@ -39,7 +39,7 @@ from moecore.parallel.model.parallel_state import get_capacity
 from moecore.train.memory import stash as stash_module
 from moecore.train.memory import storages
 from moecore.train.memory import streams as streams_module
-from moecore.train.memory.apply import apply_memory, apply_stash
+from moecore.train.memory.apply import apply_memory_options, apply_stash
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.stash import Stash
 from moecore.train.memory.streams import CopyStream
@@ -331,7 +331,7 @@ def test_a_layer_takes_three_launches_and_four_events(
     here = CountedStream(counts)
     monkeypatch.setattr(streams_module, "get_current_stream", lambda device: here)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(CopyStream, "as_current", lambda self: nullcontext())
+    monkeypatch.setattr(CopyStream, "use_next_stream", lambda self: nullcontext())
     for copies in (streams.out, streams.back):
         copies._turns = [CountedStream(counts)]  # type: ignore[list-item]
     want = gradients(model, one)
@@ -459,7 +459,9 @@ def test_it_is_not_used_where_shapes_are_exact() -> None:
     model, options = Tower(2), MemoryOptions(stash=StashOptions())
     with pytest.warns(UserWarning, match="MemoryOptions.stash is not used: no MoE layer"):
         found = apply_stash(model.layers, options, torch.device("cpu"))
-    assert found is None and apply_memory(model.layers, options, torch.device("cpu")) is None
+    assert (
+        found is None and apply_memory_options(model.layers, options, torch.device("cpu")) is None
+    )
 
 
 def test_experts_that_keep_other_rows_have_none_in_pages(group: None) -> None:

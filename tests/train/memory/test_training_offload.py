@@ -51,7 +51,7 @@ class Run:
 
     def memory(self) -> list[torch.UntypedStorage]:
         units = vars(self.model)["_moecore_parallel_state"].engine.units
-        flats = (buffer._flat for unit in units for buffer in unit.buffers())
+        flats = (buffer._flat for unit in units for buffer in unit.list_buffers())
         sizes = (flat.untyped_storage().nbytes() for flat in flats if flat is not None)
         self.buffer_bytes = sum(sizes)
         return [x.untyped_storage() for x in self.tensors()]

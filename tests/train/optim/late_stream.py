@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.train.memory.streams import CopyStream, Job
+from moecore.train.memory.streams import CopyJob, CopyStream
 from moecore.train.optim import host_step, state_offload
 
 
@@ -48,17 +48,17 @@ class LateStream(CopyStream):
         """Copy later."""
         self.copies.append((target, source))
 
-    def start(self, jobs: Iterable[Job], *after: LateMark) -> LateMark:  # type: ignore[override]
+    def start_copies(self, jobs: Iterable[CopyJob], *after: LateMark) -> LateMark:  # type: ignore[override]
         """Start copies late; return a mark after all copies so far."""
         for job in jobs:
-            job.start(self)
-        return self.mark()
+            job.launch_on(self)
+        return self.record_event()
 
-    def mark(self) -> LateMark:  # type: ignore[override]
+    def record_event(self) -> LateMark:  # type: ignore[override]
         """Return a mark after all copies so far."""
         return LateMark(self, len(self.copies))
 
-    def wait_for_mark(self, mark: LateMark) -> None:  # type: ignore[override]
+    def wait_for_event(self, mark: LateMark) -> None:  # type: ignore[override]
         """Run the copies before a mark."""
         mark.synchronize()
 

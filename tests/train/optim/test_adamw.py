@@ -21,7 +21,7 @@ from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.io import load, save
 from moecore.kernels.adamw_formats import join_master_ref
 from moecore.models import Decoder, preset
-from moecore.parallel.model.clip import step_clipped
+from moecore.parallel.model.clip import clip_and_step
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
 
@@ -321,7 +321,7 @@ def test_gradscaler_and_clipping_take_turns() -> None:
         loss = model(torch.ones(2, 3)).sum()
         (loss if who == "clip" else scaler.scale(loss)).backward()
         if who == "clip":
-            step_clipped(model, 0.1, [optimizer])
+            clip_and_step(model, 0.1, [optimizer])
         else:
             scaler.step(optimizer)
             scaler.update()
@@ -422,7 +422,7 @@ def partial_gradients() -> dict[str, Tensor]:
         if name == "clipped":
             holder = nn.Module()
             holder.param = param
-            norm = step_clipped(holder, math.inf, [optimizer])
+            norm = clip_and_step(holder, math.inf, [optimizer])
             found["norm"] = torch.tensor(norm.total)
         else:
             optimizer.step()

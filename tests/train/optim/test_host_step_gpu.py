@@ -48,7 +48,7 @@ def test_bits_of_the_cpu_and_of_the_gpu(
     copy = host_step.CopyStream.copy
 
     def late_copy(stream: Any, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(stream.next):
+        with torch.cuda.stream(stream.next_stream):
             torch.cuda._sleep(SLEEP // 10)
         copy(stream, target, source)
 

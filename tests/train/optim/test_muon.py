@@ -15,7 +15,7 @@ from moecore import ExpertLayout, MoEConfig
 from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.shared_experts import SharedExpert
-from moecore.parallel.model.clip import step_clipped
+from moecore.parallel.model.clip import clip_and_step
 from moecore.train import MatrixCut, Muon, assign_matrices
 from moecore.train.optim.matrices import MatrixAssignment
 from moecore.train.optim.muon import orthogonalize, orthogonalize_all
@@ -193,7 +193,7 @@ def test_signals_clip_and_skip(beta2: float | None) -> None:
     before = [p.detach().clone() for p in signalled.parameters()]
     states = [value.clone() for s in ours.state.values() for value in s.values()]
     assert len(states) == (3 if beta2 is None else 6)
-    norm = step_clipped(signalled, 1.0, [ours])
+    norm = clip_and_step(signalled, 1.0, [ours])
     assert norm.skipped
     assert all(map(torch.equal, before, signalled.parameters()))
     assert all(map(torch.equal, states, (v for s in ours.state.values() for v in s.values())))
@@ -203,7 +203,7 @@ def test_signals_clip_and_skip(beta2: float | None) -> None:
         b.grad = a.grad.clone()
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     others.step()
-    assert step_clipped(signalled, 0.1, [ours]).total > 1
+    assert clip_and_step(signalled, 0.1, [ours]).total > 1
     for a, b in zip(signalled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -341,10 +341,10 @@ def test_a_gpu_does_what_a_cpu_does_and_the_host_waits_for_nothing(ns_dtype: tor
             for i, param in enumerate(model.parameters()):
                 generator = torch.Generator().manual_seed(10 * seed + i)
                 param.grad = torch.randn(param.shape, generator=generator).to(param.device)
-        step_clipped(models[0], 1.0, optimizers[:1])
+        clip_and_step(models[0], 1.0, optimizers[:1])
         torch.cuda.set_sync_debug_mode("error" if seed else "default")  # state is made first
         try:
-            step_clipped(models[1], 1.0, optimizers[1:])
+            clip_and_step(models[1], 1.0, optimizers[1:])
         finally:
             torch.cuda.set_sync_debug_mode("default")
     bound = 1e-5 if ns_dtype == torch.float32 else 2e-3

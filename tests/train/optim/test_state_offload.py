@@ -193,7 +193,7 @@ def test_short_host_memory_is_one_line_and_loses_nothing(monkeypatch: pytest.Mon
         raise RuntimeError("CUDA error: out of memory\nCompile with ...")
 
     with monkeypatch.context() as patch:
-        patch.setattr(offload._copies, "reserve", short)
+        patch.setattr(offload._copies, "reserve_like", short)
         with pytest.raises(MemoryError, match=r"fraction .0.5. of .* must fit .*: lower it") as e:
             nets[1](batch(1))
     assert "\n" not in str(e.value)
@@ -214,7 +214,7 @@ def test_short_device_memory_in_backward_waits(monkeypatch: pytest.MonkeyPatch) 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(offload, "_fetch", short)
+        patch.setattr(offload, "_copy_part_back", short)
         nets[1](batch(1)).square().sum().backward()
         with pytest.raises(torch.OutOfMemoryError):
             optimizers[1].step()

@@ -109,7 +109,7 @@ def test_other_optimizers(make: Any) -> None:
 def test_late_streams_change_nothing(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a tensor leaves on the GPU is nan at once, and copies or the model come late."""
     plain = run(None)
-    leave, copy, hold = MovedStorage.move_to_host, CopyStream.copy, CopyStream.wait_for_mark
+    leave, copy, hold = MovedStorage.move_to_host, CopyStream.copy, CopyStream.wait_for_event
     calls = [0]
 
     def poisoned(storage: MovedStorage) -> None:
@@ -119,7 +119,7 @@ def test_late_streams_change_nothing(late: str, monkeypatch: pytest.MonkeyPatch)
     def late_copy(stream: Any, target: Tensor, source: Tensor) -> None:
         calls[0] += 1
         if late != "model" and calls[0] % 8 == 1:
-            with torch.cuda.stream(stream.next):
+            with torch.cuda.stream(stream.next_stream):
                 torch.cuda._sleep(SLEEP)
         copy(stream, target, source)
 
@@ -133,7 +133,7 @@ def test_late_streams_change_nothing(late: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(MovedStorage, "move_to_host", poisoned)
     monkeypatch.setattr(CopyStream, "copy", late_copy)
-    monkeypatch.setattr(CopyStream, "wait_for_mark", late_hold)
+    monkeypatch.setattr(CopyStream, "wait_for_event", late_hold)
     hook = register_optimizer_step_post_hook(late_work)
     try:
         assert same(plain, run(1.0))

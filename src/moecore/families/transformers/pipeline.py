@@ -38,8 +38,8 @@ from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import (
     AbsentModule,
     StageParts,
-    check_hidden,
-    check_stage,
+    check_hidden_states,
+    check_stage_modules,
     require_arguments,
 )
 
@@ -128,8 +128,8 @@ class StagedCausal:
         """
         if hidden is not None and not (stage.layers or stage.loss):
             return hidden
-        check_stage(self, self.stage_parts(), stage, 0)
-        check_hidden(hidden, stage, self.hidden_shape(stage, inputs))
+        check_stage_modules(self, self.stage_parts(), stage, 0)
+        check_hidden_states(hidden, stage, self.hidden_shape(stage, inputs))
         if not stage.loss:
             inputs = {n: v for n, v in inputs.items() if n not in LABELS}
         with self._replace_other_stages(stage, hidden) as outputs:
@@ -326,7 +326,7 @@ def _find_parts(model: Any) -> StageParts:
         towers=tuple(list_towers(model)),
         layers=lists[0],
         results=2 if hand_on else 1,
-        bound=frozenset(i for i, kind in enumerate(kinds) if kind == "shared"),
+        bound_layers=frozenset(i for i, kind in enumerate(kinds) if kind == "shared"),
         final_modules=tuple(name_of[m] for m in siblings if next(m.parameters(), None) is not None),
         head=name_of[head],
         tied=any(p is q for p in head.parameters() for q in embedding.parameters()),

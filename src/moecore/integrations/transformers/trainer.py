@@ -62,7 +62,7 @@ from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.io.hf.lora import find_unmerged
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.parallel.model.parallel_state import get_moe_state
-from moecore.parallel.model.parameter_guards import refuse_earlier_optimizer
+from moecore.parallel.model.parameter_guards import check_optimizer_is_newer
 from moecore.train.loss_scale import DynamicLossScale, is_fp16
 from moecore.train.step import StepResult, TrainStep
 
@@ -96,7 +96,7 @@ class MoETrainer(Trainer):
             )
         super().__init__(*args, **kwargs)
         with share_errors():
-            refuse_earlier_optimizer(self.model, self.optimizer)
+            check_optimizer_is_newer(self.model, self.optimizer)
             self._check_logits()
             self._steps = ScheduledSteps(self) if is_dynamic(self.model) else None
         self._root = Path(self.args.output_dir) / CHECKPOINTS

@@ -44,7 +44,7 @@ from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.checkpoint.snapshot import Snapshot, get_local_tensors, join_stages, take_snapshot
 from moecore.io.checkpoint.state import Optimizers
 from moecore.io.checkpoint.store import start_draft, write_checkpoint
-from moecore.parallel.model.parameter_guards import refuse_earlier_optimizer
+from moecore.parallel.model.parameter_guards import check_optimizer_is_newer
 from moecore.train.memory.host import HostCopies
 
 logger = logging.getLogger("moecore.io")
@@ -80,7 +80,7 @@ class Saver:
         arguments = locals()
         with share_errors():
             check_arguments(Saver.__init__, arguments)
-            refuse_earlier_optimizer(model, optimizer)
+            check_optimizer_is_newer(model, optimizer)
         self._snapshot = partial(
             take_snapshot, model=model, optimizer=optimizer, scheduler=scheduler, config=config
         )
@@ -125,7 +125,7 @@ class Saver:
         self._check_open()
         self._wait_for_previous_save()
         run_and_share_errors(
-            lambda: self._copies.reserve(get_local_tensors(self._snapshot(0, extra=None))),
+            lambda: self._copies.reserve_like(get_local_tensors(self._snapshot(0, extra=None))),
             self._group,
         )
 
@@ -164,7 +164,9 @@ class Saver:
         # Waits for the copy, because optimizer, load or caller may change the tensors next.
         start = time.perf_counter()
         try:
-            copies = run_and_share_errors(lambda: self._copies.fill(local_tensors), self._group)
+            copies = run_and_share_errors(
+                lambda: self._copies.copy_tensors(local_tensors), self._group
+            )
         except Exception:  # such as no host memory on one rank
             if is_first_rank():
                 shutil.rmtree(draft, ignore_errors=True)

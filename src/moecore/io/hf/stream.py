@@ -311,10 +311,10 @@ class _StreamPass:
         if items is None:
             return
         self._copies.wait_for_current_stream()
-        with torch.no_grad(), self._copies.as_current(), explain_transport_errors(PASS):
+        with torch.no_grad(), self._copies.use_next_stream(), explain_transport_errors(PASS):
             self._update_merged_weights({name: None for item in items for name, _ in item.parts})
             bucket = self._collector.collect(items, self._read)
-        self._next_bucket = bucket, self._copies.mark()
+        self._next_bucket = bucket, self._copies.record_event()
 
     def take_bucket(self) -> WeightBucket | None:
         """Return the launched bucket after all ranks agree to continue; None at the end."""
@@ -323,7 +323,7 @@ class _StreamPass:
         with explain_transport_errors(PASS):
             run_and_share_errors(self._collector.check, self._group)
         (bucket, event), self._next_bucket = self._next_bucket, None
-        self._copies.wait_for_mark(event)
+        self._copies.wait_for_event(event)
         return bucket
 
     def leave(self) -> None:

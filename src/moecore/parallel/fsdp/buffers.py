@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moecore.parallel.fsdp.plan import ShardPlan, UnitPlan
-from moecore.parallel.fsdp.transport import StreamMark
+from moecore.parallel.fsdp.transport import StreamEvent
 
 Holder = TypeVar("Holder")  # a unit, or its gradients
 SUMS = 2  # buffers of gradient sums
@@ -31,7 +31,7 @@ LayoutIndex = tuple[str, int]  # name of a unit, and index in `UnitPlan.layouts`
 class BufferPlan:
     """The plan of a flat buffer that units (FSDP2's parameter groups) use one at a time."""
 
-    holds: Literal["weights", "sums"]  # unsharded parameters, or sums of gradients
+    contents: Literal["weights", "sums"]  # unsharded parameters, or sums of gradients
     dtype: str
     numel: int  # elements of the largest layout
     places: tuple[LayoutIndex, ...]  # the layouts, in the order of forward
@@ -56,15 +56,15 @@ def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
                 for unit in plan.units
                 for prefetch in (unit.forward_prefetch, unit.backward_prefetch)
             )
-            yield from _distribute_layouts("weights", dtype, layouts, num_live)
+            yield from _assign_layouts_to_buffers("weights", dtype, layouts, num_live)
         sharded = [(u, i) for u in units for i, layout in enumerate(u.layouts) if layout.ranks > 1]
         for dtype in dict.fromkeys(unit.layouts[i].reduces for unit, i in sharded):
             reduced = [(unit, i) for unit, i in sharded if unit.layouts[i].reduces == dtype]
-            yield from _distribute_layouts("sums", dtype, reduced, SUMS)
+            yield from _assign_layouts_to_buffers("sums", dtype, reduced, SUMS)
     for unit in plan.units:
         if unit not in sharing:
             for dtype, layouts in _group_by_dtype([unit]).items():
-                yield from _distribute_layouts("weights", dtype, layouts, len(layouts))
+                yield from _assign_layouts_to_buffers("weights", dtype, layouts, len(layouts))
 
 
 def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]]:
@@ -77,40 +77,40 @@ def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan,
     return layouts_of
 
 
-def _distribute_layouts(
-    holds: Literal["weights", "sums"],
+def _assign_layouts_to_buffers(
+    contents: Literal["weights", "sums"],
     dtype: str,
     layouts: Sequence[tuple[UnitPlan, int]],
-    number: int,
+    max_buffers: int,
 ) -> Iterator[BufferPlan]:
-    """Assign layouts round-robin to at most `number` buffers of `dtype`; yield the buffers' plans.
+    """Assign layouts round-robin to at most `max_buffers` buffers of `dtype`; yield their plans.
 
-    A layout is (unit, index in `unit.layouts`). `holds` = the contents of the buffers:
-    unsharded "weights", or "sums" of gradients.
+    A layout is (unit, index in `unit.layouts`). `contents` is what the buffers contain: unsharded
+    "weights", or "sums" of gradients.
     """
-    for first in range(min(number, len(layouts))):
-        users = layouts[first::number]
+    for first in range(min(max_buffers, len(layouts))):
+        users = layouts[first::max_buffers]
         numel = 0
         for layout in (unit.layouts[i] for unit, i in users):
-            packing = layout.values_per_byte if holds == "weights" else 1
+            packing = layout.values_per_byte if contents == "weights" else 1
             numel = max(numel, layout.buffer_numel // packing)
         places = tuple((unit.name, i) for unit, i in users)
-        yield BufferPlan(holds=holds, dtype=dtype, numel=numel, places=places)
+        yield BufferPlan(contents=contents, dtype=dtype, numel=numel, places=places)
 
 
 class Buffer(Generic[Holder]):
     """A flat tensor that units use one at a time; `holder` is its current user, or None.
 
-    `mark` is the event of the last use. The next user waits for `mark` before it overwrites the
-    tensor.
+    `last_use` is the event of the last use. The next user waits for the event before it overwrites
+    the tensor.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, mark: StreamMark) -> None:
-        self.numel, self.dtype, self.mark = numel, dtype, mark
+    def __init__(self, numel: int, dtype: torch.dtype, last_use: StreamEvent) -> None:
+        self.numel, self.dtype, self.last_use = numel, dtype, last_use
         self.holder: Holder | None = None
         self._flat: Tensor | None = None
 
-    def flat(self, device: torch.device) -> Tensor:
+    def get_flat(self, device: torch.device) -> Tensor:
         """Return the buffer as a 1-D tensor, uninitialised at the first call for a device."""
         if self._flat is None or self._flat.device != device:
             with torch.inference_mode(False):
@@ -118,11 +118,11 @@ class Buffer(Generic[Holder]):
         return self._flat
 
     def free(self) -> None:
-        """Free the buffer's memory; views of the buffer are invalid until `restore`."""
+        """Free the buffer's memory; views of the buffer are invalid until `reallocate`."""
         if self._flat is not None:
             self._flat.untyped_storage().resize_(0)
 
-    def restore(self) -> None:
+    def reallocate(self) -> None:
         """Allocate the buffer's memory again after `free`; its values are uninitialised."""
         if self._flat is not None:
             self._flat.untyped_storage().resize_(self._flat.nbytes)

@@ -22,26 +22,30 @@ from moecore.kernels.experts.contract import ComputeGrad
 class WeightProduct(NamedTuple):
     """A matrix product that a backward has deferred; its result is the gradient of a weight."""
 
-    number: int  # index of the parameter in its unit
-    shape: torch.Size  # shape of the gradient
-    compute: ComputeGrad  # compute and operands: arguments of `GradSink.accumulate`
+    param_idx: int  # index of the parameter in its unit
+    grad_shape: torch.Size  # shape of the gradient
+    compute_grad: ComputeGrad  # compute_grad and operands: arguments of `GradSink.accumulate`
     operands: tuple[Any, ...]
     stream: torch.cuda.Stream | None  # stream that made the operands; None on a CPU
 
     @classmethod
-    def of(
-        cls, number: int, shape: torch.Size, compute: ComputeGrad, operands: tuple[Any, ...]
+    def from_operands(
+        cls,
+        param_idx: int,
+        grad_shape: torch.Size,
+        compute_grad: ComputeGrad,
+        operands: tuple[Any, ...],
     ) -> WeightProduct:
-        """Return the deferred product for the weight gradient of parameter `number` of a unit.
+        """Return the deferred product for the weight gradient of parameter `param_idx` of a unit.
 
-        `shape` is the gradient's shape. `compute(*operands, target)` computes the gradient.
-        The product's `stream` is the current stream, which made the operands.
+        `grad_shape` is the gradient's shape. `compute_grad(*operands, target)` computes the
+        gradient. The product's `stream` is the current stream, which made the operands.
         """
         device = next(iterate_tensors(operands)).device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        return cls(number, shape, compute, operands, stream)
+        return cls(param_idx, grad_shape, compute_grad, operands, stream)
 
-    def join(self) -> None:
+    def wait_for_operands(self) -> None:
         """Make the current stream wait for the stream that made the operands."""
         if self.stream is None:
             return
@@ -85,30 +89,30 @@ class WeightGradients:
         """Discard the stored matrix products and their operands. No communication."""
         self._products.clear()
 
-    def bind(self, run: Callable[[], None]) -> None:
+    def bind_run_function(self, compute_and_reduce: Callable[[], None]) -> None:
         """Set the function that `run` calls, which computes and reduces the gradients."""
-        self._run = run
+        self._run = compute_and_reduce
 
-    def store(self, unit: object, product: WeightProduct) -> None:
-        """Append `product` to the matmuls stored for a unit; the key `unit` is its `Gradients`."""
-        self._products.setdefault(unit, deque()).append(product)
+    def store_product(self, unit_gradients: object, product: WeightProduct) -> None:
+        """Append `product` to the matmuls stored for the unit with these `Gradients`."""
+        self._products.setdefault(unit_gradients, deque()).append(product)
 
-    def has_products(self, unit: object) -> bool:
-        """Return whether matmuls are stored for `unit`, the key that `store` received."""
-        return unit in self._products
+    def has_products(self, unit_gradients: object) -> bool:
+        """Return whether matmuls are stored for the unit with these `Gradients`."""
+        return unit_gradients in self._products
 
-    def pop_products(self, unit: object) -> deque[WeightProduct]:
-        """Remove the matmuls stored for `unit`, and return them in the order of `store`."""
-        return self._products.pop(unit, deque())
+    def pop_products(self, unit_gradients: object) -> deque[WeightProduct]:
+        """Remove and return the matmuls stored for a unit's `Gradients`, in stored order."""
+        return self._products.pop(unit_gradients, deque())
 
 
-def iterate_tensors(value: Any) -> Iterator[Tensor]:
+def iterate_tensors(nested: Any) -> Iterator[Tensor]:
     """Yield all tensors in nested tuples and dataclasses; ignore objects of other types."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
+    if isinstance(nested, Tensor):
+        yield nested
+    elif isinstance(nested, tuple):
+        for part in nested:
             yield from iterate_tensors(part)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from iterate_tensors(getattr(value, field.name))
+    elif is_dataclass(nested):
+        for field in fields(nested):
+            yield from iterate_tensors(getattr(nested, field.name))

@@ -64,8 +64,8 @@ class UnitEngine:
 
     Args:
         units: in the order of forward, with the root's unit last.
-        exchanges: MoE layer -> its experts, for layers that dispatch tokens to other ranks. Ranks
-            may then skip modules that other ranks run (`UnevenRanks`). None = no rank skips.
+        experts_by_layer: MoE layer -> its experts, for layers that dispatch tokens to other ranks.
+            Ranks may then skip modules that other ranks run (`UnevenRanks`). None = no rank skips.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class UnitEngine:
         units: Sequence[Unit],
         streams: UnitStreams,
         *,
-        exchanges: Mapping[nn.Module, nn.Module] | None,
+        experts_by_layer: Mapping[nn.Module, nn.Module] | None,
     ) -> None:
         self.units, self._root, self._streams = tuple(units), root, streams
         # In a pair the forward uses `_depth`, `_outermost_run`, and units' `runs[False]`. The
@@ -91,15 +91,15 @@ class UnitEngine:
         self._step = 0  # number of steps that have ended or were dropped
         self._active_runs: list[ForwardRun] = []  # runs whose backward has begun
         self._uneven: UnevenRanks | None = None
-        if exchanges is not None:
+        if experts_by_layer is not None:
             self._uneven = UnevenRanks(
                 root,
                 units,
                 self._active_runs,
-                exchanges=exchanges,
+                experts_by_layer=experts_by_layer,
                 unshard_for_use=self._unshard_for_use,
                 reshard_if_unused=self._reshard_if_unused,
-                finish=self._end_run,
+                end_run_backward=self._end_run_backward,
             )
         self._in_backward = False  # stays True after a backward that failed
         self._deferred: list[WeightGradients] = []  # deferred products, in the order of their D's
@@ -116,7 +116,7 @@ class UnitEngine:
         """Reshard all units, even if their backward has not ended. No communication."""
         self._depth, self._outermost_run = 0, None
         if self._uneven is not None:
-            self._uneven.clear()
+            self._uneven.clear_visits()
         for unit in self.units:
             unit.backwards = 0
             unit.pending_backwards.clear()
@@ -124,16 +124,16 @@ class UnitEngine:
                 runs.clear()
             unit.reshard()
 
-    def start_micro_batches(self, *, pending_forwards: float, in_parts: bool = False) -> None:
+    def start_micro_batches(self, *, pending_forwards: float, runs_stages: bool = False) -> None:
         """Announce micro-batches of a step, which share units that stay unsharded until backward.
 
         `pending_forwards` is the number of forwards with gradients that have not ended in the step;
-        math.inf = more micro-batches will be announced. `in_parts` = each forward runs a part of
+        math.inf = more micro-batches will be announced. `runs_stages` = each forward runs a part of
         the modules (a pipeline stage).
         """
         if not self._in_step:
             self.reshard()
-        self._in_step, self._pending_forwards, self._in_parts = True, pending_forwards, in_parts
+        self._in_step, self._pending_forwards, self._in_parts = True, pending_forwards, runs_stages
 
     def end_micro_batches(self) -> None:
         """End micro-batches: run deferred matmuls, reduce gradients, reshard units. Collective."""
@@ -143,10 +143,10 @@ class UnitEngine:
         self._in_step = False
         for unit in reversed(self.units):
             self._reduce_grads(unit)
-        self._streams.join()
+        self._streams.wait_for_collectives()
         self.reshard()
 
-    def end_forwards(self) -> None:
+    def run_missing_backwards(self) -> None:
         """Run a zero-gradient backward for model forwards that had no backward. Collective."""
         runs = [] if self._uneven is None else self._uneven.list_runs_without_backward()
         for run in runs:
@@ -164,13 +164,13 @@ class UnitEngine:
         self._in_step, self._pending_forwards, self._in_parts = False, 0, False
         progress = self.progress()
         if progress is not None:
-            progress.restart()
+            progress.start_next_step()
         self.end_step()
         for deferred in self._deferred:
             deferred.drop()
         self._deferred.clear()
         for unit in self.units:
-            unit.gradients.drop()
+            unit.gradients.drop_unreduced()
 
     @contextmanager
     def defer_weight_gradients(self, deferred: WeightGradients) -> Iterator[None]:
@@ -178,7 +178,7 @@ class UnitEngine:
 
         The backwards must be called without `inputs`. Use `deferred` with this engine only.
         """
-        deferred.bind(partial(self._compute_deferred_in_step, deferred))
+        deferred.bind_run_function(partial(self._compute_deferred_in_step, deferred))
         if deferred not in self._deferred:
             self._deferred.append(deferred)
         for unit in self.units:
@@ -192,7 +192,7 @@ class UnitEngine:
     def _compute_deferred_in_step(self, deferred: WeightGradients) -> None:
         """Compute `deferred` unless it has run; ValueError outside `TrainStep.micro_batch`."""
         if deferred in self._deferred:
-            self._check_open("WeightGradients.run()")
+            self._check_micro_batch_is_open("WeightGradients.run()")
             self._compute_deferred(deferred)
 
     def _compute_deferred(self, deferred: WeightGradients) -> None:
@@ -202,15 +202,15 @@ class UnitEngine:
         for unit in reversed(self.units):
             products = deferred.pop_products(unit.gradients)
             if products:
-                unit.gradients.compute(products)
+                unit.gradients.compute_deferred(products)
                 self._reduce_grads(unit)
-        self._streams.join()
+        self._streams.wait_for_collectives()
         self._deferred.remove(deferred)
         self._in_backward = False
 
     @contextmanager
-    def pair_passes(self) -> Iterator[None]:
-        """Return a context in which `unshard_pass` alternates a forward and a backward."""
+    def alternate_passes(self) -> Iterator[None]:
+        """Return a context in which the caller alternates two passes by `unshard_pass`."""
         self._check_no_failed_backward()
         self._is_paired = True
         try:
@@ -234,10 +234,10 @@ class UnitEngine:
             args, kwargs = self._streams.copy_to_device((args, kwargs))
             forward = self._forward
         elif is_recompute and self._active_runs:
-            forward = self._active_runs[-1].forward
+            forward = self._active_runs[-1].forward_idx
         run = visit = None
         if torch.is_grad_enabled():
-            run = ForwardRun(unit, module, step=self._step, forward=forward)
+            run = ForwardRun(unit, module, step_idx=self._step, forward_idx=forward)
         if self._uneven is not None and not self._in_parts:
             visit = self._uneven.pre_forward(unit, module, forward, is_recompute=is_recompute)
             if run is not None and visit is not None:
@@ -258,14 +258,14 @@ class UnitEngine:
         if run is None and visit is not None:
             visit.has_inputs = any(_requires_grad(leaf) for leaf in _list_leaves((args, kwargs)))
         if run is not None:
-            run.versions = unit.versions()
+            run.versions = unit.list_versions()
             for leaf in _list_leaves((args, kwargs)):  # parameters outlive a step
                 if _requires_grad(leaf) and not isinstance(leaf, nn.Parameter):
                     self._get_grad_boundary(leaf).ends.append(run)
                     run.inputs += 1
             if visit is not None and not is_recompute:
                 args, kwargs = visit.record_inputs((args, kwargs))
-        return _cast_floats((args, kwargs), unit.options.cast_inputs)
+        return _cast_floating_tensors((args, kwargs), unit.options.cast_inputs)
 
     @torch.compiler.disable
     def _post_forward(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> Any:
@@ -279,7 +279,7 @@ class UnitEngine:
             self._uneven.post_forward(unit, module, **options)
         run = unit.runs[is_recompute].pop()
         if run is not None:
-            output = self._separate_outputs(output, run)
+            output = self._unalias_outputs(output, run)
             for leaf in _list_leaves(output):
                 if _requires_grad(leaf):
                     self._get_grad_boundary(leaf).begins.append(run)
@@ -297,7 +297,7 @@ class UnitEngine:
     def _root_pre_forward(self) -> None:
         """Begin an outermost forward: read the current sharded parameters of all modules."""
         withdraw_error_records()
-        self._header.start(self.progress())
+        self._header.begin_forward(self.progress())
         self._forward += 1
         if not self._is_paired:
             self._check_no_failed_backward()
@@ -306,8 +306,8 @@ class UnitEngine:
         with torch.no_grad():  # `to_local` takes a fifth of the time without gradients
             for unit in self.units:
                 if not self._in_backward:
-                    unit.drop_marks()  # the end of backward has waited for all marks
-                unit.refresh()
+                    unit.clear_events()  # the end of backward has waited for all marks
+                unit.refresh_sharded_params()
         self._streams.sync_gather_stream()
 
     def _check_no_failed_backward(self) -> None:
@@ -318,7 +318,7 @@ class UnitEngine:
                 "are those of half a step, so start again from a checkpoint, in new processes"
             )
 
-    def _check_open(self, caller: str) -> None:
+    def _check_micro_batch_is_open(self, caller: str) -> None:
         """Raise a ValueError that names `caller` if the TrainStep has no open micro-batch."""
         progress = self.progress()
         if progress is not None and not progress.is_open:
@@ -340,25 +340,25 @@ class UnitEngine:
             if unit.state is State.UNSHARDING and not self._is_shared(unit):
                 unit.reshard()  # prefetched for a module that did not run
 
-    def _unshard_for_use(self, unit: Unit, prefetch: Sequence[Unit]) -> None:
-        """Unshard a unit, register its parameters, and launch the all-gathers of `prefetch`."""
+    def _unshard_for_use(self, unit: Unit, prefetched_units: Sequence[Unit]) -> None:
+        """Unshard a unit, register its parameters, and prefetch the `prefetched_units`."""
         unit.wait_for_unshard()
         unit.register_params(unsharded=True)
-        for other in prefetch:
+        for other in prefetched_units:
             if other.can_unshard():
                 other.unshard()
 
-    def _get_grad_boundary(self, leaf: Tensor) -> GradBoundary:
+    def _get_grad_boundary(self, activation: Tensor) -> GradBoundary:
         """Return the `GradBoundary` of an activation's current version; create a missing hook."""
-        boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
-        version = sum_version_counters(leaf)
+        boundary: GradBoundary | None = getattr(activation, GRAD_BOUNDARY, None)
+        version = sum_version_counters(activation)
         if boundary is None or boundary.version != version or boundary.engine is not self:
-            boundary = GradBoundary(self, version, is_leaf=leaf.is_leaf)
-            leaf.register_hook(boundary)
-            setattr(leaf, GRAD_BOUNDARY, boundary)
+            boundary = GradBoundary(self, version, is_leaf=activation.is_leaf)
+            activation.register_hook(boundary)
+            setattr(activation, GRAD_BOUNDARY, boundary)
         return boundary
 
-    def _separate_outputs(self, output: Any, run: ForwardRun) -> Any:
+    def _unalias_outputs(self, output: Any, run: ForwardRun) -> Any:
         """Return nested outputs, with a view in place of each output that is also an input."""
 
         def as_output(leaf: Tensor) -> Tensor:
@@ -378,7 +378,7 @@ class UnitEngine:
                 "weights are freed after backward: take second derivatives of a plain model, or "
                 "of what follows from its output alone"
             )
-        self._check_open("backward")
+        self._check_micro_batch_is_open("backward")
         if run.step != self._step:
             raise RuntimeError(
                 "backward must come before finish() or drop() of its forward's step, which change "
@@ -406,22 +406,22 @@ class UnitEngine:
         """Count an arrived input gradient of a forward; the last gradient ends its backward."""
         run.pending -= 1
         if run.is_active and not run.pending:
-            self._end_run(run)
+            self._end_run_backward(run)
 
-    def _end_run(self, run: ForwardRun) -> None:
+    def _end_run_backward(self, run: ForwardRun) -> None:
         """End a forward's backward; if the backward has not begun, stop expecting the backward."""
         if run.is_active:
-            self._close_run(run)
-            self._reshard_if_unused(run.unit, run.forward)
+            self._record_backward_end(run)
+            self._reshard_if_unused(run.unit, run.forward_idx)
         else:
-            run.stop_expecting()
+            run.remove_from_pending_backwards()
 
-    def _reshard_if_unused(self, unit: Unit, forward: int) -> None:
-        """Reduce and reshard a unit that no backward of model forward number `forward` uses."""
+    def _reshard_if_unused(self, unit: Unit, forward_idx: int) -> None:
+        """Reduce and reshard a unit that no backward of model forward number `forward_idx` uses."""
         if unit.backwards or unit.runs[True]:
             return
         if not unit.options.is_resident:
-            if not unit.expects_backward(forward) and unit.gradients.is_complete():
+            if not unit.expects_backward(forward_idx) and unit.gradients.is_complete():
                 self._reduce_grads(unit)
             if not unit.is_in_use:
                 unit.reshard()
@@ -431,7 +431,7 @@ class UnitEngine:
             self._reduce_grads(unit)
             unit.reshard()
 
-    def _close_run(self, run: ForwardRun) -> None:
+    def _record_backward_end(self, run: ForwardRun) -> None:
         """Record that the backward of a forward has ended, without resharding its unit."""
         if self._uneven is not None and run.visit is not None:
             self._uneven.post_backward(run, run.visit)
@@ -439,15 +439,15 @@ class UnitEngine:
         run.is_active = False
         run.unit.backwards -= 1
         run.unit.gradients.is_expected = True
-        run.stop_expecting()
+        run.remove_from_pending_backwards()
 
     def _root_post_backward(self) -> None:
         """End the model's backward: reduce and reshard remaining units, and join all streams."""
         while self._active_runs:
             run = self._active_runs[-1]
-            self._close_run(run)
-            if run.visit is not None and run.visit.outer is not None:
-                self._reshard_if_unused(run.unit, run.forward)
+            self._record_backward_end(run)
+            if run.visit is not None and run.visit.parent is not None:
+                self._reshard_if_unused(run.unit, run.forward_idx)
         *children, root = self.units
         for unit in (*reversed(children), root):  # the order of collectives on all ranks
             self._reduce_grads(unit)
@@ -455,7 +455,7 @@ class UnitEngine:
                 unit.register_params(unsharded=False)
             else:
                 unit.reshard()
-        self._streams.join()
+        self._streams.wait_for_collectives()
         self._in_backward = False
 
     def _reduce_grads(self, unit: Unit) -> None:
@@ -466,7 +466,7 @@ class UnitEngine:
             is_last = not (self._expects_grads(unit) or has_products)
         grads.reduces = is_last
         with publish_errors(f"the reduction of {unit.options.name}"):
-            grads.reduce()
+            grads.reduce_to_shards()
 
     def _expects_grads(self, unit: Unit) -> bool:
         """Whether later backwards of the step add gradients to a resident unit."""
@@ -482,16 +482,16 @@ def _requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _list_leaves(value: Any) -> list[Any]:
+def _list_leaves(nested: Any) -> list[Any]:
     """Return the leaves of nested containers, such as (args, kwargs), in order."""
-    return [value] if isinstance(value, Tensor) else tree_leaves(value)
+    return [nested] if isinstance(nested, Tensor) else tree_leaves(nested)
 
 
-def _cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
+def _cast_floating_tensors(nested: Any, dtype: torch.dtype | None) -> Any:
     """Return nested containers with floating point tensors cast to a dtype; None = no cast."""
-    if dtype is None or not any(_needs_cast(leaf, dtype) for leaf in _list_leaves(value)):
-        return value
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if _needs_cast(x, dtype) else x, value)
+    if dtype is None or not any(_needs_cast(leaf, dtype) for leaf in _list_leaves(nested)):
+        return nested
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if _needs_cast(x, dtype) else x, nested)
 
 
 def _needs_cast(leaf: Any, dtype: torch.dtype) -> bool:

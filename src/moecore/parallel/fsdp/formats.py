@@ -53,16 +53,18 @@ class CastFormat:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype  # dtype of the unit's buffer
 
-    def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """Set `params[i].unsharded` to a parameter with the memory of `data[i]`.
+    def make_unsharded(
+        self, params: Sequence[UnitParam], memory_views: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Set `params[i].unsharded` to a parameter with the memory of `memory_views[i]`.
 
-        `data[i]` is a view of the unit's buffer, or the shard of a unit without a buffer. Returns
-        the tensors whose version counters autograd checks.
+        `memory_views[i]` is a view of the unit's buffer, or the shard of a unit without a buffer.
+        Returns the tensors whose version counters autograd checks.
         """
-        pairs = zip(params, data, strict=True)
+        pairs = zip(params, memory_views, strict=True)
         return [tensor for param, memory in pairs for tensor in param.make_unsharded(memory)]
 
-    def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
+    def write_shards(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
         """Cast this rank's shard of `params[i]` into `local_views[i]` of the unit's buffer."""
         copy_all(local_views, [param.shard.reshape(-1) for param in params])
 
@@ -78,23 +80,30 @@ class QuantisedFormat(ABC):
         self,
         dtype: torch.dtype,  # dtype of compute, which the unsharded parameters report
         recipe: Recipe,
-        group: dist.ProcessGroup | None,  # ranks with the other shards; None = one shard
+        shard_group: dist.ProcessGroup | None,  # ranks with the other shards; None = one shard
         tp_group: dist.ProcessGroup | None = None,  # tp ranks whose parts of a matrix share a scale
     ) -> None:
-        self._dtype, self._recipe, self._group, self._tp_group = dtype, recipe, group, tp_group
+        self._dtype, self._recipe, self._group, self._tp_group = (
+            dtype,
+            recipe,
+            shard_group,
+            tp_group,
+        )
         # amax of all blocks, then of all matrices
         self._amax = torch.empty(0, dtype=torch.float32, device="cpu")
         self._matrix_amax = self._amax  # the view of the matrices' amax
         self._shard_scalings: list[_ShardScaling] = []
 
-    def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """Set `params[i].unsharded` to one expanded NaN, with `Blocks` whose memory is `data[i]`.
+    def make_unsharded(
+        self, params: Sequence[UnitParam], memory_views: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Set `params[i].unsharded` to an expanded NaN, with `Blocks` in `memory_views[i]`.
 
         Returns the tensors whose version counters autograd checks.
         """
         self._shard_scalings = self._make_shard_scalings(params)
         versioned_tensors = list[Tensor]()
-        for param, memory, scaling in zip(params, data, self._shard_scalings, strict=True):
+        for param, memory, scaling in zip(params, memory_views, self._shard_scalings, strict=True):
             nan = torch.full((), torch.nan, dtype=self._dtype, device=memory.device)
             versioned_tensors += param.make_unsharded(nan.expand(param.shape))
             blocks = self._make_blocks(memory.data, scaling)
@@ -102,7 +111,7 @@ class QuantisedFormat(ABC):
             versioned_tensors += blocks.tensors()
         return versioned_tensors
 
-    def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
+    def write_shards(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
         """Quantise this rank's shard of `params[i]` into `local_views[i]` of the unit's buffer.
 
         The scales are computed from the amax of each block and matrix, which is all-reduced over
@@ -140,7 +149,7 @@ class QuantisedFormat(ABC):
         return parts
 
     @abstractmethod
-    def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
+    def _get_blocks_shape(self, shard: MatrixShard) -> tuple[int, int]:
         """Return the numbers of block rows and columns of the unsharded matrix of a shard."""
 
     @abstractmethod
@@ -162,9 +171,9 @@ class BlockFormat(QuantisedFormat):
     _has_matrix_amax = False
 
     @override
-    def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
+    def _get_blocks_shape(self, shard: MatrixShard) -> tuple[int, int]:
         """Return the shape of the scales of 128 x 128 blocks of the full matrix, with padding."""
-        return place.scales_shape
+        return shard.scales_shape
 
     @override
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
@@ -187,7 +196,7 @@ class MatrixFormat(QuantisedFormat):
     """FP8 with a scale per matrix, from its amax or its amax history."""
 
     @override
-    def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
+    def _get_blocks_shape(self, shard: MatrixShard) -> tuple[int, int]:
         """Return (0, 0): each full matrix has a scale, and no block."""
         return (0, 0)
 
@@ -222,9 +231,9 @@ class PackedFormat(QuantisedFormat):
     _scale_dtype = FP8
 
     @override
-    def _get_blocks_shape(self, place: MatrixShard) -> tuple[int, int]:
+    def _get_blocks_shape(self, shard: MatrixShard) -> tuple[int, int]:
         """Return the numbers of rows and columns of 16 x 16 blocks in the full matrix."""
-        return place.rows // SQUARE, place.columns // SQUARE
+        return shard.rows // SQUARE, shard.columns // SQUARE
 
     @override
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:

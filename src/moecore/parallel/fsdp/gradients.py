@@ -87,91 +87,96 @@ class Gradients:
         # Parameters with a gradient only on other ranks -> whether kernels divided it there.
         self._remote_grads: dict[int, bool] = {}
 
-    def make_sink(self, index: int, shape: torch.Size) -> GradSink | None:
-        """Return the `GradSink` for the gradient, of `shape`, of parameter `index`.
+    def make_sink(self, param_idx: int, grad_shape: torch.Size) -> GradSink | None:
+        """Return the `GradSink` for the gradient, of `grad_shape`, of parameter `param_idx`.
 
         None = the gradient is not needed.
         """
-        unsharded = self._params[index].unsharded
+        unsharded = self._params[param_idx].unsharded
         if unsharded is None or not (unsharded.requires_grad and torch.is_grad_enabled()):
             return None
-        return _Sink(self, index, unsharded, shape)
+        return _ParamGradSink(self, param_idx, unsharded, grad_shape)
 
-    def accumulate(
-        self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
+    def compute_and_accumulate(
+        self, param_idx: int, grad_shape: torch.Size, compute_grad: ComputeGrad, *operands: Any
     ) -> Tensor | None:
-        """Compute the gradient of parameter `index` and add it to the sums, or defer both.
+        """Compute the gradient of parameter `param_idx` and add it to the sums, or defer both.
 
-        `compute(*operands, target)` returns the gradient, which has `shape`, or writes it to
-        `target`. Returns the gradient for autograd if the sums cannot be written, otherwise None.
+        `compute_grad(*operands, target)` returns the gradient, which has `grad_shape`, or writes it
+        to `target`. Returns the gradient for autograd if the sums cannot be written, otherwise
+        None.
         """
-        if self.defer(index, shape, compute, *operands):
+        if self.defer_matmul(param_idx, grad_shape, compute_grad, *operands):
             return None
-        target = self._choose_target(index, shape)
+        target = self._choose_target(param_idx, grad_shape)
         if target is None:
-            return compute(*operands, GradTarget())
+            return compute_grad(*operands, GradTarget())
         if target.out is not None:
             torch.autograd.graph.increment_version(target.out)
-        self._record_kernel_grad(index, compute(*operands, target))
+        self._record_kernel_grad(param_idx, compute_grad(*operands, target))
         return None
 
-    def defer(self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any) -> bool:
-        """Store the matmul of parameter `index`'s gradient; return False if deferral is off.
+    def defer_matmul(
+        self, param_idx: int, grad_shape: torch.Size, compute_grad: ComputeGrad, *operands: Any
+    ) -> bool:
+        """Store the matmul of parameter `param_idx`'s gradient; return False if deferral is off.
 
-        The arguments after `index` are the arguments of `accumulate`.
+        The arguments after `param_idx` are the arguments of `compute_and_accumulate`.
         """
         if self.deferred is None:
             return False
-        self.deferred.store(self, WeightProduct.of(index, shape, compute, operands))
-        self._deferred_grads.add(index)
+        self.deferred.store_product(
+            self, WeightProduct.from_operands(param_idx, grad_shape, compute_grad, operands)
+        )
+        self._deferred_grads.add(param_idx)
         return True
 
     @torch.no_grad()
-    def compute(self, products: deque[WeightProduct]) -> None:
+    def compute_deferred(self, products: deque[WeightProduct]) -> None:
         """Compute the deferred weight-gradient matmuls and empty `products`. May communicate."""
         if not self._accumulates:
-            numbers = {product.number for product in products}
-            self._deferred_grads = self._list_trained() - numbers
+            numbers = {product.param_idx for product in products}
+            self._deferred_grads = self._list_trained_idxs() - numbers
         while products:
             index, shape, compute, operands, _ = product = products.popleft()
-            product.join()
+            product.wait_for_operands()
             del product
             param, grad = self._params[index], None
             if param.is_partial:  # `reduce` sums it over tensor parallel ranks
                 grad = compute(*operands, GradTarget())
             else:
-                grad = self.accumulate(index, shape, compute, *operands)
+                grad = self.compute_and_accumulate(index, shape, compute, *operands)
             if grad is not None:
                 param.add_grad(grad)
 
-    def _choose_target(self, index: int, shape: torch.Size) -> GradTarget | None:
-        """Return where a kernel writes the gradient of parameter `index`, viewed as `shape`.
+    def _choose_target(self, param_idx: int, grad_shape: torch.Size) -> GradTarget | None:
+        """Return where a kernel writes parameter `param_idx`'s gradient, viewed as `grad_shape`.
 
         None = the kernel must return the gradient to autograd.
         """
         if self._is_direct:
-            return self._make_shard_target(self._params[index], shape)
+            return self._make_shard_target(self._params[param_idx], grad_shape)
         sums = self._acquire_sums()
         if sums is None:
             return None
-        adds = index in self._filled
-        scale = 1.0 if adds and index not in self._divided else 1.0 / self.divisor
-        return GradTarget(sums.parameters[index].view(shape), accumulate=adds, scale=scale)
+        adds = param_idx in self._filled
+        scale = 1.0 if adds and param_idx not in self._divided else 1.0 / self.divisor
+        return GradTarget(sums.parameters[param_idx].view(grad_shape), accumulate=adds, scale=scale)
 
-    def _record_kernel_grad(self, index: int, grad: Tensor) -> None:
-        """Record that a kernel has computed the gradient of parameter `index`.
+    def _record_kernel_grad(self, param_idx: int, grad: Tensor) -> None:
+        """Record that a kernel has computed the gradient of parameter `param_idx`.
 
         If the unit has no sums, `grad` is also added to `.grad` of the shard, unless the kernel has
         added it.
         """
-        self._kernel_grads.add(index)
-        param = self._params[index]
+        self._kernel_grads.add(param_idx)
+        param = self._params[param_idx]
         if not self._is_direct:
-            if index not in self._filled:
-                self._divided.add(index)
-            self._filled.add(index)
+            if param_idx not in self._filled:
+                self._divided.add(param_idx)
+            self._filled.add(param_idx)
         elif param.sharded.grad is None or has_tensor_hooks(param.sharded):
-            param.accumulate(grad.view(param.shard.shape))
+            param.accumulate_grad(grad.view(param.shard.shape))
 
     def is_complete(self) -> bool:
         """Whether the running backward will compute no further gradient of the unit."""
@@ -185,7 +190,7 @@ class Gradients:
         return True
 
     @torch.no_grad()
-    def reduce(self) -> None:
+    def reduce_to_shards(self) -> None:
         """Add a backward's gradients to the sums, and reduce the sums to `.grad` of the shards.
 
         If `self.reduces` is False, the sums are not reduced. Collective.
@@ -198,9 +203,9 @@ class Gradients:
         deferred_grads, self._deferred_grads = self._deferred_grads, set()
         if self._is_direct:
             self.is_expected = False
-            self._accumulate_local(grads, kernel_grads)
+            self._accumulate_unreduced(grads, kernel_grads)
             return
-        trained = self._list_trained()
+        trained = self._list_trained_idxs()
         is_changed = self._trained_before not in (None, trained)  # other ranks may differ
         self.is_expected &= self.spans_ranks and bool(trained - deferred_grads)
         has_sums = grads or self._filled or is_changed or self.is_expected
@@ -213,11 +218,11 @@ class Gradients:
             self._reduce_sums(sums, trained.difference(deferred_grads, self._filled))
             self._release_sums()
 
-    def _list_trained(self) -> set[int]:
+    def _list_trained_idxs(self) -> set[int]:
         """Return the indices of the parameters that require a gradient."""
         return {i for i, param in enumerate(self._params) if param.sharded.requires_grad}
 
-    def drop(self) -> None:
+    def drop_unreduced(self) -> None:
         """Discard all gradients that have not been reduced."""
         self._deferred_grads.clear()
         for param in self._params:
@@ -225,13 +230,13 @@ class Gradients:
                 param.unsharded.grad = None
         self._release_sums()
 
-    def drop_marks(self) -> None:
+    def clear_events(self) -> None:
         """Clear the event of the buffer's last use, which has ended. CUDA graphs must not wait."""
         if self.buffer is not None:
-            self.buffer.mark.clear()
+            self.buffer.last_use.clear()
 
-    def _make_shard_target(self, param: UnitParam, shape: torch.Size) -> GradTarget | None:
-        """Return the target with which a kernel writes `.grad`, viewed as `shape`, of a shard.
+    def _make_shard_target(self, param: UnitParam, view_shape: torch.Size) -> GradTarget | None:
+        """Return the target with which a kernel writes `.grad`, viewed as `view_shape`, of a shard.
 
         None = the existing `.grad` cannot be written, for example because of its dtype.
         """
@@ -242,7 +247,7 @@ class Gradients:
         fits = local.dtype == param.dtype and local.is_contiguous() and not grad.requires_grad
         if not fits or local.shape != param.shard.shape:
             return None
-        return GradTarget(local.view(shape), accumulate=True, scale=scale)
+        return GradTarget(local.view(view_shape), accumulate=True, scale=scale)
 
     def _acquire_sums(self) -> UnitViews | None:
         """Return views of memory for the sums; None while another unit uses the shared buffer."""
@@ -251,9 +256,9 @@ class Gradients:
                 self._sums = self._allocate_sums()
             elif self.buffer.holder is None:
                 self.buffer.holder = self
-                self.buffer.mark.wait()
+                self.buffer.last_use.wait()
                 if self._buffer_views is None:
-                    self._buffer_views = self._make_sum_views(self.buffer.flat(self._device))
+                    self._buffer_views = self._make_sum_views(self.buffer.get_flat(self._device))
                 self._sums = self._buffer_views
         return self._sums
 
@@ -262,9 +267,9 @@ class Gradients:
         numel = self._layout.buffer_numel + self._num_flags
         return self._make_sum_views(torch.empty(numel, dtype=self.dtype, device=self._device))
 
-    def _make_sum_views(self, flat: Tensor) -> UnitViews:
+    def _make_sum_views(self, flat_sums: Tensor) -> UnitViews:
         """Return each parameter's views of a flat tensor of sums."""
-        return make_views(self._params, flat, self._layout.unsharded_numel)
+        return make_views(self._params, flat_sums, self._layout.unsharded_numel)
 
     @property
     def _device(self) -> torch.device:
@@ -281,49 +286,49 @@ class Gradients:
         self._filled.update(grads)
         grads.clear()
 
-    def _reduce_sums(self, sums: UnitViews, missing: set[int]) -> None:
+    def _reduce_sums(self, sums: UnitViews, missing_params: set[int]) -> None:
         """Reduce-scatter and all-reduce the sums, and accumulate into `.grad` of the shards.
 
-        Collective. This rank sends zeros for the parameters in `missing`, because other ranks may
-        have their gradients. Three flags per parameter are also summed: whether a rank has a
-        gradient, whether kernels have divided the gradient, and whether the parameter is trained.
-        If parameters are missing, the host waits for the flags. If no rank has a gradient of a
-        parameter, its `.grad` is not changed.
+        Collective. This rank sends zeros for the parameters in `missing_params`, because other
+        ranks may have their gradients. Three flags per parameter are also summed: whether a rank
+        has a gradient, whether kernels have divided the gradient, and whether the parameter is
+        trained. If parameters are missing, the host waits for the flags. If no rank has a gradient
+        of a parameter, its `.grad` is not changed.
         """
-        streams, indices = self._streams, sorted(self._filled | missing)
+        streams, indices = self._streams, sorted(self._filled | missing_params)
         regions = [sums.regions[i] for i in indices]
         for i, region in zip(indices, regions, strict=True):
             param = self._params[i]
-            if i in missing:
+            if i in missing_params:
                 region.zero_()
             elif param.is_strided:
                 parts = sums.parameters[i].chunk(param.num_ranks, dim=param.slot.dim)
                 torch.stack(parts, out=region.view(param.num_ranks, *param.shard_shape))
-        flags = self._make_flags()
+        flags = self._make_param_flags()
         if self._transport is None:
             flat, shards = sums.flat, regions
             flat[-self._num_flags :].copy_(flags)
         else:  # allocated on the current stream, which frees it
             flat = flags.new_empty(sum(self._sizes))
-            shards = self._list_shards(flat, indices)
+            shards = self._view_reduced_shards(flat, indices)
         all_flags = flat[-self._num_flags :]
         with streams.use_reduce_stream():
             if self._transport is not None:
-                self._transport.reduce([*shards, all_flags], [*regions, flags])
+                self._transport.reduce_scatter([*shards, all_flags], [*regions, flags])
                 if sums is self._buffer_views and self.buffer is not None:
-                    self.buffer.mark.set()
+                    self.buffer.last_use.record()
                 else:
                     streams.record_reduce_stream(sums.flat)
             for group in self._replicas:
                 dist.all_reduce(flat, group=group)
-            if not missing:
+            if not missing_params:
                 self._remote_grads = {}
-            if (missing or self._host_reads) and not (
+            if (missing_params or self._host_reads) and not (
                 flat.is_meta or (flat.is_cuda and torch.cuda.is_current_stream_capturing())
             ):
                 num_users, divided, trained = all_flags.view(3, -1).tolist()
-                self._remote_grads = {i: divided[i] > 0 for i in missing if num_users[i]}
-                self._check_trained(trained)
+                self._remote_grads = {i: divided[i] > 0 for i in missing_params if num_users[i]}
+                self._check_trained_on_all_ranks(trained)
             indices_with_grad = {*self._filled, *self._remote_grads}  # on any rank
             pairs = zip(indices, shards, strict=True)
             local_grads = [(i, shard) for i, shard in pairs if i in indices_with_grad]
@@ -334,15 +339,15 @@ class Gradients:
             streams.record_reduce_stream(flat)
             if flat.dtype != self._params[0].dtype:
                 indices = [i for i, _ in local_grads]
-                cast = self._list_shards(flat.to(self._params[0].dtype), indices)
+                cast = self._view_reduced_shards(flat.to(self._params[0].dtype), indices)
                 local_grads = list(zip(indices, cast, strict=True))
             for i, shard in local_grads:
                 param = self._params[i]
                 n = param.shard.numel()
                 part = shard if shard.numel() == n else shard[:n]
-                param.accumulate_with_hooks(part.view(param.shard.shape))
+                param.accumulate_grad_with_hooks(part.view(param.shard.shape))
 
-    def _check_trained(self, ranks_by_param: Sequence[float]) -> None:
+    def _check_trained_on_all_ranks(self, ranks_by_param: Sequence[float]) -> None:
         """Raise a ValueError if some ranks train parameter i, and others do not.
 
         `ranks_by_param[i]` ranks train parameter i.
@@ -358,12 +363,13 @@ class Gradients:
                 " must be the same on all ranks that share it: call requires_grad_ on every rank"
             )
 
-    def _make_flags(self) -> Tensor:
+    def _make_param_flags(self) -> Tensor:
         """Return the flags that the reduction sums, 0 or 1, in a flat tensor [ranks * 3 * params].
 
         Each rank's part has three flags per parameter: all "filled", all "divided", all "trained".
         """
-        key = frozenset(self._filled), frozenset(self._divided), frozenset(self._list_trained())
+        trained = frozenset(self._list_trained_idxs())
+        key = frozenset(self._filled), frozenset(self._divided), trained
         if key not in self._flags:
             ranks = 1 if self._transport is None else self._layout.ranks
             flags = [float(i in has) for has in key for i in range(len(self._params))]
@@ -371,10 +377,10 @@ class Gradients:
             self._flags = {key: flag_values}
         return self._flags[key]
 
-    def _list_shards(self, flat_sums: Tensor, indices: Sequence[int]) -> list[Tensor]:
-        """Return views of the padded shards of parameters `indices` in the reduced flat tensor."""
+    def _view_reduced_shards(self, flat_sums: Tensor, param_idxs: Sequence[int]) -> list[Tensor]:
+        """Return views of the padded shards of these parameters in the reduced flat tensor."""
         pieces = flat_sums.split(self._sizes)
-        return [pieces[2 * i + 1] for i in indices]
+        return [pieces[2 * i + 1] for i in param_idxs]
 
     def _release_sums(self) -> None:
         """Drop the views of the sums, so that other units can use the shared buffer."""
@@ -385,13 +391,13 @@ class Gradients:
         if self.buffer is not None and self.buffer.holder is self:
             self.buffer.holder = None
 
-    def _accumulate_local(self, grads: dict[int, Tensor], kernel_grads: set[int]) -> None:
+    def _accumulate_unreduced(self, grads: dict[int, Tensor], kernel_params: set[int]) -> None:
         """Add {parameter index: gradient}, divided by the divisor, to `.grad` of the shards.
 
-        Kernels have already written the gradients of the parameters `kernel_grads`. The function
+        Kernels have already written the gradients of the parameters `kernel_params`. The function
         only calls the post-accumulate-grad hooks of these parameters.
         """
-        for i in kernel_grads.difference(grads):
+        for i in kernel_params.difference(grads):
             call_accumulate_hooks(self._params[i].sharded)
         if not grads:
             return
@@ -405,31 +411,34 @@ class Gradients:
         if self.divisor != 1.0:
             foreach_div_(shards, self.divisor)
         for i, shard in zip(grads, shards, strict=True):
-            self._params[i].accumulate_with_hooks(shard)
+            self._params[i].accumulate_grad_with_hooks(shard)
 
 
-class _Sink:
+class _ParamGradSink:
     """The `GradSink` through which kernels write the gradient of an unsharded parameter."""
 
     def __init__(
-        self, gradients: Gradients, index: int, param: nn.Parameter, shape: torch.Size
+        self, gradients: Gradients, param_idx: int, param: nn.Parameter, grad_shape: torch.Size
     ) -> None:
-        self._gradients, self._index, self._param, self._shape = gradients, index, param, shape
+        self._gradients, self._index = gradients, param_idx
+        self._param, self._shape = param, grad_shape
         self._node = get_gradient_edge(param).node
 
-    def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Add the gradient that `compute(*operands, target)` writes to the sums, and return None.
+    def accumulate(self, compute_grad: ComputeGrad, *operands: Any) -> Tensor | None:
+        """Let `compute_grad(*operands, target)` add the gradient to the sums, and return None.
 
         Returns the gradient if it cannot be added, so that the caller passes it to autograd.
         """
         if not self._may_take_gradient():
-            return compute(*operands, GradTarget())
-        return self._gradients.accumulate(self._index, self._shape, compute, *operands)
+            return compute_grad(*operands, GradTarget())
+        return self._gradients.compute_and_accumulate(
+            self._index, self._shape, compute_grad, *operands
+        )
 
-    def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
+    def defer(self, compute_grad: ComputeGrad, *operands: Any) -> bool:
         """Store compute(*operands) for later; return False if the call cannot be deferred."""
-        return self._may_take_gradient() and self._gradients.defer(
-            self._index, self._shape, compute, *operands
+        return self._may_take_gradient() and self._gradients.defer_matmul(
+            self._index, self._shape, compute_grad, *operands
         )
 
     def _may_take_gradient(self) -> bool:

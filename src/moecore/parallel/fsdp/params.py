@@ -47,7 +47,7 @@ class UnitParam:
         slot: position of the parameter in the unit's flat buffers.
         mesh: axes of the data ranks, the sharding axis last; None = no other rank has it.
         is_sharded: whether the last axis of `mesh` shards the parameter, or replicates it.
-        join: function that concatenates two device meshes.
+        join_meshes: function that concatenates two device meshes.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class UnitParam:
         *,
         device_type: str,
         is_sharded: bool,
-        join: Callable[..., DeviceMesh],
+        join_meshes: Callable[..., DeviceMesh],
     ) -> None:
         self.slot, self.owners = slot, owners
         dim, chunk = slot.dim, slot.rows
@@ -78,7 +78,7 @@ class UnitParam:
         local_data = data.narrow(dim, self.start, min(chunk, self.shape[dim] - self.start))
         local_data = local_data.to(device_type) if not local_data.is_meta else local_data
         shard = local_data.clone(memory_format=torch.contiguous_format)
-        place = _make_placements(param, dim if is_sharded else None, mesh, join)
+        place = _make_placements(param, dim if is_sharded else None, mesh, join_meshes)
         self.sharded = make_parameter_like(make_dtensor(shard, *place, like=param), param)
         self.shard = get_local_tensor(self.sharded)  # this rank's local tensor
         self.unsharded: nn.Parameter | None = None  # None before the first all-gather
@@ -99,7 +99,7 @@ class UnitParam:
         """Dtype of the sharded parameter."""
         return self.shard.dtype
 
-    def refresh(self) -> bool:
+    def refresh_sharded_param(self) -> bool:
         """Read the module's current sharded parameter; return whether its memory is new.
 
         Raises a ValueError if the parameter is not a DTensor of the same global shape.
@@ -120,12 +120,12 @@ class UnitParam:
         register_params([self], unsharded=False)  # on all modules that share it
         return True
 
-    def make_unsharded(self, data: Tensor) -> list[Tensor]:
-        """Create the unsharded parameter, which uses the memory of `data` without a copy.
+    def make_unsharded(self, memory: Tensor) -> list[Tensor]:
+        """Create the unsharded parameter as a view of `memory`, without a copy.
 
         Returns the parameter, and the local tensor of a DTensor: autograd checks both versions.
         """
-        local = data.data
+        local = memory.data
         if self._inner is not None and not self._is_plain:
             local = make_dtensor(local, *self._inner, like=self.sharded)
         self.unsharded = make_parameter_like(local, self.sharded)
@@ -136,12 +136,12 @@ class UnitParam:
             return [self.unsharded]
         return [self.unsharded, get_local_tensor(self.unsharded)]
 
-    def pop_grad(self, unsharded: nn.Parameter) -> Tensor:
+    def pop_grad(self, unsharded_param: nn.Parameter) -> Tensor:
         """Return the local gradient of the unsharded parameter, and set its `.grad` to None.
 
         If the parameter is replicated over tp, the gradient is all-reduced over the tp ranks.
         """
-        grad, unsharded.grad = unsharded.grad, None
+        grad, unsharded_param.grad = unsharded_param.grad, None
         assert grad is not None, "the caller passes a parameter that has a gradient"
         if self._inner is None:
             return grad
@@ -166,12 +166,12 @@ class UnitParam:
         mesh, placements = self._inner
         return make_dtensor(grad, mesh, make_grad_placements(placements), like=self.sharded)
 
-    def accumulate_with_hooks(self, grad: Tensor) -> None:
-        """Add a local gradient to `.grad` (`accumulate`); call the post-accumulate-grad hooks."""
-        self.accumulate(grad)
+    def accumulate_grad_with_hooks(self, grad: Tensor) -> None:
+        """Call `accumulate_grad` with a local gradient, and then post-accumulate-grad hooks."""
+        self.accumulate_grad(grad)
         call_accumulate_hooks(self.sharded)
 
-    def accumulate(self, grad: Tensor) -> None:
+    def accumulate_grad(self, grad: Tensor) -> None:
         """Apply the sharded parameter's tensor hooks to a local gradient; add it to `.grad`.
 
         If `.grad` is None, the gradient becomes `.grad` without a copy.
@@ -194,27 +194,36 @@ def register_params(params: Sequence[UnitParam], *, unsharded: bool) -> None:
 
 
 def _make_placements(
-    param: Tensor, dim: int | None, mesh: DeviceMesh | None, join: Callable[..., DeviceMesh]
+    param: Tensor,
+    shard_dim: int | None,
+    data_mesh: DeviceMesh | None,
+    join_meshes: Callable[..., DeviceMesh],
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return mesh and placements of the sharded form of `param`: data axes, then tp, ep, etp.
 
-    `dim` is the dim that the last axis of the data mesh shards; None = replicated. `mesh` None =
-    only this rank has the parameter. `join` concatenates two meshes.
+    `shard_dim` is the dim that the last axis of the data mesh shards; None = replicated.
+    `data_mesh` None = only this rank has the parameter. `join_meshes` concatenates two
+    meshes.
     """
     inner = param.device_mesh if isinstance(param, DTensor) else None
     before = param.placements if isinstance(param, DTensor) else ()
-    if mesh is None:
+    if data_mesh is None:
         assert inner is not None, "only experts, which are DTensors, have no mesh of data ranks"
         return inner, before
-    placements: list[Placement] = [Replicate()] * mesh.ndim
-    if dim is not None:
+    placements: list[Placement] = [Replicate()] * data_mesh.ndim
+    if shard_dim is not None:
         cuts = 1
         for mesh_dim, placement in enumerate(before):
-            if inner is not None and not placement.is_replicate() and placement.dim == dim:  # type: ignore[attr-defined]
+            if inner is not None and not placement.is_replicate() and placement.dim == shard_dim:  # type: ignore[attr-defined]
                 cuts *= inner.size(mesh_dim)
         # tp, ep and etp have sharded the dim first.
-        placements[-1] = Shard(dim) if cuts == 1 else StridedShard(dim, split_factor=cuts)
-    return (mesh if inner is None else join(mesh, inner)), (*placements, *before)
+        placements[-1] = (
+            Shard(shard_dim) if cuts == 1 else StridedShard(shard_dim, split_factor=cuts)
+        )
+    return (data_mesh if inner is None else join_meshes(data_mesh, inner)), (
+        *placements,
+        *before,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,18 +238,18 @@ class UnitViews:
 
 
 def make_views(
-    params: Sequence[UnitParam], flat: Tensor, copies_offset: int, values_per_byte: int = 1
+    params: Sequence[UnitParam], flat_buffer: Tensor, copies_offset: int, values_per_byte: int = 1
 ) -> UnitViews:
-    """Return views of a unit's 1-D buffer `flat`, one per parameter in each list.
+    """Return views of a unit's 1-D buffer `flat_buffer`, one per parameter in each list.
 
-    An element of `flat` has `values_per_byte` values of a parameter's last dim. Unsharded copies of
-    `is_strided` parameters begin `copies_offset` values after the start of `flat`.
+    An element of `flat_buffer` has `values_per_byte` values of a parameter's last dim. Unsharded
+    copies of `is_strided` parameters begin `copies_offset` values after the start of `flat_buffer`.
     """
-    views, copies_offset = UnitViews(flat, [], [], [], []), copies_offset // values_per_byte
+    views, copies_offset = UnitViews(flat_buffer, [], [], [], []), copies_offset // values_per_byte
     for param in params:
         slot, size = param.slot, param.shape.numel() // values_per_byte
         n, at = slot.shard_numel // values_per_byte, slot.unsharded_offset // values_per_byte
-        region = flat[at : at + param.num_ranks * n]
+        region = flat_buffer[at : at + param.num_ranks * n]
         padded_view = region[param.rank * n : (param.rank + 1) * n]
         if param.is_strided:
             at, copies_offset = copies_offset, copies_offset + size
@@ -248,7 +257,7 @@ def make_views(
         views.padded_local.append(padded_view)
         views.local.append(padded_view[: param.shard.numel() // values_per_byte])
         shape = (*param.shape[:-1], param.shape[-1] // values_per_byte)
-        views.parameters.append(flat[at : at + size].view(shape))
+        views.parameters.append(flat_buffer[at : at + size].view(shape))
     return views
 
 

@@ -74,7 +74,7 @@ class ParamPlan:
         """Return the shape of a rank's shard; `coordinate` = {axis: index}, None = rank 0."""
         return _compute_local_shape(self.shape, self.placements, coordinate or {})
 
-    def computed_shape(self) -> tuple[int, ...]:
+    def all_gathered_shape(self) -> tuple[int, ...]:
         """Return the shape with which a rank computes, after the all-gather over data ranks."""
         inner = [p for p in self.placements if p.axis not in DATA_AXES]
         return _compute_local_shape(self.shape, inner, {})
@@ -275,10 +275,10 @@ class ShardPlan:
 
 
 def _compute_local_shape(
-    shape: Sequence[int], placements: Sequence[AxisPlacement], coordinate: Coordinate
+    unsharded_shape: Sequence[int], placements: Sequence[AxisPlacement], coordinate: Coordinate
 ) -> tuple[int, ...]:
     """Return the shape of a rank's shard after all placements; `coordinate` = {axis: index}."""
-    local_shape = list(shape)
+    local_shape = list(unsharded_shape)
     for axis in reversed(placements):
         if axis.dim is not None:
             rows = -(-local_shape[axis.dim] // axis.size)
@@ -290,51 +290,52 @@ def _compute_local_shape(
 def make_flat_layouts(
     params: Iterable[ParamPlan],
     *,
-    ranks: int,
+    num_ranks: int,
     gather_dtype: str | None = None,
     reduce_dtype: str = "float32",
     recipes: Mapping[str, Recipe] | None = None,
-    fp32: Set[str] = frozenset(),
+    fp32_names: Set[str] = frozenset(),
 ) -> tuple[FlatLayout, ...]:
     """Group a unit's parameters by dtypes and recipe, and return a flat layout for each group.
 
     Args:
-        params: the unit's parameters, which are sharded over `ranks` ranks.
+        params: the unit's parameters, which are sharded over `num_ranks` ranks.
         gather_dtype: dtype of the all-gather; None = the dtype of each parameter.
         reduce_dtype: dtype of the reduction of gradients.
         recipes: recipes of parameters that are all-gathered in FP8, by name.
-        fp32: names of parameters that are all-gathered in their dtype and reduced in fp32.
+        fp32_names: names of parameters that are all-gathered in their dtype and reduced in fp32.
     """
     groups: dict[tuple[str, str, str, Recipe | None], list[ParamPlan]] = {}
     for param in params:
         recipe, gathers = (recipes or {}).get(param.name), param.dtype
-        reduces = "float32" if param.name in fp32 else reduce_dtype
+        reduces = "float32" if param.name in fp32_names else reduce_dtype
         if recipe is not None:
             gathers = E2M1_PAIRS if recipe.scaling == "nvfp4" else "float8_e4m3fn"
-        elif gather_dtype is not None and param.name not in fp32:
+        elif gather_dtype is not None and param.name not in fp32_names:
             gathers = gather_dtype if getattr(torch, param.dtype).is_floating_point else param.dtype
         groups.setdefault((param.dtype, gathers, reduces, recipe), []).append(param)
-    return tuple(make_flat_layout(*key, params, ranks) for key, params in groups.items())
+    return tuple(make_flat_layout(*key, params, num_ranks) for key, params in groups.items())
 
 
 def make_flat_layout(
     dtype: str,
-    gathers: str,
-    reduces: str,
+    gather_dtype: str,
+    reduce_dtype: str,
     recipe: Recipe | None,
     params: Iterable[ParamPlan],
-    ranks: int,
+    num_ranks: int,
 ) -> FlatLayout:
     """Assign offsets to parameters, in the unit's order, and return their `FlatLayout`.
 
-    All parameters have `dtype`, are all-gathered in dtype `gathers` over `ranks` ranks, and have
-    gradients that are reduced in dtype `reduces`. `recipe` quantises the all-gather; None = a cast.
+    All parameters have `dtype`, are all-gathered in dtype `gather_dtype` over `num_ranks` ranks,
+    and have gradients that are reduced in dtype `reduce_dtype`. `recipe` quantises the all-gather;
+    None = a cast.
     """
     slots, offset = [], 0
     for param in params:
-        placement, shape = param.data_placement, list(param.computed_shape())
+        placement, shape = param.data_placement, list(param.all_gathered_shape())
         dim = 0 if placement is None or placement.dim is None else placement.dim
-        unsharded_numel, shape[dim] = math.prod(shape), -(-shape[dim] // ranks)
+        unsharded_numel, shape[dim] = math.prod(shape), -(-shape[dim] // num_ranks)
         numel = math.prod(shape)
         slots.append(
             FlatSlot(
@@ -343,18 +344,18 @@ def make_flat_layout(
                 rows=shape[dim],
                 shard_offset=offset,
                 shard_numel=numel,
-                unsharded_offset=offset * ranks,
+                unsharded_offset=offset * num_ranks,
                 numel=unsharded_numel,
             )
         )
         offset += -(-numel // ALIGNMENT) * ALIGNMENT
     return FlatLayout(
         dtype=dtype,
-        gathers=gathers,
-        reduces=reduces,
+        gathers=gather_dtype,
+        reduces=reduce_dtype,
         recipe=recipe,
-        ranks=ranks,
+        ranks=num_ranks,
         slots=tuple(slots),
         shard_numel=offset,
-        unsharded_numel=offset * ranks,
+        unsharded_numel=offset * num_ranks,
     )

@@ -19,40 +19,40 @@ class Progress:
     is_last: bool = False  # whether the micro-batch is the last of its step
     has_failed: bool = False  # whether a micro-batch, or the end of the step, has raised
 
-    def restart(self) -> None:
+    def start_next_step(self) -> None:
         """Reset the counts for the next step."""
         self.num_done, self.has_failed = 0, False
 
-    def check_closed(self, call: str) -> None:
-        """Raise a ValueError if a micro-batch is open; the error names the method `call`."""
+    def check_not_in_micro_batch(self, caller: str) -> None:
+        """Raise a ValueError if a micro-batch is open; the error names the method `caller`."""
         if self.is_open:
-            raise ValueError(f"{call} must not be within a micro_batch(): leave it first")
+            raise ValueError(f"{caller} must not be within a micro_batch(): leave it first")
 
-    def check_no_open_micro_batch(self, call: str) -> None:
-        """Raise a ValueError if a micro-batch is open or has failed; the error names `call`."""
-        self.check_closed(call)
+    def check_no_open_micro_batch(self, caller: str) -> None:
+        """Raise a ValueError if a micro-batch is open or has failed; the error names `caller`."""
+        self.check_not_in_micro_batch(caller)
         if self.has_failed:
             raise ValueError(
-                f"{call} must not follow an exception in the step: call drop(), and run all of its "
-                "micro-batches again"
+                f"{caller} must not follow an exception in the step: call drop(), and run all of "
+                "its micro-batches again"
             )
 
-    def check_complete(self, call: str, num_micro_batches: int) -> None:
-        """Raise a ValueError unless `num_micro_batches` are done; the error names `call`."""
-        self.check_no_open_micro_batch(call)
+    def check_complete(self, caller: str, num_micro_batches: int) -> None:
+        """Raise a ValueError unless `num_micro_batches` are done; the error names `caller`."""
+        self.check_no_open_micro_batch(caller)
         if self.num_done != num_micro_batches:
             raise ValueError(
-                f"{call} must follow num_micro_batches ({num_micro_batches}) micro-batches, "
+                f"{caller} must follow num_micro_batches ({num_micro_batches}) micro-batches, "
                 f"but {self.num_done} are done: run forward and backward of each in "
                 "`with step.micro_batch():`, set num_micro_batches before the step, or drop()"
             )
 
 
-def check_grad_mode(call: str) -> None:
-    """Raise a ValueError if torch's gradients are disabled; the error names `call`, a function."""
+def check_grad_enabled(caller: str) -> None:
+    """Raise a ValueError if torch's gradients are disabled; the error names function `caller`."""
     if not torch.is_grad_enabled():
         raise ValueError(
-            f"{call} must run with gradients: call it outside of torch.no_grad() and "
+            f"{caller} must run with gradients: call it outside of torch.no_grad() and "
             "inference_mode()"
         )
 

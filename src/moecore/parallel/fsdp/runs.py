@@ -75,18 +75,18 @@ class Output(NamedTuple):
 class ForwardVisit:
     """The record of one forward of a module with hooks, also if this rank skipped the module.
 
-    `node` is the module. `outer` is the record of the enclosing module's forward; None = the
-    outermost module. `forward` is the number of the model's forward.
+    `node` is the module. `parent` is the record of the enclosing module's forward; None = the
+    outermost module. `forward_idx` is the number of the model's forward.
     """
 
     def __init__(
-        self, node: ModuleNode, outer: ForwardVisit | None, forward: int, *, is_skipped: bool
+        self, node: ModuleNode, parent: ForwardVisit | None, forward_idx: int, *, is_skipped: bool
     ) -> None:
-        self.node, self.outer, self.forward = node, outer, forward
+        self.node, self.parent, self.forward_idx = node, parent, forward_idx
         self.is_skipped = is_skipped
         # Whether the outermost forward records gradients. This forward may run without them, under
         # `no_grad` or in a reentrant checkpoint, which recomputes it.
-        self.joins: bool = torch.is_grad_enabled() or (outer is not None and outer.joins)
+        self.joins: bool = torch.is_grad_enabled() or (parent is not None and parent.joins)
         self.next = 0  # index of the first child that the forward has not reached
         self.children: list[ForwardVisit] = []  # in forward order, until their backward has ended
         self.runs: list[ForwardRun] = []  # one per unit, until their backward has ended
@@ -110,7 +110,7 @@ class ForwardVisit:
         `inputs`. If the module has no separate backward, or `inputs` is not empty, the arguments
         are returned unchanged.
         """
-        if not self.node.has_separate_backward or self.outer is None or self.inputs:
+        if not self.node.has_separate_backward or self.parent is None or self.inputs:
             return arguments
 
         def record(x: Tensor) -> Tensor:
@@ -122,27 +122,29 @@ class ForwardVisit:
 
         return tree_map_only(Tensor, record, arguments)
 
-    def record_output(self, x: Tensor) -> None:
-        """Set `needs_grad`; record the graph edge of output x if a backward may start at x."""
+    def record_output(self, output: Tensor) -> None:
+        """Set `needs_grad`; record the graph edge of `output` if a backward may start there."""
         self.needs_grad = True
-        if self.node.has_separate_backward and self.outer is not None:
-            self.outputs.append(Output(get_gradient_edge(x), x.shape, x.dtype, x.device))
+        if self.node.has_separate_backward and self.parent is not None:
+            self.outputs.append(
+                Output(get_gradient_edge(output), output.shape, output.dtype, output.device)
+            )
 
-    def drop_graph(self) -> None:
+    def drop_graph_edges(self) -> None:
         """Drop the recorded graph edges of this forward and of its submodules' forwards."""
         self.inputs.clear()
         self.outputs.clear()
         for child in self.children:
-            child.drop_graph()
+            child.drop_graph_edges()
 
 
 class ForwardRun:
     """The record of one forward of a unit's module with gradients, until its backward has ended."""
 
-    def __init__(self, unit: Unit, module: nn.Module, *, step: int, forward: int) -> None:
+    def __init__(self, unit: Unit, module: nn.Module, *, step_idx: int, forward_idx: int) -> None:
         self.unit, self.module = unit, module
-        self.step = step  # the engine's step in which the forward ran
-        self.forward = forward  # number of the outermost forward
+        self.step = step_idx  # the engine's step in which the forward ran
+        self.forward_idx = forward_idx  # number of the outermost forward
         self.is_active = False  # whether its backward has begun and not ended
         self.visit: ForwardVisit | None = None  # None = the forward has no record
         self.versions: list[int] = []  # versions of the unit's parameters in the forward
@@ -152,7 +154,7 @@ class ForwardRun:
 
     def check_unchanged(self) -> None:
         """Raise a RuntimeError if a parameter of the unit was changed in place since forward."""
-        versions = self.unit.versions()
+        versions = self.unit.list_versions()
         if versions != self.versions:
             pairs = zip(self.unit.params, self.versions, versions, strict=True)
             name = next(param.slot.param for param, before, after in pairs if before != after)
@@ -166,7 +168,7 @@ class ForwardRun:
         unit.pending_backwards.add(self)
         self._pending_in.append(unit)
 
-    def stop_expecting(self) -> None:
+    def remove_from_pending_backwards(self) -> None:
         """Remove this run from the `pending_backwards` of all units."""
         for unit in self._pending_in:
             unit.pending_backwards.discard(self)
@@ -183,9 +185,9 @@ class GradBoundary:
 
     __torch_unserializable__ = True  # copies of the value have no boundary; no warning
 
-    def __init__(self, engine: Any, version: int, *, is_leaf: bool) -> None:
+    def __init__(self, engine: Any, tensor_version: int, *, is_leaf: bool) -> None:
         self.engine, self.is_leaf = engine, is_leaf  # a `UnitEngine`
-        self.version = version  # a change in place gives the activation a new boundary
+        self.version = tensor_version  # a change in place gives the activation a new boundary
         self.ends: list[ForwardRun] = []
         self.begins: list[ForwardRun] = []
 

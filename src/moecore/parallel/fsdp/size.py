@@ -1,4 +1,4 @@
-"""`rank_bytes`: computes one rank's bytes of parameters, gradients and buffers from a plan."""
+"""`compute_rank_bytes`: one rank's bytes of parameters, gradients and buffers, from a plan."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class RankBytes:
         return sum(role.gradients for role in self.roles)
 
 
-def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
+def compute_rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
     """Return the bytes of parameters, gradients and buffers of a global rank; rank 0 has the most.
 
     Raises:
         ValueError: if the rank is not in the plan's world.
     """
-    check_arguments(rank_bytes, locals())
+    check_arguments(compute_rank_bytes, locals())
     coordinate, params = plan.coordinate(rank), {param.name: param for param in plan.params}
     roles = []
     for role in dict.fromkeys(unit.role for unit in plan.units):
@@ -66,7 +66,7 @@ def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
         )
     trained = {param.name for param in plan.params if param.trainable}
     buffers = list(plan_buffers(plan))
-    weights = sum(buffer.num_bytes for buffer in buffers if buffer.holds == "weights")
+    weights = sum(buffer.num_bytes for buffer in buffers if buffer.contents == "weights")
     return RankBytes(
         roles=tuple(roles),
         weights=weights,
@@ -84,19 +84,19 @@ def _count_unsharded_bytes(unit: UnitPlan) -> int:
     )
 
 
-def _count_sum_bytes(unit: UnitPlan, trained: Set[str]) -> int:
+def _count_sum_bytes(unit: UnitPlan, trained_names: Set[str]) -> int:
     """Return the bytes of a unit's gradient sums, without sums that become `.grad`.
 
-    `trained` has the names of all trainable parameters.
+    `trained_names` has the names of all trainable parameters.
     """
     return sum(
         layout.buffer_numel * _get_itemsize(layout.reduces)
         for layout in unit.layouts
-        if any(slot.param in trained for slot in layout.slots)
+        if any(slot.param in trained_names for slot in layout.slots)
         and (layout.ranks > 1 or layout.dtype != layout.reduces)
     )
 
 
-def _get_itemsize(dtype: str) -> int:
+def _get_itemsize(dtype_name: str) -> int:
     """Return the bytes per element of the dtype with a name such as "bfloat16"."""
-    return int(getattr(torch, dtype).itemsize)
+    return int(getattr(torch, dtype_name).itemsize)

@@ -48,7 +48,7 @@ class CoalescedTransport:
         self._gather, self._reduce = AllgatherOptions(), ReduceScatterOptions()
         self._gather.asyncOp = self._reduce.asyncOp = False
 
-    def gather(
+    def all_gather(
         self, regions: Tensors, shards: Tensors, rank_header: RankHeader
     ) -> list[RankHeader]:
         """All-gather each shard [n] into the region [ranks * n] with the same index in the list.
@@ -60,7 +60,7 @@ class CoalescedTransport:
             work.wait()
         return []  # the host would have to wait for the headers
 
-    def reduce(self, shards: Tensors, regions: Tensors) -> None:
+    def reduce_scatter(self, shards: Tensors, regions: Tensors) -> None:
         """Reduce-scatter (sum) each region [ranks * n] into the shard [n] at its index."""
         work = self._group.reduce_scatter_tensor_coalesced(shards, regions, self._reduce)
         if work is not None:
@@ -73,7 +73,7 @@ class PackedTransport:
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self._group, self.host_reads = group, device_type == "cpu"
 
-    def gather(
+    def all_gather(
         self, regions: Tensors, shards: Tensors, rank_header: RankHeader
     ) -> list[RankHeader]:
         """All-gather shards, and `rank_header` on CPUs, in one message; copy shards to regions.
@@ -92,7 +92,7 @@ class PackedTransport:
         foreach_copy_([region.view(ranks, -1) for region in regions], parts)
         return rank_headers.contiguous().view(torch.int64).tolist() if header.numel() else []
 
-    def reduce(self, shards: Tensors, regions: Tensors) -> None:
+    def reduce_scatter(self, shards: Tensors, regions: Tensors) -> None:
         """Reduce-scatter (sum) the regions in one message, and copy the sums to the shards."""
         ranks = self._group.size()
         messages = torch.cat([region.view(ranks, -1) for region in regions], dim=1)
@@ -111,27 +111,27 @@ def make_transport(group: dist.ProcessGroup, device_type: str) -> UnitTransport:
     return CoalescedTransport(group)
 
 
-class StreamMark:
-    """A reusable CUDA event that is ignored until it is set; on a CPU it does nothing."""
+class StreamEvent:
+    """A reusable CUDA event that is ignored until it is recorded; on a CPU it does nothing."""
 
     def __init__(self, device_type: str) -> None:
         self._event = create_event(device_type)
-        self._is_set = False
+        self._is_recorded = False
 
-    def set(self) -> None:
+    def record(self) -> None:
         """Record the event on the current stream."""
         if self._event is not None:
             self._event.record()
-            self._is_set = True
+            self._is_recorded = True
 
     def wait(self) -> None:
-        """Make the current stream wait for the event, if it is set."""
-        if self._event is not None and self._is_set:
+        """Make the current stream wait for the event, if it is recorded."""
+        if self._event is not None and self._is_recorded:
             self._event.wait()
 
     def clear(self) -> None:
         """Ignore the event in later waits, because its work is complete."""
-        self._is_set = False
+        self._is_recorded = False
 
 
 class UnitStreams:
@@ -141,21 +141,21 @@ class UnitStreams:
         self.device_type = device_type
         self._gather = create_stream(device_type, priority=-1)
         self._reduce = create_stream(device_type, priority=-1)
-        self._queued: list[Stream] = []  # streams for which `join` must wait
+        self._queued: list[Stream] = []  # streams for which `wait_for_collectives` must wait
 
-    def mark(self) -> StreamMark:
-        """Create a `StreamMark`, a reusable event, that is not set."""
-        return StreamMark(self.device_type)
+    def make_event(self) -> StreamEvent:
+        """Create a `StreamEvent`, a reusable event, that is not recorded."""
+        return StreamEvent(self.device_type)
 
-    def copy_to_device(self, value: Any) -> Any:
+    def copy_to_device(self, nested: Any) -> Any:
         """Return nested containers with CPU tensors copied to the GPU, if units are on a GPU."""
         if self.device_type != "cuda":
-            return value
-        if not any(isinstance(leaf, Tensor) and leaf.is_cpu for leaf in tree_leaves(value)):
-            return value
-        return tree_map_only(Tensor, lambda x: copy_to_device(x, self.device_type), value)
+            return nested
+        if not any(isinstance(leaf, Tensor) and leaf.is_cpu for leaf in tree_leaves(nested)):
+            return nested
+        return tree_map_only(Tensor, lambda x: copy_to_device(x, self.device_type), nested)
 
-    def join(self) -> None:
+    def wait_for_collectives(self) -> None:
         """Make the current stream wait for all launched all-gathers and reductions."""
         for stream in self._queued:  # other streams may not belong to a CUDA graph
             self._get_current_stream().wait_stream(stream)
@@ -188,7 +188,7 @@ class UnitStreams:
         return stream
 
     def _order_after_current(self, stream: Stream) -> None:
-        """Make `stream` wait for the current stream, and `join` wait for `stream`."""
+        """Make a stream wait for the current stream, and `wait_for_collectives` for the stream."""
         stream.wait_stream(self._get_current_stream())
         if stream not in self._queued:
             self._queued.append(stream)

@@ -52,24 +52,24 @@ from moecore.parallel.fsdp.unit import Unit
 class UnevenRanks:
     """Issues the collectives of modules that this rank skips. A visit records a module's forward.
 
-    `exchanges` maps MoE layers to experts. `active` is the engine's list of the runs in backward.
-    `unshard_for_use`, `reshard_if_unused` and `finish` (ends a run's backward) are engine methods.
+    `experts_by_layer` maps MoE layers to experts. `active_runs` is the engine's list of runs in
+    backward. The three functions are the engine's methods with these names.
     """
 
     def __init__(
         self,
         root: nn.Module,
         units: Sequence[Unit],
-        active: Sequence[ForwardRun],
+        active_runs: Sequence[ForwardRun],
         *,
-        exchanges: Mapping[nn.Module, nn.Module],
+        experts_by_layer: Mapping[nn.Module, nn.Module],
         unshard_for_use: Callable[[Unit, Sequence[Unit]], None],
         reshard_if_unused: Callable[[Unit, int], None],
-        finish: Callable[[ForwardRun], None],
+        end_run_backward: Callable[[ForwardRun], None],
     ) -> None:
-        self._unshard_for_use, self._finish = unshard_for_use, finish
+        self._unshard_for_use, self._end_run_backward = unshard_for_use, end_run_backward
         self._reshard_if_unused = reshard_if_unused
-        self._active = active  # runs whose backward has begun, innermost last
+        self._active = active_runs  # runs whose backward has begun, innermost last
         # Forwards that have begun, innermost last: [0] first forwards, [1] recomputed forwards.
         self._open_visits: tuple[list[ForwardVisit], list[ForwardVisit]] = [], []
         # Outermost forwards whose backward has not begun.
@@ -82,28 +82,28 @@ class UnevenRanks:
         self._nodes = {
             module: ModuleNode(module, units, None) for module, units in units_of.items()
         }
-        _add_child_nodes(top, root, units_of, exchanges, {root})
+        _add_child_nodes(top, root, units_of, experts_by_layer, {root})
         self._nodes |= {node.module: node for node in top.walk()}
         for node in top.walk():
             if node.parent is not None and node.layer in (None, node.module):
                 has_layer = any(inner.layer is not None for inner in node.walk())
                 node.has_separate_backward = has_layer
 
-    def clear(self) -> None:
+    def clear_visits(self) -> None:
         """Forget all recorded forwards and their graph edges."""
         for visit in self._outermost_visits:
-            visit.drop_graph()
+            visit.drop_graph_edges()
         self._open_visits[0].clear()
         self._open_visits[1].clear()
         self._outermost_visits.clear()
 
     def pre_forward(
-        self, unit: Unit, module: nn.Module, forward: int, *, is_recompute: bool
+        self, unit: Unit, module: nn.Module, forward_idx: int, *, is_recompute: bool
     ) -> ForwardVisit | None:
         """Record that a module's forward begins; issue collectives of modules skipped before it.
 
         Returns the forward's record, or None. A recomputed forward has a record only if the first
-        forward ran without gradients. `forward` is the number of the outermost forward.
+        forward ran without gradients. `forward_idx` is the number of the outermost forward.
         """
         node, opened = self._nodes[module], self._open_visits[is_recompute]
         if unit is node.units[-1]:  # whose hook runs first
@@ -115,12 +115,12 @@ class UnevenRanks:
                 if resumed_visit is not None:
                     opened.append(resumed_visit)
                 return resumed_visit
-            new_visit = ForwardVisit(node, outer, forward, is_skipped=False)
+            new_visit = ForwardVisit(node, outer, forward_idx, is_skipped=False)
             if new_visit.joins and not opened:
                 self._outermost_visits.append(new_visit)
             opened.append(new_visit)
             if outer is not None:
-                self._join_skipped_modules(outer, node.index)
+                self._issue_skipped_forwards(outer, node.index)
                 outer.next = max(outer.next, node.index + 1)
                 if new_visit.joins:
                     outer.children.append(new_visit)
@@ -137,57 +137,57 @@ class UnevenRanks:
         if unit is opened[-1].node.units[0]:  # whose hook runs first: all units are in use
             visit = opened.pop()
             if not has_failed:
-                self._join_skipped_modules(visit, len(visit.node.children))
+                self._issue_skipped_forwards(visit, len(visit.node.children))
 
     def pre_backward(self, visit: ForwardVisit) -> None:
         """Record that a visit's backward begins; first end the backward of all later visits."""
         if visit.is_in_backward:
             return
-        self._mark_in_backward(visit)
-        if visit.outer is None:
+        self._record_backward_start(visit)
+        if visit.parent is None:
             if visit in self._outermost_visits:
                 self._outermost_visits.remove(visit)
             return
-        siblings = visit.outer.children
+        siblings = visit.parent.children
         if siblings and siblings[-1] is not visit and visit in siblings:
-            self._end_children(visit.outer, visit)
+            self._end_child_backwards(visit.parent, visit)
 
     def post_backward(self, run: ForwardRun, visit: ForwardVisit) -> None:
         """Record that a run's backward ends; first end the backward of its submodules' visits."""
-        self._end_children(visit, None)
+        self._end_child_backwards(visit, None)
         run.unit.pending_backwards.discard(visit)
         if run in visit.runs:
             visit.runs.remove(run)
 
     def list_parent_runs(self, visit: ForwardVisit) -> list[ForwardRun]:
         """Return the runs of the enclosing module, if it exists and its backward has not begun."""
-        outer = visit.outer
-        return [] if outer is None or outer.is_in_backward else outer.runs.copy()
+        parent = visit.parent
+        return [] if parent is None or parent.is_in_backward else parent.runs.copy()
 
     def list_runs_without_backward(self) -> list[ForwardRun]:
         """Return the runs of outermost forwards whose backward has not begun."""
         return [run for visit in self._outermost_visits for run in visit.runs]
 
-    def _mark_in_backward(self, visit: ForwardVisit) -> None:
+    def _record_backward_start(self, visit: ForwardVisit) -> None:
         """Record that a visit's backward has begun, and drop the visit's graph edges."""
         visit.is_in_backward = True
         visit.inputs.clear()
         visit.outputs.clear()
 
-    def _join_skipped_modules(self, outer: ForwardVisit, number: int) -> None:
-        """Issue the forward collectives of skipped children of `outer` with an index < `number`."""
-        if outer.joins:
-            for node in outer.node.children[outer.next : number]:
-                self._join_skipped_forward(node, outer)
-            outer.next = max(outer.next, number)
+    def _issue_skipped_forwards(self, parent: ForwardVisit, end_idx: int) -> None:
+        """Issue the forward collectives of skipped children of `parent` before index `end_idx`."""
+        if parent.joins:
+            for node in parent.node.children[parent.next : end_idx]:
+                self._issue_skipped_forward(node, parent)
+            parent.next = max(parent.next, end_idx)
 
-    def _join_skipped_forward(self, node: ModuleNode, outer: ForwardVisit) -> None:
+    def _issue_skipped_forward(self, node: ModuleNode, parent: ForwardVisit) -> None:
         """Issue the forward collectives of a skipped module and of its submodules.
 
-        `outer` is the record of the enclosing module's forward.
+        `parent` is the record of the enclosing module's forward.
         """
-        visit = ForwardVisit(node, outer, outer.forward, is_skipped=True)
-        outer.children.append(visit)
+        visit = ForwardVisit(node, parent, parent.forward_idx, is_skipped=True)
+        parent.children.append(visit)
         units, is_recompute = _list_units(node), is_inside_backward()
         for unit in units:
             unit.runs[is_recompute].append(None)
@@ -195,9 +195,9 @@ class UnevenRanks:
             self._unshard_for_use(unit, prefetch)
             visit.add_to_pending_backwards(unit)
         for child in node.children:
-            self._join_skipped_forward(child, visit)
+            self._issue_skipped_forward(child, visit)
         if node.layer is not None:
-            visit.empty = self._run_empty(node.layer, node.units[0])
+            visit.empty = self._run_empty_forward(node.layer, node.units[0])
         for unit in reversed(units):
             unit.runs[is_recompute].pop()
             if not (unit.is_in_use or unit.options.is_resident):
@@ -224,10 +224,10 @@ class UnevenRanks:
                 return visit
         return None
 
-    def _end_children(self, outer: ForwardVisit, until: ForwardVisit | None) -> None:
-        """End the backward of the children of `outer` after child `until`; None = all children."""
-        while outer.children and (visit := outer.children[-1]) is not until:
-            outer.children.pop()
+    def _end_child_backwards(self, parent: ForwardVisit, after_child: ForwardVisit | None) -> None:
+        """End the backward of the parent's children after `after_child`; None = all children."""
+        while parent.children and (visit := parent.children[-1]) is not after_child:
+            parent.children.pop()
             self._end_backward(visit)
 
     def _end_backward(self, visit: ForwardVisit) -> None:
@@ -238,14 +238,16 @@ class UnevenRanks:
         node = visit.node
         if visit.is_in_backward:
             for run in visit.runs.copy():
-                self._finish(run)
+                self._end_run_backward(run)
             for unit in node.units:
                 if unit.gradients.is_expected:  # an input gradient preceded the last weight's
-                    self._reshard_if_unused(unit, visit.forward)
+                    self._reshard_if_unused(unit, visit.forward_idx)
             return
-        is_trained = visit.needs_grad or any(u.trains for inner in node.walk() for u in inner.units)
+        is_trained = visit.needs_grad or any(
+            u.is_trained for inner in node.walk() for u in inner.units
+        )
         if is_trained or (visit.is_skipped and self._has_trained_predecessor(node.module)):
-            self._join_backward(visit)  # another rank may run this backward
+            self._issue_skipped_backward(visit)  # another rank may run this backward
         else:
             self._drop_visit(visit)
 
@@ -258,10 +260,10 @@ class UnevenRanks:
         """Stop expecting the backward of a visit and of its children."""
         self._drop_children(visit)
         for run in visit.runs:
-            run.stop_expecting()
+            run.remove_from_pending_backwards()
         for unit in visit.node.units:
             unit.pending_backwards.discard(visit)
-        self._mark_in_backward(visit)
+        self._record_backward_start(visit)
 
     def _drop_children(self, visit: ForwardVisit) -> None:
         """Stop expecting the backward of a visit's children, and forget them."""
@@ -269,34 +271,34 @@ class UnevenRanks:
             self._drop_visit(child)
         visit.children.clear()
 
-    def _join_backward(self, visit: ForwardVisit) -> None:
+    def _issue_skipped_backward(self, visit: ForwardVisit) -> None:
         """Issue the collectives of a backward that this rank does not run, with zero gradients."""
         node, units = visit.node, _list_units(visit.node)
         outputs, inputs = visit.outputs.copy(), visit.inputs.copy()
-        self._mark_in_backward(visit)
+        self._record_backward_start(visit)
         for unit in units:
             unit.backwards += 1
             prefetch = unit.prefetch_backward if node.module is unit.modules[-1] else ()
             self._unshard_for_use(unit, prefetch)
         if visit.empty is not None:
-            self._run_empty_backward(node, visit.empty, visit.forward)
+            self._run_empty_backward(node, visit.empty, visit.forward_idx)
         elif outputs:
             self._run_zero_backward(node, outputs, inputs)
-        self._end_children(visit, None)
+        self._end_child_backwards(visit, None)
         for run in visit.runs.copy():
-            self._finish(run)
+            self._end_run_backward(run)
         for unit in node.units:
             unit.pending_backwards.discard(visit)
         for unit in reversed(units):
             unit.backwards -= 1
             unit.gradients.is_expected = True
-            self._reshard_if_unused(unit, visit.forward)
+            self._reshard_if_unused(unit, visit.forward_idx)
 
-    def _run_empty(self, layer: ExchangeLayer, experts: Unit) -> EmptyRun:
-        """Run a skipped MoE layer on zero tokens of the dtype and device of the unit `experts`."""
+    def _run_empty_forward(self, layer: ExchangeLayer, experts_unit: Unit) -> EmptyRun:
+        """Run a skipped MoE layer on zero tokens of the dtype and device of its experts' unit."""
         needs_grad = self._has_trained_predecessor(layer)
         shape = 0, layer.config.dim
-        x_0D = torch.zeros(shape, dtype=experts.dtype, device=experts.device)
+        x_0D = torch.zeros(shape, dtype=experts_unit.dtype, device=experts_unit.device)
         x_0D.requires_grad_(needs_grad)
         layer_check = getattr(layer.dispatcher, "layer_check", None)  # "nvlink" has None
         if layer_check is None:
@@ -307,26 +309,26 @@ class UnevenRanks:
         finally:
             layer_check.joins = False
 
-    def _run_empty_backward(self, node: ModuleNode, run: EmptyRun, forward: int) -> None:
-        """Run the backward of a node's MoE layer with zero tokens, in model forward `forward`."""
+    def _run_empty_backward(self, node: ModuleNode, empty_run: EmptyRun, forward_idx: int) -> None:
+        """Run a node's MoE layer's backward with zero tokens, in model forward `forward_idx`."""
         assert node.layer is not None, "it has run"
-        inputs = [run.x_0D] if run.x_0D.requires_grad else []
+        inputs = [empty_run.x_0D] if empty_run.x_0D.requires_grad else []
         inner_units = list[tuple[nn.Module, Unit]]()
         for module in node.layer.modules():
             inner = self._nodes.get(module)
             for unit in () if inner is None else inner.units:
-                if module is node.module and not run.is_skipped:
+                if module is node.module and not empty_run.is_skipped:
                     inputs += unit.list_trained_params()
                 else:
                     inner_units.append((module, unit))
-        if inputs and run.y_0D.requires_grad:
-            self._run_backward([run.y_0D], [torch.zeros_like(run.y_0D)], inputs)
+        if inputs and empty_run.y_0D.requires_grad:
+            self._run_backward([empty_run.y_0D], [torch.zeros_like(empty_run.y_0D)], inputs)
         for module, unit in inner_units:
             runs = [run for run in unit.pending_backwards if getattr(run, "module", None) is module]
-            for pending_run in [run for run in runs if run.forward == forward]:
-                pending_run.stop_expecting()  # no gradient has reached it
+            for pending_run in [run for run in runs if run.forward_idx == forward_idx]:
+                pending_run.remove_from_pending_backwards()  # no gradient has reached it
                 unit.gradients.is_expected = True
-                self._reshard_if_unused(unit, forward)
+                self._reshard_if_unused(unit, forward_idx)
 
     def _run_zero_backward(
         self, node: ModuleNode, outputs: Sequence[Output], inputs: Sequence[GradientEdge]
@@ -349,17 +351,17 @@ class UnevenRanks:
             param.grad = None
 
     def _run_backward(
-        self, ends: Sequence[Any], zeros: Sequence[Tensor], inputs: Sequence[Any]
+        self, outputs: Sequence[Any], zero_grads: Sequence[Tensor], inputs: Sequence[Any]
     ) -> None:
-        """Run a backward from the outputs `ends`, with gradients `zeros`, to `inputs`.
+        """Run a backward from `outputs`, with gradients `zero_grads`, to `inputs`.
 
         The function ends the backward of each run whose backward begins in this call.
         """
         outside = len(self._active)
         # The graph is retained, because a later backward of the same forward may need it.
-        torch.autograd.backward(ends, zeros, retain_graph=True, inputs=inputs)
+        torch.autograd.backward(outputs, zero_grads, retain_graph=True, inputs=inputs)
         while len(self._active) > outside:
-            self._finish(self._active[-1])
+            self._end_run_backward(self._active[-1])
 
 
 def _list_units(node: ModuleNode) -> list[Unit]:
@@ -374,25 +376,25 @@ def _list_units(node: ModuleNode) -> list[Unit]:
 def _add_child_nodes(
     node: ModuleNode,
     module: nn.Module,
-    units_of: Mapping[nn.Module, list[Unit]],
-    exchanges: Mapping[nn.Module, nn.Module],
-    seen: set[nn.Module],
+    module_units: Mapping[nn.Module, list[Unit]],
+    experts_by_layer: Mapping[nn.Module, nn.Module],
+    visited_modules: set[nn.Module],
 ) -> None:
     """Add the modules with hooks inside `module` as descendants of `node`, in place.
 
-    `units_of` has the units of each module with hooks. `exchanges` maps MoE layers to experts.
-    `seen` has the modules that are in the tree, and is extended.
+    `module_units` has the units of each module with hooks. `experts_by_layer` maps MoE layers to
+    experts. `visited_modules` has the modules that are in the tree, and is extended.
     """
     for child in module.children():
-        if child in seen:
+        if child in visited_modules:
             continue
-        seen.add(child)
-        inner = ModuleNode(child, units_of[child], node) if child in units_of else node
-        experts = exchanges.get(child)
+        visited_modules.add(child)
+        inner = ModuleNode(child, module_units[child], node) if child in module_units else node
+        experts = experts_by_layer.get(child)
         if experts is not None:
             if experts is not child:
-                inner = ModuleNode(experts, units_of[experts], inner)
+                inner = ModuleNode(experts, module_units[experts], inner)
             inner.layer = cast(ExchangeLayer, child)
-            seen.update(child.modules())
+            visited_modules.update(child.modules())
         else:
-            _add_child_nodes(inner, child, units_of, exchanges, seen)
+            _add_child_nodes(inner, child, module_units, experts_by_layer, visited_modules)

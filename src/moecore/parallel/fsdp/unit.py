@@ -100,7 +100,7 @@ class Unit:
             options=options,
             streams=streams,
         )
-        self._unshard_mark = streams.mark()
+        self._unshard_event = streams.make_event()
         self._views: UnitViews | None = None
         self._versioned_tensors: list[Tensor] = []  # tensors whose versions autograd checks
         self._unsharded_versions: list[int] = []  # their versions while the buffer has the values
@@ -129,7 +129,7 @@ class Unit:
         return bool(any(self.runs) or self.backwards)
 
     @property
-    def trains(self) -> bool:
+    def is_trained(self) -> bool:
         """Whether a parameter of the unit requires a gradient."""
         return any(param.sharded.requires_grad for param in self.params)
 
@@ -138,25 +138,25 @@ class Unit:
         unsharded = (param.unsharded for param in self.params)
         return [x for x in unsharded if x is not None and x.requires_grad]
 
-    def expects_backward(self, forward: int) -> bool:
-        """Whether the unit expects the backward of the model's forward number `forward`."""
+    def expects_backward(self, forward_idx: int) -> bool:
+        """Whether the unit expects the backward of the model's forward number `forward_idx`."""
         # Runs of enclosing modules, which can be in `pending_backwards` too, do not count.
         return any(
-            waits.forward == forward and getattr(waits, "unit", self) is self
+            waits.forward_idx == forward_idx and getattr(waits, "unit", self) is self
             for waits in self.pending_backwards
         )
 
-    def versions(self) -> list[int]:
+    def list_versions(self) -> list[int]:
         """Return each shard's version counter, or its value at the all-gather if unsharded."""
         if self.state is State.SHARDED or self.buffer is None:
             # In-place operations of a DTensor do not change the version of its local tensor.
             return [sum_version_counters(param.sharded, param.shard) for param in self.params]
         return self._shard_versions
 
-    def refresh(self) -> None:
+    def refresh_sharded_params(self) -> None:
         """If SHARDED, read the current sharded parameters; always call `sync_requires_grad`."""
         if self.state is State.SHARDED:
-            changed = [param.refresh() for param in self.params]
+            changed = [param.refresh_sharded_param() for param in self.params]
             if any(changed) and self.buffer is None:
                 self._versioned_tensors.clear()
         self.sync_requires_grad()
@@ -175,8 +175,8 @@ class Unit:
         """
         if self.state is not State.SHARDED:
             return
-        self._take_buffer()
-        self._shard_versions = self.versions()
+        self._acquire_buffer()
+        self._shard_versions = self.list_versions()
         # Selective checkpointing must see equal operations in forward and in recomputation, but
         # only one of the two may need this all-gather.
         with (
@@ -194,9 +194,9 @@ class Unit:
             self._streams.sync_gather_stream()  # new memory: the current stream may still use it
         if self.buffer is not None and self._views is not None:
             with self._streams.use_gather_stream() if self.is_sharded else nullcontext():
-                self.buffer.mark.wait()
+                self.buffer.last_use.wait()
                 self._fill_buffer(self._views)
-                self._unshard_mark.set()
+                self._unshard_event.record()
         set_version_counters(self._versioned_tensors, self._unsharded_versions)
 
     def can_unshard(self) -> bool:
@@ -214,7 +214,7 @@ class Unit:
         if self.state is State.SHARDED:
             self.unshard()
         if self.state is State.UNSHARDING:
-            self._unshard_mark.wait()
+            self._unshard_event.wait()
             self.state = State.UNSHARDED
 
     def register_params(self, *, unsharded: bool) -> None:
@@ -228,24 +228,24 @@ class Unit:
             return
         self.register_params(unsharded=False)
         if self.state is State.UNSHARDING:
-            self._unshard_mark.wait()
+            self._unshard_event.wait()
         if self.buffer is not None:
             set_version_counters(self._versioned_tensors, self._resharded_versions)
-            self.buffer.mark.set()
+            self.buffer.last_use.record()
             self.buffer.holder = None
         self.state = State.SHARDED
 
-    def drop_marks(self) -> None:
+    def clear_events(self) -> None:
         """Clear the event of each buffer's last use, which has ended. CUDA graphs must not wait."""
         if self.buffer is not None:
-            self.buffer.mark.clear()
-        self.gradients.drop_marks()
+            self.buffer.last_use.clear()
+        self.gradients.clear_events()
 
-    def buffers(self) -> list[Buffer[Any]]:
+    def list_buffers(self) -> list[Buffer[Any]]:
         """Return the shared buffers of unsharded parameters and gradient sums that exist."""
         return [b for b in (self.buffer, self.gradients.buffer) if b is not None]
 
-    def _take_buffer(self) -> None:
+    def _acquire_buffer(self) -> None:
         """Reshard the unit that uses the shared buffer, and take the buffer.
 
         Raises a RuntimeError if forwards of both units run now.
@@ -270,7 +270,7 @@ class Unit:
             data = [param.shard for param in self.params]
             if self.buffer is not None:
                 sizes = self._layout.unsharded_numel, self._layout.values_per_byte
-                self._views = make_views(self.params, self.buffer.flat(self.device), *sizes)
+                self._views = make_views(self.params, self.buffer.get_flat(self.device), *sizes)
                 data = self._views.parameters
             self._versioned_tensors = self._format.make_unsharded(self.params, data)
         for index, param in enumerate(self.params):
@@ -283,13 +283,13 @@ class Unit:
     def _fill_buffer(self, views: UnitViews) -> None:
         """Convert and all-gather the shards into the buffer `views`, on the current stream."""
         params = self.params
-        self._format.fill(params, views.local)
+        self._format.write_shards(params, views.local)
         if self._transport is None:
             return
-        header = [] if self.header is None else self.header.of(self)
-        headers = self._transport.gather(views.regions, views.padded_local, header)
+        header = [] if self.header is None else self.header.make_header(self)
+        headers = self._transport.all_gather(views.regions, views.padded_local, header)
         if headers and self.header is not None and self._group is not None:
-            self.header.check(self, headers, self._group)
+            self.header.check_headers(self, headers, self._group)
         for param, region, data in zip(params, views.regions, views.parameters, strict=True):
             if param.is_strided:
                 *outer, last = param.shard_shape
@@ -320,7 +320,7 @@ class CollectiveHeader:
             "requires_grad": lambda n: f"{n >> 32} parameters",
         }
 
-    def start(self, progress: Progress | None) -> None:
+    def begin_forward(self, progress: Progress | None) -> None:
         """Set the numbers that all headers of one model forward contain.
 
         The numbers are grad mode, training mode, autocast dtype, and micro-batch in `progress`.
@@ -333,14 +333,16 @@ class CollectiveHeader:
         flags = [torch.is_grad_enabled(), self._root.training]
         self._forward_numbers = [*flags, DTYPES.index(autocast), micro_batch]
 
-    def of(self, unit: Unit) -> list[int]:
+    def make_header(self, unit: Unit) -> list[int]:
         """Return a unit's header: unit index, the forward's numbers, requires_grad checksum."""
         trained = bytes(param.sharded.requires_grad for param in unit.params)
         checksum = (sum(trained) << 32) + zlib.crc32(trained)
         return [self._index[unit], *self._forward_numbers, checksum]
 
-    def check(self, unit: Unit, headers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
+    def check_headers(
+        self, unit: Unit, headers: Sequence[Sequence[int]], shard_group: dist.ProcessGroup
+    ) -> None:
         """Raise a ValueError on all ranks of a group if their `headers` for a unit differ."""
         check_collective_headers(
-            f"the all-gather of {unit.options.name}", headers, self._describe, group
+            f"the all-gather of {unit.options.name}", headers, self._describe, shard_group
         )

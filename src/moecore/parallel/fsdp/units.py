@@ -91,7 +91,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
                 visit(child)
 
     visit(model)
-    is_tied = make_is_tied(model)
+    is_tied = make_tied_predicate(model)
     # A block at two places of the model is one block.
     return [b for b in dict.fromkeys(blocks) if b is model or not is_tied(b)]
 
@@ -107,7 +107,7 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     # root, because losses often read `lm_head.weight`.
     heads: list[nn.Module] = []
     in_blocks = {module for block in blocks for module in block.modules()}
-    after_a_block, is_tied = False, make_is_tied(model)
+    after_a_block, is_tied = False, make_tied_predicate(model)
     for module in model.modules():
         after_a_block |= module in blocks
         is_head = getattr(module, "is_fsdp_head", False)
@@ -117,7 +117,7 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     return heads
 
 
-def make_is_tied(model: nn.Module) -> Callable[[nn.Module], bool]:
+def make_tied_predicate(model: nn.Module) -> Callable[[nn.Module], bool]:
     """Return a predicate: whether a module shares a parameter with the rest of `model`."""
     holders, parents = Counter[int](), Counter[nn.Module]()
     for module in model.modules():
@@ -197,13 +197,19 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _group_blocks(model: nn.Module, blocks: list[nn.Module], size: int) -> list[list[nn.Module]]:
-    """Split the blocks into groups of at most `size` consecutive blocks of one ModuleList."""
+def _group_blocks(
+    model: nn.Module, blocks: list[nn.Module], max_blocks: int
+) -> list[list[nn.Module]]:
+    """Split the blocks into groups of at most `max_blocks` consecutive blocks of one ModuleList."""
     list_of = _find_outermost_lists(model)
     groups: list[list[nn.Module]] = []
     for block in blocks:
         last = groups[-1] if groups else []
-        if last and len(last) < size and list_of.get(last[0]) is list_of.get(block) is not None:
+        if (
+            last
+            and len(last) < max_blocks
+            and list_of.get(last[0]) is list_of.get(block) is not None
+        ):
             last.append(block)
         else:
             groups.append([block])
@@ -246,7 +252,9 @@ def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) 
     return [*parts, *(m.get_part("experts") for m in layers)]
 
 
-def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
+def make_param_kind_lookup(
+    model: nn.Module, layers: Mapping[str, RoutedLayer]
+) -> Callable[[str], str]:
     """Return a function that maps a parameter name to its kind, such as "attention" or "other".
 
     `layers` maps module names to the model's MoE layers. Names have no prefixes of wrappers such as
@@ -271,7 +279,7 @@ def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Cal
             return "LoRA"
         prefixes = [".".join(path[:n]) for n in range(len(path), -1, -1)]  # innermost first
         for prefix in prefixes:
-            kind = roles.get(prefix) or _find_kind(modules.get(prefix), prefix)
+            kind = roles.get(prefix) or _find_param_kind(modules.get(prefix), prefix)
             if kind is not None:
                 return kind
         return "other"
@@ -279,9 +287,9 @@ def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Cal
     return kind_of
 
 
-def _find_kind(module: nn.Module | None, name: str) -> str | None:
+def _find_param_kind(module: nn.Module | None, module_name: str) -> str | None:
     """Return the kind of a module's parameters by its class or name, such as "norms", or None."""
     class_name = type(module).__name__.lower()
-    if getattr(module, "is_fsdp_head", False) or name.endswith("lm_head"):
+    if getattr(module, "is_fsdp_head", False) or module_name.endswith("lm_head"):
         return "head"
     return next((kind for word, kind in WORDS.items() if word in class_name), None)

@@ -25,7 +25,7 @@ from moecore.moe.expert_layout import compute_expert_shapes
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.shared_experts import SharedExpert
-from moecore.parallel.fsdp.units import is_in_router_unit, make_is_tied
+from moecore.parallel.fsdp.units import is_in_router_unit, make_tied_predicate
 from moecore.parallel.mesh import Meshes, ParallelConfig
 from moecore.parallel.model.family import (
     ContextParallelModel,
@@ -45,26 +45,32 @@ def check_request(model: nn.Module, request: Request) -> None:
     """Raise a ValueError or NotImplementedError if options, meshes and model are incompatible."""
     _check_arguments(request)
     _check_model_is_plain(model)
-    for check in (_check_degrees, _check_context, _check_indexers, _check_fp8_head):
+    for check in (_check_pp_and_tp, _check_context, _check_indexers, _check_fp8_head):
         check(model, request)
 
 
-def check_stages(
-    layout: PipelineLayout, rank_of: Sequence[int], bound: Collection[int], request: Request
+def check_stage_layout(
+    layout: PipelineLayout,
+    stage_ranks: Sequence[int],
+    bound_layers: Collection[int],
+    request: Request,
 ) -> None:
     """Raise a ValueError if a pipeline layout breaks one of three rules.
 
-    - No stage begins with a layer in `bound` (`StageParts.bound`).
-    - Each pp rank has a layer, the embedding or the head. `rank_of[i]` is the rank of stage i.
+    - No stage begins with a layer in `bound_layers` (`StageParts.bound_layers`).
+    - Each pp rank has a layer, the embedding or the head. `stage_ranks[i]` is the rank of stage i.
     - A tuple of offload fractions has one entry per stage.
     """
-    wrong = [s.layers[0] for s in layout.stages if s.layers and s.layers[0] in bound]
+    wrong = [s.layers[0] for s in layout.stages if s.layers and s.layers[0] in bound_layers]
     if wrong:
         raise ValueError(
             f"layout ({quote(layout.text)}) must begin no stage with layer {wrong[0]}, which reads "
-            f"what the layer before has chosen, nor with any of {sorted(bound)}: move the border"
+            f"what the layer before has chosen, nor with any of {sorted(bound_layers)}: move the "
+            "border"
         )
-    idle = sorted(set(rank_of) - {rank_of[stage.index] for stage in layout.stages if stage.letters})
+    idle = sorted(
+        set(stage_ranks) - {stage_ranks[stage.index] for stage in layout.stages if stage.letters}
+    )
     if idle:
         raise ValueError(
             f"layout ({quote(layout.text)}) must give each pp rank a part of the model, but rank "
@@ -93,7 +99,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
                 f"{name} and {first} must not share one experts module, which is sharded and "
                 "counted with its layer: share the whole MoELayer, or untie them"
             )
-    is_tied = make_is_tied(model)
+    is_tied = make_tied_predicate(model)
     for name, layer in layers.items():
         _check_experts(name, layer, request.meshes)
         if request.meshes.parallel.ep * request.meshes.parallel.etp > 1:
@@ -148,12 +154,12 @@ def _check_arguments(request: Request) -> None:
         )
 
 
-def _warn_about_dispatch(dispatch: DispatchOptions, p: ParallelConfig) -> None:
+def _warn_about_dispatch(dispatch: DispatchOptions, parallel: ParallelConfig) -> None:
     """Warn about dispatch options that have no effect, because no token leaves its rank."""
     rules = (
-        ("fp8", dispatch.fp8, "ep * etp", p.ep * p.etp),
-        ("name", dispatch.name not in ("auto", "local"), "ep * etp", p.ep * p.etp),
-        ("clones", dispatch.clones is not None, "ep", p.ep),
+        ("fp8", dispatch.fp8, "ep * etp", parallel.ep * parallel.etp),
+        ("name", dispatch.name not in ("auto", "local"), "ep * etp", parallel.ep * parallel.etp),
+        ("clones", dispatch.clones is not None, "ep", parallel.ep),
     )
     for field, is_set, degree, size in rules:
         if is_set and size == 1:
@@ -194,7 +200,7 @@ def _check_model_is_plain(model: nn.Module) -> None:
             )
 
 
-def _check_degrees(model: nn.Module, request: Request) -> None:
+def _check_pp_and_tp(model: nn.Module, request: Request) -> None:
     """Raise a ValueError if pipeline, offload or dense options do not fit the degree pp.
 
     Raises a NotImplementedError for tp > 1 if the model has no `apply_tensor_parallel`.
@@ -347,8 +353,8 @@ def _check_without_moe_layers(request: Request) -> None:
         warnings.warn(f"{unused[0]} is not used: the model has no MoE layers", stacklevel=6)
 
 
-def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
-    """Raise a ValueError if the experts of layer `name` are wrapped or not divisible by a degree.
+def _check_experts(layer_name: str, layer: RoutedLayer, meshes: Meshes) -> None:
+    """Raise a ValueError if a layer's experts are wrapped or not divisible by a degree.
 
     Raises a NotImplementedError for etp > 1 if torch is too old for the layer's weight layout.
     """
@@ -358,7 +364,7 @@ def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
     module_names = {n for n, _ in experts.named_parameters() if not n.startswith("lora.")}
     if not is_native or module_names != layout_names:
         raise ValueError(
-            f"{name}: experts ({type(experts).__name__} with {sorted(module_names)}) must be "
+            f"{layer_name}: experts ({type(experts).__name__} with {sorted(module_names)}) must be "
             f"Experts with {sorted(layout_names)}: leave out wrappers and parametrizations"
         )
     rules = [
@@ -371,39 +377,42 @@ def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
         rules += [("dim", config.expert_dim, "edp_shard", p.edp_shard)]
         if not HAS_SEPARATE_PIECES:
             raise NotImplementedError(
-                f"{name}: ParallelConfig.etp ({p.etp}) must be 1 for concatenated gate and up "
-                f"weights with torch {torch.__version__}: use torch >= 2.13, or ep instead of etp"
+                f"{layer_name}: ParallelConfig.etp ({p.etp}) must be 1 for concatenated gate and "
+                f"up weights with torch {torch.__version__}: use torch >= 2.13, or ep instead of "
+                "etp"
             )
     for field, value, degree, size in rules:
         if value % size:
             raise ValueError(
-                f"{name}: MoEConfig.{field} ({value}) must be divisible by ParallelConfig.{degree} "
-                f"({size}): choose another {degree}"
+                f"{layer_name}: MoEConfig.{field} ({value}) must be divisible by "
+                f"ParallelConfig.{degree} ({size}): choose another {degree}"
             )
 
 
-def _check_layer_compute(name: str, layer: RoutedLayer, request: Request) -> None:
-    """Raise a ValueError if MoE layer `name` does not support the request's backend or recipe."""
+def _check_layer_compute(layer_name: str, layer: RoutedLayer, request: Request) -> None:
+    """Raise a ValueError if an MoE layer does not support the request's backend or recipe."""
     experts, backend = layer.get_part("experts"), request.expert_backend
-    recipe = request.find_recipe(name, layer, "experts")
+    recipe = request.find_recipe(layer_name, layer, "experts")
     recompute_fc1 = "expert_fc1" in request.memory.parts
     experts.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
     check_backend(backend, request.make_expert_spec(layer, recipe))
-    shared = request.find_recipe(name, layer, "shared_experts")
+    shared = request.find_recipe(layer_name, layer, "shared_experts")
     if isinstance(layer.get_part("shared"), SharedExpert) and shared is not None:
-        _check_fp8_shared_experts(name, layer.get_part("shared"), shared)
-    layer.check_config(name, request.make_config(layer))
+        _check_fp8_shared_experts(layer_name, layer.get_part("shared"), shared)
+    layer.check_config(layer_name, request.make_layer_config(layer))
 
 
-def _check_fp8_shared_experts(name: str, shared: SharedExpert, recipe: Recipe) -> None:
-    """Raise a ValueError if the shared experts of layer `name` cannot run in a recipe's FP8."""
-    problem = find_weight_problem(shared.w1, recipe) or find_weight_problem(shared.w2, recipe)
+def _check_fp8_shared_experts(layer_name: str, shared_expert: SharedExpert, recipe: Recipe) -> None:
+    """Raise a ValueError if a layer's shared experts cannot run in a recipe's FP8."""
+    problem = find_weight_problem(shared_expert.w1, recipe) or find_weight_problem(
+        shared_expert.w2, recipe
+    )
     if recipe.amax_history:
         problem = "the layer keeps no history of amax"
     if problem is not None:
         raise ValueError(
-            f"{name}: shared experts cannot be in FP8 ({recipe.scaling}), because {problem}: leave "
-            "them out of Precision.roles"
+            f"{layer_name}: shared experts cannot be in FP8 ({recipe.scaling}), because {problem}: "
+            "leave them out of Precision.roles"
         )
 
 
@@ -412,7 +421,7 @@ def _check_routers(
 ) -> None:
     """Raise a ValueError if a router has a separate unit and is also used by another module.
 
-    `layers` maps names to MoE layers. `is_tied` is the result of `make_is_tied`.
+    `layers` maps names to MoE layers. `is_tied` is the result of `make_tied_predicate`.
     """
     owned = {name: layer.get_part("router") for name, layer in layers.items()}
     for name, router in owned.items():

@@ -22,7 +22,7 @@ from moecore.base.fields import MaxNorm, check_arguments
 from moecore.base.streams import copy_to_device
 from moecore.base.torch_private import annotate_range, foreach_mul_, foreach_norm, get_local_tensor
 from moecore.parallel.model.parallel_state import end_argument_comparison, find_staged_module
-from moecore.parallel.model.parameter_guards import refuse_added
+from moecore.parallel.model.parameter_guards import check_no_added_parameter
 from moecore.parallel.pipeline.stage_replicas import AllStages, redistribute_grad
 
 
@@ -32,10 +32,10 @@ class GradientNorm:
     The first access to `total` or `non_finite` synchronises the host.
 
     Args:
-        names: names of the parameters of all pipeline stages.
-        squares: fp64 [parameters] on the device: squared norm of each gradient over all ranks,
-            without the loss scale.
-        limit: scalar on the device: a step with a larger norm is skipped; None = no limit.
+        param_names: names of the parameters of all pipeline stages.
+        squared_norms: fp64 [parameters] on the device: squared norm of each gradient over all
+            ranks, without the loss scale.
+        skip_threshold: scalar on the device: a step with a larger norm is skipped; None = no limit.
 
     Attributes:
         total_on_device: the L2 norm, an fp64 scalar.
@@ -45,14 +45,17 @@ class GradientNorm:
     """
 
     def __init__(
-        self, names: tuple[str, ...], squares: Tensor, limit: Tensor | None = None
+        self,
+        param_names: tuple[str, ...],
+        squared_norms: Tensor,
+        skip_threshold: Tensor | None = None,
     ) -> None:
-        self._names, self._squares, self._limit = names, squares, limit
-        self.total_on_device = squares.sum().sqrt()
+        self._names, self._squares, self._limit = param_names, squared_norms, skip_threshold
+        self.total_on_device = squared_norms.sum().sqrt()
         self.overflowed = ~self.total_on_device.isfinite()
         self.skipped = self.overflowed
-        if limit is not None:
-            self.skipped = self.overflowed | (self.total_on_device > limit)
+        if skip_threshold is not None:
+            self.skipped = self.overflowed | (self.total_on_device > skip_threshold)
 
     @cached_property
     def _host_squares(self) -> list[float]:
@@ -81,7 +84,7 @@ class GradientNorm:
         """Whether the step is skipped. The first access synchronises the host."""
         return bool(self.non_finite if self._limit is None else self.skipped)
 
-    def divisor(self, max_norm: float) -> Tensor:
+    def compute_divisor(self, max_norm: float) -> Tensor:
         """Return the divisor that clips gradients, max(1, (norm + 1e-6) / max_norm), on device."""
         return ((self.total_on_device + 1e-6) / max_norm).clamp(min=1.0).float()
 
@@ -134,7 +137,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
     """
     check_arguments(clip_grad_norm_, locals())
     max_norm, is_wrong = math.inf if max_norm is None else max_norm, end_argument_comparison(model)
-    return unscale_and_clip_(model, max_norm, None, is_wrong=is_wrong)
+    return unscale_and_clip_(model, max_norm, None, has_invalid_grads=is_wrong)
 
 
 @torch.no_grad()
@@ -143,8 +146,8 @@ def unscale_and_clip_(
     max_norm: float,
     loss_scale: Tensor | None,
     *,
-    is_wrong: Tensor | None = None,
-    limit: Tensor | None = None,
+    has_invalid_grads: Tensor | None = None,
+    skip_threshold: Tensor | None = None,
 ) -> GradientNorm:
     """Divide gradients by the loss scale, clip them in place, and return the norm before clipping.
 
@@ -153,44 +156,45 @@ def unscale_and_clip_(
         max_norm: a positive number; `math.inf` = only measure.
         loss_scale: fp32 scalar on the device; None = 1. With a scale no warning is printed. The
             norm is measured on unscaled gradients.
-        is_wrong: device bool, True if this rank's gradients must not be used. If it is True on any
-            rank, the norm is nan on every rank.
-        limit: scalar on the device: gradients with a larger norm become None; None = no limit.
+        has_invalid_grads: device bool, True if this rank's gradients must not be used. If it is
+            True on any rank, the norm is nan on every rank.
+        skip_threshold: scalar on the device: gradients with a larger norm become None; None = no
+            limit.
     """
-    refuse_added(model)
+    check_no_added_parameter(model)
     owner, stages = find_staged_module(model)
-    params = _list_trained(owner)
-    norm = _measure_norm(params, stages, loss_scale, is_wrong, limit)
+    params = _list_trained_params(owner)
+    norm = _compute_grad_norm(params, stages, loss_scale, has_invalid_grads, skip_threshold)
     _scale_gradients(params, norm, max_norm, loss_scale)
     return norm
 
 
 @torch.no_grad()
-def step_clipped(
+def clip_and_step(
     model: nn.Module,
     max_norm: float,
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     loss_scale: Tensor | None = None,
-    is_wrong: Tensor | None = None,
-    limit: Tensor | None = None,
+    has_invalid_grads: Tensor | None = None,
+    skip_threshold: Tensor | None = None,
 ) -> GradientNorm:
     """Unscale and clip gradients, step the optimizers, and return the norm before clipping.
 
-    A non-finite gradient, or a norm above `limit`, skips the step. The arguments except
+    A non-finite gradient, or a norm above `skip_threshold`, skips the step. The arguments except
     `optimizers` are the arguments of `unscale_and_clip_`. No host sync if all optimizers are fused.
     """
     signals: dict[str, Tensor] = {}
     with annotate_range("moecore::clip"):
         owner, stages = find_staged_module(model)
-        params = _list_trained(owner)
+        params = _list_trained_params(owner)
         _check_optimizers(optimizers, params)
-        norm = _measure_norm(params, stages, loss_scale, is_wrong, limit)
-        if all(map(_can_skip, optimizers)):
+        norm = _compute_grad_norm(params, stages, loss_scale, has_invalid_grads, skip_threshold)
+        if all(map(_can_skip_on_device, optimizers)):
             signals["found_inf"] = norm.skipped.float()  # 1 = the optimizers skip the step
             divisors = [] if loss_scale is None else [loss_scale]
             if max_norm < math.inf:
-                divisors.append(norm.divisor(max_norm))
+                divisors.append(norm.compute_divisor(max_norm))
             if divisors:
                 signals["grad_scale"] = torch.stack(divisors).prod()
         else:
@@ -206,7 +210,7 @@ def step_clipped(
     return norm
 
 
-def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
+def _can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer reads `found_inf` and `grad_scale`, as fused optimizers do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused") for group in optimizer.param_groups
@@ -228,63 +232,68 @@ def _check_optimizers(
         )
 
 
-def _list_trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _list_trained_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) of each parameter that is trainable or has a gradient."""
     # A parameter that was frozen after backward still has a gradient, and optimizers update it.
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]
 
 
-def _measure_norm(
+def _compute_grad_norm(
     params: list[tuple[str, nn.Parameter]],
-    stages: AllStages | None,
+    all_stages: AllStages | None,
     loss_scale: Tensor | None,
-    is_wrong: Tensor | None,
-    limit: Tensor | None,
+    has_invalid_grads: Tensor | None,
+    skip_threshold: Tensor | None,
 ) -> GradientNorm:
     """Return the norm of all gradients over all ranks, divided by the loss scale. Collective.
 
     Args:
         params: (name, parameter) of this rank's trained parameters.
-        stages: the model's pipeline stages; None = no pipeline.
+        all_stages: the model's pipeline stages; None = no pipeline.
         loss_scale: fp32 scalar on the device; None = 1.
-        is_wrong: device bool; if it is True on any rank, the norm is nan.
-        limit: scalar on the device; a step with a larger norm is skipped.
+        has_invalid_grads: device bool; if it is True on any rank, the norm is nan.
+        skip_threshold: scalar on the device; a step with a larger norm is skipped.
     """
     for _, param in params:
         redistribute_grad(param)
     names = [n for n, _ in params]
-    squares = _sum_squares(names, [p for _, p in params], stages, is_wrong)
+    squares = _sum_squares(names, [p for _, p in params], all_stages, has_invalid_grads)
     if loss_scale is not None:
         squares = squares / loss_scale.double().square()
-    return GradientNorm(tuple(names if stages is None else stages.num_holders), squares, limit)
+    return GradientNorm(
+        tuple(names if all_stages is None else all_stages.num_holders), squares, skip_threshold
+    )
 
 
 def _sum_squares(
-    names: list[str], params: list[nn.Parameter], stages: AllStages | None, is_wrong: Tensor | None
+    param_names: list[str],
+    params: list[nn.Parameter],
+    all_stages: AllStages | None,
+    has_invalid_grads: Tensor | None,
 ) -> Tensor:
     """Sum each gradient's squared norm over all ranks; return fp64 [parameters of all stages].
 
-    If `is_wrong` is True on any rank, the first sum is nan on every rank. Collective.
+    If `has_invalid_grads` is True on any rank, the first sum is nan on every rank. Collective.
     """
-    if stages is None and not params:
+    if all_stages is None and not params:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     if params:
         squares = torch.stack(_compute_local_norms(params)).double().square_()
     else:  # a stage without trained parameters
-        assert stages is not None
-        squares = torch.zeros(0, dtype=torch.float64, device=stages.device)
-    if stages is None and not any(isinstance(p, DTensor) for p in params):
+        assert all_stages is not None
+        squares = torch.zeros(0, dtype=torch.float64, device=all_stages.device)
+    if all_stages is None and not any(isinstance(p, DTensor) for p in params):
         return squares
     world = dist.get_world_size()
-    ranks = [world if stages is None else stages.count_copies(name) for name in names]
+    ranks = [world if all_stages is None else all_stages.count_copies(name) for name in param_names]
     # The division and the all-reduce keep a nan.
     copies = [n // _count_shards(p) for n, p in zip(ranks, params, strict=True)]
     divisors = torch.tensor(copies, dtype=torch.float64, device="cpu")
     squares /= copy_to_device(divisors, squares.device)
-    if stages is not None:
-        squares = stages.scatter_values(names, squares)
-    if is_wrong is not None:
-        squares[:1] += torch.where(is_wrong, torch.nan, 0.0)
+    if all_stages is not None:
+        squares = all_stages.scatter_values(param_names, squares)
+    if has_invalid_grads is not None:
+        squares[:1] += torch.where(has_invalid_grads, torch.nan, 0.0)
     dist.all_reduce(squares)
     return squares
 

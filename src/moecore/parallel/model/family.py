@@ -98,7 +98,7 @@ class Family(Protocol):
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
         """Whether a forward's arguments contain a token that is not padding; bool or 0-dim bool."""
         mask_BT = inputs.get("padding_mask_BT")
-        return has_rows(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
+        return has_no_empty_tensor(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
 
     def make_forward_arguments(self, batch: PackedBatch) -> dict[str, Any]:
         """Convert a packed batch to keyword arguments of the model's forward, without labels."""
@@ -137,7 +137,7 @@ class Family(Protocol):
         """
 
 
-def has_rows(inputs: Mapping[str, Any], *names: str) -> bool:
+def has_no_empty_tensor(inputs: Mapping[str, Any], *names: str) -> bool:
     """Return whether no argument in `names` is an empty tensor; absent arguments do not count."""
     values = (inputs.get(name) for name in names)
     return all(value.numel() > 0 for value in values if isinstance(value, Tensor))

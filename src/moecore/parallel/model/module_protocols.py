@@ -23,7 +23,7 @@ from moecore.parallel.model.parallel_state import PARALLEL_STATE
 SELF_FILLING = (Router, Experts, SharedExpert, Latent)  # modules of moecore with `init_weights`
 
 
-def act_as_modules(model: nn.Module) -> None:
+def patch_module_protocols(model: nn.Module) -> None:
     """Make `copy.deepcopy` and `load_state_dict` work on a parallelized model and submodules.
 
     A deep copy has copies of this rank's shards, and no units. It can be averaged, saved and
@@ -42,7 +42,7 @@ def _replace_by_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_
         value: Any = state.get(prefix + name)
         is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
         if param is not None and is_plain and value.shape == param.shape:
-            state[prefix + name] = _take_shard(value, param)
+            state[prefix + name] = _copy_local_shard(value, param)
 
 
 def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -61,8 +61,8 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             state = vars(module)[PARALLEL_STATE]
             layers = {name: copies[layer] for name, layer in state.layers.items()}
             setattr(twin, PARALLEL_STATE, replace(state, engine=None, layers=layers))
-            state.request.family.finish(twin, wrapper=copies[model], warns_about_cache=False)
-    act_as_modules(copies[model])
+            state.request.family.install_guards(twin, wrapper=copies[model], warns_about_cache=False)
+    patch_module_protocols(copies[model])
     return copies[model]
 
 
@@ -156,7 +156,7 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}." if outer else "") for outer in modules):
             continue
-        if isinstance(module, SELF_FILLING) or _find_reset(module) is not None:
+        if isinstance(module, SELF_FILLING) or _find_reset_method(module) is not None:
             modules[name] = module
         elif any(True for _ in module.parameters(recurse=False)):
             raise ValueError(
@@ -170,8 +170,8 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
             _reset_module(module, name, seed, std)
 
 
-def _reset_module(module: nn.Module, name: str, seed: int, std: float) -> None:
-    """Initialise an unsharded copy of module `name`, and copy this rank's shards to the module.
+def _reset_module(module: nn.Module, module_name: str, seed: int, std: float) -> None:
+    """Initialise an unsharded copy of a module, and copy this rank's shards to the module.
 
     `seed` and `std` are the arguments of `init_modules`.
     """
@@ -181,8 +181,8 @@ def _reset_module(module: nn.Module, name: str, seed: int, std: float) -> None:
 
     copies: Any = copy_modules(module, make_empty, removes_wrappers=True)
     for inner, path in reversed([(m, n) for n, m in module.named_modules()]):
-        twin, key = copies[inner], clean_name(f"{name}.{path}".strip("."))
-        reset = _find_reset(twin)
+        twin, key = copies[inner], clean_name(f"{module_name}.{path}".strip("."))
+        reset = _find_reset_method(twin)
         if isinstance(twin, SELF_FILLING):
             twin.init_weights(std=std, key=key, seed=seed)
         elif reset is not None:
@@ -190,22 +190,22 @@ def _reset_module(module: nn.Module, name: str, seed: int, std: float) -> None:
                 torch.manual_seed(derive_seed(seed, key))
                 reset()
     for param, values in zip(module.parameters(), copies[module].parameters(), strict=True):
-        get_local_tensor(param).copy_(get_local_tensor(_take_shard(values, param)))
+        get_local_tensor(param).copy_(get_local_tensor(_copy_local_shard(values, param)))
 
 
-def _find_reset(module: nn.Module) -> Callable[[], None] | None:
+def _find_reset_method(module: nn.Module) -> Callable[[], None] | None:
     """Return `reset_parameters` (or `_reset_parameters`) of a module; None = no such method."""
     reset: Any = getattr(module, "reset_parameters", None)
     return reset or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
 
 
-def _take_shard(values: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of unsharded `values`, as a DTensor with the placements of `like`.
+def _copy_local_shard(full_tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of `full_tensor`, as a DTensor with the placements of `like`.
 
-    If `like` is not a DTensor, the result is `values`. No communication.
+    If `like` is not a DTensor, `full_tensor` is returned without a copy. No communication.
     """
     if not isinstance(like, DTensor):
-        return values
+        return full_tensor
     for dim, index in enumerate(compute_global_indices(like)):
-        values = values.index_select(dim, index.to(values.device))
-    return make_dtensor(values.to(like.device), like.device_mesh, like.placements, like=like)
+        full_tensor = full_tensor.index_select(dim, index.to(full_tensor.device))
+    return make_dtensor(full_tensor.to(like.device), like.device_mesh, like.placements, like=like)

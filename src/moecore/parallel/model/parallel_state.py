@@ -50,7 +50,7 @@ class ParallelState:
     compiled: set[nn.Module] = field(default_factory=set)  # modules inside compiled modules
     offload: StageOffload | None = None
     stash: BufferOwner | None = None
-    state: MoEState | None = None  # the balance record; None before `apply_balance`
+    state: MoEState | None = None  # the balance record; None before `create_balance_state`
     capacity: BufferCapacities | None = None  # capacity of exchanges and stash
     pipeline: Pipeline | None = None  # None = no pipeline stages
     all_stages: AllStages | None = None  # which stages have each parameter; None = no stages
@@ -60,7 +60,7 @@ class ParallelState:
         """The pools of exchange buffers, which `close` frees."""
         return [pool for pool in (self.exchanges, self.ep_groups) if pool is not None]
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
+    def list_blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules of `model` that are blocks in the plan, such as decoder layers."""
         return [model.get_submodule(name) for name in self.plan.blocks]
 

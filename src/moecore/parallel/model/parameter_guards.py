@@ -29,7 +29,7 @@ from moecore.parallel.model.parallel_state import list_engines
 REPLACED = "_moecore_replaced"  # attribute of a parameter that `parallelize_moe` replaced
 
 
-def refuse_added(model: nn.Module) -> None:
+def check_no_added_parameter(model: nn.Module) -> None:
     """Raise a ValueError if a trainable parameter was added after `parallelize_moe`."""
     # FSDP2, DistributedDataParallel, or a `register_post_accumulate_grad_hook` hook may reduce its
     # gradient. Only models with a parallelized part are checked.
@@ -55,7 +55,7 @@ def refuse_added(model: nn.Module) -> None:
         )
 
 
-def refuse_earlier_optimizer(
+def check_optimizer_is_newer(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
 ) -> None:
     """Raise a ValueError if an optimizer has only parameters from before `parallelize_moe`."""
@@ -68,21 +68,21 @@ def refuse_earlier_optimizer(
             raise _make_replaced_error(earlier)
 
 
-def mark_replaced(params: Iterable[nn.Parameter]) -> None:
+def mark_replaced_params(params: Iterable[nn.Parameter]) -> None:
     """Mark replaced parameters: an optimizer that steps such a parameter raises a ValueError."""
-    _watch_optimizers()
+    _register_optimizer_hooks()
     for param in params:
         setattr(param, REPLACED, True)
 
 
 @cache
-def _watch_optimizers() -> None:
-    """Register `_refuse_replaced` and `_increment_versions` on the steps of all optimizers."""
-    register_optimizer_step_pre_hook(_refuse_replaced)
+def _register_optimizer_hooks() -> None:
+    """Register the two hooks below on the steps of all optimizers."""
+    register_optimizer_step_pre_hook(_check_no_replaced_params)
     register_optimizer_step_post_hook(_increment_versions)
 
 
-def _refuse_replaced(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _check_no_replaced_params(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Raise a ValueError before the step of an optimizer that has a replaced parameter."""
     # A parameter with a gradient is still used by another module.
     for group in optimizer.param_groups:
@@ -108,7 +108,7 @@ def _make_replaced_error(optimizer: Optimizer) -> ValueError:
     )
 
 
-def refuse_on_meta(model: nn.Module, caller: str) -> None:
+def check_not_on_meta(model: nn.Module, caller: str) -> None:
     """Raise a ValueError if a parameter is on meta; the error names the class `caller`."""
     on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
     if on_meta is not None and not is_inside_custom_ops():

@@ -34,22 +34,22 @@ from moecore.moe.state import MoEState
 from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.mesh import (
     DomainGroups,
-    check_domains,
+    check_dispatch_domains,
     make_context_groups,
     make_domain_groups,
     split_context_group,
 )
-from moecore.parallel.model.checks import check_stages
+from moecore.parallel.model.checks import check_stage_layout
 from moecore.parallel.model.parallel_state import ParallelState
-from moecore.parallel.model.parameter_guards import refuse_added
+from moecore.parallel.model.parameter_guards import check_no_added_parameter
 from moecore.parallel.model.request import Request
 from moecore.parallel.pipeline.layout import PipelineLayout, Stage
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import Pipeline
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.pipeline.stage_replicas import make_all_stages
-from moecore.parallel.pipeline.stages import count_parts, remove_other_stages
-from moecore.parallel.pipeline.transport import connect
+from moecore.parallel.pipeline.stages import count_layers_and_mtp, remove_other_stages
+from moecore.parallel.pipeline.transport import create_communicators
 from moecore.precision.apply import make_linear_products
 
 logger = logging.getLogger("moecore.parallelize")
@@ -71,7 +71,7 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
     if name != "auto":
         return name, "asked for"
     if problem is not None:
-        return "alltoall", f"'nvlink' {_remove_fix(problem)}"
+        return "alltoall", f"'nvlink' {_remove_advice(problem)}"
     return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"
 
 
@@ -85,11 +85,13 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
     if group is None:
         return
     if plan.dispatcher == "hierarchical":
-        check_domains(meshes)  # its arguments are equal on all ranks
+        check_dispatch_domains(meshes)  # its arguments are equal on all ranks
         state.domains = make_domain_groups(meshes)
         problem = find_peer_store_problem(state.domains.inside, meshes.device_type)
         state.stores_in = state.domains.inside if problem is None else None
-        inside = "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _remove_fix(problem)
+        inside = (
+            "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _remove_advice(problem)
+        )
         plan = replace(plan, dispatcher_reason=f"asked for; inside of a domain {inside}")
     if plan.dispatcher == "nccl_ep":
         problem = nccl_ep.find_nccl_ep_problem(group, meshes.device_type)
@@ -109,16 +111,16 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
         elif request.dispatch.name == "nvlink":
             raise ValueError(f"DispatchOptions.name ('nvlink') {problem}")
         else:
-            reason = f"'nvlink' {_remove_fix(problem)}"
+            reason = f"'nvlink' {_remove_advice(problem)}"
             plan = replace(plan, dispatcher="alltoall", dispatcher_reason=reason)
     if request.dispatch.name == "auto" and dist.get_rank() == 0:
         logger.info("dispatcher 'auto' is %r: %s", plan.dispatcher, plan.dispatcher_reason)
     state.plan = plan
 
 
-def _remove_fix(problem: str) -> str:
+def _remove_advice(error_text: str) -> str:
     """Return an error text without the fix after ": "."""
-    return problem.partition(": ")[0]
+    return error_text.partition(": ")[0]
 
 
 def _has_nvlink_request(request: Request) -> bool:
@@ -127,7 +129,7 @@ def _has_nvlink_request(request: Request) -> bool:
     return request.dispatch.name == "nvlink" or has_options
 
 
-def apply_layers(model: nn.Module, state: ParallelState) -> None:
+def configure_moe_layers(model: nn.Module, state: ParallelState) -> None:
     """Set config, expert backend, FP8 recipes, dispatcher and clones of each MoE layer, in place.
 
     `state.exchanges` is set if ranks write to each other's memory. No communication.
@@ -146,9 +148,9 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
     for number, ((name, layer), layer_plan) in enumerate(layers):
         recipes = dict(layer_plan.recipes)
         layer.tracker.reset()  # forwards before `parallelize_moe` do not count
-        layer.set_config(request.make_config(layer))
+        layer.set_config(request.make_layer_config(layer))
         _set_expert_backend(name, layer, request, recipes["experts"])
-        placement = _make_placement(layer.config.num_experts, request, (number, name))
+        placement = _make_expert_placement(layer.config.num_experts, request, (number, name))
         layer.dispatcher = _make_dispatcher(layer.config.num_experts, placement, state)
         peers = state.exchanges if state.domains is None else None  # only if it has all ranks
         clones = request.dispatch.clones
@@ -178,27 +180,27 @@ def _scale_nvlink_options(
 
 
 def _set_expert_backend(
-    name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None
+    layer_name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None
 ) -> None:
     """Set backend and FP8 recipe (None = no FP8) of a layer's experts; log why FP8 is not used."""
     recompute_fc1, backend = "expert_fc1" in request.memory.parts, request.expert_backend
     layer.get_part("experts").set_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
-    problem = request.find_fp8_problem(name, layer)
+    problem = request.find_fp8_problem(layer_name, layer)
     if problem is not None:
-        logger.info("precision leaves the experts of %r as they are: %s", name, problem)
+        logger.info("precision leaves the experts of %r as they are: %s", layer_name, problem)
 
 
-def _make_placement(
-    num_experts: int, request: Request, layer: tuple[int, str]
+def _make_expert_placement(
+    num_experts: int, request: Request, layer_idx_and_name: tuple[int, str]
 ) -> ExpertPlacement | None:
-    """Return the placement of experts of `layer` (number, name); None = this rank has all."""
+    """Return the placement of a layer's experts; None = this rank has all experts."""
     meshes, clones = request.meshes, request.dispatch.clones
     group, p = meshes.dispatch_group, meshes.parallel
     if group is None:
         return None
     num_clones = 0 if clones is None or p.ep == 1 else clones.per_rank
     sizes: Any = dict(num_experts=num_experts, ep=p.ep, etp=p.etp, num_clones=num_clones)
-    return ExpertPlacement(group=group, layer=layer, **sizes)
+    return ExpertPlacement(group=group, layer=layer_idx_and_name, **sizes)
 
 
 def _make_dispatcher(
@@ -229,7 +231,7 @@ def _make_flat_dispatcher(placement: ExpertPlacement, state: ParallelState) -> D
     return AllToAllDispatcher(placement, fp8=state.request.dispatch.fp8)
 
 
-def apply_context(model: nn.Module, state: ParallelState) -> None:
+def apply_context_parallel(model: nn.Module, state: ParallelState) -> None:
     """Pass the context parallel groups to the model. Collective if groups are created."""
     request, meshes = state.request, state.request.meshes
     if not request.is_dynamic and meshes.parallel.cp == 1:
@@ -252,8 +254,8 @@ def apply_context(model: nn.Module, state: ParallelState) -> None:
         owner.apply_context_parallel(places[meshes.parallel.cp])
 
 
-def apply_balance(model: nn.Module, state: ParallelState) -> None:
-    """Create `state.state`, which balances expert loads, and `state.capacity` of the buffers."""
+def create_balance_state(model: nn.Module, state: ParallelState) -> None:
+    """Set `state.state`, the model's `MoEState`, and `state.capacity`, its buffers' `Capacity`."""
     meshes = state.request.meshes
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,
@@ -267,7 +269,7 @@ def apply_balance(model: nn.Module, state: ParallelState) -> None:
         groups,
         loss=state.request.loss,
         other_losses=None if state.request.indexer is None else list_aux_losses(model),
-        check_parameters=partial(refuse_added, model),
+        check_parameters=partial(check_no_added_parameter, model),
     )
     tokens = None if state.exchanges is None else state.exchanges.tokens
     state.capacity = BufferCapacities(state.exchanges, tokens, state.stash, device=meshes.device)
@@ -286,7 +288,7 @@ def install_argument_checks(model: nn.Module, state: ParallelState) -> None:
         return
     state.arguments = SharedArguments(groups, meshes.device_type)
     if not stages:
-        hook = state.arguments.before_forward
+        hook = state.arguments.compare_in_forward_hook
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
@@ -298,11 +300,11 @@ def select_local_stages(
     if pp == 1 or request.pipeline is None:
         return None, ()
     staged = request.family.make_staged_model(model)
-    bound = staged.stage_parts().bound
-    layout = request.pipeline.stages(pp, *count_parts(staged), bound)
+    bound = staged.stage_parts().bound_layers
+    layout = request.pipeline.stages(pp, *count_layers_and_mtp(staged), bound)
     sizes: Any = dict(pp=pp, chunks=layout.chunks(pp), num_micro_batches=1)
     rank_of = make_schedule(request.pipeline.schedule, **sizes).rank_of
-    check_stages(layout, rank_of, bound, request)
+    check_stage_layout(layout, rank_of, bound, request)
     local_stages = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
     remove_other_stages(staged, local_stages)
     return layout, local_stages
@@ -327,7 +329,9 @@ def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
         device=meshes.device,
         offload=state.offload,
     )
-    connect(pipeline.groups, pipeline.schedule(1).rank_of, pipeline.rank, pipeline.device)
+    create_communicators(
+        pipeline.groups, pipeline.build_schedule(1).rank_of, pipeline.rank, pipeline.device
+    )
     state.all_stages = make_all_stages(model, meshes)
 
 

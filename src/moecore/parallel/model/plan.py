@@ -1,4 +1,4 @@
-"""`make_plan`: derives a `ShardPlan` from a model and a `Request`. No communication.
+"""`make_shard_plan`: derives a `ShardPlan` from a model and a `Request`. No communication.
 
 The plan is read from a copy of the model on the meta device. The code that shards the model over
 tp, ep and etp also shards the copy, so no placement rule exists twice. The model does not change.
@@ -36,31 +36,33 @@ from moecore.parallel.fsdp.units import (
     Prefetch,
     Units,
     find_units,
-    make_kind_lookup,
+    make_param_kind_lookup,
     plan_backward_prefetch,
     plan_forward_prefetch,
 )
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.phases import choose_dispatcher
-from moecore.parallel.model.request import Request, is_tp_sharded, list_roles
+from moecore.parallel.model.request import Request, is_tp_sharded, list_expert_roles
 from moecore.precision.apply import check_precision
 
 Layers = Mapping[str, RoutedLayer]
 
 
-def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]) -> ShardPlan:
+def make_shard_plan(
+    model: nn.Module, layers: Layers, request: Request, fp32_names: Set[str]
+) -> ShardPlan:
     """Plan the sharding of a model without changing it; `layers` has its MoE layers by name.
 
-    `fp32` has the names of tensors that stay in fp32. No communication.
+    `fp32_names` has the names of tensors that stay in fp32. No communication.
     """
     copies = copy_modules(model, make_meta_parameter)
     twin = copies[model]
     twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
-    apply_ep_tp(twin, twins, request)
+    shard_over_ep_and_tp(twin, twins, request)
     recipes = {} if request.precision is None else check_precision(twin, request.precision)
     linears = {name: linear.recipe for name, linear in recipes.items() if linear.recipe}
     gather_recipes = find_gather_recipes(twin, twins, linears, request)
-    builder = _PlanBuilder(twin, twins, request, gather_recipes, fp32)
+    builder = _PlanBuilder(twin, twins, request, gather_recipes, fp32_names)
     dispatcher, reason = choose_dispatcher(request)
     return ShardPlan(
         model=type(model).__name__,
@@ -77,7 +79,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
     )
 
 
-def apply_ep_tp(model: nn.Module, layers: Layers, request: Request) -> None:
+def shard_over_ep_and_tp(model: nn.Module, layers: Layers, request: Request) -> None:
     """Shard a model over tp, ep and etp, in place. No communication."""
     meshes, p = request.meshes, request.meshes.parallel
     if p.tp > 1 and not is_tp_sharded(model):
@@ -93,18 +95,21 @@ def has_unsharded_experts(meshes: Meshes) -> bool:
     return meshes.parallel.edp_replicate * meshes.parallel.edp_shard == 1
 
 
-def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
-    """Return the sizes and FP8 recipes of the MoE layer `name` as a `LayerPlan`."""
+def _make_layer_plan(layer_name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
+    """Return the sizes and FP8 recipes of the MoE layer `layer_name` as a `LayerPlan`."""
     config = layer.config
     return LayerPlan(
-        name=name,
-        experts=f"{name}.{layer.get_part_name('experts')}".strip("."),
+        name=layer_name,
+        experts=f"{layer_name}.{layer.get_part_name('experts')}".strip("."),
         num_experts=config.num_experts,
         zero_experts=config.zero_experts,
         top_k=config.top_k,
         num_local=config.num_experts // request.meshes.parallel.ep,
         hidden_dim=config.hidden_dim,
-        recipes=tuple((role, request.find_recipe(name, layer, role)) for role in list_roles(layer)),
+        recipes=tuple(
+            (role, request.find_recipe(layer_name, layer, role))
+            for role in list_expert_roles(layer)
+        ),
     )
 
 
@@ -120,10 +125,10 @@ class _PlanBuilder:
         layers: Layers,
         request: Request,
         recipes: Mapping[str, Recipe],
-        fp32: Set[str],
+        fp32_names: Set[str],
     ) -> None:
         self.model, self.options, self.meshes = model, request.fsdp, request.meshes
-        self.recipes, self.fp32 = recipes, fp32
+        self.recipes, self.fp32 = recipes, fp32_names
         # In the "mean" convention a gradient is (1 / data_ranks) * sum_r dL_r/dw, with the loss L_r
         # of data rank r. The sum over the expert FSDP ranks, a smaller group, is the same sum over
         # data ranks, because the dispatcher's backward has summed over ep x etp. cp ranks add parts
@@ -141,7 +146,7 @@ class _PlanBuilder:
         }
         self.owned = self._assign_parameters()
         self.role_of = {p: role for role, _, params in self.owned.values() for p in params}
-        check_parameters(self.name_of)
+        check_parameter_shapes(self.name_of)
         self.params = self._plan_parameters()
 
     def _assign_parameters(
@@ -167,7 +172,7 @@ class _PlanBuilder:
         """Return {name: plan} for all parameters of the model."""
         named = self.model.named_modules()
         layers = {clean_name(n): m for n, m in named if isinstance(m, RoutedLayer)}
-        kind_of = make_kind_lookup(self.model, layers)
+        kind_of = make_param_kind_lookup(self.model, layers)
         experts = {param: m for m in self.model_units.experts for param in m.parameters()}
         return {
             name: ParamPlan(
@@ -212,15 +217,15 @@ class _PlanBuilder:
         outer = [AxisPlacement(axis=name, size=n, dim=None) for name, n in replicates]
         return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
 
-    def _check_even_input_dim(self, param: nn.Parameter, ranks: int) -> None:
-        """Raise a ValueError if dim 1 of `param` is not `ranks` equal shards of complete bytes."""
+    def _check_even_input_dim(self, param: nn.Parameter, num_ranks: int) -> None:
+        """Raise a ValueError if dim 1 of `param` is not `num_ranks` even shards of full bytes."""
         name = self.name_of[param]
         recipe = self.recipes.get(name)
         values_per_byte = 2 if recipe is not None and recipe.scaling == "nvfp4" else 1
-        if param.shape[1] % (ranks * values_per_byte):
+        if param.shape[1] % (num_ranks * values_per_byte):
             raise ValueError(
                 f"{name} {tuple(param.shape)} has gate above up, so its dim 1 must be a multiple "
-                f"of {values_per_byte} times the ranks that shard it ({ranks}): choose another "
+                f"of {values_per_byte} times the ranks that shard it ({num_ranks}): choose another "
                 "dp_shard, cp"
             )
 
@@ -234,25 +239,30 @@ class _PlanBuilder:
             for first in sorted(self.owned, key=self._get_first_use)
         ]
 
-    def _get_first_use(self, unit: nn.Module) -> tuple[int, int]:
-        """Return a sort key for units by first use in forward; `unit` is the first module."""
+    def _get_first_use(self, first_module: nn.Module) -> tuple[int, int]:
+        """Return a sort key for units by first use in forward, from a unit's first module."""
         for group in self.model_units.first_use:
-            if unit in group and unit is not self.model:
-                return self.places[group[0]], group.index(unit)
-        return self.places[unit], 0
+            if first_module in group and first_module is not self.model:
+                return self.places[group[0]], group.index(first_module)
+        return self.places[first_module], 0
 
     def _plan_unit(
-        self, first: nn.Module, forward: Iterable[nn.Module], backward: Iterable[nn.Module]
+        self,
+        first_module: nn.Module,
+        forward_prefetch: Iterable[nn.Module],
+        backward_prefetch: Iterable[nn.Module],
     ) -> UnitPlan:
-        """Return the plan of the unit whose first module is `first`.
+        """Return the plan of the unit that begins with `first_module`.
 
-        `forward` and `backward` are the first modules of the units that `first` prefetches in each
-        pass.
+        `forward_prefetch` and `backward_prefetch` are the first modules of the units that
+        `first_module` prefetches in each pass.
         """
         options = self.options
-        role, modules, owned = self.owned[first]
+        role, modules, owned = self.owned[first_module]
         mesh: View = "expert" if role == "experts" else "dense"
-        keeps = role == "routers" or (has_unsharded_experts(self.meshes) and first in self.in_fp8)
+        keeps = role == "routers" or (
+            has_unsharded_experts(self.meshes) and first_module in self.in_fp8
+        )
         param_dtype = None if keeps else options.param_dtype
         reduce_dtype = torch.float32 if role == "routers" else options.reduce_dtype
         strategy = self.get_strategy(role)
@@ -260,7 +270,7 @@ class _PlanBuilder:
         gather_dtype = None if param_dtype is None else get_dtype_name(param_dtype)
         fsdp_mesh = self.meshes.expert_fsdp if mesh == "expert" else self.meshes.dense_fsdp
         return UnitPlan(
-            name=self.names[first],
+            name=self.names[first_module],
             role=role,
             mesh=mesh,
             modules=tuple(self.names[module] for module in modules),
@@ -271,15 +281,15 @@ class _PlanBuilder:
             # dtype of the blocks.
             casts_inputs=role in ("block", "root"),
             strategy=strategy,
-            forward_prefetch=tuple(self.names[unit] for unit in forward),
-            backward_prefetch=tuple(self.names[unit] for unit in backward),
+            forward_prefetch=tuple(self.names[unit] for unit in forward_prefetch),
+            backward_prefetch=tuple(self.names[unit] for unit in backward_prefetch),
             layouts=make_flat_layouts(
                 params,
-                ranks=1 if strategy == "no_shard" else fsdp_mesh.size(fsdp_mesh.ndim - 1),
+                num_ranks=1 if strategy == "no_shard" else fsdp_mesh.size(fsdp_mesh.ndim - 1),
                 gather_dtype=gather_dtype,
                 reduce_dtype=get_dtype_name(reduce_dtype),
                 recipes=self.recipes,
-                fp32=self.fp32,
+                fp32_names=self.fp32,
             ),
         )
 
@@ -291,12 +301,12 @@ class _PlanBuilder:
         return options.dense_strategy if role == "block" else options.embedding_strategy
 
 
-def check_parameters(name_of: Mapping[nn.Parameter, str]) -> None:
+def check_parameter_shapes(param_names: Mapping[nn.Parameter, str]) -> None:
     """Raise a ValueError for 0-dim parameters and for empty trainable parameters.
 
-    `name_of` maps all parameters to their names.
+    `param_names` maps all parameters to their names.
     """
-    for param, name in name_of.items():
+    for param, name in param_names.items():
         if not param.ndim:
             raise ValueError(
                 f"{name} () must have a dim over which it is sharded: give it the shape [1]"
@@ -326,15 +336,17 @@ def get_dtype_name(dtype: torch.dtype) -> str:
 
 
 def _plan_prefetch(
-    model: nn.Module, model_units: Units, options: FSDPOptions, unsharded: Set[nn.Module]
+    model: nn.Module, model_units: Units, options: FSDPOptions, unsharded_modules: Set[nn.Module]
 ) -> tuple[Prefetch, Prefetch]:
     """Return the units that each unit prefetches: a map for forward, and a map for backward.
 
-    Keys and values are the units' first modules. Units in `unsharded` are left out.
+    Keys and values are the units' first modules. Units in `unsharded_modules` are left out.
     """
     if not options.prefetch_blocks:
         return {}, {}
-    groups = [[unit for unit in group if unit not in unsharded] for group in model_units.first_use]
+    groups = [
+        [unit for unit in group if unit not in unsharded_modules] for group in model_units.first_use
+    ]
     units = replace(model_units, first_use=groups)
     num_units = -(-options.prefetch_blocks // options.blocks_per_unit)
     return plan_forward_prefetch(model, units, num_units), plan_backward_prefetch(units, num_units)
@@ -369,7 +381,7 @@ def find_gather_recipes(
             "as by 'blockwise', 'tensorwise' and 'nvfp4' (others quantise rows and columns apart, "
             "as many bytes as bf16), and there are none: set precision='blockwise', or drop it"
         )
-    if request.dense.compile and any(map(_select_gatherable, linears.values())):
+    if request.dense.compile and any(map(_select_gatherable_recipe, linears.values())):
         raise ValueError(
             f"{GATHER} must go with DenseOptions.compile (True) = False where linears are in FP8, "
             "which torch.compile would read: use roles=('experts', 'shared_experts'), or drop one "
@@ -378,7 +390,7 @@ def find_gather_recipes(
     names = {param: name for name, param in model.named_parameters()}
     places = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
     for param in read:
-        _check_gatherable(names[param], param, places[param])
+        _check_can_gather_in_fp8(names[param], param, places[param])
     return {names[param]: recipe for param, recipe in read.items()}
 
 
@@ -393,7 +405,7 @@ def _find_fp8_parameters(
     `layers` maps names to MoE layers, and `linears` names of linears to their recipes.
     """
     for name, layer in layers.items():
-        recipe = _select_gatherable(request.find_recipe(name, layer, "experts"))
+        recipe = _select_gatherable_recipe(request.find_recipe(name, layer, "experts"))
         if recipe is not None and not has_unsharded_experts(request.meshes):
             experts = layer.get_part("experts")
             if experts.is_separate:
@@ -406,48 +418,50 @@ def _find_fp8_parameters(
                 _check_byte_pairs(name, experts, param, recipe, request.meshes)
                 yield param, recipe
         shared = layer.get_part("shared")
-        recipe = _select_gatherable(request.find_recipe(name, layer, "shared_experts"))
+        recipe = _select_gatherable_recipe(request.find_recipe(name, layer, "shared_experts"))
         if isinstance(shared, SharedExpert) and recipe is not None:
             yield from ((param, recipe) for param in (shared.w1, shared.w2))
     for name, module in model.named_modules():
-        recipe = _select_gatherable(linears.get(clean_name(name)))
+        recipe = _select_gatherable_recipe(linears.get(clean_name(name)))
         if isinstance(module, nn.Linear) and recipe is not None:
             yield cast(nn.Parameter, module.weight), recipe
 
 
 def _check_byte_pairs(
-    name: str, experts: Experts, param: nn.Parameter, recipe: Recipe, meshes: Meshes
+    layer_name: str, experts: Experts, param: nn.Parameter, recipe: Recipe, meshes: Meshes
 ) -> None:
     """Raise a ValueError if shards of the experts' `param` would split bytes of two "nvfp4" values.
 
-    Other recipes pass. `name` is the name of the MoE layer in the error.
+    Other recipes pass. `layer_name` is the name of the MoE layer in the error.
     """
     size, ranks = experts.config.expert_dim, meshes.parallel.edp_shard
     shards_last_dim = choose_expert_dim(experts, param, meshes) == param.ndim - 1
     if recipe.scaling == "nvfp4" and shards_last_dim and size // ranks % 2:
         raise ValueError(
-            f"{name}: MoEConfig.dim ({size}) / ParallelConfig.edp_shard ({ranks}) must be even "
-            f"with {GATHER} of 'nvfp4', two values of which are a byte: use more ep, or drop it"
+            f"{layer_name}: MoEConfig.dim ({size}) / ParallelConfig.edp_shard ({ranks}) must be "
+            f"even with {GATHER} of 'nvfp4', two values of which are a byte: use more ep, or drop "
+            "it"
         )
 
 
-def _select_gatherable(recipe: Recipe | None) -> Recipe | None:
+def _select_gatherable_recipe(recipe: Recipe | None) -> Recipe | None:
     """Return the recipe if weights can be all-gathered in its FP8 format, otherwise None."""
     return recipe if recipe is not None and recipe.can_gather_weights else None
 
 
-def _check_gatherable(name: str, param: nn.Parameter, num_places: int) -> None:
+def _check_can_gather_in_fp8(param_name: str, param: nn.Parameter, num_references: int) -> None:
     """Raise a ValueError if a parameter cannot be all-gathered in FP8.
 
-    The dtype must be fp32 or bf16, and `num_places`, the number of modules' attributes that refer
-    to the parameter, must be 1.
+    The dtype must be fp32 or bf16, and `num_references`, the number of modules' attributes that
+    refer to the parameter, must be 1.
     """
     if param.dtype not in STORED_DTYPES:
         raise ValueError(
-            f"{name} ({param.dtype}) must be kept in fp32 or bf16 with {GATHER}: call model.float()"
+            f"{param_name} ({param.dtype}) must be kept in fp32 or bf16 with {GATHER}: call "
+            "model.float()"
         )
-    if num_places > 1:
+    if num_references > 1:
         raise ValueError(
-            f"{name} must not be tied to another parameter with {GATHER}, which leaves its values "
-            "to FP8 products alone: untie it, or leave it out by Precision.overrides"
+            f"{param_name} must not be tied to another parameter with {GATHER}, which leaves its "
+            "values to FP8 products alone: untie it, or leave it out by Precision.overrides"
         )

@@ -96,7 +96,7 @@ class Request:
         owner = self.family.make_context_parallel_model(model)
         return {cp: owner.context_options(options, cp, p.tp) for cp in sizes}
 
-    def make_config(self, layer: RoutedLayer) -> MoEConfig:
+    def make_layer_config(self, layer: RoutedLayer) -> MoEConfig:
         """Return a copy of a layer's config in which the argument `moe` replaces fields."""
         config, moe = layer.config, self.moe
         if config.assignment == "hash":  # a selection by a hash of token ids cannot be balanced
@@ -114,7 +114,7 @@ class Request:
             recipe=recipe,
         )
 
-    def list_entries(self) -> dict[str, Any]:
+    def list_compared_arguments(self) -> dict[str, Any]:
         """Return {name: value} of the arguments that ranks compare, without parallel degrees.
 
         `build_meshes` has compared the degrees.
@@ -148,7 +148,7 @@ def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request:
         "value": list_attribute_entries(model.named_modules()),
     }
     versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
-    entries = versions | request.list_entries() | model_entries
+    entries = versions | request.list_compared_arguments() | model_entries
     check_equal(entries, request.meshes.device_type)
 
 
@@ -168,7 +168,7 @@ def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
     check_equal_weights(tensors, device_type, group=group)
 
 
-def list_roles(layer: RoutedLayer) -> tuple[Role, ...]:
+def list_expert_roles(layer: RoutedLayer) -> tuple[Role, ...]:
     """Return "experts", and "shared_experts" if the layer has moecore's `SharedExpert`."""
     is_native = isinstance(layer.get_part("shared"), SharedExpert)
     return ("experts", "shared_experts") if is_native else ("experts",)

@@ -70,7 +70,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(meshes.device_type)
-    return UnitEngine(model, [*inner_units, root], streams, exchanges=exchanges)
+    return UnitEngine(model, [*inner_units, root], streams, experts_by_layer=exchanges)
 
 
 def _find_owners(model: nn.Module) -> dict[str, Owners]:
@@ -92,12 +92,12 @@ def _make_unit(
     owners: dict[str, Owners],
     meshes: Meshes,
     streams: UnitStreams,
-    join: Callable[..., DeviceMesh],
+    join_meshes: Callable[..., DeviceMesh],
 ) -> Unit:
     """Create the unit of one layout of a unit plan, and shard the layout's parameters.
 
-    `modules` are the unit's modules. `owners` is the result of `_find_owners`. `join` concatenates
-    device meshes.
+    `modules` are the unit's modules. `owners` is the result of `_find_owners`. `join_meshes`
+    concatenates device meshes.
     """
     mesh: DeviceMesh | None = meshes.dense_fsdp
     if unit_plan.mesh != "dense":
@@ -107,7 +107,9 @@ def _make_unit(
     groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
     group = groups.pop() if groups and is_sharded else None
     group = group if group is not None and group.size() > 1 else None
-    options: Any = dict(device_type=meshes.device_type, is_sharded=is_sharded, join=join)
+    options: Any = dict(
+        device_type=meshes.device_type, is_sharded=is_sharded, join_meshes=join_meshes
+    )
     return Unit(
         modules,
         [UnitParam(slot, owners[slot.param], mesh, **options) for slot in layout.slots],
@@ -128,9 +130,9 @@ def _make_unit(
 
 
 def _make_format(
-    layout: FlatLayout, unit_plan: UnitPlan, group: dist.ProcessGroup | None, meshes: Meshes
+    layout: FlatLayout, unit_plan: UnitPlan, shard_group: dist.ProcessGroup | None, meshes: Meshes
 ) -> Format:
-    """Create the format of the all-gather over `group`: a cast, or FP8 by the layout's recipe."""
+    """Create the format of an all-gather over `shard_group`: a cast, or FP8 by the recipe."""
     if layout.recipe is None:
         return CastFormat(getattr(torch, layout.gathers))
     dtype: torch.dtype = getattr(torch, unit_plan.gather_dtype or layout.dtype)
@@ -139,17 +141,19 @@ def _make_format(
     shares = recipe.scaling == "tensorwise" or not recipe.power_of_two
     if shares and unit_plan.mesh == "dense" and meshes.parallel.tp > 1:
         tp_group = meshes.dense["tp"].get_group()
-    return FORMATS[recipe.scaling](dtype, recipe, group, tp_group)
+    return FORMATS[recipe.scaling](dtype, recipe, shard_group, tp_group)
 
 
-def _assign_buffers(plan: ShardPlan, units_of: dict[str, list[Unit]], streams: UnitStreams) -> None:
+def _assign_buffers(
+    plan: ShardPlan, units_by_name: dict[str, list[Unit]], streams: UnitStreams
+) -> None:
     """Create the buffers that units share, and set them as `buffer` of units and `Gradients`.
 
-    `units_of` maps a unit plan's name to its units, one per layout.
+    `units_by_name` maps a unit plan's name to its units, one per layout.
     """
     for buffer_plan in plan_buffers(plan):
-        units = [units_of[name][i] for name, i in buffer_plan.places]
-        is_weights, mark = buffer_plan.holds == "weights", streams.mark()
+        units = [units_by_name[name][i] for name, i in buffer_plan.places]
+        is_weights, mark = buffer_plan.contents == "weights", streams.make_event()
         dtype = units[0].dtype if is_weights else getattr(torch, buffer_plan.dtype)
         buffer = Buffer[Any](buffer_plan.numel, dtype, mark)
         for unit in units:

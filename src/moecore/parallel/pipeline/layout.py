@@ -67,7 +67,7 @@ class PipelineLayout:
         chunks, rest = divmod(len(self.stages), pp)
         if rest:
             num_stages = (chunks + 1) * pp
-            even = _make_even_text(self.num_layers, self.num_mtp_layers, num_stages)
+            even = _make_even_layout_text(self.num_layers, self.num_mtp_layers, num_stages)
             raise ValueError(
                 f"layout ({quote(self.text)}) must have a number of stages that pp ({pp}) divides, "
                 f"found {len(self.stages)}: use {even!r} of {num_stages}"
@@ -77,7 +77,7 @@ class PipelineLayout:
     @property
     def text(self) -> str:
         """The shortest layout string, which `parse_layout` can read."""
-        return _shorten_text([stage.letters for stage in self.stages])
+        return _join_stage_letters([stage.letters for stage in self.stages])
 
     def format_table(self, pp: NumStages, rank_of: Sequence[int] | None = None) -> str:
         """Return a table of layer indices with a row per pp rank and a column per chunk.
@@ -130,7 +130,7 @@ def parse_layout(
         ValueError: if the string is malformed, or does not have the model's numbers of layers.
     """
     check_arguments(parse_layout, locals())
-    letters = _expand_text(text)
+    letters = _expand_layout_text(text)
     counts = {letter: letters.count(letter) for letter in "tm"}
     order = "".join(letter for letter, _ in groupby(letters.replace("|", "")))
     problem = ""
@@ -146,7 +146,7 @@ def parse_layout(
         modules = f"num_mtp_layers ({num_mtp_layers})"
         problem = f"have one m per MTP module, found {counts['m']} for {modules}"
     if problem:
-        even = _make_even_text(num_layers, num_mtp_layers, letters.count("|") + 1)
+        even = _make_even_layout_text(num_layers, num_mtp_layers, letters.count("|") + 1)
         raise ValueError(f"layout ({quote(text)}) must {problem}: use {even!r}")
     return _make_layout(letters.split("|"))
 
@@ -156,16 +156,16 @@ def even_layout(
     *,
     num_stages: NumStages,
     num_mtp_layers: NumMTPLayers = 0,
-    bound: frozenset[int] = frozenset(),
+    bound_layers: frozenset[int] = frozenset(),
 ) -> PipelineLayout:
     """Return a layout with equal numbers of layers per stage; the first stages get the remainder.
 
     The first stage has the embedding. The last stage has MTP modules, head and loss. No stage may
-    begin with a layer in `bound`; such a stage begins with the nearest allowed layer.
+    begin with a layer in `bound_layers`; such a stage begins with the nearest allowed layer.
     """
     check_arguments(even_layout, locals())
     return parse_layout(
-        _make_even_text(num_layers, num_mtp_layers, num_stages, bound),
+        _make_even_layout_text(num_layers, num_mtp_layers, num_stages, bound_layers),
         num_layers=num_layers,
         num_mtp_layers=num_mtp_layers,
     )
@@ -186,11 +186,11 @@ def balanced_layout(costs: LayoutCosts, *, num_stages: NumStages) -> PipelineLay
     sums = [parts[place] for place in places]
     max_cost = _find_min_bottleneck(sums, num_stages)
     max_cost *= 1 + 1e-9  # sums of equal costs differ in the last bit
-    borders = [places[i] for i in _find_borders(sums, num_stages, max_cost)]
+    borders = [places[i] for i in _find_stage_borders(sums, num_stages, max_cost)]
     return _make_layout([letters[i:j] for i, j in pairwise(borders)])
 
 
-def _expand_text(text: str) -> str:
+def _expand_layout_text(text: str) -> str:
     """Return the letters of a layout string with expanded groups and repetitions, no spaces."""
     plain = re.sub(r"\s", "", text)
     tokens = TOKEN.findall(plain)
@@ -234,24 +234,27 @@ def _raise_layout_error(text: str, relation: str, fix: str) -> None:
     raise ValueError(f"layout ({quote(text)}) must {relation}: {fix}")
 
 
-def _make_even_text(
-    num_layers: int, num_mtp_layers: int, num_stages: int, bound: frozenset[int] = frozenset()
+def _make_even_layout_text(
+    num_layers: int,
+    num_mtp_layers: int,
+    num_stages: int,
+    bound_layers: frozenset[int] = frozenset(),
 ) -> str:
     """Return a layout string with equal numbers of layers per stage, as `even_layout` describes."""
     base_size, num_larger = divmod(num_layers, num_stages)
     first = [base_size * stage + min(stage, num_larger) for stage in range(num_stages + 1)]
-    free = [0, *(layer for layer in range(1, num_layers) if layer not in bound), num_layers]
-    if bound:
+    free = [0, *(layer for layer in range(1, num_layers) if layer not in bound_layers), num_layers]
+    if bound_layers:
         first = [min((abs(layer - want), layer) for layer in free)[1] for want in first]
     stages = ["t" * (j - i) for i, j in pairwise(first)]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * num_mtp_layers + "L"
-    return _shorten_text(stages)
+    return _join_stage_letters(stages)
 
 
-def _shorten_text(stages: Sequence[str]) -> str:
+def _join_stage_letters(stage_letters: Sequence[str]) -> str:
     """Join each stage's letters, such as "Ettt", into a short layout string with repetitions."""
-    short = [re.sub(r"(.)\1{2,}", lambda run: f"{run[1]}*{len(run[0])}", s) for s in stages]
+    short = [re.sub(r"(.)\1{2,}", lambda run: f"{run[1]}*{len(run[0])}", s) for s in stage_letters]
     text = ""
     for stage, run in groupby(short[:-1]):
         times = len(list(run))
@@ -259,15 +262,15 @@ def _shorten_text(stages: Sequence[str]) -> str:
     return text + short[-1]
 
 
-def _make_layout(stages: Sequence[str]) -> PipelineLayout:
+def _make_layout(stage_letters: Sequence[str]) -> PipelineLayout:
     """Return the layout with these letters for each stage, such as "Ettt"; number its layers."""
-    first = {letter: [0, *accumulate(s.count(letter) for s in stages)] for letter in "tm"}
+    first = {letter: [0, *accumulate(s.count(letter) for s in stage_letters)] for letter in "tm"}
 
     def indices(letter: str, stage: int) -> tuple[int, ...]:
         return tuple(range(first[letter][stage], first[letter][stage + 1]))
 
     parsed = []
-    for i, letters in enumerate(stages):
+    for i, letters in enumerate(stage_letters):
         ends: Any = dict(embedding="E" in letters, loss="L" in letters)
         parsed.append(Stage(index=i, layers=indices("t", i), mtp=indices("m", i), **ends))
     numbers: Any = dict(num_layers=first["t"][-1], num_mtp_layers=first["m"][-1])
@@ -282,46 +285,55 @@ def _format_cell(stage: Stage) -> str:
     return f"{stage.letters} {first}" + f"-{last}" * (last > first)
 
 
-def _find_min_bottleneck(sums: Sequence[float], num_stages: int) -> float:
-    """Return the least possible cost of the slowest stage; `sums` = cumulative costs from 0."""
-    last = len(sums)
-    candidates = sorted({sums[j] - sums[i] for i in range(last) for j in range(i + 1, last)})
+def _find_min_bottleneck(cumulative_costs: Sequence[float], num_stages: int) -> float:
+    """Return the least possible cost of the slowest stage; cumulative costs begin with 0."""
+    last = len(cumulative_costs)
+    candidates = sorted(
+        {cumulative_costs[j] - cumulative_costs[i] for i in range(last) for j in range(i + 1, last)}
+    )
 
     def suffices(max_cost: float) -> bool:
         stages, start = 1, 0
         for end in range(1, last):
-            if sums[end] - sums[start] > max_cost:
+            if cumulative_costs[end] - cumulative_costs[start] > max_cost:
                 stages, start = stages + 1, end - 1
-                if sums[end] - sums[start] > max_cost:
+                if cumulative_costs[end] - cumulative_costs[start] > max_cost:
                     return False
         return stages <= num_stages
 
     return candidates[bisect_left(candidates, True, key=suffices)]
 
 
-def _find_borders(sums: Sequence[float], num_stages: int, max_cost: float) -> list[int]:
-    """Return the borders of stages of cost <= `max_cost`: `num_stages` + 1 indices in `sums`.
+def _find_stage_borders(
+    cumulative_costs: Sequence[float], num_stages: int, max_cost: float
+) -> list[int]:
+    """Return the borders of stages of cost <= `max_cost`: `num_stages` + 1 indices in the costs.
 
-    `sums` has the cumulative costs from 0. `balanced_layout` says which of several solutions is
-    chosen.
+    `cumulative_costs` has the cumulative costs from 0. `balanced_layout` says which of several
+    solutions is chosen.
     """
-    last = len(sums) - 1
+    last = len(cumulative_costs) - 1
     # Stage 0 has the embedding and the last stage has the loss, so both are not empty.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by end: sum of squares, start
     for stage in range(num_stages):
         ends: dict[int, tuple[float, int]] = {}
         for start, (squares, _) in best[-1].items():
-            for end in range(start, len(sums)):
-                if sums[end] - sums[start] > max_cost:
+            for end in range(start, len(cumulative_costs)):
+                if cumulative_costs[end] - cumulative_costs[start] > max_cost:
                     break
                 is_open = (stage == 0 and end == 0) or (stage < num_stages - 1 and end == last)
-                candidate = (squares + (sums[end] - sums[start]) ** 2, start)
+                candidate = (
+                    squares + (cumulative_costs[end] - cumulative_costs[start]) ** 2,
+                    start,
+                )
                 if not is_open and (end not in ends or candidate < ends[end]):
                     ends[end] = candidate
         best.append(ends)
     borders = [last]
     if num_stages > 1:  # the fewest parts in the last stage
-        borders.append(max(s for s in best[-2] if sums[last] - sums[s] <= max_cost))
+        borders.append(
+            max(s for s in best[-2] if cumulative_costs[last] - cumulative_costs[s] <= max_cost)
+        )
     for ends in best[len(best) - len(borders) : 0 : -1]:
         borders.append(ends[borders[-1]][1])
     return borders[::-1]

@@ -93,7 +93,7 @@ def offload_fractions(
     for rank, spans in enumerate(simulate(schedule, costs).spans):
         live_stages = _find_stages_with_direct_backward(schedule.orders[rank])
         stages = [s for s, r in enumerate(schedule.rank_of) if r == rank and s not in live_stages]
-        fits = partial(_fits_timeline, spans, fractions, seconds)
+        fits = partial(_copies_fit_timeline, spans, fractions, seconds)
         for candidates in (stages, *([stage] for stage in stages)):
             _maximise_fractions(fractions, candidates, fits)
     return tuple(fractions)
@@ -110,17 +110,17 @@ def _find_stages_with_direct_backward(order: Sequence[Item]) -> set[int]:
 
 
 def _maximise_fractions(
-    fractions: list[float], stages: Sequence[int], fits: Callable[[], bool]
+    fractions: list[float], stages: Sequence[int], is_feasible: Callable[[], bool]
 ) -> None:
-    """Set `fractions[s]` for s in `stages` to the largest common value for which `fits()` is True.
+    """Set `fractions[s]` for s in `stages` to the largest common value that `is_feasible` allows.
 
-    The value is found by bisection. `fits` reads `fractions`.
+    The value is found by bisection. `is_feasible` reads `fractions`.
     """
 
     def fits_with(fraction: float) -> bool:
         for stage in stages:
             fractions[stage] = fraction
-        return fits()
+        return is_feasible()
 
     low, high = (fractions[stages[0]], 1.0) if stages else (0.0, 1.0)
     if fits_with(high):
@@ -131,13 +131,13 @@ def _maximise_fractions(
     fits_with(low)
 
 
-def _fits_timeline(
-    spans: Sequence[Span], fractions: Sequence[float], seconds: Sequence[float]
+def _copies_fit_timeline(
+    spans: Sequence[Span], fractions: Sequence[float], copy_seconds: Sequence[float]
 ) -> bool:
     """Whether no item of a rank's timeline waits for the copies of these offload fractions.
 
-    `spans` are the rank's items without offload. `fractions` and `seconds` are by stage: the share
-    that is offloaded, and the time to copy all saved bytes of a micro-batch.
+    `spans` are the rank's items without offload. `fractions` and `copy_seconds` are by stage: the
+    share that is offloaded, and the time to copy all saved bytes of a micro-batch.
     """
     out = back = 0.0  # times at which the copy engines are free
     before = freed = copies_end = 0.0  # end of the last item, and of the last two items' copies
@@ -147,17 +147,17 @@ def _fits_timeline(
         begin = max(before, freed)
         if backward is not None and backward[1:] in offload_ends:
             start = max(begin, back, offload_ends.pop(backward[1:]))
-            back = start + fractions[backward.stage] * seconds[backward.stage]
+            back = start + fractions[backward.stage] * copy_seconds[backward.stage]
             return_ends[backward[1:]] = back
         before, freed, copies_end = span.end, copies_end, 0.0
         for action in list_actions(span.item):
             if action.kind != "F":
                 begin = max(begin, return_ends.get(action[1:], 0.0))
                 continue
-            copy_seconds = fractions[action.stage] * seconds[action.stage]
-            if copy_seconds > span.end - span.start:
+            duration = fractions[action.stage] * copy_seconds[action.stage]
+            if duration > span.end - span.start:
                 return False
-            out = copies_end = offload_ends[action[1:]] = max(out, span.end) + copy_seconds
+            out = copies_end = offload_ends[action[1:]] = max(out, span.end) + duration
         if begin > span.start:
             return False
     return True

@@ -100,17 +100,19 @@ def make_order(turns: Turns) -> Iterator[Item]:
     yield from (Action("W", *pass_) for pass_ in weight_grads)
 
 
-def _make_loop_turns(shape: Shape, *, sizes: Sequence[int], warm_up: int, **options: Any) -> Turns:
+def _make_loop_turns(
+    shape: Shape, *, round_sizes: Sequence[int], warm_up: int, **options: Any
+) -> Turns:
     """Return turns that run rounds of micro-batches; each round runs chunk after chunk.
 
-    `sizes` are the numbers of micro-batches of the rounds. Stage s is on rank s % pp. `warm_up` and
-    `options` are fields of `Turns`.
+    `round_sizes` are the numbers of micro-batches of the rounds. Stage s is on rank s % pp.
+    `warm_up` and `options` are fields of `Turns`.
     """
 
     def passes(chunks: Sequence[int]) -> list[Pass]:
         return [
             (chunk * shape.pp + shape.rank, micro_batch)
-            for end, size in zip(accumulate(sizes), sizes, strict=True)
+            for end, size in zip(accumulate(round_sizes), round_sizes, strict=True)
             for chunk in chunks
             for micro_batch in range(end - size, end)
         ]
@@ -119,11 +121,13 @@ def _make_loop_turns(shape: Shape, *, sizes: Sequence[int], warm_up: int, **opti
     return Turns(passes(order), passes(order[::-1]), warm_up, **options)
 
 
-def _make_interleaved_turns(shape: Shape, *, hop: int, num_extra: int = 0, **options: Any) -> Turns:
+def _make_interleaved_turns(
+    shape: Shape, *, warm_up_step: int, num_extra: int = 0, **options: Any
+) -> Turns:
     """Return the turns of interleaved 1F1B, in rounds of at least pp micro-batches.
 
-    Each rank runs `hop` more warm-up forwards than the next rank, and `num_extra` further warm-up
-    forwards. `options` are other fields of `Turns`.
+    Each rank runs `warm_up_step` more warm-up forwards than the next rank, and `num_extra` further
+    warm-up forwards. `options` are other fields of `Turns`.
     """
     # In one turn a forward moves one rank up and a backward one rank down, so neighbours are two
     # turns apart; with one chunk a distance of one is enough. The first micro-batch of a round
@@ -132,8 +136,8 @@ def _make_interleaved_turns(shape: Shape, *, hop: int, num_extra: int = 0, **opt
     rounds = max(1, shape.num_micro_batches // shape.pp)
     size, longer = divmod(shape.num_micro_batches, rounds)
     sizes = [size + (i < longer) for i in range(rounds)]
-    warm_up = (shape.chunks - 1) * sizes[0] + hop * (shape.pp - 1 - shape.rank) + num_extra
-    return _make_loop_turns(shape, sizes=sizes, warm_up=warm_up, **options)
+    warm_up = (shape.chunks - 1) * sizes[0] + warm_up_step * (shape.pp - 1 - shape.rank) + num_extra
+    return _make_loop_turns(shape, round_sizes=sizes, warm_up=warm_up, **options)
 
 
 def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
@@ -168,20 +172,26 @@ RULES: dict[str, Rule] = {
         None,
         False,
         lambda shape: _make_loop_turns(
-            shape, sizes=[shape.num_micro_batches], warm_up=shape.num_micro_batches * shape.chunks
+            shape,
+            round_sizes=[shape.num_micro_batches],
+            warm_up=shape.num_micro_batches * shape.chunks,
         ),
     ),
-    "1f1b": Rule(1, False, lambda shape: _make_interleaved_turns(shape, hop=1)),
+    "1f1b": Rule(1, False, lambda shape: _make_interleaved_turns(shape, warm_up_step=1)),
     "interleaved": Rule(
-        None, False, lambda shape: _make_interleaved_turns(shape, hop=min(shape.chunks, 2))
+        None, False, lambda shape: _make_interleaved_turns(shape, warm_up_step=min(shape.chunks, 2))
     ),
     "overlapped": Rule(
-        None, False, lambda shape: _make_interleaved_turns(shape, hop=2, num_extra=1, first_pair=0)
+        None,
+        False,
+        lambda shape: _make_interleaved_turns(shape, warm_up_step=2, num_extra=1, first_pair=0),
     ),
     "zero-bubble": Rule(
         1,
         False,
-        lambda shape: _make_interleaved_turns(shape, hop=1, lag=shape.rank, last_lag=shape.rank),
+        lambda shape: _make_interleaved_turns(
+            shape, warm_up_step=1, lag=shape.rank, last_lag=shape.rank
+        ),
     ),
     "zbv": Rule(2, True, lambda shape: _make_v_turns(shape, lag=0, last_lag=2 * shape.rank)),
     "dualpipe-v": Rule(

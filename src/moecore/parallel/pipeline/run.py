@@ -31,7 +31,7 @@ from moecore.parallel.pipeline.offload import find_next_backwards, list_last_blo
 from moecore.parallel.pipeline.orders import Action, Item, Overlap, list_actions
 from moecore.parallel.pipeline.schedule import PipelineConfig, Schedule, make_schedule
 from moecore.parallel.pipeline.stages import StagedModel, get_hidden_shape
-from moecore.parallel.pipeline.timeline import name_item
+from moecore.parallel.pipeline.timeline import make_trace_name
 from moecore.parallel.pipeline.transport import Groups, StageTransport
 
 Inputs = Mapping[str, Any]  # keyword arguments of the model
@@ -41,25 +41,25 @@ SideBySide = Callable[[Callable[[], Tensor | None], Callable[[], None]], Tensor 
 class StageOffload(Protocol):
     """Offloads the tensors that stages' forwards save for backward, one chunk per forward."""
 
-    def chunk(
-        self, *, offloads_last: bool, resident_input: Tensor | None
+    def offload_forward(
+        self, *, offloads_last_block: bool, resident_input: Tensor | None
     ) -> AbstractContextManager[Any]:
         """Return a context that offloads a forward's saved tensors and yields their chunk.
 
-        `offloads_last` = the tensors of the stage's last block are offloaded too. The stage's input
-        `resident_input` is not offloaded.
+        `offloads_last_block` = the tensors of the stage's last block are offloaded too. The stage's
+        input `resident_input` is not offloaded.
         """
 
-    def bring_back(self, chunk: Any) -> None:
+    def start_copy_back(self, chunk: Any) -> None:
         """Start to copy a forward's offloaded tensors back to the device.
 
-        `chunk` is the value of the forward's `chunk` context.
+        `chunk` is the value of the forward's `offload_forward` context.
         """
 
-    def free(self, chunk: Any) -> None:
+    def free_last_block(self, chunk: Any) -> None:
         """Free the device memory of a forward's last block, if its host copy is complete.
 
-        `chunk` is the value of the forward's `chunk` context.
+        `chunk` is the value of the forward's `offload_forward` context.
         """
 
 
@@ -79,20 +79,20 @@ class Pipeline:
     offload: StageOffload | None = None  # of this rank's saved tensors
 
     @property
-    def size(self) -> int:
+    def num_ranks(self) -> int:
         """Number of pipeline ranks."""
         return dist.get_world_size(self.groups[0])
 
     @property
     def num_chunks(self) -> int:
         """Number of stages of each rank."""
-        return len(self.layout.stages) // self.size
+        return len(self.layout.stages) // self.num_ranks
 
-    def schedule(self, num_micro_batches: int) -> Schedule:
+    def build_schedule(self, num_micro_batches: int) -> Schedule:
         """Return the order of forwards and backwards on every rank, for a step's micro-batches."""
         return make_schedule(
             self.config.schedule,
-            pp=self.size,
+            pp=self.num_ranks,
             chunks=self.num_chunks,
             num_micro_batches=num_micro_batches,
         )
@@ -101,17 +101,17 @@ class Pipeline:
 def run_pipeline(
     pipeline: Pipeline,
     micro_batches: Sequence[Inputs],
-    scale: Callable[[Tensor], Tensor],
-    side_by_side: SideBySide,
+    scale_loss: Callable[[Tensor], Tensor],
+    run_side_by_side: SideBySide,
 ) -> Tensor:
     """Run forward and backward of all micro-batches; return their unscaled losses, fp32 [n].
 
-    `micro_batches` are keyword arguments of the model, equal on all stages. `scale` scales a loss
-    before its backward. `side_by_side` runs a forward and a backward concurrently. Collective over
-    the pipeline ranks.
+    `micro_batches` are keyword arguments of the model, equal on all stages. `scale_loss` scales a
+    loss before its backward. `run_side_by_side` runs a forward and a backward concurrently.
+    Collective over the pipeline ranks.
     """
     schedule = _check_and_schedule(pipeline, micro_batches)
-    return _ScheduleRun(pipeline, schedule, micro_batches, scale, side_by_side).run()
+    return _ScheduleRun(pipeline, schedule, micro_batches, scale_loss, run_side_by_side).run()
 
 
 @torch.no_grad()
@@ -131,13 +131,13 @@ def _check_and_schedule(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> 
     """Check the micro-batches and compare them between ranks; return their schedule. Collective."""
     for inputs in micro_batches:
         pipeline.model.check_inputs(inputs)
-    pipeline.arguments.before_schedule(micro_batches)
-    return pipeline.schedule(len(micro_batches))
+    pipeline.arguments.compare_micro_batches(micro_batches)
+    return pipeline.build_schedule(len(micro_batches))
 
 
 @dataclass(slots=True)
 class _StageForward:
-    """A stage's forward without backward so far: its input and the graph edge of its output."""
+    """A stage's forward whose backward has not run: its input, and its output's graph edge."""
 
     hidden: Tensor | None  # input of the stage; None for tokens
     edge: GradientEdge | None  # of the graph that computed the output; None = nothing is trained
@@ -147,7 +147,7 @@ class _StageForward:
 class _ScheduleRun:
     """Runs a schedule once on this rank, and stores the losses of its micro-batches.
 
-    `run_pipeline` has the arguments. `side_by_side` None = the schedule has no `Overlap`.
+    `run_pipeline` has the arguments. `run_side_by_side` None = the schedule has no `Overlap`.
     """
 
     def __init__(
@@ -155,12 +155,12 @@ class _ScheduleRun:
         pipeline: Pipeline,
         schedule: Schedule,
         micro_batches: Sequence[Inputs],
-        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
-        side_by_side: SideBySide | None = None,
+        scale_loss: Callable[[Tensor], Tensor] = lambda loss: loss,
+        run_side_by_side: SideBySide | None = None,
     ) -> None:
         self._pipeline, self._micro_batches = pipeline, micro_batches
         self._items: Sequence[Item] = schedule.orders[pipeline.rank]
-        self._scale, self._side_by_side = scale, side_by_side
+        self._scale, self._side_by_side = scale_loss, run_side_by_side
         self._stages: tuple[Stage, ...] = pipeline.layout.stages
         self._transport = StageTransport(
             schedule,
@@ -193,14 +193,14 @@ class _ScheduleRun:
             if self._offload is not None and backward is not None:
                 forward = self._forwards.get((backward.stage, backward.micro_batch))
                 if forward is not None:
-                    self._offload.bring_back(forward.chunk)
-            with annotate_range(name_item(item)):
+                    self._offload.start_copy_back(forward.chunk)
+            with annotate_range(make_trace_name(item)):
                 for action, result in self._run_item(item):
                     if result is not None:
-                        self._transport.send(action, result)
+                        self._transport.send_result(action, result)
             if self._offload is not None and chunk is not None:
-                self._offload.free(chunk)
-        self._transport.finish()
+                self._offload.free_last_block(chunk)
+        self._transport.wait_for_sends()
         dist.all_reduce(self._losses, group=self._pipeline.groups[0])  # zeros on other ranks
         return self._losses
 
@@ -220,13 +220,13 @@ class _ScheduleRun:
     def _run_forward(self, action: Action) -> Tensor | None:
         """Receive a stage's input, run its forward, and return the output or store the loss."""
         stage, inputs = self._stages[action.stage], self._micro_batches[action.micro_batch]
-        hidden = self._transport.receive(action)
+        hidden = self._transport.receive_input(action)
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
         context: AbstractContextManager[Any] = nullcontext()
         if self._offload is not None and torch.is_grad_enabled():
-            options: Any = dict(offloads_last=self._offloads_last, resident_input=hidden)
-            context = self._offload.chunk(**options)
+            options: Any = dict(offloads_last_block=self._offloads_last, resident_input=hidden)
+            context = self._offload.offload_forward(**options)
         with context as chunk:
             out = self._pipeline.model(hidden=hidden, stage=stage, **inputs)
         output = None if stage.loss else self._check_output(out.detach(), action)
@@ -253,7 +253,7 @@ class _ScheduleRun:
 
     def _run_backward(self, action: Action) -> Tensor | None:
         """Receive a stage's output gradient, run its backward and return the input gradient."""
-        grad = self._transport.receive(action)
+        grad = self._transport.receive_input(action)
         forward = self._forwards.pop((action.stage, action.micro_batch))
         if forward.edge is not None:
             torch.autograd.backward([forward.edge], [grad])

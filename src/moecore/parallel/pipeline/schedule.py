@@ -192,11 +192,15 @@ class PipelineConfig(CheckedRecord):
         return self.schedule in DEFERRING
 
     def stages(
-        self, pp: int, num_layers: int, num_mtp_layers: int = 0, bound: frozenset[int] = frozenset()
+        self,
+        pp: int,
+        num_layers: int,
+        num_mtp_layers: int = 0,
+        bound_layers: frozenset[int] = frozenset(),
     ) -> PipelineLayout:
         """Return the pipeline layout of a model with these numbers of layers over pp ranks.
 
-        `bound` has the layers with which no stage can begin (`StageParts.bound`).
+        `bound_layers` has the layers with which no stage can begin (`StageParts.bound_layers`).
 
         Raises:
             ValueError: if the layout does not have the model's numbers of layers.
@@ -205,5 +209,8 @@ class PipelineConfig(CheckedRecord):
             return parse_layout(self.layout, num_layers=num_layers, num_mtp_layers=num_mtp_layers)
         chunks = self.chunks or RULES[self.schedule].chunks or 1
         return even_layout(
-            num_layers, num_stages=pp * chunks, num_mtp_layers=num_mtp_layers, bound=bound
+            num_layers,
+            num_stages=pp * chunks,
+            num_mtp_layers=num_mtp_layers,
+            bound_layers=bound_layers,
         )

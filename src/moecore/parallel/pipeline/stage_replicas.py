@@ -44,17 +44,17 @@ class AllStages:
     holders: Mapping[str, dist.ProcessGroup]
     device: torch.device  # of the parameters, once they are real
 
-    def count_copies(self, name: str) -> int:
-        """Return the number of ranks whose stage has the parameter `name`."""
-        return self.num_holders[clean_name(name)] * (dist.get_world_size() // self.pp)
+    def count_copies(self, param_name: str) -> int:
+        """Return the number of ranks whose stage has the parameter `param_name`."""
+        return self.num_holders[clean_name(param_name)] * (dist.get_world_size() // self.pp)
 
-    def scatter_values(self, names: list[str], values: Tensor) -> Tensor:
-        """Return a vector over all stages' parameters: `values[i]` at `names[i]`, otherwise 0.
+    def scatter_values(self, param_names: list[str], values: Tensor) -> Tensor:
+        """Return a vector over all stages' parameters: `values[i]` for `param_names[i]`, else 0.
 
         The parameters are in the order of `num_holders`. No communication.
         """
         order = {name: i for i, name in enumerate(self.num_holders)}
-        indices = [order[clean_name(name)] for name in names]
+        indices = [order[clean_name(name)] for name in param_names]
         index = torch.tensor(indices, dtype=torch.int64, device="cpu")
         placed = values.new_zeros(len(order))
         return placed.index_copy_(0, copy_to_device(index, values.device), values)
@@ -75,7 +75,7 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
             stages_of.setdefault(name, []).append(pp_rank)
     groups = {}
     for stages in sorted({tuple(s) for s in stages_of.values() if len(s) > 1}):
-        group = _make_peer_group(stages, meshes)
+        group = _make_stage_copies_group(stages, meshes)
         if meshes.pp_rank in stages:
             groups[stages] = group
     shared = {n: groups[tuple(s)] for n, s in stages_of.items() if tuple(s) in groups}
@@ -99,7 +99,7 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
     )
 
 
-def _make_peer_group(stages: tuple[int, ...], meshes: Meshes) -> Any:
+def _make_stage_copies_group(stages: tuple[int, ...], meshes: Meshes) -> Any:
     """Create, for each index i, a group of the i-th ranks of the pipeline `stages`.
 
     Returns this rank's group; None = this rank's stage is not in `stages`. Collective over the
@@ -131,13 +131,13 @@ def _describe_parameter(param: nn.Parameter) -> str:
     return f"{param.dtype} {tuple(param.shape)} {kind} {memory} {sharding}"
 
 
-def _find_unequal_copies(forms: list[dict[str, str]]) -> str | None:
+def _find_unequal_copies(descriptions: list[dict[str, str]]) -> str | None:
     """Return an error text if the copies of a parameter differ; None = all copies are equal.
 
-    `forms[i]` maps the parameter names of pp rank i to descriptions (`_describe_parameter`).
+    `descriptions[i]` maps the parameter names of pp rank i to descriptions (`_describe_parameter`).
     """
     first: dict[str, tuple[int, str]] = {}
-    for pp_rank, forms_of_rank in enumerate(forms):
+    for pp_rank, forms_of_rank in enumerate(descriptions):
         for name, form in forms_of_rank.items():
             before, expected_form = first.setdefault(name, (pp_rank, form))
             if form != expected_form:

@@ -31,12 +31,12 @@ from moecore.parallel.pipeline.layout import Stage
 class AbsentModule(nn.Module):
     """A placeholder without parameters for a module of another rank's stage; returns its input.
 
-    `module` is the replaced module, `results` the number of its outputs.
+    `module` is the replaced module, `num_outputs` the number of its outputs.
     """
 
-    def __init__(self, module: nn.Module, *, results: int = 1) -> None:
+    def __init__(self, module: nn.Module, *, num_outputs: int = 1) -> None:
         super().__init__()
-        self._results = results
+        self._results = num_outputs
         # transformers models read string attributes of layers, such as the attention type.
         named = ChainMap(vars(module), *map(vars, type(module).__mro__))  # type: ignore[arg-type]
         for name, value in named.items():
@@ -61,12 +61,12 @@ class StageParts:
     tied: bool = False  # whether the head reads the embedding table
     results: int = 1  # number of values that a layer returns, hidden states first
     # Layers that read further results of the layer before, so no stage can begin with them.
-    bound: frozenset[int] = frozenset()
+    bound_layers: frozenset[int] = frozenset()
 
-    def make_placeholder(self, name: str, module: nn.Module) -> AbsentModule:
-        """Return the placeholder that replaces the module `name` on ranks without the module."""
-        is_layer = name.startswith(f"{self.layers}.")
-        return AbsentModule(module, results=self.results if is_layer else 1)
+    def make_placeholder(self, module_name: str, module: nn.Module) -> AbsentModule:
+        """Return the placeholder that replaces a module on ranks without the module."""
+        is_layer = module_name.startswith(f"{self.layers}.")
+        return AbsentModule(module, num_outputs=self.results if is_layer else 1)
 
 
 @runtime_checkable
@@ -102,11 +102,11 @@ def remove_other_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
     Call it on a full model before `parallelize_moe`. Raises a ValueError if a module is absent.
     """
     check_arguments(remove_other_stages, locals())
-    parts, (num_layers, num_mtp) = model.stage_parts(), count_parts(model)
+    parts, (num_layers, num_mtp) = model.stage_parts(), count_layers_and_mtp(model)
     local_modules: dict[str, nn.Module] = {}
     for stage in stages:
-        _check_range(stage, "layers", stage.layers, num_layers)
-        _check_range(stage, "mtp", stage.mtp, num_mtp)
+        _check_stage_indices(stage, "layers", stage.layers, num_layers)
+        _check_stage_indices(stage, "mtp", stage.mtp, num_mtp)
         local_modules |= dict(_list_needed_modules(model, parts, stage, num_mtp))
     for name, module in local_modules.items():
         if isinstance(module, AbsentModule):
@@ -136,7 +136,7 @@ def get_hidden_shape(
     return model.hidden_shape(stage, inputs)
 
 
-def count_parts(model: StagedModel) -> tuple[int, int]:
+def count_layers_and_mtp(model: StagedModel) -> tuple[int, int]:
     """Return the numbers of layers and of multi-token prediction modules of a model."""
     parts = model.stage_parts()
     num_mtp = 0 if parts.mtp is None else _count_entries(model, parts.mtp)
@@ -154,20 +154,22 @@ def get_loss(output: Any) -> Tensor:
     return cast(Tensor, loss)
 
 
-def runs_norm(stage: Stage, num_mtp: int) -> bool:
-    """Whether a stage runs the final norm, in a model with `num_mtp` MTP modules."""
-    return 0 in stage.mtp or (stage.loss and num_mtp == 0)
+def runs_final_norm(stage: Stage, num_mtp_modules: int) -> bool:
+    """Whether a stage runs the final norm, in a model with `num_mtp_modules` MTP modules."""
+    return 0 in stage.mtp or (stage.loss and num_mtp_modules == 0)
 
 
-def check_stage(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
+def check_stage_modules(
+    model: StagedModel, parts: StageParts, stage: Stage, num_mtp_modules: int
+) -> None:
     """Raise a ValueError if this rank lacks a module of a stage, except in torch.compile.
 
-    `parts` has the names of the stages' modules. `num_mtp` is the model's number of multi-token
-    prediction modules.
+    `parts` has the names of the stages' modules. `num_mtp_modules` is the model's number of
+    multi-token prediction modules.
     """
     if torch.compiler.is_compiling():
         return
-    for name, module in _list_needed_modules(model, parts, stage, num_mtp):
+    for name, module in _list_needed_modules(model, parts, stage, num_mtp_modules):
         if isinstance(module, AbsentModule):
             raise ValueError(
                 f"stage ({stage.index}) must be one that this rank has, but {name} is elsewhere: "
@@ -188,34 +190,40 @@ def require_arguments(inputs: Mapping[str, Any], *names: str) -> None:
             )
 
 
-def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) -> None:
-    """Raise a ValueError unless `hidden`, the input of a stage, has `shape`.
+def check_hidden_states(
+    hidden_states: Tensor | None, stage: Stage, expected_shape: tuple[int, ...]
+) -> None:
+    """Raise a ValueError unless `hidden_states`, the input of a stage, has `expected_shape`.
 
-    In the first stage `hidden` must be None.
+    In the first stage `hidden_states` must be None.
     """
-    if (hidden is None) != stage.embedding:
-        shape_text = None if hidden is None else tuple(hidden.shape)
+    if (hidden_states is None) != stage.embedding:
+        shape_text = None if hidden_states is None else tuple(hidden_states.shape)
         raise ValueError(
             f"hidden ({shape_text}) must be None in the stage with the embedding and given in "
             f"every other: stage {stage.index} {'has it' if stage.embedding else 'is another'}"
         )
-    if hidden is None:
+    if hidden_states is None:
         return
     is_empty = not (stage.layers or stage.mtp or stage.loss)  # its input may be a stack
-    received_shape = hidden.shape[-len(shape) :] if is_empty else hidden.shape
-    if received_shape != shape or not hidden.is_floating_point():
+    received_shape = (
+        hidden_states.shape[-len(expected_shape) :] if is_empty else hidden_states.shape
+    )
+    if received_shape != expected_shape or not hidden_states.is_floating_point():
         raise ValueError(
-            f"hidden {tuple(hidden.shape)} ({hidden.dtype}) must be floating with the shape "
-            f"{shape}, which enters stage {stage.index}: pass what the stage before returns"
+            f"hidden {tuple(hidden_states.shape)} ({hidden_states.dtype}) must be floating with "
+            f"the shape {expected_shape}, which enters stage {stage.index}: pass what the stage "
+            "before returns"
         )
 
 
 def _list_needed_modules(
-    model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
+    model: StagedModel, parts: StageParts, stage: Stage, num_mtp_modules: int
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) of each module that a stage runs, or whose parameters the stage reads.
 
-    `parts` has the names of the stages' modules. `num_mtp` is the model's number of MTP modules.
+    `parts` has the names of the stages' modules. `num_mtp_modules` is the model's number of MTP
+    modules.
     """
     if stage.embedding or stage.mtp or (stage.loss and parts.tied):
         yield parts.embedding, model.get_submodule(parts.embedding)
@@ -225,21 +233,21 @@ def _list_needed_modules(
         if name is not None and indices:
             entries = list(cast(nn.ModuleList, model.get_submodule(name)))
             yield from ((f"{name}.{index}", entries[index]) for index in indices)
-    if runs_norm(stage, num_mtp):
+    if runs_final_norm(stage, num_mtp_modules):
         yield from ((name, model.get_submodule(name)) for name in parts.final_modules)
     if stage.loss:
         yield parts.head, model.get_submodule(parts.head)
 
 
-def _check_range(stage: Stage, field: str, indices: Sequence[int], count: int) -> None:
-    """Raise a ValueError, which names `field` of the stage, if an index is not below `count`."""
-    if any(not 0 <= index < count for index in indices):
+def _check_stage_indices(stage: Stage, field: str, indices: Sequence[int], num_layers: int) -> None:
+    """Raise a ValueError, which names the stage's field, if an index is not below `num_layers`."""
+    if any(not 0 <= index < num_layers for index in indices):
         raise ValueError(
-            f"stage {stage.index} {field} ({indices}) must be of the {count} of the model: make "
-            "the layout for its numbers"
+            f"stage {stage.index} {field} ({indices}) must be of the {num_layers} of the model: "
+            "make the layout for its numbers"
         )
 
 
-def _count_entries(model: StagedModel, name: str) -> int:
+def _count_entries(model: StagedModel, list_name: str) -> int:
     """Return the number of modules in the model's ModuleList with this name."""
-    return len(cast(nn.ModuleList, model.get_submodule(name)))
+    return len(cast(nn.ModuleList, model.get_submodule(list_name)))

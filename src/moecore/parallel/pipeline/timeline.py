@@ -78,7 +78,9 @@ class Timeline:
             ValueError: if a trace has no pipeline action, or if actions of a rank overlap.
         """
         check_arguments(Timeline.from_traces, locals())
-        spans = [(rank, *span) for rank, path in enumerate(paths) for span in _read_items(path)]
+        spans = [
+            (rank, *span) for rank, path in enumerate(paths) for span in _read_trace_items(path)
+        ]
         return cls.from_spans(spans)
 
     @property
@@ -98,7 +100,7 @@ class Timeline:
         return (len(self.spans) * self.makespan - busy) / busy
 
 
-def name_item(item: Item) -> str:
+def make_trace_name(item: Item) -> str:
     """Return the name of an item in profiler traces: "moecore::", kind, stage, micro-batch."""
     return "moecore::" + " beside ".join(
         f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in list_actions(item)
@@ -108,7 +110,7 @@ def name_item(item: Item) -> str:
 ACTION = re.compile(r"([FBDW]) stage (\d+) micro-batch (\d+)")
 
 
-def _read_items(path: str | os.PathLike[str]) -> Iterator[tuple[Item, float, float]]:
+def _read_trace_items(path: str | os.PathLike[str]) -> Iterator[tuple[Item, float, float]]:
     """Yield (item, start, end), in microseconds, of the pipeline items in a Chrome trace."""
     trace = json.loads(Path(path).read_bytes())
     traced_events = [(e, list(ACTION.finditer(str(e.get("name"))))) for e in trace["traceEvents"]]
@@ -234,7 +236,7 @@ class Costs(CheckedRecord):
             backward_weights=tuple(weights * time for time in forward),
         )
 
-    def of(self, action: Action) -> tuple[float, float]:
+    def get_action_times(self, action: Action) -> tuple[float, float]:
         """Return (compute time, exposed communication time) of an action of kind F, B, D or W."""
         stage, compute = action.stage, 0.0
         if action.kind == "F":
@@ -265,21 +267,23 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             f"schedule ({schedule.num_stages}): pass as many"
         )
     exposed = [0.0] * schedule.pp
-    spans = compute_spans(schedule, lambda item: _compute_duration(item, costs)[1], costs.transfer)
+    spans = compute_spans(
+        schedule, lambda item: _compute_item_times(item, costs)[1], costs.transfer
+    )
     for rank, items in enumerate(spans):
         for _, _, item in items:
-            compute, seconds = _compute_duration(item, costs)
+            compute, seconds = _compute_item_times(item, costs)
             exposed[rank] += seconds - compute
     return Timeline(spans=spans, exposed_exchange=tuple(exposed))
 
 
 def compute_spans(
-    schedule: Schedule, duration: Callable[[Item], float], transfer: float
+    schedule: Schedule, get_duration: Callable[[Item], float], transfer_time: float
 ) -> tuple[tuple[Span, ...], ...]:
     """Compute start and end of all items, and return the `Span`s of each rank by rank index.
 
-    An item starts when its rank is free and all its messages have arrived. `duration` maps an item
-    to its time. `transfer` is the time of a message between ranks.
+    An item starts when its rank is free and all its messages have arrived. `get_duration` maps an
+    item to its time. `transfer_time` is the time of a message between ranks.
     """
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     ends: dict[Action, tuple[int, float]] = {}  # rank and end
@@ -287,8 +291,10 @@ def compute_spans(
         before = spans[rank][-1].end if spans[rank] else 0.0
         actions = list_actions(item)
         arrivals = (ends[i] for action in actions for i in schedule.list_dependencies(action))
-        start = max(before, *(end + transfer * (source != rank) for source, end in arrivals), 0.0)
-        end = start + duration(item)
+        start = max(
+            before, *(end + transfer_time * (source != rank) for source, end in arrivals), 0.0
+        )
+        end = start + get_duration(item)
         spans[rank].append(Span(start, end, item))
         for action in actions:
             ends[action] = rank, end
@@ -297,9 +303,9 @@ def compute_spans(
     return tuple(map(tuple, spans))
 
 
-def _compute_duration(item: Item, costs: Costs) -> tuple[float, float]:
+def _compute_item_times(item: Item, costs: Costs) -> tuple[float, float]:
     """Return an item's compute time, and its total time with exposed communication."""
-    parts = [costs.of(action) for action in list_actions(item)]
+    parts = [costs.get_action_times(action) for action in list_actions(item)]
     compute, exchange = map(sum, zip(*parts, strict=True))
     durations = [sum(part) for part in parts]
     if isinstance(item, Overlap):

@@ -58,15 +58,15 @@ class _PostedMessage:
 
 
 @contextmanager
-def _explain_errors(operation: str, rank: int) -> Iterator[None]:
+def _explain_errors(operation: str, pp_rank: int) -> Iterator[None]:
     """Return a context in which a RuntimeError of communication becomes a `PipelineError`.
 
-    The text of the error begins with `operation` and pipeline rank `rank`.
+    The text of the error begins with `operation` and pipeline rank `pp_rank`.
     """
     try:
         yield
     except RuntimeError as error:
-        operation += f" pipeline rank {rank}"
+        operation += f" pipeline rank {pp_rank}"
         cause = explain_transport_error(f"the exchange of {operation}", error)
         raise PipelineError(f"{operation}, which is gone or did not answer: {cause}") from error
 
@@ -74,33 +74,33 @@ def _explain_errors(operation: str, rank: int) -> Iterator[None]:
 class StageTransport:
     """Sends and receives one pipeline rank's messages during one run of a schedule.
 
-    `groups` are the communicators for messages to higher and to lower ranks. `shape_of` maps a
-    stage and a micro-batch to the shape of the stage's input. All messages have one dtype.
+    `direction_groups` are the communicators for messages to higher and to lower ranks. `shape_of`
+    maps a stage and a micro-batch to the shape of the stage's input. All messages have one dtype.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        rank: int,
-        groups: Groups,
+        pp_rank: int,
+        direction_groups: Groups,
         *,
         shape_of: ShapeOf,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._schedule, self._rank, self._groups = schedule, rank, groups
+        self._schedule, self._rank, self._groups = schedule, pp_rank, direction_groups
         self._shape_of, self._dtype, self._device = shape_of, dtype, device
         self._inbox: dict[_Message, _PostedMessage] = {}
         self._local_messages: dict[_Message, Tensor] = {}  # for a neighbouring stage on this rank
         self._sends: list[_PostedMessage] = []
-        sources = set(schedule.rank_of) - {rank}
+        sources = set(schedule.rank_of) - {pp_rank}
         self._indices = {source: _index_messages(schedule, source) for source in sources}
         self._pending_receives = {  # in the order of the sends
-            source: deque(m for m in indices.sent_at if self._find_target(m) == rank)
+            source: deque(m for m in indices.sent_at if self._find_target_rank(m) == pp_rank)
             for source, indices in self._indices.items()
         }
 
-    def receive(self, action: Action) -> Tensor | None:
+    def receive_input(self, action: Action) -> Tensor | None:
         """Receive the hidden states or gradient that an action reads; None = no such input.
 
         The current stream waits for the message.
@@ -123,13 +123,13 @@ class StageTransport:
         # The source has read the messages of all its items up to the item that sent this message.
         # Without this a host far ahead of the GPU would hold sent tensors for a whole step.
         item, read_at = self._indices[source].sent_at[message], self._indices[source].read_at
-        self._wait_for(lambda send: send.peer == source and read_at[send.message] <= item)
+        self.wait_for_sends(lambda send: send.peer == source and read_at[send.message] <= item)
         return receive.tensor
 
-    def send(self, action: Action, tensor: Tensor) -> None:
+    def send_result(self, action: Action, tensor: Tensor) -> None:
         """Send a forward's output to the next stage, or an input gradient to the previous stage."""
         message = _get_sent_message(action)
-        target = self._find_target(message)
+        target = self._find_target_rank(message)
         assert target is not None, "the loss and the gradient of the tokens stay"
         if target == self._rank:
             self._local_messages[message] = tensor
@@ -142,56 +142,58 @@ class StageTransport:
         self._sends.append(_PostedMessage(tensor, work, message, target))
         self._sends = [send for send in self._sends if not send.work.is_completed()]
 
-    def finish(self) -> None:
-        """Make the current stream wait for all sends, and free the sent tensors."""
-        self._wait_for(lambda send: True)
-
-    def _wait_for(self, is_due: Callable[[_PostedMessage], bool]) -> None:
-        """Make the current stream wait for the sends that `is_due` selects; free their tensors."""
-        for send in filter(is_due, self._sends):
+    def wait_for_sends(
+        self, is_selected: Callable[[_PostedMessage], bool] = lambda send: True
+    ) -> None:
+        """Make the current stream wait for the selected sends, and free the sent tensors."""
+        for send in filter(is_selected, self._sends):
             with _explain_errors(f"{send.message} for", send.peer):
                 send.work.wait()
-        self._sends = [send for send in self._sends if not is_due(send)]
+        self._sends = [send for send in self._sends if not is_selected(send)]
 
-    def _post_receive(self, message: _Message, source: int) -> None:
-        """Post the receive of a message from pipeline rank `source` into a new tensor."""
+    def _post_receive(self, message: _Message, source_rank: int) -> None:
+        """Post the receive of a message from pipeline rank `source_rank` into a new tensor."""
         stage = message.stage + 1 if message.is_forward else message.stage
         shape = self._shape_of(stage, message.micro_batch)
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
-        group = _choose_group(self._groups, source, self._rank)
-        with _explain_errors(f"{message} from", source):
-            work = dist.irecv(tensor, group=group, group_src=source)
+        group = _choose_group(self._groups, source_rank, self._rank)
+        with _explain_errors(f"{message} from", source_rank):
+            work = dist.irecv(tensor, group=group, group_src=source_rank)
         assert work is not None
-        self._inbox[message] = _PostedMessage(tensor, work, message, source)
+        self._inbox[message] = _PostedMessage(tensor, work, message, source_rank)
 
-    def _find_target(self, message: _Message) -> int | None:
+    def _find_target_rank(self, message: _Message) -> int | None:
         """Return the pipeline rank that receives `message`; None = no stage receives it."""
         stage = message.stage + (1 if message.is_forward else -1)
         return self._schedule.rank_of[stage] if 0 <= stage < self._schedule.num_stages else None
 
 
-def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.device) -> None:
+def create_communicators(
+    direction_groups: Groups, stage_ranks: Sequence[int], pp_rank: int, device: torch.device
+) -> None:
     """Create all communicators: send a number between the ranks of each two neighbouring stages.
 
-    `rank_of` has the rank of each stage. Collective over the pipeline ranks.
+    `stage_ranks` has the rank of each stage. Collective over the pipeline ranks.
     """
     # A communicator must exist before the first message: see `StageTransport.receive`.
-    neighbours = {pair for pair in pairwise(rank_of) if pair[0] != pair[1]}
+    neighbours = {pair for pair in pairwise(stage_ranks) if pair[0] != pair[1]}
     number = torch.zeros(1, device=device, dtype=torch.float32)
     for source, target in sorted(neighbours | {(b, a) for a, b in neighbours}):
-        group = _choose_group(groups, source, target)
-        if rank == source:
+        group = _choose_group(direction_groups, source, target)
+        if pp_rank == source:
             dist.send(number, group=group, group_dst=target)
-        elif rank == target:
+        elif pp_rank == target:
             dist.recv(number, group=group, group_src=source)
         if number.is_cuda:
             number.item()  # host sync: the number has been received
 
 
-def _choose_group(groups: Groups, source: int, target: int) -> dist.ProcessGroup:
-    """Return the communicator for messages from pipeline rank `source` to `target`."""
-    up, down = groups
-    return up if source < target else down
+def _choose_group(
+    direction_groups: Groups, source_rank: int, target_rank: int
+) -> dist.ProcessGroup:
+    """Return the communicator for messages from pipeline rank `source_rank` to `target_rank`."""
+    up, down = direction_groups
+    return up if source_rank < target_rank else down
 
 
 class _MessageIndices(NamedTuple):
@@ -201,10 +203,10 @@ class _MessageIndices(NamedTuple):
     read_at: Mapping[_Message, int]
 
 
-def _index_messages(schedule: Schedule, rank: int) -> _MessageIndices:
+def _index_messages(schedule: Schedule, pp_rank: int) -> _MessageIndices:
     """Find the items of a rank that send and read messages; return their indices by message."""
     sent_at, read_at = dict[_Message, int](), dict[_Message, int]()
-    for i, item in enumerate(schedule.orders[rank]):
+    for i, item in enumerate(schedule.orders[pp_rank]):
         for action in list_actions(item):
             if action.kind != "W":
                 sent_at[_get_sent_message(action)] = i

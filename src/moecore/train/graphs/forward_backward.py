@@ -97,7 +97,7 @@ class GraphedForwardBackward:
                 "because they wait for each other: call forward_backward itself"
             )
         _check_dispatchers(self._state)
-        self._device = _get_gpu(model)
+        self._device = _get_gpu_device(model)
         self._forward_backward = forward_backward
         self._model = model
         self._warm_up = warm_up
@@ -135,7 +135,7 @@ class GraphedForwardBackward:
         # A replay runs no Python of the model. These lines, and `_CapturedStep.replay`, do its work
         # between steps: an evaluation may have left units whole, an exchange may have failed.
         reshard_units(self._model)
-        _refuse_tapes_and_gradients(self._model, self._state)
+        _check_no_tapes_or_gradients(self._model, self._state)
         self._capacity.raise_reported_errors()
         # If rows did not fit, `TrainStep.finish` has skipped the step on every rank, on the device.
         # The host sees that a step later, without a wait, and captures with larger buffers.
@@ -158,7 +158,9 @@ class GraphedForwardBackward:
             self._inputs = device_inputs
             return outputs
         _check_inputs(device_inputs, self._inputs)
-        self._captured = _capture(self._forward_backward, self._model, self._state, device_inputs)
+        self._captured = _capture_step(
+            self._forward_backward, self._model, self._state, device_inputs
+        )
         self._capacity.graph_steps = SkippedSteps()
         self._inputs = ()
         return self._captured.replay(inputs)
@@ -183,9 +185,9 @@ class _CapturedStep:
         record = get_parallel_state(self.model)
         if record is not None and record.arguments is not None:  # a replay runs no model hook
             named = {f"inputs[{place}]": x for place, x in enumerate(inputs)}
-            record.arguments.check(named, None)
+            record.arguments.compare_arguments(named, None)
         _check_inputs(inputs, self.inputs)
-        self.facts.check(self.model, self.state)
+        self.facts.check_unchanged(self.model, self.state)
         for target, source in zip(self.inputs, inputs, strict=True):
             target.copy_(source, non_blocking=True)
         self.graph.replay()
@@ -199,18 +201,18 @@ class _CapturedStep:
         return tree_map_only(Tensor, torch.clone, self.outputs)
 
 
-def _capture(
-    function: Callable[..., Any], model: nn.Module, state: MoEState, inputs: Inputs
+def _capture_step(
+    forward_backward: Callable[..., Any], model: nn.Module, moe_state: MoEState, inputs: Inputs
 ) -> _CapturedStep:
-    """Capture `function(*inputs)`, which computes nothing; RuntimeError if any rank fails."""
-    _drop_fp8_copies(state)
-    trackers = {name: layer.tracker for name, layer in state.layers.items()}
+    """Capture `forward_backward(*inputs)` without running it; RuntimeError if any rank fails."""
+    _drop_fp8_copies(moe_state)
+    trackers = {name: layer.tracker for name, layer in moe_state.layers.items()}
     for tracker in trackers.values():
         tracker.num_captured = 0
-    facts = collect_facts(model, state)
+    facts = collect_facts(model, moe_state)
     progress = get_progress(model)
     before = 0 if progress is None else progress.num_done
-    graph, outputs, error = _capture_graph(function, inputs)
+    graph, outputs, error = _capture_graph(forward_backward, inputs)
     reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
     failure = gather_first_problem(reason)
     if isinstance(error, torch.OutOfMemoryError | ExchangeError):
@@ -224,11 +226,11 @@ def _capture(
     if progress is not None:  # the capture has computed nothing
         progress.num_done, num_in_step = before, progress.num_done - before
     reshard_units(model)  # whole and cast parameters lie in the graph's memory
-    _drop_fp8_copies(state)
+    _drop_fp8_copies(moe_state)
     return _CapturedStep(
         graph=graph,
         model=model,
-        state=state,
+        state=moe_state,
         facts=facts,
         inputs=inputs,
         outputs=outputs,
@@ -239,7 +241,7 @@ def _capture(
 
 
 def _capture_graph(
-    function: Callable[..., Any], inputs: Inputs
+    forward_backward: Callable[..., Any], inputs: Inputs
 ) -> tuple[torch.cuda.CUDAGraph, Any, Exception | None]:
     """Return the captured graph, the function's outputs, and the capture's error or None."""
     graph, outputs, first = torch.cuda.CUDAGraph(), None, None
@@ -251,7 +253,7 @@ def _capture_graph(
         # would forbid.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             try:
-                outputs = function(*inputs)
+                outputs = forward_backward(*inputs)
             except Exception as error:  # the end of a broken capture raises another error
                 first = error
                 raise
@@ -263,14 +265,14 @@ def _capture_graph(
     return graph, outputs, None
 
 
-def _call_without_syncs(function: Callable[..., Any], inputs: Inputs) -> Any:
+def _call_without_syncs(forward_backward: Callable[..., Any], inputs: Inputs) -> Any:
     """Run the function and return its outputs; ValueError on all ranks if it waits for the GPU."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            outputs = function(*inputs)
+            outputs = forward_backward(*inputs)
         finally:
             torch.cuda.set_sync_debug_mode(mode)
     waits = [w for w in caught if SYNC_WARNING in str(w.message)]
@@ -283,13 +285,14 @@ def _call_without_syncs(function: Callable[..., Any], inputs: Inputs) -> Any:
     return outputs
 
 
-def _find_capture_problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
-    """Return an error text if there are host syncs (`waits`) or invalid outputs, otherwise ""."""
-    if waits:
+def _find_capture_problem(sync_warnings: list[warnings.WarningMessage], outputs: Any) -> str:
+    """Return an error text if there are warnings of host syncs or invalid outputs, otherwise ""."""
+    if sync_warnings:
         return (
             f"forward_backward must not wait for the GPU in a CUDA graph, but does in "
-            f"{len(waits)} places, first at {waits[0].filename}:{waits[0].lineno}: change them, or "
-            "run it without a graph"
+            f"{len(sync_warnings)} places, first at "
+            f"{sync_warnings[0].filename}:{sync_warnings[0].lineno}: change them, or run it "
+            "without a graph"
         )
     for leaf in tree_leaves(outputs):
         if leaf is not None and not isinstance(leaf, Tensor):
@@ -305,9 +308,9 @@ def _find_capture_problem(waits: list[warnings.WarningMessage], outputs: Any) ->
     return ""
 
 
-def _refuse_tapes_and_gradients(model: nn.Module, state: MoEState) -> None:
+def _check_no_tapes_or_gradients(model: nn.Module, moe_state: MoEState) -> None:
     """Raise NotImplementedError for recorded or replayed routers, ValueError if gradients exist."""
-    for name, layer in state.layers.items():
+    for name, layer in moe_state.layers.items():
         router = layer.get_part("router")
         if router is not None and router.tape is not None:
             raise NotImplementedError(
@@ -334,9 +337,9 @@ def _check_inputs(inputs: Inputs, expected_inputs: Inputs) -> None:
         )
 
 
-def _check_dispatchers(state: MoEState) -> None:
+def _check_dispatchers(moe_state: MoEState) -> None:
     """Raise ValueError for a layer whose exchange or experts wait for sizes on the host."""
-    for name, layer in state.layers.items():
+    for name, layer in moe_state.layers.items():
         capacity = layer.config.capacity
         pads = capacity is not None and capacity.pad
         if layer.cloner is not None and layer.cloner.waits_on_host:
@@ -361,7 +364,7 @@ def _check_dispatchers(state: MoEState) -> None:
             )
 
 
-def _get_gpu(model: nn.Module) -> torch.device:
+def _get_gpu_device(model: nn.Module) -> torch.device:
     """Return the device of a model; raise ValueError if it is not a GPU."""
     device = next(model.parameters()).device
     if device.type != "cuda":
@@ -372,9 +375,9 @@ def _get_gpu(model: nn.Module) -> torch.device:
     return device
 
 
-def _drop_fp8_copies(state: MoEState) -> None:
+def _drop_fp8_copies(moe_state: MoEState) -> None:
     """Drop the FP8 copies of expert weights; the next forward quantises the weights again."""
-    for layer in state.layers.values():
+    for layer in moe_state.layers.values():
         layer.get_part("experts").reader.drop_copies()
 
 
@@ -386,11 +389,11 @@ class GraphFacts:
     owners: list[Any]  # owners of addresses in `values`, so that no other object gets them
     exchanges: tuple[Any, ...]  # whose buffers the graph writes; kept alive
 
-    def check(self, model: nn.Module, state: MoEState) -> None:
+    def check_unchanged(self, model: nn.Module, moe_state: MoEState) -> None:
         """Raise a ValueError that names a changed fact. The check takes 3 ms for 531 parameters."""
-        current_facts = collect_facts(model, state)
+        current_facts = collect_facts(model, moe_state)
         if current_facts.values != self.values:
-            pairs = zip(_list_facts(model, state), self.values, strict=False)
+            pairs = zip(_list_facts(model, moe_state), self.values, strict=False)
             changed = (words for (words, value, _), captured in pairs if value != captured)
             fact, *path = next(changed, ("the modules of the model",))
             subject = f"{fact} of {'.'.join(filter(None, path)) or 'the model'}" if path else fact
@@ -407,9 +410,9 @@ class GraphFacts:
 
 
 @torch.no_grad()
-def collect_facts(model: nn.Module, state: MoEState) -> GraphFacts:
+def collect_facts(model: nn.Module, moe_state: MoEState) -> GraphFacts:
     """Return the current facts of a model: modes, hooks, configs and addresses of tensors."""
-    facts = list(_list_facts(model, state))
+    facts = list(_list_facts(model, moe_state))
     record = get_parallel_state(model)
     exchanges = () if record is None or record.exchanges is None else record.exchanges.all_exchanges
     return GraphFacts(
@@ -419,12 +422,14 @@ def collect_facts(model: nn.Module, state: MoEState) -> GraphFacts:
     )
 
 
-def _list_facts(model: nn.Module, state: MoEState) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+def _list_facts(
+    model: nn.Module, moe_state: MoEState
+) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Yield (key, value, owner) of each fact, with keys such as ("requires_grad", module, tensor).
 
     `owner` is the object whose address is the value; None = the value is no address.
     """
-    yield ("the number of micro-batches of a step",), state.num_micro_batches, None
+    yield ("the number of micro-batches of a step",), moe_state.num_micro_batches, None
     for name, module in model.named_modules():
         config = vars(module).get("config")
         yield ("train or eval mode", name), module.training, None
@@ -437,6 +442,6 @@ def _list_facts(model: nn.Module, state: MoEState) -> Iterator[tuple[tuple[str, 
             yield ("requires_grad", name, tensor_name), tensor.requires_grad, None
             yield ("the number of hooks", name, tensor_name), count_gradient_hooks(tensor), None
             yield ("the memory", name, tensor_name), local.data_ptr(), local
-    for name, layer in state.layers.items():
+    for name, layer in moe_state.layers.items():
         yield ("the balance config", name), id(layer.tracker.counts), layer.tracker.counts
-    yield ("the loss scale",), id(state.loss_scale), state.loss_scale
+    yield ("the loss scale",), id(moe_state.loss_scale), moe_state.loss_scale

@@ -67,19 +67,19 @@ class _GraphSlot:
     @property
     def is_free(self) -> bool:
         """Whether no forward in this slot still needs its backward."""
-        self._turns = [turn for turn in self._turns if _is_in_flight(turn)]
+        self._turns = [turn for turn in self._turns if _has_pending_backward(turn)]
         return not self._turns
 
-    def take(self) -> _PendingBackward:
+    def reserve(self) -> _PendingBackward:
         """Mark the slot as in use by a forward, and return the record of this forward."""
         turn = _PendingBackward()
         self._turns.append(weakref.ref(turn))
         return turn
 
 
-def _is_in_flight(turn_ref: weakref.ref[_PendingBackward]) -> bool:
-    """Return whether the forward that `turn_ref` refers to exists and still needs its backward."""
-    turn = turn_ref()
+def _has_pending_backward(pending_ref: weakref.ref[_PendingBackward]) -> bool:
+    """Return whether the forward behind `pending_ref` exists and still needs its backward."""
+    turn = pending_ref()
     return turn is not None and not turn.has_ended
 
 
@@ -108,9 +108,9 @@ class GraphMemory:
         self._current = self.slots[0]
         self._grads.clear()
 
-    def choose_slot(self, pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
-        """Return the slot in which a part runs next; `pairs` has the part's graphs by slot."""
-        pair = pairs.get(self._current)
+    def choose_slot(self, graph_pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
+        """Return the slot in which a part runs next; `graph_pairs` has its graphs by slot."""
+        pair = graph_pairs.get(self._current)
         if pair is not None and not pair.is_free:
             free = next((slot for slot in self.slots if slot.is_free), None)
             if free is None:
@@ -132,7 +132,7 @@ class GraphMemory:
 class _CallSignature(NamedTuple):
     """Arguments and module state of a call, which must be equal at capture and at replay."""
 
-    form: Any  # the arguments without their tensors (`make_form`)
+    spec: Any  # the arguments without their tensors (`flatten_tensors`)
     tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]  # and whether each needs a gradient
     autocast: torch.dtype | None  # its dtype; None = off
     facts: list[Any]  # modes, configs and addresses of tensors of the modules
@@ -143,21 +143,21 @@ class GraphedPart:
 
     Args:
         name: name of the method, for errors.
-        function: the method.
+        method: the method.
         modules: modules whose parameters the method reads; only the first module may have hooks.
         memory: the memory that this part shares with other parts.
-        may_run: returns whether a call may use the graphs; None = always.
+        may_use_graph: returns whether a call may use the graphs; None = always.
     """
 
     def __init__(
         self,
         name: str,
-        function: Callable[..., Any],
+        method: Callable[..., Any],
         modules: Sequence[nn.Module],
         memory: GraphMemory,
-        may_run: Callable[[], bool] | None = None,
+        may_use_graph: Callable[[], bool] | None = None,
     ) -> None:
-        self._init_args = (name, function, modules, memory, may_run)
+        self._init_args = (name, method, modules, memory, may_use_graph)
         self._name, self._function, self._modules, self._memory, self._may_run = self._init_args
         self._call: _CallSignature | None = None  # the call of the warm-up, then of the graphs
         self._num_warm_up_calls = 0
@@ -166,7 +166,7 @@ class GraphedPart:
     def __reduce__(self) -> Any:
         return GraphedPart, self._init_args
 
-    def drop(self) -> None:
+    def drop_graphs(self) -> None:
         """Free the graphs and the shared memory; the part then warms up and is captured again."""
         self._num_warm_up_calls, self._call, self._pairs = 0, None, {}
         self._memory.clear()
@@ -176,14 +176,14 @@ class GraphedPart:
         if not (is_plain_eager() and torch.is_grad_enabled()):
             return self._function(*args, **kwargs)
         tensors: list[Tensor] = []
-        form = make_form((args, kwargs), tensors)
+        spec = flatten_tensors((args, kwargs), tensors)
         if not self._may_use_graph(tensors):
             return self._function(*args, **kwargs)
         facts = self._collect_facts()
         if facts is None:
             return self._function(*args, **kwargs)
         kinds = tuple((x.shape, x.dtype, x.requires_grad) for x in tensors)
-        call = _CallSignature(form, kinds, get_autocast_dtype(tensors[0]), facts)
+        call = _CallSignature(spec, kinds, get_autocast_dtype(tensors[0]), facts)
         if self._num_warm_up_calls < WARM_UP or self._call is None:
             self._num_warm_up_calls = self._num_warm_up_calls + 1 if call == self._call else 1
             self._call = call
@@ -197,8 +197,8 @@ class GraphedPart:
         slot = self._memory.choose_slot(self._pairs)
         pair = self._pairs.get(slot)
         if pair is None:
-            pair = self._pairs[slot] = self._capture_call(form, tensors, slot)
-        return pair.run(tensors, [p for _, _, p in _list_trained_params(self._modules)])
+            pair = self._pairs[slot] = self._capture_call(spec, tensors, slot)
+        return pair.replay(tensors, [p for _, _, p in _list_trained_params(self._modules)])
 
     def _may_use_graph(self, tensors: list[Tensor]) -> bool:
         """Return whether a call with these tensors may warm up, capture or replay."""
@@ -222,19 +222,19 @@ class GraphedPart:
                     facts += (tensor.data_ptr(), tensor.requires_grad)
         return facts
 
-    def _capture_call(self, form: Any, tensors: list[Tensor], slot: _GraphSlot) -> _GraphPair:
-        """Capture the method in a slot, with arguments `form` and new inputs like `tensors`.
+    def _capture_call(self, spec: Any, examples: list[Tensor], slot: _GraphSlot) -> _GraphPair:
+        """Capture the method in a slot, with arguments `spec` and new inputs like `examples`.
 
-        `form` is the result of `make_form` for the arguments.
+        `spec` is the result of `flatten_tensors` for the arguments.
         """
-        empty = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
-        inputs = [x.requires_grad_(y.requires_grad) for x, y in zip(empty, tensors, strict=True)]
-        args, kwargs = fill_form(form, inputs)
+        empty = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in examples)
+        inputs = [x.requires_grad_(y.requires_grad) for x, y in zip(empty, examples, strict=True)]
+        args, kwargs = unflatten_tensors(spec, inputs)
         function = partial(self._function, *args, **kwargs)
         try:
             with _alias_params(self._modules) as parameters:
                 sources = [x for x in inputs if x.requires_grad] + parameters
-                return _capture(function, inputs, sources, self._memory, slot)
+                return _capture_pair(function, inputs, sources, self._memory, slot)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -251,7 +251,7 @@ class _GraphPair:
     slot: _GraphSlot
     forward: Callable[[], None]
     inputs: list[Tensor]
-    form: Any  # of the part's result
+    spec: Any  # of the part's result
     outputs: list[Tensor]  # of the part's result
     memory_owners: Any  # keeps memory of the graphs alive
     backward: Callable[[], None] | None = None  # None if no output needs a gradient
@@ -264,21 +264,21 @@ class _GraphPair:
         """Whether the last forward of these graphs no longer needs its backward."""
         # A pair has the memory of one forward in flight. A further forward before its backward, as
         # between pipeline stages, captures another pair, which has memory of its own from then on.
-        return self.holder is None or not _is_in_flight(self.holder)
+        return self.holder is None or not _has_pending_backward(self.holder)
 
-    def run(self, tensors: list[Tensor], parameters: list[Tensor]) -> Any:
+    def replay(self, inputs: list[Tensor], parameters: list[Tensor]) -> Any:
         """Replay the forward graph; return its result, differentiable in inputs and parameters."""
         if self.backward is None:
-            self.replay(tensors)
+            self.replay_forward(inputs)
             outputs = _copy_tensors(self.outputs)
         else:
-            outputs = list(_GraphReplay.apply(self, len(tensors), *tensors, *parameters))
-        return fill_form(self.form, outputs)
+            outputs = list(_GraphReplay.apply(self, len(inputs), *inputs, *parameters))
+        return unflatten_tensors(self.spec, outputs)
 
-    def replay(self, tensors: list[Tensor]) -> None:
-        """Copy `tensors` to the graph's static inputs and replay the forward graph only."""
+    def replay_forward(self, inputs: list[Tensor]) -> None:
+        """Copy `inputs` to the graph's static inputs and replay the forward graph only."""
         with torch.no_grad():
-            foreach_copy_(self.inputs, tensors)
+            foreach_copy_(self.inputs, inputs)
         self.forward()
 
 
@@ -289,10 +289,10 @@ class _GraphReplay(torch.autograd.Function):
     def forward(
         ctx: Any, pair: _GraphPair, num_inputs: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.pair, ctx.turn = pair, pair.slot.take()
+        ctx.pair, ctx.turn = pair, pair.slot.reserve()
         pair.holder = weakref.ref(ctx.turn)
         ctx.needs_gradient = [x.requires_grad for x in tensors]
-        pair.replay(list(tensors[:num_inputs]))
+        pair.replay_forward(list(tensors[:num_inputs]))
         outputs = tuple(x.detach() for x in pair.outputs)
         fixed = [o for o, x in zip(outputs, pair.outputs, strict=True) if not x.requires_grad]
         ctx.mark_non_differentiable(*fixed)
@@ -316,28 +316,28 @@ class _GraphReplay(torch.autograd.Function):
         return None, None, *(next(own_grads) if needs else None for needs in ctx.needs_gradient)
 
 
-def _capture(
+def _capture_pair(
     function: Callable[[], Any],
     inputs: list[Tensor],
-    sources: list[Tensor],
+    leaves: list[Tensor],
     memory: GraphMemory,
     slot: _GraphSlot,
 ) -> _GraphPair:
     """Capture `function()` and its backward; return both graphs with their static tensors.
 
-    `function` reads the tensors `inputs`. The backward computes the gradients of `sources`.
+    `function` reads the tensors `inputs`. The backward computes the gradients of `leaves`.
     """
     saved_tensors: list[Tensor] = []
-    forward, result = _record(partial(_run_forward, function, saved_tensors), memory, slot)
+    forward, result = _capture_graph(partial(_run_forward, function, saved_tensors), memory, slot)
     outputs: list[Tensor] = []
-    form = make_form(result, outputs)
+    spec = flatten_tensors(result, outputs)
     trained = [x for x in outputs if x.requires_grad]
-    pair = partial(_GraphPair, slot=slot, forward=forward, inputs=inputs, form=form)
+    pair = partial(_GraphPair, slot=slot, forward=forward, inputs=inputs, spec=spec)
     if not trained:
         return pair(outputs=outputs, memory_owners=saved_tensors)
     output_grads = memory.get_grads(trained)
-    backward, grads = _record(
-        partial(_compute_gradients, trained, sources, output_grads), memory, slot
+    backward, grads = _capture_graph(
+        partial(_compute_gradients, trained, leaves, output_grads), memory, slot
     )
     # Operations may also save tensors without autograd, for as long as their nodes live.
     return pair(
@@ -345,7 +345,7 @@ def _capture(
         outputs=outputs,
         output_grads=output_grads,
         grads=list(grads),
-        memory_owners=(saved_tensors, sources),
+        memory_owners=(saved_tensors, leaves),
     )
 
 
@@ -361,15 +361,15 @@ def _run_forward(function: Callable[[], Any], saved_tensors: list[Tensor]) -> An
 
 
 def _compute_gradients(
-    outputs: list[Tensor], sources: list[Tensor], output_grads: list[Tensor]
+    outputs: list[Tensor], leaves: list[Tensor], output_grads: list[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `sources` from `output_grads`; None for unused sources."""
+    """Return the gradients of `leaves` from `output_grads`; None for unused leaves."""
     # Autograd's thread of the device may run a pair's backward, so this one runs in its own thread.
     with torch.autograd.set_multithreading_enabled(False):
-        return torch.autograd.grad(outputs, sources, output_grads, allow_unused=True)
+        return torch.autograd.grad(outputs, leaves, output_grads, allow_unused=True)
 
 
-def _record(
+def _capture_graph(
     function: Callable[[], T], memory: GraphMemory, slot: _GraphSlot
 ) -> tuple[Callable[[], None], T]:
     """Capture `function()` in a CUDA graph; return the graph's replay and the function's result."""
@@ -419,9 +419,9 @@ def _list_trained_params(
                 yield module, name, param
 
 
-def _can_use_graph(x: Tensor) -> bool:
+def _can_use_graph(tensor: Tensor) -> bool:
     """Return whether a tensor is on a GPU and no graph is being captured."""
-    return x.is_cuda and not torch.cuda.is_current_stream_capturing()
+    return tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
 def _disable_autocast_cache() -> AbstractContextManager[Any]:
@@ -439,58 +439,58 @@ def _copy_tensors(tensors: list[Tensor]) -> list[Tensor]:
     return copies
 
 
-class _FormSlot(NamedTuple):
-    """The position of a tensor in a form, which is a nested value with slots for tensors."""
+class _TensorSlot(NamedTuple):
+    """The position of a tensor in a spec, which is a nested value with slots for tensors."""
 
     number: int
 
 
-class _FormRecord(NamedTuple):
-    """The form of a dataclass, a named tuple, or another object that its attributes define."""
+class _FlatRecord(NamedTuple):
+    """The spec of a dataclass, a named tuple, or another object that its attributes define."""
 
     cls: type
     names: tuple[str, ...]
     values: tuple[Any, ...]
 
 
-def make_form(value: Any, tensors: list[Tensor]) -> Any:
-    """Return nested `value` with slots in place of tensors; append the tensors to `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _FormSlot(len(tensors) - 1)
-    cls = type(value)
+def flatten_tensors(nested: Any, tensors: list[Tensor]) -> Any:
+    """Return `nested` with a slot in place of each tensor; append the tensors to `tensors`."""
+    if isinstance(nested, Tensor):
+        tensors.append(nested)
+        return _TensorSlot(len(tensors) - 1)
+    cls = type(nested)
     if cls in (tuple, list):
-        return cls(make_form(item, tensors) for item in value)
+        return cls(flatten_tensors(item, tensors) for item in nested)
     if cls is dict:
-        return {key: make_form(item, tensors) for key, item in value.items()}
+        return {key: flatten_tensors(item, tensors) for key, item in nested.items()}
     if is_dataclass(cls):
         names = tuple(f.name for f in fields(cls))
     elif cls is RotaryTable:
-        names = tuple(vars(value))
-    elif isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
-        return _FormRecord(cls, (), tuple(make_form(item, tensors) for item in value))
+        names = tuple(vars(nested))
+    elif isinstance(nested, tuple) and any(isinstance(item, Tensor) for item in nested):
+        return _FlatRecord(cls, (), tuple(flatten_tensors(item, tensors) for item in nested))
     else:
-        return value
-    return _FormRecord(
-        cls, names, tuple(make_form(getattr(value, name), tensors) for name in names)
+        return nested
+    return _FlatRecord(
+        cls, names, tuple(flatten_tensors(getattr(nested, name), tensors) for name in names)
     )
 
 
-def fill_form(form: Any, tensors: list[Tensor]) -> Any:
-    """Return the nested value of a form from `make_form`, with `tensors` in its slots."""
-    cls = type(form)
-    if cls is _FormSlot:
-        return tensors[form.number]
+def unflatten_tensors(spec: Any, tensors: list[Tensor]) -> Any:
+    """Return the nested value of a `flatten_tensors` result, with `tensors` in its slots."""
+    cls = type(spec)
+    if cls is _TensorSlot:
+        return tensors[spec.number]
     if cls in (tuple, list):
-        return cls(fill_form(item, tensors) for item in form)
+        return cls(unflatten_tensors(item, tensors) for item in spec)
     if cls is dict:
-        return {key: fill_form(item, tensors) for key, item in form.items()}
-    if cls is not _FormRecord:
-        return form
-    values = [fill_form(item, tensors) for item in form.values]
-    if issubclass(form.cls, tuple):
-        return form.cls(*values)
-    instance = object.__new__(form.cls)
-    for name, item in zip(form.names, values, strict=True):
+        return {key: unflatten_tensors(item, tensors) for key, item in spec.items()}
+    if cls is not _FlatRecord:
+        return spec
+    values = [unflatten_tensors(item, tensors) for item in spec.values]
+    if issubclass(spec.cls, tuple):
+        return spec.cls(*values)
+    instance = object.__new__(spec.cls)
+    for name, item in zip(spec.names, values, strict=True):
         object.__setattr__(instance, name, item)
     return instance

@@ -32,11 +32,11 @@ def find_compiled_modules(block: nn.Module) -> set[nn.Module]:
     return modules.difference(*(layer.modules() for layer in layers))
 
 
-def _list_inner_modules(owner: nn.Module) -> list[nn.Module]:
+def _list_inner_modules(module: nn.Module) -> list[nn.Module]:
     """Return a module and its submodules, without its `eager_parts` and their submodules."""
-    parts = (owner.get_submodule(name) for name in getattr(owner, "eager_parts", ()))
-    eager = {module for part in parts for module in part.modules()}
-    return [m for m in owner.modules() if m not in eager]
+    parts = (module.get_submodule(name) for name in getattr(module, "eager_parts", ()))
+    eager = {m for part in parts for m in part.modules()}
+    return [m for m in module.modules() if m not in eager]
 
 
 def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
@@ -90,11 +90,11 @@ def drop_graphs(model: nn.Module) -> None:
     for owner in (*model.modules(), *(layer.dispatcher for layer in layers)):
         for part in vars(owner).values():
             if isinstance(part, GraphedPart):
-                part.drop()
+                part.drop_graphs()
 
 
-def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
-    """Replace parts of layer `name` by CUDA graphs that use `memory`, in place.
+def _graph_layer(layer_name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
+    """Replace parts of layer `layer_name` by CUDA graphs that use `memory`, in place.
 
     The parts are the router, shared experts, and the dispatcher's `prepare_send_order`.
     """
@@ -102,30 +102,34 @@ def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
     if isinstance(router, Router):
         modules = list(dict.fromkeys((router, router.bias_owner)))
         may_run = partial(_can_graph_router, router)
-        _replace_by_graph(f"{name}.router", router, "forward", modules, memory, may_run)
+        _replace_by_graph(f"{layer_name}.router", router, "forward", modules, memory, may_run)
     shared = layer.get_part("shared") if isinstance(layer, MoELayer) else None
     if shared is not None:
         shared_memory = GraphMemory() if layer.shared_stream is not None else memory
         _replace_by_graph(
-            f"{name}.shared", shared, "forward", list(shared.modules()), shared_memory
+            f"{layer_name}.shared", shared, "forward", list(shared.modules()), shared_memory
         )
     if isinstance(dispatcher, (AllToAllDispatcher, HierarchicalDispatcher)):
-        _replace_by_graph(f"{name}.dispatcher", dispatcher, "prepare_send_order", [], memory)
+        _replace_by_graph(f"{layer_name}.dispatcher", dispatcher, "prepare_send_order", [], memory)
 
 
 def _replace_by_graph(
-    name: str,
+    part_name: str,
     owner: object,
-    method: str,
+    method_name: str,
     modules: Sequence[nn.Module],
     memory: GraphMemory,
-    may_run: Callable[[], bool] | None = None,
+    may_use_graph: Callable[[], bool] | None = None,
 ) -> None:
-    """Replace the method named `method` of `owner` by a `GraphedPart`, in place.
+    """Replace the method named `method_name` of `owner` by a `GraphedPart`, in place.
 
     The other arguments are the arguments of `GraphedPart`.
     """
-    setattr(owner, method, GraphedPart(name, getattr(owner, method), modules, memory, may_run))
+    setattr(
+        owner,
+        method_name,
+        GraphedPart(part_name, getattr(owner, method_name), modules, memory, may_use_graph),
+    )
 
 
 def _can_graph_router(router: Router) -> bool:

@@ -19,39 +19,39 @@ from moecore.base.options.memory import GEMM_LAST, MemoryOptions, Recomputed
 from moecore.base.regions import recompute_products
 from moecore.moe.backends import find_backend_computation
 from moecore.moe.layer import RoutedLayer
-from moecore.train.memory.offload import Offload, call_in_context, wrap
-from moecore.train.memory.parts import BlockPart, PartUse, find_part_use, find_parts
-from moecore.train.memory.recompute import recompute, share_outputs
+from moecore.train.memory.offload import Offload, call_in_context, wrap_forward
+from moecore.train.memory.parts import BlockPart, PartRecompute, find_part_recompute, find_parts
+from moecore.train.memory.recompute import recompute, share_region_outputs
 from moecore.train.memory.stash import Stash
 
 
-def apply_memory(
+def apply_memory_options(
     blocks: Sequence[nn.Module],
     options: MemoryOptions,
     device: torch.device,
     *,
-    compiled: Set[nn.Module] = frozenset(),
-    stages: Mapping[int, Sequence[nn.Module]] | None = None,
+    compiled_modules: Set[nn.Module] = frozenset(),
+    blocks_by_stage: Mapping[int, Sequence[nn.Module]] | None = None,
 ) -> Offload | None:
     """Apply recomputation and offload to blocks in place; return the `Offload`, None without one.
 
-    Modules in compiled code (`compiled`) do not change. `stages` maps the index of a pipeline stage
-    to its blocks; None = no pipeline.
+    Modules in compiled code (`compiled_modules`) do not change. `blocks_by_stage` maps the index of
+    a pipeline stage to its blocks; None = no pipeline.
     """
     # "expert_fc1" of the options is the experts' own: see `Experts.set_backend`. In compiled code
     # the compiler recomputes (`make_inductor_options`), and nothing is offloaded.
-    if stages is None and isinstance(options.offload_fraction, tuple):
+    if blocks_by_stage is None and isinstance(options.offload_fraction, tuple):
         raise ValueError(
             f"MemoryOptions.offload_fraction ({quote(options.offload_fraction)}) must be one "
             "number where blocks are no stages: pass a float"
         )
-    _apply_recompute(blocks, options, compiled)
+    _apply_recompute(blocks, options, compiled_modules)
     if not options.offload:
         return None
-    names = _choose_offload_kinds(blocks, options, compiled)
+    names = _map_offloaded_parts(blocks, options, compiled_modules)
     offload = Offload(device, max_host_bytes=options.offload_host_bytes)
     fraction = options.offload_fraction
-    for index, chunk in ({0: blocks} if stages is None else stages).items():
+    for index, chunk in ({0: blocks} if blocks_by_stage is None else blocks_by_stage).items():
         chunk_fraction = fraction[index] if isinstance(fraction, tuple) else fraction
         offload.attach(chunk, names.get, chunk_fraction)
     return offload
@@ -62,16 +62,16 @@ def apply_stash(
     options: MemoryOptions,
     device: torch.device,
     *,
-    compiled: Set[nn.Module] = frozenset(),
+    compiled_modules: Set[nn.Module] = frozenset(),
 ) -> Stash | None:
     """Store saved rows of MoE layers in pages of a `Stash`; return the stash, None without one.
 
-    MoE layers in compiled code (`compiled`) do not change.
+    MoE layers in compiled code (`compiled_modules`) do not change.
     """
     if options.stash is None:
         return None
     modules = (module for block in blocks for module in block.modules())
-    layers: list[Any] = [m for m in modules if _has_spare_rows(m) and m not in compiled]
+    layers: list[Any] = [m for m in modules if _has_spare_rows(m) and m not in compiled_modules]
     if not layers:
         warnings.warn(
             "MemoryOptions.stash is not used: no MoE layer of a block has room for more rows than "
@@ -97,7 +97,7 @@ def _has_spare_rows(module: nn.Module) -> bool:
 
 
 def _apply_recompute(
-    blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
+    blocks: Iterable[nn.Module], options: MemoryOptions, compiled_modules: Set[nn.Module]
 ) -> None:
     """Wrap the forwards of parts that are recomputed, in place; warn about an unused option."""
     recompute_parts = set(options.parts) - {"expert_fc1"}
@@ -106,11 +106,11 @@ def _apply_recompute(
     used_parts: set[Recomputed] = set()
     for block in blocks:
         for part in list(find_parts(block)):
-            use = find_part_use(part, recompute_parts)
+            use = find_part_recompute(part, recompute_parts)
             used_parts |= use.parts
-            if use.parts and part.module not in compiled:
+            if use.parts and part.module not in compiled_modules:
                 _wrap_for_recompute(part, use)
-        wrap(block, call_in_context, share_outputs)
+        wrap_forward(block, call_in_context, share_region_outputs)
     if recompute_parts.issuperset(GEMM_LAST):  # a block need not have all three
         recompute_parts.difference_update(GEMM_LAST)
     unused = [part for part in options.parts if part in recompute_parts - used_parts]
@@ -120,8 +120,8 @@ def _apply_recompute(
         )
 
 
-def _choose_offload_kinds(
-    blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
+def _map_offloaded_parts(
+    blocks: Iterable[nn.Module], options: MemoryOptions, compiled_modules: Set[nn.Module]
 ) -> dict[nn.Module, str]:
     """Return module -> kind, such as "mlp", of parts to offload; warn about an unused option."""
     kinds: dict[nn.Module, str] = {}
@@ -132,7 +132,7 @@ def _choose_offload_kinds(
                 continue
             if kind != "moe":
                 inside.update(module.modules())
-            if kind in options.offload and module not in compiled:
+            if kind in options.offload and module not in compiled_modules:
                 kinds[module] = kind
         if "rest" in options.offload:
             kinds[block] = "rest"
@@ -146,28 +146,32 @@ def _choose_offload_kinds(
     return kinds
 
 
-def _wrap_for_recompute(part: BlockPart, use: PartUse) -> None:
+def _wrap_for_recompute(part: BlockPart, part_recompute: PartRecompute) -> None:
     """Wrap a part's forward: an MoE layer is checkpointed, another part becomes a region."""
     name, kind, module = part
     if kind == "moe":
-        wrap(module, _run_checkpointed)
+        wrap_forward(module, _run_checkpointed)
         return
-    for child in use.products:
-        wrap(module.get_submodule(child), call_in_context, recompute_products)
-    wrap(module, _run_as_region, name, kind != "norm")
+    for child in part_recompute.products:
+        wrap_forward(module.get_submodule(child), call_in_context, recompute_products)
+    wrap_forward(module, _run_as_region, name, kind != "norm")
 
 
 def _run_as_region(
-    forward: Callable[..., Any], name: str, has_products: bool, args: Any, kwargs: dict[str, Any]
+    forward: Callable[..., Any],
+    region_name: str,
+    has_products: bool,
+    args: Any,
+    kwargs: dict[str, Any],
 ) -> Any:
-    """Call `forward` as region `name`, which backward recomputes; return the result.
+    """Call `forward` as region `region_name`, which backward recomputes; return the result.
 
     With a KV cache as argument, nothing is recomputed. `has_products` is as in `recompute`.
     """
     types = (cls for argument in (*args, *kwargs.values()) for cls in type(argument).__mro__)
     if any(cls.__name__ == "Cache" for cls in types):  # recomputation would fill it twice
         return forward(*args, **kwargs)
-    return recompute(name, forward, args, kwargs, has_products=has_products)
+    return recompute(region_name, forward, args, kwargs, has_products=has_products)
 
 
 def _run_checkpointed(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.torch_private import CustomGraphPass
-from moecore.train.memory.parts import find_part_use, find_parts
+from moecore.train.memory.parts import find_part_recompute, find_parts
 from moecore.train.memory.recompute import SMALL
 
 PRODUCT = re.compile(r"(^|_)(mm|addmm|convolution)(_|$)")
@@ -46,7 +46,7 @@ class RecomputeMarks(CustomGraphPass):
         parts, products = set[str](), set[str]()
         for block in blocks:
             for part in find_parts(block):
-                use, name = find_part_use(part, set(options.parts)), _get_last_name(part.name)
+                use, name = find_part_recompute(part, set(options.parts)), _get_last_name(part.name)
                 if use.parts:
                     parts.add(name)
                 products.update(child or name for child in use.products)
@@ -76,7 +76,7 @@ class RecomputeMarks(CustomGraphPass):
         library, name, _ = str(node.target).split(".")
         if SCORES.search(name) or torch.Tag.nondeterministic_seeded in node.target.tags:
             return False
-        if _is_small(node):
+        if _is_much_smaller_than_inputs(node):
             return False
         if library in ("aten", "prims") and not PRODUCT.search(name):
             return True
@@ -89,13 +89,13 @@ def make_inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -
     return {"joint_custom_pre_pass": marks} if marks.parts else {}
 
 
-def _get_last_name(path: str) -> str:
+def _get_last_name(module_path: str) -> str:
     """Return the last name of a module's path: "self_attn" for "L['self'].self_attn"."""
-    name: str = re.findall(r"\w+", path)[-1]
+    name: str = re.findall(r"\w+", module_path)[-1]
     return name
 
 
-def _is_small(node: Node) -> bool:
+def _is_much_smaller_than_inputs(node: Node) -> bool:
     """Whether a node's value has at most 1 / `SMALL` of the bytes of its largest input."""
     value = node.meta.get("val")
     inputs = [n.meta["val"] for n in node.all_input_nodes if "val" in n.meta]

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moecore.base.saved_tensors import UsedRows
 from moecore.base.streams import Stream
 from moecore.base.torch_private import sum_version_counters
-from moecore.train.memory.streams import CopyMark
+from moecore.train.memory.streams import CopyEvent
 
 Key = tuple[str, int]  # a part's name, and how often its layer has entered that name before
 REST: Key = ("", 0)  # tensors that a block saves outside of parts
@@ -26,49 +26,55 @@ REST: Key = ("", 0)  # tensors that a block saves outside of parts
 class HandleCounts:
     """Counts of the handles that replace saved tensors of one storage, or of one group.
 
-    A turn is one backward. With retain_graph a handle is unpacked in several turns.
+    With retain_graph a handle is unpacked in several backwards.
 
     Attributes:
         alive: number of handles that exist.
-        remaining: number of handles that the current turn has not unpacked.
-        turn: number of the current turn, from 0.
+        remaining: number of handles that the current backward has not unpacked.
+        backward_idx: index of the current backward, from 0.
     """
 
     alive: int = 0
     remaining: int = 0
-    turn: int = 0
+    backward_idx: int = 0
 
     def add_handle(self) -> int:
-        """Count a new handle; return the turn that will unpack the handle."""
+        """Count a new handle; return the index of the backward that will unpack the handle."""
         self.alive += 1
         self.remaining += 1
-        return self.turn
+        return self.backward_idx
 
-    def count_unpack(self, turn: int) -> tuple[int, bool]:
-        """Count an unpacked handle of `turn`; return its next turn, and whether `turn` ended."""
-        if turn != self.turn:
-            return turn, False
+    def count_unpack(self, backward_idx: int) -> tuple[int, bool]:
+        """Count an unpacked handle; return its next backward's index, and whether this one ended.
+
+        `backward_idx` is the index of the backward that unpacks the handle.
+        """
+        if backward_idx != self.backward_idx:
+            return backward_idx, False
         self.remaining -= 1
-        return turn + 1, self._try_to_end_turn()
+        return backward_idx + 1, self._end_backward_if_unpacked()
 
-    def remove_handle(self, turn: int) -> bool:
-        """Count a deleted handle of turn `turn`; return whether the current turn has ended."""
+    def remove_handle(self, backward_idx: int) -> bool:
+        """Count a deleted handle; return whether the current backward has ended.
+
+        `backward_idx` is the index of the backward that would have unpacked the handle next.
+        """
         self.alive -= 1
-        if turn != self.turn:
+        if backward_idx != self.backward_idx:
             return False
         self.remaining -= 1
-        return self._try_to_end_turn()
+        return self._end_backward_if_unpacked()
 
-    def _try_to_end_turn(self) -> bool:
-        """Begin the next turn if no handle remains in this turn; return whether it began."""
+    def _end_backward_if_unpacked(self) -> bool:
+        """Start counting the next backward if no handle remains; return whether it started."""
         if self.remaining:
             return False
-        self.turn, self.remaining = self.turn + 1, self.alive
+        self.backward_idx, self.remaining = self.backward_idx + 1, self.alive
         return True
 
 
 @dataclass(eq=False, slots=True)
-class HostCopy:
+class StorageCopy:
     """A saved storage of `size` bytes, and its copy in host memory or device pages, if any."""
 
     size: int
@@ -79,8 +85,8 @@ class HostCopy:
     home: Stream | None  # waits before `data` is freed
     used_rows: UsedRows | None  # the rows in use; None = all
     piece: Any = None  # its place in the store; None where the storage stays
-    out: CopyMark | None = None  # the end of the copy to the store
-    busy: CopyMark | None = None  # the end of the last copy that reads or writes `data`
+    out: CopyEvent | None = None  # the end of the copy to the store
+    busy: CopyEvent | None = None  # the end of the last copy that reads or writes `data`
     is_back: bool = False  # whether `data` was copied back
     handles: HandleCounts = field(default_factory=HandleCounts)
 
@@ -91,7 +97,7 @@ class HostCopy:
         has_size = self.size == tensor.untyped_storage().nbytes()
         return has_size and self.version == sum_version_counters(tensor)
 
-    def free(self) -> None:
+    def free_device_memory(self) -> None:
         """Free the device memory; first make the stream `home` wait for a running copy."""
         if self.busy is not None:
             self.busy.make_stream_wait(self.home)
@@ -113,7 +119,9 @@ class StorageGroup:
     is_last: bool  # whether the layer is the last block, which stays on the device
     stream: Stream | None  # current stream of the layer's forward
     weights: frozenset[int]  # keys of the storages of the part's parameters and buffers
-    new_copies: list[HostCopy] = field(default_factory=list)  # storages that this group saved first
+    new_copies: list[StorageCopy] = field(
+        default_factory=list
+    )  # storages that this group saved first
     # Groups that are copied back after the backward of this one.
     prefetch_groups: list[StorageGroup] = field(default_factory=list)
     handles: HandleCounts = field(default_factory=HandleCounts)
@@ -123,7 +131,7 @@ class StorageGroup:
         """Free the device memory of the storages that were copied to the store."""
         for copy in self.new_copies:
             if copy.busy is not None and not copy.is_back:
-                copy.free()
+                copy.free_device_memory()
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -135,10 +143,10 @@ class Layer:
     stream: Stream | None  # the current stream; None on a CPU
     groups: dict[Key, StorageGroup] = field(default_factory=dict)
 
-    def link_to_previous(self, previous: Layer | None) -> None:
-        """Let the backward of each group prefetch the group of the same key in layer `previous`."""
+    def link_to_previous(self, previous_layer: Layer | None) -> None:
+        """Let each group's backward prefetch the group of the same key in `previous_layer`."""
         self.groups = {key: group for key, group in self.groups.items() if group.handles.alive}
-        previous_groups = dict(previous.groups) if previous is not None else {}
+        previous_groups = dict(previous_layer.groups) if previous_layer is not None else {}
         if not self.groups:
             self.groups = previous_groups
             return
@@ -151,18 +159,18 @@ class Layer:
 
 @dataclass(eq=False, slots=True)
 class OffloadChunk:
-    """One forward of blocks, such as a pipeline stage's; the caller calls `Offload.bring_back`."""
+    """One forward of blocks, such as a pipeline stage's, in `Offload.offload_forward`."""
 
-    offloads_last: bool  # whether the last block is also offloaded
+    offloads_last_block: bool  # whether the last block is also offloaded
     layers: list[Layer] = field(default_factory=list)
     pending_free: list[StorageGroup] = field(default_factory=list)  # copied out, not freed yet
 
 
 @dataclass(slots=True)
 class StorageUse:
-    """A handle's storage and group, each with the turn (backward) that unpacks the handle next."""
+    """A handle's storage and group, each with the index of the backward that unpacks it next."""
 
-    copy: HostCopy
+    copy: StorageCopy
     group: StorageGroup
-    copy_turn: int
-    group_turn: int
+    copy_backward_idx: int
+    group_backward_idx: int

@@ -7,7 +7,7 @@
 The classes on the right are policies: they choose what is copied and when. All memory is allocated
 as slabs, because to pin as much memory as a GPU has takes seconds. torch rounds every pinned
 allocation up to a power of two, so the size of a slab is a power of two. All copies run on a
-`CopyStream` (`streams.py`), and a `CopyMark` is the end of a copy.
+`CopyStream` (`streams.py`), and a `CopyEvent` is the end of a copy.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from moecore.base.saved_tensors import UsedRows
 from moecore.base.torch_private import allocate_as_host_memory, get_storage_key
 from moecore.kernels.common import device_of
 from moecore.kernels.rows.move import copy_first_rows
-from moecore.train.memory.groups import HostCopy
-from moecore.train.memory.streams import CopyStream, CopyStreams, Job
+from moecore.train.memory.groups import StorageCopy
+from moecore.train.memory.streams import CopyJob, CopyStream, CopyStreams
 
 logger = logging.getLogger("moecore.train.memory")
 
@@ -107,31 +107,35 @@ class HostPool:
         """Bytes of host memory that the pool has allocated."""
         return self._slabs.num_bytes
 
-    def can_store(self, rows: UsedRows | None) -> bool:
+    def can_store(self, used_rows: UsedRows | None) -> bool:
         """Return True: host memory can store any storage."""
         return True
 
-    def copy_out(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
+    def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
         """Start to copy storages to host memory; return the records that have host memory."""
         for copy in copies:
             copy.piece = self._allocate_piece(copy.size)
         stored_copies = [copy for copy in copies if copy.piece is not None]
         if stored_copies:
-            jobs = [Job(_get_host_memory(c), c.data, _make_row_copier(c)) for c in stored_copies]
-            mark = self._streams.out.start(jobs)
+            jobs = [
+                CopyJob(_get_host_memory(c), c.data, _make_row_copier(c)) for c in stored_copies
+            ]
+            event = self._streams.out.start_copies(jobs)
             for copy in stored_copies:
-                copy.out = copy.busy = mark
+                copy.out = copy.busy = event
         return stored_copies
 
-    def copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[HostPiece] = ()) -> None:
+    def copy_to_device(
+        self, copies: Sequence[StorageCopy], freed_pieces: Sequence[HostPiece] = ()
+    ) -> None:
         """Start to copy storages back to each record's `data`; also free `freed_pieces`."""
         self.free_pieces(freed_pieces)
-        # Each storage has a mark of its own: the host's link is slow, and backward waits for the
+        # Each storage has an event of its own: the host's link is slow, and backward waits for the
         # storage that it reads, not for the whole group.
         for copy in copies:
             assert copy.out is not None
-            job = Job(copy.data, _get_host_memory(copy), _make_row_copier(copy))
-            copy.busy = self._streams.back.start([job], copy.out)
+            job = CopyJob(copy.data, _get_host_memory(copy), _make_row_copier(copy))
+            copy.busy = self._streams.back.start_copies([job], copy.out)
 
     def free_pieces(self, pieces: Sequence[HostPiece]) -> None:
         """Free pieces for reuse. The next copy into a piece runs after its last reader."""
@@ -147,7 +151,7 @@ class HostPool:
     def _allocate_piece(self, num_bytes: int) -> HostPiece | None:
         """Return a piece of at least `num_bytes`; None if the pool is full."""
         in_capture = self._streams.is_capturing()
-        memory = self._find_free_piece(round_up_to_size_class(num_bytes), in_capture)
+        memory = self._take_free_piece(round_up_to_size_class(num_bytes), in_capture)
         if memory is not None:
             self.used_bytes += memory.numel()
             return HostPiece(memory, in_capture)
@@ -159,22 +163,22 @@ class HostPool:
             )
         return None
 
-    def _find_free_piece(self, size: int, in_capture: bool) -> Tensor | None:
+    def _take_free_piece(self, num_bytes: int, is_capturing: bool) -> Tensor | None:
         """Return freed or new memory of a size class; None if full. A capture pins no memory."""
-        for of_graph in (True, False) if in_capture else (False,):
-            if self._free[size, of_graph]:
-                return self._free[size, of_graph].pop()
-        slab = self._slabs.find_slab(size)
-        if slab is None and not in_capture:
-            slab = self._add_slab(size)
-        return None if slab is None else slab.allocate(size)
+        for of_graph in (True, False) if is_capturing else (False,):
+            if self._free[num_bytes, of_graph]:
+                return self._free[num_bytes, of_graph].pop()
+        slab = self._slabs.find_slab(num_bytes)
+        if slab is None and not is_capturing:
+            slab = self._add_slab(num_bytes)
+        return None if slab is None else slab.allocate(num_bytes)
 
-    def _add_slab(self, size: int) -> Slab | None:
-        """Allocate a slab for a piece of `size` bytes; None if it would exceed `max_bytes`."""
+    def _add_slab(self, piece_bytes: int) -> Slab | None:
+        """Allocate a slab for a piece of `piece_bytes`; None if it would exceed `max_bytes`."""
         # The slab is as large as all slabs together, at most `SLAB_BYTES` unless `size` is larger.
         pool_bytes = self.num_bytes
         limit = float("inf") if self.max_bytes is None else self.max_bytes
-        min_bytes = compute_pinned_size(size)
+        min_bytes = compute_pinned_size(piece_bytes)
         doubled_bytes = max(min_bytes, min(compute_pinned_size(pool_bytes), SLAB_BYTES))
         for num_bytes in (doubled_bytes, min_bytes):
             if pool_bytes + num_bytes > limit:
@@ -200,7 +204,7 @@ def explain_memory_errors(subject: str) -> Iterator[None]:
         raise MemoryError(f"{subject} must fit in host memory: lower it ({reason})") from error
 
 
-def _make_row_copier(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
+def _make_row_copier(copy: StorageCopy) -> Callable[[Tensor, Tensor], None] | None:
     """Return a function (target, source) that copies the used first rows; None = copy all rows."""
     rows = copy.used_rows
     if rows is None or rows.num_rows is None or copy.data is None or copy.data.is_meta:
@@ -211,7 +215,7 @@ def _make_row_copier(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
     )
 
 
-def _get_host_memory(copy: HostCopy) -> Tensor:
+def _get_host_memory(copy: StorageCopy) -> Tensor:
     """Return the host memory of a copy, without the padding of its size class."""
     memory: Tensor = copy.piece.memory
     return memory[: copy.size]
@@ -249,33 +253,35 @@ class MovedStorage:
     def move_to_host(self) -> None:
         """Make the tensors views of host memory, to which the caller copied; free device memory."""
         for tensor, place in self.tensors:
-            tensor.data = self._view(place, self.host)
-        self.free()
+            tensor.data = self._view_like(place, self.host)
+        self.free_device_memory()
 
-    def allocate(self) -> None:
+    def allocate_device_memory(self) -> None:
         """Allocate the device memory, without values, for work of the current stream."""
         if self.memory.is_meta:  # a dry run counts a storage from its first tensor to its last
             self.memory = self.memory.new_empty(self.host.numel())
-            self.tensors = [(tensor, self._view(at, self.memory)) for tensor, at in self.tensors]
+            self.tensors = [
+                (tensor, self._view_like(at, self.memory)) for tensor, at in self.tensors
+            ]
         else:
             self.memory.untyped_storage().resize_(self.host.numel())
 
-    def free(self) -> None:
+    def free_device_memory(self) -> None:
         """Free the device memory, once the current stream's work so far is done."""
         if self.memory.is_meta:
             self.memory = self.memory.new_empty(0)
-            self.tensors = [(tensor, self._view(at, self.host)) for tensor, at in self.tensors]
+            self.tensors = [(tensor, self._view_like(at, self.host)) for tensor, at in self.tensors]
         else:
             self.memory.untyped_storage().resize_(0)
 
-    def _view(self, place: Tensor, memory: Tensor) -> Tensor:
-        """View `memory` with the dtype, shape, strides and place of the view `place`."""
-        itemsize = place.element_size()
-        is_host = get_storage_key(place) == get_storage_key(self.host)
+    def _view_like(self, like: Tensor, memory: Tensor) -> Tensor:
+        """View `memory` with the dtype, shape, strides and storage offset of `like`."""
+        itemsize = like.element_size()
+        is_host = get_storage_key(like) == get_storage_key(self.host)
         first = int(self.host.storage_offset()) // itemsize if is_host else 0
-        flat = memory[: memory.numel() // itemsize * itemsize].view(place.dtype)
-        start = int(place.storage_offset()) - first + int(flat.storage_offset())
-        return flat.as_strided(place.shape, place.stride(), start)
+        flat = memory[: memory.numel() // itemsize * itemsize].view(like.dtype)
+        start = int(like.storage_offset()) - first + int(flat.storage_offset())
+        return flat.as_strided(like.shape, like.stride(), start)
 
     def move_to_device(self) -> None:
         """Make the tensors views of device memory; the caller has copied the bytes to `memory`."""
@@ -287,14 +293,14 @@ class MovedStorage:
 
 
 class HostCopies:
-    """Reused host memory for copies of tensors, by name; the next `fill` overwrites the copies."""
+    """Reused host memory for copies of tensors, by name; each `copy_tensors` overwrites them."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
         self._slabs = {of: Slabs(of) for of in ("cpu", "cuda", "meta")}  # by the source's device
         self._streams: dict[torch.device, CopyStream] = {}
 
-    def reserve(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def reserve_like(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return name -> pinned host tensor like `tensors[name]`; reuses memory, copies nothing."""
         new = [name for name in tensors if name not in self._copies]
         for name in tensors.keys() - new:
@@ -318,36 +324,42 @@ class HostCopies:
             remaining_bytes[device_type] -= size
         return {name: self._copies[name] for name in tensors}
 
-    def reserve_storages(self, groups: Mapping[str, Sequence[Tensor]]) -> list[MovedStorage]:
+    def reserve_storages(self, storage_views: Mapping[str, Sequence[Tensor]]) -> list[MovedStorage]:
         """Reserve host memory for device storages; return a `MovedStorage` for each; copy nothing.
 
-        `groups` maps the name of a storage to all tensors that are views of the storage.
+        `storage_views` maps the name of a storage to all tensors that are views of the
+        storage.
         """
-        memory = {name: view_bytes(group[0].untyped_storage()) for name, group in groups.items()}
-        tensors = {name: [(tensor, tensor.data) for tensor in groups[name]] for name in groups}
-        hosts = self.reserve(memory).items()
+        memory = {
+            name: view_bytes(group[0].untyped_storage()) for name, group in storage_views.items()
+        }
+        tensors = {
+            name: [(tensor, tensor.data) for tensor in storage_views[name]]
+            for name in storage_views
+        }
+        hosts = self.reserve_like(memory).items()
         return [MovedStorage(memory[name], host, tensors[name]) for name, host in hosts]
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def copy_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy plain tensors to the host after the current streams' work; return name -> copy."""
-        # The tensors may change after the call. The copies are valid until the next `fill`.
-        copies = self.reserve(tensors)
+        # The tensors may change after the call. The copies are valid until the next `copy_tensors`.
+        copies = self.reserve_like(tensors)
         self.copy_and_wait([(copies[name], tensor) for name, tensor in tensors.items()])
         return copies
 
-    def copy_and_wait(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def copy_and_wait(self, targets_and_sources: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Copy (host target, source) pairs after the current streams' work. One host sync."""
         # One host sync waits for the copies and the work before them. Other streams go on.
-        jobs = defaultdict[torch.device, list[Job]](list)
-        for target, source in pairs:
-            jobs[source.device].append(Job(target, source))
+        jobs = defaultdict[torch.device, list[CopyJob]](list)
+        for target, source in targets_and_sources:
+            jobs[source.device].append(CopyJob(target, source))
         devices = sorted(jobs, key=lambda device: device.type == "cpu")  # while a GPU copies
         streams = [self._streams.get(device) or CopyStream(device) for device in devices]
         self._streams |= dict(zip(devices, streams, strict=True))
         try:
             for device, stream in zip(devices, streams, strict=True):
                 with device_of(jobs[device][0].source):
-                    stream.start(jobs[device])
+                    stream.start_copies(jobs[device])
         finally:  # also after an error: no copy may write into memory that the caller frees
             for stream in streams:
                 stream.synchronize()

@@ -1,11 +1,11 @@
 """Offload: stores saved activations in host memory between forward and backward, by block part.
 
     offload = Offload(device, fraction=0.5)
-    offload.attach(model.layers, part_of)      # module -> name of its part, or None
+    offload.attach(model.layers, get_part_name)      # module -> name of its part, or None
 
-`attach` wraps the forward of each block in `offload.layer(i, num_layers)` and the forward of each
-part in `offload.part(name, module)`. The tensors that a part saves for backward are offloaded as
-full storages, each once for all its saved views:
+`attach` wraps the forward of each block in `offload.offload_layer(i, num_layers)` and the forward
+of each part in `offload.offload_part(name, module)`. The tensors that a part saves for backward are
+offloaded as full storages, each once for all its saved views:
 
     forward     part of layer n ends          -> copies of its storages to the host start
                 same part of layer n + 1      -> the device memory of layer n's part is freed
@@ -80,23 +80,24 @@ class Offload(SavedStorages):
     def attach(
         self,
         blocks: Sequence[nn.Module],
-        part_of: Callable[[nn.Module], str | None],
+        get_part_name: Callable[[nn.Module], str | None],
         fraction: Fraction | None = None,
     ) -> None:
         """Wrap the forward of blocks and of their parts; call `attach` for each pipeline stage.
 
-        `part_of` returns the name of a module's part, or None. A block with a name also offloads
-        tensors that it saves outside of parts. `fraction` None is the `fraction` of this object.
+        `get_part_name` returns the name of a module's part, or None. A block with a name also
+        offloads tensors that it saves outside of parts. `fraction` None is the `fraction` of this
+        object.
         """
         for index, block in enumerate(blocks):
             for module in block.modules():
-                name = part_of(module)
+                name = get_part_name(module)
                 if module is not block and name is not None:
-                    part = partial(self.part, name, module)
-                    self._unwrap.append(wrap(module, call_in_context, part))
-            rest = None if part_of(block) is None else block
-            around = partial(self.layer, index, len(blocks), rest, fraction)
-            self._unwrap.append(wrap(block, call_in_context, around))
+                    part = partial(self.offload_part, name, module)
+                    self._unwrap.append(wrap_forward(module, call_in_context, part))
+            rest = None if get_part_name(block) is None else block
+            around = partial(self.offload_layer, index, len(blocks), rest, fraction)
+            self._unwrap.append(wrap_forward(block, call_in_context, around))
 
     def detach(self) -> None:
         """Unwrap the forwards that `attach` has wrapped; host memory stays reserved."""
@@ -114,17 +115,18 @@ class Offload(SavedStorages):
             self._previous = None
 
     @contextmanager
-    def chunk(
-        self, *, offloads_last: bool, resident_input: Tensor | None = None
+    def offload_forward(
+        self, *, offloads_last_block: bool, resident_input: Tensor | None = None
     ) -> Iterator[OffloadChunk]:
-        """Return the context of a forward of blocks; call `bring_back` before its backward.
+        """Return the context of a forward of blocks; call `start_copy_back` before its backward.
 
-        With `offloads_last` the last block is also offloaded, and `free` frees its device memory.
-        `resident_input` is not offloaded, because the caller holds this input until backward.
+        With `offloads_last_block` the last block is also offloaded, and `free_last_block` frees its
+        device memory. `resident_input` is not offloaded, because the caller holds this input until
+        backward.
         """
         # Forwards and backwards of other stages run between forward and backward of a stage. Only
         # the pipeline has their order, so it announces the backward.
-        chunk, is_done = OffloadChunk(offloads_last), False
+        chunk, is_done = OffloadChunk(offloads_last_block), False
         if resident_input is not None:
             ref = StorageWeakRef(resident_input.untyped_storage())
             self._staying[ref.cdata] = ref
@@ -139,31 +141,31 @@ class Offload(SavedStorages):
                     self._free_copied_groups(lambda group: True)
                 chunk.pending_free, self._pending_free = self._pending_free, []
 
-    def free(self, chunk: OffloadChunk) -> None:
-        """Free the device memory of storages that were copied out, but not freed, in `chunk()`."""
+    def free_last_block(self, chunk: OffloadChunk) -> None:
+        """Free the last block's device memory, which was copied but not freed in its forward."""
         with self._hold_lock():
             for group in chunk.pending_free:
                 group.free_device_memory()
             chunk.pending_free = []
 
-    def bring_back(self, chunk: OffloadChunk) -> None:
+    def start_copy_back(self, chunk: OffloadChunk) -> None:
         """Start to copy all storages of a chunk back to the device; call it before backward."""
         with self._hold_lock():
-            chunk.pending_free = []  # storages that `free` has not freed yet stay on the device
+            chunk.pending_free = []  # what `free_last_block` has not freed yet stays on the device
             for layer in reversed(chunk.layers):
-                self._copy_groups_back(reversed(layer.groups.values()))
+                self._copy_groups_to_device(reversed(layer.groups.values()))
 
     @contextmanager
-    def layer(
+    def offload_layer(
         self,
-        index: int,
+        layer_idx: int,
         num_layers: int,
-        rest: nn.Module | None = None,
+        block: nn.Module | None = None,
         fraction: Fraction | None = None,
     ) -> Iterator[None]:
-        """Return the context of the forward of block `index` of `num_layers` blocks.
+        """Return the context of the forward of block `layer_idx` of `num_layers` blocks.
 
-        `rest` is the block's module if tensors outside of parts are also offloaded. Block 0 sets
+        `block` is the block's module if tensors outside of parts are also offloaded. Block 0 sets
         the `fraction` of all blocks; None = the `fraction` of this object.
         """
         # Nothing is offloaded under no_grad, in a recomputed forward and in a compiler. Under the
@@ -172,20 +174,22 @@ class Offload(SavedStorages):
             yield
             return
         outer, previous, chunk = self._layer, self._previous, self._chunk
-        is_last = index == num_layers - 1 and not (chunk is not None and chunk.offloads_last)
-        layer = Layer(index, is_last, self._streams.current())
-        if index == 0:
+        is_last = layer_idx == num_layers - 1 and not (
+            chunk is not None and chunk.offloads_last_block
+        )
+        layer = Layer(layer_idx, is_last, self._streams.get_current_stream())
+        if layer_idx == 0:
             self._start_forward(self.fraction if fraction is None else fraction)
         is_done = False
         self._layer = layer
         try:
-            with nullcontext() if rest is None else self._offload_saved_tensors(REST, rest):
+            with nullcontext() if block is None else self._offload_saved_tensors(REST, block):
                 yield
             is_done = True
         finally:
             self._layer, self._previous = outer, layer
             with self._hold_lock():
-                is_next = previous is not None and previous.index == index - 1
+                is_next = previous is not None and previous.index == layer_idx - 1
                 layer.link_to_previous(previous if is_next else None)
                 if chunk is not None:
                     chunk.layers.append(layer)
@@ -193,15 +197,15 @@ class Offload(SavedStorages):
                 self._free_copied_groups(lambda group: frees_all or group.layer() is not layer)
 
     @contextmanager
-    def part(self, name: str, module: nn.Module) -> Iterator[None]:
-        """Return a context that offloads `module`'s saved tensors as part `name` of the block."""
+    def offload_part(self, part_name: str, module: nn.Module) -> Iterator[None]:
+        """Return a context that offloads `module`'s saved tensors as a part of the block."""
         # Weights and buffers of `module` are not offloaded. Outside of a block it does nothing.
         layer = self._layer
         if layer is None or not torch.is_grad_enabled() or is_inside_backward():
             yield
             return
-        key = (name, sum(other == name for other, _ in layer.groups))
-        if self._streams.current() == layer.stream:
+        key = (part_name, sum(other == part_name for other, _ in layer.groups))
+        if self._streams.get_current_stream() == layer.stream:
             with self._hold_lock():
                 self._free_copied_groups(
                     lambda group: group.layer() is not layer and group.key == key
@@ -210,22 +214,22 @@ class Offload(SavedStorages):
             yield
 
     @contextmanager
-    def _offload_saved_tensors(self, key: Key, module: nn.Module) -> Iterator[None]:
-        """Return a context whose saved tensors, except `module`'s weights, form group `key`."""
+    def _offload_saved_tensors(self, group_key: Key, module: nn.Module) -> Iterator[None]:
+        """Return a context whose saved tensors, without `module`'s weights, are one group."""
         layer = self._layer
         assert layer is not None
         group = StorageGroup(
-            key=key,
+            key=group_key,
             layer=ReferenceType(layer),
             is_last=layer.is_last,
             stream=layer.stream,
             weights=self._find_storage_keys(module),
         )
-        layer.groups[key] = group
-        with use_packer(partial(self._pack, group), only_used_rows=self._rows_only):
+        layer.groups[group_key] = group
+        with use_packer(partial(self._pack_tensor, group), only_used_rows=self._rows_only):
             yield
         with self._hold_lock():
-            self._send(group)
+            self._copy_group_unless_last(group)
 
     @torch.no_grad()
     def _find_storage_keys(self, module: nn.Module) -> frozenset[int]:
@@ -237,13 +241,15 @@ class Offload(SavedStorages):
         tensors = (t for registry in registries for t in registry.values() if t is not None)
         return frozenset(get_storage_key(get_local_tensor(t)) for t in tensors)
 
-    def _send(self, group: StorageGroup) -> None:
+    def _copy_group_unless_last(self, group: StorageGroup) -> None:
         """Start to copy a group's storages to the store, unless its block is the last."""
         if not group.is_last:
-            self._copy_out(group)
+            self._copy_group_to_store(group)
 
 
-def wrap(module: nn.Module, function: Callable[..., Any], *bound_args: Any) -> Callable[[], None]:
+def wrap_forward(
+    module: nn.Module, function: Callable[..., Any], *bound_args: Any
+) -> Callable[[], None]:
     """Replace a module's forward by `function(forward, *bound_args, args, kwargs)`.
 
     `forward` is the original forward. Return a function that restores the original.
@@ -261,7 +267,7 @@ def call_in_context(
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return `forward(*args, **kwargs)`, called in `context()`. This function is for `wrap`."""
+    """Return `forward(*args, **kwargs)`, called in `context()`, as `wrap_forward` requires."""
     with context():
         return forward(*args, **kwargs)
 

@@ -58,7 +58,7 @@ class OnMeta(TorchFunctionMode):
         if True not in on_meta:
             return func(*args, **kwargs)
         if False in on_meta:
-            args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, self.move_to_meta, (args, kwargs))
         if func is F.scaled_dot_product_attention:
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
             return _AttentionOnMeta.apply(*args[:3], mask)
@@ -80,17 +80,17 @@ class OnMeta(TorchFunctionMode):
             return kwargs["out"].addmm_(*args[1:3], beta=kwargs["beta"])
         return func(*args, **kwargs)
 
-    def move(self, x: Tensor) -> Tensor:
+    def move_to_meta(self, tensor: Tensor) -> Tensor:
         """Return a meta tensor for a real one; views of one storage share a meta storage."""
-        if x.is_meta or type(x) is not Tensor:
-            return x
-        key = get_storage_key(x)
+        if tensor.is_meta or type(tensor) is not Tensor:
+            return tensor
+        key = get_storage_key(tensor)
         if key not in self.meta_copies:
-            num_bytes = x.untyped_storage().nbytes()
-            self.meta_copies[key] = x, torch.empty(num_bytes, dtype=torch.uint8, device=META)
+            num_bytes = tensor.untyped_storage().nbytes()
+            self.meta_copies[key] = tensor, torch.empty(num_bytes, dtype=torch.uint8, device=META)
         storage = self.meta_copies[key][1].untyped_storage()
-        view = torch.empty(0, dtype=x.dtype, device=META)
-        return view.set_(storage, x.storage_offset(), x.shape, x.stride())
+        view = torch.empty(0, dtype=tensor.dtype, device=META)
+        return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def list_tensors(*values: Any) -> list[Tensor]:
@@ -126,6 +126,7 @@ class _AttentionOnMeta(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Return an output [B, H, T, v] without values; `mask` None = no mask."""
         B, H, T, _ = q.shape
         out = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
         sums = q.new_empty(B, H, T, dtype=torch.float32)
@@ -135,6 +136,7 @@ class _AttentionOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return gradients of queries, keys and values without values; `grads` has one tensor."""
         q, k, v, _, out, sums = ctx.saved_tensors
         dq_sums = torch.empty_like(q, dtype=torch.float32)  # cuDNN's, while it runs
         input_grads = tuple(torch.empty_like(x) for x in (q, k, v))
@@ -148,6 +150,7 @@ class _RMSNormOnMeta(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Return an output like `x` without values; `weight` None = no weight."""
         rstd = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
         ctx.save_for_backward(x, weight, rstd)
         out = torch.empty_like(x)
@@ -156,6 +159,7 @@ class _RMSNormOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return gradients of the input and the weight without values."""
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = torch.empty_like(x), None if weight is None else torch.empty_like(weight)
         record_launch("rms_norm_bwd", x, rstd, *grads, dx)
@@ -167,6 +171,7 @@ class _GroupedProductOnMeta(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a_RK: Tensor, b_eKN: Tensor, offs: Tensor) -> Tensor:
+        """Return an output [R, N] without values; `offs` has the end of each group of rows."""
         of_a, of_b, _ = ctx.needs_input_grad
         ctx.save_for_backward(a_RK if of_b else None, b_eKN if of_a else None, offs)
         ctx.shapes = a_RK.shape, b_eKN.shape
@@ -176,6 +181,7 @@ class _GroupedProductOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return gradients of both operands without values; None = not needed."""
         (dout_RN,), (a_RK, b_eKN, _) = grads, ctx.saved_tensors
         da_RK = None if b_eKN is None else dout_RN.new_empty(ctx.shapes[0])
         db_eKN = None if a_RK is None else dout_RN.new_empty(ctx.shapes[1])

@@ -32,7 +32,7 @@ class BlockPart(NamedTuple):
     module: nn.Module
 
 
-class PartUse(NamedTuple):
+class PartRecompute(NamedTuple):
     """How backward recomputes a part: the options that select the part, and recomputed matmuls."""
 
     parts: Set[Recomputed]  # values of `MemoryOptions.recompute`; empty = not recomputed
@@ -43,48 +43,48 @@ def find_parts(block: nn.Module) -> Iterator[BlockPart]:
     """Yield the parts of a block, outer parts first; a `RoutedExperts` has kind "experts"."""
     for path, module in block.named_modules():
         name = clean_name(path)
-        kind = _find_kind(name, module)
+        kind = _find_part_kind(name, module)
         if kind is not None:
             yield BlockPart(name, kind, module)
 
 
-def find_part_use(part: BlockPart, options: Set[Recomputed]) -> PartUse:
+def find_part_recompute(part: BlockPart, options: Set[Recomputed]) -> PartRecompute:
     """Return how a part is recomputed if `options` are the values of `MemoryOptions.recompute`."""
     _, kind, module = part
     if kind in ("norm", "moe"):
-        return PartUse(options & {kind})
+        return PartRecompute(options & {kind})
     if kind in ("mlp", "shared_experts"):
-        return PartUse(options & {kind, "activation"}, ("",) if kind in options else ())
+        return PartRecompute(options & {kind, "activation"}, ("",) if kind in options else ())
     if kind != "attention":
-        return PartUse(set())
+        return PartRecompute(set())
     children = {name for name, _ in module.named_children()}
     up, qkv = UP & children, QKV & children
     projections: dict[Recomputed, set[str]] = {"mla_up_proj": up | qkv} if up else {"qkv_proj": qkv}
     names = {name for option in options & set(projections) for name in projections[option]}
     has = {option for option in projections if projections[option]}
-    return PartUse(options & {"rope", *has}, tuple(sorted(names)))
+    return PartRecompute(options & {"rope", *has}, tuple(sorted(names)))
 
 
-def _find_kind(name: str, module: nn.Module) -> Kind | None:
+def _find_part_kind(module_name: str, module: nn.Module) -> Kind | None:
     """Return the kind of a module with this qualified name in its block; None = no part."""
     if isinstance(module, Experts):
         return "experts"
     if isinstance(module, RoutedLayer):
         return "moe"
-    if ROUTED_NAMES & set(name.split(".")):
+    if ROUTED_NAMES & set(module_name.split(".")):
         return None
     children = {n for n, child in module.named_children() if hasattr(child, "weight")}
     if not children and type(module).__name__.endswith("Norm"):
         return "norm"
     if children & OUTPUT and children & ATTENTION - OUTPUT:
-        return None if _is_recurrent(module) else "attention"
+        return None if _is_linear_recurrence(module) else "attention"
     if isinstance(module, SharedExpert):
         return "shared_experts"
     if len(children & MLP) >= 2:
-        return "shared_experts" if SHARED_NAMES & set(name.split(".")) else "mlp"
+        return "shared_experts" if SHARED_NAMES & set(module_name.split(".")) else "mlp"
     return None
 
 
-def _is_recurrent(module: nn.Module) -> bool:
+def _is_linear_recurrence(module: nn.Module) -> bool:
     """Whether an attention module is a linear recurrence, which contains a short `nn.Conv1d`."""
     return any(isinstance(child, nn.Conv1d) for child in module.modules())

@@ -53,9 +53,9 @@ class _View(NamedTuple):
         """Return the shape, stride, offset and dtype of a tensor in its storage."""
         return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
-    def apply_to(self, base: Tensor) -> Tensor:
-        """Return the tensor with this view's shape and place in the storage of `base`."""
-        return base.as_strided(self.shape, self.stride, self.offset)
+    def apply_to(self, base_tensor: Tensor) -> Tensor:
+        """Return the tensor with this view's shape and place in the storage of `base_tensor`."""
+        return base_tensor.as_strided(self.shape, self.stride, self.offset)
 
 
 class _ValuePlace(NamedTuple):
@@ -139,13 +139,13 @@ class _RunningRegion:
         """Run the region's function and return its result; save the inputs of the recomputation."""
         leaves, self._tree = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._start(tensors)
+        self._start_run(tensors)
         self._rng_states = get_rng_states()
         with ExitStack() as stack:
-            stack.enter_context(use_packer(self._pack))
+            stack.enter_context(use_packer(self._pack_tensor))
             stack.enter_context(intercept_products(self, has_products=self.has_products))
             output = self.function(*args, **kwargs)
-        self._check_unchanged(tensors)
+        self._check_not_changed_in_place(tensors)
         if tensors and (dtype := get_autocast_dtype(tensors[0])) is not None:
             self._context = torch.autocast(tensors[0].device.type, dtype)
         self._register_outputs(output)
@@ -155,18 +155,18 @@ class _RunningRegion:
         ]
         for number, product in enumerate(self.products):
             product.is_needed = number < self._last
-            product.output = _map_tree(_pack_leaf, product.output) if product.is_needed else None
+            product.output = _map_leaves(_pack_leaf, product.output) if product.is_needed else None
         self._resident_keys.clear()
         return output
 
-    def _start(self, tensors: list[Tensor]) -> None:
-        """Reset the counters for the first or second run; `tensors` are the region's inputs."""
-        self._versions = _list_versions(tensors)
-        self._resident_keys = {get_storage_key(tensor) for tensor in tensors}
-        self._largest = max((tensor.nbytes for tensor in tensors), default=0)
+    def _start_run(self, inputs: list[Tensor]) -> None:
+        """Reset the counters for the first or second run; `inputs` are the region's inputs."""
+        self._versions = _list_versions(inputs)
+        self._resident_keys = {get_storage_key(tensor) for tensor in inputs}
+        self._largest = max((tensor.nbytes for tensor in inputs), default=0)
         self._num_values = self._num_products = 0
 
-    def _check_unchanged(self, inputs: list[Tensor]) -> None:
+    def _check_not_changed_in_place(self, inputs: list[Tensor]) -> None:
         """Raise NotImplementedError if the function changed inputs or saved outputs in place."""
         has_same_inputs = self._versions == _list_versions(inputs)
         if not has_same_inputs or any(
@@ -177,7 +177,7 @@ class _RunningRegion:
                 "computed again: leave it out of MemoryOptions.recompute"
             )
 
-    def _pack(self, tensor: Tensor) -> Handle | None:
+    def _pack_tensor(self, tensor: Tensor) -> Handle | None:
         """Return a handle if backward recomputes `tensor`; None = the region does not drop it."""
         if self._is_saved(tensor):
             return None
@@ -195,14 +195,14 @@ class _RunningRegion:
 
     def _is_saved(self, tensor: Tensor) -> bool:
         """Return whether a tensor is saved: small, a subclass, an input, or a product's output."""
-        if tensor.nbytes * SMALL <= self._largest or not _is_plain(tensor):
+        if tensor.nbytes * SMALL <= self._largest or not _is_plain_tensor(tensor):
             return True
         return get_storage_key(tensor) in self._resident_keys
 
-    def _make_handle(self, place: _ValuePlace, base: Tensor, tensor: Tensor) -> _DroppedValue:
-        """Return a handle for saved `tensor`, a view of the region's value `base` at `place`."""
+    def _make_handle(self, value_place: _ValuePlace, base: Tensor, tensor: Tensor) -> _DroppedValue:
+        """Return a handle for saved `tensor`, a view of the region's value `base`."""
         self._last = self._num_products
-        return _DroppedValue(self, place, _View.from_tensor(base), _View.from_tensor(tensor))
+        return _DroppedValue(self, value_place, _View.from_tensor(base), _View.from_tensor(tensor))
 
     def _register_outputs(self, output: Any) -> None:
         """Register large outputs; other modules then save handles in place of these outputs."""
@@ -218,10 +218,10 @@ class _RunningRegion:
         """Whether a matmul or attention call is running; calls inside of it belong to the call."""
         return self._running_product is not None
 
-    def run_product(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a matmul or attention `function`, save the output, and return the output.
+    def run_product(self, operation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a matmul or attention `operation`, save the output, and return the output.
 
-        In the recomputation, the saved output is returned, and `function` is not called.
+        In the recomputation, the saved output is returned, and `operation` is not called.
         """
         number = self._num_products
         inputs = tree_flatten((args, kwargs))[0]
@@ -231,11 +231,11 @@ class _RunningRegion:
         self.products.append(product)
         self._running_product = product
         try:
-            output = function(*args, **kwargs)
+            output = operation(*args, **kwargs)
         finally:
             self._running_product, product.inputs = None, []
         product.output, product.versions = output, _list_versions(_list_tensors(output))
-        if function is F.scaled_dot_product_attention:
+        if operation is F.scaled_dot_product_attention:
             product.numbers = get_rng_states()
         self._resident_keys |= {get_storage_key(t) for t in _list_tensors(output)}
         self._num_products += 1
@@ -248,26 +248,26 @@ class _RunningRegion:
 
     # The second run.
 
-    def get_value(self, place: _ValuePlace) -> Tensor:
+    def get_value(self, value_place: _ValuePlace) -> Tensor:
         """Return a dropped value; the first call of a backward recomputes the region."""
-        if place not in self._values:
+        if value_place not in self._values:
             self._rerun()
-        value = self._values[place]
+        value = self._values[value_place]
         if self._event is not None:
             stream = torch.cuda.current_stream(value.device)
             if stream != self._stream:
                 stream.wait_event(self._event)
                 value.record_stream(stream)
-        self._remaining_counts[place] -= 1
-        if self._remaining_counts[place] <= 0:
-            del self._values[place]
+        self._remaining_counts[value_place] -= 1
+        if self._remaining_counts[value_place] <= 0:
+            del self._values[value_place]
         return value
 
     def _rerun(self) -> None:
         """Run the function again with saved inputs, and store all values that have handles."""
         leaves = [_unpack_leaf(leaf) for leaf in self._inputs]
         args, kwargs = tree_unflatten(leaves, self._tree)
-        self._start([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        self._start_run([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         self._remaining_counts, self._values = Counter(self.handle_counts), {}
         wants_output = any(place.kind == "output" for place in self.handle_counts)
         self._is_rerun = True
@@ -334,26 +334,26 @@ class _RunningRegion:
             self._num_values += 1
             self._store_value(place, tensor)
 
-    def _rerun_product(self, number: int, inputs: list[Any]) -> Any:
-        """Store inputs with handles of matmul or attention `number`; return the saved output."""
+    def _rerun_product(self, product_idx: int, inputs: list[Any]) -> Any:
+        """Store inputs with handles of a matmul or attention call; return the saved output."""
         self._num_products += 1
         for position, value in enumerate(inputs):
             if isinstance(value, Tensor):
-                self._store_value(_ValuePlace("input", number, position), value)
-        product = self.products[number]
+                self._store_value(_ValuePlace("input", product_idx, position), value)
+        product = self.products[product_idx]
         if not product.is_needed:
             raise _RecomputationEnd
         if product.numbers:  # of products only attention draws; it is left out, and its states set
             set_rng_states(product.numbers)
-        output = _map_tree(_unpack_leaf, product.output)
+        output = _map_leaves(_unpack_leaf, product.output)
         self._replayed_outputs.append(output)
         self._resident_keys |= {get_storage_key(t) for t in _list_tensors(output)}
         return output
 
-    def _store_value(self, place: _ValuePlace, tensor: Tensor) -> None:
+    def _store_value(self, value_place: _ValuePlace, tensor: Tensor) -> None:
         """Store a recomputed value that has handles; stop the second run after the last one."""
-        if place in self.handle_counts:
-            self._values[place] = tensor.detach()
+        if value_place in self.handle_counts:
+            self._values[value_place] = tensor.detach()
             if len(self._values) == len(self.handle_counts):
                 raise _RecomputationEnd
 
@@ -379,7 +379,7 @@ _thread_regions = _ThreadRegions()
 
 
 def recompute(
-    name: str,
+    region_name: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
@@ -388,18 +388,18 @@ def recompute(
 ) -> Any:
     """Return `function(*args, **kwargs)`; backward recomputes saved values, except products.
 
-    `name` is for errors. `has_products` = the function may call matmuls or attention.
+    `region_name` is for errors. `has_products` = the function may call matmuls or attention.
     """
     kwargs = dict(kwargs or {})
     if is_in_region() or not _thread_regions.is_sharing or not is_packing():
         return function(*args, **kwargs)
-    if not torch.is_grad_enabled() or not all(map(_is_plain, _list_tensors((args, kwargs)))):
+    if not torch.is_grad_enabled() or not all(map(_is_plain_tensor, _list_tensors((args, kwargs)))):
         return function(*args, **kwargs)
-    return _RunningRegion(name, function, has_products).run(args, kwargs)
+    return _RunningRegion(region_name, function, has_products).run(args, kwargs)
 
 
 @contextmanager
-def share_outputs() -> Iterator[None]:
+def share_region_outputs() -> Iterator[None]:
     """Return the context of a block whose modules save handles in place of regions' outputs."""
     regions = _thread_regions
     if regions.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
@@ -416,7 +416,9 @@ def share_outputs() -> Iterator[None]:
 
 def _pack_output(tensor: Tensor) -> Handle | None:
     """Return a handle if `tensor` is an unchanged output of a region of this thread, or None."""
-    output = _thread_regions.outputs.get(get_storage_key(tensor)) if _is_plain(tensor) else None
+    output = (
+        _thread_regions.outputs.get(get_storage_key(tensor)) if _is_plain_tensor(tensor) else None
+    )
     if output is None or output.version != sum_version_counters(tensor):
         return None
     if output.tensor.dtype != tensor.dtype:
@@ -438,13 +440,13 @@ def _unpack_leaf(leaf: Any) -> Any:
     return handle.unpack().detach().requires_grad_(requires_grad)
 
 
-def _map_tree(function: Callable[[Any], Any], output: Any) -> Any:
+def _map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return nested lists and tuples with `function` applied to each leaf."""
-    if isinstance(output, list):
-        return [_map_tree(function, item) for item in output]
-    if isinstance(output, tuple) and not (len(output) == 2 and hasattr(output[0], "unpack")):
-        return tuple(_map_tree(function, item) for item in output)
-    return function(output)
+    if isinstance(tree, list):
+        return [_map_leaves(function, item) for item in tree]
+    if isinstance(tree, tuple) and not (len(tree) == 2 and hasattr(tree[0], "unpack")):
+        return tuple(_map_leaves(function, item) for item in tree)
+    return function(tree)
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:
@@ -457,6 +459,6 @@ def _list_versions(tensors: list[Tensor]) -> tuple[int, ...]:
     return tuple(map(sum_version_counters, tensors))
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_plain_tensor(tensor: Tensor) -> bool:
     """Whether a tensor is a plain tensor or parameter, not a subclass such as DTensor."""
     return type(tensor) in (Tensor, torch.nn.Parameter)

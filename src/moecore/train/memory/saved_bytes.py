@@ -27,7 +27,7 @@ from moecore.moe.balance import BalanceGroups, LoadTracker
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.param_reader import ParamReader
-from moecore.train.memory.apply import apply_memory
+from moecore.train.memory.apply import apply_memory_options
 from moecore.train.memory.on_meta import META, OnMeta
 from moecore.train.memory.parts import find_parts
 
@@ -67,12 +67,12 @@ class ModelSavedBytes:
 def count_saved_bytes(
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    run: Callable[[Any], Any],
+    run_forward: Callable[[Any], Any],
     *,
     options: MemoryOptions,
     device_type: str,
-    dtype_of: Callable[[Tensor], torch.dtype] = lambda param: param.dtype,
-    compiled: Set[nn.Module] = frozenset(),
+    get_compute_dtype: Callable[[Tensor], torch.dtype] = lambda param: param.dtype,
+    compiled_modules: Set[nn.Module] = frozenset(),
 ) -> ModelSavedBytes:
     """Return the bytes that a training forward saves. Nothing is allocated, sent or changed.
 
@@ -81,31 +81,31 @@ def count_saved_bytes(
     compiler decides what is saved.
 
     The model is plain or parallelized, on any device; its current recomputation and offload are
-    ignored. `blocks` are its transformer blocks. `run` calls a copy of the model on meta, and may
-    pass real tensors. `dtype_of` returns the compute dtype of a parameter. `device_type` is the
-    device whose kernels save tensors ("cuda" or "cpu"). `compiled` are modules in compiled code, to
-    which `options` do not apply.
+    ignored. `blocks` are its transformer blocks. `run_forward` calls a copy of the model on meta,
+    and may pass real tensors. `get_compute_dtype` returns the compute dtype of a parameter.
+    `device_type` is the device whose kernels save tensors ("cuda" or "cpu"). `compiled_modules` are
+    modules in compiled code, to which `options` do not apply.
     """
-    copies = _copy_to_meta(model, dtype_of)
+    copies = _copy_to_meta(model, get_compute_dtype)
     inner = [copies[block] for block in blocks]
     for module in copies.values():
         if isinstance(module, Experts):
             module.recompute_fc1 = "expert_fc1" in options.parts
     on_meta = OnMeta(device_type)
     weights = {get_storage_key(p) for p in copies[model].parameters()}
-    count = _StorageCounter(weights, on_meta.move, options.stash)
-    without = {copies[module] for module in compiled}
+    count = _StorageCounter(weights, on_meta.move_to_meta, options.stash)
+    without = {copies[module] for module in compiled_modules}
     with warnings.catch_warnings():  # which the model's own options gave
         warnings.simplefilter("ignore")
-        offload = apply_memory(inner, options, META, compiled=without)
+        offload = apply_memory_options(inner, options, META, compiled_modules=without)
     if offload is not None:
         offload.observe = count
     for i, block in enumerate(inner):
         for _, kind, module in list(find_parts(block)):
-            count.wrap(module, i, NAMES.get(kind, kind))
-        count.wrap(block, i, "rest")
+            count.wrap_forward(module, i, NAMES.get(kind, kind))
+        count.wrap_forward(block, i, "rest")
     with treat_meta_as(device_type), use_packer(count), on_meta, torch.enable_grad():
-        out = run(copies[model])
+        out = run_forward(copies[model])
     saved_bytes = count.sum_by_block(
         len(blocks), frozenset() if offload is None else offload.stored_keys
     )
@@ -126,14 +126,17 @@ class _Storage:
 class _StorageCounter:
     """Counts each saved storage once, by block and part, without weights and freed graphs.
 
-    `weights` are the keys of storages that are not counted. `move` returns a tensor's copy on meta.
-    With `stash`, used rows of experts count as pages.
+    `weight_keys` are the keys of storages that are not counted. `move_to_meta` returns a tensor's
+    copy on meta. With `stash_options`, used rows of experts count as pages.
     """
 
     def __init__(
-        self, weights: Set[int], move: Callable[[Tensor], Tensor], stash: StashOptions | None
+        self,
+        weight_keys: Set[int],
+        move_to_meta: Callable[[Tensor], Tensor],
+        stash_options: StashOptions | None,
     ) -> None:
-        self.weights, self.move, self.stash = weights, move, stash
+        self.weights, self.move, self.stash = weight_keys, move_to_meta, stash_options
         self.storages: dict[int, _Storage] = {}  # by `StorageWeakRef.cdata`
         self._place: tuple[int, str] = (-1, "")
 
@@ -153,17 +156,21 @@ class _StorageCounter:
             self.storages[ref.cdata] = _Storage(num_bytes, ref, part, [])
         self.storages[ref.cdata].blocks.append(block)
 
-    def wrap(self, module: nn.Module, block: int, part: str) -> None:
-        """Wrap a module's forward: its saved tensors count for `part` of block number `block`."""
-        module.forward = partial(self._forward_in_part, module.forward, (block, part))
+    def wrap_forward(self, module: nn.Module, block_idx: int, part_name: str) -> None:
+        """Wrap a module's forward: its saved tensors count for this part of block `block_idx`."""
+        module.forward = partial(self._forward_in_part, module.forward, (block_idx, part_name))
 
     def _forward_in_part(
-        self, forward: Callable[..., Any], place: tuple[int, str], *args: Any, **kwargs: Any
+        self,
+        forward: Callable[..., Any],
+        block_and_part: tuple[int, str],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Call a forward; its saved tensors count for `place` (block index, part name)."""
+        """Call a forward; its saved tensors count for `block_and_part` (block index, part name)."""
         if self._place[1] not in OUTER:
             return forward(*args, **kwargs)
-        before, self._place = self._place, place
+        before, self._place = self._place, block_and_part
         try:
             return forward(*args, **kwargs)
         finally:
@@ -184,12 +191,12 @@ class _StorageCounter:
 
 
 def _copy_to_meta(
-    model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
+    model: nn.Module, get_compute_dtype: Callable[[Tensor], torch.dtype]
 ) -> dict[nn.Module, nn.Module]:
-    """Return module -> copy on meta, without wrappers; parameters have dtype `dtype_of(param)`."""
+    """Return module -> copy on meta, without wrappers, with parameters in their compute dtype."""
 
     def compute_param(param: nn.Parameter) -> nn.Parameter:
-        empty = torch.empty(_compute_shape(param), dtype=dtype_of(param), device=META)
+        empty = torch.empty(_get_compute_shape(param), dtype=get_compute_dtype(param), device=META)
         return nn.Parameter(empty, requires_grad=param.requires_grad)
 
     copies = copy_modules(model, compute_param, removes_wrappers=True)
@@ -206,7 +213,7 @@ def _copy_to_meta(
     return copies
 
 
-def _compute_shape(param: Tensor) -> list[int]:
+def _get_compute_shape(param: Tensor) -> list[int]:
     """Return a parameter's shape during compute: local over ep, etp and tp, otherwise full."""
     shape = list(param.shape)
     if isinstance(param, DTensor):

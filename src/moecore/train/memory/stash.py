@@ -1,7 +1,7 @@
 """Stash: used rows of routed experts in pages on the device, between forward and backward.
 
     stash = Stash(device, StashOptions(), num_layers)
-    stash.attach(model.layers, part_of)
+    stash.attach(model.layers, get_part_name)
 
 A stash is an `Offload` whose store is a `PageStore`. If matrices of experts have worst-case
 capacity, pages store only their used rows. A part is an MoE layer, so the memory of its matrices is
@@ -36,9 +36,9 @@ from moecore.kernels.rows.pages import (
 )
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.shortage import BufferOwner, ShortageCounters
-from moecore.train.memory.groups import HostCopy, StorageGroup
+from moecore.train.memory.groups import StorageCopy, StorageGroup
 from moecore.train.memory.offload import Offload
-from moecore.train.memory.streams import CopyMark, CopyStreams, Job
+from moecore.train.memory.streams import CopyEvent, CopyJob, CopyStreams
 
 PAGE_ALIGNMENT = 16  # bytes that a thread copies at once
 
@@ -49,20 +49,22 @@ class DispatchPages:
 
     table: Tensor
     layout: PageLayout
-    free: list[tuple[Tensor, CopyMark]]  # list that receives the table after its last read
+    free: list[tuple[Tensor, CopyEvent]]  # list that receives the table after its last read
     of_graph: bool  # whether a CUDA graph fills the table in every replay
     slots: Tensor | None  # the rows in use, as in `UsedRows`
     num_rows: Tensor | None
     remaining: int  # matrices whose pages are still needed
-    out: CopyMark | None = None  # the end of the copy to pages
-    back: CopyMark | None = None  # the end of the last copy back
+    out: CopyEvent | None = None  # the end of the copy to pages
+    back: CopyEvent | None = None  # the end of the last copy back
 
-    def fill(self, matrices: Sequence[Tensor]) -> None:
+    def copy_rows_in(self, matrices: Sequence[Tensor]) -> None:
         """Allocate pages for the used rows of matrices, and copy the rows into the pages."""
         take_pages_for_rows(self.table, self.layout, self.slots, self.num_rows)
         stash_or_restore_rows(matrices, self.table, self.layout, stash=True)
 
-    def read(self, matrices: Sequence[Tensor | None], expired_pages: DispatchPages | None) -> None:
+    def copy_rows_out(
+        self, matrices: Sequence[Tensor | None], expired_pages: DispatchPages | None
+    ) -> None:
         """Copy used rows to `matrices` (None = skip), and free `expired_pages`, in one launch."""
         freed_table = None
         if expired_pages is not None:
@@ -83,12 +85,12 @@ class PagePlace(NamedTuple):
 class _PageKind:
     """Free page tables for matrices of one layout, of eager code and of CUDA graphs.
 
-    Each table has a mark, the end of the table's last use.
+    Each table has an event, the end of the table's last use.
     """
 
     layout: PageLayout
-    of_eager: list[tuple[Tensor, CopyMark]] = field(default_factory=list)
-    of_graphs: list[tuple[Tensor, CopyMark]] = field(default_factory=list)
+    of_eager: list[tuple[Tensor, CopyEvent]] = field(default_factory=list)
+    of_graphs: list[tuple[Tensor, CopyEvent]] = field(default_factory=list)
 
 
 class PageStore:
@@ -110,11 +112,11 @@ class PageStore:
         """Bytes of the pages on the device."""
         return 0 if self.pool is None else self.pool.pages.nbytes
 
-    def can_store(self, rows: UsedRows | None) -> bool:
+    def can_store(self, used_rows: UsedRows | None) -> bool:
         """Return whether the used rows and their number with balanced routing are known."""
-        return rows is not None and rows.balanced is not None
+        return used_rows is not None and used_rows.balanced is not None
 
-    def copy_out(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
+    def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
         """Start to copy used rows to pages; return `copies`, because all are accepted."""
         in_capture = self._return_pending_pages()
         if not copies:
@@ -122,25 +124,27 @@ class PageStore:
         pool = self.pool or self._make_pool(copies, in_capture=in_capture)
         jobs, emptied = [], []
         for group in _group_by_dispatch(copies):
-            dispatch, mark = self._make_dispatch_pages(pool, group, in_capture=in_capture)
+            dispatch, event = self._make_dispatch_pages(pool, group, in_capture=in_capture)
             for index, copy in enumerate(group):
                 copy.piece = PagePlace(dispatch, index)
             data = tuple(copy.data for copy in group)
-            jobs.append(Job(dispatch, data, DispatchPages.fill))
-            emptied += [] if mark is None else [mark]
-        out = self._streams.out.start(jobs, *emptied)
+            jobs.append(CopyJob(dispatch, data, DispatchPages.copy_rows_in))
+            emptied += [] if event is None else [event]
+        out = self._streams.out.start_copies(jobs, *emptied)
         for copy in copies:
             copy.out = copy.busy = copy.piece.dispatch.out = out
         return list(copies)
 
-    def copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[PagePlace] = ()) -> None:
-        """Start to copy used rows from pages to each record's `data`; also free `freed_pieces`."""
+    def copy_to_device(
+        self, copies: Sequence[StorageCopy], freed_pieces: Sequence[PagePlace] = ()
+    ) -> None:
+        """Start to copy used rows from pages to each record's `data`; free `freed_pieces`."""
         in_capture = self._return_pending_pages()
         matrices: dict[DispatchPages, list[Tensor | None]] = {}
         for copy in copies:
             of, index = copy.piece
             matrices.setdefault(of, [None] * len(of.layout.widths))[index] = copy.data
-        expired_pages, jobs = _count_finished_matrices(freed_pieces), list[Job]()
+        expired_pages, jobs = _count_finished_matrices(freed_pieces), list[CopyJob]()
         emptied = list[DispatchPages]()
         for of, tensors in matrices.items():
             # Only copies back read these pages, and they come earlier in the same stream.
@@ -148,8 +152,10 @@ class PageStore:
             goes_along = goes_along and expired_pages[-1].of_graph == in_capture
             emptied += [expired_pages.pop()] if goes_along else []
             read = partial(_read_and_free, emptied[-1] if goes_along else None)
-            jobs.append(Job(tuple(tensors), of, read))
-        back = self._streams.back.start(jobs, *(of.out for of in matrices if of.out is not None))
+            jobs.append(CopyJob(tuple(tensors), of, read))
+        back = self._streams.back.start_copies(
+            jobs, *(of.out for of in matrices if of.out is not None)
+        )
         for of in matrices:
             of.back = back
         for of in emptied:
@@ -193,26 +199,28 @@ class PageStore:
             if in_capture and not of.of_graph:
                 self._pending_returns.append(of)
                 continue
-            current = self._streams.current()
+            current = self._streams.get_current_stream()
             # Pages that a graph has not returned itself are returned by its next replay.
             if of.of_graph == in_capture:
-                for mark in (of.out, of.back):
-                    if mark is not None:
-                        mark.make_stream_wait(current)
+                for event in (of.out, of.back):
+                    if event is not None:
+                        event.make_stream_wait(current)
                 return_pages(of.table, of.layout.num_entries, of.layout.pool)
-            of.free.append((of.table, CopyMark(current)))
+            of.free.append((of.table, CopyEvent(current)))
 
     def _make_dispatch_pages(
-        self, pool: PagePool, group: Sequence[HostCopy], *, in_capture: bool
-    ) -> tuple[DispatchPages, CopyMark | None]:
+        self, pool: PagePool, dispatch_copies: Sequence[StorageCopy], *, in_capture: bool
+    ) -> tuple[DispatchPages, CopyEvent | None]:
         """Return unfilled pages for a group's matrices, and the end of the pages' last use."""
-        rows = {r.slots is not None: r for copy in group if (r := copy.used_rows) is not None}
+        rows = {
+            r.slots is not None: r for copy in dispatch_copies if (r := copy.used_rows) is not None
+        }
         listed, first = rows.get(True), rows.get(False)
-        key = tuple(_get_row_format(copy) for copy in group)
+        key = tuple(_get_row_format(copy) for copy in dispatch_copies)
         lengths = tuple(0 if r is None else r.length for r in (listed, first))
         kind = self._kinds.get((key, lengths))
         if kind is None:
-            self._check_widths(pool, key)
+            self._check_row_sizes(pool, key)
             kind = self._kinds[key, lengths] = _PageKind(
                 PageLayout.from_matrices(pool, key, *lengths)
             )
@@ -228,13 +236,13 @@ class PageStore:
             of_graph=in_capture,
             slots=None if listed is None else listed.slots,
             num_rows=None if first is None else first.num_rows,
-            remaining=len(group),
+            remaining=len(dispatch_copies),
         )
         return dispatch, emptied
 
-    def _check_widths(self, pool: PagePool, rows: Sequence[tuple[int, bool]]) -> None:
+    def _check_row_sizes(self, pool: PagePool, row_formats: Sequence[tuple[int, bool]]) -> None:
         """Raise ValueError if a row, given as (bytes, listed), is larger than a page."""
-        widest = max(width for width, _ in rows)
+        widest = max(width for width, _ in row_formats)
         if widest > pool.page_bytes:
             page_rows = self.options.page_rows
             raise ValueError(
@@ -243,7 +251,7 @@ class PageStore:
                 "that are made for the first layer's: raise it"
             )
 
-    def _make_pool(self, copies: Sequence[HostCopy], *, in_capture: bool) -> PagePool:
+    def _make_pool(self, copies: Sequence[StorageCopy], *, in_capture: bool) -> PagePool:
         """Allocate the pool of all MoE layers, sized by the first layer's `copies`."""
         if in_capture:
             raise RuntimeError(
@@ -273,25 +281,27 @@ class PageStore:
 
 
 def _read_and_free(
-    expired_pages: DispatchPages | None, matrices: Sequence[Tensor | None], source: DispatchPages
+    expired_pages: DispatchPages | None,
+    matrices: Sequence[Tensor | None],
+    source_pages: DispatchPages,
 ) -> None:
-    """Copy rows from pages `source` to `matrices`, and free `expired_pages`."""
-    source.read(matrices, expired_pages)
+    """Copy rows from pages `source_pages` to `matrices`, and free `expired_pages`."""
+    source_pages.copy_rows_out(matrices, expired_pages)
 
 
-def _get_row_format(copy: HostCopy) -> tuple[int, bool]:
+def _get_row_format(copy: StorageCopy) -> tuple[int, bool]:
     """Return the size of a row in bytes, and whether `UsedRows.slots` lists the used rows."""
     assert copy.used_rows is not None
     return copy.size // copy.used_rows.length, copy.used_rows.slots is not None
 
 
-def _group_by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
+def _group_by_dispatch(copies: Sequence[StorageCopy]) -> list[list[StorageCopy]]:
     """Return groups of consecutive copies; the copies of a group can share a page table.
 
     In a group, all copies with a list of used rows have one `UsedRows`. All copies without a list
     also have one `UsedRows`.
     """
-    groups: list[list[HostCopy]] = []
+    groups: list[list[StorageCopy]] = []
     rows: dict[bool, UsedRows] = {}
     for copy in copies:
         used_rows = copy.used_rows
@@ -336,25 +346,25 @@ class Stash(Offload, BufferOwner):
         """Return no keys: weights have no counted rows."""
         return frozenset()
 
-    def _send(self, group: StorageGroup) -> None:
+    def _copy_group_unless_last(self, group: StorageGroup) -> None:
         """Start to copy a group's rows to pages, or note that a last layer's rows stay."""
         if group.is_last:
             self._resting.append((group, self._streams.is_capturing()))
-        super()._send(group)
+        super()._copy_group_unless_last(group)
 
-    def _start_forward(self, share: float) -> None:
+    def _start_forward(self, max_share: float) -> None:
         """Begin a forward that stores at most this share of saved bytes in pages.
 
         Groups of last layers that still wait for their backward are copied out now.
         """
-        super()._start_forward(share)
+        super()._start_forward(max_share)
         with self._hold_lock():
             in_capture, resting, self._resting = self._streams.is_capturing(), self._resting, []
             for group, of_graph in resting:
                 if of_graph != in_capture:  # copies of eager groups are not captured
                     self._resting.append((group, of_graph))
                 elif group.handles.alive and not group.has_unpacked:
-                    self._copy_out(group)
+                    self._copy_group_to_store(group)
             self._resting = [entry for entry in self._resting if entry[0].handles.alive]
 
     @property

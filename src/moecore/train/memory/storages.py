@@ -4,12 +4,14 @@ A handle replaces each saved tensor and refers to its storage; views of one stor
 A `Store` has the copies: host memory, or pages (`stash.py`). `Offload` calls these methods when
 parts of blocks begin and end:
 
-    _pack                a tensor is saved           -> its handle; None = not offloaded
-    _copy_out            a part's forward has ended  -> copies of its storages to the store start
-    _free_copied_groups  the part of a later layer   -> the device memory of the group is freed
+    _pack_tensor                a tensor is saved           -> its handle; None = not offloaded
+    _copy_group_to_store            a part's forward has ended  -> copies of its storages to the
+    store start _free_copied_groups  the part of a later layer   -> the device memory of the group
+    is freed
                          begins
-    _fetch               a handle is unpacked        -> the storage, copied back now at the latest
-    _advance             handles were deleted        -> copies of the next groups back start
+    _fetch_storage               a handle is unpacked        -> the storage, copied back now at the
+    latest _process_deletions             handles were deleted        -> copies of the next groups
+    back start
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from moecore.base.saved_tensors import (
     make_in_place_error,
 )
 from moecore.base.torch_private import get_storage_key, sum_version_counters
-from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse
+from moecore.train.memory.groups import StorageCopy, StorageGroup, StorageUse
 from moecore.train.memory.host import HostPool, view_bytes
 from moecore.train.memory.streams import CopyStreams
 
@@ -41,13 +43,15 @@ from moecore.train.memory.streams import CopyStreams
 class Store(Protocol):
     """Memory for copies of saved storages; one thread at a time calls it. No host sync."""
 
-    def can_store(self, rows: UsedRows | None) -> bool:
+    def can_store(self, used_rows: UsedRows | None) -> bool:
         """Return whether this store can hold a storage with these used rows; None = all rows."""
 
-    def copy_out(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
+    def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
         """Start copies of storages to the store; return the records that the store accepted."""
 
-    def copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
+    def copy_to_device(
+        self, copies: Sequence[StorageCopy], freed_pieces: Sequence[Any] = ()
+    ) -> None:
         """Start copies from the store to each record's new `data`; also free `freed_pieces`."""
 
     def free_pieces(self, pieces: Sequence[Any]) -> None:
@@ -57,26 +61,26 @@ class Store(Protocol):
         """Free all memory; the caller ensures that no launched work uses it."""
 
 
-class _Offloaded:
-    """The handle that replaces a saved tensor until backward: a view of a `HostCopy`'s storage."""
+class _OffloadedTensor:
+    """The handle that replaces a saved tensor until backward: a view of its storage's copy."""
 
     __slots__ = ("_dtype", "_offset", "_shape", "_storages", "_stride", "_use")
 
-    def __init__(self, storages: SavedStorages, use: StorageUse, tensor: Tensor) -> None:
-        self._storages, self._use = storages, use
+    def __init__(self, storages: SavedStorages, storage_use: StorageUse, tensor: Tensor) -> None:
+        self._storages, self._use = storages, storage_use
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
         self._offset = tensor.storage_offset()
 
     def unpack(self) -> Tensor:
         """Return the saved tensor; a RuntimeError if it was changed in place since forward."""
-        data = self._storages._fetch(self._use, self._shape)
+        data = self._storages._fetch_storage(self._use, self._shape)
         view = torch.empty(0, dtype=self._dtype, device=data.device)
         return view.set_(data.untyped_storage(), self._offset, self._shape, self._stride)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self._storages._deleted_uses.append(self._use)
-            self._storages._advance_if_free()
+            self._storages._process_deletions_if_unlocked()
 
 
 class SavedStorages:
@@ -104,7 +108,7 @@ class SavedStorages:
         self._pending_free: list[StorageGroup] = []  # groups whose device memory is not freed yet
         # Storage -> its last copy. The key is not the storage's address, because a unit may free
         # and allocate the memory of a storage that stays.
-        self._copies: dict[int, HostCopy] = {}
+        self._copies: dict[int, StorageCopy] = {}
         self._staying: dict[int, StorageWeakRef] = {}  # beyond the fraction, or a `resident_input`
         self._finished_groups: list[StorageGroup] = []  # groups whose backward has just run
         self._forward_bytes = self._offload_bytes = 0  # bytes of this forward
@@ -129,16 +133,16 @@ class SavedStorages:
 
     # Forward.
 
-    def _start_forward(self, share: float) -> None:
+    def _start_forward(self, max_share: float) -> None:
         """Begin a forward that offloads at most this share of saved bytes; drop old records."""
-        self._share = share
+        self._share = max_share
         self._forward_bytes = self._offload_bytes = 0
         with self._hold_lock():
             items = self._copies.items()
             self._copies = {a: c for a, c in items if c.handles.alive or not c.ref.expired()}
             self._staying = {a: ref for a, ref in self._staying.items() if not ref.expired()}
 
-    def _pack(self, group: StorageGroup, tensor: Tensor) -> Handle | None:
+    def _pack_tensor(self, group: StorageGroup, tensor: Tensor) -> Handle | None:
         """Return the handle that replaces a tensor saved by `group`; None = not offloaded."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return None
@@ -159,52 +163,56 @@ class SavedStorages:
             # rotary table has: an offload would free no memory, so it stays.
             outlives = copy is not None and not copy.ref.expired()
             if copy is None or not outlives or not copy.has_storage_of(tensor):
-                if outlives or not (group.is_last or self._is_within_share(ref, storage.nbytes())):
+                if outlives or not (group.is_last or self._reserve_share(ref, storage.nbytes())):
                     return None
                 copy = self._add_copy(tensor, ref, group, rows)
             use = StorageUse(copy, group, copy.handles.add_handle(), group.handles.add_handle())
         if self.observe is not None:
             self.observe(tensor)
-        return _Offloaded(self, use, tensor)
+        return _OffloadedTensor(self, use, tensor)
 
-    def _is_within_share(self, ref: StorageWeakRef, size: int) -> bool:
-        """Count a newly saved storage of `size` bytes; return whether the share allows offload."""
-        stays = self._staying.get(ref.cdata)
+    def _reserve_share(self, storage_ref: StorageWeakRef, num_bytes: int) -> bool:
+        """Reserve `num_bytes` of the share for a newly saved storage; False = the share is full."""
+        stays = self._staying.get(storage_ref.cdata)
         if stays is not None and not stays.expired():
             return False
-        self._forward_bytes += size
-        self.candidate_bytes += size
-        if self._offload_bytes + size <= self._share * self._forward_bytes:
-            self._offload_bytes += size
+        self._forward_bytes += num_bytes
+        self.candidate_bytes += num_bytes
+        if self._offload_bytes + num_bytes <= self._share * self._forward_bytes:
+            self._offload_bytes += num_bytes
             return True
-        self._staying[ref.cdata] = ref
+        self._staying[storage_ref.cdata] = storage_ref
         return False
 
     def _add_copy(
-        self, tensor: Tensor, ref: StorageWeakRef, group: StorageGroup, rows: UsedRows | None
-    ) -> HostCopy:
-        """Create the record of a tensor's storage, first saved by `group`; `rows` = used rows."""
+        self,
+        tensor: Tensor,
+        storage_ref: StorageWeakRef,
+        group: StorageGroup,
+        used_rows: UsedRows | None,
+    ) -> StorageCopy:
+        """Create the record of a tensor's storage, first saved by `group`; None = all rows."""
         storage = tensor.untyped_storage()
         counter = tensor.detach()
         if not tensor.is_inference():
             counter.data = self._nothing
-        copy = HostCopy(
+        copy = StorageCopy(
             size=storage.nbytes(),
-            ref=ref,
+            ref=storage_ref,
             counter=counter,
             version=sum_version_counters(tensor),
             data=view_bytes(storage),
             home=group.stream,
-            used_rows=rows,
+            used_rows=used_rows,
         )
-        self._copies[ref.cdata] = copy
+        self._copies[storage_ref.cdata] = copy
         group.new_copies.append(copy)
         return copy
 
-    def _copy_out(self, group: StorageGroup) -> None:
+    def _copy_group_to_store(self, group: StorageGroup) -> None:
         """Start to copy the group's storages to the store, unless changed or without handles."""
         ready = [copy for copy in group.new_copies if copy.handles.alive and copy.is_unchanged()]
-        stored_copies = self._store.copy_out(ready)
+        stored_copies = self._store.copy_to_store(ready)
         self._offload_bytes -= sum(copy.size for copy in group.new_copies if copy.piece is None)
         if stored_copies:
             self.out_bytes += sum(copy.size for copy in stored_copies)
@@ -219,79 +227,85 @@ class SavedStorages:
 
     # Backward.
 
-    def _fetch(self, use: StorageUse, shape: torch.Size) -> Tensor:
+    def _fetch_storage(self, storage_use: StorageUse, tensor_shape: torch.Size) -> Tensor:
         """Return a storage's bytes, uint8 on the device, and count the unpacking of a handle.
 
-        `shape` is the saved tensor's shape, for errors.
+        `tensor_shape` is the saved tensor's shape, for errors.
         """
-        copy, group = use.copy, use.group
+        copy, group = storage_use.copy, storage_use.group
         with self._hold_lock():
             if sum_version_counters(copy.counter) != copy.version:
-                raise make_in_place_error(shape, sum_version_counters(copy.counter), copy.version)
+                raise make_in_place_error(tensor_shape, sum_version_counters(copy.counter), copy.version)
             if copy.data is None:
                 self.late_bytes += copy.size
-                self._copy_back([copy])
+                self._copy_storages_to_device([copy])
             data = copy.data
             assert data is not None
             if copy.is_back:
                 assert copy.busy is not None
-                current = self._streams.current()
+                current = self._streams.get_current_stream()
                 copy.busy.make_stream_wait(current)
                 # A part may run on another stream than its block, if that stream begins with a wait
                 # for the block's.
                 if isinstance(current, torch.cuda.Stream) and current != copy.home:
                     data.record_stream(current)
-            # A retained graph begins a further turn: `_copy_back` copies back once more.
-            use.copy_turn, is_over = copy.handles.count_unpack(use.copy_turn)
+            # A retained graph begins a further backward, which copies the storage back once more.
+            storage_use.copy_backward_idx, is_over = copy.handles.count_unpack(
+                storage_use.copy_backward_idx
+            )
             if is_over and copy.piece is not None:
-                copy.free()
+                copy.free_device_memory()
             group.has_unpacked = True
-            use.group_turn, is_over = group.handles.count_unpack(use.group_turn)
+            storage_use.group_backward_idx, is_over = group.handles.count_unpack(
+                storage_use.group_backward_idx
+            )
             if is_over:
                 self._finished_groups.append(group)
         return data
 
-    def _copy_groups_back(
+    def _copy_groups_to_device(
         self, groups: Iterable[StorageGroup], freed_pieces: Sequence[Any] = ()
     ) -> None:
         """Start to copy groups to the device in order; free store memory `freed_pieces`."""
         for group in groups:
             copies = [c for c in reversed(group.new_copies) if c.handles.alive and c.data is None]
             if copies:
-                self._copy_back(copies, freed_pieces)
+                self._copy_storages_to_device(copies, freed_pieces)
                 freed_pieces = ()
         if freed_pieces:
             self._store.free_pieces(freed_pieces)
 
-    def _copy_back(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
+    def _copy_storages_to_device(
+        self, copies: Sequence[StorageCopy], freed_pieces: Sequence[Any] = ()
+    ) -> None:
         """Allocate `data` of storages on the device, start to copy back; free `freed_pieces`."""
-        home = self._streams.current()
+        home = self._streams.get_current_stream()
         for copy in copies:
             copy.data = torch.empty(copy.size, dtype=torch.uint8, device=self._streams.device)
             copy.home, copy.is_back = home, True
             self.back_bytes += copy.size
-        self._store.copy_back(copies, freed_pieces)
+        self._store.copy_to_device(copies, freed_pieces)
 
     @contextmanager
     def _hold_lock(self) -> Iterator[None]:
         """Return a context under the lock; pending deletions of handles are counted first."""
         with self._lock:
-            self._advance()
+            self._process_deletions()
             yield
-        self._advance_if_free()
+        self._process_deletions_if_unlocked()
 
-    def _advance_if_free(self) -> None:
-        """Call `_advance`, unless another thread has the lock and will call `_advance`."""
+    def _process_deletions_if_unlocked(self) -> None:
+        """Call `_process_deletions`, unless another thread has the lock and will call it."""
         while self._deleted_uses and self._lock.acquire(blocking=False):
             try:
-                self._advance(more_may_die=True)
+                self._process_deletions(more_deletions_follow=True)
             finally:
                 self._lock.release()
 
-    def _advance(self, *, more_may_die: bool = False) -> None:
+    def _process_deletions(self, *, more_deletions_follow: bool = False) -> None:
         """Count deleted handles, free their copies, and start to copy back the next groups.
 
-        With `more_may_die`, a finished group waits until all its handles are deleted.
+        With `more_deletions_follow`, a finished group waits until all its handles are deleted.
         """
         # Backward of a part has run when each of its handles was unpacked or has died. The copy
         # back of the next part starts when all of them have died, or at the next unpacking, which
@@ -303,21 +317,21 @@ class SavedStorages:
         while self._deleted_uses:
             use = self._deleted_uses.popleft()
             copy, group = use.copy, use.group
-            is_over = copy.handles.remove_handle(use.copy_turn)
+            is_over = copy.handles.remove_handle(use.copy_backward_idx)
             if not copy.handles.alive or (is_over and copy.piece is not None):
-                copy.free()
+                copy.free_device_memory()
             # The next user of host memory copies after work that has waited for its last reader.
             if not copy.handles.alive and copy.piece is not None:
                 freed_pieces.append(copy.piece)
                 copy.piece = None
-            if group.handles.remove_handle(use.group_turn) and group.has_unpacked:
+            if group.handles.remove_handle(use.group_backward_idx) and group.has_unpacked:
                 self._finished_groups.append(group)
         groups, self._finished_groups = self._finished_groups, []
         prefetch_groups: list[StorageGroup] = []
         for group in groups:
-            if more_may_die and group.handles.alive:
+            if more_deletions_follow and group.handles.alive:
                 self._finished_groups.append(group)
                 continue
             group.has_unpacked = False
             prefetch_groups += group.prefetch_groups
-        self._copy_groups_back(prefetch_groups, freed_pieces)
+        self._copy_groups_to_device(prefetch_groups, freed_pieces)

@@ -19,23 +19,23 @@ from moecore.kernels.meta import record_launch
 PIECE_BYTES = 8 * 2**20  # 150 us
 
 
-class Job(NamedTuple):
+class CopyJob(NamedTuple):
     """A copy to launch on a `CopyStream`: `run(target, source)`; None = copy all bytes."""
 
     target: Any
     source: Any
     run: Callable[[Any, Any], None] | None = None
 
-    def start(self, stream: CopyStream) -> None:
+    def launch_on(self, stream: CopyStream) -> None:
         """Launch the copy on the stream; on a CPU the copy is complete at return."""
         if self.run is None:
             stream.copy(self.target, self.source)
             return
-        with stream.as_current():
+        with stream.use_next_stream():
             self.run(self.target, self.source)
 
 
-class CopyMark:
+class CopyEvent:
     """A recorded event on a stream, after all work launched so far; on a CPU a no-op.
 
     `in_capture` = the event was recorded in a CUDA graph capture; None = query the stream.
@@ -74,22 +74,22 @@ class CopyStream:
         self._turns = [stream for stream in turns if stream is not None]
 
     @property
-    def next(self) -> Stream | None:
+    def next_stream(self) -> Stream | None:
         """The stream of the next copy; None on a CPU."""
         return self._turns[0] if self._turns else None
 
-    def as_current(self) -> AbstractContextManager[Any]:
+    def use_next_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which the stream of the next copy is the current one."""
-        return use_stream(self.next)
+        return use_stream(self.next_stream)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Start to copy `source` to `target`, of equal shape and dtype; contiguous if large."""
         if target.is_meta:
-            with self.as_current():
+            with self.use_next_stream():
                 record_launch(self.name, target)
             return
         if not target.is_cuda or target.nbytes <= PIECE_BYTES:
-            with torch.no_grad(), self.as_current():
+            with torch.no_grad(), self.use_next_stream():
                 target.copy_(source, non_blocking=bool(self._turns))
             return
         # A copy engine finishes all copies that one stream has queued before it takes a copy of
@@ -99,7 +99,7 @@ class CopyStream:
         numel = PIECE_BYTES // target.element_size()
         pieces = zip(target.view(-1).split(numel), source.view(-1).split(numel), strict=True)
         for piece, of_source in pieces:
-            with torch.no_grad(), self.as_current():
+            with torch.no_grad(), self.use_next_stream():
                 piece.copy_(of_source, non_blocking=True)
             self._turns[1].wait_event(self._turns[0].record_event())
             self._turns.reverse()
@@ -109,29 +109,29 @@ class CopyStream:
         if self._turns:
             self._turns[0].wait_stream(get_current_stream(self.device))
 
-    def start(self, jobs: Iterable[Job], *after: CopyMark) -> CopyMark:
-        """Launch copies after the current stream's work and the marks `after`; return their end."""
+    def start_copies(self, jobs: Iterable[CopyJob], *dependencies: CopyEvent) -> CopyEvent:
+        """Launch copies after the current stream's work and `dependencies`; return their end."""
         current = get_current_stream(self.device)
-        # The current stream waits, too: it has already waited for most of these marks.
-        for mark in after:
-            mark.make_stream_wait(current)
-        start_mark = CopyMark(current)
-        start_mark.make_stream_wait(self.next)
+        # The current stream waits, too: it has already waited for most of these events.
+        for event in dependencies:
+            event.make_stream_wait(current)
+        start_event = CopyEvent(current)
+        start_event.make_stream_wait(self.next_stream)
         for job in jobs:
-            job.start(self)
-        return CopyMark(self.next, start_mark.in_capture)
+            job.launch_on(self)
+        return CopyEvent(self.next_stream, start_event.in_capture)
 
-    def mark(self) -> CopyMark:
-        """Return a mark that is reached when all launched copies are done."""
-        return CopyMark(self.next)
+    def record_event(self) -> CopyEvent:
+        """Return an event that is complete when all launched copies are done."""
+        return CopyEvent(self.next_stream)
 
-    def wait_for_mark(self, mark: CopyMark) -> None:
-        """Make the current stream wait for a mark; the host does not wait."""
-        mark.make_stream_wait(get_current_stream(self.device))
+    def wait_for_event(self, event: CopyEvent) -> None:
+        """Make the current stream wait for an event; the host does not wait."""
+        event.make_stream_wait(get_current_stream(self.device))
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work is captured in a CUDA graph."""
-        return is_capturing(self.next)
+        return is_capturing(self.next_stream)
 
     def synchronize(self) -> None:
         """Wait for all started copies. Host sync."""
@@ -147,7 +147,7 @@ class CopyStreams:
         self.out = CopyStream(device, "copy to host")
         self.back = CopyStream(device, "copy to device")
 
-    def current(self) -> Stream | None:
+    def get_current_stream(self) -> Stream | None:
         """Return the current stream of the device; None on a CPU."""
         return get_current_stream(self.device)
 

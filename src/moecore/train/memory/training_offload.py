@@ -99,14 +99,14 @@ class TrainingOffload:
             MemoryError: when host memory is insufficient. The part is then on the device.
         """
         check_arguments(TrainingOffload.offload, locals())
-        self._check(selection)
+        self._check_may_offload(selection)
         reshard_units(self._model)
         for part in PARTS if selection == "all" else (selection,):
             if part in self._host_parts:
                 continue
             if part == "buffers":
                 self._free_buffers()
-            self._host_parts[part] = self._send(part)
+            self._host_parts[part] = self._move_part_to_host(part)
         if not self._guards:
             self._register_guards()
         if self._device.type == "cuda":
@@ -127,11 +127,11 @@ class TrainingOffload:
         for part in PARTS if selection == "all" else (selection,):
             storages = self._host_parts.get(part, [])
             while storages:
-                storages[-1].allocate()
+                storages[-1].allocate_device_memory()
                 storages[-1].memory.copy_(storages[-1].host, non_blocking=True)
                 storages.pop().move_to_device()
             while part == "buffers" and self._freed:
-                self._freed[-1].restore()
+                self._freed[-1].reallocate()
                 self._freed.pop()
             self._host_parts.pop(part, None)
         if not self._host_parts:
@@ -139,7 +139,7 @@ class TrainingOffload:
                 guard.remove()
             self._guards.clear()
 
-    def _check(self, selection: PartOrAll) -> None:
+    def _check_may_offload(self, selection: PartOrAll) -> None:
         """Raise ValueError within a step, or while a captured graph relies on tensor addresses."""
         progress = get_progress(self._model)
         if progress is not None:
@@ -158,25 +158,25 @@ class TrainingOffload:
 
     def _register_guards(self) -> None:
         """Register hooks that raise in forward and optimizer steps while parts are offloaded."""
-        check_forward = partial(self._check_parts, "forward", {"weights", "buffers"})
-        check_step = partial(self._check_parts, "optimizer.step()", set(PARTS))
+        check_forward = partial(self._check_parts_on_device, "forward", {"weights", "buffers"})
+        check_step = partial(self._check_parts_on_device, "optimizer.step()", set(PARTS))
         self._guards.append(self._model.register_forward_pre_hook(check_forward, prepend=True))
         self._guards += [o.register_step_pre_hook(check_step) for o in self._optimizers]
 
-    def _check_parts(self, verb: str, required_parts: set[str], *_: Any) -> None:
-        """Raise ValueError, which names the call `verb`, if a required part is offloaded."""
+    def _check_parts_on_device(self, caller: str, required_parts: set[str], *_: Any) -> None:
+        """Raise ValueError, which names `caller`, if a required part is offloaded."""
         lacks = self.offloaded_parts & required_parts
         if lacks:
             raise ValueError(
-                f"{verb} must not run while {', '.join(sorted(lacks))} of the training are off the "
-                "device: call onload() first"
+                f"{caller} must not run while {', '.join(sorted(lacks))} of the training are off "
+                "the device: call onload() first"
             )
 
-    def _send(self, part: Part) -> list[MovedStorage]:
+    def _move_part_to_host(self, part: Part) -> list[MovedStorage]:
         """Copy a part's storages to the host, free their device memory, and return the storages."""
         groups: dict[int, list[Tensor]] = {}
         for tensor in {
-            id(x): x for x in map(get_stored_local_tensor, self._list_values(part))
+            id(x): x for x in map(get_stored_local_tensor, self._list_part_tensors(part))
         }.values():
             if tensor.device == self._device and tensor.untyped_storage().nbytes():
                 groups.setdefault(get_storage_key(tensor), []).append(tensor)
@@ -195,7 +195,7 @@ class TrainingOffload:
             storage.move_to_host()
         return storages
 
-    def _list_values(self, part: Part) -> Iterator[Tensor]:
+    def _list_part_tensors(self, part: Part) -> Iterator[Tensor]:
         """Yield the tensors of a part; "buffers" has no tensors."""
         params = list(self._model.parameters())
         if part == "weights":
@@ -218,6 +218,6 @@ class TrainingOffload:
             if isinstance(record.stash, Stash):
                 record.stash.free_pages()
         units = [unit for engine in list_engines(self._model) for unit in engine.units]
-        self._freed = list(dict.fromkeys(b for unit in units for b in unit.buffers()))
+        self._freed = list(dict.fromkeys(b for unit in units for b in unit.list_buffers()))
         for buffer in self._freed:
             buffer.free()

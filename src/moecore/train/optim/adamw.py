@@ -217,13 +217,15 @@ class AdamW(torch.optim.AdamW):
             foreach_add_(steps, [increment] * len(steps))  # the host would read a single tensor
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
-    def _collect_tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:
+    def _collect_tensors(
+        self, param_group: dict[str, Any], first_param_idx: int
+    ) -> list[AdamWTensors]:
         """Return one record per launch, with the group's shards that have gradients.
 
-        `first` is the index of the group's first parameter among all parameters.
+        `first_param_idx` is the index of the group's first parameter among all parameters.
         """
         rows: dict[Any, list[tuple[Any, ...]]] = {}
-        for number, param in enumerate(group["params"], first):
+        for number, param in enumerate(param_group["params"], first_param_idx):
             if param.grad is None or (self.host_params and param in self.host_params):
                 continue
             state = self.prepare_state(param)
@@ -281,19 +283,19 @@ def find_state_dtypes(
     return dtypes
 
 
-def _read_options(group: dict[str, Any]) -> AdamWOptions:
+def _read_options(param_group: dict[str, Any]) -> AdamWOptions:
     """Return the current options of a param group; ValueError for `amsgrad` or `maximize`."""
     for name in ("amsgrad", "maximize"):
-        if group[name]:
+        if param_group[name]:
             raise ValueError(
-                f"{name} ({group[name]}) must be False: use torch.optim.AdamW(fused=True)"
+                f"{name} ({param_group[name]}) must be False: use torch.optim.AdamW(fused=True)"
             )
-    lr, (beta1, beta2) = group["lr"], group["betas"]
+    lr, (beta1, beta2) = param_group["lr"], param_group["betas"]
     return AdamWOptions(
         lr=lr.view(()) if isinstance(lr, Tensor) else lr,
         betas=(float(beta1), float(beta2)),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
+        eps=param_group["eps"],
+        weight_decay=param_group["weight_decay"],
     )
 
 
@@ -325,8 +327,8 @@ def _decode_moments(
     return {name: _reshape_like(param, x) for name, x in zip(MOMENTS, flat, strict=True)}
 
 
-def _reshape_like(param: Tensor, flat: Tensor) -> Tensor:
-    """Return a tensor (or DTensor) like `param` whose local shard has the values of `flat`."""
-    result = torch.empty_like(param, dtype=flat.dtype, device=flat.device)
-    get_local_tensor(result).copy_(flat.view_as(get_local_tensor(result)))
+def _reshape_like(param: Tensor, flat_shard: Tensor) -> Tensor:
+    """Return a tensor (or DTensor) like `param` whose local shard has the flat shard's values."""
+    result = torch.empty_like(param, dtype=flat_shard.dtype, device=flat_shard.device)
+    get_local_tensor(result).copy_(flat_shard.view_as(get_local_tensor(result)))
     return result

@@ -43,10 +43,10 @@ class MatrixBlock(NamedTuple):
 
     @property
     def is_view(self) -> bool:
-        """Whether `read` returns a view of the tensor."""
+        """Whether `read_from` returns a view of the tensor."""
         return not any(isinstance(i, Tensor) for i in (self.batch, self.rows, self.columns))
 
-    def read(self, tensors: Sequence[Tensor]) -> Tensor:
+    def read_from(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the block's values in `tensors[place]`, a view if `is_view`, otherwise a copy."""
         values = tensors[self.place]
         for dim, index in enumerate((self.batch, self.rows, self.columns)):
@@ -56,7 +56,7 @@ class MatrixBlock(NamedTuple):
                 values = values[(slice(None),) * dim + (index,)]
         return values
 
-    def write(self, tensors: Sequence[Tensor], values: Tensor) -> None:
+    def write_to(self, tensors: Sequence[Tensor], values: Tensor) -> None:
         """Copy `values`, which have the block's shape, into the block of `tensors[place]`."""
         target = tensors[self.place]
         indices = (self.batch, self.rows, self.columns)
@@ -64,7 +64,7 @@ class MatrixBlock(NamedTuple):
             target[indices].copy_(values)
             return
         pairs = zip(indices, target.shape, strict=True)
-        batch, rows, columns = (_convert_to_tensor(i, size, target) for i, size in pairs)
+        batch, rows, columns = (_expand_index(i, size, target) for i, size in pairs)
         target[batch[:, None, None], rows[:, None], columns] = values.to(target.dtype)
 
 
@@ -82,25 +82,33 @@ class ExchangeRound:
     returns: list[list[MatrixBlock]]  # blocks of `owned`, sent back to every replica
     results: list[list[MatrixBlock]]  # blocks of parameters, received from owners
 
-    def exchange(
-        self, like: Tensor, sources: Sequence[Tensor], *, back: bool, group: dist.ProcessGroup
+    def run_all_to_all(
+        self,
+        like: Tensor,
+        sources: Sequence[Tensor],
+        *,
+        is_return: bool,
+        group: dist.ProcessGroup,
     ) -> Tensor:
         """Run one all-to-all of the round; return the received values, 1D like `like`. Collective.
 
-        Without `back`, parts of `sources`, one tensor per parameter, are sent to owners. With
-        `back`, owners send `sources`, one tensor per entry of `owned`, to the replicas.
+        Without `is_return`, parts of `sources`, one tensor per parameter, are sent to
+        owners. With `is_return`, owners send `sources`, one tensor per entry of `owned`,
+        to the replicas.
         """
-        out, into = (self.returns, self.results) if back else (self.sends, self.receives)
-        pieces = [block.read(sources).reshape(-1) for blocks in out for block in blocks]
+        out, into = (self.returns, self.results) if is_return else (self.sends, self.receives)
+        pieces = [block.read_from(sources).reshape(-1) for blocks in out for block in blocks]
         send_buffer = torch.cat(pieces) if pieces else like.new_empty(0)
-        out_sizes, in_sizes = _compute_sizes(out), _compute_sizes(into)
+        out_sizes, in_sizes = _count_elements_by_rank(out), _count_elements_by_rank(into)
         recv_buffer = like.new_empty(sum(in_sizes))
         dist.all_to_all_single(recv_buffer, send_buffer, in_sizes, out_sizes, group=group)
         return recv_buffer
 
-    def unpack(self, recv_buffer: Tensor, *, back: bool) -> Iterator[tuple[MatrixBlock, Tensor]]:
-        """Split the result of `exchange` with the same `back`; yield (block, block values)."""
-        blocks = list(chain.from_iterable(self.results if back else self.receives))
+    def unpack_blocks(
+        self, recv_buffer: Tensor, *, is_return: bool
+    ) -> Iterator[tuple[MatrixBlock, Tensor]]:
+        """Split the result of `run_all_to_all`, with the same flag; yield (block, values)."""
+        blocks = list(chain.from_iterable(self.results if is_return else self.receives))
         sizes = [prod(block.shape) for block in blocks]
         for block, values in zip(blocks, recv_buffer.split(sizes), strict=True):
             yield block, values.view(block.shape)
@@ -115,26 +123,26 @@ class MatrixPlan:
     outputs: MatrixPlan | None = None  # plan of the tensors with one number per output
 
 
-def make_plan(
+def make_matrix_plan(
     params: Sequence[Tensor],
     layouts: Sequence[MatrixLayout],
-    group_of: Callable[[tuple[int, ...]], dist.ProcessGroup],
-    outputs: Sequence[Tensor] | None = None,
+    get_group: Callable[[tuple[int, ...]], dist.ProcessGroup],
+    output_means: Sequence[Tensor] | None = None,
 ) -> MatrixPlan:
     """Return this rank's plan of a Muon step, without communication.
 
-    `layouts[i]` is the matrix layout of `params[i]`. `group_of` returns the process group of global
-    ranks. `outputs` are the tensors of `make_output_means`, which are exchanged with their
-    matrices; None without NorMuon's `beta2`.
+    `layouts[i]` is the matrix layout of `params[i]`. `get_group` returns the process group of
+    global ranks. `output_means` are the tensors of `make_output_means`, which are exchanged with
+    their matrices; None without NorMuon's `beta2`.
     """
-    members = _list_members(params, layouts)
+    members = _list_planned_tensors(params, layouts)
     shared: dict[tuple[int, ...], list[_PlannedTensor]] = {}
     for member in members:
         if not member.shards.is_local:
             shared.setdefault(member.shards.ranks, []).append(member)
     rounds = []
     for ranks, group_members in shared.items():
-        group, rank = group_of(ranks), ranks.index(dist.get_rank())
+        group, rank = get_group(ranks), ranks.index(dist.get_rank())
         owners = _assign_owners(group_members, len(ranks))
         max_numel = ROUND_NUMEL * len(ranks)
         for round_members in group_by_size(group_members, lambda m: m.shards.numel, max_numel):
@@ -150,13 +158,15 @@ def make_plan(
             exchanges.append((group, _make_round(round_members, *assignment)))
         return MatrixPlan(local_blocks=local_blocks, rounds=exchanges)
 
-    if outputs is None:
+    if output_means is None:
         return make_rank_plan(members)
-    output_members = _list_members(outputs, [layout.make_output_layout() for layout in layouts])
+    output_members = _list_planned_tensors(
+        output_means, [layout.make_output_layout() for layout in layouts]
+    )
     return replace(make_rank_plan(members), outputs=make_rank_plan(output_members))
 
 
-def _list_members(
+def _list_planned_tensors(
     tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]
 ) -> list[_PlannedTensor]:
     """Return the planned tensor of each tensor; `layouts[i]` is the layout of `tensors[i]`."""
@@ -192,27 +202,27 @@ class _MatrixShards:
         self.replica_of = [tuple(coordinates[rank][i] for i in replicated) for rank in self.ranks]
         self.rank_parts = [layout.list_parts(param, coordinates[rank]) for rank in self.ranks]
         numbers = range(len(layout.shapes))
-        self.full_masks = [self._find_ranks_with_full(number) for number in numbers]
+        self.full_masks = [self._find_ranks_with_full_matrix(number) for number in numbers]
         self.is_local = all(
             bool((self._count_ranks_by_matrix(number) == 1).all() and (mask.sum(0) == 1).all())
             for number, mask in enumerate(self.full_masks)
         )
 
-    def _count_ranks_by_matrix(self, number: int) -> Tensor:
-        """Return int64 [batch]: how many ranks store elements of a matrix of section `number`."""
+    def _count_ranks_by_matrix(self, section_idx: int) -> Tensor:
+        """Return int64 [batch]: how many ranks store elements of each matrix of a section."""
         counts = torch.zeros(self.layout.batch, dtype=torch.int64, device="cpu")
         for parts in self.rank_parts:
-            part = parts[number]
+            part = parts[section_idx]
             if part.rows.numel() and part.columns.numel():
                 counts[part.batch] += 1
         return counts
 
-    def _find_ranks_with_full(self, number: int) -> Tensor:
-        """Return bool [ranks, batch]: whether a rank stores a full matrix of section `number`."""
+    def _find_ranks_with_full_matrix(self, section_idx: int) -> Tensor:
+        """Return bool [ranks, batch]: whether a rank stores the full matrix of a section."""
         mask = torch.zeros(len(self.ranks), self.layout.batch, dtype=torch.bool, device="cpu")
         for rank, parts in enumerate(self.rank_parts):
-            part = parts[number]
-            if (part.rows.numel(), part.columns.numel()) == self.layout.shapes[number]:
+            part = parts[section_idx]
+            if (part.rows.numel(), part.columns.numel()) == self.layout.shapes[section_idx]:
                 mask[rank, part.batch] = True
         return mask
 
@@ -224,40 +234,49 @@ class _PlannedTensor(NamedTuple):
     shards: _MatrixShards
     device: torch.device
 
-    def block(self, part: MatrixPart, number: int, mask: Tensor) -> MatrixBlock | None:
+    def make_block(
+        self, part: MatrixPart, section_idx: int, matrix_mask: Tensor
+    ) -> MatrixBlock | None:
         """Return the block of the tensor with the rows and columns of `part`; None = empty.
 
-        `number` is the index of the section. `mask` selects matrices of the local batch.
+        `section_idx` is the index of the section. `matrix_mask` selects matrices of the local
+        batch.
         """
-        (batch,) = mask.nonzero(as_tuple=True)
-        return _make_block(self.place, batch, part.rows, part.columns, number, self.device)
+        (batch,) = matrix_mask.nonzero(as_tuple=True)
+        return _make_block(self.place, batch, part.rows, part.columns, section_idx, self.device)
 
     def list_local_blocks(self) -> list[MatrixBlock]:
         """Return the blocks of this rank's local tensor, one per section that is not empty."""
         ranks, rank_parts = self.shards.ranks, self.shards.rank_parts
         parts = rank_parts[ranks.index(dist.get_rank())] if len(ranks) > 1 else rank_parts[0]
-        blocks = [self.block(p, i, torch.ones_like(p.batch) > 0) for i, p in enumerate(parts)]
+        blocks = [self.make_block(p, i, torch.ones_like(p.batch) > 0) for i, p in enumerate(parts)]
         return [block for block in blocks if block is not None]
 
 
 def _make_block(
-    place: int, batch: Tensor, rows: Tensor, columns: Tensor, part: int, device: torch.device
+    tensor_idx: int,
+    batch_idxs: Tensor,
+    row_idxs: Tensor,
+    column_idxs: Tensor,
+    section_idx: int,
+    device: torch.device,
 ) -> MatrixBlock | None:
     """Return the block with these int64 indices per dim; None if a dim is empty.
 
-    `place` is the index of the tensor in a list, and `part` the index of the layout's section.
+    `tensor_idx` is the index of the tensor in a list, and `section_idx` the index of the layout's
+    section.
     """
-    shape = (batch.numel(), rows.numel(), columns.numel())
+    shape = (batch_idxs.numel(), row_idxs.numel(), column_idxs.numel())
     if 0 in shape:
         return None
-    at = [_convert_index(index, device) for index in (batch, rows, columns)]
-    return MatrixBlock(place, at[0], at[1], at[2], shape, part)
+    at = [_compress_index(index, device) for index in (batch_idxs, row_idxs, column_idxs)]
+    return MatrixBlock(tensor_idx, at[0], at[1], at[2], shape, section_idx)
 
 
 Owners = dict[tuple[int, int], Tensor]  # (place of the parameter, part) -> int64 [batch]
 
 
-def _assign_owners(members: list[_PlannedTensor], num_ranks: int) -> Owners:
+def _assign_owners(tensors: list[_PlannedTensor], num_ranks: int) -> Owners:
     """Return (tensor index, section) -> int64 [batch], each matrix's owner as a group rank.
 
     Owners balance the cost of Newton-Schulz over `num_ranks` ranks. The result is equal on all
@@ -267,7 +286,7 @@ def _assign_owners(members: list[_PlannedTensor], num_ranks: int) -> Owners:
     owners: Owners = {}
     every = list(range(num_ranks))
     queue = []
-    for order, member in enumerate(members):
+    for order, member in enumerate(tensors):
         layout = member.shards.layout
         for part, shape in enumerate(layout.shapes):
             owners[member.place, part] = torch.zeros(layout.batch, dtype=torch.int64, device="cpu")
@@ -280,27 +299,27 @@ def _assign_owners(members: list[_PlannedTensor], num_ranks: int) -> Owners:
     for _, cost, order, part, i, choice in sorted(queue):
         owner = min(choice, key=lambda rank: (loads[rank], rank))
         loads[owner] -= cost
-        owners[members[order].place, part][i] = owner
+        owners[tensors[order].place, part][i] = owner
     return owners
 
 
-def _make_round(members: list[_PlannedTensor], owners: Owners, rank: int) -> ExchangeRound:
-    """Return the exchange of `members` with the owners of their matrices, as seen by `rank`.
+def _make_round(tensors: list[_PlannedTensor], owners: Owners, rank: int) -> ExchangeRound:
+    """Return the exchange of `tensors` with the owners of their matrices, as seen by `rank`.
 
     `owners` is the result of `_assign_owners`. `rank` is a group rank.
     """
-    num_ranks = len(members[0].shards.ranks)
+    num_ranks = len(tensors[0].shards.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
     sends, receives, returns, results = lists
     result = ExchangeRound([], [], sends, receives, returns, results)
-    for member in members:
+    for member in tensors:
         result.params.append(member.place)
         rank_parts, replica_of = member.shards.rank_parts, member.shards.replica_of
         for number, shape in enumerate(member.shards.layout.shapes):
             owner_of = owners[member.place, number]
             local_part = rank_parts[rank][number]
             for owner in range(num_ranks):
-                block = member.block(local_part, number, owner_of[local_part.batch] == owner)
+                block = member.make_block(local_part, number, owner_of[local_part.batch] == owner)
                 if block is not None:
                     result.results[owner].append(block)
                     if replica_of[owner] == replica_of[rank]:
@@ -323,7 +342,7 @@ def _make_round(members: list[_PlannedTensor], owners: Owners, rank: int) -> Exc
     return result
 
 
-def _convert_index(index: Tensor, device: torch.device) -> Index:
+def _compress_index(index: Tensor, device: torch.device) -> Index:
     """Return an index as a slice if its steps are equal, otherwise as a tensor on `device`."""
     first, step = int(index[0]), int(index[1] - index[0]) if index.numel() > 1 else 1
     if step > 0 and torch.equal(index, torch.arange(index.numel(), device="cpu") * step + first):
@@ -331,13 +350,13 @@ def _convert_index(index: Tensor, device: torch.device) -> Index:
     return index.to(device)
 
 
-def _convert_to_tensor(index: Index, size: int, like: Tensor) -> Tensor:
-    """Return an index of a dim of `size` as a tensor on the device of `like`."""
+def _expand_index(index: Index, dim_size: int, like: Tensor) -> Tensor:
+    """Return an index of a dim of `dim_size` as a tensor on the device of `like`."""
     if isinstance(index, Tensor):
         return index
-    return torch.arange(*index.indices(size), device=like.device)
+    return torch.arange(*index.indices(dim_size), device=like.device)
 
 
-def _compute_sizes(rank_blocks: list[list[MatrixBlock]]) -> list[int]:
+def _count_elements_by_rank(rank_blocks: list[list[MatrixBlock]]) -> list[int]:
     """Return the number of elements of each rank's blocks."""
     return [sum(prod(block.shape) for block in blocks) for blocks in rank_blocks]

@@ -27,7 +27,7 @@ from moecore.base.fields import check_value
 from moecore.base.streams import start_host_reads
 from moecore.base.torch_private import foreach_add_, get_local_tensor
 from moecore.train.memory.host import Slabs, explain_memory_errors, round_up_to_alignment
-from moecore.train.memory.streams import CopyMark, CopyStream
+from moecore.train.memory.streams import CopyEvent, CopyStream
 from moecore.train.optim.adamw import MOMENTS, AdamW, find_state_dtypes
 from moecore.train.optim.gradients import get_grad, run_closure
 from moecore.train.optim.state_offload import Fraction, compute_shard_bytes, select_largest
@@ -125,12 +125,12 @@ class HostAdamW(AdamW):
         slots = self._slots = self._slots or HostSlots(CopyStream(params[0].device), NUM_SLOTS)
         parts = [columns[:2] for _, columns in chunks]  # weights and gradients
         with self._explain_memory_errors():
-            slots.reserve(parts)
+            slots.reserve_slots(parts)
         values: dict[Any, Any] = {n: getattr(self, n, None) for n in ("found_inf", "grad_scale")}
         values |= {number: group["lr"] for number, group in enumerate(self.param_groups)}
         read_signals = start_host_reads(values)
         slots.stream.wait_for_current_stream()
-        host_copies = slots.start(parts)
+        host_copies = slots.start_copies(parts)
         try:
             inspect.unwrap(AdamW.step)(self)  # torch's hooks run around `step`, once
             signals = read_signals()  # the one host sync of a step for signals
@@ -141,7 +141,7 @@ class HostAdamW(AdamW):
                         slots.stream.copy(weight, copy)
                 foreach_add_([self.state[param]["step"] for param in params], 1)
         finally:  # later work reads updated weights and may free gradients
-            slots.stream.wait_for_mark(slots.stream.mark())
+            slots.stream.wait_for_event(slots.stream.record_event())
         return loss
 
     def _choose_host_params(self) -> None:
@@ -161,13 +161,13 @@ class HostAdamW(AdamW):
         subject = f"host_fraction ({self.host_fraction}) of the optimizer's state"
         return explain_memory_errors(subject)
 
-    def _collect_rows(self, group: dict[str, Any]) -> list[list[Row]]:
+    def _collect_rows(self, param_group: dict[str, Any]) -> list[list[Row]]:
         """Return, by dtypes, the local shards of a group that the host steps, one row per shard.
 
         A row is (weight, gradient, exp_avg, exp_avg_sq, step).
         """
         rows: dict[Any, list[Row]] = {}
-        for param in group["params"]:
+        for param in param_group["params"]:
             if param not in self.host_params or param.grad is None:
                 continue
             grad = get_grad(param)
@@ -181,18 +181,22 @@ class HostAdamW(AdamW):
         return list(rows.values())
 
     def _step_on_host(
-        self, number: int, columns: Columns, copies: Columns, signals: dict[Any, Any]
+        self, group_idx: int, columns: Columns, host_copies: Columns, signals: dict[Any, Any]
     ) -> None:
-        """Step a chunk of param group `number` on the CPU, in place.
+        """Step a chunk of param group `group_idx` on the CPU, in place.
 
-        `columns` are the fields of the chunk's rows. `copies` are host copies of the weights and
-        gradients. `signals` has "grad_scale", and the lr by group number. The moments and the
+        `columns` are the fields of the chunk's rows. `host_copies` are host copies of the weights
+        and gradients. `signals` has "grad_scale", and the lr by group number. The moments and the
         copied weights change.
         """
         # fp32 parameters have the bits of `torch.optim.AdamW(fused=True)` on a CPU. A GPU rounds
         # divisions and roots differently, by at most 2 fp32 ulps a step. bf16 and fp16 parameters
         # are stepped in fp32, with fp32 moments, and rounded to nearest, as `AdamW` does.
-        group, scale, (weights, grads) = self.param_groups[number], signals["grad_scale"], copies
+        group, scale, (weights, grads) = (
+            self.param_groups[group_idx],
+            signals["grad_scale"],
+            host_copies,
+        )
         (beta1, beta2), wide = group["betas"], torch.promote_types(weights[0].dtype, torch.float32)
         widened = [weight.to(wide) for weight in weights]
         if scale is not None:
@@ -209,7 +213,7 @@ class HostAdamW(AdamW):
             amsgrad=False,
             beta1=float(beta1),
             beta2=float(beta2),
-            lr=float(signals[number]),
+            lr=float(signals[group_idx]),
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
@@ -219,16 +223,18 @@ class HostAdamW(AdamW):
                 weight.copy_(result)
 
 
-def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> Iterator[list[Row]]:
+def cut_into_chunks(
+    rows: Iterable[Row], max_elements: int, cut_multiple: int
+) -> Iterator[list[Row]]:
     """Yield lists of rows with at most `max_elements` elements per column in total.
 
-    A row that does not fit is divided at a multiple of `multiple` elements.
+    A row that does not fit is cut at a multiple of `cut_multiple` elements.
     """
     chunk, room = list[Row](), max_elements
     for *tensors, scalar in rows:
         start, end = 0, tensors[0].numel()
         while start < end:
-            stop = min(end, start + room // multiple * multiple)
+            stop = min(end, start + room // cut_multiple * cut_multiple)
             if stop > start:
                 chunk.append((*(tensor[start:stop] for tensor in tensors), scalar))
             room, start = room - (stop - start), stop
@@ -246,7 +252,7 @@ class HostSlots:
         self.stream, self._num_slots = stream, num_slots
         self._slabs = Slabs(stream.device.type)
 
-    def reserve(self, chunks: Iterable[Columns]) -> None:
+    def reserve_slots(self, chunks: Iterable[Columns]) -> None:
         """Allocate slots for the largest of `chunks`, unless the slots are large enough."""
         num_bytes = max(map(_compute_slot_bytes, chunks), default=0)
         if self._slabs.num_bytes < num_bytes * self._num_slots:
@@ -254,13 +260,13 @@ class HostSlots:
             for _ in range(self._num_slots):
                 self._slabs.allocate_slab(num_bytes)
 
-    def start(self, chunks: Iterable[Columns]) -> Iterator[list[list[Tensor]]]:
+    def start_copies(self, chunks: Iterable[Columns]) -> Iterator[list[list[Tensor]]]:
         """Start the first copies to the host; return an iterator over the chunks' host copies.
 
         The host waits for each chunk's copy. Copies are valid until the iterator advances.
         """
         # Copies that the caller starts before it takes the next chunk precede the slot's next use.
-        remaining, filled = iter(chunks), deque[tuple[Tensor, list[list[Tensor]], CopyMark]]()
+        remaining, filled = iter(chunks), deque[tuple[Tensor, list[list[Tensor]], CopyEvent]]()
 
         def fill(memory: Tensor) -> None:
             """Start to copy the next chunk, if any, to a slot's memory."""
@@ -268,18 +274,19 @@ class HostSlots:
             if columns is not None:
                 parts = memory.chunk(len(columns))
                 copies = [
-                    _make_views(part, column) for part, column in zip(parts, columns, strict=True)
+                    _make_flat_views(part, column)
+                    for part, column in zip(parts, columns, strict=True)
                 ]
                 for targets, sources in zip(copies, columns, strict=True):
                     for target, source in zip(targets, sources, strict=True):
                         self.stream.copy(target, source)
-                filled.append((memory, copies, self.stream.mark()))
+                filled.append((memory, copies, self.stream.record_event()))
 
         def pass_through() -> Iterator[list[list[Tensor]]]:
             """Yield the copies of each chunk, and then fill its slot with a later chunk."""
             while filled:
-                memory, copies, mark = filled.popleft()
-                mark.synchronize()
+                memory, copies, event = filled.popleft()
+                event.synchronize()
                 yield copies
                 fill(memory)
 
@@ -294,8 +301,8 @@ def _compute_slot_bytes(columns: Columns) -> int:
     return len(columns) * round_up_to_alignment(max(sizes))
 
 
-def _make_views(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _make_flat_views(host_memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return flat views of uint8 memory, one after the other, with sizes and dtype of `like`."""
     num_bytes = sum(tensor.nbytes for tensor in like)
-    views = memory[:num_bytes].view(like[0].dtype).split([tensor.numel() for tensor in like])
+    views = host_memory[:num_bytes].view(like[0].dtype).split([tensor.numel() for tensor in like])
     return list(views)

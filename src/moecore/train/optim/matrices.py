@@ -71,6 +71,7 @@ class MatrixLayout(CheckedRecord):
     transposed: bool = False
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         if self.sections is not None:
             name = ("rows", "columns")[self.sections.dim]
             if self.sections.length != (length := getattr(self, name)):
@@ -99,10 +100,14 @@ class MatrixLayout(CheckedRecord):
             )
         return replace(self, rows=1) if self.transposed else replace(self, columns=1)
 
-    def view(self, local: Tensor) -> Tensor:
+    def view_as_matrices(self, local_shard: Tensor) -> Tensor:
         """View a local shard as [batch, rows, columns]; columns are its last dim. Shares memory."""
-        first, *middle, last = local.shape
-        return local[None] if local.ndim == 2 else local.view(first, math.prod(middle), last)
+        first, *middle, last = local_shard.shape
+        return (
+            local_shard[None]
+            if local_shard.ndim == 2
+            else local_shard.view(first, math.prod(middle), last)
+        )
 
     def list_parts(
         self, param: Tensor, coordinate: Sequence[int] | None = None
@@ -134,12 +139,12 @@ class MatrixPart(NamedTuple):
     matrix_columns: Tensor  # as `matrix_rows`
 
 
-def _list_pieces(sections: MatrixCut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (positions in `index`, indices in the section's matrix) for each section of a cut.
+def _list_pieces(sections: MatrixCut, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (positions in `indices`, indices in the section's matrix) for each section of a cut.
 
-    `index` has int64 indices in the stored matrix, along the dim that is cut.
+    `indices` has int64 indices in the stored matrix, along the dim that is cut.
     """
-    run, place = index // sum(sections.sizes), index % sum(sections.sizes)
+    run, place = indices // sum(sections.sizes), indices % sum(sections.sizes)
     start = 0
     for size in sections.sizes:
         (positions,) = ((place >= start) & (place < start + size)).nonzero(as_tuple=True)
@@ -244,10 +249,12 @@ def _find_owners(model: nn.Module) -> dict[nn.Parameter, list[_Owner]]:
     return owners
 
 
-def _apply_override(name: str, decision: Decision, override: Choice | MatrixCut | None) -> Decision:
+def _apply_override(
+    param_name: str, decision: Decision, override: Choice | MatrixCut | None
+) -> Decision:
     """Return the decision after `override`; None = unchanged.
 
-    ValueError if `override` needs a matrix and parameter `name` is no matrix.
+    ValueError if `override` needs a matrix and parameter `param_name` is no matrix.
     """
     param, layout, _ = decision
     if override is None or (override == "muon" and layout is not None):
@@ -257,23 +264,23 @@ def _apply_override(name: str, decision: Decision, override: Choice | MatrixCut 
     full_layout = layout or _make_full_layout(param)
     if full_layout is None:
         raise ValueError(
-            f"overrides ({override!r}) must be 'adamw' for {name} {tuple(param.shape)}, which is "
-            "no matrix: correct the pattern"
+            f"overrides ({override!r}) must be 'adamw' for {param_name} {tuple(param.shape)}, "
+            "which is no matrix: correct the pattern"
         )
     sections = override if isinstance(override, MatrixCut) else full_layout.sections
     return Decision(param, replace(full_layout, sections=sections), "overridden")
 
 
 def _choose_layout(
-    path: str, module: nn.Module, parent: nn.Module, leaf: str
+    module_path: str, module: nn.Module, parent_module: nn.Module, param_name: str
 ) -> tuple[MatrixLayout | None, str]:
-    """Return the layout of parameter `leaf` of `module` (None = AdamW), and the reason as text.
+    """Return the layout of a parameter of `module` (None = AdamW), and the reason as text.
 
-    `path` is the module's qualified name.
+    `module_path` is the module's qualified name.
     """
-    param, last = getattr(module, leaf), path.rpartition(".")[2]
+    param, last = getattr(module, param_name), module_path.rpartition(".")[2]
     if isinstance(module, Experts):
-        return _make_expert_layout(module, leaf)
+        return _make_expert_layout(module, param_name)
     is_thin = 1 in param.shape
     if param.ndim < 2 or (is_thin and param.ndim > 2):
         return None, VECTOR
@@ -281,10 +288,10 @@ def _choose_layout(
         return None, EMBEDDING
     if getattr(module, "is_fsdp_head", False) or last in HEADS:
         return None, HEAD
-    if "lora_" in path or "lora_" in leaf:
+    if "lora_" in module_path or "lora_" in param_name:
         return None, "a low-rank factor"
     if isinstance(module, SharedExpert):
-        return _make_shared_layout(module, leaf)
+        return _make_shared_layout(module, param_name)
     if is_thin:
         return None, "a linear of one output" if isinstance(module, nn.Linear) else VECTOR
     if isinstance(module, Router) or (last in ROUTERS and param.ndim == 2):
@@ -292,7 +299,7 @@ def _choose_layout(
     if isinstance(module, Latent):
         return _make_full_layout(param), "latent projection"
     if isinstance(module, nn.Linear):
-        return _make_linear_layout(module, parent, last)
+        return _make_linear_layout(module, parent_module, last)
     return None, f"{type(module).__name__} is not known to multiply by it"
 
 
@@ -304,14 +311,14 @@ def _make_full_layout(param: Tensor) -> MatrixLayout | None:
     return MatrixLayout(batch=batch, rows=rows, columns=columns)
 
 
-def _make_expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | None, str]:
-    """Return the layout of weight `leaf` of routed experts (None for a bias), and the reason."""
-    layout, config, param = experts.layout, experts.config, getattr(experts, leaf)
-    if leaf not in (layout.w1, layout.w2, layout.w3):
+def _make_expert_layout(experts: Experts, param_name: str) -> tuple[MatrixLayout | None, str]:
+    """Return the layout of a weight of routed experts (None for a bias), and the reason."""
+    layout, config, param = experts.layout, experts.config, getattr(experts, param_name)
+    if param_name not in (layout.w1, layout.w2, layout.w3):
         return None, BIAS
     E, D, F = config.num_experts, config.expert_dim, config.hidden_dim
-    outputs, inputs, sections = (D, F, None) if leaf == layout.w2 else (F, D, None)
-    if leaf == layout.w1 and config.gated and not experts.is_separate:
+    outputs, inputs, sections = (D, F, None) if param_name == layout.w2 else (F, D, None)
+    if param_name == layout.w1 and config.gated and not experts.is_separate:
         outputs, dim = 2 * F, int(layout.transposed)
         if layout.gate_up == "interleaved":
             sections = MatrixCut(dim=dim, sizes=(1, 1), repeats=F)
@@ -325,53 +332,63 @@ def _make_expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | Non
     return matrix_layout, "routed experts"
 
 
-def _make_shared_layout(shared: SharedExpert, leaf: str) -> tuple[MatrixLayout | None, str]:
-    """Return the layout of weight `leaf` of shared experts (None for a gate), and the reason."""
-    if leaf == "gate":
+def _make_shared_layout(
+    shared_expert: SharedExpert, param_name: str
+) -> tuple[MatrixLayout | None, str]:
+    """Return the layout of a weight of shared experts (None for a gate), and the reason."""
+    if param_name == "gate":
         return None, "gates of shared experts"
-    rows, columns = getattr(shared, leaf).shape
-    halves = leaf == "w1" and shared.config.gated
+    rows, columns = getattr(shared_expert, param_name).shape
+    halves = param_name == "w1" and shared_expert.config.gated
     sections = MatrixCut(sizes=(rows // 2, rows // 2)) if halves else None
     return MatrixLayout(batch=1, rows=rows, columns=columns, sections=sections), "shared experts"
 
 
 def _make_linear_layout(
-    linear: nn.Linear, parent: nn.Module, last: str
+    linear: nn.Linear, parent_module: nn.Module, linear_name: str
 ) -> tuple[MatrixLayout | None, str]:
-    """Return the layout of a linear named `last` (None = unknown order), and the reason."""
+    """Return the layout of a linear named `linear_name` (None = unknown order), and the reason."""
     rows, columns = linear.weight.shape
-    sections = MatrixCut(sizes=(rows // 2, rows // 2)) if last == "gate_up_proj" else None
-    if any(word in last for word in FUSED):
-        sections = _find_fused_cut(parent, last, rows)
+    sections = MatrixCut(sizes=(rows // 2, rows // 2)) if linear_name == "gate_up_proj" else None
+    if any(word in linear_name for word in FUSED):
+        sections = _find_fused_cut(parent_module, linear_name, rows)
         if sections is None:
             return None, "queries, keys and values in an unknown order: give a MatrixCut"
     return MatrixLayout(batch=1, rows=rows, columns=columns, sections=sections), "linear"
 
 
-def _find_fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
-    """Return the cut of linear `last` of `parent` into q, k and v; None = unknown.
+def _find_fused_cut(parent_module: Any, linear_name: str, num_rows: int) -> MatrixCut | None:
+    """Return the cut of linear `linear_name` of `parent_module` into q, k and v; None = unknown.
 
-    `rows` is the number of rows of the linear's weight.
+    `num_rows` is the number of rows of the linear's weight.
     """
-    if last == "qkv_proj" and hasattr(parent, "o_proj"):  # Phi-3
-        queries = parent.o_proj.weight.shape[1]
-        return MatrixCut(sizes=(queries, (rows - queries) // 2, (rows - queries) // 2))
-    if last == "in_proj_qkv" and hasattr(parent, "key_dim"):  # Qwen3.5's linear attention
-        return MatrixCut(sizes=(parent.key_dim, parent.key_dim, parent.value_dim))
-    if last == "in_proj_qkvz" and hasattr(parent, "num_k_heads"):  # Qwen3-Next, with an output gate
-        heads, key = parent.num_k_heads, parent.head_k_dim
-        value = parent.num_v_heads * parent.head_v_dim // heads
+    if linear_name == "qkv_proj" and hasattr(parent_module, "o_proj"):  # Phi-3
+        queries = parent_module.o_proj.weight.shape[1]
+        return MatrixCut(sizes=(queries, (num_rows - queries) // 2, (num_rows - queries) // 2))
+    if linear_name == "in_proj_qkv" and hasattr(
+        parent_module, "key_dim"
+    ):  # Qwen3.5's linear attention
+        return MatrixCut(
+            sizes=(parent_module.key_dim, parent_module.key_dim, parent_module.value_dim)
+        )
+    if linear_name == "in_proj_qkvz" and hasattr(
+        parent_module, "num_k_heads"
+    ):  # Qwen3-Next, with an output gate
+        heads, key = parent_module.num_k_heads, parent_module.head_k_dim
+        value = parent_module.num_v_heads * parent_module.head_v_dim // heads
         return MatrixCut(sizes=(key, key, value, value), repeats=heads)
     return None
 
 
-def compute_lr_factor(layout: MatrixLayout, shape: tuple[int, int], adjust: str) -> float:
-    """Return Muon's factor on lr for a matrix of `shape` (rows, columns), a section of `layout`.
+def compute_lr_factor(
+    layout: MatrixLayout, matrix_shape: tuple[int, int], adjust_lr_fn: str
+) -> float:
+    """Return Muon's factor on lr for a matrix (rows, columns), a section of `layout`.
 
-    The factor is 0.2 * sqrt(longer side) if `adjust` is "match_rms_adamw"; otherwise sqrt(outputs /
-    inputs), at least 1.
+    The factor is 0.2 * sqrt(longer side) if `adjust_lr_fn` is "match_rms_adamw"; otherwise
+    sqrt(outputs / inputs), at least 1.
     """
-    if adjust == "match_rms_adamw":
-        return float(0.2 * max(shape) ** 0.5)
-    outputs, inputs = reversed(shape) if layout.transposed else shape
+    if adjust_lr_fn == "match_rms_adamw":
+        return float(0.2 * max(matrix_shape) ** 0.5)
+    outputs, inputs = reversed(matrix_shape) if layout.transposed else matrix_shape
     return float(max(1.0, outputs / inputs) ** 0.5)

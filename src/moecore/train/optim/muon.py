@@ -36,7 +36,7 @@ from moecore.base.fields import (
 )
 from moecore.base.torch_private import get_local_tensor, zeros_like
 from moecore.kernels.momentum import momentum_
-from moecore.train.optim.exchange import ExchangeRound, MatrixBlock, MatrixPlan, make_plan
+from moecore.train.optim.exchange import ExchangeRound, MatrixBlock, MatrixPlan, make_matrix_plan
 from moecore.train.optim.gradients import get_grad, get_scale_signals, run_closure
 from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout, compute_lr_factor
 from moecore.train.optim.output_means import divide_by_means_, make_output_means
@@ -65,9 +65,9 @@ class MuonOptions(CheckedRecord):
     beta2: Momentum | None = None
 
     @classmethod
-    def from_group(cls, group: dict[str, Any]) -> MuonOptions:
+    def from_group(cls, param_group: dict[str, Any]) -> MuonOptions:
         """Return the current options of a param group; ValueError if one is out of range."""
-        options = {f.name: group[f.name] for f in fields(cls) if f.name in group}
+        options = {f.name: param_group[f.name] for f in fields(cls) if f.name in param_group}
         options["ns_coefficients"] = tuple(options["ns_coefficients"])
         options["adjust_lr_fn"] = options["adjust_lr_fn"] or "original"  # torch's None
         return cls(**options)
@@ -176,9 +176,9 @@ class Muon(torch.optim.Optimizer):
         """Return the dtype of a parameter's momentum: fp32, or fp64 for fp64 parameters."""
         return torch.promote_types(param.dtype, torch.float32)
 
-    def get_state_template(self, param: nn.Parameter, slot: str) -> Tensor:
-        """Return a tensor with the shape and placements of state `slot` of `param`; values vary."""
-        if slot == MEANS:
+    def get_state_template(self, param: nn.Parameter, state_name: str) -> Tensor:
+        """Return a tensor with the shape and placements of a state of `param`; values vary."""
+        if state_name == MEANS:
             return make_output_means(param, self.layouts[param], self.get_moment_dtype(param))
         return param
 
@@ -216,7 +216,7 @@ class Muon(torch.optim.Optimizer):
         if key not in self._plans:
             layouts = [self.layouts[param] for param in params]
             means = [self.state[param][MEANS] for param in params] if has_means else None
-            self._plans[key] = make_plan(params, layouts, self._get_process_group, means)
+            self._plans[key] = make_matrix_plan(params, layouts, self._get_process_group, means)
         return self._plans[key]
 
     def _get_process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -253,7 +253,7 @@ class _MuonStep:
         self.layouts = [optimizer.layouts[param] for param in params]
         slots = ["momentum_buffer"] + [MEANS] * (options.beta2 is not None)
         states = [[_prepare_state(optimizer, param, slot) for slot in slots] for param in params]
-        self.views = [*map(_make_views, params, self.layouts, states)]
+        self.views = [*map(_make_matrix_views, params, self.layouts, states)]
         device = self.views[0].weight.device
         self.grad_scale, self.found_inf = get_scale_signals(optimizer, device)
         lr, full = options.lr, partial(torch.full, (), dtype=torch.float32, device=device)
@@ -292,77 +292,83 @@ class _MuonStep:
             yield chunk
 
     def _step_local_matrices(
-        self, chunk: list[tuple[int, slice, list[MatrixBlock]]], outputs: MatrixPlan | None
+        self, chunk: list[tuple[int, slice, list[MatrixBlock]]], means_plan: MatrixPlan | None
     ) -> None:
-        """Update a chunk of unsharded matrices; `outputs` plans NorMuon's means (None = off)."""
+        """Update a chunk of unsharded matrices; `means_plan` plans NorMuon's means (None = off)."""
         targets, matrices = [], []
         for place, batch, blocks in chunk:
             views = self.views[place].slice_matrices(batch)
             update = self._update_momentum(views.grad, views.momentum)
-            beside = outputs.local_blocks[place] if outputs else blocks
+            beside = means_plan.local_blocks[place] if means_plan else blocks
             for block, of_means in zip(blocks, beside, strict=True):
                 weight_block, means_block = (
                     b._replace(place=0, batch=slice(None)) for b in (block, of_means)
                 )
-                matrices.append(weight_block.read([update]))
+                matrices.append(weight_block.read_from([update]))
                 targets.append((place, weight_block, means_block, views))
         orthogonal = orthogonalize_all(matrices, **self.ns_options)
         pairs = zip(targets, orthogonal, strict=True)
         for (place, weight_block, means_block, views), values in pairs:
             if views.means is not None:
-                means = means_block.read([views.means])
+                means = means_block.read_from([views.means])
                 self._divide_by_means(values, means)
-                means_block.write([views.means], means)
+                means_block.write_to([views.means], means)
             self._apply_update(views.weight, weight_block, values, self.layouts[place])
 
     def _step_round(
-        self, matrix_round: ExchangeRound, of_means: ExchangeRound | None, group: dist.ProcessGroup
+        self,
+        matrix_round: ExchangeRound,
+        means_round: ExchangeRound | None,
+        group: dist.ProcessGroup,
     ) -> None:
         """Update sharded matrices: exchange them with their owners, which orthogonalise them.
 
-        `of_means` exchanges NorMuon's means (None = off). `group` runs all exchanges.
+        `means_round` exchanges NorMuon's means (None = off). `group` runs all exchanges.
         """
         views = self.views
         updates: list[Any] = [None] * len(views)
         for place in matrix_round.params:
             updates[place] = self._update_momentum(views[place].grad, views[place].momentum)
         like = updates[matrix_round.params[0]]
-        recv_buffer = matrix_round.exchange(like, updates, back=False, group=group)
+        recv_buffer = matrix_round.run_all_to_all(like, updates, is_return=False, group=group)
         owned = [like.new_empty(shape) for shape in matrix_round.owned]
-        for block, values in matrix_round.unpack(recv_buffer, back=False):
-            block.write(owned, values)
+        for block, values in matrix_round.unpack_blocks(recv_buffer, is_return=False):
+            block.write_to(owned, values)
         del updates, recv_buffer
         orthogonal = orthogonalize_all(owned, **self.ns_options)
-        if of_means is not None:
-            self._divide_owned_by_means(orthogonal, of_means, group)
-        recv_buffer = matrix_round.exchange(like, orthogonal, back=True, group=group)
-        for block, values in matrix_round.unpack(recv_buffer, back=True):
+        if means_round is not None:
+            self._divide_owned_by_means(orthogonal, means_round, group)
+        recv_buffer = matrix_round.run_all_to_all(like, orthogonal, is_return=True, group=group)
+        for block, values in matrix_round.unpack_blocks(recv_buffer, is_return=True):
             self._apply_update(views[block.place].weight, block, values, self.layouts[block.place])
 
     def _divide_owned_by_means(
-        self, orthogonal: list[Tensor], of_means: ExchangeRound, group: dist.ProcessGroup
+        self,
+        orthogonal_matrices: list[Tensor],
+        means_round: ExchangeRound,
+        group: dist.ProcessGroup,
     ) -> None:
-        """On owners, update the means and divide `orthogonal` matrices by their roots, in place.
+        """On owners, update the means and divide the matrices by their roots, in place.
 
-        `of_means` exchanges the means of the same matrices with the owners.
+        `means_round` exchanges the means of the same matrices with the owners.
         """
         means: list[Any] = [view.means for view in self.views]
-        like = means[of_means.params[0]]
-        recv_buffer = of_means.exchange(like, means, back=False, group=group)
-        owned = [like.new_empty(shape) for shape in of_means.owned]
-        for block, values in of_means.unpack(recv_buffer, back=False):
-            block.write(owned, values)
-        for values, matrix_means in zip(orthogonal, owned, strict=True):
+        like = means[means_round.params[0]]
+        recv_buffer = means_round.run_all_to_all(like, means, is_return=False, group=group)
+        owned = [like.new_empty(shape) for shape in means_round.owned]
+        for block, values in means_round.unpack_blocks(recv_buffer, is_return=False):
+            block.write_to(owned, values)
+        for values, matrix_means in zip(orthogonal_matrices, owned, strict=True):
             self._divide_by_means(values, matrix_means)
-        recv_buffer = of_means.exchange(like, owned, back=True, group=group)
-        for block, values in of_means.unpack(recv_buffer, back=True):
-            block.write(means, values)
+        recv_buffer = means_round.run_all_to_all(like, owned, is_return=True, group=group)
+        for block, values in means_round.unpack_blocks(recv_buffer, is_return=True):
+            block.write_to(means, values)
 
-    def _divide_by_means(self, values: Tensor, means: Tensor) -> None:
-        """Update `means` with the squares of `values`; divide `values` by the roots of `means`."""
+    def _divide_by_means(self, updates: Tensor, means: Tensor) -> None:
+        """Update `means` with the squared `updates`; divide `updates` by the roots of `means`."""
         beta2 = self.options.beta2
         assert beta2 is not None, "there are means"
-        divide_by_means_(values, means, beta2=beta2, found_inf=self.found_inf)
+        divide_by_means_(updates, means, beta2=beta2, found_inf=self.found_inf)
 
     def _update_momentum(self, grad: Tensor, momentum: Tensor) -> Tensor:
         """Update `momentum` in place with `grad`; return the update to orthogonalise, a copy."""
@@ -377,40 +383,42 @@ class _MuonStep:
         )
 
     def _apply_update(
-        self, weight: Tensor, block: MatrixBlock, values: Tensor, layout: MatrixLayout
+        self, weight: Tensor, block: MatrixBlock, update: Tensor, layout: MatrixLayout
     ) -> None:
-        """Apply weight decay to a block of `weight` in place, and subtract its lr * `values`."""
+        """Apply weight decay to a block of `weight` in place, and subtract its lr * `update`."""
         factor = compute_lr_factor(layout, layout.shapes[block.part], self.options.adjust_lr_fn)
         local_block = block._replace(place=0)
-        old = local_block.read([weight])
+        old = local_block.read_from([weight])
         wide = torch.promote_types(weight.dtype, torch.float32)
         step = (self.lr * factor).to(wide)
         if old.dtype == wide and local_block.is_view:
-            old.mul_(self.decay).addcmul_(values, step, value=-1)
+            old.mul_(self.decay).addcmul_(update, step, value=-1)
         else:
-            new = (old.to(wide) * self.decay).addcmul_(values, step, value=-1)
-            local_block.write([weight], new)
+            new = (old.to(wide) * self.decay).addcmul_(update, step, value=-1)
+            local_block.write_to([weight], new)
 
 
-def _make_views(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) -> _MatrixViews:
+def _make_matrix_views(
+    param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]
+) -> _MatrixViews:
     """Return this rank's shards of a parameter, its gradient and state as [b, R, C]."""
     tensors = [
         get_local_tensor(param.detach()),
         get_local_tensor(get_grad(param)).contiguous(),
         *map(get_local_tensor, state),
     ]
-    return _MatrixViews(*map(layout.view, tensors))
+    return _MatrixViews(*map(layout.view_as_matrices, tensors))
 
 
-def _prepare_state(optimizer: Muon, param: nn.Parameter, slot: str) -> Tensor:
-    """Return state `slot` of `param` in `get_moment_dtype`; zeros before the first step."""
+def _prepare_state(optimizer: Muon, param: nn.Parameter, state_name: str) -> Tensor:
+    """Return state `state_name` of `param` in `get_moment_dtype`; zeros before the first step."""
     state: dict[str, Tensor] = optimizer.state[param]
     dtype = optimizer.get_moment_dtype(param)
-    value = state.get(slot)
+    value = state.get(state_name)
     if value is None:
-        value = zeros_like(optimizer.get_state_template(param, slot), dtype)
-    state[slot] = value.to(param.device, dtype)
-    return state[slot]
+        value = zeros_like(optimizer.get_state_template(param, state_name), dtype)
+    state[state_name] = value.to(param.device, dtype)
+    return state[state_name]
 
 
 def orthogonalize(

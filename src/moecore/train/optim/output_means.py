@@ -65,6 +65,6 @@ def divide_by_means_(
         x.copy_(divided * (norm / new_norm.clamp(min=EPS)))
 
 
-def _reduce_shape(shape: torch.Size, dim: int) -> torch.Size:
-    """Return the shape with size 1 in `dim`."""
-    return torch.Size((*shape[:dim], 1, *shape[dim + 1 :]))
+def _reduce_shape(shape: torch.Size, reduced_dim: int) -> torch.Size:
+    """Return the shape with size 1 in `reduced_dim`."""
+    return torch.Size((*shape[:reduced_dim], 1, *shape[reduced_dim + 1 :]))

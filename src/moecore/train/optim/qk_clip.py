@@ -40,18 +40,18 @@ from moecore.parallel.model.parallel_state import find_staged_module, get_reques
 BLOCK_NUMEL = 1 << 26  # logits that exist at once
 
 
-def _update_max(
+def _update_max_logits_by_block(
     max_H: Tensor,
     q_BTHd: Tensor,
     k_BShd: Tensor,
-    places_T: Tensor | None,
+    positions_T: Tensor | None,
     cu_seqlens: Tensor | None,
     padding_BS: Tensor | None,
     scale: float,
 ) -> None:
     """Update `max_H` in place with the largest attention logit q k * `scale` of each head.
 
-    `places_T` are positions of queries in the full row; None = 0 .. T - 1. Padding (True in
+    `positions_T` are positions of queries in the full row; None = 0 .. T - 1. Padding (True in
     `padding_BS`), later keys and keys of other documents do not count.
     """
     document_S = None
@@ -68,8 +68,8 @@ def _update_max(
     size = max(1, BLOCK_NUMEL // (B * H * S))
     for start in range(0, T, size):
         stop = min(T, start + size)
-        seen = stop if places_T is None else S
-        query_places_T1 = (keys_S if places_T is None else places_T)[start:stop, None]
+        seen = stop if positions_T is None else S
+        query_places_T1 = (keys_S if positions_T is None else positions_T)[start:stop, None]
         rows = q_BhgTd[..., start:stop, :].flatten(2, 3)
         scores = (rows @ k_BhdS[..., :seen]).unflatten(2, (H // h, stop - start))
         hidden = keys_S[:seen] > query_places_T1
@@ -85,7 +85,7 @@ def _update_max(
 
 _update_max_op = Op(
     "update_max_scores",
-    _update_max,
+    _update_max_logits_by_block,
     lambda max_H, q, k, places, cu_seqlens, padding, scale: None,
     mutates_args=("max_H",),
 )
@@ -165,7 +165,7 @@ class QKClip:
             if isinstance(is_skipped, Tensor) or is_skipped:
                 exceeds_H &= ~torch.as_tensor(is_skipped, device=max_H.device)
             if watcher.is_trained:
-                watcher.scale((self.tau / max_H).where(exceeds_H, 1.0))
+                watcher.scale_logits((self.tau / max_H).where(exceeds_H, 1.0))
             self.max_scores[watcher.name] = max_H
             watcher.max_H.fill_(-torch.inf)
 
@@ -191,7 +191,7 @@ class _Projection(NamedTuple):
         """The weight of the linear."""
         return next(iter(self.params))
 
-    def scale(self, factors_Hd: Tensor) -> None:
+    def scale_rows(self, factors_Hd: Tensor) -> None:
         """Multiply row h * d + i of weight and bias by `factors_Hd[h, i]`, in place."""
         for param, rows in self.params.items():
             local = get_local_tensor(param)
@@ -202,16 +202,18 @@ class _Projection(NamedTuple):
 class _ScoreWatcher:
     """Records the maximum logit of each local head of an attention module, in `max_H`.
 
-    `num_heads` counts the heads of all tp ranks. `queries` and `keys` are the names of the linears
-    in `module` that compute queries and keys.
+    `num_heads` counts the heads of all tp ranks. `query_linear` and `key_linear` are the names of
+    the linears in `module` that compute queries and keys.
     """
 
-    def __init__(self, name: str, module: Any, num_heads: int, queries: str, keys: str) -> None:
+    def __init__(
+        self, name: str, module: Any, num_heads: int, query_linear: str, key_linear: str
+    ) -> None:
         self.name, self.module, self.num_heads = name, module, num_heads
         if module.observe_scores is not None:
             raise ValueError(f"{name} must be watched by one QKClip: close() the other")
-        self.queries = _Projection.from_linear(getattr(module, queries))
-        self.keys = _Projection.from_linear(getattr(module, keys))
+        self.queries = _Projection.from_linear(getattr(module, query_linear))
+        self.keys = _Projection.from_linear(getattr(module, key_linear))
         size, self.first = 1, 0
         if module.tp is not None:
             size = module.tp.size
@@ -280,19 +282,19 @@ class _ScoreWatcher:
         full_max_H[self.first : self.first + self.max_H.numel()] = self.max_H
         return full_max_H
 
-    def scale(self, gamma_H: Tensor) -> None:
+    def scale_logits(self, gamma_H: Tensor) -> None:
         """Multiply the logits of head h by `gamma_H[h]`: scale its projections in place."""
         if isinstance(self.module, LatentAttention):
             mla, root_H1 = self.module.mla, gamma_H.sqrt()[:, None]
             n, r, v = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
             turned = gamma_H[:, None].expand(-1, r)
-            self.queries.scale(torch.cat((root_H1.expand(-1, n), turned), dim=1))
+            self.queries.scale_rows(torch.cat((root_H1.expand(-1, n), turned), dim=1))
             values = torch.ones_like(root_H1).expand(-1, v)
-            self.keys.scale(torch.cat((root_H1.expand(-1, n), values), dim=1))
+            self.keys.scale_rows(torch.cat((root_H1.expand(-1, n), values), dim=1))
             return
         config = self.module.config
         gamma_hg = gamma_H.unflatten(0, (config.num_kv_heads, -1))
         root_h1 = gamma_hg.amin(dim=1, keepdim=True).sqrt()
         of_queries_H1 = (gamma_hg / root_h1).flatten()[:, None]
-        self.queries.scale(of_queries_H1.expand(-1, config.head_dim))
-        self.keys.scale(root_h1.expand(-1, config.head_dim))
+        self.queries.scale_rows(of_queries_H1.expand(-1, config.head_dim))
+        self.keys.scale_rows(root_h1.expand(-1, config.head_dim))

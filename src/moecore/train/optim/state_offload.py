@@ -35,7 +35,7 @@ from moecore.base.torch_private import (
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.model.parallel_state import list_engines
 from moecore.train.memory.host import HostCopies, MovedStorage, explain_memory_errors
-from moecore.train.memory.streams import CopyMark, CopyStream, Job
+from moecore.train.memory.streams import CopyEvent, CopyJob, CopyStream
 
 Key = TypeVar("Key", bound=Hashable)
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
@@ -43,11 +43,11 @@ Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 
 @dataclass(slots=True)
 class _StatePart:
-    """Storages of optimizer state that are copied together; `mark` is the end of the last copy."""
+    """Storages of optimizer state that are copied together; `last_copy` is the last copy's end."""
 
     storages: list[MovedStorage]
     place: Literal["leaving", "away", "coming"]  # to the host, on the host, to the device
-    mark: CopyMark
+    last_copy: CopyEvent
 
 
 class StateOffload:
@@ -110,10 +110,10 @@ class StateOffload:
         state is still on the host.
         """
         for part in self._parts:
-            self._fetch(part)
+            self._copy_part_back(part)
         for part in self._parts:
             if part.place == "coming":
-                self._stream.wait_for_mark(part.mark)
+                self._stream.wait_for_event(part.last_copy)
                 for storage in part.storages:
                     storage.move_to_device()
         self._parts = []
@@ -142,41 +142,41 @@ class StateOffload:
         if self._stream.is_capturing() or is_inside_backward():
             return
         if not self._parts:
-            self._send()
+            self._start_copies_to_host()
         for part in self._parts:
             if part.place == "coming":
-                self._stream.wait_for_mark(part.mark)
+                self._stream.wait_for_event(part.last_copy)
                 for storage in part.storages:
-                    storage.free()
+                    storage.free_device_memory()
                 part.place = "away"
 
     @torch.compiler.disable
-    def _after_block(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
-        """After the forward of block `number`, free parts 0 .. `number`; hook its backward."""
+    def _after_block(self, block_idx: int, _: nn.Module, __: Any, output: Any) -> None:
+        """After a block's forward, free the state parts up to `block_idx`; hook its backward."""
         if self._stream.is_capturing():
             return
-        for part in self._parts[: number + 1]:
-            self._free(part)
+        for part in self._parts[: block_idx + 1]:
+            self._free_part(part)
         tensors = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad)
         first = next(tensors, None)
         if first is not None:
-            first.register_hook(lambda _: self._start_copies_back(number))
+            first.register_hook(lambda _: self._start_next_copy_back(block_idx))
 
-    def _start_copies_back(self, block: int) -> None:
-        """Start to copy one more part to the GPU, before the backward of block number `block`.
+    def _start_next_copy_back(self, block_idx: int) -> None:
+        """Start to copy one more part to the GPU, before the backward of block number `block_idx`.
 
         Only in the last micro-batch of a step.
         """
         progress = next((p for p in (r.progress() for r in self._engines) if p is not None), None)
         if self._stream.is_capturing() or (progress is not None and not progress.is_last):
             return
-        num_parts = len(self._blocks) - 1 - block
+        num_parts = len(self._blocks) - 1 - block_idx
         with suppress(torch.OutOfMemoryError):  # `step` then fetches the part
-            for part in self._parts if block == 0 else self._parts[:num_parts]:
-                self._fetch(part)
+            for part in self._parts if block_idx == 0 else self._parts[:num_parts]:
+                self._copy_part_back(part)
 
     @torch.no_grad()
-    def _send(self) -> None:
+    def _start_copies_to_host(self) -> None:
         """Choose state tensors by `fraction`, and start copies of them to pinned host memory."""
         movable = _find_movable_storages(self._optimizer, self._device)
         nbytes = {name: tensors[0].untyped_storage().nbytes() for name, tensors in movable.items()}
@@ -193,33 +193,35 @@ class StateOffload:
         # still writes, on either side.
         for names in _divide_into_parts(sizes, len(self._blocks)):
             part = [by_name[name] for name in names]
-            mark = self._stream.start(Job(storage.host, storage.memory) for storage in part)
-            self._parts.append(_StatePart(part, "leaving", mark))
+            event = self._stream.start_copies(
+                CopyJob(storage.host, storage.memory) for storage in part
+            )
+            self._parts.append(_StatePart(part, "leaving", event))
 
-    def _free(self, part: _StatePart) -> None:
+    def _free_part(self, part: _StatePart) -> None:
         """Free the device memory of a part whose copy to the host has started."""
         if part.place == "leaving":
             # The model's stream waits for a copy out before it frees the source, and for a copy
             # back before `step`. So memory is freed and reused in the order of one stream, and the
             # allocator needs no event of another.
-            self._stream.wait_for_mark(part.mark)
+            self._stream.wait_for_event(part.last_copy)
             for storage in part.storages:
                 storage.move_to_host()
             part.place = "away"
 
-    def _fetch(self, part: _StatePart) -> None:
+    def _copy_part_back(self, part: _StatePart) -> None:
         """If a part is on the host, allocate its device memory and start the copy back."""
         if part.place != "away":
             return
         try:
             for storage in part.storages:
-                storage.allocate()
+                storage.allocate_device_memory()
         except torch.OutOfMemoryError:
             for storage in part.storages:
-                storage.free()
+                storage.free_device_memory()
             raise
         # The copies wait for earlier work that used the same memory.
-        part.mark = self._stream.start(Job(x.memory, x.host) for x in part.storages)
+        part.last_copy = self._stream.start_copies(CopyJob(x.memory, x.host) for x in part.storages)
         part.place = "coming"
 
 
@@ -246,9 +248,9 @@ def _is_movable(tensors: list[Tensor], device: torch.device) -> bool:
     return tensors[0].device == device and is_full and storage.resizable()
 
 
-def select_largest(fraction: float, sizes: dict[Key, int]) -> set[Key]:
-    """Return the keys of the largest sizes that together are at most `fraction` of the total."""
-    room, keys = fraction * sum(sizes.values()), set()
+def select_largest(max_fraction: float, sizes: dict[Key, int]) -> set[Key]:
+    """Return the keys of the largest sizes whose sum is at most `max_fraction` of the total."""
+    room, keys = max_fraction * sum(sizes.values()), set()
     for key in sorted(sizes, key=lambda key: -sizes[key]):
         if sizes[key] <= room:
             keys.add(key)

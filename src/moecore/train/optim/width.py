@@ -101,14 +101,14 @@ class WidthRates:
                 groups.append({**group, **changes})
         optimizer.param_groups[:] = groups
 
-    def _get_rate(self, name: str, param: Tensor) -> WidthRate | None:
+    def _get_rate(self, param_name: str, param: Tensor) -> WidthRate | None:
         """Return the factors of a parameter; None if frozen, ValueError if trained but unknown."""
-        if name not in self.rates and param.requires_grad:
+        if param_name not in self.rates and param.requires_grad:
             raise ValueError(
-                f"model ({name}) must have the trained parameters that width_rates has seen: call "
-                "it with the model as it is trained"
+                f"model ({param_name}) must have the trained parameters that width_rates has seen: "
+                "call it with the model as it is trained"
             )
-        return self.rates.get(name)
+        return self.rates.get(param_name)
 
 
 def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
@@ -138,25 +138,32 @@ def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
     )
 
 
-def _compute_rate(name: str, decision: Decision, base: Decision) -> WidthRate:
-    """Return the factors of parameter `name`.
+def _compute_rate(param_name: str, decision: Decision, base_decision: Decision) -> WidthRate:
+    """Return the factors of parameter `param_name`.
 
-    `decision` is the parameter's decision in the model, and `base` its decision in the base model.
+    `decision` is the parameter's decision in the model, and `base_decision` its decision in the
+    base model.
     """
     inputs, outputs = (
-        a / b for a, b in zip(_count_sides(name, decision), _count_sides(name, base), strict=True)
+        a / b
+        for a, b in zip(
+            _count_inputs_and_outputs(param_name, decision),
+            _count_inputs_and_outputs(param_name, base_decision),
+            strict=True,
+        )
     )
     lr = {"adamw": 1 / inputs}
-    if decision.layout is not None and base.layout is not None:
+    if decision.layout is not None and base_decision.layout is not None:
         for adjust in get_args(AdjustLR):
             ratio, base_ratio = (
-                _compute_spectral_ratio(layout, adjust) for layout in (decision.layout, base.layout)
+                _compute_spectral_ratio(layout, adjust)
+                for layout in (decision.layout, base_decision.layout)
             )
             lr[adjust] = round(ratio / base_ratio, 9)  # parameters with equal rates are one group
     return WidthRate(1 / inputs if outputs == 1 else inputs**-0.5, lr)
 
 
-def _count_sides(name: str, decision: Decision) -> tuple[int, int]:
+def _count_inputs_and_outputs(param_name: str, decision: Decision) -> tuple[int, int]:
     """Return (inputs, outputs) of a parameter, (1, size) of a vector; ValueError if unknown."""
     param, layout, reason = decision
     if layout is not None:
@@ -165,13 +172,13 @@ def _count_sides(name: str, decision: Decision) -> tuple[int, int]:
     if reason in (matrices.VECTOR, matrices.BIAS):
         return 1, param.numel()
     if param.ndim != 2:
-        raise ValueError(f"model ({name}: {reason}) must have matrices with known inputs")
+        raise ValueError(f"model ({param_name}: {reason}) must have matrices with known inputs")
     outputs, inputs = param.shape
     return (outputs, inputs) if reason == matrices.EMBEDDING else (inputs, outputs)
 
 
-def _compute_spectral_ratio(layout: MatrixLayout, adjust: str) -> float:
-    """Return sqrt(outputs / inputs) divided by Muon's factor on lr, for `adjust_lr_fn` `adjust`."""
+def _compute_spectral_ratio(layout: MatrixLayout, adjust_lr_fn: str) -> float:
+    """Return sqrt(outputs / inputs) divided by Muon's factor on lr (`compute_lr_factor`)."""
     shape = layout.shapes[0]
     outputs, inputs = reversed(shape) if layout.transposed else shape
-    return float((outputs / inputs) ** 0.5 / compute_lr_factor(layout, shape, adjust))
+    return float((outputs / inputs) ** 0.5 / compute_lr_factor(layout, shape, adjust_lr_fn))

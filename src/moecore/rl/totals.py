@@ -43,7 +43,7 @@ def gather_totals(
     problem: str | None,
     *,
     global_entries: Mapping[str, Any],
-    shared: Mapping[str, Any],
+    shared_entries: Mapping[str, Any],
 ) -> Totals:
     """Return the totals of the global batch. Collective over the world, with a host sync.
 
@@ -51,7 +51,7 @@ def gather_totals(
         local_totals: totals of this rank's rollouts; None if this rank has a `problem`.
         problem: the error text of this rank; None = no error.
         global_entries: name -> value that must be equal on all ranks.
-        shared: name -> value that must be equal on the ranks of one data-parallel rank.
+        shared_entries: name -> value that must be equal on the ranks of one data-parallel rank.
 
     Raises:
         ValueError: on every rank, if a rank has a problem or if entries differ between ranks.
@@ -60,7 +60,7 @@ def gather_totals(
     weight = torch.tensor(totals.weight, dtype=torch.float64, device="cpu").view(torch.int64)
     numbers = [meshes.data_rank, problem is not None, totals.num_micro_batches]
     numbers += [totals.num_responses, int(weight)]
-    numbers += [_hash_entries(global_entries), _hash_entries(shared)]
+    numbers += [_hash_entries(global_entries), _hash_entries(shared_entries)]
     local_row = torch.tensor(numbers, dtype=torch.int64, device=meshes.device_type)
     all_rows = local_row.new_empty(dist.get_world_size() * len(local_row))
     all_gather_single(all_rows, local_row)
@@ -96,9 +96,9 @@ def _hash_entries(entries: Mapping[str, Any]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
-def sum_over_data_ranks(value: Tensor, meshes: Meshes) -> Tensor:
-    """Return the sum of `value` over data-parallel ranks; tp, cp and pp ranks count once."""
+def sum_over_data_ranks(local_value: Tensor, meshes: Meshes) -> Tensor:
+    """Return the sum of `local_value` over data-parallel ranks; tp, cp and pp ranks count once."""
     inner = (meshes.dense.get_local_rank(name) for name in ("pp", "cp", "tp"))
-    total = value.clone() if not any(inner) else torch.zeros_like(value)
+    total = local_value.clone() if not any(inner) else torch.zeros_like(local_value)
     dist.all_reduce(total)
     return total
