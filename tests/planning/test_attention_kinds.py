@@ -76,7 +76,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_few_layers_stand_for_all(case: str) -> None:
     run, error = CASES[case]
-    assert SampledRun.of(run).run.planned_model.num_layers <= min(
+    assert SampledRun.from_run(run).run.planned_model.num_layers <= min(
         9, run.planned_model.num_layers - 1
     )
     step = dry_run(run)
@@ -162,7 +162,7 @@ def test_a_dry_run_holds_what_forwards_keep(model: DecoderConfig) -> None:
     ],
 )
 def test_parameters_of_experts(name: Any, experts: int) -> None:
-    sizes = TrainingRun(model=preset(name), num_gpus=1, seq_len=64).planned_model.sizes()
+    sizes = TrainingRun(model=preset(name), num_gpus=1, seq_len=64).planned_model.count_parameters()
     assert sizes.experts == experts and sizes.params == num_params(preset(name))
 
 

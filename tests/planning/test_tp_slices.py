@@ -32,10 +32,10 @@ from moecore.planning import (
     plan_peak_memory,
     time_step,
 )
-from moecore.planning.commands import _describe_slices, _sum_launches_by_kind
+from moecore.planning.commands import _describe_exposed_tp_share, _sum_launches_by_kind
 from moecore.planning.dry_run import DryRun
-from moecore.planning.estimate import Estimate
-from moecore.planning.gpus import count_peers
+from moecore.planning.estimate import LayoutEstimator
+from moecore.planning.gpus import count_peer_ranks
 from moecore.planning.layouts import Layout, list_option_sets
 from moecore.planning.record import PASSES, SLICES
 from moecore.planning.segments import SampledRun
@@ -193,9 +193,11 @@ def test_the_code_of_the_run_decides(case: str) -> None:
 
 
 def test_who_reaches_whose_memory() -> None:
-    sizes = {gpu: count_peers(gpu, domain) for gpu, domain in (("h200-141", 8), ("gb200-186", 64))}
+    sizes = {
+        gpu: count_peer_ranks(gpu, domain) for gpu, domain in (("h200-141", 8), ("gb200-186", 64))
+    }
     assert sizes == {"h200-141": 8, "gb200-186": 4}
-    assert count_peers("h200-141", 2) == 2 and count_peers("rtx4090-24", 8) == 1
+    assert count_peer_ranks("h200-141", 2) == 2 and count_peer_ranks("rtx4090-24", 8) == 1
 
 
 @pytest.mark.parametrize("batch_size, seq_len", [(1, 4096), (2, 4096), (1, 8192), (2, 8192)])
@@ -210,7 +212,7 @@ def test_a_layer_takes_what_two_gpus_took(batch_size: int, seq_len: int) -> None
 
 def layer_ms(run: TrainingRun) -> float:
     """Return the planned forward and backward of a layer, all of it on one stream."""
-    segments = SampledRun.of(run).segments
+    segments = SampledRun.from_run(run).segments
     own = [segments.list_part_segments("layer 1", of, 0) for of in PASSES]
     works = [segments.queued[i] for found in own for segment in found for i in segment.launches]
     return 1e3 * sum(H200.seconds(one.work, one.node_ranks) for one in works)
@@ -222,9 +224,9 @@ def test_estimates_of_a_search_count_them_alike() -> None:
     def grows(folding: Layout, gpu: Any = "h200-141", precision: Any = None) -> bool:
         how: Any = dict(num_gpus=8, seq_len=8192, gpu=gpu, precision=precision)
         request = SearchRequest(model=LONG.model, **how)
-        tables = (with_share(share).on(gpu) for share in (0.0, 1.0))
+        tables = (with_share(share).with_gpu(gpu) for share in (0.0, 1.0))
         rung = list_option_sets(request)[0]
-        few, many = (Estimate(request, table).seconds(folding, rung) for table in tables)
+        few, many = (LayoutEstimator(request, table).seconds(folding, rung) for table in tables)
         assert few <= many
         return few < many
 
@@ -244,6 +246,6 @@ def test_the_share_and_its_source_are_printed(
         assert main([*call, "--seq-len", str(seq_len)]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert (f"sliced collectives of tp {line}" in lines) == (least == 0)
-    on_b200 = _describe_slices(H200.on("b200-180"), "b200-180")
+    on_b200 = _describe_exposed_tp_share(H200.with_gpu("b200-180"), "b200-180")
     assert on_b200.endswith(f"{line}; no run on b200-180 has shown it")
-    assert "count in full" in _describe_slices(replace(H200, slices=None), "h200-141")
+    assert "count in full" in _describe_exposed_tp_share(replace(H200, slices=None), "h200-141")

@@ -38,7 +38,13 @@ from moecore.io.hf.files import format_with_source
 from moecore.io.hf.stock import build_meta_model
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.fsdp.units import find_blocks
-from moecore.planning.model import ModelSizes, ModelSource, ModuleParts, PlannedModel, count_sizes
+from moecore.planning.model import (
+    ModelSizes,
+    ModelSource,
+    ModuleParts,
+    PlannedModel,
+    count_model_sizes,
+)
 from moecore.train.memory.parts import UP
 
 VALUES = (int, float, str, bool, type(None))
@@ -75,13 +81,13 @@ class TransformersModel(CheckedRecord):
         values = read_config(config)
         path = "DIR" if isinstance(config, Mapping) else os.fspath(config)
         model = cls(values=json.dumps(values, sort_keys=True), source=path)
-        with convert_errors(model):
+        with convert_model_errors(model):
             _build_structure(model)
         return model
 
 
 @contextmanager
-def convert_errors(model: object) -> Iterator[None]:
+def convert_model_errors(model: object) -> Iterator[None]:
     """Return a context in which errors of a `TransformersModel` become one-line ValueErrors."""
     # A config.json may have any values, and the code of the class that reads them is not moecore's.
     try:
@@ -118,7 +124,7 @@ class StockModel(PlannedModel):
     model: TransformersModel
 
     @classmethod
-    def of(cls, model: TransformersModel) -> StockModel:
+    def from_model(cls, model: TransformersModel) -> StockModel:
         """Return the sizes and layers that a model's modules have."""
         hf, blocks, experts = _build_structure(model)
         config = hf.config.get_text_config()
@@ -143,10 +149,10 @@ class StockModel(PlannedModel):
         return find_family(hf).make_staged_model(hf).stage_parts().bound
 
     @override
-    def select_layers(self, layers: Sequence[int]) -> TransformersModel:
+    def select_layers(self, layer_idxs: Sequence[int]) -> TransformersModel:
         """Return the transformers model with only the layers at these indices."""
         numbers = self.model.layers or range(self.num_layers)
-        return replace(self.model, layers=tuple(numbers[i] for i in layers))
+        return replace(self.model, layers=tuple(numbers[i] for i in layer_idxs))
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
@@ -165,12 +171,12 @@ class StockModel(PlannedModel):
         """Change nothing: the loss of transformers models has chunks of a constant size."""
 
     @override
-    def parts(self, model: Any) -> ModuleParts:
+    def collect_parts(self, model: Any) -> ModuleParts:
         head = model.get_output_embeddings() or list(model.children())[-1]
         return ModuleParts(model.get_input_embeddings(), find_blocks(model), (), head, model)
 
     @override
-    def inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
+    def make_inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
         hf = _build_structure(self.model).model
         scan = next((m for m in hf.modules() if getattr(m, "A_log", WIDTHS).ndim == 2), None)
         if scan is not None and tokens_BT.shape[1] > MAX_SCAN:
@@ -185,15 +191,15 @@ class StockModel(PlannedModel):
         return arguments
 
     @override
-    def sizes(self) -> ModelSizes:
+    def count_parameters(self) -> ModelSizes:
         hf, _, layers = _build_structure(self.model)
         experts = {p for layer in layers for p in layer.get_part("experts").parameters()}
         cuts = ((m, (*split.columns, split.row)) for m, split in plan_modules(hf, 1)[0].items())
         tp_params = {p for m, names in cuts for n in names for p in m.get_submodule(n).parameters()}
-        return count_sizes(hf, experts, tp_params)
+        return count_model_sizes(hf, experts, tp_params)
 
     @override
-    def check(self, *, pp: int, tp: int, cp: int) -> None:
+    def check_degrees(self, *, pp: int, tp: int, cp: int) -> None:
         """Raise ValueError or NotImplementedError if the family refuses these degrees."""
         hf, _, _ = _build_structure(self.model)
         family = find_family(hf)
@@ -251,32 +257,39 @@ def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
     if model.layers is not None:
         full = _build_structure(replace(model, layers=None))
         names = {module: name for name, module in full.model.named_modules()}
-        _keep_layers(hf, [names[block] for block in full.blocks], model.layers)
+        _remove_unselected_layers(hf, [names[block] for block in full.blocks], model.layers)
     return hf
 
 
-def _keep_layers(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
-    """Remove the layers of a model in place, except the layers at indices `layers`.
+def _remove_unselected_layers(
+    hf: Any, layer_names: Sequence[str], layer_idxs: Sequence[int]
+) -> None:
+    """Remove the layers of a model in place, except the layers at indices `layer_idxs`.
 
-    `names` has the module name of every layer of the model, in order.
+    `layer_names` has the module name of every layer of the model, in order.
     """
-    blocks = [hf.get_submodule(names[i]) for i in layers]
-    holders = dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in names)
+    blocks = [hf.get_submodule(layer_names[i]) for i in layer_idxs]
+    holders = dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in layer_names)
     for holder in holders:
         members = [module for module in blocks if module in holder.children()]
         holder._modules.clear()
         holder.extend(members)
-    _shorten_config(hf.config.get_text_config(), len(names), layers)
+    _shorten_config(hf.config.get_text_config(), len(layer_names), layer_idxs)
 
 
-def _shorten_config(config: Any, number: int, layers: Sequence[int]) -> None:
-    """Reduce a config of `number` layers to the layers at these indices, in place."""
-    lists = {name: [value[i] for i in layers] for name, value in _find_layer_lists(config, number)}
+def _shorten_config(config: Any, num_layers: int, layer_idxs: Sequence[int]) -> None:
+    """Reduce a config of `num_layers` layers to the layers at these indices, in place."""
+    lists = {
+        name: [value[i] for i in layer_idxs]
+        for name, value in _find_layer_lists(config, num_layers)
+    }
     # The config may count attentions, of which a layer has several.
-    config.num_hidden_layers = config.num_hidden_layers * len(layers) // max(1, number)
+    config.num_hidden_layers = config.num_hidden_layers * len(layer_idxs) // max(1, num_layers)
     if (spec := vars(config).get("_heterogeneity_spec")) is not None:  # fields by layer index
         of_layers = spec.per_layer_overrides
-        overrides = {i: of_layers[layer] for i, layer in enumerate(layers) if layer in of_layers}
+        overrides = {
+            i: of_layers[layer] for i, layer in enumerate(layer_idxs) if layer in of_layers
+        }
         config._heterogeneity_spec = replace(spec, per_layer_overrides=overrides)
     kind = type(config)  # whose properties may compute a list
     properties = {name: value for name, value in lists.items() if name not in vars(config)}
@@ -285,12 +298,12 @@ def _shorten_config(config: Any, number: int, layers: Sequence[int]) -> None:
         config.__class__ = type(kind.__name__, (kind,), properties)
 
 
-def _find_layer_lists(config: Any, number: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield (name, value) of config fields with one item for each of `number` layers."""
+def _find_layer_lists(config: Any, num_layers: int) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield (name, value) of config fields with one item for each of `num_layers` layers."""
     names = (n for n, x in inspect.getmembers(type(config)) if isinstance(x, property))
     for name, value in {**{n: getattr(config, n, None) for n in names}, **vars(config)}.items():
-        is_listed = isinstance(value, list | tuple) and len(value) == number
-        if is_listed and list(value) != list(range(number)):
+        is_listed = isinstance(value, list | tuple) and len(value) == num_layers
+        if is_listed and list(value) != list(range(num_layers)):
             yield name, value
 
 
