@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moecore.base.fields import Count, CountOrZero, check_arguments
-from moecore.packing.documents import DocumentCost, Lengths, MeasuredCost, as_lengths
+from moecore.packing.documents import DocumentCost, Lengths, MeasuredCost, convert_lengths
 from moecore.packing.rounds import Blocks, Documents, make_rounds
 
 DEFAULT_COST = DocumentCost()
@@ -90,10 +90,10 @@ def schedule_documents(
             largest group.
     """
     check_arguments(schedule_documents, locals())
-    lengths_N = as_lengths(lengths)
+    lengths_N = convert_lengths(lengths)
     if not lengths_N.size:
         raise ValueError("lengths ([]) must have at least one document: pass a global batch")
-    labels_N = lengths_N - 1 if num_labels is None else as_lengths(num_labels, "num_labels", 0)
+    labels_N = lengths_N - 1 if num_labels is None else convert_lengths(num_labels, "num_labels", 0)
     if len(labels_N) != len(lengths_N):
         relation = f"must be one per document ({len(lengths_N)}): count those of these documents"
         raise ValueError(f"num_labels ({len(labels_N)} numbers) {relation}")
@@ -105,7 +105,7 @@ def schedule_documents(
         rounds=tuple(_make_groups(blocks, documents.order, labels) for blocks in ordered_rounds),
         num_labels=int(labels_N.sum()),
         time=sum(times),
-        lower_bound=documents.bound_step_time(),
+        lower_bound=documents.compute_min_step_time(),
     )
 
 
@@ -121,16 +121,18 @@ def order_by_rise_and_fall(costs: Sequence[float]) -> list[int]:
     return rising[0::2] + rising[1::2][::-1]
 
 
-def _make_groups(blocks: Blocks, order: list[int], labels: list[int]) -> tuple[DocumentGroup, ...]:
+def _make_groups(
+    blocks: Blocks, document_idxs: list[int], num_labels: list[int]
+) -> tuple[DocumentGroup, ...]:
     """Return the groups of a round's blocks, with consecutive ranks from rank 0.
 
-    `order` maps a block's document numbers to the caller's indices. `labels[i]` is the number of
-    labels of the caller's document i.
+    `document_idxs` maps a block's document numbers to the caller's indices. `num_labels[i]` is the
+    number of labels of the caller's document i.
     """
     groups, first = [], 0
     for block in blocks:
-        numbers = tuple(order[i] for i in block.documents)
-        total = sum(labels[i] for i in numbers)
+        numbers = tuple(document_idxs[i] for i in block.documents)
+        total = sum(num_labels[i] for i in numbers)
         groups.append(DocumentGroup(first, block.cp, numbers, block.tokens, block.load, total))
         first += block.cp
     return tuple(groups)

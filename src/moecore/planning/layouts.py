@@ -166,7 +166,7 @@ class Refusal(NamedTuple):
 
 @cache
 def list_divisors(integer: int) -> tuple[int, ...]:
-    """Return the divisors of a number, ascending."""
+    """Return the divisors of an integer, ascending."""
     return tuple(n for n in range(1, integer + 1) if integer % n == 0)
 
 

@@ -23,8 +23,8 @@ from moecore.packing import (
     PackedBatch,
     ScheduledLoader,
 )
-from moecore.packing.corpus.documents import describe_location
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
+from moecore.packing.corpus.sources import describe_location
 from moecore.recipes.chat import Borders, find_borders
 from moecore.recipes.data import (
     BatchShape,
