@@ -71,7 +71,7 @@ def listed(examples: list[Any]) -> list[tuple[list[int], list[bool]]]:
 
 
 def encoded(tokenizer: Any, record: Any, seq_len: int = 999) -> Any:
-    return listed(chat_module.encode(record, tokenizer, seq_len=seq_len, place="line 1"))
+    return listed(chat_module.encode_record(record, tokenizer, seq_len=seq_len, location="line 1"))
 
 
 def turn(role: str, content: str) -> str:
@@ -344,7 +344,9 @@ def test_a_step_reads_the_same_examples_on_any_ranks(packs: bool) -> None:
             make(examples, shape, seed=4, data_rank=rank, packs=packs) for rank in range(ranks)
         ]
         return [
-            sorted(n for one in of_ranks for n in one.next().tokens_ABT.flatten().tolist() if n)
+            sorted(
+                n for one in of_ranks for n in one.next_batch().tokens_ABT.flatten().tolist() if n
+            )
             for _ in range(2 * len(of_ranks[0].sampler))
         ]
 

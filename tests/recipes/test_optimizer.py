@@ -93,7 +93,7 @@ def test_options_that_are_wrong(values: dict[str, object], message: str) -> None
 def rates(schedule: LearningRateSchedule, steps: int = 20) -> list[float]:
     steps_of = StepSizes([EqualSteps(1, 1, 100)]).count_steps
     return [
-        schedule.compute_factor(step, steps=steps, count_steps=steps_of)
+        schedule.compute_factor(step, num_steps=steps, count_steps=steps_of)
         for step in range(1, steps + 1)
     ]
 

@@ -50,7 +50,7 @@ def test_sizes_of_steps_by_hand() -> None:
 
 def test_a_ramp_by_hand() -> None:
     """From 2 to 6 rows of 8 tokens over 80 tokens: 2 rows more from token 40 on, and from 80."""
-    parts = list(iterate_equal_steps(RAMP, first=1, rows=6, seq_len=8, tokens=0))
+    parts = list(iterate_equal_steps(RAMP, first_step=1, rows=6, seq_len=8, tokens_before=0))
     # 3 steps of 16 tokens end at 48, the first end of a step that is >= 40; one of 32 ends at 80.
     assert parts == [(1, 2, 8), (4, 4, 8), (5, 6, 8)]
     total = 0
@@ -59,7 +59,7 @@ def test_a_ramp_by_hand() -> None:
         assert StepSizes(parts).get_rows(step) == rows
         total += 8 * rows
         assert StepSizes(parts).count_tokens_through(step) == total
-    later = list(iterate_equal_steps(RAMP, first=5, rows=6, seq_len=16, tokens=80))
+    later = list(iterate_equal_steps(RAMP, first_step=5, rows=6, seq_len=16, tokens_before=80))
     assert later == [(5, 6, 16)]
 
 

@@ -22,7 +22,7 @@ from moecore.planning.flags import choose_nvlink_options
 from moecore.planning.gpus import count_domain_ranks, count_peer_ranks, find_time_refusal, get_gpu
 from moecore.recipes.data import StepBatch
 from moecore.recipes.options import RunConfig, ShardedConfig
-from moecore.recipes.parser import to_toml
+from moecore.recipes.parser import format_toml
 
 MAX_TOKENS = 64  # of the first row that are printed
 
@@ -73,7 +73,7 @@ def print_dry_run(
 
     `run` None = no plan. The status is 1 if the plan does not fit the memory, otherwise 0.
     """
-    print(to_toml(args))
+    print(format_toml(args))
     if run is None:
         print("no plan: moecore.planning does not model reference models yet")
     fits = run is None or print_plan(args, run)

@@ -118,7 +118,7 @@ def read_prompts(
         prompt = content.pop(names.prompt, None)
         if not isinstance(prompt, str) and not is_chat(prompt):
             raise ValueError(
-                f"{row.place} must have {names.prompt}, a text or messages: correct the row or "
+                f"{row.location} must have {names.prompt}, a text or messages: correct the row or "
                 "columns.prompt"
             )
         try:
@@ -132,11 +132,11 @@ def read_prompts(
                 )["input_ids"]
         except Exception as error:  # of any kind: a template is code
             raise ValueError(
-                f"{row.place} must fit the tokenizer of --model: {shorten_text(error)}"
+                f"{row.location} must fit the tokenizer of --model: {shorten_text(error)}"
             ) from None
         if not 0 < len(ids) <= max_tokens:
             raise ValueError(
-                f"{row.place} ({len(ids)} tokens) must have 1 to {max_tokens} tokens, --seq-len "
+                f"{row.location} ({len(ids)} tokens) must have 1 to {max_tokens} tokens, --seq-len "
                 "without --max-new-tokens: raise --seq-len, or leave the row out"
             )
         prompts.append(Prompt(prompt, ids, content))
@@ -233,12 +233,12 @@ class Reinforcement(TrainingJob[Samples]):
         """Sample completions and score them; random numbers depend on step, seed and rank."""
         key = f"{self.args.seed}/{step}/{self.meshes.data_rank}"
         torch.manual_seed(make_generator(key).initial_seed())
-        prompts = [p for p in self.batches.next() for _ in range(self.sampling.group)]
-        self.sync()
+        prompts = [p for p in self.batches.next_batch() for _ in range(self.sampling.group)]
+        self.sync_sampler()
         self.engine.offload("all")
-        responses = self.generate([prompt.ids for prompt in prompts]) if prompts else []
+        responses = self.sample_completions([prompt.ids for prompt in prompts]) if prompts else []
         self.engine.onload("all")
-        rewards_n = self.score(prompts, responses)
+        rewards_n = self.score_completions(prompts, responses)
         rollouts = Rollouts.of(
             [p.ids for p in prompts], responses, temperature=self.sampling.temperature
         )
@@ -246,7 +246,9 @@ class Reinforcement(TrainingJob[Samples]):
         advantages_N = rollouts.expand_to_tokens(group_advantages(rewards_n, groups_n))
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[list[int]]) -> Tensor:
+    def score_completions(
+        self, prompts: Sequence[Prompt], responses: Sequence[list[int]]
+    ) -> Tensor:
         """Return each completion's reward, fp32 [n]; store the mean over all ranks. Collective."""
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         completions = [
@@ -266,13 +268,13 @@ class Reinforcement(TrainingJob[Samples]):
         return rewards_n
 
     @torch.no_grad()
-    def sync(self) -> None:
+    def sync_sampler(self) -> None:
         """Copy the policy's weights, with merged LoRA adapters, to the sampler. Collective."""
         state = self.sampler.state_dict()
         for name, tensor in self.weights:
             state[name].copy_(tensor)
 
-    def generate(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+    def sample_completions(self, prompts: Sequence[list[int]]) -> list[list[int]]:
         """Sample a completion of each prompt; return its token ids up to an end token, if any."""
         T = max(map(len, prompts))
         pad_id = self.tokenizer.pad_token_id
@@ -318,7 +320,7 @@ class Reinforcement(TrainingJob[Samples]):
         export_run(self)
 
 
-def cut_after_end(response: list[int], ends: set[int]) -> list[int]:
-    """Return the tokens of a response up to and including its first token of `ends`."""
-    place = next((i for i, token in enumerate(response) if token in ends), len(response))
+def cut_after_end(response: list[int], end_ids: set[int]) -> list[int]:
+    """Return the tokens of a response up to and including its first token of `end_ids`."""
+    place = next((i for i, token in enumerate(response) if token in end_ids), len(response))
     return response[: place + 1]

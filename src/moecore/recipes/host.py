@@ -32,13 +32,13 @@ def bind_to_gpu(system: Path = SYSTEM) -> set[int] | None:
     return cpus
 
 
-def find_numa_cpus(place: str, system: Path = SYSTEM) -> set[int]:
-    """Return the CPUs of the NUMA node of PCI device `place`, such as "0000:1b:00.0".
+def find_numa_cpus(pci_address: str, system: Path = SYSTEM) -> set[int]:
+    """Return the CPUs of the NUMA node of PCI device `pci_address`, such as "0000:1b:00.0".
 
     The set is empty if the node is unknown. `system` is the directory of sysfs.
     """
     try:
-        node = int((system / "bus/pci/devices" / place / "numa_node").read_text())
+        node = int((system / "bus/pci/devices" / pci_address / "numa_node").read_text())
         ranges = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()
     except (OSError, ValueError):
         return set()
