@@ -18,7 +18,7 @@ from moecore.base.options.precision import Precision
 from moecore.models.presets import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
-from moecore.planning.gpus import count_domain_ranks, count_peer_ranks, get_gpu
+from moecore.planning.gpus import count_domain_ranks, count_peers, get_gpu
 from moecore.planning.option_sets import PLAIN_FSDP
 from moecore.planning.run import OptimizerOptions, TrainingRun
 
@@ -75,7 +75,7 @@ def make_run(recipe: Recipe) -> TrainingRun:
         memory=MemoryOptions(recompute=recipe.recompute),
         precision=None if recipe.precision == "bf16" else Precision.of(recipe.precision),
         ranks_per_domain=domain,
-        num_peers=count_peer_ranks(gpu, domain),
+        num_peers=count_peers(gpu, domain),
         has_block_scales=gpu.has_block_scales,
         optimizer=OptimizerOptions(
             moment_dtype="bfloat16" if recipe.bf16_moments else "float32",

@@ -30,7 +30,7 @@ from moecore.planning import (
 )
 from moecore.planning.commands import MEASURED, _describe_measurement
 from moecore.planning.dry_run import MAX_MICRO_BATCHES
-from moecore.planning.estimate import LayoutEstimator, count_saved_bytes_of_run
+from moecore.planning.estimate import Estimator, count_saved_bytes_of_run
 from moecore.planning.flags import PlanConfig, parse_run
 from moecore.planning.gpus import GPUS
 from moecore.planning.layouts import (
@@ -200,7 +200,7 @@ def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
     tray = replace(request, gpu="gb200-186")  # of 4 GPUs
     half = plan_layout(tray, folding, tray.cost_table)
     assert isinstance(half, FittingCandidate) and half.host == found.host / 2
-    estimates = [(each, LayoutEstimator(each, each.cost_table)) for each in (request, tray)]
+    estimates = [(each, Estimator(each, each.cost_table)) for each in (request, tray)]
     of_8, of_4 = (
         one.estimate_host_bytes(folding, list_option_sets(each)[0]) for each, one in estimates
     )
@@ -271,7 +271,7 @@ def test_what_is_estimated_to_be_fast_is_planned_first() -> None:
     model = replace(preset("qwen3-30b-a3b"), num_layers=6)
     request = SearchRequest(model=model, num_gpus=32, gpu="a100-80", nvlink=None)
     table = CostTable.of("a100-80")
-    estimate = LayoutEstimator(request, table)
+    estimate = Estimator(request, table)
     legal = (f for f in enumerate_layouts(32) if find_refusal(request, f) is None)
     some = sorted((f for f in legal if max(f.tp, f.ep) >= 4), key=estimate.compute_sort_key)[::14]
     plans = [plan_fitting_layout(request, f, estimate) for f in some]

@@ -34,8 +34,8 @@ from moecore.planning import (
 )
 from moecore.planning.commands import _describe_exposed_tp_share, _sum_launches_by_kind
 from moecore.planning.dry_run import DryRun
-from moecore.planning.estimate import LayoutEstimator
-from moecore.planning.gpus import count_peer_ranks
+from moecore.planning.estimate import Estimator
+from moecore.planning.gpus import count_peers
 from moecore.planning.layouts import Layout, list_option_sets
 from moecore.planning.record import PASSES, SLICES
 from moecore.planning.segments import SampledRun
@@ -193,11 +193,9 @@ def test_the_code_of_the_run_decides(case: str) -> None:
 
 
 def test_who_reaches_whose_memory() -> None:
-    sizes = {
-        gpu: count_peer_ranks(gpu, domain) for gpu, domain in (("h200-141", 8), ("gb200-186", 64))
-    }
+    sizes = {gpu: count_peers(gpu, domain) for gpu, domain in (("h200-141", 8), ("gb200-186", 64))}
     assert sizes == {"h200-141": 8, "gb200-186": 4}
-    assert count_peer_ranks("h200-141", 2) == 2 and count_peer_ranks("rtx4090-24", 8) == 1
+    assert count_peers("h200-141", 2) == 2 and count_peers("rtx4090-24", 8) == 1
 
 
 @pytest.mark.parametrize("batch_size, seq_len", [(1, 4096), (2, 4096), (1, 8192), (2, 8192)])
@@ -226,7 +224,7 @@ def test_estimates_of_a_search_count_them_alike() -> None:
         request = SearchRequest(model=LONG.model, **how)
         tables = (with_share(share).with_gpu(gpu) for share in (0.0, 1.0))
         rung = list_option_sets(request)[0]
-        few, many = (LayoutEstimator(request, table).seconds(folding, rung) for table in tables)
+        few, many = (Estimator(request, table).seconds(folding, rung) for table in tables)
         assert few <= many
         return few < many
 

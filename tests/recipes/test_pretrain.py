@@ -127,7 +127,7 @@ def test_steps_of_any_number_of_documents_are_graphs(
 def test_other_shapes_are_a_graph_of_their_own(pretrain: ModuleType) -> None:
     graphs, GraphStandIn.captures = importlib.import_module("moecore.recipes.data"), []
     with patch.object(graphs, "GraphedForwardBackward", GraphStandIn):
-        graphed = graphs.GraphedMicroBatches(torch.sum, torch.nn.Linear(1, 1))
+        graphed = graphs.GraphedStep(torch.sum, torch.nn.Linear(1, 1))
     for number in (2, 2, 2, 2, 3, 3, 3, 3):
         x = torch.rand(number)
         assert graphed(x) == x.sum()

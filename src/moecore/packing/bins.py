@@ -29,8 +29,8 @@ from moecore.packing.documents import (
     Document,
     Integers,
     Lengths,
+    as_lengths,
     check_max_length,
-    convert_lengths,
     count_document_tokens,
     cut_document,
     hash_values,
@@ -73,7 +73,7 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
         ValueError: if a document is longer than a bin.
     """
     check_arguments(pack_lengths, locals())
-    lengths_N = convert_lengths(lengths)
+    lengths_N = as_lengths(lengths)
     check_max_length(lengths_N, bin_tokens)
     by_length = np.argsort(-lengths_N, kind="stable")
     values, counts = np.unique(-lengths_N, return_counts=True)
@@ -240,7 +240,7 @@ class PackedBatchSampler:
         shuffle: bool = True,
     ) -> None:
         check_arguments(PackedBatchSampler.__init__, locals())
-        self._lengths = convert_lengths(lengths)
+        self._lengths = as_lengths(lengths)
         if not self._lengths.size:
             raise ValueError("lengths ([]) must have at least one document: pass some")
         check_max_length(self._lengths, bin_tokens)

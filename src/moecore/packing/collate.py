@@ -25,13 +25,7 @@ from torch import Tensor
 from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments, quote
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.kernels.zigzag import assign_tokens_to_cp_ranks
-from moecore.packing.documents import (
-    Document,
-    Integers,
-    Lengths,
-    convert_lengths,
-    count_document_tokens,
-)
+from moecore.packing.documents import Document, Integers, Lengths, as_lengths, count_document_tokens
 
 
 class PackedBatch(TypedDict):
@@ -250,7 +244,7 @@ def padded_lengths(lengths: Lengths, cp: Count) -> Integers:
     """Return lengths, int64 [n], rounded up to multiples of 2 * cp; unchanged if cp is 1."""
     check_arguments(padded_lengths, locals())
     multiple = get_length_multiple(cp)
-    return -(-convert_lengths(lengths) // multiple) * multiple
+    return -(-as_lengths(lengths) // multiple) * multiple
 
 
 def get_length_multiple(cp: int) -> int:

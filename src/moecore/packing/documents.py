@@ -42,10 +42,10 @@ def hash_values(*values: object) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
 
-def convert_lengths(lengths: Lengths, argument: str = "lengths", min_length: int = 1) -> Integers:
+def as_lengths(lengths: Lengths, name: str = "lengths", min_length: int = 1) -> Integers:
     """Return lengths as int64 [N], a copy; ValueError unless `min_length` <= lengths < 2**31.
 
-    `argument` is the argument's name in the error.
+    `name` is the argument's name in the error.
     """
     numbers = lengths
     if isinstance(numbers, Tensor):
@@ -57,36 +57,34 @@ def convert_lengths(lengths: Lengths, argument: str = "lengths", min_length: int
             numbers = None
     if not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu" or numbers.ndim != 1:
         raise ValueError(
-            f"{argument} ({quote(lengths)}) must be one whole number per document: "
-            "pass a list of ints"
+            f"{name} ({quote(lengths)}) must be one whole number per document: pass a list of ints"
         )
     wrong = np.flatnonzero((numbers < min_length) | (numbers >= 2**31))
     if wrong.size:
         first = int(wrong[0])
         raise ValueError(
-            f"{argument} ({numbers[first]} of document {first}) must be >= {min_length} and "
+            f"{name} ({numbers[first]} of document {first}) must be >= {min_length} and "
             "< 2**31: leave out the document"
         )
     return numbers.astype(np.int64)
 
 
-def count_document_tokens(document: Document, argument: str = "documents") -> int:
+def count_document_tokens(document: Document, name: str = "documents") -> int:
     """Return the number of tokens of a document; ValueError for an object that is no document.
 
-    `argument` is the argument's name in the error.
+    `name` is the argument's name in the error.
     """
     ids = document
     if isinstance(document, Mapping):
         if "input_ids" not in document:
             raise ValueError(
-                f"{argument} (a row with {quote(list(document))}) must have input_ids: tokenize it"
+                f"{name} (a row with {quote(list(document))}) must have input_ids: tokenize it"
             )
         ids = document["input_ids"]
     is_ids = isinstance(ids, np.ndarray | Tensor) and ids.ndim == 1
     if not is_ids and (not isinstance(ids, Sequence) or isinstance(ids, str | bytes)):
         raise ValueError(
-            f"{argument} ({quote(document)}) must be token ids or rows with input_ids: "
-            "tokenize them"
+            f"{name} ({quote(document)}) must be token ids or rows with input_ids: tokenize them"
         )
     return len(ids)
 
@@ -146,7 +144,7 @@ class CutDocuments:
         if not hasattr(documents, "__getitem__") or not hasattr(documents, "__len__"):
             relation = "must have a length and items by index: pass a list or a dataset"
             raise ValueError(f"documents ({quote(documents)}) {relation}")
-        lengths_N = convert_lengths(lengths)
+        lengths_N = as_lengths(lengths)
         if len(lengths_N) != len(documents):
             relation = f"must be one per document ({len(documents)}): measure this dataset"
             raise ValueError(f"lengths ({len(lengths_N)} numbers) {relation}")

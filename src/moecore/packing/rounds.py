@@ -148,7 +148,7 @@ class RemainingDocuments:
         self._next = list(range(count + 1))
         self.trial: dict[int, int] = {}
 
-    def find_first_document(self, min_idx: int) -> int:
+    def find_first(self, min_idx: int) -> int:
         """Return the first remaining document with an index >= `min_idx`; N = no document."""
         chain, trial = self._next, self.trial
         passed = []
@@ -181,7 +181,7 @@ def make_rounds(documents: Documents) -> list[Blocks]:
     """Return all rounds, each a list of blocks in descending cp that together use all ranks."""
     search = _RoundSearch(documents)
     rounds = []
-    while search.remaining.find_first_document(0) < len(documents):
+    while search.remaining.find_first(0) < len(documents):
         rounds.append(sorted(search.find_next_round(), key=lambda block: -block.cp))
     return rounds
 
@@ -232,14 +232,14 @@ class _RoundSearch:
 
     def _compute_min_remaining_time(self, work: float, num_tokens: int) -> float:
         """Return a lower bound of the remaining time after a trial took `work` and `num_tokens`."""
-        longest = self.remaining.find_first_document(0)
+        longest = self.remaining.find_first(0)
         return self.documents.compute_min_remaining_time(
             longest, self._work - work, self._tokens - num_tokens
         )
 
     def _list_time_limits(self) -> list[float]:
         """Return the time limits to try for the next round, in descending order."""
-        documents, longest = self.documents, self.remaining.find_first_document(0)
+        documents, longest = self.documents, self.remaining.find_first(0)
         mean = self._work / (documents.ranks * documents.count_min_rounds(max(self._tokens, 1)))
         cps = (cp for cp in documents.cps if documents.tokens[cp][longest] <= documents.max_tokens)
         loads = [documents.cost[cp][longest] for cp in cps]
@@ -267,7 +267,7 @@ def _fill_blocks(
         load, i = heapq.heappop(heap)
         block = blocks[i]
         room = documents.max_tokens - block.tokens
-        index = remaining.find_first_document(
+        index = remaining.find_first(
             documents.find_first_fitting(block.cp, time_limit - load, room)
         )
         if index < len(documents):
@@ -293,7 +293,7 @@ def _open_blocks(
     while free:
         widest = min(documents.cps[-1], 1 << (free.bit_length() - 1))
         first = documents.find_first_fitting(widest, time_limit, documents.max_tokens)
-        index = remaining.find_first_document(first)
+        index = remaining.find_first(first)
         if index == len(documents):
             break
         cp = next(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moecore.base.fields import Count, CountOrZero, check_arguments
-from moecore.packing.documents import DocumentCost, Lengths, MeasuredCost, convert_lengths
+from moecore.packing.documents import DocumentCost, Lengths, MeasuredCost, as_lengths
 from moecore.packing.rounds import Blocks, Documents, make_rounds
 
 DEFAULT_COST = DocumentCost()
@@ -90,10 +90,10 @@ def schedule_documents(
             largest group.
     """
     check_arguments(schedule_documents, locals())
-    lengths_N = convert_lengths(lengths)
+    lengths_N = as_lengths(lengths)
     if not lengths_N.size:
         raise ValueError("lengths ([]) must have at least one document: pass a global batch")
-    labels_N = lengths_N - 1 if num_labels is None else convert_lengths(num_labels, "num_labels", 0)
+    labels_N = lengths_N - 1 if num_labels is None else as_lengths(num_labels, "num_labels", 0)
     if len(labels_N) != len(lengths_N):
         relation = f"must be one per document ({len(lengths_N)}): count those of these documents"
         raise ValueError(f"num_labels ({len(labels_N)} numbers) {relation}")

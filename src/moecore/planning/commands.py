@@ -30,7 +30,7 @@ from moecore.planning.flags import (
     select_gpu,
 )
 from moecore.planning.gpus import find_time_refusal, get_gpu
-from moecore.planning.html import format_html_page
+from moecore.planning.html import format_page
 from moecore.planning.layouts import Layout
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak_memory
 from moecore.planning.option_sets import next_change
@@ -265,8 +265,7 @@ def _load_table(args: Any) -> CostTable:
 def _write_plan_files(args: Any, memory_plan: MemoryPlan, time_plan: TimePlan | str) -> None:
     """Write the files of `--png`, `--timeline` and `--html`.
 
-    `time_plan` is a time plan or a refusal text. Raises a ValueError without matplotlib or
-    timeline.
+    `time_plan` may be a refusal text. Raises a ValueError without matplotlib or timeline.
     """
     timeline = None if isinstance(time_plan, str) else time_plan.timeline
     try:
@@ -278,9 +277,8 @@ def _write_plan_files(args: Any, memory_plan: MemoryPlan, time_plan: TimePlan | 
         raise ValueError(f"--png and --timeline must be left out: {error}") from error
     if args.html is not None:
         title = f"{args.preset or args.config}, {args.gpus} {format_gpu_name(args)}"
-        args.html.write_text(
-            format_html_page(memory_plan, time_plan, title, get_gpu(select_gpu(args)).memory)
-        )
+        gpu_bytes = get_gpu(select_gpu(args)).memory
+        args.html.write_text(format_page(memory_plan, time_plan, title, gpu_bytes))
     if args.timeline is not None and timeline is None:
         reason = f"without a time ({time_plan})" if isinstance(time_plan, str) else "without stages"
         raise ValueError(f"--timeline ({args.timeline}) must be left out {reason}: drop it")
@@ -364,7 +362,7 @@ def run_report(args: Any) -> int:
 
 
 def draw_memory(
-    memory_plan: MemoryPlan, path: str | os.PathLike[str], gpu_bytes: NumBytes | None = None
+    plan: MemoryPlan, path: str | os.PathLike[str], gpu_bytes: NumBytes | None = None
 ) -> None:
     """Draw the peak memory of each pipeline rank by kind as bars, and write a PNG.
 
@@ -381,15 +379,13 @@ def draw_memory(
         raise ImportError(
             f"draw_memory needs matplotlib: {get_install_command('bench')}"
         ) from error
-    kinds = list(dict.fromkeys(kind for rank in memory_plan.ranks for kind in rank.device))
-    figure = Figure(
-        figsize=(9.0, 1.6 + 0.4 * len(memory_plan.ranks)), dpi=100, layout="constrained"
-    )
+    kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
+    figure = Figure(figsize=(9.0, 1.6 + 0.4 * len(plan.ranks)), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    places, ends = range(len(memory_plan.ranks)), [0.0] * len(memory_plan.ranks)
+    places, ends = range(len(plan.ranks)), [0.0] * len(plan.ranks)
     for i, kind in enumerate(kinds):
-        sizes = [rank.device.get(kind, 0) / 1e9 for rank in memory_plan.ranks]
+        sizes = [rank.device.get(kind, 0) / 1e9 for rank in plan.ranks]
         colour = (f"C{i % 10}", 1.0 if i < 10 else 0.5)
         axes.barh(places, sizes, left=ends, label=kind, color=colour)
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]

@@ -32,7 +32,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from moecore.base.fields import Bound, CheckedRecord, CountOrZero, Rules, check_arguments, quote
 from moecore.base.options.names import GpuName
-from moecore.planning.gpus import Gpu, get_gpu, read_limited_file
+from moecore.planning.gpus import Gpu, get_gpu, read_file
 from moecore.planning.record import ALL_TO_ALL, SLICES, Kind, Work
 
 KINDS = get_args(Kind)
@@ -41,7 +41,7 @@ Share = Annotated[float, Bound(">=", 1e-6), Bound("<=", 1)]
 Seconds = Annotated[float, Bound(">", 0), Bound("<=", 1e6)]
 MAX_TABLE_BYTES = 10**7
 ShareOrZero = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
-LimitingRate = Literal["launch", "compute", "memory", "nvlink", "network", "pcie"]
+Limit = Literal["launch", "compute", "memory", "nvlink", "network", "pcie"]
 SHIPPED = "h200"  # the file in tables/
 BACKWARD = re.compile("backward|bwd")
 
@@ -124,7 +124,7 @@ class CostTable(CheckedRecord):
         """
         check_arguments(CostTable.read, locals())
         name = f"table ({quote(os.fspath(path))})"
-        text = read_limited_file(path, name, MAX_TABLE_BYTES, "`moecore measure` writes one")
+        text = read_file(path, name, MAX_TABLE_BYTES, "`moecore measure` writes one")
         return _parse_table(text, os.fspath(path))
 
     def with_gpu(self, gpu: GpuName | Gpu) -> CostTable:
@@ -191,7 +191,7 @@ class CostTable(CheckedRecord):
         launch, rates = self._compute_rate_seconds(work, node_ranks)
         return launch + max(rates.values())
 
-    def find_limiting_rate(self, work: Work, node_ranks: CountOrZero = 0) -> LimitingRate:
+    def find_limiting_rate(self, work: Work, node_ranks: CountOrZero = 0) -> Limit:
         """Return the rate that limits an operation, or "launch" if its fixed time is longer.
 
         `node_ranks` is the number of a collective's ranks in one NVLink domain; 0 = the maximum.
@@ -203,7 +203,7 @@ class CostTable(CheckedRecord):
 
     def _compute_rate_seconds(
         self, work: Work, node_ranks: int
-    ) -> tuple[float, dict[LimitingRate, float]]:
+    ) -> tuple[float, dict[Limit, float]]:
         """Return an operation's fixed seconds, and {resource: seconds at the achieved rate}.
 
         `node_ranks` is an argument of `seconds`.
@@ -220,7 +220,7 @@ class CostTable(CheckedRecord):
 
     def _compute_roofline(
         self, work: Work, gpu: GpuName | Gpu, domain_ranks: int
-    ) -> dict[LimitingRate, float]:
+    ) -> dict[Limit, float]:
         """Return {resource: an operation's seconds at the resource's data-sheet rate} for a GPU.
 
         `domain_ranks` is the number of a collective's ranks in one NVLink domain.
@@ -244,11 +244,11 @@ class CostTable(CheckedRecord):
     def _interpolate_efficiency(self, work: Work) -> float:
         """Return the interpolated efficiency of an operation: its share of the data-sheet rate."""
         key, sizes = (work.kind, work.name, work.dtype), _compute_log_sizes(work)
-        if key not in self._log_efficiencies:
+        if key not in self._efficiencies:
             points = self._find_measured_points(work)
             pairs = [(_compute_log_sizes(p.work), self._compute_log_efficiency(p)) for p in points]
-            self._log_efficiencies[key] = pairs
-        near = [(math.dist(sizes, other), log) for other, log in self._log_efficiencies[key]]
+            self._efficiencies[key] = pairs
+        near = [(math.dist(sizes, other), log) for other, log in self._efficiencies[key]]
         if not near:
             return self.efficiency[work.kind]
         if min(near)[0] < 1e-9:
@@ -258,9 +258,7 @@ class CostTable(CheckedRecord):
         return math.exp(sum(logs) / sum(weights))
 
     @cached_property
-    def _log_efficiencies(
-        self,
-    ) -> dict[tuple[str, str, str], list[tuple[tuple[float, ...], float]]]:
+    def _efficiencies(self) -> dict[tuple[str, str, str], list[tuple[tuple[float, ...], float]]]:
         """The (log sizes, log efficiency) of the points for each (kind, name, dtype)."""
         return {}
 
@@ -337,11 +335,10 @@ def _count_domain_ranks(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
 
 def _time_links(
     work: Work, domain_ranks: int, nvlink_rate: float, network_rate: float
-) -> dict[LimitingRate, float]:
+) -> dict[Limit, float]:
     """Return {link: seconds of a collective on the link}, for links "nvlink" and "network".
 
-    `domain_ranks` ranks are in one NVLink domain. `nvlink_rate` and `network_rate` are rates in
-    bytes/s.
+    `domain_ranks` ranks are in one NVLink domain. `nvlink_rate` and `network_rate` are in bytes/s.
     """
     ranks = work.shape[0]
     if domain_ranks == ranks:

@@ -1,4 +1,4 @@
-"""LayoutEstimator: approximate bytes and seconds of parallel layouts, by which a search sorts.
+"""Estimator: approximate bytes and seconds of a layout, by which a search sorts layouts.
 
     a dry run of one node -> bytes of its activations -> estimated bytes of a rank, per layout
                           -> work of its parts        -> estimated seconds of a step, per layout
@@ -69,7 +69,7 @@ class _Seconds(NamedTuple):
     network: float
 
 
-class LayoutEstimator:
+class Estimator:
     """An estimator of bytes and step seconds of a request's layouts, from dry runs of one node."""
 
     def __init__(self, request: SearchRequest, table: CostTable) -> None:
@@ -94,10 +94,7 @@ class LayoutEstimator:
         self._part, self._share = cache(self._time_part), cache(self._time_rank_share)
         self._stage, self._parts = cache(self._time_stage), cache(self._list_stage_parts)
         self._saved_bytes = cache(self._count_saved_bytes)
-        self.seconds, self.num_bytes = (
-            cache(self._estimate_step_seconds),
-            cache(self._estimate_bytes),
-        )
+        self.num_bytes, self.seconds = cache(self._estimate_bytes), cache(self._estimate_seconds)
 
     def compute_sort_key(self, layout: Layout) -> tuple[float, ...]:
         """Return (False, estimated seconds) if a layout fits, otherwise (True, estimated bytes)."""
@@ -179,7 +176,7 @@ class LayoutEstimator:
         ranks = min(get_gpu(self._request.gpu).server, num_gpus)
         return ranks * (rows * offloaded_bytes + state * self._params / num_gpus)
 
-    def _estimate_step_seconds(self, layout: Layout, options: OptionSet) -> float:
+    def _estimate_seconds(self, layout: Layout, options: OptionSet) -> float:
         """Return the estimated seconds of a step without clipping and the optimizer."""
         # The pipeline rank with most work runs all micro-batches, and waits while the pipeline
         # fills. All-gathers and reductions of weights and offload overlap with that work. In pairs

@@ -31,14 +31,7 @@ from moecore.io.hf.config_fields import read_config
 from moecore.models import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
-from moecore.planning.gpus import (
-    Gpu,
-    can_access_peers,
-    count_domain_ranks,
-    count_peer_ranks,
-    get_gpu,
-    read_gpu,
-)
+from moecore.planning.gpus import Gpu, are_peers, count_domain_ranks, count_peers, get_gpu, read_gpu
 from moecore.planning.layouts import ANY, LAYOUT_FIELDS, Layout, SearchRequest
 from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun, list_stages
 from moecore.planning.transformers import TransformersModel
@@ -326,7 +319,7 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
             layout=args.layout, chunks=args.chunks, schedule=args.schedule or "1f1b"
         )
     domain = count_domain_ranks(select_gpu(args), args.gpus)
-    num_peers = count_peer_ranks(select_gpu(args), domain)
+    num_peers = count_peers(select_gpu(args), domain)
     if _has_nvlink_capacity(args):
         nvlink = NVLinkOptions(row_factor=args.row_factor)
     else:
@@ -367,7 +360,7 @@ def choose_nvlink_options(
     neighbouring ranks that access each other's memory. Dispatcher "hierarchical" always uses
     NVLink.
     """
-    has_peers = can_access_peers(parallel.ep * parallel.etp, num_peers)
+    has_peers = are_peers(parallel.ep * parallel.etp, num_peers)
     is_nvlink = dispatch.name in ("auto", "nvlink") and has_peers
     if is_nvlink or dispatch.name == "hierarchical":
         return dispatch.nvlink or NVLinkOptions()

@@ -22,31 +22,27 @@ STYLE = "body{font:14px sans-serif;margin:2em}i{display:inline-block;width:1em;h
 Part = tuple[float, float, str, str]  # start, length, colour, title
 
 
-def format_html_page(
-    memory_plan: MemoryPlan, time_plan: TimePlan | str, title: str, gpu_bytes: NumBytes
+def format_page(
+    plan: MemoryPlan, time_plan: TimePlan | str, title: str, gpu_bytes: NumBytes
 ) -> str:
     """Return the HTML of a plan's memory and time, with a line at `gpu_bytes` bytes.
 
     `time_plan` is the time plan of the run, or the reason why its time is not modelled.
     """
-    check_arguments(format_html_page, locals())
-    kinds = list(dict.fromkeys(kind for rank in memory_plan.ranks for kind in rank.device))
+    check_arguments(format_page, locals())
+    kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
     colours = _assign_colours(kinds)
-    parts = [_make_stacked_parts(rank.device, colours, format_bytes) for rank in memory_plan.ranks]
-    rows = [
-        (f"pp rank {r.pp_rank}", bars) for r, bars in zip(memory_plan.ranks, parts, strict=True)
-    ]
+    parts = [_make_stacked_parts(rank.device, colours, format_bytes) for rank in plan.ranks]
+    rows = [(f"pp rank {r.pp_rank}", bars) for r, bars in zip(plan.ranks, parts, strict=True)]
     line = time_plan if isinstance(time_plan, str) else time_plan.line
     body = [
         f"<h1>{escape(title)}</h1><p>{escape(line)}</p>",
         f"<h2>Memory of a GPU, of {format_bytes(gpu_bytes)}</h2>",
         _draw_bars(
-            rows,
-            max(gpu_bytes, *(rank.num_bytes for rank in memory_plan.ranks)),
-            line_position=gpu_bytes,
+            rows, max(gpu_bytes, *(rank.num_bytes for rank in plan.ranks)), line_position=gpu_bytes
         ),
         _draw_legend(colours),
-        *([] if isinstance(time_plan, str) else _draw_step(time_plan, len(memory_plan.ranks))),
+        *([] if isinstance(time_plan, str) else _draw_step(time_plan, len(plan.ranks))),
     ]
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return f"<!doctype html><html><head>{head}</head><body>{''.join(body)}</body></html>\n"

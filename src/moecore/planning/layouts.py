@@ -31,9 +31,9 @@ from moecore.planning.costs import CostTable
 from moecore.planning.gpus import (
     Gpu,
     NumNeighbours,
-    can_access_peers,
+    are_peers,
     count_domain_ranks,
-    count_peer_ranks,
+    count_peers,
     get_gpu,
 )
 from moecore.planning.model import PlannedModel
@@ -124,7 +124,7 @@ class SearchRequest(CheckedRecord):
     @property
     def num_peers(self) -> int:
         """The number of neighbouring ranks that reach each other's memory; 1 = none."""
-        return count_peer_ranks(self.gpu, self.ranks_per_domain)
+        return count_peers(self.gpu, self.ranks_per_domain)
 
     @property
     def cost_table(self) -> CostTable:
@@ -255,7 +255,7 @@ def make_run(request: SearchRequest, layout: Layout, options: OptionSet) -> Trai
         chunks = layout.chunks if layout.chunks > 1 else None
         name: ScheduleName = "interleaved" if chunks else "1f1b"
         pipeline = PipelineConfig(schedule=name, chunks=chunks)
-    if can_access_peers(layout.ep * layout.etp, request.num_peers):
+    if are_peers(layout.ep * layout.etp, request.num_peers):
         nvlink = TWICE if request.nvlink == ANY else request.nvlink
     return TrainingRun(
         model=request.model,

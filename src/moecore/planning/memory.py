@@ -176,20 +176,16 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
 
 
 def _make_rank_memory(
-    run: TrainingRun,
-    pp_rank: int,
-    rank_step: _RankStep,
-    stages: Sequence[Stage],
-    segments: Segments,
+    run: TrainingRun, pp_rank: int, step: _RankStep, stages: Sequence[Stage], segments: Segments
 ) -> RankMemory:
     """Return a pipeline rank's bytes by kind, at the peak of its step.
 
-    `stages` are the stages of this rank. `segments` is the dry run that `rank_step.passes` are
+    `stages` are the stages of this rank. `segments` is the dry run that `step.passes` are
     from.
     """
-    peak = rank_step.find_peak()
-    device, in_flight = Counter(rank_step.resident), Counter[int]()
-    for number, (stage, direction, passed) in enumerate(rank_step.passes[: peak.passed + 1]):
+    peak = step.find_peak()
+    device, in_flight = Counter(step.resident), Counter[int]()
+    for number, (stage, direction, passed) in enumerate(step.passes[: peak.passed + 1]):
         is_last = number == peak.passed
         for segment in passed[: peak.at] if is_last else passed:
             device.update(segment.net_kinds)
@@ -198,14 +194,11 @@ def _make_rank_memory(
     device["optimizer state"] -= peak.offloaded_state
     device["other"] += device.pop(RESIDENT, 0)
     device["other"] += peak.num_bytes - sum(device.values())
-    host = {
-        "activations": _find_offloaded_peak_bytes(rank_step, segments),
-        "optimizer state": rank_step.offloaded_state,
-    }
+    host = {"activations": _find_host_peak(step, segments), "optimizer state": step.offloaded_state}
     return RankMemory(
         pp_rank=pp_rank,
         stages=("all",) if run.pipeline is None else tuple(stage.letters for stage in stages),
-        device=_remove_negative_bytes(device, rank_step.resident.keys() - {"other"}),
+        device=_remove_negative_bytes(device, step.resident.keys() - {"other"}),
         host={kind: n for kind, n in host.items() if n},
         in_flight=tuple(in_flight[stage.index] for stage in stages),
     )
@@ -229,10 +222,10 @@ def _remove_negative_bytes(
     return {kind: n for kind, n in positive.items() if n}
 
 
-def _find_offloaded_peak_bytes(rank_step: _RankStep, segments: Segments) -> int:
+def _find_host_peak(step: _RankStep, segments: Segments) -> int:
     """Return the peak bytes of activations that a rank has offloaded to the host in a step."""
     level, peak, copies = 0, 0, dict[int, int]()
-    for stage, direction, passed in rank_step.passes:
+    for stage, direction, passed in step.passes:
         if direction == "F":
             works = (segments.queued[i].work for segment in passed for i in segment.launches)
             copies[stage] = sum(work.num_bytes for work in works if work.name == HOST_COPIES[0])

@@ -42,7 +42,7 @@ class ModelSizes(NamedTuple):
     tp_params: int  # parameters that are sharded over tp
 
 
-def count_model_sizes(
+def count_sizes(
     model: nn.Module, expert_params: Iterable[nn.Parameter], tp_params: Iterable[nn.Parameter]
 ) -> ModelSizes:
     """Count the elements of all parameters, of the routed experts' and of tp-sharded ones."""
@@ -206,7 +206,7 @@ class NativeModel(PlannedModel):
                 experts.update(module.parameters())
             elif getattr(module, "tp_shard_dim", None) is not None:
                 tp_params.update(module.parameters(recurse=False))
-        return count_model_sizes(model, experts, tp_params)
+        return count_sizes(model, experts, tp_params)
 
     @override
     def check_degrees(self, *, pp: int, tp: int, cp: int) -> None:

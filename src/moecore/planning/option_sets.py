@@ -272,9 +272,7 @@ OPTIONS = (
         shortens=("context parallelism",),
     ),
     Option(
-        "a smaller CloneOptions.per_rank",
-        "balancing.md#skewed-loads",
-        shortens=("nvlink clones",),
+        "a smaller CloneOptions.per_rank", "balancing.md#skewed-loads", shortens=("nvlink clones",)
     ),
     GRAPHS,
     Option(

@@ -184,14 +184,12 @@ def compute_collective_work(name: str, args: Args, num_ranks: int) -> Work:
     return Work(name, "collective", 0, num_bytes, (n,), dtype)
 
 
-def _make_matmul_work(
-    name: str, args: Args, tensors: Sequence[Tensor], kernel_name: str = ""
-) -> Work:
-    """Return the work of matmul `name` on `tensors`; its name is `kernel_name` unless empty."""
+def _make_matmul_work(name: str, args: Args, tensors: Sequence[Tensor], kernel: str = "") -> Work:
+    """Return the work of matmul `name` on `tensors`; the work has the name `kernel` if given."""
     a, b = args[PRODUCTS[name] :][:2]
     M, N, K = shape = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
     num_bytes, dtype = _count_bytes(tensors), _format_dtype(a)
-    return Work(kernel_name or name, "product", 2 * M * N * K, num_bytes, shape, dtype)
+    return Work(kernel or name, "product", 2 * M * N * K, num_bytes, shape, dtype)
 
 
 def _unpack_documents(tensors: Sequence[Tensor], args: Args) -> list[Tensor]:
@@ -339,9 +337,8 @@ class WorkRecorder(DispatchMode):
         level = self.level if self.starts else self._resident_bytes
         kinds = self.kinds if self.starts else Counter({RESIDENT: self._resident_bytes})
         self.end_part()
-        self.starts.append(
-            PartStart(direction, part, len(self.queued), level, level, kinds.copy(), kinds)
-        )
+        launch = len(self.queued)
+        self.starts.append(PartStart(direction, part, launch, level, level, kinds.copy(), kinds))
         self._open_kinds = [OPTIMIZER if part == END else KINDS[direction]]
 
     def end_part(self) -> None:

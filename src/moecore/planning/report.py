@@ -19,7 +19,7 @@ from typing import Any
 
 from moecore.base.fields import Count, check_arguments, quote
 from moecore.base.text import format_columns
-from moecore.io.checkpoint.files import open_regular
+from moecore.io.checkpoint.files import open_regular_file
 from moecore.planning.option_sets import OPTIONS
 
 # A kernel belongs to the first category whose pattern its name contains. Communication is first.
@@ -155,12 +155,8 @@ class Report:
         for limit, ms in self.ms_by_limit.items():
             rows = [(f"  {part}", n) for part, n in self.parts.items() if part in PARTS[limit]]
             lines += [(w, f"{n:.2f}", f"{n / self.wall:.1%}") for w, n in [(limit, ms), *rows]]
-        text = [
-            f"{self.wall:.2f} ms a step",
-            f"bound by {self.limit_text}",
-            "",
-            *format_columns(lines),
-        ]
+        text = [f"{self.wall:.2f} ms a step", f"bound by {self.limit_text}", ""]
+        text += format_columns(lines)
         text += ["", "next" if self.levers else "next: no known option saves 1%"]
         text += [f"  at most {x.share:.1%}: {x.lever} (docs/{x.page})" for x in self.levers]
         return "\n".join(text)
@@ -290,7 +286,7 @@ def _read_file(path: Path) -> bytes:
     """
     try:
         is_directory = path.is_dir()
-        descriptor = -1 if is_directory else open_regular(path, follow=True)
+        descriptor = -1 if is_directory else open_regular_file(path, follow_symlinks=True)
     except FileNotFoundError:
         raise ValueError("be a file: it is not there") from None
     except (OSError, ValueError):

@@ -34,7 +34,7 @@ from moecore.parallel.mesh import ParallelConfig, build_meshes
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.schedule import PipelineConfig, make_schedule
 from moecore.parallelize import parallelize_moe, plan_sharding
-from moecore.planning.gpus import NODE, can_access_peers
+from moecore.planning.gpus import NODE, are_peers
 from moecore.planning.model import NativeModel, PlannedModel
 from moecore.planning.transformers import StockModel, TransformersModel, convert_model_errors
 from moecore.train.optim.adamw import AdamW
@@ -126,7 +126,7 @@ class TrainingRun(CheckedRecord):
         if self.dispatcher == "hierarchical":
             if self.nvlink is None:
                 yield "nvlink", "be there with dispatcher ('hierarchical'): add NVLinkOptions()"
-        elif self.nvlink is not None and not can_access_peers(group, self.num_peers):
+        elif self.nvlink is not None and not are_peers(group, self.num_peers):
             size = f"> 1 and divides num_peers ({self.num_peers})"
             yield "nvlink", f"be None with ep * etp ({group}), unless it is {size}: leave it out"
         longest = self.planned_model.max_seq_len
@@ -369,9 +369,7 @@ def list_rank_bytes(run: TrainingRun) -> tuple[RankBytes, ...]:
 
 
 @lru_cache(maxsize=2)
-def _build_with_frozen_names(
-    model: PlannedModel, dtype: torch.dtype
-) -> tuple[nn.Module, frozenset[str]]:
+def _build_with_frozen(model: PlannedModel, dtype: torch.dtype) -> tuple[nn.Module, frozenset[str]]:
     """Return a model on meta, and the names of its indexers' parameters, which no run trains."""
     module = model.build(dtype)
     layers: Any = find_family(module).find_indexers(module)
@@ -384,7 +382,7 @@ def _compute_rank_bytes(run: TrainingRun, pp_rank: int) -> RankBytes:
     """Return the bytes that a pipeline rank stores, from its `ShardPlan`."""
     rank = pp_rank * run.num_gpus // run.resolved.pp
     with enter_run_world(run, rank):
-        model, frozen = _build_with_frozen_names(run.planned_model, run.dtype)
+        model, frozen = _build_with_frozen(run.planned_model, run.dtype)
         plan = plan_sharding(
             model,
             build_meshes(run.parallel, "cpu"),

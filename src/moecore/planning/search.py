@@ -1,7 +1,7 @@
 """search: SearchRequest -> SearchResult, the parallel layouts of a model over GPUs, fastest first.
 
-    all layouts -> rules refuse some -> sorted by `LayoutEstimator` -> the first few are planned,
-    with more options that save memory until they fit -> sorted by the time of a step
+    all layouts -> rules refuse some -> sorted by `Estimator` -> the first few are planned, with
+    more options that save memory until they fit -> sorted by the time of a step
 
 A rule takes microseconds and a plan takes seconds. A search therefore plans only a few layouts
 (`plan_memory`, `plan_time`), and its result counts the other layouts.
@@ -22,7 +22,7 @@ from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
 from moecore.base.text import format_bytes, format_columns
 from moecore.planning.costs import CostTable
-from moecore.planning.estimate import LayoutEstimator
+from moecore.planning.estimate import Estimator
 from moecore.planning.gpus import GPUS, Gpu, check_time_is_modelled, get_gpu
 from moecore.planning.layouts import (
     ANY,
@@ -170,20 +170,18 @@ def search(
     table = request.cost_table if table is None else table
     layouts, refused = _list_allowed_layouts(request)
     max_plans = PLANS_PER_RESULT * num_results if max_plans is None else max_plans
-    estimator = LayoutEstimator(request, table)
+    estimator = Estimator(request, table)
     queue = [(estimator.compute_sort_key(layout), layout) for layout in layouts]
     heapify(queue)
     candidates = list[Candidate]()
     while queue and len(candidates) < max_plans:
         key, layout = queue[0]
-        if (
-            new_key := estimator.compute_sort_key(layout)
-        ) > key:  # after plans have corrected the estimates
+        if (new_key := estimator.compute_sort_key(layout)) > key:  # plans corrected the estimates
             heapreplace(queue, (new_key, layout))
             continue
         fitting = [c for c in candidates if isinstance(c, FittingCandidate)]
         best_seconds = min(map(_get_step_seconds, fitting), default=math.inf)
-        if len(fitting) >= num_results and key >= (False, best_seconds):  # no estimator is faster
+        if len(fitting) >= num_results and key >= (False, best_seconds):  # no estimate is faster
             break
         best = f", the best one takes {best_seconds:.3g} s" if fitting else ""
         progress(f"planning {layout}: at most {max_plans - len(candidates)} more layouts{best}")
@@ -236,49 +234,37 @@ def _check_time_is_modelled(request: SearchRequest) -> None:
 
 
 def find_faster_options(
-    request: SearchRequest,
-    best_candidate: FittingCandidate,
-    table: CostTable,
-    estimator: LayoutEstimator,
+    request: SearchRequest, fitting: FittingCandidate, table: CostTable, estimator: Estimator
 ) -> FittingCandidate:
-    """Return the fastest of `best_candidate` and its variants that fit.
+    """Return the fastest of `fitting` and its variants that fit.
 
     A variant has balanced pipeline stages or fewer memory-saving options.
     """
-    runs = balance_stages(best_candidate.run, table)[1:]
-    stage_layouts = (
-        plan_candidate(request, best_candidate.layout, best_candidate.options, run) for run in runs
-    )
-    balanced = (
-        plan_candidate_time(candidate, table) for candidate in stage_layouts if candidate.fits
-    )
-    best_candidate = min((best_candidate, *balanced), key=_get_step_seconds)
-    best_seconds, tried = best_candidate.time.seconds, set[OptionSet]()
+    runs = balance_stages(fitting.run, table)[1:]
+    stage_layouts = (plan_candidate(request, fitting.layout, fitting.options, run) for run in runs)
+    balanced = (add_step_time(candidate, table) for candidate in stage_layouts if candidate.fits)
+    fitting = min((fitting, *balanced), key=_get_step_seconds)
+    best_seconds, tried = fitting.time.seconds, set[OptionSet]()
 
     def next_smaller() -> OptionSet | None:
         # FP8 launches and moves more, so only a step that these limit may be faster without FP8.
-        gains = best_candidate.time.limit in ("host", "memory", "launch")
-        sets = list_smaller_option_sets(request, best_candidate.options, includes_gains=gains)
+        gains = fitting.time.limit in ("host", "memory", "launch")
+        sets = list_smaller_option_sets(request, fitting.options, includes_gains=gains)
         return next((options for options in sets if options not in tried), None)
 
     while (options := next_smaller()) is not None:
         tried.add(options)
-        num_bytes = estimator.num_bytes(best_candidate.layout, options)
-        if (
-            num_bytes - estimator.num_bytes(best_candidate.layout, best_candidate.options)
-            > best_candidate.headroom
-        ):
+        num_bytes = estimator.num_bytes(fitting.layout, options)
+        if num_bytes - estimator.num_bytes(fitting.layout, fitting.options) > fitting.headroom:
             continue
-        run = replace(
-            make_run(request, best_candidate.layout, options), pipeline=best_candidate.run.pipeline
-        )
-        other = plan_candidate(request, best_candidate.layout, options, run)
+        run = replace(make_run(request, fitting.layout, options), pipeline=fitting.run.pipeline)
+        other = plan_candidate(request, fitting.layout, options, run)
         if not other.fits:
             continue
-        candidate = plan_candidate_time(other, table)
+        candidate = add_step_time(other, table)
         if candidate.time.seconds <= (1 + MIN_GAIN) * best_seconds:
-            best_candidate, best_seconds = candidate, min(best_seconds, candidate.time.seconds)
-    return best_candidate
+            fitting, best_seconds = candidate, min(best_seconds, candidate.time.seconds)
+    return fitting
 
 
 def _find_fastest_schedule(
@@ -287,7 +273,7 @@ def _find_fastest_schedule(
     """Return the candidate with the fastest schedule that fits, with more options if needed."""
     size, every = len(candidate.options.options), list_option_sets(request)
     sets = [candidate.options, *(options for options in every if len(options.options) > size)]
-    plans = [plan_candidate_time(candidate, table)]
+    plans = [add_step_time(candidate, table)]
     for i, run in enumerate(list_schedules(candidate.run)[1:], 1):
         # More options make no schedule faster, so a slower schedule is not planned with them.
         if plan_time(run, table).seconds >= plans[0].time.seconds:
@@ -295,11 +281,11 @@ def _find_fastest_schedule(
         runs = ((s, list_schedules(make_run(request, candidate.layout, s))[i]) for s in sets)
         candidates = (plan_candidate(request, candidate.layout, *pair) for pair in runs)
         fitting = next((c for c in candidates if c.fits), None)
-        plans += [] if fitting is None else [plan_candidate_time(fitting, table)]
+        plans += [] if fitting is None else [add_step_time(fitting, table)]
     return min(plans, key=_get_step_seconds)
 
 
-def plan_candidate_time(candidate: Candidate, table: CostTable) -> FittingCandidate:
+def add_step_time(candidate: Candidate, table: CostTable) -> FittingCandidate:
     """Plan the step time of a candidate, and return the candidate as a `FittingCandidate`."""
     values = {field.name: getattr(candidate, field.name) for field in fields(candidate)}
     return FittingCandidate(**values, time=plan_time(candidate.run, table))
@@ -313,7 +299,7 @@ def plan_layout(request: SearchRequest, layout: Layout, table: CostTable) -> Ref
     _check_time_is_modelled(request)
     if (refusal := find_refusal(request, layout)) is not None:
         return refusal
-    estimator = LayoutEstimator(request, table)
+    estimator = Estimator(request, table)
     candidate = plan_fitting_layout(request, layout, estimator)
     if not candidate.fits:
         return candidate
@@ -340,9 +326,7 @@ def describe_outcome(request: SearchRequest, layout: Layout, outcome: Refusal | 
     )
 
 
-def plan_fitting_layout(
-    request: SearchRequest, layout: Layout, estimator: LayoutEstimator
-) -> Candidate:
+def plan_fitting_layout(request: SearchRequest, layout: Layout, estimator: Estimator) -> Candidate:
     """Plan a layout with the fastest options that fit, or with all; `estimator` is corrected."""
     while (candidate := _plan_estimated_options(request, layout, estimator)) is None:
         pass
@@ -350,7 +334,7 @@ def plan_fitting_layout(
 
 
 def _plan_estimated_options(
-    request: SearchRequest, layout: Layout, estimator: LayoutEstimator
+    request: SearchRequest, layout: Layout, estimator: Estimator
 ) -> Candidate | None:
     """Plan a layout with `estimator`'s options; if too large, correct `estimator`, return None."""
     options = estimator.choose_options(layout)
@@ -384,12 +368,10 @@ def find_smallest_change(request: SearchRequest, table: CostTable) -> str | None
     """Return text of the cheapest change with which a layout fits; None = none was found."""
     for text, changed in _list_request_changes(request):
         layouts, _ = _list_allowed_layouts(changed)
-        estimate, options = LayoutEstimator(changed, table).num_bytes, list_option_sets(changed)[-1]
+        estimate, options = Estimator(changed, table).num_bytes, list_option_sets(changed)[-1]
         for layout in sorted(layouts, key=estimate)[:2]:
-            if (
-                estimate(layout) <= changed.max_gpu_bytes
-                and plan_candidate(changed, layout, options).fits
-            ):
+            is_small = estimate(layout) <= changed.max_gpu_bytes
+            if is_small and plan_candidate(changed, layout, options).fits:
                 return f"{text}, with {layout}"
     return None
 

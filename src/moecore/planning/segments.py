@@ -193,21 +193,18 @@ class Segments:
             lengths = len(launches), *lengths[:1]
         return queue
 
-    def _place_segment(self, launch_range: range, preceding_lengths: tuple[int, ...]) -> _Copy:
+    def _place_segment(self, launch_range: range, prior_lengths: tuple[int, ...]) -> _Copy:
         """Return a segment's launches as queue entries, and its launches with far dependencies.
 
-        A dependency is far if it is before the preceding two segments. `preceding_lengths` has the
+        A dependency is far if it is before the preceding two segments. `prior_lengths` has the
         numbers of launches in these segments of the queue, the nearest first.
         """
-        if (launch_range, preceding_lengths) not in self._placed_segments:
+        if (launch_range, prior_lengths) not in self._placed_segments:
             queue, early = list[PlacedLaunch](), list[_FarLaunch]()
             for i in launch_range:
                 queued = self.queued[i]
                 distances = [
-                    {
-                        n: self._compute_distance(n, i, launch_range, preceding_lengths)
-                        for n in numbers
-                    }
+                    {n: self._compute_distance(n, i, launch_range, prior_lengths) for n in numbers}
                     for numbers in (queued.dependencies, queued.host_dependencies)
                 ]
                 near = (tuple(d for d in by.values() if d is not None) for by in distances)
@@ -215,21 +212,21 @@ class Segments:
                 far = [[n for n, d in by.items() if d is None] for by in distances]
                 if any(far):
                     early.append(_FarLaunch(i - launch_range.start, *far))
-            self._placed_segments[launch_range, preceding_lengths] = queue, early
-        return self._placed_segments[launch_range, preceding_lengths]
+            self._placed_segments[launch_range, prior_lengths] = queue, early
+        return self._placed_segments[launch_range, prior_lengths]
 
     def _compute_distance(
-        self, dependency: int, launch: int, launch_range: range, preceding_lengths: Iterable[int]
+        self, dependency: int, launch: int, launch_range: range, prior_lengths: Iterable[int]
     ) -> int | None:
         """Return the distance in the new queue from `launch` back to the launch `dependency`.
 
-        Both are indices of recorded launches. `launch_range` has the launches of the segment of
-        `launch`. `preceding_lengths` has the numbers of launches
-        in the preceding segments of the queue. None = launch `dependency` is in an earlier segment.
+        Both are indices of recorded launches. `launch_range` is the segment of `launch`.
+        `prior_lengths` has the numbers of launches in the preceding segments of the queue. None =
+        `dependency` is in an earlier segment.
         """
         at = launch - launch_range.start
         start, end = 0, at
-        for length in (0, *preceding_lengths):
+        for length in (0, *prior_lengths):
             start -= length
             if dependency >= launch_range.start:
                 return at - min(start + dependency - launch_range.start, end - 1)
@@ -237,21 +234,16 @@ class Segments:
         return None
 
     def _compute_far_distances(
-        self, dependencies: Iterable[int], queue_idx: int, newest_copies: Mapping[int, int]
+        self, dependencies: Iterable[int], queue_idx: int, copies: Mapping[int, int]
     ) -> tuple[int, ...]:
         """Return the distances in the queue from `queue_idx` back to copies of launches.
 
-        `dependencies` are indices of recorded launches. `newest_copies` maps the first launch of a
+        `dependencies` are indices of recorded launches. `copies` maps the first launch of a
         segment to the queue index of its newest copy. Launches without a copy are left out.
         """
-        starts = (
-            (n, self._first_launches[bisect_right(self._first_launches, n) - 1])
-            for n in dependencies
-        )
+        starts = ((n, self._starts[bisect_right(self._starts, n) - 1]) for n in dependencies)
         return tuple(
-            queue_idx - (newest_copies[start] + n - start)
-            for n, start in starts
-            if start in newest_copies
+            queue_idx - (copies[start] + n - start) for n, start in starts if start in copies
         )
 
     @cached_property
@@ -261,7 +253,7 @@ class Segments:
         return [*sorted(ranges, key=attrgetter("start")), self.end.launches]
 
     @cached_property
-    def _first_launches(self) -> list[int]:
+    def _starts(self) -> list[int]:
         """The number of the first launch of each segment that is not empty, ascending."""
         return sorted(launches.start for launches in self._launch_ranges if launches)
 

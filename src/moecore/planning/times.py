@@ -25,7 +25,7 @@ from moecore.parallel.pipeline.layout import LayoutCosts, Stage, balanced_layout
 from moecore.parallel.pipeline.orders import PAIRING, Item, Overlap, list_actions
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.pipeline.timeline import Timeline, compute_spans
-from moecore.planning.costs import CostTable, LimitingRate
+from moecore.planning.costs import CostTable, Limit
 from moecore.planning.dry_run import DryRun
 from moecore.planning.gpus import Gpu, check_time_is_modelled
 from moecore.planning.record import PASSES, SLICES, Pass, PlacedLaunch, Work, place_launches
@@ -45,7 +45,7 @@ from moecore.planning.segments import (
     map_micro_batches,
 )
 
-Part = Literal[LimitingRate, "host", "bubble"]
+Part = Literal[Limit, "host", "bubble"]
 Parts = Mapping[Part, float]
 # If several parts run at once, the first of them counts, and the others are hidden behind it.
 PARTS: tuple[Part, ...] = ("compute", "memory", "launch", "nvlink", "network", "pcie", "host")
@@ -116,11 +116,11 @@ class Spans(NamedTuple):
     ends: list[float]
     parts: list[Part]
 
-    def find_end_time(self, num_launches: int) -> float:
+    def find_end(self, num_launches: int) -> float:
         """Return the time at which the first `num_launches` launches of the queue have finished."""
         return max(self.ends[:num_launches], default=0.0)
 
-    def sum_network_seconds(self, first_launch: int, end_launch: int) -> float:
+    def sum_network(self, first_launch: int, end_launch: int) -> float:
         """Return the sum of the network seconds of launches `first_launch` to `end_launch` - 1."""
         return sum(
             self.ends[i] - self.starts[i]
@@ -171,10 +171,8 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
     check_time_is_modelled(step.precision, table.gpu, MEMORY_ONLY)
     spans = simulate_queue(place_launches(step.queued), table, STEPS)
     before, number = (STEPS - 1) * len(step.queued), STEPS * len(step.queued)
-    start, end = spans.find_end_time(before), spans.find_end_time(number)
-    parts = _raise_to_network_seconds(
-        spans.split_seconds(start, end), spans.sum_network_seconds(before, number)
-    )
+    start, end = spans.find_end(before), spans.find_end(number)
+    parts = _extend_network(spans.split_seconds(start, end), spans.sum_network(before, number))
     return StepTime(max(end - start, sum(parts.values())), parts)
 
 
@@ -231,7 +229,7 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
         seconds, parts, timeline = _time_step_with_pipeline(run, segments, table, memo)
     if run.optimizer.offload_fraction:
         waits = _time_optimizer_state_waits(run, segments, table, memo)
-        seconds, parts = seconds + waits, _sum_seconds_by_limit((parts, {"pcie": waits}))
+        seconds, parts = seconds + waits, _sum_parts((parts, {"pcie": waits}))
     return TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=timeline)
 
 
@@ -287,18 +285,14 @@ def _time_step_without_pipeline(
     placed_queue = segments.make_queue([*queue, segments.end])
     before, length = (STEPS - 1) * len(placed_queue), len(placed_queue)
     spans = simulate_queue(placed_queue, table, STEPS)
-    parts: Parts = spans.split_seconds(
-        spans.find_end_time(before), spans.find_end_time(before + length)
-    )
-    network = spans.sum_network_seconds(before, before + length)
+    parts: Parts = spans.split_seconds(spans.find_end(before), spans.find_end(before + length))
+    network = spans.sum_network(before, before + length)
     if number < run.num_micro_batches:
         times, first, last = run.num_micro_batches - number, before + counts[1], before + counts[2]
-        extra = spans.split_seconds(spans.find_end_time(first), spans.find_end_time(last))
-        parts = _sum_seconds_by_limit(
-            (parts, {part: times * seconds for part, seconds in extra.items()})
-        )
-        network += times * spans.sum_network_seconds(first, last)
-    parts = _raise_to_network_seconds(parts, network)
+        extra = spans.split_seconds(spans.find_end(first), spans.find_end(last))
+        parts = _sum_parts((parts, {part: times * seconds for part, seconds in extra.items()}))
+        network += times * spans.sum_network(first, last)
+    parts = _extend_network(parts, network)
     return sum(parts.values()), parts
 
 
@@ -367,29 +361,25 @@ def _time_step_with_pipeline(
                 parts, pass_network = passes[stage]["F" if kind == "F" else "B", like[i]]
                 sums.append({part: share * seconds for part, seconds in parts.items()})
                 network += share * pass_network
-            total = _sum_seconds_by_limit(sums)
+            total = _sum_parts(sums)
             # A pair never takes less than the network seconds of both passes. Dispatcher "nvlink"
             # does not overlap its exchanges with a pair.
             if isinstance(item, Overlap) and hides:
-                return _raise_to_network_seconds(_subtract_hidden_network(total, hides), network)
+                return _extend_network(_subtract_hidden_network(total, hides), network)
             return total
 
         spans = compute_spans(schedule, lambda item: sum(parts_of(item).values()), send)
         timelines[number] = timeline = Timeline(spans=spans)
         busiest = max(range(pp), key=lambda rank: timeline.busy[rank])
-        parts = _sum_seconds_by_limit(parts_of(span.item) for span in timeline.spans[busiest])
+        parts = _sum_parts(parts_of(span.item) for span in timeline.spans[busiest])
         bubble = timeline.makespan - sum(parts.values())
-        return timeline.makespan + end_seconds, _sum_seconds_by_limit(
-            (parts, end_parts, {"bubble": bubble})
-        )
+        return timeline.makespan + end_seconds, _sum_parts((parts, end_parts, {"bubble": bubble}))
 
-    seconds, parts = _extrapolate_micro_batches(
-        step, run.num_micro_batches, (ROUNDS - 1) * pp, ROUNDS * pp
-    )
+    seconds, parts = _extrapolate_step(step, run.num_micro_batches, (ROUNDS - 1) * pp, ROUNDS * pp)
     return seconds, parts, timelines[max(timelines)]
 
 
-def _raise_to_network_seconds(seconds_by_limit: Parts, network_seconds: float) -> dict[Part, float]:
+def _extend_network(seconds_by_limit: Parts, network_seconds: float) -> dict[Part, float]:
     """Return `seconds_by_limit`, whose "network" is increased until the sum has this minimum."""
     missing = max(0.0, network_seconds - sum(seconds_by_limit.values()))
     return {**seconds_by_limit, "network": seconds_by_limit.get("network", 0.0) + missing}
@@ -405,7 +395,7 @@ def _subtract_hidden_network(seconds_by_limit: Parts, hidden_share: float) -> Pa
     return {**seconds_by_limit, "network": network - min(other_seconds, hidden_share * network)}
 
 
-def _sum_seconds_by_limit(terms: Iterable[Parts]) -> dict[Part, float]:
+def _sum_parts(terms: Iterable[Parts]) -> dict[Part, float]:
     """Add dicts of seconds by limit, `terms`."""
     sums: dict[Part, float] = {}
     for parts in terms:
@@ -436,15 +426,15 @@ def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePas
     spans = simulate_queue(segments.make_queue(queue), table)
     start, before = 0.0, 0
     for key, number in lengths:
-        end, network = spans.find_end_time(number), spans.sum_network_seconds(before, number)
+        end, network = spans.find_end(number), spans.sum_network(before, number)
         passes[key] = PassSeconds(
-            _raise_to_network_seconds(spans.split_seconds(start, end), network), network
+            _extend_network(spans.split_seconds(start, end), network), network
         )
         start, before = end, number
     return passes
 
 
-def _extrapolate_micro_batches(
+def _extrapolate_step(
     time_steps: Callable[[int], tuple[float, Parts]], num_micro_batches: int, low: int, high: int
 ) -> tuple[float, Parts]:
     """Return the seconds of a step with `num_micro_batches`, in total and by limit.

@@ -34,17 +34,11 @@ from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.stock import enable_recompute
 from moecore.families.transformers.tensor_parallel import plan_modules
 from moecore.io.hf.config_fields import HFConfig, read_config
-from moecore.io.hf.files import format_with_source
+from moecore.io.hf.files import format_error_with_source
 from moecore.io.hf.stock import build_meta_model
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.fsdp.units import find_blocks
-from moecore.planning.model import (
-    ModelSizes,
-    ModelSource,
-    ModuleParts,
-    PlannedModel,
-    count_model_sizes,
-)
+from moecore.planning.model import ModelSizes, ModelSource, ModuleParts, PlannedModel, count_sizes
 from moecore.train.memory.parts import UP
 
 VALUES = (int, float, str, bool, type(None))
@@ -100,7 +94,7 @@ def convert_model_errors(model: object) -> Iterator[None]:
         model_type = json.loads(model.values).get("model_type")
         raise ValueError(
             f"config.json of model_type ({quote(model_type)}) must have values with which a step "
-            f"runs, not {type(error).__name__} ({format_with_source(error)}): correct them"
+            f"runs, not {type(error).__name__} ({format_error_with_source(error)}): correct them"
         ) from error
 
 
@@ -196,7 +190,7 @@ class StockModel(PlannedModel):
         experts = {p for layer in layers for p in layer.get_part("experts").parameters()}
         cuts = ((m, (*split.columns, split.row)) for m, split in plan_modules(hf, 1)[0].items())
         tp_params = {p for m, names in cuts for n in names for p in m.get_submodule(n).parameters()}
-        return count_model_sizes(hf, experts, tp_params)
+        return count_sizes(hf, experts, tp_params)
 
     @override
     def check_degrees(self, *, pp: int, tp: int, cp: int) -> None:
@@ -257,13 +251,11 @@ def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
     if model.layers is not None:
         full = _build_structure(replace(model, layers=None))
         names = {module: name for name, module in full.model.named_modules()}
-        _remove_unselected_layers(hf, [names[block] for block in full.blocks], model.layers)
+        _keep_layers(hf, [names[block] for block in full.blocks], model.layers)
     return hf
 
 
-def _remove_unselected_layers(
-    hf: Any, layer_names: Sequence[str], layer_idxs: Sequence[int]
-) -> None:
+def _keep_layers(hf: Any, layer_names: Sequence[str], layer_idxs: Sequence[int]) -> None:
     """Remove the layers of a model in place, except the layers at indices `layer_idxs`.
 
     `layer_names` has the module name of every layer of the model, in order.

@@ -21,13 +21,7 @@ from moecore.models import Decoder
 from moecore.moe.layer import MoELayer
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.corpora import CorpusSteps, Tokenizer
-from moecore.recipes.data import (
-    GraphedMicroBatches,
-    RandomSteps,
-    StepBatch,
-    Steps,
-    pad_document_bounds,
-)
+from moecore.recipes.data import GraphedStep, RandomSteps, StepBatch, Steps, pad_bounds
 from moecore.recipes.decoder_config import export_config
 from moecore.recipes.generate import write_samples
 from moecore.recipes.hf_model import write_export
@@ -64,7 +58,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
 
         self.run_micro_batches: Callable[..., Tensor] = run_micro_batches
         if self.args.cuda_graph:
-            self.run_micro_batches = GraphedMicroBatches(run_micro_batches, self.model)
+            self.run_micro_batches = GraphedStep(run_micro_batches, self.model)
 
     def print_start(self) -> None:
         """Print the model, the ranks and the data of the run."""
@@ -79,7 +73,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
             return self.batches.next_batch()
         rows = self.stage.sizes.get_rows(step)
         batch = self.batches.next_batch(rows // (self.shape.data_ranks * self.shape.batch_size))
-        return pad_document_bounds(batch) if self.args.cuda_graph else batch
+        return pad_bounds(batch) if self.args.cuda_graph else batch
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
         """Run the micro-batches; return this rank's part of the mean loss, see `TrainingJob`."""

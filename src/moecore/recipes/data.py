@@ -232,7 +232,7 @@ def make_generator(seed_text: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-class GraphedMicroBatches:
+class GraphedStep:
     """A CUDA graph of `forward_backward`; it is captured again when input shapes change."""
 
     def __init__(self, forward_backward: Callable[..., Tensor], model: nn.Module) -> None:
@@ -249,7 +249,7 @@ class GraphedMicroBatches:
         return loss
 
 
-def pad_document_bounds(batch: StepBatch) -> StepBatch:
+def pad_bounds(batch: StepBatch) -> StepBatch:
     """Return the batch with its document bounds padded to the largest number over all ranks.
 
     Collective, on the CPU.

@@ -51,21 +51,16 @@ class RotaryOptions(CheckedRecord):
         return replace(config, **values) if values else config
 
 
-def replace_rotary(config: DecoderConfig, decoder_fields: Mapping[str, Any]) -> DecoderConfig:
-    """Return `config` with the rotary fields of `decoder_fields`.
-
-    `decoder_fields` has the fields of another decoder config by name.
-    """
+def replace_rotary(config: DecoderConfig, fields: Mapping[str, Any]) -> DecoderConfig:
+    """Return `config` with the rotary fields of `fields`, the fields of another decoder config."""
     changes: dict[str, Any] = {
-        name: decoder_fields[name]
-        for name in ("rope_theta", "max_seq_len")
-        if name in decoder_fields
+        name: fields[name] for name in ("rope_theta", "max_seq_len") if name in fields
     }
     if config.mla is None:
-        yarn = decoder_fields.get("yarn")
+        yarn = fields.get("yarn")
         changes["yarn"] = yarn and YarnConfig(**yarn)
     else:
-        yarn = (decoder_fields.get("mla") or {}).get("yarn")
+        yarn = (fields.get("mla") or {}).get("yarn")
         changes["mla"] = replace(config.mla, yarn=yarn and YarnConfig(**yarn))
     return replace(config, **changes)
 

@@ -19,7 +19,7 @@ from moecore.planning import (
 )
 from moecore.planning.costs import CostTable
 from moecore.planning.flags import choose_nvlink_options
-from moecore.planning.gpus import count_domain_ranks, count_peer_ranks, find_time_refusal, get_gpu
+from moecore.planning.gpus import count_domain_ranks, count_peers, find_time_refusal, get_gpu
 from moecore.recipes.data import StepBatch
 from moecore.recipes.options import RunConfig, ShardedConfig
 from moecore.recipes.parser import format_toml
@@ -40,7 +40,7 @@ def make_planned_run(
     if isinstance(model, DecoderConfig):
         model = replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
     dispatch, domain = args.make_dispatch_options(), count_domain_ranks(args.gpu, num_gpus)
-    peers = count_peer_ranks(args.gpu, domain)
+    peers = count_peers(args.gpu, domain)
     return TrainingRun(
         model=model,
         num_gpus=num_gpus,

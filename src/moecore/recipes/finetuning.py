@@ -14,7 +14,7 @@ from moecore.base.progress import track
 from moecore.base.streams import copy_to_device
 from moecore.models import DecoderConfig
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
-from moecore.recipes.data import GraphedMicroBatches, StepBatch, Steps
+from moecore.recipes.data import GraphedStep, StepBatch, Steps
 from moecore.recipes.examples import Examples
 from moecore.recipes.hf_model import export_run, make_causal_lm_inputs
 from moecore.recipes.job import TrainingJob
@@ -53,7 +53,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
             return self.run_micro_batches(num_labels, zip(*tensors, strict=True))
 
-        self.graph = GraphedMicroBatches(train_on, self.model) if self.args.cuda_graph else None
+        self.graph = GraphedStep(train_on, self.model) if self.args.cuda_graph else None
 
     def print_start(self) -> None:
         """Print data, model and ranks, and the evaluation loss before the first step."""

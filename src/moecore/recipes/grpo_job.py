@@ -238,7 +238,7 @@ class Reinforcement(TrainingJob[Samples]):
         self.engine.offload("all")
         responses = self.sample_completions([prompt.ids for prompt in prompts]) if prompts else []
         self.engine.onload("all")
-        rewards_n = self.score_completions(prompts, responses)
+        rewards_n = self.score(prompts, responses)
         rollouts = Rollouts.of(
             [p.ids for p in prompts], responses, temperature=self.sampling.temperature
         )
@@ -246,9 +246,7 @@ class Reinforcement(TrainingJob[Samples]):
         advantages_N = rollouts.expand_to_tokens(group_advantages(rewards_n, groups_n))
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
 
-    def score_completions(
-        self, prompts: Sequence[Prompt], responses: Sequence[list[int]]
-    ) -> Tensor:
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[list[int]]) -> Tensor:
         """Return each completion's reward, fp32 [n]; store the mean over all ranks. Collective."""
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         completions = [

@@ -27,7 +27,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.number = 0
 
-    def record_signal(self, signal_number: int, _: FrameType | None = None) -> None:
+    def record(self, signal_number: int, _: FrameType | None = None) -> None:
         """Store a signal, or exit at a second SIGINT."""
         if self.number and signal_number == signal.SIGINT:
             os._exit(128 + signal_number)
@@ -41,9 +41,7 @@ def record_stop_signals() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    with _handle_signals(
-        {signal.SIGTERM: request.record_signal, signal.SIGINT: request.record_signal}
-    ):
+    with _handle_signals({signal.SIGTERM: request.record, signal.SIGINT: request.record}):
         yield request
 
 

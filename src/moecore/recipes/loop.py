@@ -232,7 +232,7 @@ def train(job: TrainingJob[Any]) -> int:
                 raise
             is_checkpoint = is_due(step, every=args.checkpoint_every, last_step=args.steps)
             is_read = is_checkpoint or step in (job.start + 1, args.steps)
-            report_steps(job, queue, report, num_pending=0 if is_read else 1)
+            report_steps(job, queue, report, pending=0 if is_read else 1)
             if job.is_stopping:
                 report_steps(job, queue, report)
             saver.check()  # a save that failed in the background ends the run here
@@ -313,18 +313,14 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
 
 
 def report_steps(
-    job: TrainingJob[Any],
-    queue: deque[LaunchedStep],
-    report: RunReport | None,
-    *,
-    num_pending: int = 0,
+    job: TrainingJob[Any], queue: deque[LaunchedStep], report: RunReport | None, *, pending: int = 0
 ) -> None:
-    """Wait for all but the newest `num_pending` steps of `queue`, remove and report them.
+    """Wait for all but the newest `pending` steps of `queue`, remove and report them.
 
     `report` is None on ranks above 0. Raises DivergedError after ten consecutive steps without a
     finite loss.
     """
-    while len(queue) > num_pending:
+    while len(queue) > pending:
         launched = queue.popleft()
         step = launched.step
         metrics = launched.read_metrics()

@@ -94,9 +94,9 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
 
 
 def parse_toml_content(
-    options: Sequence[CommandOption], content: Mapping[str, Any], error_prefix: str
+    options: Sequence[CommandOption], content: Mapping[str, Any], prefix: str
 ) -> Values:
-    """Return the values of a TOML file's `content` by option; errors begin with `error_prefix`."""
+    """Return the values of a TOML file's `content` by option; errors begin with `prefix`."""
     by_key = {_convert_to_snake_case(flag): option for option in options for flag in option.flags}
     by_key |= {option.key: option for option in options}
     by_key = {key: option for key, option in by_key.items() if key != FILE}
@@ -106,17 +106,13 @@ def parse_toml_content(
         option = by_key.get(_convert_to_snake_case(key))
         if option is None:
             hint = _suggest_name(_convert_to_snake_case(key), by_key)
-            raise ValueError(
-                f"{error_prefix} must have no {format_path(key)}, which no flag has: {hint}"
-            )
+            raise ValueError(f"{prefix} must have no {format_path(key)}, which no flag has: {hint}")
         if option in keys:
             pair = f"{keys[option]} and {key}"
-            raise ValueError(
-                f"{error_prefix} must have one of {pair}, which are one option: remove one"
-            )
+            raise ValueError(f"{prefix} must have one of {pair}, which are one option: remove one")
         keys[option] = key
         try:
-            values[option] = _check_and_convert(f"{error_prefix}: {key}", value, option.hint)
+            values[option] = _check_and_convert(f"{prefix}: {key}", value, option.hint)
         except ValueError as error:
             raise ValueError(str(error).replace("a tuple", "an array")) from None
     return values
@@ -154,13 +150,11 @@ def format_toml(config: Any) -> str:
         is_mapping = isinstance(record, Mapping)
         value = record.get(option.name) if is_mapping else getattr(record, option.name)
         if value is not None:
-            lines.setdefault(option.table, []).append(
-                f"{option.name} = {_format_toml_value(value)}"
-            )
+            lines.setdefault(option.table, []).append(f"{option.name} = {_format_value(value)}")
     tables = getattr(config, "stage_tables", ())
     if tables:
         lines[""] = [line for line in lines[""] if not line.startswith("steps = ")]
-        lines[""].append(f"stages = {_format_toml_value(tables)}")
+        lines[""].append(f"stages = {_format_value(tables)}")
     texts = [
         "\n".join([*([f"[{table}]"] if table else []), *of, ""]) for table, of in lines.items()
     ]
@@ -341,18 +335,18 @@ def _format_default(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _format_toml_value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value as TOML; a record becomes an inline table."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_format_toml_value, value))}]"
+        return f"[{', '.join(map(_format_value, value))}]"
     if is_dataclass(value) or isinstance(value, dict):
         record: Any = value
         pairs = (record if isinstance(record, dict) else dataclasses.asdict(record)).items()
-        return f"{{{', '.join(f'{name} = {_format_toml_value(of)}' for name, of in pairs)}}}"
+        return f"{{{', '.join(f'{name} = {_format_value(of)}' for name, of in pairs)}}}"
     if isinstance(value, torch.dtype):
         value = str(value).removeprefix("torch.")
     return json.dumps(str(value), ensure_ascii=False)  # a basic string of TOML has these escapes

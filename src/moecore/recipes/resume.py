@@ -171,9 +171,7 @@ def save_config(args: RunConfig, toml: str) -> None:
 
 def list_option_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return a line for each key whose value differs between two contents of config.toml."""
-    old, new = (
-        dict(flatten_tables(convert_stages_to_tables(content))) for content in (before, after)
-    )
+    old, new = (dict(flatten_tables(name_stage_tables(content))) for content in (before, after))
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r} ({describe_option_effect(key)})"
         for key in old | new
@@ -181,7 +179,7 @@ def list_option_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> 
     ]
 
 
-def convert_stages_to_tables(content: Mapping[str, Any]) -> dict[str, Any]:
+def name_stage_tables(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.toml's content with "stages.NAME" tables in place of its list of stages."""
     stages = {f"stages.{stage['name']}": stage for stage in content.get("stages", [])}
     return {name: value for name, value in content.items() if name != "stages"} | stages

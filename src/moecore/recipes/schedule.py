@@ -197,10 +197,8 @@ def iterate_equal_steps(
             return
         end = -(-(number + 1) * ramp.ramp_tokens // num_increments)  # tokens of the next increment
         num_steps = -(-(end - tokens_before) // (step_rows * seq_len))
-        first_step, tokens_before = (
-            first_step + num_steps,
-            tokens_before + num_steps * step_rows * seq_len,
-        )
+        first_step += num_steps
+        tokens_before += num_steps * step_rows * seq_len
 
 
 # Options that all stages of a run share.
@@ -360,30 +358,30 @@ def plan_stage(
     args: Any,
     table: Options,
     step_sizes: StepSizes,
-    start_step: int,
+    start: int,
     *,
     rows: int,
     ramp: BatchRamp = NO_RAMP,
 ) -> TrainingStage:
-    """Return the stage with options `args` that begins after step `start_step`.
+    """Return the stage with options `args` that begins after step `start`.
 
     `table` is the stage's TOML table, {} for a run without stages. `step_sizes` are the sizes of
     earlier steps. `rows` is the number of rows of a step after `ramp`.
     """
-    tokens = step_sizes.count_tokens_through(start_step)
+    tokens = step_sizes.count_tokens_through(start)
     parts = iterate_equal_steps(
-        ramp, first_step=start_step + 1, rows=rows, seq_len=args.seq_len, tokens_before=tokens
+        ramp, first_step=start + 1, rows=rows, seq_len=args.seq_len, tokens_before=tokens
     )
-    before = (part for part in step_sizes.parts if part.first <= start_step)
+    before = (part for part in step_sizes.parts if part.first <= start)
     step_sizes, name, end = StepSizes([*before, *parts]), "", args.steps
     if table:
         length = read_stage_length(table)
-        name, end = length.name, start_step + (length.steps or 0)
+        name, end = length.name, start + (length.steps or 0)
         if length.tokens is not None:
             end = step_sizes.count_steps(tokens + length.tokens)
     return TrainingStage(
         name=name,
-        begin=start_step,
+        begin=start,
         end=end,
         last=end,
         has_schedule=bool({key.replace("-", "_") for key in table} & SCHEDULE),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.fields import CheckedRecord, Positive, Rules, check_arguments, quote
-from moecore.packing.documents import Lengths, convert_lengths
+from moecore.packing.documents import Lengths, as_lengths
 
 PER_TOKEN = ("advantages_N", "old_log_probs_N", "ref_log_probs_N", "weights_N")
 Numbers = Annotated[Tensor, "pass one number per token"]
@@ -214,7 +214,7 @@ def group_advantages(
         ValueError: if rewards are not one finite number per response.
     """
     check_arguments(group_advantages, locals())
-    groups = torch.from_numpy(convert_lengths(groups_n, "groups_n", 0)).to(rewards_n.device)
+    groups = torch.from_numpy(as_lengths(groups_n, "groups_n", 0)).to(rewards_n.device)
     if rewards_n.shape != groups.shape or not bool(rewards_n.isfinite().all()):
         raise ValueError(
             f"rewards_n {tuple(rewards_n.shape)} must be one finite number per response "

@@ -81,7 +81,7 @@ def compare_checkpoint(
     stages = find_staged_module(model)[1]
     union = join_stage_parts(part, stages)
     comparison = run_and_share_errors(
-        lambda: _compare(manifest, view, union, optimizer, scheduler, cast=cast)
+        lambda: _compare_local_objects(manifest, view, union, optimizer, scheduler, cast=cast)
     )
     if stages is not None:
         differences = gather_objects((comparison.left_out, comparison.refused))
@@ -92,7 +92,7 @@ def compare_checkpoint(
     return view, comparison
 
 
-def _compare(
+def _compare_local_objects(
     manifest: Manifest,
     view: ModelView,
     union: StagePart,
@@ -293,22 +293,22 @@ def _find_shape_problem(
     """
     for key, tensor in stored_slots.items():
         like = get_state_template(optimizer, view.tensors[name], key.partition(".")[0])
-        shape = tuple(view.view(name, like).shape)
+        shape = tuple(view.make_stored_view(name, like).shape)
         if tensor.shape not in ((), shape):
             return f"{key} {tensor.shape} must be {shape}"
     return None
 
 
 def _map_params_to_groups(
-    classes: str, groups: list[dict[str, Any]]
+    class_names: str, groups: list[dict[str, Any]]
 ) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return parameter name -> (optimizer class name, parameter group).
 
-    `classes` is from `name_optimizer_classes`. "params" of each group has names.
+    `class_names` is from `name_optimizer_classes`. "params" of each group has names.
     """
     return {
         name: (kind, group)
-        for kind, group in zip(split_class_names(classes, len(groups)), groups, strict=True)
+        for kind, group in zip(split_class_names(class_names, len(groups)), groups, strict=True)
         for name in group["params"]
     }
 

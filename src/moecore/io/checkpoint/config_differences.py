@@ -171,7 +171,7 @@ def _select_json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def find_config(model: nn.Module) -> Config | None:
+def find_model_config(model: nn.Module) -> Config | None:
     """Return the config of the only native or transformers model in a module, otherwise None."""
     modules = {id(part): part for part in _find_models(model)}
     if len(modules) != 1:

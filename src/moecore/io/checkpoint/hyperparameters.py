@@ -87,7 +87,7 @@ def find_group_mismatches(
         for group, saved_group in zip(current_groups, saved_groups, strict=True)
         for key, value in saved_group.items()
         if (key in group or key in NUMERIC_OPTIONS)
-        and not _can_change_to(key, group.get(key, 0.0), value)
+        and not _can_restore_option(key, group.get(key, 0.0), value)
     ]
 
 
@@ -199,7 +199,7 @@ def decode_scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict
             f"{', '.join(sorted(state.keys() ^ values.keys()))} differ"
         )
     for name, rates in _find_learning_rates(values):
-        if not isinstance(rates, list) or not all(map(is_finite, rates)):
+        if not isinstance(rates, list) or not all(map(is_finite_number, rates)):
             raise ValueError(
                 f"scheduler {format_name(name)} must be a list of finite numbers, but is "
                 f"{rates!r:.40} in the checkpoint"
@@ -281,26 +281,31 @@ def check_json(label: str, values: Mapping[str, Any]) -> None:
             ) from None
 
 
-def _can_change_to(key: str, current: Any, value: Any) -> bool:
-    """Whether a load may set the optimizer option `key` from `current` to the saved `value`."""
-    if key == WIDTH:
-        return bool(current == value)
-    if current is None or value is None:
-        return key not in NUMERIC_OPTIONS or current is value
-    if isinstance(current, bool) or isinstance(value, bool):
-        return isinstance(current, bool) and isinstance(value, bool)
-    if isinstance(current, tuple | list):
+def _can_restore_option(option: str, current_value: Any, saved_value: Any) -> bool:
+    """Whether a load may set the optimizer option `option` to its saved value."""
+    if option == WIDTH:
+        return bool(current_value == saved_value)
+    if current_value is None or saved_value is None:
+        return option not in NUMERIC_OPTIONS or current_value is saved_value
+    if isinstance(current_value, bool) or isinstance(saved_value, bool):
+        return isinstance(current_value, bool) and isinstance(saved_value, bool)
+    if isinstance(current_value, tuple | list):
         return (
-            isinstance(value, list)
-            and len(current) == len(value)
-            and all(_can_change_to(key, a, b) for a, b in zip(current, value, strict=True))
+            isinstance(saved_value, list)
+            and len(current_value) == len(saved_value)
+            and all(
+                _can_restore_option(option, a, b)
+                for a, b in zip(current_value, saved_value, strict=True)
+            )
         )
-    if isinstance(current, int | float | Tensor):
-        return is_finite(value) or (key not in NUMERIC_OPTIONS and value in (math.inf, -math.inf))
-    return isinstance(value, type(current))
+    if isinstance(current_value, int | float | Tensor):
+        return is_finite_number(saved_value) or (
+            option not in NUMERIC_OPTIONS and saved_value in (math.inf, -math.inf)
+        )
+    return isinstance(saved_value, type(current_value))
 
 
-def is_finite(value: object) -> bool:
+def is_finite_number(value: object) -> bool:
     """Whether a value is an int or float (no bool) that a finite float can represent."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False

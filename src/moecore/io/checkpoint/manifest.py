@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from moecore.base.fields import check_arguments, format_name
-from moecore.io.checkpoint.files import MAX_TABLE, read_regular
+from moecore.io.checkpoint.files import MAX_TABLE, read_regular_file
 
 MANIFEST = "moecore.json"
 FORMAT = 3
@@ -149,7 +149,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     check_arguments(read_manifest, locals())
     path = Path(path)
     try:
-        data = read_regular(path / MANIFEST, max_bytes=MAX_TABLE)
+        data = read_regular_file(path / MANIFEST, max_bytes=MAX_TABLE)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"path ({path}) must be a whole checkpoint, with a {MANIFEST}: use latest(root)"
@@ -283,7 +283,7 @@ def _parse_tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTen
         _require(num_bytes < _MAX_BYTES, f"{label}: its shape is too large")
         _require(isinstance(value["chunks"], list), f"{label}: chunks must be a list")
         chunks = tuple(_parse_chunk(chunk, len(shape), files, label) for chunk in value["chunks"])
-        require_grid(name, shape, chunks)
+        check_chunk_grid(name, shape, chunks)
         for chunk in chunks:
             place = (chunk.file, chunk.key)
             _require(place not in seen, f"{label}: {place!r:.200} is used twice")
@@ -307,7 +307,7 @@ def _parse_chunk(value: Any, num_dims: int, files: Mapping[str, Any], label: str
     return ManifestChunk(file=file, key=key, offsets=offsets, sizes=sizes)
 
 
-def require_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk]) -> None:
+def check_chunk_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk]) -> None:
     """Raise ValueError unless the chunks of a tensor form a grid that has each element once."""
     # Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is
     # an error: a cut of dim 1 at 3 must go through all rows. DTensor shards always form a grid.
@@ -372,7 +372,7 @@ def _require_keys(value: Any, keys: Iterable[str], label: str) -> None:
     )
 
 
-def _require(condition: bool, problem: str) -> None:
-    """Raise ValueError with the problem if the condition is false."""
-    if not condition:
+def _require(is_valid: bool, problem: str) -> None:
+    """Raise ValueError with the text `problem` unless `is_valid`."""
+    if not is_valid:
         raise ValueError(problem)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.io.checkpoint.files import open_regular
+from moecore.io.checkpoint.files import open_regular_file
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, StoredFile
 from moecore.io.checkpoint.ranks import is_first_rank
 
@@ -187,7 +187,7 @@ class ShardReader:
     """Reads slices of the tensors in a safetensors file.
 
     `begins` maps a tensor's key to the position of the tensor's first byte in the file. Strided
-    slices are copied through `buffer`. `follow` allows a symlink to the file.
+    slices are copied through `buffer`. `follow_symlinks` allows a symlink to the file.
     """
 
     def __init__(
@@ -197,10 +197,10 @@ class ShardReader:
         buffer: Tensor,
         meter: Meter,
         *,
-        follow: bool = False,
+        follow_symlinks: bool = False,
     ) -> None:
         self._path, self._begins, self._buffer, self._meter = path, begins, buffer, meter
-        self._fd = open_regular(path, follow=follow)
+        self._fd = open_regular_file(path, follow_symlinks=follow_symlinks)
 
     def __enter__(self) -> ShardReader:
         return self
@@ -283,7 +283,7 @@ def find_file_problem(
     the bytes that are hashed.
     """
     try:
-        descriptor = open_regular(path)
+        descriptor = open_regular_file(path)
     except FileNotFoundError:
         return "is missing"
     except ValueError:

@@ -49,9 +49,9 @@ from moecore.io.checkpoint.state import (
     map_amax_operands,
     map_state_views,
     prepare_optimizers,
-    restore_amax,
+    restore_amax_histories,
     restore_optimizer_state,
-    restore_rng,
+    restore_rng_states,
 )
 from moecore.moe.state import MoEState
 from moecore.parallel.model.parallel_state import find_staged_module
@@ -290,6 +290,6 @@ def load_rank_state(
     schedule = join_schedulers(scheduler, optimizers)
     if schedule is not None:
         schedule.load_state_dict(decode_scheduler_state(schedule, state["scheduler"]))
-    restore_amax(model, kinds["amax"])
-    restore_rng({f"rng.{name}": tensor for name, tensor in kinds["rng"].items()})
+    restore_amax_histories(model, kinds["amax"])
+    restore_rng_states({f"rng.{name}": tensor for name, tensor in kinds["rng"].items()})
     return kinds["extra"]

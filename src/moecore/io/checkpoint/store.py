@@ -39,8 +39,8 @@ from moecore.io.checkpoint.manifest import Manifest, read_manifest
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
 from moecore.io.checkpoint.ranks import (
     Group,
+    check_draft_is_visible,
     check_same_path,
-    check_visible,
     gather_objects,
     get_rank_and_world,
     is_first_rank,
@@ -51,9 +51,9 @@ from moecore.io.checkpoint.snapshot import Snapshot, get_local_tensors, join_sta
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
-    restore_amax,
+    restore_amax_histories,
     restore_optimizer_state,
-    restore_rng,
+    restore_rng_states,
 )
 from moecore.io.checkpoint.storage import (
     BlockLoadPlanner,
@@ -184,7 +184,7 @@ def load(
     _recompute_buffers(path, model)
     amax = allocate_amax_target(model, manifest)
     extra = _read_into_objects(path, manifest, view, comparison, amax, meter, strict=strict)
-    restore_amax(model, amax)
+    restore_amax_histories(model, amax)
     if comparison.scheduler is not None:
         assert manifest.facts.scheduler is not None
         values = decode_scheduler_state(comparison.scheduler, manifest.facts.scheduler)
@@ -215,7 +215,7 @@ def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
         return create_draft(lock.root, step)
 
     draft = run_on_first_rank(lock_and_create, group)
-    check_visible(draft, group)
+    check_draft_is_visible(draft, group)
     return draft
 
 
@@ -294,7 +294,7 @@ def _read_into_objects(
         if strict:
             optimizer.state.clear()
         restore_optimizer_state(optimizer, state)
-    restore_rng(rng)
+    restore_rng_states(rng)
     return {**manifest.facts.extra, **extra}
 
 

@@ -24,7 +24,7 @@ from moecore.base.failures import run_and_share_errors
 from moecore.base.params import group_by_size
 from moecore.base.torch_private import foreach_copy_
 from moecore.io.checkpoint.ranks import Group, get_rank_and_world
-from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, read_local, write_piece
+from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, read_shard_box, write_piece
 from moecore.io.hf.pieces import PieceOverlap, find_overlaps
 
 ALIGNMENT = 16  # bytes
@@ -58,16 +58,16 @@ class WeightBucket:
         for meta in self.metas:
             part = self.flat[at : at + meta.nbytes]
             yield meta.name, part.view(meta.dtype).view(meta.shape)
-            at += align(meta.nbytes)
+            at += align_bytes(meta.nbytes)
 
     @classmethod
     def empty(cls, metas: Sequence[WeightMeta], device: torch.device) -> WeightBucket:
         """Allocate an uninitialized bucket for tensors with these names, dtypes and shapes."""
-        size = sum(align(meta.nbytes) for meta in metas)
+        size = sum(align_bytes(meta.nbytes) for meta in metas)
         return cls(tuple(metas), torch.empty(size, dtype=torch.uint8, device=device))
 
 
-def align(num_bytes: int) -> int:
+def align_bytes(num_bytes: int) -> int:
     """Round a number of bytes up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
@@ -104,7 +104,7 @@ class BucketCollector(ErrorKeeper):
 
     Every rank passes the same items in the same order. The message buffer on `device` has
     `message_bytes`, or the bytes of the largest row (dim 0) of an item. After an error, such as out
-    of memory, a rank still sends and receives, and `check` raises the error.
+    of memory, a rank still sends and receives, and `raise_error` raises the error.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class BucketCollector(ErrorKeeper):
 
     @contextmanager
     def open_pass(self) -> Iterator[None]:
-        """Return a context with a message buffer, in which `collect` may be called. Collective."""
+        """Return a context with a message buffer, for calls of `collect_bucket`. Collective."""
         size = self.capacity if self._owners.world > 1 else 0
 
         def allocate() -> Tensor:
@@ -144,14 +144,15 @@ class BucketCollector(ErrorKeeper):
         finally:
             self._message = None
 
-    def collect(
+    def collect_bucket(
         self, items: Sequence[Item], read: Read, writer: int | None = None
     ) -> WeightBucket | None:
         """Assemble items in a new bucket. Collective.
 
         With `writer`, only this rank receives a bucket, on the CPU. With None, every rank receives
         a bucket, on the device. `read(name, box)` returns a box of this rank's shard of a model
-        tensor. Returns None on ranks without a bucket, and if its allocation failed (`check`).
+        tensor. Returns None on ranks without a bucket, and if its allocation failed
+        (`raise_error`).
         """
         assert self._message is not None, "a pass is open"
         bucket, parts = None, list[list[Tensor]]()
@@ -167,16 +168,18 @@ class BucketCollector(ErrorKeeper):
                     ]
                     for item, (_, tensor) in zip(items, bucket.tensors(), strict=True)
                 ]
-                size = sum(map(compute_bucket_size, items))
+                size = sum(map(count_bucket_bytes, items))
                 self.peak_bytes = max(self.peak_bytes, self._message.nbytes + size)
         copies = [
             _SentCopy(item.parts[box.part][0], number, box)
             for number, item in enumerate(items)
-            for box in self._list_boxes(item, is_cached=writer is None)
+            for box in self._list_sent_boxes(item, is_cached=writer is None)
         ]
         for sender in sorted({copy.box.find_sender(writer) for copy in copies}):
             group = [copy for copy in copies if copy.box.find_sender(writer) == sender]
-            for message in group_by_size(group, lambda c: align(c.box.num_bytes), self.capacity):
+            for message in group_by_size(
+                group, lambda c: align_bytes(c.box.num_bytes), self.capacity
+            ):
                 if sender >= 0:
                     self._send_message(sender, writer, message, items, parts, read)
                     continue
@@ -204,14 +207,14 @@ class BucketCollector(ErrorKeeper):
         """Send `copies`, boxes of `items`, from `sender` to `writer` (None = all ranks).
 
         The copies are one message. Receivers copy the boxes into `parts`, the memory of their
-        bucket by item and part ([] = no bucket). `read` is as in `collect`.
+        bucket by item and part ([] = no bucket). `read` is as in `collect_bucket`.
         """
         assert self._message is not None, "a pass is open"
         pieces, at = list[Tensor](), 0
         for copy in copies:
             piece = self._message[at : at + copy.box.num_bytes]
             pieces.append(piece.view(items[copy.item].dtype).view(copy.box.shape))
-            at += align(copy.box.num_bytes)
+            at += align_bytes(copy.box.num_bytes)
         with self._keep_error():
             if self._rank == sender:
                 sources = [read(copy.source, copy.box.overlap.target) for copy in copies]
@@ -227,14 +230,14 @@ class BucketCollector(ErrorKeeper):
             if parts:
                 foreach_copy_([_get_copy_target(copy, parts) for copy in copies], pieces)
 
-    def _list_boxes(self, item: Item, *, is_cached: bool) -> list[_SentBox]:
+    def _list_sent_boxes(self, item: Item, *, is_cached: bool) -> list[_SentBox]:
         """Return the boxes to send for an item; `is_cached` stores the list for the next pass."""
-        boxes = self._boxes.get(item.name) or list(self._find_boxes(item))
+        boxes = self._boxes.get(item.name) or list(self._find_sent_boxes(item))
         if is_cached:
             self._boxes[item.name] = boxes
         return boxes
 
-    def _find_boxes(self, item: Item) -> Iterator[_SentBox]:
+    def _find_sent_boxes(self, item: Item) -> Iterator[_SentBox]:
         """Yield each box to send for an item, with the ranks whose shards contain the box."""
         max_numel = self.capacity // item.dtype.itemsize
         for number, (source, piece) in enumerate(item.parts):
@@ -267,21 +270,21 @@ class RankCollector(BucketCollector):
         items: Sequence[Item],
         device: torch.device,
     ) -> None:
-        largest = max(align(item.nbytes) for item in items)
+        largest = max(align_bytes(item.nbytes) for item in items)
         super().__init__(owners, items, device, min(MESSAGE_BYTES, largest))
         self._tensors = tensors
 
     def collect_tensor(self, item: Item, writer: int) -> Tensor | None:
         """Assemble the full tensor on the CPU of rank `writer`; return None on other ranks."""
-        read = lambda name, box: read_local(self._tensors[name], box)  # noqa: E731
-        bucket = self.collect([item], read, writer)
+        read = lambda name, box: read_shard_box(self._tensors[name], box)  # noqa: E731
+        bucket = self.collect_bucket([item], read, writer)
         return None if bucket is None else next(bucket.tensors())[1]
 
 
-def compute_bucket_size(item: Item) -> int:
+def count_bucket_bytes(item: Item) -> int:
     """Return the bytes of an item in a bucket, including temporary copies of strided pieces."""
     numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
-    return align(item.nbytes) + sum(numels) * item.dtype.itemsize
+    return align_bytes(item.nbytes) + sum(numels) * item.dtype.itemsize
 
 
 def _get_copy_target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:

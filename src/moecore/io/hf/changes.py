@@ -64,13 +64,13 @@ class Digests:
             return digests[0]
         return self._hash_bytes(_view_as_bytes(torch.stack(digests)), 2)
 
-    def _hash_bytes(self, bits: Tensor, level: int = 0) -> Tensor:
+    def _hash_bytes(self, bytes_n: Tensor, level: int = 0) -> Tensor:
         """Compute the digest, int64 [2], of uint8 [n].
 
         `level` selects the random factors: 0 for a tensor's bytes, higher for bytes of digests.
         """
-        words = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(torch.int32)
-        factors = self._get_factors(level, bits.device)
+        words = torch.nn.functional.pad(bytes_n, (0, -bytes_n.numel() % 4)).view(torch.int32)
+        factors = self._get_factors(level, bytes_n.device)
         parts: tuple[Tensor, ...] = words.split(factors.shape[1])
         sums = [(factors[:, : len(x)] * x).sum(1) for x in parts]
         if len(sums) == 1:

@@ -40,7 +40,7 @@ from moecore.io.hf.names import (
     collect_model_tensors,
     map_model_copies,
     plan_hf_tensors,
-    refuse_model,
+    raise_unknown_model,
 )
 from moecore.io.hf.pieces import FileRecipe, get_detached_shard
 from moecore.io.hf.stock import (
@@ -97,7 +97,7 @@ def plan_export(
                 raise ValueError(
                     f"{format_name(name)} (meta) must have storage to be written: load it first"
                 )
-        check_tied(tensors, map_model_copies(base))
+        check_tied_head(tensors, map_model_copies(base))
         return values, tensors
 
     values, tensors = run_and_share_errors(read_model)
@@ -159,7 +159,7 @@ def make_items(
     recipes: Mapping[str, FileRecipe],
     copies: Mapping[str, str],
     dtype: torch.dtype | None,
-    keeps: Callable[[str], bool],
+    keeps_dtype: Callable[[str], bool],
 ) -> Iterator[Item]:
     """Yield the items (Hugging Face tensors) to write, in model order, without a tied head.
 
@@ -168,13 +168,13 @@ def make_items(
         recipes: model tensor's name -> the file tensors that store the tensor.
         copies: name of a file tensor -> name of the file tensor with equal values.
         dtype: dtype of the written float tensors; None keeps the model's dtypes.
-        keeps: returns whether the model tensor of this name keeps its dtype.
+        keeps_dtype: returns whether the model tensor of this name keeps its dtype.
     """
     items: dict[str, Item] = {}
     for name, recipe in recipes.items():
         if name == HEAD and HEAD in copies:
             continue
-        cast = dtypes[name].is_floating_point and not keeps(name)
+        cast = dtypes[name].is_floating_point and not keeps_dtype(name)
         item_dtype = dtype if cast and dtype is not None else dtypes[name]
         for piece in recipe.pieces:
             item = items.get(piece.name, Item(piece.name, piece.file_shape, item_dtype, ()))
@@ -200,7 +200,7 @@ def make_export_config(model: nn.Module, config: HFConfig | None) -> dict[str, A
     else:
         values = read_config(config)
         _check_config(values, expected_values)
-    return finish_config(values, 0, type(model) if upcycled is None else None)
+    return complete_config(values, 0, type(model) if upcycled is None else None)
 
 
 def _check_decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _check_decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, 
             "the Hugging Face model that it is, as a path or a mapping"
         )
     values = read_config(config)
-    values = finish_config(values, model.config.num_mtp_layers)
+    values = complete_config(values, model.config.num_mtp_layers)
     decoder_config_from_hf(values)  # raises an error unless a native decoder can be this model
     _check_config(values, model.config, skipped_fields=list_training_fields(model.config.moe))
     return values
@@ -225,10 +225,10 @@ def _refuse_wrapper(model: nn.Module) -> NoReturn:
                 f"model ({type(model).__name__}) must be the {type(module).__name__} in it, whose "
                 f"Hugging Face names are known: pass model.{path}"
             )
-    refuse_model(model)
+    raise_unknown_model(model)
 
 
-def finish_config(
+def complete_config(
     values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
     """Return config.json's fields with `num_mtp` MTP modules and the class's name, as JSON values.
@@ -278,12 +278,12 @@ def build_checked_meta_model(
     reader = full_reader or build_meta_model(values, model)
     if reader is not None:
         kind = type(reader)
-        _check_names(model, kind, get_shapes(reader.state_dict()), rename_shapes(shapes))
+        _check_tensor_shapes(model, kind, get_shapes(reader.state_dict()), rename_shapes(shapes))
         _check_routing(model, kind, reader)
     return reader
 
 
-def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
+def check_tied_head(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
     """Raise ValueError if the config ties head and embedding, and this rank's shards differ.
 
     `copies` has the head's name only if the config ties it.
@@ -301,52 +301,55 @@ def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None
         )
 
 
-def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shapes) -> None:
-    """Raise ValueError if the model's tensor shapes differ from the shapes of the class `kind`.
+def _check_tensor_shapes(
+    model: nn.Module, model_class: Any, class_shapes: Shapes, shapes: Shapes
+) -> None:
+    """Raise ValueError if the model's tensor shapes differ from the shapes of `model_class`.
 
     `shapes` are the model's, and `class_shapes` the class's, both by name.
     """
+    class_name = model_class.__name__
     for name, shape in class_shapes.items():
         if name not in shapes:
             raise ValueError(
-                f"model ({type(model).__name__}) must hold {format_name(name)} of {kind.__name__}, "
-                "which reads the directory: "
-                f"{_suggest_fix(kind.__name__, name, class_shapes, shapes)}"
+                f"model ({type(model).__name__}) must hold {format_name(name)} of {class_name}, "
+                f"which reads the directory: {_suggest_fix(class_name, name, class_shapes, shapes)}"
             )
         if shapes[name] != shape:
             raise ValueError(
-                f"{format_name(name)} {shapes[name]} must be {shape} in {kind.__name__}, which "
+                f"{format_name(name)} {shapes[name]} must be {shape} in {class_name}, which "
                 "reads the directory: correct the model's config"
             )
     for name in shapes:
         if name not in class_shapes:
             raise ValueError(
-                f"{format_name(name)} {shapes[name]} must be a tensor of {kind.__name__}, which "
+                f"{format_name(name)} {shapes[name]} must be a tensor of {class_name}, which "
                 "reads the directory: take it off the model, or correct the model's config"
             )
 
 
-def _check_routing(model: nn.Module, kind: Any, reader: nn.Module) -> None:
-    """Raise ValueError if an MoE layer has another routing rule than the layer in `reader`."""
+def _check_routing(model: nn.Module, model_class: Any, meta_model: nn.Module) -> None:
+    """Raise ValueError if an MoE layer has another routing rule than the layer in `meta_model`."""
     layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     for path, layer in layers.items():
-        block = reader.get_submodule(path)  # exists, because names and shapes are equal
+        block = meta_model.get_submodule(path)  # exists, because names and shapes are equal
         adapter = find_hf_adapter(block)  # None = the caller passed the rule
         if adapter is None:
             continue
-        for field in find_moe_differences(layer.config, adapter(block, reader).config):
+        for field in find_moe_differences(layer.config, adapter(block, meta_model).config):
             raise ValueError(
                 f"{path}'s {field.name} ({field.value}) must be {field.reference} as in "
-                f"{kind.__name__} with this config, which reads the directory: correct one of them"
+                f"{model_class.__name__} with this config, which reads the directory: correct one "
+                "of them"
             )
 
 
-def _suggest_fix(kind_name: str, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
-    """Return the fix for the error that the model lacks the tensor `missing`."""
+def _suggest_fix(class_name: str, missing_name: str, class_shapes: Shapes, shapes: Shapes) -> str:
+    """Return the fix for the error that the model lacks the tensor `missing_name`."""
     if any(part in name for name in shapes for part in ADAPTERS):
         return "merge adapters first, with peft's merge_and_unload(), and pass what it returns"
     for name in shapes:
-        prefix = name.removesuffix(missing)
+        prefix = name.removesuffix(missing_name)
         if prefix != name and all(f"{prefix}{other}" in shapes for other in class_shapes):
             return f"pass model.{prefix[:-1]}"
-    return f"pass the whole {kind_name}, with its names"
+    return f"pass the whole {class_name}, with its names"

@@ -62,10 +62,10 @@ class TensorPiece:
         """Shape of the tensor in the file."""
         return self.shape if self.view is None else self.view.file_shape
 
-    def get_box(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return the region as one slice per dim of the model tensor with this `shape`."""
+    def get_box(self, model_shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return the region as one slice per dim of the model tensor with this `model_shape`."""
         region = (slice(r, r + 1) if isinstance(r, int) else r for r in self.region)
-        return (*region, *(slice(0, n) for n in shape[len(self.region) :]))
+        return (*region, *(slice(0, n) for n in model_shape[len(self.region) :]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,14 +203,15 @@ def _merge_runs(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: l
     return slice(start, start + runs[group[-1]][2])
 
 
-def _find_common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
-    """Yield (start in `part`, start in the shard, length) of each overlap of `part` and a shard.
+def _find_common_runs(runs: Runs, piece_range: slice) -> Iterator[tuple[int, int, int]]:
+    """Yield (start in `piece_range`, start in the shard, length) of each overlap of both.
 
-    `runs` lists (first index, length) of the shard along one dim. `part` is a slice of this dim.
+    `runs` lists (first index, length) of the shard along one dim. `piece_range` is a slice of this
+    dim.
     """
     at = 0
     for first, length in runs:
-        start, stop = max(first, part.start), min(first + length, part.stop)
+        start, stop = max(first, piece_range.start), min(first + length, piece_range.stop)
         if start < stop:
-            yield start - part.start, at + start - first, stop - start
+            yield start - piece_range.start, at + start - first, stop - start
         at += length

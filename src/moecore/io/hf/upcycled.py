@@ -70,19 +70,19 @@ def make_upcycled_config(model: nn.Module) -> dict[str, Any] | None:
 
 
 def make_empty_shared_experts(
-    model: nn.Module, values: Mapping[str, Any], like: Mapping[str, Tensor]
+    model: nn.Module, values: Mapping[str, Any], model_tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the zero-sized shared experts that Qwen2-MoE's class needs, by name; {} for others.
 
-    `values` has the fields of config.json. `like` has the model's tensors by name; the routers give
-    the names, dtypes and devices of the result.
+    `values` has the fields of config.json. `model_tensors` has the model's tensors by name; the
+    routers give the names, dtypes and devices of the result.
     """
     if isinstance(model, Decoder) or values.get("model_type") != "qwen2_moe":
         return {}
     if values["shared_expert_intermediate_size"] != 0:
         return {}
     tensors: dict[str, Tensor] = {}
-    for name, router in like.items():
+    for name, router in model_tensors.items():
         prefix = name.removesuffix("router.weight")
         if prefix == name:
             continue
@@ -129,7 +129,7 @@ def _build_moe_config(
     dense = [i for i in range(values["num_hidden_layers"]) if i not in layers]
     moe = next(iter(layers.values()))
     for i, config in layers.items():
-        _require_routing_rule(i, config, moe, family)
+        _check_routing_rule(i, config, moe, family)
     if values.get("use_sliding_window") and family is _QWEN3:
         raise ValueError(
             "config.use_sliding_window (True) must be False, because Qwen3MoeForCausalLM has one "
@@ -151,26 +151,27 @@ def _build_moe_config(
     return moe_values
 
 
-def _require_routing_rule(
-    i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFamily
+def _check_routing_rule(
+    layer_idx: int, config: MoEConfig, first_config: MoEConfig, family: UpcycledFamily
 ) -> None:
-    """Raise ValueError unless layer `i` has the family's routing rule and the sizes of `first`.
+    """Raise ValueError unless a layer has the family's routing rule and `first_config`'s sizes.
 
-    `config` is the config of layer `i`, and `first` the config of the first MoE layer.
+    `config` is the config of layer `layer_idx`, and `first_config` the config of the first MoE
+    layer.
     """
-    normalizes = family.always_normalizes or first.normalizes
+    normalizes = family.always_normalizes or first_config.normalizes
     expected_config = MoEConfig(
-        dim=first.dim,
-        hidden_dim=first.hidden_dim,
-        num_experts=first.num_experts,
-        top_k=first.top_k,
+        dim=first_config.dim,
+        hidden_dim=first_config.hidden_dim,
+        num_experts=first_config.num_experts,
+        top_k=first_config.top_k,
         normalize_weights=normalizes,
     )
     if config.score_order == "post":  # equal to normalized scores
         config = replace(config, score_order="pre", normalize_weights=True)
     for difference in find_moe_differences(config, expected_config):
         raise ValueError(
-            f"layer {i}'s {difference.name} ({difference.value}) must be {difference.reference} in "
-            f"{family.model_type!r}, the closest class with experts: upcycle with it, or keep "
-            "native checkpoints (Saver)"
+            f"layer {layer_idx}'s {difference.name} ({difference.value}) must be "
+            f"{difference.reference} in {family.model_type!r}, the closest class with experts: "
+            "upcycle with it, or keep native checkpoints (Saver)"
         )

@@ -20,7 +20,7 @@ from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
 from moecore.io.hf.config_fields import FIELD_KINDS, HFConfig, check_field_type, read_config
 from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
-from moecore.io.hf.names import find_layout, map_hf_copies, map_model_copies, plan_hf_tensors
+from moecore.io.hf.names import infer_hf_layout, map_hf_copies, map_model_copies, plan_hf_tensors
 from moecore.io.hf.pieces import map_file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources
 from moecore.io.hf.stock import (
@@ -59,16 +59,16 @@ def verify_hf(path: str | os.PathLike[str]) -> list[str]:
 
 
 def find_content_problems(
-    sources: Mapping[str, Shaped], config: Mapping[str, Any], described: HFConfig
+    sources: Mapping[str, Shaped], config: Mapping[str, Any], config_source: HFConfig
 ) -> list[str]:
     """Compare tensors with the model that a config.json describes; return error texts.
 
-    `sources` has the tensors by name. `described` is the directory, file or fields of config.json,
-    and `config` has the fields in each case.
+    `sources` has the tensors by name. `config_source` is the directory, file or fields of
+    config.json, and `config` has the fields in each case.
     """
     try:
-        native = decoder_config_from_hf(described)
-        plan = plan_hf_tensors(native, find_layout(sources))
+        native = decoder_config_from_hf(config_source)
+        plan = plan_hf_tensors(native, infer_hf_layout(sources))
     except NotImplementedError:  # the native decoder does not support the model
         return _compare_with_transformers(sources, config)
     except ValueError as error:

@@ -24,7 +24,12 @@ from typing import Any, BinaryIO
 
 import torch
 
-from moecore.io.checkpoint.files import MAX_TABLE, check_size, open_regular, read_regular
+from moecore.io.checkpoint.files import (
+    MAX_TABLE,
+    check_file_size,
+    open_regular_file,
+    read_regular_file,
+)
 from moecore.io.checkpoint.manifest import DTYPE_NAMES
 
 METADATA = ".metadata"
@@ -105,7 +110,7 @@ def _refuse_large_memo(raw: bytes) -> None:
 def read_metadata(path: Path) -> dict[str, DCPTensor]:
     """Parse `.metadata` of a DCP directory; return its tensors by name, or raise ValueError."""
     try:
-        raw = read_regular(path / METADATA, follow=True, max_bytes=MAX_TABLE)
+        raw = read_regular_file(path / METADATA, follow_symlinks=True, max_bytes=MAX_TABLE)
     except FileNotFoundError:
         raise ValueError(f"path ({path / METADATA}) must exist: it is not there") from None
     try:
@@ -129,11 +134,11 @@ def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
     format. Raises ValueError for a file above the size limits.
     """
     try:
-        descriptor = open_regular(path, follow=True)
+        descriptor = open_regular_file(path, follow_symlinks=True)
     except OSError:
         return {}
     with open(descriptor, "rb") as stream:
-        check_size(path, os.fstat(descriptor).st_size, MAX_OPTIONS_FILE)
+        check_file_size(path, os.fstat(descriptor).st_size, MAX_OPTIONS_FILE)
         raw = _read_pickles(path, stream)
     try:
         codes = [(code.name, value) for part in raw for code, value, _ in genops(part)]
@@ -157,7 +162,7 @@ def _read_pickles(path: Path, stream: BinaryIO) -> list[bytes]:
                 return [file.read(info) for info in pickles]
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error):
         return []
-    check_size(path / "data.pkl", size, MAX_OPTIONS)
+    check_file_size(path / "data.pkl", size, MAX_OPTIONS)
     return []
 
 
@@ -246,11 +251,11 @@ def _locate_chunk(path: Path, name: str, info: _MetadataRecord) -> tuple[str, in
     return file, start, length
 
 
-def _require_attribute(record: Any, name: str, kind: type) -> Any:
-    """Return a record's attribute, or raise `_MetadataError` if its type is not `kind`."""
+def _require_attribute(record: Any, name: str, expected_type: type) -> Any:
+    """Return a record's attribute, or raise `_MetadataError` if its type is not `expected_type`."""
     value = record.get(name) if isinstance(record, _MetadataRecord) else None
-    if not isinstance(value, kind):
-        raise _MetadataError(f"{name} ({type(value).__name__}) must be a {kind.__name__}")
+    if not isinstance(value, expected_type):
+        raise _MetadataError(f"{name} ({type(value).__name__}) must be a {expected_type.__name__}")
     return value
 
 

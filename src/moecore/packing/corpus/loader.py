@@ -29,7 +29,7 @@ from moecore.packing.corpus.files import shorten_text
 from moecore.packing.corpus.partitions import Partition, RowShape
 from moecore.packing.corpus.position import (
     Cursors,
-    check_ranks_have_equal_facts,
+    check_equal_facts,
     check_stream_document_counts,
     collect_facts,
     hash_position,
@@ -72,11 +72,9 @@ class RankBatches(IterableDataset[Any]):
         self.data_rank, self.data_ranks = data_rank, data_ranks
         self.names = [source.name for source in sources]
         self._facts: dict[str, Any] | None = None
-        self.set_start_position(0, {}, {})
+        self.set_start(0, {}, {})
 
-    def set_start_position(
-        self, row: int, cursors: Cursors, lengths: Mapping[str, int | None]
-    ) -> None:
+    def set_start(self, row: int, cursors: Cursors, lengths: Mapping[str, int | None]) -> None:
         """Set the position of the next iteration: row of the run, cursors and source lengths.
 
         `cursors` has partition numbers as keys. `lengths` has the number of documents of each
@@ -135,26 +133,24 @@ class RankBatches(IterableDataset[Any]):
             yield self._collate(rows), cursors, lengths
 
     def _make_partition(
-        self, partition_idx: int, readers: Mapping[str, DocumentReader]
+        self, partition_id: int, readers: Mapping[str, DocumentReader]
     ) -> Partition:
         """Return a partition at its start position; `readers` has source names as keys."""
         options = self._options
         return Partition(
-            partition_idx,
+            partition_id,
             readers,
             {source.name: source.weight for source in self.sources},
-            self._cursors.get(partition_idx),
+            self._cursors.get(partition_id),
             rule=options.documents,
             shape=RowShape(options.row_tokens, options.multiple, options.window),
             partitions=self.partitions,
             seed=options.seed,
         )
 
-    def _find_row_index(self, batch_idx: int, row_in_batch: int) -> int:
-        """Return the row of the run that is row `row_in_batch` of this rank's batch `batch_idx`."""
-        return (
-            self._first + (batch_idx * self.data_ranks + self.data_rank) * self.rows + row_in_batch
-        )
+    def _find_row_index(self, batch_idx: int, row_idx: int) -> int:
+        """Return the row of the run that is row `row_idx` of this rank's batch `batch_idx`."""
+        return self._first + (batch_idx * self.data_ranks + self.data_rank) * self.rows + row_idx
 
     def _find_worker_partitions(self, worker_idx: int, num_workers: int) -> frozenset[int]:
         """Return the indices of the partitions that worker `worker_idx` of `num_workers` reads."""
@@ -235,7 +231,7 @@ class PositionedLoader(Generic[Batch]):
         if self._data_ranks > 1:
             local_facts = self._batches.collect_facts_of_rank(), self._batches.data_rank
             facts, numbers = zip(*gather_objects(local_facts, self._group), strict=True)
-            check_ranks_have_equal_facts(facts)
+            check_equal_facts(facts)
             missing = set(range(self._batches.data_ranks)) - set(numbers)
             if missing and dist.is_initialized():
                 ranks = f"{min(missing)}, because data_ranks is {self._batches.data_ranks}"
@@ -274,7 +270,7 @@ class PositionedLoader(Generic[Batch]):
 
     def close(self) -> None:
         """End the workers. The next `next` starts new workers at the current position."""
-        self._batches.set_start_position(self._rows, self._loaded | self._cursors, self._lengths)
+        self._batches.set_start(self._rows, self._loaded | self._cursors, self._lengths)
         self._batch_iterator = None
 
     def get_epochs(self) -> dict[str, int]:
@@ -294,9 +290,7 @@ class PositionedLoader(Generic[Batch]):
         """
         local_state = self._make_state(self._cursors)
         states = gather_objects(local_state) if self._batches.data_ranks > 1 else [local_state]
-        check_ranks_have_equal_facts(
-            [{**state["facts"], "rows taken": state["rows"]} for state in states]
-        )
+        check_equal_facts([{**state["facts"], "rows taken": state["rows"]} for state in states])
         check_stream_document_counts([state["lengths"] for state in states])
         return merge_states([self._make_state(self._loaded), *states])
 

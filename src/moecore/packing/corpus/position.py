@@ -102,7 +102,7 @@ def hash_position(cursors: Cursors, lengths: Mapping[str, int | None]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_ranks_have_equal_facts(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
+def check_equal_facts(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
     """Raise a CorpusError if `collect_facts` of ranks differ; `facts_of_ranks[i]` is rank i's."""
     for name in facts_of_ranks[0]:
         values = [facts.get(name) for facts in facts_of_ranks]

@@ -283,11 +283,8 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
 
 def _check_row_tokens(options: CorpusOptions, collator: ScheduledCollator) -> None:
     """Raise a ValueError if `multiple` is not 1, or the largest group cannot compute a full row."""
-    largest, row_tokens, max_tokens = (
-        collator.max_group_ranks,
-        options.row_tokens,
-        collator.max_tokens,
-    )
+    largest, max_tokens = collator.max_group_ranks, collator.max_tokens
+    row_tokens = options.row_tokens
     if options.multiple > 1:
         relation = "must be 1: groups pad to their own cp"
         raise ValueError(f"CorpusOptions.multiple ({options.multiple}) {relation}")

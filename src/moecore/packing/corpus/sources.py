@@ -144,7 +144,8 @@ def find_epoch_start(ordinal: int, num_documents: int, num_partitions: int) -> i
 
     `num_documents` is the number of documents. The module docstring has an example.
     """
-    return ordinal // math.lcm(num_documents, num_partitions) % math.gcd(num_documents, num_partitions)
+    counts = num_documents, num_partitions
+    return ordinal // math.lcm(*counts) % math.gcd(*counts)
 
 
 class IndexedDocuments:
@@ -213,14 +214,14 @@ class StreamedDocuments:
         number, document = self._buffer.pop(ordinal)
         return number, lambda: document
 
-    def _iterate_from_ordinal(self, first_ordinal: int) -> Iterator[tuple[int, int, Any]]:
+    def _iterate_from_ordinal(self, ordinal: int) -> Iterator[tuple[int, int, Any]]:
         """Yield (ordinal, index in the stream, document) without end, from this ordinal on.
 
         Raises a ValueError for an epoch without documents, or of another length than the first.
         """
         while True:
-            epoch, inside = divmod(first_ordinal, self.length) if self.length else (0, first_ordinal)
-            begin, read = first_ordinal - inside, inside - inside % self._block
+            epoch, inside = divmod(ordinal, self.length) if self.length else (0, ordinal)
+            begin, read = ordinal - inside, inside - inside % self._block
             first, stream = read, self._read_epoch(begin, read)
             offset = self._find_epoch_start(begin)
             while block := list(islice(stream, self._block)):
@@ -228,7 +229,7 @@ class StreamedDocuments:
                     raise _make_length_error(self.length, "more")
                 key = hash_values(self._key, epoch, read)
                 for i in range(len(block)):
-                    if begin + read + i >= first_ordinal:
+                    if begin + read + i >= ordinal:
                         place = permute_index(i, len(block), key)
                         index = offset + read + place
                         index = index % self.length if self.length else index
@@ -241,7 +242,7 @@ class StreamedDocuments:
             expected_length = self.length or max(read, self._last + 1)
             if read != expected_length:
                 raise _make_length_error(expected_length, str(read))
-            self.length, first_ordinal = read, max(first_ordinal, begin + read)
+            self.length, ordinal = read, max(ordinal, begin + read)
 
     def _find_epoch_start(self, epoch_ordinal: int) -> int:
         """Return the index of the first document of the epoch from ordinal `epoch_ordinal` on."""
@@ -263,8 +264,8 @@ class StreamedDocuments:
     def _skip_documents(self, num_documents: int) -> Iterable[Any]:
         """Iterate over the stream from its start, and skip the first `num_documents` documents."""
         documents: Any = self._documents
-        if hasattr(documents, "skip"):
-            num_documents, documents = 0, documents.skip(num_documents) if num_documents else documents
+        if num_documents and hasattr(documents, "skip"):
+            num_documents, documents = 0, documents.skip(num_documents)
         if hasattr(documents, "iter"):
             documents = _iterate_dataset_rows(documents)
         return islice(iter(documents), num_documents, None)
@@ -276,8 +277,8 @@ def _make_length_error(expected_length: int, stream_length: str) -> ValueError:
     `stream_length` is a number or "more".
     """
     return ValueError(
-        f"the stream ({stream_length} documents) must have {expected_length}, as when it was read before: "
-        "do not change the data of a run"
+        f"the stream ({stream_length} documents) must have {expected_length}, as when it was read "
+        "before: do not change the data of a run"
     )
 
 
