@@ -170,7 +170,7 @@ class NativeRun:
         parallelize_moe(model, build_meshes(ParallelConfig(), device), fsdp=fsdp)
         model.to_empty(device=device)
         model.init_weights(seed, embedding_std=variant.embedding_std)
-        self.optimizers = OptimizerConfig(**variant.optimizer).build(model)
+        self.optimizers = OptimizerConfig(**variant.optimizer).build_optimizers(model)
         self.model, self.owner = model, TrainStep(model, self.optimizers, max_norm=1.0)
 
     def step(self, tokens_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,7 +27,7 @@ from moecore.planning import (
     plan_time,
     time_step,
 )
-from moecore.planning.estimate import count_saved_bytes_of_run
+from moecore.planning.estimate import count_saved_bytes_by_block
 from moecore.planning.layouts import Layout
 from moecore.planning.record import compute_operation_work
 from moecore.planning.search import find_refusal
@@ -148,7 +148,7 @@ def test_a_dry_run_holds_what_forwards_keep(model: DecoderConfig) -> None:
     head = next(start for start in dry_run(run).starts if start[:2] == ("F", "head"))
     kinds = {kind: n for kind, n in head.kinds.items() if kind.startswith("activations")}
     del kinds["activations: outside"]
-    kept = count_saved_bytes_of_run(run).blocks[: model.num_layers]
+    kept = count_saved_bytes_by_block(run).blocks[: model.num_layers]
     blocks = sum(block.num_bytes for block in kept)
     assert sum(kinds.values()) == pytest.approx(blocks, rel=0.01)
 

@@ -30,7 +30,7 @@ from moecore.planning import (
 )
 from moecore.planning.commands import MEASURED, _describe_measurement
 from moecore.planning.dry_run import MAX_MICRO_BATCHES
-from moecore.planning.estimate import Estimator, count_saved_bytes_of_run
+from moecore.planning.estimate import Estimator, count_saved_bytes_by_block
 from moecore.planning.flags import PlanConfig, parse_run
 from moecore.planning.gpus import GPUS
 from moecore.planning.layouts import (
@@ -459,10 +459,10 @@ def test_an_estimate_takes_no_longer_for_more_chunks_of_the_loss(
     monkeypatch.setattr(loss, "_add_chunk_", counted)
     model = replace(preset("tiny"), ce_chunk_tokens=8)
     run = TrainingRun(model=model, num_gpus=2, parallel=ParallelConfig(ep=2), seq_len=64)
-    merged = count_saved_bytes_of_run.__wrapped__(run)
+    merged = count_saved_bytes_by_block.__wrapped__(run)
     assert chunks == [64]
     monkeypatch.setattr(type(run.planned_model), "merge_loss_chunks", lambda *_: None)
-    assert count_saved_bytes_of_run.__wrapped__(run) == merged
+    assert count_saved_bytes_by_block.__wrapped__(run) == merged
     assert chunks == [64, *[8] * 8]
 
 

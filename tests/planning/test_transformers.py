@@ -37,7 +37,7 @@ from moecore.planning import (
     plan_peak_memory,
 )
 from moecore.planning import transformers as planned_transformers
-from moecore.planning.estimate import count_saved_bytes_of_run
+from moecore.planning.estimate import count_saved_bytes_by_block
 from moecore.planning.layouts import Layout
 from moecore.planning.recipe import format_python_calls
 from moecore.planning.run import count_resident_bytes, list_rank_bytes
@@ -259,7 +259,7 @@ def check_kept_on_gpus(family: str) -> None:
     (head,) = (start for start in dry_run(run).starts if start[:2] == ("F", "head"))
     kinds = {kind: n for kind, n in head.kinds.items() if kind.startswith("activations")}
     del kinds["activations: outside"]
-    blocks = sum(block.num_bytes for block in count_saved_bytes_of_run(run).blocks)
+    blocks = sum(block.num_bytes for block in count_saved_bytes_by_block(run).blocks)
     assert sum(kinds.values()) == pytest.approx(blocks, rel=0.01)
 
 

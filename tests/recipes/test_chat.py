@@ -368,7 +368,7 @@ def test_documents_have_the_labels_of_their_answers() -> None:
         (False, [-100, 7, 8] + [-100] * 5 + [9, 9] + [-100] * 6, [0, 8, 16]),
     ):
         where = {"seed": None, "data_rank": 0, "packs": packs}
-        batch = examples_module.make_packed_steps([first, second], shape, **where).next()
+        batch = examples_module.make_packed_steps([first, second], shape, **where).next_batch()
         assert batch.labels_ABT.flatten().tolist() == wanted
         assert batch.cu_seqlens_An.unique().tolist() == cuts
         assert batch.count_labels_and_tokens().tolist() == [4, 7, 4**2 + 3**2, 16]

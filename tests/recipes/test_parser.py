@@ -278,7 +278,7 @@ def test_what_a_file_of_options_cannot_have(tmp_path: Path, capsys: Any) -> None
 def test_options_of_the_planned_optimizer(pretrain: ModuleType) -> None:
     model = Decoder(preset("tiny"), dtype=torch.bfloat16)
     words = "--moment-dtype bfloat16 --master-remainder --state-offload 0.5"
-    (adamw,) = pretrain.parse_arguments(words.split()).optimizer.build(model)
+    (adamw,) = pretrain.parse_arguments(words.split()).optimizer.build_optimizers(model)
     assert hasattr(adamw, "bring_state_back")  # of a StateOffload
     state = adamw.prepare_state(next(model.parameters()))
     assert {t.dtype for name, t in state.items() if name.startswith("exp")} == {torch.bfloat16}

@@ -256,14 +256,14 @@ def test_a_run_that_is_killed_in_its_second_stage_continues(corpus: Path, tmp_pa
 def rank_with_signal(rank: int, device: torch.device, words: list[str]) -> tuple[int, str]:
     """Be a rank of the script; rank 1 gets SIGTERM in the last step of the first stage."""
     loop = importlib.import_module("moecore.recipes.loop")
-    save = loop.save
+    save = loop.save_checkpoint
 
     def save_and_kill(job: Any, saver: Any, step: int) -> None:
         save(job, saver, step)
         if (rank, step) == (1, 4):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with patch.object(loop, "save", save_and_kill):
+    with patch.object(loop, "save_checkpoint", save_and_kill):
         return rank_of_command(rank, device, "pretrain", 2, words)
 
 

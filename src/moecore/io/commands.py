@@ -16,9 +16,9 @@ from moecore.base.command_options import UsageError
 from moecore.base.progress import show_progress
 from moecore.base.text import escape_unprintable, format_bytes, format_error_line
 from moecore.io.checkpoint.directory import (
+    find_checkpoint_root,
     find_complete_checkpoints,
     find_prunable_checkpoints,
-    find_root,
     latest,
     prune,
 )
@@ -207,7 +207,7 @@ def run_prune(args: Any) -> int:
         raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
     if not args.path.is_dir():
         raise UsageError(f"path ({args.path}) must be a run: it is not there")
-    root = find_root(args.path)
+    root = find_checkpoint_root(args.path)
     old = find_prunable_checkpoints(root, args.keep)
     drafts = find_dead_drafts(root) if old else []  # without old ones no lock is taken
     if not args.dry_run:
@@ -228,7 +228,7 @@ def _find_checkpoint(path: Path) -> tuple[Path, str]:
         return path, "DCP"
     if (path / "config.json").is_file():
         return path, "Hugging Face"
-    newest = latest(find_root(path))
+    newest = latest(find_checkpoint_root(path))
     if newest is None:
         raise UsageError(
             f"path ({path}) must hold a {MANIFEST}, a config.json, a .metadata or whole step "

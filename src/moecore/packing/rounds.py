@@ -124,9 +124,9 @@ class Documents:
         costs = np.where(self._rank_costs <= max_time, self._rank_costs * ranks_1, np.inf)
         return costs.min(axis=0)  # type: ignore[no-any-return]
 
-    def sum_work_and_tokens(self, indices: list[int]) -> tuple[float, int]:
-        """Return the total work (time summed over ranks) and tokens of the documents `indices`."""
-        return sum(self.work[i] for i in indices), sum(self.lengths[i] for i in indices)
+    def sum_work_and_tokens(self, document_idxs: list[int]) -> tuple[float, int]:
+        """Return the total work (time summed over ranks) and tokens of these documents."""
+        return sum(self.work[i] for i in document_idxs), sum(self.lengths[i] for i in document_idxs)
 
     def find_first_fitting(self, cp: int, max_time: float, max_tokens: int) -> int:
         """Return the index of the longest document, taken or not, that fits; N = no document.
@@ -222,12 +222,12 @@ class _RoundSearch:
                     blocks, min_limit = _fill_blocks(*trial)
                     yield blocks
 
-    def _take_documents(self, indices: list[int]) -> None:
+    def _take_documents(self, document_idxs: list[int]) -> None:
         """Remove documents that a round has taken, with their work and tokens."""
-        for index in indices:
+        for index in document_idxs:
             self.remaining.take_document(index)
         self.remaining.commit_trial()
-        work, tokens = self.documents.sum_work_and_tokens(indices)
+        work, tokens = self.documents.sum_work_and_tokens(document_idxs)
         self._work, self._tokens = self._work - work, self._tokens - tokens
 
     def _compute_min_remaining_time(self, work: float, num_tokens: int) -> float:

@@ -330,7 +330,7 @@ class Estimator:
         """Return the bytes that a micro-batch saves for backward: on the device, on the host."""
         small, like = sample_layers(self._make_node_run(options, 1), 1)
         fsdp = FSDPOptions(param_dtype=options.fsdp.param_dtype)  # sharding saves no activations
-        counts = count_saved_bytes_of_run(replace(small, optimizer=OptimizerOptions(), fsdp=fsdp))
+        counts = count_saved_bytes_by_block(replace(small, optimizer=OptimizerOptions(), fsdp=fsdp))
         blocks = [counts.blocks[i] for i in like["F"]]
         blocks += counts.blocks[small.planned_model.num_layers :]
         offloaded_bytes = sum(sum(block.host.values()) for block in blocks)
@@ -344,7 +344,7 @@ class Estimator:
 
 
 @lru_cache(maxsize=256)
-def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
+def count_saved_bytes_by_block(run: TrainingRun) -> ModelSavedBytes:
     """Return, for each block, the bytes that a micro-batch saves for backward.
 
     The function is faster than a dry run.

@@ -247,7 +247,7 @@ def count_steady_micro_batches(run: TrainingRun) -> int:
 def _make_rank_steps(run: TrainingRun) -> Iterator[_RankStep]:
     """Yield each pipeline rank of a run, from the dry run of a run of few layers."""
     small, model = SampledRun.from_run(run), run.planned_model
-    step, segments = small.step, small.memory_segments
+    step, segments = small.recorded_step, small.memory_segments
     sizes = list_rank_bytes(small.run)
     rank_bytes = (sum(count_resident_bytes(small.run, size).values()) for size in sizes)
     # Resident bytes besides stored tensors. Pages are counted for each layer.

@@ -286,14 +286,16 @@ class SampledRun(NamedTuple):
         return cls(*small)
 
     @property
-    def step(self) -> DryRun:
+    def recorded_step(self) -> DryRun:
         """The dry run of the sampled layers; buffers of "nvlink" have their full capacity."""
         return _run_dry_cached(self.run)
 
     @property
     def memory_segments(self) -> Segments:
-        """The segments of `step`, from which memory is planned."""
-        return Segments.from_recording(self.step.queued, self.step.starts, self.sampled_layers)
+        """The segments of `recorded_step`, from which memory is planned."""
+        return Segments.from_recording(
+            self.recorded_step.queued, self.recorded_step.starts, self.sampled_layers
+        )
 
     @property
     def segments(self) -> Segments:

@@ -212,7 +212,7 @@ def build_job(args: FinetuneConfig) -> FineTuning:
         args=args,
         meshes=meshes,
         model=model,
-        optimizers=args.optimizer.build(model),
+        optimizers=args.optimizer.build_optimizers(model),
         shape=shape,
         config=model.config.to_dict(),
         facts={"--seed": args.seed, "rows per step": shape.rows, **facts},

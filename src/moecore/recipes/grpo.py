@@ -159,7 +159,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
         args=args,
         meshes=meshes,
         model=policy,
-        optimizers=args.optimizer.build(policy),
+        optimizers=args.optimizer.build_optimizers(policy),
         shape=make_batch_shape(args, meshes.parallel),
         config=config.to_dict(),
         facts={

@@ -126,7 +126,7 @@ def read_prompts(
                 ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
                 ids = find_borders(tokenizer).make_prompt(ids)
             else:
-                tools = parse_tools(names.rename(content))
+                tools = parse_tools(names.rename_columns(content))
                 ids = tokenizer.apply_chat_template(
                     prompt, tools=tools, add_generation_prompt=True, return_dict=True
                 )["input_ids"]

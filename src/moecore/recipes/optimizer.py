@@ -99,13 +99,13 @@ class OptimizerConfig(CheckedRecord):
         for text in self.param_groups:
             ParamGroup.from_text(text)
 
-    def build(
-        self, model: nn.Module, rates: WidthRates | None = None
+    def build_optimizers(
+        self, model: nn.Module, width_rates: WidthRates | None = None
     ) -> list[torch.optim.Optimizer]:
         """Return the optimizers of all trained parameters of a parallelized model.
 
-        `rates` scales learning rates by width; None = no scaling. All ranks return equal param
-        groups, and some groups have no parameters.
+        `width_rates` scales learning rates by width; None = no scaling. All ranks return equal
+        param groups, and some groups have no parameters.
         """
         assignment = assign_matrices(model)
         is_muon = self.optimizer == "muon"
@@ -132,8 +132,8 @@ class OptimizerConfig(CheckedRecord):
         kinds = {d.param: (name, d.reason) for name, d in assignment.decisions.items()}
         for optimizer in optimizers:
             self._split_param_groups(optimizer, kinds)
-            if rates is not None:
-                rates.regroup(optimizer, model)
+            if width_rates is not None:
+                width_rates.regroup(optimizer, model)
         if self.state_offload:
             StateOffload(adamw, model, fraction=self.state_offload)
         return optimizers

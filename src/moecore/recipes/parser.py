@@ -204,7 +204,7 @@ def _read_words(
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ValueError(_format_error(output.getvalue())) from None
+        raise ValueError(_unbox_message(output.getvalue())) from None
     values: Values = {}
     for option in options:
         group = results.get(option.table, {}) if option.table else results
@@ -223,15 +223,18 @@ def _make_flags_class(name: str, hints: dict[str, Any], record: Any) -> Any:
     return flags
 
 
-def _suggest_name(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """Return a hint for an unknown name: use the most similar of `names`, or remove the name."""
-    close = difflib.get_close_matches(name[:80], sorted(names), n=1, cutoff=0.7)
+def _suggest_name(name: str, known_names: Iterable[str], prefix: str = "") -> str:
+    """Return a hint for an unknown name: use the most similar of `known_names`, or remove it.
+
+    `prefix`, such as "--", precedes the similar name in the hint.
+    """
+    close = difflib.get_close_matches(name[:80], sorted(known_names), n=1, cutoff=0.7)
     return f"did you mean {prefix}{close[0]}?" if close else "remove it"
 
 
-def _format_error(text: str) -> str:
+def _unbox_message(box_text: str) -> str:
     """Return the message in a box of tyro as one line."""
-    lines = [line.strip("│ ") for line in text.splitlines()[1:]]
+    lines = [line.strip("│ ") for line in box_text.splitlines()[1:]]
     end = next((i for i, line in enumerate(lines) if line.startswith(("─", "╰"))), len(lines))
     return f"{' '.join(' '.join(lines[:end]).split()).rstrip('.')[:400]}: see --help"
 

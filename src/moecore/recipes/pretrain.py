@@ -196,7 +196,7 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
         args=args,
         meshes=meshes,
         model=model,
-        optimizers=args.optimizer.build(model, rates),
+        optimizers=args.optimizer.build_optimizers(model, rates),
         shape=shape,
         config=config,
         facts={"--tokenizer": args.tokenizer},

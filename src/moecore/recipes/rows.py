@@ -87,7 +87,7 @@ class ColumnNames(CheckedRecord):
     preferred: str = "chosen"
     rejected: str = "rejected"
 
-    def rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def rename_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns of a row that these names select, by field name."""
         names = ((field, getattr(self, field)) for field in self.__dataclass_fields__)
         return {field: row[name] for field, name in names if name in row}
@@ -118,7 +118,7 @@ class Row:
     def select_columns(self, names: ColumnNames) -> dict[str, Any]:
         """Return the columns that `names` select, by field name; all columns if none match."""
         content = self.parse()
-        return names.rename(content) or dict(content)
+        return names.rename_columns(content) or dict(content)
 
 
 def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> Iterator[Row]:

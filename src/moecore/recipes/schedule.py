@@ -167,10 +167,10 @@ class StepSizes:
             for part, end in zip(self.parts, ends, strict=True)
         )
 
-    def count_steps(self, tokens: int) -> int:
-        """Return the smallest number of steps that read at least `tokens` tokens."""
+    def count_steps(self, num_tokens: int) -> int:
+        """Return the smallest number of steps that read at least `num_tokens` tokens."""
         for number, part in enumerate(self.parts):
-            remaining = tokens - self.count_tokens_through(part.first - 1)
+            remaining = num_tokens - self.count_tokens_through(part.first - 1)
             step = part.first - 1 + -(-remaining // (part.rows * part.seq_len))
             if number + 1 == len(self.parts) or step < self.parts[number + 1].first:
                 return max(step, 0)

@@ -143,7 +143,7 @@ def select_tensors(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
     return {n.removeprefix(prefix): t for n, t in manifest.tensors.items() if n.startswith(prefix)}
 
 
-def allocate_optimizer_target(
+def allocate_optimizer_load_target(
     comparison: Comparison, view: ModelView
 ) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
     """Allocate, or reuse, the tensors into which a load reads optimizer state.
@@ -164,7 +164,7 @@ def allocate_optimizer_target(
     return states, {f"optimizer.{key}": value for key, value in views.items()}
 
 
-def allocate_amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
+def allocate_amax_load_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
     """Allocate fp32 tensors [steps] for the saved amax histories that this rank loads, by name."""
     operands = map_amax_operands(model)
     return {
@@ -174,7 +174,7 @@ def allocate_amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tens
     }
 
 
-def select_rng_target(manifest: Manifest) -> dict[str, Tensor]:
+def select_rng_load_target(manifest: Manifest) -> dict[str, Tensor]:
     """Return "rng.<device>.<rank>" -> tensor into which a load reads this rank's RNG state."""
     layouts = {name: (tensor.shape, tensor.dtype) for name, tensor in manifest.tensors.items()}
     states = copy_rng_states()

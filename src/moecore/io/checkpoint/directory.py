@@ -78,7 +78,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     return directories[-1] if directories else None
 
 
-def find_root(path: Path) -> Path:
+def find_checkpoint_root(path: Path) -> Path:
     """Return the directory with a run's checkpoints: `path`, or its subdirectory "checkpoints"."""
     below = path / CHECKPOINTS
     has_steps = (path / POINTER).exists() or bool(find_complete_checkpoints(path))

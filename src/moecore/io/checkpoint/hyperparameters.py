@@ -61,7 +61,7 @@ def collect_hyperparameters(
     for group in concat_param_groups(optimizers):
         values = {k: v for k, v in group.items() if k != "params" and k not in RUN_OPTIONS}
         values = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
-        check_json("optimizer hyperparameter", values)
+        check_json_values("optimizer hyperparameter", values)
         groups.append({"params": [model.get_name(p) for p in group["params"]], **values})
     return groups
 
@@ -187,24 +187,24 @@ def _name_scheduler(scheduler: Scheduler) -> str:
     return ", ".join(type(part).__name__ for part in parts)
 
 
-def decode_scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
+def decode_scheduler_state(scheduler: Scheduler, saved_values: dict[str, Any]) -> dict[str, Any]:
     """Convert saved JSON values to a state dict of this scheduler.
 
     Raises ValueError if the names differ from the scheduler's, or learning rates are not finite.
     """
     state = scheduler.state_dict()
-    if state.keys() != values.keys():
+    if state.keys() != saved_values.keys():
         raise ValueError(
             f"scheduler ({_name_scheduler(scheduler)}) must have the state of the saved one, but "
-            f"{', '.join(sorted(state.keys() ^ values.keys()))} differ"
+            f"{', '.join(sorted(state.keys() ^ saved_values.keys()))} differ"
         )
-    for name, rates in _find_learning_rates(values):
+    for name, rates in _find_learning_rates(saved_values):
         if not isinstance(rates, list) or not all(map(is_finite_number, rates)):
             raise ValueError(
                 f"scheduler {format_name(name)} must be a list of finite numbers, but is "
                 f"{rates!r:.40} in the checkpoint"
             )
-    result: dict[str, Any] = _restore_types(state, values)
+    result: dict[str, Any] = _restore_types(state, saved_values)
     return result
 
 
@@ -223,7 +223,7 @@ def encode_scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
     state = scheduler.state_dict()
     name = _name_scheduler(scheduler)
     numbers = _convert_tensors_to_numbers(state)
-    check_json(f"scheduler {name}", numbers)
+    check_json_values(f"scheduler {name}", numbers)
     values: dict[str, Any] = copy_json(numbers)
     if _restore_types(state, values) != state:
         raise ValueError(
@@ -267,8 +267,8 @@ def copy_json(values: T) -> T:
     return result
 
 
-def check_json(label: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError if JSON cannot store one of the named values; `label` begins the message."""
+def check_json_values(prefix: str, values: Mapping[str, Any]) -> None:
+    """Raise ValueError, which begins with `prefix`, if JSON cannot store one of the values."""
     for name, value in values.items():
         try:
             json.dumps(value, sort_keys=True)
@@ -276,7 +276,7 @@ def check_json(label: str, values: Mapping[str, Any]) -> None:
                 raise ValueError(f"it nests more than {MAX_NESTING} times")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"{label} {format_name(name)} ({type(value).__name__}) must be JSON-able or a "
+                f"{prefix} {format_name(name)} ({type(value).__name__}) must be JSON-able or a "
                 f"tensor: {error}"
             ) from None
 

@@ -249,25 +249,29 @@ class ShardReader:
         self.read(key, dtype, sizes, offsets, out.narrow(dim, 0, half))
         self.read(key, dtype, sizes, after, out.narrow(dim, half, out.shape[dim] - half))
 
-    def _read_bytes(self, target: memoryview, begin: int, meter: Meter | None = None) -> None:
-        """Fill `target` with the file's bytes from byte `begin` on; `meter` counts the bytes."""
+    def _read_bytes(self, target: memoryview, first_byte: int, meter: Meter | None = None) -> None:
+        """Fill `target` with the file's bytes from `first_byte` on; `meter` counts the bytes."""
         offset = 0
         while offset < len(target):
-            count = os.preadv(self._fd, [target[offset : offset + CHUNK_BYTES]], begin + offset)
+            count = os.preadv(
+                self._fd, [target[offset : offset + CHUNK_BYTES]], first_byte + offset
+            )
             if count == 0:
-                raise OSError(f"{self._path} ended at byte {begin + offset}: it was cut meanwhile")
+                raise OSError(
+                    f"{self._path} ended at byte {first_byte + offset}: it was cut meanwhile"
+                )
             offset += count
             if meter:
                 meter.add(count)
 
 
-def _count_contiguous_elements(sizes: Sequence[int], lengths: Sequence[int]) -> int:
+def _count_contiguous_elements(tensor_shape: Sequence[int], slice_shape: Sequence[int]) -> int:
     """Return the number of elements in a contiguous run of a slice.
 
-    The slice has the shape `lengths`, in a row-major tensor of the shape `sizes`.
+    The slice has the shape `slice_shape`, in a row-major tensor of the shape `tensor_shape`.
     """
     run = 1
-    for size, length in zip(reversed(sizes), reversed(lengths), strict=True):
+    for size, length in zip(reversed(tensor_shape), reversed(slice_shape), strict=True):
         run *= length
         if length != size:
             break

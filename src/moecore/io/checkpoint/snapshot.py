@@ -28,7 +28,7 @@ from moecore.base.torch_private import get_local_tensor
 from moecore.io.checkpoint.config_differences import convert_config
 from moecore.io.checkpoint.hyperparameters import (
     Schedulers,
-    check_json,
+    check_json_values,
     collect_hyperparameters,
     copy_json,
     decode_scheduler_state,
@@ -99,7 +99,7 @@ def take_snapshot(
     schedule = join_schedulers(scheduler, optimizers)
     config = view.config if config is None else config
     config_values = None if config is None else convert_config(config)
-    check_json("config", config_values or {})
+    check_json_values("config", config_values or {})
     tensors |= copy_rng_states()
     for name, tensor in tensors.items():
         check_dtype(name, tensor.dtype)
@@ -119,7 +119,7 @@ def take_snapshot(
 
 def _check_extra(values: Mapping[str, Any]) -> None:
     """Raise ValueError for a value of `extra` that JSON cannot store or would change (a tuple)."""
-    check_json("extra", values)
+    check_json_values("extra", values)
     for name, value in values.items():
         if not _is_unchanged_by_json({name: value}):
             raise ValueError(

@@ -235,17 +235,17 @@ def _choose_moment_dtype(
 
 
 def _reuse_or_allocate(
-    current: object, like: Tensor, dtype: torch.dtype, device: torch.device
+    current: object, template: Tensor, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return `current` if it has this dtype, device and `like`'s layout, or a new tensor."""
+    """Return `current` if it has this dtype, device and `template`'s layout, or a new tensor."""
     if (
         isinstance(current, Tensor)
-        and (current.shape, current.dtype, current.device) == (like.shape, dtype, device)
-        and getattr(current, "device_mesh", None) == getattr(like, "device_mesh", None)
-        and getattr(current, "placements", None) == getattr(like, "placements", None)
+        and (current.shape, current.dtype, current.device) == (template.shape, dtype, device)
+        and getattr(current, "device_mesh", None) == getattr(template, "device_mesh", None)
+        and getattr(current, "placements", None) == getattr(template, "placements", None)
     ):
         return current
-    return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
+    return torch.empty_like(template, dtype=dtype, device=device, requires_grad=False)
 
 
 def map_amax_operands(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
@@ -300,11 +300,13 @@ def restore_rng_states(states: Mapping[str, Tensor]) -> None:
         set_state(state)
 
 
-def _is_storable(value: Tensor, like: Tensor) -> bool:
-    """Whether optimizer state is a plain scalar, or has the shape and kind (DTensor) of `like`."""
+def _is_storable(value: Tensor, template: Tensor) -> bool:
+    """Whether optimizer state is a plain scalar, or has `template`'s shape and kind (DTensor)."""
     if value.ndim == 0:
         return not isinstance(value, DTensor)
-    return value.shape == like.shape and isinstance(value, DTensor) == isinstance(like, DTensor)
+    return value.shape == template.shape and isinstance(value, DTensor) == isinstance(
+        template, DTensor
+    )
 
 
 def _find_gate_up_dims(model: nn.Module) -> dict[int, int]:

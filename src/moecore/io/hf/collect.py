@@ -45,8 +45,8 @@ class Item:
 class Collector(Protocol):
     """Protocol of classes that assemble Hugging Face tensors; ranks request the same tensors."""
 
-    def collect_tensor(self, item: Item, writer: int) -> Tensor | None:
-        """Return the full tensor on the CPU of rank `writer`, and None on other ranks."""
+    def collect_tensor(self, item: Item, writer_rank: int) -> Tensor | None:
+        """Return the full tensor on the CPU of rank `writer_rank`, and None on other ranks."""
 
     def raise_error(self) -> None:
         """Raise the first error of this rank that `collect_tensor` caught."""
@@ -132,8 +132,8 @@ class StoredCollector:
             reader.read(chunk.key, entry.dtype, chunk.sizes, offsets, out[target])
         return out
 
-    def collect_tensor(self, item: Item, writer: int) -> Tensor:
-        """Assemble the full Hugging Face tensor of an item; `writer` is not used."""
+    def collect_tensor(self, item: Item, writer_rank: int) -> Tensor:
+        """Assemble the full Hugging Face tensor of an item; `writer_rank` is not used."""
         tensor = torch.empty(item.shape, dtype=item.dtype, device="cpu")
         for source, piece in item.parts:
             part = self.read(source, piece.get_box(self._tensors[source].shape))

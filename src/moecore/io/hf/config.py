@@ -448,7 +448,7 @@ FAMILIES = {
 
 
 def compare_config(
-    values: Mapping[str, Any],
+    hf_config: Mapping[str, Any],
     model: DecoderConfig | Mapping[str, Any] | None,
     *,
     skipped_fields: Collection[str] = TRAINING,
@@ -461,15 +461,15 @@ def compare_config(
     # has several spellings. For other models, the fields of config.json are compared.
     differences: list[Difference] = []
     if isinstance(model, Mapping) and "model_type" in model:
-        hf_config, model = model, None
-        if values.get("model_type") == hf_config["model_type"]:
+        model_config, model = model, None
+        if hf_config.get("model_type") == model_config["model_type"]:
             with suppress(NotImplementedError, ValueError):  # no native decoder
-                model = decoder_config_from_hf(hf_config)
+                model = decoder_config_from_hf(model_config)
         if model is None:
-            differences = find_hf_differences(values, hf_config)
-    if model is not None and str(values.get("model_type")) in FAMILIES:
+            differences = find_hf_differences(hf_config, model_config)
+    if model is not None and str(hf_config.get("model_type")) in FAMILIES:
         try:
-            native = decoder_config_from_hf(values)
+            native = decoder_config_from_hf(hf_config)
         except (NotImplementedError, ValueError) as error:
             return [str(error)]
         differences = find_decoder_differences(native, model, skipped_fields=skipped_fields)

@@ -125,10 +125,10 @@ def check_field_type(name: str, value: Any) -> Any:
     return value
 
 
-def check_layers(values: Mapping[str, Any]) -> None:
+def check_layers(hf_config: Mapping[str, Any]) -> None:
     """Raise ValueError if a field of config.json sets more than `MAX_LAYERS` layers."""
     # Classes of transformers make lists with an entry per layer before they check the fields.
-    for name, value in values.items():
+    for name, value in hf_config.items():
         if isinstance(value, Mapping):
             check_layers(value)
         is_count = isinstance(value, int) and LAYER_COUNT.search(str(name))

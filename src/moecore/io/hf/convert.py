@@ -193,19 +193,19 @@ def _has_decoder_names(names: Collection[str]) -> bool:
 
 
 def _plan_files(
-    tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
+    tensors: Mapping[str, StoredTensor], hf_config: dict[str, Any], layout: HFLayout
 ) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
     """Return the recipe of each tensor by name, copies (name -> original), and the model on meta.
 
-    `values` are config.json's fields. The transformers model is None for a native decoder or an
+    `hf_config` are config.json's fields. The transformers model is None for a native decoder or an
     unknown class.
     """
     if not _has_decoder_names(tensors):
-        tied, reader = values.get("tie_word_embeddings", False), build_meta_model(values)
+        tied, reader = hf_config.get("tie_word_embeddings", False), build_meta_model(hf_config)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         recipes = plan_written_tensors(reader, shapes, layout)
         return recipes, {HEAD: EMBEDDING} if tied else {}, reader
-    config = decoder_config_from_hf(values)
+    config = decoder_config_from_hf(hf_config)
     plan = plan_hf_tensors(config, layout)
     problems = find_shape_problems(tensors, {name: recipe.shape for name, recipe in plan.items()})
     subject = "the checkpoint must hold the decoder that config.json describes"
@@ -265,11 +265,13 @@ def _require_matching_files(conversion: Conversion) -> None:
 
 
 def _find_dtype_problems(
-    sources: Mapping[str, TensorSource], plan: Mapping[str, FileRecipe], dtype: torch.dtype | None
+    sources: Mapping[str, TensorSource],
+    recipes: Mapping[str, FileRecipe],
+    dtype: torch.dtype | None,
 ) -> list[str]:
     """Return an error text per tensor whose stored dtypes cannot be converted to `dtype`."""
     problems = []
-    for name, recipe in plan.items():
+    for name, recipe in recipes.items():
         parts = [sources[piece.name] for piece in recipe.pieces]
         odd = [s for s in parts if not s.dtype.is_floating_point or s.dtype.itemsize < 2]
         problems += [f"{source.name} ({source.dtype}) must be a float tensor" for source in odd]

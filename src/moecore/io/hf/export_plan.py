@@ -49,7 +49,7 @@ from moecore.io.hf.stock import (
     find_transformers_class,
     get_shapes,
     plan_written_tensors,
-    rename_shapes,
+    rename_expert_shapes,
 )
 from moecore.io.hf.upcycled import make_empty_shared_experts, make_upcycled_config
 from moecore.models.config import DecoderConfig
@@ -113,23 +113,23 @@ def plan_export(
     return ExportPlan(run_and_share_errors(plan_items), owners, tensors, values, device)
 
 
-def collect_export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
+def collect_export_tensors(base: nn.Module, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return this rank's tensors to write by name, without a copy and without LoRA adapters.
 
-    Trained copies of modules (peft's `modules_to_save`) replace the originals. `values` are
+    Trained copies of modules (peft's `modules_to_save`) replace the originals. `hf_config` are
     config.json's fields.
     """
     all_tensors = collect_model_tensors(base)
     tensors = select_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
-    return tensors | make_empty_shared_experts(base, values, tensors)
+    return tensors | make_empty_shared_experts(base, hf_config, tensors)
 
 
 def _plan_recipes(
-    model: nn.Module, values: Mapping[str, Any], shapes: Shapes, layout: HFLayout
+    model: nn.Module, hf_config: Mapping[str, Any], shapes: Shapes, layout: HFLayout
 ) -> dict[str, FileRecipe]:
     """Return the recipe (file tensors to write) of each model tensor by name, in model order.
 
-    `values` are config.json's fields. ValueError if the files could not restore the model.
+    `hf_config` are config.json's fields. ValueError if the files could not restore the model.
     """
     if isinstance(model, Decoder):
         recipes = plan_hf_tensors(model.config, layout)
@@ -138,7 +138,7 @@ def _plan_recipes(
                 f"model must hold {format_name(name)} on a pipeline stage: take all of its stages"
             )
         return recipes
-    reader = build_checked_meta_model(model, values, shapes)
+    reader = build_checked_meta_model(model, hf_config, shapes)
     if reader is not None:  # stages hold layers in an order of their own
         places: dict[str, int] = {}
         for place, name in enumerate(reader.state_dict()):
@@ -157,7 +157,7 @@ def choose_layout(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
 def make_items(
     dtypes: Mapping[str, torch.dtype],
     recipes: Mapping[str, FileRecipe],
-    copies: Mapping[str, str],
+    originals: Mapping[str, str],
     dtype: torch.dtype | None,
     keeps_dtype: Callable[[str], bool],
 ) -> Iterator[Item]:
@@ -166,13 +166,13 @@ def make_items(
     Args:
         dtypes: model tensor's name -> dtype.
         recipes: model tensor's name -> the file tensors that store the tensor.
-        copies: name of a file tensor -> name of the file tensor with equal values.
+        originals: name of a file tensor -> name of the file tensor with equal values.
         dtype: dtype of the written float tensors; None keeps the model's dtypes.
         keeps_dtype: returns whether the model tensor of this name keeps its dtype.
     """
     items: dict[str, Item] = {}
     for name, recipe in recipes.items():
-        if name == HEAD and HEAD in copies:
+        if name == HEAD and HEAD in originals:
             continue
         cast = dtypes[name].is_floating_point and not keeps_dtype(name)
         item_dtype = dtype if cast and dtype is not None else dtypes[name]
@@ -181,7 +181,7 @@ def make_items(
             wide = torch.promote_types(item.dtype, item_dtype)
             items[piece.name] = replace(item, dtype=wide, parts=(*item.parts, (name, piece)))
     yield from items.values()
-    for copy, original in copies.items():
+    for copy, original in originals.items():
         if copy != HEAD:
             yield replace(items[original], name=copy)
 
@@ -229,66 +229,69 @@ def _refuse_wrapper(model: nn.Module) -> NoReturn:
 
 
 def complete_config(
-    values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
+    hf_config: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
     """Return config.json's fields with `num_mtp` MTP modules and the class's name, as JSON values.
 
     The result has no quantization_config. `model_class` is the transformers class, if known.
     """
-    values = {k: v for k, v in values.items() if k != "quantization_config"}
+    hf_config = {k: v for k, v in hf_config.items() if k != "quantization_config"}
     for key in MTP_KEYS:
-        if key in values:
-            values[key] = num_mtp
-    if num_mtp and not any(key in values for key in MTP_KEYS):
-        values[MTP_KEYS[0]] = num_mtp
-    family = FAMILIES.get(str(values.get("model_type")))
+        if key in hf_config:
+            hf_config[key] = num_mtp
+    if num_mtp and not any(key in hf_config for key in MTP_KEYS):
+        hf_config[MTP_KEYS[0]] = num_mtp
+    family = FAMILIES.get(str(hf_config.get("model_type")))
     name = family.architecture if family else model_class.__name__ if model_class else None
     kind = find_transformers_class(model_class) if model_class else None
     if kind is not None:
-        values["architectures"] = [kind.__name__]  # may have another head than the config's class
-    elif not values.get("architectures") and name:
-        values["architectures"] = [name]
+        # The class may have another head than the config's class.
+        hf_config["architectures"] = [kind.__name__]
+    elif not hf_config.get("architectures") and name:
+        hf_config["architectures"] = [name]
     try:
-        result: dict[str, Any] = json.loads(json.dumps(values))
+        result: dict[str, Any] = json.loads(json.dumps(hf_config))
     except (TypeError, ValueError) as error:
         raise ValueError(f"config must be JSON-able: {error}") from None
     return result
 
 
 def _check_config(
-    values: Mapping[str, Any],
+    hf_config: Mapping[str, Any],
     model: DecoderConfig | Mapping[str, Any],
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> None:
-    """Raise ValueError if config.json's fields `values` differ from the model's config."""
-    for problem in compare_config(values, model, skipped_fields=skipped_fields):
+    """Raise ValueError if config.json's fields `hf_config` differ from the model's config."""
+    for problem in compare_config(hf_config, model, skipped_fields=skipped_fields):
         raise ValueError(f"{problem}: pass the config of this model")
 
 
 def build_checked_meta_model(
-    model: nn.Module, values: Mapping[str, Any], shapes: Shapes
+    model: nn.Module, hf_config: Mapping[str, Any], shapes: Shapes
 ) -> nn.Module | None:
     """Build, on meta, the transformers model that would load the export; None if unknown.
 
     ValueError if its routing rules differ from the model's, or its tensors from `shapes`.
     """
     is_part = getattr(model, "base_model", None) is model  # the class with a head would load it
-    full_reader = build_meta_model({**values, "architectures": None}) if is_part else None
-    reader = full_reader or build_meta_model(values, model)
+    full_reader = build_meta_model({**hf_config, "architectures": None}) if is_part else None
+    reader = full_reader or build_meta_model(hf_config, model)
     if reader is not None:
         kind = type(reader)
-        _check_tensor_shapes(model, kind, get_shapes(reader.state_dict()), rename_shapes(shapes))
+        _check_tensor_shapes(
+            model, kind, get_shapes(reader.state_dict()), rename_expert_shapes(shapes)
+        )
         _check_routing(model, kind, reader)
     return reader
 
 
-def check_tied_head(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
+def check_tied_head(tensors: Mapping[str, Tensor], originals: Mapping[str, str]) -> None:
     """Raise ValueError if the config ties head and embedding, and this rank's shards differ.
 
-    `copies` has the head's name only if the config ties it.
+    `originals` has the head's name only if the config ties it.
     """
-    if HEAD not in copies or not {HEAD, EMBEDDING} <= tensors.keys():
+    if HEAD not in originals or not {HEAD, EMBEDDING} <= tensors.keys():
         return
     if tensors[HEAD] is tensors[EMBEDDING]:
         return

@@ -218,14 +218,14 @@ def find_config_problems(
     return []
 
 
-def _normalize_config(values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+def _normalize_config(hf_config: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
     """Return config.json's fields as the model's transformers config class writes them."""
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
-    if isinstance(model, Decoder) or kind is None or kind != values.get("model_type"):
-        return values
+    if isinstance(model, Decoder) or kind is None or kind != hf_config.get("model_type"):
+        return hf_config
     try:
-        model_values: dict[str, Any] = type(config).from_dict(dict(values)).to_dict()
+        model_values: dict[str, Any] = type(config).from_dict(dict(hf_config)).to_dict()
     except Exception as error:  # of many kinds, some of them no ValueError
         reason = f"{type(error).__name__}: {format_error(error)}"
         raise ValueError(f"config.json must be of model_type ({kind}), but {reason:.200}") from None
@@ -307,14 +307,14 @@ def _plan_recipes(
 
 
 def _drop_tied_head(
-    targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], copies: Mapping[str, str]
+    targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], originals: Mapping[str, str]
 ) -> bool:
     """Drop a tied head from `recipes`, or use the embedding's; return whether to tie them again."""
     # `to_empty` unties them. The first forward of a sharded model ties them again, so the head is
     # read from the embedding's tensor.
-    if HEAD not in copies or HEAD not in targets:
+    if HEAD not in originals or HEAD not in targets:
         return False
-    original = copies[HEAD]
+    original = originals[HEAD]
     is_tied, is_sharded = targets[HEAD] is targets.get(original), isinstance(targets[HEAD], DTensor)
     if is_sharded and not is_tied:
         recipes[HEAD] = recipes[original]

@@ -191,12 +191,16 @@ def load_adapters(
 
 
 def _read_adapter(
-    model: nn.Module, path: Path, adapter: str, entries: dict[str, StoredAdapter], names: Set[str]
+    model: nn.Module,
+    path: Path,
+    adapter: str,
+    entries: dict[str, StoredAdapter],
+    all_names: Set[str],
 ) -> dict[str, Tensor]:
     """Read an adapter's file; return its tensors by name.
 
-    `entries` are this rank's tensors, `names` all ranks' tensor names. ValueError if names, shapes
-    or config differ.
+    `entries` are this rank's tensors, `all_names` all ranks' tensor names. ValueError if names,
+    shapes or config differ.
     """
     with HFFiles(path, read_file_header(path / WEIGHTS)) as files:
         tensors = {
@@ -204,7 +208,7 @@ def _read_adapter(
             for name, entry in files.tensors.items()
         }
     problems = [f"{name} is missing" for name in entries if name not in tensors]
-    problems += [f"{name} is no tensor of the adapter" for name in tensors if name not in names]
+    problems += [f"{name} is no tensor of the adapter" for name in tensors if name not in all_names]
     config = _get_lora_configs(model)[adapter]
     file_config = read_json(path / CONFIG)
     for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
@@ -298,10 +302,12 @@ def _write_adapter_files(
     save_file(file_tensors, path / WEIGHTS, metadata={"format": "pt"})
 
 
-def _init_adapter_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
+def _init_adapter_layer(
+    layer_name: str, layer: Any, adapter: str, seed: int, *, is_normal: bool
+) -> None:
     """Initialize A and B of `adapter` in a layer; A is normal if `is_normal`, otherwise uniform.
 
-    `path` is the layer's name, which selects the random values together with `seed`.
+    `layer_name` is the layer's name, which selects the random values together with `seed`.
     """
     for kind in (*layer.adapter_layer_names, *layer.other_param_names):
         owners = getattr(layer, kind)  # parameters by adapter, or plain values such as r
@@ -310,7 +316,7 @@ def _init_adapter_layer(path: str, layer: Any, adapter: str, seed: int, *, is_no
         owner = owners[adapter]
         params = {"": owner} if isinstance(owner, Tensor) else dict(owner.named_parameters())
         for suffix, param in params.items():
-            key = f"{path}.{kind}.{adapter}.{suffix}".rstrip(".")
+            key = f"{layer_name}.{kind}.{adapter}.{suffix}".rstrip(".")
             if kind in ("lora_B", "lora_embedding_A"):
                 param.zero_()
             elif kind == "lora_embedding_B":

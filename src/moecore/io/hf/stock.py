@@ -47,27 +47,29 @@ def find_transformers_class(model_class: type) -> Any:
 
 
 def build_meta_model(
-    values: Mapping[str, Any], model: nn.Module | None = None, dtype: torch.dtype = torch.float32
+    hf_config: Mapping[str, Any], model: nn.Module | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.Module | None:
     """Build the transformers model of a config.json on meta; None for an unknown class.
 
-    `values` has the fields of config.json. The result has the class of `model` if both have the
+    `hf_config` has the fields of config.json. The result has the class of `model` if both have the
     same model_type, otherwise the class that config.json gives. Raises ValueError if transformers
     cannot build the model.
     """
     import transformers
 
     model_config: Any = getattr(model, "config", None)
-    model_type, kind = values.get("model_type"), model and find_transformers_class(type(model))
+    model_type, kind = hf_config.get("model_type"), model and find_transformers_class(type(model))
     is_known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if not is_known and not hasattr(model_config, "to_dict"):
         return None
     config_class = transformers.CONFIG_MAPPING[model_type] if is_known else type(model_config)
-    check_layers(values)
+    check_layers(hf_config)
     try:
-        config = config_class.from_dict(copy.deepcopy(dict(values)))  # which changes nested values
+        config = config_class.from_dict(
+            copy.deepcopy(dict(hf_config))
+        )  # which changes nested values
         if kind is None or model_type != model_config.model_type:
-            named = None if model else values.get("architectures")
+            named = None if model else hf_config.get("architectures")
             named = getattr(transformers, str(named[0]), None) if named else None
             causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)
             kind = named if hasattr(named, "base_model_prefix") else causal
@@ -115,7 +117,7 @@ def compute_published_shapes(meta_model: nn.Module) -> dict[str, tuple[int, ...]
     return get_shapes(revert_weight_conversion(meta_model, meta_model.state_dict()))
 
 
-def rename_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+def rename_expert_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """Replace moecore's names of expert tensors by transformers' fused names."""
     hf_shapes = dict[str, tuple[int, ...]]()
     for name, shape in shapes.items():
@@ -139,7 +141,7 @@ def plan_stock_tensors(
     Raises:
         NotImplementedError: if a tensor's values are not elements of file tensors.
     """
-    names = dict(zip(model_shapes, rename_shapes(model_shapes), strict=True))
+    names = dict(zip(model_shapes, rename_expert_shapes(model_shapes), strict=True))
     targets = {} if meta_model is None else get_shapes(meta_model.state_dict())
     recipes, refused = dict[str, FileRecipe](), dict[str, str]()
     for shapes in file_shapes if meta_model is not None else ():

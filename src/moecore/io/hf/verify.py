@@ -77,17 +77,21 @@ def find_content_problems(
 
 
 def find_shape_problems(
-    files: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]], copies: Collection[str] = ()
+    files: Mapping[str, Shaped],
+    shapes: Mapping[str, tuple[int, ...]],
+    optional_names: Collection[str] = (),
 ) -> list[str]:
     """Compare file tensors with the expected shapes by name; return error texts.
 
-    File tensors in `copies` may exist or be missing.
+    File tensors in `optional_names` may exist or be missing.
     """
     problems = [f"{name} is missing" for name in shapes if name not in files]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
         for name in files
-        if name not in shapes and name not in copies and not name.endswith("rotary_emb.inv_freq")
+        if name not in shapes
+        and name not in optional_names
+        and not name.endswith("rotary_emb.inv_freq")
     ]
     problems += [
         f"{name} {files[name].shape} must be {shape}"
@@ -98,16 +102,16 @@ def find_shape_problems(
 
 
 def find_copy_problems(
-    files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
+    files: BoxReader, sources: Mapping[str, TensorSource], originals: Mapping[str, str]
 ) -> list[str]:
     """Return an error text for each copy of a file tensor that differs from the original.
 
-    `copies` maps the name of each copy to the name of the original, and `sources` has the tensors
-    by name. Each rank compares a part of dim 0, without communication.
+    `originals` maps the name of each copy to the name of the original, and `sources` has the
+    tensors by name. Each rank compares a part of dim 0, without communication.
     """
     rank, world = get_rank_and_world()
     problems = []
-    for copy, original in copies.items():
+    for copy, original in originals.items():
         if copy not in sources or original not in sources:
             continue
         a, b = sources[copy], sources[original]

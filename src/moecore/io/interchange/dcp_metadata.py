@@ -187,10 +187,10 @@ def _parse_tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
     return tensors
 
 
-def _parse_tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTensor:
+def _parse_tensor(path: Path, name: str, entry: Any, storage_records: dict[Any, Any]) -> DCPTensor:
     """Convert a tensor's metadata `entry`; raise `_MetadataError` if it is invalid.
 
-    `places` maps (name, offsets) of each chunk to DCP's storage record.
+    `storage_records` maps (name, offsets) of each chunk to DCP's storage record.
     """
     shape = _require_counts(name, entry.get("size"))
     dtype = _require_attribute(entry, "properties", _MetadataRecord).state[0]
@@ -203,7 +203,7 @@ def _parse_tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> 
         if len(offsets) != len(shape) or any(a > b for a, b in zip(ends, shape, strict=True)):
             raise _MetadataError(f"{name} {shape} has a chunk {sizes} at {offsets}")
         if math.prod(sizes):
-            info = places.get((name, offsets))
+            info = storage_records.get((name, offsets))
             if not isinstance(info, _MetadataRecord):
                 raise _MetadataError(f"the chunk of {name} at {offsets} is in no file")
             chunks.append(DCPChunk(offsets, sizes, *_locate_chunk(path, name, info)))
@@ -230,12 +230,12 @@ def _is_partition(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0)
     return all(_is_partition(slab, shape, dim + 1) for slab in slabs)
 
 
-def _locate_chunk(path: Path, name: str, info: _MetadataRecord) -> tuple[str, int, int]:
-    """Return (file name, first byte, byte count) of a chunk from DCP's storage record `info`.
+def _locate_chunk(path: Path, name: str, storage_record: _MetadataRecord) -> tuple[str, int, int]:
+    """Return (file name, first byte, byte count) of a chunk from its DCP `storage_record`.
 
     Raises `_MetadataError` if the record is invalid or the file is missing.
     """
-    file, start, length = (info.get(n) for n in ("relative_path", "offset", "length"))
+    file, start, length = (storage_record.get(n) for n in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or Path(file).name != file:
         raise _MetadataError(
             f"{name} is in {reprlib.repr(file)}, which is no file of the directory"
@@ -245,8 +245,8 @@ def _locate_chunk(path: Path, name: str, info: _MetadataRecord) -> tuple[str, in
     start, length = _require_counts(name, (start, length))
     if start + length > (path / file).stat().st_size:
         raise _MetadataError(f"{file} ends before {name}")
-    if info.get("transform_descriptors"):
-        descriptors = reprlib.repr(info.get("transform_descriptors"))
+    if storage_record.get("transform_descriptors"):
+        descriptors = reprlib.repr(storage_record.get("transform_descriptors"))
         raise _MetadataError(f"{name} is compressed ({descriptors})")
     return file, start, length
 

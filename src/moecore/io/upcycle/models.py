@@ -99,7 +99,7 @@ def upcycle_state_dict(
             children = ("gate_proj", "up_proj", "down_proj")
             *w1, w2 = (_pop_tensor(tensors, f"{name}.{child}.weight") for child in children)
             dense = {"w1": torch.stack(w1), "w2": w2}
-            moe_tensors = upcycle_mlp(dense, config=module.config, options=options, key=name)
+            moe_tensors = upcycle_mlp(dense, config=module.config, options=options, layer_name=name)
             tensors.update({f"{name}.{part}": tensor for part, tensor in moe_tensors.items()})
     result = {}
     for name, expected_tensor in skeleton.state_dict().items():
@@ -204,7 +204,7 @@ def upcycle_modules(
             fc2_bias="b2" in dense,
             **moe_fields,
         )
-        moe_tensors = upcycle_mlp(dense, config=config, options=options, key=name)
+        moe_tensors = upcycle_mlp(dense, config=config, options=options, layer_name=name)
         _check_same_output(name, mlp, dense, config)
         parts: dict[str, Any] = {"router": {}, "experts": {}}
         for tensor_name, tensor in moe_tensors.items():
