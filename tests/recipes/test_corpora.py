@@ -30,7 +30,7 @@ def tokens_of(pretrain: ModuleType, word: str, *, workers: int = 0, steps: int =
     options = pretrain.CorpusOptions(row_tokens=16, shuffle_buffer=7, partitions=8)
     shape = BatchShape(data_ranks=1, grad_accum=2, batch_size=2, seq_len=16)
     steps_of = pretrain.CorpusSteps([source], options, shape, data_rank=0, workers=workers)
-    batches = [steps_of.next() for _ in range(steps)]
+    batches = [steps_of.next_batch() for _ in range(steps)]
     steps_of.sampler.close()
     return batches
 
@@ -72,7 +72,7 @@ def test_each_reader_leaves_out_lines_without_content(
     texts = [bytes(source.tokenize(document)).decode() for document in source.documents]
     assert texts == ["a\u2028", "b"]
     rows = read_rows([path], "--data", DatasetOptions())
-    assert [row.columns(ColumnNames())["text"] for row in rows] == ["a\u2028", "b"]
+    assert [row.select_columns(ColumnNames())["text"] for row in rows] == ["a\u2028", "b"]
 
 
 def test_the_last_documents_are_held_out(pretrain: ModuleType, tmp_path: Path) -> None:

@@ -455,7 +455,7 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
         shape = BatchShape(data_ranks=1, grad_accum=1, batch_size=rows, seq_len=tokens)
         where = {"seed": None, "data_rank": 0, "packs": packs}
         for group in groups:
-            batch = make_packed_steps(group, shape, **where).next()
+            batch = make_packed_steps(group, shape, **where).next_batch()
             for parts in finetuning.iterate_micro_batches(job, batch):
                 with step.micro_batch():
                     loss = model(**hf_model.make_causal_lm_inputs(torch.tensor(3), *parts)).loss

@@ -35,7 +35,7 @@ def test_documents_are_padded_for_the_ranks_that_share_rows() -> None:
 
 def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None:
     """Against one forward per document."""
-    batch = packed(5, 16, 9, 3, 16, 7, 13, 2)[0].next()
+    batch = packed(5, 16, 9, 3, 16, 7, 13, 2)[0].next_batch()
     config = train.parse_arguments(["--aux-loss", "0"]).make_decoder_config()
     model = Decoder(config)
     model.init_weights(0)

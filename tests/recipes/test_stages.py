@@ -76,7 +76,7 @@ def test_ramps_that_do_not_fit(values: dict[str, int], message: str) -> None:
     others = {"ramp_start": 4, "ramp_increment": 2, "ramp_tokens": 80}
     others = {} if "ramp_increment (None)" in message else others
     with pytest.raises(ValueError) as error:
-        BatchRamp(**(others | values)).check(rows=6, micro_batch_rows=2)
+        BatchRamp(**(others | values)).check_multiples(rows=6, micro_batch_rows=2)
     assert str(error.value).startswith(message), error.value
 
 
