@@ -208,7 +208,7 @@ class _RoundSearch:
                 best = (share, blocks)
             if share > GOOD_SCORE:
                 break
-        self._take_documents([i for block in best[1] for i in block.documents])
+        self._remove_documents([i for block in best[1] for i in block.documents])
         return best[1]
 
     def _try_time_limits(self) -> Iterator[Blocks]:
@@ -222,7 +222,7 @@ class _RoundSearch:
                     blocks, min_limit = _fill_blocks(*trial)
                     yield blocks
 
-    def _take_documents(self, document_idxs: list[int]) -> None:
+    def _remove_documents(self, document_idxs: list[int]) -> None:
         """Remove documents that a round has taken, with their work and tokens."""
         for index in document_idxs:
             self.remaining.take_document(index)

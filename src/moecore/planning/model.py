@@ -182,23 +182,28 @@ class NativeModel(PlannedModel):
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
+        """Return the module on meta, with parameters of `dtype`."""
         return Decoder(self.config, device="meta", dtype=dtype)
 
     @override
     def merge_loss_chunks(self, model: Any, num_tokens: int) -> None:
+        """Let `model` compute the loss of `num_tokens` tokens in one chunk."""
         model.lm_head.config = replace(self.config, ce_chunk_tokens=num_tokens)
 
     @override
     def collect_parts(self, model: Any) -> ModuleParts:
+        """Return the embedding, layers, MTP layers, head and loss of a built module."""
         head = model.lm_head
         return ModuleParts(model.model.embed_tokens, model.layers, model.mtp, head, head)
 
     @override
     def make_inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
+        """Return the keyword arguments of a forward with loss; the tokens are labels, too."""
         return {"tokens_BT": tokens_BT, "labels_BT": tokens_BT}
 
     @override
     def count_parameters(self) -> ModelSizes:
+        """Count all parameters, the routed experts' and the tp-sharded parameters."""
         model = self.build(torch.float32)
         experts, tp_params = set[nn.Parameter](), set[nn.Parameter]()
         for module in model.modules():
@@ -219,6 +224,7 @@ class NativeModel(PlannedModel):
 
     @override
     def make_source(self, dtype: torch.dtype) -> ModelSource:
+        """Return the Python that makes the model with parameters of `dtype`."""
         config = _format_decoder_config(self.config)
         return ModelSource(
             ["from moecore.models import *"],

@@ -259,7 +259,7 @@ def _find_gap_cause(trace: Trace, gap_start: float, kernel: Kernel) -> str:
 
 def _read_events(path: Path) -> list[Event]:
     """Return the complete ("X") events of a Chrome trace. Raises ValueError for another file."""
-    raw = _read_file(path)
+    raw = _read_trace_file(path)
     if len(raw) > MAX_BYTES:
         raise ValueError(f"have at most {MAX_BYTES} bytes unpacked: trace fewer steps")
     if raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS:  # an empty one takes 64 bytes and more
@@ -279,7 +279,7 @@ def _read_events(path: Path) -> list[Event]:
     return events
 
 
-def _read_file(path: Path) -> bytes:
+def _read_trace_file(path: Path) -> bytes:
     """Return the bytes of a file, decompressed if the file is gzip.
 
     At most `MAX_BYTES` + 1 bytes are read. Raises a ValueError for any other file.

@@ -150,6 +150,7 @@ class StockModel(PlannedModel):
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
+        """Return the module on meta, with parameters of `dtype`."""
         lora = self.model.lora
         model: nn.Module = _build_model(self.model, dtype if lora is None else torch.bfloat16)
         if find_packing_problem(model) is None:
@@ -166,11 +167,13 @@ class StockModel(PlannedModel):
 
     @override
     def collect_parts(self, model: Any) -> ModuleParts:
+        """Return the embedding, layers, MTP layers, head and loss of a built module."""
         head = model.get_output_embeddings() or list(model.children())[-1]
         return ModuleParts(model.get_input_embeddings(), find_blocks(model), (), head, model)
 
     @override
     def make_inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
+        """Return the keyword arguments of a forward with loss; the tokens are labels, too."""
         hf = _build_structure(self.model).model
         scan = next((m for m in hf.modules() if getattr(m, "A_log", WIDTHS).ndim == 2), None)
         if scan is not None and tokens_BT.shape[1] > MAX_SCAN:
@@ -186,6 +189,7 @@ class StockModel(PlannedModel):
 
     @override
     def count_parameters(self) -> ModelSizes:
+        """Count all parameters, the routed experts' and the tp-sharded parameters."""
         hf, _, layers = _build_structure(self.model)
         experts = {p for layer in layers for p in layer.get_part("experts").parameters()}
         cuts = ((m, (*split.columns, split.row)) for m, split in plan_modules(hf, 1)[0].items())
@@ -206,6 +210,7 @@ class StockModel(PlannedModel):
 
     @override
     def make_source(self, dtype: torch.dtype) -> ModelSource:
+        """Return the Python that makes the model with parameters of `dtype`."""
         hf, path = _build_structure(self.model).model, self.model.source
         packs = find_packing_problem(hf) is None
         imports = ["from transformers import AutoConfig, " + type(hf).__name__]

@@ -63,7 +63,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     check_arguments(latest, locals())
     root = Path(root)
     # Twice, because a save may have replaced and pruned the named checkpoint.
-    named = _resolve_pointer(root) or _resolve_pointer(root)
+    named = _find_pointer_target(root) or _find_pointer_target(root)
     if named is not None:
         return named
     directories = find_complete_checkpoints(root)
@@ -273,7 +273,7 @@ def _require_new_step(final: Path) -> None:
         raise ValueError(f"step ({step}) must not be saved already: delete {final} to save it anew")
 
 
-def _resolve_pointer(root: Path) -> Path | None:
+def _find_pointer_target(root: Path) -> Path | None:
     """Return the checkpoint that `latest` names, None without one; ValueError if it is damaged."""
     named = _read_pointer(root)
     if named is None:

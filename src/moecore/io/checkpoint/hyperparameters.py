@@ -267,8 +267,8 @@ def copy_json(values: T) -> T:
     return result
 
 
-def check_json_values(prefix: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError, which begins with `prefix`, if JSON cannot store one of the values."""
+def check_json_values(error_prefix: str, values: Mapping[str, Any]) -> None:
+    """Raise ValueError if JSON cannot store one of the values; it begins with `error_prefix`."""
     for name, value in values.items():
         try:
             json.dumps(value, sort_keys=True)
@@ -276,8 +276,8 @@ def check_json_values(prefix: str, values: Mapping[str, Any]) -> None:
                 raise ValueError(f"it nests more than {MAX_NESTING} times")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"{prefix} {format_name(name)} ({type(value).__name__}) must be JSON-able or a "
-                f"tensor: {error}"
+                f"{error_prefix} {format_name(name)} ({type(value).__name__}) must be JSON-able "
+                f"or a tensor: {error}"
             ) from None
 
 

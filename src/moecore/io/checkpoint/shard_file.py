@@ -126,7 +126,7 @@ class ShardWriter:
 
     def add(self, tensor: Tensor) -> None:
         """Append a tensor, the next in the layout's order, to the file. Host sync."""
-        for piece in split_chunks(tensor.detach()):
+        for piece in iterate_chunks(tensor.detach()):
             if piece.device.type == "cpu" and piece.is_contiguous() and piece.nbytes > DIRECT_BYTES:
                 self._flush_buffer()
                 self._write_and_hash(get_memory_view(piece))
@@ -163,7 +163,7 @@ class ShardWriter:
         self._meter.add(len(data))
 
 
-def split_chunks(tensor: Tensor) -> Iterator[Tensor]:
+def iterate_chunks(tensor: Tensor) -> Iterator[Tensor]:
     """Split a tensor into views of at most `CHUNK_BYTES`, in row-major order."""
     if tensor.nbytes <= CHUNK_BYTES:
         yield tensor
@@ -172,7 +172,7 @@ def split_chunks(tensor: Tensor) -> Iterator[Tensor]:
     else:
         rows = CHUNK_BYTES * tensor.shape[0] // tensor.nbytes
         for part in tensor.split(max(1, rows)):
-            yield from split_chunks(part[0] if rows < 1 else part)
+            yield from iterate_chunks(part[0] if rows < 1 else part)
 
 
 def get_memory_view(tensor: Tensor) -> memoryview:

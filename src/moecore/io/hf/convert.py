@@ -241,9 +241,9 @@ def check_single_rank() -> None:
 
 def write_native(root: Path, conversion: Conversion) -> Path:
     """Write the converted tensors as the first checkpoint of a run; return its directory."""
-    _require_matching_files(conversion)
+    _check_files_match_config(conversion)
     with hold_lock(root):
-        check_run_is_new(root)  # again, because `_require_matching_files` took time
+        check_run_is_new(root)  # again, because `_check_files_match_config` took time
         draft = create_draft(root, conversion.step)
         try:
             publish(draft, _write_files(draft, conversion), keep=0)
@@ -253,7 +253,7 @@ def write_native(root: Path, conversion: Conversion) -> Path:
     return make_step_path(root, conversion.step)
 
 
-def _require_matching_files(conversion: Conversion) -> None:
+def _check_files_match_config(conversion: Conversion) -> None:
     """Raise ValueError if the files' names, shapes or dtypes differ from the decoder's config."""
     sources, plan, copies = conversion.sources, conversion.plan, map_hf_copies(conversion.config)
     problems = conversion.problems + find_shape_problems(sources, map_file_shapes(plan), copies)

@@ -210,7 +210,7 @@ class PositionedLoader(Generic[Batch]):
 
     def __next__(self) -> Batch:
         """Return the next batch and move the position behind it."""
-        self._compare_ranks()
+        self._check_ranks_agree()
         if self._batch_iterator is None:
             self._batch_iterator = self._start_workers()
         batch, cursors, lengths = self._receive_batch(self._batch_iterator)
@@ -224,7 +224,7 @@ class PositionedLoader(Generic[Batch]):
         result: Batch = batch
         return result
 
-    def _compare_ranks(self) -> None:
+    def _check_ranks_agree(self) -> None:
         """Raise a CorpusError if sources, options or positions of ranks differ. Collective once."""
         if self._has_checked_ranks:
             return
