@@ -45,7 +45,7 @@ from moecore.io.hf.collect import Collector, ErrorKeeper, Item
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export_plan import ExportLayout, plan_export
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
-from moecore.io.hf.lora import check_adapters_are_merged
+from moecore.io.hf.lora import check_no_unmerged_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def export_hf(
         check_arguments(export_hf, arguments)
         start, path, meter = time.monotonic(), Path(path), Meter(progress)
         check_export_target(path, dtype)
-        check_adapters_are_merged(model)
+        check_no_unmerged_adapters(model)
     plan = plan_export(model, config, dtype, layout)
     shards = plan_shard_files(plan.items, max_shard_bytes)
     collector = RankCollector(plan.tensors, plan.owners, plan.items, plan.device)

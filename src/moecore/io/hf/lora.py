@@ -379,7 +379,7 @@ def find_merges(model: nn.Module) -> list[Merge]:
     return [merge for merge in items if _list_applied_adapters(merge.layer)]
 
 
-def check_adapters_are_merged(model: nn.Module) -> None:
+def check_no_unmerged_adapters(model: nn.Module) -> None:
     """Raise ValueError if a model has active adapters that are not merged into weights."""
     for name in find_unmerged_layers(model):
         raise ValueError(

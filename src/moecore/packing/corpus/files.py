@@ -175,8 +175,8 @@ class JsonLines:
 
     def _find_line_idx(self, document_idx: int) -> int:
         """Return the line number, from 0, of a document. Some lines have no document."""
-        num_skipped = np.searchsorted(self._documents_before, document_idx, side="right")
-        return document_idx + int(num_skipped)
+        num_gaps = np.searchsorted(self._documents_before, document_idx, side="right")
+        return document_idx + int(num_gaps)
 
     def _raise_invalid_line(self, line_idx: int, field: str | None) -> None:
         """Raise a ValueError for line `line_idx`, from 0, which is not an object with `field`."""
