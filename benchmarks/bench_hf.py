@@ -269,7 +269,7 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
     for _ in range(args.warm_up + args.timed):
         losses.append(train_step())
         moments.append(Moment(device))
-    moments[-1].wait()
+    moments[-1].wait_for_gpu()
     row = make_row(args, moments, torch.stack(losses), device)
     if args.trace and device.type == "cuda":
         row |= make_trace_fields(trace(train_step))

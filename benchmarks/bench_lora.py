@@ -161,7 +161,7 @@ def train(args: argparse.Namespace, meshes: Meshes) -> Row:
         step.finish()
         losses.append(loss.detach())
         moments.append(Moment(device))
-    moments[-1].wait()
+    moments[-1].wait_for_gpu()
     step.close()
     numbers = {"trained": sum(param.numel() for param in trained)}
     return numbers | make_row(args, moments, torch.stack(losses), device)

@@ -47,7 +47,7 @@ from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
 from moecore.parallel.model.parallel_state import get_moe_state
-from moecore.planning.report import Kernel, find_category
+from moecore.planning.report import Kernel, find_kernel_category
 
 EXCHANGES = ("nvlink dispatch", "copies to peers")  # categories; and of NCCL:
 ALL_TO_ALL = "SendRecv"
@@ -274,8 +274,10 @@ def _trace(one: Callable[..., Tensor], device: torch.device) -> dict[str, float]
     one(around=lambda pairs: kernels.extend(trace_kernels(pairs)))
     kernels = [replace(k, name="nccl " + ALL_TO_ALL) if WAITING in k.name else k for k in kernels]
     found = break_down(kernels)
-    exchanges = [k for k in kernels if ALL_TO_ALL in k.name or find_category(k.name) in EXCHANGES]
-    computing = [k for k in kernels if find_category(k.name) not in COMMUNICATION]
+    exchanges = [
+        k for k in kernels if ALL_TO_ALL in k.name or find_kernel_category(k.name) in EXCHANGES
+    ]
+    computing = [k for k in kernels if find_kernel_category(k.name) not in COMMUNICATION]
     return {
         "wall_ms": found.wall,
         "exchange_ms": measure_covered(exchanges) / 1e3,

@@ -182,7 +182,7 @@ def train(variant: Variant, args: argparse.Namespace, config: DecoderConfig, mes
         losses.append(forward_backward(model, step, tokens.to(device)))
         step.finish()
         moments.append(Moment(device))
-    moments[-1].wait()
+    moments[-1].wait_for_gpu()
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     held = 0 if offload is None else offload.host_bytes
     if offload is not None:

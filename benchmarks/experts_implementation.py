@@ -197,7 +197,7 @@ def run_step(
     optimizer.step()
     optimizer.zero_grad()
     end = Moment(device)
-    end.wait()
+    end.wait_for_gpu()
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     return begin.seconds_until(end), peak, float(loss)
 

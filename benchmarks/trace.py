@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from moecore.planning.report import Kernel, find_category
+from moecore.planning.report import Kernel, find_kernel_category
 
 COMMUNICATION = ("nccl", "nvlink dispatch", "nvlink clones", "copies to peers", "host copies")
 
@@ -56,11 +56,13 @@ def break_down(
     scale = 1e-3 / num_steps
     sums: dict[str, float] = {}
     for kernel in kernels:
-        category = find_category(kernel.name)
+        category = find_kernel_category(kernel.name)
         sums[category] = sums.get(category, 0.0) + (kernel.end - kernel.start) * scale
     wall = max(k.end for k in kernels) - min(k.start for k in kernels)
     busy = measure_covered(kernels)
-    computing = measure_covered(k for k in kernels if find_category(k.name) not in COMMUNICATION)
+    computing = measure_covered(
+        k for k in kernels if find_kernel_category(k.name) not in COMMUNICATION
+    )
     times = ((k.name, k.end - k.start) for k in kernels)
     return Breakdown(
         wall=wall * scale,

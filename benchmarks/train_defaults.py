@@ -170,7 +170,7 @@ class NativeRun:
         parallelize_moe(model, build_meshes(ParallelConfig(), device), fsdp=fsdp)
         model.to_empty(device=device)
         model.init_weights(seed, embedding_std=variant.embedding_std)
-        self.optimizers = OptimizerConfig(**variant.optimizer).build(model)
+        self.optimizers = OptimizerConfig(**variant.optimizer).build_optimizers(model)
         self.model, self.owner = model, TrainStep(model, self.optimizers, max_norm=1.0)
 
     def step(self, tokens_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,7 +246,7 @@ def train(
     losses, norms, loads, least = [], [], [], []
     begin = time.perf_counter()
     for step, batch in enumerate(iterate_batches(tokens_N, size, steps=steps, seed=seed), 1):
-        factor = schedule.compute_factor(step, steps=steps, count_steps=int)
+        factor = schedule.compute_factor(step, num_steps=steps, count_steps=int)
         for optimizer, rates in zip(run.optimizers, peaks, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor * group.get("lr_factor", 1.0)

@@ -361,7 +361,7 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = args.lr * schedule.compute_factor(
-                step + 1, steps=args.steps, count_steps=int
+                step + 1, num_steps=args.steps, count_steps=int
             )
         tokens_BT, labels_BT = batches.at(step)
         is_probed = probe is not None and step % args.probe_every == 0

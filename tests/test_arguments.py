@@ -137,7 +137,10 @@ METHODS: tuple[tuple[Any, str], ...] = (
     *((PackedBatchSampler([1], 4), n) for n in ("set_epoch", "state_dict", "load_state_dict")),
     (CorpusLoader(SOURCES, ROWS), "load_state_dict"),
     (schedule_documents([1], ranks=1, max_tokens=1), "select_rank_groups"),
-    *((TABLE, n) for n in ("of", "read", "on", "write", "extend", "seconds", "find_limiting_rate")),
+    *(
+        (TABLE, n)
+        for n in ("of", "read", "with_gpu", "write", "extend", "seconds", "find_limiting_rate")
+    ),
     *((REPLAY, n) for n in ("choices", "replay", "select", "to_engine", "from_engine")),
 )
 

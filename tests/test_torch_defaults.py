@@ -266,10 +266,7 @@ def test_balance_losses_of_several_ranks(default: str, monkeypatch: pytest.Monke
     ids_TK = torch.tensor([[0], [1], [1], [2], [1]], dtype=torch.int32)
     logits_TE = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     routing = Routing(
-        expert_ids_TK=ids_TK,
-        weights_TK=torch.ones(5, 1),
-        chosen_ids_TK=ids_TK,
-        logits_TE=logits_TE,
+        expert_ids_TK=ids_TK, weights_TK=torch.ones(5, 1), chosen_ids_TK=ids_TK, logits_TE=logits_TE
     )
     expected = compute()
     with torch_default(default):
@@ -284,7 +281,7 @@ def test_batches_of_preferences(default: str) -> None:
     with torch_default(default):
         shape = BatchShape(batch_size=1, seq_len=8, grad_accum=1, data_ranks=1)
         steps = make_preference_steps([Preference(example, example)], shape, seed=0, data_rank=0)
-        rollouts = steps.next().rollouts
+        rollouts = steps.next_batch().rollouts
     assert rollouts.tokens_N.tolist() == tokens_T.tolist() * 2
     assert rollouts.response_mask_N.tolist() == [False, False, True, True] * 2
 

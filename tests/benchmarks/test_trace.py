@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from benchmarks.trace import break_down, format_table
 
-from moecore.planning.report import OTHER, Kernel, find_category
+from moecore.planning.report import OTHER, Kernel, find_kernel_category
 from tests.kernels.every_kernel import OF_SEVERAL_RANKS, every_kernel
 
 US = 1e-3  # ms
@@ -69,13 +69,13 @@ def test_nothing_ran() -> None:
     ],
 )
 def test_categories(name: str, category: str) -> None:
-    assert find_category(name) == category
+    assert find_kernel_category(name) == category
 
 
 def test_every_kernel_of_the_package_has_a_category() -> None:
     """One that is forgotten would count as "other", and as compute where it waits for a rank."""
     pytest.importorskip("triton")
-    others = {name for name in every_kernel() if find_category(name) == OTHER}
+    others = {name for name in every_kernel() if find_kernel_category(name) == OTHER}
     assert not others
-    found = {find_category(name) for name in OF_SEVERAL_RANKS}
+    found = {find_kernel_category(name) for name in OF_SEVERAL_RANKS}
     assert found == {"nvlink dispatch", "nvlink clones"}

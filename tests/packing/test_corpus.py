@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from moecore.packing import CorpusError, CorpusLoader, CorpusOptions, CorpusSource
-from moecore.packing.corpus.documents import EMPTY_IN_TURN, permute_index
-from moecore.packing.corpus.position import merge_positions
+from moecore.packing.corpus.position import merge_states
+from moecore.packing.corpus.sources import EMPTY_IN_TURN, permute_index
 
 BY_HAND = [[1, 2, 3], [4, 5, 6, 7, 8]]
 
@@ -66,7 +66,7 @@ def taken(loaders: Any, batches: int) -> list[list[int]]:
 
 
 def state_of(loaders: Any) -> Any:
-    return json.loads(json.dumps(merge_positions([loader.state_dict() for loader in loaders])))
+    return json.loads(json.dumps(merge_states([loader.state_dict() for loader in loaders])))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from moecore.planning import (
     plan_time,
     time_step,
 )
-from moecore.planning.estimate import count_saved_bytes_of_run
+from moecore.planning.estimate import count_saved_bytes_by_block
 from moecore.planning.layouts import Layout
 from moecore.planning.record import compute_operation_work
 from moecore.planning.search import find_refusal
@@ -76,7 +76,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_few_layers_stand_for_all(case: str) -> None:
     run, error = CASES[case]
-    assert SampledRun.of(run).run.planned_model.num_layers <= min(
+    assert SampledRun.from_run(run).run.planned_model.num_layers <= min(
         9, run.planned_model.num_layers - 1
     )
     step = dry_run(run)
@@ -148,7 +148,7 @@ def test_a_dry_run_holds_what_forwards_keep(model: DecoderConfig) -> None:
     head = next(start for start in dry_run(run).starts if start[:2] == ("F", "head"))
     kinds = {kind: n for kind, n in head.kinds.items() if kind.startswith("activations")}
     del kinds["activations: outside"]
-    kept = count_saved_bytes_of_run(run).blocks[: model.num_layers]
+    kept = count_saved_bytes_by_block(run).blocks[: model.num_layers]
     blocks = sum(block.num_bytes for block in kept)
     assert sum(kinds.values()) == pytest.approx(blocks, rel=0.01)
 
@@ -162,7 +162,7 @@ def test_a_dry_run_holds_what_forwards_keep(model: DecoderConfig) -> None:
     ],
 )
 def test_parameters_of_experts(name: Any, experts: int) -> None:
-    sizes = TrainingRun(model=preset(name), num_gpus=1, seq_len=64).planned_model.sizes()
+    sizes = TrainingRun(model=preset(name), num_gpus=1, seq_len=64).planned_model.count_parameters()
     assert sizes.experts == experts and sizes.params == num_params(preset(name))
 
 

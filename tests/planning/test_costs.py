@@ -168,7 +168,7 @@ def test_other_gpus_have_their_makers_rates() -> None:
         assert memory / moved == pytest.approx(own.memory_bandwidth / made.memory_bandwidth)
         scaled = gpu != "h200-141"
         assert (f"with the maker's rates of {gpu}" in table.source) == scaled
-        assert table.on("h200-141") == H200
+        assert table.with_gpu("h200-141") == H200
     with pytest.raises(ValueError, match=r"^dtype \(float8_e4m3fn\) must be of 16 bits on a100-80"):
         CostTable.of("a100-80").seconds(product(8, 8, 8, "float8_e4m3fn"))
 
@@ -272,7 +272,7 @@ def test_measures_the_host() -> None:
     run = TrainingRun(model=preset("tiny-qwen3"), num_gpus=1, seq_len=32)
     clock = SimpleNamespace(perf_counter=count(0.0, 0.005).__next__)
     with patch.object(measure, "time", clock):
-        seconds = measure.measure_host_seconds(run, CPU)
+        seconds = measure.measure_host_seconds_per_launch(run, CPU)
     assert seconds == pytest.approx(0.005 / len(dry_run(run).queued), rel=1e-5)
 
 

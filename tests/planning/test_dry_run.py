@@ -193,7 +193,10 @@ def test_a_module_of_prediction_counts_as_often_as_it_runs() -> None:
     assert flops[1] - flops[0] == pytest.approx(each[1] - each[0], rel=0.03)
     last, step = runs[1], steps[1]
     assert step.resident_bytes == pytest.approx(steps[0].resident_bytes, rel=1e-3)
-    assert last.planned_model.sizes().params == runs[0].planned_model.sizes().params
+    assert (
+        last.planned_model.count_parameters().params
+        == runs[0].planned_model.count_parameters().params
+    )
     assert max(plan_peak_memory(last)) == pytest.approx(step.peak, rel=0.01)
     assert plan_time(last, TABLE).seconds == pytest.approx(time_step(step, TABLE).seconds, rel=0.02)
     stages: Any = dict(parallel=ParallelConfig(pp=2, ep=4), pipeline=PipelineConfig())

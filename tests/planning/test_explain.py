@@ -33,7 +33,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, preset
 from moecore.planning import fake_world
-from moecore.planning.explain import list_table_rows, make_current_plan
+from moecore.planning.explain import list_parameter_rows, make_current_plan
 from moecore.train.memory.offload import Offload
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelize.md"
@@ -76,7 +76,7 @@ def test_every_byte_of_every_rank_is_in_one_row(parallel: ParallelConfig) -> Non
             with CommDebugMode() as communicated:
                 text = explain(model)
             assert communicated.get_total_counts() == 0
-            rows = list_table_rows(*make_current_plan(model))
+            rows = list_parameter_rows(*make_current_plan(model))
             assert {row.kind for row in rows} == KINDS
             local = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
             assert sum(row.num_bytes for row in rows) == sum(part.nbytes for part in local)
@@ -224,7 +224,7 @@ def test_kinds_of_a_transformers_model() -> None:
     model = transformers_model()
     with fake_world(2, 1):
         parallelize_moe(model, build_meshes(ParallelConfig(ep=2), "cpu"))
-        kinds = {row.kind: row.names for row in list_table_rows(*make_current_plan(model))}
+        kinds = {row.kind: row.names for row in list_parameter_rows(*make_current_plan(model))}
         text = explain(model)
     assert kinds.keys() == KINDS - {"head"} | {"shared experts"}
     assert kinds["router"] == ["gate"] and kinds["shared experts"] == ["shared_expert_gate"]

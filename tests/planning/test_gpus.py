@@ -89,7 +89,7 @@ def test_stores_stay_among_the_peers_of_a_server(gpu: Any, ep: int, has_stores: 
     options = parse(PlanConfig, flags, prog="moecore plan")
     for found in (run, parse_run(options)):
         assert (found.nvlink is not None) == has_stores
-        assert found.num_peers == count_peers(gpu, request.domain)
+        assert found.num_peers == count_peers(gpu, request.ranks_per_domain)
     if not has_stores:
         unless = rf"unless it is > 1 and divides num_peers \({run.num_peers}\): leave it out"
         message = rf"nvlink .* be None with ep \* etp \({ep}\), {unless}"

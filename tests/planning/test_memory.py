@@ -32,7 +32,7 @@ from moecore.planning import (
     plan_peak_memory,
 )
 from moecore.planning.gpus import GPUS
-from moecore.planning.run import _compute_rank_size, list_rank_bytes
+from moecore.planning.run import _compute_rank_bytes, list_rank_bytes
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
 
@@ -221,7 +221,11 @@ def test_pinned_memory_is_that_of_the_gpus_of_a_server() -> None:
     plan = plan_memory(replace(RUNS["sharded"], num_gpus=16, optimizer=optimizer))
     (own,) = {sum(rank.host.values()) for rank in plan.ranks}
     h100, gb200 = GPUS["h100-80"], GPUS["gb200-186"]
-    assert own > 0 and plan.pinned_bytes(h100) == 8 * own and plan.pinned_bytes(gb200) == 4 * own
+    assert (
+        own > 0
+        and plan.count_pinned_bytes(h100) == 8 * own
+        and plan.count_pinned_bytes(gb200) == 4 * own
+    )
     assert gb200.host_memory == 2 * 480 * 10**9  # of a tray: two Graces, four GPUs
 
 
@@ -294,5 +298,5 @@ STAGED_RUNS: dict[str, TrainingRun] = {
 @pytest.mark.parametrize("name", STAGED_RUNS)
 def test_each_rank_stores_what_its_own_plan_has(name: str) -> None:
     run = STAGED_RUNS[name]
-    own = [_compute_rank_size(run, rank) for rank in range(run.resolved.pp)]
+    own = [_compute_rank_bytes(run, rank) for rank in range(run.resolved.pp)]
     assert list(list_rank_bytes(run)) == own

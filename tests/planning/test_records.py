@@ -41,8 +41,10 @@ GPUS = {
 @cache
 def planned(case: str) -> tuple[int, int, int, TimePlan]:
     run, table = CASES[case], CostTable.of(GPUS[RECORDS[case]["gpu"]])
-    is_small = SampledRun.of(run).run == replace(run, parallel=run.resolved)
-    step = SampledRun.of(run).step if is_small else dry_run(run)  # the same, made once
+    is_small = SampledRun.from_run(run).run == replace(run, parallel=run.resolved)
+    step = (
+        SampledRun.from_run(run).recorded_step if is_small else dry_run(run)
+    )  # the same, made once
     planned_peak = max(plan_peak_memory(run)) - step.buffers
     return step.resident_bytes, step.peak, planned_peak, plan_time(run, table)
 

@@ -133,8 +133,8 @@ def test_a_step_by_hand(name: str, tmp_path: Path) -> None:
         }
     )
     assert next(iter(found.parts)) == "experts"
-    assert next(iter(found.limits.items())) == ("compute", pytest.approx(40 * US))
-    assert found.limit == "compute, most of it experts"
+    assert next(iter(found.ms_by_limit.items())) == ("compute", pytest.approx(40 * US))
+    assert found.limit_text == "compute, most of it experts"
     # Half of 40, 15 + 6 with SendRecv in the way of a whole graph, 15.
     assert [lever.share for lever in found.levers] == pytest.approx([0.21, 0.20, 0.15])
     assert "DenseOptions(graph" in found.levers[0].lever
@@ -234,12 +234,12 @@ def trace_of(part: str, *, with_graph: bool = False) -> Trace:
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name[:30])
 def test_each_option_is_reached_by_its_parts(option: Option) -> None:
-    for part in option.takes_from:
+    for part in option.shortens:
         report = make_report(trace_of(part))
         (lever,) = (lever for lever in report.levers if lever.lever == option.name)
         share = option.max_share * report.parts[part] / report.wall
         assert lever.share == pytest.approx(share)
-        assert lever.limit == LIMIT_OF[option.takes_from[0]]
+        assert lever.limit == LIMIT_OF[option.shortens[0]]
     page, _, anchor = option.page.partition("#")
     lines = (DOCS / page).read_text().lower().splitlines()
     titles = (line.lstrip("# ") for line in lines if line[:1] == "#")
@@ -248,7 +248,7 @@ def test_each_option_is_reached_by_its_parts(option: Option) -> None:
 
 def test_each_option_stands_once_and_names_parts() -> None:
     assert len({option.name for option in OPTIONS}) == len(OPTIONS)
-    assert {part for option in OPTIONS for part in option.takes_from} <= {*LIMIT_OF}
+    assert {part for option in OPTIONS for part in option.shortens} <= {*LIMIT_OF}
 
 
 def test_a_lever_that_is_pulled_is_not_named() -> None:

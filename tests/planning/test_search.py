@@ -30,7 +30,7 @@ from moecore.planning import (
 )
 from moecore.planning.commands import MEASURED, _describe_measurement
 from moecore.planning.dry_run import MAX_MICRO_BATCHES
-from moecore.planning.estimate import Estimate, count_saved_bytes_of_run
+from moecore.planning.estimate import Estimator, count_saved_bytes_by_block
 from moecore.planning.flags import PlanConfig, parse_run
 from moecore.planning.gpus import GPUS
 from moecore.planning.layouts import (
@@ -45,17 +45,17 @@ from moecore.planning.layouts import (
     make_run,
 )
 from moecore.planning.option_sets import TWICE
-from moecore.planning.recipe import format_calls, format_flags
+from moecore.planning.recipe import format_flags, format_python_calls
 from moecore.planning.run import MAX_IN_FLIGHT, MAX_LAYERS, MAX_STAGES, list_stages
 from moecore.planning.search import (
     MAX_DIVISORS,
     FittingCandidate,
     SearchResult,
-    _list_changes,
+    _list_request_changes,
     describe_outcome,
+    plan_candidate,
     plan_fitting_layout,
     plan_layout,
-    plan_options,
 )
 from moecore.planning.times import balance_stages
 from moecore.recipes.parser import parse
@@ -112,7 +112,7 @@ def test_what_no_rule_refuses_can_be_planned(first: int) -> None:
     open_foldings = [f for f in enumerate_layouts(8) if find_refusal(request, f) is None]
     assert {f.pp for f in open_foldings} == {1, 2} and {f.ep for f in open_foldings} >= {1, 4}
     for folding in open_foldings[first::60]:
-        assert plan_options(request, folding, list_option_sets(request)[-1]).fits
+        assert plan_candidate(request, folding, list_option_sets(request)[-1]).fits
 
 
 def test_all_levers_need_less_memory_than_none() -> None:
@@ -164,7 +164,7 @@ def test_levers_that_are_not_needed_are_dropped() -> None:
     request = SearchRequest(model=model, num_gpus=1)
     table = CostTable.of(request.gpu)
     (first, *_, last) = list_option_sets(request)
-    peaks = [max(plan_options(request, Layout(), levers).peaks) for levers in (last, first)]
+    peaks = [max(plan_candidate(request, Layout(), levers).peaks) for levers in (last, first)]
     memory, found = GPUS[request.gpu].memory, []
     for limit in (0.9 * peaks[0], 1.1 * peaks[0], 1.1 * peaks[1]):
         found.append(plan_layout(replace(request, reserve=1 - limit / memory), Layout(), table))
@@ -190,22 +190,24 @@ def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
     own = GPUS["h100-80"]
     named, same = (replace(SMALL, num_gpus=8, gpu=gpu) for gpu in ("h100-80", own))
     folding, away = Layout(ep=4), OptimizerOptions(offload_fraction=1.0)
-    results = [plan_layout(each, folding, each.costs) for each in (named, same)]
+    results = [plan_layout(each, folding, each.cost_table) for each in (named, same)]
     assert all(isinstance(found, FittingCandidate) for found in results)
     assert len({one.time.seconds for one in results if isinstance(one, FittingCandidate)}) == 1
     request = replace(same, optimizer=away)
-    found = plan_layout(request, folding, request.costs)
+    found = plan_layout(request, folding, request.cost_table)
     assert isinstance(found, FittingCandidate)
     assert found.host == pytest.approx(8 * num_params(TINY), rel=0.02)  # two moments in fp32
     tray = replace(request, gpu="gb200-186")  # of 4 GPUs
-    half = plan_layout(tray, folding, tray.costs)
+    half = plan_layout(tray, folding, tray.cost_table)
     assert isinstance(half, FittingCandidate) and half.host == found.host / 2
-    estimates = [(each, Estimate(each, each.costs)) for each in (request, tray)]
-    of_8, of_4 = (one.host_bytes(folding, list_option_sets(each)[0]) for each, one in estimates)
+    estimates = [(each, Estimator(each, each.cost_table)) for each in (request, tray)]
+    of_8, of_4 = (
+        one.estimate_host_bytes(folding, list_option_sets(each)[0]) for each, one in estimates
+    )
     assert of_4 == of_8 / 2 > 0
     small = replace(own, host_memory=found.host)  # a tenth of which no plan may pin
     tight = replace(request, gpu=small)
-    refused = plan_layout(tight, folding, tight.costs)
+    refused = plan_layout(tight, folding, tight.cost_table)
     assert not isinstance(refused, FittingCandidate)
     text = describe_outcome(tight, folding, refused)
     assert "the ranks of a server pin" in text and text.startswith("ep=4: too large")
@@ -220,18 +222,18 @@ def test_fp8_moments_and_remainders_fit_what_needed_another_gpu() -> None:
     assert "moecore.train.AdamW(moment_dtype=torch.float8_e4m3fn)" in names
     assert "moecore.train.AdamW(master_remainder=True)" in names
     run = make_run(request, Layout(), list_option_sets(request)[-1])
-    assert run.optimizer.master_remainder and max(plan_peak_memory(run)) <= request.limit
+    assert run.optimizer.master_remainder and max(plan_peak_memory(run)) <= request.max_gpu_bytes
 
 
 def test_advice_does_not_lead_in_circles() -> None:
     """More of the GPUs that were asked for, then GPUs that have more memory."""
     for gpu in GPUS:
-        changes = [r for _, r in _list_changes(replace(SMALL, gpu=gpu))]
+        changes = [r for _, r in _list_request_changes(replace(SMALL, gpu=gpu))]
         sizes = [(r.gpu == gpu, GPUS[r.gpu].memory, r.num_gpus) for r in changes]
         own = [size for size in sizes if size[0]]
         assert sizes[: len(own)] == own and own == sorted(own) and own[0][2] == 32
         assert all(memory > GPUS[gpu].memory for _, memory, _ in sizes[len(own) :])
-    most = _list_changes(replace(SMALL, num_gpus=2**15))
+    most = _list_request_changes(replace(SMALL, num_gpus=2**15))
     assert max(changed.num_gpus for _, changed in most) == 2**16
 
 
@@ -261,7 +263,7 @@ def test_tokens_travel_by_stores_where_a_node_has_the_experts() -> None:
     assert make_run(smaller, Layout(ep=8), none).nvlink is None
     found = found_of_small()
     assert "--row-factor 2" in found.table()
-    assert "DispatchOptions(name='nvlink'" in format_calls(found.fitting[1].run)
+    assert "DispatchOptions(name='nvlink'" in format_python_calls(found.fitting[1].run)
 
 
 def test_what_is_estimated_to_be_fast_is_planned_first() -> None:
@@ -269,13 +271,13 @@ def test_what_is_estimated_to_be_fast_is_planned_first() -> None:
     model = replace(preset("qwen3-30b-a3b"), num_layers=6)
     request = SearchRequest(model=model, num_gpus=32, gpu="a100-80", nvlink=None)
     table = CostTable.of("a100-80")
-    estimate = Estimate(request, table)
+    estimate = Estimator(request, table)
     legal = (f for f in enumerate_layouts(32) if find_refusal(request, f) is None)
-    some = sorted((f for f in legal if max(f.tp, f.ep) >= 4), key=estimate.sort_key)[::14]
+    some = sorted((f for f in legal if max(f.tp, f.ep) >= 4), key=estimate.compute_sort_key)[::14]
     plans = [plan_fitting_layout(request, f, estimate) for f in some]
     seconds = {f: plan_time(p.run, table).seconds for f, p in zip(some, plans, strict=True)}
     pairs = [(a, b) for a, b in combinations(some, 2) if seconds[b] > 1.2 * seconds[a]]
-    right = [estimate.sort_key(a) < estimate.sort_key(b) for a, b in pairs]
+    right = [estimate.compute_sort_key(a) < estimate.compute_sort_key(b) for a, b in pairs]
     assert len(right) >= 8 and sum(right) >= 0.8 * len(right)
 
 
@@ -285,7 +287,7 @@ def test_micro_batches_have_the_rows_that_are_fastest() -> None:
     assert found.run.batch_size == found.layout.batch_size == BATCH_SIZES[-1]
     rows = found.run.num_micro_batches * BATCH_SIZES[-1]
     assert rows * count_data_ranks(SMALL, found.layout) == SMALL.rows
-    one = plan_options(SMALL, found.layout._replace(batch_size=1), found.options)
+    one = plan_candidate(SMALL, found.layout._replace(batch_size=1), found.options)
     assert found.time.seconds < 0.5 * plan_time(one.run, CostTable.of(SMALL.gpu)).seconds
 
 
@@ -311,7 +313,7 @@ def test_the_call_runs(fraction: float) -> None:
     unnamed = Precision(recipe=Recipe(), roles=("attention",), overrides=overrides)
     run, names = replace(found.run, precision=unnamed if fraction else None), dict[str, Any]()
     with fake_world(8):
-        exec(format_calls(run), names)
+        exec(format_python_calls(run), names)
     assert names["meshes"].parallel == found.run.resolved
     assert names["step"].num_micro_batches == found.run.num_micro_batches
 
@@ -348,7 +350,7 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
     large = ["plan", "--preset", "deepseek-v3", "--gpus", "256"]
     assert planned(large, run) == run
     run = replace(run, fp8_dispatch=True)
-    assert planned(large, run) == run and "fp8=True)" in format_calls(run)
+    assert planned(large, run) == run and "fp8=True)" in format_python_calls(run)
     small = [*same, "--seq-len", "32"]
     assert main([*small, "--top", "1"]) == 0
     out, err = capsys.readouterr()
@@ -457,10 +459,10 @@ def test_an_estimate_takes_no_longer_for_more_chunks_of_the_loss(
     monkeypatch.setattr(loss, "_compute_chunk_loss_", counted)
     model = replace(preset("tiny"), ce_chunk_tokens=8)
     run = TrainingRun(model=model, num_gpus=2, parallel=ParallelConfig(ep=2), seq_len=64)
-    merged = count_saved_bytes_of_run.__wrapped__(run)
+    merged = count_saved_bytes_by_block.__wrapped__(run)
     assert chunks == [64]
     monkeypatch.setattr(type(run.planned_model), "merge_loss_chunks", lambda *_: None)
-    assert count_saved_bytes_of_run.__wrapped__(run) == merged
+    assert count_saved_bytes_by_block.__wrapped__(run) == merged
     assert chunks == [64, *[8] * 8]
 
 

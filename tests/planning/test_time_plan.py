@@ -87,11 +87,11 @@ def test_few_layers_stand_for_all(case: str) -> None:
 
 def test_segments_in_their_own_order_are_the_step() -> None:
     step = dry_run(replace(DEEP, model=replace(QWEN, num_layers=4), num_micro_batches=2))
-    segments = Segments.of(step.queued, step.starts, {})
+    segments = Segments.from_recording(step.queued, step.starts, {})
     found = sorted(
         (p for ps in segments.passes.values() for p in ps), key=lambda p: p.launches.start
     )
-    joined = segments.join([*found, segments.end])
+    joined = segments.make_queue([*found, segments.end])
     assert [one.queued.work for one in joined] == [one.work for one in step.queued]
     ours, whole = simulate_queue(joined, TABLE), simulate_queue(place_launches(step.queued), TABLE)
     assert ours.ends == pytest.approx(whole.ends, rel=1e-3)
@@ -167,7 +167,7 @@ def test_which_layer_is_like_which() -> None:
 
 def test_the_next_change() -> None:
     small = plan_time(CASES["a dear host"], TABLE)
-    assert small.wall == "host"
+    assert small.limit == "host"
     change = next_change(small, TABLE)
     assert change is not None
     assert change.text.startswith('DispatchOptions(name="nvlink", nvlink=NVLinkOp')
@@ -179,7 +179,7 @@ def test_the_next_change() -> None:
     large = replace(DEEP, num_gpus=1, parallel=ParallelConfig(), batch_size=2, seq_len=8192)
     large = replace(large, model=replace(QWEN, num_layers=2))
     found = plan_time(large, TABLE)
-    assert found.wall == "compute"
+    assert found.limit == "compute"
     change = next_change(found, TABLE)
     assert change is not None and change.text == 'precision="blockwise"'
     faster = plan_time(replace(large, precision=Precision.of("blockwise")), TABLE)

@@ -32,9 +32,9 @@ from moecore.planning import (
     plan_peak_memory,
     time_step,
 )
-from moecore.planning.commands import _describe_slices, _sum_launches_by_kind
+from moecore.planning.commands import _describe_exposed_tp_share, _sum_launches_by_kind
 from moecore.planning.dry_run import DryRun
-from moecore.planning.estimate import Estimate
+from moecore.planning.estimate import Estimator
 from moecore.planning.gpus import count_peers
 from moecore.planning.layouts import Layout, list_option_sets
 from moecore.planning.record import PASSES, SLICES
@@ -210,7 +210,7 @@ def test_a_layer_takes_what_two_gpus_took(batch_size: int, seq_len: int) -> None
 
 def layer_ms(run: TrainingRun) -> float:
     """Return the planned forward and backward of a layer, all of it on one stream."""
-    segments = SampledRun.of(run).segments
+    segments = SampledRun.from_run(run).segments
     own = [segments.list_part_segments("layer 1", of, 0) for of in PASSES]
     works = [segments.queued[i] for found in own for segment in found for i in segment.launches]
     return 1e3 * sum(H200.seconds(one.work, one.node_ranks) for one in works)
@@ -222,9 +222,9 @@ def test_estimates_of_a_search_count_them_alike() -> None:
     def grows(folding: Layout, gpu: Any = "h200-141", precision: Any = None) -> bool:
         how: Any = dict(num_gpus=8, seq_len=8192, gpu=gpu, precision=precision)
         request = SearchRequest(model=LONG.model, **how)
-        tables = (with_share(share).on(gpu) for share in (0.0, 1.0))
+        tables = (with_share(share).with_gpu(gpu) for share in (0.0, 1.0))
         rung = list_option_sets(request)[0]
-        few, many = (Estimate(request, table).seconds(folding, rung) for table in tables)
+        few, many = (Estimator(request, table).seconds(folding, rung) for table in tables)
         assert few <= many
         return few < many
 
@@ -244,6 +244,6 @@ def test_the_share_and_its_source_are_printed(
         assert main([*call, "--seq-len", str(seq_len)]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert (f"sliced collectives of tp {line}" in lines) == (least == 0)
-    on_b200 = _describe_slices(H200.on("b200-180"), "b200-180")
+    on_b200 = _describe_exposed_tp_share(H200.with_gpu("b200-180"), "b200-180")
     assert on_b200.endswith(f"{line}; no run on b200-180 has shown it")
-    assert "count in full" in _describe_slices(replace(H200, slices=None), "h200-141")
+    assert "count in full" in _describe_exposed_tp_share(replace(H200, slices=None), "h200-141")

@@ -37,9 +37,9 @@ from moecore.planning import (
     plan_peak_memory,
 )
 from moecore.planning import transformers as planned_transformers
-from moecore.planning.estimate import count_saved_bytes_of_run
+from moecore.planning.estimate import count_saved_bytes_by_block
 from moecore.planning.layouts import Layout
-from moecore.planning.recipe import format_calls
+from moecore.planning.recipe import format_python_calls
 from moecore.planning.run import count_resident_bytes, list_rank_bytes
 from moecore.planning.search import find_refusal
 from moecore.planning.segments import SampledRun
@@ -100,7 +100,7 @@ def test_parameters_gradients_and_state_are_those_of_the_class(family: str) -> N
     buffers = {n for n, _ in twin.named_buffers() if is_selection_bias(n)}
     number = sum(param.numel() for n, param in stock.named_parameters() if n not in buffers)
     assert type(run.planned_model.build(torch.float32)) is kind
-    assert run.planned_model.sizes().params == number
+    assert run.planned_model.count_parameters().params == number
     (size,) = list_rank_bytes(run)
     assert size.parameters == 4 * number
     # A class freezes biases of its routers, and an indexer gets no gradient.
@@ -170,10 +170,10 @@ def test_few_layers_stand_for_all(family: str) -> None:
     model = default(family, **DEEP[family])
     seq_len = 32 if family == "jamba" else 256  # whose scan is one of Python
     run = TrainingRun(model=model, num_gpus=4, seq_len=seq_len, parallel=ParallelConfig(ep=2))
-    assert SampledRun.of(run).run.planned_model.num_layers < run.planned_model.num_layers
+    assert SampledRun.from_run(run).run.planned_model.num_layers < run.planned_model.num_layers
     assert max(plan_peak_memory(run)) == pytest.approx(dry_run(run).peak, rel=0.003)
     params = sum(param.numel() for param in run.planned_model.build(torch.float32).parameters())
-    assert params == run.planned_model.sizes().params
+    assert params == run.planned_model.count_parameters().params
 
 
 def test_a_scan_that_loops_over_tokens_is_refused() -> None:
@@ -259,7 +259,7 @@ def check_kept_on_gpus(family: str) -> None:
     (head,) = (start for start in dry_run(run).starts if start[:2] == ("F", "head"))
     kinds = {kind: n for kind, n in head.kinds.items() if kind.startswith("activations")}
     del kinds["activations: outside"]
-    blocks = sum(block.num_bytes for block in count_saved_bytes_of_run(run).blocks)
+    blocks = sum(block.num_bytes for block in count_saved_bytes_by_block(run).blocks)
     assert sum(kinds.values()) == pytest.approx(blocks, rel=0.01)
 
 
@@ -314,7 +314,7 @@ def test_a_call_is_of_the_class(tmp_path: Path) -> None:
     run = TrainingRun(model=TransformersModel.of(tmp_path), num_gpus=2, seq_len=64)
     found: dict[str, Any] = {}
     with fake_world(1):
-        exec(format_calls(replace(run, num_gpus=1)), found)
+        exec(format_python_calls(replace(run, num_gpus=1)), found)
     assert type(found["model"]) is model_class("qwen3_moe")
 
 

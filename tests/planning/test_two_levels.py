@@ -17,7 +17,7 @@ from moecore.models import preset
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
 from moecore.planning import CostTable, TrainingRun, dry_run, plan_memory, plan_time
 from moecore.planning.gpus import GPUS, count_domain_ranks
-from moecore.planning.recipe import format_calls, format_flags
+from moecore.planning.recipe import format_flags, format_python_calls
 from moecore.planning.record import Work
 
 T, D, E, K = 4096, 7168, 256, 8
@@ -130,7 +130,7 @@ def test_flags_and_calls_are_those_of_the_run(capsys: pytest.CaptureFixture[str]
     assert "ParallelConfig(ep=64), ranks_per_domain=8)" in printed
     assert "dispatch=DispatchOptions(name='hierarchical', nvlink=NVLinkOptions())," in printed
     assert "--dispatcher hierarchical" in " ".join(format_flags(RUN))
-    assert "ranks_per_domain=4" in format_calls(RUN)
+    assert "ranks_per_domain=4" in format_python_calls(RUN)
 
 
 def test_buffers_are_those_of_all_domains_tokens() -> None:

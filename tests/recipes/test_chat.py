@@ -71,7 +71,7 @@ def listed(examples: list[Any]) -> list[tuple[list[int], list[bool]]]:
 
 
 def encoded(tokenizer: Any, record: Any, seq_len: int = 999) -> Any:
-    return listed(chat_module.encode(record, tokenizer, seq_len=seq_len, place="line 1"))
+    return listed(chat_module.encode_record(record, tokenizer, seq_len=seq_len, location="line 1"))
 
 
 def turn(role: str, content: str) -> str:
@@ -344,7 +344,9 @@ def test_a_step_reads_the_same_examples_on_any_ranks(packs: bool) -> None:
             make(examples, shape, seed=4, data_rank=rank, packs=packs) for rank in range(ranks)
         ]
         return [
-            sorted(n for one in of_ranks for n in one.next().tokens_ABT.flatten().tolist() if n)
+            sorted(
+                n for one in of_ranks for n in one.next_batch().tokens_ABT.flatten().tolist() if n
+            )
             for _ in range(2 * len(of_ranks[0].sampler))
         ]
 
@@ -366,7 +368,7 @@ def test_documents_have_the_labels_of_their_answers() -> None:
         (False, [-100, 7, 8] + [-100] * 5 + [9, 9] + [-100] * 6, [0, 8, 16]),
     ):
         where = {"seed": None, "data_rank": 0, "packs": packs}
-        batch = examples_module.make_packed_steps([first, second], shape, **where).next()
+        batch = examples_module.make_packed_steps([first, second], shape, **where).next_batch()
         assert batch.labels_ABT.flatten().tolist() == wanted
         assert batch.cu_seqlens_An.unique().tolist() == cuts
         assert batch.count_labels_and_tokens().tolist() == [4, 7, 4**2 + 3**2, 16]

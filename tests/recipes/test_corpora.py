@@ -26,11 +26,11 @@ def tokens_of(pretrain: ModuleType, word: str, *, workers: int = 0, steps: int =
     """Rows of one source, without padding."""
     from moecore.recipes.data import BatchShape
 
-    source = pretrain.read_source(source_of(word), pretrain.Tokenizer("bytes"))
+    source = pretrain.open_source(source_of(word), pretrain.Tokenizer("bytes"))
     options = pretrain.CorpusOptions(row_tokens=16, shuffle_buffer=7, partitions=8)
     shape = BatchShape(data_ranks=1, grad_accum=2, batch_size=2, seq_len=16)
     steps_of = pretrain.CorpusSteps([source], options, shape, data_rank=0, workers=workers)
-    batches = [steps_of.next() for _ in range(steps)]
+    batches = [steps_of.next_batch() for _ in range(steps)]
     steps_of.sampler.close()
     return batches
 
@@ -43,20 +43,20 @@ def test_paths_of_each_kind(pretrain: ModuleType, tmp_path: Path) -> None:
         f"{prefix}.bin": [[1, 2, 3, 258], [], [7, 8]],
         f"{tmp_path}/b.jsonl,field=body": [[97, 98], [1, 2]],
     }.items():
-        source = pretrain.read_source(source_of(word), pretrain.Tokenizer("bytes"))
+        source = pretrain.open_source(source_of(word), pretrain.Tokenizer("bytes"))
         assert [list(source.tokenize(document)) for document in source.documents] == wanted
 
 
 def test_broken_lines_are_counted_and_left_out(pretrain: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "ab"}\n\n{"text": \n{"body": "c"}\n{"text": "d"}\n')
-    source = pretrain.read_source(
+    source = pretrain.open_source(
         source_of(f"{path},skip_invalid=true"), pretrain.Tokenizer("bytes")
     )
     assert [source.tokenize(document) for document in source.documents] == [[97, 98], [100]]
     assert (source.documents.num_invalid, source.documents.num_empty) == (2, 1)
     with pytest.raises(ValueError, match=r"a\.jsonl line 3 must be a JSON object with 'text', not"):
-        pretrain.read_source(source_of(f"{path}"), pretrain.Tokenizer("bytes"))
+        pretrain.open_source(source_of(f"{path}"), pretrain.Tokenizer("bytes"))
 
 
 @pytest.mark.parametrize("blank", ["\r", "   ", "\t\r", "\ufeff", "\x85", "\xa0\u2028"])
@@ -68,28 +68,28 @@ def test_each_reader_leaves_out_lines_without_content(
     path = tmp_path / "a.jsonl"
     text = f'\ufeff{{"text": "a\u2028"}}\r\n{blank}\n{{"text": "b"}}{blank}\n{blank}'
     path.write_bytes(text.encode())
-    source = pretrain.read_source(source_of(f"{path}"), pretrain.Tokenizer("bytes"))
+    source = pretrain.open_source(source_of(f"{path}"), pretrain.Tokenizer("bytes"))
     texts = [bytes(source.tokenize(document)).decode() for document in source.documents]
     assert texts == ["a\u2028", "b"]
     rows = read_rows([path], "--data", DatasetOptions())
-    assert [row.columns(ColumnNames())["text"] for row in rows] == ["a\u2028", "b"]
+    assert [row.select_columns(ColumnNames())["text"] for row in rows] == ["a\u2028", "b"]
 
 
 def test_the_last_documents_are_held_out(pretrain: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("one document")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS * 2))
     lines, plain = (
-        pretrain.read_source(source_of(f"{tmp_path / name}"), pretrain.Tokenizer("bytes"))
+        pretrain.open_source(source_of(f"{tmp_path / name}"), pretrain.Tokenizer("bytes"))
         for name in ("a.jsonl", "plain")
     )
-    (kept,), (held,) = pretrain.hold_out([lines])
+    (kept,), (held,) = pretrain.split_sources([lines])
     found = [[bytes(of.tokenize(d)).decode() for d in of.documents] for of in (kept, held)]
     assert found == [(TEXTS * 2)[:57], (TEXTS * 2)[57:]] and held.name == lines.name
     assert held.documents.location(0) == lines.documents.location(57)
     assert kept.documents.fingerprint != held.documents.fingerprint
     assert list(plain.documents) == ["one document"]
     with pytest.raises(ValueError, match=r"plain\) must have a number of documents >= 2 with --ev"):
-        pretrain.hold_out([plain])
+        pretrain.split_sources([plain])
 
 
 def test_errors_of_sources_are_short(pretrain: ModuleType) -> None:
@@ -101,9 +101,9 @@ def test_errors_of_sources_are_short(pretrain: ModuleType) -> None:
         lambda: DocumentEncoder(bytes_, long)(row),
         lambda: source_of(f"{long},{long}=1"),
         lambda: source_of(f"{long},weight={long}"),
-        lambda: pretrain.read_source(source_of(long), bytes_),
-        lambda: pretrain.read_source(source_of(f"{long}.jsonl"), bytes_),
-        lambda: pretrain.read_source(source_of(f"{long},stream=true"), bytes_),
+        lambda: pretrain.open_source(source_of(long), bytes_),
+        lambda: pretrain.open_source(source_of(f"{long}.jsonl"), bytes_),
+        lambda: pretrain.open_source(source_of(f"{long},stream=true"), bytes_),
     ):
         with pytest.raises(ValueError, match=r"must (have|be)") as error:
             call()
@@ -175,10 +175,10 @@ def test_documents_begin_and_end_once(kind: str, pretrain: ModuleType, tmp_path:
     ids = [*begin, 3, 4, *end]
     for text in ("a b", f"a b {after}", f"{before} a b", f"{before} a b {after} {after}"):
         assert tokenizer(text) == ids, text
-        (whole,) = chat.encode({"text": text}, hf, seq_len=99, place="")
+        (whole,) = chat.encode_record({"text": text}, hf, seq_len=99, location="")
         first, _, second = text.rpartition(" b")
         both = {"prompt": first, "completion": f" b{second}"}
-        (answer,) = chat.encode(both, hf, seq_len=99, place="")
+        (answer,) = chat.encode_record(both, hf, seq_len=99, location="")
         for found, learned in ((whole, 2), (answer, 1)):
             assert found.tokens_T.tolist() == ids, text
             wanted = [False] * (len(begin) + 2 - learned) + [True] * (learned + len(end))

@@ -110,7 +110,7 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
         return said
 
     straight = start("straight")
-    with patch.object(script, "compute_digest", lambda examples: f"of rank {rank}"):
+    with patch.object(script, "compute_examples_digest", lambda examples: f"of rank {rank}"):
         other = start("other", wanted=2)
     start("dynamic", f"{TWO_RANKS} --checkpoint-every 0 --dynamic-cp {TOKENS // 2}")
     with patch.object(
@@ -231,7 +231,7 @@ def oracle(
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.param_groups[0]["lr"] = 3e-3 * LearningRateSchedule().compute_factor(
-            step, steps=STEPS, count_steps=int
+            step, num_steps=STEPS, count_steps=int
         )
         optimizer.step()
         optimizer.zero_grad()
@@ -440,7 +440,7 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
     from moecore.recipes.examples import make_packed_steps
 
     model = tiny_model(family)
-    packs = finetune.can_pack(model)
+    packs = finetune.can_pack_documents(model)
     assert packs == (family != "jamba")
     if packs:
         use_causal_attention(model)
@@ -455,7 +455,7 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
         shape = BatchShape(data_ranks=1, grad_accum=1, batch_size=rows, seq_len=tokens)
         where = {"seed": None, "data_rank": 0, "packs": packs}
         for group in groups:
-            batch = make_packed_steps(group, shape, **where).next()
+            batch = make_packed_steps(group, shape, **where).next_batch()
             for parts in finetuning.iterate_micro_batches(job, batch):
                 with step.micro_batch():
                     loss = model(**hf_model.make_causal_lm_inputs(torch.tensor(3), *parts)).loss

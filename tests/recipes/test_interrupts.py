@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from moecore.io import latest
-from moecore.recipes.launch import StopRequest, launch, note_signals
+from moecore.recipes.launch import StopRequest, launch, record_stop_signals
 from moecore.recipes.resume import describe_continuation
 from tests.recipes.launched import MEASURED, forked_ranks, launched
 
@@ -77,7 +77,7 @@ def test_a_run_that_is_stopped_has_saved_its_last_step(number: int, tmp_path: Pa
 def finish_or_stop(folder: Path) -> int:
     """Be a rank that notes signals and ends with a code; rank 0 ends before rank 1."""
     rank = int(os.environ["RANK"])
-    with note_signals() as request:
+    with record_stop_signals() as request:
         (folder / str(rank)).touch()
         while not request.number:
             time.sleep(0.02)
@@ -114,7 +114,7 @@ def test_a_second_interrupt_does_not_wait(monkeypatch: Any) -> None:
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with note_signals() as request:
+        with record_stop_signals() as request:
             assert request.number == 0
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -123,12 +123,12 @@ def test_a_second_interrupt_does_not_wait(monkeypatch: Any) -> None:
             assert codes == [130]
         assert signal.getsignal(signal.SIGTERM) == handlers[1]
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a shell's background job
-        with note_signals() as request:
+        with record_stop_signals() as request:
             os.kill(os.getpid(), signal.SIGINT)
             assert request.number == 0
     finally:
         signal.signal(signal.SIGINT, handlers[0])
-    thread = threading.Thread(target=lambda: note_signals().__enter__(), daemon=True)
+    thread = threading.Thread(target=lambda: record_stop_signals().__enter__(), daemon=True)
     thread.start()
     thread.join()
     assert StopRequest().number == 0

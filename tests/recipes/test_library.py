@@ -129,7 +129,7 @@ def test_a_copy_trains_and_replaces_nothing(tmp_path: Path, monkeypatch: Any, ca
     printed = capsys.readouterr().out
     assert "[optimizer]" in printed and "peak memory" in printed
     assert "first batch of rank 0: 1 micro-batch(es) of 4 row(s) of 256 tokens" in printed
-    monkeypatch.setattr(MemoryPlan, "pinned_bytes", lambda _, gpu: gpu.host_memory + 1)
+    monkeypatch.setattr(MemoryPlan, "count_pinned_bytes", lambda _, gpu: gpu.host_memory + 1)
     assert main(["pretrain", "tiny.toml", "--dry-run", "--gpu", "h100-80"]) == 1
     assert "pinned host memory of a server: " in (printed := capsys.readouterr().out)
     assert ": does not fit: moecore plan" in printed

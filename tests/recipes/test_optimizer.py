@@ -20,7 +20,7 @@ def decays(config: OptimizerConfig) -> dict[str, tuple[float, float]]:
     names = {param: name for name, param in model.named_parameters()}
     return {
         names[param]: (group["weight_decay"], group["lr_factor"])
-        for optimizer in config.build(model)
+        for optimizer in config.build_optimizers(model)
         for group in optimizer.param_groups
         for param in group["params"]
     }
@@ -58,12 +58,12 @@ def test_routers_have_a_rate_of_their_own() -> None:
 def test_options_reach_the_optimizers() -> None:
     muon, adamw = OptimizerConfig(
         optimizer="muon", beta1=0.8, beta2=0.9, eps=1e-6, momentum=0.7, muon_beta2=0.6
-    ).build(Decoder(preset("tiny")))
+    ).build_optimizers(Decoder(preset("tiny")))
     assert isinstance(muon, Muon)
     group = adamw.param_groups[0]
     assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-6)
     assert (muon.param_groups[0]["momentum"], muon.param_groups[0]["beta2"]) == (0.7, 0.6)
-    (adamw,) = OptimizerConfig(moment_dtype="bfloat16").build(Decoder(preset("tiny")))
+    (adamw,) = OptimizerConfig(moment_dtype="bfloat16").build_optimizers(Decoder(preset("tiny")))
     assert adamw.moment_dtype == torch.bfloat16  # type: ignore[attr-defined]
 
 
@@ -93,7 +93,7 @@ def test_options_that_are_wrong(values: dict[str, object], message: str) -> None
 def rates(schedule: LearningRateSchedule, steps: int = 20) -> list[float]:
     steps_of = StepSizes([EqualSteps(1, 1, 100)]).count_steps
     return [
-        schedule.compute_factor(step, steps=steps, count_steps=steps_of)
+        schedule.compute_factor(step, num_steps=steps, count_steps=steps_of)
         for step in range(1, steps + 1)
     ]
 

@@ -27,7 +27,7 @@ def test_documents_are_padded_for_the_ranks_that_share_rows() -> None:
     steps, tokens_N = packed(5, 16, 1, 9, 3, 16, 7, cp=2)
     found = torch.zeros(256, dtype=torch.int64)
     for _ in range(len(steps.sampler)):
-        batch = steps.next()
+        batch = steps.next_batch()
         assert not (batch.cu_seqlens_An % 4).any()
         found += torch.bincount(batch.tokens_ABT[~batch.padding_ABT], minlength=256)
     assert torch.equal(found, torch.bincount(tokens_N, minlength=256))
@@ -35,7 +35,7 @@ def test_documents_are_padded_for_the_ranks_that_share_rows() -> None:
 
 def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None:
     """Against one forward per document."""
-    batch = packed(5, 16, 9, 3, 16, 7, 13, 2)[0].next()
+    batch = packed(5, 16, 9, 3, 16, 7, 13, 2)[0].next_batch()
     config = train.parse_arguments(["--aux-loss", "0"]).make_decoder_config()
     model = Decoder(config)
     model.init_weights(0)

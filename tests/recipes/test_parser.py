@@ -20,7 +20,7 @@ from moecore.models import Decoder, preset
 from moecore.planning.flags import PlanConfig, parse_run
 from moecore.recipes import finetune, grpo, train
 from moecore.recipes import pretrain as pretrain_module
-from moecore.recipes.parser import parse, to_toml
+from moecore.recipes.parser import format_toml, parse
 
 FLAGS = (
     "--data a.jsonl,weight=0.5,field=body b,name=x,stream=true --cp 2 --lr 1e-4 --plain-host"
@@ -73,13 +73,13 @@ def test_a_file_stands_for_flags_and_flags_win(pretrain: ModuleType, tmp_path: P
 def test_a_run_saves_what_makes_the_same_run(pretrain: ModuleType, tmp_path: Path) -> None:
     args = pretrain.parse_arguments([*FLAGS.split(), "--run-dir", str(tmp_path), "--aux-loss", "1"])
     config = args.make_decoder_config()
-    (tmp_path / "config.toml").write_text(to_toml(args.resolve()))
+    (tmp_path / "config.toml").write_text(format_toml(args.resolve()))
     again = pretrain.parse_arguments(["--config", str(tmp_path / "config.toml")])
     assert again.make_decoder_config() == config and config.moe.capacity.factor == 1.5
     assert pretrain.make_corpus_options(again, config, 2) == pretrain.make_corpus_options(
         args, config, 2
     )
-    assert to_toml(again.resolve()) == to_toml(args.resolve())
+    assert format_toml(again.resolve()) == format_toml(args.resolve())
     for name in ("data", "optimizer", "memory", "nvlink", "fsdp", "recipe", "parallel"):
         assert getattr(again, name) == getattr(args, name), name
 
@@ -241,7 +241,7 @@ def test_a_planned_run_is_a_file_of_options(
     assert main(words) == 0
     run = parse_run(parse(PlanConfig, words[1:], prog="moecore plan"))
     args = pretrain.parse_arguments(["--config", str(file), "--data", __file__])
-    config, _ = pretrain.check(args, 2)
+    config, _ = pretrain.check_options(args, 2)
     balance = run.model.moe.balance  # which a plan does not choose
     config = replace(config, moe=replace(config.moe, balance=balance))
     assert replace(config, max_seq_len=run.model.max_seq_len) == run.model
@@ -278,7 +278,7 @@ def test_what_a_file_of_options_cannot_have(tmp_path: Path, capsys: Any) -> None
 def test_options_of_the_planned_optimizer(pretrain: ModuleType) -> None:
     model = Decoder(preset("tiny"), dtype=torch.bfloat16)
     words = "--moment-dtype bfloat16 --master-remainder --state-offload 0.5"
-    (adamw,) = pretrain.parse_arguments(words.split()).optimizer.build(model)
+    (adamw,) = pretrain.parse_arguments(words.split()).optimizer.build_optimizers(model)
     assert hasattr(adamw, "bring_state_back")  # of a StateOffload
     state = adamw.prepare_state(next(model.parameters()))
     assert {t.dtype for name, t in state.items() if name.startswith("exp")} == {torch.bfloat16}

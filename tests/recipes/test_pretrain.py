@@ -127,7 +127,7 @@ def test_steps_of_any_number_of_documents_are_graphs(
 def test_other_shapes_are_a_graph_of_their_own(pretrain: ModuleType) -> None:
     graphs, GraphStandIn.captures = importlib.import_module("moecore.recipes.data"), []
     with patch.object(graphs, "GraphedForwardBackward", GraphStandIn):
-        graphed = graphs.Graphed(torch.sum, torch.nn.Linear(1, 1))
+        graphed = graphs.GraphedStep(torch.sum, torch.nn.Linear(1, 1))
     for number in (2, 2, 2, 2, 3, 3, 3, 3):
         x = torch.rand(number)
         assert graphed(x) == x.sum()
@@ -224,10 +224,10 @@ def test_wrong_arguments_are_one_line(
     wrong = wrong if wrong != "--data" else ""
     try:
         args = pretrain.parse_arguments(["--run-dir", "run", *data, *wrong.split()])
-        pretrain.check(args, 3 if "--cp" in wrong else 2 if "--sample" in wrong else 1)
+        pretrain.check_options(args, 3 if "--cp" in wrong else 2 if "--sample" in wrong else 1)
         tokenizer = pretrain.Tokenizer(args.tokenizer)
         for options in args.data:
-            pretrain.read_source(options, tokenizer)
+            pretrain.open_source(options, tokenizer)
     except ValueError as error:
         said = str(error)
         assert "\n" not in said

@@ -279,7 +279,7 @@ def test_a_full_disk_is_one_line(
 def test_without_a_bar_the_first_step_is_printed_at_once(
     train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    monkeypatch.setattr(report, "_import", lambda name: None)
+    monkeypatch.setattr(report, "_import_if_installed", lambda name: None)
     times = iter([0.0, 4.9, 5.0, 5.0])
     monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(times)))
     args = TrainConfig(run_dir=tmp_path, steps=50)

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from moecore.io import set_latest
-from moecore.recipes.resume import list_changes
+from moecore.recipes.resume import list_option_changes
 from tests.recipes.launched import metrics
 
 BEFORE = """
@@ -52,8 +52,8 @@ CHANGES = [
 
 
 def test_changes_say_whether_numbers_change() -> None:
-    assert list_changes(tomllib.loads(BEFORE), tomllib.loads(AFTER)) == CHANGES
-    assert list_changes(tomllib.loads(AFTER), tomllib.loads(AFTER)) == []
+    assert list_option_changes(tomllib.loads(BEFORE), tomllib.loads(AFTER)) == CHANGES
+    assert list_option_changes(tomllib.loads(AFTER), tomllib.loads(AFTER)) == []
 
 
 def test_a_training_continues_by_its_own_file(

@@ -50,7 +50,7 @@ def test_sizes_of_steps_by_hand() -> None:
 
 def test_a_ramp_by_hand() -> None:
     """From 2 to 6 rows of 8 tokens over 80 tokens: 2 rows more from token 40 on, and from 80."""
-    parts = list(iterate_equal_steps(RAMP, first=1, rows=6, seq_len=8, tokens=0))
+    parts = list(iterate_equal_steps(RAMP, first_step=1, rows=6, seq_len=8, tokens_before=0))
     # 3 steps of 16 tokens end at 48, the first end of a step that is >= 40; one of 32 ends at 80.
     assert parts == [(1, 2, 8), (4, 4, 8), (5, 6, 8)]
     total = 0
@@ -59,7 +59,7 @@ def test_a_ramp_by_hand() -> None:
         assert StepSizes(parts).get_rows(step) == rows
         total += 8 * rows
         assert StepSizes(parts).count_tokens_through(step) == total
-    later = list(iterate_equal_steps(RAMP, first=5, rows=6, seq_len=16, tokens=80))
+    later = list(iterate_equal_steps(RAMP, first_step=5, rows=6, seq_len=16, tokens_before=80))
     assert later == [(5, 6, 16)]
 
 
@@ -76,7 +76,7 @@ def test_ramps_that_do_not_fit(values: dict[str, int], message: str) -> None:
     others = {"ramp_start": 4, "ramp_increment": 2, "ramp_tokens": 80}
     others = {} if "ramp_increment (None)" in message else others
     with pytest.raises(ValueError) as error:
-        BatchRamp(**(others | values)).check(rows=6, micro_batch_rows=2)
+        BatchRamp(**(others | values)).check_multiples(rows=6, micro_batch_rows=2)
     assert str(error.value).startswith(message), error.value
 
 
@@ -256,14 +256,14 @@ def test_a_run_that_is_killed_in_its_second_stage_continues(corpus: Path, tmp_pa
 def rank_with_signal(rank: int, device: torch.device, words: list[str]) -> tuple[int, str]:
     """Be a rank of the script; rank 1 gets SIGTERM in the last step of the first stage."""
     loop = importlib.import_module("moecore.recipes.loop")
-    save = loop.save
+    save = loop.save_checkpoint
 
     def save_and_kill(job: Any, saver: Any, step: int) -> None:
         save(job, saver, step)
         if (rank, step) == (1, 4):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with patch.object(loop, "save", save_and_kill):
+    with patch.object(loop, "save_checkpoint", save_and_kill):
         return rank_of_command(rank, device, "pretrain", 2, words)
 
 

@@ -145,15 +145,15 @@ def _list_commands(texts: dict[str, str], group: str = "") -> str:
     return "\n".join(f"  {prefix}{name:<11} {text}" for name, text in texts.items())
 
 
-def _raise_usage_error(label: str, name: str, names: dict[str, str]) -> NoReturn:
-    """Raise a UsageError for a word `name` that is not a key of `names`; suggest a close key.
+def _raise_usage_error(word_kind: str, word: str, choices: dict[str, str]) -> NoReturn:
+    """Raise a UsageError for a word `word` that is not a key of `choices`; suggest a close key.
 
-    `label` describes the word in the error, such as "COMMAND".
+    `word_kind` describes the word in the error, such as "COMMAND".
     """
-    close = difflib.get_close_matches(name[:80], names, n=1)
+    close = difflib.get_close_matches(word[:80], choices, n=1)
     hint = f"did you mean {close[0]}?" if close else "see --help"
     raise _import_object("base.command_options:UsageError")(
-        f"{label} ({name[:80]!r}) must be one of {', '.join(names)}: {hint}"
+        f"{word_kind} ({word[:80]!r}) must be one of {', '.join(choices)}: {hint}"
     )
 
 

@@ -16,9 +16,9 @@ from moecore.base.command_options import UsageError
 from moecore.base.progress import show_progress
 from moecore.base.text import escape_unprintable, format_bytes, format_error_line
 from moecore.io.checkpoint.directory import (
+    find_checkpoint_root,
     find_complete_checkpoints,
-    find_prunable,
-    find_root,
+    find_prunable_checkpoints,
     latest,
     prune,
 )
@@ -76,7 +76,7 @@ def _read_hf_facts(path: Path) -> dict[str, Any]:
     """Return a Hugging Face directory's metadata, files and tensors by name, to print."""
     from moecore.io.hf.config_fields import read_config
     from moecore.io.hf.files import HFFiles
-    from moecore.io.hf.names import find_layout
+    from moecore.io.hf.names import infer_hf_layout
     from moecore.io.hf.quant import find_sources
 
     config = read_config(path)
@@ -88,7 +88,7 @@ def _read_hf_facts(path: Path) -> dict[str, Any]:
         "path": str(path),
         "format": "Hugging Face",
         "model_type": config.get("model_type"),
-        "layout": find_layout(sources),
+        "layout": infer_hf_layout(sources),
         "quantized": quantization and quantization.get("quant_method"),
         "versions": {"transformers": config.get("transformers_version")},
         "files": {f: (path / f).stat().st_size for f in sorted({t.file for t in tensors.values()})},
@@ -98,11 +98,11 @@ def _read_hf_facts(path: Path) -> dict[str, Any]:
 
 def _read_dcp_facts(path: Path) -> dict[str, Any]:
     """Return a DCP checkpoint's tensor naming, files and tensors by name, to print."""
-    from moecore.io.interchange.convert import find_naming
+    from moecore.io.interchange.convert import infer_tensor_naming
     from moecore.io.interchange.dcp import DCPFiles
 
     with DCPFiles(path) as files:
-        names, tensors = find_naming(files), files.tensors
+        names, tensors = infer_tensor_naming(files), files.tensors
     data_files = sorted({chunk.file for tensor in tensors.values() for chunk in tensor.chunks})
     return {
         "path": str(path),
@@ -174,27 +174,31 @@ def run_convert(args: Any) -> int:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} ({value}) must be left out for a target that is {to}")
     with show_progress("converting", unit="B") as progress:
-        target = _convert(args, path, kind, to, progress)
+        target = _convert_checkpoint(args, path, kind, to, progress)
     print(f"{path} -> {target}")
     return 0
 
 
-def _convert(args: Any, path: Path, kind: str, to: str, progress: Progress | None) -> Path:
-    """Convert the checkpoint `path` from format `kind` to format `to`; return the new directory."""
+def _convert_checkpoint(
+    args: Any, path: Path, source_format: str, target_format: str, progress: Progress | None
+) -> Path:
+    """Convert the checkpoint at `path` to another format; return the new directory."""
     from moecore.io.hf.convert import hf_to_native, native_to_hf
     from moecore.io.interchange.convert import dcp_to_native, native_to_dcp
 
     options = {"step": args.step, "config": args.config, "layout": args.layout}
-    options["max_file_bytes" if to == "native" else "max_shard_bytes"] = args.max_shard_size
+    options["max_file_bytes" if target_format == "native" else "max_shard_bytes"] = (
+        args.max_shard_size
+    )
     options["dtype"] = None if args.dtype is None else getattr(torch, args.dtype)
-    if to not in ("native", "hf"):
-        options["names"] = to
-    convert: Any = native_to_hf if to == "hf" else native_to_dcp
-    if to == "native":
-        convert = dcp_to_native if kind == "DCP" else hf_to_native
+    if target_format not in ("native", "hf"):
+        options["names"] = target_format
+    convert: Any = native_to_hf if target_format == "hf" else native_to_dcp
+    if target_format == "native":
+        convert = dcp_to_native if source_format == "DCP" else hf_to_native
     options = {name: value for name, value in options.items() if value is not None}
     result = convert(path, args.target, progress=progress, **options)
-    return Path(result if to == "native" else args.target)
+    return Path(result if target_format == "native" else args.target)
 
 
 def run_prune(args: Any) -> int:
@@ -203,8 +207,8 @@ def run_prune(args: Any) -> int:
         raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
     if not args.path.is_dir():
         raise UsageError(f"path ({args.path}) must be a run: it is not there")
-    root = find_root(args.path)
-    old = find_prunable(root, args.keep)
+    root = find_checkpoint_root(args.path)
+    old = find_prunable_checkpoints(root, args.keep)
     drafts = find_dead_drafts(root) if old else []  # without old ones no lock is taken
     if not args.dry_run:
         old = prune(root, args.keep)
@@ -224,7 +228,7 @@ def _find_checkpoint(path: Path) -> tuple[Path, str]:
         return path, "DCP"
     if (path / "config.json").is_file():
         return path, "Hugging Face"
-    newest = latest(find_root(path))
+    newest = latest(find_checkpoint_root(path))
     if newest is None:
         raise UsageError(
             f"path ({path}) must hold a {MANIFEST}, a config.json, a .metadata or whole step "

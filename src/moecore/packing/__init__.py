@@ -12,11 +12,11 @@ from moecore.packing.collate import (
     select_token_indices,
     split_batch,
 )
-from moecore.packing.corpus.documents import CorpusError, CorpusOptions, CorpusSource
 from moecore.packing.corpus.files import JsonLines
 from moecore.packing.corpus.loader import CorpusLoader
 from moecore.packing.corpus.megatron import MegatronDocuments
 from moecore.packing.corpus.scheduled_batch import ScheduledCollator, ScheduledLoader
+from moecore.packing.corpus.sources import CorpusError, CorpusOptions, CorpusSource
 from moecore.packing.documents import CutDocuments, DocumentCost, MeasuredCost
 from moecore.packing.schedule import schedule_documents
 

@@ -33,7 +33,7 @@ from moecore.packing.documents import (
     check_max_length,
     count_document_tokens,
     cut_document,
-    hash_parts,
+    hash_values,
 )
 
 TooLong = Literal["raise", "cut"]
@@ -104,18 +104,18 @@ class _BinCapacities:
         self._leaves = 1 << max(max_bins, 1).bit_length()
         self._largest = [bin_tokens] * (2 * self._leaves)  # of a node; children 2i and 2i + 1
 
-    def find_first_bin(self, tokens: int) -> tuple[int, int]:
-        """Return the first bin whose remaining capacity is >= `tokens`: (index, capacity)."""
+    def find_first_bin(self, min_tokens: int) -> tuple[int, int]:
+        """Return the first bin whose remaining capacity is >= `min_tokens`: (index, capacity)."""
         largest, node = self._largest, 1
         while node < self._leaves:
             node *= 2
-            if largest[node] < tokens:
+            if largest[node] < min_tokens:
                 node += 1
         return node - self._leaves, largest[node]
 
-    def set_capacity(self, index: int, capacity: int) -> None:
-        """Set the remaining capacity of bin `index`, in tokens."""
-        largest, node = self._largest, index + self._leaves
+    def set_capacity(self, bin_idx: int, capacity: int) -> None:
+        """Set the remaining capacity of bin `bin_idx`, in tokens."""
+        largest, node = self._largest, bin_idx + self._leaves
         largest[node] = capacity
         while node > 1:
             node //= 2
@@ -173,23 +173,23 @@ def _cut_long_documents(
 
 
 def _pack_windows(
-    pieces: Iterator[tuple[Document, int]], bin_tokens: int, window: int
+    pieces: Iterator[tuple[Document, int]], bin_tokens: int, window_documents: int
 ) -> Iterator[list[Document]]:
     """Pack (document, length) pairs into bins of `bin_tokens`; yield each bin's documents.
 
-    The buffer has `window` pairs.
+    The buffer has `window_documents` pairs.
     """
-    window_pieces = list(islice(pieces, window))
+    window_pieces = list(islice(pieces, window_documents))
     while window_pieces:
         bins = list(pack_lengths([length for _, length in window_pieces], bin_tokens))
         full_bins = sorted(bins, key=itemgetter(0))  # by the document that waits longest
-        if len(window_pieces) == window:
+        if len(window_pieces) == window_documents:
             full_bins = _select_fullest_bins(full_bins, [length for _, length in window_pieces])
         for bin_ in full_bins:
             yield [window_pieces[i][0] for i in bin_]
         indices = {int(i) for bin_ in full_bins for i in bin_}
         window_pieces = [piece for i, piece in enumerate(window_pieces) if i not in indices]
-        window_pieces.extend(islice(pieces, window - len(window_pieces)))
+        window_pieces.extend(islice(pieces, window_documents - len(window_pieces)))
 
 
 def _select_fullest_bins(bins: list[Integers], lengths: list[int]) -> list[Integers]:
@@ -259,14 +259,14 @@ class PackedBatchSampler:
 
     def __len__(self) -> int:
         """Return the number of batches in the next iteration."""
-        return -(-(len(self._get_bins(self.epoch)) - self._first) // self._step)
+        return -(-(len(self._get_bins(self.epoch)) - self._first) // self._batch_bins)
 
     def __iter__(self) -> Iterator[list[int]]:
         bins = self._get_bins(self.epoch)
         self._iteration_start = (self.epoch, self._first)
         rank_offset = self._data_rank * self._rows
-        for first in range(self._first, len(bins), self._step):
-            self._end_bin = first + self._step
+        for first in range(self._first, len(bins), self._batch_bins):
+            self._end_bin = first + self._batch_bins
             bin_ids = range(first + rank_offset, min(first + rank_offset + self._rows, len(bins)))
             yield [int(document) for index in bin_ids for document in bins[index]]
         self.epoch, self._first = self.epoch + 1, 0
@@ -289,7 +289,7 @@ class PackedBatchSampler:
         """
         check_arguments(PackedBatchSampler.state_dict, locals())
         epoch, first = self._iteration_start
-        bins = self._end_bin if batches is None else first + batches * self._step
+        bins = self._end_bin if batches is None else first + batches * self._batch_bins
         if bins >= len(self._get_bins(epoch)):
             epoch, bins = epoch + 1, 0
         return {"epoch": epoch, "bins": bins} | self._collect_settings()
@@ -317,7 +317,7 @@ class PackedBatchSampler:
         self._iteration_start, self._end_bin = (self.epoch, self._first), self._first
 
     @property
-    def _step(self) -> int:
+    def _batch_bins(self) -> int:
         """Number of bins in one batch of all data ranks."""
         return self._rows * self._data_ranks
 
@@ -330,10 +330,10 @@ class PackedBatchSampler:
     def _get_bins(self, epoch: int) -> Bins:
         """Return the bins of an epoch, which are packed at the first call."""
         if self._epoch_bins is None or self._epoch_bins[0] != epoch:
-            self._epoch_bins = (epoch, self._pack(epoch))
+            self._epoch_bins = (epoch, self._pack_epoch(epoch))
         return self._epoch_bins[1]
 
-    def _pack(self, epoch: int) -> Bins:
+    def _pack_epoch(self, epoch: int) -> Bins:
         """Pack the documents of an epoch; return the bins in the order of the batches."""
         count = len(self._lengths)
         order = self._shuffle_indices("documents", epoch, count)
@@ -345,9 +345,12 @@ class PackedBatchSampler:
         bins = [bins[i] for i in self._shuffle_indices("bins", epoch, len(bins))]
         return Bins(np.concatenate(bins), np.cumsum([0, *map(len, bins)]))
 
-    def _shuffle_indices(self, label: str, epoch: int, count: int) -> Integers:
-        """Return int64 0 .. count - 1, shuffled by (seed, label, epoch) if `shuffle` is set."""
+    def _shuffle_indices(self, purpose: str, epoch: int, num_indices: int) -> Integers:
+        """Return int64 0 .. num_indices - 1, shuffled if `shuffle` is set.
+
+        The seed of the shuffle is a hash of the sampler's seed, the text `purpose` and `epoch`.
+        """
         if not self._shuffle:
-            return np.arange(count)
-        generator = torch.Generator().manual_seed(hash_parts(self._seed, label, epoch) >> 1)
-        return torch.randperm(count, generator=generator, device="cpu").numpy()
+            return np.arange(num_indices)
+        generator = torch.Generator().manual_seed(hash_values(self._seed, purpose, epoch) >> 1)
+        return torch.randperm(num_indices, generator=generator, device="cpu").numpy()

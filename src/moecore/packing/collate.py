@@ -141,16 +141,16 @@ def build_batch(
     *,
     row_tokens: int,
     multiple: int,
-    longest: int | None = None,
+    max_padding_tokens: int | None = None,
     shift_labels: bool = True,
     pad_id: int = 0,
     max_documents: int | None = None,
 ) -> PackedBatch:
     """Return the batch of these rows, each a list of pieces of documents, on the CPU.
 
-    `longest` limits the length of a padding document at the end of a row; None = no limit. The
-    other arguments are fields of `PackedCollator`. Raises a ValueError if the documents, with
-    padding documents, exceed `max_documents`.
+    `max_padding_tokens` limits the length of a padding document at the end of a row; None = no
+    limit. The other arguments are fields of `PackedCollator`. Raises a ValueError if the documents,
+    with padding documents, exceed `max_documents`.
     """
     B, T = len(rows), row_tokens
     ids_BT, labels_BT = np.full((B, T), pad_id), np.full((B, T), IGNORE_INDEX)
@@ -167,7 +167,7 @@ def build_batch(
             start += -(-len(ids) // multiple) * multiple
             borders.append(b * T + start)
         if start < T:
-            borders.extend(range(b * T + start, (b + 1) * T, longest or T)[1:])
+            borders.extend(range(b * T + start, (b + 1) * T, max_padding_tokens or T)[1:])
             borders.append((b + 1) * T)
     cu_n = np.array(borders)
     lengths_n = np.diff(cu_n)
@@ -190,12 +190,12 @@ def build_batch(
     )
 
 
-def read_document(document: Document, number: int) -> Piece:
+def read_document(document: Document, document_idx: int) -> Piece:
     """Return a document's ids and labels as one `Piece`, whose arrays may share its memory.
 
-    Raises a ValueError for invalid values; `number` is the document's index in the error.
+    Raises a ValueError for invalid values; `document_idx` is the document's index in the error.
     """
-    name = f"documents[{number}]"
+    name = f"documents[{document_idx}]"
     length = count_document_tokens(document, name)
     if not length:
         raise ValueError(f"{name} (0 tokens) must have >= 1 token: leave it out")
@@ -210,30 +210,33 @@ def read_document(document: Document, number: int) -> Piece:
     return Piece(ids, IGNORE_INDEX, labels)
 
 
-def _read_token_values(document: Mapping[str, Any], key: str, name: str, length: int) -> Integers:
-    """Return `document[key]` as int64 [length]; `name` is the document's name in errors."""
-    numbers = _convert_to_int64(document[key], f"{name}[{key!r}]")
-    if len(numbers) != length:
+def _read_token_values(
+    document: Mapping[str, Any], key: str, document_name: str, num_tokens: int
+) -> Integers:
+    """Return `document[key]` as int64 [num_tokens]; errors name `document_name`."""
+    name = f"{document_name}[{key!r}]"
+    numbers = _convert_to_int64(document[key], name)
+    if len(numbers) != num_tokens:
         raise ValueError(
-            f"{name}[{key!r}] ({len(numbers)} numbers) must have one per token ({length}): "
+            f"{name} ({len(numbers)} numbers) must have one per token ({num_tokens}): "
             "make them from the same tokens"
         )
     return numbers
 
 
-def _convert_to_int64(numbers: Any, name: str) -> Integers:
+def _convert_to_int64(values: Any, value_name: str) -> Integers:
     """Return a list, array or tensor of integers as int64, which may share its memory.
 
-    Raises a ValueError for other objects. `name` is the name of the object in the error.
+    Raises a ValueError for other objects. `value_name` is the name of the object in the error.
     """
     try:
-        array = np.asarray(numbers) if isinstance(numbers, list) else numbers
+        array = np.asarray(values) if isinstance(values, list) else values
         tensor = torch.as_tensor(array, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         tensor = torch.empty(0, dtype=torch.float32, device="cpu")
     if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex():
         relation = "must be whole numbers, one per token: tokenize it"
-        raise ValueError(f"{name} ({quote(numbers)}) {relation}")
+        raise ValueError(f"{value_name} ({quote(values)}) {relation}")
     return tensor.long().numpy(force=True)
 
 

@@ -36,14 +36,14 @@ Lengths = Annotated[Any, "one whole number >= 1 per document: a list, numpy arra
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def hash_parts(*parts: object) -> int:
-    """Return a hash of the texts of `parts`, 0 to 2^64 - 1, equal in all processes and runs."""
-    text = "/".join(map(str, parts)).encode()
+def hash_values(*values: object) -> int:
+    """Return a hash of the texts of `values`, 0 to 2^64 - 1, equal in all processes and runs."""
+    text = "/".join(map(str, values)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
 
-def as_lengths(lengths: Lengths, name: str = "lengths", minimum: int = 1) -> Integers:
-    """Return lengths as int64 [N], a copy; ValueError unless `minimum` <= lengths < 2**31.
+def as_lengths(lengths: Lengths, name: str = "lengths", min_length: int = 1) -> Integers:
+    """Return lengths as int64 [N], a copy; ValueError unless `min_length` <= lengths < 2**31.
 
     `name` is the argument's name in the error.
     """
@@ -59,12 +59,12 @@ def as_lengths(lengths: Lengths, name: str = "lengths", minimum: int = 1) -> Int
         raise ValueError(
             f"{name} ({quote(lengths)}) must be one whole number per document: pass a list of ints"
         )
-    wrong = np.flatnonzero((numbers < minimum) | (numbers >= 2**31))
+    wrong = np.flatnonzero((numbers < min_length) | (numbers >= 2**31))
     if wrong.size:
         first = int(wrong[0])
         raise ValueError(
-            f"{name} ({numbers[first]} of document {first}) must be >= {minimum} and < 2**31: "
-            "leave out the document"
+            f"{name} ({numbers[first]} of document {first}) must be >= {min_length} and "
+            "< 2**31: leave out the document"
         )
     return numbers.astype(np.int64)
 

@@ -73,7 +73,7 @@ class Documents:
             [np.where(tokens[cp] <= max_tokens, costs[cp], np.inf) for cp in self.cps]
         )  # time on each rank; inf = exceeds max_tokens
         self.min_costs: list[float] = self._rank_costs.min(axis=0).tolist()
-        work = self._find_least_work(np.inf)
+        work = self._compute_min_work(np.inf)
         self.work: list[float] = work.tolist()  # per document: least sum of its times over ranks
         self.all_work, self.all_tokens = float(work.sum()), int(lengths_N.sum())
         # cp -> time and tokens of each document on each of its cp ranks.
@@ -86,22 +86,22 @@ class Documents:
     def __len__(self) -> int:
         return len(self.work)
 
-    def count_min_rounds(self, tokens: int) -> int:
-        """Return the least number of rounds in which all ranks can process `tokens` tokens."""
-        return -(-tokens // (self.ranks * self.max_tokens))
+    def count_min_rounds(self, num_tokens: int) -> int:
+        """Return the least number of rounds in which all ranks can process `num_tokens` tokens."""
+        return -(-num_tokens // (self.ranks * self.max_tokens))
 
-    def bound_remaining_time(self, longest: int, work: float, tokens: int) -> float:
+    def compute_min_remaining_time(self, longest_idx: int, work: float, num_tokens: int) -> float:
         """Return a lower bound of the time of the remaining documents.
 
-        `longest` is the index of the longest remaining document. `work` (time summed over ranks)
-        and `tokens` are totals of the remaining documents.
+        `longest_idx` is the index of the longest remaining document. `work` (time summed over
+        ranks) and `num_tokens` are totals of the remaining documents.
         """
-        if longest == len(self):
+        if longest_idx == len(self):
             return 0.0
-        fixed = self.count_min_rounds(tokens) * self.fixed
-        return max(work / self.ranks, self.min_costs[longest]) + fixed
+        fixed = self.count_min_rounds(num_tokens) * self.fixed
+        return max(work / self.ranks, self.min_costs[longest_idx]) + fixed
 
-    def bound_step_time(self) -> float:
+    def compute_min_step_time(self) -> float:
         """Return a lower bound of the step time of every schedule."""
         fixed = self.count_min_rounds(self.all_tokens) * self.fixed
         # In a step of time t, each document is on enough ranks to take at most t, and the work of
@@ -109,31 +109,33 @@ class Documents:
         low, high = float(self._rank_costs.min(axis=0).max()), float(self._rank_costs[-1].sum())
         for _ in range(50):
             middle = (low + high) / 2
-            if self._find_least_work(middle).sum() > middle * self.ranks:
+            if self._compute_min_work(middle).sum() > middle * self.ranks:
                 low = middle
             else:
                 high = middle
         return low + fixed
 
-    def _find_least_work(self, time: float) -> Costs:
+    def _compute_min_work(self, max_time: float) -> Costs:
         """Return float64 [N]: each document's least cp * (its time on cp ranks).
 
-        Only cps whose time is at most `time` count; inf = no such cp.
+        Only cps whose time is at most `max_time` count; inf = no such cp.
         """
         ranks_1 = np.array(self.cps)[:, None]
-        costs = np.where(self._rank_costs <= time, self._rank_costs * ranks_1, np.inf)
+        costs = np.where(self._rank_costs <= max_time, self._rank_costs * ranks_1, np.inf)
         return costs.min(axis=0)  # type: ignore[no-any-return]
 
-    def sum_work_and_tokens(self, indices: list[int]) -> tuple[float, int]:
-        """Return the total work (time summed over ranks) and tokens of the documents `indices`."""
-        return sum(self.work[i] for i in indices), sum(self.lengths[i] for i in indices)
+    def sum_work_and_tokens(self, document_idxs: list[int]) -> tuple[float, int]:
+        """Return the total work (time summed over ranks) and tokens of these documents."""
+        return sum(self.work[i] for i in document_idxs), sum(self.lengths[i] for i in document_idxs)
 
-    def find_first_fitting(self, cp: int, load: float, tokens: int) -> int:
+    def find_first_fitting(self, cp: int, max_time: float, max_tokens: int) -> int:
         """Return the index of the longest document, taken or not, that fits; N = no document.
 
-        A document fits if each of `cp` ranks takes at most `load` time and `tokens` tokens.
+        A document fits if each of `cp` ranks takes at most `max_time` time and `max_tokens` tokens.
         """
-        return max(bisect_left(self._cost_up[cp], -load), bisect_left(self._tokens_up[cp], -tokens))
+        return max(
+            bisect_left(self._cost_up[cp], -max_time), bisect_left(self._tokens_up[cp], -max_tokens)
+        )
 
 
 class RemainingDocuments:
@@ -146,27 +148,27 @@ class RemainingDocuments:
         self._next = list(range(count + 1))
         self.trial: dict[int, int] = {}
 
-    def find_first(self, index: int) -> int:
-        """Return the first remaining document with an index >= `index`; N = no document."""
+    def find_first(self, min_idx: int) -> int:
+        """Return the first remaining document with an index >= `min_idx`; N = no document."""
         chain, trial = self._next, self.trial
         passed = []
         while True:  # both chains are shortened where they are walked
-            end = index
+            end = min_idx
             while chain[end] != end:
                 end = chain[end]
-            while chain[index] != end:
-                chain[index], index = end, chain[index]
+            while chain[min_idx] != end:
+                chain[min_idx], min_idx = end, chain[min_idx]
             if end not in trial:
                 break
             passed.append(end)
-            index = trial[end]
+            min_idx = trial[end]
         for before in passed:
             trial[before] = end
         return end
 
-    def take(self, index: int) -> None:
+    def take_document(self, document_idx: int) -> None:
         """Mark a document as taken by the current trial. Clearing `trial` undoes the mark."""
-        self.trial[index] = index + 1
+        self.trial[document_idx] = document_idx + 1
 
     def commit_trial(self) -> None:
         """Remove the documents that the current trial has taken from the remaining documents."""
@@ -194,22 +196,22 @@ class _RoundSearch:
     def find_next_round(self) -> Blocks:
         """Return the round with the best score, and take its documents."""
         best: tuple[float, Blocks] = (-np.inf, [])
-        bound = self._bound_remaining_time(0.0, 0)
-        for blocks in self._try_limits():
+        bound = self._compute_min_remaining_time(0.0, 0)
+        for blocks in self._try_time_limits():
             work, tokens = self.documents.sum_work_and_tokens(
                 [i for block in blocks for i in block.documents]
             )
             time = max(block.load for block in blocks) + self.documents.fixed
-            share = (bound - self._bound_remaining_time(work, tokens)) / time
+            share = (bound - self._compute_min_remaining_time(work, tokens)) / time
             self.remaining.trial.clear()
             if share > best[0]:
                 best = (share, blocks)
             if share > GOOD_SCORE:
                 break
-        self._take_documents([i for block in best[1] for i in block.documents])
+        self._remove_documents([i for block in best[1] for i in block.documents])
         return best[1]
 
-    def _try_limits(self) -> Iterator[Blocks]:
+    def _try_time_limits(self) -> Iterator[Blocks]:
         """Yield the blocks of each trial; a limit that would repeat the last blocks is skipped."""
         limits = self._list_time_limits()
         for min_ranks in self.documents.cps:
@@ -220,19 +222,19 @@ class _RoundSearch:
                     blocks, min_limit = _fill_blocks(*trial)
                     yield blocks
 
-    def _take_documents(self, indices: list[int]) -> None:
+    def _remove_documents(self, document_idxs: list[int]) -> None:
         """Remove documents that a round has taken, with their work and tokens."""
-        for index in indices:
-            self.remaining.take(index)
+        for index in document_idxs:
+            self.remaining.take_document(index)
         self.remaining.commit_trial()
-        work, tokens = self.documents.sum_work_and_tokens(indices)
+        work, tokens = self.documents.sum_work_and_tokens(document_idxs)
         self._work, self._tokens = self._work - work, self._tokens - tokens
 
-    def _bound_remaining_time(self, work: float, tokens: int) -> float:
-        """Return a lower bound of the remaining time after a trial took `work` and `tokens`."""
+    def _compute_min_remaining_time(self, work: float, num_tokens: int) -> float:
+        """Return a lower bound of the remaining time after a trial took `work` and `num_tokens`."""
         longest = self.remaining.find_first(0)
-        return self.documents.bound_remaining_time(
-            longest, self._work - work, self._tokens - tokens
+        return self.documents.compute_min_remaining_time(
+            longest, self._work - work, self._tokens - num_tokens
         )
 
     def _list_time_limits(self) -> list[float]:
@@ -250,24 +252,26 @@ class _RoundSearch:
 
 
 def _fill_blocks(
-    documents: Documents, remaining: RemainingDocuments, limit: float, min_ranks: int
+    documents: Documents, remaining: RemainingDocuments, time_limit: float, min_ranks: int
 ) -> tuple[Blocks, float]:
     """Return the blocks of a trial, and the least time limit that gives the same blocks.
 
-    Each block has a time of at most `limit` and at least `min_ranks` ranks, if so many are idle.
-    The trial takes the documents of the blocks.
+    Each block has a time of at most `time_limit` and at least `min_ranks` ranks, if so many are
+    idle. The trial takes the documents of the blocks.
     """
-    limit *= 1 + ROUNDING
-    blocks, min_limit = _open_blocks(documents, remaining, limit, min_ranks)
+    time_limit *= 1 + ROUNDING
+    blocks, min_limit = _open_blocks(documents, remaining, time_limit, min_ranks)
     heap = [(block.load, i) for i, block in enumerate(blocks)]
     heapq.heapify(heap)
     while heap:
         load, i = heapq.heappop(heap)
         block = blocks[i]
         room = documents.max_tokens - block.tokens
-        index = remaining.find_first(documents.find_first_fitting(block.cp, limit - load, room))
+        index = remaining.find_first(
+            documents.find_first_fitting(block.cp, time_limit - load, room)
+        )
         if index < len(documents):
-            remaining.take(index)
+            remaining.take_document(index)
             _add_document(documents, block, index)
             heapq.heappush(heap, (block.load, i))
     min_limit = max([min_limit, *(block.load for block in blocks)]) * (1 + ROUNDING)
@@ -276,7 +280,7 @@ def _fill_blocks(
 
 
 def _open_blocks(
-    documents: Documents, remaining: RemainingDocuments, limit: float, min_ranks: int
+    documents: Documents, remaining: RemainingDocuments, time_limit: float, min_ranks: int
 ) -> tuple[Blocks, float]:
     """Return blocks of the longest documents, each on the fewest ranks that meet the time limit.
 
@@ -288,7 +292,7 @@ def _open_blocks(
     free = documents.ranks
     while free:
         widest = min(documents.cps[-1], 1 << (free.bit_length() - 1))
-        first = documents.find_first_fitting(widest, limit, documents.max_tokens)
+        first = documents.find_first_fitting(widest, time_limit, documents.max_tokens)
         index = remaining.find_first(first)
         if index == len(documents):
             break
@@ -296,22 +300,22 @@ def _open_blocks(
             cp
             for cp in documents.cps
             if min(min_ranks, widest) <= cp
-            and documents.cost[cp][index] <= limit
+            and documents.cost[cp][index] <= time_limit
             and documents.tokens[cp][index] <= documents.max_tokens
         )
         min_limit = max(min_limit, documents.cost[widest][index])
-        remaining.take(index)
+        remaining.take_document(index)
         blocks.append(RankBlock(cp))
         _add_document(documents, blocks[-1], index)
         free -= cp
     return blocks, min_limit
 
 
-def _add_document(documents: Documents, block: RankBlock, index: int) -> None:
+def _add_document(documents: Documents, block: RankBlock, document_idx: int) -> None:
     """Add a document to a block, with its time and tokens on the block's cp ranks."""
-    block.documents.append(index)
-    block.load += documents.cost[block.cp][index]
-    block.tokens += documents.tokens[block.cp][index]
+    block.documents.append(document_idx)
+    block.load += documents.cost[block.cp][document_idx]
+    block.tokens += documents.tokens[block.cp][document_idx]
 
 
 def _assign_idle_ranks(documents: Documents, blocks: Blocks) -> None:

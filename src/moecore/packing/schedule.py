@@ -105,7 +105,7 @@ def schedule_documents(
         rounds=tuple(_make_groups(blocks, documents.order, labels) for blocks in ordered_rounds),
         num_labels=int(labels_N.sum()),
         time=sum(times),
-        lower_bound=documents.bound_step_time(),
+        lower_bound=documents.compute_min_step_time(),
     )
 
 
@@ -121,16 +121,18 @@ def order_by_rise_and_fall(costs: Sequence[float]) -> list[int]:
     return rising[0::2] + rising[1::2][::-1]
 
 
-def _make_groups(blocks: Blocks, order: list[int], labels: list[int]) -> tuple[DocumentGroup, ...]:
+def _make_groups(
+    blocks: Blocks, document_idxs: list[int], num_labels: list[int]
+) -> tuple[DocumentGroup, ...]:
     """Return the groups of a round's blocks, with consecutive ranks from rank 0.
 
-    `order` maps a block's document numbers to the caller's indices. `labels[i]` is the number of
-    labels of the caller's document i.
+    `document_idxs` maps a block's document numbers to the caller's indices. `num_labels[i]` is the
+    number of labels of the caller's document i.
     """
     groups, first = [], 0
     for block in blocks:
-        numbers = tuple(order[i] for i in block.documents)
-        total = sum(labels[i] for i in numbers)
+        numbers = tuple(document_idxs[i] for i in block.documents)
+        total = sum(num_labels[i] for i in numbers)
         groups.append(DocumentGroup(first, block.cp, numbers, block.tokens, block.load, total))
         first += block.cp
     return tuple(groups)

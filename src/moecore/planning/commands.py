@@ -20,13 +20,13 @@ from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.flags import (
     DryRunConfig,
     PlanConfig,
+    check_no_pipeline_options,
+    check_no_unused_options,
     format_gpu_name,
     format_layout,
     parse_layout,
-    parse_request,
     parse_run,
-    refuse_stages,
-    refuse_unread,
+    parse_search_request,
     select_gpu,
 )
 from moecore.planning.gpus import find_time_refusal, get_gpu
@@ -34,9 +34,9 @@ from moecore.planning.html import format_page
 from moecore.planning.layouts import Layout
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak_memory
 from moecore.planning.option_sets import next_change
-from moecore.planning.recipe import format_calls, format_flags, format_recipe
+from moecore.planning.recipe import format_flags, format_python_calls, format_recipe
 from moecore.planning.report import report_trace
-from moecore.planning.run import TrainingRun, collect_by_hand
+from moecore.planning.run import TrainingRun, pause_garbage_collection
 from moecore.planning.search import FittingCandidate, describe_outcome, plan_layout, search
 from moecore.planning.times import TimePlan, find_hidden_share, has_tp_slices, plan_time, time_step
 
@@ -51,10 +51,10 @@ MEASURED: dict[tuple[str, str, int], tuple[Layout, int, str]] = {
 }
 
 
-@collect_by_hand()
+@pause_garbage_collection()
 def run_plan(args: PlanConfig) -> int:
     """Run `moecore plan`; return exit status 0, or 1 if the run or every layout is too large."""
-    refuse_unread(args)
+    check_no_unused_options(args)
     if args.explain is not None:
         return _explain_layout(args)
     if not args.parallel:  # no degree
@@ -62,19 +62,19 @@ def run_plan(args: PlanConfig) -> int:
     run = parse_run(args)
     _write_recipe(args, run)
     if args.call:
-        print(format_calls(run))
+        print(format_python_calls(run))
         return 0
     table, gpu, name = _load_table(args), get_gpu(select_gpu(args)), format_gpu_name(args)
     plan = plan_memory(run)
     time = find_time_refusal(run.precision, table.gpu) or plan_time(run, table)
-    _write_files(args, plan, time)
-    largest, pinned, host = plan.largest, plan.pinned_bytes(gpu), gpu.host_memory
+    _write_plan_files(args, plan, time)
+    largest, pinned, host = plan.largest, plan.count_pinned_bytes(gpu), gpu.host_memory
     peak, fits = largest.num_bytes, largest.num_bytes <= gpu.memory and pinned <= host
     if args.json:
         ranks = [asdict(rank) | {"peak": rank.num_bytes} for rank in plan.ranks]
         change = None if isinstance(time, str) else next_change(time, table)
         summary = {"gpu": name, "memory": gpu.memory, "fits": fits, "ranks": ranks}
-        summary |= _list_time_numbers(time) | {"next": None if change is None else asdict(change)}
+        summary |= _list_time_fields(time) | {"next": None if change is None else asdict(change)}
         print(json.dumps(summary))
         return 0 if fits else 1
     print(plan.table())
@@ -96,35 +96,35 @@ def run_plan(args: PlanConfig) -> int:
 
 def _explain_layout(args: Any) -> int:
     """Print the plan of the layout `args.explain`; return 0, or 1 if the layout does not fit."""
-    request, layout = parse_request(args), parse_layout(args.explain)
+    request, layout = parse_search_request(args), parse_layout(args.explain)
     plan = plan_layout(request, layout, _load_table(args))
     text = describe_outcome(request, layout, plan)
     fitting = plan if isinstance(plan, FittingCandidate) else None
     if fitting is not None:
         _write_recipe(args, fitting.run)
     if args.json:
-        summary = {"gpu": format_gpu_name(args), "limit": request.limit}
+        summary = {"gpu": format_gpu_name(args), "limit": request.max_gpu_bytes}
         summary |= {"fits": fitting is not None, "text": text}
         summary |= layout._asdict() if fitting is None else _list_layout_fields(fitting)
         print(json.dumps(summary))
     elif args.call and fitting is not None:
-        print(format_calls(fitting.run))
+        print(format_python_calls(fitting.run))
     else:
         print("\n".join([text, *([] if fitting is None else [_format_command(args, fitting.run)])]))
     return 0 if fitting is not None else 1
 
 
-def _describe_measurement(args: Any, first: Layout) -> str:
+def _describe_measurement(args: Any, first_layout: Layout) -> str:
     """Return a sentence with the benchmark's layout and speed for this model and these GPUs.
 
-    The sentence says whether that layout is `first`, the first layout of the search.
+    The sentence says whether that layout is `first_layout`, the first layout of the search.
     """
     step = MEASURED.get((args.preset, format_gpu_name(args), args.gpus))
     if step is None:
         return "no benchmark has measured the first layout"
     layout, tokens_per_second, record = step
     measured = f"{layout} in bf16 has {tokens_per_second:,} tokens/s ({record})"
-    prefix = "measured" if layout == first else "no benchmark has measured the first layout"
+    prefix = "measured" if layout == first_layout else "no benchmark has measured the first layout"
     return f"{prefix}: {measured}"
 
 
@@ -138,7 +138,7 @@ def _format_command(args: Any, run: TrainingRun) -> str:
 
 def _search_layouts(args: Any) -> int:
     """Print the layouts that fit, best first; return exit status 0, or 1 if no layout fits."""
-    request = parse_request(args)
+    request = parse_search_request(args)
     result = search(
         request,
         table=_load_table(args),
@@ -147,16 +147,16 @@ def _search_layouts(args: Any) -> int:
     )
     fitting = result.fitting
     if fitting:
-        _write_files(args, fitting[0].plan, fitting[0].time)
+        _write_plan_files(args, fitting[0].plan, fitting[0].time)
         _write_recipe(args, fitting[0].run)
     if args.json:
         rows = [_list_layout_fields(candidate) for candidate in fitting]
-        summary = {"gpu": format_gpu_name(args), "limit": request.limit, "fitting": rows}
+        summary = {"gpu": format_gpu_name(args), "limit": request.max_gpu_bytes, "fitting": rows}
         summary |= {"refused": result.refused, "not_planned": result.num_unplanned}
         print(json.dumps(summary | {"change": result.change}))
         return 0 if fitting else 1
     if fitting and args.call:
-        print(format_calls(fitting[0].run))
+        print(format_python_calls(fitting[0].run))
         return 0
     if fitting:
         print(result.table())
@@ -164,12 +164,12 @@ def _search_layouts(args: Any) -> int:
         print(f"too large with all memory options: {other.layout}")
     refused = sum(result.refused.values())
     print(
-        f"memory limit: {format_bytes(request.limit)} ({format_gpu_name(args)} less "
+        f"memory limit: {format_bytes(request.max_gpu_bytes)} ({format_gpu_name(args)} less "
         f"{request.reserve:.0%}); {refused} layouts are invalid, "
         f"{result.num_unplanned} slower layouts were not planned"
     )
     if fitting:
-        _print_time(args, fitting[0].time, request.limit)
+        _print_time(args, fitting[0].time, request.max_gpu_bytes)
         print(_describe_measurement(args, fitting[0].layout))
         print(f"command of the first layout: {_format_command(args, fitting[0].run)}")
     else:
@@ -189,57 +189,58 @@ def _list_layout_fields(candidate: FittingCandidate) -> dict[str, Any]:
         "host_of_a_node": candidate.host,
         "peak": max(candidate.peaks),
         "headroom": candidate.headroom,
-        **_list_time_numbers(candidate.time),
+        **_list_time_fields(candidate.time),
     }
 
 
-def _list_time_numbers(time: TimePlan | str) -> dict[str, Any]:
+def _list_time_fields(time_plan: TimePlan | str) -> dict[str, Any]:
     """Return the JSON fields of a time plan: seconds, tokens per second, parts and limiting rate.
 
-    If `time` is a text, the reason why the time is not modelled, the text is field "time_refusal".
+    If `time_plan` is a text, the reason why the time is not modelled, the text is field
+    "time_refusal".
     """
-    if isinstance(time, str):
+    if isinstance(time_plan, str):
         names = ("seconds", "tokens_per_second", "parts", "wall")
-        return dict.fromkeys(names) | {"time_refusal": time}
+        return dict.fromkeys(names) | {"time_refusal": time_plan}
     return {
-        "seconds": time.seconds,
-        "tokens_per_second": time.tokens_per_gpu_second,
-        "parts": time.parts,
-        "wall": time.wall,
+        "seconds": time_plan.seconds,
+        "tokens_per_second": time_plan.tokens_per_gpu_second,
+        "parts": time_plan.parts,
+        "wall": time_plan.limit,
         "time_refusal": None,
     }
 
 
-def _print_time(args: Any, time: TimePlan | str, max_bytes: int | None = None) -> None:
+def _print_time(args: Any, time_plan: TimePlan | str, max_bytes: int | None = None) -> None:
     """Print a time plan and the option that makes the step fastest within `max_bytes` per rank.
 
-    If `time` is a text, the reason why the time is not modelled, only the text is printed.
+    If `time_plan` is a text, the reason why the time is not modelled, only the text is printed.
     """
-    if isinstance(time, str):
-        print(time)
+    if isinstance(time_plan, str):
+        print(time_plan)
         return
-    print(time.line)
+    print(time_plan.line)
     table = _load_table(args)
-    if hides := find_hidden_share(time.run, table):
+    if hides := find_hidden_share(time_plan.run, table):
         print(
             f"assumed, no run has shown it: pairs hide {hides:.0%} of the exchanges between nodes "
             "that their computation lasts for (--pairs-hide 0: none)"
         )
     kind = format_gpu_name(args)
-    if has_tp_slices(time.run):
-        print(_describe_slices(table, kind))
-    for attention in time.run.planned_model.unmeasured:
+    if has_tp_slices(time_plan.run):
+        print(_describe_exposed_tp_share(table, kind))
+    for attention in time_plan.run.planned_model.unmeasured:
         print(
             f"assumed, no run has shown it: the rates of {attention} attention (docs/planning.md)"
         )
     if not get_gpu(select_gpu(args)).measured:
         print(f"rates of {kind} are a data sheet's: no run on one has been compared with a plan")
-    change = next_change(time, table, max_bytes)
+    change = next_change(time_plan, table, max_bytes)
     print(f"next: {'no single change makes the step faster' if change is None else change}")
 
 
-def _describe_slices(table: CostTable, gpu_name: str) -> str:
-    """Return a line: the share of the time of sliced tp collectives that matmuls do not hide."""
+def _describe_exposed_tp_share(table: CostTable, gpu_name: str) -> str:
+    """Return a line with the share of tp communication time that overlapped matmuls do not hide."""
     slices = table.slices
     if slices is None:
         return "collectives of tp count in full: the cost table has no share for sliced collectives"
@@ -255,30 +256,31 @@ def _load_table(args: Any) -> CostTable:
 
     `--pairs-hide` replaces the table's `pairs_hide` if set.
     """
-    table = CostTable.of if args.table is None else CostTable.read(args.table).on
+    table = CostTable.of if args.table is None else CostTable.read(args.table).with_gpu
     hides = getattr(args, "pairs_hide", None)
     costs = table(select_gpu(args))
     return costs if hides is None else replace(costs, pairs_hide=hides)
 
 
-def _write_files(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
+def _write_plan_files(args: Any, memory_plan: MemoryPlan, time_plan: TimePlan | str) -> None:
     """Write the files of `--png`, `--timeline` and `--html`.
 
-    `time` is a time plan or a refusal text. Raises a ValueError without matplotlib or timeline.
+    `time_plan` may be a refusal text. Raises a ValueError without matplotlib or timeline.
     """
-    timeline = None if isinstance(time, str) else time.timeline
+    timeline = None if isinstance(time_plan, str) else time_plan.timeline
     try:
         if args.png is not None:
-            draw_memory(plan, args.png, get_gpu(select_gpu(args)).memory)
+            draw_memory(memory_plan, args.png, get_gpu(select_gpu(args)).memory)
         if args.timeline is not None and timeline is not None:
             draw(timeline, args.timeline)
     except ImportError as error:
         raise ValueError(f"--png and --timeline must be left out: {error}") from error
     if args.html is not None:
         title = f"{args.preset or args.config}, {args.gpus} {format_gpu_name(args)}"
-        args.html.write_text(format_page(plan, time, title, get_gpu(select_gpu(args)).memory))
+        gpu_bytes = get_gpu(select_gpu(args)).memory
+        args.html.write_text(format_page(memory_plan, time_plan, title, gpu_bytes))
     if args.timeline is not None and timeline is None:
-        reason = f"without a time ({time})" if isinstance(time, str) else "without stages"
+        reason = f"without a time ({time_plan})" if isinstance(time_plan, str) else "without stages"
         raise ValueError(f"--timeline ({args.timeline}) must be left out {reason}: drop it")
 
 
@@ -290,7 +292,7 @@ def _write_recipe(args: Any, run: TrainingRun) -> None:
 
 def run_dry_run(args: DryRunConfig) -> int:
     """Print memory and launches of a rank's dry run; return 0, or 1 if above the GPU's memory."""
-    refuse_stages(args)
+    check_no_pipeline_options(args)
     run, memory = parse_run(args), get_gpu(select_gpu(args)).memory
     step = dry_run(run, args.rank)
     plan = plan_peak_memory(run)[args.rank * run.resolved.pp // run.num_gpus]
@@ -352,7 +354,7 @@ def run_report(args: Any) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     if args.json:
-        facts = {"limit": report.limit, "limits": report.limits}
+        facts = {"limit": report.limit_text, "limits": report.ms_by_limit}
         print(json.dumps(facts | asdict(report)))
     else:
         print(report.table())
@@ -360,11 +362,11 @@ def run_report(args: Any) -> int:
 
 
 def draw_memory(
-    plan: MemoryPlan, path: str | os.PathLike[str], memory: NumBytes | None = None
+    plan: MemoryPlan, path: str | os.PathLike[str], gpu_bytes: NumBytes | None = None
 ) -> None:
     """Draw the peak memory of each pipeline rank by kind as bars, and write a PNG.
 
-    `memory` is the bytes of a GPU's memory, drawn as a line; None = no line.
+    `gpu_bytes` is the bytes of a GPU's memory, drawn as a line; None = no line.
 
     Raises:
         ImportError: without matplotlib.
@@ -387,8 +389,8 @@ def draw_memory(
         colour = (f"C{i % 10}", 1.0 if i < 10 else 0.5)
         axes.barh(places, sizes, left=ends, label=kind, color=colour)
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-    if memory is not None:
-        axes.axvline(memory / 1e9, color="black", linestyle="--", label="memory of a GPU")
+    if gpu_bytes is not None:
+        axes.axvline(gpu_bytes / 1e9, color="black", linestyle="--", label="memory of a GPU")
     axes.set(xlabel="GB", ylabel="pp rank")
     axes.set_yticks(list(places))
     axes.invert_yaxis()

@@ -32,7 +32,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from moecore.base.fields import Bound, CheckedRecord, CountOrZero, Rules, check_arguments, quote
 from moecore.base.options.names import GpuName
-from moecore.planning.gpus import Gpu, get_gpu, read_bytes
+from moecore.planning.gpus import Gpu, get_gpu, read_file
 from moecore.planning.record import ALL_TO_ALL, SLICES, Kind, Work
 
 KINDS = get_args(Kind)
@@ -41,7 +41,7 @@ Share = Annotated[float, Bound(">=", 1e-6), Bound("<=", 1)]
 Seconds = Annotated[float, Bound(">", 0), Bound("<=", 1e6)]
 MAX_TABLE_BYTES = 10**7
 ShareOrZero = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
-Wall = Literal["launch", "compute", "memory", "nvlink", "network", "pcie"]
+Limit = Literal["launch", "compute", "memory", "nvlink", "network", "pcie"]
 SHIPPED = "h200"  # the file in tables/
 BACKWARD = re.compile("backward|bwd")
 
@@ -113,7 +113,7 @@ class CostTable(CheckedRecord):
     def of(cls, gpu: GpuName | Gpu) -> CostTable:
         """Return moecore's shipped table, measured on H200, with the data-sheet rates of `gpu`."""
         check_arguments(CostTable.of, locals())
-        return _read_shipped_table().on(gpu)
+        return _read_shipped_table().with_gpu(gpu)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> CostTable:
@@ -124,12 +124,12 @@ class CostTable(CheckedRecord):
         """
         check_arguments(CostTable.read, locals())
         name = f"table ({quote(os.fspath(path))})"
-        text = read_bytes(path, name, MAX_TABLE_BYTES, "`moecore measure` writes one")
+        text = read_file(path, name, MAX_TABLE_BYTES, "`moecore measure` writes one")
         return _parse_table(text, os.fspath(path))
 
-    def on(self, gpu: GpuName | Gpu) -> CostTable:
+    def with_gpu(self, gpu: GpuName | Gpu) -> CostTable:
         """Return a copy with this table's efficiencies and the data-sheet rates of `gpu`."""
-        check_arguments(CostTable.on, locals())
+        check_arguments(CostTable.with_gpu, locals())
         return replace(self, gpu=gpu)
 
     @property
@@ -191,7 +191,7 @@ class CostTable(CheckedRecord):
         launch, rates = self._compute_rate_seconds(work, node_ranks)
         return launch + max(rates.values())
 
-    def find_limiting_rate(self, work: Work, node_ranks: CountOrZero = 0) -> Wall:
+    def find_limiting_rate(self, work: Work, node_ranks: CountOrZero = 0) -> Limit:
         """Return the rate that limits an operation, or "launch" if its fixed time is longer.
 
         `node_ranks` is the number of a collective's ranks in one NVLink domain; 0 = the maximum.
@@ -201,7 +201,9 @@ class CostTable(CheckedRecord):
         longest = max(rates, key=lambda wall: rates[wall])
         return longest if rates[longest] > launch else "launch"
 
-    def _compute_rate_seconds(self, work: Work, node_ranks: int) -> tuple[float, dict[Wall, float]]:
+    def _compute_rate_seconds(
+        self, work: Work, node_ranks: int
+    ) -> tuple[float, dict[Limit, float]]:
         """Return an operation's fixed seconds, and {resource: seconds at the achieved rate}.
 
         `node_ranks` is an argument of `seconds`.
@@ -217,33 +219,33 @@ class CostTable(CheckedRecord):
         return exposed * launch, seconds
 
     def _compute_roofline(
-        self, work: Work, name: GpuName | Gpu, domain_ranks: int
-    ) -> dict[Wall, float]:
+        self, work: Work, gpu: GpuName | Gpu, domain_ranks: int
+    ) -> dict[Limit, float]:
         """Return {resource: an operation's seconds at the resource's data-sheet rate} for a GPU.
 
         `domain_ranks` is the number of a collective's ranks in one NVLink domain.
         """
-        gpu = get_gpu(name)
+        rates = get_gpu(gpu)
         if work.kind == "copy":
-            return {"pcie": work.num_bytes / gpu.pcie}
+            return {"pcie": work.num_bytes / rates.pcie}
         if work.kind == "collective":
-            return _time_links(work, domain_ranks, gpu.nvlink, gpu.network)
+            return _time_links(work, domain_ranks, rates.nvlink, rates.network)
         peak: float | None
-        peak = gpu.fp32_flops if work.dtype in ("float32", "float64") else gpu.bf16_flops
+        peak = rates.fp32_flops if work.dtype in ("float32", "float64") else rates.bf16_flops
         if work.dtype.startswith(("float8", "float4")) and work.flops:
             bits = work.dtype[5]
-            peak = gpu.fp8_flops if bits == "8" else gpu.fp4_flops
+            peak = rates.fp8_flops if bits == "8" else rates.fp4_flops
             if peak is None:
                 raise ValueError(
-                    f"dtype ({work.dtype}) must be of 16 bits on {name}: it has no FP{bits}"
+                    f"dtype ({work.dtype}) must be of 16 bits on {gpu}: it has no FP{bits}"
                 )
-        return {"compute": work.flops / peak, "memory": work.num_bytes / gpu.memory_bandwidth}
+        return {"compute": work.flops / peak, "memory": work.num_bytes / rates.memory_bandwidth}
 
     def _interpolate_efficiency(self, work: Work) -> float:
         """Return the interpolated efficiency of an operation: its share of the data-sheet rate."""
         key, sizes = (work.kind, work.name, work.dtype), _compute_log_sizes(work)
         if key not in self._efficiencies:
-            points = self._find_points(work)
+            points = self._find_measured_points(work)
             pairs = [(_compute_log_sizes(p.work), self._compute_log_efficiency(p)) for p in points]
             self._efficiencies[key] = pairs
         near = [(math.dist(sizes, other), log) for other, log in self._efficiencies[key]]
@@ -257,7 +259,7 @@ class CostTable(CheckedRecord):
 
     @cached_property
     def _efficiencies(self) -> dict[tuple[str, str, str], list[tuple[tuple[float, ...], float]]]:
-        """Cache of (log sizes, log efficiency) of the points for each (kind, name, dtype)."""
+        """The (log sizes, log efficiency) of the points for each (kind, name, dtype)."""
         return {}
 
     def _compute_log_efficiency(self, point: Point) -> float:
@@ -266,7 +268,7 @@ class CostTable(CheckedRecord):
         rates = self._compute_roofline(point.work, self.measured_on, domain_ranks)
         return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))
 
-    def _find_points(self, work: Work) -> list[Point]:
+    def _find_measured_points(self, work: Work) -> list[Point]:
         """Return the measured points with the name of an operation.
 
         Without such points, the result is the points that stand for the operation's kind.
@@ -331,20 +333,25 @@ def _count_domain_ranks(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
     return node_ranks or min(ranks, domain)
 
 
-def _time_links(work: Work, domain_ranks: int, nvlink: float, network: float) -> dict[Wall, float]:
+def _time_links(
+    work: Work, domain_ranks: int, nvlink_rate: float, network_rate: float
+) -> dict[Limit, float]:
     """Return {link: seconds of a collective on the link}, for links "nvlink" and "network".
 
-    `domain_ranks` ranks are in one NVLink domain. `nvlink` and `network` are rates in bytes/s.
+    `domain_ranks` ranks are in one NVLink domain. `nvlink_rate` and `network_rate` are in bytes/s.
     """
     ranks = work.shape[0]
     if domain_ranks == ranks:
-        return {"nvlink": work.num_bytes / nvlink}
+        return {"nvlink": work.num_bytes / nvlink_rate}
     network_bytes = work.num_bytes * (ranks - domain_ranks) / (ranks - 1)
     if ALL_TO_ALL.search(work.name.lower()) or domain_ranks == 1:
         nvlink_bytes = work.num_bytes - network_bytes
-        return {"nvlink": nvlink_bytes / nvlink, "network": network_bytes / network}
+        return {"nvlink": nvlink_bytes / nvlink_rate, "network": network_bytes / network_rate}
     # Each node receives and forwards the result of an all-gather or a sum once, over all its cards.
-    return {"nvlink": work.num_bytes / nvlink, "network": network_bytes / (domain_ranks * network)}
+    return {
+        "nvlink": work.num_bytes / nvlink_rate,
+        "network": network_bytes / (domain_ranks * network_rate),
+    }
 
 
 @cache

@@ -31,13 +31,13 @@ from moecore.kernels.meta import record_launches_on_meta
 from moecore.models.tp_products import compute_workspace_bytes
 from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.planning.model import ModuleParts
-from moecore.planning.record import END, SLICES, QueuedLaunch, Start, Work, WorkRecorder
+from moecore.planning.record import END, SLICES, PartStart, QueuedLaunch, Work, WorkRecorder
 from moecore.planning.run import (
     TrainingRun,
     build_model,
     build_optimizer,
-    collect_by_hand,
-    enter_world,
+    enter_run_world,
+    pause_garbage_collection,
 )
 from moecore.train.memory.on_meta import OnMeta, list_tensors
 from moecore.train.memory.parts import BlockPart, find_parts
@@ -73,23 +73,23 @@ class DryRun:
     buffers: int
     pages: int
     queued: tuple[QueuedLaunch, ...]
-    starts: tuple[Start, ...]
+    starts: tuple[PartStart, ...]
     precision: Precision | None = None
 
     @property
     def forward_backward(self) -> tuple[Work, ...]:
         """The operations of forward and backward, in the order of launches."""
-        return _list_works(self.queued[: self.starts[-1].first])
+        return _list_launched_work(self.queued[: self.starts[-1].first])
 
     @property
     def optimizer(self) -> tuple[Work, ...]:
         """The operations of clipping and the optimizer, in the order of launches."""
-        return _list_works(self.queued[self.starts[-1].first :])
+        return _list_launched_work(self.queued[self.starts[-1].first :])
 
 
-def _list_works(queued: Iterable[QueuedLaunch]) -> tuple[Work, ...]:
+def _list_launched_work(launches: Iterable[QueuedLaunch]) -> tuple[Work, ...]:
     """Return the operation of each launch, repeated `launch.times` times."""
-    return tuple(launch.work for launch in queued for _ in range(launch.times))
+    return tuple(launch.work for launch in launches for _ in range(launch.times))
 
 
 def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
@@ -106,18 +106,18 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
             f"{MAX_MICRO_BATCHES} for a dry run, which runs each of them: pass fewer, or use "
             "plan_memory and plan_time (moecore plan), which take any number"
         )
-    return add_even_work(run, partial(record_step, rank=rank))
+    return record_with_even_loads(run, partial(record_step, rank=rank))
 
 
-def add_even_work(run: TrainingRun, record: Callable[[TrainingRun], DryRun]) -> DryRun:
-    """Return the dry run `record(run)` with the launches of `record(run.even)`.
+def record_with_even_loads(run: TrainingRun, record_run: Callable[[TrainingRun], DryRun]) -> DryRun:
+    """Return the dry run `record_run(run)` with the launches of `record_run(run.with_even_loads)`.
 
-    In `run.even` all experts receive equal numbers of tokens.
+    In `run.with_even_loads` all experts receive equal numbers of tokens.
     """
-    capacity_step = record(run)
-    if run.even == run:
+    capacity_step = record_run(run)
+    if run.with_even_loads == run:
         return capacity_step
-    even_step = record(run.even)  # whose parts may have other numbers of launches
+    even_step = record_run(run.with_even_loads)  # whose parts may have other numbers of launches
     pairs = zip(capacity_step.starts, even_step.starts, strict=True)
     starts = tuple(start._replace(first=even_start.first) for start, even_start in pairs)
     return replace(capacity_step, queued=even_step.queued, starts=starts)
@@ -129,18 +129,23 @@ def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
     launches = record_launches_on_meta(
         recorder.record_kernel, run.num_peers, has_block_scales=run.has_block_scales
     )
-    with enter_world(run, rank), collect_by_hand(), launches, use_dry_streams(recorder.queues):
+    with (
+        enter_run_world(run, rank),
+        pause_garbage_collection(),
+        launches,
+        use_dry_streams(recorder.queues),
+    ):
         model = build_model(run, "cpu")
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.count_storage(get_local_tensor(tensor))
         recorder.params = list(model.parameters())
-        tokens_BT = run.tokens()  # which the caller of a step has allocated
+        tokens_BT = run.make_tokens()  # which the caller of a step has allocated
         with OnMeta("cuda"), recorder, torch.enable_grad():
             optimizer = build_optimizer(run, model)
             if run.pipeline is None:
-                register_hooks(model, run.planned_model.parts(model), recorder)
+                register_recorder_hooks(model, run.planned_model.collect_parts(model), recorder)
             step = TrainStep(model, optimizer, max_norm=1.0)
-            inputs = run.planned_model.inputs(tokens_BT)
+            inputs = run.planned_model.make_inputs(tokens_BT)
             first = 1 if run.pipeline is None else run.num_micro_batches
             for number in (first, run.num_micro_batches):  # the first makes buffers and state
                 step.num_micro_batches = number
@@ -175,7 +180,7 @@ def _compute_workspace_bytes(recorder: WorkRecorder) -> int:
     return max(sizes, default=0)
 
 
-def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
+def register_recorder_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
     """Register hooks that tell `recorder` when a module of `parts` begins a forward or backward."""
     calls: dict[str, int] = {}
 
@@ -210,7 +215,7 @@ def register_hooks(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder)
     for layer in (*parts.layers, *parts.mtp):
         for _, kind, module in [*find_parts(layer), BlockPart("", "moe", layer)]:
             name = "rest" if module is layer else NAMES.get(kind, kind)
-            module.forward = recorder.scope(name)(module.forward)
+            module.forward = recorder.attribute_allocations(name)(module.forward)
 
 
 def _count_optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:
@@ -219,9 +224,9 @@ def _count_optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:
     return 3 * get_local_tensor(param).nbytes + 2 * sum(get_local_tensor(x).nbytes for x in state)
 
 
-def _set_adamw_bytes(queued: list[QueuedLaunch], num_bytes: int) -> Iterator[QueuedLaunch]:
+def _set_adamw_bytes(launches: list[QueuedLaunch], num_bytes: int) -> Iterator[QueuedLaunch]:
     """Yield the launches with the bytes of AdamW's kernels: equal shares of `num_bytes`."""
-    share = num_bytes // max(1, sum(launch.work.name == ADAMW for launch in queued))
-    for launch in queued:
+    share = num_bytes // max(1, sum(launch.work.name == ADAMW for launch in launches))
+    for launch in launches:
         is_adamw = launch.work.name == ADAMW
         yield launch._replace(work=replace(launch.work, num_bytes=share)) if is_adamw else launch

@@ -1,4 +1,4 @@
-"""Estimate: approximate bytes and seconds of a parallel layout, by which a search sorts layouts.
+"""Estimator: approximate bytes and seconds of a layout, by which a search sorts layouts.
 
     a dry run of one node -> bytes of its activations -> estimated bytes of a rank, per layout
                           -> work of its parts        -> estimated seconds of a step, per layout
@@ -39,7 +39,7 @@ from moecore.planning.run import (
     OptimizerOptions,
     TrainingRun,
     count_state_bytes,
-    enter_world,
+    enter_run_world,
     list_stages,
 )
 from moecore.planning.segments import MIDDLE, SampledRun, sample_layers
@@ -69,17 +69,19 @@ class _Seconds(NamedTuple):
     network: float
 
 
-class Estimate:
+class Estimator:
     """An estimator of bytes and step seconds of a request's layouts, from dry runs of one node."""
 
     def __init__(self, request: SearchRequest, table: CostTable) -> None:
         self._request, self._table = request, table
         self._model = model = request.planned_model
-        self._params, self._experts, self._tp_params = model.sizes()
-        self._ep = 1 if model.moe is None else math.gcd(model.moe.num_experts, request.domain)
+        self._params, self._experts, self._tp_params = model.count_parameters()
+        self._ep = (
+            1 if model.moe is None else math.gcd(model.moe.num_experts, request.ranks_per_domain)
+        )
         sets = list_option_sets(request)
         self._base, self._last = sets[0], sets[-1]
-        self._choices = _list_choices(request, sets)
+        self._choices = _list_candidate_option_sets(request, sets)
         # Planned bytes over estimated bytes by pp, on the device and on the host.
         self._byte_ratios, self._host_ratios = (
             defaultdict[int, float](lambda: 1.0) for _ in range(2)
@@ -87,14 +89,14 @@ class Estimate:
         # The smallest planned seconds over estimated seconds, by pp and ep.
         self._time_ratios = defaultdict[tuple[int, int], float](lambda: MIN_RATIO)
         self._segments = cache(
-            lambda options: SampledRun.of(self._make_node_run(options, MIDDLE)).segments
+            lambda options: SampledRun.from_run(self._make_node_run(options, MIDDLE)).segments
         )
-        self._part, self._share = cache(self._time_part), cache(self._time_share)
+        self._part, self._share = cache(self._time_part), cache(self._time_rank_share)
         self._stage, self._parts = cache(self._time_stage), cache(self._list_stage_parts)
         self._saved_bytes = cache(self._count_saved_bytes)
-        self.seconds, self.num_bytes = cache(self._time_step), cache(self._estimate_bytes)
+        self.num_bytes, self.seconds = cache(self._estimate_bytes), cache(self._estimate_seconds)
 
-    def sort_key(self, layout: Layout) -> tuple[float, ...]:
+    def compute_sort_key(self, layout: Layout) -> tuple[float, ...]:
         """Return (False, estimated seconds) if a layout fits, otherwise (True, estimated bytes)."""
         options = self.choose_options(layout)
         if options is None:
@@ -107,12 +109,13 @@ class Estimate:
         fitting = (
             choice
             for choice in self._choices
-            if byte_ratio * self.num_bytes(layout, choice) <= self._request.limit
-            and host_ratio * self.host_bytes(layout, choice) <= self._request.host_limit
+            if byte_ratio * self.num_bytes(layout, choice) <= self._request.max_gpu_bytes
+            and host_ratio * self.estimate_host_bytes(layout, choice)
+            <= self._request.max_host_bytes
         )
         return min(fitting, key=lambda choice: self.seconds(layout, choice), default=None)
 
-    def increase_bytes(
+    def raise_byte_estimates(
         self, layout: Layout, options: OptionSet, planned_bytes: int, planned_host_bytes: int
     ) -> None:
         """Scale the byte estimates of all layouts with the pp of `layout` up to a plan's bytes.
@@ -123,10 +126,12 @@ class Estimate:
         pp, ratio = layout.pp, planned_bytes / self.num_bytes(layout, options)
         self._byte_ratios[pp] = max(ratio, self._byte_ratios[pp])
         if planned_host_bytes:
-            ratio = planned_host_bytes / self.host_bytes(layout, options)
+            ratio = planned_host_bytes / self.estimate_host_bytes(layout, options)
             self._host_ratios[pp] = max(ratio, self._host_ratios[pp])
 
-    def correct_seconds(self, layout: Layout, options: OptionSet, planned_seconds: float) -> None:
+    def correct_time_estimates(
+        self, layout: Layout, options: OptionSet, planned_seconds: float
+    ) -> None:
         """Scale the time estimates of all layouts with the pp and ep of `layout` by a plan's time.
 
         `planned_seconds` is the planned time of a step of `layout` with `options`.
@@ -162,7 +167,7 @@ class Estimate:
         in_flight = _compute_in_flight_over_pp(layout) * saved_bytes * _count_rank_rows(layout)
         return unsharded_bytes + sharded_bytes / num_gpus + in_flight
 
-    def host_bytes(self, layout: Layout, options: OptionSet) -> float:
+    def estimate_host_bytes(self, layout: Layout, options: OptionSet) -> float:
         """Return the estimated bytes of host memory that the ranks of a server pin."""
         _, offloaded_bytes = self._saved_bytes(options)
         num_gpus = self._request.num_gpus
@@ -171,7 +176,7 @@ class Estimate:
         ranks = min(get_gpu(self._request.gpu).server, num_gpus)
         return ranks * (rows * offloaded_bytes + state * self._params / num_gpus)
 
-    def _time_step(self, layout: Layout, options: OptionSet) -> float:
+    def _estimate_seconds(self, layout: Layout, options: OptionSet) -> float:
         """Return the estimated seconds of a step without clipping and the optimizer."""
         # The pipeline rank with most work runs all micro-batches, and waits while the pipeline
         # fills. All-gathers and reductions of weights and offload overlap with that work. In pairs
@@ -182,19 +187,19 @@ class Estimate:
         degrees = layout._replace(pp=1, chunks=1)
         stages = self._parts(layout._replace(ep=1, etp=1), like)
         passes = [self._stage(parts, degrees, like) for parts in stages]
-        across = layout.ep * layout.etp > self._request.domain
+        across = layout.ep * layout.etp > self._request.ranks_per_domain
         is_paired = across and layout.chunks > 1 and run.nvlink is None
         hides = self._table.pairs_hide if is_paired else 0.0
         stage_seconds = [c + network - min(c, hides * network) for c, network in passes]
         busiest = max(sum(stage_seconds[rank::pp]) for rank in range(pp))
-        busiest = max(busiest, self._time_offload(layout, options))
+        busiest = max(busiest, self._time_activation_offload(layout, options))
         if _has_sharded_weights(options):
             network = max(sum(stage.network for stage in passes[rank::pp]) for rank in range(pp))
             busiest = max(
                 busiest, self._time_weight_collectives(layout, options) + across * network
             )
         # The copies of the optimizer state overlap with the first forward and the last backward.
-        waits = max(0.0, self._time_state(options) - busiest)
+        waits = max(0.0, self._time_optimizer_state_copies(options) - busiest)
         fills = sum(stage_seconds) * (pp - 1) / len(stage_seconds)
         if hides:  # more forwards and backwards than in other schedules run unpaired
             serial_seconds, chunks = [c + network for c, network in passes], layout.chunks
@@ -206,7 +211,7 @@ class Estimate:
     def _list_weights(self, layout: Layout) -> list[_Weights]:
         """Return the sizes of a rank's unsharded dense and expert parameters, in this order."""
         pp, tp, _, ep, etp, _, _ = layout
-        stage, node = self._request.num_gpus // pp, self._request.domain
+        stage, node = self._request.num_gpus // pp, self._request.ranks_per_domain
         dense = self._params - self._experts - self._tp_params + self._tp_params / tp
         weights, experts = [], ep * etp
         for size, ranks in ((dense, tp), (self._experts / experts, experts)):
@@ -226,18 +231,18 @@ class Estimate:
             seconds += self._table.seconds(gather, node_ranks) if ranks > 1 else 0
         return seconds
 
-    def _time_offload(self, layout: Layout, options: OptionSet) -> float:
+    def _time_activation_offload(self, layout: Layout, options: OptionSet) -> float:
         """Return the seconds in which a micro-batch's activations are offloaded and copied back."""
         _, offloaded_bytes = self._saved_bytes(options)
         num_bytes = 2 * offloaded_bytes * _count_rank_rows(layout) / layout.pp
-        return self._time_copy(num_bytes, "bfloat16")
+        return self._time_host_copy(num_bytes, "bfloat16")
 
-    def _time_state(self, options: OptionSet) -> float:
+    def _time_optimizer_state_copies(self, options: OptionSet) -> float:
         """Return the seconds in which a step copies offloaded optimizer state, out and back."""
         per_param = 2 * options.optimizer.offload_fraction * count_state_bytes(options.optimizer)
-        return self._time_copy(per_param * self._params / self._request.num_gpus, "uint8")
+        return self._time_host_copy(per_param * self._params / self._request.num_gpus, "uint8")
 
-    def _time_copy(self, num_bytes: float, dtype: str) -> float:
+    def _time_host_copy(self, num_bytes: float, dtype: str) -> float:
         """Return the seconds of a copy of `num_bytes` to the host, as measured with this dtype."""
         copy = Work("copy to host", "copy", 0, round(num_bytes), (), dtype)
         return self._table.seconds(copy) if copy.num_bytes else 0.0
@@ -248,7 +253,9 @@ class Estimate:
         """Return by stage the (part, forward or backward) pairs, such as ("layer 3", "F")."""
         segments = self._segments(options)
         stages = list_stages(make_run(self._request, layout, options))
-        pairs = [[(p, x) for x in PASSES for p in segments.list_parts(s, x)] for s in stages]
+        pairs = [
+            [(p, x) for x in PASSES for p in segments.list_recorded_modules(s, x)] for s in stages
+        ]
         return list(map(tuple, pairs))
 
     def _time_stage(
@@ -258,13 +265,15 @@ class Estimate:
         seconds = [self._part(*part, layout, options) for part in parts]
         return _Seconds(*map(sum, zip(*seconds, strict=True)))
 
-    def _time_part(self, part: str, pass_: Pass, layout: Layout, options: OptionSet) -> _Seconds:
+    def _time_part(
+        self, part: str, direction: Pass, layout: Layout, options: OptionSet
+    ) -> _Seconds:
         """Return the seconds of a forward or backward of a model part such as "layer 3"."""
         segments = self._segments(options)
         expert_ranks = layout.ep * layout.etp
         rows = Fraction(layout.batch_size, layout.tp * layout.cp)
         compute, network = list[float](), list[float]()
-        for segment in segments.list_part_segments(part, pass_, MIDDLE // 2):
+        for segment in segments.list_part_segments(part, direction, MIDDLE // 2):
             for launch in (segments.queued[i] for i in segment.launches):
                 work = launch.work
                 seconds = self._share(work, rows, expert_ranks * (work.kind in BY_EXPERTS))
@@ -277,11 +286,13 @@ class Estimate:
         host = (len(compute) + len(network)) * self._table.host_seconds
         return _Seconds(max(host - sum(network), sum(compute)), sum(network))
 
-    def _time_share(self, work: Work, rows: Fraction, expert_ranks: int) -> float | None:
+    def _time_rank_share(
+        self, work: Work, rows_per_rank: Fraction, expert_ranks: int
+    ) -> float | None:
         """Return the seconds of a rank's share of an operation; None = the rank has no share.
 
-        `work` is an operation on one row (sequence) on a node. `rows` is the number of rows per
-        rank. `expert_ranks` is the number of ranks over which experts are distributed.
+        `work` is an operation on one row (sequence) on a node. `rows_per_rank` is the number of
+        rows per rank. `expert_ranks` is the number of ranks over which experts are distributed.
         """
         # `rows` of a micro-batch per rank are below 1 if several ranks share a row.
         shape = work.shape
@@ -291,12 +302,14 @@ class Estimate:
             shape = (expert_ranks,)
         elif work.kind == "grouped product":
             e, R, N, K = shape
-            shape = (max(1, round(e * self._ep / expert_ranks)), int(R * rows), N, K)
+            shape = (max(1, round(e * self._ep / expert_ranks)), int(R * rows_per_rank), N, K)
         elif shape:
-            shape = (max(1, int(shape[0] * rows)), *shape[1:])
-        num_bytes = max(1, int(work.num_bytes * rows))
-        share = replace(work, shape=shape, flops=int(work.flops * rows), num_bytes=num_bytes)
-        node_ranks = min(self._request.domain, *shape) if work.kind == "collective" else 0
+            shape = (max(1, int(shape[0] * rows_per_rank)), *shape[1:])
+        num_bytes = max(1, int(work.num_bytes * rows_per_rank))
+        share = replace(
+            work, shape=shape, flops=int(work.flops * rows_per_rank), num_bytes=num_bytes
+        )
+        node_ranks = min(self._request.ranks_per_domain, *shape) if work.kind == "collective" else 0
         return self._table.seconds(share, node_ranks)
 
     def _time_tp_cp_collectives(self, layout: Layout, options: OptionSet) -> Iterator[float]:
@@ -304,20 +317,20 @@ class Estimate:
         request, tp = self._request, "all_gather"
         slice_bytes = 2 * self._model.dim * request.seq_len // (layout.tp * layout.cp)
         is_plain = isinstance(request.model, DecoderConfig) and options.precision is None
-        if is_plain and is_slice_large_enough(slice_bytes) and request.peers % layout.tp == 0:
+        if is_plain and is_slice_large_enough(slice_bytes) and request.num_peers % layout.tp == 0:
             tp = GATHER_SLICES
         for name, ranks in ((tp, layout.tp), ("all_gather", layout.cp)):
             num_bytes = 2 * layout.batch_size * slice_bytes * (ranks - 1)
             message = Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
             if ranks > 1:
-                node_ranks = min(ranks, request.domain)
+                node_ranks = min(ranks, request.ranks_per_domain)
                 yield from MESSAGES * [self._table.seconds(message, node_ranks)]
 
     def _count_saved_bytes(self, options: OptionSet) -> tuple[int, int]:
         """Return the bytes that a micro-batch saves for backward: on the device, on the host."""
         small, like = sample_layers(self._make_node_run(options, 1), 1)
         fsdp = FSDPOptions(param_dtype=options.fsdp.param_dtype)  # sharding saves no activations
-        counts = count_saved_bytes_of_run(replace(small, optimizer=OptimizerOptions(), fsdp=fsdp))
+        counts = count_saved_bytes_by_block(replace(small, optimizer=OptimizerOptions(), fsdp=fsdp))
         blocks = [counts.blocks[i] for i in like["F"]]
         blocks += counts.blocks[small.planned_model.num_layers :]
         offloaded_bytes = sum(sum(block.host.values()) for block in blocks)
@@ -331,18 +344,18 @@ class Estimate:
 
 
 @lru_cache(maxsize=256)
-def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
+def count_saved_bytes_by_block(run: TrainingRun) -> ModelSavedBytes:
     """Return, for each block, the bytes that a micro-batch saves for backward.
 
     The function is faster than a dry run.
     """
     model = run.planned_model.build(run.dtype)
     run.planned_model.merge_loss_chunks(model, run.batch_size * run.seq_len)
-    inputs = run.planned_model.inputs(run.tokens())
-    with enter_world(run), treat_meta_as("cuda"):
+    inputs = run.planned_model.make_inputs(run.make_tokens())
+    with enter_run_world(run), treat_meta_as("cuda"):
         meshes = build_meshes(run.parallel, "cpu")
         parallelize_moe(model, meshes, dispatch="alltoall", precision=run.precision, fsdp=run.fsdp)
-        parts = run.planned_model.parts(model)
+        parts = run.planned_model.collect_parts(model)
         return count_saved_bytes(
             model,
             [*parts.layers, *parts.mtp],
@@ -352,19 +365,21 @@ def count_saved_bytes_of_run(run: TrainingRun) -> ModelSavedBytes:
         )
 
 
-def _list_choices(request: SearchRequest, sets: Sequence[OptionSet]) -> list[OptionSet]:
+def _list_candidate_option_sets(
+    request: SearchRequest, option_sets: Sequence[OptionSet]
+) -> list[OptionSet]:
     """Return the option sets for which a search estimates layouts.
 
-    The first set is `sets[0]`. Each other set has all low-overhead options of `sets[-1]` and one
-    subset of its medium-overhead options.
+    The first set is `option_sets[0]`. Each other set has all low-overhead options of
+    `option_sets[-1]` and one subset of its medium-overhead options.
     """
-    options = sets[-1].options
+    options = option_sets[-1].options
     medium = [option for option in options if option.overhead == "medium"]
     subsets = chain.from_iterable(combinations(medium, n) for n in range(len(medium) + 1))
     choices = (
         tuple(o for o in options if o.overhead == "low" or o in subset) for subset in subsets
     )
-    return [sets[0], *(make_option_set(request, choice) for choice in choices)]
+    return [option_sets[0], *(make_option_set(request, choice) for choice in choices)]
 
 
 def _count_rank_rows(layout: Layout) -> float:

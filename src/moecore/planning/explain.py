@@ -76,8 +76,8 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
     compute_args = list_compute_args(model)
     plan, coordinate = make_current_plan(model)
     layers = [module for module in model.modules() if isinstance(module, RoutedLayer)]
-    products = [_describe_products(layer, request, compute_args) for layer in layers]
-    saved_lines = [] if batch is None else describe_batch(model, batch)
+    products = [_describe_expert_matmuls(layer, request, compute_args) for layer in layers]
+    saved_lines = [] if batch is None else describe_block_saved_bytes(model, batch)
     meshes = _describe_meshes(model, request, coordinate)
     return "\n".join([*_describe_plan(plan, coordinate, meshes, products), *saved_lines])
 
@@ -154,22 +154,25 @@ def _make_layer_plan(name: str, layer: RoutedLayer) -> LayerPlan:
 
 
 def _describe_plan(
-    plan: ShardPlan, coordinate: Coordinate | None, meshes: Iterable[str], products: Iterable[str]
+    plan: ShardPlan,
+    coordinate: Coordinate | None,
+    mesh_lines: Iterable[str],
+    matmul_lines: Iterable[str],
 ) -> Iterator[str]:
     """Yield the lines of a plan's description.
 
-    `meshes` are lines that describe the meshes. `products` has one line per MoE layer on its
-    matmuls. `coordinate` = {axis: index} of a rank; None = rank 0.
+    `mesh_lines` are lines that describe the meshes. `matmul_lines` has one line per MoE layer on
+    its matmuls. `coordinate` = {axis: index} of a rank; None = rank 0.
     """
-    rows = list_table_rows(plan, coordinate)
+    rows = list_parameter_rows(plan, coordinate)
     size = format_bytes(sum(row.num_bytes for row in rows))
     holder = "this rank" if coordinate is not None else f"the first rank of {plan.world_size}"
     yield f"{plan.model}: {_describe_param_counts(plan)}, {size} on {holder}"
-    yield from meshes
+    yield from mesh_lines
     yield from [f"degrees chosen: {plan.parallel_reason}"] if plan.parallel_reason else ()
     yield from format_columns([HEADER, *(row.cells() for row in merge_table_rows(rows))])
     experts = (_describe_rank_experts(plan, layer, coordinate) for layer in plan.layers)
-    for (experts_line, products_line), n in Counter(zip_longest(experts, products)).items():
+    for (experts_line, products_line), n in Counter(zip_longest(experts, matmul_lines)).items():
         yield f"{n} MoE layer{'s' * (n > 1)} {experts_line}"
         yield from [products_line] if products_line else ()
     if plan.layers:
@@ -210,7 +213,7 @@ def _describe_meshes(
             yield f"attention over cp{size}: {options.way}{among}"
 
 
-def list_table_rows(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
+def list_parameter_rows(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
     """Return a table row for each group of parameters with equal kind, shapes, placement and dtype.
 
     `coordinate` = {axis: index} of the rank whose shards are listed; None = the first rank.
@@ -266,7 +269,7 @@ def _describe_rank_experts(plan: ShardPlan, layer: LayerPlan, coordinate: Coordi
     return f"of {layer.num_experts} experts, top {layer.top_k}; {subject} rank has {share}"
 
 
-def _describe_products(
+def _describe_expert_matmuls(
     layer: RoutedLayer, request: Request | None, compute_args: ComputeArgs
 ) -> str:
     """Return text: a layer's expert backend and the bytes that it saves for backward.
@@ -283,7 +286,8 @@ def _describe_products(
             place: Any = dict(dtypes=frozenset([weight.dtype]), device=weight.device)
             spec = experts.make_spec(**sizes, **place, recipe=experts.recipe)
         backend = f"auto ({choose_products('auto', spec)})"
-    return f"expert_backend {backend}; saved for backward {describe_layer(layer, compute_args)}"
+    saved_bytes = describe_layer_saved_bytes(layer, compute_args)
+    return f"expert_backend {backend}; saved for backward {saved_bytes}"
 
 
 def _describe_units(plan: ShardPlan) -> str:
@@ -355,7 +359,7 @@ def list_compute_args(model: nn.Module) -> ComputeArgs:
     return compute_args
 
 
-def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
+def describe_layer_saved_bytes(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
     """Return text with the bytes per token that each part of an MoE layer saves for backward.
 
     `compute_args` are keyword arguments of `count_saved_bytes`.
@@ -381,7 +385,7 @@ def describe_layer(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
     return f"{format_bytes(block.num_bytes / TOKENS)} per token and layer: {parts}{notes}"
 
 
-def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
+def describe_block_saved_bytes(model: nn.Module, batch: Batch) -> list[str]:
     """Return the lines of a table: bytes per token that each block saves for backward.
 
     `batch` is (sequences, tokens per sequence) of a micro-batch.
@@ -423,10 +427,10 @@ def describe_batch(model: nn.Module, batch: Batch) -> list[str]:
     return [title, *format_columns(table), total]
 
 
-def _format_ranges(numbers: list[int]) -> str:
+def _format_ranges(indices: list[int]) -> str:
     """Return ascending numbers as text, such as "0, 2 to 5"."""
     ranges: list[list[int]] = []
-    for n in numbers:
+    for n in indices:
         if ranges and n == ranges[-1][-1] + 1:
             ranges[-1][1:] = [n]
         else:

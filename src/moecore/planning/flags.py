@@ -181,7 +181,7 @@ def format_gpu_name(args: PlannedConfig) -> str:
     return str(args.gpu_spec or args.gpu or DEFAULT_GPU)
 
 
-def refuse_unread(args: PlanConfig) -> None:
+def check_no_unused_options(args: PlanConfig) -> None:
     """Raise a UsageError for the first set option that the selected mode does not read.
 
     The modes are a search, a run with degrees, and `--explain`.
@@ -198,7 +198,7 @@ def refuse_unread(args: PlanConfig) -> None:
     _refuse(args, unread, reason)
 
 
-def refuse_stages(args: PlannedConfig) -> None:
+def check_no_pipeline_options(args: PlannedConfig) -> None:
     """Raise a UsageError for a given option of pipeline stages if pp is 1."""
     if args.parallel.get("pp", 1) == 1:
         _refuse(args, OF_STAGES, "there are no stages without --pp")
@@ -265,9 +265,9 @@ def _read_model(config: Path) -> AnyModel:
         raise
 
 
-def parse_request(args: PlanConfig) -> SearchRequest:
+def parse_search_request(args: PlanConfig) -> SearchRequest:
     """Return the request of a search, which chooses the memory-saving options that are not set."""
-    options, memory = _parse_optimizer(args), _parse_memory(args)
+    options, memory = _parse_optimizer_options(args), _parse_memory_options(args)
     return SearchRequest(
         model=_parse_model(args),
         num_gpus=args.gpus,
@@ -278,7 +278,7 @@ def parse_request(args: PlanConfig) -> SearchRequest:
         memory=ANY if memory == MemoryOptions() else memory,
         precision=ANY if args.precision is None else _parse_precision(args),
         optimizer=ANY if options == OptimizerOptions() else options,
-        nvlink=NVLinkOptions(row_factor=args.row_factor) if _has_capacity(args) else ANY,
+        nvlink=NVLinkOptions(row_factor=args.row_factor) if _has_nvlink_capacity(args) else ANY,
     )
 
 
@@ -287,7 +287,7 @@ def _parse_precision(args: Any) -> Precision | None:
     return Precision.of(None if args.precision == "bf16" else args.precision)
 
 
-def _parse_memory(args: Any) -> MemoryOptions:
+def _parse_memory_options(args: Any) -> MemoryOptions:
     """Return the memory options of `--recompute`, `--offload` and `--stash`."""
     parts = MemoryOptions(recompute=args.recompute).parts
     return MemoryOptions(
@@ -297,12 +297,12 @@ def _parse_memory(args: Any) -> MemoryOptions:
     )
 
 
-def _has_capacity(args: Any) -> bool:
+def _has_nvlink_capacity(args: Any) -> bool:
     """Return whether --stash or --row-factor is set, each of which selects dispatcher nvlink."""
     return args.stash or args.row_factor is not None
 
 
-def _parse_optimizer(args: Any) -> OptimizerOptions:
+def _parse_optimizer_options(args: Any) -> OptimizerOptions:
     """Return the optimizer options of `--moments`, `--master-remainder` and `--state-offload`."""
     return OptimizerOptions(
         moment_dtype=args.moments,
@@ -320,11 +320,11 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
         )
     domain = count_domain_ranks(select_gpu(args), args.gpus)
     num_peers = count_peers(select_gpu(args), domain)
-    if _has_capacity(args):
+    if _has_nvlink_capacity(args):
         nvlink = NVLinkOptions(row_factor=args.row_factor)
     else:
         dispatch = DispatchOptions(name=args.dispatcher or "auto")
-        nvlink = choose_nvlink(dispatch, parallel.resolve(args.gpus), num_peers)
+        nvlink = choose_nvlink_options(dispatch, parallel.resolve(args.gpus), num_peers)
     return TrainingRun(
         model=_parse_model(args),
         num_gpus=args.gpus,
@@ -339,9 +339,9 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
             experts_strategy=args.experts_strategy,
             fp8_param_gather=args.fp8_param_gather,
         ),
-        memory=_parse_memory(args),
+        memory=_parse_memory_options(args),
         precision=_parse_precision(args),
-        optimizer=_parse_optimizer(args),
+        optimizer=_parse_optimizer_options(args),
         nvlink=nvlink,
         dispatcher=args.dispatcher or "auto",
         ranks_per_domain=domain,
@@ -351,7 +351,7 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
     )
 
 
-def choose_nvlink(
+def choose_nvlink_options(
     dispatch: DispatchOptions, parallel: ParallelConfig, num_peers: int
 ) -> NVLinkOptions | None:
     """Return the NVLink options with which a run dispatches tokens; None = without NVLink kernels.

@@ -18,7 +18,7 @@ from typing import Annotated
 from moecore.base.fields import Bound, CheckedRecord, NumBytes, quote
 from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
-from moecore.io.checkpoint.files import read_regular
+from moecore.io.checkpoint.files import read_regular_file
 
 GIB = 1 << 30
 TERA, GIGA = 10**12, 10**9
@@ -205,15 +205,15 @@ def find_bf16_flops(device_name: str) -> float | None:
     return None if name is None else GPUS[name].bf16_flops
 
 
-def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str) -> bytes:
+def read_file(path: str | os.PathLike[str], argument: str, max_bytes: int, fix: str) -> bytes:
     """Return a file's contents; raise a ValueError if the file is missing or above `max_bytes`.
 
-    The error names the argument `name` and ends with the advice `fix`.
+    The error names the argument `argument` and ends with the advice `fix`.
     """
     try:
-        return read_regular(Path(path), follow=True, max_bytes=max_bytes)
+        return read_regular_file(Path(path), follow_symlinks=True, max_bytes=max_bytes)
     except (OSError, ValueError):
-        raise ValueError(f"{name} must be a file of at most {max_bytes} bytes: {fix}") from None
+        raise ValueError(f"{argument} must be a file of at most {max_bytes} bytes: {fix}") from None
 
 
 def read_gpu(path: str | os.PathLike[str]) -> Gpu:
@@ -225,7 +225,7 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
         ValueError: if the file cannot be read, or a field or value is not valid for `Gpu`.
     """
     file_name = f"gpu-spec ({quote(os.fspath(path))})"
-    text = read_bytes(path, file_name, MAX_GPU_BYTES, "write fields of Gpu there")
+    text = read_file(path, file_name, MAX_GPU_BYTES, "write fields of Gpu there")
     try:
         values = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:
@@ -263,7 +263,7 @@ def find_time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | 
     return None
 
 
-def refuse_untimed(precision: Precision | None, gpu: GpuName | Gpu, fix: str) -> None:
+def check_time_is_modelled(precision: Precision | None, gpu: GpuName | Gpu, fix: str) -> None:
     """Raise a NotImplementedError if the time of a precision's matmuls is not modelled on a GPU.
 
     The error is the text of `find_time_refusal` followed by `fix`.
@@ -283,18 +283,19 @@ def count_domain_ranks(gpu: GpuName | Gpu, num_gpus: int) -> int:
     return next((n for n in range(domain, domain // 2, -1) if num_gpus % n == 0), domain)
 
 
-def count_peers(gpu: GpuName | Gpu, domain: int) -> int:
+def count_peers(gpu: GpuName | Gpu, num_domain_ranks: int) -> int:
     """Return the number of neighbouring ranks that access each other's memory; 1 = no access.
 
-    `domain` is the number of neighbouring ranks that NVLink connects.
+    `num_domain_ranks` is the number of neighbouring ranks that NVLink connects.
     """
     record = get_gpu(gpu)
-    return min(record.server, domain) if record.has_peer_access else 1
+    return min(record.server, num_domain_ranks) if record.has_peer_access else 1
 
 
-def are_peers(num_ranks: int, num_peers: int) -> bool:
-    """Return whether every group of `num_ranks` neighbouring ranks can access each other's memory.
+def are_peers(group_ranks: int, num_peers: int) -> bool:
+    """Return whether the ranks of every group can access each other's memory.
 
-    Groups of `num_peers` neighbouring ranks can. A single rank has no peers: the result is False.
+    A group has `group_ranks` neighbouring ranks. Each `num_peers` neighbouring ranks can access
+    each other's memory. A single rank has no peers: the result is False.
     """
-    return num_ranks > 1 and num_peers % num_ranks == 0
+    return group_ranks > 1 and num_peers % group_ranks == 0

@@ -22,39 +22,49 @@ STYLE = "body{font:14px sans-serif;margin:2em}i{display:inline-block;width:1em;h
 Part = tuple[float, float, str, str]  # start, length, colour, title
 
 
-def format_page(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes) -> str:
-    """Return the HTML of a plan's memory and time, with a line at `memory` bytes.
+def format_page(
+    plan: MemoryPlan, time_plan: TimePlan | str, title: str, gpu_bytes: NumBytes
+) -> str:
+    """Return the HTML of a plan's memory and time, with a line at `gpu_bytes` bytes.
 
-    `time` is the time plan of the run, or the reason why its time is not modelled.
+    `time_plan` is the time plan of the run, or the reason why its time is not modelled.
     """
     check_arguments(format_page, locals())
     kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
     colours = _assign_colours(kinds)
-    parts = [_stack_parts(rank.device, colours, format_bytes) for rank in plan.ranks]
+    parts = [_make_stacked_parts(rank.device, colours, format_bytes) for rank in plan.ranks]
     rows = [(f"pp rank {r.pp_rank}", bars) for r, bars in zip(plan.ranks, parts, strict=True)]
-    line = time if isinstance(time, str) else time.line
+    line = time_plan if isinstance(time_plan, str) else time_plan.line
     body = [
         f"<h1>{escape(title)}</h1><p>{escape(line)}</p>",
-        f"<h2>Memory of a GPU, of {format_bytes(memory)}</h2>",
-        _draw_bars(rows, max(memory, *(rank.num_bytes for rank in plan.ranks)), line=memory),
+        f"<h2>Memory of a GPU, of {format_bytes(gpu_bytes)}</h2>",
+        _draw_bars(
+            rows, max(gpu_bytes, *(rank.num_bytes for rank in plan.ranks)), line_position=gpu_bytes
+        ),
         _draw_legend(colours),
-        *([] if isinstance(time, str) else _draw_step(time, len(plan.ranks))),
+        *([] if isinstance(time_plan, str) else _draw_step(time_plan, len(plan.ranks))),
     ]
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return f"<!doctype html><html><head>{head}</head><body>{''.join(body)}</body></html>\n"
 
 
-def _draw_step(time: TimePlan, num_ranks: int) -> list[str]:
+def _draw_step(time_plan: TimePlan, num_ranks: int) -> list[str]:
     """Return the HTML of a step's parts, and of the timeline of `num_ranks` pipeline ranks."""
-    parts: dict[str, float] = {part: s for part, s in time.parts.items() if s}
+    parts: dict[str, float] = {part: s for part, s in time_plan.parts.items() if s}
     colours = _assign_colours(parts)
-    step = [("step", _stack_parts(parts, colours, lambda s: f"{s * 1e3:.1f} ms"))]
+    step = [("step", _make_stacked_parts(parts, colours, lambda s: f"{s * 1e3:.1f} ms"))]
     html = ["<h2>A step of the rank that works longest</h2>"]
     html += [_draw_bars(step, sum(parts.values())), _draw_legend(colours)]
-    if time.timeline is not None:
-        rows = [(f"pp rank {i}", _list_action_parts(time.timeline, i)) for i in range(num_ranks)]
+    if time_plan.timeline is not None:
+        rows = [
+            (f"pp rank {i}", _list_action_parts(time_plan.timeline, i)) for i in range(num_ranks)
+        ]
         named = {NAMES[kind]: colour for kind, colour in COLOURS.items()}
-        html += ["<h2>Stages</h2>", _draw_bars(rows, time.timeline.makespan), _draw_legend(named)]
+        html += [
+            "<h2>Stages</h2>",
+            _draw_bars(rows, time_plan.timeline.makespan),
+            _draw_legend(named),
+        ]
     return html
 
 
@@ -63,16 +73,16 @@ def _assign_colours(names: Iterable[str]) -> dict[str, str]:
     return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
 
 
-def _stack_parts(
-    sizes: Mapping[str, Any], colours: Mapping[str, str], text_of: Callable[[Any], str]
+def _make_stacked_parts(
+    sizes: Mapping[str, Any], colours: Mapping[str, str], format_size: Callable[[Any], str]
 ) -> list[Part]:
     """Return the parts of a bar, (start, size, colour, title), for all `sizes` above 0.
 
-    `sizes` and `colours` are by name of the part. `text_of` formats a size for the title.
+    `sizes` and `colours` are by name of the part. `format_size` formats a size for the title.
     """
     parts, start = list[Part](), 0.0
     for name, size in ((name, size) for name, size in sizes.items() if size > 0):
-        parts.append((start, size, colours[name], f"{name}: {text_of(size)}"))
+        parts.append((start, size, colours[name], f"{name}: {format_size(size)}"))
         start += size
     return parts
 
@@ -95,11 +105,12 @@ def _list_action_parts(timeline: Timeline, rank: int) -> list[Part]:
 
 
 def _draw_bars(
-    rows: Sequence[tuple[str, list[Part]]], longest: float, line: float | None = None
+    rows: Sequence[tuple[str, list[Part]]], axis_length: float, line_position: float | None = None
 ) -> str:
     """Return an SVG with a bar for each row (label, parts of the bar).
 
-    The full width is the size `longest`. `line` is the position of a dashed line; None = no line.
+    The full width is the size `axis_length`. `line_position` is the position of a dashed line; None
+    = no line.
     """
     height = ROW * len(rows)
     svg = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
@@ -107,13 +118,13 @@ def _draw_bars(
         y = i * ROW
         svg.append(f'<text x="0" y="{y + ROW - 7}">{escape(label)}</text>')
         for start, length, colour, title in parts:
-            x, width = LABEL + start / longest * WIDTH, length / longest * WIDTH
+            x, width = LABEL + start / axis_length * WIDTH, length / axis_length * WIDTH
             svg.append(
                 f'<rect x="{x:.2f}" y="{y + 1}" width="{width:.2f}" height="{ROW - 2}" '
                 f'fill="{colour}"><title>{escape(title)}</title></rect>'
             )
-    if line is not None:
-        x = LABEL + line / longest * WIDTH
+    if line_position is not None:
+        x = LABEL + line_position / axis_length * WIDTH
         svg.append(f'<path d="M{x:.2f} 0V{height}" stroke="black" stroke-dasharray="4"/>')
     return "".join((*svg, "</svg>"))
 

@@ -117,27 +117,27 @@ class SearchRequest(CheckedRecord):
         return self.global_batch or ROWS_PER_GPU * self.num_gpus
 
     @property
-    def domain(self) -> int:
+    def ranks_per_domain(self) -> int:
         """The number of neighbouring ranks that NVLink connects."""
         return self.gpus_per_node or count_domain_ranks(self.gpu, self.num_gpus)
 
     @property
-    def peers(self) -> int:
+    def num_peers(self) -> int:
         """The number of neighbouring ranks that reach each other's memory; 1 = none."""
-        return count_peers(self.gpu, self.domain)
+        return count_peers(self.gpu, self.ranks_per_domain)
 
     @property
-    def costs(self) -> CostTable:
+    def cost_table(self) -> CostTable:
         """The shipped costs of operations on the GPU."""
         return CostTable.of(self.gpu)
 
     @property
-    def limit(self) -> int:
+    def max_gpu_bytes(self) -> int:
         """The bytes of a GPU's memory that a plan may use."""
         return int((1 - self.reserve) * get_gpu(self.gpu).memory)
 
     @property
-    def host_limit(self) -> int:
+    def max_host_bytes(self) -> int:
         """The bytes of a server's host memory that a plan may pin."""
         return int((1 - self.reserve) * get_gpu(self.gpu).host_memory)
 
@@ -165,9 +165,9 @@ class Refusal(NamedTuple):
 
 
 @cache
-def list_divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of a number, ascending."""
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
+def list_divisors(integer: int) -> tuple[int, ...]:
+    """Return the divisors of an integer, ascending."""
+    return tuple(n for n in range(1, integer + 1) if integer % n == 0)
 
 
 def enumerate_layouts(num_gpus: int) -> Iterator[Layout]:
@@ -183,7 +183,8 @@ def enumerate_layouts(num_gpus: int) -> Iterator[Layout]:
 def find_refusal(request: SearchRequest, layout: Layout) -> Refusal | None:
     """Check a layout against all rules; return the first `Refusal`; None = all rules allow it."""
     return next(
-        chain(_find_illegal_values(request, layout), _find_slow_choices(request, layout)), None
+        chain(_find_rule_violations(request, layout), _find_guideline_violations(request, layout)),
+        None,
     )
 
 
@@ -221,30 +222,30 @@ def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
     sets = [make_option_set(request, ())]
     for option in OPTIONS:
         larger = make_option_set(request, (*sets[-1].options, option))
-        changes = _list_changed_fields(larger, sets[-1])
+        changes = _list_different_fields(larger, sets[-1])
         if option.overhead and changes and all(getattr(request, name) == ANY for name in changes):
             sets.append(larger)
     return tuple(sets[sum(option.gains for option in sets[-1].options) :])
 
 
-def list_smaller_sets(
-    request: SearchRequest, full_set: OptionSet, *, gains: bool
+def list_smaller_option_sets(
+    request: SearchRequest, option_set: OptionSet, *, includes_gains: bool
 ) -> Iterator[OptionSet]:
-    """Yield copies of `full_set` without one option, for each option that can be removed.
+    """Yield copies of `option_set` without one option, for each option that can be removed.
 
-    `gains` = options that also save time can be removed too.
+    `includes_gains` = options that also save time can be removed too.
     """
     # The option with the largest overhead is removed first.
-    for removal in (o for o in reversed(full_set.options) if gains or not o.gains):
-        options = tuple(option for option in full_set.options if option is not removal)
+    for removal in (o for o in reversed(option_set.options) if includes_gains or not o.gains):
+        options = tuple(option for option in option_set.options if option is not removal)
         smaller = make_option_set(request, options)
-        if _list_changed_fields(smaller, full_set):
+        if _list_different_fields(smaller, option_set):
             yield smaller
 
 
-def _list_changed_fields(first: OptionSet, second: OptionSet) -> list[str]:
+def _list_different_fields(first_set: OptionSet, second_set: OptionSet) -> list[str]:
     """Compare two option sets, and return the names of the run's fields that differ."""
-    return [name for name in DEFAULTS if getattr(first, name) != getattr(second, name)]
+    return [name for name in DEFAULTS if getattr(first_set, name) != getattr(second_set, name)]
 
 
 def make_run(request: SearchRequest, layout: Layout, options: OptionSet) -> TrainingRun:
@@ -254,7 +255,7 @@ def make_run(request: SearchRequest, layout: Layout, options: OptionSet) -> Trai
         chunks = layout.chunks if layout.chunks > 1 else None
         name: ScheduleName = "interleaved" if chunks else "1f1b"
         pipeline = PipelineConfig(schedule=name, chunks=chunks)
-    if are_peers(layout.ep * layout.etp, request.peers):
+    if are_peers(layout.ep * layout.etp, request.num_peers):
         nvlink = TWICE if request.nvlink == ANY else request.nvlink
     return TrainingRun(
         model=request.model,
@@ -267,8 +268,8 @@ def make_run(request: SearchRequest, layout: Layout, options: OptionSet) -> Trai
         num_micro_batches=count_micro_batches(request, layout),
         pipeline=pipeline,
         nvlink=nvlink,
-        ranks_per_domain=request.domain,
-        num_peers=request.peers,
+        ranks_per_domain=request.ranks_per_domain,
+        num_peers=request.num_peers,
         has_block_scales=get_gpu(request.gpu).has_block_scales,
         **{name: getattr(options, name) for name in DEFAULTS},
     )
@@ -299,7 +300,7 @@ def count_micro_batches(request: SearchRequest, layout: Layout) -> int:
     return request.rows // (count_data_ranks(request, layout) * layout.batch_size)
 
 
-def _find_illegal_values(request: SearchRequest, layout: Layout) -> Iterator[Refusal]:
+def _find_rule_violations(request: SearchRequest, layout: Layout) -> Iterator[Refusal]:
     """Check a layout as `parallelize_moe` does, and yield a Refusal for each violated rule."""
     model, (pp, tp, cp, ep, etp, chunks, batch_size) = request.planned_model, layout
     for view, size in (("dense", pp * tp * cp), ("expert", pp * ep * etp)):
@@ -315,7 +316,7 @@ def _find_illegal_values(request: SearchRequest, layout: Layout) -> Iterator[Ref
                 reason = f"MoEConfig.{name} ({value}) must be divisible by {field} ({degree})"
                 yield Refusal("experts divide", reason)
     try:
-        model.check(pp=pp, tp=tp, cp=cp)
+        model.check_degrees(pp=pp, tp=tp, cp=cp)
     except (ValueError, NotImplementedError) as error:
         yield Refusal("heads divide", str(error))
     parts = 2 * cp if cp > 1 else 1
@@ -334,10 +335,10 @@ def _find_illegal_values(request: SearchRequest, layout: Layout) -> Iterator[Ref
         yield Refusal("rows for all data ranks", reason)
 
 
-def _find_slow_choices(request: SearchRequest, layout: Layout) -> Iterator[Refusal]:
+def _find_guideline_violations(request: SearchRequest, layout: Layout) -> Iterator[Refusal]:
     """Check a layout against the guidelines, and yield a Refusal for each violated guideline."""
     pp, tp, cp, _, etp, chunks, _ = layout
-    node, stage = request.domain, request.num_gpus // pp
+    node, stage = request.ranks_per_domain, request.num_gpus // pp
     if etp > 1:
         reason = "experts are cut by ep, with larger products and less communication: use etp=1"
         yield Refusal("EP before TP for experts", reason)

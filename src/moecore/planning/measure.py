@@ -42,7 +42,7 @@ from moecore.planning.costs import CostTable, Point
 from moecore.planning.dry_run import dry_run
 from moecore.planning.gpus import GPUS, NODE, find_gpu_name
 from moecore.planning.record import SUMS, Work
-from moecore.planning.run import TrainingRun, build_model, build_optimizer, enter_world
+from moecore.planning.run import TrainingRun, build_model, build_optimizer, enter_run_world
 from moecore.train.optim.adamw import AdamW
 from moecore.train.step import TrainStep
 
@@ -89,12 +89,12 @@ QUEUED = TrainingRun(model=SMALL_MODEL, num_gpus=1, seq_len=256)
 
 def run_measure(args: Any) -> int:
     """Time operations, write a `CostTable` to `args.out`, return 0; only the first rank writes."""
-    device = _select_device()
+    device = _select_local_gpu()
     name = torch.cuda.get_device_name(device)
     gpu = find_gpu_name(name)
     if gpu is None:
         raise ValueError(f"device ({name}) must be one of {', '.join(GPUS)}: use one of these")
-    host = measure_host_seconds(QUEUED, device)
+    host = measure_host_seconds_per_launch(QUEUED, device)
     calls = [list_gpu_calls(device, FULL)]
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl", device_id=device)
@@ -110,10 +110,10 @@ def run_measure(args: Any) -> int:
     return 0
 
 
-def measure_host_seconds(run: TrainingRun, device: torch.device) -> float:
+def measure_host_seconds_per_launch(run: TrainingRun, device: torch.device) -> float:
     """Train `run` with random weights on `device`; return the host's median seconds per launch."""
     times = []
-    with enter_world(run):
+    with enter_run_world(run):
         model = build_model(run, device.type)
         model.to_empty(device=device)
         model.init_weights()
@@ -140,9 +140,9 @@ def measure_calls(calls: Iterable[tuple[Work, Call]], device: torch.device) -> I
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     for work, call in calls:
         # The time of the slowest rank gives all ranks the same number of warm-up calls.
-        first_seconds = _max_over_ranks(_time_call(call, flush, 3), device)
+        first_seconds = _all_reduce_max_seconds(_time_call(call, flush, 3), device)
         _time_call(call, flush, min(MAX_CALLS, int(WARM_UP_S / first_seconds)))
-        seconds = _max_over_ranks(_time_call(call, flush, ROUNDS), device)
+        seconds = _all_reduce_max_seconds(_time_call(call, flush, ROUNDS), device)
         yield Point(work=work, seconds=float(f"{seconds:.6g}"), date=date)
 
 
@@ -157,7 +157,7 @@ def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, C
         work = Work("aten.mm", "product", 2 * M * N * K, num_bytes, (M, N, K), "bfloat16")
         yield work, lambda a=a, b=b: a @ b  # type: ignore[misc]
     for E, R, D, F in sizes.grouped:
-        yield from _make_grouped_calls(device, E, R, D, F)
+        yield from _make_grouped_matmul_calls(device, E, R, D, F)
     for B, H, T, d, v in sizes.attention:
         yield from _make_attention_calls(device, B, H, T, d, v)
     yield from _make_memory_bound_calls(device, sizes)
@@ -204,7 +204,7 @@ def list_collective_calls(device: torch.device, num_bytes: int) -> Iterator[tupl
         yield send, send_to_next_rank
 
 
-def _make_grouped_calls(
+def _make_grouped_matmul_calls(
     device: torch.device, E: int, R: int, D: int, F: int
 ) -> Iterator[tuple[Work, Call]]:
     """Yield (work, launch function) of the grouped matmuls of E experts with R rows in total.
@@ -326,15 +326,15 @@ def _make_random_tensor(device: torch.device, *shape: int) -> Tensor:
     return values.repeat(-(-numel // max(1, size)))[:numel].view(shape)
 
 
-def _time_call(call: Call, flush: Tensor, rounds: int) -> float:
-    """Return the median seconds of `rounds` calls.
+def _time_call(call: Call, cache_flush: Tensor, num_rounds: int) -> float:
+    """Return the median seconds of `num_rounds` calls.
 
-    A read of tensor `flush` before each call replaces the content of the L2 cache.
+    A read of tensor `cache_flush` before each call replaces the content of the L2 cache.
     """
     times, spans = [], []
-    for _ in range(rounds):
-        flush.sum()
-        if flush.is_cuda:
+    for _ in range(num_rounds):
+        cache_flush.sum()
+        if cache_flush.is_cuda:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             call()
@@ -350,7 +350,7 @@ def _time_call(call: Call, flush: Tensor, rounds: int) -> float:
     return median(times) if times else 0.0
 
 
-def _max_over_ranks(seconds: float, device: torch.device) -> float:
+def _all_reduce_max_seconds(seconds: float, device: torch.device) -> float:
     """All-reduce `seconds` with MAX, and return the longest time of all ranks."""
     if not dist.is_initialized():
         return seconds
@@ -359,7 +359,7 @@ def _max_over_ranks(seconds: float, device: torch.device) -> float:
     return float(longest)
 
 
-def _select_device() -> torch.device:
+def _select_local_gpu() -> torch.device:
     """Make the GPU of LOCAL_RANK the current device and return it. ValueError without a GPU."""
     if not torch.cuda.is_available():
         raise ValueError("device (cpu) must be a GPU: run `moecore measure` where torch sees one")

@@ -44,7 +44,7 @@ class _Pass(NamedTuple):
     """A forward or backward of one micro-batch through a stage, as segments of a dry run."""
 
     stage: int
-    pass_: Pass
+    direction: Pass
     segments: list[Segment]
 
 
@@ -59,7 +59,7 @@ class _Peak(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Rank:
+class _RankStep:
     """Resident bytes and passes of a pipeline rank's step; `end` is gradient clipping and AdamW."""
 
     resident: Mapping[str, int]
@@ -127,7 +127,7 @@ class MemoryPlan:
         """The rank with the largest peak in GPU memory."""
         return max(self.ranks, key=lambda rank: rank.num_bytes)
 
-    def pinned_bytes(self, gpu: Gpu) -> int:
+    def count_pinned_bytes(self, gpu: Gpu) -> int:
         """Return the pinned host bytes of a server, with the largest rank's bytes for each rank."""
         ranks = min(gpu.server, self.run.num_gpus)
         return ranks * max(sum(rank.host.values()) for rank in self.ranks)
@@ -157,7 +157,7 @@ def plan_peak_memory(run: TrainingRun) -> tuple[int, ...]:
         ValueError, NotImplementedError: as `parallelize_moe`, for options that the model refuses.
     """
     check_arguments(plan_peak_memory, locals())
-    return tuple(rank.find_peak().num_bytes for rank in _make_ranks(run))
+    return tuple(rank.find_peak().num_bytes for rank in _make_rank_steps(run))
 
 
 def plan_memory(run: TrainingRun) -> MemoryPlan:
@@ -170,65 +170,66 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
     with fake_world(1):
         pass  # refuses a call inside another fake world, even if all dry runs are cached
     segments = make_segments(run)
-    pairs = enumerate(zip(_make_ranks(run), list_rank_stages(run), strict=True))
+    pairs = enumerate(zip(_make_rank_steps(run), list_rank_stages(run), strict=True))
     ranks = [_make_rank_memory(run, i, rank, stages, segments) for i, (rank, stages) in pairs]
     return MemoryPlan(run=run, ranks=tuple(ranks))
 
 
 def _make_rank_memory(
-    run: TrainingRun, pp_rank: int, rank: _Rank, stages: Sequence[Stage], segments: Segments
+    run: TrainingRun, pp_rank: int, step: _RankStep, stages: Sequence[Stage], segments: Segments
 ) -> RankMemory:
     """Return a pipeline rank's bytes by kind, at the peak of its step.
 
-    `stages` are the stages of this rank. `segments` is the dry run that `rank.passes` are from.
+    `stages` are the stages of this rank. `segments` is the dry run that `step.passes` are
+    from.
     """
-    peak = rank.find_peak()
-    device, in_flight = Counter(rank.resident), Counter[int]()
-    for number, (stage, pass_, passed) in enumerate(rank.passes[: peak.passed + 1]):
+    peak = step.find_peak()
+    device, in_flight = Counter(step.resident), Counter[int]()
+    for number, (stage, direction, passed) in enumerate(step.passes[: peak.passed + 1]):
         is_last = number == peak.passed
         for segment in passed[: peak.at] if is_last else passed:
             device.update(segment.net_kinds)
-        in_flight[stage] += 1 if pass_ == "F" else -(not is_last)
+        in_flight[stage] += 1 if direction == "F" else -(not is_last)
     device.update(peak.segment.peak_kinds)
     device["optimizer state"] -= peak.offloaded_state
     device["other"] += device.pop(RESIDENT, 0)
     device["other"] += peak.num_bytes - sum(device.values())
-    host = {"activations": _find_host_peak(rank, segments), "optimizer state": rank.offloaded_state}
+    host = {"activations": _find_host_peak(step, segments), "optimizer state": step.offloaded_state}
     return RankMemory(
         pp_rank=pp_rank,
         stages=("all",) if run.pipeline is None else tuple(stage.letters for stage in stages),
-        device=_remove_negative_bytes(device, rank.resident.keys() - {"other"}),
+        device=_remove_negative_bytes(device, step.resident.keys() - {"other"}),
         host={kind: n for kind, n in host.items() if n},
         in_flight=tuple(in_flight[stage.index] for stage in stages),
     )
 
 
 def _remove_negative_bytes(
-    sizes: Mapping[str, int], resident_kinds: Collection[str]
+    bytes_by_kind: Mapping[str, int], resident_kinds: Collection[str]
 ) -> dict[str, int]:
-    """Return `sizes`, bytes by kind, without its negative values, and with the same sum.
+    """Return `bytes_by_kind`, bytes by kind, without its negative values, and with the same sum.
 
     The negative bytes are subtracted from the largest kinds, and from `resident_kinds` last.
     """
     # A tensor that is allocated once per step may be freed in a layer that stands for several
     # layers, so that its kind becomes negative. These bytes are subtracted from the largest kinds,
     # and from stored kinds last.
-    positive = {kind: n for kind, n in sizes.items() if n > 0}
-    excess = sum(positive.values()) - sum(sizes.values())
+    positive = {kind: n for kind, n in bytes_by_kind.items() if n > 0}
+    excess = sum(positive.values()) - sum(bytes_by_kind.values())
     for kind in sorted(positive, key=lambda kind: (kind in resident_kinds, -positive[kind])):
         deduction = min(excess, positive[kind])
         positive[kind], excess = positive[kind] - deduction, excess - deduction
     return {kind: n for kind, n in positive.items() if n}
 
 
-def _find_host_peak(rank: _Rank, segments: Segments) -> int:
+def _find_host_peak(step: _RankStep, segments: Segments) -> int:
     """Return the peak bytes of activations that a rank has offloaded to the host in a step."""
     level, peak, copies = 0, 0, dict[int, int]()
-    for stage, pass_, passed in rank.passes:
-        if pass_ == "F":
+    for stage, direction, passed in step.passes:
+        if direction == "F":
             works = (segments.queued[i].work for segment in passed for i in segment.launches)
             copies[stage] = sum(work.num_bytes for work in works if work.name == HOST_COPIES[0])
-        level += copies[stage] if pass_ == "F" else -copies[stage]
+        level += copies[stage] if direction == "F" else -copies[stage]
         peak = max(peak, level)
     return peak
 
@@ -243,10 +244,10 @@ def count_steady_micro_batches(run: TrainingRun) -> int:
     return min(number, 4 * pp + number % pp)
 
 
-def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
+def _make_rank_steps(run: TrainingRun) -> Iterator[_RankStep]:
     """Yield each pipeline rank of a run, from the dry run of a run of few layers."""
-    small, model = SampledRun.of(run), run.planned_model
-    step, segments = small.step, small.memory_segments
+    small, model = SampledRun.from_run(run), run.planned_model
+    step, segments = small.recorded_step, small.memory_segments
     sizes = list_rank_bytes(small.run)
     rank_bytes = (sum(count_resident_bytes(small.run, size).values()) for size in sizes)
     # Resident bytes besides stored tensors. Pages are counted for each layer.
@@ -260,7 +261,7 @@ def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
         moe_runs += model.mtp_runs * sum(len(stage.mtp) for stage in stages)
         resident = count_resident_bytes(run, size)
         resident |= {"other": other, "pages": round(pages_per_run * moe_runs)}
-        yield _Rank(
+        yield _RankStep(
             resident=resident | {"exchange buffers": step.buffers},
             passes=passes,
             end=segments.end,
@@ -268,10 +269,12 @@ def _make_ranks(run: TrainingRun) -> Iterator[_Rank]:
         )
 
 
-def _order_passes(run: TrainingRun, small: SampledRun, segments: Segments) -> Iterator[list[_Pass]]:
+def _order_passes(
+    run: TrainingRun, sampled_run: SampledRun, segments: Segments
+) -> Iterator[list[_Pass]]:
     """Yield for each pipeline rank of `run` its forwards and backwards, in the order of execution.
 
-    The segments of each pass are from `segments`, the dry run of `small`.
+    The segments of each pass are from `segments`, the dry run of `sampled_run`.
     """
     stages, number, pp = list_stages(run), count_steady_micro_batches(run), run.resolved.pp
     like = map_micro_batches(number, segments.num_micro_batches)
@@ -281,7 +284,7 @@ def _order_passes(run: TrainingRun, small: SampledRun, segments: Segments) -> It
     if run.pipeline is not None:
         name, chunks = run.pipeline.schedule, len(stages) // pp
         orders = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number).orders
-    sums = list_rank_bytes(small.run)[0].accumulated
+    sums = list_rank_bytes(sampled_run.run)[0].accumulated
     passes: dict[str, tuple[Pass, ...]] = {"F": ("F",), "B": ("B",), "W": ("B",)}  # D and W are B
     for order, size in zip(orders, list_rank_bytes(run), strict=True):
         actions = [action for item in order for action in list_actions(item)]
@@ -291,26 +294,26 @@ def _order_passes(run: TrainingRun, small: SampledRun, segments: Segments) -> It
         yield [
             _Pass(
                 stage,
-                pass_,
+                direction,
                 _correct_stage_segments(
-                    stages[stage], pass_, like[i], segments, share * (stage in ends)
+                    stages[stage], direction, like[i], segments, share * (stage in ends)
                 ),
             )
             for kind, stage, i in actions
-            for pass_ in passes.get(kind, ())
+            for direction in passes.get(kind, ())
         ]
 
 
 def _correct_stage_segments(
-    stage: Stage, pass_: Pass, micro_batch: int, segments: Segments, share: float
+    stage: Stage, direction: Pass, micro_batch_idx: int, segments: Segments, gradient_share: float
 ) -> list[Segment]:
     """Return the segments of a stage's pass, with the gradient bytes that the stage keeps or frees.
 
-    `micro_batch` is an index of the dry run. `share`, 0 to 1, is the stage's fraction of the
-    gradient bytes that the dry run counts in embedding and head. Only a backward is changed.
+    `micro_batch_idx` is an index of the dry run. `gradient_share`, 0 to 1, is the stage's fraction
+    of the gradient bytes that the dry run counts in embedding and head. Only a backward is changed.
     """
-    stage_segments = segments.list_stage_segments(stage, pass_, micro_batch)
-    if pass_ == "F" or segments.num_micro_batches < MIDDLE:
+    stage_segments = segments.list_stage_segments(stage, direction, micro_batch_idx)
+    if direction == "F" or segments.num_micro_batches < MIDDLE:
         return stage_segments
     # In the recorded step, the segment of the embedding frees or keeps the gradients of all layers
     # at the end of a backward. A middle micro-batch keeps nothing. Another one keeps the difference
@@ -318,18 +321,20 @@ def _correct_stage_segments(
     layers = replace(stage, embedding=False, loss=False)
     ends = replace(stage, embedding=True, layers=(), mtp=(), loss=True)
     net_bytes = 0.0
-    for part, part_share in ((layers, 1.0), (ends, share)):
-        net, middle = (_sum_net_bytes(part, i, segments) for i in (micro_batch, MIDDLE // 2))
+    for part, part_share in ((layers, 1.0), (ends, gradient_share)):
+        net, middle = (_sum_net_bytes(part, i, segments) for i in (micro_batch_idx, MIDDLE // 2))
         net_bytes += part_share * (net - middle)
-    surplus = round(net_bytes) - _sum_net_bytes(stage, micro_batch, segments)
+    surplus = round(net_bytes) - _sum_net_bytes(stage, micro_batch_idx, segments)
     *first, last = stage_segments or [Segment(range(0), 0, 0, {}, {})]
     peak, kinds = max(0, last.peak + min(0, surplus)), dict(last.net_kinds)
     kinds["backward"] = kinds.get("backward", 0) + surplus
     return [*first, last._replace(net=last.net + surplus, peak=peak, net_kinds=kinds)]
 
 
-def _sum_net_bytes(stage: Stage, micro_batch: int, segments: Segments) -> int:
+def _sum_net_bytes(stage: Stage, micro_batch_idx: int, segments: Segments) -> int:
     """Return the allocated minus freed bytes of a stage's forward and backward of a micro-batch."""
     return sum(
-        s.net for pass_ in PASSES for s in segments.list_stage_segments(stage, pass_, micro_batch)
+        s.net
+        for direction in PASSES
+        for s in segments.list_stage_segments(stage, direction, micro_batch_idx)
     )

@@ -42,12 +42,12 @@ class ModelSizes(NamedTuple):
     tp_params: int  # parameters that are sharded over tp
 
 
-def count_sizes(model: nn.Module, *parts: Iterable[nn.Parameter]) -> ModelSizes:
-    """Return the numbers of parameters of a model.
-
-    `parts` are two iterables: the routed experts' parameters, and the tp-sharded parameters.
-    """
-    return ModelSizes(*(sum(p.numel() for p in part) for part in (model.parameters(), *parts)))
+def count_sizes(
+    model: nn.Module, expert_params: Iterable[nn.Parameter], tp_params: Iterable[nn.Parameter]
+) -> ModelSizes:
+    """Count the elements of all parameters, of the routed experts' and of tp-sharded ones."""
+    groups = (model.parameters(), expert_params, tp_params)
+    return ModelSizes(*(sum(param.numel() for param in group) for group in groups))
 
 
 class ModelSource(NamedTuple):
@@ -103,7 +103,7 @@ class PlannedModel(ABC):
         return frozenset()
 
     @abstractmethod
-    def select_layers(self, layers: Sequence[int]) -> Any:
+    def select_layers(self, layer_idxs: Sequence[int]) -> Any:
         """Return the model with only the layers at these indices, as a `TrainingRun.model`."""
 
     @abstractmethod
@@ -115,19 +115,19 @@ class PlannedModel(ABC):
         """Let a module made by `build` compute the loss of `num_tokens` tokens in one chunk."""
 
     @abstractmethod
-    def parts(self, model: nn.Module) -> ModuleParts:
+    def collect_parts(self, model: nn.Module) -> ModuleParts:
         """Return the embedding, layers, MTP layers, head and loss of a module made by `build`."""
 
     @abstractmethod
-    def inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
+    def make_inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
         """Return the keyword arguments of a forward with loss; the tokens are labels, too."""
 
     @abstractmethod
-    def sizes(self) -> ModelSizes:
+    def count_parameters(self) -> ModelSizes:
         """Count all parameters, the routed experts' parameters and the tp-sharded parameters."""
 
     @abstractmethod
-    def check(self, *, pp: int, tp: int, cp: int) -> None:
+    def check_degrees(self, *, pp: int, tp: int, cp: int) -> None:
         """Raise ValueError or NotImplementedError for degrees that do not fit the model."""
 
     @abstractmethod
@@ -142,7 +142,7 @@ class NativeModel(PlannedModel):
     config: DecoderConfig
 
     @classmethod
-    def of(cls, config: DecoderConfig) -> NativeModel:
+    def from_config(cls, config: DecoderConfig) -> NativeModel:
         """Return the sizes and layers of the decoder that a config describes."""
         kinds = tuple(find_layer_kind(config, i) for i in range(config.num_layers))
         unmeasured = ["linear"] * (config.linear_attention is not None)
@@ -162,9 +162,9 @@ class NativeModel(PlannedModel):
         )
 
     @override
-    def select_layers(self, layers: Sequence[int]) -> DecoderConfig:
+    def select_layers(self, layer_idxs: Sequence[int]) -> DecoderConfig:
         """Return the decoder config with only the layers at these indices."""
-        config, kinds = self.config, [find_layer_kind(self.config, i) for i in layers]
+        config, kinds = self.config, [find_layer_kind(self.config, i) for i in layer_idxs]
         linear = tuple(i for i, kind in enumerate(kinds) if kind.mixer == "linear")
         dense = tuple(i for i, kind in enumerate(kinds) if kind.feedforward == "dense")
         is_named = not config.pattern
@@ -182,23 +182,28 @@ class NativeModel(PlannedModel):
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
+        """Return the module on meta, with parameters of `dtype`."""
         return Decoder(self.config, device="meta", dtype=dtype)
 
     @override
     def merge_loss_chunks(self, model: Any, num_tokens: int) -> None:
+        """Let `model` compute the loss of `num_tokens` tokens in one chunk."""
         model.lm_head.config = replace(self.config, ce_chunk_tokens=num_tokens)
 
     @override
-    def parts(self, model: Any) -> ModuleParts:
+    def collect_parts(self, model: Any) -> ModuleParts:
+        """Return the embedding, layers, MTP layers, head and loss of a built module."""
         head = model.lm_head
         return ModuleParts(model.model.embed_tokens, model.layers, model.mtp, head, head)
 
     @override
-    def inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
+    def make_inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
+        """Return the keyword arguments of a forward with loss; the tokens are labels, too."""
         return {"tokens_BT": tokens_BT, "labels_BT": tokens_BT}
 
     @override
-    def sizes(self) -> ModelSizes:
+    def count_parameters(self) -> ModelSizes:
+        """Count all parameters, the routed experts' and the tp-sharded parameters."""
         model = self.build(torch.float32)
         experts, tp_params = set[nn.Parameter](), set[nn.Parameter]()
         for module in model.modules():
@@ -209,7 +214,7 @@ class NativeModel(PlannedModel):
         return count_sizes(model, experts, tp_params)
 
     @override
-    def check(self, *, pp: int, tp: int, cp: int) -> None:
+    def check_degrees(self, *, pp: int, tp: int, cp: int) -> None:
         """Raise ValueError or NotImplementedError for a tp or cp that the model cannot have."""
         config = self.config
         check_tensor_parallel(config, tp)
@@ -219,7 +224,8 @@ class NativeModel(PlannedModel):
 
     @override
     def make_source(self, dtype: torch.dtype) -> ModelSource:
-        config = _format_config(self.config)
+        """Return the Python that makes the model with parameters of `dtype`."""
+        config = _format_decoder_config(self.config)
         return ModelSource(
             ["from moecore.models import *"],
             [f"config = {config}", f'model = Decoder(config, device="meta", dtype={dtype})'],
@@ -263,7 +269,7 @@ def find_preset(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
     return None
 
 
-def _format_config(config: DecoderConfig) -> str:
+def _format_decoder_config(config: DecoderConfig) -> str:
     """Return the Python of a config: a call of `preset`, or its repr if no preset matches."""
     name, overrides = find_preset(config) or (None, {})
     if name is None:

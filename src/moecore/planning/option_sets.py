@@ -2,7 +2,7 @@
 
     layouts.py    a request -> sets of options that save memory, the fastest first
     next_change   a plan    -> the option that gains most tokens per second and fits
-    report.py     a trace   -> the options that shorten its largest parts (`takes_from`)
+    report.py     a trace   -> the options that shorten its largest parts (`shortens`)
 
 The overheads are from table 13 of arXiv:2603.07685. Recomputation of parts without
 communication, FP8 and short moments have a low overhead. Offload and all-gathers of weights in
@@ -39,9 +39,9 @@ MIN_GAIN = 0.01  # the least gain, as a share of the tokens per second, that is 
 NO_TIME = 1e-12
 
 
-def _replace_options(run: TrainingRun, field: str, **changes: Any) -> TrainingRun:
-    """Return the run with changed options in its record `field`, such as "memory"."""
-    return replace(run, **{field: replace(getattr(run, field), **changes)})
+def _replace_options(run: TrainingRun, record_name: str, **changes: Any) -> TrainingRun:
+    """Return the run with changed options in its record `record_name`, such as "memory"."""
+    return replace(run, **{record_name: replace(getattr(run, record_name), **changes)})
 
 
 def _recompute_parts(run: TrainingRun, *parts: Recomputed) -> TrainingRun:
@@ -56,7 +56,7 @@ def _list_offloadable_parts(run: TrainingRun) -> tuple[Offloaded, ...]:
     return ("attention", *experts, *(("mlp",) if run.planned_model.dense else ()))
 
 
-def _use_fp8(run: TrainingRun) -> TrainingRun:
+def _enable_blockwise_fp8(run: TrainingRun) -> TrainingRun:
     """Return the run with blockwise FP8; unchanged with FP8 or expert dims not divisible by 128."""
     moe = run.planned_model.moe
     has_products = moe is None or not (moe.expert_dim % 128 or moe.hidden_dim % 128)
@@ -65,13 +65,13 @@ def _use_fp8(run: TrainingRun) -> TrainingRun:
     return replace(run, precision=Precision.of("blockwise"))
 
 
-def _gather_in_fp8(run: TrainingRun) -> TrainingRun:
+def _enable_fp8_weight_gather(run: TrainingRun) -> TrainingRun:
     """Return the run with all-gathers of weights as FP8, or unchanged without blockwise FP8."""
     is_blockwise = run.precision is not None and run.precision.recipe.scaling == "blockwise"
     return _replace_options(run, "fsdp", fp8_param_gather=True) if is_blockwise else run
 
 
-def _double_chunks(run: TrainingRun) -> TrainingRun:
+def _double_stages_per_rank(run: TrainingRun) -> TrainingRun:
     """Return the run with twice its stages per pipeline rank, or unchanged if it sets a layout."""
     if run.pipeline is None or run.pipeline.layout is not None:
         return run
@@ -90,7 +90,7 @@ class Option:
             None = no plan shows its effect.
         overhead: the time that the option costs; None = the option saves no memory.
         gains: whether the option may save time.
-        takes_from: the parts of a report (`report.PARTS`) that the option shortens.
+        shortens: the parts of a report (`report.PARTS`) that the option shortens.
         max_share: upper bound of the fraction of these parts' time that the option saves, 0 to 1.
         unless: a regular expression that matches kernels and launches of a trace in which the
             option is set, or cannot be set.
@@ -101,7 +101,7 @@ class Option:
     change: Callable[[TrainingRun], TrainingRun] | None = None
     overhead: Overhead | None = None
     gains: bool = False
-    takes_from: tuple[str, ...] = ()
+    shortens: tuple[str, ...] = ()
     max_share: float = 1.0
     unless: str = r"(?!)"
 
@@ -121,26 +121,26 @@ NVLINK = f'DispatchOptions(name="nvlink", nvlink=NVLinkOptions(row_factor={TWICE
 GRAPHS = Option(
     "CUDA graphs (GraphedForwardBackward)",
     "memory.md#cuda-graphs",
-    takes_from=HOST,
+    shortens=HOST,
     unless=r"GraphLaunch|SendRecv",  # its dispatcher waits for sizes
 )
 # Options that save memory are in the order of their overhead, those that save time first. Among
-# options with the same `takes_from` the fastest comes first.
+# options with the same `shortens` the fastest comes first.
 OPTIONS = (
     Option(
         'precision="blockwise"',
         "precision.md#recipes",
-        _use_fp8,
+        _enable_blockwise_fp8,
         overhead="low",
         gains=True,
-        takes_from=("experts", "dense products"),
+        shortens=("experts", "dense products"),
         max_share=1 / 2,  # FP8 has twice the peak of bf16
         unless=r"quantise_",
     ),
     Option(
         "FSDPOptions(fp8_param_gather=True)",
         "sharding.md#fp8",
-        _gather_in_fp8,
+        _enable_fp8_weight_gather,
         overhead="low",
         gains=True,
     ),
@@ -156,7 +156,7 @@ OPTIONS = (
         "performance.md#adamw",
         lambda run: _replace_options(run, "optimizer", moment_dtype="bfloat16"),
         overhead="low",
-        takes_from=("optimizer",),
+        shortens=("optimizer",),
         max_share=3 / 8,  # 20 bytes per parameter in place of the 32 of torch's with clipping
     ),
     Option(
@@ -220,83 +220,81 @@ OPTIONS = (
         "dispatchers.md#nvlink",
         lambda run: run if run.nvlink is not None else replace(run, nvlink=TWICE),
         gains=True,
-        takes_from=COLLECTIVES,
+        shortens=COLLECTIVES,
     ),
     Option(
         'PipelineConfig(schedule="overlapped"), dispatch="alltoall"',
         "pipeline.md#schedules",
-        takes_from=COLLECTIVES,
+        shortens=COLLECTIVES,
         max_share=0.31,  # measured with NCCL in a node; between nodes `CostTable.pairs_hide`
     ),
     Option(
         "twice PipelineConfig.chunks",
         "pipeline.md#schedules",
-        _double_chunks,
+        _double_stages_per_rank,
         gains=True,
-        takes_from=("pipeline",),
+        shortens=("pipeline",),
     ),
     Option(
-        "PipelineConfig.layout of balanced_layout", "pipeline.md#layout", takes_from=("pipeline",)
+        "PipelineConfig.layout of balanced_layout", "pipeline.md#layout", shortens=("pipeline",)
     ),
     Option(
         "PYTORCH_ALLOC_CONF=expandable_segments:True",
         "performance.md#when-memory-runs-out",
-        takes_from=("allocator",),
+        shortens=("allocator",),
     ),
     Option(
         "a smaller MemoryOptions.offload_fraction, and recompute in its place",
         "memory.md#offload",
-        takes_from=("host copies",),
+        shortens=("host copies",),
     ),
     Option(
         "parallelize_moe(dispatch=DispatchOptions(fp8=True))",
         "dispatchers.md#tokens-as-fp8",
-        takes_from=("nvlink dispatch", "copies to peers", *COLLECTIVES),
+        shortens=("nvlink dispatch", "copies to peers", *COLLECTIVES),
         max_share=1 / 8,  # one of four transfers in half its bytes
         unless=r"_pack_rows",
     ),
-    Option("FSDPOptions(prefetch_blocks=2)", "sharding.md#units", takes_from=("sharding",)),
+    Option("FSDPOptions(prefetch_blocks=2)", "sharding.md#units", shortens=("sharding",)),
     Option(
         'FSDPOptions(dense_strategy="optim", experts_strategy="optim") with micro-batches',
         "sharding.md#strategies",
-        takes_from=("sharding",),
+        shortens=("sharding",),
     ),
     Option(
         "a smaller ParallelConfig.tp: ep for experts, cp for long sequences",
         "guide.md#parallelism-degrees",
-        takes_from=("tensor parallelism",),
+        shortens=("tensor parallelism",),
     ),
     Option(
         "another ContextOptions.way, or a smaller ParallelConfig.cp",
         "context_parallel.md#which-way",
-        takes_from=("context parallelism",),
+        shortens=("context parallelism",),
     ),
     Option(
-        "a smaller CloneOptions.per_rank",
-        "balancing.md#skewed-loads",
-        takes_from=("nvlink clones",),
+        "a smaller CloneOptions.per_rank", "balancing.md#skewed-loads", shortens=("nvlink clones",)
     ),
     GRAPHS,
     Option(
         "parallelize_moe(dense=DenseOptions(graph=True)): parts of blocks as graphs",
         "memory.md#graphs-of-parts",
-        takes_from=HOST[:2],
+        shortens=HOST[:2],
         unless=r"GraphLaunch|_spread_kernel",
     ),
     Option(
         "fewer launches: more rows of a micro-batch, FSDPOptions(blocks_per_unit=4)",
         "performance.md#what-each-option-does",
-        takes_from=("late launches",),
+        shortens=("late launches",),
     ),
     Option(
         'parallelize_moe(expert_backend="auto"): grouped products',
         "parallelize.md",
-        takes_from=("experts by other products",),
+        shortens=("experts by other products",),
     ),
     Option(
         "parallelize_moe(dense=DenseOptions(compile=True))",
         "performance.md#what-each-option-does",
-        takes_from=("other",),
+        shortens=("other",),
         unless=r"^triton_",
     ),
 )

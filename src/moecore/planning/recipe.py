@@ -1,7 +1,7 @@
 """A planned run as text: flags of `moecore plan`, Python calls, and TOML for recipes.
 
     format_flags   -> the command that plans the run
-    format_calls   -> the Python that builds the run on GPUs
+    format_python_calls   -> the Python that builds the run on GPUs
     format_recipe  -> TOML for `moecore pretrain` and `moecore finetune`
 
 A TOML has the names of the commands' flags and of the fields of option records. Fields with default
@@ -82,9 +82,9 @@ def _format_flags(values: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def format_calls(run: TrainingRun) -> str:
+def format_python_calls(run: TrainingRun) -> str:
     """Return Python that builds a run: meshes, model, `parallelize_moe`, optimizer, step."""
-    check_arguments(format_calls, locals())
+    check_arguments(format_python_calls, locals())
     sizes = f"{run.num_micro_batches}, {run.batch_size}, {run.seq_len}"
     arguments = {"fsdp": _format_record(run.fsdp), "loss": "'mean'"}
     if run.memory.parts or run.memory.offload or run.memory.stash:
@@ -136,12 +136,12 @@ def format_calls(run: TrainingRun) -> str:
 
 def _format_record(record: Any) -> str:
     """Return the source of a record, with the fields that differ from their defaults."""
-    changed = _find_changed_fields(record).items()
+    changed = _find_non_default_fields(record).items()
     values = ((n, _format_record(v) if is_dataclass(v) else repr(v)) for n, v in changed)
     return f"{type(record).__name__}({', '.join(f'{n}={v}' for n, v in values)})"
 
 
-def _find_changed_fields(record: Any) -> dict[str, Any]:
+def _find_non_default_fields(record: Any) -> dict[str, Any]:
     """Return the fields of a record whose values are not their defaults; {} for None."""
     if record is None:
         return {}
@@ -213,11 +213,11 @@ def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
             "fp8_dispatch": run.fp8_dispatch or None,
             "stash": None if run.memory.stash is None else True,
         },
-        "fsdp": _make_table(run.fsdp),
-        "memory": _make_table(run.memory),
-        "stash": _make_table(run.memory.stash),
-        "nvlink": _make_table(run.nvlink),
-        "pipeline": _make_table(run.pipeline),
+        "fsdp": _make_toml_table(run.fsdp),
+        "memory": _make_toml_table(run.memory),
+        "stash": _make_toml_table(run.memory.stash),
+        "nvlink": _make_toml_table(run.nvlink),
+        "pipeline": _make_toml_table(run.pipeline),
     }
     text = list[str]()
     for table, values in tables.items():
@@ -233,9 +233,9 @@ def _choose_dispatcher_name(run: TrainingRun) -> str:
     return "auto" if name == "nvlink" and run.memory.stash is None else name
 
 
-def _make_table(record: Any) -> dict[str, Any]:
+def _make_toml_table(record: Any) -> dict[str, Any]:
     """Return a record's fields that differ from the defaults, except `OTHER_LINES`; {} for None."""
-    return {n: v for n, v in _find_changed_fields(record).items() if n not in OTHER_LINES}
+    return {n: v for n, v in _find_non_default_fields(record).items() if n not in OTHER_LINES}
 
 
 def _format_toml(value: Any) -> str:

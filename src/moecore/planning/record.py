@@ -102,10 +102,10 @@ class PlacedLaunch(NamedTuple):
     host_dependencies: tuple[int, ...]
 
 
-def place_launches(queued: Iterable[QueuedLaunch]) -> list[PlacedLaunch]:
+def place_launches(launches: Iterable[QueuedLaunch]) -> list[PlacedLaunch]:
     """Return the launches with dependencies as distances back in the queue, not as numbers."""
     placed = []
-    for i, item in enumerate(queued):
+    for i, item in enumerate(launches):
         kinds = (item.dependencies, item.host_dependencies)
         placed.append(PlacedLaunch(item, *(tuple(i - n for n in numbers) for numbers in kinds)))
     return placed
@@ -130,7 +130,7 @@ def compute_operation_work(
     if not writes or name in WITHOUT_WORK or not (tensors := list_tensors(args, kwargs, out)):
         return None
     if name in PRODUCTS:
-        return _make_product_work(name, args, tensors)
+        return _make_matmul_work(name, args, tensors)
     if name == GROUPED_PRODUCT:
         (R, K), (*_, N) = args[0].shape, args[1].shape
         e = args[1].shape[0]
@@ -140,10 +140,10 @@ def compute_operation_work(
     if "attention" in name:
         heads = [t for t in tensors if t.ndim == 4]
         if name.startswith("flash_attention"):  # [B, T, H, d], or packed documents [B * T, H, d]
-            heads = [t.transpose(1, 2) for t in heads or _unpack_heads(tensors, args)]
+            heads = [t.transpose(1, 2) for t in heads or _unpack_documents(tensors, args)]
         lookback = kwargs.get("window_size_left", -1)
         return _make_attention_work(name, heads, "backward" in name, window=lookback + 1)
-    return Work(name, "rows", 0, _count_bytes(tensors), (), _name_dtype(tensors[0]))
+    return Work(name, "rows", 0, _count_bytes(tensors), (), _format_dtype(tensors[0]))
 
 
 def compute_kernel_work(name: str, args: Args) -> Work:
@@ -154,16 +154,16 @@ def compute_kernel_work(name: str, args: Args) -> Work:
     tensors = [t for t in (getattr(arg, "base", arg) for arg in args) if isinstance(t, Tensor)]
     if args and isinstance(args[0], ScanSize):
         scan, num_bytes = args[0], _count_bytes(tensors)
-        return Work(name, "attention", scan.flops, num_bytes, scan.shape, _name_dtype(tensors[0]))
+        return Work(name, "attention", scan.flops, num_bytes, scan.shape, _format_dtype(tensors[0]))
     if name == INDEX_SCORES:
-        return _make_product_work("mm", (args[0], args[1].mT), tensors, name)
+        return _make_matmul_work("mm", (args[0], args[1].mT), tensors, name)
     if name.startswith("attention"):
         return _make_attention_work(name, tensors, name.endswith("bwd"))
     if name in PRODUCTS:
-        return _make_product_work(name, args, tensors)
+        return _make_matmul_work(name, args, tensors)
     if (shape := _find_grouped_shape(name, args)) is not None:
         return _make_grouped_work(name, shape, tensors)
-    dtype = _name_dtype(tensors[0]) if tensors else "uint8"
+    dtype = _format_dtype(tensors[0]) if tensors else "uint8"
     kind: Kind = "copy" if name in HOST_COPIES else "rows"
     return Work(name, kind, 0, _count_bytes(tensors), (), dtype)
 
@@ -171,7 +171,7 @@ def compute_kernel_work(name: str, args: Args) -> Work:
 def compute_collective_work(name: str, args: Args, num_ranks: int) -> Work:
     """Return the work of collective `name` with `args` on `num_ranks` ranks."""
     tensors, n = list_tensors(args), num_ranks
-    dtype = _name_dtype(tensors[0]) if tensors else "uint8"
+    dtype = _format_dtype(tensors[0]) if tensors else "uint8"
     tensor_bytes = sum(t.nbytes for t in tensors)
     if "send" in name or "recv" in name:  # it uses one of a link's two directions
         num_bytes = 2 * tensor_bytes
@@ -184,16 +184,16 @@ def compute_collective_work(name: str, args: Args, num_ranks: int) -> Work:
     return Work(name, "collective", 0, num_bytes, (n,), dtype)
 
 
-def _make_product_work(name: str, args: Args, tensors: Sequence[Tensor], kernel: str = "") -> Work:
-    """Return the work of matmul `name` on `tensors`, under the name `kernel`, or `name` if ""."""
+def _make_matmul_work(name: str, args: Args, tensors: Sequence[Tensor], kernel: str = "") -> Work:
+    """Return the work of matmul `name` on `tensors`; the work has the name `kernel` if given."""
     a, b = args[PRODUCTS[name] :][:2]
     M, N, K = shape = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
-    num_bytes, dtype = _count_bytes(tensors), _name_dtype(a)
+    num_bytes, dtype = _count_bytes(tensors), _format_dtype(a)
     return Work(kernel or name, "product", 2 * M * N * K, num_bytes, shape, dtype)
 
 
-def _unpack_heads(tensors: Sequence[Tensor], args: Args) -> list[Tensor]:
-    """Return tensors [n, T, H, d] on meta for packed ones [N, H, d]: n documents of length T."""
+def _unpack_documents(tensors: Sequence[Tensor], args: Args) -> list[Tensor]:
+    """Convert packed tensors [n * T, H, d] to [n, T, H, d] on meta: n documents of length T."""
     T = max(arg for arg in args if type(arg) is int)
     heads = [t for t in tensors if t.ndim == 3]
     return [t.new_empty(-(-len(t) // T), T, *t.shape[1:], device="meta") for t in heads]
@@ -208,14 +208,14 @@ def _make_attention_work(
     seen = min(T, window or T)
     flops = B * H * seen * (2 * T - seen) * (d + v) * (5 if is_backward else 2) // 2
     shape = (B, H, T, d, v)
-    return Work(name, "attention", flops, _count_bytes(tensors), shape, _name_dtype(heads[0]))
+    return Work(name, "attention", flops, _count_bytes(tensors), shape, _format_dtype(heads[0]))
 
 
 def _make_grouped_work(
     name: str, shape: tuple[int, int, int, int], tensors: Sequence[Tensor]
 ) -> Work:
     """Return the work of grouped product `name` with shape (e, R, N, K) on `tensors`."""
-    flops, dtype = 2 * prod(shape[1:]), _name_dtype(tensors[0])
+    flops, dtype = 2 * prod(shape[1:]), _format_dtype(tensors[0])
     if dtype == "uint8":  # two FP4 values in a byte
         dtype = "float4_e2m1fn"
     if any(t.dtype == torch.float32 and t.ndim == 3 for t in tensors):
@@ -273,7 +273,7 @@ def _count_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(sizes.values())
 
 
-def _name_dtype(x: Tensor) -> str:
+def _format_dtype(x: Tensor) -> str:
     """Return a tensor's dtype as text, such as "bfloat16"."""
     return str(x.dtype).removeprefix("torch.")
 
@@ -288,10 +288,10 @@ Pass = Literal["F", "B"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 
 
-class Start(NamedTuple):
+class PartStart(NamedTuple):
     """The state of a recording when the host begins a module's pass."""
 
-    pass_: Pass
+    direction: Pass
     part: str  # "embedding", "layer 3", "predictions" (all MTP modules), "head"; END at the end
     first: int  # the number of launches before it
     level: int  # the allocated bytes
@@ -312,7 +312,7 @@ class WorkRecorder(DispatchMode):
         self._open_kinds = [RESIDENT]  # kinds of the parts that have begun
         self.queues = DryQueues()
         self.queued: list[QueuedLaunch] = []
-        self.starts: list[Start] = []
+        self.starts: list[PartStart] = []
         self.params: list[Tensor] = []  # their gradients are a kind of their own
         self._sizes: dict[int, tuple[int, str]] = {}  # bytes and kind
         self._ended: dict[Any, Any] = {}  # collective -> its result
@@ -325,7 +325,7 @@ class WorkRecorder(DispatchMode):
         self._sizes = {key: (size, RESIDENT) for key, (size, _) in self._sizes.items()}
         self.kinds, self._top_kinds = (Counter({RESIDENT: self.level}) for _ in range(2))
 
-    def begin_part(self, pass_: Pass, part: str) -> None:
+    def begin_part(self, direction: Pass, part: str) -> None:
         """Record that a part of the model, such as "layer 3", begins a pass."""
         with torch.DisableTorchFunction():  # gradients of parameters are a kind of their own
             for grad in (param.grad for param in self.params if param.grad is not None):
@@ -337,17 +337,18 @@ class WorkRecorder(DispatchMode):
         level = self.level if self.starts else self._resident_bytes
         kinds = self.kinds if self.starts else Counter({RESIDENT: self._resident_bytes})
         self.end_part()
-        self.starts.append(Start(pass_, part, len(self.queued), level, level, kinds.copy(), kinds))
-        self._open_kinds = [OPTIMIZER if part == END else KINDS[pass_]]
+        launch = len(self.queued)
+        self.starts.append(PartStart(direction, part, launch, level, level, kinds.copy(), kinds))
+        self._open_kinds = [OPTIMIZER if part == END else KINDS[direction]]
 
     def end_part(self) -> None:
-        """Store the peak since the last `begin_part` in its `Start`."""
+        """Store the peak since the last `begin_part` in its `PartStart`."""
         if self.starts:
             self.starts[-1] = self.starts[-1]._replace(top=self._top, top_kinds=self._top_kinds)
             self._top, self._top_kinds = self.level, self.kinds.copy()
 
     @contextmanager
-    def scope(self, part: str) -> Iterator[None]:
+    def attribute_allocations(self, part: str) -> Iterator[None]:
         """Return a context whose allocations count for `part` of a block, such as "attention"."""
         kind = self._open_kinds[-1]
         if len(self._open_kinds) == 1 or kind in OUTER:
@@ -377,9 +378,9 @@ class WorkRecorder(DispatchMode):
         weakref.finalize(storage, self._free_storage, key)
         return True
 
-    def _free_storage(self, key: int) -> None:
+    def _free_storage(self, storage_id: int) -> None:
         """Subtract the bytes of a storage that torch has freed."""
-        size, kind = self._sizes.pop(key)
+        size, kind = self._sizes.pop(storage_id)
         self.level -= size
         self.kinds[kind] -= size
 
@@ -391,14 +392,14 @@ class WorkRecorder(DispatchMode):
     def _append_launch(self, work: Work, node_ranks: int = 0) -> None:
         """Append a launch of `work`; `node_ranks` = a collective's number of ranks in a domain."""
         dependencies, host_dependencies = (
-            self._renumber(numbers) for numbers in self.queues.launch_operation()
+            self._renumber_launches(numbers) for numbers in self.queues.launch_operation()
         )
         order = self.queues.current.number, dependencies, host_dependencies, node_ranks
         self.queued.append(QueuedLaunch(work, *order, list_open_ranges(), get_meta_repeats()))
 
-    def _renumber(self, numbers: frozenset[int]) -> frozenset[int]:
+    def _renumber_launches(self, launch_numbers: frozenset[int]) -> frozenset[int]:
         """Return launch numbers relative to `start_recording`, without earlier launches."""
-        return frozenset(n - self._first for n in numbers if n >= self._first)
+        return frozenset(n - self._first for n in launch_numbers if n >= self._first)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -469,15 +470,15 @@ VALUES = PLAIN_VALUES | {torch.memory_format, torch.layout}
 _get_memo = lru_cache(maxsize=1 << 14)(lambda *_: list[Any]())  # by operation and form
 
 
-def _make_cache_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
+def _make_cache_key(value: Any, storage_numbers: dict[int, int]) -> tuple[Any, ...]:
     """Return a cache key of an argument: a value, or a tensor's metadata and storage number."""
     kind = type(value)
     if kind in PLAIN_TYPES:
-        number = storages.setdefault(get_storage_key(value), len(storages))
+        number = storage_numbers.setdefault(get_storage_key(value), len(storage_numbers))
         place = value.storage_offset(), number, value.device
         return value.shape, value.stride(), value.dtype, place
     if kind in (list, tuple):
-        return kind, tuple([_make_cache_key(item, storages) for item in value])
+        return kind, tuple([_make_cache_key(item, storage_numbers) for item in value])
     if kind not in VALUES:  # a key would keep what is no value, such as a storage
         raise TypeError(f"an argument of type {kind}")
     return kind, value
@@ -491,9 +492,9 @@ def _parse_operation(func: Any) -> tuple[str, str, bool]:
     return namespace, name, name.endswith("_") or overload.endswith("out")
 
 
-def _list_group_ranks(value: Any) -> list[int]:
-    """Return the ranks of a process group; an empty list if `value` is no process group."""
+def _list_group_ranks(group: Any) -> list[int]:
+    """Return the ranks of a process group; an empty list if `group` is no process group."""
     try:
-        return dist.get_process_group_ranks(dist.ProcessGroup.unbox(value))
+        return dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
     except RuntimeError:
         return []

@@ -19,7 +19,7 @@ from typing import Any
 
 from moecore.base.fields import Count, check_arguments, quote
 from moecore.base.text import format_columns
-from moecore.io.checkpoint.files import open_regular
+from moecore.io.checkpoint.files import open_regular_file
 from moecore.planning.option_sets import OPTIONS
 
 # A kernel belongs to the first category whose pattern its name contains. Communication is first.
@@ -138,24 +138,25 @@ class Report:
     levers: tuple[OptionGain, ...]  # at most three, the largest share first
 
     @property
-    def limits(self) -> dict[str, float]:
+    def ms_by_limit(self) -> dict[str, float]:
         """The milliseconds of a step by limit, the largest first."""
         sums = {limit: sum(self.parts.get(p, 0.0) for p in names) for limit, names in PARTS.items()}
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     @property
-    def limit(self) -> str:
+    def limit_text(self) -> str:
         """The limit with most time and its largest part, as text."""
-        limit = next(iter(self.limits))
+        limit = next(iter(self.ms_by_limit))
         return f"{limit}, most of it {max(PARTS[limit], key=lambda p: self.parts.get(p, 0.0))}"
 
     def table(self) -> str:
         """Return text with the limits, their parts and the options to try."""
         lines: list[tuple[str, ...]] = [("what", "ms", "share")]
-        for limit, ms in self.limits.items():
+        for limit, ms in self.ms_by_limit.items():
             rows = [(f"  {part}", n) for part, n in self.parts.items() if part in PARTS[limit]]
             lines += [(w, f"{n:.2f}", f"{n / self.wall:.1%}") for w, n in [(limit, ms), *rows]]
-        text = [f"{self.wall:.2f} ms a step", f"bound by {self.limit}", "", *format_columns(lines)]
+        text = [f"{self.wall:.2f} ms a step", f"bound by {self.limit_text}", ""]
+        text += format_columns(lines)
         text += ["", "next" if self.levers else "next: no known option saves 1%"]
         text += [f"  at most {x.share:.1%}: {x.lever} (docs/{x.page})" for x in self.levers]
         return "\n".join(text)
@@ -188,10 +189,10 @@ def make_report(trace: Trace, num_steps: int = 1) -> Report:
         parts[part] = parts.get(part, 0.0) + us * 1e-3 / num_steps
     wall, names = sum(parts.values()), {k.name for k in trace.kernels} | {*trace.launches}
     levers = [
-        OptionGain(option.name, option.page, LIMIT_OF[option.takes_from[0]], share)
+        OptionGain(option.name, option.page, LIMIT_OF[option.shortens[0]], share)
         for option in OPTIONS
-        if option.takes_from and not any(re.search(option.unless, name) for name in names)
-        for share in (option.max_share * sum(parts.get(p, 0.0) for p in option.takes_from) / wall,)
+        if option.shortens and not any(re.search(option.unless, name) for name in names)
+        for share in (option.max_share * sum(parts.get(p, 0.0) for p in option.shortens) / wall,)
         if share >= MIN_SHARE
     ]
     best = sorted(levers, key=lambda lever: -lever.share)[:MAX_LEVERS]
@@ -199,14 +200,14 @@ def make_report(trace: Trace, num_steps: int = 1) -> Report:
 
 
 @cache
-def find_category(name: str) -> str:
+def find_kernel_category(kernel_name: str) -> str:
     """Return the first of `CATEGORIES` whose pattern matches a kernel's name; "other" = none."""
-    return next((c for c, pattern in CATEGORIES.items() if re.search(pattern, name)), OTHER)
+    return next((c for c, pattern in CATEGORIES.items() if re.search(pattern, kernel_name)), OTHER)
 
 
 def classify_kernel(kernel: Kernel) -> str:
     """Return the part of a step, a key of `LIMIT_OF`, to which a kernel belongs."""
-    category = find_category(kernel.name)
+    category = find_kernel_category(kernel.name)
     if category == "dense products" and kernel.phase == "experts":
         return "experts by other products"
     parts = (
@@ -244,21 +245,21 @@ def _attribute_idle_time(trace: Trace) -> Iterator[tuple[str, float]]:
         reached = max(reached, k.end)
 
 
-def _find_gap_cause(trace: Trace, since: float, kernel: Kernel) -> str:
-    """Return the part, such as "allocator", that delays `kernel` after time `since` (in us)."""
-    i = bisect_right(trace.allocations, since, key=itemgetter(1))
+def _find_gap_cause(trace: Trace, gap_start: float, kernel: Kernel) -> str:
+    """Return the part, such as "allocator", that delays `kernel` after time `gap_start` (in us)."""
+    i = bisect_right(trace.allocations, gap_start, key=itemgetter(1))
     if i < len(trace.allocations) and trace.allocations[i][0] < kernel.start:
         return "allocator"
-    if kernel.launched is None or kernel.launched <= since:  # it started late, or waited
+    if kernel.launched is None or kernel.launched <= gap_start:  # it started late, or waited
         return "gaps between kernels"
-    i = bisect_left(trace.waits, since, key=itemgetter(1))
+    i = bisect_left(trace.waits, gap_start, key=itemgetter(1))
     waited = i < len(trace.waits) and trace.waits[i][1] <= kernel.launched
     return "waits of the host" if waited else "late launches"
 
 
 def _read_events(path: Path) -> list[Event]:
     """Return the complete ("X") events of a Chrome trace. Raises ValueError for another file."""
-    raw = _read_file(path)
+    raw = _read_trace_file(path)
     if len(raw) > MAX_BYTES:
         raise ValueError(f"have at most {MAX_BYTES} bytes unpacked: trace fewer steps")
     if raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS:  # an empty one takes 64 bytes and more
@@ -278,14 +279,14 @@ def _read_events(path: Path) -> list[Event]:
     return events
 
 
-def _read_file(path: Path) -> bytes:
+def _read_trace_file(path: Path) -> bytes:
     """Return the bytes of a file, decompressed if the file is gzip.
 
     At most `MAX_BYTES` + 1 bytes are read. Raises a ValueError for any other file.
     """
     try:
         is_directory = path.is_dir()
-        descriptor = -1 if is_directory else open_regular(path, follow=True)
+        descriptor = -1 if is_directory else open_regular_file(path, follow_symlinks=True)
     except FileNotFoundError:
         raise ValueError("be a file: it is not there") from None
     except (OSError, ValueError):
@@ -325,7 +326,7 @@ def _make_trace(events: list[Event]) -> Trace:
         raise ValueError(f"hold one GPU, not {len(devices)}: export a trace on each rank")
     host = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     calls = {e["args"].get("correlation"): e for e in host if LAUNCH.search(e["name"])}
-    phases = _find_phases(events, calls)
+    phases = _map_launches_to_phases(events, calls)
 
     def make_kernel(event: Event) -> Kernel:
         """Return the kernel of an event on the device."""
@@ -346,11 +347,11 @@ def _make_trace(events: list[Event]) -> Trace:
     return Trace(kernels, names, find_spans(WAIT), find_spans(ALLOCATION), len(steps) or 1)
 
 
-def _find_phases(events: list[Event], calls: Mapping[Any, Event]) -> dict[Any, str]:
+def _map_launches_to_phases(events: list[Event], host_calls: Mapping[Any, Event]) -> dict[Any, str]:
     """Return correlation number -> name of the innermost moecore profiler mark around the launch.
 
-    `calls` maps the correlation number of a launch to the host's call. The result has no launches
-    without a mark.
+    `host_calls` maps the correlation number of a launch to the host's call. The result has no
+    launches without a mark.
     """
     queues: dict[Any, list[Event]] = {}
     for e in events:
@@ -360,7 +361,7 @@ def _find_phases(events: list[Event], calls: Mapping[Any, Event]) -> dict[Any, s
         marks.sort(key=lambda m: (-m["ts"], m["dur"]))  # the next one is last
     phases: dict[Any, str] = {}
     open_marks: dict[Any, list[Event]] = {thread: [] for thread in queues}
-    for correlation, call in sorted(calls.items(), key=lambda item: item[1]["ts"]):
+    for correlation, call in sorted(host_calls.items(), key=lambda item: item[1]["ts"]):
         thread, launch = (call["pid"], call["tid"]), call["ts"]
         marks = open_marks.get(thread, [])
         while queues.get(thread) and queues[thread][-1]["ts"] <= launch:

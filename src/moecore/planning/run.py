@@ -36,7 +36,7 @@ from moecore.parallel.pipeline.schedule import PipelineConfig, make_schedule
 from moecore.parallelize import parallelize_moe, plan_sharding
 from moecore.planning.gpus import NODE, are_peers
 from moecore.planning.model import NativeModel, PlannedModel
-from moecore.planning.transformers import StockModel, TransformersModel, convert_errors
+from moecore.planning.transformers import StockModel, TransformersModel, convert_model_errors
 from moecore.train.optim.adamw import AdamW
 from moecore.train.optim.state_offload import StateOffload
 
@@ -156,7 +156,7 @@ class TrainingRun(CheckedRecord):
         return self.parallel.resolve(self.num_gpus)
 
     @property
-    def even(self) -> TrainingRun:
+    def with_even_loads(self) -> TrainingRun:
         """The run with even loads of experts, and dispatcher "nvlink" without spare capacity."""
         nvlink = None if self.nvlink is None else replace(self.nvlink, row_factor=1.0)
         return replace(self, nvlink=nvlink, model=_remove_zero_experts(self.model))
@@ -166,7 +166,7 @@ class TrainingRun(CheckedRecord):
         """The dtype of the trained parameters."""
         return self.optimizer.param_dtype
 
-    def tokens(self) -> Tensor:
+    def make_tokens(self) -> Tensor:
         """Return the tokens of a micro-batch, [batch_size, seq_len] int64 on meta."""
         return torch.empty(self.batch_size, self.seq_len, dtype=torch.int64, device="meta")
 
@@ -184,15 +184,15 @@ def _remove_zero_experts(model: AnyModel) -> AnyModel:
 def make_planned_model(model: AnyModel) -> PlannedModel:
     """Return the `PlannedModel` of a decoder config or a transformers model (cached)."""
     if isinstance(model, DecoderConfig):
-        return NativeModel.of(model)
-    with convert_errors(model):
-        return StockModel.of(model)
+        return NativeModel.from_config(model)
+    with convert_model_errors(model):
+        return StockModel.from_model(model)
 
 
 def build_model(run: TrainingRun, device_type: str) -> Any:
     """Return a run's model on meta, parallelized over `device_type` meshes of the default group."""
     domain = run.ranks_per_domain if run.dispatcher == "hierarchical" else None
-    with convert_errors(run.model):
+    with convert_model_errors(run.model):
         model = run.planned_model.build(run.dtype)
         parallelize_moe(
             model,
@@ -257,15 +257,15 @@ def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
 
 
 @contextmanager
-def enter_world(run: TrainingRun, rank: int = 0) -> Iterator[None]:
+def enter_run_world(run: TrainingRun, rank: int = 0) -> Iterator[None]:
     """Return a context in which this process is `rank` of a run's fake world, without warnings."""
     quiet = warnings.catch_warnings(action="ignore")
-    with convert_errors(run.model), fake_world(run.num_gpus, rank), quiet:
+    with convert_model_errors(run.model), fake_world(run.num_gpus, rank), quiet:
         yield
 
 
 @contextmanager
-def collect_by_hand() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Return a context without automatic garbage collection, in which older objects are frozen."""
     is_frozen, is_on = _has_frozen_objects(), gc.isenabled()
     if is_frozen:
@@ -322,15 +322,15 @@ def count_max_parameter_bytes(run: TrainingRun) -> int:
     return max(size.parameters for size in list_rank_bytes(run))
 
 
-def count_resident_bytes(run: TrainingRun, size: RankBytes) -> dict[str, int]:
+def count_resident_bytes(run: TrainingRun, rank_bytes: RankBytes) -> dict[str, int]:
     """Return the bytes that a rank stores between steps, by kind such as "optimizer state".
 
-    `size` is the rank's `RankBytes`. Offloaded optimizer state is counted too.
+    `rank_bytes` is the rank's `RankBytes`. Offloaded optimizer state is counted too.
     """
-    sizes = {f"parameters: {role.role}": role.parameters for role in size.roles}
-    sizes |= {"gathered weights": size.weights, "sums of gradients": size.sums}
+    sizes = {f"parameters: {role.role}": role.parameters for role in rank_bytes.roles}
+    sizes |= {"gathered weights": rank_bytes.weights, "sums of gradients": rank_bytes.sums}
     per_element = count_state_bytes(run.optimizer)
-    sizes["optimizer state"] = int(size.gradients // run.dtype.itemsize * per_element)
+    sizes["optimizer state"] = int(rank_bytes.gradients // run.dtype.itemsize * per_element)
     return sizes
 
 
@@ -365,7 +365,7 @@ def list_rank_bytes(run: TrainingRun) -> tuple[RankBytes, ...]:
         for stages in list_rank_stages(run)
     ]
     ranks = range(len(parts)) if is_distinct else map(parts.index, parts)
-    return tuple(_compute_rank_size(run, rank) for rank in ranks)
+    return tuple(_compute_rank_bytes(run, rank) for rank in ranks)
 
 
 @lru_cache(maxsize=2)
@@ -378,10 +378,10 @@ def _build_with_frozen(model: PlannedModel, dtype: torch.dtype) -> tuple[nn.Modu
 
 
 @lru_cache(maxsize=1024)
-def _compute_rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
+def _compute_rank_bytes(run: TrainingRun, pp_rank: int) -> RankBytes:
     """Return the bytes that a pipeline rank stores, from its `ShardPlan`."""
     rank = pp_rank * run.num_gpus // run.resolved.pp
-    with enter_world(run, rank):
+    with enter_run_world(run, rank):
         model, frozen = _build_with_frozen(run.planned_model, run.dtype)
         plan = plan_sharding(
             model,

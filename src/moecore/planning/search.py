@@ -1,7 +1,7 @@
 """search: SearchRequest -> SearchResult, the parallel layouts of a model over GPUs, fastest first.
 
-    all layouts -> rules refuse some -> sorted by `Estimate` -> the first few are planned, with more
-    options that save memory until they fit -> sorted by the time of a step
+    all layouts -> rules refuse some -> sorted by `Estimator` -> the first few are planned, with
+    more options that save memory until they fit -> sorted by the time of a step
 
 A rule takes microseconds and a plan takes seconds. A search therefore plans only a few layouts
 (`plan_memory`, `plan_time`), and its result counts the other layouts.
@@ -22,8 +22,8 @@ from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
 from moecore.base.text import format_bytes, format_columns
 from moecore.planning.costs import CostTable
-from moecore.planning.estimate import Estimate
-from moecore.planning.gpus import GPUS, Gpu, get_gpu, refuse_untimed
+from moecore.planning.estimate import Estimator
+from moecore.planning.gpus import GPUS, Gpu, check_time_is_modelled, get_gpu
 from moecore.planning.layouts import (
     ANY,
     Layout,
@@ -35,7 +35,7 @@ from moecore.planning.layouts import (
     list_divisors,
     list_option_sets,
     list_schedules,
-    list_smaller_sets,
+    list_smaller_option_sets,
     make_run,
 )
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak_memory
@@ -134,7 +134,7 @@ class SearchResult:
             degrees = map(str, (i + 1, *candidate.layout[:4]))
             rows = (str(run.num_micro_batches), str(run.batch_size))
             memory = map(format_bytes, (max(candidate.peaks), candidate.headroom, candidate.host))
-            speed = (f"{time.seconds:.3g}", f"{time.tokens_per_gpu_second:,.0f}", time.wall)
+            speed = (f"{time.seconds:.3g}", f"{time.tokens_per_gpu_second:,.0f}", time.limit)
             lines.append((*degrees, candidate.schedule, *rows, candidate.flags, *memory, *speed))
         return "\n".join(format_columns(lines))
 
@@ -166,17 +166,17 @@ def search(
         NotImplementedError: for a precision whose time on the GPU is not modelled.
     """
     check_arguments(search, locals())
-    _refuse_untimed(request)
-    table = request.costs if table is None else table
+    _check_time_is_modelled(request)
+    table = request.cost_table if table is None else table
     layouts, refused = _list_allowed_layouts(request)
     max_plans = PLANS_PER_RESULT * num_results if max_plans is None else max_plans
-    estimate = Estimate(request, table)
-    queue = [(estimate.sort_key(layout), layout) for layout in layouts]
+    estimator = Estimator(request, table)
+    queue = [(estimator.compute_sort_key(layout), layout) for layout in layouts]
     heapify(queue)
     candidates = list[Candidate]()
     while queue and len(candidates) < max_plans:
         key, layout = queue[0]
-        if (new_key := estimate.sort_key(layout)) > key:  # after plans have corrected the estimates
+        if (new_key := estimator.compute_sort_key(layout)) > key:  # plans corrected the estimates
             heapreplace(queue, (new_key, layout))
             continue
         fitting = [c for c in candidates if isinstance(c, FittingCandidate)]
@@ -186,13 +186,13 @@ def search(
         best = f", the best one takes {best_seconds:.3g} s" if fitting else ""
         progress(f"planning {layout}: at most {max_plans - len(candidates)} more layouts{best}")
         try:
-            candidate = _plan_estimated_options(request, layout, estimate)
+            candidate = _plan_estimated_options(request, layout, estimator)
             if candidate is None:
                 continue
             heappop(queue)
             if candidate.fits:
                 candidate = _find_fastest_schedule(request, candidate, table)
-                estimate.correct_seconds(layout, candidate.options, candidate.time.seconds)
+                estimator.correct_time_estimates(layout, candidate.options, candidate.time.seconds)
             candidates.append(candidate)
         except (ValueError, NotImplementedError):
             heappop(queue)
@@ -201,7 +201,7 @@ def search(
     for i, candidate in enumerate(fitting[:num_results]):
         number = min(num_results, len(fitting)) - i
         progress(f"reducing memory options of {candidate.layout}: {number} more to go")
-        fitting[i] = find_faster_options(request, candidate, table, estimate)
+        fitting[i] = find_faster_options(request, candidate, table, estimator)
     if not fitting:
         progress("nothing fits: looking for the smallest change")
     return SearchResult(
@@ -226,45 +226,45 @@ def _list_allowed_layouts(request: SearchRequest) -> tuple[list[Layout], Counter
     return layouts, Counter(refusal.rule for refusal in refusals.values() if refusal is not None)
 
 
-def _refuse_untimed(request: SearchRequest) -> None:
+def _check_time_is_modelled(request: SearchRequest) -> None:
     """Raise a NotImplementedError for a precision whose time is not modelled."""
     precision = request.precision if isinstance(request.precision, Precision) else None
     fix = "plan the memory of one, with degrees such as --ep 8, or search without this precision"
-    refuse_untimed(precision, request.gpu, f", so layouts cannot be ranked: {fix}")
+    check_time_is_modelled(precision, request.gpu, f", so layouts cannot be ranked: {fix}")
 
 
 def find_faster_options(
-    request: SearchRequest, best: FittingCandidate, table: CostTable, estimate: Estimate
+    request: SearchRequest, fitting: FittingCandidate, table: CostTable, estimator: Estimator
 ) -> FittingCandidate:
-    """Return the fastest of `best` and its variants that fit.
+    """Return the fastest of `fitting` and its variants that fit.
 
     A variant has balanced pipeline stages or fewer memory-saving options.
     """
-    runs = balance_stages(best.run, table)[1:]
-    stage_layouts = (plan_options(request, best.layout, best.options, run) for run in runs)
-    balanced = (add_time(candidate, table) for candidate in stage_layouts if candidate.fits)
-    best = min((best, *balanced), key=_get_step_seconds)
-    best_seconds, tried = best.time.seconds, set[OptionSet]()
+    runs = balance_stages(fitting.run, table)[1:]
+    stage_layouts = (plan_candidate(request, fitting.layout, fitting.options, run) for run in runs)
+    balanced = (add_step_time(candidate, table) for candidate in stage_layouts if candidate.fits)
+    fitting = min((fitting, *balanced), key=_get_step_seconds)
+    best_seconds, tried = fitting.time.seconds, set[OptionSet]()
 
     def next_smaller() -> OptionSet | None:
         # FP8 launches and moves more, so only a step that these limit may be faster without FP8.
-        gains = best.time.wall in ("host", "memory", "launch")
-        sets = list_smaller_sets(request, best.options, gains=gains)
+        gains = fitting.time.limit in ("host", "memory", "launch")
+        sets = list_smaller_option_sets(request, fitting.options, includes_gains=gains)
         return next((options for options in sets if options not in tried), None)
 
     while (options := next_smaller()) is not None:
         tried.add(options)
-        num_bytes = estimate.num_bytes(best.layout, options)
-        if num_bytes - estimate.num_bytes(best.layout, best.options) > best.headroom:
+        num_bytes = estimator.num_bytes(fitting.layout, options)
+        if num_bytes - estimator.num_bytes(fitting.layout, fitting.options) > fitting.headroom:
             continue
-        run = replace(make_run(request, best.layout, options), pipeline=best.run.pipeline)
-        other = plan_options(request, best.layout, options, run)
+        run = replace(make_run(request, fitting.layout, options), pipeline=fitting.run.pipeline)
+        other = plan_candidate(request, fitting.layout, options, run)
         if not other.fits:
             continue
-        candidate = add_time(other, table)
+        candidate = add_step_time(other, table)
         if candidate.time.seconds <= (1 + MIN_GAIN) * best_seconds:
-            best, best_seconds = candidate, min(best_seconds, candidate.time.seconds)
-    return best
+            fitting, best_seconds = candidate, min(best_seconds, candidate.time.seconds)
+    return fitting
 
 
 def _find_fastest_schedule(
@@ -273,19 +273,19 @@ def _find_fastest_schedule(
     """Return the candidate with the fastest schedule that fits, with more options if needed."""
     size, every = len(candidate.options.options), list_option_sets(request)
     sets = [candidate.options, *(options for options in every if len(options.options) > size)]
-    plans = [add_time(candidate, table)]
+    plans = [add_step_time(candidate, table)]
     for i, run in enumerate(list_schedules(candidate.run)[1:], 1):
         # More options make no schedule faster, so a slower schedule is not planned with them.
         if plan_time(run, table).seconds >= plans[0].time.seconds:
             continue
         runs = ((s, list_schedules(make_run(request, candidate.layout, s))[i]) for s in sets)
-        candidates = (plan_options(request, candidate.layout, *pair) for pair in runs)
+        candidates = (plan_candidate(request, candidate.layout, *pair) for pair in runs)
         fitting = next((c for c in candidates if c.fits), None)
-        plans += [] if fitting is None else [add_time(fitting, table)]
+        plans += [] if fitting is None else [add_step_time(fitting, table)]
     return min(plans, key=_get_step_seconds)
 
 
-def add_time(candidate: Candidate, table: CostTable) -> FittingCandidate:
+def add_step_time(candidate: Candidate, table: CostTable) -> FittingCandidate:
     """Plan the step time of a candidate, and return the candidate as a `FittingCandidate`."""
     values = {field.name: getattr(candidate, field.name) for field in fields(candidate)}
     return FittingCandidate(**values, time=plan_time(candidate.run, table))
@@ -296,27 +296,27 @@ def plan_layout(request: SearchRequest, layout: Layout, table: CostTable) -> Ref
 
     The candidate has the fastest options that fit. If none fit, it has all memory-saving options.
     """
-    _refuse_untimed(request)
+    _check_time_is_modelled(request)
     if (refusal := find_refusal(request, layout)) is not None:
         return refusal
-    estimate = Estimate(request, table)
-    candidate = plan_fitting_layout(request, layout, estimate)
+    estimator = Estimator(request, table)
+    candidate = plan_fitting_layout(request, layout, estimator)
     if not candidate.fits:
         return candidate
     fitting = _find_fastest_schedule(request, candidate, table)
-    return find_faster_options(request, fitting, table, estimate)
+    return find_faster_options(request, fitting, table, estimator)
 
 
 def describe_outcome(request: SearchRequest, layout: Layout, outcome: Refusal | Candidate) -> str:
     """Return a line: the options with which a layout fits, or why it is refused or too large."""
     if isinstance(outcome, Refusal):
         return f"{layout}: refused ({outcome.rule}): {outcome.reason}"
-    usage = f"{format_bytes(max(outcome.peaks))} of {format_bytes(request.limit)}"
+    usage = f"{format_bytes(max(outcome.peaks))} of {format_bytes(request.max_gpu_bytes)}"
     if isinstance(outcome, FittingCandidate):
         schedule = f"{outcome.schedule}, " if outcome.run.pipeline is not None else ""
         return f"{layout}: fits, {usage}, {schedule}options: {outcome.flags}; {outcome.time.line}"
     if outcome.headroom >= 0:
-        host = f"{format_bytes(outcome.host)} of {format_bytes(request.host_limit)}"
+        host = f"{format_bytes(outcome.host)} of {format_bytes(request.max_host_bytes)}"
         return f"{layout}: too large with all options: the ranks of a server pin {host}"
     largest = outcome.plan.largest
     kind, size = max(largest.device.items(), key=lambda item: item[1])
@@ -326,56 +326,57 @@ def describe_outcome(request: SearchRequest, layout: Layout, outcome: Refusal | 
     )
 
 
-def plan_fitting_layout(request: SearchRequest, layout: Layout, estimate: Estimate) -> Candidate:
-    """Plan a layout with the fastest options that fit, or with all; `estimate` is corrected."""
-    while (candidate := _plan_estimated_options(request, layout, estimate)) is None:
+def plan_fitting_layout(request: SearchRequest, layout: Layout, estimator: Estimator) -> Candidate:
+    """Plan a layout with the fastest options that fit, or with all; `estimator` is corrected."""
+    while (candidate := _plan_estimated_options(request, layout, estimator)) is None:
         pass
     return candidate
 
 
 def _plan_estimated_options(
-    request: SearchRequest, layout: Layout, estimate: Estimate
+    request: SearchRequest, layout: Layout, estimator: Estimator
 ) -> Candidate | None:
-    """Plan a layout with `estimate`'s options; if too large, correct `estimate`, return None."""
-    options = estimate.choose_options(layout)
-    candidate = plan_options(request, layout, options or list_option_sets(request)[-1])
+    """Plan a layout with `estimator`'s options; if too large, correct `estimator`, return None."""
+    options = estimator.choose_options(layout)
+    candidate = plan_candidate(request, layout, options or list_option_sets(request)[-1])
     if options is None or candidate.fits:
         return candidate
-    estimate.increase_bytes(layout, options, max(candidate.peaks), candidate.host)
+    estimator.raise_byte_estimates(layout, options, max(candidate.peaks), candidate.host)
     return None
 
 
-def plan_options(
+def plan_candidate(
     request: SearchRequest, layout: Layout, options: OptionSet, run: TrainingRun | None = None
 ) -> Candidate:
     """Plan the memory of `run`, which has `options`; `run` None = the run of `make_run`."""
     run = make_run(request, layout, options) if run is None else run
     pins = run.memory.offload or run.optimizer.offload_fraction
-    host = plan_memory(run).pinned_bytes(get_gpu(request.gpu)) if pins else 0
+    host = plan_memory(run).count_pinned_bytes(get_gpu(request.gpu)) if pins else 0
     peaks = plan_peak_memory(run)
     return Candidate(
         layout=layout,
         run=run,
         options=options,
         peaks=peaks,
-        headroom=request.limit - max(peaks),
+        headroom=request.max_gpu_bytes - max(peaks),
         host=host,
-        host_headroom=request.host_limit - host,
+        host_headroom=request.max_host_bytes - host,
     )
 
 
 def find_smallest_change(request: SearchRequest, table: CostTable) -> str | None:
     """Return text of the cheapest change with which a layout fits; None = none was found."""
-    for text, changed in _list_changes(request):
+    for text, changed in _list_request_changes(request):
         layouts, _ = _list_allowed_layouts(changed)
-        estimate, options = Estimate(changed, table).num_bytes, list_option_sets(changed)[-1]
+        estimate, options = Estimator(changed, table).num_bytes, list_option_sets(changed)[-1]
         for layout in sorted(layouts, key=estimate)[:2]:
-            if estimate(layout) <= changed.limit and plan_options(changed, layout, options).fits:
+            is_small = estimate(layout) <= changed.max_gpu_bytes
+            if is_small and plan_candidate(changed, layout, options).fits:
                 return f"{text}, with {layout}"
     return None
 
 
-def _list_changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
+def _list_request_changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
     """Yield (description, changed request), cheapest first: options, more GPUs, larger GPUs."""
     open_fields: dict[str, Any] = dict.fromkeys(("memory", "optimizer", "fsdp", "precision"), ANY)
     if any(getattr(request, name) != ANY for name in open_fields):

@@ -21,8 +21,8 @@ from operator import add, attrgetter
 from typing import Literal, NamedTuple
 
 from moecore.parallel.pipeline.layout import Stage
-from moecore.planning.dry_run import ADAMW, DryRun, add_even_work, record_step
-from moecore.planning.record import Pass, PlacedLaunch, QueuedLaunch, Start
+from moecore.planning.dry_run import ADAMW, DryRun, record_step, record_with_even_loads
+from moecore.planning.record import PartStart, Pass, PlacedLaunch, QueuedLaunch
 from moecore.planning.run import (
     OptimizerOptions,
     TrainingRun,
@@ -73,7 +73,7 @@ def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun
 
 
 class Segment(NamedTuple):
-    """A part of a recorded step: its launches and allocations from one `Start` to the next."""
+    """A part of a recorded step: its launches and allocations from one `PartStart` to the next."""
 
     launches: range  # numbers of the recorded launches
     net: int  # change of the allocated bytes
@@ -82,17 +82,21 @@ class Segment(NamedTuple):
     peak_kinds: Mapping[str, int]  # `peak` by kind
 
 
-def _make_segment(launches: range, start: Start, level: int, kinds: Mapping[str, int]) -> Segment:
+def _make_segment(
+    launch_range: range, start: PartStart, end_bytes: int, end_bytes_by_kind: Mapping[str, int]
+) -> Segment:
     """Return the segment that begins at `start`.
 
-    `launches` are the numbers of its launches. `level` is the allocated bytes at its end, and
-    `kinds` is the same bytes by kind.
+    `launch_range` are the numbers of its launches. `end_bytes` is the allocated bytes at its end,
+    and `end_bytes_by_kind` is the same bytes by kind.
     """
     net_kinds, peak_kinds = (
         {kind: values.get(kind, 0) - start.kinds.get(kind, 0) for kind in {**values, **start.kinds}}
-        for values in (kinds, start.top_kinds)
+        for values in (end_bytes_by_kind, start.top_kinds)
     )
-    return Segment(launches, level - start.level, start.top - start.level, net_kinds, peak_kinds)
+    return Segment(
+        launch_range, end_bytes - start.level, start.top - start.level, net_kinds, peak_kinds
+    )
 
 
 class _FarLaunch(NamedTuple):
@@ -117,19 +121,22 @@ class Segments:
     end: Segment  # clipping and the optimizer
 
     @classmethod
-    def of(
-        cls, queued: Sequence[QueuedLaunch], starts: Sequence[Start], sampled_layers: SampledLayers
+    def from_recording(
+        cls,
+        queued: Sequence[QueuedLaunch],
+        starts: Sequence[PartStart],
+        sampled_layers: SampledLayers,
     ) -> Segments:
         """Divide a recording at `starts`; the first segment also has the launches before it."""
         passes: dict[tuple[int, Pass, str], list[Segment]] = {}
         resident_bytes, last = starts[0].level, starts[-1]
         micro_batch, before = -1, "B"
         for i, (start, next_start) in enumerate(pairwise(starts)):
-            micro_batch += (before, start.pass_) == ("B", "F")
-            before = start.pass_
+            micro_batch += (before, start.direction) == ("B", "F")
+            before = start.direction
             launches = range(start.first if i else 0, next_start.first)
             segment = _make_segment(launches, start, next_start.level, next_start.kinds)
-            passes.setdefault((micro_batch, start.pass_, start.part), []).append(segment)
+            passes.setdefault((micro_batch, start.direction, start.part), []).append(segment)
         end = _make_segment(range(last.first, len(queued)), last, resident_bytes, starts[0].kinds)
         return cls(
             queued=queued,
@@ -144,26 +151,32 @@ class Segments:
         """The number of micro-batches of the recorded step."""
         return 1 + max(micro_batch for micro_batch, _, _ in self.passes)
 
-    def list_stage_segments(self, stage: Stage, pass_: Pass, micro_batch: int) -> list[Segment]:
+    def list_stage_segments(
+        self, stage: Stage, direction: Pass, micro_batch_idx: int
+    ) -> list[Segment]:
         """Return the segments of a stage's pass in a recorded micro-batch, in order."""
-        parts = self.list_parts(stage, pass_)
-        return [s for part in parts for s in self.list_part_segments(part, pass_, micro_batch)]
+        parts = self.list_recorded_modules(stage, direction)
+        return [
+            s for part in parts for s in self.list_part_segments(part, direction, micro_batch_idx)
+        ]
 
-    def list_part_segments(self, part: str, pass_: Pass, micro_batch: int) -> Sequence[Segment]:
+    def list_part_segments(
+        self, part: str, direction: Pass, micro_batch_idx: int
+    ) -> Sequence[Segment]:
         """Return the segments of module `part` ("layer 3") in a recorded micro-batch, in order."""
-        return self.passes.get((micro_batch, pass_, part), ())
+        return self.passes.get((micro_batch_idx, direction, part), ())
 
-    def list_parts(self, stage: Stage, pass_: Pass) -> list[str]:
+    def list_recorded_modules(self, stage: Stage, direction: Pass) -> list[str]:
         """Return the names of the recorded modules that represent a stage's modules, in pass order.
 
         A name is "embedding", "layer 3", "predictions" or "head". Pass "B" has the reverse order.
         """
         parts = ["embedding"] * stage.embedding
-        parts += [f"layer {self.sampled_layers[pass_][layer]}" for layer in stage.layers]
+        parts += [f"layer {self.sampled_layers[direction][layer]}" for layer in stage.layers]
         parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
-        return parts[::-1] if pass_ == "B" else parts
+        return parts[::-1] if direction == "B" else parts
 
-    def join(self, segments: Iterable[Segment]) -> list[PlacedLaunch]:
+    def make_queue(self, segments: Iterable[Segment]) -> list[PlacedLaunch]:
         """Concatenate segments into one launch queue; dependencies are distances in it."""
         queue: list[PlacedLaunch] = []
         newest: dict[int, int] = {}  # first launch of a segment -> index of its newest copy
@@ -180,58 +193,61 @@ class Segments:
             lengths = len(launches), *lengths[:1]
         return queue
 
-    def _place_segment(self, launches: range, lengths: tuple[int, ...]) -> _Copy:
+    def _place_segment(self, launch_range: range, prior_lengths: tuple[int, ...]) -> _Copy:
         """Return a segment's launches as queue entries, and its launches with far dependencies.
 
-        A dependency is far if it is before the preceding two segments. `lengths` has the numbers of
-        launches in these segments of the queue, the nearest first.
+        A dependency is far if it is before the preceding two segments. `prior_lengths` has the
+        numbers of launches in these segments of the queue, the nearest first.
         """
-        if (launches, lengths) not in self._copies:
+        if (launch_range, prior_lengths) not in self._placed_segments:
             queue, early = list[PlacedLaunch](), list[_FarLaunch]()
-            for i in launches:
+            for i in launch_range:
                 queued = self.queued[i]
                 distances = [
-                    {n: self._compute_distance(n, i, launches, lengths) for n in numbers}
+                    {n: self._compute_distance(n, i, launch_range, prior_lengths) for n in numbers}
                     for numbers in (queued.dependencies, queued.host_dependencies)
                 ]
                 near = (tuple(d for d in by.values() if d is not None) for by in distances)
                 queue.append(PlacedLaunch(queued, *near))
                 far = [[n for n, d in by.items() if d is None] for by in distances]
                 if any(far):
-                    early.append(_FarLaunch(i - launches.start, *far))
-            self._copies[launches, lengths] = queue, early
-        return self._copies[launches, lengths]
+                    early.append(_FarLaunch(i - launch_range.start, *far))
+            self._placed_segments[launch_range, prior_lengths] = queue, early
+        return self._placed_segments[launch_range, prior_lengths]
 
     def _compute_distance(
-        self, number: int, i: int, launches: range, lengths: Iterable[int]
+        self, dependency: int, launch: int, launch_range: range, prior_lengths: Iterable[int]
     ) -> int | None:
-        """Return the distance in the new queue from recorded launch `i` back to launch `number`.
+        """Return the distance in the new queue from `launch` back to the launch `dependency`.
 
-        `launches` is the segment of `i`. `lengths` has the numbers of launches in the preceding
-        segments of the queue. None = launch `number` is in an earlier segment.
+        Both are indices of recorded launches. `launch_range` is the segment of `launch`.
+        `prior_lengths` has the numbers of launches in the preceding segments of the queue. None =
+        `dependency` is in an earlier segment.
         """
-        at = i - launches.start
+        at = launch - launch_range.start
         start, end = 0, at
-        for length in (0, *lengths):
+        for length in (0, *prior_lengths):
             start -= length
-            if number >= launches.start:
-                return at - min(start + number - launches.start, end - 1)
-            launches, end = self._before.get(launches.start, range(0)), start
+            if dependency >= launch_range.start:
+                return at - min(start + dependency - launch_range.start, end - 1)
+            launch_range, end = self._preceding_ranges.get(launch_range.start, range(0)), start
         return None
 
     def _compute_far_distances(
-        self, numbers: Iterable[int], i: int, newest: Mapping[int, int]
+        self, dependencies: Iterable[int], queue_idx: int, copies: Mapping[int, int]
     ) -> tuple[int, ...]:
-        """Return the distances from index `i` of the queue back to the newest copies of launches.
+        """Return the distances in the queue from `queue_idx` back to copies of launches.
 
-        `numbers` are the recorded launches. `newest` maps the first launch of a segment to the
-        queue index of its newest copy. Launches without a copy are left out.
+        `dependencies` are indices of recorded launches. `copies` maps the first launch of a
+        segment to the queue index of its newest copy. Launches without a copy are left out.
         """
-        starts = ((n, self._starts[bisect_right(self._starts, n) - 1]) for n in numbers)
-        return tuple(i - (newest[start] + n - start) for n, start in starts if start in newest)
+        starts = ((n, self._starts[bisect_right(self._starts, n) - 1]) for n in dependencies)
+        return tuple(
+            queue_idx - (copies[start] + n - start) for n, start in starts if start in copies
+        )
 
     @cached_property
-    def _ranges(self) -> list[range]:
+    def _launch_ranges(self) -> list[range]:
         """The launches of each segment, in the order of the recorded step."""
         ranges = [segment.launches for segments in self.passes.values() for segment in segments]
         return [*sorted(ranges, key=attrgetter("start")), self.end.launches]
@@ -239,15 +255,15 @@ class Segments:
     @cached_property
     def _starts(self) -> list[int]:
         """The number of the first launch of each segment that is not empty, ascending."""
-        return sorted(launches.start for launches in self._ranges if launches)
+        return sorted(launches.start for launches in self._launch_ranges if launches)
 
     @cached_property
-    def _before(self) -> dict[int, range]:
+    def _preceding_ranges(self) -> dict[int, range]:
         """First launch of each segment -> the launches of the segment before it."""
-        return {launches.start: before for before, launches in pairwise(self._ranges)}
+        return {launches.start: before for before, launches in pairwise(self._launch_ranges)}
 
     @cached_property
-    def _copies(self) -> dict[tuple[range, tuple[int, ...]], _Copy]:
+    def _placed_segments(self) -> dict[tuple[range, tuple[int, ...]], _Copy]:
         """Cache of `_place_segment`."""
         return {}
 
@@ -262,7 +278,7 @@ class SampledRun(NamedTuple):
     sampled_layers: SampledLayers
 
     @classmethod
-    def of(cls, run: TrainingRun) -> SampledRun:
+    def from_run(cls, run: TrainingRun) -> SampledRun:
         """Return the run of sampled layers that represents a complete run."""
         # The device and the dtype of the optimizer's state change no other allocation of a step.
         options = OptimizerOptions(master_remainder=run.optimizer.master_remainder)
@@ -270,20 +286,22 @@ class SampledRun(NamedTuple):
         return cls(*small)
 
     @property
-    def step(self) -> DryRun:
+    def recorded_step(self) -> DryRun:
         """The dry run of the sampled layers; buffers of "nvlink" have their full capacity."""
         return _run_dry_cached(self.run)
 
     @property
     def memory_segments(self) -> Segments:
-        """The segments of `step`, from which memory is planned."""
-        return Segments.of(self.step.queued, self.step.starts, self.sampled_layers)
+        """The segments of `recorded_step`, from which memory is planned."""
+        return Segments.from_recording(
+            self.recorded_step.queued, self.recorded_step.starts, self.sampled_layers
+        )
 
     @property
     def segments(self) -> Segments:
         """The segments of a step with even loads, from which time is planned."""
-        step = add_even_work(self.run, _run_dry_cached)
-        return Segments.of(step.queued, step.starts, self.sampled_layers)
+        step = record_with_even_loads(self.run, _run_dry_cached)
+        return Segments.from_recording(step.queued, step.starts, self.sampled_layers)
 
 
 def make_segments(run: TrainingRun) -> Segments:
@@ -291,7 +309,7 @@ def make_segments(run: TrainingRun) -> Segments:
 
     The bytes of the optimizer's launches are scaled to the parameters of all layers.
     """
-    small = SampledRun.of(run)
+    small = SampledRun.from_run(run)
     segments, share = (
         small.segments,
         count_max_parameter_bytes(run) / count_max_parameter_bytes(small.run),
@@ -308,8 +326,8 @@ def make_segments(run: TrainingRun) -> Segments:
     return replace(segments, queued=[*segments.queued[:first], *end])
 
 
-def map_micro_batches(number: int, num_recorded: int) -> list[int]:
-    """Return for each of `number` micro-batches the recorded micro-batch that stands for it."""
-    if number <= num_recorded:
-        return [*range(number - 1), num_recorded - 1] if number > 1 else [0]
-    return [0, *[num_recorded // 2] * (number - 2), num_recorded - 1]
+def map_micro_batches(num_micro_batches: int, num_recorded: int) -> list[int]:
+    """Return, for each of `num_micro_batches`, the index of the recorded micro-batch to use."""
+    if num_micro_batches <= num_recorded:
+        return [*range(num_micro_batches - 1), num_recorded - 1] if num_micro_batches > 1 else [0]
+    return [0, *[num_recorded // 2] * (num_micro_batches - 2), num_recorded - 1]

@@ -25,9 +25,9 @@ from moecore.parallel.pipeline.layout import LayoutCosts, Stage, balanced_layout
 from moecore.parallel.pipeline.orders import PAIRING, Item, Overlap, list_actions
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.pipeline.timeline import Timeline, compute_spans
-from moecore.planning.costs import CostTable, Wall
+from moecore.planning.costs import CostTable, Limit
 from moecore.planning.dry_run import DryRun
-from moecore.planning.gpus import Gpu, refuse_untimed
+from moecore.planning.gpus import Gpu, check_time_is_modelled
 from moecore.planning.record import PASSES, SLICES, Pass, PlacedLaunch, Work, place_launches
 from moecore.planning.run import (
     TrainingRun,
@@ -45,7 +45,7 @@ from moecore.planning.segments import (
     map_micro_batches,
 )
 
-Part = Literal[Wall, "host", "bubble"]
+Part = Literal[Limit, "host", "bubble"]
 Parts = Mapping[Part, float]
 # If several parts run at once, the first of them counts, and the others are hidden behind it.
 PARTS: tuple[Part, ...] = ("compute", "memory", "launch", "nvlink", "network", "pcie", "host")
@@ -69,7 +69,7 @@ class StepTime:
     parts: Parts
 
     @property
-    def wall(self) -> Part:
+    def limit(self) -> Part:
         """The part with most seconds, which limits the step."""
         return max(self.parts, key=lambda part: self.parts[part])
 
@@ -106,7 +106,7 @@ class TimePlan(StepTime):
         shares = ((part, s / self.seconds) for part, s in parts)
         text = ", ".join(f"{part} {share:.0%}" for part, share in shares if share >= 0.005)
         speed = f"{self.seconds:.3g} s a step, {self.tokens_per_gpu_second:,.0f} tokens/s of a GPU"
-        return f"{speed}; bottleneck {self.wall}: {text}"
+        return f"{speed}; bottleneck {self.limit}: {text}"
 
 
 class Spans(NamedTuple):
@@ -116,14 +116,16 @@ class Spans(NamedTuple):
     ends: list[float]
     parts: list[Part]
 
-    def find_end(self, number: int) -> float:
-        """Return the time at which the first `number` launches of the queue have finished."""
-        return max(self.ends[:number], default=0.0)
+    def find_end(self, num_launches: int) -> float:
+        """Return the time at which the first `num_launches` launches of the queue have finished."""
+        return max(self.ends[:num_launches], default=0.0)
 
-    def sum_network(self, first: int, last: int) -> float:
-        """Return the sum of the network seconds of launches `first` to `last` - 1."""
+    def sum_network(self, first_launch: int, end_launch: int) -> float:
+        """Return the sum of the network seconds of launches `first_launch` to `end_launch` - 1."""
         return sum(
-            self.ends[i] - self.starts[i] for i in range(first, last) if self.parts[i] == "network"
+            self.ends[i] - self.starts[i]
+            for i in range(first_launch, end_launch)
+            if self.parts[i] == "network"
         )
 
     def split_seconds(self, start: float, end: float) -> dict[Part, float]:
@@ -166,20 +168,20 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
         NotImplementedError: for products whose time on the table's GPU is not modelled.
     """
     check_arguments(time_step, locals())
-    refuse_untimed(step.precision, table.gpu, MEMORY_ONLY)
+    check_time_is_modelled(step.precision, table.gpu, MEMORY_ONLY)
     spans = simulate_queue(place_launches(step.queued), table, STEPS)
     before, number = (STEPS - 1) * len(step.queued), STEPS * len(step.queued)
     start, end = spans.find_end(before), spans.find_end(number)
-    parts = _add_network(spans.split_seconds(start, end), spans.sum_network(before, number))
+    parts = _extend_network(spans.split_seconds(start, end), spans.sum_network(before, number))
     return StepTime(max(end - start, sum(parts.values())), parts)
 
 
-def simulate_queue(queue: Sequence[PlacedLaunch], table: CostTable, steps: int = 1) -> Spans:
-    """Return the spans of a queue that the host launches `steps` times in sequence."""
+def simulate_queue(queue: Sequence[PlacedLaunch], table: CostTable, num_steps: int = 1) -> Spans:
+    """Return the spans of a queue that the host launches `num_steps` times in sequence."""
     costs = _compute_costs(queue, table)
     starts, ends = list[float](), list[float]()
     host = step_start = 0.0
-    for _ in range(steps):
+    for _ in range(num_steps):
         first, stream_ends = len(ends), dict[int, float]()
         works = zip(queue, costs, strict=True)
         for i, ((queued, dependencies, host_dependencies), (seconds, _)) in enumerate(works, first):
@@ -194,7 +196,7 @@ def simulate_queue(queue: Sequence[PlacedLaunch], table: CostTable, steps: int =
             starts.append(start)
             ends.append(end)
         step_start = max(ends[first:], default=step_start)
-    return Spans(starts, ends, steps * [part for _, part in costs])
+    return Spans(starts, ends, num_steps * [part for _, part in costs])
 
 
 def _compute_costs(queue: Sequence[PlacedLaunch], table: CostTable) -> list[tuple[float, Part]]:
@@ -219,14 +221,14 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
         ValueError, NotImplementedError: as `parallelize_moe`, or if a time is not modelled.
     """
     check_arguments(plan_time, locals())
-    refuse_untimed(run.precision, table.gpu, MEMORY_ONLY)
+    check_time_is_modelled(run.precision, table.gpu, MEMORY_ONLY)
     segments, timeline, memo = make_segments(run), None, Memo()
     if run.pipeline is None:
-        seconds, parts = _time_unstaged(run, segments, table)
+        seconds, parts = _time_step_without_pipeline(run, segments, table)
     else:
-        seconds, parts, timeline = _time_staged(run, segments, table, memo)
+        seconds, parts, timeline = _time_step_with_pipeline(run, segments, table, memo)
     if run.optimizer.offload_fraction:
-        waits = _time_state_waits(run, segments, table, memo)
+        waits = _time_optimizer_state_waits(run, segments, table, memo)
         seconds, parts = seconds + waits, _sum_parts((parts, {"pcie": waits}))
     return TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=timeline)
 
@@ -243,7 +245,8 @@ def balance_stages(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
         """Return the seconds of both passes of a stage with these parts."""
         passes = _time_passes(replace(none, **parts), segments, table)
         return sum(
-            sum(passes[pass_, segments.num_micro_batches // 2].parts.values()) for pass_ in PASSES
+            sum(passes[direction, segments.num_micro_batches // 2].parts.values())
+            for direction in PASSES
         )
 
     # All layers of a kind between the ends of a model have equal costs.
@@ -266,7 +269,9 @@ def balance_stages(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
     return [run, *(replace(run, pipeline=replace(even, layout=t, chunks=None)) for t in texts)]
 
 
-def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tuple[float, Parts]:
+def _time_step_without_pipeline(
+    run: TrainingRun, segments: Segments, table: CostTable
+) -> tuple[float, Parts]:
     """Return the seconds of a step without a pipeline, and the seconds by limit."""
     # A queue of a few micro-batches is timed. Each further micro-batch takes as long as the last of
     # its middle ones.
@@ -274,10 +279,10 @@ def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tu
     number = min(run.num_micro_batches, MIDDLE + 1)
     queue, counts = list[Segment](), list[int]()
     for i in map_micro_batches(number, segments.num_micro_batches):
-        for pass_ in PASSES:
-            queue += segments.list_stage_segments(stage, pass_, i)
+        for direction in PASSES:
+            queue += segments.list_stage_segments(stage, direction, i)
         counts.append(sum(len(segment.launches) for segment in queue))
-    placed_queue = segments.join([*queue, segments.end])
+    placed_queue = segments.make_queue([*queue, segments.end])
     before, length = (STEPS - 1) * len(placed_queue), len(placed_queue)
     spans = simulate_queue(placed_queue, table, STEPS)
     parts: Parts = spans.split_seconds(spans.find_end(before), spans.find_end(before + length))
@@ -287,14 +292,16 @@ def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tu
         extra = spans.split_seconds(spans.find_end(first), spans.find_end(last))
         parts = _sum_parts((parts, {part: times * seconds for part, seconds in extra.items()}))
         network += times * spans.sum_network(first, last)
-    parts = _add_network(parts, network)
+    parts = _extend_network(parts, network)
     return sum(parts.values()), parts
 
 
-def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, memo: Memo) -> float:
+def _time_optimizer_state_waits(
+    run: TrainingRun, segments: Segments, table: CostTable, pass_cache: Memo
+) -> float:
     """Return the seconds that a step waits for copies of offloaded optimizer state.
 
-    `memo` is a cache of the seconds of stages' passes, which the function extends.
+    `pass_cache` is a cache of the seconds of stages' passes, which the function extends.
     """
     # The copy to the host overlaps with the blocks of the first forward. The copy back overlaps
     # with the blocks of the last backward, except the first of them. In a pipeline these are the
@@ -303,7 +310,7 @@ def _time_state_waits(run: TrainingRun, segments: Segments, table: CostTable, me
     num_bytes = int(run.optimizer.offload_fraction * numel * count_state_bytes(run.optimizer))
     copy = table.seconds(Work("copy to host", "copy", 0, num_bytes, (), "uint8"))
     blocks = [replace(stage, embedding=False, loss=False) for stage in list_rank_stages(run)[0]]
-    passes = [_time_passes_cached(stage, segments, table, memo) for stage in blocks]
+    passes = [_time_passes_cached(stage, segments, table, pass_cache) for stage in blocks]
     last = segments.num_micro_batches - 1
     out = sum(sum(of_stage["F", 0].parts.values()) for of_stage in passes)
     back = sum(sum(of_stage["B", last].parts.values()) for of_stage in passes)
@@ -320,24 +327,24 @@ def find_hidden_share(run: TrainingRun, table: CostTable) -> float:
 
 def has_tp_slices(run: TrainingRun) -> bool:
     """Return whether the run overlaps tp communication with matmuls, slice by slice."""
-    return any(queued.work.name in SLICES for queued in SampledRun.of(run).segments.queued)
+    return any(queued.work.name in SLICES for queued in SampledRun.from_run(run).segments.queued)
 
 
-def _time_staged(
-    run: TrainingRun, segments: Segments, table: CostTable, memo: Memo
+def _time_step_with_pipeline(
+    run: TrainingRun, segments: Segments, table: CostTable, pass_cache: Memo
 ) -> tuple[float, Parts, Timeline]:
     """Return (seconds, seconds by limit, timeline) of a step with a pipeline.
 
-    `memo` is a cache of the seconds of stages' passes, which the function extends.
+    `pass_cache` is a cache of the seconds of stages' passes, which the function extends.
     """
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, list_stages(run)
-    passes = [_time_passes_cached(stage, segments, table, memo) for stage in stages]
+    passes = [_time_passes_cached(stage, segments, table, pass_cache) for stage in stages]
     # Clipping and the optimizer follow the slowest pipeline rank.
-    end_spans = simulate_queue(segments.join([segments.end]), table)
+    end_spans = simulate_queue(segments.make_queue([segments.end]), table)
     end_seconds = max(end_spans.ends, default=0.0)
     end_parts = end_spans.split_seconds(0.0, end_seconds)
-    send, hides = _time_send(run, table), find_hidden_share(run, table)
+    send, hides = _time_stage_send(run, table), find_hidden_share(run, table)
     timelines: dict[int, Timeline] = {}
 
     def step(number: int) -> tuple[float, Parts]:
@@ -358,7 +365,7 @@ def _time_staged(
             # A pair never takes less than the network seconds of both passes. Dispatcher "nvlink"
             # does not overlap its exchanges with a pair.
             if isinstance(item, Overlap) and hides:
-                return _add_network(_hide_network(total, hides), network)
+                return _extend_network(_subtract_hidden_network(total, hides), network)
             return total
 
         spans = compute_spans(schedule, lambda item: sum(parts_of(item).values()), send)
@@ -368,43 +375,43 @@ def _time_staged(
         bubble = timeline.makespan - sum(parts.values())
         return timeline.makespan + end_seconds, _sum_parts((parts, end_parts, {"bubble": bubble}))
 
-    seconds, parts = _extrapolate(step, run.num_micro_batches, (ROUNDS - 1) * pp, ROUNDS * pp)
+    seconds, parts = _extrapolate_step(step, run.num_micro_batches, (ROUNDS - 1) * pp, ROUNDS * pp)
     return seconds, parts, timelines[max(timelines)]
 
 
-def _add_network(parts: Parts, network: float) -> dict[Part, float]:
-    """Return seconds by limit, with "network" increased until the sum is at least `network`."""
-    missing = max(0.0, network - sum(parts.values()))
-    return {**parts, "network": parts.get("network", 0.0) + missing}
+def _extend_network(seconds_by_limit: Parts, network_seconds: float) -> dict[Part, float]:
+    """Return `seconds_by_limit`, whose "network" is increased until the sum has this minimum."""
+    missing = max(0.0, network_seconds - sum(seconds_by_limit.values()))
+    return {**seconds_by_limit, "network": seconds_by_limit.get("network", 0.0) + missing}
 
 
-def _hide_network(parts: Parts, share: float) -> Parts:
-    """Return seconds by limit, with the "network" seconds reduced by the fraction `share`.
+def _subtract_hidden_network(seconds_by_limit: Parts, hidden_share: float) -> Parts:
+    """Return seconds by limit, with the "network" seconds reduced by the fraction `hidden_share`.
 
     The reduction is at most the sum of the seconds of the other limits.
     """
-    network = parts.get("network", 0.0)
-    other_seconds = sum(parts.values()) - network
-    return {**parts, "network": network - min(other_seconds, share * network)}
+    network = seconds_by_limit.get("network", 0.0)
+    other_seconds = sum(seconds_by_limit.values()) - network
+    return {**seconds_by_limit, "network": network - min(other_seconds, hidden_share * network)}
 
 
-def _sum_parts(all_parts: Iterable[Parts]) -> dict[Part, float]:
-    """Return the sum of the seconds of each part."""
+def _sum_parts(terms: Iterable[Parts]) -> dict[Part, float]:
+    """Add dicts of seconds by limit, `terms`."""
     sums: dict[Part, float] = {}
-    for parts in all_parts:
+    for parts in terms:
         for part, seconds in parts.items():
             sums[part] = sums.get(part, 0.0) + seconds
     return sums
 
 
 def _time_passes_cached(
-    stage: Stage, segments: Segments, table: CostTable, memo: Memo
+    stage: Stage, segments: Segments, table: CostTable, pass_cache: Memo
 ) -> StagePasses:
-    """Return the seconds of a stage's passes, cached in `memo` for stages with equal segments."""
+    """Return the seconds of a stage's passes; `pass_cache` has those of equal stages."""
     key = tuple(segment.launches.start for segment in segments.list_stage_segments(stage, "F", 0))
-    if key not in memo:
-        memo[key] = _time_passes(stage, segments, table)
-    return memo[key]
+    if key not in pass_cache:
+        pass_cache[key] = _time_passes(stage, segments, table)
+    return pass_cache[key]
 
 
 def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePasses:
@@ -413,31 +420,37 @@ def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePas
     queue: list[Segment] = []
     lengths: list[tuple[tuple[Pass, int], int]] = []
     for i in map_micro_batches(segments.num_micro_batches + 1, segments.num_micro_batches):
-        for pass_ in PASSES:
-            queue += segments.list_stage_segments(stage, pass_, i)
-            lengths.append(((pass_, i), sum(len(segment.launches) for segment in queue)))
-    spans = simulate_queue(segments.join(queue), table)
+        for direction in PASSES:
+            queue += segments.list_stage_segments(stage, direction, i)
+            lengths.append(((direction, i), sum(len(segment.launches) for segment in queue)))
+    spans = simulate_queue(segments.make_queue(queue), table)
     start, before = 0.0, 0
     for key, number in lengths:
         end, network = spans.find_end(number), spans.sum_network(before, number)
-        passes[key] = PassSeconds(_add_network(spans.split_seconds(start, end), network), network)
+        passes[key] = PassSeconds(
+            _extend_network(spans.split_seconds(start, end), network), network
+        )
         start, before = end, number
     return passes
 
 
-def _extrapolate(
-    step: Callable[[int], tuple[float, Parts]], number: int, low: int, high: int
+def _extrapolate_step(
+    time_steps: Callable[[int], tuple[float, Parts]], num_micro_batches: int, low: int, high: int
 ) -> tuple[float, Parts]:
-    """Return `step(number)`; above `high`, extrapolate linearly from `low` and `high`."""
-    if number <= high:
-        return step(number)
-    (seconds, parts), (before, base) = step(high), step(low)
-    times = (number - high) / (high - low)
+    """Return the seconds of a step with `num_micro_batches`, in total and by limit.
+
+    `time_steps` computes the result for numbers of micro-batches up to `high`. Above `high`, the
+    result is extrapolated linearly from the results for `low` and `high`.
+    """
+    if num_micro_batches <= high:
+        return time_steps(num_micro_batches)
+    (seconds, parts), (before, base) = time_steps(high), time_steps(low)
+    times = (num_micro_batches - high) / (high - low)
     grown = {part: max(0.0, s + times * (s - base.get(part, 0.0))) for part, s in parts.items()}
     return seconds + times * (seconds - before), grown
 
 
-def _time_send(run: TrainingRun, table: CostTable) -> float:
+def _time_stage_send(run: TrainingRun, table: CostTable) -> float:
     """Return the seconds in which a pipeline stage sends a micro-batch to the next stage."""
     p = run.resolved
     # The values are bf16, and one direction of two is used.

@@ -34,7 +34,7 @@ from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.stock import enable_activation_checkpointing
 from moecore.families.transformers.tensor_parallel import plan_modules
 from moecore.io.hf.config_fields import HFConfig, read_config
-from moecore.io.hf.files import format_with_source
+from moecore.io.hf.files import format_error_with_source
 from moecore.io.hf.stock import build_meta_model
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.fsdp.units import find_blocks
@@ -75,13 +75,13 @@ class TransformersModel(CheckedRecord):
         values = read_config(config)
         path = "DIR" if isinstance(config, Mapping) else os.fspath(config)
         model = cls(values=json.dumps(values, sort_keys=True), source=path)
-        with convert_errors(model):
+        with convert_model_errors(model):
             _build_structure(model)
         return model
 
 
 @contextmanager
-def convert_errors(model: object) -> Iterator[None]:
+def convert_model_errors(model: object) -> Iterator[None]:
     """Return a context in which errors of a `TransformersModel` become one-line ValueErrors."""
     # A config.json may have any values, and the code of the class that reads them is not moecore's.
     try:
@@ -94,7 +94,7 @@ def convert_errors(model: object) -> Iterator[None]:
         model_type = json.loads(model.values).get("model_type")
         raise ValueError(
             f"config.json of model_type ({quote(model_type)}) must have values with which a step "
-            f"runs, not {type(error).__name__} ({format_with_source(error)}): correct them"
+            f"runs, not {type(error).__name__} ({format_error_with_source(error)}): correct them"
         ) from error
 
 
@@ -118,7 +118,7 @@ class StockModel(PlannedModel):
     model: TransformersModel
 
     @classmethod
-    def of(cls, model: TransformersModel) -> StockModel:
+    def from_model(cls, model: TransformersModel) -> StockModel:
         """Return the sizes and layers that a model's modules have."""
         hf, blocks, experts = _build_structure(model)
         config = hf.config.get_text_config()
@@ -143,13 +143,14 @@ class StockModel(PlannedModel):
         return find_family(hf).make_staged_model(hf).stage_parts().bound_layers
 
     @override
-    def select_layers(self, layers: Sequence[int]) -> TransformersModel:
+    def select_layers(self, layer_idxs: Sequence[int]) -> TransformersModel:
         """Return the transformers model with only the layers at these indices."""
         numbers = self.model.layers or range(self.num_layers)
-        return replace(self.model, layers=tuple(numbers[i] for i in layers))
+        return replace(self.model, layers=tuple(numbers[i] for i in layer_idxs))
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
+        """Return the module on meta, with parameters of `dtype`."""
         lora = self.model.lora
         model: nn.Module = _build_model(self.model, dtype if lora is None else torch.bfloat16)
         if find_packing_problem(model) is None:
@@ -165,12 +166,14 @@ class StockModel(PlannedModel):
         """Change nothing: the loss of transformers models has chunks of a constant size."""
 
     @override
-    def parts(self, model: Any) -> ModuleParts:
+    def collect_parts(self, model: Any) -> ModuleParts:
+        """Return the embedding, layers, MTP layers, head and loss of a built module."""
         head = model.get_output_embeddings() or list(model.children())[-1]
         return ModuleParts(model.get_input_embeddings(), find_blocks(model), (), head, model)
 
     @override
-    def inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
+    def make_inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
+        """Return the keyword arguments of a forward with loss; the tokens are labels, too."""
         hf = _build_structure(self.model).model
         scan = next((m for m in hf.modules() if getattr(m, "A_log", WIDTHS).ndim == 2), None)
         if scan is not None and tokens_BT.shape[1] > MAX_SCAN:
@@ -185,7 +188,8 @@ class StockModel(PlannedModel):
         return arguments
 
     @override
-    def sizes(self) -> ModelSizes:
+    def count_parameters(self) -> ModelSizes:
+        """Count all parameters, the routed experts' and the tp-sharded parameters."""
         hf, _, layers = _build_structure(self.model)
         experts = {p for layer in layers for p in layer.get_part("experts").parameters()}
         cuts = ((m, (*split.columns, split.row)) for m, split in plan_modules(hf, 1)[0].items())
@@ -193,7 +197,7 @@ class StockModel(PlannedModel):
         return count_sizes(hf, experts, tp_params)
 
     @override
-    def check(self, *, pp: int, tp: int, cp: int) -> None:
+    def check_degrees(self, *, pp: int, tp: int, cp: int) -> None:
         """Raise ValueError or NotImplementedError if the family refuses these degrees."""
         hf, _, _ = _build_structure(self.model)
         family = find_family(hf)
@@ -206,6 +210,7 @@ class StockModel(PlannedModel):
 
     @override
     def make_source(self, dtype: torch.dtype) -> ModelSource:
+        """Return the Python that makes the model with parameters of `dtype`."""
         hf, path = _build_structure(self.model).model, self.model.source
         packs = find_packing_problem(hf) is None
         imports = ["from transformers import AutoConfig, " + type(hf).__name__]
@@ -255,28 +260,33 @@ def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
     return hf
 
 
-def _keep_layers(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
-    """Remove the layers of a model in place, except the layers at indices `layers`.
+def _keep_layers(hf: Any, layer_names: Sequence[str], layer_idxs: Sequence[int]) -> None:
+    """Remove the layers of a model in place, except the layers at indices `layer_idxs`.
 
-    `names` has the module name of every layer of the model, in order.
+    `layer_names` has the module name of every layer of the model, in order.
     """
-    blocks = [hf.get_submodule(names[i]) for i in layers]
-    holders = dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in names)
+    blocks = [hf.get_submodule(layer_names[i]) for i in layer_idxs]
+    holders = dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in layer_names)
     for holder in holders:
         members = [module for module in blocks if module in holder.children()]
         holder._modules.clear()
         holder.extend(members)
-    _shorten_config(hf.config.get_text_config(), len(names), layers)
+    _shorten_config(hf.config.get_text_config(), len(layer_names), layer_idxs)
 
 
-def _shorten_config(config: Any, number: int, layers: Sequence[int]) -> None:
-    """Reduce a config of `number` layers to the layers at these indices, in place."""
-    lists = {name: [value[i] for i in layers] for name, value in _find_layer_lists(config, number)}
+def _shorten_config(config: Any, num_layers: int, layer_idxs: Sequence[int]) -> None:
+    """Reduce a config of `num_layers` layers to the layers at these indices, in place."""
+    lists = {
+        name: [value[i] for i in layer_idxs]
+        for name, value in _find_layer_lists(config, num_layers)
+    }
     # The config may count attentions, of which a layer has several.
-    config.num_hidden_layers = config.num_hidden_layers * len(layers) // max(1, number)
+    config.num_hidden_layers = config.num_hidden_layers * len(layer_idxs) // max(1, num_layers)
     if (spec := vars(config).get("_heterogeneity_spec")) is not None:  # fields by layer index
         of_layers = spec.per_layer_overrides
-        overrides = {i: of_layers[layer] for i, layer in enumerate(layers) if layer in of_layers}
+        overrides = {
+            i: of_layers[layer] for i, layer in enumerate(layer_idxs) if layer in of_layers
+        }
         config._heterogeneity_spec = replace(spec, per_layer_overrides=overrides)
     kind = type(config)  # whose properties may compute a list
     properties = {name: value for name, value in lists.items() if name not in vars(config)}
@@ -285,12 +295,12 @@ def _shorten_config(config: Any, number: int, layers: Sequence[int]) -> None:
         config.__class__ = type(kind.__name__, (kind,), properties)
 
 
-def _find_layer_lists(config: Any, number: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield (name, value) of config fields with one item for each of `number` layers."""
+def _find_layer_lists(config: Any, num_layers: int) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield (name, value) of config fields with one item for each of `num_layers` layers."""
     names = (n for n, x in inspect.getmembers(type(config)) if isinstance(x, property))
     for name, value in {**{n: getattr(config, n, None) for n in names}, **vars(config)}.items():
-        is_listed = isinstance(value, list | tuple) and len(value) == number
-        if is_listed and list(value) != list(range(number)):
+        is_listed = isinstance(value, list | tuple) and len(value) == num_layers
+        if is_listed and list(value) != list(range(num_layers)):
             yield name, value
 
 

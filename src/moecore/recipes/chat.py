@@ -39,7 +39,7 @@ PROBES = ("a", "0", ".")  # a vocabulary of text has an id for one of them
 
 
 @dataclass(frozen=True, slots=True)
-class Borders:
+class BorderTokens:
     """The special tokens before and after the text of a document.
 
     Attributes:
@@ -53,7 +53,7 @@ class Borders:
     def find_content(self, ids: Sequence[int]) -> slice:
         """Return the slice of token ids without the begin tokens and end tokens around the text.
 
-        `Borders((1,), (2,)).find_content([1, 3, 4, 2, 2])` is `slice(1, 3)`.
+        `BorderTokens((1,), (2,)).find_content([1, 3, 4, 2, 2])` is `slice(1, 3)`.
         """
         start, stop = 0, len(ids)
         n = len(self.begin)
@@ -75,7 +75,7 @@ class Borders:
 
 
 @lru_cache(maxsize=1)
-def find_borders(tokenizer: Any) -> Borders:
+def find_borders(tokenizer: Any) -> BorderTokens:
     """Return the special tokens that a tokenizer adds; ValueError if it changes a text's tokens."""
     last = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     for probe in PROBES:
@@ -85,7 +85,7 @@ def find_borders(tokenizer: Any) -> Borders:
         for i in range(len(full) - len(plain) + 1):
             if plain and full[i : i + len(plain)] == plain:
                 end = tuple(full[i + len(plain) :])
-                return Borders(tuple(full[:i]), end if end[-1:] == last else (*end, *last))
+                return BorderTokens(tuple(full[:i]), end if end[-1:] == last else (*end, *last))
     raise ValueError("must add special tokens before and after a text, not change its own tokens")
 
 
@@ -115,10 +115,10 @@ class Example:
         return Example(self.tokens_T[:seq_len], self.is_answer_T[:seq_len])
 
 
-def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Example]:
+def encode_record(record: Any, tokenizer: Any, *, seq_len: int, location: str) -> list[Example]:
     """Return the examples of a data row, a dict in one of the three forms of this file.
 
-    Only rows with "text" are split into pieces of `seq_len` tokens. `place` names the row in
+    Only rows with "text" are split into pieces of `seq_len` tokens. `location` names the row in
     errors.
     """
     fields: Any = record if isinstance(record, dict) else {}
@@ -127,7 +127,9 @@ def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Exa
     if not is_chat(messages) and is_chat(prompt) and is_chat(completion):
         messages, num_prompt = [*prompt, *completion], len(prompt)
     if is_chat(messages):
-        return _encode_chat(tokenizer, messages, fields.get("tools"), place, num_prompt=num_prompt)
+        return _encode_chat(
+            tokenizer, messages, fields.get("tools"), location, num_prompt=num_prompt
+        )
     try:
         if isinstance(prompt, str) and isinstance(completion, str):
             return [_encode_completion(tokenizer, prompt, completion)]
@@ -135,9 +137,10 @@ def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Exa
             return _cut_into_pieces(_encode_completion(tokenizer, "", text), seq_len)
     except Exception as error:  # of any kind, such as for half of a surrogate pair
         raise ValueError(
-            f"{place} must be text that the tokenizer of --model encodes: {_describe_error(error)}"
+            f"{location} must be text that the tokenizer of --model encodes: "
+            f"{_describe_error(error)}"
         ) from None
-    raise ValueError(f"{place} must be a JSON object with {FORMS}: {_describe_row(record)}")
+    raise ValueError(f"{location} must be a JSON object with {FORMS}: {_describe_row(record)}")
 
 
 def is_chat(messages: Any) -> bool:
@@ -174,7 +177,12 @@ def _cut_into_pieces(example: Example, seq_len: int) -> list[Example]:
 
 
 def _encode_chat(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: Any, place: str, *, num_prompt: int = 0
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: Any,
+    location: str,
+    *,
+    num_prompt: int = 0,
 ) -> list[Example]:
     """Return the examples of a chat: one, or one per answer (Note "turns that change").
 
@@ -182,21 +190,21 @@ def _encode_chat(
     """
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"{place} must have no messages, because the tokenizer of --model has no chat "
+            f"{location} must have no messages, because the tokenizer of --model has no chat "
             'template: add chat_template.jinja there, or use "prompt" and "completion"'
         )
-    messages = [_remove_end(tokenizer, message) for message in messages]
+    messages = [_remove_end_text(tokenizer, message) for message in messages]
     try:
         if not num_prompt and GENERATION.search(tokenizer.get_chat_template(tools=tools)):
             return [_encode_marked_chat(tokenizer, messages, tools)]
         return _encode_by_prefixes(tokenizer, messages, tools, num_prompt)
     except Exception as error:  # of any kind: a template is code
         raise ValueError(
-            f"{place} must fit the chat template of --model: {_describe_error(error)}"
+            f"{location} must fit the chat template of --model: {_describe_error(error)}"
         ) from None
 
 
-def _remove_end(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
+def _remove_end_text(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
     """Return a message; remove end-of-sequence texts at the end of an assistant's message."""
     end, content = tokenizer.eos_token, message.get("content")
     if message["role"] != "assistant" or not end or not isinstance(content, str):
@@ -338,19 +346,19 @@ def _tokenize_spans(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[
 
 
 def _trim_after_special_token(
-    tokenizer: Any, ids: list[int], inside: list[int], special_ids: set[int]
+    tokenizer: Any, ids: list[int], positions: list[int], special_ids: set[int]
 ) -> list[int]:
-    """Return the positions `inside` up to the last special token, if only white space follows it.
+    """Drop white space after the last special token from `positions`, ascending indices of `ids`.
 
-    `inside` are indices of `ids`, ascending. Otherwise all positions are returned.
+    If other text follows the last special token, all positions are returned.
     """
-    for count in range(len(inside), 0, -1):
-        token = ids[inside[count - 1]]
+    for count in range(len(positions), 0, -1):
+        token = ids[positions[count - 1]]
         if token in special_ids:
-            return inside[:count]
+            return positions[:count]
         if tokenizer.decode([token]).strip():
             break
-    return inside
+    return positions
 
 
 @lru_cache(maxsize=1)

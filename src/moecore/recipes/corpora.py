@@ -23,14 +23,14 @@ from moecore.packing import (
     PackedBatch,
     ScheduledLoader,
 )
-from moecore.packing.corpus.documents import describe_location
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
-from moecore.recipes.chat import Borders, find_borders
+from moecore.packing.corpus.sources import describe_location
+from moecore.recipes.chat import BorderTokens, find_borders
 from moecore.recipes.data import (
     BatchShape,
     StepBatch,
     Steps,
-    repeat_last_border,
+    repeat_last_bound,
     scan_standard_library,
 )
 from moecore.recipes.files import HUB, format_option, is_dataset, open_dataset, read_text
@@ -115,7 +115,7 @@ def _list_path_names(path: str) -> list[str]:
     return [*("/".join(parts[-n:]) for n in range(1, len(parts) + 1)), path]
 
 
-def read_source(
+def open_source(
     options: SourceOptions, tokenizer: Tokenizer, *, option: str = "--data"
 ) -> CorpusSource:
     """Open a source; return its documents with their tokenizer. Errors name the flag `option`."""
@@ -181,7 +181,7 @@ class DocumentRange:
         return f"{getattr(self.documents, 'fingerprint', '')}{self.indices}"
 
 
-def hold_out(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
+def split_sources(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
     """Split each source; return training sources, and evaluation sources.
 
     An evaluation source has the last twentieth of the documents, at least one.
@@ -207,7 +207,7 @@ class Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loaders have workers instead
         self.hf: Any = None if name == BYTES else load_tokenizer(name, "--tokenizer")
         self.size = 256 if self.hf is None else len(self.hf)
-        self.borders: Borders | None = None
+        self.borders: BorderTokens | None = None
         if self.hf is not None:
             try:
                 self.borders = find_borders(self.hf)
@@ -309,7 +309,7 @@ class CorpusSteps:
         )
         self._num_borders = 1  # borders of a micro-batch so far
 
-    def next(self, num_micro_batches: int | None = None) -> StepBatch:
+    def next_batch(self, num_micro_batches: int | None = None) -> StepBatch:
         """Return the next batch with `num_micro_batches` micro-batches; None = `grad_accum`."""
         count = num_micro_batches or self._shape.grad_accum
         batches: list[PackedBatch] = [next(self.sampler) for _ in range(count)]
@@ -321,7 +321,7 @@ class CorpusSteps:
             labels_ABT=torch.stack([batch["labels"] for batch in batches]),
             padding_ABT=torch.stack([batch["padding_mask"] for batch in batches]),
             cu_seqlens_An=torch.stack(
-                [repeat_last_border(batch["cu_seqlens"], self._num_borders) for batch in batches]
+                [repeat_last_bound(batch["cu_seqlens"], self._num_borders) for batch in batches]
             ),
             num_labels=torch.stack([batch["num_tokens"] for batch in batches]).sum(),
         )

@@ -15,18 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.progress import track_progress
+from moecore.base.streams import copy_to_device
 from moecore.io import export_hf
 from moecore.models import Decoder
 from moecore.moe.layer import MoELayer
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.corpora import CorpusSteps, Tokenizer
-from moecore.recipes.data import Graphed, RandomSteps, StepBatch, Steps, pad_borders, to_device
+from moecore.recipes.data import GraphedStep, RandomSteps, StepBatch, Steps, pad_bounds
 from moecore.recipes.decoder_config import export_config
 from moecore.recipes.generate import write_samples
 from moecore.recipes.hf_model import write_export
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
-from moecore.recipes.metrics import Metrics, compute_usage
+from moecore.recipes.metrics import Metrics, compute_padding_and_mfu
 from moecore.recipes.report import EXPORT, SAMPLES
 from moecore.recipes.schedule import is_due
 
@@ -57,7 +58,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
 
         self.run_micro_batches: Callable[..., Tensor] = run_micro_batches
         if self.args.cuda_graph:
-            self.run_micro_batches = Graphed(run_micro_batches, self.model)
+            self.run_micro_batches = GraphedStep(run_micro_batches, self.model)
 
     def print_start(self) -> None:
         """Print the model, the ranks and the data of the run."""
@@ -69,10 +70,10 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
     def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
         """Return this data rank's batch for a step; its number of rows follows the [batch] ramp."""
         if isinstance(self.batches, Steps):
-            return self.batches.next()
+            return self.batches.next_batch()
         rows = self.stage.sizes.get_rows(step)
-        batch = self.batches.next(rows // (self.shape.data_ranks * self.shape.batch_size))
-        return pad_borders(batch) if self.args.cuda_graph else batch
+        batch = self.batches.next_batch(rows // (self.shape.data_ranks * self.shape.batch_size))
+        return pad_bounds(batch) if self.args.cuda_graph else batch
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
         """Run the micro-batches; return this rank's part of the mean loss, see `TrainingJob`."""
@@ -81,7 +82,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
             return batch.compute_local_loss(self.owner.forward_backward(batch.inputs(self.device)))
         if self.owner.num_micro_batches != len(batch.tokens_ABT):
             self.owner.num_micro_batches = len(batch.tokens_ABT)
-        tensors = (to_device(tensor, self.device) for tensor in batch.list_tensors())
+        tensors = (copy_to_device(tensor, self.device) for tensor in batch.list_tensors())
         return self.run_micro_batches(num_labels, *tensors)
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
@@ -89,7 +90,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
 
         `counts` is the step's `count_labels_and_tokens` over all data ranks.
         """
-        return compute_usage(counts, seconds, self.model.config, self.peak_tflops)
+        return compute_padding_and_mfu(counts, seconds, self.model.config, self.peak_tflops)
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
@@ -111,9 +112,9 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         if isinstance(batch, ScheduledBatch):
             total = batch.compute_local_loss(self.owner.compute_losses(batch.inputs(self.device)))
         else:
-            dist.all_reduce(num_labels := to_device(batch.num_labels.clone(), self.device))
+            dist.all_reduce(num_labels := copy_to_device(batch.num_labels.clone(), self.device))
             divisor = (num_labels // copies).clamp(min=1)
-            tensors = (to_device(tensor, self.device) for tensor in batch.list_tensors())
+            tensors = (copy_to_device(tensor, self.device) for tensor in batch.list_tensors())
             inputs = make_decoder_inputs(divisor, tensors, self.args.seq_len)
             total = self.owner.compute_losses(inputs).sum()
         dist.all_reduce(total)
@@ -122,7 +123,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
     def sample(self, step: int) -> None:
         """If samples are due, continue the prompts of [samples], and write and print the texts."""
         options = self.args.samples
-        if is_due(step, every=options.sample_every, steps=self.args.steps):
+        if is_due(step, every=options.sample_every, last_step=self.args.steps):
             texts = write_samples(
                 self.model,
                 options.encode_prompts(self.tokenizer, self.model.config),

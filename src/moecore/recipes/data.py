@@ -112,7 +112,7 @@ class Steps(Generic[StepT]):
         self.sampler, self._collate = sampler, collate
         self._items = chain.from_iterable(repeat(sampler))
 
-    def next(self) -> StepT:
+    def next_batch(self) -> StepT:
         """Return the batch of the next step."""
         return self._collate(next(self._items))
 
@@ -157,32 +157,32 @@ class PackedSteps(Steps[StepBatch]):
         self._max_documents = int((shortest <= tokens).sum()) + shape.batch_size
         super().__init__(sampler, self._build_batch)
 
-    def _build_batch(self, numbers: list[int]) -> StepBatch:
-        """Return the batch of one step from the documents at the indices `numbers`."""
-        rows = self._collator([self._documents[number] for number in numbers])
+    def _build_batch(self, document_idxs: list[int]) -> StepBatch:
+        """Return the batch of one step from the documents at the indices `document_idxs`."""
+        rows = self._collator([self._documents[number] for number in document_idxs])
         size = (self._shape.grad_accum, self._shape.batch_size, self._shape.seq_len)
         return StepBatch(
             tokens_ABT=rows["input_ids"].view(size),
             labels_ABT=rows["labels"].view(size),
             padding_ABT=rows["padding_mask"].view(size),
-            cu_seqlens_An=self._find_borders(rows["cu_seqlens"]),
+            cu_seqlens_An=self._find_document_bounds(rows["cu_seqlens"]),
             num_labels=rows["num_tokens"],
         )
 
-    def _find_borders(self, cu_seqlens: Tensor) -> Tensor:
+    def _find_document_bounds(self, cu_seqlens: Tensor) -> Tensor:
         """Return the document bounds of each micro-batch, int32 [grad_accum, max_documents + 1]."""
         tokens, number = self._shape.batch_size * self._shape.seq_len, self._max_documents + 1
         shifted = (cu_seqlens - i * tokens for i in range(self._shape.grad_accum))
         parts = (borders[(borders >= 0) & (borders <= tokens)] for borders in shifted)
-        return torch.stack([repeat_last_border(borders, number) for borders in parts]).int()
+        return torch.stack([repeat_last_bound(borders, number) for borders in parts]).int()
 
 
-def repeat_last_border(cu_seqlens_n: Tensor, number: int) -> Tensor:
-    """Return `cu_seqlens_n` [..., n], padded to [..., number] with copies of its last bound.
+def repeat_last_bound(cu_seqlens_n: Tensor, length: int) -> Tensor:
+    """Return `cu_seqlens_n` [..., n], padded to [..., length] with copies of its last bound.
 
     The copies are bounds of empty documents.
     """
-    num_copies = number - cu_seqlens_n.shape[-1]
+    num_copies = length - cu_seqlens_n.shape[-1]
     return torch.cat(
         [cu_seqlens_n, cu_seqlens_n[..., -1:].expand(*cu_seqlens_n.shape[:-1], num_copies)], -1
     )
@@ -197,7 +197,7 @@ class RandomSteps:
         self._step = 0
         self.sampler = self
 
-    def next(self, num_micro_batches: int | None = None) -> StepBatch:
+    def next_batch(self, num_micro_batches: int | None = None) -> StepBatch:
         """Return the next batch with `num_micro_batches` micro-batches; None = `grad_accum`."""
         self._step += 1
         generator = make_generator(f"{self._seed}/{self._step}/{self._data_rank}")
@@ -226,20 +226,13 @@ class RandomSteps:
         """Do nothing, because there are no processes."""
 
 
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device through pinned memory, so that the host does not wait."""
-    if device.type == "cuda":
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)
-
-
-def make_generator(key: str) -> torch.Generator:
-    """Return a CPU generator whose seed is a hash of the text `key`."""
-    digest = hashlib.sha256(key.encode()).digest()
+def make_generator(seed_text: str) -> torch.Generator:
+    """Return a CPU generator whose seed is a hash of the text `seed_text`."""
+    digest = hashlib.sha256(seed_text.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-class Graphed:
+class GraphedStep:
     """A CUDA graph of `forward_backward`; it is captured again when input shapes change."""
 
     def __init__(self, forward_backward: Callable[..., Tensor], model: nn.Module) -> None:
@@ -256,7 +249,7 @@ class Graphed:
         return loss
 
 
-def pad_borders(batch: StepBatch) -> StepBatch:
+def pad_bounds(batch: StepBatch) -> StepBatch:
     """Return the batch with its document bounds padded to the largest number over all ranks.
 
     Collective, on the CPU.
@@ -265,4 +258,4 @@ def pad_borders(batch: StepBatch) -> StepBatch:
         return batch
     num_borders = torch.tensor(batch.cu_seqlens_An.shape[1], dtype=torch.int64, device="cpu")
     dist.all_reduce(num_borders, op=dist.ReduceOp.MAX)
-    return replace(batch, cu_seqlens_An=repeat_last_border(batch.cu_seqlens_An, int(num_borders)))
+    return replace(batch, cu_seqlens_An=repeat_last_bound(batch.cu_seqlens_An, int(num_borders)))

@@ -51,23 +51,23 @@ class RotaryOptions(CheckedRecord):
         return replace(config, **values) if values else config
 
 
-def replace_rotary(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConfig:
-    """Return `config` with the rotary fields of `values`, the fields of another decoder config."""
+def replace_rotary(config: DecoderConfig, fields: Mapping[str, Any]) -> DecoderConfig:
+    """Return `config` with the rotary fields of `fields`, the fields of another decoder config."""
     changes: dict[str, Any] = {
-        name: values[name] for name in ("rope_theta", "max_seq_len") if name in values
+        name: fields[name] for name in ("rope_theta", "max_seq_len") if name in fields
     }
     if config.mla is None:
-        yarn = values.get("yarn")
+        yarn = fields.get("yarn")
         changes["yarn"] = yarn and YarnConfig(**yarn)
     else:
-        yarn = (values.get("mla") or {}).get("yarn")
+        yarn = (fields.get("mla") or {}).get("yarn")
         changes["mla"] = replace(config.mla, yarn=yarn and YarnConfig(**yarn))
     return replace(config, **changes)
 
 
-def add_rotary_fields(values: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """Return a config.json's fields `values`, with the rotary embedding of `config`."""
-    result = {**values, "max_position_embeddings": config.max_seq_len}
+def add_rotary_fields(hf_fields: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """Return a config.json's fields `hf_fields`, with the rotary embedding of `config`."""
+    result = {**hf_fields, "max_position_embeddings": config.max_seq_len}
     rope = dict(result.pop("rope_parameters", None) or result.pop("rope_scaling", None) or {})
     result["rope_theta"] = rope["rope_theta"] = config.rope_theta
     yarn = config.yarn if config.mla is None else config.mla.yarn

@@ -18,11 +18,11 @@ from moecore.planning import (
     plan_time,
 )
 from moecore.planning.costs import CostTable
-from moecore.planning.flags import choose_nvlink
+from moecore.planning.flags import choose_nvlink_options
 from moecore.planning.gpus import count_domain_ranks, count_peers, find_time_refusal, get_gpu
 from moecore.recipes.data import StepBatch
 from moecore.recipes.options import RunConfig, ShardedConfig
-from moecore.recipes.parser import to_toml
+from moecore.recipes.parser import format_toml
 
 MAX_TOKENS = 64  # of the first row that are printed
 
@@ -57,7 +57,7 @@ def make_planned_run(
             master_remainder=args.optimizer.master_remainder,
             offload_fraction=args.optimizer.state_offload,
         ),
-        nvlink=choose_nvlink(dispatch, parallel, peers),
+        nvlink=choose_nvlink_options(dispatch, parallel, peers),
         dispatcher="hierarchical" if dispatch.name == "hierarchical" else "auto",
         ranks_per_domain=domain,
         num_peers=peers,
@@ -73,7 +73,7 @@ def print_dry_run(
 
     `run` None = no plan. The status is 1 if the plan does not fit the memory, otherwise 0.
     """
-    print(to_toml(args))
+    print(format_toml(args))
     if run is None:
         print("no plan: moecore.planning does not model reference models yet")
     fits = run is None or print_plan(args, run)
@@ -85,7 +85,7 @@ def print_plan(args: RunConfig, run: TrainingRun) -> bool:
     """Print memory by kind and the time of a step; return whether GPU and host memory suffice."""
     plan, gpu = plan_memory(run), get_gpu(args.gpu)
     peak, memory = plan.largest.num_bytes, gpu.memory
-    pinned, host = plan.pinned_bytes(gpu), gpu.host_memory
+    pinned, host = plan.count_pinned_bytes(gpu), gpu.host_memory
     print(f"plan for {run.num_gpus} {args.gpu}:")
     print(plan.table())
     time = find_time_refusal(run.precision, args.gpu) or plan_time(run, CostTable.of(args.gpu)).line

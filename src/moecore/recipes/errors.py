@@ -36,10 +36,10 @@ RANK_0_PRINTS_S = 10
 SAVES_MEMORY = "add --recompute, shard by optim_grads_params, lower --row-factor"
 
 
-def print_error(error: Exception | str, code: int = 2) -> int:
-    """Print an error in one line on stderr and return the exit status `code`."""
+def print_error(error: Exception | str, exit_code: int = 2) -> int:
+    """Print an error in one line on stderr and return the exit status `exit_code`."""
     print(f"moecore: error: {error}", file=sys.stderr, flush=True)
-    return code
+    return exit_code
 
 
 def print_rank_error(error: Exception, rank: int) -> int:

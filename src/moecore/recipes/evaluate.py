@@ -14,7 +14,7 @@ from torch import Tensor
 from moecore.base.command_options import POSITIONAL
 from moecore.base.fields import Count
 from moecore.base.progress import track_progress
-from moecore.recipes.corpora import SourceOptions, read_source
+from moecore.recipes.corpora import SourceOptions, open_source
 from moecore.recipes.generate import load_model
 
 
@@ -39,7 +39,7 @@ class EvaluateConfig:
 def run_evaluate(args: EvaluateConfig) -> int:
     """Print the mean loss per token, in nats, of each source's documents; return 0."""
     model, tokenizer = load_model(args.path)
-    for source in [read_source(options, tokenizer) for options in args.data]:
+    for source in [open_source(options, tokenizer) for options in args.data]:
         total, count = 0.0, 0
         for ids_1T in iterate_documents(source, args.seq_len, args.max_documents):
             total += sum_losses(model, ids_1T.to(model.device))
@@ -51,15 +51,16 @@ def run_evaluate(args: EvaluateConfig) -> int:
     return 0
 
 
-def iterate_documents(source: Any, seq_len: int, limit: int | None) -> Iterator[Tensor]:
-    """Yield int64 ids [1, T] of the first `limit` documents, each cut to `seq_len` tokens.
+def iterate_documents(source: Any, seq_len: int, max_documents: int | None) -> Iterator[Tensor]:
+    """Yield int64 ids [1, T] of the first `max_documents` documents, each cut to `seq_len` tokens.
 
-    Documents with fewer than two tokens count for `limit`, and are not yielded. None = no limit.
+    Documents with fewer than two tokens count for `max_documents`, and are not yielded. None = no
+    limit.
     """
     for number, document in enumerate(
         track_progress(source.documents, "evaluating", unit="documents")
     ):
-        if number == limit:
+        if number == max_documents:
             return
         ids = list(source.tokenize(document))[:seq_len]
         if len(ids) > 1:

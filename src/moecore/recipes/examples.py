@@ -62,14 +62,15 @@ def count_tokens(example: Any) -> int:
 
 
 def encode_row(
-    row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
+    row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, column_names: ColumnNames
 ) -> list[Example]:
-    """Return the examples of one row: a chat, a completion or a text (see `chat.encode`).
+    """Return the examples of one row: a chat, a completion or a text (see `chat.encode_record`).
 
-    `names` has the names of the row's columns. Texts are split into pieces of `seq_len` tokens.
+    `column_names` has the names of the row's columns. Texts are split into pieces of `seq_len`
+    tokens.
     """
-    record = convert_to_form(row.columns(names), options.format, row.place)
-    return chat.encode(record, tokenizer, seq_len=seq_len, place=row.place)
+    record = convert_to_form(row.select_columns(column_names), options.format, row.location)
+    return chat.encode_record(record, tokenizer, seq_len=seq_len, location=row.location)
 
 
 def read_examples(
@@ -104,7 +105,7 @@ def read_examples(
                 examples.append(piece)
                 num_cut += count_tokens(example) > count_tokens(piece)
             else:
-                problems.append(f"{row.place} has no answer among the first {seq_len} tokens")
+                problems.append(f"{row.location} has no answer among the first {seq_len} tokens")
                 num_empty += 1
     if invalid and not options.skip_invalid:
         raise ValueError(
@@ -171,7 +172,7 @@ def split_examples(examples: list[Any], *, share: float, seed: int) -> tuple[lis
     return [examples[i] for i in trained], [examples[i] for i in evaluated]
 
 
-def compute_digest(examples: Sequence[Any]) -> str:
+def compute_examples_digest(examples: Sequence[Any]) -> str:
     """Return 12 hex digits of the SHA-256 of the examples' tokens and answer masks, in order."""
     digest = hashlib.sha256()
     for part in (part for example in examples for part in example.parts):

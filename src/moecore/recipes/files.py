@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moecore.io.checkpoint.files import open_regular
+from moecore.io.checkpoint.files import open_regular_file
 from moecore.packing.corpus.files import shorten_text
 
 MAX_LINE_BYTES = 16 << 20  # a line of metrics has 1 MB for 50,000 experts
@@ -25,7 +25,7 @@ def read_text(path: Path, option: str, *, max_bytes: int | None = None) -> str:
     host_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = host_memory if max_bytes is None else max_bytes
     try:
-        with open(open_regular(path, follow=True), "rb") as file:
+        with open(open_regular_file(path, follow_symlinks=True), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             content = file.read(size or SIZELESS_BYTES) if size <= limit else b""
     except OSError as error:

@@ -37,7 +37,7 @@ from moecore.recipes.data import BatchShape
 from moecore.recipes.dry_run import make_planned_run, print_batch, print_dry_run
 from moecore.recipes.examples import (
     Examples,
-    compute_digest,
+    compute_examples_digest,
     encode_row,
     make_packed_steps,
     make_scheduled_steps,
@@ -47,8 +47,8 @@ from moecore.recipes.examples import (
 from moecore.recipes.files import find_model_directory
 from moecore.recipes.finetuning import FineTuning, PreferenceTuning
 from moecore.recipes.hf_model import (
-    build_hf,
-    can_pack,
+    build_hf_model,
+    can_pack_documents,
     count_experts,
     find_decoder_config,
     load_weights,
@@ -171,7 +171,7 @@ def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[
 def build_job(args: FinetuneConfig) -> FineTuning:
     """Read the data, shard the model and load the last checkpoint, if any; return the job."""
     world_size = int(os.environ["WORLD_SIZE"])
-    args, config = check(args, world_size)
+    args, config = check_options(args, world_size)
     make_run_dir(args.run_dir)
     data, examples, held_out = read_data(args, vocab_size=config.get_text_config().vocab_size)
     meshes = build_meshes(args.make_parallel_config(world_size, num_experts=count_experts(config)))
@@ -180,8 +180,8 @@ def build_job(args: FinetuneConfig) -> FineTuning:
     device = torch.device(meshes.device_type)
     if args.lora is not None:  # frozen weights need no fp32
         dtype = args.get_compute_dtype(device)
-    hf = build_hf(config, args.model, dtype)
-    packed_rows = can_pack(hf)  # of the whole model, of which a stage has a part
+    hf = build_hf_model(config, args.model, dtype)
+    packed_rows = can_pack_documents(hf)  # of the whole model, of which a stage has a part
     if args.objective == "dpo" and not packed_rows:
         raise ValueError(
             f"--objective (dpo) must be sft for {type(hf).__name__}, because "
@@ -196,11 +196,11 @@ def build_job(args: FinetuneConfig) -> FineTuning:
     if args.objective == "dpo":
         reference = None
         if args.lora is None:
-            hf = build_hf(config, args.model, args.get_compute_dtype(device))
+            hf = build_hf_model(config, args.model, args.get_compute_dtype(device))
             reference = build_model(args, hf, meshes, shape, is_reference=True)
             reference.requires_grad_(False).eval()
         job_class = partial(PreferenceTuning, reference=reference)
-    data_facts = f"{len(examples)} examples, digest {compute_digest(examples)}"
+    data_facts = f"{len(examples)} examples, digest {compute_examples_digest(examples)}"
     facts = {"--model": args.model.resolve().name, "--data": data_facts}
     if (problem := find_difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
@@ -212,7 +212,7 @@ def build_job(args: FinetuneConfig) -> FineTuning:
         args=args,
         meshes=meshes,
         model=model,
-        optimizers=args.optimizer.build(model),
+        optimizers=args.optimizer.build_optimizers(model),
         shape=shape,
         config=model.config.to_dict(),
         facts={"--seed": args.seed, "rows per step": shape.rows, **facts},
@@ -253,7 +253,7 @@ def build_model(
     return model
 
 
-def check(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
+def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
     """Check options for `world_size` ranks; return the options and the transformers config.
 
     The returned options have the local directory of `model`, which is downloaded if --model is a
@@ -270,7 +270,7 @@ def check(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
         raise ValueError(
             f"--seq-len ({args.seq_len}) must be <= max_position_embeddings ({longest}) of --model"
         )
-    args.logging.check()
+    args.logging.check_packages()
     return args, config
 
 
@@ -279,7 +279,9 @@ parse_arguments = partial(parse, FinetuneConfig, prog="moecore finetune")
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run `moecore finetune` with the words of a command line; return the exit status."""
-    return run_command(parse_arguments, words, run_rank=run_rank, check=check, dry_run=dry_run)
+    return run_command(
+        parse_arguments, words, run_rank=run_rank, check=check_options, dry_run=dry_run
+    )
 
 
 def run_rank(args: FinetuneConfig) -> int:
@@ -290,7 +292,7 @@ def run_rank(args: FinetuneConfig) -> int:
 def dry_run(args: FinetuneConfig) -> int:
     """Print options, plan and first batch; return 0 if the plan fits the GPU, otherwise 1."""
     world_size = args.gpus or count_ranks(args)
-    args, config = check(args, world_size)
+    args, config = check_options(args, world_size)
     parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))
     training_run = None
     if args.objective == "sft":
@@ -300,11 +302,11 @@ def dry_run(args: FinetuneConfig) -> int:
     def print_first_batch() -> None:
         data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
         print(f"data: {data.report}")
-        packed_rows = can_pack(build_hf(config, args.model))
+        packed_rows = can_pack_documents(build_hf_model(config, args.model))
         shape = make_batch_shape(args, parallel)
         parts = [part for example in examples for part in example.parts]
         steps = make_packed_steps(parts, shape, seed=args.seed, data_rank=0, packs=packed_rows)
-        print_batch(steps.next(), read_tokenizer(args.model).decode)
+        print_batch(steps.next_batch(), read_tokenizer(args.model).decode)
 
     return print_dry_run(args, training_run, print_first_batch)
 

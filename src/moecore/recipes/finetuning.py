@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.progress import track_progress
+from moecore.base.streams import copy_to_device
 from moecore.models import DecoderConfig
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
-from moecore.recipes.data import Graphed, StepBatch, Steps, to_device
+from moecore.recipes.data import GraphedStep, StepBatch, Steps
 from moecore.recipes.examples import Examples
 from moecore.recipes.hf_model import export_run, make_causal_lm_inputs
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
-from moecore.recipes.metrics import Metrics, compute_usage
+from moecore.recipes.metrics import Metrics, compute_padding_and_mfu
 from moecore.recipes.preferences import PreferenceBatch
 from moecore.rl import DPO, Engine, Rollouts
 
@@ -50,9 +51,9 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         super().__post_init__()
 
         def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
-            return self.train_on(num_labels, zip(*tensors, strict=True))
+            return self.run_micro_batches(num_labels, zip(*tensors, strict=True))
 
-        self.graph = Graphed(train_on, self.model) if self.args.cuda_graph else None
+        self.graph = GraphedStep(train_on, self.model) if self.args.cuda_graph else None
 
     def print_start(self) -> None:
         """Print data, model and ranks, and the evaluation loss before the first step."""
@@ -75,7 +76,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
     def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
         """Return this data rank's batch for a step."""
-        return self.batches.next()
+        return self.batches.next_batch()
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
         """Run the micro-batches; return this rank's part of the mean loss, see `TrainingJob`."""
@@ -84,10 +85,14 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
             inputs = batch.inputs(self.device, transformers=True)
             return batch.compute_local_loss(self.owner.forward_backward(inputs))
         if self.graph is None:
-            return self.train_on(num_labels, iterate_micro_batches(self, batch))
-        return self.graph(num_labels, *(to_device(x, self.device) for x in batch.list_tensors()))
+            return self.run_micro_batches(num_labels, iterate_micro_batches(self, batch))
+        return self.graph(
+            num_labels, *(copy_to_device(x, self.device) for x in batch.list_tensors())
+        )
 
-    def train_on(self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]) -> Tensor:
+    def run_micro_batches(
+        self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
+    ) -> Tensor:
         """Run micro-batches of tensors; return this rank's part of the mean loss."""
         inputs = [make_causal_lm_inputs(num_labels, *parts) for parts in micro_batches]
         return self.owner.forward_backward(inputs).sum()
@@ -102,9 +107,9 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         self.model.eval()
         numbers = range(len(steps.sampler))
         for _ in track_progress(numbers, "evaluating", unit="batches", as_lines=True):
-            batch = steps.next()
+            batch = steps.next_batch()
             sums[0] += self.sum_losses(batch)
-            sums[1] += to_device(batch.count_labels_and_tokens()[0], self.device)
+            sums[1] += copy_to_device(batch.count_labels_and_tokens()[0], self.device)
         self.model.train()
         dist.all_reduce(sums)
         total, num_tokens = sums.tolist()
@@ -126,7 +131,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
         `token_counts` is `StepBatch.count_labels_and_tokens` over all data ranks of the step.
         """
-        shares = compute_usage(token_counts, seconds, self.decoder, self.peak_tflops)
+        shares = compute_padding_and_mfu(token_counts, seconds, self.decoder, self.peak_tflops)
         return {"answer_tokens": token_counts[0], **shares}
 
     def finish(self) -> None:
@@ -143,7 +148,7 @@ def iterate_micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Te
         if not job.packs:  # rows end with the longest of their documents
             T = int((~parts[2]).sum(1).max().clamp(min=1))
             parts = tuple(part[:, :T].contiguous() for part in parts[:3])
-        yield [to_device(part, job.device) for part in parts]
+        yield [copy_to_device(part, job.device) for part in parts]
 
 
 @dataclass(kw_only=True)

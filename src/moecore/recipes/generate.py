@@ -23,7 +23,7 @@ from moecore.base.fields import (
 )
 from moecore.base.progress import show_progress, track_progress
 from moecore.io import latest
-from moecore.io.checkpoint.directory import find_root
+from moecore.io.checkpoint.directory import find_checkpoint_root
 from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.io.checkpoint.ranks import is_first_rank
 from moecore.io.hf.convert import native_to_hf
@@ -104,7 +104,7 @@ def find_or_convert_directory(path: Path, target: Path) -> Path:
             return directory
     checkpoint = path if (path / MANIFEST).is_file() else None
     if checkpoint is None and path.is_dir():
-        checkpoint = latest(find_root(path))
+        checkpoint = latest(find_checkpoint_root(path))
     files = [folder / CONFIG for folder in (path, *path.absolute().parents[:2])]
     file = next((file for file in files if file.is_file()), None)
     options = {} if file is None else read_toml(file, "PATH")

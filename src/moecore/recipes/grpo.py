@@ -39,8 +39,8 @@ from moecore.recipes.grpo_job import (
     read_prompts,
 )
 from moecore.recipes.hf_model import (
-    build_hf,
-    can_pack,
+    build_hf_model,
+    can_pack_documents,
     count_experts,
     load_weights,
     read_config,
@@ -99,14 +99,16 @@ class GRPOConfig(RunConfig):
     columns: Annotated[ColumnNames, PREFIX] = ColumnNames()
 
 
-def read_model(args: GRPOConfig, config: Any, meshes: Meshes, *, is_reference: bool = False) -> Any:
+def build_model(
+    args: GRPOConfig, config: Any, meshes: Meshes, *, is_reference: bool = False
+) -> Any:
     """Return this rank's shards of the policy, or if `is_reference` of the frozen reference."""
     device = torch.device(meshes.device_type)
     is_frozen = is_reference or args.lora is not None
-    model = build_hf(
+    model = build_hf_model(
         config, args.model, args.get_compute_dtype(device) if is_frozen else torch.float32
     )
-    if not can_pack(model):
+    if not can_pack_documents(model):
         raise ValueError(
             f"--model ({args.model}) must keep documents of a row apart, which "
             f"{type(model).__name__} does not: see docs/huggingface.md"
@@ -136,7 +138,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
     from transformers.utils import logging
 
     world_size = int(os.environ["WORLD_SIZE"])
-    args, config = check(args, world_size)
+    args, config = check_options(args, world_size)
     sampling = args.sampling
     reward = load_reward(sampling.reward)
     make_run_dir(args.run_dir)
@@ -146,10 +148,10 @@ def build_job(args: GRPOConfig) -> Reinforcement:
     facts = {"--model": args.model.resolve().name, "prompts": len(prompts)}
     if (problem := find_difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
-    policy = read_model(args, config, meshes)
+    policy = build_model(args, config, meshes)
     reference = None
     if args.grpo.kl_coef and args.lora is None:  # the policy without its adapters is one
-        reference = read_model(args, config, meshes, is_reference=True)
+        reference = build_model(args, config, meshes, is_reference=True)
     dtype = args.get_compute_dtype(torch.device(meshes.device_type))
     logging.disable_progress_bar()  # each rank would draw one
     sampler = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
@@ -157,7 +159,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
         args=args,
         meshes=meshes,
         model=policy,
-        optimizers=args.optimizer.build(policy),
+        optimizers=args.optimizer.build_optimizers(policy),
         shape=make_batch_shape(args, meshes.parallel),
         config=config.to_dict(),
         facts={
@@ -181,7 +183,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
     )
 
 
-def check(args: GRPOConfig, world_size: int) -> tuple[GRPOConfig, Any]:
+def check_options(args: GRPOConfig, world_size: int) -> tuple[GRPOConfig, Any]:
     """Check options for `world_size` ranks; return the options and the transformers config.
 
     The returned options have the local directory of `model`, which is downloaded if --model is a
@@ -199,7 +201,9 @@ parse_arguments = partial(parse, GRPOConfig, prog="moecore grpo")
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run `moecore grpo` with the words of a command line; return the exit status."""
-    return run_command(parse_arguments, words, run_rank=run_rank, check=check, dry_run=dry_run)
+    return run_command(
+        parse_arguments, words, run_rank=run_rank, check=check_options, dry_run=dry_run
+    )
 
 
 def run_rank(args: GRPOConfig) -> int:
@@ -210,7 +214,7 @@ def run_rank(args: GRPOConfig) -> int:
 def dry_run(args: GRPOConfig) -> int:
     """Print options, the plan of training, and first prompts; return 0 if it fits, otherwise 1."""
     world_size = args.gpus or count_ranks(args)
-    args, config = check(args, world_size)
+    args, config = check_options(args, world_size)
     training_run = None
     if args.lora is not None or not args.grpo.kl_coef:
         training = ShardedConfig(

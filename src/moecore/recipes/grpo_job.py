@@ -118,7 +118,7 @@ def read_prompts(
         prompt = content.pop(names.prompt, None)
         if not isinstance(prompt, str) and not is_chat(prompt):
             raise ValueError(
-                f"{row.place} must have {names.prompt}, a text or messages: correct the row or "
+                f"{row.location} must have {names.prompt}, a text or messages: correct the row or "
                 "columns.prompt"
             )
         try:
@@ -126,17 +126,17 @@ def read_prompts(
                 ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
                 ids = find_borders(tokenizer).make_prompt(ids)
             else:
-                tools = parse_tools(names.rename(content))
+                tools = parse_tools(names.rename_columns(content))
                 ids = tokenizer.apply_chat_template(
                     prompt, tools=tools, add_generation_prompt=True, return_dict=True
                 )["input_ids"]
         except Exception as error:  # of any kind: a template is code
             raise ValueError(
-                f"{row.place} must fit the tokenizer of --model: {shorten_text(error)}"
+                f"{row.location} must fit the tokenizer of --model: {shorten_text(error)}"
             ) from None
         if not 0 < len(ids) <= max_tokens:
             raise ValueError(
-                f"{row.place} ({len(ids)} tokens) must have 1 to {max_tokens} tokens, --seq-len "
+                f"{row.location} ({len(ids)} tokens) must have 1 to {max_tokens} tokens, --seq-len "
                 "without --max-new-tokens: raise --seq-len, or leave the row out"
             )
         prompts.append(Prompt(prompt, ids, content))
@@ -233,10 +233,10 @@ class Reinforcement(TrainingJob[Samples]):
         """Sample completions and score them; random numbers depend on step, seed and rank."""
         key = f"{self.args.seed}/{step}/{self.meshes.data_rank}"
         torch.manual_seed(make_generator(key).initial_seed())
-        prompts = [p for p in self.batches.next() for _ in range(self.sampling.group)]
-        self.sync()
+        prompts = [p for p in self.batches.next_batch() for _ in range(self.sampling.group)]
+        self.sync_sampler()
         self.engine.offload("all")
-        responses = self.generate([prompt.ids for prompt in prompts]) if prompts else []
+        responses = self.sample_completions([prompt.ids for prompt in prompts]) if prompts else []
         self.engine.onload("all")
         rewards_n = self.score(prompts, responses)
         rollouts = Rollouts.of(
@@ -266,13 +266,13 @@ class Reinforcement(TrainingJob[Samples]):
         return rewards_n
 
     @torch.no_grad()
-    def sync(self) -> None:
+    def sync_sampler(self) -> None:
         """Copy the policy's weights, with merged LoRA adapters, to the sampler. Collective."""
         state = self.sampler.state_dict()
         for name, tensor in self.weights:
             state[name].copy_(tensor)
 
-    def generate(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+    def sample_completions(self, prompts: Sequence[list[int]]) -> list[list[int]]:
         """Sample a completion of each prompt; return its token ids up to an end token, if any."""
         T = max(map(len, prompts))
         pad_id = self.tokenizer.pad_token_id
@@ -318,7 +318,7 @@ class Reinforcement(TrainingJob[Samples]):
         export_run(self)
 
 
-def cut_after_end(response: list[int], ends: set[int]) -> list[int]:
-    """Return the tokens of a response up to and including its first token of `ends`."""
-    place = next((i for i, token in enumerate(response) if token in ends), len(response))
+def cut_after_end(response: list[int], end_ids: set[int]) -> list[int]:
+    """Return the tokens of a response up to and including its first token of `end_ids`."""
+    place = next((i for i, token in enumerate(response) if token in end_ids), len(response))
     return response[: place + 1]

@@ -107,7 +107,7 @@ def load_weights(args: Any, model: nn.Module, device: str, *, cast: bool) -> Non
         init_adapters(model, args.seed)
 
 
-def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build_hf_model(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return the model of a transformers config on meta, in `dtype`; ValueErrors name `path`."""
     from transformers import AutoModelForCausalLM
 
@@ -119,12 +119,12 @@ def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.
             f"--model ({path}) must be a causal language model of transformers: "
             f"{shorten_text(error)}"
         ) from None
-    if can_pack(hf):
+    if can_pack_documents(hf):
         use_causal_attention(hf)
     return hf
 
 
-def can_pack(hf: nn.Module) -> bool:
+def can_pack_documents(hf: nn.Module) -> bool:
     """Return whether a model can keep several documents of a row separate."""
     return find_packing_problem(hf) is None
 

@@ -15,31 +15,32 @@ COLLECT_EVERY = 100  # steps
 SYSTEM = Path("/sys")
 
 
-def bind_to_gpu(system: Path = SYSTEM) -> set[int] | None:
+def bind_to_gpu(sysfs_root: Path = SYSTEM) -> set[int] | None:
     """Bind this process to the CPUs of its GPU's NUMA node and return them.
 
-    None = no GPU or an unknown node; then nothing is changed. `system` is the directory of sysfs.
+    None = no GPU or an unknown node; then nothing is changed. `sysfs_root` is the directory of
+    sysfs.
     """
     if not torch.cuda.is_available():
         return None
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     # A scheduler may have given this process fewer CPUs.
-    cpus = find_numa_cpus(place, system) & os.sched_getaffinity(0)
+    cpus = find_numa_cpus(place, sysfs_root) & os.sched_getaffinity(0)
     if not cpus:
         return None
     os.sched_setaffinity(0, cpus)
     return cpus
 
 
-def find_numa_cpus(place: str, system: Path = SYSTEM) -> set[int]:
-    """Return the CPUs of the NUMA node of PCI device `place`, such as "0000:1b:00.0".
+def find_numa_cpus(pci_address: str, sysfs_root: Path = SYSTEM) -> set[int]:
+    """Return the CPUs of the NUMA node of PCI device `pci_address`, such as "0000:1b:00.0".
 
-    The set is empty if the node is unknown. `system` is the directory of sysfs.
+    The set is empty if the node is unknown. `sysfs_root` is the directory of sysfs.
     """
     try:
-        node = int((system / "bus/pci/devices" / place / "numa_node").read_text())
-        ranges = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()
+        node = int((sysfs_root / "bus/pci/devices" / pci_address / "numa_node").read_text())
+        ranges = (sysfs_root / f"devices/system/node/node{node}/cpulist").read_text().strip()
     except (OSError, ValueError):
         return set()
     cpus: set[int] = set()

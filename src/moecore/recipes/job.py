@@ -15,8 +15,8 @@ from moecore.recipes.data import BatchShape
 from moecore.recipes.errors import SAVES_MEMORY
 from moecore.recipes.metrics import Metrics, find_peak_tflops
 from moecore.recipes.options import RunConfig
-from moecore.recipes.parser import to_toml
-from moecore.recipes.resume import print_changes, resume
+from moecore.recipes.parser import format_toml
+from moecore.recipes.resume import print_option_changes, resume
 from moecore.recipes.schedule import StepSizes, TrainingStage, plan_stage
 from moecore.train.step import TrainStep
 
@@ -82,8 +82,8 @@ class TrainingJob(ABC, Generic[BatchT]):
             skip_spikes=args.skip_spikes,
         )
         restored = self.model, self.optimizers, self.facts, self.owner, self.batches.sampler
-        self.toml = to_toml((args.run or args).resolve())
-        print_changes(args, self.toml)
+        self.toml = format_toml((args.run or args).resolve())
+        print_option_changes(args, self.toml)
         self.start = resume(args, *restored, stage=self.stage, chosen_by=self.chosen_by)
         self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
         dtype = args.get_compute_dtype(self.device)

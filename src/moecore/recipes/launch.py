@@ -27,21 +27,21 @@ class StopRequest:
     def __init__(self) -> None:
         self.number = 0
 
-    def note(self, number: int, _: FrameType | None = None) -> None:
+    def record(self, signal_number: int, _: FrameType | None = None) -> None:
         """Store a signal, or exit at a second SIGINT."""
-        if self.number and number == signal.SIGINT:
-            os._exit(128 + number)
-        self.number = self.number or number
+        if self.number and signal_number == signal.SIGINT:
+            os._exit(128 + signal_number)
+        self.number = self.number or signal_number
 
 
 @contextmanager
-def note_signals() -> Iterator[StopRequest]:
+def record_stop_signals() -> Iterator[StopRequest]:
     """Return a context whose `StopRequest` stores SIGINT and SIGTERM, in the main thread only."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    with _handle_signals({signal.SIGTERM: request.note, signal.SIGINT: request.note}):
+    with _handle_signals({signal.SIGTERM: request.record, signal.SIGINT: request.record}):
         yield request
 
 
@@ -137,10 +137,10 @@ def _wait_for_ranks(ranks: ProcessContext) -> int:
     return 0
 
 
-def _stop_ranks(ranks: ProcessContext, number: int) -> int:
+def _stop_ranks(ranks: ProcessContext, signal_number: int) -> int:
     """Wait until ranks that train have ended their step and saved, or a second signal arrives.
 
-    Return 128 + `number`, the signal, or 0 if all ranks have finished their work.
+    Return 128 + `signal_number`, the signal, or 0 if all ranks have finished their work.
     """
     for process in ranks.processes:
         process.terminate()  # SIGTERM: a terminal has sent SIGINT to all processes already
@@ -155,7 +155,7 @@ def _stop_ranks(ranks: ProcessContext, number: int) -> int:
     except (KeyboardInterrupt, Terminated):
         pass
     is_finished = all(process.exitcode == 0 for process in ranks.processes)
-    return 0 if is_finished else 128 + number
+    return 0 if is_finished else 128 + signal_number
 
 
 def _end_ranks(ranks: ProcessContext) -> None:

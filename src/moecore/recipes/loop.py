@@ -27,10 +27,11 @@ import torch
 import torch.distributed as dist
 
 from moecore.base.progress import show_progress
+from moecore.base.streams import copy_to_device
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.parallel.mesh import ParallelConfig, start_process_group
-from moecore.recipes.data import BatchShape, to_device
+from moecore.recipes.data import BatchShape
 from moecore.recipes.determinism import check_deterministic, use_deterministic_algorithms
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
@@ -48,7 +49,7 @@ from moecore.recipes.launch import (
     exit_at_interrupt,
     exit_rank,
     launch,
-    note_signals,
+    record_stop_signals,
 )
 from moecore.recipes.metrics import LaunchedStep, Moment, measure_peak_memory
 from moecore.recipes.options import DEGREES, RunConfig
@@ -203,7 +204,7 @@ def train(job: TrainingJob[Any]) -> int:
     """
     args, queue = job.args, deque[LaunchedStep]()
     with (
-        note_signals() as request,  # until the last save is whole
+        record_stop_signals() as request,  # until the last save is whole
         open_report(job) as report,
         show_progress("saving", unit="B", as_lines=True) as saving,
         Saver(
@@ -220,7 +221,7 @@ def train(job: TrainingJob[Any]) -> int:
         for step in range(job.start + 1, args.steps + 1):
             try:
                 queue.append(train_step(job, step, stops=bool(request.number)))
-                if is_due(step, every=args.eval_every, steps=args.steps):
+                if is_due(step, every=args.eval_every, last_step=args.steps):
                     with measure_wall_time(report, "evaluate"):
                         metrics = queue[-1].extra | job.evaluate()
                     queue[-1] = replace(queue[-1], extra=metrics)
@@ -229,15 +230,15 @@ def train(job: TrainingJob[Any]) -> int:
             except RUN_ERRORS:
                 report_steps(job, queue, report)
                 raise
-            is_checkpoint = is_due(step, every=args.checkpoint_every, steps=args.steps)
+            is_checkpoint = is_due(step, every=args.checkpoint_every, last_step=args.steps)
             is_read = is_checkpoint or step in (job.start + 1, args.steps)
-            report_steps(job, queue, report, keep=0 if is_read else 1)
+            report_steps(job, queue, report, pending=0 if is_read else 1)
             if job.is_stopping:
                 report_steps(job, queue, report)
             saver.check()  # a save that failed in the background ends the run here
             if is_checkpoint or (job.is_stopping and args.checkpoint_every):
                 with measure_wall_time(report, "save"):
-                    save(job, saver, step)
+                    save_checkpoint(job, saver, step)
             collect_garbage(step)
             end_of_step()
             if job.is_stopping:
@@ -252,7 +253,7 @@ def train(job: TrainingJob[Any]) -> int:
     return 128 + (request.number or signal.SIGINT)
 
 
-def save(job: TrainingJob[Any], saver: Saver, step: int) -> None:
+def save_checkpoint(job: TrainingJob[Any], saver: Saver, step: int) -> None:
     """Save a checkpoint of a step, with the position in the data, in the background."""
     job.owner.check()  # no checkpoint of a step whose tokens got lost
     extra = {"step": step, **job.facts, **job.owner.state_dict()}
@@ -288,7 +289,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
     batch = job.next_batch(step)
     copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
     num_stops = torch.tensor([copies * stops], dtype=torch.int64, device="cpu")
-    counts = to_device(torch.cat([batch.count_labels_and_tokens(), num_stops]), job.device)
+    counts = copy_to_device(torch.cat([batch.count_labels_and_tokens(), num_stops]), job.device)
     dist.all_reduce(counts)
     fetched = Moment(job.device)  # when the last rank has its data
     counts //= copies
@@ -305,21 +306,21 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         result=result,
         counts=counts,
         ep=job.meshes.parallel.ep,
-        expert_loads=is_due(step, every=args.expert_loads_every, steps=args.steps),
+        expert_loads=is_due(step, every=args.expert_loads_every, last_step=args.steps),
         reader=job.reader,
         extra=job.get_data_metrics() | job.stage.get_metrics(step),
     )
 
 
 def report_steps(
-    job: TrainingJob[Any], queue: deque[LaunchedStep], report: RunReport | None, *, keep: int = 0
+    job: TrainingJob[Any], queue: deque[LaunchedStep], report: RunReport | None, *, pending: int = 0
 ) -> None:
-    """Wait for all but the newest `keep` steps of `queue`, remove them, and report their metrics.
+    """Wait for all but the newest `pending` steps of `queue`, remove and report them.
 
     `report` is None on ranks above 0. Raises DivergedError after ten consecutive steps without a
     finite loss.
     """
-    while len(queue) > keep:
+    while len(queue) > pending:
         launched = queue.popleft()
         step = launched.step
         metrics = launched.read_metrics()
@@ -359,9 +360,9 @@ def describe_ranks(job: TrainingJob[Any], *notes: str) -> str:
     return f"{dist.get_world_size()} {job.device.type} ranks ({details})"
 
 
-def describe_start(job: TrainingJob[Any], otherwise: str) -> str:
-    """Return the step from which a run continues as text, or `otherwise` for a new run."""
-    return f"from step {job.start}" if job.start else otherwise
+def describe_start(job: TrainingJob[Any], new_run_text: str) -> str:
+    """Return the step from which a run continues as text, or `new_run_text` for a new run."""
+    return f"from step {job.start}" if job.start else new_run_text
 
 
 def print_on_rank_0(line: str) -> None:

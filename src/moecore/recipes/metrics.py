@@ -40,7 +40,7 @@ class Moment:
             self.event = torch.cuda.Event(enable_timing=True)
             self.event.record()
 
-    def wait(self) -> None:
+    def wait_for_gpu(self) -> None:
         """Wait until the GPU has reached the event."""
         if self.event is not None:
             self.event.synchronize()
@@ -104,7 +104,7 @@ class LaunchedStep:
     @contextmanager
     def _wait_for_step(self) -> Iterator[None]:
         """Wait for the step; return a context in which reads use the stream `reader`."""
-        self.ended.wait()
+        self.ended.wait_for_gpu()
         with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
             yield
 
@@ -148,8 +148,8 @@ def measure_peak_memory(device: torch.device) -> Metrics:
     return {"memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
 
 
-def compute_usage(
-    counts: list[int], seconds: float, config: DecoderConfig | None, peak: float | None
+def compute_padding_and_mfu(
+    counts: list[int], seconds: float, config: DecoderConfig | None, peak_tflops: float | None
 ) -> Metrics:
     """Return "padding_share" and, if the model's FLOPs and the peak TFLOP/s are known, "mfu".
 
@@ -157,16 +157,16 @@ def compute_usage(
     """
     _, tokens, pairs, size = counts
     metrics = {"padding_share": 1 - tokens / size}
-    if config is not None and peak:
-        total_peak = dist.get_world_size() * peak * 1e12
+    if config is not None and peak_tflops:
+        total_peak = dist.get_world_size() * peak_tflops * 1e12
         metrics["mfu"] = compute_flops(config, tokens, pairs) / seconds / total_peak
     return metrics
 
 
-def compute_flops(config: DecoderConfig, tokens: int, pairs: int) -> float:
-    """Return the FLOPs of forward and backward; `pairs` is the sum of squared document lengths."""
+def compute_flops(config: DecoderConfig, num_tokens: int, num_pairs: int) -> float:
+    """Return the FLOPs of forward and backward; `num_pairs` sums squared document lengths."""
     linear = flops_per_token(config, 0)
-    return tokens * linear + pairs * (flops_per_token(config, 1) - linear)
+    return num_tokens * linear + num_pairs * (flops_per_token(config, 1) - linear)
 
 
 def find_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -192,7 +192,7 @@ class LoggerOptions(CheckedRecord):
     wandb: str | None = None
     mlflow: str | None = None
 
-    def check(self) -> None:
+    def check_packages(self) -> None:
         """Raise ValueError for a logger whose package is not installed."""
         for name in ("wandb", "mlflow"):
             value = getattr(self, name)
@@ -245,7 +245,7 @@ def _open_wandb(project: str, config: Any) -> Logger:
         project=project,
         name=config.run_dir.name,
         dir=config.run_dir,
-        id=_read_id(file),
+        id=_read_run_id(file),
         resume="allow",
         config=convert_to_json(config),
     )
@@ -258,7 +258,7 @@ def _open_mlflow(experiment: str, config: Any) -> Logger:
     mlflow.set_experiment(experiment)
     file = config.run_dir / MLFLOW_ID
     if file.exists():
-        mlflow.start_run(run_id=_read_id(file))
+        mlflow.start_run(run_id=_read_run_id(file))
     else:
         run = mlflow.start_run(run_name=config.run_dir.name)
         file.write_text(run.info.run_id)
@@ -266,7 +266,7 @@ def _open_mlflow(experiment: str, config: Any) -> Logger:
     return Logger(mlflow.log_metrics, mlflow.end_run)
 
 
-def _read_id(file: Path) -> str:
+def _read_run_id(file: Path) -> str:
     """Return the id of a logger's run from the first line of a file."""
     return next(read_lines(file), b"").decode()
 

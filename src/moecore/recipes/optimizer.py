@@ -35,7 +35,7 @@ class ParamGroup(CheckedRecord):
     weight_decay: PositiveOrZero | None = None
 
     @classmethod
-    def of(cls, text: str) -> ParamGroup:
+    def from_text(cls, text: str) -> ParamGroup:
         """Return the options of a text such as "*.router.*,lr_factor=0.1,weight_decay=0"."""
         pattern, *pairs = text.split(",")
         try:
@@ -97,15 +97,15 @@ class OptimizerConfig(CheckedRecord):
         if self.muon_beta2 is not None and self.optimizer != "muon":
             yield "muon_beta2", "be None without optimizer 'muon': drop it"
         for text in self.param_groups:
-            ParamGroup.of(text)
+            ParamGroup.from_text(text)
 
-    def build(
-        self, model: nn.Module, rates: WidthRates | None = None
+    def build_optimizers(
+        self, model: nn.Module, width_rates: WidthRates | None = None
     ) -> list[torch.optim.Optimizer]:
         """Return the optimizers of all trained parameters of a parallelized model.
 
-        `rates` scales learning rates by width; None = no scaling. All ranks return equal param
-        groups, and some groups have no parameters.
+        `width_rates` scales learning rates by width; None = no scaling. All ranks return equal
+        param groups, and some groups have no parameters.
         """
         assignment = assign_matrices(model)
         is_muon = self.optimizer == "muon"
@@ -131,21 +131,21 @@ class OptimizerConfig(CheckedRecord):
             optimizers.insert(0, muon)
         kinds = {d.param: (name, d.reason) for name, d in assignment.decisions.items()}
         for optimizer in optimizers:
-            self._split_groups(optimizer, kinds)
-            if rates is not None:
-                rates.regroup(optimizer, model)
+            self._split_param_groups(optimizer, kinds)
+            if width_rates is not None:
+                width_rates.regroup(optimizer, model)
         if self.state_offload:
             StateOffload(adamw, model, fraction=self.state_offload)
         return optimizers
 
-    def _split_groups(
-        self, optimizer: torch.optim.Optimizer, kinds: dict[nn.Parameter, tuple[str, str]]
+    def _split_param_groups(
+        self, optimizer: torch.optim.Optimizer, names_and_kinds: dict[nn.Parameter, tuple[str, str]]
     ) -> None:
         """Split the single param group of an optimizer in place, by the rules of `param_groups`.
 
-        `kinds` maps a parameter to its name and its kind, such as "router".
+        `names_and_kinds` maps a parameter to its name and its kind, such as "router".
         """
-        rules = [ParamGroup.of(text) for text in self.param_groups]
+        rules = [ParamGroup.from_text(text) for text in self.param_groups]
         rules += [ParamGroup(pattern="*"), ParamGroup(pattern="*", lr_factor=self.router_lr_factor)]
         (group,) = optimizer.param_groups
         groups: dict[tuple[int, bool], dict[str, Any]] = {}
@@ -158,7 +158,7 @@ class OptimizerConfig(CheckedRecord):
                     "weight_decay": decay if rule.weight_decay is None else rule.weight_decay,
                 }
         for param in group["params"]:
-            name, kind = kinds[param]
+            name, kind = names_and_kinds[param]
             number = next(n for n, rule in enumerate(rules) if fnmatchcase(name, rule.pattern))
             if kind == ROUTER and number == len(self.param_groups):
                 number += 1

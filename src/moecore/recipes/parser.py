@@ -79,9 +79,9 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
         content, tables = split_stages(content)
         if tables and any(option.key == "steps" for option in flags):
             raise ValueError("--steps must be left out with [[stages]], which have their own")
-    values = read_content(options, content, name) | flags
+    values = parse_toml_content(options, content, name) | flags
     stages = [
-        _build_command(command, options, values | read_content(options, stage_options, name))
+        _build_command(command, options, values | parse_toml_content(options, stage_options, name))
         for stage_options in map(get_stage_options, tables)
     ]
     config = _build_command(command, options, values)
@@ -93,24 +93,26 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
     return result
 
 
-def read_content(options: Sequence[CommandOption], content: Mapping[str, Any], name: str) -> Values:
-    """Return the values of a TOML file's `content` by option; ValueErrors begin with `name`."""
+def parse_toml_content(
+    options: Sequence[CommandOption], content: Mapping[str, Any], prefix: str
+) -> Values:
+    """Return the values of a TOML file's `content` by option; errors begin with `prefix`."""
     by_key = {_convert_to_snake_case(flag): option for option in options for flag in option.flags}
     by_key |= {option.key: option for option in options}
     by_key = {key: option for key, option in by_key.items() if key != FILE}
     values: Values = {}
     keys: dict[CommandOption, str] = {}
-    for key, value in flatten(content):
+    for key, value in flatten_tables(content):
         option = by_key.get(_convert_to_snake_case(key))
         if option is None:
             hint = _suggest_name(_convert_to_snake_case(key), by_key)
-            raise ValueError(f"{name} must have no {format_path(key)}, which no flag has: {hint}")
+            raise ValueError(f"{prefix} must have no {format_path(key)}, which no flag has: {hint}")
         if option in keys:
             pair = f"{keys[option]} and {key}"
-            raise ValueError(f"{name} must have one of {pair}, which are one option: remove one")
+            raise ValueError(f"{prefix} must have one of {pair}, which are one option: remove one")
         keys[option] = key
         try:
-            values[option] = _check_and_convert(f"{name}: {key}", value, option.hint)
+            values[option] = _check_and_convert(f"{prefix}: {key}", value, option.hint)
         except ValueError as error:
             raise ValueError(str(error).replace("a tuple", "an array")) from None
     return values
@@ -128,7 +130,7 @@ def read_toml(file: Path, option: str) -> dict[str, Any]:
         raise ValueError(f"{name} must be TOML: {reason}: correct it") from None
 
 
-def flatten(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flatten_tables(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the keys and values of a TOML file; the key of a table's field is `table.field`."""
     for name, value in content.items():
         if isinstance(value, dict):
@@ -137,7 +139,7 @@ def flatten(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def to_toml(config: Any) -> str:
+def format_toml(config: Any) -> str:
     """Return the options of a command as TOML that `parse` reads; options of None are left out."""
     lines: dict[str, list[str]] = {"": []}
     config_class: Any = type(config)
@@ -148,11 +150,11 @@ def to_toml(config: Any) -> str:
         is_mapping = isinstance(record, Mapping)
         value = record.get(option.name) if is_mapping else getattr(record, option.name)
         if value is not None:
-            lines.setdefault(option.table, []).append(f"{option.name} = {_format_toml(value)}")
+            lines.setdefault(option.table, []).append(f"{option.name} = {_format_value(value)}")
     tables = getattr(config, "stage_tables", ())
     if tables:
         lines[""] = [line for line in lines[""] if not line.startswith("steps = ")]
-        lines[""].append(f"stages = {_format_toml(tables)}")
+        lines[""].append(f"stages = {_format_value(tables)}")
     texts = [
         "\n".join([*([f"[{table}]"] if table else []), *of, ""]) for table, of in lines.items()
     ]
@@ -202,7 +204,7 @@ def _read_words(
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ValueError(_format_error(output.getvalue())) from None
+        raise ValueError(_unbox_message(output.getvalue())) from None
     values: Values = {}
     for option in options:
         group = results.get(option.table, {}) if option.table else results
@@ -221,15 +223,18 @@ def _make_flags_class(name: str, hints: dict[str, Any], record: Any) -> Any:
     return flags
 
 
-def _suggest_name(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """Return a hint for an unknown name: use the most similar of `names`, or remove the name."""
-    close = difflib.get_close_matches(name[:80], sorted(names), n=1, cutoff=0.7)
+def _suggest_name(name: str, known_names: Iterable[str], prefix: str = "") -> str:
+    """Return a hint for an unknown name: use the most similar of `known_names`, or remove it.
+
+    `prefix`, such as "--", precedes the similar name in the hint.
+    """
+    close = difflib.get_close_matches(name[:80], sorted(known_names), n=1, cutoff=0.7)
     return f"did you mean {prefix}{close[0]}?" if close else "remove it"
 
 
-def _format_error(text: str) -> str:
+def _unbox_message(box_text: str) -> str:
     """Return the message in a box of tyro as one line."""
-    lines = [line.strip("│ ") for line in text.splitlines()[1:]]
+    lines = [line.strip("│ ") for line in box_text.splitlines()[1:]]
     end = next((i for i, line in enumerate(lines) if line.startswith(("─", "╰"))), len(lines))
     return f"{' '.join(' '.join(lines[:end]).split()).rstrip('.')[:400]}: see --help"
 
@@ -272,13 +277,13 @@ def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) ->
     return table.record(**values)
 
 
-def _check_and_convert(name: str, value: Any, hint: Any) -> Any:
-    """Return a value converted to the type `hint` of its field; ValueErrors begin with `name`."""
+def _check_and_convert(field_name: str, value: Any, hint: Any) -> Any:
+    """Convert a value to the type `hint` of its field; ValueErrors begin with `field_name`."""
     try:
         converted = _convert_value(value, hint)
     except ValueError as error:
-        raise ValueError(f"{name} ({quote(value)}) must be valid: {error}") from None
-    check_value(name, converted, hint)
+        raise ValueError(f"{field_name} ({quote(value)}) must be valid: {error}") from None
+    check_value(field_name, converted, hint)
     return (
         float(converted)
         if type(converted) is int and int not in list_hint_members(hint)
@@ -333,18 +338,18 @@ def _format_default(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _format_toml(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value as TOML; a record becomes an inline table."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_format_toml, value))}]"
+        return f"[{', '.join(map(_format_value, value))}]"
     if is_dataclass(value) or isinstance(value, dict):
         record: Any = value
         pairs = (record if isinstance(record, dict) else dataclasses.asdict(record)).items()
-        return f"{{{', '.join(f'{name} = {_format_toml(of)}' for name, of in pairs)}}}"
+        return f"{{{', '.join(f'{name} = {_format_value(of)}' for name, of in pairs)}}}"
     if isinstance(value, torch.dtype):
         value = str(value).removeprefix("torch.")
     return json.dumps(str(value), ensure_ascii=False)  # a basic string of TOML has these escapes

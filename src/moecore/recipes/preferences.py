@@ -94,25 +94,25 @@ def make_preference_steps(
 
 
 def encode_preference(
-    row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
+    row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, column_names: ColumnNames
 ) -> list[Preference]:
     """Return a list with the pair of a row; `seq_len` and `options` are not used."""
-    columns = row.columns(names)
+    columns = row.select_columns(column_names)
     prompt, *completions = (
         _as_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected")
     )
     is_text = all(isinstance(completion, str) for completion in completions)
     if not is_text and not all(is_chat(completion) for completion in completions):
         raise ValueError(
-            f"{row.place} must have {names.preferred} and {names.rejected}, both texts or both "
-            "messages: correct the row or [columns]"
+            f"{row.location} must have {column_names.preferred} and {column_names.rejected}, "
+            "both texts or both messages: correct the row or [columns]"
         )
     if type(prompt) is not type(completions[0]):
         starts = [] if is_text else [messages[0]["role"] for messages in completions]
         if prompt is not None and (is_text or "assistant" in starts):
             raise ValueError(
-                f"{row.place} must have {names.prompt} in the form of its completions, text or "
-                "messages, or completions that begin with the prompt: correct the row"
+                f"{row.location} must have {column_names.prompt} in the form of its completions, "
+                "text or messages, or completions that begin with the prompt: correct the row"
             )
         prompt, *completions = _split_shared_prompt(*completions)
     try:
@@ -122,11 +122,11 @@ def encode_preference(
             prompt_ids, *ids = _tokenize_chats(tokenizer, prompt, completions, parse_tools(columns))
     except Exception as error:  # of any kind: a template is code
         raise ValueError(
-            f"{row.place} must fit the chat template of --model: {shorten_text(error)}"
+            f"{row.location} must fit the chat template of --model: {shorten_text(error)}"
         ) from None
     num_prompt = min(count_common_prefix(prompt_ids, tokens) for tokens in ids)
     if not num_prompt:
-        raise ValueError(f"{row.place} must have a prompt before both completions: add one")
+        raise ValueError(f"{row.location} must have a prompt before both completions: add one")
     preferred, rejected = (
         Example(
             torch.tensor(tokens, dtype=torch.int32, device="cpu"),

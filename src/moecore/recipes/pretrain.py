@@ -33,10 +33,10 @@ from moecore.recipes.corpora import (
     CorpusSteps,
     SourceOptions,
     Tokenizer,
-    hold_out,
     make_scheduled_corpus_steps,
     name_sources,
-    read_source,
+    open_source,
+    split_sources,
 )
 from moecore.recipes.corpus_training import CorpusTraining
 from moecore.recipes.data import RandomSteps
@@ -169,7 +169,7 @@ class PretrainConfig(ShardedConfig):
 def build_job(args: PretrainConfig) -> CorpusTraining:
     """Open the corpus, shard the model, and load the last checkpoint, if any; return the job."""
     world_size = int(os.environ["WORLD_SIZE"])
-    config, tokenizer = check(args, world_size)
+    config, tokenizer = check_options(args, world_size)
     make_run_dir(args.run_dir)
     sources, held_out = read_sources(args, tokenizer)
     meshes = build_meshes(
@@ -196,7 +196,7 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
         args=args,
         meshes=meshes,
         model=model,
-        optimizers=args.optimizer.build(model, rates),
+        optimizers=args.optimizer.build_optimizers(model, rates),
         shape=shape,
         config=config,
         facts={"--tokenizer": args.tokenizer},
@@ -204,7 +204,8 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
         tokenizer=tokenizer,
         bad_lines=sum(getattr(source.documents, "num_invalid", 0) for source in sources),
         validation={
-            source.name: steps([source], fixed, eval_shape, workers=0).next() for source in held_out
+            source.name: steps([source], fixed, eval_shape, workers=0).next_batch()
+            for source in held_out
         },
     )
 
@@ -219,10 +220,10 @@ def read_sources(
     """
     if args.tokens == "random":
         return [], []
-    sources = [read_source(options, tokenizer) for options in args.data]
+    sources = [open_source(options, tokenizer) for options in args.data]
     if args.eval_every and not args.validation:
-        return hold_out(sources)
-    held_out = (read_source(of, tokenizer, option="--validation") for of in args.validation)
+        return split_sources(sources)
+    held_out = (open_source(of, tokenizer, option="--validation") for of in args.validation)
     return sources, list(held_out)
 
 
@@ -261,7 +262,7 @@ def build_model(
     return model
 
 
-def check(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokenizer]:
+def check_options(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokenizer]:
     """Return the model's config and the tokenizer of --tokenizer.
 
     ValueError for options that exclude each other, or that `world_size` ranks cannot run.
@@ -295,7 +296,7 @@ def check(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokeniz
             f"--dynamic-cp ({max_tokens}) must not go with options of [batch], whose steps have "
             "whole micro-batches: drop one of them"
         )
-    args.logging.check()
+    args.logging.check_packages()
     samples, pp = args.samples, args.get_degree("pp")
     samples.encode_prompts(tokenizer, config)
     if samples.sample_every and pp > 1:
@@ -323,14 +324,14 @@ def resolve_stages(args: PretrainConfig, world_size: int | None = None) -> list[
     """
     num_ranks = world_size or int(os.environ["WORLD_SIZE"])
 
-    def batch_of(options: PretrainConfig) -> tuple[int, int, BatchRamp]:
+    def get_batch_sizes(options: PretrainConfig) -> tuple[int, int, BatchRamp]:
         num_experts = get_moe_config(options.make_decoder_config()).num_experts
         shape = make_batch_shape(
             options, options.make_parallel_config(num_ranks, num_experts=num_experts)
         )
         return shape.rows, shape.data_ranks * shape.batch_size, options.batch
 
-    return plan_stages(args, batch_of)
+    return plan_stages(args, get_batch_sizes)
 
 
 def check_stages(args: PretrainConfig, world_size: int) -> None:
@@ -338,7 +339,7 @@ def check_stages(args: PretrainConfig, world_size: int) -> None:
 
     The models of all stages must be equal, except for their rotary embedding.
     """
-    configs = [check(options, world_size)[0] for options in args.stages or [args]]
+    configs = [check_options(options, world_size)[0] for options in args.stages or [args]]
     for config, table in zip(configs, args.stage_tables, strict=False):
         if changes := find_decoder_differences(
             replace_rotary(config, asdict(configs[0])), configs[0]
@@ -358,17 +359,17 @@ def dry_run_stages(args: PretrainConfig) -> int:
 def dry_run(args: PretrainConfig) -> int:
     """Print options, plan and first batch; return 0 if the plan fits the GPU, otherwise 1."""
     world_size = args.gpus or count_ranks(args)
-    config, tokenizer = check(args, world_size)
+    config, tokenizer = check_options(args, world_size)
     parallel = args.make_parallel_config(world_size, num_experts=get_moe_config(config).num_experts)
 
     def print_first_batch() -> None:
         rows = make_corpus_options(args, config, parallel.cp)
         shape = make_batch_shape(args, parallel)
         if args.tokens == "random":
-            batch = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=0).next()
+            batch = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=0).next_batch()
         else:
             sources, _ = read_sources(args, tokenizer)
-            batch = CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next()
+            batch = CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next_batch()
         print_batch(batch, tokenizer.decode)
 
     training_run = make_planned_run(args, config, parallel, world_size)

@@ -69,7 +69,7 @@ class RunReport:
     """
 
     def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:
-        modules = {name: _import(name) for name in NAMES}
+        modules = {name: _import_if_installed(name) for name in NAMES}
         missing = [NAMES[name] for name, module in modules.items() if module is None]
         if missing:
             print(f"going on without {', '.join(missing)} (pip install {' '.join(missing)})")
@@ -200,16 +200,17 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     return metrics if all(isinstance(value, float) for value in drawn) else None
 
 
-def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
+def draw_curves(figure_module: ModuleType, metrics_path: Path, loss_unit: str = "byte") -> None:
     """Draw loss or reward, load and two heat maps of loads over the steps into curves.png.
 
-    `metrics` is the path of metrics.jsonl, and curves.png is written to the same folder. One map
-    shows the busiest expert of each layer. The other map shows all experts of the layer with the
-    least even loads. `figure` is the module matplotlib.figure. `unit` is the loss's unit of text.
+    `metrics_path` is the path of metrics.jsonl, and curves.png is written to the same folder. One
+    map shows the busiest expert of each layer. The other map shows all experts of the layer with
+    the least even loads. `figure_module` is the module matplotlib.figure. `loss_unit` is the loss's
+    unit of text.
     """
-    lines, _ = read_metrics(metrics)
+    lines, _ = read_metrics(metrics_path)
     steps = [line["step"] for line in lines]
-    canvas = figure.Figure(figsize=(11, 6.5), layout="constrained")
+    canvas = figure_module.Figure(figsize=(11, 6.5), layout="constrained")
     (loss, layers), (load, experts) = canvas.subplots(2, 2, sharex=True)
     curve = "reward" if lines and "reward" in lines[-1] else "loss"
     loss.plot(steps, [line[curve] for line in lines], linewidth=1, label="training")
@@ -218,31 +219,34 @@ def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
         points = [line["step"] for line in evaluated], [line["eval_loss"] for line in evaluated]
         loss.plot(*points, marker="o", markersize=4, label="held out")
         loss.legend()
-    loss.set(ylabel=f"loss (nats per {unit})" if curve == "loss" else "mean reward of a response")
+    loss.set(
+        ylabel=f"loss (nats per {loss_unit})" if curve == "loss" else "mean reward of a response"
+    )
     load.plot(steps, [line.get(LOAD, math.nan) for line in lines], linewidth=1)
     load.axhline(1.0, color="gray", linewidth=0.8, linestyle=":")
     load.set(ylabel="busiest expert / mean\n(worst layer)", xlabel="step")
     _draw_maps(canvas, layers, experts, lines)
     experts.set(xlabel="step")
-    canvas.savefig(metrics.with_name(CURVES), dpi=110)
+    canvas.savefig(metrics_path.with_name(CURVES), dpi=110)
 
 
-def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any]]) -> None:
-    """Draw heat maps of expert loads into two axes of the figure `canvas`.
+def _draw_maps(figure: Any, layer_axes: Any, expert_axes: Any, lines: list[dict[str, Any]]) -> None:
+    """Draw heat maps of expert loads into two axes of the figure `figure`.
 
-    Axes `layers` show the load of each layer's busiest expert. Axes `experts` show the loads of the
-    experts of the layer with the least even loads. `lines` are the records of metrics.jsonl.
+    Axes `layer_axes` show the load of each layer's busiest expert. Axes `expert_axes` show the
+    loads of the experts of the layer with the least even loads. `lines` are the records of
+    metrics.jsonl.
     """
     names = list_moe_layers(lines[-1]) if lines else []
     full_lines = [
         line for line in lines if names and all(f"expert_load/{n}" in line for n in names)
     ]
     rows = [[line[f"expert_load/{name}"] for line in full_lines] for name in names]
-    _draw_map(canvas, layers, full_lines, rows, vmin=1.0)
+    _draw_map(figure, layer_axes, full_lines, rows, vmin=1.0)
     short = [name.partition("layers.")[2].removesuffix(".mlp") for name in names]
-    layers.set(ylabel="MoE layer", title="busiest expert / mean")
+    layer_axes.set(ylabel="MoE layer", title="busiest expert / mean")
     if len(names) <= MOST_TICKS:
-        layers.set_yticks(range(len(names)), short)
+        layer_axes.set_yticks(range(len(names)), short)
     least_even = max(range(len(names)), key=lambda i: sum(rows[i]), default=None)
     if least_even is None:
         return
@@ -250,14 +254,14 @@ def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any
     expert_lines = [line for line in full_lines if key in line]
     loads = [line[key] for line in expert_lines]
     by_expert = list(map(list, zip(*loads, strict=True)))
-    _draw_map(canvas, experts, expert_lines, by_expert, vmin=0.0, vmax=2.0, cmap="RdBu_r")
-    experts.set(ylabel="expert", title=f"load of each expert / mean, layer {short[least_even]}")
+    _draw_map(figure, expert_axes, expert_lines, by_expert, vmin=0.0, vmax=2.0, cmap="RdBu_r")
+    expert_axes.set(ylabel="expert", title=f"load of each expert / mean, layer {short[least_even]}")
 
 
 def _draw_map(
-    canvas: Any, axes: Any, lines: list[dict[str, Any]], rows: list[list[float]], **style: Any
+    figure: Any, axes: Any, lines: list[dict[str, Any]], rows: list[list[float]], **style: Any
 ) -> None:
-    """Draw a heat map into `axes` of the figure `canvas`; draw nothing for fewer than two `lines`.
+    """Draw a heat map into `axes` of the figure `figure`; draw nothing for fewer than two `lines`.
 
     `lines` are records of metrics.jsonl, one per step. `rows[i][j]` is the load of layer or expert
     i at step j. `style` are arguments of `pcolormesh`.
@@ -266,12 +270,12 @@ def _draw_map(
         return
     steps = [line["step"] for line in lines]
     colors = axes.pcolormesh(steps, range(len(rows)), rows, shading="nearest", **style)
-    canvas.colorbar(colors, ax=axes, extend="max" if "vmax" in style else "neither")
+    figure.colorbar(colors, ax=axes, extend="max" if "vmax" in style else "neither")
 
 
-def _import(name: str) -> ModuleType | None:
+def _import_if_installed(module_name: str) -> ModuleType | None:
     """Return a module; None = it is not installed."""
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(module_name)
     except ImportError:
         return None

@@ -21,7 +21,7 @@ from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.models import Decoder
 from moecore.recipes.decoder_config import replace_rotary
 from moecore.recipes.options import DEGREES, RunConfig
-from moecore.recipes.parser import flatten, read_toml
+from moecore.recipes.parser import flatten_tables, read_toml
 from moecore.recipes.report import CONFIG
 from moecore.recipes.schedule import TrainingStage
 from moecore.train.step import TrainStep
@@ -90,17 +90,19 @@ def resume(
 
 
 @contextmanager
-def use_rotary(values: Mapping[str, object] | None, model: torch.nn.Module) -> Iterator[None]:
+def use_rotary(
+    config_fields: Mapping[str, object] | None, model: torch.nn.Module
+) -> Iterator[None]:
     """Return a context in which a `Decoder` has the rotary embedding of another config.
 
-    `values` are the fields of the other config. With None, or with a model of another class, the
-    model does not change.
+    `config_fields` are the fields of the other config. With None, or with a model of another class,
+    the model does not change.
     """
-    if values is None or not isinstance(model, Decoder):
+    if config_fields is None or not isinstance(model, Decoder):
         yield
         return
     config = model.config
-    model.config = replace_rotary(config, values)
+    model.config = replace_rotary(config, config_fields)
     try:
         yield
     finally:
@@ -145,7 +147,7 @@ SAME_NUMBERS = LAYOUT | {
 }
 
 
-def print_changes(args: RunConfig, toml: str) -> None:
+def print_option_changes(args: RunConfig, toml: str) -> None:
     """Print the options in `toml` whose values have changed since the last start. Collective."""
     path = args.run_dir / CONFIG
 
@@ -153,7 +155,7 @@ def print_changes(args: RunConfig, toml: str) -> None:
         if not path.exists() or latest(get_checkpoint_dir(args)) is None:
             return
         try:
-            lines = list_changes(read_toml(path, "--run-dir"), tomllib.loads(toml))
+            lines = list_option_changes(read_toml(path, "--run-dir"), tomllib.loads(toml))
         except ValueError as error:
             lines = [f"changes since the last start are unknown: {error}"]
         for line in lines:
@@ -167,23 +169,23 @@ def save_config(args: RunConfig, toml: str) -> None:
     run_on_first_rank(lambda: (args.run_dir / CONFIG).write_text(toml, errors="surrogateescape"))
 
 
-def list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def list_option_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return a line for each key whose value differs between two contents of config.toml."""
-    old, new = (dict(flatten(name_stages(content))) for content in (before, after))
+    old, new = (dict(flatten_tables(name_stage_tables(content))) for content in (before, after))
     return [
-        f"{key}: {old.get(key)!r} -> {new.get(key)!r} ({describe_effect(key)})"
+        f"{key}: {old.get(key)!r} -> {new.get(key)!r} ({describe_option_effect(key)})"
         for key in old | new
         if old.get(key) != new.get(key)
     ]
 
 
-def name_stages(content: Mapping[str, Any]) -> dict[str, Any]:
+def name_stage_tables(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.toml's content with "stages.NAME" tables in place of its list of stages."""
     stages = {f"stages.{stage['name']}": stage for stage in content.get("stages", [])}
     return {name: value for name, value in content.items() if name != "stages"} | stages
 
 
-def describe_effect(key: str) -> str:
+def describe_option_effect(key: str) -> str:
     """Return text that says whether a new value of an option changes the numbers of a run."""
     table, _, field = key.rpartition(".")
     name = field.replace("-", "_") if table.startswith("stages.") else table or field

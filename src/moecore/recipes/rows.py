@@ -87,7 +87,7 @@ class ColumnNames(CheckedRecord):
     preferred: str = "chosen"
     rejected: str = "rejected"
 
-    def rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def rename_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns of a row that these names select, by field name."""
         names = ((field, getattr(self, field)) for field in self.__dataclass_fields__)
         return {field: row[name] for field, name in names if name in row}
@@ -95,9 +95,9 @@ class ColumnNames(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a file or data set: its place, for errors, and its columns or line of JSON."""
+    """A row of a file or data set: its location, for errors, and its columns or line of JSON."""
 
-    place: str
+    location: str
     content: Mapping[str, Any] | str
 
     def parse(self) -> Mapping[str, Any]:
@@ -107,18 +107,18 @@ class Row:
             try:
                 content = json.loads(content)
             except (ValueError, RecursionError):
-                raise ValueError(f"{self.place} must be a JSON object with {FORMS}") from None
+                raise ValueError(f"{self.location} must be a JSON object with {FORMS}") from None
         if not isinstance(content, dict):
             kind = type(content).__name__
             raise ValueError(
-                f"{self.place} must be a JSON object with {FORMS}: it is of type {kind}"
+                f"{self.location} must be a JSON object with {FORMS}: it is of type {kind}"
             )
         return content
 
-    def columns(self, names: ColumnNames) -> dict[str, Any]:
+    def select_columns(self, names: ColumnNames) -> dict[str, Any]:
         """Return the columns that `names` select, by field name; all columns if none match."""
         content = self.parse()
-        return names.rename(content) or dict(content)
+        return names.rename_columns(content) or dict(content)
 
 
 def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> Iterator[Row]:
@@ -137,24 +137,27 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
             yield Row(name, {"text": read_text(path, option)})
 
 
-def convert_to_form(columns: dict[str, Any], row_format: RowFormat, place: str) -> dict[str, Any]:
+def convert_to_form(
+    columns: dict[str, Any], row_format: RowFormat, location: str
+) -> dict[str, Any]:
     """Return a row's columns in a form of chat.py, such as {"messages": .., "tools": ..}.
 
     `row_format` "auto" selects the format by the names of the columns, and returns columns of an
-    unknown format unchanged. Error texts begin with `place`, the row's place in its file.
+    unknown format unchanged. Error texts begin with `location`, the location of the row in its
+    file.
     """
     formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
     kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)
     if kind is None and row_format != "auto":
         names = " and ".join(FORMATS[row_format])
         raise ValueError(
-            f"{place} must have {names} for format {row_format!r}: correct format or [columns]"
+            f"{location} must have {names} for format {row_format!r}: correct format or [columns]"
         )
     if kind == "sharegpt":
-        messages = [*_make_system_message(columns), *_as_list(columns["conversations"], place)]
+        messages = [*_make_system_message(columns), *_as_list(columns["conversations"], location)]
         return {"messages": [normalize_message(m) for m in messages], "tools": parse_tools(columns)}
     if kind == "alpaca":
-        return {"messages": list(_make_alpaca_messages(columns, place))}
+        return {"messages": list(_make_alpaca_messages(columns, location))}
     if kind == "messages" and isinstance(columns["messages"], list):
         messages = [normalize_message(m) for m in columns["messages"]]
         return {"messages": messages, "tools": parse_tools(columns)}
@@ -165,10 +168,10 @@ def convert_to_form(columns: dict[str, Any], row_format: RowFormat, place: str) 
     return {name: columns[name] for name in FORMATS["text"]} if kind == "text" else columns
 
 
-def _as_list(value: Any, place: str) -> list[Any]:
-    """Return `value` if it is a list; otherwise raise a ValueError that begins with `place`."""
+def _as_list(value: Any, location: str) -> list[Any]:
+    """Return `value` if it is a list; otherwise raise a ValueError that begins with `location`."""
     if not isinstance(value, list):
-        raise ValueError(f"{place} must have a list of messages: correct it")
+        raise ValueError(f"{location} must have a list of messages: correct it")
     return value
 
 
@@ -178,9 +181,9 @@ def _make_system_message(columns: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def _make_alpaca_messages(columns: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a row of format alpaca; errors begin with `place`."""
-    pairs = _as_list(columns.get("history") or [], place)
+def _make_alpaca_messages(columns: dict[str, Any], location: str) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a row of format alpaca; errors begin with `location`."""
+    pairs = _as_list(columns.get("history") or [], location)
     request = "\n".join(filter(None, (columns["instruction"], columns.get("input"))))
     yield from _make_system_message(columns)
     for request_text, answer in (*pairs, (request, columns["output"])):

@@ -53,13 +53,15 @@ class LearningRateSchedule(CheckedRecord):
         if self.decay_steps is not None and self.lr_schedule != "wsd":
             yield "decay_steps", f"be None with lr_schedule ({self.lr_schedule!r}): use 'wsd'"
 
-    def compute_factor(self, step: int, *, steps: int, count_steps: Callable[[int], int]) -> float:
+    def compute_factor(
+        self, step: int, *, num_steps: int, count_steps: Callable[[int], int]
+    ) -> float:
         """Return the learning rate of step `step` divided by the peak rate.
 
-        `steps` is the number of steps that the schedule covers, unless `schedule_steps` is set.
+        `num_steps` is the number of steps that the schedule covers, unless `schedule_steps` is set.
         `count_steps` returns the number of steps that read a number of tokens.
         """
-        total = self.schedule_steps or steps
+        total = self.schedule_steps or num_steps
         warmup = self._count_warmup_steps(total, count_steps)
         if step <= warmup:
             return step / warmup
@@ -72,18 +74,18 @@ class LearningRateSchedule(CheckedRecord):
         share = min(1.0, max(0, step - begin) / max(1, total - begin))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * SHAPES[shape](share)
 
-    def _count_warmup_steps(self, total: int, count_steps: Callable[[int], int]) -> int:
-        """Return the number of warm-up steps of `total`; `count_steps` converts tokens to steps."""
+    def _count_warmup_steps(self, num_steps: int, count_steps: Callable[[int], int]) -> int:
+        """Return how many of `num_steps` are warm-up; `count_steps` converts tokens to steps."""
         if self.warmup_tokens is not None:
             return count_steps(self.warmup_tokens)
         if self.warmup_steps is None:
-            return max(1, round(0.05 * total), min(self.min_warmup_steps, total // 3))
+            return max(1, round(0.05 * num_steps), min(self.min_warmup_steps, num_steps // 3))
         return self.warmup_steps
 
 
-def is_due(step: int, *, every: int, steps: int) -> bool:
+def is_due(step: int, *, every: int, last_step: int) -> bool:
     """Return whether an event is due: each `every` steps and at the last step; 0 = never."""
-    return every > 0 and (step % every == 0 or step == steps)
+    return every > 0 and (step % every == 0 or step == last_step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +116,7 @@ class BatchRamp(CheckedRecord):
                 f"be given with {names_set}: give all three options of [batch] or none",
             )
 
-    def check(self, *, rows: int, micro_batch_rows: int) -> None:
+    def check_multiples(self, *, rows: int, micro_batch_rows: int) -> None:
         """Raise ValueError unless all sizes of the ramp are multiples of `micro_batch_rows`.
 
         `micro_batch_rows` is the number of rows of a micro-batch over all data ranks. `rows` is the
@@ -165,10 +167,10 @@ class StepSizes:
             for part, end in zip(self.parts, ends, strict=True)
         )
 
-    def count_steps(self, tokens: int) -> int:
-        """Return the smallest number of steps that read at least `tokens` tokens."""
+    def count_steps(self, num_tokens: int) -> int:
+        """Return the smallest number of steps that read at least `num_tokens` tokens."""
         for number, part in enumerate(self.parts):
-            remaining = tokens - self.count_tokens_through(part.first - 1)
+            remaining = num_tokens - self.count_tokens_through(part.first - 1)
             step = part.first - 1 + -(-remaining // (part.rows * part.seq_len))
             if number + 1 == len(self.parts) or step < self.parts[number + 1].first:
                 return max(step, 0)
@@ -176,26 +178,27 @@ class StepSizes:
 
 
 def iterate_equal_steps(
-    ramp: BatchRamp, *, first: int, rows: int, seq_len: int, tokens: int
+    ramp: BatchRamp, *, first_step: int, rows: int, seq_len: int, tokens_before: int
 ) -> Iterator[EqualSteps]:
-    """Yield the ranges of steps with equal rows, from step `first` on.
+    """Yield the ranges of steps with equal rows, from step `first_step` on.
 
     `rows` is the number of rows of a step after the ramp, and `seq_len` the number of tokens of a
-    row. `tokens` is the number of tokens that the run reads before step `first`.
+    row. `tokens_before` is the number of tokens that the run reads before step `first_step`.
     """
     if ramp.ramp_start is None or ramp.ramp_increment is None or ramp.ramp_tokens is None:
-        yield EqualSteps(first, rows, seq_len)
+        yield EqualSteps(first_step, rows, seq_len)
         return
     num_increments = (rows - ramp.ramp_start) // ramp.ramp_increment
     while True:
-        number = min(num_increments, tokens * num_increments // ramp.ramp_tokens)
+        number = min(num_increments, tokens_before * num_increments // ramp.ramp_tokens)
         step_rows = ramp.ramp_start + number * ramp.ramp_increment
-        yield EqualSteps(first, step_rows, seq_len)
+        yield EqualSteps(first_step, step_rows, seq_len)
         if number == num_increments:
             return
         end = -(-(number + 1) * ramp.ramp_tokens // num_increments)  # tokens of the next increment
-        num_steps = -(-(end - tokens) // (step_rows * seq_len))
-        first, tokens = first + num_steps, tokens + num_steps * step_rows * seq_len
+        num_steps = -(-(end - tokens_before) // (step_rows * seq_len))
+        first_step += num_steps
+        tokens_before += num_steps * step_rows * seq_len
 
 
 # Options that all stages of a run share.
@@ -249,12 +252,12 @@ class TrainingStage:
         """Return the learning rate of step `step` under `schedule`, divided by the peak."""
         if not self.has_schedule:
             return schedule.compute_factor(
-                step, steps=self.last, count_steps=self.sizes.count_steps
+                step, num_steps=self.last, count_steps=self.sizes.count_steps
             )
         before = self.sizes.count_tokens_through(self.begin)
         return schedule.compute_factor(
             step - self.begin,
-            steps=self.end - self.begin,
+            num_steps=self.end - self.begin,
             count_steps=lambda tokens: self.sizes.count_steps(before + tokens) - self.begin,
         )
 
@@ -325,12 +328,14 @@ def get_stage_options(table: Options) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key not in names}
 
 
-def plan_stages(args: Any, batch_of: Callable[[Any], tuple[int, int, BatchRamp]]) -> list[Any]:
+def plan_stages(
+    args: Any, get_batch_sizes: Callable[[Any], tuple[int, int, BatchRamp]]
+) -> list[Any]:
     """Return the options of each stage, or the run's options if the run has no stages.
 
     In the returned options, `steps` is the number of the stage's last step, `stage` is the
-    `TrainingStage`, and `run` is `args`. For a stage's options, `batch_of` returns the rows of a
-    step after the ramp, the rows of a micro-batch over all data ranks, and the ramp.
+    `TrainingStage`, and `run` is `args`. For a stage's options, `get_batch_sizes` returns the rows
+    of a step after the ramp, the rows of a micro-batch over all data ranks, and the ramp.
     """
     tables: Sequence[Options] = args.stage_tables or [{}]
     plans: list[Any] = []
@@ -341,8 +346,8 @@ def plan_stages(args: Any, batch_of: Callable[[Any], tuple[int, int, BatchRamp]]
                 "--checkpoint-every (0) must be > 0 with [[stages]], which begin with the "
                 "checkpoint of the stage before them: raise it"
             )
-        rows, micro_batch_rows, ramp = batch_of(options)
-        ramp.check(rows=rows, micro_batch_rows=micro_batch_rows)
+        rows, micro_batch_rows, ramp = get_batch_sizes(options)
+        ramp.check_multiples(rows=rows, micro_batch_rows=micro_batch_rows)
         stage = plan_stage(options, table, sizes, begin, rows=rows, ramp=ramp)
         sizes, begin = stage.sizes, stage.end
         plans.append(replace(options, steps=begin, stage=stage, run=args))
@@ -350,29 +355,35 @@ def plan_stages(args: Any, batch_of: Callable[[Any], tuple[int, int, BatchRamp]]
 
 
 def plan_stage(
-    args: Any, table: Options, sizes: StepSizes, begin: int, *, rows: int, ramp: BatchRamp = NO_RAMP
+    args: Any,
+    table: Options,
+    step_sizes: StepSizes,
+    start: int,
+    *,
+    rows: int,
+    ramp: BatchRamp = NO_RAMP,
 ) -> TrainingStage:
-    """Return the stage with options `args` that begins after step `begin`.
+    """Return the stage with options `args` that begins after step `start`.
 
-    `table` is the stage's TOML table, {} for a run without stages. `sizes` are the sizes of earlier
-    steps. `rows` is the number of rows of a step after `ramp`.
+    `table` is the stage's TOML table, {} for a run without stages. `step_sizes` are the sizes of
+    earlier steps. `rows` is the number of rows of a step after `ramp`.
     """
-    tokens = sizes.count_tokens_through(begin)
+    tokens = step_sizes.count_tokens_through(start)
     parts = iterate_equal_steps(
-        ramp, first=begin + 1, rows=rows, seq_len=args.seq_len, tokens=tokens
+        ramp, first_step=start + 1, rows=rows, seq_len=args.seq_len, tokens_before=tokens
     )
-    before = (part for part in sizes.parts if part.first <= begin)
-    sizes, name, end = StepSizes([*before, *parts]), "", args.steps
+    before = (part for part in step_sizes.parts if part.first <= start)
+    step_sizes, name, end = StepSizes([*before, *parts]), "", args.steps
     if table:
         length = read_stage_length(table)
-        name, end = length.name, begin + (length.steps or 0)
+        name, end = length.name, start + (length.steps or 0)
         if length.tokens is not None:
-            end = sizes.count_steps(tokens + length.tokens)
+            end = step_sizes.count_steps(tokens + length.tokens)
     return TrainingStage(
         name=name,
-        begin=begin,
+        begin=start,
         end=end,
         last=end,
         has_schedule=bool({key.replace("-", "_") for key in table} & SCHEDULE),
-        sizes=sizes,
+        sizes=step_sizes,
     )

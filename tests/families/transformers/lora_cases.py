@@ -56,7 +56,7 @@ def in_peft_form(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
     """Every tensor of the adapter, or each one's gradient, as peft's file would have it."""
     stored = collect_adapter_tensors(model, "default")
     tensors = {name: one.tensor.grad if grads else one.tensor for name, one in stored.items()}
-    return {n: stored[n].to_file(whole(t)) for n, t in tensors.items() if t is not None}
+    return {n: stored[n].convert_to_file(whole(t)) for n, t in tensors.items() if t is not None}
 
 
 def train(model: nn.Module, data_rank: int | None, data_ranks: int = RANKS) -> dict[str, Tensor]:

@@ -145,7 +145,7 @@ def exact_merge(base: dict[str, Tensor], model: Any, names: list[str]) -> dict[s
     found = dict[str, Tensor]()
     for adapter in names:
         stored = collect_adapter_tensors(model, adapter)
-        own = {n: one.to_file(whole(one.tensor)).double() for n, one in stored.items()}
+        own = {n: one.convert_to_file(whole(one.tensor)).double() for n, one in stored.items()}
         config = model.peft_config[adapter]
         s = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
         for name, b in own.items():

@@ -15,9 +15,9 @@ from moecore.io import load, read_manifest, save
 from moecore.io.checkpoint import config_differences
 from moecore.io.checkpoint.config_differences import (
     Difference,
-    find_config,
     find_decoder_differences,
     find_hf_differences,
+    find_model_config,
 )
 from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.models import Decoder, preset
@@ -153,10 +153,12 @@ def test_wrapped_models(tmp_path: Path) -> None:
 
 def test_several_models_in_one_have_no_config() -> None:
     hf, decoder = random_model("mixtral"), Decoder(preset("tiny"))
-    assert find_config(nn.ModuleDict({"a": hf, "b": random_model("mixtral")})) is None
-    assert find_config(nn.ModuleDict({"a": hf, "b": decoder})) is None
-    assert find_config(nn.ModuleDict({"a": hf, "again": nn.Sequential(hf)})) == find_config(hf)
-    assert find_config(nn.Linear(2, 2)) is None
+    assert find_model_config(nn.ModuleDict({"a": hf, "b": random_model("mixtral")})) is None
+    assert find_model_config(nn.ModuleDict({"a": hf, "b": decoder})) is None
+    assert find_model_config(
+        nn.ModuleDict({"a": hf, "again": nn.Sequential(hf)})
+    ) == find_model_config(hf)
+    assert find_model_config(nn.Linear(2, 2)) is None
 
 
 def test_configs_that_tell_less(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from moecore.io import latest, load, read_manifest, save, set_latest, verify
 from moecore.io.checkpoint.directory import POINTER
-from moecore.io.checkpoint.manifest import MANIFEST, ManifestChunk, require_grid
+from moecore.io.checkpoint.manifest import MANIFEST, ManifestChunk, check_chunk_grid
 from moecore.io.checkpoint.shard_file import Meter, compute_layout, find_file_problem
 from tests.io.checkpoint.fuzz import build, fuzz, in_two_files, same, tensors_of, write_signed
 
@@ -305,12 +305,12 @@ def test_grid_of_the_docstring() -> None:
             for i, (o, s) in enumerate(blocks)
         ]
 
-    require_grid("x", (4, 6), chunks(((0, 0), (2, 6)), ((2, 0), (2, 6))))
+    check_chunk_grid("x", (4, 6), chunks(((0, 0), (2, 6)), ((2, 0), (2, 6))))
     with pytest.raises(ValueError, match="leave a gap or overlap"):
-        require_grid("x", (4, 6), chunks(((0, 0), (2, 6)), ((2, 0), (2, 3)), ((2, 3), (2, 3))))
+        check_chunk_grid("x", (4, 6), chunks(((0, 0), (2, 6)), ((2, 0), (2, 3)), ((2, 3), (2, 3))))
     with pytest.raises(ValueError, match="3 chunks must be the 4 cells of a grid"):
-        require_grid("x", (4, 6), chunks(((0, 0), (2, 3)), ((2, 0), (2, 3)), ((2, 3), (2, 3))))
+        check_chunk_grid("x", (4, 6), chunks(((0, 0), (2, 3)), ((2, 0), (2, 3)), ((2, 3), (2, 3))))
     with pytest.raises(ValueError, match="end at 4 of 6 in dim 1"):
-        require_grid("x", (4, 6), chunks(((0, 0), (4, 4))))
+        check_chunk_grid("x", (4, 6), chunks(((0, 0), (4, 4))))
     with pytest.raises(ValueError, match="empty and must have no chunks"):
-        require_grid("x", (0, 6), chunks(((0, 0), (0, 6))))
+        check_chunk_grid("x", (0, 6), chunks(((0, 0), (0, 6))))

@@ -28,8 +28,8 @@ def test_kill_at_random_moments(tmp_path: Path, wait: bool) -> None:
 # What a save does on rank 0, in order; a save may do each of them more than once.
 CRASH_POINTS = {
     "draft": (Path, "mkdir"),
-    "write": (directory, "write_new"),
-    "lock": (lock, "write_new"),
+    "write": (directory, "write_new_file"),
+    "lock": (lock, "write_new_file"),
     "bytes": (os, "write"),
     "fsync": (os, "fsync"),
     "sync": (directory, "sync_directory"),

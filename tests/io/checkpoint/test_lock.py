@@ -200,7 +200,7 @@ def test_a_reader_beside_two_writers_sees_whole_checkpoints(tmp_path: Path) -> N
 def test_a_shard_that_went_missing_is_not_published(tmp_path, monkeypatch):
     """As when a cleaner of temporary files goes through the draft."""
     save(tmp_path, 1, *build(1.0), {"step": 1})
-    write_new = directory.write_new
+    write_new_file = directory.write_new_file
     for spoil in ("unlink", "cut", "link"):
 
         def cleaned(path: Path, text: str, spoil: str = spoil) -> None:
@@ -212,9 +212,9 @@ def test_a_shard_that_went_missing_is_not_published(tmp_path, monkeypatch):
                     shard.write_bytes(data[:-1])
                 elif spoil == "link":
                     shard.symlink_to(tmp_path / "step-000001" / shard.name)
-            write_new(path, text)
+            write_new_file(path, text)
 
-        monkeypatch.setattr(directory, "write_new", cleaned)
+        monkeypatch.setattr(directory, "write_new_file", cleaned)
         with pytest.raises(OSError, match=r"rank 0 could not write it: .*rank-00000"):
             save(tmp_path, 2, *build(2.0), {"step": 2}, keep=1)
     monkeypatch.undo()

@@ -23,7 +23,7 @@ from moecore.io.checkpoint.shard_file import (
     ShardReader,
     ShardWriter,
     compute_layout,
-    split_chunks,
+    iterate_chunks,
 )
 
 
@@ -84,7 +84,7 @@ def test_bytes_are_those_of_the_library(tmp_path: Path) -> None:
 
 def test_pieces_are_the_tensor_in_order(chunk: int) -> None:
     for name, tensor in samples().items():
-        parts = list(split_chunks(tensor))
+        parts = list(iterate_chunks(tensor))
         assert all(part.nbytes <= chunk for part in parts), name
         flat = torch.cat([part.reshape(-1).float() for part in parts])
         assert torch.equal(flat, tensor.reshape(-1).float()), name
@@ -171,4 +171,4 @@ def test_memory_of_a_save_is_one_chunk(tmp_path: Path) -> None:
     write(tmp_path / "file", {"x": tensor})
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
-    assert max(part.nbytes for part in split_chunks(tensor)) <= shard_file.CHUNK_BYTES
+    assert max(part.nbytes for part in iterate_chunks(tensor)) <= shard_file.CHUNK_BYTES

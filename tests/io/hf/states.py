@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from moecore.io.hf.names import HEAD, find_layout, map_hf_copies, plan_hf_tensors
+from moecore.io.hf.names import HEAD, infer_hf_layout, map_hf_copies, plan_hf_tensors
 from moecore.models.config import DecoderConfig
 
 
 def native_state(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
     """Return the native state dict of a Hugging Face one in any layout, in each tensor's dtype."""
     native: dict[str, Tensor] = {}
-    for name, recipe in plan_hf_tensors(config, find_layout(state.keys())).items():
+    for name, recipe in plan_hf_tensors(config, infer_hf_layout(state.keys())).items():
         native[name] = whole = state[recipe.pieces[0].name].new_empty(recipe.shape)
         for piece in recipe.pieces:
             theirs = state[piece.name]

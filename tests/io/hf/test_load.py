@@ -27,7 +27,7 @@ from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.export import export_hf
 from moecore.io.hf.files import read_json
 from moecore.io.hf.load import find_config_problems, load_hf
-from moecore.io.hf.names import find_layout
+from moecore.io.hf.names import infer_hf_layout
 from moecore.models import Decoder, DecoderConfig, preset
 from tests.families.transformers.hf_models import ARCHITECTURES, random_model, transformers
 from tests.io.hf.dirs import fp8_state, mxfp4_state, write_directory
@@ -260,7 +260,7 @@ def published(model: nn.Module) -> dict[str, Tensor]:
                 parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
             for part, weight in parts.items():
                 state[f"{prefix}.experts.{e}.{part}.weight"] = weight
-    assert find_layout(state) == "per_expert"
+    assert infer_hf_layout(state) == "per_expert"
     return state
 
 

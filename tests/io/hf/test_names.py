@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.io.hf.names import find_layout, map_hf_copies, plan_hf_tensors
+from moecore.io.hf.names import infer_hf_layout, map_hf_copies, plan_hf_tensors
 from moecore.io.hf.pieces import map_file_shapes
 from moecore.models import Decoder, preset
 from tests.io.hf.states import hf_state, native_state
@@ -50,7 +50,7 @@ def test_there_and_back_is_bit_exact(name, layout):
     native = native_state(state, config)
     assert native.keys() == Decoder(config, device="meta").state_dict().keys()
     theirs = hf_state(native, config, layout=layout)
-    assert find_layout(theirs.keys()) == layout
+    assert infer_hf_layout(theirs.keys()) == layout
     assert_equal(native_state(theirs, config), native)
     if layout == "fused":
         tied = {"lm_head.weight"} if config.tie_embeddings else set()

@@ -81,7 +81,7 @@ def upcycled(name, dense, *, std=None, **fields):
     fields |= dict(fc1_bias="b1" in dense, fc2_bias="b2" in dense)
     config = options.moe_config(dim=D, hidden_dim=F_, **fields)
     layer = MoELayer(config, dtype=dense["w1"].dtype)
-    layer.load_state_dict(upcycle_mlp(dense, config=config, options=options, key="mlp"))
+    layer.load_state_dict(upcycle_mlp(dense, config=config, options=options, layer_name="mlp"))
     return layer
 
 
@@ -188,7 +188,7 @@ def test_members_have_bitwise_equal_logits() -> None:
     for X, G in ((8, 1), (4, 2), (8, 2), (2, 4), (8, 3), (16, 8)):
         options = UpcycleOptions(expansion=X, granularity=G, top_k=G)
         config = MoEConfig(dim=D, hidden_dim=F_ // G, num_experts=X * G, top_k=G)
-        made = upcycle_mlp(dense_weights(), config=config, options=options, key="mlp")
+        made = upcycle_mlp(dense_weights(), config=config, options=options, layer_name="mlp")
         layer = MoELayer(config)
         layer.load_state_dict(made)
         for tokens in (1, 3, 64, 333):
@@ -280,7 +280,7 @@ def test_repeats_and_differs_by_seed_and_key() -> None:
     def rows(seed: int, key: str) -> Tensor:
         torch.manual_seed(seed + 17)  # must not matter
         options = UpcycleOptions(expansion=8, granularity=2, top_k=4, seed=seed)
-        made = upcycle_mlp(dense_weights(), config=config, options=options, key=key)
+        made = upcycle_mlp(dense_weights(), config=config, options=options, layer_name=key)
         return made["router.weight"]
 
     assert torch.equal(rows(0, "a"), rows(0, "a"))
@@ -412,13 +412,13 @@ def test_tensors_that_do_not_fit(mesh: DeviceMesh) -> None:
     }
     for message, (dense, layer_config) in cases.items():
         with pytest.raises(ValueError, match=message):
-            upcycle_mlp(dense, config=layer_config, options=options, key="m.mlp")
+            upcycle_mlp(dense, config=layer_config, options=options, layer_name="m.mlp")
     raw = replace(config, normalize_weights=False)
     halves = {n: w.half() for n, w in good.items()}
     with pytest.raises(
         ValueError, match=r"router std \(6.2e-08\) of m.mlp must be a normal number"
     ):
-        upcycle_mlp(halves, config=raw, options=options, key="m.mlp")
+        upcycle_mlp(halves, config=raw, options=options, layer_name="m.mlp")
     check_upcycle(raw, options)
 
 

@@ -59,7 +59,7 @@ from moecore.integrations.transformers.scheduled import ScheduledSteps, is_dynam
 from moecore.io import Saver, export_hf, load, save_adapters
 from moecore.io.checkpoint.directory import CHECKPOINTS, make_step_path
 from moecore.io.checkpoint.ranks import run_on_first_rank
-from moecore.io.hf.lora import find_unmerged
+from moecore.io.hf.lora import find_unmerged_layers
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.parallel.model.parameter_guards import check_optimizer_is_newer
@@ -368,7 +368,7 @@ class ShardedAccelerator(Accelerator):
 
 def export_to_folder(model: nn.Module, folder: Path) -> None:
     """Write a model, or only its unmerged adapter, to `folder`; replace old files. Collective."""
-    if find_unmerged(model):
+    if find_unmerged_layers(model):
         save_adapters(model, folder, adapter=cast(Any, model).active_adapter)
         return
     draft = folder / ".export"

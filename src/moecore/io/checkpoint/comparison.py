@@ -81,7 +81,7 @@ def compare_checkpoint(
     stages = find_staged_module(model)[1]
     union = join_stage_parts(part, stages)
     comparison = run_and_share_errors(
-        lambda: _compare(manifest, view, union, optimizer, scheduler, cast=cast)
+        lambda: _compare_local_objects(manifest, view, union, optimizer, scheduler, cast=cast)
     )
     if stages is not None:
         differences = gather_objects((comparison.left_out, comparison.refused))
@@ -92,7 +92,7 @@ def compare_checkpoint(
     return view, comparison
 
 
-def _compare(
+def _compare_local_objects(
     manifest: Manifest,
     view: ModelView,
     union: StagePart,
@@ -143,7 +143,7 @@ def select_tensors(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
     return {n.removeprefix(prefix): t for n, t in manifest.tensors.items() if n.startswith(prefix)}
 
 
-def allocate_optimizer_target(
+def allocate_optimizer_load_target(
     comparison: Comparison, view: ModelView
 ) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
     """Allocate, or reuse, the tensors into which a load reads optimizer state.
@@ -164,7 +164,7 @@ def allocate_optimizer_target(
     return states, {f"optimizer.{key}": value for key, value in views.items()}
 
 
-def allocate_amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
+def allocate_amax_load_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
     """Allocate fp32 tensors [steps] for the saved amax histories that this rank loads, by name."""
     operands = map_amax_operands(model)
     return {
@@ -174,7 +174,7 @@ def allocate_amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tens
     }
 
 
-def select_rng_target(manifest: Manifest) -> dict[str, Tensor]:
+def select_rng_load_target(manifest: Manifest) -> dict[str, Tensor]:
     """Return "rng.<device>.<rank>" -> tensor into which a load reads this rank's RNG state."""
     layouts = {name: (tensor.shape, tensor.dtype) for name, tensor in manifest.tensors.items()}
     states = copy_rng_states()
@@ -293,22 +293,22 @@ def _find_shape_problem(
     """
     for key, tensor in stored_slots.items():
         like = get_state_template(optimizer, view.tensors[name], key.partition(".")[0])
-        shape = tuple(view.view(name, like).shape)
+        shape = tuple(view.make_stored_view(name, like).shape)
         if tensor.shape not in ((), shape):
             return f"{key} {tensor.shape} must be {shape}"
     return None
 
 
 def _map_params_to_groups(
-    classes: str, groups: list[dict[str, Any]]
+    class_names: str, groups: list[dict[str, Any]]
 ) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return parameter name -> (optimizer class name, parameter group).
 
-    `classes` is from `name_optimizer_classes`. "params" of each group has names.
+    `class_names` is from `name_optimizer_classes`. "params" of each group has names.
     """
     return {
         name: (kind, group)
-        for kind, group in zip(split_class_names(classes, len(groups)), groups, strict=True)
+        for kind, group in zip(split_class_names(class_names, len(groups)), groups, strict=True)
         for name in group["params"]
     }
 

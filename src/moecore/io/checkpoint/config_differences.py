@@ -110,25 +110,25 @@ def find_hf_differences(
 
 
 def find_saved_differences(
-    config: Config | None, values: Mapping[str, Any] | None
+    config: Config | None, saved_config: Mapping[str, Any] | None
 ) -> list[Difference]:
-    """Compare a model's config with saved `values`; return fields that differ.
+    """Compare a model's config with saved `saved_config`; return fields that differ.
 
-    The result is [] if an argument is None or `values` lacks required fields.
+    The result is [] if an argument is None or `saved_config` lacks required fields.
     """
-    if config is None or values is None or find_missing_fields(config, values):
+    if config is None or saved_config is None or find_missing_fields(config, saved_config):
         return []
     if isinstance(config, DecoderConfig):
-        return find_decoder_differences(config, values)
-    return find_hf_differences(config, values)
+        return find_decoder_differences(config, saved_config)
+    return find_hf_differences(config, saved_config)
 
 
-def find_missing_fields(config: Config | None, values: Mapping[str, Any] | None) -> list[str]:
-    """Return the required fields that the saved config `values` lacks; [] without a config."""
-    if config is None or values is None:
+def find_missing_fields(config: Config | None, saved_config: Mapping[str, Any] | None) -> list[str]:
+    """Return the required fields that `saved_config` lacks; [] without a config."""
+    if config is None or saved_config is None:
         return []
     names = _NO_DEFAULT if isinstance(config, DecoderConfig) else {"model_type"}
-    return sorted(names - values.keys())
+    return sorted(names - saved_config.keys())
 
 
 def convert_config(config: object) -> dict[str, Any]:
@@ -162,16 +162,16 @@ def _convert_to_dicts(value: object) -> Any:
     return value
 
 
-def _select_json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def _select_json_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a transformers config whose values JSON supports."""
     result: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in hf_config.items():
         with suppress(TypeError, ValueError, RecursionError):
             result[str(name)] = json.loads(json.dumps(value))
     return result
 
 
-def find_config(model: nn.Module) -> Config | None:
+def find_model_config(model: nn.Module) -> Config | None:
     """Return the config of the only native or transformers model in a module, otherwise None."""
     modules = {id(part): part for part in _find_models(model)}
     if len(modules) != 1:
@@ -227,11 +227,11 @@ def _find_rope_differences(
                 yield Difference(path, _format_value(first), _format_value(second))
 
 
-def _select_compared_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def _select_compared_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that change a model's output; rotary fields are compared elsewhere."""
     result = {
         name: value
-        for name, value in values.items()
+        for name, value in hf_config.items()
         if name not in BOOKKEEPING
         and name not in ROPE
         and "dropout" not in name
@@ -241,39 +241,41 @@ def _select_compared_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     local = result.pop("num_local_experts", None)  # transformers >= 5 writes one name for all
     if result.get("num_experts") is None and local is not None:
         result["num_experts"] = local
-    if values.get("use_sliding_window") is False:  # then its length is not read
+    if hf_config.get("use_sliding_window") is False:  # then its length is not read
         for name in ("sliding_window", "max_window_layers"):
             result.pop(name, None)
     return result
 
 
-def _read_rope_options(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _read_rope_options(hf_config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the rotary options of each kind of layer, by path such as "rope_parameters."."""
-    if all(values.get(name) is None for name in ROPE):
+    if all(hf_config.get(name) is None for name in ROPE):
         return {}
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        rope |= values[name] if isinstance(values.get(name), Mapping) else {}
+        rope |= hf_config[name] if isinstance(hf_config.get(name), Mapping) else {}
     kinds = {kind: options for kind, options in rope.items() if isinstance(options, Mapping)}
     if not kinds:
-        return {"rope_parameters.": _normalize_rope_options(rope, values)}
-    return {f"rope_parameters.{k}.": _normalize_rope_options(o, values) for k, o in kinds.items()}
+        return {"rope_parameters.": _normalize_rope_options(rope, hf_config)}
+    return {
+        f"rope_parameters.{k}.": _normalize_rope_options(o, hf_config) for k, o in kinds.items()
+    }
 
 
 def _normalize_rope_options(
-    options: Mapping[str, Any], values: Mapping[str, Any]
+    options: Mapping[str, Any], hf_config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the rotary options that transformers reads; defaults are from the config `values`."""
-    result = {name: values.get(name) for name in (THETA, "partial_rotary_factor")}
+    """Return the rotary options that transformers reads; defaults are from `hf_config`."""
+    result = {name: hf_config.get(name) for name in (THETA, "partial_rotary_factor")}
     result |= {name: value for name, value in options.items() if value is not None}
     old = result.pop("type", None)
     kind = result["rope_type"] = result.get("rope_type") or old or "default"
     if kind == "default":  # reads nothing else
         result = {name: result[name] for name in (THETA, "partial_rotary_factor", "rope_type")}
     else:
-        result.setdefault(f"original_{LENGTH}", values.get(LENGTH))
+        result.setdefault(f"original_{LENGTH}", hf_config.get(LENGTH))
         if kind == "dynamic" or result.get("factor") is None:
-            result[LENGTH] = values.get(LENGTH)
+            result[LENGTH] = hf_config.get(LENGTH)
     result |= {n: value for n, value in ROPE_DEFAULTS.items() if result.get(n) is None}
     return {name: value for name, value in result.items() if value is not None}
 

@@ -27,13 +27,13 @@ from typing import Annotated
 from moecore.base.fields import Bound, Count, check_arguments
 from moecore.io.checkpoint.files import (
     MAX_TABLE,
-    open_regular,
-    read_beginning,
-    read_regular,
+    open_regular_file,
+    read_file_beginning,
+    read_regular_file,
     remove_checkpoint,
     remove_leftovers,
     sync_directory,
-    write_new,
+    write_new_file,
 )
 from moecore.io.checkpoint.lock import hold_lock
 from moecore.io.checkpoint.manifest import MANIFEST, Manifest
@@ -63,7 +63,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     check_arguments(latest, locals())
     root = Path(root)
     # Twice, because a save may have replaced and pruned the named checkpoint.
-    named = _resolve_pointer(root) or _resolve_pointer(root)
+    named = _find_pointer_target(root) or _find_pointer_target(root)
     if named is not None:
         return named
     directories = find_complete_checkpoints(root)
@@ -78,7 +78,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     return directories[-1] if directories else None
 
 
-def find_root(path: Path) -> Path:
+def find_checkpoint_root(path: Path) -> Path:
     """Return the directory with a run's checkpoints: `path`, or its subdirectory "checkpoints"."""
     below = path / CHECKPOINTS
     has_steps = (path / POINTER).exists() or bool(find_complete_checkpoints(path))
@@ -99,7 +99,7 @@ def set_latest(path: str | os.PathLike[str]) -> None:
     if _parse_step(path) is None or not is_complete(path):
         raise ValueError(f"path ({path}) must be a whole checkpoint, with a {MANIFEST}")
     with hold_lock(path.parent):
-        manifest = read_regular(path / MANIFEST, max_bytes=MAX_TABLE)
+        manifest = read_regular_file(path / MANIFEST, max_bytes=MAX_TABLE)
         _write_pointer(path.parent, path.name, manifest).replace(path.parent / POINTER)
         sync_directory(path.parent)
 
@@ -121,16 +121,16 @@ def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
         OSError: if another job writes to the run; or, after the other checkpoints are deleted, if
             a checkpoint cannot be deleted.
     """
-    if not find_prunable(root, keep):
+    if not find_prunable_checkpoints(root, keep):
         return []
     with hold_lock(Path(root)):
-        return _remove_prunable(Path(root), keep)
+        return _remove_prunable_checkpoints(Path(root), keep)
 
 
-def _remove_prunable(root: Path, keep: int) -> list[Path]:
-    """Delete the checkpoints of `find_prunable` and return them; the caller has the run's lock."""
+def _remove_prunable_checkpoints(root: Path, keep: int) -> list[Path]:
+    """Delete and return `find_prunable_checkpoints`; the caller has the run's lock."""
     removed, problems = [], []
-    for path in find_prunable(root, keep):
+    for path in find_prunable_checkpoints(root, keep):
         try:
             remove_checkpoint(path)
         except OSError as error:
@@ -145,9 +145,9 @@ def _remove_prunable(root: Path, keep: int) -> list[Path]:
     return removed
 
 
-def find_prunable(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
+def find_prunable_checkpoints(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
     """Return the checkpoints that `prune` would delete, without deleting them."""
-    check_arguments(find_prunable, locals())
+    check_arguments(find_prunable_checkpoints, locals())
     newest = latest(root)
     if newest is None:
         return []
@@ -174,7 +174,7 @@ def is_published(root: Path, step: int) -> bool:
     return named is not None and named[0] == final.name and is_complete(final)
 
 
-def refuse_used_directory(root: Path) -> None:
+def check_run_is_new(root: Path) -> None:
     """Raise ValueError if a directory already has checkpoints or drafts."""
     if not root.is_dir():
         return
@@ -220,7 +220,7 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
     Only the newest `keep` checkpoints remain (0 = all).
     """
     root, final = draft.parent, make_step_path(draft.parent, manifest.facts.step)
-    write_new(draft / MANIFEST, manifest.text)
+    write_new_file(draft / MANIFEST, manifest.text)
     sync_directory(draft)
     _require_new_step(final)
     _check_shard_files(draft, manifest)
@@ -238,7 +238,7 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
     sync_directory(root)
     try:
         if keep:
-            _remove_prunable(root, keep)
+            _remove_prunable_checkpoints(root, keep)
     except OSError as error:  # the new one is safe, so the save has not failed
         logger.warning("old checkpoints under %s could not be removed: %s", root, error)
 
@@ -247,7 +247,8 @@ def _check_shard_files(draft: Path, manifest: Manifest) -> None:
     """Raise OSError if the directory `draft` lacks a shard file or the file has a wrong size."""
     for name, file in manifest.files.items():
         try:
-            descriptor = open_regular(draft / name)  # a network file system then asks its server
+            # Opening makes a network file system ask its server.
+            descriptor = open_regular_file(draft / name)
         except (FileNotFoundError, ValueError):
             raise OSError(f"{name} was written and is no longer there") from None
         size = os.fstat(descriptor).st_size
@@ -272,14 +273,14 @@ def _require_new_step(final: Path) -> None:
         raise ValueError(f"step ({step}) must not be saved already: delete {final} to save it anew")
 
 
-def _resolve_pointer(root: Path) -> Path | None:
+def _find_pointer_target(root: Path) -> Path | None:
     """Return the checkpoint that `latest` names, None without one; ValueError if it is damaged."""
     named = _read_pointer(root)
     if named is None:
         return None
     name, digest = named
     try:
-        manifest = read_regular(root / name / MANIFEST, max_bytes=MAX_TABLE)
+        manifest = read_regular_file(root / name / MANIFEST, max_bytes=MAX_TABLE)
     except FileNotFoundError:
         return None
     if hashlib.sha256(manifest).hexdigest() != digest:
@@ -293,7 +294,7 @@ def _resolve_pointer(root: Path) -> Path | None:
 def _read_pointer(root: Path) -> tuple[str, str] | None:
     """Return the checkpoint name and manifest SHA-256 in the file `latest`; None without a file."""
     try:
-        text = read_beginning(root / POINTER, 200).decode("ascii", errors="replace")
+        text = read_file_beginning(root / POINTER, 200).decode("ascii", errors="replace")
     except FileNotFoundError:
         return None
     match = _POINTER_TEXT.fullmatch(text)
@@ -324,7 +325,7 @@ def _write_pointer(root: Path, name: str, manifest: bytes) -> Path:
     """Write a temporary pointer file with `name` and the SHA-256 of `manifest`; return its path."""
     pointer = root / f".{POINTER}-{uuid.uuid4().hex[:8]}"
     try:
-        write_new(pointer, f"{name} {hashlib.sha256(manifest).hexdigest()}\n")
+        write_new_file(pointer, f"{name} {hashlib.sha256(manifest).hexdigest()}\n")
     except OSError:
         pointer.unlink(missing_ok=True)
         raise

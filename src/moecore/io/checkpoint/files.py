@@ -26,14 +26,15 @@ MAX_LINES, MAX_CHARS = 10, 600  # problems listed in one error, and characters o
 _LEFTOVER = re.compile(r"\.step-[0-9]+\.tmp-\w+|\.step-[0-9a-f]{8}\.old|\.latest-[0-9a-f]{8}")
 
 
-def open_regular(path: Path, *, follow: bool = False) -> int:
+def open_regular_file(path: Path, *, follow_symlinks: bool = False) -> int:
     """Open a regular file for reading and return its descriptor, which the caller closes.
 
-    ValueError for a directory, a FIFO or a device, and for a symlink unless `follow` allows it.
+    ValueError for a directory, a FIFO or a device, and for a symlink unless `follow_symlinks`
+    allows it.
     """
     # O_NONBLOCK: opening a FIFO without a writer would wait.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    if not follow and path.is_symlink():
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_symlinks else os.O_NOFOLLOW)
+    if not follow_symlinks and path.is_symlink():
         raise ValueError(f"path ({path}) must be a regular file, not a symlink: copy the file here")
     descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -42,32 +43,35 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
     return descriptor
 
 
-def read_regular(path: Path, *, max_bytes: int, follow: bool = False) -> bytes:
-    """Return a regular file's content; ValueError above `max_bytes`. `follow` allows a symlink."""
-    with open(open_regular(path, follow=follow), "rb") as file:
+def read_regular_file(path: Path, *, max_bytes: int, follow_symlinks: bool = False) -> bytes:
+    """Return a regular file's content, of a symlink's target if `follow_symlinks`.
+
+    ValueError for a file above `max_bytes`, and as `open_regular_file`.
+    """
+    with open(open_regular_file(path, follow_symlinks=follow_symlinks), "rb") as file:
         size = os.fstat(file.fileno()).st_size  # of a sparse file, too
-        check_size(path, size, max_bytes)
+        check_file_size(path, size, max_bytes)
         data = file.read(max_bytes + 1)
-    check_size(path, len(data), max_bytes)  # it may have grown
+    check_file_size(path, len(data), max_bytes)  # it may have grown
     return data
 
 
-def check_size(path: Path, size: int, max_bytes: int) -> None:
-    """Raise ValueError if `size`, the bytes of the file at `path`, is more than `max_bytes`."""
-    if size > max_bytes:
+def check_file_size(path: Path, num_bytes: int, max_bytes: int) -> None:
+    """Raise ValueError if `num_bytes`, the size of the file at `path`, is above `max_bytes`."""
+    if num_bytes > max_bytes:
         raise ValueError(
-            f"path ({path}) must have at most {max_bytes} bytes, but has {size}: it is damaged, or "
-            "no such file, so copy it again"
+            f"path ({path}) must have at most {max_bytes} bytes, but has {num_bytes}: it is "
+            "damaged, or no such file, so copy it again"
         )
 
 
-def read_beginning(path: Path, max_bytes: int) -> bytes:
-    """Return at most the first `max_bytes` bytes of a regular file; raise as `open_regular`."""
-    with open(open_regular(path), "rb") as file:
+def read_file_beginning(path: Path, max_bytes: int) -> bytes:
+    """Return the first `max_bytes` bytes of a regular file; raise as `open_regular_file`."""
+    with open(open_regular_file(path), "rb") as file:
         return file.read(max_bytes)
 
 
-def write_new(path: Path, text: str) -> None:
+def write_new_file(path: Path, text: str) -> None:
     """Create an ASCII file, write the text and fsync it; raise FileExistsError if it exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     with open(descriptor, "w", encoding="ascii") as file:

@@ -61,7 +61,7 @@ def collect_hyperparameters(
     for group in concat_param_groups(optimizers):
         values = {k: v for k, v in group.items() if k != "params" and k not in RUN_OPTIONS}
         values = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
-        check_json("optimizer hyperparameter", values)
+        check_json_values("optimizer hyperparameter", values)
         groups.append({"params": [model.get_name(p) for p in group["params"]], **values})
     return groups
 
@@ -87,7 +87,7 @@ def find_group_mismatches(
         for group, saved_group in zip(current_groups, saved_groups, strict=True)
         for key, value in saved_group.items()
         if (key in group or key in NUMERIC_OPTIONS)
-        and not _can_change_to(key, group.get(key, 0.0), value)
+        and not _can_restore_option(key, group.get(key, 0.0), value)
     ]
 
 
@@ -187,24 +187,24 @@ def _name_scheduler(scheduler: Scheduler) -> str:
     return ", ".join(type(part).__name__ for part in parts)
 
 
-def decode_scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
+def decode_scheduler_state(scheduler: Scheduler, saved_values: dict[str, Any]) -> dict[str, Any]:
     """Convert saved JSON values to a state dict of this scheduler.
 
     Raises ValueError if the names differ from the scheduler's, or learning rates are not finite.
     """
     state = scheduler.state_dict()
-    if state.keys() != values.keys():
+    if state.keys() != saved_values.keys():
         raise ValueError(
             f"scheduler ({_name_scheduler(scheduler)}) must have the state of the saved one, but "
-            f"{', '.join(sorted(state.keys() ^ values.keys()))} differ"
+            f"{', '.join(sorted(state.keys() ^ saved_values.keys()))} differ"
         )
-    for name, rates in _find_learning_rates(values):
-        if not isinstance(rates, list) or not all(map(is_finite, rates)):
+    for name, rates in _find_learning_rates(saved_values):
+        if not isinstance(rates, list) or not all(map(is_finite_number, rates)):
             raise ValueError(
                 f"scheduler {format_name(name)} must be a list of finite numbers, but is "
                 f"{rates!r:.40} in the checkpoint"
             )
-    result: dict[str, Any] = _restore_types(state, values)
+    result: dict[str, Any] = _restore_types(state, saved_values)
     return result
 
 
@@ -223,7 +223,7 @@ def encode_scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
     state = scheduler.state_dict()
     name = _name_scheduler(scheduler)
     numbers = _convert_tensors_to_numbers(state)
-    check_json(f"scheduler {name}", numbers)
+    check_json_values(f"scheduler {name}", numbers)
     values: dict[str, Any] = copy_json(numbers)
     if _restore_types(state, values) != state:
         raise ValueError(
@@ -267,8 +267,8 @@ def copy_json(values: T) -> T:
     return result
 
 
-def check_json(label: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError if JSON cannot store one of the named values; `label` begins the message."""
+def check_json_values(error_prefix: str, values: Mapping[str, Any]) -> None:
+    """Raise ValueError if JSON cannot store one of the values; it begins with `error_prefix`."""
     for name, value in values.items():
         try:
             json.dumps(value, sort_keys=True)
@@ -276,31 +276,36 @@ def check_json(label: str, values: Mapping[str, Any]) -> None:
                 raise ValueError(f"it nests more than {MAX_NESTING} times")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"{label} {format_name(name)} ({type(value).__name__}) must be JSON-able or a "
-                f"tensor: {error}"
+                f"{error_prefix} {format_name(name)} ({type(value).__name__}) must be JSON-able "
+                f"or a tensor: {error}"
             ) from None
 
 
-def _can_change_to(key: str, current: Any, value: Any) -> bool:
-    """Whether a load may set the optimizer option `key` from `current` to the saved `value`."""
-    if key == WIDTH:
-        return bool(current == value)
-    if current is None or value is None:
-        return key not in NUMERIC_OPTIONS or current is value
-    if isinstance(current, bool) or isinstance(value, bool):
-        return isinstance(current, bool) and isinstance(value, bool)
-    if isinstance(current, tuple | list):
+def _can_restore_option(option: str, current_value: Any, saved_value: Any) -> bool:
+    """Whether a load may set the optimizer option `option` to its saved value."""
+    if option == WIDTH:
+        return bool(current_value == saved_value)
+    if current_value is None or saved_value is None:
+        return option not in NUMERIC_OPTIONS or current_value is saved_value
+    if isinstance(current_value, bool) or isinstance(saved_value, bool):
+        return isinstance(current_value, bool) and isinstance(saved_value, bool)
+    if isinstance(current_value, tuple | list):
         return (
-            isinstance(value, list)
-            and len(current) == len(value)
-            and all(_can_change_to(key, a, b) for a, b in zip(current, value, strict=True))
+            isinstance(saved_value, list)
+            and len(current_value) == len(saved_value)
+            and all(
+                _can_restore_option(option, a, b)
+                for a, b in zip(current_value, saved_value, strict=True)
+            )
         )
-    if isinstance(current, int | float | Tensor):
-        return is_finite(value) or (key not in NUMERIC_OPTIONS and value in (math.inf, -math.inf))
-    return isinstance(value, type(current))
+    if isinstance(current_value, int | float | Tensor):
+        return is_finite_number(saved_value) or (
+            option not in NUMERIC_OPTIONS and saved_value in (math.inf, -math.inf)
+        )
+    return isinstance(saved_value, type(current_value))
 
 
-def is_finite(value: object) -> bool:
+def is_finite_number(value: object) -> bool:
     """Whether a value is an int or float (no bool) that a finite float can represent."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False

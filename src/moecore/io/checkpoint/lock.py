@@ -30,7 +30,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from moecore.io.checkpoint.files import find_leftovers, read_beginning, remove_leftovers, write_new
+from moecore.io.checkpoint.files import (
+    find_leftovers,
+    read_file_beginning,
+    remove_leftovers,
+    write_new_file,
+)
 
 LOCK, OWNER = ".lock", "owner"
 _LOCK_NAME = re.compile(r"\.lock-([0-9a-f]{8}|[0-9a-f]{16})")  # of drafts and of dead locks
@@ -96,17 +101,17 @@ class RunLock:
         ).start()
 
 
-def _touch_owner_regularly(root: Path, text: bytes, stop: threading.Event) -> None:
-    """Update the owner file's mtime every `BEAT_SECONDS` until `stop` is set."""
-    while not stop.wait(BEAT_SECONDS):
+def _touch_owner_regularly(root: Path, text: bytes, stop_event: threading.Event) -> None:
+    """Update the owner file's mtime every `BEAT_SECONDS` until `stop_event` is set."""
+    while not stop_event.wait(BEAT_SECONDS):
         with contextlib.suppress(OSError, ValueError):  # such as when the root was removed
             if _read_owner(root)[1] == text:
                 os.utime(root / LOCK / OWNER)
 
 
-def _release_lock(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
+def _release_lock(root: Path, text: bytes, stop_event: threading.Event, pid: int) -> None:
     """Stop the heartbeat; delete the lock if its owner file is `text` and `pid` is this process."""
-    stop.set()
+    stop_event.set()
     if pid != os.getpid():  # a fork of the process that acquired the lock
         return
     with contextlib.suppress(OSError, ValueError):
@@ -135,7 +140,7 @@ def _write_draft(draft: Path, text: str) -> float:
     """Create the directory `draft` with the owner file `text`; return the file's mtime (s)."""
     try:
         draft.mkdir(parents=True)
-        write_new(draft / OWNER, text)
+        write_new_file(draft / OWNER, text)
         return (draft / OWNER).stat().st_mtime
     except FileNotFoundError:
         raise
@@ -202,7 +207,7 @@ def _read_owner(root: Path) -> tuple[dict[str, Any], bytes, float]:
     """Return the owner file as JSON ({} if invalid), as bytes (b"" if missing), and its mtime."""
     path = root / LOCK / OWNER
     try:
-        text = read_beginning(path, _OWNER_BYTES)
+        text = read_file_beginning(path, _OWNER_BYTES)
         touched = path.stat().st_mtime
     except (FileNotFoundError, NotADirectoryError):
         return {}, b"", 0.0

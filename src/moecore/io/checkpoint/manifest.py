@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from moecore.base.fields import check_arguments, format_name
-from moecore.io.checkpoint.files import MAX_TABLE, read_regular
+from moecore.io.checkpoint.files import MAX_TABLE, read_regular_file
 
 MANIFEST = "moecore.json"
 FORMAT = 3
@@ -149,7 +149,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     check_arguments(read_manifest, locals())
     path = Path(path)
     try:
-        data = read_regular(path / MANIFEST, max_bytes=MAX_TABLE)
+        data = read_regular_file(path / MANIFEST, max_bytes=MAX_TABLE)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"path ({path}) must be a whole checkpoint, with a {MANIFEST}: use latest(root)"
@@ -207,29 +207,32 @@ def is_nested_deeper(value: Any, max_depth: int) -> bool:
     return bool(level)
 
 
-def _parse_facts(values: dict[str, Any]) -> ManifestFacts:
+def _parse_facts(manifest_json: dict[str, Any]) -> ManifestFacts:
     """Convert the manifest's JSON values to `ManifestFacts`, or raise ValueError."""
-    _require(_is_count(values["step"]), "step must be a whole number >= 0")
-    _require(_is_count(values["world_size"], min_value=1), "world_size must be a whole number >= 1")
-    meshes, groups = values["meshes"], values["optimizer"]
+    _require(_is_count(manifest_json["step"]), "step must be a whole number >= 0")
+    _require(
+        _is_count(manifest_json["world_size"], min_value=1),
+        "world_size must be a whole number >= 1",
+    )
+    meshes, groups = manifest_json["meshes"], manifest_json["optimizer"]
     _require(
         isinstance(meshes, list)
         and all(isinstance(mesh, dict) and all(map(_is_count, mesh.values())) for mesh in meshes),
         "meshes must be a list of dims and sizes",
     )
-    versions = values["versions"]
+    versions = manifest_json["versions"]
     _require(
         isinstance(versions, dict) and all(isinstance(v, str) for v in versions.values()),
         "versions must be strings",
     )
     for name in ("config", "scheduler"):
-        _require(isinstance(values[name], dict | None), f"{name} must be an object or null")
-    _require(isinstance(values["extra"], dict), "extra must be an object")
+        _require(isinstance(manifest_json[name], dict | None), f"{name} must be an object or null")
+    _require(isinstance(manifest_json["extra"], dict), "extra must be an object")
     _require(
         groups is None or (isinstance(groups, list) and all(map(_is_group, groups))),
         "optimizer must be null or a list of groups with the names of their parameters",
     )
-    kind = values["optimizer_class"]
+    kind = manifest_json["optimizer_class"]
     _require(
         isinstance(kind, str | None) and (kind is None) == (groups is None),
         "optimizer_class must be a string beside groups, and null without",
@@ -238,7 +241,9 @@ def _parse_facts(values: dict[str, Any]) -> ManifestFacts:
         kind is None or len(kind.split(", ")) in (1, len(groups)),
         "optimizer_class must be one class, or one for each group",
     )
-    return ManifestFacts(**{name: values[name] for name in ManifestFacts.__dataclass_fields__})
+    return ManifestFacts(
+        **{name: manifest_json[name] for name in ManifestFacts.__dataclass_fields__}
+    )
 
 
 def _is_group(group: Any) -> bool:
@@ -247,10 +252,10 @@ def _is_group(group: Any) -> bool:
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
-def _parse_files(values: Any) -> dict[str, StoredFile]:
+def _parse_files(files_json: Any) -> dict[str, StoredFile]:
     """Convert the manifest's JSON value "files" to records by file name, or raise ValueError."""
-    _require(isinstance(values, dict), "files must be an object")
-    for name, file in values.items():
+    _require(isinstance(files_json, dict), "files must be an object")
+    for name, file in files_json.items():
         _require(
             FILE_NAME.fullmatch(name) is not None,
             f"files: {name!r:.80} must be rank-<number>.safetensors",
@@ -262,18 +267,18 @@ def _parse_files(values: Any) -> dict[str, StoredFile]:
             isinstance(digest, str) and SHA256.fullmatch(digest) is not None,
             f"files: the sha256 of {name} must be 64 hex digits",
         )
-    return {name: StoredFile(**file) for name, file in values.items()}
+    return {name: StoredFile(**file) for name, file in files_json.items()}
 
 
-def _parse_tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTensor]:
+def _parse_tensors(tensors_json: Any, files_json: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Convert the JSON value "tensors" to StoredTensors by name, or raise ValueError.
 
-    `files` is the JSON value "files", which must have the files of all chunks.
+    `files_json` is the JSON value "files", which must have the files of all chunks.
     """
-    _require(isinstance(values, dict), "tensors must be an object")
+    _require(isinstance(tensors_json, dict), "tensors must be an object")
     seen: set[tuple[str, str]] = set()
     tensors = {}
-    for name, value in values.items():
+    for name, value in tensors_json.items():
         label = f"tensor {name!r:.120}"
         _require_keys(value, {"shape", "dtype", "chunks"}, label)
         _require(isinstance(value["dtype"], str) and value["dtype"] in DTYPES, f"{label}: dtype")
@@ -282,32 +287,45 @@ def _parse_tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTen
         num_bytes = math.prod(max(1, n) for n in shape) * dtype.itemsize
         _require(num_bytes < _MAX_BYTES, f"{label}: its shape is too large")
         _require(isinstance(value["chunks"], list), f"{label}: chunks must be a list")
-        chunks = tuple(_parse_chunk(chunk, len(shape), files, label) for chunk in value["chunks"])
-        require_grid(name, shape, chunks)
+        chunks = tuple(
+            _parse_chunk(chunk, len(shape), files_json, label) for chunk in value["chunks"]
+        )
+        check_chunk_grid(name, shape, chunks)
         for chunk in chunks:
             place = (chunk.file, chunk.key)
             _require(place not in seen, f"{label}: {place!r:.200} is used twice")
             seen.add(place)
         tensors[name] = StoredTensor(shape=shape, dtype=dtype, chunks=chunks)
-    _require({file for file, _ in seen} == files.keys(), "files: every one must hold some tensor")
+    _require(
+        {file for file, _ in seen} == files_json.keys(), "files: every one must hold some tensor"
+    )
     return tensors
 
 
-def _parse_chunk(value: Any, num_dims: int, files: Mapping[str, Any], label: str) -> ManifestChunk:
-    """Convert a chunk's JSON value to a record, or raise ValueError that begins with `label`.
+def _parse_chunk(
+    chunk_json: Any, num_dims: int, files_json: Mapping[str, Any], prefix: str
+) -> ManifestChunk:
+    """Convert a chunk's JSON value to a record; ValueErrors begin with `prefix`.
 
-    `num_dims` is the tensor's number of dims. `files` must have the chunk's file.
+    `num_dims` is the tensor's number of dims. `files_json` must have the chunk's file.
     """
-    _require_keys(value, {"file", "key", "offsets", "sizes"}, f"{label}: a chunk")
-    file, key = value["file"], value["key"]
-    _require(isinstance(file, str) and file in files, f"{label}: its file must be one of files")
-    _require(isinstance(key, str) and key != "__metadata__", f"{label}: a chunk's key")
-    offsets, sizes = _parse_sizes(value["offsets"], label), _parse_sizes(value["sizes"], label)
-    _require(len(offsets) == len(sizes) == num_dims, f"{label}: a chunk has another number of dims")
+    _require_keys(chunk_json, {"file", "key", "offsets", "sizes"}, f"{prefix}: a chunk")
+    file, key = chunk_json["file"], chunk_json["key"]
+    _require(
+        isinstance(file, str) and file in files_json, f"{prefix}: its file must be one of files"
+    )
+    _require(isinstance(key, str) and key != "__metadata__", f"{prefix}: a chunk's key")
+    offsets, sizes = (
+        _parse_sizes(chunk_json["offsets"], prefix),
+        _parse_sizes(chunk_json["sizes"], prefix),
+    )
+    _require(
+        len(offsets) == len(sizes) == num_dims, f"{prefix}: a chunk has another number of dims"
+    )
     return ManifestChunk(file=file, key=key, offsets=offsets, sizes=sizes)
 
 
-def require_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk]) -> None:
+def check_chunk_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk]) -> None:
     """Raise ValueError unless the chunks of a tensor form a grid that has each element once."""
     # Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is
     # an error: a cut of dim 1 at 3 must go through all rows. DTensor shards always form a grid.
@@ -350,12 +368,12 @@ def _compute_digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(_dump_json(values).encode()).hexdigest()
 
 
-def _parse_sizes(value: Any, label: str) -> tuple[int, ...]:
-    """Convert a JSON list of sizes to a tuple, or raise ValueError that begins with `label`."""
+def _parse_sizes(value: Any, prefix: str) -> tuple[int, ...]:
+    """Convert a JSON list of sizes to a tuple; ValueErrors begin with `prefix`."""
     _require(
-        isinstance(value, list) and all(map(_is_count, value)), f"{label}: sizes must be counts"
+        isinstance(value, list) and all(map(_is_count, value)), f"{prefix}: sizes must be counts"
     )
-    _require(len(value) <= 64, f"{label}: it has too many dims")
+    _require(len(value) <= 64, f"{prefix}: it has too many dims")
     return tuple(value)
 
 
@@ -365,14 +383,14 @@ def _is_count(value: Any, *, min_value: int = 0) -> bool:
     return is_int and min_value <= value < _MAX_BYTES
 
 
-def _require_keys(value: Any, keys: Iterable[str], label: str) -> None:
-    """Raise ValueError that begins with `label` unless a value is a dict with these keys."""
+def _require_keys(value: Any, keys: Iterable[str], prefix: str) -> None:
+    """Raise ValueError that begins with `prefix` unless a value is a dict with these keys."""
     _require(
-        isinstance(value, dict) and value.keys() == set(keys), f"{label} must have {list(keys)}"
+        isinstance(value, dict) and value.keys() == set(keys), f"{prefix} must have {list(keys)}"
     )
 
 
-def _require(condition: bool, problem: str) -> None:
-    """Raise ValueError with the problem if the condition is false."""
-    if not condition:
+def _require(is_valid: bool, problem: str) -> None:
+    """Raise ValueError with the text `problem` unless `is_valid`."""
+    if not is_valid:
         raise ValueError(problem)

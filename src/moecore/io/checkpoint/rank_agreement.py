@@ -86,15 +86,15 @@ def _check_stage_agreement(hashes: list[tuple[int, Hashes]]) -> None:
                 _raise_disagreement(key, at if at != rank else first, rank, is_present=False)
 
 
-def _raise_disagreement(key: Key, first: int, rank: int, *, is_present: bool) -> None:
-    """Raise ValueError that the value `key` of ranks `first` and `rank` differs.
+def _raise_disagreement(key: Key, first_rank: int, rank: int, *, is_present: bool) -> None:
+    """Raise ValueError that the value `key` of ranks `first_rank` and `rank` differs.
 
     If `is_present` is False, the error says that only one of the ranks has the value.
     """
     kind, name = key
-    wrong = f"of rank {rank} must equal that of rank {first}, because only one is kept"
+    wrong = f"of rank {rank} must equal that of rank {first_rank}, because only one is kept"
     if not is_present:
-        wrong = f"must be on every rank, but is on only one of rank {first} and rank {rank}"
+        wrong = f"must be on every rank, but is on only one of rank {first_rank} and rank {rank}"
     raise ValueError(f"{format_name(name)} {wrong}: {FIXES[kind]}")
 
 
@@ -137,20 +137,20 @@ def _fingerprint_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
     return hashes
 
 
-def _view_first_bytes(tensor: Tensor, limit: int | None) -> Tensor:
-    """Return the first `limit` bytes of a tensor (None = all) as uint8 [n], a view if possible."""
+def _view_first_bytes(tensor: Tensor, max_bytes: int | None) -> Tensor:
+    """Return a tensor's first `max_bytes` bytes (None = all) as uint8 [n], a view if possible."""
     flat = tensor.detach().reshape(-1)
-    flat = flat[: None if limit is None else limit // tensor.dtype.itemsize]
+    flat = flat[: None if max_bytes is None else max_bytes // tensor.dtype.itemsize]
     if flat.stride(0) != 1:  # such as of an expanded tensor
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
 
-def _copy_to_host(parts: dict[Key, Tensor]) -> dict[Key, Tensor]:
+def _copy_to_host(tensors: dict[Key, Tensor]) -> dict[Key, Tensor]:
     """Copy uint8 tensors to the host with one host sync per device."""
-    host_parts = {key: part for key, part in parts.items() if part.device.type == "cpu"}
-    for device in {part.device for part in parts.values()} - {torch.device("cpu")}:
-        group = {key: part for key, part in parts.items() if part.device == device}
+    host_parts = {key: part for key, part in tensors.items() if part.device.type == "cpu"}
+    for device in {part.device for part in tensors.values()} - {torch.device("cpu")}:
+        group = {key: part for key, part in tensors.items() if part.device == device}
         flat = torch.cat(list(group.values())).cpu()
         host_parts |= zip(group, flat.split([len(part) for part in group.values()]), strict=True)
     return host_parts

@@ -96,7 +96,7 @@ def check_same_path(path: Path) -> None:
         )
 
 
-def check_visible(draft: Path, group: Group = None) -> None:
+def check_draft_is_visible(draft: Path, group: Group = None) -> None:
     """Raise ValueError if a rank does not see `draft`, which rank 0 created. Collective."""
     seen = gather_objects(draft.is_dir(), group)
     if not all(seen):

@@ -122,7 +122,7 @@ class Saver:
             RuntimeError: on every rank, if one rank has not enough memory.
             OSError: of the previous save.
         """
-        self._check_open()
+        self._check_is_open()
         self._wait_for_previous_save()
         run_and_share_errors(
             lambda: self._copies.reserve_like(get_local_tensors(self._snapshot(0, extra=None))),
@@ -151,7 +151,7 @@ class Saver:
         arguments = locals()
         with share_errors():
             check_arguments(Saver.save, arguments)
-            self._check_open()
+            self._check_is_open()
         self._wait_for_previous_save()
         snapshot = run_and_share_errors(lambda: self._snapshot(step, extra=extra), self._group)
         check_rank_agreement(snapshot, self._group)
@@ -205,7 +205,7 @@ class Saver:
             self._copies.clear()
             self._control.close()
 
-    def _check_open(self) -> None:
+    def _check_is_open(self) -> None:
         """Raise ValueError after `close`."""
         if self._closed:
             raise ValueError("Saver (closed) must be open to save: make another one")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.io.checkpoint.files import open_regular
+from moecore.io.checkpoint.files import open_regular_file
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, StoredFile
 from moecore.io.checkpoint.ranks import is_first_rank
 
@@ -126,7 +126,7 @@ class ShardWriter:
 
     def add(self, tensor: Tensor) -> None:
         """Append a tensor, the next in the layout's order, to the file. Host sync."""
-        for piece in split_chunks(tensor.detach()):
+        for piece in iterate_chunks(tensor.detach()):
             if piece.device.type == "cpu" and piece.is_contiguous() and piece.nbytes > DIRECT_BYTES:
                 self._flush_buffer()
                 self._write_and_hash(get_memory_view(piece))
@@ -163,7 +163,7 @@ class ShardWriter:
         self._meter.add(len(data))
 
 
-def split_chunks(tensor: Tensor) -> Iterator[Tensor]:
+def iterate_chunks(tensor: Tensor) -> Iterator[Tensor]:
     """Split a tensor into views of at most `CHUNK_BYTES`, in row-major order."""
     if tensor.nbytes <= CHUNK_BYTES:
         yield tensor
@@ -172,7 +172,7 @@ def split_chunks(tensor: Tensor) -> Iterator[Tensor]:
     else:
         rows = CHUNK_BYTES * tensor.shape[0] // tensor.nbytes
         for part in tensor.split(max(1, rows)):
-            yield from split_chunks(part[0] if rows < 1 else part)
+            yield from iterate_chunks(part[0] if rows < 1 else part)
 
 
 def get_memory_view(tensor: Tensor) -> memoryview:
@@ -187,7 +187,7 @@ class ShardReader:
     """Reads slices of the tensors in a safetensors file.
 
     `begins` maps a tensor's key to the position of the tensor's first byte in the file. Strided
-    slices are copied through `buffer`. `follow` allows a symlink to the file.
+    slices are copied through `buffer`. `follow_symlinks` allows a symlink to the file.
     """
 
     def __init__(
@@ -197,10 +197,10 @@ class ShardReader:
         buffer: Tensor,
         meter: Meter,
         *,
-        follow: bool = False,
+        follow_symlinks: bool = False,
     ) -> None:
         self._path, self._begins, self._buffer, self._meter = path, begins, buffer, meter
-        self._fd = open_regular(path, follow=follow)
+        self._fd = open_regular_file(path, follow_symlinks=follow_symlinks)
 
     def __enter__(self) -> ShardReader:
         return self
@@ -249,25 +249,29 @@ class ShardReader:
         self.read(key, dtype, sizes, offsets, out.narrow(dim, 0, half))
         self.read(key, dtype, sizes, after, out.narrow(dim, half, out.shape[dim] - half))
 
-    def _read_bytes(self, target: memoryview, begin: int, meter: Meter | None = None) -> None:
-        """Fill `target` with the file's bytes from byte `begin` on; `meter` counts the bytes."""
+    def _read_bytes(self, target: memoryview, first_byte: int, meter: Meter | None = None) -> None:
+        """Fill `target` with the file's bytes from `first_byte` on; `meter` counts the bytes."""
         offset = 0
         while offset < len(target):
-            count = os.preadv(self._fd, [target[offset : offset + CHUNK_BYTES]], begin + offset)
+            count = os.preadv(
+                self._fd, [target[offset : offset + CHUNK_BYTES]], first_byte + offset
+            )
             if count == 0:
-                raise OSError(f"{self._path} ended at byte {begin + offset}: it was cut meanwhile")
+                raise OSError(
+                    f"{self._path} ended at byte {first_byte + offset}: it was cut meanwhile"
+                )
             offset += count
             if meter:
                 meter.add(count)
 
 
-def _count_contiguous_elements(sizes: Sequence[int], lengths: Sequence[int]) -> int:
+def _count_contiguous_elements(tensor_shape: Sequence[int], slice_shape: Sequence[int]) -> int:
     """Return the number of elements in a contiguous run of a slice.
 
-    The slice has the shape `lengths`, in a row-major tensor of the shape `sizes`.
+    The slice has the shape `slice_shape`, in a row-major tensor of the shape `tensor_shape`.
     """
     run = 1
-    for size, length in zip(reversed(sizes), reversed(lengths), strict=True):
+    for size, length in zip(reversed(tensor_shape), reversed(slice_shape), strict=True):
         run *= length
         if length != size:
             break
@@ -283,7 +287,7 @@ def find_file_problem(
     the bytes that are hashed.
     """
     try:
-        descriptor = open_regular(path)
+        descriptor = open_regular_file(path)
     except FileNotFoundError:
         return "is missing"
     except ValueError:

@@ -28,7 +28,7 @@ from moecore.base.torch_private import get_local_tensor
 from moecore.io.checkpoint.config_differences import convert_config
 from moecore.io.checkpoint.hyperparameters import (
     Schedulers,
-    check_json,
+    check_json_values,
     collect_hyperparameters,
     copy_json,
     decode_scheduler_state,
@@ -49,9 +49,9 @@ from moecore.io.checkpoint.state import (
     map_amax_operands,
     map_state_views,
     prepare_optimizers,
-    restore_amax,
+    restore_amax_histories,
     restore_optimizer_state,
-    restore_rng,
+    restore_rng_states,
 )
 from moecore.moe.state import MoEState
 from moecore.parallel.model.parallel_state import find_staged_module
@@ -103,7 +103,7 @@ def take_snapshot(
     schedule = join_schedulers(scheduler, optimizers)
     config = view.config if config is None else config
     config_values = None if config is None else convert_config(config)
-    check_json("config", config_values or {})
+    check_json_values("config", config_values or {})
     tensors |= copy_rng_states()
     for name, tensor in tensors.items():
         check_dtype(name, tensor.dtype)
@@ -123,7 +123,7 @@ def take_snapshot(
 
 def _check_extra(values: Mapping[str, Any]) -> None:
     """Raise ValueError for a value of `extra` that JSON cannot store or would change (a tuple)."""
-    check_json("extra", values)
+    check_json_values("extra", values)
     for name, value in values.items():
         if not _is_unchanged_by_json({name: value}):
             raise ValueError(
@@ -294,6 +294,6 @@ def load_rank_state(
     schedule = join_schedulers(scheduler, optimizers)
     if schedule is not None:
         schedule.load_state_dict(decode_scheduler_state(schedule, state["scheduler"]))
-    restore_amax(model, kinds["amax"])
-    restore_rng({f"rng.{name}": tensor for name, tensor in kinds["rng"].items()})
+    restore_amax_histories(model, kinds["amax"])
+    restore_rng_states({f"rng.{name}": tensor for name, tensor in kinds["rng"].items()})
     return kinds["extra"]

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from moecore.base.fields import format_name
 from moecore.base.params import clean_name
 from moecore.base.torch_private import StridedShard
-from moecore.io.checkpoint.config_differences import find_config
+from moecore.io.checkpoint.config_differences import find_model_config
 from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.moe.amax_history import GRADIENTS, AmaxHistory
 from moecore.moe.experts import Experts
@@ -47,7 +47,7 @@ class ModelView:
     def __init__(self, model: nn.Module) -> None:
         refuse_fp8_storage(model, "saved or loaded")
         self.tensors: dict[str, Tensor] = {}  # tied tensors only under their first name
-        self.config = find_config(model)
+        self.config = find_model_config(model)
         self._names: dict[int, str] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             name = clean_name(name)
@@ -66,9 +66,11 @@ class ModelView:
                 self.tensors[name] = tensor
         halves = _find_gate_up_dims(model)
         self._halved_dims = {n: halves.get(id(t)) for n, t in self.tensors.items()}
-        self.stored_views = {name: self.view(name, t.detach()) for name, t in self.tensors.items()}
+        self.stored_views = {
+            name: self.make_stored_view(name, t.detach()) for name, t in self.tensors.items()
+        }
 
-    def view(self, name: str, tensor: Tensor) -> Tensor:
+    def make_stored_view(self, name: str, tensor: Tensor) -> Tensor:
         """Return the view that a checkpoint stores of the parameter `name`, or of its state.
 
         `tensor` is the parameter or its optimizer state. If gate and up are stacked in one dim, the
@@ -122,7 +124,7 @@ def collect_optimizer_tensors(
     seen: set[str] = set()
     for owner, param in ((o, param) for o in optimizers for param in o.state):
         name = model.get_name(param)
-        state = _call_optional(owner, "get_stored_state", owner.state[param], param)
+        state = _call_method(owner, "get_stored_state", owner.state[param], param)
         if name in seen:
             raise ValueError(
                 f"{format_name(name)} must have state in one optimizer, but two have some: remove "
@@ -136,7 +138,9 @@ def collect_optimizer_tensors(
                     f"optimizer state {slot} of {format_name(name)} must be a scalar tensor or "
                     f"have the shape and placements of the parameter, {tuple(like.shape)}"
                 )
-            tensors[f"{slot}.{name}"] = value if value.ndim == 0 else model.view(name, value)
+            tensors[f"{slot}.{name}"] = (
+                value if value.ndim == 0 else model.make_stored_view(name, value)
+            )
     return tensors
 
 
@@ -164,7 +168,7 @@ def allocate_optimizer_state(
                 key = f"{slot}.{name}"
                 if key in matrices:
                     dtype = _choose_moment_dtype(optimizer, param, matrices[key])
-                    place = _call_optional(optimizer, "get_state_device", param.device, param)
+                    place = _call_method(optimizer, "get_state_device", param.device, param)
                     like = get_state_template(optimizer, param, slot)
                 else:
                     # As in torch: step counts are on the CPU without these options.
@@ -189,7 +193,7 @@ def map_state_views(
         name = model.get_name(param)
         for slot, value in slots.items():
             key = f"{slot}.{name}"
-            views[key] = value if key in scalars else model.view(name, value)
+            views[key] = value if key in scalars else model.make_stored_view(name, value)
     return views
 
 
@@ -206,14 +210,14 @@ def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, 
 
 def get_state_template(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
     """Return a tensor with the shape and placements of a parameter's state `slot` ("exp_avg")."""
-    like: Tensor = _call_optional(optimizer, "get_state_template", param, param, slot)
+    like: Tensor = _call_method(optimizer, "get_state_template", param, param, slot)
     return like
 
 
-def _call_optional(optimizer: Optimizer, name: str, default: Any, *args: Any) -> Any:
-    """Return `optimizer.name(*args)`, or `default` if the optimizer has no such method."""
+def _call_method(optimizer: Optimizer, method_name: str, default: Any, *args: Any) -> Any:
+    """Call the optimizer's method `method_name`, or return `default` if it has no such method."""
     # AdamW has get_stored_state, get_moment_dtype, get_state_device; Muon get_state_template.
-    method = getattr(optimizer, name, None)
+    method = getattr(optimizer, method_name, None)
     return default if method is None else method(*args)
 
 
@@ -226,22 +230,22 @@ def _choose_moment_dtype(
     default = stored_dtype
     if type(optimizer).__module__.startswith("torch.optim."):  # not below the parameter's dtype
         default = torch.promote_types(stored_dtype, param.dtype)
-    dtype: torch.dtype = _call_optional(optimizer, "get_moment_dtype", default, param)
+    dtype: torch.dtype = _call_method(optimizer, "get_moment_dtype", default, param)
     return dtype
 
 
 def _reuse_or_allocate(
-    current: object, like: Tensor, dtype: torch.dtype, device: torch.device
+    current: object, template: Tensor, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return `current` if it has this dtype, device and `like`'s layout, or a new tensor."""
+    """Return `current` if it has this dtype, device and `template`'s layout, or a new tensor."""
     if (
         isinstance(current, Tensor)
-        and (current.shape, current.dtype, current.device) == (like.shape, dtype, device)
-        and getattr(current, "device_mesh", None) == getattr(like, "device_mesh", None)
-        and getattr(current, "placements", None) == getattr(like, "placements", None)
+        and (current.shape, current.dtype, current.device) == (template.shape, dtype, device)
+        and getattr(current, "device_mesh", None) == getattr(template, "device_mesh", None)
+        and getattr(current, "placements", None) == getattr(template, "placements", None)
     ):
         return current
-    return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
+    return torch.empty_like(template, dtype=dtype, device=device, requires_grad=False)
 
 
 def map_amax_operands(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
@@ -266,7 +270,7 @@ def map_amax_operands(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
 
 
 @torch.no_grad()
-def restore_amax(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> None:
+def restore_amax_histories(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> None:
     """Set the model's amax histories to saved fp32 tensors [steps].
 
     `saved_histories` has names as from `map_amax_operands`. Histories without a tensor are cleared.
@@ -289,18 +293,20 @@ def copy_rng_states() -> dict[str, Tensor]:
     return states
 
 
-def restore_rng(states: Mapping[str, Tensor]) -> None:
+def restore_rng_states(states: Mapping[str, Tensor]) -> None:
     """Set this rank's CPU and CUDA generators to states from `copy_rng_states`."""
     for name, state in states.items():
         set_state = torch.set_rng_state if name.startswith("rng.cpu.") else torch.cuda.set_rng_state
         set_state(state)
 
 
-def _is_storable(value: Tensor, like: Tensor) -> bool:
-    """Whether optimizer state is a plain scalar, or has the shape and kind (DTensor) of `like`."""
+def _is_storable(value: Tensor, template: Tensor) -> bool:
+    """Whether optimizer state is a plain scalar, or has `template`'s shape and kind (DTensor)."""
     if value.ndim == 0:
         return not isinstance(value, DTensor)
-    return value.shape == like.shape and isinstance(value, DTensor) == isinstance(like, DTensor)
+    return value.shape == template.shape and isinstance(value, DTensor) == isinstance(
+        template, DTensor
+    )
 
 
 def _find_gate_up_dims(model: nn.Module) -> dict[int, int]:

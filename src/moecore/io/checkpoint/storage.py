@@ -195,9 +195,9 @@ def _find_blocks(tensor: Any) -> Blocks:
     }
 
 
-def _make_chunk_metadata(offset: torch.Size, place: tuple[slice, ...]) -> ChunkStorageMetadata:
-    """Return DCP's metadata of the block at a global offset; `place` slices the local tensor."""
-    return ChunkStorageMetadata(offset, torch.Size(part.stop - part.start for part in place))
+def _make_chunk_metadata(offset: torch.Size, slices: tuple[slice, ...]) -> ChunkStorageMetadata:
+    """Return DCP's metadata of the block at a global offset and `slices` of the shard."""
+    return ChunkStorageMetadata(offset, torch.Size(part.stop - part.start for part in slices))
 
 
 class LocalSavePlanner(dcp.DefaultSavePlanner):

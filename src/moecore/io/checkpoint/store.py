@@ -20,11 +20,11 @@ from moecore.base.failures import run_and_share_errors, share_call_errors, share
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.io.checkpoint.comparison import (
     Comparison,
-    allocate_amax_target,
-    allocate_optimizer_target,
+    allocate_amax_load_target,
+    allocate_optimizer_load_target,
     compare_checkpoint,
     refuse_differences,
-    select_rng_target,
+    select_rng_load_target,
     select_tensors,
 )
 from moecore.io.checkpoint.directory import Step, create_draft, is_published, make_step_path
@@ -39,8 +39,8 @@ from moecore.io.checkpoint.manifest import Manifest, read_manifest
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
 from moecore.io.checkpoint.ranks import (
     Group,
+    check_draft_is_visible,
     check_same_path,
-    check_visible,
     gather_objects,
     get_rank_and_world,
     is_first_rank,
@@ -51,9 +51,9 @@ from moecore.io.checkpoint.snapshot import Snapshot, get_local_tensors, join_sta
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
-    restore_amax,
+    restore_amax_histories,
     restore_optimizer_state,
-    restore_rng,
+    restore_rng_states,
 )
 from moecore.io.checkpoint.storage import (
     BlockLoadPlanner,
@@ -182,9 +182,9 @@ def load(
         if isinstance(layer, RoutedLayer) and layer.cloner is not None:
             layer.cloner.drop_plan()  # a checkpoint has no plan
     _recompute_buffers(path, model)
-    amax = allocate_amax_target(model, manifest)
+    amax = allocate_amax_load_target(model, manifest)
     extra = _read_into_objects(path, manifest, view, comparison, amax, meter, strict=strict)
-    restore_amax(model, amax)
+    restore_amax_histories(model, amax)
     if comparison.scheduler is not None:
         assert manifest.facts.scheduler is not None
         values = decode_scheduler_state(comparison.scheduler, manifest.facts.scheduler)
@@ -215,7 +215,7 @@ def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
         return create_draft(lock.root, step)
 
     draft = run_on_first_rank(lock_and_create, group)
-    check_visible(draft, group)
+    check_draft_is_visible(draft, group)
     return draft
 
 
@@ -269,8 +269,8 @@ def _read_into_objects(
 ) -> dict[str, Any]:
     """Read the tensors that `comparison` selected into model, optimizers and generators, in place.
 
-    `amax` is from `allocate_amax_target`. Returns `extra` of the save. With `strict`, optimizer
-    state without a saved value is dropped. Collective.
+    `amax` is from `allocate_amax_load_target`. Returns `extra` of the save. With `strict`,
+    optimizer state without a saved value is dropped. Collective.
     """
     target = {f"model.{name}": view.stored_views[name] for name in sorted(comparison.model)}
     extra = {
@@ -279,8 +279,8 @@ def _read_into_objects(
     }
     target |= {f"extra.{name}": tensor for name, tensor in extra.items()}
     target |= {f"amax.{name}": steps for name, steps in amax.items()}
-    states, optimizer_tensors = allocate_optimizer_target(comparison, view)
-    rng = select_rng_target(manifest) if comparison.optimizers else {}
+    states, optimizer_tensors = allocate_optimizer_load_target(comparison, view)
+    rng = select_rng_load_target(manifest) if comparison.optimizers else {}
     target |= optimizer_tensors | rng
     planner = BlockLoadPlanner()
     reader = Reader(path, manifest, meter)
@@ -294,7 +294,7 @@ def _read_into_objects(
         if strict:
             optimizer.state.clear()
         restore_optimizer_state(optimizer, state)
-    restore_rng(rng)
+    restore_rng_states(rng)
     return {**manifest.facts.extra, **extra}
 
 

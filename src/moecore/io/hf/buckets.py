@@ -24,7 +24,7 @@ from moecore.base.failures import run_and_share_errors
 from moecore.base.params import group_by_size
 from moecore.base.torch_private import foreach_copy_
 from moecore.io.checkpoint.ranks import Group, get_rank_and_world
-from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, read_local, write_piece
+from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, read_shard_box, write_piece
 from moecore.io.hf.pieces import PieceOverlap, find_overlaps
 
 ALIGNMENT = 16  # bytes
@@ -58,16 +58,16 @@ class WeightBucket:
         for meta in self.metas:
             part = self.flat[at : at + meta.nbytes]
             yield meta.name, part.view(meta.dtype).view(meta.shape)
-            at += align(meta.nbytes)
+            at += align_bytes(meta.nbytes)
 
     @classmethod
     def empty(cls, metas: Sequence[WeightMeta], device: torch.device) -> WeightBucket:
         """Allocate an uninitialized bucket for tensors with these names, dtypes and shapes."""
-        size = sum(align(meta.nbytes) for meta in metas)
+        size = sum(align_bytes(meta.nbytes) for meta in metas)
         return cls(tuple(metas), torch.empty(size, dtype=torch.uint8, device=device))
 
 
-def align(num_bytes: int) -> int:
+def align_bytes(num_bytes: int) -> int:
     """Round a number of bytes up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
@@ -81,13 +81,13 @@ class _SentBox(NamedTuple):
     num_bytes: int
     ranks: list[int]  # that have the box
 
-    def find_sender(self, writer: int | None) -> int:
-        """Return the rank that sends the box to `writer` (None = all ranks).
+    def find_sender(self, writer_rank: int | None) -> int:
+        """Return the rank that sends the box to `writer_rank` (None = all ranks).
 
         The result is -1 if the receivers have the box already.
         """
         _, world = get_rank_and_world()
-        has_box = len(self.ranks) == world if writer is None else writer in self.ranks
+        has_box = len(self.ranks) == world if writer_rank is None else writer_rank in self.ranks
         return -1 if has_box else self.ranks[0]
 
 
@@ -104,7 +104,7 @@ class BucketCollector(ErrorKeeper):
 
     Every rank passes the same items in the same order. The message buffer on `device` has
     `message_bytes`, or the bytes of the largest row (dim 0) of an item. After an error, such as out
-    of memory, a rank still sends and receives, and `check` raises the error.
+    of memory, a rank still sends and receives, and `raise_error` raises the error.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class BucketCollector(ErrorKeeper):
 
     @contextmanager
     def open_pass(self) -> Iterator[None]:
-        """Return a context with a message buffer, in which `collect` may be called. Collective."""
+        """Return a context with a message buffer, for calls of `collect_bucket`. Collective."""
         size = self.capacity if self._owners.world > 1 else 0
 
         def allocate() -> Tensor:
@@ -144,20 +144,21 @@ class BucketCollector(ErrorKeeper):
         finally:
             self._message = None
 
-    def collect(
-        self, items: Sequence[Item], read: Read, writer: int | None = None
+    def collect_bucket(
+        self, items: Sequence[Item], read_box: Read, writer_rank: int | None = None
     ) -> WeightBucket | None:
         """Assemble items in a new bucket. Collective.
 
-        With `writer`, only this rank receives a bucket, on the CPU. With None, every rank receives
-        a bucket, on the device. `read(name, box)` returns a box of this rank's shard of a model
-        tensor. Returns None on ranks without a bucket, and if its allocation failed (`check`).
+        With `writer_rank`, only this rank receives a bucket, on the CPU. With None, every rank
+        receives a bucket, on the device. `read_box(name, box)` returns a box of this rank's shard
+        of a model tensor. Returns None on ranks without a bucket, and if its allocation failed
+        (`raise_error`).
         """
         assert self._message is not None, "a pass is open"
         bucket, parts = None, list[list[Tensor]]()
-        if writer in (None, self._rank):
+        if writer_rank in (None, self._rank):
             with self._keep_error():
-                device = self.device if writer is None else torch.device("cpu")
+                device = self.device if writer_rank is None else torch.device("cpu")
                 metas = [WeightMeta(item.name, item.dtype, item.shape) for item in items]
                 bucket = WeightBucket.empty(metas, device)
                 parts = [
@@ -167,22 +168,26 @@ class BucketCollector(ErrorKeeper):
                     ]
                     for item, (_, tensor) in zip(items, bucket.tensors(), strict=True)
                 ]
-                size = sum(map(compute_bucket_size, items))
+                size = sum(map(count_bucket_bytes, items))
                 self.peak_bytes = max(self.peak_bytes, self._message.nbytes + size)
         copies = [
             _SentCopy(item.parts[box.part][0], number, box)
             for number, item in enumerate(items)
-            for box in self._list_boxes(item, is_cached=writer is None)
+            for box in self._list_sent_boxes(item, is_cached=writer_rank is None)
         ]
-        for sender in sorted({copy.box.find_sender(writer) for copy in copies}):
-            group = [copy for copy in copies if copy.box.find_sender(writer) == sender]
-            for message in group_by_size(group, lambda c: align(c.box.num_bytes), self.capacity):
+        for sender in sorted({copy.box.find_sender(writer_rank) for copy in copies}):
+            group = [copy for copy in copies if copy.box.find_sender(writer_rank) == sender]
+            for message in group_by_size(
+                group, lambda c: align_bytes(c.box.num_bytes), self.capacity
+            ):
                 if sender >= 0:
-                    self._send_message(sender, writer, message, items, parts, read)
+                    self._send_message(sender, writer_rank, message, items, parts, read_box)
                     continue
                 with self._keep_error():
                     if parts:
-                        sources = [read(copy.source, copy.box.overlap.target) for copy in message]
+                        sources = [
+                            read_box(copy.source, copy.box.overlap.target) for copy in message
+                        ]
                         foreach_copy_([_get_copy_target(copy, parts) for copy in message], sources)
         with self._keep_error():
             tensors = () if bucket is None else (tensor for _, tensor in bucket.tensors())
@@ -194,47 +199,47 @@ class BucketCollector(ErrorKeeper):
 
     def _send_message(
         self,
-        sender: int,
-        writer: int | None,
+        sender_rank: int,
+        writer_rank: int | None,
         copies: Sequence[_SentCopy],
         items: Sequence[Item],
-        parts: list[list[Tensor]],
-        read: Read,
+        bucket_parts: list[list[Tensor]],
+        read_box: Read,
     ) -> None:
-        """Send `copies`, boxes of `items`, from `sender` to `writer` (None = all ranks).
+        """Send one message with `copies`, boxes of `items`, to `writer_rank` (None = all).
 
-        The copies are one message. Receivers copy the boxes into `parts`, the memory of their
-        bucket by item and part ([] = no bucket). `read` is as in `collect`.
+        Receivers copy the boxes into `bucket_parts`, the memory of their bucket by item and part
+        ([] = no bucket). `read_box` is as in `collect_bucket`.
         """
         assert self._message is not None, "a pass is open"
         pieces, at = list[Tensor](), 0
         for copy in copies:
             piece = self._message[at : at + copy.box.num_bytes]
             pieces.append(piece.view(items[copy.item].dtype).view(copy.box.shape))
-            at += align(copy.box.num_bytes)
+            at += align_bytes(copy.box.num_bytes)
         with self._keep_error():
-            if self._rank == sender:
-                sources = [read(copy.source, copy.box.overlap.target) for copy in copies]
+            if self._rank == sender_rank:
+                sources = [read_box(copy.source, copy.box.overlap.target) for copy in copies]
                 foreach_copy_(pieces, sources)
         group = self._group if self.device.type == "cpu" else None
-        if writer is None:
-            dist.broadcast(self._message[:at], sender, group=group)
-        elif self._rank == sender:
-            dist.send(self._message[:at], writer, group=group)
-        elif self._rank == writer:
-            dist.recv(self._message[:at], sender, group=group)
+        if writer_rank is None:
+            dist.broadcast(self._message[:at], sender_rank, group=group)
+        elif self._rank == sender_rank:
+            dist.send(self._message[:at], writer_rank, group=group)
+        elif self._rank == writer_rank:
+            dist.recv(self._message[:at], sender_rank, group=group)
         with self._keep_error():
-            if parts:
-                foreach_copy_([_get_copy_target(copy, parts) for copy in copies], pieces)
+            if bucket_parts:
+                foreach_copy_([_get_copy_target(copy, bucket_parts) for copy in copies], pieces)
 
-    def _list_boxes(self, item: Item, *, is_cached: bool) -> list[_SentBox]:
+    def _list_sent_boxes(self, item: Item, *, is_cached: bool) -> list[_SentBox]:
         """Return the boxes to send for an item; `is_cached` stores the list for the next pass."""
-        boxes = self._boxes.get(item.name) or list(self._find_boxes(item))
+        boxes = self._boxes.get(item.name) or list(self._find_sent_boxes(item))
         if is_cached:
             self._boxes[item.name] = boxes
         return boxes
 
-    def _find_boxes(self, item: Item) -> Iterator[_SentBox]:
+    def _find_sent_boxes(self, item: Item) -> Iterator[_SentBox]:
         """Yield each box to send for an item, with the ranks whose shards contain the box."""
         max_numel = self.capacity // item.dtype.itemsize
         for number, (source, piece) in enumerate(item.parts):
@@ -267,23 +272,23 @@ class RankCollector(BucketCollector):
         items: Sequence[Item],
         device: torch.device,
     ) -> None:
-        largest = max(align(item.nbytes) for item in items)
+        largest = max(align_bytes(item.nbytes) for item in items)
         super().__init__(owners, items, device, min(MESSAGE_BYTES, largest))
         self._tensors = tensors
 
-    def collect_tensor(self, item: Item, writer: int) -> Tensor | None:
-        """Assemble the full tensor on the CPU of rank `writer`; return None on other ranks."""
-        read = lambda name, box: read_local(self._tensors[name], box)  # noqa: E731
-        bucket = self.collect([item], read, writer)
+    def collect_tensor(self, item: Item, writer_rank: int) -> Tensor | None:
+        """Assemble the full tensor on the CPU of rank `writer_rank`; return None on other ranks."""
+        read = lambda name, box: read_shard_box(self._tensors[name], box)  # noqa: E731
+        bucket = self.collect_bucket([item], read, writer_rank)
         return None if bucket is None else next(bucket.tensors())[1]
 
 
-def compute_bucket_size(item: Item) -> int:
+def count_bucket_bytes(item: Item) -> int:
     """Return the bytes of an item in a bucket, including temporary copies of strided pieces."""
     numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
-    return align(item.nbytes) + sum(numels) * item.dtype.itemsize
+    return align_bytes(item.nbytes) + sum(numels) * item.dtype.itemsize
 
 
-def _get_copy_target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the view of the bucket memory `parts` (by item and part) that a box is copied to."""
-    return parts[copy.item][copy.box.part][copy.box.overlap.source].view(copy.box.shape)
+def _get_copy_target(copy: _SentCopy, bucket_parts: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the view of `bucket_parts` (memory by item and part) to which a box is copied."""
+    return bucket_parts[copy.item][copy.box.part][copy.box.overlap.source].view(copy.box.shape)

@@ -40,12 +40,12 @@ class Digests:
         self._seed = int.from_bytes(os.urandom(7), "little")
         self._factors: dict[tuple[int, torch.device], Tensor] = {}
 
-    def compute(self, sources: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
+    def compute(self, tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
         """Compute the digest of each named list of tensors, as two integers. Host sync."""
         with torch.no_grad():
             digests = {
                 name: self._fingerprint_tensors(map(list_local_storage, ts))
-                for name, ts in sources.items()
+                for name, ts in tensors.items()
             }
         self._factors.clear()
         by_device: dict[torch.device, list[str]] = {}
@@ -57,31 +57,32 @@ class Digests:
             values |= {name: (a, b) for name, (a, b) in zip(names, rows, strict=True)}
         return values
 
-    def _fingerprint_tensors(self, parts: Iterable[list[Tensor]]) -> Tensor:
+    def _fingerprint_tensors(self, tensor_lists: Iterable[list[Tensor]]) -> Tensor:
         """Compute one digest, int64 [2] on the device, of all tensors in the lists."""
-        digests = [self._hash_bytes(_view_as_bytes(x)) for tensors in parts for x in tensors]
+        digests = [self._hash_bytes(_view_as_bytes(x)) for tensors in tensor_lists for x in tensors]
         if len(digests) == 1:
             return digests[0]
         return self._hash_bytes(_view_as_bytes(torch.stack(digests)), 2)
 
-    def _hash_bytes(self, bits: Tensor, level: int = 0) -> Tensor:
+    def _hash_bytes(self, bytes_n: Tensor, hash_level: int = 0) -> Tensor:
         """Compute the digest, int64 [2], of uint8 [n].
 
-        `level` selects the random factors: 0 for a tensor's bytes, higher for bytes of digests.
+        `hash_level` selects the random factors: 0 for a tensor's bytes, higher for bytes of
+        digests.
         """
-        words = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(torch.int32)
-        factors = self._get_factors(level, bits.device)
+        words = torch.nn.functional.pad(bytes_n, (0, -bytes_n.numel() % 4)).view(torch.int32)
+        factors = self._get_factors(hash_level, bytes_n.device)
         parts: tuple[Tensor, ...] = words.split(factors.shape[1])
         sums = [(factors[:, : len(x)] * x).sum(1) for x in parts]
         if len(sums) == 1:
             return sums[0]
-        return self._hash_bytes(_view_as_bytes(torch.stack(sums)), level + 1)
+        return self._hash_bytes(_view_as_bytes(torch.stack(sums)), hash_level + 1)
 
-    def _get_factors(self, level: int, device: torch.device) -> Tensor:
+    def _get_factors(self, hash_level: int, device: torch.device) -> Tensor:
         """Return the random factors, int64 [2, chunk], of a hash level on a device."""
-        key = (level, device)
+        key = (hash_level, device)
         if key not in self._factors:
-            generator = torch.Generator(device).manual_seed(self._seed + level)
+            generator = torch.Generator(device).manual_seed(self._seed + hash_level)
             chunk = CHUNK if device.type == "cpu" else CHUNK_ON_GPU
             values = torch.empty(2, chunk, dtype=torch.int64, device=device)
             self._factors[key] = values.random_(-(2**63), None, generator=generator)

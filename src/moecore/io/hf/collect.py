@@ -45,10 +45,10 @@ class Item:
 class Collector(Protocol):
     """Protocol of classes that assemble Hugging Face tensors; ranks request the same tensors."""
 
-    def collect_tensor(self, item: Item, writer: int) -> Tensor | None:
-        """Return the full tensor on the CPU of rank `writer`, and None on other ranks."""
+    def collect_tensor(self, item: Item, writer_rank: int) -> Tensor | None:
+        """Return the full tensor on the CPU of rank `writer_rank`, and None on other ranks."""
 
-    def check(self) -> None:
+    def raise_error(self) -> None:
         """Raise the first error of this rank that `collect_tensor` caught."""
 
 
@@ -65,7 +65,7 @@ class ErrorKeeper:
         except Exception as error:
             self._error = self._error or error
 
-    def check(self) -> None:
+    def raise_error(self) -> None:
         """Raise the first stored error of this rank."""
         if self._error is not None:
             raise self._error
@@ -87,7 +87,7 @@ class PartOwners:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         parts = run_and_share_errors(
-            lambda: {name: describe_part(tensor) for name, tensor in tensors.items()}
+            lambda: {name: describe_local_part(tensor) for name, tensor in tensors.items()}
         )
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
@@ -107,7 +107,7 @@ class PartOwners:
         return result
 
 
-def read_local(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
+def read_shard_box(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
     """Return slices `box` of this rank's shard: a view, or dequantised values of FP8 storage."""
     local = get_detached_shard(tensor)
     return local[box] if get_fp8_blocks(tensor) is None else read_stored_values(tensor, box)
@@ -132,8 +132,8 @@ class StoredCollector:
             reader.read(chunk.key, entry.dtype, chunk.sizes, offsets, out[target])
         return out
 
-    def collect_tensor(self, item: Item, writer: int) -> Tensor:
-        """Assemble the full Hugging Face tensor of an item; `writer` is not used."""
+    def collect_tensor(self, item: Item, writer_rank: int) -> Tensor:
+        """Assemble the full Hugging Face tensor of an item; `writer_rank` is not used."""
         tensor = torch.empty(item.shape, dtype=item.dtype, device="cpu")
         for source, piece in item.parts:
             part = self.read(source, piece.get_box(self._tensors[source].shape))
@@ -142,7 +142,7 @@ class StoredCollector:
             write_piece(part, piece, tensor)
         return tensor
 
-    def check(self) -> None:
+    def raise_error(self) -> None:
         """Do nothing, because `collect_tensor` raises errors itself and no other rank waits."""
 
     def _open_reader(self, file: str) -> ShardReader:
@@ -154,14 +154,14 @@ class StoredCollector:
         return self._readers[file]
 
 
-def write_piece(part: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
-    """Copy a piece's values, `part`, into the view of the file tensor that stores the piece."""
+def write_piece(values: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
+    """Copy a piece's values, `values`, into the view of the file tensor that stores the piece."""
     assert piece.view is not None, "other pieces are file tensors"
     target = piece.view.apply(file_tensor)
-    target.copy_(part.view(target.shape))
+    target.copy_(values.view(target.shape))
 
 
-def describe_part(tensor: Tensor) -> LocalPart:
+def describe_local_part(tensor: Tensor) -> LocalPart:
     """Return a tensor's full shape and dtype, and the global indices of this rank's shard."""
     return LocalPart(
         tuple(tensor.shape), tensor.dtype, find_shard_runs(compute_global_indices(tensor))

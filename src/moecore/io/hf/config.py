@@ -32,7 +32,7 @@ from moecore.io.hf.config_fields import (
     read_latent_attention,
     read_sizes,
 )
-from moecore.io.hf.files import INDEX, SINGLE, format_one_line, read_headers, read_index
+from moecore.io.hf.files import INDEX, SINGLE, format_error, read_headers, read_index
 from moecore.models.config import (
     AttentionBias,
     DecoderConfig,
@@ -70,13 +70,13 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
     if not isinstance(config, Mapping):
         fields.values = {**fields.values, **_count_stored_mtp(Path(config), fields)}
     for name in ("attention_dropout", "clip_qkv", "mlp_bias"):
-        fields.refuse(name, bool(fields.get(name, None)))
-    fields.refuse("hidden_act", fields.get("hidden_act", "silu") != "silu")
+        fields.refuse_if(name, bool(fields.get(name, None)))
+    fields.refuse_if("hidden_act", fields.get("hidden_act", "silu") != "silu")
     try:
         return fields.build_config()
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         # Of a field without an entry in KIND_TABLE, or of a value in a list.
-        reason = f"{type(error).__name__}: {format_one_line(error)}"
+        reason = f"{type(error).__name__}: {format_error(error)}"
         raise ValueError(
             f"config.json must hold fields of model_type ({fields.model_type}), but {reason:.200}: "
             "correct it"
@@ -92,10 +92,10 @@ def _read_softmax_moe(
     router_aux_loss_coef. `shared_hidden_dim` is 0 without shared experts.
     """
     return MoEConfig(
-        dim=fields.need("hidden_size"),
-        hidden_dim=fields.need(hidden_dim),
-        num_experts=fields.need("num_experts"),
-        top_k=fields.need("num_experts_per_tok"),
+        dim=fields.require("hidden_size"),
+        hidden_dim=fields.require(hidden_dim),
+        num_experts=fields.require("num_experts"),
+        top_k=fields.require("num_experts_per_tok"),
         normalize_weights=normalizes,
         shared_hidden_dim=shared_hidden_dim,
         shared_gate=shared_hidden_dim > 0,
@@ -106,16 +106,16 @@ def _read_softmax_moe(
 
 def _read_qwen3_next(fields: Fields) -> DecoderConfig:
     """Build Qwen3-Next's DecoderConfig, with linear and full attention layers."""
-    layers = range(fields.need("num_hidden_layers"))
+    layers = range(fields.require("num_hidden_layers"))
     step = fields.get("full_attention_interval", 4)
     kinds = [("linear_attention", "full_attention")[(i + 1) % step == 0] for i in layers]
     kinds = fields.get("layer_types", kinds)
     is_known = all(kind in ("linear_attention", "full_attention") for kind in kinds)
-    fields.refuse("layer_types", not is_known or len(kinds) != len(layers))
+    fields.refuse_if("layer_types", not is_known or len(kinds) != len(layers))
     linear_layers = tuple(i for i in layers if kinds[i] == "linear_attention")
-    fields.refuse("layer_types", len(linear_layers) == len(layers))
+    fields.refuse_if("layer_types", len(linear_layers) == len(layers))
     for name in ("linear_key_head_dim", "linear_value_head_dim"):
-        fields.refuse(name, fields.get(name, 128) % 8 > 0)
+        fields.refuse_if(name, fields.get(name, 128) % 8 > 0)
     linear = GatedDeltaConfig(
         num_k_heads=fields.get("linear_num_key_heads", 16),
         num_v_heads=fields.get("linear_num_value_heads", 32),
@@ -141,16 +141,18 @@ def _read_qwen(
     """Build the DecoderConfig of a Qwen MoE model; `overrides` are further DecoderConfig fields."""
     if "linear_layers" not in overrides:
         _refuse_windows(fields)
-    shared_hidden_dim = fields.need("shared_expert_intermediate_size") if has_shared_expert else 0
-    num_layers, step = fields.need("num_hidden_layers"), fields.get("decoder_sparse_step", 1)
+    shared_hidden_dim = (
+        fields.require("shared_expert_intermediate_size") if has_shared_expert else 0
+    )
+    num_layers, step = fields.require("num_hidden_layers"), fields.get("decoder_sparse_step", 1)
     dense = set(fields.get("mlp_only_layers", []))
     dense |= {i for i in range(num_layers) if (i + 1) % step}
-    if not fields.need("num_experts"):
+    if not fields.require("num_experts"):
         dense = set(range(num_layers))
     common = read_grouped_attention(fields) | overrides
     if len(dense) >= num_layers:
-        return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
-    dense_dim = fields.need("intermediate_size") if dense else 0
+        return DecoderConfig(**common, mlp_hidden_dim=fields.require("intermediate_size"))
+    dense_dim = fields.require("intermediate_size") if dense else 0
     normalizes = fields.get("norm_topk_prob", False)
     moe = _read_softmax_moe(
         fields, "moe_intermediate_size", normalizes, 0.001, shared_hidden_dim=shared_hidden_dim
@@ -161,28 +163,28 @@ def _read_qwen(
 
 def _refuse_windows(fields: Fields) -> None:
     """Raise NotImplementedError if the config.json uses sliding-window attention."""
-    fields.refuse("use_sliding_window", fields.get("use_sliding_window", False))
+    fields.refuse_if("use_sliding_window", fields.get("use_sliding_window", False))
     kinds = fields.get("layer_types", [])
-    fields.refuse("layer_types", any(kind != "full_attention" for kind in kinds))
+    fields.refuse_if("layer_types", any(kind != "full_attention" for kind in kinds))
 
 
 def _read_dense(fields: Fields, *, qk_norm: Any = None) -> DecoderConfig:
     """Build the DecoderConfig of a dense Qwen or Llama model."""
     _refuse_windows(fields)
     common = read_grouped_attention(fields) | dict(qk_norm=qk_norm)
-    return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
+    return DecoderConfig(**common, mlp_hidden_dim=fields.require("intermediate_size"))
 
 
 def _read_mistral(fields: Fields) -> DecoderConfig:
     """Build Mistral's DecoderConfig; every layer has a sliding window."""
     fields.values.setdefault("sliding_window", 4096)
     common = read_grouped_attention(fields) | dict(windows=find_windows(fields, [True]))
-    return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
+    return DecoderConfig(**common, mlp_hidden_dim=fields.require("intermediate_size"))
 
 
 def _read_mixtral(fields: Fields) -> DecoderConfig:
     """Build Mixtral's DecoderConfig."""
-    fields.refuse("router_jitter_noise", fields.get("router_jitter_noise", 0) > 0)
+    fields.refuse_if("router_jitter_noise", fields.get("router_jitter_noise", 0) > 0)
     common = read_grouped_attention(fields) | dict(windows=find_windows(fields, [True]))
     return DecoderConfig(**common, moe=_read_softmax_moe(fields, "intermediate_size", True, 0.001))
 
@@ -197,16 +199,16 @@ def _read_olmoe(fields: Fields) -> DecoderConfig:
 def _read_gpt_oss(fields: Fields) -> DecoderConfig:
     """Build gpt-oss's DecoderConfig, without the published balance loss coefficient of 0.9."""
     fields.values.setdefault("sliding_window", 128)
-    num_layers, kinds = fields.need("num_hidden_layers"), fields.get("layer_types", ())
+    num_layers, kinds = fields.require("num_hidden_layers"), fields.get("layer_types", ())
     kinds = kinds or [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)]
     is_known = all(kind in ("sliding_attention", "full_attention") for kind in kinds)
-    fields.refuse("layer_types", not is_known or len(kinds) != num_layers)
+    fields.refuse_if("layer_types", not is_known or len(kinds) != num_layers)
     windows = find_windows(fields, [kind == "sliding_attention" for kind in kinds])
     moe = MoEConfig(
-        dim=fields.need("hidden_size"),
-        hidden_dim=fields.need("intermediate_size"),
-        num_experts=fields.need("num_experts"),
-        top_k=fields.need("num_experts_per_tok"),
+        dim=fields.require("hidden_size"),
+        hidden_dim=fields.require("intermediate_size"),
+        num_experts=fields.require("num_experts"),
+        top_k=fields.require("num_experts_per_tok"),
         score_order="post",
         router_bias=True,
         activation="clamped_swiglu",
@@ -222,16 +224,16 @@ def _read_gpt_oss(fields: Fields) -> DecoderConfig:
 
 def _read_deepseek_v3(fields: Fields) -> DecoderConfig:
     """Build DeepSeek-V3's or Kimi-K2's DecoderConfig."""
-    return _build_first_dense(fields, read_latent_attention(fields), _read_sigmoid_router(fields))
+    return _build_dense_first(fields, read_latent_attention(fields), _read_sigmoid_router(fields))
 
 
 def _read_deepseek_v32(fields: Fields) -> DecoderConfig:
     """Build DeepSeek-V3.2's DecoderConfig, whose attention selects keys by an indexer."""
     names = {"indexed_attention", "deepseek_sparse_attention"}  # transformers < 5.18: the second
-    fields.refuse("layer_types", not set(fields.get("layer_types", [])) <= names)
-    config, first = _read_deepseek_v3(fields), fields.need("first_k_dense_replace")
+    fields.refuse_if("layer_types", not set(fields.get("layer_types", [])) <= names)
+    config, first = _read_deepseek_v3(fields), fields.require("first_k_dense_replace")
     kinds = ["sparse" if i >= first else "dense" for i in range(config.num_layers)]
-    fields.refuse("mlp_layer_types", list(fields.get("mlp_layer_types", kinds)) != kinds)
+    fields.refuse_if("mlp_layer_types", list(fields.get("mlp_layer_types", kinds)) != kinds)
     sparse = SparseKeysConfig(
         num_heads=fields.get("index_n_heads", 64),
         head_dim=fields.get("index_head_dim", 128),
@@ -244,16 +246,16 @@ def _read_deepseek_v32(fields: Fields) -> DecoderConfig:
 def _read_deepseek_v2(fields: Fields) -> DecoderConfig:
     """Build DeepSeek-V2's DecoderConfig."""
     method = fields.get("topk_method", "greedy")
-    fields.refuse("topk_method", method not in ("greedy", "group_limited_greedy"))
+    fields.refuse_if("topk_method", method not in ("greedy", "group_limited_greedy"))
     groups: dict[str, Any] = {}
     if method == "group_limited_greedy":
-        groups = dict(num_groups=fields.need("n_group"), top_groups=fields.need("topk_group"))
+        groups = dict(num_groups=fields.require("n_group"), top_groups=fields.require("topk_group"))
         if groups["top_groups"] < groups["num_groups"]:
             groups["group_experts"] = 1
     scope = "sequence_coef" if fields.get("seq_aux", True) else "micro_batch_coef"
     balance: Any = {scope: float(fields.get("aux_loss_alpha", 0.001))}
     router_arguments = dict(normalize_weights=False, balance=BalanceConfig(**balance), **groups)
-    return _build_first_dense(fields, read_latent_attention(fields), router_arguments)
+    return _build_dense_first(fields, read_latent_attention(fields), router_arguments)
 
 
 def _read_glm4_moe(fields: Fields) -> DecoderConfig:
@@ -261,7 +263,7 @@ def _read_glm4_moe(fields: Fields) -> DecoderConfig:
     attention = read_grouped_attention(fields) | dict(
         qk_norm="head" if fields.get("use_qk_norm", False) else None
     )
-    return _build_first_dense(fields, attention, _read_sigmoid_router(fields))
+    return _build_dense_first(fields, attention, _read_sigmoid_router(fields))
 
 
 LAYER_LETTERS = {  # transformers' names, and those of older files
@@ -275,13 +277,13 @@ LAYER_LETTERS = {  # transformers' names, and those of older files
 def _read_nemotron_h(fields: Fields) -> DecoderConfig:
     """Build Nemotron-H's DecoderConfig; its attention has no rotary embedding."""
     kinds = fields.get("layers_block_type", fields.get("layer_types", []))
-    fields.refuse("layers_block_type", any(kind not in LAYER_LETTERS for kind in kinds))
+    fields.refuse_if("layers_block_type", any(kind not in LAYER_LETTERS for kind in kinds))
     pattern = "".join(LAYER_LETTERS[kind] for kind in kinds)
-    pattern = pattern or fields.need("hybrid_override_pattern")
+    pattern = pattern or fields.require("hybrid_override_pattern")
     fields.values["num_hidden_layers"] = len(pattern)
-    fields.refuse("sliding_window", fields.get("sliding_window", None) is not None)
-    fields.refuse("hybrid_override_pattern", bool(set(pattern) - set(LAYER_LETTERS.values())))
-    fields.refuse("hybrid_override_pattern", "*" not in pattern)
+    fields.refuse_if("sliding_window", fields.get("sliding_window", None) is not None)
+    fields.refuse_if("hybrid_override_pattern", bool(set(pattern) - set(LAYER_LETTERS.values())))
+    fields.refuse_if("hybrid_override_pattern", "*" not in pattern)
     mamba = Mamba2Config(
         num_k_heads=fields.get("n_groups", 8),
         num_v_heads=fields.get("mamba_num_heads", 128),
@@ -291,7 +293,7 @@ def _read_nemotron_h(fields: Fields) -> DecoderConfig:
         min_step=float(fields.get("time_step_min", 0.001)),
     )
     moe = MoEConfig(
-        dim=fields.need("hidden_size"),
+        dim=fields.require("hidden_size"),
         hidden_dim=fields.get("moe_intermediate_size", 7688),
         num_experts=fields.get("n_routed_experts", 8),
         top_k=fields.get("num_experts_per_tok", 2),
@@ -326,27 +328,27 @@ def _read_sigmoid_router(fields: Fields) -> dict[str, Any]:
     )
 
 
-def _build_first_dense(
+def _build_dense_first(
     fields: Fields, attention: dict[str, Any], router_arguments: dict[str, Any]
 ) -> DecoderConfig:
     """Build a DecoderConfig whose first layers are dense.
 
     `attention` has arguments of DecoderConfig, and `router_arguments` arguments of MoEConfig.
     """
-    num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
+    num_layers, first = fields.require("num_hidden_layers"), fields.require("first_k_dense_replace")
     attention |= _read_mtp(fields)
-    F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
+    F_, shared = fields.require("moe_intermediate_size"), fields.get("n_shared_experts", 0)
     if first >= num_layers:
-        return DecoderConfig(**attention, mlp_hidden_dim=fields.need("intermediate_size"))
+        return DecoderConfig(**attention, mlp_hidden_dim=fields.require("intermediate_size"))
     return DecoderConfig(
         **attention,
         dense_layers=tuple(range(first)),
-        mlp_hidden_dim=fields.need("intermediate_size") if first else 0,
+        mlp_hidden_dim=fields.require("intermediate_size") if first else 0,
         moe=MoEConfig(
             dim=attention["dim"],
             hidden_dim=F_,
-            num_experts=fields.need("n_routed_experts"),
-            top_k=fields.need("num_experts_per_tok"),
+            num_experts=fields.require("n_routed_experts"),
+            top_k=fields.require("num_experts_per_tok"),
             routed_scaling_factor=float(fields.get("routed_scaling_factor", 1.0)),
             shared_hidden_dim=F_ * shared,
             **router_arguments,
@@ -356,7 +358,7 @@ def _build_first_dense(
 
 def _read_mtp(fields: Fields) -> dict[str, Any]:
     """Return the DecoderConfig arguments of the multi-token prediction (MTP) modules."""
-    number = next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
+    number = next((fields.require(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
     return dict(num_mtp_layers=number, mtp_loss_coef=MTP_LOSS_COEF if number else 0.0)
 
 
@@ -367,7 +369,9 @@ def _count_stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
         return {}
     names = read_index(path) or read_headers(path)
     layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
-    num_modules = sum(n.isdecimal() and int(n) >= fields.need("num_hidden_layers") for n in layers)
+    num_modules = sum(
+        n.isdecimal() and int(n) >= fields.require("num_hidden_layers") for n in layers
+    )
     num_modules += any(name.startswith("mtp.") for name in names)
     return {MTP_KEYS[0]: num_modules}
 
@@ -444,7 +448,7 @@ FAMILIES = {
 
 
 def compare_config(
-    values: Mapping[str, Any],
+    hf_config: Mapping[str, Any],
     model: DecoderConfig | Mapping[str, Any] | None,
     *,
     skipped_fields: Collection[str] = TRAINING,
@@ -457,15 +461,15 @@ def compare_config(
     # has several spellings. For other models, the fields of config.json are compared.
     differences: list[Difference] = []
     if isinstance(model, Mapping) and "model_type" in model:
-        hf_config, model = model, None
-        if values.get("model_type") == hf_config["model_type"]:
+        model_config, model = model, None
+        if hf_config.get("model_type") == model_config["model_type"]:
             with suppress(NotImplementedError, ValueError):  # no native decoder
-                model = decoder_config_from_hf(hf_config)
+                model = decoder_config_from_hf(model_config)
         if model is None:
-            differences = find_hf_differences(values, hf_config)
-    if model is not None and str(values.get("model_type")) in FAMILIES:
+            differences = find_hf_differences(hf_config, model_config)
+    if model is not None and str(hf_config.get("model_type")) in FAMILIES:
         try:
-            native = decoder_config_from_hf(values)
+            native = decoder_config_from_hf(hf_config)
         except (NotImplementedError, ValueError) as error:
             return [str(error)]
         differences = find_decoder_differences(native, model, skipped_fields=skipped_fields)

@@ -125,10 +125,10 @@ def check_field_type(name: str, value: Any) -> Any:
     return value
 
 
-def check_layers(values: Mapping[str, Any]) -> None:
+def check_layers(hf_config: Mapping[str, Any]) -> None:
     """Raise ValueError if a field of config.json sets more than `MAX_LAYERS` layers."""
     # Classes of transformers make lists with an entry per layer before they check the fields.
-    for name, value in values.items():
+    for name, value in hf_config.items():
         if isinstance(value, Mapping):
             check_layers(value)
         is_count = isinstance(value, int) and LAYER_COUNT.search(str(name))
@@ -164,11 +164,11 @@ class Fields:
     def build_config(self) -> DecoderConfig:
         """Build the DecoderConfig; NotImplementedError for a value that the decoder lacks."""
         for name, only in self.family.known_values.items():
-            self.refuse(name, self.get(name, only) != only)
+            self.refuse_if(name, self.get(name, only) != only)
         self.values |= {name: self.get(name, v) for name, v in self.family.defaults.items()}
         return self.family.read(self)
 
-    def need(self, name: str) -> Any:
+    def require(self, name: str) -> Any:
         """Return the value of a required field; raise ValueError if it is missing."""
         if self.values.get(name) is None:
             raise ValueError(
@@ -182,12 +182,12 @@ class Fields:
         value = self.values.get(name)
         return default if value is None else check_field_type(name, value)
 
-    def refuse(self, name: str, wrong: bool, value: Any = None) -> None:
-        """Raise NotImplementedError if `wrong`: the native decoder lacks this value of a field.
+    def refuse_if(self, name: str, is_unsupported: bool, value: Any = None) -> None:
+        """Raise NotImplementedError if the native decoder does not support the value of a field.
 
         The error contains `value`, by default the value in config.json.
         """
-        if wrong:
+        if is_unsupported:
             value = self.values.get(name) if value is None else value
             raise NotImplementedError(
                 f"config.json {name} ({quote(value)}) of model_type ({self.model_type!r}) must not "
@@ -201,7 +201,7 @@ class Fields:
         options |= self.get("rope_parameters", {})
         options.setdefault("rope_type", options.pop("type", None))
         if options["rope_theta"] is None:
-            options["rope_theta"] = self.need("rope_theta")
+            options["rope_theta"] = self.require("rope_theta")
         for name, value in options.items():
             if value is not None:
                 check_field_type(name, value)
@@ -216,23 +216,23 @@ def read_grouped_attention(fields: Fields) -> dict[str, Any]:
         rope_theta=float(rope["rope_theta"]),
         rotary_dim=_read_rotary_dim(fields, heads["head_dim"], rope["partial_rotary_factor"]),
         yarn=_read_yarn(fields),
-        norm_eps=fields.need("rms_norm_eps"),
+        norm_eps=fields.require("rms_norm_eps"),
     )
 
 
 def read_sizes(fields: Fields) -> dict[str, Any]:
     """Return the DecoderConfig arguments that all families share, such as dims and heads."""
-    heads = fields.need("num_attention_heads")
+    heads = fields.require("num_attention_heads")
     return dict(
-        vocab_size=fields.need("vocab_size"),
-        dim=fields.need("hidden_size"),
-        num_layers=fields.need("num_hidden_layers"),
+        vocab_size=fields.require("vocab_size"),
+        dim=fields.require("hidden_size"),
+        num_layers=fields.require("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=fields.get("num_key_value_heads", heads),
-        head_dim=fields.get("head_dim", fields.need("hidden_size") // heads),
+        head_dim=fields.get("head_dim", fields.require("hidden_size") // heads),
         attention_bias=_read_attention_bias(fields),
         tie_embeddings=fields.get("tie_word_embeddings", False),
-        max_seq_len=fields.need("max_position_embeddings"),
+        max_seq_len=fields.require("max_position_embeddings"),
     )
 
 
@@ -240,10 +240,10 @@ def read_latent_attention(fields: Fields) -> dict[str, Any]:
     """Return the DecoderConfig arguments of multi-head latent attention (MLA)."""
     mla = MLAConfig(
         q_lora_rank=fields.get("q_lora_rank", 0),
-        kv_lora_rank=fields.need("kv_lora_rank"),
-        qk_nope_head_dim=fields.need("qk_nope_head_dim"),
-        qk_rope_head_dim=fields.need("qk_rope_head_dim"),
-        v_head_dim=fields.need("v_head_dim"),
+        kv_lora_rank=fields.require("kv_lora_rank"),
+        qk_nope_head_dim=fields.require("qk_nope_head_dim"),
+        qk_rope_head_dim=fields.require("qk_rope_head_dim"),
+        v_head_dim=fields.require("v_head_dim"),
         yarn=_read_yarn(fields),
     )
     common = read_grouped_attention(fields)
@@ -251,39 +251,41 @@ def read_latent_attention(fields: Fields) -> dict[str, Any]:
     return common | heads | dict(mla=mla, yarn=None)
 
 
-def find_windows(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
-    """Return the attention window, in tokens, of each layer in the shortest period of `pattern`.
+def find_windows(fields: Fields, has_window: Sequence[bool]) -> tuple[int, ...]:
+    """Return the attention window, in tokens, of each layer in the shortest period of `has_window`.
 
-    `pattern` has whether each layer has a window. 0 means full attention. The result is () if no
+    `has_window` has whether each layer has a window. 0 means full attention. The result is () if no
     window limits attention.
     """
-    window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
-    if window is None or window >= length or not any(pattern):
+    window, length = fields.get("sliding_window", None), fields.require("max_position_embeddings")
+    if window is None or window >= length or not any(has_window):
         return ()
     if not window:
         raise ValueError("config.json sliding_window (0) must be >= 1 or null: correct it")
-    n, layers = len(pattern), range(len(pattern))
-    period = next(p for p in range(1, n + 1) if all(pattern[i] == pattern[i % p] for i in layers))
-    return tuple(window if is_windowed else 0 for is_windowed in pattern[:period])
+    n, layers = len(has_window), range(len(has_window))
+    period = next(
+        p for p in range(1, n + 1) if all(has_window[i] == has_window[i % p] for i in layers)
+    )
+    return tuple(window if is_windowed else 0 for is_windowed in has_window[:period])
 
 
 def _read_attention_bias(fields: Fields) -> AttentionBias | None:
     """Return which attention projections have a bias, or None for no bias."""
     name, is_on, kind = fields.family.bias
     if name != "attention_bias":
-        fields.refuse("attention_bias", fields.get("attention_bias", False))
+        fields.refuse_if("attention_bias", fields.get("attention_bias", False))
     return kind if (fields.get(name, is_on) if name else is_on) else None
 
 
-def _read_rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
-    """Return the number of head dims that rotate, 0 = all; `part` is the rotating fraction."""
+def _read_rotary_dim(fields: Fields, head_dim: int, rotary_fraction: float) -> int:
+    """Return the number of head dims that rotate, 0 = all; `rotary_fraction` is their share."""
     rotates_all = "partial_rotary_factor" not in fields.family.defaults
-    fields.refuse("partial_rotary_factor", part != 1 and rotates_all, part)
-    rotary_dim = int(head_dim * part)
+    fields.refuse_if("partial_rotary_factor", rotary_fraction != 1 and rotates_all, rotary_fraction)
+    rotary_dim = int(head_dim * rotary_fraction)
     if not 0 < rotary_dim <= head_dim:
         raise ValueError(
-            f"config.json partial_rotary_factor ({part}) must leave 1 to head_dim ({head_dim}) "
-            "dims to turn: correct it"
+            f"config.json partial_rotary_factor ({rotary_fraction}) must leave 1 to head_dim "
+            f"({head_dim}) dims to turn: correct it"
         )
     return 0 if rotary_dim == head_dim else rotary_dim
 
@@ -292,19 +294,19 @@ def _read_yarn(fields: Fields) -> YarnConfig | None:
     """Return the YaRN config of the rotary embedding; None if rope_type is the default."""
     rope = fields.read_rope()
     kind = rope["rope_type"]
-    fields.refuse("rope_type", kind not in (*PLAIN, "yarn"), kind)
+    fields.refuse_if("rope_type", kind not in (*PLAIN, "yarn"), kind)
     if kind in PLAIN:
         return None
     factor = rope.get("attention_factor")
-    fields.refuse("attention_factor", factor is not None, factor)
+    fields.refuse_if("attention_factor", factor is not None, factor)
     if rope.get("original_max_position_embeddings") is None:
-        fields.need("rope_scaling.original_max_position_embeddings")
+        fields.require("rope_scaling.original_max_position_embeddings")
     original = rope["original_max_position_embeddings"]
     mscale, all_dim = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
     # transformers then scales only the attention scores, not cos and sin.
-    fields.refuse("mscale_all_dim", bool(all_dim and not mscale), all_dim)
+    fields.refuse_if("mscale_all_dim", bool(all_dim and not mscale), all_dim)
     return YarnConfig(
-        factor=float(rope.get("factor") or fields.need("max_position_embeddings") / original),
+        factor=float(rope.get("factor") or fields.require("max_position_embeddings") / original),
         original_max_seq_len=original,
         beta_fast=float(rope.get("beta_fast") or 32.0),
         beta_slow=float(rope.get("beta_slow") or 1.0),

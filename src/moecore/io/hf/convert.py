@@ -22,10 +22,10 @@ from moecore.families.fp32_modules import is_selection_bias, make_fp32_predicate
 from moecore.io.checkpoint.comparison import select_tensors
 from moecore.io.checkpoint.directory import (
     Step,
+    check_run_is_new,
     create_draft,
     make_step_path,
     publish,
-    refuse_used_directory,
 )
 from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.lock import hold_lock
@@ -44,19 +44,14 @@ from moecore.io.checkpoint.store import verify
 from moecore.io.hf.collect import Item, StoredCollector
 from moecore.io.hf.config import compare_config, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
-from moecore.io.hf.export import (
-    check_export_target,
-    plan_shard_files,
-    sort_for_file,
-    write_directory,
-)
-from moecore.io.hf.export_plan import ExportLayout, choose_layout, finish_config, make_items
+from moecore.io.hf.export import check_export_target, order_items, plan_shard_files, write_directory
+from moecore.io.hf.export_plan import ExportLayout, choose_layout, complete_config, make_items
 from moecore.io.hf.files import BoxReader, HFFiles
 from moecore.io.hf.names import (
     EMBEDDING,
     HEAD,
     HFLayout,
-    find_layout,
+    infer_hf_layout,
     map_hf_copies,
     plan_hf_tensors,
 )
@@ -129,7 +124,7 @@ def open_native(
     manifest = verify(path)
     tensors = select_tensors(PREFIX + _find_prefix(select_tensors(PREFIX, manifest)), manifest)
     num_mtp = len({name.split(".")[1] for name in tensors if name.startswith("mtp.")})
-    values = finish_config(read_config(config), num_mtp)
+    values = complete_config(read_config(config), num_mtp)
     recipes, copies, reader = _plan_files(tensors, values, layout)
     keeps = make_fp32_predicate(reader, dtype)
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -174,11 +169,11 @@ def hf_to_native(
     check_arguments(hf_to_native, locals())
     check_single_rank()
     path, root = Path(path), Path(root)
-    refuse_used_directory(root)
+    check_run_is_new(root)
     config = decoder_config_from_hf(path)
     with HFFiles(path) as files:
         sources, problems = find_sources(files, read_config(path).get("quantization_config"))
-        plan = plan_hf_tensors(config, find_layout(sources))
+        plan = plan_hf_tensors(config, infer_hf_layout(sources))
         options = (step, dtype, max_file_bytes, progress)
         conversion = Conversion(path, files, sources, plan, config, problems, *options)
         return write_native(root, conversion)
@@ -198,19 +193,19 @@ def _has_decoder_names(names: Collection[str]) -> bool:
 
 
 def _plan_files(
-    tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
+    tensors: Mapping[str, StoredTensor], hf_config: dict[str, Any], layout: HFLayout
 ) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
     """Return the recipe of each tensor by name, copies (name -> original), and the model on meta.
 
-    `values` are config.json's fields. The transformers model is None for a native decoder or an
+    `hf_config` are config.json's fields. The transformers model is None for a native decoder or an
     unknown class.
     """
     if not _has_decoder_names(tensors):
-        tied, reader = values.get("tie_word_embeddings", False), build_meta_model(values)
+        tied, reader = hf_config.get("tie_word_embeddings", False), build_meta_model(hf_config)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         recipes = plan_written_tensors(reader, shapes, layout)
         return recipes, {HEAD: EMBEDDING} if tied else {}, reader
-    config = decoder_config_from_hf(values)
+    config = decoder_config_from_hf(hf_config)
     plan = plan_hf_tensors(config, layout)
     problems = find_shape_problems(tensors, {name: recipe.shape for name, recipe in plan.items()})
     subject = "the checkpoint must hold the decoder that config.json describes"
@@ -246,9 +241,9 @@ def check_single_rank() -> None:
 
 def write_native(root: Path, conversion: Conversion) -> Path:
     """Write the converted tensors as the first checkpoint of a run; return its directory."""
-    _require_matching_files(conversion)
+    _check_files_match_config(conversion)
     with hold_lock(root):
-        refuse_used_directory(root)  # again, because `_require_matching_files` took time
+        check_run_is_new(root)  # again, because `_check_files_match_config` took time
         draft = create_draft(root, conversion.step)
         try:
             publish(draft, _write_files(draft, conversion), keep=0)
@@ -258,7 +253,7 @@ def write_native(root: Path, conversion: Conversion) -> Path:
     return make_step_path(root, conversion.step)
 
 
-def _require_matching_files(conversion: Conversion) -> None:
+def _check_files_match_config(conversion: Conversion) -> None:
     """Raise ValueError if the files' names, shapes or dtypes differ from the decoder's config."""
     sources, plan, copies = conversion.sources, conversion.plan, map_hf_copies(conversion.config)
     problems = conversion.problems + find_shape_problems(sources, map_file_shapes(plan), copies)
@@ -270,11 +265,13 @@ def _require_matching_files(conversion: Conversion) -> None:
 
 
 def _find_dtype_problems(
-    sources: Mapping[str, TensorSource], plan: Mapping[str, FileRecipe], dtype: torch.dtype | None
+    sources: Mapping[str, TensorSource],
+    recipes: Mapping[str, FileRecipe],
+    dtype: torch.dtype | None,
 ) -> list[str]:
     """Return an error text per tensor whose stored dtypes cannot be converted to `dtype`."""
     problems = []
-    for name, recipe in plan.items():
+    for name, recipe in recipes.items():
         parts = [sources[piece.name] for piece in recipe.pieces]
         odd = [s for s in parts if not s.dtype.is_floating_point or s.dtype.itemsize < 2]
         problems += [f"{source.name} ({source.dtype}) must be a float tensor" for source in odd]
@@ -306,7 +303,7 @@ def _write_files(draft: Path, conversion: Conversion) -> Manifest:
     tensors: dict[str, StoredTensor] = {}
     for number, shard in enumerate(plan_shard_files(items, conversion.max_file_bytes)):
         file = f"rank-{number:05d}.safetensors"
-        layout, ordered = sort_for_file(shard)
+        layout, ordered = order_items(shard)
         with ShardWriter(draft / file, layout.header, pinned=False, meter=meter) as writer:
             for item in ordered:
                 recipe = plan[item.name.removeprefix(PREFIX)]

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from moecore.base.failures import run_and_share_errors, share_call_errors, share_errors
 from moecore.base.fields import NumBytes, check_arguments
 from moecore.base.params import group_by_size
-from moecore.io.checkpoint.files import sync_directory, write_new
+from moecore.io.checkpoint.files import sync_directory, write_new_file
 from moecore.io.checkpoint.ranks import (
-    check_visible,
+    check_draft_is_visible,
     get_rank_and_world,
     is_first_rank,
     run_on_first_rank,
@@ -45,7 +45,7 @@ from moecore.io.hf.collect import Collector, ErrorKeeper, Item
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export_plan import ExportLayout, plan_export
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
-from moecore.io.hf.lora import refuse_unmerged
+from moecore.io.hf.lora import check_no_unmerged_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def export_hf(
         check_arguments(export_hf, arguments)
         start, path, meter = time.monotonic(), Path(path), Meter(progress)
         check_export_target(path, dtype)
-        refuse_unmerged(model)
+        check_no_unmerged_adapters(model)
     plan = plan_export(model, config, dtype, layout)
     shards = plan_shard_files(plan.items, max_shard_bytes)
     collector = RankCollector(plan.tensors, plan.owners, plan.items, plan.device)
@@ -154,7 +154,7 @@ def open_draft(path: Path) -> Iterator[Path]:
 
     draft = run_on_first_rank(make)
     try:
-        check_visible(draft)
+        check_draft_is_visible(draft)
         yield draft
         run_on_first_rank(publish)
     except BaseException:
@@ -167,10 +167,10 @@ def check_export_target(path: Path, dtype: torch.dtype | None) -> None:
     """Raise ValueError if the directory exists or the dtype has fewer than 16 bits."""
     if path.exists():
         raise ValueError(f"path ({path}) must not exist yet: choose another, or remove it")
-    check_dtype(dtype)
+    check_export_dtype(dtype)
 
 
-def check_dtype(dtype: torch.dtype | None) -> None:
+def check_export_dtype(dtype: torch.dtype | None) -> None:
     """Raise ValueError unless the dtype is None or a float of 16 bits or more."""
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
         raise ValueError(
@@ -193,16 +193,16 @@ def _write_shards(
     """
     rank, world = get_rank_and_world()
     for first in range(0, len(shards), world):  # each rank writes one file at a time
-        wave = [sort_for_file(shard) for shard in shards[first : first + world]]
+        wave = [order_items(shard) for shard in shards[first : first + world]]
         with _ExportOutput(meter) as output:
             if rank < len(wave):
-                output.open(draft / _make_file_name(first + rank, len(shards)), wave[rank][0])
+                output.open_file(draft / _make_file_name(first + rank, len(shards)), wave[rank][0])
             for turn in itertools.zip_longest(*(items for _, items in wave)):
                 for owner, item in enumerate(turn):
                     if item is not None:
-                        output.add(collector.collect_tensor(item, owner))
-        run_and_share_errors(collector.check)
-        run_and_share_errors(output.check)
+                        output.append_tensor(collector.collect_tensor(item, owner))
+        run_and_share_errors(collector.raise_error)
+        run_and_share_errors(output.raise_error)
 
 
 class _ExportOutput(ErrorKeeper):
@@ -212,13 +212,13 @@ class _ExportOutput(ErrorKeeper):
         self._meter = meter
         self._writer: ShardWriter | None = None
 
-    def open(self, file: Path, layout: FileLayout) -> None:
+    def open_file(self, file: Path, layout: FileLayout) -> None:
         """Create the safetensors file; store an error instead of raising it."""
         with self._keep_error():
             self._writer = ShardWriter(file, layout.header, pinned=False, meter=self._meter)
             self._meter.expect(layout.size)
 
-    def add(self, tensor: Tensor | None) -> None:
+    def append_tensor(self, tensor: Tensor | None) -> None:
         """Append a tensor, the next in the layout's order, to this rank's file; None is ignored."""
         with self._keep_error():
             if self._writer is not None and tensor is not None and self._error is None:
@@ -235,9 +235,9 @@ class _ExportOutput(ErrorKeeper):
                 self._writer.finish()
 
 
-def sort_for_file(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
+def order_items(items: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
     """Return the layout of a file with these items, and the items in the file's order."""
-    by_name = {item.name: item for item in shard}
+    by_name = {item.name: item for item in items}
     layout = compute_layout({name: (item.dtype, item.shape) for name, item in by_name.items()})
     return layout, [by_name[name] for name in layout.begins]
 
@@ -264,9 +264,9 @@ def _write_config_and_index(draft: Path, shards: list[list[Item]], config: dict[
         metadata = {"total_size": sum(sizes.values())}
         files[INDEX] = {"metadata": metadata, "weight_map": weight_map}
     for file, value in files.items():
-        write_new(draft / file, json.dumps(value, indent=2, sort_keys=True) + "\n")
+        write_new_file(draft / file, json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
-def _make_file_name(number: int, total: int) -> str:
-    """Return the name of safetensors file `number` (from 0) among `total` files."""
-    return SINGLE if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+def _make_file_name(file_idx: int, num_files: int) -> str:
+    """Return the name of safetensors file `file_idx` (from 0) among `num_files` files."""
+    return SINGLE if num_files == 1 else f"model-{file_idx + 1:05d}-of-{num_files:05d}.safetensors"

@@ -40,7 +40,7 @@ from moecore.io.hf.names import (
     collect_model_tensors,
     map_model_copies,
     plan_hf_tensors,
-    refuse_model,
+    raise_unknown_model,
 )
 from moecore.io.hf.pieces import FileRecipe, get_detached_shard
 from moecore.io.hf.stock import (
@@ -49,7 +49,7 @@ from moecore.io.hf.stock import (
     find_transformers_class,
     get_shapes,
     plan_written_tensors,
-    rename_shapes,
+    rename_expert_shapes,
 )
 from moecore.io.hf.upcycled import make_empty_shared_experts, make_upcycled_config
 from moecore.models.config import DecoderConfig
@@ -97,7 +97,7 @@ def plan_export(
                 raise ValueError(
                     f"{format_name(name)} (meta) must have storage to be written: load it first"
                 )
-        check_tied(tensors, map_model_copies(base))
+        check_tied_head(tensors, map_model_copies(base))
         return values, tensors
 
     values, tensors = run_and_share_errors(read_model)
@@ -113,23 +113,23 @@ def plan_export(
     return ExportPlan(run_and_share_errors(plan_items), owners, tensors, values, device)
 
 
-def collect_export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
+def collect_export_tensors(base: nn.Module, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return this rank's tensors to write by name, without a copy and without LoRA adapters.
 
-    Trained copies of modules (peft's `modules_to_save`) replace the originals. `values` are
+    Trained copies of modules (peft's `modules_to_save`) replace the originals. `hf_config` are
     config.json's fields.
     """
     all_tensors = collect_model_tensors(base)
     tensors = select_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
-    return tensors | make_empty_shared_experts(base, values, tensors)
+    return tensors | make_empty_shared_experts(base, hf_config, tensors)
 
 
 def _plan_recipes(
-    model: nn.Module, values: Mapping[str, Any], shapes: Shapes, layout: HFLayout
+    model: nn.Module, hf_config: Mapping[str, Any], shapes: Shapes, layout: HFLayout
 ) -> dict[str, FileRecipe]:
     """Return the recipe (file tensors to write) of each model tensor by name, in model order.
 
-    `values` are config.json's fields. ValueError if the files could not restore the model.
+    `hf_config` are config.json's fields. ValueError if the files could not restore the model.
     """
     if isinstance(model, Decoder):
         recipes = plan_hf_tensors(model.config, layout)
@@ -138,7 +138,7 @@ def _plan_recipes(
                 f"model must hold {format_name(name)} on a pipeline stage: take all of its stages"
             )
         return recipes
-    reader = build_checked_meta_model(model, values, shapes)
+    reader = build_checked_meta_model(model, hf_config, shapes)
     if reader is not None:  # stages hold layers in an order of their own
         places: dict[str, int] = {}
         for place, name in enumerate(reader.state_dict()):
@@ -157,31 +157,31 @@ def choose_layout(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
 def make_items(
     dtypes: Mapping[str, torch.dtype],
     recipes: Mapping[str, FileRecipe],
-    copies: Mapping[str, str],
+    originals: Mapping[str, str],
     dtype: torch.dtype | None,
-    keeps: Callable[[str], bool],
+    keeps_dtype: Callable[[str], bool],
 ) -> Iterator[Item]:
     """Yield the items (Hugging Face tensors) to write, in model order, without a tied head.
 
     Args:
         dtypes: model tensor's name -> dtype.
         recipes: model tensor's name -> the file tensors that store the tensor.
-        copies: name of a file tensor -> name of the file tensor with equal values.
+        originals: name of a file tensor -> name of the file tensor with equal values.
         dtype: dtype of the written float tensors; None keeps the model's dtypes.
-        keeps: returns whether the model tensor of this name keeps its dtype.
+        keeps_dtype: returns whether the model tensor of this name keeps its dtype.
     """
     items: dict[str, Item] = {}
     for name, recipe in recipes.items():
-        if name == HEAD and HEAD in copies:
+        if name == HEAD and HEAD in originals:
             continue
-        cast = dtypes[name].is_floating_point and not keeps(name)
+        cast = dtypes[name].is_floating_point and not keeps_dtype(name)
         item_dtype = dtype if cast and dtype is not None else dtypes[name]
         for piece in recipe.pieces:
             item = items.get(piece.name, Item(piece.name, piece.file_shape, item_dtype, ()))
             wide = torch.promote_types(item.dtype, item_dtype)
             items[piece.name] = replace(item, dtype=wide, parts=(*item.parts, (name, piece)))
     yield from items.values()
-    for copy, original in copies.items():
+    for copy, original in originals.items():
         if copy != HEAD:
             yield replace(items[original], name=copy)
 
@@ -200,7 +200,7 @@ def make_export_config(model: nn.Module, config: HFConfig | None) -> dict[str, A
     else:
         values = read_config(config)
         _check_config(values, expected_values)
-    return finish_config(values, 0, type(model) if upcycled is None else None)
+    return complete_config(values, 0, type(model) if upcycled is None else None)
 
 
 def _check_decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _check_decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, 
             "the Hugging Face model that it is, as a path or a mapping"
         )
     values = read_config(config)
-    values = finish_config(values, model.config.num_mtp_layers)
+    values = complete_config(values, model.config.num_mtp_layers)
     decoder_config_from_hf(values)  # raises an error unless a native decoder can be this model
     _check_config(values, model.config, skipped_fields=list_training_fields(model.config.moe))
     return values
@@ -225,70 +225,73 @@ def _refuse_wrapper(model: nn.Module) -> NoReturn:
                 f"model ({type(model).__name__}) must be the {type(module).__name__} in it, whose "
                 f"Hugging Face names are known: pass model.{path}"
             )
-    refuse_model(model)
+    raise_unknown_model(model)
 
 
-def finish_config(
-    values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
+def complete_config(
+    hf_config: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
     """Return config.json's fields with `num_mtp` MTP modules and the class's name, as JSON values.
 
     The result has no quantization_config. `model_class` is the transformers class, if known.
     """
-    values = {k: v for k, v in values.items() if k != "quantization_config"}
+    hf_config = {k: v for k, v in hf_config.items() if k != "quantization_config"}
     for key in MTP_KEYS:
-        if key in values:
-            values[key] = num_mtp
-    if num_mtp and not any(key in values for key in MTP_KEYS):
-        values[MTP_KEYS[0]] = num_mtp
-    family = FAMILIES.get(str(values.get("model_type")))
+        if key in hf_config:
+            hf_config[key] = num_mtp
+    if num_mtp and not any(key in hf_config for key in MTP_KEYS):
+        hf_config[MTP_KEYS[0]] = num_mtp
+    family = FAMILIES.get(str(hf_config.get("model_type")))
     name = family.architecture if family else model_class.__name__ if model_class else None
     kind = find_transformers_class(model_class) if model_class else None
     if kind is not None:
-        values["architectures"] = [kind.__name__]  # may have another head than the config's class
-    elif not values.get("architectures") and name:
-        values["architectures"] = [name]
+        # The class may have another head than the config's class.
+        hf_config["architectures"] = [kind.__name__]
+    elif not hf_config.get("architectures") and name:
+        hf_config["architectures"] = [name]
     try:
-        result: dict[str, Any] = json.loads(json.dumps(values))
+        result: dict[str, Any] = json.loads(json.dumps(hf_config))
     except (TypeError, ValueError) as error:
         raise ValueError(f"config must be JSON-able: {error}") from None
     return result
 
 
 def _check_config(
-    values: Mapping[str, Any],
+    hf_config: Mapping[str, Any],
     model: DecoderConfig | Mapping[str, Any],
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> None:
-    """Raise ValueError if config.json's fields `values` differ from the model's config."""
-    for problem in compare_config(values, model, skipped_fields=skipped_fields):
+    """Raise ValueError if config.json's fields `hf_config` differ from the model's config."""
+    for problem in compare_config(hf_config, model, skipped_fields=skipped_fields):
         raise ValueError(f"{problem}: pass the config of this model")
 
 
 def build_checked_meta_model(
-    model: nn.Module, values: Mapping[str, Any], shapes: Shapes
+    model: nn.Module, hf_config: Mapping[str, Any], shapes: Shapes
 ) -> nn.Module | None:
     """Build, on meta, the transformers model that would load the export; None if unknown.
 
     ValueError if its routing rules differ from the model's, or its tensors from `shapes`.
     """
     is_part = getattr(model, "base_model", None) is model  # the class with a head would load it
-    full_reader = build_meta_model({**values, "architectures": None}) if is_part else None
-    reader = full_reader or build_meta_model(values, model)
+    full_reader = build_meta_model({**hf_config, "architectures": None}) if is_part else None
+    reader = full_reader or build_meta_model(hf_config, model)
     if reader is not None:
         kind = type(reader)
-        _check_names(model, kind, get_shapes(reader.state_dict()), rename_shapes(shapes))
+        _check_tensor_shapes(
+            model, kind, get_shapes(reader.state_dict()), rename_expert_shapes(shapes)
+        )
         _check_routing(model, kind, reader)
     return reader
 
 
-def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
+def check_tied_head(tensors: Mapping[str, Tensor], originals: Mapping[str, str]) -> None:
     """Raise ValueError if the config ties head and embedding, and this rank's shards differ.
 
-    `copies` has the head's name only if the config ties it.
+    `originals` has the head's name only if the config ties it.
     """
-    if HEAD not in copies or not {HEAD, EMBEDDING} <= tensors.keys():
+    if HEAD not in originals or not {HEAD, EMBEDDING} <= tensors.keys():
         return
     if tensors[HEAD] is tensors[EMBEDDING]:
         return
@@ -301,52 +304,55 @@ def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None
         )
 
 
-def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shapes) -> None:
-    """Raise ValueError if the model's tensor shapes differ from the shapes of the class `kind`.
+def _check_tensor_shapes(
+    model: nn.Module, model_class: Any, class_shapes: Shapes, shapes: Shapes
+) -> None:
+    """Raise ValueError if the model's tensor shapes differ from the shapes of `model_class`.
 
     `shapes` are the model's, and `class_shapes` the class's, both by name.
     """
+    class_name = model_class.__name__
     for name, shape in class_shapes.items():
         if name not in shapes:
             raise ValueError(
-                f"model ({type(model).__name__}) must hold {format_name(name)} of {kind.__name__}, "
-                "which reads the directory: "
-                f"{_suggest_fix(kind.__name__, name, class_shapes, shapes)}"
+                f"model ({type(model).__name__}) must hold {format_name(name)} of {class_name}, "
+                f"which reads the directory: {_suggest_fix(class_name, name, class_shapes, shapes)}"
             )
         if shapes[name] != shape:
             raise ValueError(
-                f"{format_name(name)} {shapes[name]} must be {shape} in {kind.__name__}, which "
+                f"{format_name(name)} {shapes[name]} must be {shape} in {class_name}, which "
                 "reads the directory: correct the model's config"
             )
     for name in shapes:
         if name not in class_shapes:
             raise ValueError(
-                f"{format_name(name)} {shapes[name]} must be a tensor of {kind.__name__}, which "
+                f"{format_name(name)} {shapes[name]} must be a tensor of {class_name}, which "
                 "reads the directory: take it off the model, or correct the model's config"
             )
 
 
-def _check_routing(model: nn.Module, kind: Any, reader: nn.Module) -> None:
-    """Raise ValueError if an MoE layer has another routing rule than the layer in `reader`."""
+def _check_routing(model: nn.Module, model_class: Any, meta_model: nn.Module) -> None:
+    """Raise ValueError if an MoE layer has another routing rule than the layer in `meta_model`."""
     layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     for path, layer in layers.items():
-        block = reader.get_submodule(path)  # exists, because names and shapes are equal
+        block = meta_model.get_submodule(path)  # exists, because names and shapes are equal
         adapter = find_hf_adapter(block)  # None = the caller passed the rule
         if adapter is None:
             continue
-        for field in find_moe_differences(layer.config, adapter(block, reader).config):
+        for field in find_moe_differences(layer.config, adapter(block, meta_model).config):
             raise ValueError(
                 f"{path}'s {field.name} ({field.value}) must be {field.reference} as in "
-                f"{kind.__name__} with this config, which reads the directory: correct one of them"
+                f"{model_class.__name__} with this config, which reads the directory: correct one "
+                "of them"
             )
 
 
-def _suggest_fix(kind_name: str, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
-    """Return the fix for the error that the model lacks the tensor `missing`."""
+def _suggest_fix(class_name: str, missing_name: str, class_shapes: Shapes, shapes: Shapes) -> str:
+    """Return the fix for the error that the model lacks the tensor `missing_name`."""
     if any(part in name for name in shapes for part in ADAPTERS):
         return "merge adapters first, with peft's merge_and_unload(), and pass what it returns"
     for name in shapes:
-        prefix = name.removesuffix(missing)
+        prefix = name.removesuffix(missing_name)
         if prefix != name and all(f"{prefix}{other}" in shapes for other in class_shapes):
             return f"pass model.{prefix[:-1]}"
-    return f"pass the whole {kind_name}, with its names"
+    return f"pass the whole {class_name}, with its names"

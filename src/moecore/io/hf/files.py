@@ -29,8 +29,8 @@ from moecore.base.text import format_error_line
 from moecore.io.checkpoint.files import (
     MAX_CONFIG,
     MAX_TABLE,
-    open_regular,
-    read_regular,
+    open_regular_file,
+    read_regular_file,
     refuse_problems,
 )
 from moecore.io.checkpoint.manifest import DTYPES, MAX_DEPTH, is_nested_deeper
@@ -109,7 +109,7 @@ class HFFiles:
             path, tensors = self.path / file, self.tensors.items()
             begins = _find_begins(path, {n: entry for n, entry in tensors if entry.file == file})
             # Not a memory map: SIGBUS would end this process if the file became shorter.
-            reader = ShardReader(path, begins, self._buffer, Meter(), follow=True)
+            reader = ShardReader(path, begins, self._buffer, Meter(), follow_symlinks=True)
             self._readers[file] = self._stack.enter_context(reader)
         return self._readers[file]
 
@@ -127,7 +127,7 @@ class HFFiles:
 
 def _find_begins(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, int]:
     """Return the position of each tensor's first byte in a file; OSError for a changed header."""
-    with open(open_regular(path, follow=True), "rb") as file:
+    with open(open_regular_file(path, follow_symlinks=True), "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = file.read(size) if size <= MAX_TABLE else b""
     begins = {}
@@ -141,7 +141,7 @@ def _find_begins(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, int
             begins[name] = 8 + size + start
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise OSError(
-            f"path ({path}) must be as its header said: {format_one_line(error):.200}: it has "
+            f"path ({path}) must be as its header said: {format_error(error):.200}: it has "
             "changed meanwhile"
         ) from None
     return begins
@@ -199,7 +199,7 @@ def read_index(path: Path) -> dict[str, str] | None:
 def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
     """Return the object in a JSON file of at most `max_bytes`, or raise ValueError."""
     try:
-        data = read_regular(file, follow=True, max_bytes=max_bytes)
+        data = read_regular_file(file, follow_symlinks=True, max_bytes=max_bytes)
     except FileNotFoundError:
         raise ValueError(f"path ({file}) must exist: it is not there") from None
     try:
@@ -219,8 +219,7 @@ def read_file_header(file: Path) -> dict[str, FileTensor]:
         shard = safe_open(file, framework="pt", device="cpu")
     except SafetensorError as error:
         raise ValueError(
-            f"path ({file}) must be a whole safetensors file: {format_one_line(error)}: copy it "
-            "again"
+            f"path ({file}) must be a whole safetensors file: {format_error(error)}: copy it again"
         ) from None
     tensors: dict[str, FileTensor] = {}
     for name in shard.keys():  # noqa: SIM118 (not a mapping)
@@ -235,14 +234,14 @@ def read_file_header(file: Path) -> dict[str, FileTensor]:
     return tensors
 
 
-def format_one_line(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return the text of an error without line breaks, truncated."""
     return format_error_line(str(error), 1000)
 
 
-def format_with_source(error: BaseException) -> str:
+def format_error_with_source(error: BaseException) -> str:
     """Return the text of an error, with the line of transformers' code that raised the error."""
     # The text of Python's errors does not name a config field, but the source line does.
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.line for frame in frames if "/transformers/models/" in frame.filename]
-    return f"{format_one_line(error):.200}" + (f" in `{lines[-1]:.100}`" if lines else "")
+    return f"{format_error(error):.200}" + (f" in `{lines[-1]:.100}`" if lines else "")

@@ -37,7 +37,7 @@ from moecore.families.transformers.lora import (
     select_trained_copies,
     unwrap_peft,
 )
-from moecore.io.checkpoint.config_differences import find_config
+from moecore.io.checkpoint.config_differences import find_model_config
 from moecore.io.checkpoint.files import join_problems, refuse_problems
 from moecore.io.checkpoint.ranks import (
     gather_objects,
@@ -49,12 +49,12 @@ from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.checkpoint.transformers_buffers import compute_missing_buffers
 from moecore.io.hf.config import compare_config
 from moecore.io.hf.config_fields import read_config
-from moecore.io.hf.files import CONFIG, HFFiles, format_one_line, read_headers
+from moecore.io.hf.files import CONFIG, HFFiles, format_error, read_headers
 from moecore.io.hf.names import (
     HEAD,
     collect_model_tensors,
     find_first_ignored_layer,
-    find_layout,
+    infer_hf_layout,
     map_model_copies,
     plan_hf_tensors,
 )
@@ -204,7 +204,7 @@ def find_config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
     """Compare config.json with the model; return error texts, or only warn unless `strict`."""
-    model_config = find_config(model) if "model_type" in config else None
+    model_config = find_model_config(model) if "model_type" in config else None
     try:
         problems = compare_config(_normalize_config(config, model), model_config)
     except ValueError as error:
@@ -218,16 +218,16 @@ def find_config_problems(
     return []
 
 
-def _normalize_config(values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+def _normalize_config(hf_config: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
     """Return config.json's fields as the model's transformers config class writes them."""
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
-    if isinstance(model, Decoder) or kind is None or kind != values.get("model_type"):
-        return values
+    if isinstance(model, Decoder) or kind is None or kind != hf_config.get("model_type"):
+        return hf_config
     try:
-        model_values: dict[str, Any] = type(config).from_dict(dict(values)).to_dict()
+        model_values: dict[str, Any] = type(config).from_dict(dict(hf_config)).to_dict()
     except Exception as error:  # of many kinds, some of them no ValueError
-        reason = f"{type(error).__name__}: {format_one_line(error)}"
+        reason = f"{type(error).__name__}: {format_error(error)}"
         raise ValueError(f"config.json must be of model_type ({kind}), but {reason:.200}") from None
     return model_values
 
@@ -235,7 +235,7 @@ def _normalize_config(values: Mapping[str, Any], model: nn.Module) -> Mapping[st
 def check_load_plan(path: Path, model: nn.Module, plan: LoadPlan, *, strict: bool) -> None:
     """Raise one ValueError with all mismatches, or add recomputed buffers to the plan."""
     if strict:
-        unexpected_names = _select_unexpected(plan.left_over, find_first_ignored_layer(model))
+        unexpected_names = _select_unexpected_names(plan.left_over, find_first_ignored_layer(model))
         plan.problems += [f"{name} is no tensor of the model" for name in unexpected_names]
     fix = "correct the model's config or the files"
     refuse_problems(f"path ({path}) must fit the model", plan.problems, fix)
@@ -296,7 +296,7 @@ def _plan_recipes(
 ) -> dict[str, FileRecipe]:
     """Return the recipe of each model tensor; a recipe may name tensors that the files lack."""
     if isinstance(model, Decoder):
-        return plan_hf_tensors(model.config, find_layout(sources), shapes)
+        return plan_hf_tensors(model.config, infer_hf_layout(sources), shapes)
     reader = build_meta_model(
         make_upcycled_config(model) or as_type(Any, model).config.to_dict(), model
     )
@@ -307,14 +307,14 @@ def _plan_recipes(
 
 
 def _drop_tied_head(
-    targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], copies: Mapping[str, str]
+    targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], originals: Mapping[str, str]
 ) -> bool:
     """Drop a tied head from `recipes`, or use the embedding's; return whether to tie them again."""
     # `to_empty` unties them. The first forward of a sharded model ties them again, so the head is
     # read from the embedding's tensor.
-    if HEAD not in copies or HEAD not in targets:
+    if HEAD not in originals or HEAD not in targets:
         return False
-    original = copies[HEAD]
+    original = originals[HEAD]
     is_tied, is_sharded = targets[HEAD] is targets.get(original), isinstance(targets[HEAD], DTensor)
     if is_sharded and not is_tied:
         recipes[HEAD] = recipes[original]
@@ -323,13 +323,13 @@ def _drop_tied_head(
     return not is_tied and not is_sharded
 
 
-def _select_unexpected(left_over: list[str], first_ignored: int | None) -> list[str]:
-    """Return the unused names that are errors; MTP layers >= `first_ignored` are no errors."""
-    names = [n for n in left_over if not n.endswith("rotary_emb.inv_freq")]
-    if first_ignored is None:
+def _select_unexpected_names(unused_names: list[str], first_ignored_layer: int | None) -> list[str]:
+    """Return the unused names that are errors; layers >= `first_ignored_layer` are ignored."""
+    names = [n for n in unused_names if not n.endswith("rotary_emb.inv_freq")]
+    if first_ignored_layer is None:
         return names
     names = [n for n in names if not n.startswith("mtp.")]
-    return [n for n in names if not (m := LAYER.match(n)) or int(m[1]) < first_ignored]
+    return [n for n in names if not (m := LAYER.match(n)) or int(m[1]) < first_ignored_layer]
 
 
 def _find_tensor_problems(

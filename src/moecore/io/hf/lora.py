@@ -53,7 +53,7 @@ class StoredAdapter:
     tensor: Tensor
     piece: TensorPiece
 
-    def to_file(self, tensor: Tensor) -> Tensor:
+    def convert_to_file(self, tensor: Tensor) -> Tensor:
         """Convert the adapter's unsharded tensor to the tensor in peft's file."""
         if self.piece.view is None:
             return tensor.reshape(self.piece.file_shape)
@@ -61,7 +61,7 @@ class StoredAdapter:
         self.piece.view.apply(file_tensor).copy_(tensor)
         return file_tensor
 
-    def from_file(self, file_tensor: Tensor) -> Tensor:
+    def convert_from_file(self, file_tensor: Tensor) -> Tensor:
         """Convert the tensor in peft's file to the adapter's unsharded tensor."""
         view = self.piece.view
         return (file_tensor if view is None else view.apply(file_tensor)).reshape(self.tensor.shape)
@@ -75,14 +75,14 @@ class Merge:
     layer: Any
     add: Callable[[Tensor], None]  # changes a tensor like this rank's shard; collective
 
-    def list_inputs(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """Return the A and B tensors of the layer's active adapters."""
         owners: list[Any] = [getattr(self.layer, kind) for kind in self.layer.adapter_layer_names]
         names = _list_applied_adapters(self.layer)
         parts = [owner[name] for name in names for owner in owners if name in owner]
         return [part if isinstance(part, Tensor) else part.weight for part in parts]
 
-    def list_factors(self) -> tuple[float, ...]:
+    def list_scaling_factors(self) -> tuple[float, ...]:
         """Return the scaling factor of each active adapter."""
         return tuple(self.layer.scaling[name] for name in _list_applied_adapters(self.layer))
 
@@ -112,7 +112,7 @@ def init_adapters(model: nn.Module, seed: int = 0) -> None:
         for path, layer in model.named_modules():
             if is_tuner_layer(layer):
                 is_normal = config.init_lora_weights == "gaussian"
-                _init_layer(clean_name(path), layer, adapter, seed, is_normal=is_normal)
+                _init_adapter_layer(clean_name(path), layer, adapter, seed, is_normal=is_normal)
 
 
 def save_adapters(
@@ -147,7 +147,7 @@ def save_adapters(
     for name, entry in entries.items():
         tensor = _unshard(entry.tensor)
         if keeps:
-            file_tensors[name] = entry.to_file(tensor).contiguous().cpu()
+            file_tensors[name] = entry.convert_to_file(tensor).contiguous().cpu()
     if stages is not None:
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(file_tensors, of_ranks if is_first_rank() else None)
@@ -185,18 +185,22 @@ def load_adapters(
     with torch.no_grad():
         for name, entry in entries.items():
             value = _select_shard(
-                entry.from_file(file_tensors[name]), compute_global_indices(entry.tensor)
+                entry.convert_from_file(file_tensors[name]), compute_global_indices(entry.tensor)
             )
             get_detached_shard(entry.tensor).copy_(value)
 
 
 def _read_adapter(
-    model: nn.Module, path: Path, adapter: str, entries: dict[str, StoredAdapter], names: Set[str]
+    model: nn.Module,
+    path: Path,
+    adapter: str,
+    entries: dict[str, StoredAdapter],
+    all_names: Set[str],
 ) -> dict[str, Tensor]:
     """Read an adapter's file; return its tensors by name.
 
-    `entries` are this rank's tensors, `names` all ranks' tensor names. ValueError if names, shapes
-    or config differ.
+    `entries` are this rank's tensors, `all_names` all ranks' tensor names. ValueError if names,
+    shapes or config differ.
     """
     with HFFiles(path, read_file_header(path / WEIGHTS)) as files:
         tensors = {
@@ -204,7 +208,7 @@ def _read_adapter(
             for name, entry in files.tensors.items()
         }
     problems = [f"{name} is missing" for name in entries if name not in tensors]
-    problems += [f"{name} is no tensor of the adapter" for name in tensors if name not in names]
+    problems += [f"{name} is no tensor of the adapter" for name in tensors if name not in all_names]
     config = _get_lora_configs(model)[adapter]
     file_config = read_json(path / CONFIG)
     for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
@@ -298,10 +302,12 @@ def _write_adapter_files(
     save_file(file_tensors, path / WEIGHTS, metadata={"format": "pt"})
 
 
-def _init_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
+def _init_adapter_layer(
+    layer_name: str, layer: Any, adapter: str, seed: int, *, is_normal: bool
+) -> None:
     """Initialize A and B of `adapter` in a layer; A is normal if `is_normal`, otherwise uniform.
 
-    `path` is the layer's name, which selects the random values together with `seed`.
+    `layer_name` is the layer's name, which selects the random values together with `seed`.
     """
     for kind in (*layer.adapter_layer_names, *layer.other_param_names):
         owners = getattr(layer, kind)  # parameters by adapter, or plain values such as r
@@ -310,7 +316,7 @@ def _init_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bo
         owner = owners[adapter]
         params = {"": owner} if isinstance(owner, Tensor) else dict(owner.named_parameters())
         for suffix, param in params.items():
-            key = f"{path}.{kind}.{adapter}.{suffix}".rstrip(".")
+            key = f"{layer_name}.{kind}.{adapter}.{suffix}".rstrip(".")
             if kind in ("lora_B", "lora_embedding_A"):
                 param.zero_()
             elif kind == "lora_embedding_B":
@@ -343,7 +349,7 @@ def merge_adapters(model: nn.Module) -> None:
             before any weight changes.
     """
     check_arguments(merge_adapters, locals())
-    merges = run_and_share_errors(lambda: _require_merges(model))
+    merges = run_and_share_errors(lambda: _find_active_merges(model))
     refuse_fp8_storage(model, "merged")
     drop_step(model)
     for merge in merges:
@@ -357,37 +363,39 @@ def merge_adapters(model: nn.Module) -> None:
 
 def find_merges(model: nn.Module) -> list[Merge]:
     """Return a `Merge` per weight with active adapters; NotImplementedError unless LoRA."""
-    for unmerged_layer in find_unmerged(model).values():
+    for unmerged_layer in find_unmerged_layers(model).values():
         _refuse_unmergeable_layer(unmerged_layer)
     items = []
     for module in model.modules():
         if isinstance(module, Experts):
             for name, update in module.lora_updates.items():
-                add = partial(_add_to_experts, module, name, update)
+                add = partial(_merge_into_experts, module, name, update)
                 items.append(Merge(getattr(module, name), update, add))
         elif is_tuner_layer(module) and not isinstance(module, LowRank):
             layer: Any = module
-            items.append(Merge(layer.get_base_layer().weight, layer, partial(_add_to_dense, layer)))
+            items.append(
+                Merge(layer.get_base_layer().weight, layer, partial(_merge_into_dense, layer))
+            )
     return [merge for merge in items if _list_applied_adapters(merge.layer)]
 
 
-def refuse_unmerged(model: nn.Module) -> None:
+def check_no_unmerged_adapters(model: nn.Module) -> None:
     """Raise ValueError if a model has active adapters that are not merged into weights."""
-    for name in find_unmerged(model):
+    for name in find_unmerged_layers(model):
         raise ValueError(
             f"adapters of {clean_name(name)} must be merged into the weights, which are all "
             "that is written: call moecore.io.merge_adapters(model) first, or save_adapters"
         )
 
 
-def find_unmerged(model: nn.Module) -> dict[str, nn.Module]:
+def find_unmerged_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers, by name, whose forward adds the output of unmerged adapters."""
     return {
         n: m for n, m in model.named_modules() if is_tuner_layer(m) and _list_applied_adapters(m)
     }
 
 
-def _require_merges(model: nn.Module) -> list[Merge]:
+def _find_active_merges(model: nn.Module) -> list[Merge]:
     """Return the model's merges, as `find_merges`; ValueError if no adapter is active."""
     merges = find_merges(model)
     if not merges:
@@ -428,46 +436,48 @@ def _list_applied_adapters(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in known_names]
 
 
-def _add_to_dense(layer: Any, local: Tensor) -> None:
-    """Add s * B A of each active adapter to `local`, this rank's shard of the layer's weight.
+def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
+    """Add s * B A of each active adapter to `local_weight`, a shard of the layer's weight.
 
     `layer` is peft's linear or embedding layer. Collective.
     """
     indices = compute_global_indices(layer.get_base_layer().weight)
-    total = _widen(local)
+    total = _upcast(local_weight)
     for adapter in _list_applied_adapters(layer):
         if _get_layer_kind(layer) == "linear":
             a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
         else:
             a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-        delta = (_widen(_unshard(b)) @ _widen(_unshard(a))) * layer.scaling[adapter]
+        delta = (_upcast(_unshard(b)) @ _upcast(_unshard(a))) * layer.scaling[adapter]
         if _get_layer_kind(layer) == "embedding" or layer.fan_in_fan_out:
             delta = delta.T
         total += _select_shard(delta, indices)
-    local.copy_(total)
+    local_weight.copy_(total)
 
 
-def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> None:
-    """Add s * B A of each active adapter to `local`, this rank's shard of the weight `name`.
+def _merge_into_experts(
+    experts: Experts, weight_name: str, lora: Any, local_weight: Tensor
+) -> None:
+    """Add s * B A of each active adapter to `local_weight`, a shard of the weight `weight_name`.
 
-    `update` is the experts' LoRA module of this weight. Collective.
+    `lora` is the experts' LoRA module of this weight. Collective.
     """
-    weight = getattr(experts, name)
+    weight = getattr(experts, weight_name)
     indices, *rest = compute_global_indices(weight)
     updates = [
-        (_unshard(update.lora_A[n]), _unshard(update.lora_B[n]), update.scaling[n])
-        for n in _list_applied_adapters(update)
+        (_unshard(lora.lora_A[n]), _unshard(lora.lora_B[n]), lora.scaling[n])
+        for n in _list_applied_adapters(lora)
     ]
     for place, e in enumerate(indices.tolist()):  # one unsharded matrix at a time
-        total = _widen(local[place])
+        total = _upcast(local_weight[place])
         for a_ErI, b_EOr, scaling in updates:
-            delta = (_widen(b_EOr[e]) @ _widen(a_ErI[e])) * scaling
+            delta = (_upcast(b_EOr[e]) @ _upcast(a_ErI[e])) * scaling
             delta = delta.T if experts.layout.transposed else delta
             total += _select_shard(delta.reshape(weight.shape[1:]), rest)
-        local[place].copy_(total)
+        local_weight[place].copy_(total)
 
 
-def _widen(tensor: Tensor) -> Tensor:
+def _upcast(tensor: Tensor) -> Tensor:
     """Convert a tensor to fp32, unless its dtype has more bits."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 

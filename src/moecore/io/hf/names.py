@@ -118,7 +118,7 @@ def map_hf_copies(config: DecoderConfig) -> dict[str, str]:
 def collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's parameters and persistent buffers by name; tied tensors have all names."""
     if not isinstance(model, Decoder) and not hasattr(getattr(model, "config", None), "model_type"):
-        refuse_model(model)
+        raise_unknown_model(model)
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         name = clean_name(name)
@@ -131,7 +131,7 @@ def collect_model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def refuse_model(model: nn.Module) -> NoReturn:
+def raise_unknown_model(model: nn.Module) -> NoReturn:
     """Raise NotImplementedError for a model whose Hugging Face names are not known."""
     raise NotImplementedError(
         f"model ({type(model).__name__}) must be a moecore Decoder or a transformers model, "
@@ -157,7 +157,7 @@ def find_first_ignored_layer(model: nn.Module) -> int | None:
     return config.num_hidden_layers if family is not None and family.has_mtp else None
 
 
-def find_layout(names: Collection[str]) -> HFLayout:
+def infer_hf_layout(names: Collection[str]) -> HFLayout:
     """Infer the layout from Hugging Face tensor names; "fused" if there are no experts."""
     if any(".block_sparse_moe." in name for name in names):
         return "mixtral"

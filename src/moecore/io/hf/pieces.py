@@ -62,10 +62,10 @@ class TensorPiece:
         """Shape of the tensor in the file."""
         return self.shape if self.view is None else self.view.file_shape
 
-    def get_box(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return the region as one slice per dim of the model tensor with this `shape`."""
+    def get_box(self, model_shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return the region as one slice per dim of the model tensor with this `model_shape`."""
         region = (slice(r, r + 1) if isinstance(r, int) else r for r in self.region)
-        return (*region, *(slice(0, n) for n in shape[len(self.region) :]))
+        return (*region, *(slice(0, n) for n in model_shape[len(self.region) :]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ class FileRecipe:
         return cls(shape, (TensorPiece(name, (), shape),))
 
 
-def map_file_shapes(plan: Mapping[str, FileRecipe]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all file tensors in a plan, by name."""
-    return {p.name: p.file_shape for recipe in plan.values() for p in recipe.pieces}
+def map_file_shapes(recipes: Mapping[str, FileRecipe]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all file tensors of the recipes, by name."""
+    return {p.name: p.file_shape for recipe in recipes.values() for p in recipe.pieces}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,48 +169,52 @@ def find_overlaps(
         )
 
 
-def _group_region_dims(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
+def _group_region_dims(region_shape: list[int], piece_shape: Sequence[int]) -> list[list[int]]:
     """Return, for each dim of a piece, the list of region dims that the dim flattens.
 
-    `sizes` is the shape of the region in the model tensor, `shape` is the shape of the piece.
-    Example: sizes [2, 3] and shape [6] give [[0, 1]].
+    `region_shape` is the shape of the region in the model tensor, `piece_shape` is the shape of the
+    piece.
+    Example: [2, 3] and [6] give [[0, 1]].
     """
     groups: list[list[int]] = []
     d = 0
-    for size in shape:
-        while d < len(sizes) and sizes[d] == 1 != size:
+    for size in piece_shape:
+        while d < len(region_shape) and region_shape[d] == 1 != size:
             d += 1
-        group, product = [d], sizes[d]
+        group, product = [d], region_shape[d]
         while product < size:
             d += 1
             group.append(d)
-            product *= sizes[d]
+            product *= region_shape[d]
         assert product == size, "a piece has the elements of its region"
         groups.append(group)
         d += 1
     return groups
 
 
-def _merge_runs(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: list[int]) -> slice:
+def _merge_runs(
+    runs: Sequence[tuple[int, int, int]], region_shape: list[int], group: list[int]
+) -> slice:
     """Return the slice of a box along the dim of a piece that flattens the region dims `group`.
 
-    `runs` has (start in the region, start in the shard, length) of the box per region dim. `sizes`
-    is the shape of the region.
+    `runs` has (start in the region, start in the shard, length) of the box per region dim.
+    `region_shape` is the shape of the region.
     """
     start = 0
     for d in group:
-        start = start * sizes[d] + runs[d][0]
+        start = start * region_shape[d] + runs[d][0]
     return slice(start, start + runs[group[-1]][2])
 
 
-def _find_common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
-    """Yield (start in `part`, start in the shard, length) of each overlap of `part` and a shard.
+def _find_common_runs(runs: Runs, piece_range: slice) -> Iterator[tuple[int, int, int]]:
+    """Yield (start in `piece_range`, start in the shard, length) of each overlap of both.
 
-    `runs` lists (first index, length) of the shard along one dim. `part` is a slice of this dim.
+    `runs` lists (first index, length) of the shard along one dim. `piece_range` is a slice of this
+    dim.
     """
     at = 0
     for first, length in runs:
-        start, stop = max(first, part.start), min(first + length, part.stop)
+        start, stop = max(first, piece_range.start), min(first + length, piece_range.stop)
         if start < stop:
-            yield start - part.start, at + start - first, stop - start
+            yield start - piece_range.start, at + start - first, stop - start
         at += length

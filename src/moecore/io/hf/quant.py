@@ -146,8 +146,8 @@ def dequantize_fp8(
 ) -> Tensor:
     """Multiply FP8 values [r, c] by the scales of their blocks; return fp32 [r, c].
 
-    `block` has the rows and columns of a block. `first_row` and `first_col` are the position of the
-    values in the full matrix. `scales` has one scale per block that overlaps the values.
+    `block` has the rows and columns of a block. `first_row` and `first_col` are the position
+    of the values in the full matrix. `scales` has one scale per block that overlaps the values.
     """
     # Example, block (2, 2): values that start at row 1 have their rows 0 | 1 2 in blocks 0 | 1.
     rows = torch.arange(first_row, first_row + values_rc.shape[0], device=scales.device) // block[0]

@@ -1,9 +1,10 @@
 """The file tensors of each tensor of a transformers model, by transformers' conversion rules.
 
 transformers renames, stacks, splits and permutes tensors while it loads a directory, and reverts
-these changes while it saves. `trace` runs the rules on meta tensors. Each file tensor has an
-address range in one storage on meta, so offset and strides of a result identify elements of a file.
-Copies that the rules make (`cat`, `stack`, `clone`) have an address range and a list of inputs.
+these changes while it saves. `trace_loading_rules` runs the rules on meta tensors. Each file tensor
+has an address range in one storage on meta, so offset and strides of a result identify elements of
+a file. Copies that the rules make (`cat`, `stack`, `clone`) have an address range and a list of
+inputs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from moecore.base.fields import format_name
 from moecore.base.torch_private import DispatchMode
 from moecore.families.transformers.experts import find_experts_adapter, get_used_parameters
 from moecore.io.hf.config_fields import check_layers
-from moecore.io.hf.files import format_with_source
+from moecore.io.hf.files import format_error_with_source
 from moecore.io.hf.names import list_routed_pieces
 from moecore.io.hf.pieces import FileRecipe, FileView, TensorPiece, ViewDim
 
@@ -46,27 +47,29 @@ def find_transformers_class(model_class: type) -> Any:
 
 
 def build_meta_model(
-    values: Mapping[str, Any], model: nn.Module | None = None, dtype: torch.dtype = torch.float32
+    hf_config: Mapping[str, Any], model: nn.Module | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.Module | None:
     """Build the transformers model of a config.json on meta; None for an unknown class.
 
-    `values` has the fields of config.json. The result has the class of `model` if both have the
+    `hf_config` has the fields of config.json. The result has the class of `model` if both have the
     same model_type, otherwise the class that config.json gives. Raises ValueError if transformers
     cannot build the model.
     """
     import transformers
 
     model_config: Any = getattr(model, "config", None)
-    model_type, kind = values.get("model_type"), model and find_transformers_class(type(model))
+    model_type, kind = hf_config.get("model_type"), model and find_transformers_class(type(model))
     is_known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if not is_known and not hasattr(model_config, "to_dict"):
         return None
     config_class = transformers.CONFIG_MAPPING[model_type] if is_known else type(model_config)
-    check_layers(values)
+    check_layers(hf_config)
     try:
-        config = config_class.from_dict(copy.deepcopy(dict(values)))  # which changes nested values
+        config = config_class.from_dict(
+            copy.deepcopy(dict(hf_config))
+        )  # which changes nested values
         if kind is None or model_type != model_config.model_type:
-            named = None if model else values.get("architectures")
+            named = None if model else hf_config.get("architectures")
             named = getattr(transformers, str(named[0]), None) if named else None
             causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)
             kind = named if hasattr(named, "base_model_prefix") else causal
@@ -75,7 +78,7 @@ def build_meta_model(
             reader = kind and kind._from_config(config, dtype=dtype)
     except Exception as error:  # of many kinds, some of them no ValueError
         raise ValueError(
-            f"config.json must be one that transformers reads: {format_with_source(error)}"
+            f"config.json must be one that transformers reads: {format_error_with_source(error)}"
         ) from None
     if reader is not None and not any(map(find_experts_adapter, model.modules() if model else ())):
         for experts in filter(find_experts_adapter, reader.modules()):
@@ -102,19 +105,19 @@ def _limit_modules() -> Iterator[None]:
         hook.remove()
 
 
-def get_shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def get_shapes(state_dict: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a state dict's tensors by name."""
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+    return {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
 
 
-def compute_published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
+def compute_published_shapes(meta_model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that `save_pretrained` would write, by name."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return get_shapes(revert_weight_conversion(reader, reader.state_dict()))
+    return get_shapes(revert_weight_conversion(meta_model, meta_model.state_dict()))
 
 
-def rename_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+def rename_expert_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """Replace moecore's names of expert tensors by transformers' fused names."""
     hf_shapes = dict[str, tuple[int, ...]]()
     for name, shape in shapes.items():
@@ -126,25 +129,26 @@ def rename_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def plan_stock_tensors(
-    reader: nn.Module | None, shapes: Shapes, *files: Shapes
+    meta_model: nn.Module | None, model_shapes: Shapes, *file_shapes: Shapes
 ) -> dict[str, FileRecipe]:
     """Return the recipe of each model tensor by name: the file tensors that store its elements.
 
     Args:
-        reader: the transformers model on meta; None = the files have the model's names.
-        shapes: shapes of the model's tensors, by name.
-        *files: shapes of file tensors by name; earlier arguments have priority.
+        meta_model: the transformers model on meta; None = the files have the model's names.
+        model_shapes: shapes of the model's tensors, by name.
+        *file_shapes: shapes of file tensors by name; earlier arguments have priority.
 
     Raises:
         NotImplementedError: if a tensor's values are not elements of file tensors.
     """
-    names = dict(zip(shapes, rename_shapes(shapes), strict=True))
-    targets = {} if reader is None else get_shapes(reader.state_dict())
+    names = dict(zip(model_shapes, rename_expert_shapes(model_shapes), strict=True))
+    targets = {} if meta_model is None else get_shapes(meta_model.state_dict())
     recipes, refused = dict[str, FileRecipe](), dict[str, str]()
-    for file_shapes in files if reader is not None else ():
-        remaining = {names[name] for name in shapes if name not in recipes} & targets.keys()
-        traced = trace(cast(nn.Module, reader), file_shapes, remaining) if remaining else {}
-        for name, shape in shapes.items():
+    for shapes in file_shapes if meta_model is not None else ():
+        remaining = {names[name] for name in model_shapes if name not in recipes} & targets.keys()
+        reader = cast(nn.Module, meta_model)
+        traced = trace_loading_rules(reader, shapes, remaining) if remaining else {}
+        for name, shape in model_shapes.items():
             outcome = traced.get(names[name], "")
             if isinstance(outcome, str):
                 refused[name] = outcome
@@ -154,46 +158,48 @@ def plan_stock_tensors(
             elif name not in recipes:
                 pieces = [_split_gate_up(piece, targets[names[name]], shape) for piece in outcome]
                 recipes[name] = FileRecipe(shape, tuple(pieces))
-    for name, shape in shapes.items():
+    for name, shape in model_shapes.items():
         if refused.get(name) and name not in recipes:
-            kind = type(reader).__name__
+            kind = type(meta_model).__name__
             raise NotImplementedError(
                 f"{format_name(name)} {shape} of {kind} must be made of tensors that files hold, "
                 f"but {refused[name]:.200}: load it by {kind}.from_pretrained, and save it by "
                 "save_pretrained"
             )
         recipes.setdefault(name, FileRecipe.from_tensor(name, shape))
-    return {name: recipes[name] for name in shapes}
+    return {name: recipes[name] for name in model_shapes}
 
 
 def plan_written_tensors(
-    reader: nn.Module | None, shapes: Shapes, layout: str
+    meta_model: nn.Module | None, model_shapes: Shapes, layout: str
 ) -> dict[str, FileRecipe]:
     """Return the recipe of each model tensor, by name, for writing files.
 
-    `reader` is as for `plan_stock_tensors`, and `shapes` has the shapes of model tensors.
-    With the layout "fused", files have the names of `reader.state_dict()`, otherwise the names
+    `meta_model` is as for `plan_stock_tensors`, and `model_shapes` has the shapes of model tensors.
+    With the layout "fused", files have the names of `meta_model.state_dict()`, otherwise the names
     that `save_pretrained` writes.
     """
-    if reader is None:
-        return plan_stock_tensors(None, shapes)
+    if meta_model is None:
+        return plan_stock_tensors(None, model_shapes)
     files = (
-        get_shapes(reader.state_dict()) if layout == "fused" else compute_published_shapes(reader)
+        get_shapes(meta_model.state_dict())
+        if layout == "fused"
+        else compute_published_shapes(meta_model)
     )
-    return plan_stock_tensors(reader, shapes, files)
+    return plan_stock_tensors(meta_model, model_shapes, files)
 
 
-def trace(
-    reader: nn.Module, files: Shapes, names: Collection[str]
+def trace_loading_rules(
+    meta_model: nn.Module, file_shapes: Shapes, names: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
     """Run transformers' loading rules on meta; return the named tensors' pieces, or error texts.
 
-    `files` has the shapes of file tensors. A tensor without file tensors has no entry.
+    `file_shapes` has the shapes of file tensors. A tensor without file tensors has no entry.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-    trace_mode, model, state = _TraceMode(), cast(Any, reader), reader.state_dict()
+    trace_mode, model, state = _TraceMode(), cast(Any, meta_model), meta_model.state_dict()
     rules = get_model_conversion_mapping(model)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
@@ -201,7 +207,7 @@ def trace(
     rules_by_target = dict[str, Any]()
     outcomes = dict[str, Tensor | str]()
     # As transformers.core_model_loading.convert_and_load_state_dict_in_model goes through files.
-    for name in sorted(files, key=dot_natural_key):
+    for name in sorted(file_shapes, key=dot_natural_key):
         target, pattern = rename_source_key(
             name, renamings, converters, model.base_model_prefix, state
         )
@@ -210,10 +216,12 @@ def trace(
         if target not in state:
             continue
         if pattern is None:
-            outcomes.setdefault(target, trace_mode.place(files[name], name))
+            outcomes.setdefault(target, trace_mode.allocate_range(file_shapes[name], name))
         else:
             rule = rules_by_target.setdefault(target, copy.deepcopy(by_pattern[pattern]))
-            rule.add_tensor(target, name, pattern, trace_mode.place(files[name], name))
+            rule.add_tensor(
+                target, name, pattern, trace_mode.allocate_range(file_shapes[name], name)
+            )
     for target, rule in rules_by_target.items():
         try:
             with trace_mode:
@@ -224,24 +232,24 @@ def trace(
         for name, value in values.items():
             outcomes.setdefault(name, value[0] if isinstance(value, list) else value)
     return {
-        name: _read_pieces(trace_mode, outcomes[name], state[name].shape, files)
+        name: _read_pieces(trace_mode, outcomes[name], state[name].shape, file_shapes)
         for name in names & outcomes.keys()
     }
 
 
 def _read_pieces(
-    trace_mode: _TraceMode, outcome: Tensor | str, shape: Sequence[int], files: Shapes
+    trace_mode: _TraceMode, outcome: Tensor | str, shape: Sequence[int], file_shapes: Shapes
 ) -> tuple[TensorPiece, ...] | str:
     """Return the pieces of a traced tensor, or an error text.
 
-    `outcome` is the traced meta tensor or its error text, `shape` its shape in the model. `files`
-    has the shapes of file tensors.
+    `outcome` is the traced meta tensor or its error text, `shape` its shape in the model.
+    `file_shapes` has the shapes of file tensors.
     """
     if isinstance(outcome, str):
         return outcome
     try:
         if outcome.shape == shape:
-            return tuple(_make_piece(link, files) for link in trace_mode.list_links(outcome))
+            return tuple(_make_piece(link, file_shapes) for link in trace_mode.list_links(outcome))
         if name := trace_mode.find_range(outcome).file:  # the loader compares the shapes
             return (TensorPiece(name, (), tuple(shape)),)
         return f"{tuple(outcome.shape)} must be {tuple(shape)}"
@@ -249,10 +257,10 @@ def _read_pieces(
         return str(error)
 
 
-def _make_piece(link: _Link, files: Shapes) -> TensorPiece:
+def _make_piece(link: _Link, file_shapes: Shapes) -> TensorPiece:
     """Convert a link (box of a traced tensor, view of a file tensor) to a `TensorPiece`."""
     box, name, view, offset = link
-    region, file = tuple(slice(start, start + length) for start, length in box), files[name]
+    region, file = tuple(slice(start, start + length) for start, length in box), file_shapes[name]
     if not offset and view.is_contiguous() and view.numel() == math.prod(file):
         return TensorPiece(name, region, file)
     starts, dims = _locate_view(view, offset, file)
@@ -337,12 +345,13 @@ class _TraceMode(DispatchMode):
         self._memory = torch.empty(1 << 61, dtype=torch.uint8, device="meta")
         self._ranges, self._firsts, self._next = list[_Range](), list[int](), FIRST_ADDRESS
 
-    def place(self, shape: Sequence[int], file: str = "", parts: Any = ()) -> Tensor:
+    def allocate_range(self, shape: Sequence[int], file_name: str = "", inputs: Any = ()) -> Tensor:
         """Return a meta tensor of this shape at unused addresses, and record its address range.
 
-        `file` is the name of a file tensor. For a copy, `parts` has the copied tensors instead.
+        `file_name` is the name of a file tensor. For a copy, `inputs` has the copied
+        tensors instead.
         """
-        self._ranges.append(_Range(self._next, tuple(shape), file, tuple(parts)))
+        self._ranges.append(_Range(self._next, tuple(shape), file_name, tuple(inputs)))
         self._firsts.append(self._next)
         strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
         placed = self._memory.as_strided(shape, strides, self._next)
@@ -353,14 +362,14 @@ class _TraceMode(DispatchMode):
         out = func(*args, **(kwargs or {}))
         op = func.overloadpacket
         if op is torch.ops.aten.clone:
-            return self.place(out.shape, parts=[((0,) * out.ndim, args[0])])
+            return self.allocate_range(out.shape, inputs=[((0,) * out.ndim, args[0])])
         if op not in (torch.ops.aten.cat, torch.ops.aten.stack):
             return out
         dim = (args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)) % out.ndim
         tensors = [t.unsqueeze(dim) if op is torch.ops.aten.stack else t for t in args[0]]
         starts = itertools.accumulate((t.shape[dim] for t in tensors[:-1]), initial=0)
         at = [tuple(start if d == dim else 0 for d in range(out.ndim)) for start in starts]
-        return self.place(out.shape, parts=zip(at, tensors, strict=True))
+        return self.allocate_range(out.shape, inputs=zip(at, tensors, strict=True))
 
     def find_range(self, view: Tensor) -> _Range:
         """Return the address range in which a tensor starts, or raise `_Untraceable`."""

@@ -29,11 +29,11 @@ from moecore.io.checkpoint.ranks import (
     get_rank_and_world,
     run_and_share_errors,
 )
-from moecore.io.hf.buckets import BucketCollector, WeightBucket, WeightMeta, compute_bucket_size
+from moecore.io.hf.buckets import BucketCollector, WeightBucket, WeightMeta, count_bucket_bytes
 from moecore.io.hf.changes import Digests, WeightsVersion, list_local_storage
-from moecore.io.hf.collect import Item, LocalPart, PartOwners, describe_part, read_local
+from moecore.io.hf.collect import Item, LocalPart, PartOwners, describe_local_part, read_shard_box
 from moecore.io.hf.config_fields import HFConfig
-from moecore.io.hf.export import check_dtype
+from moecore.io.hf.export import check_export_dtype
 from moecore.io.hf.export_plan import (
     ExportLayout,
     ExportPlan,
@@ -41,7 +41,7 @@ from moecore.io.hf.export_plan import (
     make_items,
     plan_export,
 )
-from moecore.io.hf.lora import Merge, collect_adapter_tensors, find_merges, find_unmerged
+from moecore.io.hf.lora import Merge, collect_adapter_tensors, find_merges, find_unmerged_layers
 from moecore.io.hf.pieces import FileRecipe, TensorPiece
 from moecore.train.memory.streams import CopyStream
 
@@ -81,7 +81,7 @@ def stream_weights(
         NotImplementedError: as `export_hf`; for adapters that `merge_adapters` does not merge.
     """
     check_arguments(stream_weights, locals())
-    run_and_share_errors(lambda: check_dtype(dtype))
+    run_and_share_errors(lambda: check_export_dtype(dtype))
     plan = plan_export(model, config, dtype, layout, needs_config=False)
     return WeightStream(model, _add_adapter_items(model, plan, dtype, lora), bucket_bytes, lora)
 
@@ -107,7 +107,7 @@ def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, Tenso
     if lora == "merged" or unwrap_peft(model) is model:
         return {}
     names: list[str] = cast(Any, model).active_adapters
-    if len(names) != 1 or not find_unmerged(model):
+    if len(names) != 1 or not find_unmerged_layers(model):
         raise ValueError(
             f"active adapters ({names}) must be one that is not merged to be given apart: choose "
             "one by set_adapter, or pass lora='merged'"
@@ -231,7 +231,7 @@ class WeightStream:
             try:
                 yield run
             except GeneratorExit:
-                run.leave()
+                run.end_early()
                 raise
             with explain_transport_errors(PASS):
                 run_and_share_errors(lambda: self._check_unchanged(run), self._control.group)
@@ -242,7 +242,7 @@ class WeightStream:
         base = unwrap_peft(self._model)
         tensors = collect_export_tensors(base, self._plan.values)
         tensors |= {n: t for n, (t, _) in _find_adapter(self._model, self._lora).items()}
-        parts = {name: describe_part(tensor) for name, tensor in tensors.items()}
+        parts = {name: describe_local_part(tensor) for name, tensor in tensors.items()}
         self._parts = self._parts or parts
         if parts != self._parts:
             raise ValueError(
@@ -253,8 +253,8 @@ class WeightStream:
         by_weight = {id(merge.weight): merge for merge in merges}
         sources = {n: _StreamSource(t, by_weight.get(id(t))) for n, t in tensors.items()}
         for name, source in sources.items():
-            source.check(name)
-        buckets = group_by_size(self._items, compute_bucket_size, self._max_bytes)
+            source.check_memory(name)
+        buckets = group_by_size(self._items, count_bucket_bytes, self._max_bytes)
         run = _StreamPass(sources, buckets, self._collector, self._control.group)
         run.digests = self._compute_digests(sources)
         if self._expected_digests not in (None, run.digests):
@@ -263,12 +263,14 @@ class WeightStream:
             )
         return run
 
-    def _check_unchanged(self, run: _StreamPass) -> None:
-        """Raise RuntimeError if tensors changed during the pass `run`. Host sync."""
-        self._collector.check()
-        names = {name for item in self._items for name, _ in item.parts} & run.sources.keys()
-        digests = self._compute_digests({name: run.sources[name] for name in names})
-        if any(run.digests[name] != digest for name, digest in digests.items()):
+    def _check_unchanged(self, stream_pass: _StreamPass) -> None:
+        """Raise RuntimeError if tensors changed during the pass `stream_pass`. Host sync."""
+        self._collector.raise_error()
+        names = {
+            name for item in self._items for name, _ in item.parts
+        } & stream_pass.sources.keys()
+        digests = self._compute_digests({name: stream_pass.sources[name] for name in names})
+        if any(stream_pass.digests[name] != digest for name, digest in digests.items()):
             raise RuntimeError(
                 "weights (changed) must stay as they are while a stream of them is open: end the "
                 "stream before the optimizer's step, and begin a new one"
@@ -276,8 +278,8 @@ class WeightStream:
 
     def _compute_digests(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
         """Return, by name, a tuple of each source's digest and then its LoRA scaling factors."""
-        digests = self._digests.compute({n: source.list_inputs() for n, source in sources.items()})
-        return {n: (*digest, sources[n].list_factors()) for n, digest in digests.items()}
+        digests = self._digests.compute({n: source.list_tensors() for n, source in sources.items()})
+        return {n: (*digest, sources[n].list_scaling_factors()) for n, digest in digests.items()}
 
 
 class _PassExit(RuntimeError):
@@ -313,7 +315,7 @@ class _StreamPass:
         self._copies.wait_for_current_stream()
         with torch.no_grad(), self._copies.use_next_stream(), explain_transport_errors(PASS):
             self._update_merged_weights({name: None for item in items for name, _ in item.parts})
-            bucket = self._collector.collect(items, self._read)
+            bucket = self._collector.collect_bucket(items, self._read)
         self._next_bucket = bucket, self._copies.record_event()
 
     def take_bucket(self) -> WeightBucket | None:
@@ -321,12 +323,12 @@ class _StreamPass:
         if self._next_bucket is None:
             return None
         with explain_transport_errors(PASS):
-            run_and_share_errors(self._collector.check, self._group)
+            run_and_share_errors(self._collector.raise_error, self._group)
         (bucket, event), self._next_bucket = self._next_bucket, None
         self._copies.wait_for_event(event)
         return bucket
 
-    def leave(self) -> None:
+    def end_early(self) -> None:
         """End the pass early: the next `take_bucket` of every other rank raises an error."""
         rank, _ = get_rank_and_world()
 
@@ -353,7 +355,7 @@ class _StreamPass:
     def _read(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """Return a box of this rank's shard, with the weight's adapters added."""
         weight = self._merged_weights.get(name)
-        return read_local(self.sources[name].tensor, box) if weight is None else weight[box]
+        return read_shard_box(self.sources[name].tensor, box) if weight is None else weight[box]
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,17 +365,17 @@ class _StreamSource:
     tensor: Tensor
     merge: Merge | None
 
-    def list_inputs(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """Return the tensors from which the streamed values are computed."""
-        return [self.tensor, *([] if self.merge is None else self.merge.list_inputs())]
+        return [self.tensor, *([] if self.merge is None else self.merge.list_tensors())]
 
-    def list_factors(self) -> tuple[float, ...]:
+    def list_scaling_factors(self) -> tuple[float, ...]:
         """Return the scaling factors of the adapters."""
-        return () if self.merge is None else self.merge.list_factors()
+        return () if self.merge is None else self.merge.list_scaling_factors()
 
-    def check(self, name: str) -> None:
+    def check_memory(self, name: str) -> None:
         """Raise ValueError if the memory of an input was freed; `name` is for the message."""
-        parts = (part for x in self.list_inputs() for part in list_local_storage(x))
+        parts = (part for x in self.list_tensors() for part in list_local_storage(x))
         if any(part.numel() and not part.untyped_storage().nbytes() for part in parts):
             raise ValueError(
                 f"{format_name(name)} (without memory) must have its values to be streamed: "
@@ -383,6 +385,6 @@ class _StreamSource:
     def merge_adapters(self) -> Tensor:
         """Return a copy of this rank's shard with adapters. Collective over the weight's mesh."""
         assert self.merge is not None, "the weight has adapters"
-        local = read_local(self.tensor, (slice(None),) * self.tensor.ndim).clone()
+        local = read_shard_box(self.tensor, (slice(None),) * self.tensor.ndim).clone()
         self.merge.add(local)
         return local

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from moecore.base.fields import CountOrZero, Device, check_arguments, quote
 from moecore.io.checkpoint.manifest import DTYPE_NAMES
-from moecore.io.hf.buckets import WeightBucket, WeightMeta, align
+from moecore.io.hf.buckets import WeightBucket, WeightMeta, align_bytes
 from moecore.io.hf.stream import WeightStream
 
 SENT_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
@@ -95,7 +95,7 @@ def _allocate_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> Wei
     try:
         return WeightBucket.empty(metas, device)
     except (RuntimeError, MemoryError):
-        num_bytes = sum(align(meta.nbytes) for meta in metas)
+        num_bytes = sum(align_bytes(meta.nbytes) for meta in metas)
         raise RuntimeError(
             f"a bucket of weights ({num_bytes} bytes) must fit in the memory of {device}: lower "
             "bucket_bytes of stream_weights"
@@ -145,7 +145,7 @@ def _parse_metas(text: bytes) -> tuple[WeightMeta, ...]:
                     f"its entry ({quote(entry)}) must be a [name, dtype, shape]"
                 )
         # Dims of size 0 count as 1, because the strides of such a tensor must not overflow.
-        total += align(math.prod(max(1, n) for n in shape) * metas[name].dtype.itemsize)
+        total += align_bytes(math.prod(max(1, n) for n in shape) * metas[name].dtype.itemsize)
         if total > MAX_BUCKET:
             raise _make_header_error(
                 f"the tensors up to {quote(name)} must have <= {MAX_BUCKET} bytes"

@@ -70,19 +70,19 @@ def make_upcycled_config(model: nn.Module) -> dict[str, Any] | None:
 
 
 def make_empty_shared_experts(
-    model: nn.Module, values: Mapping[str, Any], like: Mapping[str, Tensor]
+    model: nn.Module, hf_config: Mapping[str, Any], model_tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the zero-sized shared experts that Qwen2-MoE's class needs, by name; {} for others.
 
-    `values` has the fields of config.json. `like` has the model's tensors by name; the routers give
-    the names, dtypes and devices of the result.
+    `hf_config` has the fields of config.json. `model_tensors` has the model's tensors by name; the
+    routers give the names, dtypes and devices of the result.
     """
-    if isinstance(model, Decoder) or values.get("model_type") != "qwen2_moe":
+    if isinstance(model, Decoder) or hf_config.get("model_type") != "qwen2_moe":
         return {}
-    if values["shared_expert_intermediate_size"] != 0:
+    if hf_config["shared_expert_intermediate_size"] != 0:
         return {}
     tensors: dict[str, Tensor] = {}
-    for name, router in like.items():
+    for name, router in model_tensors.items():
         prefix = name.removesuffix("router.weight")
         if prefix == name:
             continue
@@ -106,31 +106,33 @@ def _find_moe_layers(model: nn.Module) -> dict[int, MoEConfig]:
     return layers
 
 
-def _refuse_unknown_family(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
-    """Raise ValueError if the dense config `values` is of a family without an MoE class."""
-    if any("expert" in name for name in values):
+def _refuse_unknown_family(
+    dense_config: Mapping[str, Any], layers: Mapping[int, MoEConfig]
+) -> None:
+    """Raise ValueError if the dense config `dense_config` is of a family without an MoE class."""
+    if any("expert" in name for name in dense_config):
         return
     activation = next(iter(layers.values())).activation
     lacks = "" if activation == "swiglu" else f", which lacks {activation!r}"
     raise ValueError(
-        f"config.model_type ({values.get('model_type')!r}) of an upcycled model must be one of "
-        f"{', '.join(FAMILIES)}, which have a class with experts; the closest is MixtralForCausalLM"
-        f"{lacks}: keep native checkpoints (Saver)"
+        f"config.model_type ({dense_config.get('model_type')!r}) of an upcycled model must be one "
+        f"of {', '.join(FAMILIES)}, which have a class with experts; the closest is "
+        f"MixtralForCausalLM{lacks}: keep native checkpoints (Saver)"
     )
 
 
 def _build_moe_config(
-    values: Mapping[str, Any], family: UpcycledFamily, layers: Mapping[int, MoEConfig]
+    dense_config: Mapping[str, Any], family: UpcycledFamily, layers: Mapping[int, MoEConfig]
 ) -> dict[str, Any]:
-    """Build the MoE class's config.json from the dense config `values` and the MoE layers."""
+    """Build the MoE class's config.json from the dense config `dense_config` and the MoE layers."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[family.model_type]
-    dense = [i for i in range(values["num_hidden_layers"]) if i not in layers]
+    dense = [i for i in range(dense_config["num_hidden_layers"]) if i not in layers]
     moe = next(iter(layers.values()))
     for i, config in layers.items():
-        _require_routing_rule(i, config, moe, family)
-    if values.get("use_sliding_window") and family is _QWEN3:
+        _check_routing_rule(i, config, moe, family)
+    if dense_config.get("use_sliding_window") and family is _QWEN3:
         raise ValueError(
             "config.use_sliding_window (True) must be False, because Qwen3MoeForCausalLM has one "
             "window for all layers: keep native checkpoints (Saver)"
@@ -142,7 +144,7 @@ def _build_moe_config(
             "checkpoints (Saver)"
         )
     names = {*kind().to_dict(), "head_dim"}
-    moe_values = {name: value for name, value in values.items() if name in names}
+    moe_values = {name: value for name, value in dense_config.items() if name in names}
     moe_values |= dict(zip(family.sizes, (moe.num_experts, moe.top_k, moe.hidden_dim), strict=True))
     moe_values |= {"model_type": family.model_type, **family.fixed}
     moe_values |= {"router_aux_loss_coef": moe.balance.micro_batch_coef, "architectures": None}
@@ -151,26 +153,27 @@ def _build_moe_config(
     return moe_values
 
 
-def _require_routing_rule(
-    i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFamily
+def _check_routing_rule(
+    layer_idx: int, config: MoEConfig, first_config: MoEConfig, family: UpcycledFamily
 ) -> None:
-    """Raise ValueError unless layer `i` has the family's routing rule and the sizes of `first`.
+    """Raise ValueError unless a layer has the family's routing rule and `first_config`'s sizes.
 
-    `config` is the config of layer `i`, and `first` the config of the first MoE layer.
+    `config` is the config of layer `layer_idx`, and `first_config` the config of the first MoE
+    layer.
     """
-    normalizes = family.always_normalizes or first.normalizes
+    normalizes = family.always_normalizes or first_config.normalizes
     expected_config = MoEConfig(
-        dim=first.dim,
-        hidden_dim=first.hidden_dim,
-        num_experts=first.num_experts,
-        top_k=first.top_k,
+        dim=first_config.dim,
+        hidden_dim=first_config.hidden_dim,
+        num_experts=first_config.num_experts,
+        top_k=first_config.top_k,
         normalize_weights=normalizes,
     )
     if config.score_order == "post":  # equal to normalized scores
         config = replace(config, score_order="pre", normalize_weights=True)
     for difference in find_moe_differences(config, expected_config):
         raise ValueError(
-            f"layer {i}'s {difference.name} ({difference.value}) must be {difference.reference} in "
-            f"{family.model_type!r}, the closest class with experts: upcycle with it, or keep "
-            "native checkpoints (Saver)"
+            f"layer {layer_idx}'s {difference.name} ({difference.value}) must be "
+            f"{difference.reference} in {family.model_type!r}, the closest class with experts: "
+            "upcycle with it, or keep native checkpoints (Saver)"
         )

@@ -20,7 +20,7 @@ from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
 from moecore.io.hf.config_fields import FIELD_KINDS, HFConfig, check_field_type, read_config
 from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
-from moecore.io.hf.names import find_layout, map_hf_copies, map_model_copies, plan_hf_tensors
+from moecore.io.hf.names import infer_hf_layout, map_hf_copies, map_model_copies, plan_hf_tensors
 from moecore.io.hf.pieces import map_file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources
 from moecore.io.hf.stock import (
@@ -59,16 +59,16 @@ def verify_hf(path: str | os.PathLike[str]) -> list[str]:
 
 
 def find_content_problems(
-    sources: Mapping[str, Shaped], config: Mapping[str, Any], described: HFConfig
+    sources: Mapping[str, Shaped], config: Mapping[str, Any], config_source: HFConfig
 ) -> list[str]:
     """Compare tensors with the model that a config.json describes; return error texts.
 
-    `sources` has the tensors by name. `described` is the directory, file or fields of config.json,
-    and `config` has the fields in each case.
+    `sources` has the tensors by name. `config_source` is the directory, file or fields of
+    config.json, and `config` has the fields in each case.
     """
     try:
-        native = decoder_config_from_hf(described)
-        plan = plan_hf_tensors(native, find_layout(sources))
+        native = decoder_config_from_hf(config_source)
+        plan = plan_hf_tensors(native, infer_hf_layout(sources))
     except NotImplementedError:  # the native decoder does not support the model
         return _compare_with_transformers(sources, config)
     except ValueError as error:
@@ -77,17 +77,21 @@ def find_content_problems(
 
 
 def find_shape_problems(
-    files: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]], copies: Collection[str] = ()
+    files: Mapping[str, Shaped],
+    shapes: Mapping[str, tuple[int, ...]],
+    optional_names: Collection[str] = (),
 ) -> list[str]:
     """Compare file tensors with the expected shapes by name; return error texts.
 
-    File tensors in `copies` may exist or be missing.
+    File tensors in `optional_names` may exist or be missing.
     """
     problems = [f"{name} is missing" for name in shapes if name not in files]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
         for name in files
-        if name not in shapes and name not in copies and not name.endswith("rotary_emb.inv_freq")
+        if name not in shapes
+        and name not in optional_names
+        and not name.endswith("rotary_emb.inv_freq")
     ]
     problems += [
         f"{name} {files[name].shape} must be {shape}"
@@ -98,16 +102,16 @@ def find_shape_problems(
 
 
 def find_copy_problems(
-    files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
+    files: BoxReader, sources: Mapping[str, TensorSource], originals: Mapping[str, str]
 ) -> list[str]:
     """Return an error text for each copy of a file tensor that differs from the original.
 
-    `copies` maps the name of each copy to the name of the original, and `sources` has the tensors
-    by name. Each rank compares a part of dim 0, without communication.
+    `originals` maps the name of each copy to the name of the original, and `sources` has the
+    tensors by name. Each rank compares a part of dim 0, without communication.
     """
     rank, world = get_rank_and_world()
     problems = []
-    for copy, original in copies.items():
+    for copy, original in originals.items():
         if copy not in sources or original not in sources:
             continue
         a, b = sources[copy], sources[original]

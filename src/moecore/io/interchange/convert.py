@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from moecore.base.fields import NumBytes, check_arguments, format_name, quote
-from moecore.io.checkpoint.directory import Step, refuse_used_directory
-from moecore.io.checkpoint.files import join_problems, write_new
+from moecore.io.checkpoint.directory import Step, check_run_is_new
+from moecore.io.checkpoint.files import join_problems, write_new_file
 from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.hf.collect import Item, StoredCollector
 from moecore.io.hf.config import decoder_config_from_hf
@@ -35,7 +35,7 @@ from moecore.io.hf.convert import (
 from moecore.io.hf.export import check_export_target, open_draft
 from moecore.io.hf.export_plan import make_items
 from moecore.io.hf.files import Box, BoxReader
-from moecore.io.hf.names import EMBEDDING, find_layout, plan_hf_tensors
+from moecore.io.hf.names import EMBEDDING, infer_hf_layout, plan_hf_tensors
 from moecore.io.hf.pieces import FileRecipe, map_file_shapes
 from moecore.io.hf.quant import TensorSource
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, find_prefixes, write_dcp
@@ -49,8 +49,8 @@ from moecore.io.interchange.megatron import (
     TensorPart,
     build_megatron_blocks,
     build_optional_head,
-    find_places,
-    get_written_place,
+    find_stored_tensors,
+    get_export_place,
 )
 from moecore.models.config import DecoderConfig
 
@@ -92,7 +92,7 @@ def dcp_to_native(
     check_arguments(dcp_to_native, locals())
     check_single_rank()
     path, root = Path(path), Path(root)
-    refuse_used_directory(root)
+    check_run_is_new(root)
     decoder = decoder_config_from_hf(config)
     with DCPFiles(path) as files:
         sources, plan, problems = _find_sources(files, decoder)
@@ -137,12 +137,12 @@ def native_to_dcp(
         with open_draft(out) as draft:
             write_dcp(draft, tensors, Meter(progress))
             if names == "megatron":
-                write_new(draft / "metadata.json", json.dumps(MEGATRON_METADATA))
+                write_new_file(draft / "metadata.json", json.dumps(MEGATRON_METADATA))
                 torch.save(MEGATRON_COMMON, draft / "common.pt")
     return len(tensors)
 
 
-def find_naming(files: DCPFiles) -> str:
+def infer_tensor_naming(files: DCPFiles) -> str:
     """Infer "megatron", "dcp" or "dcp-transformers" from the tensor names of a DCP directory."""
     if find_prefixes(files, WORDS):
         return "megatron"
@@ -174,7 +174,7 @@ def _find_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], dict[str, FileRecipe], list[str]]:
     """Find a DCP directory's tensors; return sources by name, recipes and error texts."""
-    kind = find_naming(files)
+    kind = infer_tensor_naming(files)
     if kind == "megatron":
         spliced_sources, problems = _find_megatron_sources(files, config)
         return spliced_sources, plan_hf_tensors(config, "per_expert"), problems
@@ -184,7 +184,7 @@ def _find_sources(
         for name, tensor in files.tensors.items()
         if name.startswith(prefix)
     }
-    plan = plan_hf_tensors(config, "fused" if kind == "dcp" else find_layout(sources))
+    plan = plan_hf_tensors(config, "fused" if kind == "dcp" else infer_hf_layout(sources))
     if kind == "dcp":
         plan = {n: FileRecipe.from_tensor(n, recipe.shape) for n, recipe in plan.items()}
     return sources, plan, []
@@ -225,7 +225,7 @@ def _find_megatron_sources(
     spans: dict[str, dict[int, tuple[str, tuple[int, ...], int, int]]] = {}
     shape_of: dict[str, tuple[int, ...]] = {}
     for block in blocks:
-        places, wrong = find_places(block, shapes, config)
+        places, wrong = find_stored_tensors(block, shapes, config)
         problems += wrong
         used_keys |= {place.key for place in places}
         for part, (place, first) in _pair_parts_with_places(block, places):
@@ -272,14 +272,14 @@ def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
     config = decoder_config_from_hf(model.values)
     items_by_name = {item.name: item for item in model.items}
     plans = (
-        plan_hf_tensors(config, layout) for layout in ("per_expert", find_layout(items_by_name))
+        plan_hf_tensors(config, layout) for layout in ("per_expert", infer_hf_layout(items_by_name))
     )
     items = {a: items_by_name[b] for a, b in zip(*map(map_file_shapes, plans), strict=True)}
     chunks: dict[str, list[NewChunk]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for block in build_megatron_blocks(config):
-        place = get_written_place(block, config)
+        place = get_export_place(block, config)
         sizes = (*(1 for _ in place.index), *block.shape)
         offsets = (*place.index, *(0 for _ in block.shape))
         make = partial(_concat_parts, block, items, model.collector)

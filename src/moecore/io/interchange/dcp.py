@@ -37,9 +37,9 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from moecore.base.fields import format_name
-from moecore.io.checkpoint.files import open_regular
+from moecore.io.checkpoint.files import open_regular_file
 from moecore.io.checkpoint.shard_file import Meter
-from moecore.io.hf.files import Box, find_common_boxes, format_one_line
+from moecore.io.hf.files import Box, find_common_boxes, format_error
 from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
@@ -71,14 +71,14 @@ class DCPFiles:
             return self._last[1]
         self._last = None
         file = self.path / chunk.file
-        with open(open_regular(file, follow=True), "rb") as stream:
+        with open(open_regular_file(file, follow_symlinks=True), "rb") as stream:
             part = io.BufferedReader(_ChunkPart(stream, chunk.start, chunk.length))
             try:
                 _check_entry_sizes(part, chunk.length)
                 value = torch.load(part, map_location="cpu", weights_only=True)
             except Exception as error:  # of any kind: the bytes are damaged
                 raise OSError(
-                    f"path ({file}) must hold {format_name(name)}: {format_one_line(error):.200}"
+                    f"path ({file}) must hold {format_name(name)}: {format_error(error):.200}"
                 ) from None
         is_tensor = isinstance(value, Tensor) and value.layout == torch.strided
         if not is_tensor or value.is_meta or (value.dtype, value.shape) != (dtype, chunk.sizes):
@@ -90,14 +90,16 @@ class DCPFiles:
         return self._last[1]
 
 
-def _check_entry_sizes(part: IO[bytes], length: int) -> None:
-    """Raise ValueError if a zip file's entries unpack to more than `length` bytes; then rewind."""
-    if zipfile.is_zipfile(part):
-        part.seek(0)
-        with zipfile.ZipFile(part) as entries:
-            if sum(entry.file_size for entry in entries.infolist()) > length:
-                raise ValueError(f"its entries have more than its {length} bytes: store them plain")
-    part.seek(0)
+def _check_entry_sizes(zip_file: IO[bytes], max_bytes: int) -> None:
+    """Raise ValueError if a zip file's entries unpack to more than `max_bytes`; then rewind."""
+    if zipfile.is_zipfile(zip_file):
+        zip_file.seek(0)
+        with zipfile.ZipFile(zip_file) as entries:
+            if sum(entry.file_size for entry in entries.infolist()) > max_bytes:
+                raise ValueError(
+                    f"its entries have more than its {max_bytes} bytes: store them plain"
+                )
+    zip_file.seek(0)
 
 
 class _ChunkPart(io.RawIOBase):

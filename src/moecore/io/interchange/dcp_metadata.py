@@ -24,7 +24,12 @@ from typing import Any, BinaryIO
 
 import torch
 
-from moecore.io.checkpoint.files import MAX_TABLE, check_size, open_regular, read_regular
+from moecore.io.checkpoint.files import (
+    MAX_TABLE,
+    check_file_size,
+    open_regular_file,
+    read_regular_file,
+)
 from moecore.io.checkpoint.manifest import DTYPE_NAMES
 
 METADATA = ".metadata"
@@ -105,7 +110,7 @@ def _refuse_large_memo(raw: bytes) -> None:
 def read_metadata(path: Path) -> dict[str, DCPTensor]:
     """Parse `.metadata` of a DCP directory; return its tensors by name, or raise ValueError."""
     try:
-        raw = read_regular(path / METADATA, follow=True, max_bytes=MAX_TABLE)
+        raw = read_regular_file(path / METADATA, follow_symlinks=True, max_bytes=MAX_TABLE)
     except FileNotFoundError:
         raise ValueError(f"path ({path / METADATA}) must exist: it is not there") from None
     try:
@@ -129,11 +134,11 @@ def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
     format. Raises ValueError for a file above the size limits.
     """
     try:
-        descriptor = open_regular(path, follow=True)
+        descriptor = open_regular_file(path, follow_symlinks=True)
     except OSError:
         return {}
     with open(descriptor, "rb") as stream:
-        check_size(path, os.fstat(descriptor).st_size, MAX_OPTIONS_FILE)
+        check_file_size(path, os.fstat(descriptor).st_size, MAX_OPTIONS_FILE)
         raw = _read_pickles(path, stream)
     try:
         codes = [(code.name, value) for part in raw for code, value, _ in genops(part)]
@@ -157,7 +162,7 @@ def _read_pickles(path: Path, stream: BinaryIO) -> list[bytes]:
                 return [file.read(info) for info in pickles]
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error):
         return []
-    check_size(path / "data.pkl", size, MAX_OPTIONS)
+    check_file_size(path / "data.pkl", size, MAX_OPTIONS)
     return []
 
 
@@ -182,10 +187,10 @@ def _parse_tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
     return tensors
 
 
-def _parse_tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTensor:
+def _parse_tensor(path: Path, name: str, entry: Any, storage_records: dict[Any, Any]) -> DCPTensor:
     """Convert a tensor's metadata `entry`; raise `_MetadataError` if it is invalid.
 
-    `places` maps (name, offsets) of each chunk to DCP's storage record.
+    `storage_records` maps (name, offsets) of each chunk to DCP's storage record.
     """
     shape = _require_counts(name, entry.get("size"))
     dtype = _require_attribute(entry, "properties", _MetadataRecord).state[0]
@@ -198,7 +203,7 @@ def _parse_tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> 
         if len(offsets) != len(shape) or any(a > b for a, b in zip(ends, shape, strict=True)):
             raise _MetadataError(f"{name} {shape} has a chunk {sizes} at {offsets}")
         if math.prod(sizes):
-            info = places.get((name, offsets))
+            info = storage_records.get((name, offsets))
             if not isinstance(info, _MetadataRecord):
                 raise _MetadataError(f"the chunk of {name} at {offsets} is in no file")
             chunks.append(DCPChunk(offsets, sizes, *_locate_chunk(path, name, info)))
@@ -225,12 +230,12 @@ def _is_partition(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0)
     return all(_is_partition(slab, shape, dim + 1) for slab in slabs)
 
 
-def _locate_chunk(path: Path, name: str, info: _MetadataRecord) -> tuple[str, int, int]:
-    """Return (file name, first byte, byte count) of a chunk from DCP's storage record `info`.
+def _locate_chunk(path: Path, name: str, storage_record: _MetadataRecord) -> tuple[str, int, int]:
+    """Return (file name, first byte, byte count) of a chunk from its DCP `storage_record`.
 
     Raises `_MetadataError` if the record is invalid or the file is missing.
     """
-    file, start, length = (info.get(n) for n in ("relative_path", "offset", "length"))
+    file, start, length = (storage_record.get(n) for n in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or Path(file).name != file:
         raise _MetadataError(
             f"{name} is in {reprlib.repr(file)}, which is no file of the directory"
@@ -240,17 +245,17 @@ def _locate_chunk(path: Path, name: str, info: _MetadataRecord) -> tuple[str, in
     start, length = _require_counts(name, (start, length))
     if start + length > (path / file).stat().st_size:
         raise _MetadataError(f"{file} ends before {name}")
-    if info.get("transform_descriptors"):
-        descriptors = reprlib.repr(info.get("transform_descriptors"))
+    if storage_record.get("transform_descriptors"):
+        descriptors = reprlib.repr(storage_record.get("transform_descriptors"))
         raise _MetadataError(f"{name} is compressed ({descriptors})")
     return file, start, length
 
 
-def _require_attribute(record: Any, name: str, kind: type) -> Any:
-    """Return a record's attribute, or raise `_MetadataError` if its type is not `kind`."""
+def _require_attribute(record: Any, name: str, expected_type: type) -> Any:
+    """Return a record's attribute, or raise `_MetadataError` if its type is not `expected_type`."""
     value = record.get(name) if isinstance(record, _MetadataRecord) else None
-    if not isinstance(value, kind):
-        raise _MetadataError(f"{name} ({type(value).__name__}) must be a {kind.__name__}")
+    if not isinstance(value, expected_type):
+        raise _MetadataError(f"{name} ({type(value).__name__}) must be a {expected_type.__name__}")
     return value
 
 

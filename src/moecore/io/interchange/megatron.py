@@ -196,26 +196,26 @@ def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
     )
 
 
-def get_written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
+def get_export_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
     """Return the place in Megatron-Core's tensors to which a block is written."""
     is_stacked = not config.dense_layers  # all layers have equal shapes
     return next(_list_candidate_places(block, config, stacked=is_stacked))[0]
 
 
-def find_places(
-    block: MegatronBlock, shapes: Shapes, config: DecoderConfig
+def find_stored_tensors(
+    megatron_block: MegatronBlock, shapes: Shapes, config: DecoderConfig
 ) -> tuple[tuple[LayerPlace, ...], list[str]]:
     """Find a block among stored tensors with these shapes; return its places and error texts.
 
     There are two places if gate and up are separate tensors, and no place for a missing block.
     """
     for stacked in (True, False):
-        for places in _list_candidate_places(block, config, stacked=stacked):
+        for places in _list_candidate_places(megatron_block, config, stacked=stacked):
             num_dims = [(shapes.get(place.key), len(place.index)) for place in places]
-            if all(s is not None and len(s) == n + len(block.shape) for s, n in num_dims):
-                problems = (_find_shape_problem(place, block, shapes) for place in places)
+            if all(s is not None and len(s) == n + len(megatron_block.shape) for s, n in num_dims):
+                problems = (_find_shape_problem(place, megatron_block, shapes) for place in places)
                 return places, list(chain.from_iterable(problems))
-    place = get_written_place(block, config)
+    place = get_export_place(megatron_block, config)
     return (), [f"{place.key}{list(place.index) or ''} is missing"]
 
 

@@ -99,7 +99,7 @@ def upcycle_state_dict(
             children = ("gate_proj", "up_proj", "down_proj")
             *w1, w2 = (_pop_tensor(tensors, f"{name}.{child}.weight") for child in children)
             dense = {"w1": torch.stack(w1), "w2": w2}
-            moe_tensors = upcycle_mlp(dense, config=module.config, options=options, key=name)
+            moe_tensors = upcycle_mlp(dense, config=module.config, options=options, layer_name=name)
             tensors.update({f"{name}.{part}": tensor for part, tensor in moe_tensors.items()})
     result = {}
     for name, expected_tensor in skeleton.state_dict().items():
@@ -204,7 +204,7 @@ def upcycle_modules(
             fc2_bias="b2" in dense,
             **moe_fields,
         )
-        moe_tensors = upcycle_mlp(dense, config=config, options=options, key=name)
+        moe_tensors = upcycle_mlp(dense, config=config, options=options, layer_name=name)
         _check_same_output(name, mlp, dense, config)
         parts: dict[str, Any] = {"router": {}, "experts": {}}
         for tensor_name, tensor in moe_tensors.items():
@@ -273,25 +273,25 @@ def _read_mlp(name: str, mlp: nn.Module, names: MLPNames, activation: str) -> di
     return dense
 
 
-def _get_linear(name: str, mlp: nn.Module, child: str) -> nn.Linear:
-    """Return the `nn.Linear` with the name `child` in the MLP `name`, or raise ValueError."""
-    module = dict(mlp.named_modules()).get(child)
+def _get_linear(name: str, mlp: nn.Module, child_name: str) -> nn.Linear:
+    """Return the `nn.Linear` with the name `child_name` in the MLP `name`, or raise ValueError."""
+    module = dict(mlp.named_modules()).get(child_name)
     if not isinstance(module, nn.Linear):
         raise ValueError(
-            f"{name}.{child} ({type(module).__name__}) must be an nn.Linear of "
+            f"{name}.{child_name} ({type(module).__name__}) must be an nn.Linear of "
             f"{type(mlp).__name__}: name its matrices with MLPNames"
         )
     return module
 
 
-def _stack_gate_up(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
+def _stack_gate_up(name: str, parts: Sequence[Tensor], has_gate: bool) -> Tensor:
     """Return the gate and up tensors of the MLP `name` as one tensor [2, F, ...], detached.
 
-    `parts` has gate and up, [F, ...] each, or one fused tensor [2F, ...]. If `gated` is False, the
-    only tensor in `parts` is returned unchanged.
+    `parts` has gate and up, [F, ...] each, or one fused tensor [2F, ...]. If `has_gate` is False,
+    the only tensor in `parts` is returned unchanged.
     """
     parts = [part.detach() for part in parts]
-    if not gated:
+    if not has_gate:
         return parts[0]
     if len(parts) == 2:
         return torch.stack(parts)

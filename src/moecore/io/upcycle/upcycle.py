@@ -185,7 +185,7 @@ def compute_weight_sum(config: MoEConfig) -> float:
 
 
 def upcycle_mlp(
-    dense: Mapping[str, Tensor], *, config: MoEConfig, options: UpcycleOptions, key: str
+    dense: Mapping[str, Tensor], *, config: MoEConfig, options: UpcycleOptions, layer_name: str
 ) -> dict[str, Tensor]:
     """Convert a dense MLP's tensors to the tensors of an MoE layer with the same output at step 0.
 
@@ -195,7 +195,7 @@ def upcycle_mlp(
             one dtype on one device.
         config: the layer, from `UpcycleOptions.moe_config`.
         options: number and size of the experts.
-        key: name of the layer in its model; layers with the same key have equal routers.
+        layer_name: name of the layer in its model; layers of equal names have equal routers.
 
     Returns:
         New tensors with the names of a `MoELayer`, equal on every rank.
@@ -206,13 +206,13 @@ def upcycle_mlp(
     """
     check_arguments(upcycle_mlp, locals())
     check_upcycle(config, options)
-    _check_dense(dense, config, options, key)
+    _check_dense(dense, config, options, layer_name)
     X, G = options.expansion, options.granularity
     w1, w2_DF = dense["w1"], dense["w2"]
     scale = G / compute_weight_sum(config)  # as a Python number, so torch rounds once
     w2_GDf = w2_DF.unflatten(1, (G, -1)).movedim(1, 0)
     tensors = {
-        "router.weight": _sample_router_rows(config, options, key, like=w1),
+        "router.weight": _sample_router_rows(config, options, layer_name, like=w1),
         "experts.w1": _repeat_shards(_split_shards(w1, w1.ndim - 2, G), X),
         "experts.w2": _repeat_shards(w2_GDf, X) * scale,
     }
@@ -240,20 +240,21 @@ def _repeat_shards(w_Gx: Tensor, X: int) -> Tensor:
 
 
 def _sample_router_rows(
-    config: MoEConfig, options: UpcycleOptions, key: str, *, like: Tensor
+    config: MoEConfig, options: UpcycleOptions, layer_name: str, *, like: Tensor
 ) -> Tensor:
     """Return a random router weight [E, D], with equal rows in each virtual group.
 
-    `options.seed` and `key`, the layer's name, seed the numbers. `like` gives dtype and device.
+    `options.seed` and `layer_name`, the layer's name, seed the numbers. `like` gives dtype and
+    device.
     """
     std = _choose_router_std(config, options)
     if std < torch.finfo(like.dtype).tiny:
         raise ValueError(
-            f"router std ({std:.1e}) of {key} must be a normal number of its dtype ({like.dtype}): "
-            "convert the dense weights to torch.bfloat16 or torch.float32"
+            f"router std ({std:.1e}) of {layer_name} must be a normal number of its dtype "
+            f"({like.dtype}): convert the dense weights to torch.bfloat16 or torch.float32"
         )
     rows_XD = torch.empty(options.expansion, config.dim, dtype=torch.float32, device="cpu")
-    init_normal_(rows_XD, std=std, key=f"{key}.router.weight", seed=options.seed)
+    init_normal_(rows_XD, std=std, key=f"{layer_name}.router.weight", seed=options.seed)
     return rows_XD.to(like).repeat_interleave(options.granularity, dim=0)
 
 
@@ -273,7 +274,7 @@ def _choose_router_std(config: MoEConfig, options: UpcycleOptions) -> float:
 
 
 def _check_dense(
-    dense: Mapping[str, Tensor], config: MoEConfig, options: UpcycleOptions, key: str
+    dense: Mapping[str, Tensor], config: MoEConfig, options: UpcycleOptions, layer_name: str
 ) -> None:
     """Raise ValueError if the dense MLP's tensors have wrong names or shapes, or are sharded."""
     D, F = config.dim, config.hidden_dim * options.granularity
@@ -285,19 +286,19 @@ def _check_dense(
         shapes["b2"] = (D,)
     if dense.keys() != shapes.keys():
         raise ValueError(
-            f"dense weights {sorted(dense)} of {key} must be {sorted(shapes)}, as MoEConfig's "
-            "activation and biases say: match the two"
+            f"dense weights {sorted(dense)} of {layer_name} must be {sorted(shapes)}, as "
+            "MoEConfig's activation and biases say: match the two"
         )
     for name, tensor in dense.items():
         if isinstance(tensor, DTensor) or tensor.is_meta:
             kind = "a DTensor" if isinstance(tensor, DTensor) else "on meta"
             raise ValueError(
-                f"dense weight {name} ({kind}) of {key} must be a whole tensor with values: "
+                f"dense weight {name} ({kind}) of {layer_name} must be a whole tensor with values: "
                 "upcycle after loading and before parallelizing"
             )
         if tuple(tensor.shape) != shapes[name]:
             raise ValueError(
-                f"dense weight {name} {tuple(tensor.shape)} of {key} must have the shape "
+                f"dense weight {name} {tuple(tensor.shape)} of {layer_name} must have the shape "
                 f"{shapes[name]} that MoEConfig and UpcycleOptions give: use "
                 "UpcycleOptions.moe_config with the dense MLP's dims"
             )

@@ -69,16 +69,16 @@ class SizedFile:
                 "opened: do not change the files of a run"
             )
 
-    def read(self, start: int, count: int) -> bytes:
-        """Return the bytes [start, start + count); ValueError if the file has become shorter."""
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return the bytes [offset, offset + num_bytes); ValueError if the file is shorter."""
         parts: list[bytes] = []
         try:
-            while count > 0 and (part := os.pread(self._descriptor, count, start)):
+            while num_bytes > 0 and (part := os.pread(self._descriptor, num_bytes, offset)):
                 parts.append(part)
-                start, count = start + len(part), count - len(part)
+                offset, num_bytes = offset + len(part), num_bytes - len(part)
         except OSError as error:
             raise ValueError(f"{self.short_path} must be readable: {error.strerror}") from None
-        if count > 0:
+        if num_bytes > 0:
             current_size = os.fstat(self._descriptor).st_size
             raise ValueError(
                 f"{self.short_path} ({current_size} bytes) must have {self.size}, as when it was "
@@ -159,7 +159,7 @@ class JsonLines:
         """Return a document, a JSON object; skipped lines have no index."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        line = self._find_line(index)
+        line = self._find_line_idx(index)
         start, stop = self._starts[line : line + 2].tolist()
         document = _parse_line(self._file.read(start, stop - start))
         if not isinstance(document, dict):
@@ -171,19 +171,20 @@ class JsonLines:
 
     def location(self, index: int) -> str:
         """Return the file and the line of a document as text, for error messages."""
-        return f"{self._file.short_path} line {self._find_line(index) + 1}"
+        return f"{self._file.short_path} line {self._find_line_idx(index) + 1}"
 
-    def _find_line(self, index: int) -> int:
-        """Return the line number, from 0, of document `index`. Some lines have no document."""
-        return index + int(np.searchsorted(self._documents_before, index, side="right"))
+    def _find_line_idx(self, document_idx: int) -> int:
+        """Return the line number, from 0, of a document. Some lines have no document."""
+        num_gaps = np.searchsorted(self._documents_before, document_idx, side="right")
+        return document_idx + int(num_gaps)
 
-    def _raise_invalid_line(self, line: int, field: str | None) -> None:
-        """Raise a ValueError for line `line`, from 0, which is not an object with `field`."""
-        start, stop = self._starts[line : line + 2].tolist()
+    def _raise_invalid_line(self, line_idx: int, field: str | None) -> None:
+        """Raise a ValueError for line `line_idx`, from 0, which is not an object with `field`."""
+        start, stop = self._starts[line_idx : line_idx + 2].tolist()
         text = self._file.read(start, min(stop - start, 200)).decode(errors="replace")
         expected_form = "a JSON object" if field is None else f"a JSON object with {quote(field)}"
         raise ValueError(
-            f"{self._file.short_path} line {line + 1} must be {expected_form}, not "
+            f"{self._file.short_path} line {line_idx + 1} must be {expected_form}, not "
             f"{quote(strip_line(text))} (broken lines: {self.num_invalid}, empty lines: "
             f"{self.num_empty}): mend it, replace it by an empty line, which keeps the "
             "number of lines, or set skip_invalid"
@@ -199,13 +200,15 @@ class _LineRange(NamedTuple):
     checksums: array[int]  # CRC-32 of each document's line
 
 
-def _concatenate_line_numbers(numbers: list[array[int]], firsts: list[int]) -> Integers:
+def _concatenate_line_numbers(
+    range_line_numbers: list[array[int]], range_first_lines: list[int]
+) -> Integers:
     """Convert line numbers in byte ranges to line numbers in the file; return int64 [numbers].
 
-    `numbers[i]` are line numbers in range i. `firsts[i]` is the number in the file of the first
-    line that begins in range i.
+    `range_line_numbers[i]` are line numbers in range i. `range_first_lines[i]` is the number in the
+    file of the first line that begins in range i.
     """
-    pairs = zip(numbers, firsts, strict=True)
+    pairs = zip(range_line_numbers, range_first_lines, strict=True)
     return np.concatenate([np.frombuffer(part, np.int64) + first for part, first in pairs])
 
 
@@ -220,11 +223,11 @@ def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
     cores = len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdecimal() else 1)
     processes, label = min(cores, len(tasks)), f"reading {file.short_path}"
     if processes < 2 or multiprocessing.current_process().daemon:  # a daemon has no children
-        return [_parse_part(task) for task in track_progress(tasks, label, unit="parts")]
+        return [_parse_file_part(task) for task in track_progress(tasks, label, unit="parts")]
     context = multiprocessing.get_context("fork")
     try:
         with ProcessPoolExecutor(processes, mp_context=context) as pool:
-            parts = pool.map(_parse_part, tasks)
+            parts = pool.map(_parse_file_part, tasks)
             return list(track_progress(parts, label, total=len(tasks), unit="parts"))
     except BrokenProcessPool:
         raise ValueError(
@@ -233,11 +236,13 @@ def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
         ) from None
 
 
-def _parse_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
+def _parse_file_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
     """Return the lines that begin in the `PART` bytes of a task (file, first byte, field)."""
     file, first, field = task
     part = _LineRange(array("q"), array("q"), array("q"), array("I"))
-    for number, (start, line) in enumerate(_read_lines(file, first, min(first + PART, file.size))):
+    for number, (start, line) in enumerate(
+        _iterate_lines(file, first, min(first + PART, file.size))
+    ):
         part.starts.append(start)
         content = _parse_line(line)
         if content is _EMPTY:
@@ -251,24 +256,24 @@ def _parse_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
     return part
 
 
-def _read_lines(file: SizedFile, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """Yield (first byte, bytes without line end) of each line that begins in [first, stop)."""
-    start, fragments = first, list[bytes]()  # the incomplete line
-    is_inside = first > 0 and file.read(first - 1, 1) != b"\n"  # a line of the previous part
-    for position in range(first, file.size, CHUNK):
-        if start >= stop:
+def _iterate_lines(file: SizedFile, first_byte: int, stop_byte: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (first byte, bytes without line end) of lines that begin in [first_byte, stop_byte)."""
+    start, fragments = first_byte, list[bytes]()  # the incomplete line
+    is_inside = first_byte > 0 and file.read(first_byte - 1, 1) != b"\n"  # the previous part's line
+    for position in range(first_byte, file.size, CHUNK):
+        if start >= stop_byte:
             return
         *ends, rest = file.read(position, min(CHUNK, file.size - position)).split(b"\n")
         for end in ends:
             line = b"".join([*fragments, end])
             fragments.clear()
-            if start >= stop:
+            if start >= stop_byte:
                 return
             if not is_inside:
                 yield start, line
             start, is_inside = start + len(line) + 1, False
         fragments.append(rest)
-    if start < stop and not is_inside and start < file.size:
+    if start < stop_byte and not is_inside and start < file.size:
         yield start, b"".join(fragments)
 
 

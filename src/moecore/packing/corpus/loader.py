@@ -25,7 +25,18 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from moecore.base.fields import Count, CountOrZero, check_arguments, quote
 from moecore.base.rank_checks import gather_objects
 from moecore.packing.collate import PackedBatch, Rows, build_batch
-from moecore.packing.corpus.documents import (
+from moecore.packing.corpus.files import shorten_text
+from moecore.packing.corpus.partitions import Partition, RowShape
+from moecore.packing.corpus.position import (
+    Cursors,
+    check_equal_facts,
+    check_stream_document_counts,
+    collect_facts,
+    hash_position,
+    merge_states,
+    parse_state,
+)
+from moecore.packing.corpus.sources import (
     CorpusError,
     CorpusOptions,
     CorpusSource,
@@ -34,18 +45,7 @@ from moecore.packing.corpus.documents import (
     OrderedDocuments,
     StreamedDocuments,
 )
-from moecore.packing.corpus.files import shorten_text
-from moecore.packing.corpus.partitions import Partition, RowShape
-from moecore.packing.corpus.position import (
-    Cursors,
-    check_ranks,
-    check_state,
-    check_stream_document_counts,
-    collect_facts,
-    hash_position,
-    merge_positions,
-)
-from moecore.packing.documents import hash_parts
+from moecore.packing.documents import hash_values
 
 PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one partition
 
@@ -82,16 +82,16 @@ class RankBatches(IterableDataset[Any]):
         """
         self._first, self._cursors, self._lengths = row, dict(cursors), dict(lengths)
 
-    def get_facts(self) -> dict[str, Any]:
-        """Return `collect_facts` of this dataset, computed once."""
+    def get_option_facts(self) -> dict[str, Any]:
+        """Return the options and source properties that decide the rows, by name (cached)."""
         if self._facts is None:
             self._facts = collect_facts(self.sources, self._options)
         return self._facts
 
-    def collect_rank_facts(self) -> dict[str, Any]:
+    def collect_facts_of_rank(self) -> dict[str, Any]:
         """Return all values that must be equal on the data ranks, by name."""
         return {
-            **self.get_facts(),
+            **self.get_option_facts(),
             **{f"weight of {s.name}": s.weight for s in self.sources},
             "vocab_size": self._options.vocab_size,
             "partitions": self.partitions,
@@ -114,7 +114,7 @@ class RankBatches(IterableDataset[Any]):
         partition_ids = self._find_worker_partitions(worker, workers)
         readers: dict[str, DocumentReader] = {}
         for i, source in enumerate(self.sources):
-            documents = self._order_documents(i, source, partition_ids)
+            documents = self._make_ordered_documents(i, source, partition_ids)
             readers[source.name] = DocumentReader(source, documents, self._options.vocab_size)
         partitions: dict[int, Partition] = {}
         for number in range(worker, 2**62, workers):
@@ -125,51 +125,55 @@ class RankBatches(IterableDataset[Any]):
                 if partition_id not in partitions:
                     partitions[partition_id] = self._make_partition(partition_id, readers)
                 while partitions[partition_id].rows < row // self.partitions:
-                    partitions[partition_id].next()  # another rank's or worker's row
-                rows.append(partitions[partition_id].next())
+                    partitions[partition_id].make_next_row()  # another rank's or worker's row
+                rows.append(partitions[partition_id].make_next_row())
             batch_ids = {row % self.partitions for row in row_ids}
             cursors = {n: partitions[n].cursors for n in batch_ids}
             lengths = {name: reader.documents.length for name, reader in readers.items()}
             yield self._collate(rows), cursors, lengths
 
-    def _make_partition(self, number: int, readers: Mapping[str, DocumentReader]) -> Partition:
-        """Return partition `number` at its start position; `readers` has source names as keys."""
+    def _make_partition(
+        self, partition_id: int, readers: Mapping[str, DocumentReader]
+    ) -> Partition:
+        """Return a partition at its start position; `readers` has source names as keys."""
         options = self._options
         return Partition(
-            number,
+            partition_id,
             readers,
             {source.name: source.weight for source in self.sources},
-            self._cursors.get(number),
+            self._cursors.get(partition_id),
             rule=options.documents,
             shape=RowShape(options.row_tokens, options.multiple, options.window),
             partitions=self.partitions,
             seed=options.seed,
         )
 
-    def _find_row_index(self, number: int, place: int) -> int:
-        """Return the row of the run that is row `place` of this rank's batch `number`."""
-        return self._first + (number * self.data_ranks + self.data_rank) * self.rows + place
+    def _find_row_index(self, batch_idx: int, row_idx: int) -> int:
+        """Return the row of the run that is row `row_idx` of this rank's batch `batch_idx`."""
+        return self._first + (batch_idx * self.data_ranks + self.data_rank) * self.rows + row_idx
 
-    def _find_worker_partitions(self, worker: int, workers: int) -> frozenset[int]:
-        """Return the indices of the partitions that worker `worker` of `workers` reads."""
-        period = self.partitions // math.gcd(self.partitions, workers * self.data_ranks * self.rows)
-        numbers = range(worker, worker + period * workers, workers)
+    def _find_worker_partitions(self, worker_idx: int, num_workers: int) -> frozenset[int]:
+        """Return the indices of the partitions that worker `worker_idx` of `num_workers` reads."""
+        period = self.partitions // math.gcd(
+            self.partitions, num_workers * self.data_ranks * self.rows
+        )
+        numbers = range(worker_idx, worker_idx + period * num_workers, num_workers)
         return frozenset(
             self._find_row_index(n, b) % self.partitions for n in numbers for b in range(self.rows)
         )
 
-    def _order_documents(
-        self, place: int, source: CorpusSource, partition_ids: frozenset[int]
+    def _make_ordered_documents(
+        self, source_idx: int, source: CorpusSource, partition_ids: frozenset[int]
     ) -> OrderedDocuments:
         """Return the documents of `source` by ordinal, for the partitions `partition_ids`.
 
-        `place` is the index of the source in `sources`.
+        `source_idx` is the index of the source in `sources`.
         """
         options = self._options
-        key = hash_parts(options.seed, "order", source.name) if options.shuffle else None
+        key = hash_values(options.seed, "order", source.name) if options.shuffle else None
         if source.is_indexed:
             return IndexedDocuments(source.documents, key, partitions=self.partitions)
-        cursors = {n: of_sources[place] for n, of_sources in self._cursors.items()}
+        cursors = {n: of_sources[source_idx] for n, of_sources in self._cursors.items()}
         starts = (cursors[n].ordinal if n in cursors else n for n in partition_ids)
         read = (cursor.ordinal for cursor in cursors.values() if cursor.rows)
         return StreamedDocuments(
@@ -206,7 +210,7 @@ class PositionedLoader(Generic[Batch]):
 
     def __next__(self) -> Batch:
         """Return the next batch and move the position behind it."""
-        self._compare_ranks()
+        self._check_ranks_agree()
         if self._batch_iterator is None:
             self._batch_iterator = self._start_workers()
         batch, cursors, lengths = self._receive_batch(self._batch_iterator)
@@ -220,14 +224,14 @@ class PositionedLoader(Generic[Batch]):
         result: Batch = batch
         return result
 
-    def _compare_ranks(self) -> None:
+    def _check_ranks_agree(self) -> None:
         """Raise a CorpusError if sources, options or positions of ranks differ. Collective once."""
         if self._has_checked_ranks:
             return
         if self._data_ranks > 1:
-            local_facts = self._batches.collect_rank_facts(), self._batches.data_rank
+            local_facts = self._batches.collect_facts_of_rank(), self._batches.data_rank
             facts, numbers = zip(*gather_objects(local_facts, self._group), strict=True)
-            check_ranks(facts)
+            check_equal_facts(facts)
             missing = set(range(self._batches.data_ranks)) - set(numbers)
             if missing and dist.is_initialized():
                 ranks = f"{min(missing)}, because data_ranks is {self._batches.data_ranks}"
@@ -286,9 +290,9 @@ class PositionedLoader(Generic[Batch]):
         """
         local_state = self._make_state(self._cursors)
         states = gather_objects(local_state) if self._batches.data_ranks > 1 else [local_state]
-        check_ranks([{**state["facts"], "rows taken": state["rows"]} for state in states])
+        check_equal_facts([{**state["facts"], "rows taken": state["rows"]} for state in states])
         check_stream_document_counts([state["lengths"] for state in states])
-        return merge_positions([self._make_state(self._loaded), *states])
+        return merge_states([self._make_state(self._loaded), *states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a loader with the same sources and options.
@@ -300,7 +304,7 @@ class PositionedLoader(Generic[Batch]):
             ValueError: if the state has other sources or options, or is no `state_dict()`.
         """
         check_arguments(PositionedLoader.load_state_dict, locals())
-        position = check_state(state, self._batches.get_facts(), self._batches.sources)
+        position = parse_state(state, self._batches.get_option_facts(), self._batches.sources)
         self._batches.partitions = position.partitions
         self._rows, self._lengths = position.rows, position.lengths
         self._cursors, self._last, self._loaded = {}, {}, position.cursors
@@ -314,7 +318,7 @@ class PositionedLoader(Generic[Batch]):
             "partitions": self._batches.partitions,
             "cursors": [[n, [list(cursor) for cursor in cursors[n]]] for n in sorted(cursors)],
             "lengths": self._lengths,
-            "facts": self._batches.get_facts(),
+            "facts": self._batches.get_option_facts(),
         }
 
 

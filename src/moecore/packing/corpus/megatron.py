@@ -89,9 +89,9 @@ class MegatronDocuments:
         """Return the token ids of a document, the concatenated ids of its sequences."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self)}")
-        first, stop = self._read_entries(self._borders, "<i8", document, 2).tolist()
-        sizes = self._read_entries(self._sizes, "<i4", first, stop - first).tolist()
-        starts = self._read_entries(self._starts, "<i8", first, stop - first).tolist()
+        first, stop = self._read_index_entries(self._borders, "<i8", document, 2).tolist()
+        sizes = self._read_index_entries(self._sizes, "<i4", first, stop - first).tolist()
+        starts = self._read_index_entries(self._starts, "<i8", first, stop - first).tolist()
         parts = [
             np.frombuffer(self._ids.read(start, size * self._dtype.itemsize), self._dtype)
             for start, size in zip(starts, sizes, strict=True)
@@ -102,37 +102,41 @@ class MegatronDocuments:
         """Return the file and the number of a document as text, for error messages."""
         return f"{self._prefix}.bin document {document}"
 
-    def _read_entries(self, start: int, dtype: str, first: int, count: int) -> np.ndarray[Any, Any]:
-        """Return entries [first, first + count) of the array of `dtype` at byte `start`.
+    def _read_index_entries(
+        self, array_offset: int, dtype: str, first_entry: int, num_entries: int
+    ) -> np.ndarray[Any, Any]:
+        """Return entries [first_entry, first_entry + num_entries) of an array of PREFIX.idx.
 
-        The array is in PREFIX.idx.
+        The array has `dtype` and begins at byte `array_offset`.
         """
         width = np.dtype(dtype).itemsize
-        return np.frombuffer(self._index.read(start + first * width, count * width), dtype)
+        return np.frombuffer(
+            self._index.read(array_offset + first_entry * width, num_entries * width), dtype
+        )
 
-    def _check_document_starts(self, sequences: int, borders: int, digest: Any) -> None:
-        """Raise a ValueError unless document starts ascend from 0 to `sequences`.
+    def _check_document_starts(self, num_sequences: int, num_starts: int, digest: Any) -> None:
+        """Raise a ValueError unless document starts ascend from 0 to `num_sequences`.
 
-        `borders` is the number of document starts. `digest` is updated with the document starts.
+        `num_starts` is the number of document starts. `digest` is updated with the document starts.
         """
         last = 0
-        for first, count in _split_into_blocks(borders):
-            block = self._read_entries(self._borders, "<i8", first, count)
+        for first, count in _split_into_blocks(num_starts):
+            block = self._read_index_entries(self._borders, "<i8", first, count)
             digest.update(block)
             if (not first and block[0]) or block[0] < last or (block[1:] < block[:-1]).any():
                 last = -1
                 break
             last = int(block[-1])
-        if not borders or last != sequences:
-            relation = f"must have documents that ascend from sequence 0 to {sequences}"
+        if not num_starts or last != num_sequences:
+            relation = f"must have documents that ascend from sequence 0 to {num_sequences}"
             raise ValueError(f"{self._prefix}.idx {relation}: make it anew")
 
-    def _check_sequences(self, sequences: int, digest: Any) -> None:
-        """Raise a ValueError unless all `sequences` are inside PREFIX.bin; update `digest`."""
+    def _check_sequences(self, num_sequences: int, digest: Any) -> None:
+        """Raise a ValueError unless all `num_sequences` are inside PREFIX.bin; update `digest`."""
         stop = 0
-        for first, count in _split_into_blocks(sequences):
-            sizes = self._read_entries(self._sizes, "<i4", first, count)
-            starts = self._read_entries(self._starts, "<i8", first, count)
+        for first, count in _split_into_blocks(num_sequences):
+            sizes = self._read_index_entries(self._sizes, "<i4", first, count)
+            starts = self._read_index_entries(self._starts, "<i8", first, count)
             digest.update(sizes)
             digest.update(starts)
             minimum = min(sizes.min(), starts.min())
@@ -149,7 +153,7 @@ class MegatronDocuments:
             )
 
 
-def _split_into_blocks(count: int) -> Iterator[tuple[int, int]]:
-    """Yield (first entry, number of entries) for blocks of an array with `count` entries."""
-    for first in range(0, count, BLOCK):
-        yield first, min(BLOCK, count - first)
+def _split_into_blocks(num_entries: int) -> Iterator[tuple[int, int]]:
+    """Yield (first entry, number of entries) for blocks of an array with `num_entries` entries."""
+    for first in range(0, num_entries, BLOCK):
+        yield first, min(BLOCK, num_entries - first)

@@ -25,8 +25,8 @@ from typing_extensions import override
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.bins import pack_lengths
 from moecore.packing.collate import Piece
-from moecore.packing.corpus.documents import BITS_64, DocumentReader, Rule
-from moecore.packing.documents import Integers, cut_lengths, hash_parts
+from moecore.packing.corpus.sources import BITS_64, DocumentReader, Rule
+from moecore.packing.documents import Integers, cut_lengths, hash_values
 
 
 class Cursor(NamedTuple):
@@ -49,20 +49,20 @@ class RowPacker(ABC):
         self.cursor = cursor
 
     @abstractmethod
-    def next(self) -> list[Piece]:
+    def make_next_row(self) -> list[Piece]:
         """Return the document pieces of the next row, and advance `cursor`."""
 
-    def _check_unchanged(self, tokens: int, end: int) -> None:
+    def _check_window_unchanged(self, num_tokens: int, max_offset: int) -> None:
         """Raise a CorpusError if the resumed document or window has changed.
 
-        `tokens` is the number of tokens of the document or window. `end` is the largest possible
-        `cursor.offset`.
+        `num_tokens` is the number of tokens of the document or window. `max_offset` is the largest
+        possible `cursor.offset`.
         """
         cursor = self.cursor
-        if cursor.rows and (tokens != cursor.tokens or cursor.offset > end):
+        if cursor.rows and (num_tokens != cursor.tokens or cursor.offset > max_offset):
             self._documents.raise_error(
-                f"the document or its window ({tokens} tokens) must have {cursor.tokens}, as when "
-                "the position was saved: use the files and the tokenizer of that run"
+                f"the document or its window ({num_tokens} tokens) must have {cursor.tokens}, as "
+                "when the position was saved: use the files and the tokenizer of that run"
             )
 
 
@@ -72,13 +72,13 @@ class SplitPacker(RowPacker):
     _document: Integers | None = None
 
     @override
-    def next(self) -> list[Piece]:
+    def make_next_row(self) -> list[Piece]:
         """Return the next row: consecutive documents, cut at the end of the row."""
         rows, ordinal, offset, credit, _ = self.cursor
         document = self._document
         if document is None:
             document = self._documents(ordinal)
-            self._check_unchanged(len(document), len(document))
+            self._check_window_unchanged(len(document), len(document))
         pieces: list[Piece] = []
         remaining = self._shape.tokens
         while remaining:
@@ -101,24 +101,26 @@ class WholePacker(RowPacker):
     _window: _Window | None = None
 
     @override
-    def next(self) -> list[Piece]:
+    def make_next_row(self) -> list[Piece]:
         """Return the next row of the window; after the last row, start the next window."""
         rows, ordinal, offset, credit, _ = self.cursor
         window = self._window
         if window is None:
             window = self._read_window(ordinal)
-            self._check_unchanged(window.tokens, len(window))
+            self._check_window_unchanged(window.tokens, len(window))
         while offset >= len(window):
             ordinal, offset = ordinal + self._partitions * self._shape.window, 0
             self._window = None  # frees the window before the next window is read
             window = self._read_window(ordinal)
         self._window = window
         self.cursor = Cursor(rows + 1, ordinal, offset + 1, credit, window.tokens)
-        return window.get_row(offset)
+        return window.make_row(offset)
 
-    def _read_window(self, first: int) -> _Window:
-        """Return the window of this partition's documents that begins at ordinal `first`."""
-        ordinals = range(first, first + self._partitions * self._shape.window, self._partitions)
+    def _read_window(self, first_ordinal: int) -> _Window:
+        """Return the window of this partition's documents from `first_ordinal` on."""
+        ordinals = range(
+            first_ordinal, first_ordinal + self._partitions * self._shape.window, self._partitions
+        )
         return _Window([self._documents(ordinal) for ordinal in ordinals], self._shape)
 
 
@@ -138,13 +140,13 @@ class _Window:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def get_row(self, number: int) -> list[Piece]:
-        """Return the document pieces that are packed into row `number` of the window."""
-        pieces = self._rows[int(self._order[number])]
+    def make_row(self, row_idx: int) -> list[Piece]:
+        """Return the document pieces that are packed into row `row_idx` of the window."""
+        pieces = self._rows[int(self._order[row_idx])]
         numbers, starts = self._document[pieces].tolist(), self._start[pieces].tolist()
         return [
-            cut_piece(self._documents[number], start, start + self._row_tokens)
-            for number, start in zip(numbers, starts, strict=True)
+            cut_piece(self._documents[document_idx], start, start + self._row_tokens)
+            for document_idx, start in zip(numbers, starts, strict=True)
         ]
 
 
@@ -190,7 +192,7 @@ class Partition:
         seed: int,
     ) -> None:
         packer: type[RowPacker] = SplitPacker if rule == "split" else WholePacker
-        phases = [hash_parts(seed, "phase", name, number) / BITS_64 for name in documents]
+        phases = [hash_values(seed, "phase", name, number) / BITS_64 for name in documents]
         mean, total = sum(phases) / len(phases), sum(weights.values())
         starts = cursors or [Cursor(0, number, 0, phase - mean, 0) for phase in phases]
         self._sources = [
@@ -209,11 +211,11 @@ class Partition:
         """The number of rows that the partition has produced."""
         return sum(cursor.rows for cursor in self.cursors)
 
-    def next(self) -> list[Piece]:
+    def make_next_row(self) -> list[Piece]:
         """Return the pieces of the next row, all from one source, and advance the cursors."""
         credits = [c.credit + w for c, w in zip(self.cursors, self._shares, strict=True)]
         source_idx = int(np.argmax(credits))
-        pieces = self._sources[source_idx].next()
+        pieces = self._sources[source_idx].make_next_row()
         for i, source in enumerate(self._sources):
             source.cursor = source.cursor._replace(credit=credits[i] - (i == source_idx))
         return pieces

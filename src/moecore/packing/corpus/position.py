@@ -17,15 +17,15 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from moecore.base.fields import Bound, check_value, quote
-from moecore.packing.corpus.documents import (
+from moecore.packing.corpus.files import shorten_text
+from moecore.packing.corpus.partitions import Cursor
+from moecore.packing.corpus.sources import (
     CorpusError,
     CorpusOptions,
     CorpusSource,
     Partitions,
     tokenize_document,
 )
-from moecore.packing.corpus.files import shorten_text
-from moecore.packing.corpus.partitions import Cursor
 
 SAMPLED = 16  # documents of a source whose tokens are a fact
 SAMPLED_TOKENS = 1 << 20  # no further document is tokenized after this number of tokens
@@ -102,7 +102,7 @@ def hash_position(cursors: Cursors, lengths: Mapping[str, int | None]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
+def check_equal_facts(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
     """Raise a CorpusError if `collect_facts` of ranks differ; `facts_of_ranks[i]` is rank i's."""
     for name in facts_of_ranks[0]:
         values = [facts.get(name) for facts in facts_of_ranks]
@@ -134,7 +134,7 @@ def check_stream_document_counts(lengths_of_ranks: Sequence[Mapping[str, int | N
                 )
 
 
-def merge_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the merged state of ranks: each partition has the cursors with the most rows."""
     furthest: dict[int, list[list[float]]] = {}
     lengths: dict[str, int | None] = {}
@@ -150,7 +150,7 @@ def merge_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def check_state(
+def parse_state(
     state: Mapping[str, Any], facts: Mapping[str, Any], sources: Sequence[CorpusSource]
 ) -> Position:
     """Return the position in a `state_dict` of a loader with these facts and sources.
@@ -204,12 +204,12 @@ def _check_facts(state_facts: Mapping[str, Any], facts: Mapping[str, Any]) -> No
 
 
 def _parse_cursors(
-    entry: Any, partitions: int, step: int, num_sources: int
+    entry: Any, num_partitions: int, ordinal_step: int, num_sources: int
 ) -> tuple[int, list[Cursor]]:
     """Return partition and cursors of an entry of state["cursors"]; ValueError if invalid.
 
-    `partitions` and `num_sources` are total numbers. `step` is the difference of two consecutive
-    ordinals of a partition.
+    `num_partitions` and `num_sources` are total numbers. `ordinal_step` is the difference of two
+    consecutive ordinals of a partition.
     """
     credit = Annotated[float, Bound(">=", -num_sources - 1), Bound("<=", num_sources + 1)]
     kinds: tuple[Any, ...] = (Number, Number, Number, credit, Number)
@@ -222,9 +222,9 @@ def _parse_cursors(
         check_value("partition", number, Number)
     except (TypeError, ValueError):
         raise ValueError(f"state['cursors'] ({quote(entry)}) {_NO_STATE}") from None
-    is_valid = len(cursors) == num_sources and number < partitions
+    is_valid = len(cursors) == num_sources and number < num_partitions
     for cursor in cursors:
-        is_place = cursor.ordinal >= number and (cursor.ordinal - number) % step == 0
+        is_place = cursor.ordinal >= number and (cursor.ordinal - number) % ordinal_step == 0
         # A source without rows is at its start. A packer compares tokens of other sources only.
         is_start = (cursor.ordinal, cursor.offset, cursor.tokens) == (number, 0, 0)
         is_valid &= is_place and (cursor.rows > 0 or is_start) and cursor.offset <= cursor.tokens
@@ -233,18 +233,18 @@ def _parse_cursors(
     return number, cursors
 
 
-def _check_row_counts(cursors: Cursors, rows: int, partitions: int) -> None:
-    """Raise a ValueError unless each partition has its share of the run's first `rows` rows.
+def _check_row_counts(cursors: Cursors, num_rows: int, num_partitions: int) -> None:
+    """Raise a ValueError unless each partition has its share of the run's first `num_rows` rows.
 
-    `cursors` has partition numbers as keys. `partitions` is the number of partitions.
+    `cursors` has partition numbers as keys. `num_partitions` is the number of partitions.
     """
-    for number in {*range(min(rows, partitions)), *cursors}:
-        expected_rows = max(0, -(-(rows - number) // partitions))
-        num_rows = sum(cursor.rows for cursor in cursors.get(number, []))
-        if num_rows != expected_rows:
+    for number in {*range(min(num_rows, num_partitions)), *cursors}:
+        expected_rows = max(0, -(-(num_rows - number) // num_partitions))
+        cursor_rows = sum(cursor.rows for cursor in cursors.get(number, []))
+        if cursor_rows != expected_rows:
             raise ValueError(
-                f"state['cursors'] ({num_rows} rows of partition {number}) must have "
-                f"{expected_rows}, as of {rows} rows in {partitions} partitions: pass the "
+                f"state['cursors'] ({cursor_rows} rows of partition {number}) must have "
+                f"{expected_rows}, as of {num_rows} rows in {num_partitions} partitions: pass the "
                 "state_dict() of all data ranks"
             )
 

@@ -33,8 +33,8 @@ from moecore.packing.collate import (
     get_length_multiple,
     read_document,
 )
-from moecore.packing.corpus.documents import CorpusError, CorpusOptions, CorpusSource
 from moecore.packing.corpus.loader import PositionedLoader, RankBatches, check_sources
+from moecore.packing.corpus.sources import CorpusError, CorpusOptions, CorpusSource
 from moecore.packing.documents import Document, DocumentCost, MeasuredCost
 from moecore.packing.schedule import DEFAULT_COST, DocumentGroup, schedule_documents
 
@@ -97,7 +97,7 @@ class ScheduledBatch:
         shared |= {"use_cache": False} if transformers else {}
         inputs: list[dict[str, Any]] = []
         for batch, cp in zip(self.micro_batches, self.cps, strict=True):
-            tensors = {name: _move_tensor(batch[key], device) for name, key in names.items()}  # type: ignore[literal-required]
+            tensors = {name: _move_if_tensor(batch[key], device) for name, key in names.items()}  # type: ignore[literal-required]
             inputs.append(tensors | shared | {"cp": cp})
         return inputs
 
@@ -141,11 +141,11 @@ class ScheduledCollator(CheckedRecord):
     def _rules(self) -> Rules:
         if self.data_rank >= self.data_ranks:
             yield "data_rank", f"be < data_ranks ({self.data_ranks}): take both from the meshes"
-        if self.largest > 1 and self.max_tokens % 2:
+        if self.max_group_ranks > 1 and self.max_tokens % 2:
             yield "max_tokens", "be even: cp ranks hold two chunks"
 
     @property
-    def largest(self) -> int:
+    def max_group_ranks(self) -> int:
         """The number of ranks of the largest group."""
         return min(self.data_ranks & -self.data_ranks, self.cost.max_cp or self.data_ranks)
 
@@ -183,7 +183,7 @@ class ScheduledCollator(CheckedRecord):
         for piece in pieces:
             digest.update(piece.ids.tobytes())
             digest.update(b"" if piece.labels is None else piece.labels.tobytes())
-        multiple = get_length_multiple(self.largest)
+        multiple = get_length_multiple(self.max_group_ranks)
         longest = -(-max(lengths) // multiple) * multiple
         return ScheduledBatch(
             micro_batches=tuple(self._make_micro_batch(group, pieces, longest) for group in groups),
@@ -199,21 +199,25 @@ class ScheduledCollator(CheckedRecord):
         return self.schedule_pieces([piece for row in rows for piece in row])
 
     def _make_micro_batch(
-        self, group: DocumentGroup, pieces: Sequence[Piece], longest: int
+        self, group: DocumentGroup, pieces: Sequence[Piece], max_padding_tokens: int
     ) -> PackedBatch:
-        """Return a group's documents as one row; padding documents have <= `longest` tokens."""
+        """Return a group's documents as one row.
+
+        A padding document has at most `max_padding_tokens` tokens, because a longer one could
+        exceed the model's positions.
+        """
         tokens = min(self.max_tokens, max(1, -(-group.tokens // TILE)) * TILE)
         return build_batch(
             [[pieces[i] for i in group.documents]],
             row_tokens=tokens * group.cp,
             multiple=get_length_multiple(group.cp),
-            longest=longest,  # a longer padding document could exceed the model's positions
+            max_padding_tokens=max_padding_tokens,
         )
 
 
-def _move_tensor(x: Any, device: torch.device | str) -> Any:
+def _move_if_tensor(value: Any, device: torch.device | str) -> Any:
     """Return a tensor's copy on a device, or another value as it is."""
-    return copy_to_device(x, device) if isinstance(x, Tensor) else x
+    return copy_to_device(value, device) if isinstance(value, Tensor) else value
 
 
 class ScheduledLoader(PositionedLoader[ScheduledBatch]):
@@ -279,7 +283,8 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
 
 def _check_row_tokens(options: CorpusOptions, collator: ScheduledCollator) -> None:
     """Raise a ValueError if `multiple` is not 1, or the largest group cannot compute a full row."""
-    largest, row_tokens, max_tokens = collator.largest, options.row_tokens, collator.max_tokens
+    largest, max_tokens = collator.max_group_ranks, collator.max_tokens
+    row_tokens = options.row_tokens
     if options.multiple > 1:
         relation = "must be 1: groups pad to their own cp"
         raise ValueError(f"CorpusOptions.multiple ({options.multiple}) {relation}")

@@ -28,7 +28,7 @@ import numpy as np
 
 from moecore.base.fields import Bound, CheckedRecord, Count, Positive, Rules, Seed, quote
 from moecore.packing.corpus.files import shorten_text
-from moecore.packing.documents import Integers, hash_parts
+from moecore.packing.documents import Integers, hash_values
 
 MAX_PARTITIONS = 1 << 20  # each rank keeps a list of the partitions that it reads
 EMPTY_IN_TURN = 100_000  # more consecutive documents without tokens are an error
@@ -117,9 +117,9 @@ BITS_64 = 2**64 - 1
 DocumentRead = tuple[int, Callable[[], Any]]  # a document's index, and a function that reads it
 
 
-def permute_index(index: int, count: int, key: int) -> int:
-    """Return entry `index` of a pseudo-random permutation of 0 .. count - 1 with this key."""
-    half = max(1, -(-(count - 1).bit_length() // 2))
+def permute_index(index: int, num_items: int, key: int) -> int:
+    """Return entry `index` of a pseudo-random permutation of 0 .. num_items - 1 with this key."""
+    half = max(1, -(-(num_items - 1).bit_length() // 2))
     mask = (1 << half) - 1
     while True:
         high_bits, low_bits = index >> half, index & mask
@@ -127,24 +127,25 @@ def permute_index(index: int, count: int, key: int) -> int:
             hashed = _hash_integer(key + number * BITS_64 // ROUNDS + low_bits)
             high_bits, low_bits = low_bits, high_bits ^ (hashed & mask)
         index = high_bits << half | low_bits
-        if index < count:
+        if index < num_items:
             return index
 
 
-def _hash_integer(number: int) -> int:
-    """Return a 64-bit hash of a number (the finalizer of splitmix64)."""
-    number &= BITS_64
-    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & BITS_64
-    number = (number ^ number >> 27) * 0x94D049BB133111EB & BITS_64
-    return number ^ number >> 31
+def _hash_integer(integer: int) -> int:
+    """Return a 64-bit hash of an integer (the finalizer of splitmix64)."""
+    integer &= BITS_64
+    integer = (integer ^ integer >> 30) * 0xBF58476D1CE4E5B9 & BITS_64
+    integer = (integer ^ integer >> 27) * 0x94D049BB133111EB & BITS_64
+    return integer ^ integer >> 31
 
 
-def find_first_document(ordinal: int, count: int, partitions: int) -> int:
+def find_epoch_start(ordinal: int, num_documents: int, num_partitions: int) -> int:
     """Return the index of the first document of an ordinal's epoch if documents are not shuffled.
 
-    `count` is the number of documents. The module docstring has an example.
+    `num_documents` is the number of documents. The module docstring has an example.
     """
-    return ordinal // math.lcm(count, partitions) % math.gcd(count, partitions)
+    counts = num_documents, num_partitions
+    return ordinal // math.lcm(*counts) % math.gcd(*counts)
 
 
 class IndexedDocuments:
@@ -157,14 +158,14 @@ class IndexedDocuments:
         self._documents, self._key, self.length = documents, key, len(documents)
         self._partitions = partitions
 
-    def take(self, ordinal: int) -> DocumentRead:
+    def find_document(self, ordinal: int) -> DocumentRead:
         """Return the index of an ordinal's document, and a function that reads the document."""
         epoch, index = divmod(ordinal, self.length)
         if self._key is None:
-            first = find_first_document(ordinal, self.length, self._partitions)
+            first = find_epoch_start(ordinal, self.length, self._partitions)
             index = (index + first) % self.length
         else:
-            index = permute_index(index, self.length, hash_parts(self._key, epoch))
+            index = permute_index(index, self.length, hash_values(self._key, epoch))
         return index, lambda: self._documents[index]
 
 
@@ -202,9 +203,9 @@ class StreamedDocuments:
         self._partitions, self._partition_ids = partitions, partition_ids
         self._last, self.length = last, length
         self._buffer: dict[int, tuple[int, Any]] = {}
-        self._stream = self._read_from(first)
+        self._stream = self._iterate_from_ordinal(first)
 
-    def take(self, ordinal: int) -> DocumentRead:
+    def find_document(self, ordinal: int) -> DocumentRead:
         """Return the index of an ordinal's document, and a function that returns the document."""
         while ordinal not in self._buffer:
             stream_ordinal, number, document = next(self._stream)
@@ -213,7 +214,7 @@ class StreamedDocuments:
         number, document = self._buffer.pop(ordinal)
         return number, lambda: document
 
-    def _read_from(self, ordinal: int) -> Iterator[tuple[int, int, Any]]:
+    def _iterate_from_ordinal(self, ordinal: int) -> Iterator[tuple[int, int, Any]]:
         """Yield (ordinal, index in the stream, document) without end, from this ordinal on.
 
         Raises a ValueError for an epoch without documents, or of another length than the first.
@@ -226,7 +227,7 @@ class StreamedDocuments:
             while block := list(islice(stream, self._block)):
                 if self.length and read + len(block) > self.length:
                     raise _make_length_error(self.length, "more")
-                key = hash_parts(self._key, epoch, read)
+                key = hash_values(self._key, epoch, read)
                 for i in range(len(block)):
                     if begin + read + i >= ordinal:
                         place = permute_index(i, len(block), key)
@@ -243,42 +244,45 @@ class StreamedDocuments:
                 raise _make_length_error(expected_length, str(read))
             self.length, ordinal = read, max(ordinal, begin + read)
 
-    def _find_epoch_start(self, begin: int) -> int:
-        """Return the index of the first document of the epoch that begins at ordinal `begin`."""
+    def _find_epoch_start(self, epoch_ordinal: int) -> int:
+        """Return the index of the first document of the epoch from ordinal `epoch_ordinal` on."""
         if self.length and self._key is None:
-            return find_first_document(begin, self.length, self._partitions)
+            return find_epoch_start(epoch_ordinal, self.length, self._partitions)
         return 0
 
-    def _read_epoch(self, begin: int, count: int) -> Iterator[Any]:
-        """Yield documents of the epoch that starts at ordinal `begin`, after the first `count`."""
-        first = self._find_epoch_start(begin)
-        skip_count = max(0, count - (self.length or 0) + first) if first else 0  # of 0 .. first
+    def _read_epoch(self, epoch_ordinal: int, start_idx: int) -> Iterator[Any]:
+        """Yield the documents of an epoch from its document `start_idx` on.
+
+        `epoch_ordinal` is the ordinal of the epoch's first document.
+        """
+        first = self._find_epoch_start(epoch_ordinal)
+        skip_count = max(0, start_idx - (self.length or 0) + first) if first else 0  # of 0 .. first
         if not skip_count:
-            yield from self._skip_documents(first + count)
+            yield from self._skip_documents(first + start_idx)
         yield from islice(self._skip_documents(skip_count), first - skip_count)
 
-    def _skip_documents(self, count: int) -> Iterable[Any]:
-        """Iterate over the stream from its start, and skip the first `count` documents."""
+    def _skip_documents(self, num_documents: int) -> Iterable[Any]:
+        """Iterate over the stream from its start, and skip the first `num_documents` documents."""
         documents: Any = self._documents
-        if hasattr(documents, "skip"):
-            count, documents = 0, documents.skip(count) if count else documents
+        if num_documents and hasattr(documents, "skip"):
+            num_documents, documents = 0, documents.skip(num_documents)
         if hasattr(documents, "iter"):
-            documents = _read_examples(documents)
-        return islice(iter(documents), count, None)
+            documents = _iterate_dataset_rows(documents)
+        return islice(iter(documents), num_documents, None)
 
 
-def _make_length_error(expected_length: int, count: str) -> ValueError:
-    """Return the error for a stream of `count` documents instead of `expected_length`.
+def _make_length_error(expected_length: int, stream_length: str) -> ValueError:
+    """Return the error for a stream of `stream_length` documents instead of `expected_length`.
 
-    `count` is a number or "more".
+    `stream_length` is a number or "more".
     """
     return ValueError(
-        f"the stream ({count} documents) must have {expected_length}, as when it was read before: "
-        "do not change the data of a run"
+        f"the stream ({stream_length} documents) must have {expected_length}, as when it was read "
+        "before: do not change the data of a run"
     )
 
 
-def _read_examples(dataset: Any) -> Iterator[dict[str, Any]]:
+def _iterate_dataset_rows(dataset: Any) -> Iterator[dict[str, Any]]:
     """Yield all rows of a Hugging Face streaming dataset, not only this worker's part."""
     if "fsspec.asyn" in sys.modules:  # its lock does not survive a fork, see datasets
         sys.modules["fsspec.asyn"].reset_lock()
@@ -310,7 +314,7 @@ class DocumentReader:
         """Return the token ids of an ordinal's document, unsigned; CorpusError if unreadable."""
         self._number = None
         try:
-            self._number, read = self.documents.take(ordinal)
+            self._number, read = self.documents.find_document(ordinal)
             ids = self._shared.get(self._number)
             if ids is None:
                 ids = tokenize_document(self._source, read(), self._vocab_size)
@@ -340,10 +344,10 @@ class DocumentReader:
         return CorpusError(f"{place}: {line}" if is_file else f"{name}, {place}: {line}")
 
 
-def describe_location(documents: Any, number: int) -> str:
-    """Return `documents.location(number)`, or "document <number>" without such a method."""
+def describe_location(documents: Any, document_idx: int) -> str:
+    """Return `documents.location(document_idx)`, or "document 7" without such a method."""
     location = getattr(documents, "location", None)
-    return location(number) if callable(location) else f"document {number}"
+    return location(document_idx) if callable(location) else f"document {document_idx}"
 
 
 def tokenize_document(source: CorpusSource, document: Any, vocab_size: int | None) -> Integers:
