@@ -145,7 +145,9 @@ def emulated() -> Iterator[None]:
 class EmulatedCloneExchange(CloneExchange):
     """The same results over any process group; gradients in empty places are NaN."""
 
-    def fetch_clone_weights(self, tensors: Sequence[Tensor], clone_experts: ClonePlaces) -> list[Tensor]:
+    def fetch_clone_weights(
+        self, tensors: Sequence[Tensor], clone_experts: ClonePlaces
+    ) -> list[Tensor]:
         return [
             fetch_ref(self._gather(t, clone_experts), clone_experts)[self._block(clone_experts)]
             for t in tensors

@@ -108,7 +108,9 @@ class ExpertPlacement:
         `ids_SK` are the physical ids of the source rows' choices.
         """
         sizes: Any = dict(
-            first_expert=self.first_physical, num_local_experts=self.num_physical, max_pairs=num_rows
+            first_expert=self.first_physical,
+            num_local_experts=self.num_physical,
+            max_pairs=num_rows,
         )
         return build_index(ids_SK, weights_SK, **sizes, row_multiple=routing.rows_multiple)
 

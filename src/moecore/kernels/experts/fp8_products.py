@@ -100,7 +100,9 @@ class BlockwiseProducts(Products):
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, _OperandBlocks]:
         """Return H [R, C] in its saved format (None if not `saves_h`), and the FP8 activation."""
-        return self._activate(self._multiply_fc1(rows), self.recipe.hidden_format if saves_h else None)
+        return self._activate(
+            self._multiply_fc1(rows), self.recipe.hidden_format if saves_h else None
+        )
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
         """Return a @ w2^T [R, D], the output of each expert row, in the dtype of the rows."""

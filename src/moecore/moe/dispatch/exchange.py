@@ -302,7 +302,9 @@ class CloneExchange:
         (rows_GE,) = self.fetch_clone_weights([row_1E], self._gather_places)
         return rows_GE
 
-    def fetch_clone_weights(self, tensors: Sequence[Tensor], clone_experts: ClonePlaces) -> list[Tensor]:
+    def fetch_clone_weights(
+        self, tensors: Sequence[Tensor], clone_experts: ClonePlaces
+    ) -> list[Tensor]:
         """Send weights [e, ...] to clones on other ranks, and return this rank's clones [c, ...].
 
         `clone_experts` has the expert of each place for a clone, on all ranks. Empty places have

@@ -61,7 +61,9 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             state = vars(module)[PARALLEL_STATE]
             layers = {name: copies[layer] for name, layer in state.layers.items()}
             setattr(twin, PARALLEL_STATE, replace(state, engine=None, layers=layers))
-            state.request.family.install_guards(twin, wrapper=copies[model], warns_about_cache=False)
+            state.request.family.install_guards(
+                twin, wrapper=copies[model], warns_about_cache=False
+            )
     patch_module_protocols(copies[model])
     return copies[model]
 
