@@ -63,12 +63,12 @@ class DispatchPages:
         stash_or_restore_rows(matrices, self.table, self.layout, stash=True)
 
     def copy_rows_out(
-        self, matrices: Sequence[Tensor | None], expired_pages: DispatchPages | None
+        self, matrices: Sequence[Tensor | None], expired: DispatchPages | None
     ) -> None:
-        """Copy used rows to `matrices` (None = skip), and free `expired_pages`, in one launch."""
+        """Copy used rows to `matrices` (None = skip), and free `expired`, in one launch."""
         freed_table = None
-        if expired_pages is not None:
-            freed_table = (expired_pages.table, expired_pages.layout.num_entries)
+        if expired is not None:
+            freed_table = (expired.table, expired.layout.num_entries)
         stash_or_restore_rows(
             matrices, self.table, self.layout, stash=False, released_table=freed_table
         )
@@ -153,9 +153,8 @@ class PageStore:
             emptied += [expired_pages.pop()] if goes_along else []
             read = partial(_read_and_free, emptied[-1] if goes_along else None)
             jobs.append(CopyJob(tuple(tensors), of, read))
-        back = self._streams.back.start_copies(
-            jobs, *(of.out for of in matrices if of.out is not None)
-        )
+        ends = (of.out for of in matrices if of.out is not None)
+        back = self._streams.back.start_copies(jobs, *ends)
         for of in matrices:
             of.back = back
         for of in emptied:
@@ -166,9 +165,8 @@ class PageStore:
 
     def free_pieces(self, pieces: Sequence[PagePlace]) -> None:
         """Return the pages of these matrices to the pool, after their last read."""
-        self._return_pages(
-            _count_finished_matrices(pieces), in_capture=self._return_pending_pages()
-        )
+        in_capture = self._return_pending_pages()
+        self._return_pages(_count_finished_matrices(pieces), in_capture=in_capture)
 
     def clear(self) -> None:
         """Free all pages."""
@@ -212,18 +210,16 @@ class PageStore:
         self, pool: PagePool, dispatch_copies: Sequence[StorageCopy], *, in_capture: bool
     ) -> tuple[DispatchPages, CopyEvent | None]:
         """Return unfilled pages for a group's matrices, and the end of the pages' last use."""
-        rows = {
-            r.slots is not None: r for copy in dispatch_copies if (r := copy.used_rows) is not None
-        }
+        used_rows = (copy.used_rows for copy in dispatch_copies)
+        rows = {r.slots is not None: r for r in used_rows if r is not None}
         listed, first = rows.get(True), rows.get(False)
         key = tuple(_get_row_format(copy) for copy in dispatch_copies)
         lengths = tuple(0 if r is None else r.length for r in (listed, first))
         kind = self._kinds.get((key, lengths))
         if kind is None:
             self._check_row_sizes(pool, key)
-            kind = self._kinds[key, lengths] = _PageKind(
-                PageLayout.from_matrices(pool, key, *lengths)
-            )
+            layout = PageLayout.from_matrices(pool, key, *lengths)
+            kind = self._kinds[key, lengths] = _PageKind(layout)
         # A CUDA graph needs tables of its own, which it fills at each replay. An eager table may
         # become a graph's, but not the other way round.
         tables = kind.of_graphs if in_capture else kind.of_eager
