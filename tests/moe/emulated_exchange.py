@@ -135,7 +135,7 @@ def emulated() -> Iterator[None]:
             "moecore.parallel.model.phases.find_peer_store_problem", lambda group, device_type: None
         ),
         patch(
-            "moecore.parallel.model.phases.find_static_peer_problem",
+            "moecore.parallel.model.phases.find_local_peer_problem",
             lambda ranks, device_type: None,
         ),
     ):

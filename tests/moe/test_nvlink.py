@@ -142,7 +142,7 @@ def test_pairs_over_it_are_none(group: dist.ProcessGroup, monkeypatch: pytest.Mo
 
 def allow_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases, "find_peer_store_problem", lambda group, device_type: None)
-    monkeypatch.setattr(phases, "find_static_peer_problem", lambda num_ranks, device_type: None)
+    monkeypatch.setattr(phases, "find_local_peer_problem", lambda num_ranks, device_type: None)
 
 
 def test_auto_says_what_it_chose_and_why(

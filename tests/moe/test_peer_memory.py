@@ -9,7 +9,7 @@ from torch.distributed import _symmetric_memory
 
 from moecore.base.fabric import read_nvlink_domain_id
 from moecore.kernels.meta import record_launches_on_meta
-from moecore.moe.dispatch.peer_memory import find_static_peer_problem
+from moecore.moe.dispatch.peer_memory import find_local_peer_problem
 
 NAMES = ["_SymmetricMemory.empty_strided_p2p", "_SymmetricMemory.get_remote_tensor", "rendezvous"]
 
@@ -21,10 +21,8 @@ def test_torch_has_the_name(name: str) -> None:
 
 def test_more_ranks_than_a_mask_names_are_refused() -> None:
     with record_launches_on_meta(lambda *_: None):  # GPUs are taken to be there
-        assert find_static_peer_problem(64, "cpu") is None
-        assert (
-            find_static_peer_problem(65, "cpu") == "must have ep * etp (65) <= 64: use 'alltoall'"
-        )
+        assert find_local_peer_problem(64, "cpu") is None
+        assert find_local_peer_problem(65, "cpu") == "must have ep * etp (65) <= 64: use 'alltoall'"
 
 
 CLUSTER = bytes(range(1, 17))

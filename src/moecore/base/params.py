@@ -234,7 +234,7 @@ def shard_parameter(
     module.register_parameter(name, sharded)
 
 
-def group_by_size(
+def chunk_by_size(
     items: Iterable[T], get_size: Callable[[T], int], max_size: int
 ) -> Iterator[list[T]]:
     """Yield lists of consecutive items of total size <= `max_size`, or of one larger item."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from moecore.base import get_install_command
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Count, CountOrZero, Positive, check_arguments
-from moecore.base.params import group_by_size
+from moecore.base.params import chunk_by_size
 from moecore.base.torch_private import get_local_tensor
 from moecore.io.checkpoint.hyperparameters import Schedulers
 from moecore.io.checkpoint.snapshot import collect_rank_state, load_rank_state
@@ -284,4 +284,4 @@ def _make_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     for x in tensors:
         by_dtype.setdefault(x.dtype, []).append(x)
     for group in by_dtype.values():
-        yield from group_by_size(group, lambda x: x.nbytes, BUCKET)
+        yield from chunk_by_size(group, lambda x: x.nbytes, BUCKET)

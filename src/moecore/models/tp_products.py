@@ -123,7 +123,7 @@ def _gather_on_meta(
 def _send_on_meta(
     produce_slice: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Call `produce_slice`, then report the launch of `SlicedExchange.all_to_all` in a dry run."""
+    """Call `produce_slice(rank, out)` per slice of `parts_TD`; record the all-to-all's launch."""
     slices = parts_TD.chunk(group.size())
     for rank, slice_tD in enumerate(slices):
         produce_slice(rank, slice_tD)

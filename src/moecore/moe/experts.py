@@ -131,7 +131,7 @@ class Experts(nn.Module):
             )
 
     def add_low_rank_updates(self, param_name: str, update: LowRank) -> None:
-        """Add a LoRA update to the matrix with parameter `param_name`, the layout's w1 or w2."""
+        """Register a LoRA update of the matrix `param_name`, which forwards add to its products."""
         names = (self.layout.w1, self.layout.w2)
         if param_name not in names or self.is_separate:
             raise ValueError(

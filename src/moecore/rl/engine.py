@@ -416,26 +416,25 @@ def _check_token_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
         )
 
 
-def _check_losses(objective_name: str, loss_N: object, log_probs_N: Tensor) -> None:
+def _check_losses(objective: str, loss_N: object, log_probs_N: Tensor) -> None:
     """Raise ValueError unless an objective returned one differentiable loss per token."""
     if not isinstance(loss_N, Tensor):
         raise ValueError(
-            f"{objective_name} returned {quote(loss_N)}, which must be a tensor: return one loss "
-            "per token"
+            f"{objective} returned {quote(loss_N)}, which must be a tensor: return a loss per token"
         )
     if loss_N.shape != log_probs_N.shape:
         raise ValueError(
-            f"{objective_name} returned {tuple(loss_N.shape)}, which must be one loss per token "
+            f"{objective} returned {tuple(loss_N.shape)}, which must be one loss per token "
             f"{tuple(log_probs_N.shape)}: means are taken by the engine"
         )
     if not loss_N.is_floating_point() or loss_N.device != log_probs_N.device:
         raise ValueError(
-            f"{objective_name} returned {loss_N.dtype} on {loss_N.device}, which must be floating "
+            f"{objective} returned {loss_N.dtype} on {loss_N.device}, which must be floating "
             f"on {log_probs_N.device}: compute losses from log_probs_N"
         )
     if log_probs_N.requires_grad and not loss_N.requires_grad:
         raise ValueError(
-            f"{objective_name} returned losses without a gradient, which must depend on "
+            f"{objective} returned losses without a gradient, which must depend on "
             "log_probs_N or entropy_N: do not detach them"
         )
 

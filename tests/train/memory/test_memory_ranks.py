@@ -100,7 +100,7 @@ def in_pages(layout: str) -> list[str]:
     found: list[dict[str, Tensor]] = []
     with (
         patch.object(phases, "find_peer_store_problem", lambda *_: None),
-        patch.object(phases, "find_static_peer_problem", lambda *_: None),
+        patch.object(phases, "find_local_peer_problem", lambda *_: None),
         patch.object(phases, "ExchangePool", EmulatedExchangePool),
     ):
         for memory in (MemoryOptions(), STASH):

@@ -433,7 +433,7 @@ def test_a_dropped_graph_is_gone_at_once(group: None) -> None:
 def test_the_end_of_a_step_raises_what_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     monkeypatch.setattr(phases, "find_peer_store_problem", lambda group, device_type: None)
-    monkeypatch.setattr(phases, "find_static_peer_problem", lambda num_ranks, device_type: None)
+    monkeypatch.setattr(phases, "find_local_peer_problem", lambda num_ranks, device_type: None)
     monkeypatch.setattr(phases, "ExchangePool", EmulatedExchangePool)
     config = MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2)
     model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(3)))

@@ -120,7 +120,7 @@ def refuse_peft_methods(model: nn.Module) -> None:
 
     A forward raises a ValueError if adapters were added after this call.
     """
-    _replace_methods(model, REPLACED, "on a parallelized model, whose tensors are shards")
+    _forbid_methods(model, REPLACED, "on a parallelized model, whose tensors are shards")
     # Users call get_peft_model on the outermost transformers model.
     outermost = next((m for m in model.modules() if is_pretrained(m)), None)
     if outermost is not None and not hasattr(outermost, "peft_config"):
@@ -129,10 +129,10 @@ def refuse_peft_methods(model: nn.Module) -> None:
 
 def refuse_unmerging(model: nn.Module) -> None:
     """Make peft's methods that would unmerge adapters raise NotImplementedError."""
-    _replace_methods(model, MERGE_METHODS, "after merge_adapters")
+    _forbid_methods(model, MERGE_METHODS, "after merge_adapters")
 
 
-def _replace_methods(model: nn.Module, alternatives: Mapping[str, str], context: str) -> None:
+def _forbid_methods(model: nn.Module, alternatives: Mapping[str, str], context: str) -> None:
     """Make methods of a PeftModel and its tuner raise NotImplementedError.
 
     `alternatives` maps a method's name to the alternative. `context` says when calls are forbidden.
@@ -152,7 +152,7 @@ def _refuse_method(
 ) -> None:
     """Raise NotImplementedError for a call of peft's method, with the `alternative` in the error.
 
-    `context` is as in `_replace_methods`.
+    `context` is as in `_forbid_methods`.
     """
     raise NotImplementedError(
         f"{method_name} of peft must not be called {context}: use {alternative}"

@@ -51,7 +51,7 @@ class NormedOutputLayer(MoELayer):
     """An MoELayer whose output is normalised by the child `post_mlp_layernorm` (A.X K1)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the norm of the output of `MoELayer.forward`."""
+        """Return the output of `MoELayer.forward` after the layer's norm module."""
         y: Tensor = self.get_submodule("post_mlp_layernorm")(super().forward(x, *args, **kwargs))
         return y
 

@@ -280,7 +280,7 @@ class MaskReader:
         )
 
     def _hook_backward(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: set the `Sequence` again while backward recomputes MoE layers."""
+        """Forward hook: make backward set the `Sequence` again for recomputed MoE layers."""
         sequence, self._state.sequence = getattr(self._state, "sequence", None), None
         if sequence is None or (sequence.padding_mask_BT is None and sequence.cu_seqlens is None):
             return

@@ -147,7 +147,7 @@ class HFArgs:
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return the number of parameters and the FLOPs per token of forward and backward."""
-        return _compute_model_size(self.hf_config, model, seq_len)
+        return _count_params_and_flops(self.hf_config, model, seq_len)
 
 
 class HFModel(nn.Module):
@@ -318,7 +318,7 @@ def _check_config(config: Any, seq_len: int) -> None:
             raise NotImplementedError(f"{name} (True) of the model's config must be False{reason}")
 
 
-def _compute_model_size(config: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:
+def _count_params_and_flops(config: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:
     """Return the number of parameters and the FLOPs per token of forward and backward."""
     total, idle = 0, 0.0
     for name, param in model.named_parameters():

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.failures import run_and_share_errors
-from moecore.base.params import group_by_size
+from moecore.base.params import chunk_by_size
 from moecore.base.torch_private import foreach_copy_
 from moecore.io.checkpoint.ranks import Group, get_rank_and_world
 from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, read_shard_box, write_piece
@@ -177,7 +177,7 @@ class BucketCollector(ErrorKeeper):
         ]
         for sender in sorted({copy.box.find_sender(writer_rank) for copy in copies}):
             group = [copy for copy in copies if copy.box.find_sender(writer_rank) == sender]
-            for message in group_by_size(
+            for message in chunk_by_size(
                 group, lambda c: align_bytes(c.box.num_bytes), self.capacity
             ):
                 if sender >= 0:

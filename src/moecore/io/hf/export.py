@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from moecore.base.failures import run_and_share_errors, share_call_errors, share_errors
 from moecore.base.fields import NumBytes, check_arguments
-from moecore.base.params import group_by_size
+from moecore.base.params import chunk_by_size
 from moecore.io.checkpoint.files import sync_directory, write_new_file
 from moecore.io.checkpoint.ranks import (
     check_draft_is_visible,
@@ -181,7 +181,7 @@ def check_export_dtype(dtype: torch.dtype | None) -> None:
 
 def plan_shard_files(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
     """Split items into files of at most `max_shard_bytes`; larger items have a file each."""
-    return list(group_by_size(items, lambda item: item.nbytes, max_shard_bytes))
+    return list(chunk_by_size(items, lambda item: item.nbytes, max_shard_bytes))
 
 
 def _write_shards(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moecore.base.failures import RankError, explain_transport_errors
 from moecore.base.fields import NumBytes, check_arguments, format_name
-from moecore.base.params import group_by_size
+from moecore.base.params import chunk_by_size
 from moecore.families.transformers.lora import unwrap_peft
 from moecore.io.checkpoint.ranks import (
     ControlGroup,
@@ -254,7 +254,7 @@ class WeightStream:
         sources = {n: _StreamSource(t, by_weight.get(id(t))) for n, t in tensors.items()}
         for name, source in sources.items():
             source.check_memory(name)
-        buckets = group_by_size(self._items, count_bucket_bytes, self._max_bytes)
+        buckets = chunk_by_size(self._items, count_bucket_bytes, self._max_bytes)
         run = _StreamPass(sources, buckets, self._collector, self._control.group)
         run.digests = self._compute_digests(sources)
         if self._expected_digests not in (None, run.digests):

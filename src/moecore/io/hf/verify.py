@@ -77,26 +77,26 @@ def find_content_problems(
 
 
 def find_shape_problems(
-    files: Mapping[str, Shaped],
-    shapes: Mapping[str, tuple[int, ...]],
+    file_tensors: Mapping[str, Shaped],
+    expected_shapes: Mapping[str, tuple[int, ...]],
     optional_names: Collection[str] = (),
 ) -> list[str]:
     """Compare file tensors with the expected shapes by name; return error texts.
 
     File tensors in `optional_names` may exist or be missing.
     """
-    problems = [f"{name} is missing" for name in shapes if name not in files]
+    problems = [f"{name} is missing" for name in expected_shapes if name not in file_tensors]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
-        for name in files
-        if name not in shapes
+        for name in file_tensors
+        if name not in expected_shapes
         and name not in optional_names
         and not name.endswith("rotary_emb.inv_freq")
     ]
     problems += [
-        f"{name} {files[name].shape} must be {shape}"
-        for name, shape in shapes.items()
-        if name in files and files[name].shape != shape
+        f"{name} {file_tensors[name].shape} must be {shape}"
+        for name, shape in expected_shapes.items()
+        if name in file_tensors and file_tensors[name].shape != shape
     ]
     return problems
 

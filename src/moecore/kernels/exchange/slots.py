@@ -111,8 +111,9 @@ def push_sums(
 ):
     """Sum y over each (token, peer) pair's slots in order, and store sums in peers' buffers.
 
-    `list_ptr` has the used slots of the pairs. `first_row` is the row that receives the sum of
-    token 0.
+    `list_ptr` has the used slots of the `chunk`'s pairs, and `places_ptr` -1 for a pair without
+    one. `bases_ptr` has the addresses of the peers' buffers. `first_row` is the row that receives
+    the sum of token 0.
     """
     element = y_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D

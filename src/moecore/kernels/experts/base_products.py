@@ -70,7 +70,7 @@ class Products(Protocol):
         """Return a @ w2^T [R, D], the output of each expert row; `a` is `fc1`'s activation."""
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return H [R, C], computed in backward from rows that `prepare_rows` returned."""
+        """Return H [R, C], FC1's output before the activation, from the rows of `prepare_rows`."""
 
     def recompute_activation(self, h: Rows) -> Any:
         """Return act(H) times the routing weight of each row, [R, F], in `fc2`'s input format."""

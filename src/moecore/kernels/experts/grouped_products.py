@@ -86,6 +86,7 @@ class TorchMatmuls(Matmuls):
         )
 
     def drop_weights(self) -> None:
+        """Free the matrices, which the weights' gradients do not need."""
         del self.w1_eCD, self.w2_eDF
 
 

@@ -66,7 +66,7 @@ def _allocate_peer_memory(
     return peers, handles
 
 
-def find_static_peer_problem(num_ranks: int, device_type: str) -> str | None:
+def find_local_peer_problem(num_ranks: int, device_type: str) -> str | None:
     """Return the reason why kernels cannot store to `num_ranks` peers, or None. No communication.
 
     On meta, peers count as GPUs of one host.
@@ -83,7 +83,7 @@ def find_static_peer_problem(num_ranks: int, device_type: str) -> str | None:
 
 def find_peer_store_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
     """Return the reason why kernels cannot store to peers of a group, or None. Collective."""
-    problem = find_static_peer_problem(group.size(), device_type)
+    problem = find_local_peer_problem(group.size(), device_type)
     if problem is not None or meta_is_gpu():
         return problem
     return find_peer_access_problem(group)

@@ -25,7 +25,7 @@ from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.peer_memory import find_peer_store_problem, find_static_peer_problem
+from moecore.moe.dispatch.peer_memory import find_local_peer_problem, find_peer_store_problem
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.placement import ExpertPlacement, make_domain_placement
 from moecore.moe.records import Dispatcher
@@ -63,7 +63,7 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
     """
     meshes, name = request.meshes, request.dispatch.name
     num_ranks = meshes.parallel.ep * meshes.parallel.etp
-    problem = find_static_peer_problem(num_ranks, meshes.device_type)
+    problem = find_local_peer_problem(num_ranks, meshes.device_type)
     if name == "nvlink" and problem is not None:
         raise ValueError(f"DispatchOptions.name ('nvlink') {problem}")
     if num_ranks == 1:

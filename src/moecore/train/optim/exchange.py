@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore.base.params import group_by_size
+from moecore.base.params import chunk_by_size
 from moecore.train.optim.matrices import MatrixLayout, MatrixPart
 
 ROUND_NUMEL = 1 << 28  # elements of a rank's share of one exchange
@@ -145,7 +145,7 @@ def make_matrix_plan(
         group, rank = get_group(ranks), ranks.index(dist.get_rank())
         owners = _assign_owners(group_members, len(ranks))
         max_numel = ROUND_NUMEL * len(ranks)
-        for round_members in group_by_size(group_members, lambda m: m.shards.numel, max_numel):
+        for round_members in chunk_by_size(group_members, lambda m: m.shards.numel, max_numel):
             rounds.append((group, [member.place for member in round_members], (owners, rank)))
 
     def make_rank_plan(tensor_members: list[_PlannedTensor]) -> MatrixPlan:
