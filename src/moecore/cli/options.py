@@ -38,12 +38,12 @@ class InspectConfig:
       moecore checkpoint inspect hf/Mixtral-8x7B --json
 
     Attributes:
-        path: step directory, run (its latest checkpoint), Hugging Face or DCP directory.
+        path: step or run (its latest checkpoint), also as URL; Hugging Face or DCP directory.
         json: print one JSON object with all tensors.
         tensors: list every tensor.
     """
 
-    path: Annotated[Path, POSITIONAL]
+    path: Annotated[str, POSITIONAL]
     json: bool = False
     tensors: bool = False
 
@@ -59,11 +59,11 @@ class VerifyConfig:
     example: moecore checkpoint verify runs/a/step-000100
 
     Attributes:
-        path: step directory, run (its latest checkpoint), Hugging Face or DCP directory.
+        path: step or run (its latest checkpoint), also as URL; Hugging Face or DCP directory.
         sizes: native: sizes and headers only, no hashing.
     """
 
-    path: Annotated[Path, POSITIONAL]
+    path: Annotated[str, POSITIONAL]
     sizes: bool = False
 
 
@@ -80,8 +80,8 @@ class ConvertConfig:
       moecore checkpoint convert runs/a megatron/release --to megatron --config hf/Qwen3-30B-A3B
 
     Attributes:
-        source: the checkpoint to read.
-        target: new directory; for native, a new run.
+        source: the checkpoint to read, as for inspect.
+        target: new directory; for native, a new run, also as URL.
         config: not from Hugging Face: the model's config.json, or its directory.
         to: default: hf from native, native from all others. megatron = torch_dist, dcp = names of
             moecore's decoder, dcp-transformers = names of transformers.
@@ -91,8 +91,8 @@ class ConvertConfig:
         max_shard_size: to native and Hugging Face: the size of a file; default: 5GB.
     """
 
-    source: Annotated[Path, POSITIONAL]
-    target: Annotated[Path, POSITIONAL]
+    source: Annotated[str, POSITIONAL]
+    target: Annotated[str, POSITIONAL]
     config: Path | None = None
     to: Literal["hf", "megatron", "dcp", "dcp-transformers", "native"] | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -108,12 +108,12 @@ class PruneConfig:
     example: moecore checkpoint prune runs/a --keep 3 --dry-run
 
     Attributes:
-        path: the run.
+        path: the run, also as URL.
         keep: how many of the newest stay.
         dry_run: only print which checkpoints would be removed.
     """
 
-    path: Annotated[Path, POSITIONAL]
+    path: Annotated[str, POSITIONAL]
     keep: Count
     dry_run: bool = False
 

@@ -24,6 +24,7 @@ from moecore.io.checkpoint.directory import (
 )
 from moecore.io.checkpoint.lock import find_dead_drafts
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
+from moecore.io.checkpoint.object_storage import AnyPath, make_path
 from moecore.io.checkpoint.shard_file import Progress
 
 MAX_CHARS = 400  # characters of a name or a value
@@ -39,7 +40,7 @@ def run_inspect(args: Any) -> int:
     facts = readers[kind](path)
     tensors = facts.pop("tensors")
     facts |= _count_totals(tensors)
-    if path != args.path:
+    if path != make_path(args.path):
         facts["steps"] = [p.name for p in find_complete_checkpoints(path.parent)]
     if args.json:
         print(json.dumps(facts | {"tensors": tensors}))
@@ -52,7 +53,7 @@ def run_inspect(args: Any) -> int:
     return 0
 
 
-def _read_native_facts(path: Path) -> dict[str, Any]:
+def _read_native_facts(path: AnyPath) -> dict[str, Any]:
     """Return a native checkpoint's metadata, files and tensors by name, to print."""
     manifest = read_manifest(path)
     facts = manifest.facts
@@ -180,9 +181,9 @@ def run_convert(args: Any) -> int:
 
 
 def _convert_checkpoint(
-    args: Any, path: Path, source_format: str, target_format: str, progress: Progress | None
-) -> Path:
-    """Convert the checkpoint at `path` to another format; return the new directory."""
+    args: Any, path: AnyPath, source_format: str, target_format: str, progress: Progress | None
+) -> AnyPath:
+    """Convert the checkpoint at `path` to another format; return the new path."""
     from moecore.io.hf.convert import hf_to_native, native_to_hf
     from moecore.io.interchange.convert import dcp_to_native, native_to_dcp
 
@@ -198,16 +199,17 @@ def _convert_checkpoint(
         convert = dcp_to_native if source_format == "DCP" else hf_to_native
     options = {name: value for name, value in options.items() if value is not None}
     result = convert(path, args.target, progress=progress, **options)
-    return Path(result if target_format == "native" else args.target)
+    return make_path(result if target_format == "native" else args.target)
 
 
 def run_prune(args: Any) -> int:
     """Delete all but the newest `args.keep` checkpoints, or list them if `args.dry_run`."""
     if args.keep < 1:
         raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
-    if not args.path.is_dir():
-        raise UsageError(f"path ({args.path}) must be a run: it is not there")
-    root = find_checkpoint_root(args.path)
+    path = make_path(args.path)
+    if not path.is_dir():
+        raise UsageError(f"path ({path}) must be a run: it is not there")
+    root = find_checkpoint_root(path)
     old = find_prunable_checkpoints(root, args.keep)
     drafts = find_dead_drafts(root) if old else []  # without old ones no lock is taken
     if not args.dry_run:
@@ -218,15 +220,20 @@ def run_prune(args: Any) -> int:
     return 0
 
 
-def _find_checkpoint(path: Path) -> tuple[Path, str]:
-    """Return the path and format of a checkpoint, or of the newest checkpoint of a run."""
+def _find_checkpoint(name: str) -> tuple[Any, str]:
+    """Return the path and format of a checkpoint, or of the newest checkpoint of a run.
+
+    Checkpoints on object storage are native.
+    """
+    path = make_path(name)
     if not path.is_dir():
         raise UsageError(f"path ({path}) must be a directory: it is not there")
     if (path / MANIFEST).is_file():
         return path, "native"
-    if (path / ".metadata").is_file():  # with or without the model's config.json beside it
+    is_local = isinstance(path, Path)
+    if is_local and (path / ".metadata").is_file():  # with or without a config.json
         return path, "DCP"
-    if (path / "config.json").is_file():
+    if is_local and (path / "config.json").is_file():
         return path, "Hugging Face"
     newest = latest(find_checkpoint_root(path))
     if newest is None:

@@ -25,6 +25,7 @@ from moecore.base.progress import show_progress, track_progress
 from moecore.io import latest
 from moecore.io.checkpoint.directory import find_checkpoint_root
 from moecore.io.checkpoint.manifest import MANIFEST
+from moecore.io.checkpoint.object_storage import AnyPath
 from moecore.io.checkpoint.ranks import is_first_rank
 from moecore.io.hf.convert import native_to_hf
 from moecore.models import Decoder, DecoderConfig
@@ -102,7 +103,7 @@ def find_or_convert_directory(path: Path, target: Path) -> Path:
     for directory in (path, path / EXPORT):
         if (directory / "config.json").is_file():
             return directory
-    checkpoint = path if (path / MANIFEST).is_file() else None
+    checkpoint: AnyPath | None = path if (path / MANIFEST).is_file() else None
     if checkpoint is None and path.is_dir():
         checkpoint = latest(find_checkpoint_root(path))
     files = [folder / CONFIG for folder in (path, *path.absolute().parents[:2])]

@@ -358,7 +358,9 @@ def resumed(root: Path, rank: int, model: torch.nn.Module, optimizer: torch.opti
     else:
         resume.latest = _no_space
     return error_of(
-        lambda: resume.resume(SimpleNamespace(run_dir=root, seed=0), model, optimizer, {})
+        lambda: resume.resume(
+            SimpleNamespace(run_dir=root, checkpoint_dir=None, seed=0), model, optimizer, {}
+        )
     )
 
 

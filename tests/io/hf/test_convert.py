@@ -43,17 +43,18 @@ def changed_files(path: Path, change: Callable[[dict[str, Tensor]], object]) -> 
     return state
 
 
-@pytest.mark.parametrize("layout", ["per_expert", "fused"])
-def test_native_to_hf_writes_what_export_writes(layout, tmp_path):
+@pytest.mark.parametrize(("layout", "scheme"), [("per_expert", ""), ("fused", "file://")])
+def test_native_to_hf_writes_what_export_writes(layout, scheme, tmp_path):
     model = Decoder(CONFIG)
-    path = save(tmp_path / "run", 3, model, None)
+    path = save(f"{scheme}{tmp_path}/run", 3, model, None)
     options = dict(config=TINY_JSON, layout=layout, max_shard_bytes=60_000)
     export_hf(model, tmp_path / "exported", **options)
     native_to_hf(path, tmp_path / "converted", **options)
     assert_same_directory(tmp_path / "exported", tmp_path / "converted")
 
-    back = hf_to_native(tmp_path / "converted", tmp_path / "back", step=7, max_file_bytes=100_000)
-    assert back == tmp_path / "back" / "step-000007" == latest(tmp_path / "back")
+    root = f"{scheme}{tmp_path}/back"
+    back = hf_to_native(tmp_path / "converted", root, step=7, max_file_bytes=100_000)
+    assert str(back) == f"{root}/step-000007" == str(latest(root))
     assert len(read_manifest(back).files) > 3
     loaded = Decoder(CONFIG)
     loaded.init_weights(seed=9)

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from moecore.io import latest, read_manifest
+from moecore.io.checkpoint.object_storage import AnyPath, make_path
 from moecore.io.checkpoint.ranks import run_on_first_rank
 
 STATE = "trainer_state"
@@ -30,11 +31,11 @@ NUM_WORDS = _NUM_PYTHON + 2 + _NUM_NUMPY + 3
 
 def find_checkpoint_to_resume(
     resume_from: str | os.PathLike[str] | bool | None, root: Path, *, will_save: bool
-) -> Path | None:
-    """Return the checkpoint directory to resume from, or None for a new run. Collective.
+) -> AnyPath | None:
+    """Return the checkpoint to resume from, or None for a new run. Collective.
 
-    `resume_from` is a directory, True for the newest checkpoint in `root`, or None or False for a
-    new run. Raises ValueError if a new run would save (`will_save`) and `root` already has
+    `resume_from` is a directory or URL, True for the newest checkpoint in `root`, or None or False
+    for a new run. Raises ValueError if a new run would save (`will_save`) and `root` already has
     checkpoints.
     """
     newest = run_on_first_rank(lambda: latest(root))
@@ -49,7 +50,7 @@ def find_checkpoint_to_resume(
         raise ValueError(
             f"resume_from_checkpoint (True) must find a checkpoint in {root}: leave it out"
         )
-    return newest if resume_from is True else Path(resume_from)
+    return newest if resume_from is True else make_path(resume_from)
 
 
 def encode_state(state: TrainerState) -> str:
@@ -57,7 +58,7 @@ def encode_state(state: TrainerState) -> str:
     return run_on_first_rank(lambda: json.dumps(asdict(state)))
 
 
-def read_state_text(path: Path) -> str:
+def read_state_text(path: AnyPath) -> str:
     """Return the text of trainer_state.json in a checkpoint, or raise ValueError. Collective."""
     extra = run_on_first_rank(lambda: read_manifest(path).facts.extra)
     if STATE not in extra:

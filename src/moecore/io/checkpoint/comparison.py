@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from moecore.io.checkpoint.hyperparameters import (
     split_class_names,
 )
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor
+from moecore.io.checkpoint.object_storage import AnyPath
 from moecore.io.checkpoint.ranks import gather_objects
 from moecore.io.checkpoint.snapshot import StagePart, join_stage_parts
 from moecore.io.checkpoint.state import (
@@ -126,7 +126,7 @@ def _compare_local_objects(
     return comparison
 
 
-def refuse_differences(comparison: Comparison, path: Path, *, strict: bool) -> None:
+def refuse_differences(comparison: Comparison, path: AnyPath, *, strict: bool) -> None:
     """Raise ValueError with all `refused` differences, and with `strict` also all `left_out`."""
     problems = comparison.refused + (comparison.left_out if strict else [])
     fix = "build them as when it was saved"

@@ -27,7 +27,7 @@ from typing import Annotated
 from moecore.base.fields import Bound, Count, check_arguments
 from moecore.io.checkpoint.files import (
     MAX_TABLE,
-    open_regular_file,
+    open_file,
     read_file_beginning,
     read_regular_file,
     remove_checkpoint,
@@ -36,7 +36,8 @@ from moecore.io.checkpoint.files import (
     write_new_file,
 )
 from moecore.io.checkpoint.lock import hold_lock
-from moecore.io.checkpoint.manifest import MANIFEST, Manifest
+from moecore.io.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
+from moecore.io.checkpoint.object_storage import AnyPath, RemotePath, make_path
 
 POINTER = "latest"
 CHECKPOINTS = "checkpoints"  # the directory of a training run that `save` gets
@@ -51,17 +52,18 @@ Keep = Annotated[Count, "the newest must stay"]
 logger = logging.getLogger("moecore.io")
 
 
-def latest(root: str | os.PathLike[str]) -> Path | None:
-    """Return the newest complete checkpoint of the run directory `root`; None without checkpoints.
+def latest(root: str | os.PathLike[str]) -> AnyPath | None:
+    """Return the newest complete checkpoint of the run `root`; None without checkpoints.
 
     The newest checkpoint is the target of the pointer file. If the pointer file or its target is
     missing, the newest checkpoint is the complete directory with the highest step.
 
     Raises:
         ValueError: if the pointer file is damaged, or the manifest that it names.
+        OSError: if `root` is a URL and the store does not answer.
     """
     check_arguments(latest, locals())
-    root = Path(root)
+    root = make_path(root)
     # Twice, because a save may have replaced and pruned the named checkpoint.
     named = _find_pointer_target(root) or _find_pointer_target(root)
     if named is not None:
@@ -78,7 +80,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     return directories[-1] if directories else None
 
 
-def find_checkpoint_root(path: Path) -> Path:
+def find_checkpoint_root(path: AnyPath) -> AnyPath:
     """Return the directory with a run's checkpoints: `path`, or its subdirectory "checkpoints"."""
     below = path / CHECKPOINTS
     has_steps = (path / POINTER).exists() or bool(find_complete_checkpoints(path))
@@ -95,16 +97,19 @@ def set_latest(path: str | os.PathLike[str]) -> None:
         OSError: if another job writes to the run.
     """
     check_arguments(set_latest, locals())
-    path = Path(path)
-    if _parse_step(path) is None or not is_complete(path):
+    path = make_path(path)
+    if parse_step(path) is None or not is_complete(path):
         raise ValueError(f"path ({path}) must be a whole checkpoint, with a {MANIFEST}")
     with hold_lock(path.parent):
         manifest = read_regular_file(path / MANIFEST, max_bytes=MAX_TABLE)
+        if isinstance(path, RemotePath):
+            (path.parent / POINTER).write(format_pointer(path.name, manifest))
+            return
         _write_pointer(path.parent, path.name, manifest).replace(path.parent / POINTER)
         sync_directory(path.parent)
 
 
-def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
+def prune(root: str | os.PathLike[str], keep: Keep) -> list[AnyPath]:
     """Delete all complete checkpoints of a run except the newest; return the deleted paths.
 
     The target of `latest` always remains. Steps after it, of a run that was rolled back, are
@@ -121,22 +126,34 @@ def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
         OSError: if another job writes to the run; or, after the other checkpoints are deleted, if
             a checkpoint cannot be deleted.
     """
-    if not find_prunable_checkpoints(root, keep):
+    check_arguments(prune, locals())
+    path = make_path(root)
+    if isinstance(path, Path) and not find_prunable_checkpoints(path, keep):
         return []
-    with hold_lock(Path(root)):
-        return _remove_prunable_checkpoints(Path(root), keep)
+    with hold_lock(path):
+        return _remove_prunable_checkpoints(path, keep)
 
 
-def _remove_prunable_checkpoints(root: Path, keep: int) -> list[Path]:
+def _remove_prunable_checkpoints(root: AnyPath, keep: int) -> list[AnyPath]:
     """Delete and return `find_prunable_checkpoints`; the caller has the run's lock."""
     removed, problems = [], []
     for path in find_prunable_checkpoints(root, keep):
         try:
-            remove_checkpoint(path)
+            if isinstance(path, RemotePath):
+                (path / MANIFEST).unlink()  # first, so that no complete step lacks files
+                path.remove_all()
+            else:
+                remove_checkpoint(path)
         except OSError as error:
             problems.append(str(error))
         else:
             removed.append(path)
+    if isinstance(root, RemotePath):  # incomplete steps of jobs that died
+        newest = _find_newest_step(root) or 0
+        for path in root.iterdir():
+            step = parse_step(path)
+            if step is not None and step < newest and not is_complete(path):
+                path.remove_all()
     if problems:
         raise OSError(
             f"{problems[0]} ({len(problems)} old checkpoints could not be removed, "
@@ -145,26 +162,28 @@ def _remove_prunable_checkpoints(root: Path, keep: int) -> list[Path]:
     return removed
 
 
-def find_prunable_checkpoints(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
+def find_prunable_checkpoints(root: str | os.PathLike[str], keep: Keep) -> list[AnyPath]:
     """Return the checkpoints that `prune` would delete, without deleting them."""
     check_arguments(find_prunable_checkpoints, locals())
     newest = latest(root)
     if newest is None:
         return []
-    last = _parse_step(newest) or 0
-    order = [path for path in find_complete_checkpoints(Path(root)) if path != newest]
-    order.sort(key=lambda path: (_parse_step(path) or 0) <= last)  # later steps first
+    last = parse_step(newest) or 0
+    order = [path for path in find_complete_checkpoints(make_path(root)) if path != newest]
+    order.sort(key=lambda path: (parse_step(path) or 0) <= last)  # later steps first
     num_old = max(0, len(order) - (keep - 1))
     # A checkpoint that stays may be a symlink to an older one, whose files it needs.
-    targets = [path.resolve() for path in (newest, *order[num_old:])]
+    remaining = (newest, *order[num_old:])
+    targets = [path.resolve() for path in remaining if isinstance(path, Path)]
     return [
         path
         for path in order[:num_old]
-        if not any(target.is_relative_to(path.resolve()) for target in targets)
+        if isinstance(path, RemotePath)
+        or not any(target.is_relative_to(path.resolve()) for target in targets)
     ]
 
 
-def is_published(root: Path, step: int) -> bool:
+def is_published(root: AnyPath, step: int) -> bool:
     """Whether the pointer file `latest` names this step and its checkpoint is complete."""
     try:
         named = _read_pointer(root)
@@ -174,7 +193,7 @@ def is_published(root: Path, step: int) -> bool:
     return named is not None and named[0] == final.name and is_complete(final)
 
 
-def check_run_is_new(root: Path) -> None:
+def check_run_is_new(root: AnyPath) -> None:
     """Raise ValueError if a directory already has checkpoints or drafts."""
     if not root.is_dir():
         return
@@ -185,45 +204,46 @@ def check_run_is_new(root: Path) -> None:
             )
 
 
-def find_complete_checkpoints(root: Path) -> list[Path]:
+def find_complete_checkpoints(root: AnyPath) -> list[AnyPath]:
     """Return the paths of a run's complete checkpoints, sorted by step."""
     if not root.is_dir():
         return []
-    paths = [path for path in root.iterdir() if _parse_step(path) is not None and is_complete(path)]
-    return sorted(paths, key=lambda path: _parse_step(path) or 0)
+    paths = [path for path in root.iterdir() if parse_step(path) is not None and is_complete(path)]
+    return sorted(paths, key=lambda path: parse_step(path) or 0)
 
 
-def is_complete(path: Path) -> bool:
+def is_complete(path: AnyPath) -> bool:
     """Whether a step directory has a manifest, the file that a save writes last."""
     return (path / MANIFEST).is_file()
 
 
-def make_step_path(root: Path, step: int) -> Path:
+def make_step_path(root: AnyPath, step: int) -> AnyPath:
     """Return the path of a step's checkpoint directory, such as root/step-000123."""
     return root / f"step-{step:06d}"
 
 
-def create_draft(root: Path, step: int) -> Path:
+def create_draft_directory(root: Path, step: int) -> Path:
     """Create and return a step's draft directory; ValueError if the run has the step already."""
     root.mkdir(parents=True, exist_ok=True)
     final = make_step_path(root, step)
-    _require_new_step(final)
+    require_new_step(final)
     remove_leftovers(root)
     draft = root / f".{final.name}.tmp-{uuid.uuid4().hex[:8]}"
     draft.mkdir()
     return draft
 
 
-def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
+def publish_directory(draft: Path, manifest: Manifest, *, keep: int) -> None:
     """Write the manifest into a draft, rename the draft to its step, and point `latest` to it.
 
     Only the newest `keep` checkpoints remain (0 = all).
     """
-    root, final = draft.parent, make_step_path(draft.parent, manifest.facts.step)
+    root = draft.parent
+    final = root / make_step_path(root, manifest.facts.step).name
     write_new_file(draft / MANIFEST, manifest.text)
     sync_directory(draft)
-    _require_new_step(final)
-    _check_shard_files(draft, manifest)
+    require_new_step(final)
+    check_shard_files(draft, manifest)
     # Before the rename, so that a full disk leaves the previous checkpoint as the latest.
     pointer = _write_pointer(root, final.name, manifest.text.encode("ascii"))
     if os.path.lexists(final):  # of a run that was rolled back, or incomplete
@@ -236,6 +256,11 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
     sync_directory(root)
     pointer.replace(root / POINTER)
     sync_directory(root)
+    prune_after_save(root, keep)
+
+
+def prune_after_save(root: AnyPath, keep: int) -> None:
+    """Delete all checkpoints except the newest `keep` (0 = all remain); log an error."""
     try:
         if keep:
             _remove_prunable_checkpoints(root, keep)
@@ -243,23 +268,21 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
         logger.warning("old checkpoints under %s could not be removed: %s", root, error)
 
 
-def _check_shard_files(draft: Path, manifest: Manifest) -> None:
-    """Raise OSError if the directory `draft` lacks a shard file or the file has a wrong size."""
+def check_shard_files(folder: AnyPath, manifest: Manifest) -> None:
+    """Raise OSError if the draft `folder` lacks a shard file or the file has a wrong size."""
     for name, file in manifest.files.items():
         try:
-            # Opening makes a network file system ask its server.
-            descriptor = open_regular_file(draft / name)
+            with contextlib.closing(open_file(folder / name)) as reader:
+                size = reader.get_size()  # a network file system then asks its server
         except (FileNotFoundError, ValueError):
             raise OSError(f"{name} was written and is no longer there") from None
-        size = os.fstat(descriptor).st_size
-        os.close(descriptor)
         if size != file.size:
             raise OSError(f"{name} must have the {file.size} bytes that were written, not {size}")
 
 
-def _require_new_step(final: Path) -> None:
+def require_new_step(final: AnyPath) -> None:
     """Raise ValueError if the run has the step of the directory `final`, or a later step."""
-    step, newest = _parse_step(final) or 0, None
+    step, newest = parse_step(final) or 0, None
     try:
         newest = _find_newest_step(final.parent)
     except ValueError as error:  # a run must be able to save although an older save is damaged
@@ -273,7 +296,7 @@ def _require_new_step(final: Path) -> None:
         raise ValueError(f"step ({step}) must not be saved already: delete {final} to save it anew")
 
 
-def _find_pointer_target(root: Path) -> Path | None:
+def _find_pointer_target(root: AnyPath) -> AnyPath | None:
     """Return the checkpoint that `latest` names, None without one; ValueError if it is damaged."""
     named = _read_pointer(root)
     if named is None:
@@ -283,7 +306,12 @@ def _find_pointer_target(root: Path) -> Path | None:
         manifest = read_regular_file(root / name / MANIFEST, max_bytes=MAX_TABLE)
     except FileNotFoundError:
         return None
-    if hashlib.sha256(manifest).hexdigest() != digest:
+    is_valid = hashlib.sha256(manifest).hexdigest() == digest
+    if not is_valid and isinstance(root, RemotePath):
+        # A stalled job may have written the pointer late, after another job saved the same step.
+        with contextlib.suppress(ValueError):
+            is_valid = bool(parse_manifest(manifest.decode("ascii")))
+    if not is_valid:
         raise ValueError(
             f"path ({root / POINTER}) must hold the sha256 of {name}/{MANIFEST}, so one of "
             "both is damaged: load an older checkpoint by its path, or use set_latest"
@@ -291,7 +319,7 @@ def _find_pointer_target(root: Path) -> Path | None:
     return root / name
 
 
-def _read_pointer(root: Path) -> tuple[str, str] | None:
+def _read_pointer(root: AnyPath) -> tuple[str, str] | None:
     """Return the checkpoint name and manifest SHA-256 in the file `latest`; None without a file."""
     try:
         text = read_file_beginning(root / POINTER, 200).decode("ascii", errors="replace")
@@ -306,26 +334,31 @@ def _read_pointer(root: Path) -> tuple[str, str] | None:
     return match["name"], match["digest"]
 
 
-def _find_newest_step(root: Path) -> int | None:
+def _find_newest_step(root: AnyPath) -> int | None:
     """Return the newest checkpoint's step without reading a manifest; None without checkpoints."""
     named = _read_pointer(root)
     if named is not None and is_complete(root / named[0]):
-        return _parse_step(root / named[0])
+        return parse_step(root / named[0])
     directories = find_complete_checkpoints(root)
-    return _parse_step(directories[-1]) if directories else None
+    return parse_step(directories[-1]) if directories else None
 
 
-def _parse_step(path: Path) -> int | None:
+def parse_step(path: AnyPath) -> int | None:
     """Return the step number in a checkpoint directory's name; None for other names."""
     match = _STEP_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
+
+
+def format_pointer(name: str, manifest: bytes) -> bytes:
+    """Return the content of the pointer file to the checkpoint `name` with this manifest."""
+    return f"{name} {hashlib.sha256(manifest).hexdigest()}\n".encode("ascii")
 
 
 def _write_pointer(root: Path, name: str, manifest: bytes) -> Path:
     """Write a temporary pointer file with `name` and the SHA-256 of `manifest`; return its path."""
     pointer = root / f".{POINTER}-{uuid.uuid4().hex[:8]}"
     try:
-        write_new_file(pointer, f"{name} {hashlib.sha256(manifest).hexdigest()}\n")
+        write_new_file(pointer, format_pointer(name, manifest).decode("ascii"))
     except OSError:
         pointer.unlink(missing_ok=True)
         raise

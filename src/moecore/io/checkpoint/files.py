@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moecore.base.text import format_error_line
+from moecore.io.checkpoint.object_storage import AnyPath, RemoteFile, RemotePath
 
 # Largest files that are parsed. 1 GiB holds 6 million blocks: the model and the moments of
 # 1,200 parameters over 1,600 ranks. A config.json of a published model has 0.1 MB. Objects of
@@ -43,11 +44,56 @@ def open_regular_file(path: Path, *, follow_symlinks: bool = False) -> int:
     return descriptor
 
 
-def read_regular_file(path: Path, *, max_bytes: int, follow_symlinks: bool = False) -> bytes:
+class LocalFile:
+    """Reads ranges of a local file, or writes it sequentially, by a descriptor."""
+
+    piece_bytes = 2**20  # hashed at a time, while it is in a core's cache
+
+    def __init__(self, descriptor: int) -> None:
+        self._fd = descriptor
+
+    def get_size(self) -> int:
+        """Return the bytes of the file."""
+        return os.fstat(self._fd).st_size
+
+    def read_into(self, target: memoryview, begin: int) -> int:
+        """Read bytes from byte `begin` on into `target`; return their number, 0 at the end."""
+        return os.preadv(self._fd, [target], begin)
+
+    def write(self, data: memoryview) -> int:
+        """Append at most all of `data` and return the number of written bytes."""
+        return os.write(self._fd, data)
+
+    def commit(self) -> None:
+        """Fsync the file."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def open_file(
+    path: AnyPath, *, is_new: bool = False, follow_symlinks: bool = False
+) -> LocalFile | RemoteFile:
+    """Open a regular file to read, or create a file if `is_new`; the caller closes the file."""
+    if isinstance(path, RemotePath):
+        return RemoteFile(path, is_new=is_new)
+    if is_new:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        return LocalFile(os.open(path, flags, 0o644))
+    return LocalFile(open_regular_file(path, follow_symlinks=follow_symlinks))
+
+
+def read_regular_file(path: AnyPath, *, max_bytes: int, follow_symlinks: bool = False) -> bytes:
     """Return a regular file's content, of a symlink's target if `follow_symlinks`.
 
     ValueError for a file above `max_bytes`, and as `open_regular_file`.
     """
+    if isinstance(path, RemotePath):
+        data = path.read(0, max_bytes + 1)
+        check_file_size(path, len(data), max_bytes)
+        return data
     with open(open_regular_file(path, follow_symlinks=follow_symlinks), "rb") as file:
         size = os.fstat(file.fileno()).st_size  # of a sparse file, too
         check_file_size(path, size, max_bytes)
@@ -56,7 +102,7 @@ def read_regular_file(path: Path, *, max_bytes: int, follow_symlinks: bool = Fal
     return data
 
 
-def check_file_size(path: Path, num_bytes: int, max_bytes: int) -> None:
+def check_file_size(path: AnyPath, num_bytes: int, max_bytes: int) -> None:
     """Raise ValueError if `num_bytes`, the size of the file at `path`, is above `max_bytes`."""
     if num_bytes > max_bytes:
         raise ValueError(
@@ -65,8 +111,10 @@ def check_file_size(path: Path, num_bytes: int, max_bytes: int) -> None:
         )
 
 
-def read_file_beginning(path: Path, max_bytes: int) -> bytes:
+def read_file_beginning(path: AnyPath, max_bytes: int) -> bytes:
     """Return the first `max_bytes` bytes of a regular file; raise as `open_regular_file`."""
+    if isinstance(path, RemotePath):
+        return path.read(0, max_bytes)
     with open(open_regular_file(path), "rb") as file:
         return file.read(max_bytes)
 

@@ -36,8 +36,10 @@ from moecore.io.checkpoint.files import (
     remove_leftovers,
     write_new_file,
 )
+from moecore.io.checkpoint.object_storage import AnyPath, RemotePath
 
 LOCK, OWNER = ".lock", "owner"
+REMOTE_OWNER = ".owner"  # the owner object on object storage, which a downloaded run ignores
 _LOCK_NAME = re.compile(r"\.lock-([0-9a-f]{8}|[0-9a-f]{16})")  # of drafts and of dead locks
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0
@@ -53,7 +55,7 @@ class RunLock:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._owner_text = b""
+        self.owner_text = b""
         self._finalizer: weakref.finalize[..., RunLock] | None = None  # runs at exit at the latest
 
     def acquire(self) -> None:
@@ -63,7 +65,7 @@ class RunLock:
             OSError: if another live job has the lock, or took the lock over from this object.
         """
         if self._finalizer is not None:
-            if _read_owner(self.root)[1] != self._owner_text:
+            if _read_owner(self.root)[1] != self.owner_text:
                 raise OSError(
                     f"root ({self.root}) must be written to by one job, but another one took it "
                     f"over while this one stood still for {STALE_SECONDS:.0f} s: end one of them"
@@ -93,12 +95,52 @@ class RunLock:
     def _start_heartbeat(self, text: bytes) -> None:
         """Start the thread that updates the owner file's mtime; `text` is its content."""
         stop = threading.Event()
-        self._owner_text = text
+        self.owner_text = text
         self._finalizer = weakref.finalize(self, _release_lock, self.root, text, stop, os.getpid())
         args = (self.root, text, stop)  # not the object, which may end while the thread runs
         threading.Thread(
             target=_touch_owner_regularly, args=args, name="moecore-lock", daemon=True
         ).start()
+
+
+class RemoteLock:
+    """The lock of a run on object storage: the job that acquired the lock last may publish.
+
+    An object store has no atomic rename, so a second job is not refused. It replaces the owner
+    object, and saves of the first job then fail.
+    """
+
+    def __init__(self, root: RemotePath) -> None:
+        self.root = root
+        self.owner_text = b""
+
+    def acquire(self) -> None:
+        """Write the owner object; a second call checks that no other job has replaced it."""
+        if self.owner_text:
+            require_owner(self.root, self.owner_text)
+            return
+        text = json.dumps(_describe_this_process()).encode()
+        (self.root / REMOTE_OWNER).write(text)
+        self.owner_text = text
+
+    def release(self) -> None:
+        """Do nothing, because the next job replaces the owner object."""
+
+
+def make_lock(root: AnyPath) -> RunLock | RemoteLock:
+    """Return the lock of a run, which is not acquired yet."""
+    return RemoteLock(root) if isinstance(root, RemotePath) else RunLock(root)
+
+
+def require_owner(root: AnyPath, text: bytes) -> None:
+    """Raise OSError unless the owner object is `text`; b"" allows any owner."""
+    owner, current, _ = _read_owner(root)
+    if text and current != text:
+        owner_text = f"pid {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
+        raise OSError(
+            f"root ({root}) must be written to by one job, but {owner_text!r:.160} took it over: "
+            "end one of them"
+        )
 
 
 def _touch_owner_regularly(root: Path, text: bytes, stop_event: threading.Event) -> None:
@@ -123,8 +165,14 @@ def _release_lock(root: Path, text: bytes, stop_event: threading.Event, pid: int
 
 
 @contextlib.contextmanager
-def hold_lock(root: Path) -> Iterator[None]:
-    """Return a context with the run's lock; OSError if another job has the lock."""
+def hold_lock(root: AnyPath) -> Iterator[None]:
+    """Return a context with the run's lock; OSError if another job has the lock.
+
+    On object storage the context has no lock, because acquiring it would end a running job's saves.
+    """
+    if isinstance(root, RemotePath):
+        yield
+        return
     owner = _read_owner(root)[0]
     process = _describe_this_process()
     lock = RunLock(root)
@@ -182,8 +230,10 @@ def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
     return idle_seconds > STALE_SECONDS
 
 
-def find_dead_drafts(root: Path) -> list[Path]:
+def find_dead_drafts(root: AnyPath) -> list[Path]:
     """Return the leftovers of a job that died with the run's lock, or [] without such a job."""
+    if isinstance(root, RemotePath):
+        return []  # each pruning deletes incomplete steps
     owner, text, touched = _read_owner(root)
     return find_leftovers(root) if text and _is_owner_dead(owner, time.time() - touched) else []
 
@@ -203,12 +253,13 @@ def _try_rename(source: Path, target: Path) -> bool:
     return True
 
 
-def _read_owner(root: Path) -> tuple[dict[str, Any], bytes, float]:
+def _read_owner(root: AnyPath) -> tuple[dict[str, Any], bytes, float]:
     """Return the owner file as JSON ({} if invalid), as bytes (b"" if missing), and its mtime."""
-    path = root / LOCK / OWNER
+    is_remote = isinstance(root, RemotePath)
+    path = root / REMOTE_OWNER if is_remote else root / LOCK / OWNER
     try:
         text = read_file_beginning(path, _OWNER_BYTES)
-        touched = path.stat().st_mtime
+        touched = path.stat().st_mtime if isinstance(path, Path) else 0.0
     except (FileNotFoundError, NotADirectoryError):
         return {}, b"", 0.0
     try:

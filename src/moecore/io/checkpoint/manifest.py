@@ -26,17 +26,18 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from moecore.base.fields import check_arguments, format_name
 from moecore.io.checkpoint.files import MAX_TABLE, read_regular_file
+from moecore.io.checkpoint.object_storage import make_path
 
 MANIFEST = "moecore.json"
 FORMAT = 3
-FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
+# With the id of an attempt on object storage, where two attempts may write the same step.
+FILE_NAME = re.compile(r"rank-[0-9]{5,9}(-[0-9a-f]{16})?\.safetensors")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -140,14 +141,14 @@ def make_manifest(
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Return the manifest of a checkpoint directory.
+    """Return the manifest of a checkpoint, from its directory or URL.
 
     Raises:
         ValueError: if the directory is not a complete checkpoint, or the manifest is damaged.
         OSError: if it cannot be read.
     """
     check_arguments(read_manifest, locals())
-    path = Path(path)
+    path = make_path(path)
     try:
         data = read_regular_file(path / MANIFEST, max_bytes=MAX_TABLE)
     except (FileNotFoundError, NotADirectoryError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from moecore.base.failures import run_and_share_errors as run_and_share_errors
 from moecore.base.rank_checks import Group as Group
 from moecore.base.rank_checks import gather_objects as gather_objects
 from moecore.base.torch_private import get_default_timeout
+from moecore.io.checkpoint.object_storage import AnyPath
 from moecore.parallel.pipeline.stage_replicas import AllStages
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def run_on_first_rank(action: Callable[[], T], group: Group = None) -> T:
     return result
 
 
-def check_same_path(path: Path) -> None:
+def check_same_path(path: AnyPath) -> None:
     """Raise ValueError if ranks have paths with different names, or only some see the directory.
 
     Collective.
@@ -96,7 +96,7 @@ def check_same_path(path: Path) -> None:
         )
 
 
-def check_draft_is_visible(draft: Path, group: Group = None) -> None:
+def check_draft_is_visible(draft: AnyPath, group: Group = None) -> None:
     """Raise ValueError if a rank does not see `draft`, which rank 0 created. Collective."""
     seen = gather_objects(draft.is_dir(), group)
     if not all(seen):

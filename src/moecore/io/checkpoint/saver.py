@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,8 +28,10 @@ from torch import Tensor, nn
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.io.checkpoint.directory import Step, make_step_path
+from moecore.io.checkpoint.drafts import Draft, remove_draft
 from moecore.io.checkpoint.hyperparameters import Schedulers
-from moecore.io.checkpoint.lock import RunLock
+from moecore.io.checkpoint.lock import make_lock
+from moecore.io.checkpoint.object_storage import AnyPath, make_path
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
 from moecore.io.checkpoint.ranks import (
     ControlGroup,
@@ -57,7 +57,7 @@ class Saver:
     other jobs. Call `close`, or use it in a `with`.
 
     Args:
-        root: directory of the run, which is created; every rank must see it.
+        root: directory of the run, which is created, or an fsspec URL; every rank must see it.
         model, optimizer, scheduler, keep, config: as in `save`.
         progress: called with (bytes done, bytes expected) of this rank, from the writing thread.
 
@@ -80,11 +80,11 @@ class Saver:
         arguments = locals()
         with share_errors():
             check_arguments(Saver.__init__, arguments)
+            self._lock = make_lock(make_path(root))
             check_optimizer_is_newer(model, optimizer)
         self._snapshot = partial(
             take_snapshot, model=model, optimizer=optimizer, scheduler=scheduler, config=config
         )
-        self._lock = RunLock(Path(root))
         self._progress = progress
         self._control = ControlGroup()
         self._group = self._control.group
@@ -130,7 +130,7 @@ class Saver:
         )
 
     @share_call_errors
-    def save(self, step: Step, extra: Mapping[str, Any] | None = None, *, wait: bool) -> Path:
+    def save(self, step: Step, extra: Mapping[str, Any] | None = None, *, wait: bool) -> AnyPath:
         """Save a step and return its future directory. Collective.
 
         With `wait=False` the model may change as soon as this returns. The checkpoint is complete
@@ -169,7 +169,7 @@ class Saver:
             )
         except Exception:  # such as no host memory on one rank
             if is_first_rank():
-                shutil.rmtree(draft, ignore_errors=True)
+                remove_draft(draft)
             raise
         if is_first_rank():
             seconds = time.perf_counter() - start
@@ -224,7 +224,9 @@ class Saver:
             if first is not None:
                 raise first
 
-    def _write_and_log(self, draft: Path, snapshot: Snapshot, copies: Mapping[str, Tensor]) -> None:
+    def _write_and_log(
+        self, draft: Draft, snapshot: Snapshot, copies: Mapping[str, Tensor]
+    ) -> None:
         """Write a checkpoint from host copies in the background thread; log and raise errors."""
         try:
             self._write(draft, snapshot, copies, meter=Meter(self._progress))

@@ -13,25 +13,24 @@ import hashlib
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moecore.io.checkpoint.files import open_regular_file
+from moecore.io.checkpoint.files import open_file
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, StoredFile
+from moecore.io.checkpoint.object_storage import AnyPath
 from moecore.io.checkpoint.ranks import is_first_rank
 
 CHUNK_BYTES = 16 * 2**20  # additional memory of a save or load per open file
 DIRECT_BYTES = 2**20  # larger host tensors are written without a copy
-HASH_BYTES = 2**20  # hashed at a time, while it is in a core's cache
 RUN_BYTES = 256 * 2**10  # contiguous runs of at least this size are read one by one
 Progress = Callable[[int, int], None]
 
@@ -105,9 +104,9 @@ class ShardWriter:
     `header` is from `compute_layout`. `pinned`: copy tensors through pinned host memory.
     """
 
-    def __init__(self, path: Path, header: bytes, *, pinned: bool, meter: Meter) -> None:
+    def __init__(self, path: AnyPath, header: bytes, *, pinned: bool, meter: Meter) -> None:
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned, device="cpu")
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+        self._file = open_file(path, is_new=True)
         self._sha256, self._size, self._meter = hashlib.sha256(), 0, meter
         self._hasher = ThreadPoolExecutor(1)
         self._filled = 0
@@ -122,7 +121,7 @@ class ShardWriter:
 
     def __exit__(self, *_: object) -> None:
         self._hasher.shutdown()
-        os.close(self._fd)
+        self._file.close()
 
     def add(self, tensor: Tensor) -> None:
         """Append a tensor, the next in the layout's order, to the file. Host sync."""
@@ -139,9 +138,9 @@ class ShardWriter:
             self._filled = end
 
     def finish(self) -> StoredFile:
-        """Flush and fsync the file, and return its size and digest."""
+        """Flush and fsync the file, or complete its upload; return its size and digest."""
         self._flush_buffer()
-        os.fsync(self._fd)
+        self._file.commit()
         return StoredFile(size=self._size, sha256=self._sha256.hexdigest())
 
     def _flush_buffer(self) -> None:
@@ -156,7 +155,7 @@ class ShardWriter:
         try:
             remaining = data
             while remaining:
-                remaining = remaining[os.write(self._fd, remaining) :]
+                remaining = remaining[self._file.write(remaining) :]
         finally:
             hash_update.result()  # before the buffer is reused
         self._size += len(data)
@@ -192,7 +191,7 @@ class ShardReader:
 
     def __init__(
         self,
-        path: Path,
+        path: AnyPath,
         begins: Mapping[str, int],
         buffer: Tensor,
         meter: Meter,
@@ -200,13 +199,13 @@ class ShardReader:
         follow_symlinks: bool = False,
     ) -> None:
         self._path, self._begins, self._buffer, self._meter = path, begins, buffer, meter
-        self._fd = open_regular_file(path, follow_symlinks=follow_symlinks)
+        self._file = open_file(path, follow_symlinks=follow_symlinks)
 
     def __enter__(self) -> ShardReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def read(
         self,
@@ -253,9 +252,8 @@ class ShardReader:
         """Fill `target` with the file's bytes from `first_byte` on; `meter` counts the bytes."""
         offset = 0
         while offset < len(target):
-            count = os.preadv(
-                self._fd, [target[offset : offset + CHUNK_BYTES]], first_byte + offset
-            )
+            piece = target[offset : offset + CHUNK_BYTES]
+            count = self._file.read_into(piece, first_byte + offset)
             if count == 0:
                 raise OSError(
                     f"{self._path} ended at byte {first_byte + offset}: it was cut meanwhile"
@@ -279,7 +277,7 @@ def _count_contiguous_elements(tensor_shape: Sequence[int], slice_shape: Sequenc
 
 
 def find_file_problem(
-    path: Path, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
+    path: AnyPath, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
     """Compare the size and header of a shard file with the manifest, and if `full` the SHA-256.
 
@@ -287,26 +285,28 @@ def find_file_problem(
     the bytes that are hashed.
     """
     try:
-        descriptor = open_regular_file(path)
+        with closing(open_file(path)) as file:
+            size = file.get_size()
+            if not size == stored_file.size == layout.size:
+                return (
+                    f"has {size} bytes instead of {stored_file.size}, with {layout.size} of tensors"
+                )
+            header = bytearray(len(layout.header))
+            if file.read_into(memoryview(header), 0) != len(header) or header != layout.header:
+                return "has a header that is not the manifest's"
+            sha256, end = hashlib.sha256(), 0
+            buffer = memoryview(bytearray(min(file.piece_bytes, size) if full else 0))
+            while full and end < size:
+                count = file.read_into(buffer[: size - end], end)
+                if count == 0:
+                    return f"ended at byte {end}"
+                sha256.update(buffer[:count])
+                meter.add(count)
+                end += count
     except FileNotFoundError:
         return "is missing"
     except ValueError:
         return "is no regular file"
-    sha256 = hashlib.sha256()
-    with open(descriptor, "rb", buffering=0) as file:
-        size = os.fstat(descriptor).st_size
-        if not size == stored_file.size == layout.size:
-            return f"has {size} bytes instead of {stored_file.size}, with {layout.size} of tensors"
-        header = file.read(len(layout.header))
-        if header != layout.header:
-            return "has a header that is not the manifest's"
-        if full:
-            sha256.update(header)
-            meter.add(len(header))
-        buffer = memoryview(bytearray(min(HASH_BYTES, stored_file.size) if full else 0))
-        while full and (count := file.readinto(buffer)):
-            sha256.update(buffer[:count])
-            meter.add(count)
     if full and sha256.hexdigest() != stored_file.sha256:
         return "has another sha256 than the manifest"
     return None

@@ -11,8 +11,9 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +42,7 @@ from torch.futures import Future
 
 from moecore.base.params import compute_global_indices, find_consecutive_runs
 from moecore.base.torch_private import get_local_tensor
-from moecore.io.checkpoint.directory import publish
+from moecore.io.checkpoint.drafts import Draft, publish
 from moecore.io.checkpoint.manifest import (
     Manifest,
     ManifestChunk,
@@ -50,6 +51,7 @@ from moecore.io.checkpoint.manifest import (
     StoredTensor,
     make_manifest,
 )
+from moecore.io.checkpoint.object_storage import AnyPath, RemotePath
 from moecore.io.checkpoint.shard_file import (
     CHUNK_BYTES,
     Meter,
@@ -59,6 +61,7 @@ from moecore.io.checkpoint.shard_file import (
 )
 
 Plan = TypeVar("Plan")
+_REMOTE_READERS = 8  # concurrent range requests of a rank, because each takes many milliseconds
 
 
 class _DCPStorage:
@@ -90,17 +93,17 @@ class _DCPStorage:
 
 
 class Writer(_DCPStorage, StorageWriter):
-    """DCP storage writer: each rank writes a shard file into `draft`, and rank 0 publishes it.
+    """DCP storage writer: each rank writes a shard file of `draft`, and rank 0 publishes them.
 
     `facts` is the manifest's metadata. After publication, only the newest `keep` checkpoints remain
     (0 = all). `meter` counts the written bytes.
     """
 
     def __init__(
-        self, draft: Path, rank: int, facts: ManifestFacts, *, keep: int, meter: Meter
+        self, draft: Draft, rank: int, facts: ManifestFacts, *, keep: int, meter: Meter
     ) -> None:
         self._draft, self._facts, self._keep = draft, facts, keep
-        self._file, self._meter = f"rank-{rank:05d}.safetensors", meter
+        self._path, self._meter = draft.make_file_path(rank), meter
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's planned blocks into its shard file; return a completed future."""
@@ -119,13 +122,12 @@ class Writer(_DCPStorage, StorageWriter):
             assert data is not None, "everything saved is a tensor"
             offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
             blocks[key] = data.properties.dtype, sizes
-            chunks[key] = ManifestChunk(file=self._file, key=key, offsets=offsets, sizes=sizes)
+            chunks[key] = ManifestChunk(file=self._path.name, key=key, offsets=offsets, sizes=sizes)
         layout = compute_layout(blocks)
         tensors = {key: planner.resolve_data(items[key]) for key in layout.begins}
         pinned = any(isinstance(t, Tensor) and t.is_cuda for t in tensors.values())
         self._meter.expect(layout.size)
-        path = self._draft / self._file
-        with ShardWriter(path, layout.header, pinned=pinned, meter=self._meter) as file:
+        with ShardWriter(self._path, layout.header, pinned=pinned, meter=self._meter) as file:
             for key, tensor in tensors.items():
                 assert isinstance(tensor, Tensor)
                 assert (tensor.dtype, tuple(tensor.shape)) == blocks[key], f"{key} has changed"
@@ -261,9 +263,9 @@ class BlockLoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class Reader(_DCPStorage, StorageReader):
-    """DCP storage reader of the checkpoint directory `path`; `meter` counts the read bytes."""
+    """DCP storage reader of the checkpoint `path`; `meter` counts the read bytes."""
 
-    def __init__(self, path: Path, manifest: Manifest, meter: Meter) -> None:
+    def __init__(self, path: AnyPath, manifest: Manifest, meter: Meter) -> None:
         self._path, self._manifest, self._meter = path, manifest, meter
         self._chunks = {
             MetadataIndex(name, chunk.offsets): (chunk, tensor.dtype)
@@ -293,21 +295,34 @@ class Reader(_DCPStorage, StorageReader):
             chunk, dtype = self._chunks[item.storage_index]
             by_file.setdefault(chunk.file, []).append((item, chunk, dtype))
             self._meter.expect(math.prod(item.lengths) * dtype.itemsize)
-        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
         for file, requests in by_file.items():
-            layout = compute_layout(self._manifest.list_file_entries(file))
-            with ShardReader(self._path / file, layout.begins, buffer, self._meter) as shard:
-                # In file order: one pass forward over the disk.
-                for item, chunk, dtype in sorted(requests, key=lambda r: layout.begins[r[1].key]):
-                    target = planner.resolve_tensor(item).detach()
-                    shard.read(chunk.key, dtype, chunk.sizes, item.storage_offsets, target)
-                    planner.commit_tensor(item, target)
+            begins = compute_layout(self._manifest.list_file_entries(file)).begins
+            # In file order: one pass forward over the disk.
+            requests.sort(key=lambda request: begins[request[1].key])
+            reads = [(r, planner.resolve_tensor(r[0]).detach()) for r in requests]
+            if isinstance(self._path, RemotePath):
+                with ThreadPoolExecutor(_REMOTE_READERS) as pool:
+                    parts = [reads[first::_REMOTE_READERS] for first in range(_REMOTE_READERS)]
+                    list(pool.map(partial(self._read_slices, file, begins), parts))
+            else:
+                self._read_slices(file, begins, reads)
+            for (item, *_), target in reads:
+                planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
+    def _read_slices(
+        self, file: str, begins: Mapping[str, int], reads: list[tuple[Any, Tensor]]
+    ) -> None:
+        """Read ((DCP's read item, chunk, dtype), target) from a file with positions `begins`."""
+        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+        with ShardReader(self._path / file, begins, buffer, self._meter) as shard:
+            for (item, chunk, dtype), target in reads:
+                shard.read(chunk.key, dtype, chunk.sizes, item.storage_offsets, target)
 
-def run_dcp_call(verb: str, path: Path, action: Callable[[], object]) -> None:
+
+def run_dcp_call(verb: str, path: AnyPath, action: Callable[[], object]) -> None:
     """Run a DCP call; raise OSError ("could not `verb` `path`") if a rank or collective failed."""
     try:
         if not dist.is_initialized():

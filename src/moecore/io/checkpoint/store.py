@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,15 +25,17 @@ from moecore.io.checkpoint.comparison import (
     select_rng_load_target,
     select_tensors,
 )
-from moecore.io.checkpoint.directory import Step, create_draft, is_published, make_step_path
+from moecore.io.checkpoint.directory import Step, is_published, make_step_path
+from moecore.io.checkpoint.drafts import Draft, create_draft, remove_draft
 from moecore.io.checkpoint.files import join_problems
 from moecore.io.checkpoint.hyperparameters import (
     Schedulers,
     decode_scheduler_state,
     restore_hyperparameters,
 )
-from moecore.io.checkpoint.lock import RunLock
+from moecore.io.checkpoint.lock import RemoteLock, RunLock, make_lock
 from moecore.io.checkpoint.manifest import Manifest, read_manifest
+from moecore.io.checkpoint.object_storage import AnyPath, make_path
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
 from moecore.io.checkpoint.ranks import (
     Group,
@@ -82,8 +82,8 @@ def save(
     scheduler: Schedulers | None = None,
     keep: CountOrZero = 0,
     config: object = None,
-) -> Path:
-    """Write a checkpoint of this step and return its directory. Collective.
+) -> AnyPath:
+    """Write a checkpoint of this step and return its directory or URL. Collective.
 
     A checkpoint has all state of a bit-exact resume: parameters, persistent buffers, histories of
     delayed scaling, the optimizer's state and hyperparameters, each rank's CPU and CUDA generator
@@ -91,7 +91,8 @@ def save(
     checkpoint remains loadable. Every rank must see `root`.
 
     Args:
-        root: directory of the run; one job at a time writes to it.
+        root: directory of the run, or an fsspec URL such as s3://bucket/run; one job at a time
+            writes to it.
         step: >= 0; names the directory.
         model: parallelized or plain.
         optimizer: over the model's parameters, or a list of optimizers with disjoint parameters;
@@ -116,16 +117,16 @@ def save(
     arguments = locals()
     with share_errors():
         check_arguments(save, arguments)
+        lock = make_lock(make_path(root))
         snapshot = take_snapshot(step, model, optimizer, extra, scheduler=scheduler, config=config)
     check_rank_agreement(snapshot)
     snapshot = join_stages(snapshot)
-    lock = RunLock(Path(root))
     try:
         draft = start_draft(lock, step)
         write_checkpoint(draft, snapshot, get_local_tensors(snapshot), keep=keep, meter=Meter())
     finally:
         lock.release()
-    return make_step_path(Path(root), step)
+    return make_step_path(lock.root, step)
 
 
 @share_call_errors
@@ -148,7 +149,8 @@ def load(
     stores (transformers' rotary frequencies) are recomputed.
 
     Args:
-        path: a complete checkpoint, such as from `latest`.
+        path: a complete checkpoint, such as from `latest`, or its URL. From a URL each rank reads
+            only the byte ranges of its shards, after `verify`.
         model: materialised, with the same global shapes and dtypes.
         optimizer: built like the saved one, or a list in the order of the save; its state may be
             empty, and is replaced.
@@ -169,7 +171,8 @@ def load(
     arguments = locals()
     with share_errors():
         check_arguments(load, arguments)
-    path, meter = Path(path), Meter(progress)
+        path = make_path(path)
+    meter = Meter(progress)
     check_same_path(path)
     manifest = run_on_first_rank(lambda: read_manifest(path))
     view, comparison = compare_checkpoint(manifest, model, optimizer, scheduler, cast=cast)
@@ -197,7 +200,7 @@ def load(
 
 
 @torch.no_grad()
-def _recompute_buffers(path: Path, model: nn.Module) -> None:
+def _recompute_buffers(path: AnyPath, model: nn.Module) -> None:
     """Recompute the model's buffers that no checkpoint stores, or warn that it is not possible."""
     try:
         for buffer, value in compute_missing_buffers(model):
@@ -206,21 +209,21 @@ def _recompute_buffers(path: Path, model: nn.Module) -> None:
         warnings.warn(f"path ({path}): {error}: left as it was", stacklevel=4)
 
 
-def start_draft(lock: RunLock, step: int, group: Group = None) -> Path:
-    """Acquire the run's lock and create a draft on rank 0; return the draft's path. Collective."""
+def start_draft(lock: RunLock | RemoteLock, step: int, group: Group = None) -> Draft:
+    """Acquire the run's lock and create a draft on rank 0; return the draft. Collective."""
 
-    def lock_and_create() -> Path:
-        """Lock the run and return a new draft directory in it."""
+    def lock_and_create() -> Draft:
+        """Lock the run and return a new draft in it."""
         lock.acquire()
-        return create_draft(lock.root, step)
+        return create_draft(lock.root, step, lock.owner_text)
 
     draft = run_on_first_rank(lock_and_create, group)
-    check_draft_is_visible(draft, group)
+    check_draft_is_visible(draft.folder, group)
     return draft
 
 
 def write_checkpoint(
-    draft: Path,
+    draft: Draft,
     snapshot: Snapshot,
     local_tensors: Mapping[str, Tensor],
     *,
@@ -228,7 +231,7 @@ def write_checkpoint(
     meter: Meter,
     group: Group = None,
 ) -> None:
-    """Write a snapshot into the draft directory and publish it as a checkpoint. Collective.
+    """Write a snapshot into the draft and publish it as a checkpoint. Collective.
 
     `local_tensors` has the values to write; of the snapshot's tensors only the layout is read.
     After publication, only the newest `keep` checkpoints remain (0 = all). After an error, rank 0
@@ -244,21 +247,21 @@ def write_checkpoint(
         process_group=group,
     )
     try:
-        run_dcp_call("write", draft, save_snapshot)
+        run_dcp_call("write", draft.folder, save_snapshot)
     except OSError as error:
         if is_first_rank():
-            shutil.rmtree(draft, ignore_errors=True)
-        if is_published(draft.parent, snapshot.facts.step):
+            remove_draft(draft)
+        if is_published(draft.root, snapshot.facts.step):
             raise OSError(
                 f"{error}; but step {snapshot.facts.step} is saved and `latest` names it: do not "
                 "save it again"
             ) from error
         raise
-    meter.log(f"saved {make_step_path(draft.parent, snapshot.facts.step)}")
+    meter.log(f"saved {make_step_path(draft.root, snapshot.facts.step)}")
 
 
 def _read_into_objects(
-    path: Path,
+    path: AnyPath,
     manifest: Manifest,
     view: ModelView,
     comparison: Comparison,
@@ -305,7 +308,7 @@ def verify(
     """Check a checkpoint and return its manifest, without loading it. Collective.
 
     Args:
-        path: its directory.
+        path: its directory or URL.
         mode: "full" hashes every byte, each file on one rank; "sizes" checks sizes and headers.
         progress: called with (bytes done, bytes expected) of this rank.
 
@@ -316,12 +319,13 @@ def verify(
     arguments = locals()
     with share_errors():
         check_arguments(verify, arguments)
-    manifest = run_on_first_rank(lambda: read_manifest(Path(path)))
-    verify_files(Path(path), manifest, mode, Meter(progress))
+        path = make_path(path)
+    manifest = run_on_first_rank(lambda: read_manifest(path))
+    verify_files(path, manifest, mode, Meter(progress))
     return manifest
 
 
-def verify_files(path: Path, manifest: Manifest, mode: Verify, meter: Meter) -> None:
+def verify_files(path: AnyPath, manifest: Manifest, mode: Verify, meter: Meter) -> None:
     """Check each shard file on one rank; raise the first error on every rank. Collective.
 
     With `mode` "full" each file is hashed; with "sizes" only sizes and headers are checked.

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from moecore.base.params import compute_global_indices
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor
+from moecore.io.checkpoint.object_storage import AnyPath
 from moecore.io.checkpoint.ranks import gather_objects, run_and_share_errors
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, ShardReader, compute_layout
 from moecore.io.hf.files import Box, find_common_boxes
@@ -117,7 +117,11 @@ class StoredCollector:
     """Assembles Hugging Face tensors from a native checkpoint, whose files `stack` closes."""
 
     def __init__(
-        self, path: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor], stack: ExitStack
+        self,
+        path: AnyPath,
+        manifest: Manifest,
+        tensors: Mapping[str, StoredTensor],
+        stack: ExitStack,
     ) -> None:
         self._path, self._manifest, self._tensors, self._stack = path, manifest, tensors, stack
         self._readers: dict[str, ShardReader] = {}

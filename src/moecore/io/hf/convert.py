@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -20,13 +19,8 @@ from torch import nn
 from moecore.base.fields import NumBytes, check_arguments, format_name
 from moecore.families.fp32_modules import is_selection_bias, make_fp32_predicate
 from moecore.io.checkpoint.comparison import select_tensors
-from moecore.io.checkpoint.directory import (
-    Step,
-    check_run_is_new,
-    create_draft,
-    make_step_path,
-    publish,
-)
+from moecore.io.checkpoint.directory import Step, check_run_is_new, make_step_path
+from moecore.io.checkpoint.drafts import Draft, create_draft, publish, remove_draft
 from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.lock import hold_lock
 from moecore.io.checkpoint.manifest import (
@@ -37,6 +31,7 @@ from moecore.io.checkpoint.manifest import (
     StoredTensor,
     make_manifest,
 )
+from moecore.io.checkpoint.object_storage import AnyPath, make_path
 from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, Progress, ShardWriter
 from moecore.io.checkpoint.snapshot import read_versions
@@ -79,7 +74,7 @@ def native_to_hf(
     The checkpoint may have a native decoder or a transformers model. Its files are verified first.
 
     Args:
-        path: the directory of a step.
+        path: the directory or URL of a step.
         out: the new directory.
         config: the config.json of the model.
         dtype, max_shard_bytes, layout, progress: as in `export_hf`.
@@ -92,7 +87,7 @@ def native_to_hf(
     """
     check_arguments(native_to_hf, locals())
     check_single_rank()
-    path, out = Path(path), Path(out)
+    path, out = make_path(path), Path(out)
     check_export_target(out, dtype)
     with ExitStack() as stack:
         names = choose_layout(layout, read_config(config))
@@ -115,7 +110,12 @@ class StoredModel:
 
 
 def open_native(
-    path: Path, stack: ExitStack, *, config: HFConfig, dtype: torch.dtype | None, layout: HFLayout
+    path: AnyPath,
+    stack: ExitStack,
+    *,
+    config: HFConfig,
+    dtype: torch.dtype | None,
+    layout: HFLayout,
 ) -> StoredModel:
     """Verify a native checkpoint and return its model; ValueError if it differs from `config`.
 
@@ -148,12 +148,12 @@ def hf_to_native(
     dtype: torch.dtype | None = None,
     max_file_bytes: NumBytes = 5 * 10**9,
     progress: Progress | None = None,
-) -> Path:
+) -> AnyPath:
     """Convert a Hugging Face directory to a native checkpoint without optimizer state; return it.
 
     Args:
         path: the Hugging Face directory; quantised weights are dequantised.
-        root: the directory of a new run, without checkpoints or drafts.
+        root: the directory or URL of a new run, without checkpoints or drafts.
         step: the step of the new checkpoint, which becomes the latest of the run.
         dtype: dtype of all float tensors except the router's selection bias, which is fp32. None
             keeps the stored dtypes, with bf16 for quantised weights.
@@ -168,7 +168,7 @@ def hf_to_native(
     """
     check_arguments(hf_to_native, locals())
     check_single_rank()
-    path, root = Path(path), Path(root)
+    path, root = Path(path), make_path(root)
     check_run_is_new(root)
     config = decoder_config_from_hf(path)
     with HFFiles(path) as files:
@@ -239,8 +239,8 @@ def check_single_rank() -> None:
         )
 
 
-def write_native(root: Path, conversion: Conversion) -> Path:
-    """Write the converted tensors as the first checkpoint of a run; return its directory."""
+def write_native(root: AnyPath, conversion: Conversion) -> AnyPath:
+    """Write the converted tensors as the first checkpoint of a run; return its path."""
     _check_files_match_config(conversion)
     with hold_lock(root):
         check_run_is_new(root)  # again, because `_check_files_match_config` took time
@@ -248,7 +248,7 @@ def write_native(root: Path, conversion: Conversion) -> Path:
         try:
             publish(draft, _write_files(draft, conversion), keep=0)
         except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
+            remove_draft(draft)
             raise
     return make_step_path(root, conversion.step)
 
@@ -291,8 +291,8 @@ def _find_dtype_problems(
     return problems
 
 
-def _write_files(draft: Path, conversion: Conversion) -> Manifest:
-    """Write all tensors into safetensors files in the directory `draft`; return the manifest."""
+def _write_files(draft: Draft, conversion: Conversion) -> Manifest:
+    """Write all tensors into safetensors files of a draft; return the manifest."""
     items, plan, sources = list[Item](), conversion.plan, conversion.sources
     for name, recipe in plan.items():
         dtype = _choose_dtype(name, sources[recipe.pieces[0].name], conversion.dtype)
@@ -302,16 +302,16 @@ def _write_files(draft: Path, conversion: Conversion) -> Manifest:
     stored_files: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
     for number, shard in enumerate(plan_shard_files(items, conversion.max_file_bytes)):
-        file = f"rank-{number:05d}.safetensors"
+        path = draft.make_file_path(number)
         layout, ordered = order_items(shard)
-        with ShardWriter(draft / file, layout.header, pinned=False, meter=meter) as writer:
+        with ShardWriter(path, layout.header, pinned=False, meter=meter) as writer:
             for item in ordered:
                 recipe = plan[item.name.removeprefix(PREFIX)]
                 _write_tensor(writer, recipe, sources, conversion.files, item.dtype)
-            stored_files[file] = writer.finish()
+            stored_files[path.name] = writer.finish()
         for item in shard:
             key, shape = item.name, item.shape
-            chunk = ManifestChunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
+            chunk = ManifestChunk(file=path.name, key=key, offsets=(0,) * len(shape), sizes=shape)
             tensors[key] = StoredTensor(shape=shape, dtype=item.dtype, chunks=(chunk,))
     step, config = conversion.step, asdict(conversion.config)
     facts = ManifestFacts(step=step, world_size=1, versions=read_versions(), config=config)

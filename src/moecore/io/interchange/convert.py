@@ -21,6 +21,7 @@ from torch import Tensor
 from moecore.base.fields import NumBytes, check_arguments, format_name, quote
 from moecore.io.checkpoint.directory import Step, check_run_is_new
 from moecore.io.checkpoint.files import join_problems, write_new_file
+from moecore.io.checkpoint.object_storage import AnyPath, make_path
 from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.hf.collect import Item, StoredCollector
 from moecore.io.hf.config import decoder_config_from_hf
@@ -74,8 +75,8 @@ def dcp_to_native(
     dtype: torch.dtype | None = None,
     max_file_bytes: NumBytes = 5 * 10**9,
     progress: Progress | None = None,
-) -> Path:
-    """Convert a DCP directory to a native checkpoint; return the new directory.
+) -> AnyPath:
+    """Convert a DCP directory to a native checkpoint; return the new path.
 
     Optimizer state and other objects in the DCP directory are ignored.
 
@@ -91,7 +92,7 @@ def dcp_to_native(
     """
     check_arguments(dcp_to_native, locals())
     check_single_rank()
-    path, root = Path(path), Path(root)
+    path, root = Path(path), make_path(root)
     check_run_is_new(root)
     decoder = decoder_config_from_hf(config)
     with DCPFiles(path) as files:
@@ -123,7 +124,7 @@ def native_to_dcp(
     """
     check_arguments(native_to_dcp, locals())
     check_single_rank()
-    path, out = Path(path), Path(out)
+    path, out = make_path(path), Path(out)
     layout: Literal["fused", "per_expert"] = "per_expert" if names == "megatron" else "fused"
     check_export_target(out, dtype)
     with ExitStack() as stack:
