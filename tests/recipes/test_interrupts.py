@@ -146,5 +146,5 @@ def test_a_stopped_run_names_its_command(
     words: list[str], command: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(sys, "argv", words)
-    line = describe_continuation(SimpleNamespace(run_dir=tmp_path))  # type: ignore[arg-type]
+    line = describe_continuation(SimpleNamespace(run_dir=tmp_path, checkpoint_dir=None))  # type: ignore[arg-type]
     assert line == f"there is no checkpoint yet, so {command} starts from the beginning"

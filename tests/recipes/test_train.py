@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moecore.io import read_manifest, set_latest
 from tests.helpers.grids import beside
 from tests.helpers.ranks import run_ranks
 from tests.recipes import late_word
@@ -82,6 +83,25 @@ def test_a_run_leaves_its_files_and_a_sample(straight: tuple[Path, str]) -> None
 
 
 @pytest.mark.slow
+def test_a_run_resumes_from_a_url_on_a_host_without_its_directory(
+    straight: tuple[Path, str], tmp_path: Path
+) -> None:
+    store, arguments = tmp_path / "store", f"{WHOLE} --checkpoint-dir file://{tmp_path}/store"
+    run_in_forks(tmp_path / "first", arguments)
+    set_latest(f"file://{store}/step-000004")
+    run_in_forks(tmp_path / "second", arguments)
+    assert [line["step"] for line in metrics(tmp_path / "second")] == list(range(5, STEPS + 1))
+    for name in ("first", "second"):
+        assert not (tmp_path / name / "checkpoints").exists()
+    path = store / f"step-{STEPS:06d}"
+    names = read_manifest(path).files
+    found = {f"{n[:10]}: {k}": block for n in names for k, block in load_file(path / n).items()}
+    wanted = tensors(straight[0], STEPS)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(block, wanted[key]) for key, block in found.items())
+
+
+@pytest.mark.slow
 def test_own_data_and_another_folding_with_torch_alone(tmp_path: Path) -> None:
     """Two ranks, tp=2 against etp=2, text and jsonl, and no optional package."""
     texts, plain = tmp_path / "texts.jsonl", tmp_path / "plain.txt"
@@ -107,6 +127,7 @@ ERRORS = {
     "--preset huge": "preset ('huge') must be one of",
     "--ep 3": "must divide the world size (2)",
     "--run-dir /dev/null/run": "--run-dir (/dev/null/run) must be a directory to write: Not a dir",
+    "--checkpoint-dir no://x/y": "--checkpoint-dir (no://x/y) must be of a file system that fsspec",
     "--seed 18446744073709551616": "--seed (18446744073709551616) must be a whole",
     "--preset tiny-qwen3 --tokens random --sample-prompts é": "must have ids < vocab_size (128)",
     "--eval-every 2 --tokens random": "--tokens (random) must be text with --eval-every",

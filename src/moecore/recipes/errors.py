@@ -69,9 +69,11 @@ def print_run_error(error: Exception, args: Any, *, saves_memory: str = SAVES_ME
     if isinstance(error, OSError | DivergedError):
         sleep_unless_rank_0(rank)
     if isinstance(error, OSError):
+        place = f"--run-dir ({args.run_dir})"
+        if args.checkpoint_dir is not None:
+            place = f"--checkpoint-dir ({args.checkpoint_dir})"
         line = (
-            f"--run-dir ({args.run_dir}) must be writable, with space for checkpoints: {error}: "
-            f"mend it and {restart}"
+            f"{place} must be writable, with space for checkpoints: {error}: mend it and {restart}"
         )
     elif isinstance(error, ExchangeError) and error.row_factor is None:
         line = f"rank {rank}: {error}: {restart}"

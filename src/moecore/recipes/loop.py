@@ -93,6 +93,7 @@ def run_command(
                 raise ValueError(f"--ranks ({world_size}) must be <= the number of GPUs ({gpus})")
             check(args, world_size)
             make_run_dir(args.run_dir)
+            get_checkpoint_dir(args)
     except ARGUMENT_ERRORS as error:
         return print_error(error)
     if is_rank:

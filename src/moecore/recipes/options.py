@@ -53,6 +53,7 @@ class RunConfig:
         gpus: ranks of the plan of a dry run; None = the ranks that would start.
         gpu: the GPU of the plan of a dry run.
         run_dir: the directory of checkpoints, metrics and results.
+        checkpoint_dir: a directory or URL of checkpoints; None = RUN_DIR/checkpoints.
         steps: optimizer steps of the run.
         batch_size: rows per data rank and micro-batch.
         grad_accum: micro-batches per step.
@@ -84,6 +85,7 @@ class RunConfig:
     gpus: Count | None = make_unsaved_field(None)
     gpu: GpuName = make_unsaved_field("h100-80")
     run_dir: Path
+    checkpoint_dir: str | None = None
     steps: Count = 400
     batch_size: Count
     grad_accum: Count = 1

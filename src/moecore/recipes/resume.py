@@ -7,7 +7,6 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +16,11 @@ from moecore.base.progress import show_progress
 from moecore.io import latest, load
 from moecore.io.checkpoint.directory import CHECKPOINTS
 from moecore.io.checkpoint.manifest import read_manifest
+from moecore.io.checkpoint.object_storage import AnyPath, make_path
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.models import Decoder
 from moecore.recipes.decoder_config import replace_rotary
+from moecore.recipes.files import name_option_in_errors
 from moecore.recipes.options import DEGREES, RunConfig
 from moecore.recipes.parser import flatten_tables, read_toml
 from moecore.recipes.report import CONFIG
@@ -133,16 +134,17 @@ def format_command_line() -> str:
     return shlex.join(["moecore", *words]) if is_moecore else "the same command"
 
 
-def get_checkpoint_dir(args: RunConfig) -> Path:
-    """Return the directory of a run's checkpoints."""
-    return Path(args.run_dir, CHECKPOINTS)
+def get_checkpoint_dir(args: RunConfig) -> AnyPath:
+    """Return the path of a run's checkpoints; ValueError for a URL that fsspec does not open."""
+    with name_option_in_errors("--checkpoint-dir"):
+        return make_path(args.checkpoint_dir or args.run_dir / CHECKPOINTS)
 
 
 # Keys and tables that change no numbers, except that a layout has other sums in another order.
 LAYOUT = {*DEGREES, "parallel", "ranks", "layout", "pipeline"}
 SAME_NUMBERS = LAYOUT | {
-    *("run_dir", "checkpoint_every", "expert_loads_every", "profile", "peak_tflops", "logging"),
-    *("plain_host", "workers", "samples"),
+    *("run_dir", "checkpoint_dir", "checkpoint_every", "expert_loads_every", "profile"),
+    *("peak_tflops", "logging", "plain_host", "workers", "samples"),
     *("memory", "recompute", "offload", "offload_fraction"),
 }
 

@@ -202,7 +202,10 @@ def iterate_equal_steps(
 
 
 # Options that all stages of a run share.
-SHARED = ("run_dir", "ranks", "tokenizer", "preset", "hf_config", "logging", "wandb", "mlflow")
+SHARED = (
+    *("run_dir", "checkpoint_dir", "ranks", "tokenizer", "preset", "hf_config"),
+    *("logging", "wandb", "mlflow"),
+)
 SCHEDULE = {"schedule", *(field.name for field in fields(LearningRateSchedule))}
 NO_RAMP = BatchRamp()
 Options = Mapping[str, Any]  # of a TOML file
