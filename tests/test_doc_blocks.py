@@ -28,6 +28,7 @@ ALONE = {
     "two parts": ("sharding", 1),
     "a corpus": ("pretraining", 0),
     "memory options": ("memory", 0),
+    "object storage": ("object_storage", 0),
     "an adapter": ("extending", 0),
     "an expert backend": ("extending", 3),
     "a rule of the router": ("extending", 4),
