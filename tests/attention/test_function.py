@@ -16,7 +16,7 @@ from moecore.attention.function import attend
 from moecore.attention.linear import causal_conv1d
 from moecore.attention.sequence import Sequence, make_packed_sequence, split_documents
 from moecore.base.regions import recompute_products
-from moecore.train.memory.recompute import recompute, share_outputs
+from moecore.train.memory.recompute import recompute, share_region_outputs
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 1, 4, 0]
@@ -96,7 +96,7 @@ def test_what_it_keeps_and_what_runs_again(monkeypatch: pytest.MonkeyPatch) -> N
 
     for run, num in ((part, 1), (part_again, 2)):
         runs.clear()
-        with share_outputs():
+        with share_region_outputs():
             o = recompute("part", run, (q, k, v)) * 1.0
         torch.testing.assert_close(torch.autograd.grad(o.square().sum(), (q, k, v)), want)
         assert len(runs) == num

@@ -263,7 +263,7 @@ def counted_copies() -> Iterator[Counter[str]]:
     with (
         patch.object(Exchange, "start_copies", counting("sums", Exchange.start_copies)),
         patch.object(Clones, "from_plan", counting_clones),
-        patch.object(CloneExchange, "fetch", counting_peers),
+        patch.object(CloneExchange, "fetch_clone_weights", counting_peers),
     ):
         yield counts
 

@@ -33,7 +33,7 @@ from moecore.models.tp_products import (
 )
 from moecore.precision.apply import make_linear_products
 from moecore.precision.plain import Linear, set_products
-from moecore.train.memory.recompute import recompute, share_outputs
+from moecore.train.memory.recompute import recompute, share_region_outputs
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sliced import sliced
 
@@ -171,7 +171,7 @@ def recomputed(tp: TensorParallel, x: Tensor, dy: Tensor) -> tuple[list[bool], d
         want = computed(layer, x, dy)
         counts.clear()
         region, leaf = Layer(tp, x.device, x.dtype), x.detach().requires_grad_()
-        with share_outputs():
+        with share_region_outputs():
             y = recompute("layer", region, (leaf,))
         y.backward(dy)
     found = {"y": y, "x": leaf.grad}

@@ -140,7 +140,7 @@ def gradients(
     backend = "auto" if recipe is not None else backend
     experts.set_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
     if is_sharded:
-        experts.shard(placed(*FOLDINGS[folding][:2])[0].expert["ep", "etp"])
+        experts.shard_parameters(placed(*FOLDINGS[folding][:2])[0].expert["ep", "etp"])
     layer.dispatcher = dispatcher
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)

@@ -161,7 +161,7 @@ def test_rows_past_the_last_one_and_padding_may_hold_anything(case: Case, filler
     """An index longer than its rows, and a gradient of any numbers there."""
     leaves, ids = case.make()
     expected = case.run(leaves, ids, case.options())
-    index = case.index(ids, leaves["weights"], length=200)
+    index = case.index(ids, leaves["weights"], max_pairs=200)
     R, D = index.row_ids_R.numel(), leaves["x"].shape[1]
     grad_handle_RD = leaves["x"].new_empty(1).expand(R, D).requires_grad_()
     y_RD = apply(leaves, index, case.options(), unsummed=UnsummedInput(grad_handle_RD))

@@ -95,12 +95,12 @@ def test_properties(routed: Routed, spare: int) -> None:
     """Positions invert, counts sum, order is stable, unused rows are zero."""
     ids_SK, weights_SK, options = routed
     used = by_hand(ids_SK.tolist(), **options)[1][-1]
-    unpadded = by_hand(ids_SK.tolist(), **options | {"multiple": 1})[1][-1]
+    unpadded = by_hand(ids_SK.tolist(), **options | {"row_multiple": 1})[1][-1]
     length = None if spare < 0 else unpadded + spare
     index = build_index(ids_SK, weights_SK, **options, max_pairs=length)
     R = index.row_ids_R.numel()
-    assert used <= R and R % options["multiple"] == 0
-    if length is not None and options["multiple"] == 1:
+    assert used <= R and R % options["row_multiple"] == 0
+    if length is not None and options["row_multiple"] == 1:
         assert length == R
     check_by_hand(index, ids_SK, weights_SK, **options)
     taken = index.slots_SK[index.slots_SK >= 0].long()
@@ -108,7 +108,7 @@ def test_properties(routed: Routed, spare: int) -> None:
     sources = torch.arange(ids_SK.shape[0])[:, None].expand_as(ids_SK)[index.slots_SK >= 0]
     assert torch.equal(index.row_ids_R[taken].long(), sources)
     counts = index.offsets_e.diff(prepend=torch.zeros(1, dtype=torch.int32))
-    assert (counts % options["multiple"] == 0).all()
+    assert (counts % options["row_multiple"] == 0).all()
 
 
 @settings(max_examples=50, deadline=None, database=None)

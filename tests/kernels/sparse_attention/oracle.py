@@ -14,7 +14,7 @@ def sparse_attention_ref(
     *,
     scale: float,
     sinks_H: Tensor | None = None,
-    index: IndexerHeads | None = None,
+    indexer: IndexerHeads | None = None,
     top_k: int | None = None,
     selected_tK: Tensor | None = None,
     returns_divergences: bool = False,
@@ -27,10 +27,10 @@ def sparse_attention_ref(
     for i, q_Hd in enumerate(q_tHd):
         seen = list(range(int(spans.first_t[i]), int(spans.last_t[i]) + 1))
         scores: dict[int, Tensor] = {}
-        if index is not None:
+        if indexer is not None:
             for s in seen:
-                dots = [torch.dot(q, index.k_Ni[s]) for q in index.q_thi[i]]
-                pairs = zip(index.w_th[i], dots, strict=True)
+                dots = [torch.dot(q, indexer.k_Ni[s]) for q in indexer.q_thi[i]]
+                pairs = zip(indexer.w_th[i], dots, strict=True)
                 scores[s] = torch.stack([w * d.clamp(min=0) for w, d in pairs]).sum()
         if top_k is not None:
             best = sorted(seen, key=lambda s: (-float(scores[s].detach()), s))[:top_k]

@@ -91,8 +91,10 @@ def test_equals_the_definition(name: str, numbers: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(attention, "CHUNK_NUMBERS", numbers)
     how, leaves = dict(HOW[name]), leaves_of(DOCUMENTS[-1])
     if how.get("selected_tK"):
-        heads, index = LatentHeads(*leaves[:4]), IndexerHeads(*leaves[4:])
-        before = sparse_attention_ref(heads, spans_of(DOCUMENTS), scale=SCALE, index=index, top_k=3)
+        heads, indexer = LatentHeads(*leaves[:4]), IndexerHeads(*leaves[4:])
+        before = sparse_attention_ref(
+            heads, spans_of(DOCUMENTS), scale=SCALE, indexer=indexer, top_k=3
+        )
         how["selected_tK"] = before.selected_tK
     want = found_by(sparse_attention_ref, DOCUMENTS, leaves, **how)
     got = found_by(sparse_attention, DOCUMENTS, leaves, **how)

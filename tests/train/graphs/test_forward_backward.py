@@ -141,7 +141,7 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     function, found = make_forward_backward(), {}
     model, owner = function.model, function.owner
     buffers, record = object(), get_parallel_state(model)
-    record.exchanges = exchanges = SimpleNamespace(resources=(buffers,))
+    record.exchanges = exchanges = SimpleNamespace(all_exchanges=(buffers,))
     run = GraphedForwardBackward(function, model)
 
     losses = train(owner, run, x, range(2))
@@ -162,17 +162,17 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
         run(x)
     model[1].get_part("router").tape = None
 
-    exchanges.resources = (buffers, object())  # one of an evaluation
+    exchanges.all_exchanges = (buffers, object())  # one of an evaluation
     run(x)
     owner.drop()
-    exchanges.resources = (object(),)
+    exchanges.all_exchanges = (object(),)
     found["buffers"] = error_of(lambda: run(x))
-    exchanges.resources = (buffers,)
+    exchanges.all_exchanges = (buffers,)
 
     def overflow() -> None:
         raise ExchangeError("too many rows")
 
-    with patch.object(get_capacity(model), "poll", overflow), pytest.raises(ExchangeError):
+    with patch.object(get_capacity(model), "raise_reported_errors", overflow), pytest.raises(ExchangeError):
         run(x)
     model(x)  # leaves units gathered
     found["after a forward"] = error_of(lambda: run(x))

@@ -56,7 +56,7 @@ def worker(rank: int, device: torch.device) -> dict[str, tuple[SavedBytes, int, 
     for name, make in DISPATCHERS.items():
         layer = MoELayer(CONFIG)
         force_even_load(layer)
-        layer.experts.shard(mesh)
+        layer.experts.shard_parameters(mesh)
         layer.dispatcher = make(place)
         x = torch.randn(T, D, requires_grad=True)
         given = x.detach().to("meta").requires_grad_()
