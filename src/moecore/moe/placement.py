@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex, build_index
+from moecore.kernels.rows.record import Rows
 from moecore.moe.records import BalancedRows, Routing
 
 
@@ -113,6 +115,22 @@ class ExpertPlacement:
             max_pairs=num_rows,
         )
         return build_index(ids_SK, weights_SK, **sizes, row_multiple=routing.rows_multiple)
+
+    def find_unsummed(
+        self, rows: Rows, index: ExpertIndex, routing: Routing
+    ) -> UnsummedInput | None:
+        """Return `ExpertInput.unsummed` if the source rows are the expert rows, otherwise None.
+
+        With one expert per rank each received row has one choice, and rows are in expert order. The
+        experts then sum no rows.
+        """
+        # Example, expert 1 of two, received ids [[1, 0], [0, 1]]: row_ids_R [0, 1], slots_SK [[0,
+        # -1], [-1, 1]]. Padding of rows adds expert rows or source rows without a choice.
+        leaf_SD = rows.values if rows.grad_handle_SD is None else rows.grad_handle_SD
+        has_one_expert = self.num_physical == 1 and not routing.pad
+        if not has_one_expert or torch.compiler.is_compiling():  # a compiler would guard on S
+            return None
+        return UnsummedInput(leaf_SD) if len(index.row_ids_R) == len(leaf_SD) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
