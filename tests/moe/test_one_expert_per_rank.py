@@ -21,10 +21,12 @@ from moecore.base.options.precision import Recipe
 from moecore.kernels.experts import backward, expert_mlp
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher
+from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.placement import ExpertPlacement, make_domain_placement
 from moecore.parallel.mesh import make_domain_groups
 from tests.helpers.ranks import run_ranks
 from tests.moe.dispatchers import equal, local
+from tests.moe.emulated_exchange import EmulatedExchangePool
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +49,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "sequential": (dict(backend="sequential"), 0),  # no kernel that sums
     "FC1 again": (dict(recompute_fc1=True), 0),
     "biases": (dict(config=replace(CONFIG, fc1_bias=True, fc2_bias=True)), 0),
+    "stores outside of a step": (dict(has_stores=True), 0),  # all-to-all sends the tokens
     "padded": (dict(config=PADDED, counts=EVEN), 2),
     "two experts": (dict(config=replace(CONFIG, num_experts=2 * WORLD)), 2),
 }
@@ -59,6 +62,7 @@ def run(
     etp: int = 1,
     domain: int = WORLD,
     fp8: bool = False,
+    has_stores: bool = False,
     recipe: Recipe | None = None,
     backend: str = "torch",
     recompute_fc1: bool = False,
@@ -76,6 +80,9 @@ def run(
     experts.set_backend(name, recompute_fc1=recompute_fc1, recipe=recipe)
     experts.shard_parameters(meshes.expert["ep", "etp"])
     layer.dispatcher = AllToAllDispatcher(place, fp8=fp8)
+    if has_stores:
+        pool = EmulatedExchangePool(place.group, ep=WORLD, is_required=False)
+        layer.dispatcher = NVLinkDispatcher(place, pool)
     if domain < WORLD:
         groups = make_domain_groups(meshes)
         inner = make_domain_placement(place, groups.inside, groups.across.size())

@@ -11,7 +11,9 @@ K experts per token.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,21 +26,31 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe.records import BalancedRows, Routing
 
 
-def compute_balanced_tokens(
-    num_tokens: int, top_k: int, num_experts: int, num_local_experts: int
-) -> int:
-    """Return the mean number of tokens that choose at least one of `num_local_experts` experts.
+@cache
+def compute_choice_probability(
+    top_k: int, num_experts: int, num_local_experts: int, num_groups: int = 1, top_groups: int = 1
+) -> float:
+    """Return the probability that a token chooses at least one expert of a block of experts.
 
-    Each of `num_tokens` tokens has `top_k` random experts of `num_experts`.
+    The token has `top_k` random experts of `top_groups` random groups, which are `num_groups` equal
+    blocks of `num_experts`. The result is the mean over the blocks of `num_local_experts` experts.
     """
-    return round(num_tokens * _compute_choice_probability(top_k, num_experts, num_local_experts))
-
-
-def _compute_choice_probability(top_k: int, num_experts: int, num_local_experts: int) -> float:
-    """Return the probability that K random experts of E include any local expert."""
     if top_k > num_experts:  # the remaining choices are zero experts
         return 1.0
-    return 1 - math.comb(num_experts - num_local_experts, top_k) / math.comb(num_experts, top_k)
+    size, misses = num_experts // num_groups, 0
+    reach = top_groups * size
+    firsts = range(0, num_experts, num_local_experts)
+    for first in firsts:
+        # Sets of j groups that contain n experts of the block: how many there are, by (j, n).
+        sets = Counter({(0, 0): 1})
+        for start in range(0, num_experts, size):
+            shared = max(0, min(start + size, first + num_local_experts) - max(start, first))
+            for (j, n), number in list(sets.items()):
+                sets[j + 1, n + shared] += number
+        chosen = ((n, number) for (j, n), number in sets.items() if j == top_groups)
+        misses += sum(number * math.comb(reach - n, top_k) for n, number in chosen)
+    choices = math.comb(num_groups, top_groups) * math.comb(reach, top_k)
+    return 1 - misses / (len(firsts) * choices)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +67,9 @@ class ExpertPlacement:
     ep: int
     etp: int  # ranks that share a block of experts
     num_clones: int = 0  # c
+    # `MoEConfig.num_groups` and `top_groups`: a token's experts are in so many groups
+    num_groups: int = 1
+    top_groups: int = 1
     layer: tuple[int, str] = (0, "the layer")  # its number and name in the model
 
     @property
@@ -86,7 +101,17 @@ class ExpertPlacement:
 
     def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of T tokens one rank receives on average, with random choices."""
-        return compute_balanced_tokens(num_tokens, top_k, self.num_experts, self.num_local)
+        return round(num_tokens * self.compute_reach_probability(top_k, self.num_local))
+
+    def compute_reach_probability(self, top_k: int, num_experts: int) -> float:
+        """Return the probability that a token chooses an expert of a block of `num_experts`."""
+        groups = self.num_groups, self.top_groups
+        return compute_choice_probability(top_k, self._num_all, num_experts, *groups)
+
+    @property
+    def _num_all(self) -> int:
+        """Number of experts of the whole layer."""
+        return self.num_experts
 
     def count_balanced(self, num_tokens: int, top_k: int) -> BalancedRows:
         """Return the numbers of a rank's source and expert rows with even loads.
@@ -156,23 +181,24 @@ class DomainPlacement(ExpertPlacement):
 
     def compute_balanced_domain_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of T tokens one domain receives on average, with random choices."""
-        return round(num_tokens * self._compute_reach_probability(top_k, self.num_experts))
+        return round(num_tokens * self.compute_reach_probability(top_k, self.num_experts))
 
     def compute_balanced_rows(self, num_tokens: int, top_k: int) -> int:
         """Return the expert rows of a rank with even loads, for A (`num_tokens`) received rows."""
-        reach = self._compute_reach_probability(top_k, self.num_experts)
+        reach = self.compute_reach_probability(top_k, self.num_experts)
         return round(num_tokens / (self.num_domains * reach) * top_k * self.etp)
 
     def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of A received rows one rank of the domain receives on average."""
-        compute = self._compute_reach_probability
+        compute = self.compute_reach_probability
         return round(
             num_tokens * (compute(top_k, self.num_local) / compute(top_k, self.num_experts))
         )
 
-    def _compute_reach_probability(self, top_k: int, num_experts: int) -> float:
-        """Return the probability that a token chooses at least one of `num_experts` experts."""
-        return _compute_choice_probability(top_k, self.num_domains * self.num_experts, num_experts)
+    @property
+    def _num_all(self) -> int:
+        """Number of experts of all domains."""
+        return self.num_domains * self.num_experts
 
 
 def make_domain_placement(
@@ -188,6 +214,8 @@ def make_domain_placement(
         ep=placement.ep // num_domains,
         etp=placement.etp,
         num_clones=placement.num_clones,
+        num_groups=placement.num_groups,
+        top_groups=placement.top_groups,
         layer=placement.layer,
         num_domains=num_domains,
     )
