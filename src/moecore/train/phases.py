@@ -32,7 +32,7 @@ def apply_recompute_and_offload(model: nn.Module, state: ParallelState) -> None:
 
 
 def apply_cuda_graphs(model: nn.Module, state: ParallelState) -> None:
-    """Replace the parts of blocks in `DenseOptions.graph` by CUDA graphs, in place."""
+    """Replace the parts of blocks in `DenseOptions.graph_scopes` by CUDA graphs, in place."""
     scopes = state.request.graph_scopes
     if not scopes:
         return

@@ -63,7 +63,7 @@ class Case:
     pp: int = 1
     tp: int = 1
     cp: int = 1
-    scopes: Any = True
+    scopes: Any = ()
     schedule: PipelineConfig | None = None  # "overlapped" pairs have no stages
 
 
@@ -143,7 +143,7 @@ def train(
         model,
         meshes,
         dispatch="alltoall" if parallel.ep > 1 else "auto",
-        dense=replace(case.dense, graph=graphed and case.scopes),
+        dense=replace(case.dense, graph=graphed, graph_scopes=case.scopes if graphed else ()),
         pipeline=case.schedule,
         **case.options,
     )
@@ -220,15 +220,15 @@ def test_replays_train_as_eager_calls_do(name: str, results: dict[str, Any]) -> 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "tp": (dict(tp=2, graph=("attention",)), r"ParallelConfig.tp \(2\) = 1"),
-    "cp": (dict(cp=2, graph=("attention", "router")), r"ParallelConfig.cp \(2\) = 1"),
+    "tp": (dict(tp=2, scopes=("attention",)), r"ParallelConfig.tp \(2\) = 1"),
+    "cp": (dict(cp=2, scopes=("attention", "router")), r"ParallelConfig.cp \(2\) = 1"),
     "offload": (
         dict(memory=MemoryOptions(offload=("experts", "attention"))),
         r"MemoryOptions.offload \('attention'\)",
     ),
     "offload of a scope": (
-        dict(graph=("shared_experts",), memory=MemoryOptions(offload=("shared_experts",))),
-        r"graph \(\('shared_experts',\)\) must go with MemoryOptions.offload \('shared_experts'\)",
+        dict(scopes=("shared_experts",), memory=MemoryOptions(offload=("shared_experts",))),
+        r"graph \(True\) must go with MemoryOptions.offload \('shared_experts'\)",
     ),
     "history": (
         dict(precision=Recipe(scaling="tensorwise", amax_history=4)),
@@ -250,12 +250,17 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
         more = {k: v for k, v in options.items() if k not in degrees}
         config = replace(preset("tiny"), **more.pop("config", {}))
         meshes = build_meshes(ParallelConfig(**degrees), "cpu")
-        dense = DenseOptions(graph=more.pop("graph", True))
+        dense = DenseOptions(graph=True, graph_scopes=more.pop("scopes", ()))
         try:
             parallelize_moe(Decoder(config, device="meta"), meshes, dense=dense, **more)
         except ValueError as error:
             said[name] = str(error)
     return said
+
+
+def test_scopes_need_graphs() -> None:
+    with pytest.raises(ValueError, match=r"graph_scopes \(\('router',\)\) must be \(\) without"):
+        DenseOptions(graph_scopes=("router",))
 
 
 def test_what_graphs_can_not_hold_is_refused() -> None:

@@ -258,7 +258,7 @@ def _check_graphs(model: nn.Module, request: Request) -> None:
         conflict += "(DecoderConfig.mtp_repeats): leave it out"
     elif p.tp * p.cp > 1 and "attention" in scopes:
         conflict = f"ParallelConfig.{degree} ({getattr(p, degree)}) = 1, because attention of "
-        conflict += "several ranks communicates: leave 'attention' out"
+        conflict += "several ranks communicates: leave 'attention' out of graph_scopes"
     elif request.is_dynamic:
         conflict = "ContextOptions.dynamic (True) = False, because a graph has one cp: leave one "
         conflict += "of them out"
@@ -269,8 +269,7 @@ def _check_graphs(model: nn.Module, request: Request) -> None:
         conflict = "Recipe.amax_history 0, because the first step has no history: use another "
         conflict += "scaling, or leave it out"
     if conflict is not None:
-        graph = quote(request.dense.graph)
-        raise ValueError(f"DenseOptions.graph ({graph}) must go with {conflict}")
+        raise ValueError(f"DenseOptions.graph (True) must go with {conflict}")
 
 
 def _check_context(model: nn.Module, request: Request) -> None:

@@ -87,11 +87,9 @@ class Request:
 
     @property
     def graph_scopes(self) -> tuple[GraphScope, ...]:
-        """The parts of blocks that run as CUDA graphs: `DenseOptions.graph`."""
-        graph, p = self.dense.graph, self.meshes.parallel
-        if isinstance(graph, tuple):
-            return graph
-        return GRAPH_SCOPES[p.tp * p.cp > 1 :] if graph else ()
+        """The parts of blocks that run as CUDA graphs: `DenseOptions.graph_scopes`."""
+        dense, p = self.dense, self.meshes.parallel
+        return dense.graph_scopes or (GRAPH_SCOPES[p.tp * p.cp > 1 :] if dense.graph else ())
 
     def context_options(self, model: Any) -> dict[int, ContextOptions]:
         """Return {cp: options with a chosen `way`} for each cp > 1 that a forward can have."""

@@ -74,7 +74,7 @@ def graph_blocks(
     """Replace parts of blocks by CUDA graphs, in place; graphs run from the 4th call on.
 
     The blocks run sequentially. `blocks` maps a name, for errors, to a block. `scopes` are parts
-    as in `DenseOptions.graph`.
+    as in `DenseOptions.graph_scopes`.
     """
     memory = GraphMemory()
     for name, block in blocks.items():
