@@ -23,6 +23,7 @@ from moecore.kernels.rows.move import sum_rows_ref
 from moecore.moe.clones import view_as_sendable_dtype
 from moecore.moe.dispatch.exchange import CloneExchange, Exchange, ExchangeMap
 from moecore.moe.dispatch.exchange_pool import ExchangePool
+from moecore.moe.placement import ExpertPlacement
 from tests.kernels.exchange.oracles import (
     bring_home_ref,
     fetch_ref,
@@ -43,8 +44,9 @@ class EmulatedExchange(Exchange):
     operations: list[str]
 
     def dispatch_tokens(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local_experts: int, etp: int
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, placement: ExpertPlacement
     ) -> DispatchedRows:
+        num_local_experts, etp = placement.num_physical, placement.etp
         self.operations.append("spread_choices")
         self._change_slot_state(SlotEvent.OPERATION)
         peers_T = peers_ref(ids_TK, num_local_experts, self.layout.num_ranks // etp, etp)

@@ -114,6 +114,12 @@ def test_the_published_example() -> None:
     assert len(ours.rounds) == 3 and sum(a != b for a, b in pairwise(groupings)) + 1 <= 2
     assert ours.time == pytest.approx(ours.lower_bound)
     assert ours.time - 3 * cost.fixed < theirs == 192 * K * K
+    # With 8K tokens per rank the schedule has two rounds, as the published one, whose ranks run
+    # several forwards in a round.
+    two = schedule_documents(lengths, ranks=8, max_tokens=8 * K, cost=cost)
+    check(two, lengths, 8, 8 * K, cost)
+    assert len(two.rounds) == 2 and two.time == pytest.approx(two.lower_bound)
+    assert two.time - 2 * cost.fixed < theirs
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -28,7 +28,7 @@ from moecore.base.text import format_bytes
 from moecore.cli import main
 from moecore.models import flops_per_token, preset
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
-from moecore.moe.placement import compute_balanced_tokens
+from moecore.moe.placement import compute_choice_probability
 from moecore.planning import (
     CostTable,
     OptimizerOptions,
@@ -152,7 +152,7 @@ def test_tokens_travel_by_stores_into_peers_memory() -> None:
     names = Counter(work.name for work in travels)
     layers = NEAR.model.num_layers
     assert names[SPREAD] == 2 * layers and names[REDUCE] == layers == names[COPY]
-    sent = compute_balanced_tokens(T, moe.top_k, moe.num_experts, moe.num_experts // 4)
+    sent = round(T * compute_choice_probability(moe.top_k, moe.num_experts, moe.num_experts // 4))
     once = 2 * 3 * sent * NEAR.model.dim * torch.bfloat16.itemsize  # to three others, and back
     assert {w.num_bytes for w in travels if w.name in (SPREAD, REDUCE)} == {once}
     # Two slots of rows, and a third of copied sums.
@@ -173,7 +173,8 @@ def test_pages_of_rows_are_planned_for_all_layers() -> None:
     assert pages.pages == pytest.approx(more, rel=0.01)
     moe, T = deep.model.moe, deep.seq_len
     assert moe is not None
-    sources = 4 * compute_balanced_tokens(T, moe.top_k, moe.num_experts, moe.num_experts // 4)
+    reach = compute_choice_probability(moe.top_k, moe.num_experts, moe.num_experts // 4)
+    sources = 4 * round(T * reach)
     widths = T * moe.top_k * 2 * moe.hidden_dim + sources * moe.expert_dim  # of H and of X
     assert pages.pages == pytest.approx(1.5 * 6 * widths * 2, rel=0.01)
     heads = (next(s.level for s in of.starts if s.part == "head") for of in (room, pages))

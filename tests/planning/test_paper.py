@@ -55,7 +55,7 @@ def test_table_3(rank: RankMemory) -> None:
     stored = gb_of(rank, "parameters", "optimizer state")
     # Our layers save no copy of a token's rows and no output of FC2, so the report has 131.0 GB.
     assert sum(rank.in_flight) == 15
-    assert rank.activations / 1e9 == pytest.approx(111.1, rel=0.005)
+    assert rank.activations / 1e9 == pytest.approx(110.1, rel=0.005)
     assert unsharded == within(36.4)
     assert stored == within(32.1)
 

@@ -7,6 +7,7 @@ token are taken here, which it does not print.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -56,6 +57,16 @@ def reach(num_experts: int) -> float:
     return 1 - math.comb(E - num_experts, K) / math.comb(E, K)
 
 
+def reach_groups(num_experts: int) -> float:
+    """Return the chance that a token of 4 groups of 8 chooses one of the experts of n groups."""
+    n = num_experts // 32
+    missed = 0.0
+    for j in range(max(0, n - 4), min(4, n) + 1):  # of the n groups are chosen
+        chance = math.comb(n, j) * math.comb(8 - n, 4 - j) / math.comb(8, 4)
+        missed += chance * math.comb(128 - 32 * j, K) / math.comb(128, K)
+    return 1 - missed
+
+
 def seconds(gpu: str, name: str, ranks: int, rows: float, node_ranks: int = 0) -> float:
     """Return the seconds in which a rank sends and receives so many rows for each token."""
     work = Work(name, "collective", 0, round(2 * rows * T * D * 2), (ranks,), "bfloat16")
@@ -96,10 +107,14 @@ RUN = TrainingRun(
 )
 
 
-def test_a_token_crosses_once_to_a_domain() -> None:
-    """Two domains of 4: bytes of each level are those of random choices."""
+@pytest.mark.parametrize(("groups", "reach"), [(1, reach), (8, reach_groups)])
+def test_a_token_crosses_once_to_a_domain(groups: int, reach: Callable[[int], float]) -> None:
+    """Two domains of 4: bytes of each level are those of random choices, in 4 of 8 groups."""
+    assert MODEL.moe is not None and (MODEL.moe.num_groups, MODEL.moe.top_groups) == (8, 4)
+    moe = replace(MODEL.moe, num_groups=groups, top_groups=min(4, groups))
+    run = replace(RUN, model=replace(MODEL, moe=moe))
     row, sent = 2 * D * 512, {name: [] for name in ("alltoall_base_", SPREAD, REDUCE, COPY)}  # type: ignore[var-annotated]
-    for queued in dry_run(RUN).queued:
+    for queued in dry_run(run).queued:
         if queued.work.name in sent and queued.work.dtype == "bfloat16":
             sent[queued.work.name].append((queued.work.num_bytes, queued.node_ranks))
     # Rows across and their sums, in backward both again; sent to one domain, and received.

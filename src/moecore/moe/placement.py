@@ -11,32 +11,46 @@ K experts per token.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex, build_index
+from moecore.kernels.rows.record import Rows
 from moecore.moe.records import BalancedRows, Routing
 
 
-def compute_balanced_tokens(
-    num_tokens: int, top_k: int, num_experts: int, num_local_experts: int
-) -> int:
-    """Return the mean number of tokens that choose at least one of `num_local_experts` experts.
+@cache
+def compute_choice_probability(
+    top_k: int, num_experts: int, num_local_experts: int, num_groups: int = 1, top_groups: int = 1
+) -> float:
+    """Return the probability that a token chooses at least one expert of a block of experts.
 
-    Each of `num_tokens` tokens has `top_k` random experts of `num_experts`.
+    The token has `top_k` random experts of `top_groups` random groups, which are `num_groups` equal
+    blocks of `num_experts`. The result is the mean over the blocks of `num_local_experts` experts.
     """
-    return round(num_tokens * _compute_choice_probability(top_k, num_experts, num_local_experts))
-
-
-def _compute_choice_probability(top_k: int, num_experts: int, num_local_experts: int) -> float:
-    """Return the probability that K random experts of E include any local expert."""
     if top_k > num_experts:  # the remaining choices are zero experts
         return 1.0
-    return 1 - math.comb(num_experts - num_local_experts, top_k) / math.comb(num_experts, top_k)
+    size, misses = num_experts // num_groups, 0
+    reach = top_groups * size
+    firsts = range(0, num_experts, num_local_experts)
+    for first in firsts:
+        # Sets of j groups that contain n experts of the block: how many there are, by (j, n).
+        sets = Counter({(0, 0): 1})
+        for start in range(0, num_experts, size):
+            shared = max(0, min(start + size, first + num_local_experts) - max(start, first))
+            for (j, n), number in list(sets.items()):
+                sets[j + 1, n + shared] += number
+        chosen = ((n, number) for (j, n), number in sets.items() if j == top_groups)
+        misses += sum(number * math.comb(reach - n, top_k) for n, number in chosen)
+    choices = math.comb(num_groups, top_groups) * math.comb(reach, top_k)
+    return 1 - misses / (len(firsts) * choices)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +67,9 @@ class ExpertPlacement:
     ep: int
     etp: int  # ranks that share a block of experts
     num_clones: int = 0  # c
+    # `MoEConfig.num_groups` and `top_groups`: a token's experts are in so many groups
+    num_groups: int = 1
+    top_groups: int = 1
     layer: tuple[int, str] = (0, "the layer")  # its number and name in the model
 
     @property
@@ -84,7 +101,17 @@ class ExpertPlacement:
 
     def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of T tokens one rank receives on average, with random choices."""
-        return compute_balanced_tokens(num_tokens, top_k, self.num_experts, self.num_local)
+        return round(num_tokens * self.compute_reach_probability(top_k, self.num_local))
+
+    def compute_reach_probability(self, top_k: int, num_experts: int) -> float:
+        """Return the probability that a token chooses an expert of a block of `num_experts`."""
+        groups = self.num_groups, self.top_groups
+        return compute_choice_probability(top_k, self._num_all, num_experts, *groups)
+
+    @property
+    def _num_all(self) -> int:
+        """Number of experts of the whole layer."""
+        return self.num_experts
 
     def count_balanced(self, num_tokens: int, top_k: int) -> BalancedRows:
         """Return the numbers of a rank's source and expert rows with even loads.
@@ -114,6 +141,22 @@ class ExpertPlacement:
         )
         return build_index(ids_SK, weights_SK, **sizes, row_multiple=routing.rows_multiple)
 
+    def find_unsummed(
+        self, rows: Rows, index: ExpertIndex, routing: Routing
+    ) -> UnsummedInput | None:
+        """Return `ExpertInput.unsummed` if the source rows are the expert rows, otherwise None.
+
+        With one expert per rank each received row has one choice, and rows are in expert order. The
+        experts then sum no rows.
+        """
+        # Example, expert 1 of two, received ids [[1, 0], [0, 1]]: row_ids_R [0, 1], slots_SK [[0,
+        # -1], [-1, 1]]. Padding of rows adds expert rows or source rows without a choice.
+        leaf_SD = rows.values if rows.grad_handle_SD is None else rows.grad_handle_SD
+        has_one_expert = self.num_physical == 1 and not routing.pad
+        if not has_one_expert or torch.compiler.is_compiling():  # a compiler would guard on S
+            return None
+        return UnsummedInput(leaf_SD) if len(index.row_ids_R) == len(leaf_SD) else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DomainPlacement(ExpertPlacement):
@@ -138,23 +181,24 @@ class DomainPlacement(ExpertPlacement):
 
     def compute_balanced_domain_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of T tokens one domain receives on average, with random choices."""
-        return round(num_tokens * self._compute_reach_probability(top_k, self.num_experts))
+        return round(num_tokens * self.compute_reach_probability(top_k, self.num_experts))
 
     def compute_balanced_rows(self, num_tokens: int, top_k: int) -> int:
         """Return the expert rows of a rank with even loads, for A (`num_tokens`) received rows."""
-        reach = self._compute_reach_probability(top_k, self.num_experts)
+        reach = self.compute_reach_probability(top_k, self.num_experts)
         return round(num_tokens / (self.num_domains * reach) * top_k * self.etp)
 
     def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of A received rows one rank of the domain receives on average."""
-        compute = self._compute_reach_probability
+        compute = self.compute_reach_probability
         return round(
             num_tokens * (compute(top_k, self.num_local) / compute(top_k, self.num_experts))
         )
 
-    def _compute_reach_probability(self, top_k: int, num_experts: int) -> float:
-        """Return the probability that a token chooses at least one of `num_experts` experts."""
-        return _compute_choice_probability(top_k, self.num_domains * self.num_experts, num_experts)
+    @property
+    def _num_all(self) -> int:
+        """Number of experts of all domains."""
+        return self.num_domains * self.num_experts
 
 
 def make_domain_placement(
@@ -170,6 +214,8 @@ def make_domain_placement(
         ep=placement.ep // num_domains,
         etp=placement.etp,
         num_clones=placement.num_clones,
+        num_groups=placement.num_groups,
+        top_groups=placement.top_groups,
         layer=placement.layer,
         num_domains=num_domains,
     )

@@ -121,9 +121,10 @@ class ExpertInput:
             and weight 0, and results of these rows must not be used. A slot is -1 if the choice
             was dropped or its expert is on another rank.
         plan: the dispatcher's record for `combine`. No other stage reads it.
-        unsummed: set by a dispatcher that adds expert rows itself, otherwise None. Experts then
-            return `UnsummedRows`, and write the gradient of each expert row to its handle. Experts
-            that always sum their rows call `convert_to_summed_input` first.
+        unsummed: set by a dispatcher that adds expert rows itself, or whose source rows are the
+            expert rows; otherwise None. Experts then return `UnsummedRows`, and write the gradient
+            of each expert row to its handle. Experts that always sum their rows call
+            `convert_to_summed_input` first.
         balanced: numbers of used rows with even loads, if buffers have a capacity above the number
             of received rows; None = S and R are the exact numbers.
         clones: experts of other ranks that this forward computes after the local experts

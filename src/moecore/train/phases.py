@@ -32,11 +32,12 @@ def apply_recompute_and_offload(model: nn.Module, state: ParallelState) -> None:
 
 
 def apply_cuda_graphs(model: nn.Module, state: ParallelState) -> None:
-    """Replace attention and routers by CUDA graphs, in place, if `DenseOptions.graph`."""
-    if not state.request.dense.graph:
+    """Replace the parts of blocks in `DenseOptions.graph_scopes` by CUDA graphs, in place."""
+    scopes = state.request.graph_scopes
+    if not scopes:
         return
     blocks = state.list_blocks(model)
     chunks = group_blocks_by_stage(model, blocks, state)
     names = dict(zip(blocks, state.plan.blocks, strict=True))
     for chunk in [blocks] if chunks is None else chunks.values():
-        graph_blocks({names[block]: block for block in chunk})
+        graph_blocks({names[block]: block for block in chunk}, scopes)

@@ -61,6 +61,9 @@ class Case:
     dense: DenseOptions = field(default_factory=DenseOptions)  # beside graphs
     in_flight: bool = False
     pp: int = 1
+    tp: int = 1
+    cp: int = 1
+    scopes: Any = ()
     schedule: PipelineConfig | None = None  # "overlapped" pairs have no stages
 
 
@@ -84,6 +87,17 @@ CASES = {
     "micro-batches in flight": Case(in_flight=True, pairs=MICRO_BATCHES),
     "stages": Case(parts=3, pp=2, schedule=PipelineConfig(schedule="1f1b"), pairs=2),
     "pairs": Case(schedule=PipelineConfig(schedule="overlapped"), pairs=2),
+    "tp": Case(parts=LAYERS - 1, tp=2),  # what is sent
+    "cp": Case(parts=2 * (LAYERS - 1), cp=2),  # and routers
+    "cp, shared experts, latent attention": Case(**SHARED | dict(parts=3 * LAYERS), cp=2),
+    "attention offloaded, over cp": Case(
+        parts=2 * (LAYERS - 1), cp=2, options=dict(memory=MemoryOptions(offload=("attention",)))
+    ),
+    "scopes": Case(
+        parts=2 * (LAYERS - 1),
+        scopes=("router", "dispatch"),
+        options=dict(memory=MemoryOptions(offload=("attention", "rest"))),
+    ),
     "rules that compare tokens": Case(
         parts=LAYERS, moe=dict(capacity=CapacityConfig(factor=1.0, pad=True))
     ),
@@ -99,6 +113,7 @@ SAME_BITS = dict.fromkeys(
     (
         "MoE layers computed again",
         "experts offloaded",
+        "scopes",
         "gathered for each pass",
         "micro-batches in flight",
     ),
@@ -120,13 +135,15 @@ def train(
     config = replace(config, dim=case.dim, moe=moe)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = Decoder(config, device="meta", dtype=dtype)
-    parallel = ParallelConfig(pp=case.pp, ep=dist.get_world_size() // case.pp)
+    parallel = ParallelConfig(
+        pp=case.pp, tp=case.tp, cp=case.cp, ep=dist.get_world_size() // case.pp
+    )
     meshes = build_meshes(parallel, device.type)
     parallelize_moe(
         model,
         meshes,
         dispatch="alltoall" if parallel.ep > 1 else "auto",
-        dense=replace(case.dense, graph=graphed),
+        dense=replace(case.dense, graph=graphed, graph_scopes=case.scopes if graphed else ()),
         pipeline=case.schedule,
         **case.options,
     )
@@ -203,11 +220,15 @@ def test_replays_train_as_eager_calls_do(name: str, results: dict[str, Any]) -> 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "tp": (dict(tp=2), r"ParallelConfig.tp \(2\) = 1"),
-    "cp": (dict(cp=2), r"ParallelConfig.cp \(2\) = 1"),
+    "tp": (dict(tp=2, scopes=("attention",)), r"ParallelConfig.tp \(2\) = 1"),
+    "cp": (dict(cp=2, scopes=("attention", "router")), r"ParallelConfig.cp \(2\) = 1"),
     "offload": (
         dict(memory=MemoryOptions(offload=("experts", "attention"))),
         r"MemoryOptions.offload \('attention'\)",
+    ),
+    "offload of a scope": (
+        dict(scopes=("shared_experts",), memory=MemoryOptions(offload=("shared_experts",))),
+        r"graph \(True\) must go with MemoryOptions.offload \('shared_experts'\)",
     ),
     "history": (
         dict(precision=Recipe(scaling="tensorwise", amax_history=4)),
@@ -229,13 +250,17 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
         more = {k: v for k, v in options.items() if k not in degrees}
         config = replace(preset("tiny"), **more.pop("config", {}))
         meshes = build_meshes(ParallelConfig(**degrees), "cpu")
+        dense = DenseOptions(graph=True, graph_scopes=more.pop("scopes", ()))
         try:
-            parallelize_moe(
-                Decoder(config, device="meta"), meshes, dense=DenseOptions(graph=True), **more
-            )
+            parallelize_moe(Decoder(config, device="meta"), meshes, dense=dense, **more)
         except ValueError as error:
             said[name] = str(error)
     return said
+
+
+def test_scopes_need_graphs() -> None:
+    with pytest.raises(ValueError, match=r"graph_scopes \(\('router',\)\) must be \(\) without"):
+        DenseOptions(graph_scopes=("router",))
 
 
 def test_what_graphs_can_not_hold_is_refused() -> None:

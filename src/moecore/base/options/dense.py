@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
 
-from moecore.base.fields import CheckedRecord
+from moecore.base.fields import CheckedRecord, Rules
+
+GraphScope = Literal["attention", "router", "shared_experts", "dispatch"]
+GRAPH_SCOPES: tuple[GraphScope, ...] = get_args(GraphScope)
+GraphScopes = Annotated[tuple[GraphScope, ...], "pass ('router', 'dispatch')"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,11 +18,19 @@ class DenseOptions(CheckedRecord):
 
     Attributes:
         compile: run attention, norms and residual adds through torch.compile.
-        graph: on GPUs, capture attention, routers, shared experts and the preparation of dispatch
-            in CUDA graphs per block, for dispatchers that synchronise with the host.
+        graph: on GPUs, capture parts of blocks in CUDA graphs, for dispatchers that synchronise
+            with the host.
+        graph_scopes: the captured parts: "attention" (with its norm; also dense blocks), "router",
+            "shared_experts" and "dispatch" (its preparation). () = all of them; over tp or cp
+            without attention, which communicates.
         overlap_shared: on GPUs, run shared experts on a second CUDA stream.
     """
 
     compile: bool = False
     graph: bool = False
+    graph_scopes: GraphScopes = ()
     overlap_shared: bool = False
+
+    def _rules(self) -> Rules:
+        if self.graph_scopes and not self.graph:
+            yield "graph_scopes", "be () without graph: set graph=True"

@@ -200,7 +200,8 @@ class Refetch:
 class UnsummedInput:
     """The arguments that a dispatcher passes to `expert_mlp` if it sums the expert rows itself."""
 
-    # [R, D], a placeholder without memory (stride 0) whose gradient is that of the expert rows
+    # [R, D], a tensor that is not read, often without memory (stride 0), whose gradient is the
+    # gradient of the expert rows
     grad_handle_RD: Tensor
     # sends the gradients of expert rows and routing weights while weight gradients are computed;
     # None = backward returns them to the dispatcher

@@ -46,7 +46,7 @@ from moecore.moe.dispatch.send_order import (
 from moecore.moe.dispatch.wire import Receiver, Wire, gather_fp8_rows, make_row_handle
 from moecore.moe.pairs import Pairs, read_numbers
 from moecore.moe.placement import ExpertPlacement
-from moecore.moe.records import Dispatcher, ExpertInput, Routing
+from moecore.moe.records import Dispatcher, ExpertInput, Routing, UnsummedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +232,9 @@ class AllToAllDispatcher(Dispatcher):
         balanced = None
         if routing.pad and not torch.compiler.is_compiling():  # a tracer would guard on T
             balanced = p.count_balanced(T, K)
-        parts = (source.rows, index, source.plan)
-        return ExpertInput(*parts, balanced=balanced, receiver=source.plan.receiver)
+        unsummed = p.find_unsummed(source.rows, index, routing)
+        parts = (source.rows, index, source.plan, unsummed, balanced)
+        return ExpertInput(*parts, receiver=source.plan.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, encoded_layer: int) -> SendOrder:
         """Return the order of the rows to send, from physical ids, with `encoded_layer`."""
@@ -243,8 +244,9 @@ class AllToAllDispatcher(Dispatcher):
             owned_PTK, T * min(p.ep, K) * p.etp, encoded_layer, ranks_per_block=p.etp
         )
 
-    def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
+    def combine(self, y_SD: Any, plan: AllToAllPlan) -> Tensor:
         """Send partial sums to tokens' ranks, and return y_TD, summed in fp32. No host sync."""
+        y_SD = y_SD.y_RD if isinstance(y_SD, UnsummedRows) else y_SD
         return self._exchange.return_sums(y_SD, plan, self.pairs)
 
 

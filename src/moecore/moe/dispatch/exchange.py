@@ -7,7 +7,7 @@ same shapes on meta, for the planner, and records launches and bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from moecore.kernels.exchange.buffer import (
 from moecore.kernels.exchange.clones import CloneBuffer, ClonePlaces
 from moecore.kernels.exchange.copies import SlotEvent, SlotState
 from moecore.kernels.meta import record_launch
-from moecore.moe.placement import compute_balanced_tokens
+from moecore.moe.placement import ExpertPlacement
 from moecore.moe.shortage import ShortageCounters
 
 # Operations of a `MetaExchange`, by the names of their kernels.
@@ -110,17 +110,16 @@ class Exchange:
         return self.buffer.layout
 
     def dispatch_tokens(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local_experts: int, etp: int
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, placement: ExpertPlacement
     ) -> kernels.DispatchedRows:
         """Send tokens, ids and weights to the experts' ranks; return the received source rows.
 
-        `ids_TK` are physical ids. Each block of `etp` ranks owns `num_local_experts` physical ids.
+        `ids_TK` are physical ids of `placement`.
         """
+        sizes: Any = dict(num_local_experts=placement.num_physical, etp=placement.etp)
         tensors = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self._change_slot_state(SlotEvent.OPERATION)
-        return kernels.dispatch_rows_and_choices(
-            self.buffer, *tensors, num_local_experts=num_local_experts, etp=etp
-        )
+        return kernels.dispatch_rows_and_choices(self.buffer, *tensors, **sizes)
 
     def dispatch_rows(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
         """Send row t of x_TD to the ranks that received token t in the dispatch of `row_map`.
@@ -219,17 +218,15 @@ class Exchange:
 class MetaExchange(Exchange):
     """An exchange on meta, which allocates and sends nothing, and records launches and bytes."""
 
-    ep = 1  # of the layer, which may have other domains
     _tokens_per_peer = 0  # tokens sent to each other rank with even loads
 
     def dispatch_tokens(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local_experts: int, etp: int
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, placement: ExpertPlacement
     ) -> kernels.DispatchedRows:
         """Return meta source rows, and record a launch."""
         T, K = ids_TK.shape
-        self._tokens_per_peer = compute_balanced_tokens(
-            T, K, num_local_experts * self.ep, num_local_experts
-        )
+        reach = placement.compute_reach_probability(K, placement.num_local)
+        self._tokens_per_peer = round(T * reach)
         self._record_operation(SPREAD, x_TD)
         return kernels.DispatchedRows.empty(x_TD, ids_TK, weights_TK, self.layout.source_rows)
 

@@ -203,9 +203,7 @@ class ExchangePool(BufferOwner):
         words: Any = dict(bases=none, state=none, report=none, timeout_ns=0)
         buffer = SymmetricBuffer(layout=layout, rank=dist.get_rank(self.group), **words)
         balanced = self._count_balanced_rows(layout)
-        exchange = MetaExchange(buffer, self.group, self.options, balanced_rows=balanced)
-        exchange.ep = self.ep
-        return exchange
+        return MetaExchange(buffer, self.group, self.options, balanced_rows=balanced)
 
     def _make_layout(
         self, x_TD: Tensor, top_k: int, max_tokens: int, num_programs: int

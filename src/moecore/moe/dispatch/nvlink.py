@@ -154,7 +154,6 @@ class NVLinkDispatcher(Dispatcher):
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan | AllToAllPlan) -> Tensor:
         """Send sums of y to tokens' ranks, and return y_TD, summed in fp32. No host sync."""
         if isinstance(plan, AllToAllPlan):
-            assert isinstance(y, Tensor), "without a handle experts add their rows"
             return self._alltoall.combine(y, plan)
         if isinstance(y, UnsummedRows):
             rows, row_map = y.y_RD, plan.row_map
@@ -319,9 +318,7 @@ class _Dispatch(torch.autograd.Function):
         make_index: Callable[[DispatchedRows], ExpertIndex],
     ) -> tuple[Tensor, ...]:
         """Send tokens and choices; return `_DispatchOutputs`, with the index from `make_index`."""
-        tensors = (wire.pack_rows(x_TD), ids_TK, weights_TK)
-        sizes: dict[str, Any] = dict(num_local_experts=placement.num_physical, etp=placement.etp)
-        choices = exchange.dispatch_tokens(*tensors, **sizes)
+        choices = exchange.dispatch_tokens(wire.pack_rows(x_TD), ids_TK, weights_TK, placement)
         index = make_index(choices)
         grad_handle_RD = make_row_handle(x_TD, index.row_ids_R.shape[0])
         row_map = (choices.peers_T, choices.places_S)

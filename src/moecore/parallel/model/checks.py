@@ -239,23 +239,31 @@ def _check_pp_and_tp(model: nn.Module, request: Request) -> None:
         )
 
 
+# The graph that contains an offloaded part. The norm before attention and the MLP of a dense block
+# are inside of attention's graphs.
+GRAPHED_IN: dict[str, str] = {
+    **dict.fromkeys(("norm", "attention", "mlp", "rest"), "attention"),
+    "shared_experts": "shared_experts",
+}
+
+
 def _check_graphs(model: nn.Module, request: Request) -> None:
     """Raise a ValueError if the model's blocks cannot be captured in CUDA graphs."""
     p, precision, conflict = request.meshes.parallel, request.precision, None
     repeated = [name for name, m in model.named_modules() if getattr(m, "runs", 1) != 1]
-    degree = "tp" if p.tp > 1 else "cp"
-    parts = [part for part in request.memory.offload if part != "experts"]
+    degree, scopes = "tp" if p.tp > 1 else "cp", request.graph_scopes
+    parts = [part for part in request.memory.offload if GRAPHED_IN.get(part) in scopes]
     if repeated:  # the memory of graphs is that of one run of each block
         conflict = f"modules that run once in a forward, and {repeated[0]} runs several times "
         conflict += "(DecoderConfig.mtp_repeats): leave it out"
-    elif p.tp * p.cp > 1:
+    elif p.tp * p.cp > 1 and "attention" in scopes:
         conflict = f"ParallelConfig.{degree} ({getattr(p, degree)}) = 1, because attention of "
-        conflict += "several ranks communicates: leave it out"
+        conflict += "several ranks communicates: leave 'attention' out of graph_scopes"
     elif request.is_dynamic:
         conflict = "ContextOptions.dynamic (True) = False, because a graph has one cp: leave one "
         conflict += "of them out"
     elif parts:
-        conflict = f"MemoryOptions.offload ({parts[0]!r}) of 'experts' alone, because what graphs "
+        conflict = f"MemoryOptions.offload ({parts[0]!r}) of other parts, because what graphs "
         conflict += "keep has an address: leave one of them out"
     elif precision is not None and any(recipe.amax_history for recipe in precision.recipes):
         conflict = "Recipe.amax_history 0, because the first step has no history: use another "

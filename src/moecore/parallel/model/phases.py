@@ -14,6 +14,7 @@ from torch import nn
 
 from moecore.attention.context_parallel.local_tokens import ContextParallel
 from moecore.base.options.dispatch import DISPATCHERS, NVLinkOptions
+from moecore.base.options.layer import MoEConfig
 from moecore.base.options.precision import Recipe
 from moecore.moe.aux_loss import list_aux_losses
 from moecore.moe.balance import BalanceGroups
@@ -150,7 +151,7 @@ def configure_moe_layers(model: nn.Module, state: ParallelState) -> None:
         layer.tracker.reset()  # forwards before `parallelize_moe` do not count
         layer.set_config(request.make_layer_config(layer))
         _set_expert_backend(name, layer, request, recipes["experts"])
-        placement = _make_expert_placement(layer.config.num_experts, request, (number, name))
+        placement = _make_expert_placement(layer.config, request, (number, name))
         layer.dispatcher = _make_dispatcher(layer.config.num_experts, placement, state)
         peers = state.exchanges if state.domains is None else None  # only if it has all ranks
         clones = request.dispatch.clones
@@ -191,7 +192,7 @@ def _set_expert_backend(
 
 
 def _make_expert_placement(
-    num_experts: int, request: Request, layer_idx_and_name: tuple[int, str]
+    config: MoEConfig, request: Request, layer_idx_and_name: tuple[int, str]
 ) -> ExpertPlacement | None:
     """Return the placement of a layer's experts; None = this rank has all experts."""
     meshes, clones = request.meshes, request.dispatch.clones
@@ -199,8 +200,16 @@ def _make_expert_placement(
     if group is None:
         return None
     num_clones = 0 if clones is None or p.ep == 1 else clones.per_rank
-    sizes: Any = dict(num_experts=num_experts, ep=p.ep, etp=p.etp, num_clones=num_clones)
-    return ExpertPlacement(group=group, layer=layer_idx_and_name, **sizes)
+    return ExpertPlacement(
+        group=group,
+        num_experts=config.num_experts,
+        ep=p.ep,
+        etp=p.etp,
+        num_clones=num_clones,
+        num_groups=config.num_groups,
+        top_groups=config.top_groups,
+        layer=layer_idx_and_name,
+    )
 
 
 def _make_dispatcher(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from moecore.base import __version__
 from moecore.base.attributes import list_attribute_entries
 from moecore.base.options.context import ContextOptions
-from moecore.base.options.dense import DenseOptions
+from moecore.base.options.dense import GRAPH_SCOPES, DenseOptions, GraphScope
 from moecore.base.options.dispatch import DispatchOptions, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.indexer import IndexerConfig
@@ -84,6 +84,12 @@ class Request:
     def is_dynamic(self) -> bool:
         """Whether context parallelism is dynamic: the cp degree is an argument of each forward."""
         return self.context is not None and self.context.dynamic
+
+    @property
+    def graph_scopes(self) -> tuple[GraphScope, ...]:
+        """The parts of blocks that run as CUDA graphs: `DenseOptions.graph_scopes`."""
+        dense, p = self.dense, self.meshes.parallel
+        return dense.graph_scopes or (GRAPH_SCOPES[p.tp * p.cp > 1 :] if dense.graph else ())
 
     def context_options(self, model: Any) -> dict[int, ContextOptions]:
         """Return {cp: options with a chosen `way`} for each cp > 1 that a forward can have."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from moecore.base.fields import check_arguments
+from moecore.base.options.dense import GRAPH_SCOPES, GraphScope
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moecore.moe.layer import MoELayer, RoutedLayer
@@ -67,21 +68,25 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
         cast(Any, block).forward = torch.compile(block.forward, **options)
 
 
-def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
+def graph_blocks(
+    blocks: Mapping[str, nn.Module], scopes: Sequence[GraphScope] = GRAPH_SCOPES
+) -> None:
     """Replace parts of blocks by CUDA graphs, in place; graphs run from the 4th call on.
 
-    The blocks run sequentially. `blocks` maps a name, for errors, to a block.
+    The blocks run sequentially. `blocks` maps a name, for errors, to a block. `scopes` are parts
+    as in `DenseOptions.graph_scopes`.
     """
     memory = GraphMemory()
     for name, block in blocks.items():
         for path, module in block.named_modules():
             full_name = ".".join(filter(None, (name, path)))
-            for method in getattr(module, "compile_regions", ()):
+            regions = getattr(module, "compile_regions", ()) if "attention" in scopes else ()
+            for method in regions:
                 inside = _list_inner_modules(module)
                 may_run = partial(_can_replay, inside)
                 _replace_by_graph(f"{full_name}.{method}", module, method, inside, memory, may_run)
             if isinstance(module, RoutedLayer):
-                _graph_layer(full_name, module, memory)
+                _graph_layer(full_name, module, memory, scopes)
 
 
 def drop_graphs(model: nn.Module) -> None:
@@ -93,23 +98,26 @@ def drop_graphs(model: nn.Module) -> None:
                 part.drop_graphs()
 
 
-def _graph_layer(layer_name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
-    """Replace parts of layer `layer_name` by CUDA graphs that use `memory`, in place.
+def _graph_layer(
+    layer_name: str, layer: RoutedLayer, memory: GraphMemory, scopes: Sequence[GraphScope]
+) -> None:
+    """Replace what layer `layer_name` has of `scopes` by CUDA graphs that use `memory`, in place.
 
-    The parts are the router, shared experts, and the dispatcher's `prepare_send_order`.
+    They are the router, shared experts, and the dispatcher's `prepare_send_order`.
     """
     router, dispatcher = layer.get_part("router"), layer.dispatcher
-    if isinstance(router, Router):
+    if "router" in scopes and isinstance(router, Router):
         modules = list(dict.fromkeys((router, router.bias_owner)))
         may_run = partial(_can_graph_router, router)
         _replace_by_graph(f"{layer_name}.router", router, "forward", modules, memory, may_run)
     shared = layer.get_part("shared") if isinstance(layer, MoELayer) else None
-    if shared is not None:
+    if "shared_experts" in scopes and shared is not None:
         shared_memory = GraphMemory() if layer.shared_stream is not None else memory
         _replace_by_graph(
             f"{layer_name}.shared", shared, "forward", list(shared.modules()), shared_memory
         )
-    if isinstance(dispatcher, (AllToAllDispatcher, HierarchicalDispatcher)):
+    sends_orders = isinstance(dispatcher, (AllToAllDispatcher, HierarchicalDispatcher))
+    if "dispatch" in scopes and sends_orders:
         _replace_by_graph(f"{layer_name}.dispatcher", dispatcher, "prepare_send_order", [], memory)
 
 
