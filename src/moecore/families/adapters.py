@@ -179,10 +179,7 @@ def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
 
 
 def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
-    """Raise ValueError if a module of block `name` has hooks and is not a module of `layer`.
-
-    Such hooks would never run, because the layer replaces the block.
-    """
+    """Raise ValueError if block `name` has hooks that would not run in `layer`, its replacement."""
     layer_modules = set(layer.modules())
     for path, module in block.named_modules(prefix=name):
         hooks = [] if module in layer_modules else list_module_hooks(module)

@@ -106,10 +106,7 @@ class TransformersFamily(ProtocolFamily):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace MoE blocks in place by MoE layers with peft's LoRA of the experts.
-
-        The arguments and the result are as in `swap_blocks`.
-        """
+        """Replace MoE blocks in place by MoE layers with peft's LoRA; see `swap_blocks`."""
         with unwrap_experts(model) as wrapped:
             layers = replace_blocks(model, adapters, find_hf_adapter, get_refusal_reason)
             adapt_experts(wrapped, layers)
@@ -197,10 +194,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the sparse attention layers whose indexer can be trained.
-
-        Layers with attention sinks are left out.
-        """
+        """Return the layers, all without attention sinks, whose indexers can be trained."""
         layers = [
             layer for layer in find_sparse_attention_modules(model) if layer.indexer is not None
         ]
@@ -227,10 +221,7 @@ class TransformersFamily(ProtocolFamily):
     def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
-        """Make methods raise that a parallelized model does not support.
-
-        `warns_about_cache`: also warn if the model uses a key/value cache in training.
-        """
+        """Make unsupported methods raise, and warn of key/value caches if `warns_about_cache`."""
         super().install_guards(model, wrapper=wrapper, warns_about_cache=warns_about_cache)
         guard_pretrained_models(model)
         if warns_about_cache:

@@ -80,11 +80,13 @@ def _cast_buffers_in_forward(module: nn.Module, names: Sequence[str], dtype: tor
 
     def call_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A wrapper is bound to the module; a copy of the module has the forward of its class.
+        """Call the forward that the module had before this wrapper."""
         return (forward if self is module else partial(type(self).forward, self))(*args, **kwargs)
 
     function = forward.__func__ if is_class_forward else call_forward
 
     def forward_with_cast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward with cast buffers, then restore the buffers."""
         buffers = {name: self._buffers[name] for name in names}
         self._buffers.update({n: b.to(dtype) for n, b in buffers.items() if b is not None})
         try:

@@ -116,10 +116,7 @@ class Documents:
         return low + fixed
 
     def _compute_min_work(self, max_time: float) -> Costs:
-        """Return float64 [N]: each document's least cp * (its time on cp ranks).
-
-        Only cps whose time is at most `max_time` count; inf = no such cp.
-        """
+        """Return float64 [N]: least cp * time per document, with time <= `max_time`; inf = none."""
         ranks_1 = np.array(self.cps)[:, None]
         costs = np.where(self._rank_costs <= max_time, self._rank_costs * ranks_1, np.inf)
         return costs.min(axis=0)  # type: ignore[no-any-return]
@@ -319,10 +316,7 @@ def _add_document(documents: Documents, block: RankBlock, document_idx: int) -> 
 
 
 def _assign_idle_ranks(documents: Documents, blocks: Blocks) -> None:
-    """Double the cp of the slowest blocks with idle ranks, in place.
-
-    Idle ranks that double no block form empty blocks.
-    """
+    """Double the cp of the slowest blocks, in place; idle ranks that remain form empty blocks."""
     free = documents.ranks - sum(block.cp for block in blocks)
     max_cp = documents.cps[-1]
     while free:

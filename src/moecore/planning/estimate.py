@@ -140,10 +140,7 @@ class Estimator:
         self._time_ratios[key] = min(self._time_ratios.get(key, math.inf), SPREAD * ratio)
 
     def _estimate_bytes(self, layout: Layout, options: OptionSet | None = None) -> float:
-        """Return the estimated bytes of the rank that needs most memory.
-
-        `options` None = all options that save memory.
-        """
+        """Return the largest rank's estimated bytes; `options` None = all that save memory."""
         # The sum of three parts: unsharded weights and fp32 gradients; the rank's shards of
         # weights, gradients and optimizer state; and the saved activations of a micro-batch over
         # tp * cp, times the micro-batches in flight on the first pipeline rank.
@@ -345,10 +342,7 @@ class Estimator:
 
 @lru_cache(maxsize=256)
 def count_saved_bytes_by_block(run: TrainingRun) -> ModelSavedBytes:
-    """Return, for each block, the bytes that a micro-batch saves for backward.
-
-    The function is faster than a dry run.
-    """
+    """Return the bytes that a micro-batch saves for backward by block, faster than a dry run."""
     model = run.planned_model.build(run.dtype)
     run.planned_model.merge_loss_chunks(model, run.batch_size * run.seq_len)
     inputs = run.planned_model.make_inputs(run.make_tokens())

@@ -77,6 +77,7 @@ class Work(CheckedRecord):
     dtype: str
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         dims = DIMS.get(self.kind, self.shape)
         if len(self.shape) != len(dims):
             yield "shape", f"be ({', '.join(map(str, dims))}) of kind {self.kind!r}: pass these"
@@ -214,7 +215,7 @@ def _make_attention_work(
 def _make_grouped_work(
     name: str, shape: tuple[int, int, int, int], tensors: Sequence[Tensor]
 ) -> Work:
-    """Return the work of grouped product `name` with shape (e, R, N, K) on `tensors`."""
+    """Return the work of grouped product `name` with shape (experts, rows, N, K) on `tensors`."""
     flops, dtype = 2 * prod(shape[1:]), _format_dtype(tensors[0])
     if dtype == "uint8":  # two FP4 values in a byte
         dtype = "float4_e2m1fn"
@@ -224,7 +225,7 @@ def _make_grouped_work(
 
 
 def _find_grouped_shape(name: str, args: Args) -> tuple[int, int, int, int] | None:
-    """Return (e, R, N, K) of the launch arguments of a grouped kernel; None for other kernels."""
+    """Return (experts, rows, N, K) of a grouped kernel's arguments; None for other kernels."""
     match name:
         case "sm90_bf16_grouped_kernel":
             a, b, h, out = args[0], args[1], args[4], args[6]

@@ -282,6 +282,7 @@ def _encode_by_prefixes(
     """
 
     def render(turns: list[dict[str, Any]], *, prompt: bool = False) -> str:
+        """Return turns as text; `prompt` adds the beginning of an answer."""
         text: str = tokenizer.apply_chat_template(
             turns, tools=tools, tokenize=False, add_generation_prompt=prompt
         )

@@ -182,10 +182,7 @@ class DocumentRange:
 
 
 def split_sources(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Split each source; return training sources, and evaluation sources.
-
-    An evaluation source has the last twentieth of the documents, at least one.
-    """
+    """Return training sources, and evaluation sources: the last 5% of each, at least a document."""
     parts: tuple[list[CorpusSource], list[CorpusSource]] = ([], [])
     for source in sources:
         number = len(source.documents) if source.is_indexed else 0
@@ -232,10 +229,7 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """A function from a document of a source to token ids.
-
-    A document is a mapping with column `field`, a text, or token ids, which are returned unchanged.
-    """
+    """A function to token ids from a mapping with column `field`, a text, or ids (unchanged)."""
 
     tokenizer: Tokenizer
     field: str

@@ -51,6 +51,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         super().__post_init__()
 
         def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
+            """Run the micro-batches in dim 0 of tensors; return the loss."""
             return self.run_micro_batches(num_labels, zip(*tensors, strict=True))
 
         self.graph = GraphedStep(train_on, self.model) if self.args.cuda_graph else None
@@ -170,10 +171,7 @@ class PreferenceTuning(FineTuning):
         self._metrics: Metrics = {}
 
     def forward_backward(self, num_labels: Tensor, batch: Any) -> Tensor:
-        """Run forward and backward; return the mean loss over all pairs, divided by the data ranks.
-
-        `num_labels` is not used.
-        """
+        """Run forward and backward; return the mean loss over all pairs / number of data ranks."""
         rollouts = self.add_reference_log_probs(batch)
         result = self.engine.forward_backward(rollouts, self.objective)
         self._metrics = self.compute_rewards(rollouts, result.scores.log_probs_N)

@@ -148,10 +148,7 @@ def read_prompts(
 def make_prompt_steps(
     prompts: Sequence[Prompt], *, rows: int, data_rank: int, data_ranks: int, seed: int
 ) -> Steps[list[Prompt]]:
-    """Return a reader of this data rank's prompts, at most `rows` per step.
-
-    An epoch has each prompt once, on one data rank.
-    """
+    """Return a reader of at most `rows` prompts of this rank a step; an epoch has each once."""
     sampler = PackedBatchSampler(
         [1] * len(prompts), 1, rows=rows, data_rank=data_rank, data_ranks=data_ranks, seed=seed
     )
@@ -294,10 +291,7 @@ class Reinforcement(TrainingJob[Samples]):
         return [cut_after_end(response, self._ends) for response in output_nT[:, T:].tolist()]
 
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
-        """Run forward and backward; return the mean loss over all ranks, divided by the data ranks.
-
-        `num_labels` is not used.
-        """
+        """Run forward and backward; return the mean loss over all ranks / number of data ranks."""
         rollouts = batch.rollouts
         if self.objective.kl_coef:
             scores = self.engine.reference_log_probs(rollouts)

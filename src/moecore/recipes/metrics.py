@@ -128,10 +128,7 @@ def drop_expert_loads(metrics: Metrics) -> Metrics:
 
 
 def compute_rank_load(loads_E: list[float], ep: int) -> float:
-    """Return the largest load of the `ep` ranks, divided by their mean load.
-
-    `loads_E` has the load of each expert. Each rank has E / ep consecutive experts.
-    """
+    """Return max / mean of the `ep` ranks' loads, each a sum of E / ep consecutive `loads_E`."""
     num_local = len(loads_E) // ep
     ranks = [sum(loads_E[first : first + num_local]) for first in range(0, len(loads_E), num_local)]
     return max(ranks) / max(sum(ranks) / ep, 1e-9)
@@ -230,6 +227,7 @@ def _open_tensorboard(module: ModuleType, folder: str, start: int) -> Logger:
     writer = module.SummaryWriter(folder, purge_step=start + 1)
 
     def log(metrics: Metrics, step: int) -> None:
+        """Write each metric of a step."""
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
@@ -280,4 +278,5 @@ def convert_to_json(config: Any) -> dict[str, Any]:
 
 
 def _convert_json_value(value: Any) -> Any:
+    """Return a dataclass as a dict, and any other value as text."""
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -214,20 +214,14 @@ def _read_words(
 
 
 def _make_flags_class(name: str, hints: dict[str, Any], record: Any) -> Any:
-    """Return TypedDict `name`, from which tyro makes the flags `hints` ({flag: type}).
-
-    The help text of the flags is the docstring of class `record`.
-    """
+    """Return TypedDict `name` of {flag: type} for tyro, with the docstring of class `record`."""
     flags = Flags(name, hints, total=False)
     flags.__doc__ = inspect.cleandoc(record.__doc__ or "").partition("\n\nAttributes:")[0]
     return flags
 
 
 def _suggest_name(name: str, known_names: Iterable[str], prefix: str = "") -> str:
-    """Return a hint for an unknown name: use the most similar of `known_names`, or remove it.
-
-    `prefix`, such as "--", precedes the similar name in the hint.
-    """
+    """Return a hint: use `prefix` and the most similar of `known_names`, or remove the name."""
     close = difflib.get_close_matches(name[:80], sorted(known_names), n=1, cutoff=0.7)
     return f"did you mean {prefix}{close[0]}?" if close else "remove it"
 
@@ -328,6 +322,7 @@ def _make_word_hint(hint: Any, default: Any = None) -> Any:
 
 
 def _convert_to_snake_case(name: str) -> str:
+    """Replace "-" by "_"."""
     return name.replace("-", "_")
 
 

@@ -63,10 +63,7 @@ class PreferenceBatch:
 def make_preference_steps(
     pairs: Sequence[Preference], shape: BatchShape, *, seed: int | None, data_rank: int
 ) -> Steps[PreferenceBatch]:
-    """Return this data rank's steps of pairs, of grad_accum * batch_size pairs each.
-
-    `seed` None = the order of `pairs`.
-    """
+    """Return steps of grad_accum * batch_size pairs of this data rank; `seed` None = in order."""
     sampler = PackedBatchSampler(
         [1] * len(pairs),
         1,
@@ -78,6 +75,7 @@ def make_preference_steps(
     )
 
     def build_batch(numbers: list[int]) -> PreferenceBatch:
+        """Return the batch of the pairs with these indices."""
         parts = [part for number in numbers for part in pairs[number].parts]
         lengths = torch.tensor(
             [0, *(len(part.tokens_T) for part in parts)], dtype=torch.int64, device="cpu"
@@ -164,12 +162,10 @@ def _tokenize_texts(tokenizer: Any, prompt: str, completions: Sequence[str]) -> 
 def _tokenize_chats(
     tokenizer: Any, prompt: list[Any], completions: Sequence[list[Any]], tools: Any
 ) -> Iterator[list[int]]:
-    """Yield the token ids of the prompt, and of the prompt with each completion.
-
-    The ids of the prompt end with the template's beginning of an answer.
-    """
+    """Yield ids of the prompt, ending with an answer's beginning, and with each completion."""
 
     def render(messages: list[Any], *, is_prompt: bool = False) -> list[int]:
+        """Return a chat's token ids; `is_prompt` adds the beginning of an answer."""
         ids: list[int] = tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=is_prompt, return_dict=True
         )["input_ids"]

@@ -166,10 +166,7 @@ def make_run_dir(path: Path) -> None:
 
 
 def truncate_metrics(path: Path, step: int) -> float:
-    """Remove damaged lines and lines of steps after `step` from metrics.jsonl `path`, in place.
-
-    Return the seconds that the removed steps took.
-    """
+    """Remove damaged lines and steps after `step` from a file; return these steps' seconds."""
     lines, num_damaged = read_metrics(path)
     if num_damaged:
         print(f"{path}: dropped {num_damaged} damaged line(s)", flush=True)

@@ -94,10 +94,7 @@ def _make_chats(pairs: list[tuple[str, str]]) -> Iterator[list[dict[str, str]]]:
 
 
 def _make_preferences(pairs: list[tuple[str, str]]) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Yield {"prompt", "chosen", "rejected"} as chats for each (question, answer) of `pairs`.
-
-    The rejected text is the answer with its words in reversed order.
-    """
+    """Yield {"prompt", "chosen", "rejected"} of `pairs`; rejected answers have reversed words."""
     for question, answer in pairs:
         yield {
             "prompt": [{"role": "user", "content": question}],

@@ -258,10 +258,7 @@ class Engine:
     def _compute_scores(
         self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
     ) -> TokenScores:
-        """Return scores of rollouts by the model of `step`, without gradients. Collective.
-
-        `entropy` and `routes` = the scores have entropies and routes.
-        """
+        """Return scores without gradients, with `entropy` and `routes` if requested. Collective."""
         with publish_errors("log_probs() of rollouts"), self._use_batch_invariance(step.model):
             rows, _ = self._build_rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._make_empty_scores(rollouts, entropy)

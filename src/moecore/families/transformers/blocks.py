@@ -142,10 +142,7 @@ def _adopt_llama4(block: Any, model: nn.Module) -> MoELayer:
 def _adopt_stacked(
     block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **router_fields: Any
 ) -> MoELayer:
-    """Convert a block, whose children `layout` names, to a `layer_class`.
-
-    `router_fields` has router fields of `MoEConfig`.
-    """
+    """Convert a block with the parts `layout`; `router_fields` are fields of `MoEConfig`."""
     experts = block.get_submodule(layout.experts)
     read = read_experts(experts, layout.expert_layout)
     router_tensors = _get_router_tensors(block, layout)
@@ -170,10 +167,7 @@ def _adopt_stacked(
 
 
 def _get_router_tensors(block: nn.Module, layout: LayerLayout) -> dict[str, Tensor]:
-    """Return a router's parameters and buffers by name.
-
-    If another module has the selection bias (`layout.bias_owner`), the result contains this bias.
-    """
+    """Return a router's parameters and buffers by name, with the bias of `layout.bias_owner`."""
     tensors = _get_tensors(block.get_submodule(layout.router))
     if layout.bias_owner is not None:
         of_owner = _get_tensors(block.get_submodule(layout.bias_owner))

@@ -43,10 +43,7 @@ def use_chunked_attention(model: nn.Module) -> None:
 
 
 def split_into_chunks(layer: nn.Module, sequence: Sequence, q_BHTd: Tensor) -> Sequence:
-    """Return the `Sequence` of a layer's chunks; `sequence` if the layer is not chunked.
-
-    `q_BHTd` gives the shape and device of this rank's tokens.
-    """
+    """Return the `Sequence` of a layer's chunks for queries `q_BHTd`; unchanged if not chunked."""
     size: int | None = getattr(layer, CHUNK_SIZE, None)
     if size is None:
         return sequence

@@ -85,10 +85,7 @@ def read_layout(experts: Any) -> ExpertLayout:
 
 
 def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
-    """Return an experts module's parameters by name.
-
-    Rows of experts that return their input (LongCat-Flash) are removed.
-    """
+    """Return an experts module's parameters by name, without rows of LongCat's identity experts."""
     # LongCat-Flash's FC1 has rows for experts that return their input, but its checkpoints do not.
     tensors = dict(experts.named_parameters(recurse=False))
     if getattr(experts, "zero_expert_num", 0):

@@ -72,7 +72,7 @@ def accept_sequence_argument(model: nn.Module) -> None:
 
 
 def disable_fused_layer(module: nn.Module) -> None:
-    """Disable the kernel of a full layer, which would skip hooks of the output projection."""
+    """Disable the kernel of a complete layer, which would skip hooks of the output projection."""
     of_file = inspect.unwrap(type(module).forward).__globals__
     if SHORTCUT in of_file:
         of_file[SHORTCUT] = _skip_fused_layer
@@ -86,6 +86,7 @@ def _make_sequence_wrapper(stock_function: Function, sequence_function: Function
 
     @wraps(stock_function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call `sequence_function` if the call needs it, otherwise `stock_function`."""
         sequence: Sequence | None = kwargs.pop(SEQUENCE, None)
         if not _has_documents_or_ranks(sequence):
             return stock_function(*args, **kwargs)
@@ -201,10 +202,7 @@ def _scan_state_space(
 
 
 def _skip_fused_layer(*_args: Any, **_: Any) -> None:
-    """Replacement of a full-layer kernel that returns None.
-
-    For None the caller runs the separate operations of the layer.
-    """
+    """Replacement of a full-layer kernel: return None, so that the caller runs each operation."""
 
 
 def _has_documents_or_ranks(sequence: Sequence | None) -> bool:

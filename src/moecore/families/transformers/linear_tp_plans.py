@@ -129,10 +129,7 @@ def _count_rows(sections: Stack) -> int:
 
 
 def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return the names and sizes of tensors that tp shards in a gated delta net (Qwen3-Next).
-
-    `_LinearHeads.counts` has numbers of heads and columns per tp rank.
-    """
+    """Return names and sizes (`counts` per tp rank) of a gated delta net's sharded tensors."""
     k, v = (module.num_k_heads, module.head_k_dim), (module.num_v_heads, module.head_v_dim)
     per_head = (module.num_v_heads, 1)
     counts = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
@@ -157,10 +154,7 @@ def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return the names and sizes of tensors that tp shards in a Kimi delta attention.
-
-    `_LinearHeads.counts` has numbers of heads and columns per tp rank.
-    """
+    """Return names and sizes (`counts` per tp rank) of a Kimi delta attention's sharded tensors."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     counts = {n: getattr(module, n) // tp for n in ("num_heads", "qkv_dim")}
     linears = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
@@ -178,10 +172,7 @@ def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_mamba2_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return the names and sizes of tensors that tp shards in a Mamba-2 mixer.
-
-    `_LinearHeads.counts` has numbers of heads, groups and columns per tp rank.
-    """
+    """Return names and sizes (`counts` per tp rank) of a Mamba-2 mixer's sharded tensors."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     group = (module.n_groups, module.ssm_state_size)  # of B, as of C
     channels = (x, group, group)

@@ -116,10 +116,7 @@ def adapt_experts(wrapped: list[_WrappedExperts], layers: Mapping[str, RoutedLay
 
 
 def refuse_peft_methods(model: nn.Module) -> None:
-    """Make peft's methods that need full parameters raise NotImplementedError.
-
-    A forward raises a ValueError if adapters were added after this call.
-    """
+    """Make peft's methods for full parameters, and forwards with later adapters, raise errors."""
     _forbid_methods(model, REPLACED, "on a parallelized model, whose tensors are shards")
     # Users call get_peft_model on the outermost transformers model.
     outermost = next((m for m in model.modules() if is_pretrained(m)), None)
@@ -150,10 +147,7 @@ def _forbid_methods(model: nn.Module, alternatives: Mapping[str, str], context: 
 def _refuse_method(
     method_name: str, context: str, alternative: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Raise NotImplementedError for a call of peft's method, with the `alternative` in the error.
-
-    `context` is as in `_forbid_methods`.
-    """
+    """Raise NotImplementedError for a call of peft's method; see `_forbid_methods`."""
     raise NotImplementedError(
         f"{method_name} of peft must not be called {context}: use {alternative}"
     )
@@ -192,20 +186,14 @@ def disable_adapters(model: Any) -> Iterator[None]:
 
 
 def select_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that the model had before peft, under their names before peft.
-
-    `tensors` maps names in `model` to tensors, LoRA's included.
-    """
+    """Select from `tensors` (by name) those that existed before peft; return them by old names."""
     added_prefixes, moved_prefixes = _list_peft_prefixes(model)
     base_tensors = {n: t for n, t in tensors.items() if not n.startswith(added_prefixes)}
     return {_rename_without_peft(n, moved_prefixes): t for n, t in base_tensors.items()}
 
 
 def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of peft's active `modules_to_save` under the original modules' names.
-
-    `tensors` maps names in `model` to tensors.
-    """
+    """Select the `tensors` (by name) of peft's active `modules_to_save`, by the original names."""
     _, moved_prefixes = _list_peft_prefixes(model)
     copy_of = {}
     for path, module in model.named_modules():
@@ -334,6 +322,7 @@ def _make_expert_lora_class() -> type[LowRank]:
 
         @property
         def in_use(self) -> list[str]:
+            """Return the names of active LoRA adapters; [] if disabled or merged."""
             if self.disable_adapters or self.merged:
                 return []
             return [name for name in self.active_adapters if name in self.lora_A]

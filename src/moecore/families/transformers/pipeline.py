@@ -161,6 +161,7 @@ class StagedCausal:
         with ExitStack() as ends:
 
             def hook(name: str, run: Callable[..., Any]) -> None:
+                """Register a forward hook until the context ends."""
                 ends.callback(get(name).register_forward_hook(run).remove)
 
             for name in line:

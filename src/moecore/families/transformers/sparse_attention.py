@@ -136,7 +136,7 @@ def _run_sparse_attention(
 
 
 def _project_queries(layer: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return queries [B, T, H, n + r], compressed queries, and the output's gate or None."""
+    """Return queries [B, T, H, n + r rotary dims], compressed queries, the output gate or None."""
     d, v = layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
     compressed_BTA = layer.q_a_proj(x_BTD)
     q_a_BTA = layer.q_a_layernorm(compressed_BTA)
@@ -155,10 +155,7 @@ def _project_queries(layer: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor 
 
 
 def _choose_keys(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
-    """Return the `KeyChoice` of a layer: its indexer's keys, an earlier layer's keys, or all keys.
-
-    `selected_BTK` are the keys that an earlier layer selected.
-    """
+    """Return the keys that a layer reads: its indexer's, an earlier layer's selected, or all."""
     config: IndexerConfig | None = getattr(layer, CONFIG, None)
     if layer.indexer is not None:
         return make_key_choice(config, layer, layer.indexer.index_topk)
@@ -198,7 +195,7 @@ def _compute_indexer_heads(
 
 
 def _split_kv_weight(layer: Any) -> tuple[Tensor, Tensor]:
-    """Return the weight of `kv_b_proj` per head: key part [H, n, L] and value part [H, L, v]."""
+    """Return `kv_b_proj` by H heads and L latent dims: keys [H, n, L] and values [H, L, v]."""
     # A product with the identity includes adapters, FP8 and tp.
     linear, L = layer.kv_b_proj, layer.kv_lora_rank
     dtype = layer.kv_a_layernorm.weight.dtype

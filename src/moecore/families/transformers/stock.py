@@ -77,10 +77,7 @@ def find_names_in_forward(module: nn.Module) -> frozenset[str]:
 
 
 def get_loss_name(model: Any) -> str | None:
-    """Return the name of a model's loss by its `loss_type`; None if its forward has no loss.
-
-    A `loss_function` that was set on the model is ignored.
-    """
+    """Return a model's loss name by `loss_type`, not by its `loss_function`; None = no loss."""
     if "loss_function" not in find_names_in_forward(model):
         return None
     from transformers.loss.loss_utils import LOSS_MAPPING
@@ -212,10 +209,7 @@ def is_stock(function: Any) -> bool:
 
 
 def _refuse_custom_implementation(experts: nn.Module, class_name: str) -> None:
-    """Raise NotImplementedError if the config selects an experts function of the user.
-
-    `class_name` is the class in the error.
-    """
+    """Raise NotImplementedError if `class_name` has a user's experts function in its config."""
     name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     module = sys.modules.get("transformers.integrations.moe")
     function = getattr(module, "ALL_EXPERTS_FUNCTIONS", {}).get(name)
@@ -255,6 +249,7 @@ def list_towers(model: Any) -> list[str]:
     towers: list[str] = []
 
     def visit(module: nn.Module) -> None:
+        """Append the outermost towers in a module that contains the decoder."""
         for child in module.children():
             if decoder in child.modules():
                 if child is not decoder:

@@ -305,6 +305,7 @@ def _apply_group_norm(
     """
 
     def mean(squares: Tensor) -> Tensor:
+        """Return the mean of squares over each group, whose columns several ranks have."""
         ranks = group_size // squares.shape[-1]
         sums = tp.gather_last_dim(squares.sum(-1, keepdim=True)).unflatten(-1, (-1, ranks))
         means: Tensor = sums[..., tp.rank // ranks, :].sum(-1, True) / group_size
@@ -319,10 +320,7 @@ class RowParallelLinear(nn.Linear):
     tp: TensorParallel
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., out_features], identical on all tp ranks. Collective.
-
-        `input` has this rank's slice of the last dim.
-        """
+        """Return the all-reduced output [..., out_features] of this rank's input slice."""
         return self.tp.all_reduce(F.linear(input, self.weight)) + self.bias
 
 
@@ -422,10 +420,7 @@ class TokenSliceHooks:
         return x_TD.narrow(-2, self._tp.rank * size, size).contiguous()
 
     def _gather_rows(self, y_tD: Tensor) -> Tensor:
-        """All-gather dim -2 (tokens) over tp and remove the padding.
-
-        Returns [B, T, D] or [T, D], with B and T of the layer's input.
-        """
+        """All-gather dim -2 over tp, remove padding, return the layer's [B, T, D] or [T, D]."""
         *B, T = self._state.shape
         y_BtD = y_tD.view(*B, -1, y_tD.shape[-1]) if B else y_tD[None]
         y_BTD = self._tp.gather_tokens(y_BtD)[:, :T].reshape(*B, T, -1)
@@ -439,10 +434,7 @@ class TokenSliceHooks:
         return (y, *output[1:]) if is_tuple else y
 
     def _gather_logits(self, recorder: nn.Module, _args: Any, logits: tuple[Tensor, ...]) -> Any:
-        """Forward hook of a router's recorder: return the logits [B * T, E] of all tp ranks.
-
-        The logits are unchanged if transformers does not record them.
-        """
+        """Forward hook of a recorder: all-gather [B * T, E] logits if transformers records them."""
         if len(recorder._forward_hooks) == 1:  # transformers records no logits
             return logits
         logits_TE = self._gather_rows(logits[0]).flatten(0, -2)

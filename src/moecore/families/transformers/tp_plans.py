@@ -139,10 +139,7 @@ def _check_head_counts(name: str, num_heads: int, num_kv_heads: int, tp: int) ->
 
 
 def _plan_qkv_by_head(name: str, module: Any, tp: int) -> ModulePlan | str:
-    """Plan attention with one linear whose rows are q, k, v of head 0, then of head 1, and so on.
-
-    Arguments and result are as in `plan_attention`.
-    """
+    """As `plan_attention`, for one linear whose rows are q, k, v of head 0, then of head 1, ..."""
     fused_plan = FUSED_BY_HEAD[type(module).__name__]
     if not {*fused_plan.columns, fused_plan.row} <= get_named_linears(module).keys():
         return "linears are not plain"
@@ -152,10 +149,7 @@ def _plan_qkv_by_head(name: str, module: Any, tp: int) -> ModulePlan | str:
 
 
 def _plan_stacked_qkv(name: str, module: Any, tp: int) -> ModulePlan | str:
-    """Plan attention with one linear whose rows are all of q, then all of k, then all of v.
-
-    Arguments and result are as in `plan_attention`.
-    """
+    """As `plan_attention`, for one linear whose rows are all of q, then all of k, then all of v."""
     linears, d, kv_heads = get_named_linears(module), module.head_dim, module.num_key_value_heads
     if linears.keys() != {"qkv_proj", "o_proj"}:
         return "linears are not plain"
@@ -209,10 +203,7 @@ def _find_sharding_problem(module: nn.Module, known_names: set[str], num_heads: 
 
 
 def plan_mlp(name: str, module: nn.Module, tp: int) -> ModulePlan | None:
-    """Return how an MLP's hidden dim is sharded, or None if it is replicated.
-
-    Raises ValueError, with the MLP's `name`, if tp does not divide the hidden dim.
-    """
+    """Return how tp shards an MLP's hidden dim; None = replicated. ValueError if not divisible."""
     parts = {n: m for n, m in module.named_children() if next(m.parameters(), None) is not None}
     names = next((names for names in (*MLPS, *FUSED_MLPS) if set(names) == parts.keys()), None)
     if names is None or any(p is not None for p in module._parameters.values()):

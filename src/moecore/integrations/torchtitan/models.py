@@ -125,10 +125,7 @@ def divide_loss_by_cp(model: nn.Module, loss: Tensor) -> Tensor:
 
 
 class HFArgs:
-    """torchtitan's model arguments of a transformers model.
-
-    The class is no dataclass, because torchtitan 0.2 would log a dataclass as JSON.
-    """
+    """torchtitan's arguments of a transformers model; no dataclass, which 0.2 would log as JSON."""
 
     assets = "hf_assets_path"  # the job's field with the directory
 

@@ -82,10 +82,7 @@ class _SentBox(NamedTuple):
     ranks: list[int]  # that have the box
 
     def find_sender(self, writer_rank: int | None) -> int:
-        """Return the rank that sends the box to `writer_rank` (None = all ranks).
-
-        The result is -1 if the receivers have the box already.
-        """
+        """Return the rank that sends to `writer_rank` (None = all); -1 = receivers have the box."""
         _, world = get_rank_and_world()
         has_box = len(self.ranks) == world if writer_rank is None else writer_rank in self.ranks
         return -1 if has_box else self.ranks[0]
@@ -130,6 +127,7 @@ class BucketCollector(ErrorKeeper):
         size = self.capacity if self._owners.world > 1 else 0
 
         def allocate() -> Tensor:
+            """Return a new message buffer, uint8; ValueError if a pass is open."""
             if self._message is not None:
                 raise ValueError(
                     "stream (with an open pass) must have one pass at a time: close the other's "
@@ -260,10 +258,7 @@ class BucketCollector(ErrorKeeper):
 
 
 class RankCollector(BucketCollector):
-    """Assembles one Hugging Face tensor at a time on the rank that writes it, for an export.
-
-    `tensors` are this rank's model tensors by name.
-    """
+    """Assembles Hugging Face tensors, one at a time on its writer, from model `tensors` by name."""
 
     def __init__(
         self,

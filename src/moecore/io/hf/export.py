@@ -133,10 +133,7 @@ def write_directory(
 
 @contextmanager
 def open_draft(path: Path) -> Iterator[Path]:
-    """Return a context with a draft directory, which is renamed to `path` if the body succeeds.
-
-    After an error, the draft is deleted. Collective.
-    """
+    """Return a context with a draft directory: renamed to `path`, deleted on error. Collective."""
     draft = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
     def make() -> Path:
@@ -187,10 +184,7 @@ def plan_shard_files(items: Sequence[Item], max_shard_bytes: int) -> list[list[I
 def _write_shards(
     draft: Path, shards: list[list[Item]], collector: Collector, meter: Meter
 ) -> None:
-    """Write this rank's files, and send its tensors to the writers of other files. Collective.
-
-    `shards` has the items of each file.
-    """
+    """Write this rank's files (`shards`: items by file), send to other writers. Collective."""
     rank, world = get_rank_and_world()
     for first in range(0, len(shards), world):  # each rank writes one file at a time
         wave = [order_items(shard) for shard in shards[first : first + world]]

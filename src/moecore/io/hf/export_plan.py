@@ -89,6 +89,7 @@ def plan_export(
     base = unwrap_peft(model)
 
     def read_model() -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return config.json's fields and this rank's tensors by name, after checks."""
         lacks = config is None and not needs_config and isinstance(base, Decoder)
         values = {} if lacks else make_export_config(base, config)
         tensors = collect_export_tensors(base, values)
@@ -104,6 +105,7 @@ def plan_export(
     owners = PartOwners(tensors)
 
     def plan_items() -> list[Item]:
+        """Return the Hugging Face tensors to write."""
         recipes = _plan_recipes(base, values, owners.shapes, choose_layout(layout, values))
         keeps = make_fp32_predicate(base, dtype)
         return list(make_items(owners.dtypes, recipes, map_model_copies(base), dtype, keeps))
@@ -287,10 +289,7 @@ def build_checked_meta_model(
 
 
 def check_tied_head(tensors: Mapping[str, Tensor], originals: Mapping[str, str]) -> None:
-    """Raise ValueError if the config ties head and embedding, and this rank's shards differ.
-
-    `originals` has the head's name only if the config ties it.
-    """
+    """Raise ValueError if a head that `originals` ties to the embedding has another local shard."""
     if HEAD not in originals or not {HEAD, EMBEDDING} <= tensors.keys():
         return
     if tensors[HEAD] is tensors[EMBEDDING]:

@@ -136,6 +136,7 @@ def save_adapters(
     path = Path(path)
 
     def find_entries() -> dict[str, StoredAdapter]:
+        """Return the adapter's tensors by name in the file, after checks."""
         entries = collect_adapter_tensors(model, adapter)
         _refuse_unsaved_params(model)
         return entries
@@ -437,10 +438,7 @@ def _list_applied_adapters(layer: Any) -> list[str]:
 
 
 def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
-    """Add s * B A of each active adapter to `local_weight`, a shard of the layer's weight.
-
-    `layer` is peft's linear or embedding layer. Collective.
-    """
+    """Add s * B A of a layer's active adapters to `local_weight`, this rank's shard. Collective."""
     indices = compute_global_indices(layer.get_base_layer().weight)
     total = _upcast(local_weight)
     for adapter in _list_applied_adapters(layer):
@@ -458,10 +456,7 @@ def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
 def _merge_into_experts(
     experts: Experts, weight_name: str, lora: Any, local_weight: Tensor
 ) -> None:
-    """Add s * B A of each active adapter to `local_weight`, a shard of the weight `weight_name`.
-
-    `lora` is the experts' LoRA module of this weight. Collective.
-    """
+    """Add s * B A of `lora` to `local_weight`, a shard of the weight `weight_name`. Collective."""
     weight = getattr(experts, weight_name)
     indices, *rest = compute_global_indices(weight)
     updates = [

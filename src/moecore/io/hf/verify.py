@@ -150,10 +150,7 @@ def _find_stray_shards(path: Path, files: HFFiles) -> list[str]:
 def _compare_with_transformers(
     sources: Mapping[str, Shaped], config: Mapping[str, Any]
 ) -> list[str]:
-    """Compare tensors with the transformers model of config.json; return error texts.
-
-    If the class is unknown, only experts are compared.
-    """
+    """Compare tensors, or only experts, with config.json's class if known; return error texts."""
     try:
         for key in ("num_hidden_layers", *MTP_KEYS):  # `_is_mtp_layer` reads these fields
             check_field_type(key, config.get(key) or 1)

@@ -299,10 +299,7 @@ def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
 def _concat_parts(
     block: MegatronBlock, items: Mapping[str, Item], collector: StoredCollector
 ) -> Tensor:
-    """Return a Megatron-Core block: the concatenated rows of Hugging Face tensors.
-
-    `items` has the Hugging Face tensors by name, and `collector` reads them.
-    """
+    """Return a Megatron-Core block: rows of the Hugging Face `items`, which `collector` reads."""
     names = dict.fromkeys(part.name for part in block.parts)
     tensors = {name: collector.collect_tensor(items[name], 0) for name in names}
     return torch.cat([tensors[part.name][part.start : part.stop] for part in block.parts])

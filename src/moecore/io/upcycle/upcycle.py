@@ -229,7 +229,7 @@ def upcycle_mlp(
 
 
 def _split_shards(w: Tensor, dim: int, G: int) -> Tensor:
-    """Split the dim `dim` (F) into G shards, which become dim 0: [2, F, D] -> [G, 2, f, D]."""
+    """Split `dim` (F) into G shards of f = F / G, which become dim 0: [2, F, D] -> [G, 2, f, D]."""
     shards_G: Tensor = w.unflatten(dim, (G, -1)).movedim(dim, 0)
     return shards_G
 

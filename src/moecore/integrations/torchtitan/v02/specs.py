@@ -96,10 +96,7 @@ class TitanHFArgs(models.HFArgs, BaseModelArgs):
 def _list_version_rules(
     job: Any, parallel_dims: ParallelDims, returns_loss: bool
 ) -> list[parallelize.Rule]:
-    """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.2.
-
-    `returns_loss`: whether the model's forward returns its loss.
-    """
+    """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.2."""
     degrees, checkpoint, mode = job.parallelism, job.checkpoint, job.activation_checkpoint.mode
     backend, async_tp = degrees.expert_parallel_comm_backend, degrees.enable_async_tensor_parallel
     converters, replicas = job.model.converters, parallel_dims.dp_replicate
@@ -274,10 +271,7 @@ def hf_spec(
 def _make_own_loss_spec(
     model_cls: type[Any], args: Mapping[str, Any], parallelize_fn: Callable[..., nn.Module]
 ) -> TrainSpec:
-    """Return the TrainSpec of a model whose forward returns its loss.
-
-    `args` maps the name of a flavor to the model's arguments.
-    """
+    """Return the TrainSpec of a model that returns its loss; `args`: flavor -> model arguments."""
     return TrainSpec(
         model_cls=model_cls,
         model_args=args,

@@ -79,10 +79,7 @@ class OwnLossTrainer(MoETrainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return (inputs, labels, keyword arguments of the model's forward).
-
-        The keyword arguments have the labels, and under cp the full rows of tokens.
-        """
+        """Return (inputs, labels, forward arguments: the labels, and under cp the full rows)."""
         model_inputs = {models.LABELS: labels, TOKENS: input_dict["input"]}
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
         if self.parallel_dims.cp == 1:
@@ -203,10 +200,7 @@ def make_titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) ->
 
 
 def _list_version_rules(job: Any, parallel_dims: ParallelDims, returns_loss: bool) -> list[Rule]:
-    """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.3.
-
-    `returns_loss`: whether the model's forward returns its loss.
-    """
+    """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.3."""
     degrees, ac = job.parallelism, job.activation_checkpoint
     backend, sequence = degrees.spmd_backend, degrees.enable_sequence_parallel
     known_ac = ac is None or isinstance(ac, SelectiveAC.Config | FullAC.Config)
@@ -237,10 +231,7 @@ def build_pipeline_schedule(
     parallelize_fn: Callable[..., nn.Module],
     **_: Any,
 ) -> Any:
-    """Shard a model: a pipelining_fn. Returns (schedule, [model], True, True).
-
-    The flags say that this rank has the first and the last stage.
-    """
+    """Shard a model; return (schedule, [model], has first stage: True, has last stage: True)."""
     check_stages(model, parallel_dims.pp)
     model = parallelize_fn(model, parallel_dims=parallel_dims)
     return MicroBatchSchedule(model), [model], True, True
