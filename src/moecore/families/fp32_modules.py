@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moecore.families.transformers.lora import select_base_tensors, select_trained_copies
+from moecore.families.transformers.lora import get_base_tensors, select_trained_copies
 from moecore.families.transformers.stock import find_outermost_models, is_transformers_module
 
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
@@ -109,10 +109,7 @@ def _find_fp32_names(model: nn.Module, stock_dtypes: Mapping[Any, _StockDtypes])
     fp32_ids = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
     for hf, stock in stock_dtypes.items():
         hf_tensors = _get_named_tensors(hf)
-        for originals in (
-            select_base_tensors(hf, hf_tensors),
-            select_trained_copies(hf, hf_tensors),
-        ):
+        for originals in (get_base_tensors(hf, hf_tensors), select_trained_copies(hf, hf_tensors)):
             fp32_ids |= {id(t) for n, t in originals.items() if stock.is_fp32(n)}
     return frozenset(n for n, t in tensors.items() if id(t) in fp32_ids)
 

@@ -149,7 +149,7 @@ class TrainingRun(CheckedRecord):
     @property
     def planned_model(self) -> PlannedModel:
         """The sizes and layers of the model."""
-        return make_planned_model(self.model)
+        return get_planned_model(self.model)
 
     @property
     def resolved(self) -> ParallelConfig:
@@ -182,7 +182,7 @@ def _remove_zero_experts(model: AnyModel) -> AnyModel:
 
 
 @lru_cache(maxsize=64)
-def make_planned_model(model: AnyModel) -> PlannedModel:
+def get_planned_model(model: AnyModel) -> PlannedModel:
     """Return the `PlannedModel` of a decoder config or a transformers model (cached)."""
     if isinstance(model, DecoderConfig):
         return NativeModel.from_config(model)

@@ -51,7 +51,7 @@ class BatchShape:
         return self.data_ranks * self.grad_accum * self.batch_size
 
 
-def scan_standard_library() -> list[Path]:
+def scan_stdlib() -> list[Path]:
     """Return the sorted paths of the Python files of the standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []

@@ -57,10 +57,8 @@ def iterate_documents(source: Any, seq_len: int, max_documents: int | None) -> I
     Documents with fewer than two tokens count for `max_documents`, and are not yielded. None = no
     limit.
     """
-    for number, document in enumerate(
-        track_progress(source.documents, "evaluating", unit="documents")
-    ):
-        if number == max_documents:
+    for i, document in enumerate(track_progress(source.documents, "evaluating", unit="documents")):
+        if i == max_documents:
             return
         ids = list(source.tokenize(document))[:seq_len]
         if len(ids) > 1:

@@ -122,9 +122,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
             losses = self.owner.compute_losses(batch.inputs(self.device, transformers=True))
             return batch.compute_local_loss(losses) * batch.num_labels
         divisor = torch.ones((), dtype=torch.int64, device=self.device)
-        inputs = [
-            make_causal_lm_inputs(divisor, *parts) for parts in iterate_micro_batches(self, batch)
-        ]
+        inputs = [make_causal_lm_inputs(divisor, *x) for x in iterate_micro_batches(self, batch)]
         return self.owner.compute_losses(inputs).sum()
 
     def compute_metrics(self, token_counts: list[int], seconds: float) -> Metrics:

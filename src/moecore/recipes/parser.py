@@ -168,9 +168,7 @@ def _read_words(
     import tyro
 
     conf: Any = tyro.conf
-    names = {
-        make_flag_name(word.partition("=")[0].lstrip("-")) for word in words if word[:2] == "--"
-    }
+    names = {make_flag_name(w.partition("=")[0].lstrip("-")) for w in words if w[:2] == "--"}
     flags = {name for option in options for flag in option.flags for name in (flag, f"no-{flag}")}
     for name in sorted(names - flags - {"help"}):
         hint = _suggest_name(name, flags, "--")

@@ -138,9 +138,7 @@ def pack_loads(metrics: Metrics) -> dict[str, Any]:
         f"expert_loads/{layer}": get_expert_loads(metrics, layer)
         for layer in list_moe_layers(metrics)
     }
-    lists = {
-        name: [round(load, 3) for load in loads_E] for name, loads_E in loads.items() if loads_E
-    }
+    lists = {name: [round(x, 3) for x in loads_E] for name, loads_E in loads.items() if loads_E}
     return drop_expert_loads(metrics) | lists
 
 

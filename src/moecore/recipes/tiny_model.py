@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from moecore.base.command_options import POSITIONAL
-from moecore.recipes.data import scan_standard_library
+from moecore.recipes.data import scan_stdlib
 
 CHATS, PAIRS, PROMPTS = "chats.jsonl", "pairs.jsonl", "prompts.jsonl"
 WORDS = [*"0123456789+=", "<end>"]
@@ -70,7 +70,7 @@ def check_path_is_new(out: Path) -> None:
 def iterate_questions() -> Iterator[tuple[str, str]]:
     """Yield a question about each documented function of single-file modules, and its answer."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in scan_standard_library():
+    for path in scan_stdlib():
         if path.parent == root and not path.stem.startswith("_"):
             for node in ast.parse(path.read_bytes()).body:
                 if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):

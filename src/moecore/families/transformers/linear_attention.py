@@ -45,7 +45,7 @@ def find_linear_rule(module: nn.Module) -> str | None:
     return next((rule for rule in RULES if rule in call), None) if CONVOLUTION in call else None
 
 
-def find_short_convolutions(model: nn.Module) -> list[nn.Module]:
+def find_short_convs(model: nn.Module) -> list[nn.Module]:
     """Return the layers whose class is one of `SHORT_CONVOLUTIONS`."""
     return [
         m
@@ -59,7 +59,7 @@ def accept_sequence_argument(model: nn.Module) -> None:
 
     This replaces global functions of the layers' Python modules, for all models of these modules.
     """
-    convolutions = find_short_convolutions(model)
+    convolutions = find_short_convs(model)
     for layer in convolutions:
         layer.register_forward_pre_hook(_check_no_layer_cache, with_kwargs=True)
     for layer in filter(_is_lightning, model.modules()):

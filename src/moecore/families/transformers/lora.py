@@ -144,13 +144,9 @@ def _forbid_methods(model: nn.Module, alternatives: Mapping[str, str], context: 
                 setattr(module, name, functools.partial(_refuse_method, name, context, instead))
 
 
-def _refuse_method(
-    method_name: str, context: str, alternative: str, *args: Any, **kwargs: Any
-) -> None:
+def _refuse_method(method: str, context: str, alternative: str, *args: Any, **kwargs: Any) -> None:
     """Raise NotImplementedError for a call of peft's method; see `_forbid_methods`."""
-    raise NotImplementedError(
-        f"{method_name} of peft must not be called {context}: use {alternative}"
-    )
+    raise NotImplementedError(f"{method} of peft must not be called {context}: use {alternative}")
 
 
 def _refuse_late_adapters(module: nn.Module, args: Any) -> None:
@@ -185,8 +181,8 @@ def disable_adapters(model: Any) -> Iterator[None]:
             param.requires_grad_(is_trained)
 
 
-def select_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Select from `tensors` (by name) those that existed before peft; return them by old names."""
+def get_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of `tensors` (by name) that existed before peft, under their old names."""
     added_prefixes, moved_prefixes = _list_peft_prefixes(model)
     base_tensors = {n: t for n, t in tensors.items() if not n.startswith(added_prefixes)}
     return {_rename_without_peft(n, moved_prefixes): t for n, t in base_tensors.items()}

@@ -43,7 +43,7 @@ CONFIG = "_moecore_indexer"  # attribute of layers whose indexers are trained
 BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 
-def find_sparse_attention_modules(model: nn.Module) -> list[nn.Module]:
+def find_sparse_attention(model: nn.Module) -> list[nn.Module]:
     """Return a model's modules of `CLASSES` that read selected keys."""
     layers: list[Any] = [
         m for m in model.modules() if is_transformers_module(m) and type(m).__name__ in CLASSES
@@ -53,13 +53,13 @@ def find_sparse_attention_modules(model: nn.Module) -> list[nn.Module]:
 
 def use_sparse_attention(model: nn.Module) -> None:
     """Replace the forward of sparse attention layers by one that reads a `Sequence` argument."""
-    for module in find_sparse_attention_modules(model):
+    for module in find_sparse_attention(model):
         module.forward = MethodType(_run_sparse_attention, module)
 
 
 def add_indexer_losses(model: nn.Module, config: IndexerConfig) -> None:
     """Add to each indexer of a model, in place, the auxiliary loss that `config` describes."""
-    layers: list[Any] = find_sparse_attention_modules(model)
+    layers: list[Any] = find_sparse_attention(model)
     for layer in layers:
         setattr(layer, CONFIG, config)
         if layer.indexer is not None:

@@ -201,15 +201,13 @@ class LocalHeadsConfig:
         return getattr(self._config, name)
 
 
-def _select_weight_rows(
-    tp: TensorParallel, param_name: str, sections: Stack, module: nn.Module
-) -> Any:
+def _select_weight_rows(tp: TensorParallel, name: str, sections: Stack, module: nn.Module) -> Any:
     """Return this tp rank's rows of a module's parameter; return a DTensor unchanged.
 
     `sections` has (number of heads, rows per head) of each section of rows, such as q, k and v. The
     parameter is a DTensor outside of the module's forward.
     """
-    param = module._parameters[param_name]
+    param = module._parameters[name]
     if param is None or isinstance(param, DTensor):  # outside of forward, such as initialisation
         return param
     return torch.cat([param[rows] for rows in iterate_local_rows(sections, tp.rank, tp.size)])

@@ -48,7 +48,7 @@ class Version:
 
     rules: Callable[[Any, ParallelDims, bool], list[Rule]]  # bool: forward returns a loss
     block: type  # torchtitan's class of MoE blocks
-    adapter: Callable[..., RoutedLayer]  # see `adopt_titan_block`
+    adapter: Callable[..., RoutedLayer]  # see `adopt_block`
     apply_tp: Callable[[nn.Module, ParallelDims, Meshes, Any], Meshes]  # shards over tp, in place
     checkpoint: Callable[[nn.Module, Any], None]  # activation checkpointing, in place
 

@@ -19,11 +19,7 @@ from moecore.base.fields import format_name
 from moecore.base.params import clean_name
 from moecore.families.fp32_modules import make_fp32_predicate
 from moecore.families.transformers.blocks import find_hf_adapter
-from moecore.families.transformers.lora import (
-    select_base_tensors,
-    select_trained_copies,
-    unwrap_peft,
-)
+from moecore.families.transformers.lora import get_base_tensors, select_trained_copies, unwrap_peft
 from moecore.io.checkpoint.config_differences import (
     TRAINING,
     find_moe_differences,
@@ -122,7 +118,7 @@ def collect_export_tensors(base: nn.Module, hf_config: Mapping[str, Any]) -> dic
     config.json's fields.
     """
     all_tensors = collect_model_tensors(base)
-    tensors = select_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
+    tensors = get_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
     return tensors | make_empty_shared_experts(base, hf_config, tensors)
 
 

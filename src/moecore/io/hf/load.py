@@ -32,11 +32,7 @@ from torch.distributed.tensor import DTensor
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Seed, check_arguments
 from moecore.base.params import clean_name, init_normal_
-from moecore.families.transformers.lora import (
-    select_base_tensors,
-    select_trained_copies,
-    unwrap_peft,
-)
+from moecore.families.transformers.lora import get_base_tensors, select_trained_copies, unwrap_peft
 from moecore.io.checkpoint.config_differences import find_model_config
 from moecore.io.checkpoint.files import join_problems, refuse_problems
 from moecore.io.checkpoint.ranks import (
@@ -258,7 +254,7 @@ def make_load_plan(
         )
     sources = _drop_zero_experts(model, sources)
     tensors = collect_model_tensors(model)
-    targets = select_base_tensors(model, tensors)
+    targets = get_base_tensors(model, tensors)
     copies = map_model_copies(model)
     recipes = _plan_recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
     if find_staged_module(model)[1] is not None:

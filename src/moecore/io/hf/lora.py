@@ -303,12 +303,10 @@ def _write_adapter_files(
     save_file(file_tensors, path / WEIGHTS, metadata={"format": "pt"})
 
 
-def _init_adapter_layer(
-    layer_name: str, layer: Any, adapter: str, seed: int, *, is_normal: bool
-) -> None:
+def _init_adapter_layer(name: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
     """Initialize A and B of `adapter` in a layer; A is normal if `is_normal`, otherwise uniform.
 
-    `layer_name` is the layer's name, which selects the random values together with `seed`.
+    `name` is the layer's name, which selects the random values together with `seed`.
     """
     for kind in (*layer.adapter_layer_names, *layer.other_param_names):
         owners = getattr(layer, kind)  # parameters by adapter, or plain values such as r
@@ -317,7 +315,7 @@ def _init_adapter_layer(
         owner = owners[adapter]
         params = {"": owner} if isinstance(owner, Tensor) else dict(owner.named_parameters())
         for suffix, param in params.items():
-            key = f"{layer_name}.{kind}.{adapter}.{suffix}".rstrip(".")
+            key = f"{name}.{kind}.{adapter}.{suffix}".rstrip(".")
             if kind in ("lora_B", "lora_embedding_A"):
                 param.zero_()
             elif kind == "lora_embedding_B":
@@ -453,11 +451,9 @@ def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
     local_weight.copy_(total)
 
 
-def _merge_into_experts(
-    experts: Experts, weight_name: str, lora: Any, local_weight: Tensor
-) -> None:
-    """Add s * B A of `lora` to `local_weight`, a shard of the weight `weight_name`. Collective."""
-    weight = getattr(experts, weight_name)
+def _merge_into_experts(experts: Experts, name: str, lora: Any, local_weight: Tensor) -> None:
+    """Add s * B A of `lora` to `local_weight`, a shard of the weight `name`. Collective."""
+    weight = getattr(experts, name)
     indices, *rest = compute_global_indices(weight)
     updates = [
         (_unshard(lora.lora_A[n]), _unshard(lora.lora_B[n]), lora.scaling[n])

@@ -22,12 +22,7 @@ from torchtitan.trainer import Trainer
 
 from moecore.base.torch_private import grouped_mm_overload
 from moecore.integrations.torchtitan import models
-from moecore.integrations.torchtitan.layer import (
-    Fills,
-    TitanLayer,
-    adopt_titan_block,
-    shard_dense_parts,
-)
+from moecore.integrations.torchtitan.layer import Fills, TitanLayer, adopt_block, shard_dense_parts
 from moecore.integrations.torchtitan.options import MoECore
 from moecore.integrations.torchtitan.parallelize import (
     TOKENS,
@@ -190,7 +185,7 @@ def make_titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) ->
 
     `model` is not used. With `update_bias`, optimizer steps update the selection bias.
     """
-    layer = adopt_titan_block(TitanMoE, block, model, update_bias=update_bias)
+    layer = adopt_block(TitanMoE, block, model, update_bias=update_bias)
     parts = {"experts": block.routed_experts.inner_experts, "router": block.router.gate}
     layer.fills = {
         role: {name: part._param_init[name] for name, _ in part.named_parameters(recurse=False)}
