@@ -137,7 +137,10 @@ def _run_command(words: Sequence[str]) -> int:
 
 
 def _list_commands(texts: dict[str, str], group: str = "") -> str:
-    """Return a line per command of `texts` (name -> help), after the first word `group`."""
+    """Return a line of text for each command in `texts`, which maps a name to the help text.
+
+    `group` is the first word of subcommands.
+    """
     prefix = f"moecore {group} " if group else ""
     return "\n".join(f"  {prefix}{name:<11} {text}" for name, text in texts.items())
 

@@ -224,7 +224,10 @@ class Replicas:
         return lineages, start_ids
 
     def _check_replica_lineages(self, lineages: list[int]) -> bool:
-        """Fail the vote if the replicas' `lineages` differ; return whether this is a minority's."""
+        """Make the vote fail if lineages differ; return whether the majority has another lineage.
+
+        `lineages` has one lineage per replica of the step.
+        """
         if len(set(lineages)) == 1:
             return False
         self._manager.report_error(RuntimeError(STRAY))

@@ -116,7 +116,10 @@ class Documents:
         return low + fixed
 
     def _compute_min_work(self, max_time: float) -> Costs:
-        """Return float64 [N]: least cp * time per document, with time <= `max_time`; inf = none."""
+        """Return float64 [N]: each document's least cp * (its time on cp ranks).
+
+        Only cps whose time is at most `max_time` count; inf = no such cp.
+        """
         ranks_1 = np.array(self.cps)[:, None]
         costs = np.where(self._rank_costs <= max_time, self._rank_costs * ranks_1, np.inf)
         return costs.min(axis=0)  # type: ignore[no-any-return]

@@ -260,7 +260,10 @@ def _load_table(args: Any) -> CostTable:
 
 
 def _write_plan_files(args: Any, memory_plan: MemoryPlan, time_plan: TimePlan | str) -> None:
-    """Write --png, --timeline and --html; ValueError without matplotlib or a timeline."""
+    """Write the files of `--png`, `--timeline` and `--html`.
+
+    `time_plan` may be a refusal text. Raises a ValueError without matplotlib or timeline.
+    """
     timeline = None if isinstance(time_plan, str) else time_plan.timeline
     try:
         if args.png is not None:

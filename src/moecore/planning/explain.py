@@ -422,7 +422,7 @@ def describe_block_saved_bytes(model: nn.Module, batch: Batch) -> list[str]:
 
 
 def _format_ranges(indices: list[int]) -> str:
-    """Return ascending numbers as text, such as "0, 2 to 5"."""
+    """Return ascending `indices` as text, such as "0, 2 to 5"."""
     ranges: list[list[int]] = []
     for n in indices:
         if ranges and n == ranges[-1][-1] + 1:

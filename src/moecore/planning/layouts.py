@@ -219,7 +219,10 @@ def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
 def list_smaller_option_sets(
     request: SearchRequest, option_set: OptionSet, *, includes_gains: bool
 ) -> Iterator[OptionSet]:
-    """Yield `option_set` without one option, which may save time only if `includes_gains`."""
+    """Yield copies of `option_set` without one option, for each option that can be removed.
+
+    `includes_gains` = options that also save time can be removed too.
+    """
     # The option with the largest overhead is removed first.
     for removal in (o for o in reversed(option_set.options) if includes_gains or not o.gains):
         options = tuple(option for option in option_set.options if option is not removal)

@@ -69,7 +69,10 @@ def format_flags(run: TrainingRun) -> list[str]:
 
 
 def _format_flags(values: Mapping[str, Any]) -> list[str]:
-    """Return {flag: value} as words, such as ["--ep", "8"]; True has no value, None no flag."""
+    """Return {flag name: value} as words of a command line, such as ["--ep", "8"].
+
+    Values None, False and () have no flag. The flag of True has no value.
+    """
     flags = list[str]()
     for name, value in values.items():
         if value is not None and value is not False and value != ():

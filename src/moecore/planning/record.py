@@ -127,7 +127,7 @@ Args = Sequence[Any]
 def compute_operation_work(
     name: str, args: Args, kwargs: Mapping[str, Any], out: Any, *, writes: bool
 ) -> Work | None:
-    """Return the work of torch operation `name` ("mm"); None for views and plain allocations."""
+    """Return the work of operation `name` with result `out`; None if it `writes` no data (view)."""
     if not writes or name in WITHOUT_WORK or not (tensors := list_tensors(args, kwargs, out)):
         return None
     if name in PRODUCTS:
@@ -212,9 +212,7 @@ def _make_attention_work(
     return Work(name, "attention", flops, _count_bytes(tensors), shape, _format_dtype(heads[0]))
 
 
-def _make_grouped_work(
-    name: str, shape: tuple[int, int, int, int], tensors: Sequence[Tensor]
-) -> Work:
+def _make_grouped_work(name: str, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Work:
     """Return the work of grouped product `name` with shape (experts, rows, N, K) on `tensors`."""
     flops, dtype = 2 * prod(shape[1:]), _format_dtype(tensors[0])
     if dtype == "uint8":  # two FP4 values in a byte

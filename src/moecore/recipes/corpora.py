@@ -223,7 +223,10 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """A function to token ids from a mapping with column `field`, a text, or ids (unchanged)."""
+    """A function from a document of a source to token ids.
+
+    A document is a mapping with column `field`, a text, or token ids, which are returned unchanged.
+    """
 
     tokenizer: Tokenizer
     field: str

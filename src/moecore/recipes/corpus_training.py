@@ -53,7 +53,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         super().__post_init__()
 
         def run_micro_batches(num_labels: Tensor, *tensors: Tensor) -> Tensor:
-            """Run micro-batches; return the sum of losses, the function of the graph."""
+            """Run micro-batches, which the CUDA graph captures; return the summed loss."""
             inputs = make_decoder_inputs(num_labels, tensors, self.args.seq_len)
             return self.owner.forward_backward(inputs).sum()
 
@@ -87,7 +87,10 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return self.run_micro_batches(num_labels, *tensors)
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return "padding_share", and "mfu" if known; `counts` = `count_labels_and_tokens`."""
+        """Return "padding_share", and "mfu" if the device's peak TFLOP/s is known.
+
+        `counts` is the step's `count_labels_and_tokens` over all data ranks.
+        """
         return compute_padding_and_mfu(counts, seconds, self.model.config, self.peak_tflops)
 
     @torch.no_grad()

@@ -67,6 +67,6 @@ def iterate_documents(source: Any, seq_len: int, max_documents: int | None) -> I
 
 @torch.no_grad()
 def sum_losses(model: Any, ids_1T: Tensor) -> float:
-    """Return the sum of a document's losses in nats, of all tokens [1, T] but the first."""
+    """Return the sum of a document's losses in nats, of all tokens `ids_1T` but the first."""
     logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
     return float(torch.nn.functional.cross_entropy(logits_TV, ids_1T[0, 1:], reduction="sum"))

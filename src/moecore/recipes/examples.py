@@ -141,7 +141,10 @@ def make_packed_steps(
 def make_scheduled_steps(
     examples: Sequence[Example], shape: BatchShape, *, seed: int | None, collator: ScheduledCollator
 ) -> Steps[ScheduledBatch]:
-    """Return this data rank's steps of batches from `collator`; `seed` None = `examples`' order."""
+    """Return this data rank's steps for --dynamic-cp.
+
+    `collator` makes a batch from the examples of a step. `seed` None = the order of `examples`.
+    """
     documents, lengths = _make_documents(examples)
     sampler = PackedBatchSampler(
         lengths, shape.seq_len, rows=shape.rows, seed=seed or 0, shuffle=seed is not None

@@ -139,7 +139,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
 
 def iterate_micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each micro-batch of `batch`, on the device, without the A dimension.
+    """Yield each micro-batch's tensors on the device, without the micro-batch dimension A.
 
     If `job.packs` is False, the rows are cut to the longest document of the micro-batch.
     """
@@ -169,7 +169,10 @@ class PreferenceTuning(FineTuning):
         self._metrics: Metrics = {}
 
     def forward_backward(self, num_labels: Tensor, batch: Any) -> Tensor:
-        """Run forward and backward; return the mean loss over all pairs / number of data ranks."""
+        """Run forward and backward; return the mean loss over all pairs, divided by the data ranks.
+
+        `num_labels` is not used.
+        """
         rollouts = self.add_reference_log_probs(batch)
         result = self.engine.forward_backward(rollouts, self.objective)
         self._metrics = self.compute_rewards(rollouts, result.scores.log_probs_N)

@@ -198,7 +198,10 @@ def write_samples(
     step: int,
     num_tokens: int,
 ) -> list[str]:
-    """Continue prompts; write the texts on rank 0, replacing lines from `step` on. Collective."""
+    """Continue each prompt, append the texts to a file on rank 0, and return them. Collective.
+
+    Lines of `step` and later steps are replaced.
+    """
     texts = []
     device = next(model.parameters()).device
     end = None if tokenizer.hf is None else tokenizer.hf.eos_token_id

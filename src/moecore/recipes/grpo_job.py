@@ -244,7 +244,7 @@ class Reinforcement(TrainingJob[Samples]):
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[list[int]]) -> Tensor:
-        """Return each completion's reward, fp32 [n]; store the mean over all ranks. Collective."""
+        """Return each response's reward, fp32 [n]; store the mean over all ranks. Collective."""
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         completions = [
             text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]
@@ -291,7 +291,10 @@ class Reinforcement(TrainingJob[Samples]):
         return [cut_after_end(response, self._ends) for response in output_nT[:, T:].tolist()]
 
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
-        """Run forward and backward; return the mean loss over all ranks / number of data ranks."""
+        """Run forward and backward; return the mean loss over all ranks, divided by the data ranks.
+
+        `num_labels` is not used.
+        """
         rollouts = batch.rollouts
         if self.objective.kl_coef:
             scores = self.engine.reference_log_probs(rollouts)

@@ -128,7 +128,10 @@ def drop_expert_loads(metrics: Metrics) -> Metrics:
 
 
 def compute_rank_load(loads_E: list[float], ep: int) -> float:
-    """Return max / mean of the `ep` ranks' loads, each a sum of E / ep consecutive `loads_E`."""
+    """Return the largest load of the `ep` ranks, divided by their mean load.
+
+    `loads_E` has the load of each expert. Each rank has E / ep consecutive experts.
+    """
     num_local = len(loads_E) // ep
     ranks = [sum(loads_E[first : first + num_local]) for first in range(0, len(loads_E), num_local)]
     return max(ranks) / max(sum(ranks) / ep, 1e-9)

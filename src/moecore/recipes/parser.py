@@ -219,7 +219,10 @@ def _make_flags_class(name: str, hints: dict[str, Any], record: Any) -> Any:
 
 
 def _suggest_name(name: str, known_names: Iterable[str], prefix: str = "") -> str:
-    """Return a hint: use `prefix` and the most similar of `known_names`, or remove the name."""
+    """Return a hint for an unknown name: use the most similar of `known_names`, or remove it.
+
+    `prefix`, such as "--", precedes the similar name in the hint.
+    """
     close = difflib.get_close_matches(name[:80], sorted(known_names), n=1, cutoff=0.7)
     return f"did you mean {prefix}{close[0]}?" if close else "remove it"
 

@@ -63,7 +63,10 @@ class PreferenceBatch:
 def make_preference_steps(
     pairs: Sequence[Preference], shape: BatchShape, *, seed: int | None, data_rank: int
 ) -> Steps[PreferenceBatch]:
-    """Return steps of grad_accum * batch_size pairs of this data rank; `seed` None = in order."""
+    """Return this data rank's steps of pairs, of grad_accum * batch_size pairs each.
+
+    `seed` None = the order of `pairs`.
+    """
     sampler = PackedBatchSampler(
         [1] * len(pairs),
         1,
@@ -142,7 +145,7 @@ def _as_messages(value: Any) -> Any:
 
 
 def _split_shared_prompt(preferred: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return the common prefix of two completions, and the rest of each."""
+    """Return the common prefix of the preferred and rejected completion, and the rest of each."""
     count = count_common_prefix(preferred, rejected)
     count -= count > 0 and preferred[count - 1] == " "
     return preferred[:count], preferred[count:], rejected[count:]

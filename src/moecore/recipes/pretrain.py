@@ -327,7 +327,10 @@ def resolve_stages(args: PretrainConfig, world_size: int | None = None) -> list[
 
 
 def check_stages(args: PretrainConfig, world_size: int) -> None:
-    """Raise ValueError for options that cannot run, or stages whose models differ beyond rotary."""
+    """Raise ValueError for options that `world_size` ranks cannot run.
+
+    The models of all stages must be equal, except for their rotary embedding.
+    """
     configs = [check_options(options, world_size)[0] for options in args.stages or [args]]
     for config, table in zip(configs, args.stage_tables, strict=False):
         if changes := find_decoder_differences(

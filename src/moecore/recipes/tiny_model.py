@@ -104,7 +104,7 @@ def _make_preferences(pairs: list[tuple[str, str]]) -> Iterator[dict[str, list[d
 
 
 def make_tokenizer(pairs: list[tuple[str, str]]) -> Any:
-    """Return a byte-level BPE tokenizer that is trained on the questions and answers."""
+    """Return a byte-level BPE tokenizer that is trained on `pairs` of question and answer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

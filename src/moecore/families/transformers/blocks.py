@@ -142,7 +142,10 @@ def _adopt_llama4(block: Any, model: nn.Module) -> MoELayer:
 def _adopt_stacked(
     block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **router_fields: Any
 ) -> MoELayer:
-    """Convert a block with the parts `layout`; `router_fields` are fields of `MoEConfig`."""
+    """Convert a block, whose children `layout` names, to a `layer_class`.
+
+    `router_fields` has router fields of `MoEConfig`.
+    """
     experts = block.get_submodule(layout.experts)
     read = read_experts(experts, layout.expert_layout)
     router_tensors = _get_router_tensors(block, layout)

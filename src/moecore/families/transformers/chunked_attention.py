@@ -71,5 +71,5 @@ def _find_attention_modules(model: nn.Module) -> list[Any]:
 
 
 def _is_chunked(layer: Any) -> bool:
-    """Whether the config's mask for a layer has chunks."""
+    """Whether the config gives a layer a chunked attention mask."""
     return bool(layer.config.layer_types[layer.layer_idx] == CHUNKED)

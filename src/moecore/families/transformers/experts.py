@@ -184,7 +184,7 @@ def _match_activation_options(
 
 
 def _find_positive_attribute(experts: Any, attribute_names: Sequence[str]) -> float | None:
-    """Return the first of the named attributes that is a positive finite number, or None."""
+    """Return the first of these attributes of `experts` that is a positive number, or None."""
     values = (getattr(experts, name, None) for name in attribute_names)
     return next((v for v in values if isinstance(v, int | float) and 0 < v < inf), None)
 

@@ -71,7 +71,7 @@ def is_rms_norm(module: nn.Module) -> bool:
 
 
 def _get_eps(module: nn.Module) -> float | None:
-    """Return the eps of a norm, or None if it has no float attribute of a known n."""
+    """Return the eps of a norm, or None if it has no float attribute of a known name."""
     return next((eps for n in EPS if isinstance(eps := getattr(module, n, None), float)), None)
 
 

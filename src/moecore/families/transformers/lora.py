@@ -116,7 +116,10 @@ def adapt_experts(wrapped: list[_WrappedExperts], layers: Mapping[str, RoutedLay
 
 
 def refuse_peft_methods(model: nn.Module) -> None:
-    """Make peft's methods for full parameters, and forwards with later adapters, raise errors."""
+    """Make peft's methods that need full parameters raise NotImplementedError.
+
+    A forward raises a ValueError if adapters were added after this call.
+    """
     _forbid_methods(model, REPLACED, "on a parallelized model, whose tensors are shards")
     # Users call get_peft_model on the outermost transformers model.
     outermost = next((m for m in model.modules() if is_pretrained(m)), None)
@@ -189,7 +192,7 @@ def get_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Select the `tensors` (by name) of peft's active `modules_to_save`, by the original names."""
+    """Return the `tensors` of peft's active `modules_to_save` by the original modules' names."""
     _, moved_prefixes = _list_peft_prefixes(model)
     copy_of = {}
     for path, module in model.named_modules():

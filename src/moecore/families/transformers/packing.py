@@ -43,7 +43,7 @@ def find_longest_position_readers(model: nn.Module) -> Iterator[tuple[str, str, 
 
 
 def _is_longest_position_reader(module: nn.Module, rope_type: str) -> bool:
-    """Whether a rotary embedding's angles depend on the longest position of the forward."""
+    """Whether a rotary embedding of `rope_type` depends on the longest position of the forward."""
     if "dynamic" in rope_type or rope_type == "longrope":  # as transformers' dynamic_rope_update
         return True
     return rope_type != "default" and "max" in find_names_in_forward(module)

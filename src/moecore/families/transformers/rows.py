@@ -329,12 +329,12 @@ class ModalityHooks:
         self._state.kinds_BT = get_image_mask(block, args, kwargs)
 
     def select_text(self, x_BT: Tensor) -> Tensor:
-        """Return the values [N] of text tokens in [B, T]. Host sync if the forward has images."""
+        """Return the values [N] of `x_BT` at text tokens. Host sync if the forward has images."""
         kinds_BT = self._state.kinds_BT
         return x_BT.flatten() if kinds_BT is None else x_BT[kinds_BT == 0]  # host sync
 
     def select_images(self, x_BT: Tensor) -> Tensor:
-        """Return the values [N] of image tokens in [B, T]. Host sync if the forward has images."""
+        """Return the values [N] of `x_BT` at image tokens. Host sync if the forward has images."""
         kinds_BT = self._state.kinds_BT
         return x_BT.flatten()[:0] if kinds_BT is None else x_BT[kinds_BT != 0]
 

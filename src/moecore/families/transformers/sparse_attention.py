@@ -155,7 +155,10 @@ def _project_queries(layer: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor 
 
 
 def _choose_keys(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
-    """Return the keys that a layer reads: its indexer's, an earlier layer's selected, or all."""
+    """Return the `KeyChoice` of a layer: its indexer's keys, an earlier layer's keys, or all keys.
+
+    `selected_BTK` are the keys that an earlier layer selected.
+    """
     config: IndexerConfig | None = getattr(layer, CONFIG, None)
     if layer.indexer is not None:
         return make_key_choice(config, layer, layer.indexer.index_topk)

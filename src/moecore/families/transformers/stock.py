@@ -77,7 +77,10 @@ def find_names_in_forward(module: nn.Module) -> frozenset[str]:
 
 
 def get_loss_name(model: Any) -> str | None:
-    """Return a model's loss name by `loss_type`, not by its `loss_function`; None = no loss."""
+    """Return the name of a model's loss by its `loss_type`; None if its forward has no loss.
+
+    A `loss_function` that was set on the model is ignored.
+    """
     if "loss_function" not in find_names_in_forward(model):
         return None
     from transformers.loss.loss_utils import LOSS_MAPPING

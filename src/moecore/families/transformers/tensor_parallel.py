@@ -228,7 +228,7 @@ class StackedRowsHook:
         self._num_local = sum(heads * size for heads, size in stack) // tp.size
 
         def find_common_ranges(maker: int, taker: int) -> list[tuple[int, int]]:
-            """Return the (start, stop) of local columns of rank `maker` that rank `taker` needs."""
+            """Return (start, stop) of the columns of rank `maker` that rank `taker` needs."""
             start = maker * self._num_local
             rows = list(iterate_local_rows(stack, taker, tp.size))
             ranges = [(max(r.start - start, 0), min(r.stop - start, self._num_local)) for r in rows]
@@ -318,7 +318,7 @@ class RowParallelLinear(nn.Linear):
     tp: TensorParallel
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the all-reduced output [..., out_features] of this rank's input slice."""
+        """Return the all-reduced output [..., out_features]; `input` is a slice. Collective."""
         return self.tp.all_reduce(F.linear(input, self.weight)) + self.bias
 
 

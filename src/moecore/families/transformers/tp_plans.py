@@ -170,7 +170,7 @@ def _list_gated_query_rows(module: Any, num_query_rows: int) -> tuple[int, ...]:
 
 
 def _is_norm_over_all_heads(module: nn.Module, name: str, linears: Mapping[str, nn.Linear]) -> bool:
-    """Whether the norm "q_norm" or "k_norm" (`name`) has a weight per element of all heads."""
+    """Whether the norm `name` ("q_norm") has a weight per output of its linear in `linears`."""
     norm, linear = getattr(module, name, None), linears.get(f"{name[0]}_proj")
     weight = getattr(norm, "weight", None)
     return linear is not None and weight is not None and weight.numel() == linear.out_features
@@ -197,7 +197,10 @@ def _find_sharding_problem(module: nn.Module, known_names: set[str], num_heads: 
 
 
 def plan_mlp(name: str, module: nn.Module, tp: int) -> ModulePlan | None:
-    """Return how tp shards an MLP's hidden dim; None = replicated. ValueError if not divisible."""
+    """Return how an MLP's hidden dim is sharded, or None if it is replicated.
+
+    Raises ValueError, with the MLP's `name`, if tp does not divide the hidden dim.
+    """
     parts = {n: m for n, m in module.named_children() if next(m.parameters(), None) is not None}
     names = next((names for names in (*MLPS, *FUSED_MLPS) if set(names) == parts.keys()), None)
     if names is None or any(p is not None for p in module._parameters.values()):

@@ -62,7 +62,7 @@ class WeightBucket:
 
     @classmethod
     def empty(cls, metas: Sequence[WeightMeta], device: torch.device) -> WeightBucket:
-        """Allocate an uninitialized bucket for tensors with these names, dtypes and shapes."""
+        """Allocate an uninitialized bucket for tensors with names, dtypes and shapes `metas`."""
         size = sum(align_bytes(meta.nbytes) for meta in metas)
         return cls(tuple(metas), torch.empty(size, dtype=torch.uint8, device=device))
 
@@ -258,7 +258,10 @@ class BucketCollector(ErrorKeeper):
 
 
 class RankCollector(BucketCollector):
-    """Assembles Hugging Face tensors, one at a time on its writer, from model `tensors` by name."""
+    """Assembles one Hugging Face tensor at a time on the rank that writes it, for an export.
+
+    `tensors` are this rank's model tensors by name.
+    """
 
     def __init__(
         self,

@@ -65,7 +65,11 @@ class Digests:
         return self._hash_bytes(_view_as_bytes(torch.stack(digests)), 2)
 
     def _hash_bytes(self, bytes_n: Tensor, hash_level: int = 0) -> Tensor:
-        """Compute the digest, int64 [2], of uint8 [n]; `hash_level` > 0 hashes digests."""
+        """Compute the digest, int64 [2], of uint8 [n].
+
+        `hash_level` selects the random factors: 0 for a tensor's bytes, higher for bytes of
+        digests.
+        """
         words = torch.nn.functional.pad(bytes_n, (0, -bytes_n.numel() % 4)).view(torch.int32)
         factors = self._get_factors(hash_level, bytes_n.device)
         parts: tuple[Tensor, ...] = words.split(factors.shape[1])

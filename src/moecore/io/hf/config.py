@@ -331,7 +331,10 @@ def _read_sigmoid_router(fields: Fields) -> dict[str, Any]:
 def _build_dense_first(
     fields: Fields, attention: dict[str, Any], router_arguments: dict[str, Any]
 ) -> DecoderConfig:
-    """Build a DecoderConfig with dense first layers; `router_arguments` are of MoEConfig."""
+    """Build a DecoderConfig whose first layers are dense.
+
+    `attention` has arguments of DecoderConfig, and `router_arguments` arguments of MoEConfig.
+    """
     num_layers, first = fields.require("num_hidden_layers"), fields.require("first_k_dense_replace")
     attention |= _read_mtp(fields)
     F_, shared = fields.require("moe_intermediate_size"), fields.get("n_shared_experts", 0)

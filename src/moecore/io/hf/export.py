@@ -184,7 +184,10 @@ def plan_shard_files(items: Sequence[Item], max_shard_bytes: int) -> list[list[I
 def _write_shards(
     draft: Path, shards: list[list[Item]], collector: Collector, meter: Meter
 ) -> None:
-    """Write this rank's files (`shards`: items by file), send to other writers. Collective."""
+    """Write this rank's files, and send its tensors to the writers of other files. Collective.
+
+    `shards` has the items of each file.
+    """
     rank, world = get_rank_and_world()
     for first in range(0, len(shards), world):  # each rank writes one file at a time
         wave = [order_items(shard) for shard in shards[first : first + world]]

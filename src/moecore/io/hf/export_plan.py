@@ -285,7 +285,10 @@ def build_checked_meta_model(
 
 
 def check_tied_head(tensors: Mapping[str, Tensor], originals: Mapping[str, str]) -> None:
-    """Raise ValueError if a head that `originals` ties to the embedding has another local shard."""
+    """Raise ValueError if the config ties head and embedding, and this rank's shards differ.
+
+    `originals` has the head's name only if the config ties it.
+    """
     if HEAD not in originals or not {HEAD, EMBEDDING} <= tensors.keys():
         return
     if tensors[HEAD] is tensors[EMBEDDING]:

@@ -168,7 +168,7 @@ def _fill_model(
     files: HFFiles,
     meter: Meter,
 ) -> None:
-    """Read this rank's shards from the files; fill buffers and peft's copies of modules."""
+    """Read this rank's shards from the file tensors `sources`; fill buffers and peft's copies."""
     dtypes = {name: source.dtype for name, source in sources.items()}
     meter.expect(sum(get_detached_shard(target).nbytes for target in plan.targets.values()))
     for piece, box, part in list_shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
@@ -247,7 +247,7 @@ def make_load_plan(
     strict: bool,
     cast: bool,
 ) -> LoadPlan:
-    """Compare a model with files and plan the load; `problems` are error texts to include."""
+    """Plan a load of the file tensors `sources`; `problems` are error texts to include."""
     if not (files.path / CONFIG).is_file():
         raise ValueError(
             f"path ({files.path}) must be visible to every rank: use a shared file system"
@@ -290,7 +290,7 @@ def _drop_zero_experts(
 def _plan_recipes(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, TensorSource]
 ) -> dict[str, FileRecipe]:
-    """Return the recipe of each model tensor; a recipe may name tensors that the files lack."""
+    """Return the recipe of each model tensor; it may name tensors that `sources` (files) lack."""
     if isinstance(model, Decoder):
         return plan_hf_tensors(model.config, infer_hf_layout(sources), shapes)
     reader = build_meta_model(

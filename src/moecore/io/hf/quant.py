@@ -175,7 +175,10 @@ def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
 def find_sources(
     files: HFFiles, quantization: Mapping[str, Any] | None
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return a directory's tensors by unquantised name, as `quantization` says, and error texts."""
+    """Return the sources of a directory's tensors by unquantised name, and error texts.
+
+    `quantization` is config.json's quantization_config.
+    """
     entries, problems = files.tensors, list[str]()
     sources: dict[str, TensorSource] = {}
     size = (quantization or {}).get("weight_block_size") or (128, 128)

@@ -150,7 +150,10 @@ def _find_stray_shards(path: Path, files: HFFiles) -> list[str]:
 def _compare_with_transformers(
     sources: Mapping[str, Shaped], config: Mapping[str, Any]
 ) -> list[str]:
-    """Compare tensors, or only experts, with config.json's class if known; return error texts."""
+    """Compare tensors with the transformers model of config.json; return error texts.
+
+    If the class is unknown, only experts are compared.
+    """
     try:
         for key in ("num_hidden_layers", *MTP_KEYS):  # `_is_mtp_layer` reads these fields
             check_field_type(key, config.get(key) or 1)
@@ -169,7 +172,7 @@ def _compare_with_transformers(
 
 
 def _find_missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """Compare expert indices in names with config.json's expert count; return error texts."""
+    """Return error texts if expert indices in `sources`' names differ from config.json's count."""
     counts = (config[key] for key in EXPERT_KEYS if FIELD_KINDS["num_experts"][1](config.get(key)))
     num_experts, problems = next(counts, 0), list[str]()
     experts_by_role: dict[tuple[str, str], set[int]] = {}

@@ -235,7 +235,7 @@ def _split_shards(w: Tensor, dim: int, G: int) -> Tensor:
 
 
 def _repeat_shards(w_Gx: Tensor, X: int) -> Tensor:
-    """Repeat the shards [G, ...] X times along dim 0: expert j * G + g is shard g."""
+    """Repeat G shards [G, ...] X times along dim 0; expert j * G + g then has shard g."""
     return w_Gx.detach().repeat(X, *([1] * (w_Gx.ndim - 1)))
 
 

@@ -96,7 +96,10 @@ class TitanHFArgs(models.HFArgs, BaseModelArgs):
 def _list_version_rules(
     job: Any, parallel_dims: ParallelDims, returns_loss: bool
 ) -> list[parallelize.Rule]:
-    """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.2."""
+    """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.2.
+
+    `returns_loss`: whether the model's forward returns its loss.
+    """
     degrees, checkpoint, mode = job.parallelism, job.checkpoint, job.activation_checkpoint.mode
     backend, async_tp = degrees.expert_parallel_comm_backend, degrees.enable_async_tensor_parallel
     converters, replicas = job.model.converters, parallel_dims.dp_replicate

@@ -195,7 +195,10 @@ def make_titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) ->
 
 
 def _list_version_rules(job: Any, parallel_dims: ParallelDims, returns_loss: bool) -> list[Rule]:
-    """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.3."""
+    """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.3.
+
+    `returns_loss`: whether the model's forward returns its loss.
+    """
     degrees, ac = job.parallelism, job.activation_checkpoint
     backend, sequence = degrees.spmd_backend, degrees.enable_sequence_parallel
     known_ac = ac is None or isinstance(ac, SelectiveAC.Config | FullAC.Config)
