@@ -147,9 +147,9 @@ def _forbid_methods(model: nn.Module, alternatives: Mapping[str, str], context: 
                 setattr(module, name, functools.partial(_refuse_method, name, context, instead))
 
 
-def _refuse_method(method: str, context: str, alternative: str, *args: Any, **kwargs: Any) -> None:
-    """Raise NotImplementedError for a call of peft's method; see `_forbid_methods`."""
-    raise NotImplementedError(f"{method} of peft must not be called {context}: use {alternative}")
+def _refuse_method(method: str, context: str, fix: str, /, *args: Any, **kwargs: Any) -> None:
+    """Raise NotImplementedError: peft's `method` must not be called `context`; use `fix`."""
+    raise NotImplementedError(f"{method} of peft must not be called {context}: use {fix}")
 
 
 def _refuse_late_adapters(module: nn.Module, args: Any) -> None:
