@@ -185,7 +185,7 @@ def disable_adapters(model: Any) -> Iterator[None]:
 
 
 def get_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those of `tensors` (by name) that existed before peft, under their old names."""
+    """Return the `tensors` (by name) that existed before peft, under their old names."""
     added_prefixes, moved_prefixes = _list_peft_prefixes(model)
     base_tensors = {n: t for n, t in tensors.items() if not n.startswith(added_prefixes)}
     return {_rename_without_peft(n, moved_prefixes): t for n, t in base_tensors.items()}
