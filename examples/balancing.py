@@ -17,7 +17,7 @@ import torch
 
 from moecore import BalanceConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig, preset
-from moecore.recipes.data import make_generator, scan_standard_library
+from moecore.recipes.data import make_generator, scan_stdlib
 
 BATCH_SIZE, SEQ_LEN = 8, 64
 LAST = 50  # steps that the table's means are over
@@ -102,7 +102,7 @@ def make_config(way: Way) -> DecoderConfig:
 
 def read_corpus() -> torch.Tensor:
     """Return the bytes of the sources of Python's standard library."""
-    text = b"\n".join(path.read_bytes() for path in scan_standard_library())
+    text = b"\n".join(path.read_bytes() for path in scan_stdlib())
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 

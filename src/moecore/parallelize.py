@@ -128,6 +128,8 @@ def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], 
     """
 
     def decorate(function: Any) -> Any:
+        """Give `function` the signature of `other`."""
+
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Any:
             bound = signature(other).bind(*args, **kwargs)

@@ -179,10 +179,7 @@ def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
 
 
 def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
-    """Raise ValueError if a module of block `name` has hooks and is not a module of `layer`.
-
-    Such hooks would never run, because the layer replaces the block.
-    """
+    """Raise ValueError if block `name` has hooks that would not run in `layer`, its replacement."""
     layer_modules = set(layer.modules())
     for path, module in block.named_modules(prefix=name):
         hooks = [] if module in layer_modules else list_module_hooks(module)
@@ -323,10 +320,8 @@ class OriginRecorder(DispatchMode):
         """Return the names of the block tensors from which a tensor's memory was computed."""
         origins = self._origins.get(StorageWeakRef(tensor.untyped_storage()), ())
         begin, end = _get_byte_range(tensor)
-        overlapping = (
-            origin.names for origin in origins if origin.begin < end and begin < origin.end
-        )
-        return frozenset[str]().union(*overlapping)
+        overlaps = (origin.names for origin in origins if origin.begin < end and begin < origin.end)
+        return frozenset[str]().union(*overlaps)
 
 
 def _get_state_tensors(block: nn.Module) -> dict[str, Tensor]:
@@ -365,8 +360,6 @@ def _iterate_tensors(pytree: Any) -> Iterator[Tensor]:
 def _get_byte_range(tensor: Tensor) -> tuple[int, int]:
     """Return the byte offsets in its storage at which a tensor begins and ends (exclusive)."""
     begin = int(tensor.storage_offset())
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     length = int(last) + 1 if tensor.numel() else 0
     return begin * tensor.element_size(), (begin + length) * tensor.element_size()

@@ -109,7 +109,7 @@ def adopt_experts(
 
 
 def _check_hash_table(table_name: str, table_VK: Tensor, num_experts: int) -> None:
-    """Raise ValueError if a row of the table, token id -> expert ids, has invalid or equal ids."""
+    """Raise ValueError if the table `table_name` has invalid or equal expert ids for a token id."""
     sorted_VK = table_VK.sort(dim=1).values
     wrong_V = (sorted_VK[:, 1:] == sorted_VK[:, :-1]).any(1)
     wrong_V |= (table_VK < 0).any(1) | (table_VK >= num_experts).any(1)

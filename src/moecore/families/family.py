@@ -19,11 +19,7 @@ from moecore.families.transformers.blocks import find_hf_adapter, get_refusal_re
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.experts import hook_vision_experts
 from moecore.families.transformers.fused_modules import LAYER, fuse_hyper_connections, fuse_norms
-from moecore.families.transformers.guards import (
-    guard_pretrained_models,
-    refuse_accelerate,
-    warn_about_cache,
-)
+from moecore.families.transformers.guards import guard_models, refuse_accelerate, warn_about_cache
 from moecore.families.transformers.head import find_plain_heads, fuse_loss
 from moecore.families.transformers.log_probs import accept_log_prob_losses
 from moecore.families.transformers.lora import (
@@ -36,10 +32,7 @@ from moecore.families.transformers.lora import (
 from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.router_logits import refuse_lost_router_logits
 from moecore.families.transformers.rows import hook_moe_layers
-from moecore.families.transformers.sparse_attention import (
-    add_indexer_losses,
-    find_sparse_attention_modules,
-)
+from moecore.families.transformers.sparse_attention import add_indexer_losses, find_sparse_attention
 from moecore.families.transformers.stock import (
     find_outermost_models,
     is_pretrained,
@@ -106,10 +99,7 @@ class TransformersFamily(ProtocolFamily):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace MoE blocks in place by MoE layers with peft's LoRA of the experts.
-
-        The arguments and the result are as in `swap_blocks`.
-        """
+        """Replace MoE blocks in place by MoE layers with peft's LoRA; see `swap_blocks`."""
         with unwrap_experts(model) as wrapped:
             layers = replace_blocks(model, adapters, find_hf_adapter, get_refusal_reason)
             adapt_experts(wrapped, layers)
@@ -197,13 +187,8 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the sparse attention layers whose indexer can be trained.
-
-        Layers with attention sinks are left out.
-        """
-        layers = [
-            layer for layer in find_sparse_attention_modules(model) if layer.indexer is not None
-        ]
+        """Return the layers, all without attention sinks, whose indexers can be trained."""
+        layers = [layer for layer in find_sparse_attention(model) if layer.indexer is not None]
         return [layer for layer in layers if not hasattr(layer, "sinks")]
 
     @override
@@ -227,12 +212,9 @@ class TransformersFamily(ProtocolFamily):
     def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
-        """Make methods raise that a parallelized model does not support.
-
-        `warns_about_cache`: also warn if the model uses a key/value cache in training.
-        """
+        """Make unsupported methods raise, and warn of key/value caches if `warns_about_cache`."""
         super().install_guards(model, wrapper=wrapper, warns_about_cache=warns_about_cache)
-        guard_pretrained_models(model)
+        guard_models(model)
         if warns_about_cache:
             warn_about_cache(model)
 

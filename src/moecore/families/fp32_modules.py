@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moecore.families.transformers.lora import select_base_tensors, select_trained_copies
+from moecore.families.transformers.lora import get_base_tensors, select_trained_copies
 from moecore.families.transformers.stock import find_outermost_models, is_transformers_module
 
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
@@ -80,11 +80,13 @@ def _cast_buffers_in_forward(module: nn.Module, names: Sequence[str], dtype: tor
 
     def call_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A wrapper is bound to the module; a copy of the module has the forward of its class.
+        """Call the forward that the module had before this wrapper."""
         return (forward if self is module else partial(type(self).forward, self))(*args, **kwargs)
 
     function = forward.__func__ if is_class_forward else call_forward
 
     def forward_with_cast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward with cast buffers, then restore the buffers."""
         buffers = {name: self._buffers[name] for name in names}
         self._buffers.update({n: b.to(dtype) for n, b in buffers.items() if b is not None})
         try:
@@ -107,10 +109,7 @@ def _find_fp32_names(model: nn.Module, stock_dtypes: Mapping[Any, _StockDtypes])
     fp32_ids = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
     for hf, stock in stock_dtypes.items():
         hf_tensors = _get_named_tensors(hf)
-        for originals in (
-            select_base_tensors(hf, hf_tensors),
-            select_trained_copies(hf, hf_tensors),
-        ):
+        for originals in (get_base_tensors(hf, hf_tensors), select_trained_copies(hf, hf_tensors)):
             fp32_ids |= {id(t) for n, t in originals.items() if stock.is_fp32(n)}
     return frozenset(n for n, t in tensors.items() if id(t) in fp32_ids)
 

@@ -168,9 +168,7 @@ class MoECoreEngine(BaseEngine):
         micro_batches, indices = prepare_micro_batches(data=data, dp_group=group)
         outputs: list[dict[str, Any]] = []
         number = len(micro_batches)
-        inputs = [
-            self._make_inputs(batch, loss_function, outputs, number) for batch in micro_batches
-        ]
+        inputs = [self._make_inputs(b, loss_function, outputs, number) for b in micro_batches]
         if forward_only:
             self._step.compute_losses(inputs)
         else:

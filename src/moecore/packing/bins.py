@@ -175,10 +175,7 @@ def _cut_long_documents(
 def _pack_windows(
     pieces: Iterator[tuple[Document, int]], bin_tokens: int, window_documents: int
 ) -> Iterator[list[Document]]:
-    """Pack (document, length) pairs into bins of `bin_tokens`; yield each bin's documents.
-
-    The buffer has `window_documents` pairs.
-    """
+    """Pack (document, length) pairs, `window_documents` at a time; yield the documents of bins."""
     window_pieces = list(islice(pieces, window_documents))
     while window_pieces:
         bins = list(pack_lengths([length for _, length in window_pieces], bin_tokens))

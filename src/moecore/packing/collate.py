@@ -88,6 +88,7 @@ class PackedCollator(CheckedRecord):
     pad_id: CountOrZero = 0
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if self.row_tokens % self.multiple:
             yield "row_tokens", f"be a multiple of multiple ({self.multiple}): round it up"
         if self.rows * self.row_tokens >= 2**31:
@@ -308,6 +309,7 @@ def split_batch(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch
     rows = batch["input_ids"].shape[0]
 
     def take_local(x_BT: Tensor) -> Tensor:
+        """Return this cp rank's tokens, [B, T / cp]."""
         return x_BT.flatten()[tokens.to(x_BT.device)].view(rows, -1)
 
     labels = take_local(batch["labels"])
@@ -323,10 +325,7 @@ def split_batch(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch
 
 
 def _split_tokens_over_ranks(cu_seqlens: Tensor, cp: int) -> Tensor:
-    """Return the token indices of each rank, int64 [cp, t / cp].
-
-    Raises a ValueError for an invalid `cu_seqlens`.
-    """
+    """Return each rank's token indices, int64 [cp, t / cp]; ValueError for bad `cu_seqlens`."""
     lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
     relation = None
     if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):

@@ -43,10 +43,7 @@ def hash_values(*values: object) -> int:
 
 
 def as_lengths(lengths: Lengths, name: str = "lengths", min_length: int = 1) -> Integers:
-    """Return lengths as int64 [N], a copy; ValueError unless `min_length` <= lengths < 2**31.
-
-    `name` is the argument's name in the error.
-    """
+    """Return int64 [N], a copy; ValueError (of `name`) unless `min_length` <= lengths < 2**31."""
     numbers = lengths
     if isinstance(numbers, Tensor):
         numbers = numbers.numpy(force=True)
@@ -70,10 +67,7 @@ def as_lengths(lengths: Lengths, name: str = "lengths", min_length: int = 1) -> 
 
 
 def count_document_tokens(document: Document, name: str = "documents") -> int:
-    """Return the number of tokens of a document; ValueError for an object that is no document.
-
-    `name` is the argument's name in the error.
-    """
+    """Return a document's number of tokens; ValueError, naming `name`, for any other object."""
     ids = document
     if isinstance(document, Mapping):
         if "input_ids" not in document:
@@ -193,6 +187,7 @@ class DocumentCost(CheckedRecord):
     fixed: PositiveOrZero = 2e7
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if not self.quadratic and not self.linear:
             yield "quadratic", f"be > 0 with linear ({self.linear}): give one of them"
 
@@ -228,6 +223,7 @@ class MeasuredCost(CheckedRecord):
     fixed: PositiveOrZero = 0.0
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if not self.lengths or any(a >= b for a, b in pairwise(self.lengths)):
             yield "lengths", "ascend, with at least one: sort the table"
         if not self.seconds or set(self.seconds) != {1 << i for i in range(len(self.seconds))}:

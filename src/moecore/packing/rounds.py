@@ -267,12 +267,10 @@ def _fill_blocks(
         load, i = heapq.heappop(heap)
         block = blocks[i]
         room = documents.max_tokens - block.tokens
-        index = remaining.find_first(
-            documents.find_first_fitting(block.cp, time_limit - load, room)
-        )
-        if index < len(documents):
-            remaining.take_document(index)
-            _add_document(documents, block, index)
+        idx = remaining.find_first(documents.find_first_fitting(block.cp, time_limit - load, room))
+        if idx < len(documents):
+            remaining.take_document(idx)
+            _add_document(documents, block, idx)
             heapq.heappush(heap, (block.load, i))
     min_limit = max([min_limit, *(block.load for block in blocks)]) * (1 + ROUNDING)
     _assign_idle_ranks(documents, blocks)
@@ -319,10 +317,7 @@ def _add_document(documents: Documents, block: RankBlock, document_idx: int) -> 
 
 
 def _assign_idle_ranks(documents: Documents, blocks: Blocks) -> None:
-    """Double the cp of the slowest blocks with idle ranks, in place.
-
-    Idle ranks that double no block form empty blocks.
-    """
+    """Double the cp of the slowest blocks, in place; idle ranks that remain form empty blocks."""
     free = documents.ranks - sum(block.cp for block in blocks)
     max_cp = documents.cps[-1]
     while free:

@@ -252,10 +252,7 @@ def _describe_exposed_tp_share(table: CostTable, gpu_name: str) -> str:
 
 
 def _load_table(args: Any) -> CostTable:
-    """Return the cost table of `--table`, or the shipped table, with the rates of the selected GPU.
-
-    `--pairs-hide` replaces the table's `pairs_hide` if set.
-    """
+    """Return the table of --table, or the shipped one, with the GPU's rates and --pairs-hide."""
     table = CostTable.of if args.table is None else CostTable.read(args.table).with_gpu
     hides = getattr(args, "pairs_hide", None)
     costs = table(select_gpu(args))

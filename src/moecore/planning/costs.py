@@ -101,6 +101,7 @@ class CostTable(CheckedRecord):
     assumed: tuple[str, ...] = ()
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         missing = [kind for kind in (*KINDS, "network") if kind not in self.efficiency]
         if missing:
             yield "efficiency", f"have {', '.join(map(repr, missing))}: add a share for each"
@@ -204,10 +205,7 @@ class CostTable(CheckedRecord):
     def _compute_rate_seconds(
         self, work: Work, node_ranks: int
     ) -> tuple[float, dict[Limit, float]]:
-        """Return an operation's fixed seconds, and {resource: seconds at the achieved rate}.
-
-        `node_ranks` is an argument of `seconds`.
-        """
+        """Return fixed seconds, and {resource: seconds at its achieved rate}; see `seconds`."""
         domain_ranks = _count_domain_ranks(work, node_ranks, self.gpu)
         rates = self._compute_roofline(work, self.gpu, domain_ranks)
         reached, launch = self._interpolate_efficiency(work), self.launch_seconds
@@ -269,10 +267,7 @@ class CostTable(CheckedRecord):
         return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))
 
     def _find_measured_points(self, work: Work) -> list[Point]:
-        """Return the measured points with the name of an operation.
-
-        Without such points, the result is the points that stand for the operation's kind.
-        """
+        """Return an operation's measured points, otherwise the points that stand for its kind."""
         # A point's name is part of the operation's name, without case and signs: "sum_rows" is part
         # of "_sum_rows_fwd_kernel". Points with the longest such name count, and of these points
         # those with the operation's dtype if there are any.

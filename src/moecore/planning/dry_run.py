@@ -188,18 +188,21 @@ def register_recorder_hooks(model: nn.Module, parts: ModuleParts, recorder: Work
         """Record passes of a part from `module` to the output of `last` (None = `module`)."""
 
         def begin_forward(*_: Any) -> None:
+            """Forward pre-hook: record that the part's forward begins."""
             if is_inside_backward():  # a recomputed forward is a part of the backward
                 return
             calls[part] = calls.get(part, 0) + 1
             recorder.begin_part("F", name())
 
         def watch_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            """Forward hook: record the backward when the output's gradient arrives."""
             tensor = list_tensors(getattr(output, "loss", output))[0]
             if tensor.requires_grad and not is_inside_backward():
                 part_name = name()
                 tensor.register_hook(lambda _: recorder.begin_part("B", part_name))
 
         def name() -> str:  # predictions call the embedding again
+            """Return the part's name, or "predictions" for later embedding calls."""
             return "predictions" if part == "embedding" and calls[part] > 1 else part
 
         module.register_forward_pre_hook(begin_forward)

@@ -129,21 +129,16 @@ class Estimator:
             ratio = planned_host_bytes / self.estimate_host_bytes(layout, options)
             self._host_ratios[pp] = max(ratio, self._host_ratios[pp])
 
-    def correct_time_estimates(
-        self, layout: Layout, options: OptionSet, planned_seconds: float
-    ) -> None:
+    def correct_time_estimates(self, layout: Layout, options: OptionSet, seconds: float) -> None:
         """Scale the time estimates of all layouts with the pp and ep of `layout` by a plan's time.
 
-        `planned_seconds` is the planned time of a step of `layout` with `options`.
+        `seconds` is the planned time of a step of `layout` with `options`.
         """
-        key, ratio = (layout.pp, layout.ep), planned_seconds / self.seconds(layout, options)
+        key, ratio = (layout.pp, layout.ep), seconds / self.seconds(layout, options)
         self._time_ratios[key] = min(self._time_ratios.get(key, math.inf), SPREAD * ratio)
 
     def _estimate_bytes(self, layout: Layout, options: OptionSet | None = None) -> float:
-        """Return the estimated bytes of the rank that needs most memory.
-
-        `options` None = all options that save memory.
-        """
+        """Return the largest rank's estimated bytes; `options` None = all that save memory."""
         # The sum of three parts: unsharded weights and fp32 gradients; the rank's shards of
         # weights, gradients and optimizer state; and the saved activations of a micro-batch over
         # tp * cp, times the micro-batches in flight on the first pipeline rank.
@@ -286,12 +281,10 @@ class Estimator:
         host = (len(compute) + len(network)) * self._table.host_seconds
         return _Seconds(max(host - sum(network), sum(compute)), sum(network))
 
-    def _time_rank_share(
-        self, work: Work, rows_per_rank: Fraction, expert_ranks: int
-    ) -> float | None:
+    def _time_rank_share(self, work: Work, rank_rows: Fraction, expert_ranks: int) -> float | None:
         """Return the seconds of a rank's share of an operation; None = the rank has no share.
 
-        `work` is an operation on one row (sequence) on a node. `rows_per_rank` is the number of
+        `work` is an operation on one row (sequence) on a node. `rank_rows` is the number of
         rows per rank. `expert_ranks` is the number of ranks over which experts are distributed.
         """
         # `rows` of a micro-batch per rank are below 1 if several ranks share a row.
@@ -302,13 +295,11 @@ class Estimator:
             shape = (expert_ranks,)
         elif work.kind == "grouped product":
             e, R, N, K = shape
-            shape = (max(1, round(e * self._ep / expert_ranks)), int(R * rows_per_rank), N, K)
+            shape = (max(1, round(e * self._ep / expert_ranks)), int(R * rank_rows), N, K)
         elif shape:
-            shape = (max(1, int(shape[0] * rows_per_rank)), *shape[1:])
-        num_bytes = max(1, int(work.num_bytes * rows_per_rank))
-        share = replace(
-            work, shape=shape, flops=int(work.flops * rows_per_rank), num_bytes=num_bytes
-        )
+            shape = (max(1, int(shape[0] * rank_rows)), *shape[1:])
+        num_bytes = max(1, int(work.num_bytes * rank_rows))
+        share = replace(work, shape=shape, flops=int(work.flops * rank_rows), num_bytes=num_bytes)
         node_ranks = min(self._request.ranks_per_domain, *shape) if work.kind == "collective" else 0
         return self._table.seconds(share, node_ranks)
 
@@ -345,10 +336,7 @@ class Estimator:
 
 @lru_cache(maxsize=256)
 def count_saved_bytes_by_block(run: TrainingRun) -> ModelSavedBytes:
-    """Return, for each block, the bytes that a micro-batch saves for backward.
-
-    The function is faster than a dry run.
-    """
+    """Return the bytes that a micro-batch saves for backward by block, faster than a dry run."""
     model = run.planned_model.build(run.dtype)
     run.planned_model.merge_loss_chunks(model, run.batch_size * run.seq_len)
     inputs = run.planned_model.make_inputs(run.make_tokens())
@@ -376,9 +364,7 @@ def _list_candidate_option_sets(
     options = option_sets[-1].options
     medium = [option for option in options if option.overhead == "medium"]
     subsets = chain.from_iterable(combinations(medium, n) for n in range(len(medium) + 1))
-    choices = (
-        tuple(o for o in options if o.overhead == "low" or o in subset) for subset in subsets
-    )
+    choices = (tuple(o for o in options if o.overhead == "low" or o in s) for s in subsets)
     return [option_sets[0], *(make_option_set(request, choice) for choice in choices)]
 
 

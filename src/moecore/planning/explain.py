@@ -126,10 +126,7 @@ def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
 
 
 def _list_placements(param: nn.Parameter, coordinate: dict[str, int]) -> Iterator[AxisPlacement]:
-    """Yield a parameter's placement over each mesh axis.
-
-    The function also writes this rank's index on each axis to the dict `coordinate`.
-    """
+    """Yield a parameter's placement per mesh axis; write this rank's indices to `coordinate`."""
     if isinstance(param, DTensor):
         mesh = param.device_mesh
         axes = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
@@ -339,10 +336,7 @@ ComputeArgs = dict[str, Any]  # arguments of `count_saved_bytes`
 
 
 def list_compute_args(model: nn.Module) -> ComputeArgs:
-    """Return the keyword arguments of `count_saved_bytes` for a model: device type and dtypes.
-
-    A plain model on the meta device counts as a model on a GPU.
-    """
+    """Return arguments of `count_saved_bytes`: dtypes and device type (meta counts as a GPU)."""
     attachment = get_parallel_state(model)
     if attachment is None:
         device_type = next((p.device.type for p in model.parameters()), "meta")
@@ -428,7 +422,7 @@ def describe_block_saved_bytes(model: nn.Module, batch: Batch) -> list[str]:
 
 
 def _format_ranges(indices: list[int]) -> str:
-    """Return ascending numbers as text, such as "0, 2 to 5"."""
+    """Return ascending `indices` as text, such as "0, 2 to 5"."""
     ranges: list[list[int]] = []
     for n in indices:
         if ranges and n == ranges[-1][-1] + 1:

@@ -182,10 +182,7 @@ def format_gpu_name(args: PlannedConfig) -> str:
 
 
 def check_no_unused_options(args: PlanConfig) -> None:
-    """Raise a UsageError for the first set option that the selected mode does not read.
-
-    The modes are a search, a run with degrees, and `--explain`.
-    """
+    """Raise a UsageError for an option that the mode (search, run, --explain) does not read."""
     if args.explain is not None:
         unread = (*DEGREES, *OF_RUNS, "top", "png", "timeline", "html")
         return _refuse(args, unread, "--explain has all degrees")

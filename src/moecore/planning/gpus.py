@@ -25,7 +25,7 @@ TERA, GIGA = 10**12, 10**9
 MAX_GPU_BYTES = 1 << 20  # the largest file of a `Gpu`
 # A rate outside these bounds has another unit.
 Rate = Annotated[float, Bound(">=", 1e6), Bound("<=", 1e24), "pass operations or bytes per second"]
-NumNeighbours = Annotated[int, Bound(">=", 1), Bound("<=", 2**16)]
+NodeSize = Annotated[int, Bound(">=", 1), Bound("<=", 2**16)]
 NODE = 8  # GPUs of a server, and of an NVLink domain of servers without an external switch
 
 
@@ -61,8 +61,8 @@ class Gpu(CheckedRecord):
     pcie: Rate
     network: Rate
     host_memory: NumBytes = 2048 * GIB
-    server: NumNeighbours = NODE
-    domain: NumNeighbours = NODE
+    server: NodeSize = NODE
+    domain: NodeSize = NODE
     fp4_flops: Rate | None = None
     has_blockwise: bool = False
     has_block_scales: bool = False

@@ -28,23 +28,10 @@ from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.planning.costs import CostTable
-from moecore.planning.gpus import (
-    Gpu,
-    NumNeighbours,
-    are_peers,
-    count_domain_ranks,
-    count_peers,
-    get_gpu,
-)
+from moecore.planning.gpus import Gpu, NodeSize, are_peers, count_domain_ranks, count_peers, get_gpu
 from moecore.planning.model import PlannedModel
 from moecore.planning.option_sets import OPTIONS, PLAIN_FSDP, TWICE, Option, Overhead
-from moecore.planning.run import (
-    AnyModel,
-    NumGpus,
-    OptimizerOptions,
-    TrainingRun,
-    make_planned_model,
-)
+from moecore.planning.run import AnyModel, NumGpus, OptimizerOptions, TrainingRun, get_planned_model
 
 CHUNKS = (1, 2, 4)  # stages per rank that are tried
 BATCH_SIZES = (1, 2, 4)  # rows of a micro-batch that are tried
@@ -91,7 +78,7 @@ class SearchRequest(CheckedRecord):
     model: AnyModel
     num_gpus: NumGpus
     gpu: GpuName | Gpu = "h100-80"
-    gpus_per_node: NumNeighbours | None = None
+    gpus_per_node: NodeSize | None = None
     seq_len: SearchSeqLen = 4096
     global_batch: Count | None = None
     fsdp: FSDPOptions | Literal["any"] = ANY
@@ -102,6 +89,7 @@ class SearchRequest(CheckedRecord):
     reserve: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.1
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         longest = self.planned_model.max_seq_len
         if longest is not None and self.seq_len > longest:
             yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"
@@ -109,7 +97,7 @@ class SearchRequest(CheckedRecord):
     @property
     def planned_model(self) -> PlannedModel:
         """The model's sizes and layers."""
-        return make_planned_model(self.model)
+        return get_planned_model(self.model)
 
     @property
     def rows(self) -> int:

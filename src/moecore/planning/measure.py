@@ -216,6 +216,7 @@ def _make_grouped_matmul_calls(
     w1_ECD, w2_EDF = _make_random_tensor(device, E, 2 * F, D), _make_random_tensor(device, E, D, F)
 
     def work(name: str, N: int, K: int) -> Work:
+        """Return the work of a product [R, K] x [E, K, N]."""
         num_bytes, shape = 2 * (R * (N + K) + E * N * K), (E, R, N, K)
         return Work(name, "grouped product", 2 * R * N * K, num_bytes, shape, "bfloat16")
 
@@ -260,7 +261,7 @@ def _make_grouped_matmul_calls(
 def _make_attention_calls(
     device: torch.device, B: int, H: int, T: int, d: int, v: int
 ) -> Iterator[tuple[Work, Call]]:
-    """Yield (work, launch function) of causal attention and its backward; values have v dims."""
+    """Yield (work, launch function) of attention: B rows, T tokens, H heads, d dims (values v)."""
     q, k, do, values = (_make_random_tensor(device, B, T, H, n) for n in (d, d, v, v))
     mask, scale = AttentionMask(causal=True), d**-0.5
     name = CUDNN if cudnn.find_problem(q, k, values, mask) is None else FLASH  # as on meta
@@ -278,6 +279,7 @@ def _make_memory_bound_calls(device: torch.device, sizes: Sizes) -> Iterator[tup
     """Yield (work, launch function) of copies, row gathers, activation, norm, loss and AdamW."""
 
     def work(name: str, num_bytes: int, dtype: str = "bfloat16") -> Work:
+        """Return the work of an operation that moves `num_bytes` bytes."""
         return Work(name, "rows", 0, num_bytes, (), dtype)
 
     source, K, F = _make_random_tensor(device, sizes.num_bytes // 2), 8, 768

@@ -276,14 +276,12 @@ def _order_passes(
 
     The segments of each pass are from `segments`, the dry run of `sampled_run`.
     """
-    stages, number, pp = list_stages(run), count_steady_micro_batches(run), run.resolved.pp
-    like = map_micro_batches(number, segments.num_micro_batches)
-    orders: Sequence[Sequence[Item]] = [
-        [Action(kind, 0, i) for i in range(number) for kind in PASSES]
-    ]
+    stages, n, pp = list_stages(run), count_steady_micro_batches(run), run.resolved.pp
+    like = map_micro_batches(n, segments.num_micro_batches)
+    orders: Sequence[Sequence[Item]] = [[Action(kind, 0, i) for i in range(n) for kind in PASSES]]
     if run.pipeline is not None:
         name, chunks = run.pipeline.schedule, len(stages) // pp
-        orders = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number).orders
+        orders = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=n).orders
     sums = list_rank_bytes(sampled_run.run)[0].accumulated
     passes: dict[str, tuple[Pass, ...]] = {"F": ("F",), "B": ("B",), "W": ("B",)}  # D and W are B
     for order, size in zip(orders, list_rank_bytes(run), strict=True):

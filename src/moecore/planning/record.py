@@ -77,6 +77,7 @@ class Work(CheckedRecord):
     dtype: str
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         dims = DIMS.get(self.kind, self.shape)
         if len(self.shape) != len(dims):
             yield "shape", f"be ({', '.join(map(str, dims))}) of kind {self.kind!r}: pass these"
@@ -126,7 +127,7 @@ Args = Sequence[Any]
 def compute_operation_work(
     name: str, args: Args, kwargs: Mapping[str, Any], out: Any, *, writes: bool
 ) -> Work | None:
-    """Return the work of torch operation `name` ("mm"); None for views and plain allocations."""
+    """Return the work of operation `name` with result `out`; None if it `writes` no data (view)."""
     if not writes or name in WITHOUT_WORK or not (tensors := list_tensors(args, kwargs, out)):
         return None
     if name in PRODUCTS:
@@ -211,10 +212,8 @@ def _make_attention_work(
     return Work(name, "attention", flops, _count_bytes(tensors), shape, _format_dtype(heads[0]))
 
 
-def _make_grouped_work(
-    name: str, shape: tuple[int, int, int, int], tensors: Sequence[Tensor]
-) -> Work:
-    """Return the work of grouped product `name` with shape (e, R, N, K) on `tensors`."""
+def _make_grouped_work(name: str, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Work:
+    """Return the work of grouped product `name` with shape (experts, rows, N, K) on `tensors`."""
     flops, dtype = 2 * prod(shape[1:]), _format_dtype(tensors[0])
     if dtype == "uint8":  # two FP4 values in a byte
         dtype = "float4_e2m1fn"
@@ -224,7 +223,7 @@ def _make_grouped_work(
 
 
 def _find_grouped_shape(name: str, args: Args) -> tuple[int, int, int, int] | None:
-    """Return (e, R, N, K) of the launch arguments of a grouped kernel; None for other kernels."""
+    """Return (experts, rows, N, K) of a grouped kernel's arguments; None for other kernels."""
     match name:
         case "sm90_bf16_grouped_kernel":
             a, b, h, out = args[0], args[1], args[4], args[6]

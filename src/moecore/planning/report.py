@@ -280,10 +280,7 @@ def _read_events(path: Path) -> list[Event]:
 
 
 def _read_trace_file(path: Path) -> bytes:
-    """Return the bytes of a file, decompressed if the file is gzip.
-
-    At most `MAX_BYTES` + 1 bytes are read. Raises a ValueError for any other file.
-    """
+    """Return a file's bytes, decompressed, at most `MAX_BYTES` + 1; ValueError if unreadable."""
     try:
         is_directory = path.is_dir()
         descriptor = -1 if is_directory else open_regular_file(path, follow_symlinks=True)

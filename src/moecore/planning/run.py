@@ -120,6 +120,7 @@ class TrainingRun(CheckedRecord):
     fp8_dispatch: bool = False
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if (self.parallel.pp > 1) != (self.pipeline is not None):
             yield "pipeline", f"be there when pp ({self.parallel.pp}) is > 1 alone: set both"
         group = self.parallel.ep * self.parallel.etp
@@ -148,7 +149,7 @@ class TrainingRun(CheckedRecord):
     @property
     def planned_model(self) -> PlannedModel:
         """The sizes and layers of the model."""
-        return make_planned_model(self.model)
+        return get_planned_model(self.model)
 
     @property
     def resolved(self) -> ParallelConfig:
@@ -181,7 +182,7 @@ def _remove_zero_experts(model: AnyModel) -> AnyModel:
 
 
 @lru_cache(maxsize=64)
-def make_planned_model(model: AnyModel) -> PlannedModel:
+def get_planned_model(model: AnyModel) -> PlannedModel:
     """Return the `PlannedModel` of a decoder config or a transformers model (cached)."""
     if isinstance(model, DecoderConfig):
         return NativeModel.from_config(model)

@@ -236,10 +236,7 @@ def _check_time_is_modelled(request: SearchRequest) -> None:
 def find_faster_options(
     request: SearchRequest, fitting: FittingCandidate, table: CostTable, estimator: Estimator
 ) -> FittingCandidate:
-    """Return the fastest of `fitting` and its variants that fit.
-
-    A variant has balanced pipeline stages or fewer memory-saving options.
-    """
+    """Return the fastest of `fitting` and its variants with balanced stages or fewer options."""
     runs = balance_stages(fitting.run, table)[1:]
     stage_layouts = (plan_candidate(request, fitting.layout, fitting.options, run) for run in runs)
     balanced = (add_step_time(candidate, table) for candidate in stage_layouts if candidate.fits)
@@ -248,6 +245,7 @@ def find_faster_options(
 
     def next_smaller() -> OptionSet | None:
         # FP8 launches and moves more, so only a step that these limit may be faster without FP8.
+        """Return the next option set with one option less; None = all were tried."""
         gains = fitting.time.limit in ("host", "memory", "launch")
         sets = list_smaller_option_sets(request, fitting.options, includes_gains=gains)
         return next((options for options in sets if options not in tried), None)

@@ -156,9 +156,7 @@ class Segments:
     ) -> list[Segment]:
         """Return the segments of a stage's pass in a recorded micro-batch, in order."""
         parts = self.list_recorded_modules(stage, direction)
-        return [
-            s for part in parts for s in self.list_part_segments(part, direction, micro_batch_idx)
-        ]
+        return [s for p in parts for s in self.list_part_segments(p, direction, micro_batch_idx)]
 
     def list_part_segments(
         self, part: str, direction: Pass, micro_batch_idx: int

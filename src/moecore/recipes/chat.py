@@ -222,7 +222,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _encode_marked_chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> Example:
-    """Return an example; tokens that the template marks and the last answer's end are learned."""
+    """Return an example of a chat; marked tokens and the last answer's end are learned."""
     ids, is_answer = _tokenize_marked_chat(tokenizer, messages, tools)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     prefix_ids, is_prefix_answer = ids, is_answer
@@ -247,7 +247,7 @@ def _encode_marked_chat(tokenizer: Any, messages: list[dict[str, Any]], tools: A
 def _tokenize_marked_chat(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any
 ) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a chat, and for each token whether the chat template marks it."""
+    """Return a chat's token ids, and for each token whether the chat template marks it."""
     encoding = tokenizer.apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -282,6 +282,7 @@ def _encode_by_prefixes(
     """
 
     def render(turns: list[dict[str, Any]], *, prompt: bool = False) -> str:
+        """Return turns as text; `prompt` adds the beginning of an answer."""
         text: str = tokenizer.apply_chat_template(
             turns, tools=tools, tokenize=False, add_generation_prompt=prompt
         )
@@ -317,7 +318,7 @@ def count_common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _encode_spans(tokenizer: Any, text: str, spans: list[Span]) -> Example:
-    """Return an example in which only `spans`, (start, end) in characters, are learned."""
+    """Return an example of a text whose `spans`, (start, end) in characters, are learned."""
     ids, is_answer = _tokenize_spans(tokenizer, text, spans)
     if ids and is_answer[-1] and ids[-1] not in get_special_ids(tokenizer):
         ids, is_answer = [*ids, _get_end_id(tokenizer)], [*is_answer, True]

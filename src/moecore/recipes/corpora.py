@@ -26,13 +26,7 @@ from moecore.packing import (
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.packing.corpus.sources import describe_location
 from moecore.recipes.chat import BorderTokens, find_borders
-from moecore.recipes.data import (
-    BatchShape,
-    StepBatch,
-    Steps,
-    repeat_last_bound,
-    scan_standard_library,
-)
+from moecore.recipes.data import BatchShape, StepBatch, Steps, repeat_last_bound, scan_stdlib
 from moecore.recipes.files import HUB, format_option, is_dataset, open_dataset, read_text
 from moecore.recipes.hf_model import load_tokenizer
 
@@ -138,7 +132,7 @@ def _open_documents(options: SourceOptions, option: str) -> Any:
     if options.skip_invalid and (path.suffix != ".jsonl" or options.path.startswith(HUB)):
         raise ValueError(f"{name} must be a .jsonl file to have broken lines: drop skip_invalid")
     if options.path == STDLIB:
-        return [path.read_text(errors="replace") for path in scan_standard_library()]
+        return [path.read_text(errors="replace") for path in scan_stdlib()]
     if options.stream and not options.path.startswith(HUB):
         raise ValueError(f"{name} must be {HUB}NAME to be streamed: drop stream")
     if is_dataset(options.path):
@@ -182,10 +176,7 @@ class DocumentRange:
 
 
 def split_sources(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Split each source; return training sources, and evaluation sources.
-
-    An evaluation source has the last twentieth of the documents, at least one.
-    """
+    """Return training sources, and evaluation sources: the last 5% of each, at least a document."""
     parts: tuple[list[CorpusSource], list[CorpusSource]] = ([], [])
     for source in sources:
         number = len(source.documents) if source.is_indexed else 0

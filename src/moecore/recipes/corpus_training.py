@@ -53,6 +53,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         super().__post_init__()
 
         def run_micro_batches(num_labels: Tensor, *tensors: Tensor) -> Tensor:
+            """Run micro-batches, which the CUDA graph captures; return the summed loss."""
             inputs = make_decoder_inputs(num_labels, tensors, self.args.seq_len)
             return self.owner.forward_backward(inputs).sum()
 

@@ -51,7 +51,7 @@ class BatchShape:
         return self.data_ranks * self.grad_accum * self.batch_size
 
 
-def scan_standard_library() -> list[Path]:
+def scan_stdlib() -> list[Path]:
     """Return the sorted paths of the Python files of the standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
@@ -178,10 +178,7 @@ class PackedSteps(Steps[StepBatch]):
 
 
 def repeat_last_bound(cu_seqlens_n: Tensor, length: int) -> Tensor:
-    """Return `cu_seqlens_n` [..., n], padded to [..., length] with copies of its last bound.
-
-    The copies are bounds of empty documents.
-    """
+    """Return `cu_seqlens_n` padded to `length` entries with its last bound: empty documents."""
     num_copies = length - cu_seqlens_n.shape[-1]
     return torch.cat(
         [cu_seqlens_n, cu_seqlens_n[..., -1:].expand(*cu_seqlens_n.shape[:-1], num_copies)], -1
@@ -250,10 +247,7 @@ class GraphedStep:
 
 
 def pad_bounds(batch: StepBatch) -> StepBatch:
-    """Return the batch with its document bounds padded to the largest number over all ranks.
-
-    Collective, on the CPU.
-    """
+    """Pad a batch's document bounds to the largest number of all ranks. Collective, on the CPU."""
     if batch.cu_seqlens_An is None:
         return batch
     num_borders = torch.tensor(batch.cu_seqlens_An.shape[1], dtype=torch.int64, device="cpu")

@@ -34,6 +34,7 @@ class RotaryOptions(CheckedRecord):
     max_length: Count | None = None
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if (self.yarn_factor is None) != (self.yarn_length is None):
             yield "yarn_factor", f"be given with yarn_length ({self.yarn_length}): give both"
 

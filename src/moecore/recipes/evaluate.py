@@ -57,10 +57,8 @@ def iterate_documents(source: Any, seq_len: int, max_documents: int | None) -> I
     Documents with fewer than two tokens count for `max_documents`, and are not yielded. None = no
     limit.
     """
-    for number, document in enumerate(
-        track_progress(source.documents, "evaluating", unit="documents")
-    ):
-        if number == max_documents:
+    for i, document in enumerate(track_progress(source.documents, "evaluating", unit="documents")):
+        if i == max_documents:
             return
         ids = list(source.tokenize(document))[:seq_len]
         if len(ids) > 1:
@@ -69,6 +67,6 @@ def iterate_documents(source: Any, seq_len: int, max_documents: int | None) -> I
 
 @torch.no_grad()
 def sum_losses(model: Any, ids_1T: Tensor) -> float:
-    """Return the sum of a document's losses in nats, of all tokens [1, T] but the first."""
+    """Return the sum of a document's losses in nats, of all tokens `ids_1T` but the first."""
     logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
     return float(torch.nn.functional.cross_entropy(logits_TV, ids_1T[0, 1:], reduction="sum"))

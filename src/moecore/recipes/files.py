@@ -100,10 +100,7 @@ def find_config(path: Path, option: str = "--hf-config") -> Path:
 
 
 def find_model_directory(path: Path, option: str = "--model") -> Path:
-    """Return an existing path, or for a name of the hub its directory, which is downloaded.
-
-    The first process of a host downloads files; other processes wait.
-    """
+    """Return an existing path, or a hub name's directory; a host's first process downloads it."""
     if path.exists() or not HUB_ID.fullmatch(str(path)):
         return path
     import huggingface_hub as hub

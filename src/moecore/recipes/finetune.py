@@ -300,6 +300,7 @@ def dry_run(args: FinetuneConfig) -> int:
         training_run = make_planned_run(args, model, parallel, world_size)
 
     def print_first_batch() -> None:
+        """Read the data, and print its counts and the first batch."""
         data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
         print(f"data: {data.report}")
         packed_rows = can_pack_documents(build_hf_model(config, args.model))

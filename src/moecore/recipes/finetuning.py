@@ -51,6 +51,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         super().__post_init__()
 
         def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
+            """Run the micro-batches in dim 0 of tensors; return the loss."""
             return self.run_micro_batches(num_labels, zip(*tensors, strict=True))
 
         self.graph = GraphedStep(train_on, self.model) if self.args.cuda_graph else None
@@ -121,9 +122,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
             losses = self.owner.compute_losses(batch.inputs(self.device, transformers=True))
             return batch.compute_local_loss(losses) * batch.num_labels
         divisor = torch.ones((), dtype=torch.int64, device=self.device)
-        inputs = [
-            make_causal_lm_inputs(divisor, *parts) for parts in iterate_micro_batches(self, batch)
-        ]
+        inputs = [make_causal_lm_inputs(divisor, *x) for x in iterate_micro_batches(self, batch)]
         return self.owner.compute_losses(inputs).sum()
 
     def compute_metrics(self, token_counts: list[int], seconds: float) -> Metrics:
@@ -140,7 +139,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
 
 def iterate_micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each micro-batch of `batch`, on the device, without the A dimension.
+    """Yield each micro-batch's tensors on the device, without the micro-batch dimension A.
 
     If `job.packs` is False, the rows are cut to the longest document of the micro-batch.
     """

@@ -165,6 +165,7 @@ class SampleOptions(CheckedRecord):
     sample_tokens: Count = 32
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if self.sample_every and not self.sample_prompts:
             yield "sample_every", "be 0 without sample_prompts: give a prompt"
 
@@ -172,9 +173,7 @@ class SampleOptions(CheckedRecord):
         """Return {prompt: token ids}; {} = no samples. ValueError for unsupported prompts."""
         if not self.sample_every:
             return {}
-        prompts = {
-            text: encode_prompt(tokenizer, text, is_chat=False) for text in self.sample_prompts
-        }
+        prompts = {p: encode_prompt(tokenizer, p, is_chat=False) for p in self.sample_prompts}
         for text, ids in prompts.items():
             if len(ids) + self.sample_tokens > config.max_seq_len:
                 raise ValueError(

@@ -36,10 +36,7 @@ class WallTime:
     """
 
     def __init__(self, path: Path, *, lost_seconds: float = 0.0) -> None:
-        """Continue the file at `path`, if it exists.
-
-        `lost_seconds` of category "steps" become "lost steps".
-        """
+        """Continue the file at `path`, if any; move `lost_seconds` from "steps" to "lost steps"."""
         process_start, start_end = find_process_start(), time.time()
         self.path, self._next_save = path, 0.0
         self.began, ended, self.seconds = _read_file(path) or (process_start, process_start, {})

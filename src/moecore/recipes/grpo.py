@@ -229,6 +229,7 @@ def dry_run(args: GRPOConfig) -> int:
         training_run = make_planned_run(training, model, parallel, world_size)
 
     def print_first_batch() -> None:
+        """Read the prompts, and print their number and the first prompt."""
         prompts = read_run_prompts(args, read_tokenizer(args.model))
         group = args.sampling.group
         if training_run is not None:

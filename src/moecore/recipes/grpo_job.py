@@ -148,10 +148,7 @@ def read_prompts(
 def make_prompt_steps(
     prompts: Sequence[Prompt], *, rows: int, data_rank: int, data_ranks: int, seed: int
 ) -> Steps[list[Prompt]]:
-    """Return a reader of this data rank's prompts, at most `rows` per step.
-
-    An epoch has each prompt once, on one data rank.
-    """
+    """Return a reader of at most `rows` prompts of this rank a step; an epoch has each once."""
     sampler = PackedBatchSampler(
         [1] * len(prompts), 1, rows=rows, data_rank=data_rank, data_ranks=data_ranks, seed=seed
     )
@@ -247,7 +244,7 @@ class Reinforcement(TrainingJob[Samples]):
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[list[int]]) -> Tensor:
-        """Return each completion's reward, fp32 [n]; store the mean over all ranks. Collective."""
+        """Return each response's reward, fp32 [n]; store the mean over all ranks. Collective."""
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         completions = [
             text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]

@@ -198,12 +198,14 @@ def export_model(hf: Any, source: Path, target: Path) -> None:
     options = {"config": source, "dtype": read_config(source).dtype}
 
     def write(draft: Path, report: Report) -> None:
+        """Write weights and config to `draft`. Collective."""
         try:
             export_hf(hf, draft, progress=report, **options)
         except NotImplementedError:  # nothing is written then: gpt-oss is only published stacked
             export_hf(hf, draft, progress=report, layout="fused", **options)
 
     def complete(draft: Path) -> None:
+        """Write tokenizer and generation config to `draft`."""
         if not (source / "generation_config.json").is_file():
             hf.generation_config.save_pretrained(draft)
         copy_files(source, draft)
@@ -225,6 +227,7 @@ def write_export(
         write(draft, report)
 
     def replace_target() -> None:
+        """Complete the draft directory and move it to `target`."""
         complete(draft)
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)

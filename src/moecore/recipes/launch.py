@@ -169,6 +169,7 @@ def _end_ranks(ranks: ProcessContext) -> None:
 
 
 def _raise_terminated(*_: object) -> None:
+    """Signal handler: raise `Terminated`."""
     raise Terminated
 
 

@@ -264,10 +264,7 @@ def save_checkpoint(job: TrainingJob[Any], saver: Saver, step: int) -> None:
 
 
 def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | None]:
-    """Return a context with the report on rank 0 and with None on other ranks.
-
-    If rank 0 cannot open the report, all ranks raise its error.
-    """
+    """Return a context with rank 0's report, None on other ranks; all ranks raise its errors."""
     reports: list[RunReport] = []
     run_on_first_rank(lambda: reports.append(RunReport(job.args, start=job.start, unit=job.unit)))
     return reports[0] if reports else nullcontext()

@@ -230,6 +230,7 @@ def _open_tensorboard(module: ModuleType, folder: str, start: int) -> Logger:
     writer = module.SummaryWriter(folder, purge_step=start + 1)
 
     def log(metrics: Metrics, step: int) -> None:
+        """Write each metric of a step."""
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
@@ -280,4 +281,5 @@ def convert_to_json(config: Any) -> dict[str, Any]:
 
 
 def _convert_json_value(value: Any) -> Any:
+    """Return a dataclass as a dict, and any other value as text."""
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

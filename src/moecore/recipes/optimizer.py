@@ -89,6 +89,7 @@ class OptimizerConfig(CheckedRecord):
     base_width: Count | None = None
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if self.optimizer == "muon" and self.master_remainder:
             yield (
                 "master_remainder",

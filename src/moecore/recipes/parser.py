@@ -168,9 +168,7 @@ def _read_words(
     import tyro
 
     conf: Any = tyro.conf
-    names = {
-        make_flag_name(word.partition("=")[0].lstrip("-")) for word in words if word[:2] == "--"
-    }
+    names = {make_flag_name(w.partition("=")[0].lstrip("-")) for w in words if w[:2] == "--"}
     flags = {name for option in options for flag in option.flags for name in (flag, f"no-{flag}")}
     for name in sorted(names - flags - {"help"}):
         hint = _suggest_name(name, flags, "--")
@@ -214,10 +212,7 @@ def _read_words(
 
 
 def _make_flags_class(name: str, hints: dict[str, Any], record: Any) -> Any:
-    """Return TypedDict `name`, from which tyro makes the flags `hints` ({flag: type}).
-
-    The help text of the flags is the docstring of class `record`.
-    """
+    """Return TypedDict `name` of {flag: type} for tyro, with the docstring of class `record`."""
     flags = Flags(name, hints, total=False)
     flags.__doc__ = inspect.cleandoc(record.__doc__ or "").partition("\n\nAttributes:")[0]
     return flags
@@ -328,6 +323,7 @@ def _make_word_hint(hint: Any, default: Any = None) -> Any:
 
 
 def _convert_to_snake_case(name: str) -> str:
+    """Replace "-" by "_"."""
     return name.replace("-", "_")
 
 

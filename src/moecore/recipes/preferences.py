@@ -78,6 +78,7 @@ def make_preference_steps(
     )
 
     def build_batch(numbers: list[int]) -> PreferenceBatch:
+        """Return the batch of the pairs with these indices."""
         parts = [part for number in numbers for part in pairs[number].parts]
         lengths = torch.tensor(
             [0, *(len(part.tokens_T) for part in parts)], dtype=torch.int64, device="cpu"
@@ -144,7 +145,7 @@ def _as_messages(value: Any) -> Any:
 
 
 def _split_shared_prompt(preferred: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return the common prefix of two completions, and the rest of each."""
+    """Return the common prefix of the preferred and rejected completion, and the rest of each."""
     count = count_common_prefix(preferred, rejected)
     count -= count > 0 and preferred[count - 1] == " "
     return preferred[:count], preferred[count:], rejected[count:]
@@ -164,12 +165,10 @@ def _tokenize_texts(tokenizer: Any, prompt: str, completions: Sequence[str]) -> 
 def _tokenize_chats(
     tokenizer: Any, prompt: list[Any], completions: Sequence[list[Any]], tools: Any
 ) -> Iterator[list[int]]:
-    """Yield the token ids of the prompt, and of the prompt with each completion.
-
-    The ids of the prompt end with the template's beginning of an answer.
-    """
+    """Yield ids of the prompt, ending with an answer's beginning, and with each completion."""
 
     def render(messages: list[Any], *, is_prompt: bool = False) -> list[int]:
+        """Return a chat's token ids; `is_prompt` adds the beginning of an answer."""
         ids: list[int] = tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=is_prompt, return_dict=True
         )["input_ids"]

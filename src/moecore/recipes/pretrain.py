@@ -147,10 +147,7 @@ class PretrainConfig(ShardedConfig):
         return choose_balance(get_moe_config(config))
 
     def resolve(self) -> Self:
-        """Return the options with all fields of [corpus] and of the model set, for config.toml.
-
-        With --hf-config, the model's fields stay unset.
-        """
+        """Return options with all fields of [corpus] and, without --hf-config, of the model set."""
         config = self.make_decoder_config()
         moe = get_moe_config(config)
         run = replace(self, corpus=asdict(make_corpus_options(self, config, 1)))
@@ -234,10 +231,7 @@ def make_corpus_options(args: PretrainConfig, config: DecoderConfig, cp: int) ->
 
 
 def compute_width_rates(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
-    """Return factors of initial weights and learning rates, from the model dim and --base-width.
-
-    None = --base-width is not set.
-    """
+    """Return factors of initial weights and learning rates; None = --base-width is not set."""
     width = args.optimizer.base_width
     if width is None:
         return None
@@ -318,13 +312,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def resolve_stages(args: PretrainConfig, world_size: int | None = None) -> list[PretrainConfig]:
-    """Return the options of each stage, with its steps.
-
-    `world_size` None = WORLD_SIZE of the environment.
-    """
+    """Return each stage's options, with its steps; `world_size` None = WORLD_SIZE."""
     num_ranks = world_size or int(os.environ["WORLD_SIZE"])
 
     def get_batch_sizes(options: PretrainConfig) -> tuple[int, int, BatchRamp]:
+        """Return rows of a full step, rows of a micro-batch over all ranks, the ramp."""
         num_experts = get_moe_config(options.make_decoder_config()).num_experts
         shape = make_batch_shape(
             options, options.make_parallel_config(num_ranks, num_experts=num_experts)
@@ -363,6 +355,7 @@ def dry_run(args: PretrainConfig) -> int:
     parallel = args.make_parallel_config(world_size, num_experts=get_moe_config(config).num_experts)
 
     def print_first_batch() -> None:
+        """Print the first batch of rank 0."""
         rows = make_corpus_options(args, config, parallel.cp)
         shape = make_batch_shape(args, parallel)
         if args.tokens == "random":

@@ -138,9 +138,7 @@ def pack_loads(metrics: Metrics) -> dict[str, Any]:
         f"expert_loads/{layer}": get_expert_loads(metrics, layer)
         for layer in list_moe_layers(metrics)
     }
-    lists = {
-        name: [round(load, 3) for load in loads_E] for name, loads_E in loads.items() if loads_E
-    }
+    lists = {name: [round(x, 3) for x in loads_E] for name, loads_E in loads.items() if loads_E}
     return drop_expert_loads(metrics) | lists
 
 
@@ -166,10 +164,7 @@ def make_run_dir(path: Path) -> None:
 
 
 def truncate_metrics(path: Path, step: int) -> float:
-    """Remove damaged lines and lines of steps after `step` from metrics.jsonl `path`, in place.
-
-    Return the seconds that the removed steps took.
-    """
+    """Remove damaged lines and steps after `step` from a file; return these steps' seconds."""
     lines, num_damaged = read_metrics(path)
     if num_damaged:
         print(f"{path}: dropped {num_damaged} damaged line(s)", flush=True)

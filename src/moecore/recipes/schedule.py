@@ -48,6 +48,7 @@ class LearningRateSchedule(CheckedRecord):
     min_lr_ratio: Share = 0.1
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if self.warmup_steps is not None and self.warmup_tokens is not None:
             yield "warmup_tokens", f"be None with warmup_steps ({self.warmup_steps}): drop one"
         if self.decay_steps is not None and self.lr_schedule != "wsd":
@@ -107,6 +108,7 @@ class BatchRamp(CheckedRecord):
     ramp_tokens: NumTokens | None = None
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         names = ("ramp_start", "ramp_increment", "ramp_tokens")
         missing = [name for name in names if getattr(self, name) is None]
         names_set = ", ".join(name for name in names if name not in missing)
@@ -226,6 +228,7 @@ class StageLength(CheckedRecord):
     tokens: NumTokens | None = None
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if (self.steps is None) == (self.tokens is None):
             yield "steps", f"be given without tokens ({self.tokens}), or tokens alone: give one"
 

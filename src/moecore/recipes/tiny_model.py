@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from moecore.base.command_options import POSITIONAL
-from moecore.recipes.data import scan_standard_library
+from moecore.recipes.data import scan_stdlib
 
 CHATS, PAIRS, PROMPTS = "chats.jsonl", "pairs.jsonl", "prompts.jsonl"
 WORDS = [*"0123456789+=", "<end>"]
@@ -70,7 +70,7 @@ def check_path_is_new(out: Path) -> None:
 def iterate_questions() -> Iterator[tuple[str, str]]:
     """Yield a question about each documented function of single-file modules, and its answer."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in scan_standard_library():
+    for path in scan_stdlib():
         if path.parent == root and not path.stem.startswith("_"):
             for node in ast.parse(path.read_bytes()).body:
                 if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
@@ -94,10 +94,7 @@ def _make_chats(pairs: list[tuple[str, str]]) -> Iterator[list[dict[str, str]]]:
 
 
 def _make_preferences(pairs: list[tuple[str, str]]) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Yield {"prompt", "chosen", "rejected"} as chats for each (question, answer) of `pairs`.
-
-    The rejected text is the answer with its words in reversed order.
-    """
+    """Yield {"prompt", "chosen", "rejected"} of `pairs`; rejected answers have reversed words."""
     for question, answer in pairs:
         yield {
             "prompt": [{"role": "user", "content": question}],
@@ -107,7 +104,7 @@ def _make_preferences(pairs: list[tuple[str, str]]) -> Iterator[dict[str, list[d
 
 
 def make_tokenizer(pairs: list[tuple[str, str]]) -> Any:
-    """Return a byte-level BPE tokenizer that is trained on the questions and answers."""
+    """Return a byte-level BPE tokenizer that is trained on `pairs` of question and answer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -155,9 +155,7 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
                 f"tensors of layer {name!r} ({len(records)} forwards) must have forward "
                 f"{min(missing)}: load the whole recording"
             )
-    return {
-        name: [records[i] for i in range(len(records))] for name, records in layer_records.items()
-    }
+    return {name: [r[i] for i in range(len(r))] for name, r in layer_records.items()}
 
 
 def convert_from_engine_indices(

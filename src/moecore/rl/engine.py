@@ -258,10 +258,7 @@ class Engine:
     def _compute_scores(
         self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
     ) -> TokenScores:
-        """Return scores of rollouts by the model of `step`, without gradients. Collective.
-
-        `entropy` and `routes` = the scores have entropies and routes.
-        """
+        """Return scores without gradients, with `entropy` and `routes` if requested. Collective."""
         with publish_errors("log_probs() of rollouts"), self._use_batch_invariance(step.model):
             rows, _ = self._build_rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._make_empty_scores(rollouts, entropy)
@@ -417,7 +414,7 @@ def _check_token_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
 
 
 def _check_losses(objective: str, loss_N: object, log_probs_N: Tensor) -> None:
-    """Raise ValueError unless an objective returned one differentiable loss per token."""
+    """Raise ValueError unless `objective` returned a differentiable loss `loss_N` per token."""
     if not isinstance(loss_N, Tensor):
         raise ValueError(
             f"{objective} returned {quote(loss_N)}, which must be a tensor: return a loss per token"
@@ -440,7 +437,7 @@ def _check_losses(objective: str, loss_N: object, log_probs_N: Tensor) -> None:
 
 
 def _compute_weights(rollouts: Rollouts) -> Tensor:
-    """Return the weight of each token in a mean, fp64 [N], on the CPU; 0 outside of responses."""
+    """Return the weight of each of N tokens in a mean, fp64 [N], on the CPU; 0 if no response."""
     mask_N = rollouts.response_mask_N.cpu()
     weights_N = rollouts.weights_N
     unit_weights_N = torch.ones_like(mask_N, dtype=torch.float64)

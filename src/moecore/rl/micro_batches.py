@@ -62,10 +62,7 @@ class RowLimits:
 
 
 def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
-    """Return the indices of sequences of each micro-batch, packed first-fit decreasing.
-
-    Each group of `group_size` consecutive sequences is in one micro-batch.
-    """
+    """Return each micro-batch's sequence indices; `group_size` consecutive ones stay together."""
     lengths = [limits.compute_padded_length(length) for length in rollouts.lengths]
     number = rollouts.num_sequences
     if number % group_size:
@@ -118,10 +115,7 @@ class RolloutRow:
         return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
 
     def gather_at_positions(self, values_N: Tensor, padding_value: float) -> Tensor:
-        """Return [T, ..]: for each position, the value in `values_N` [N, ..] of its token.
-
-        Positions of padding have the value `padding_value`.
-        """
+        """Return [T, ..]: the value in `values_N` of each position's token, or `padding_value`."""
         values_T = values_N.new_full(
             (len(self.local_token_idx_T), *values_N.shape[1:]), padding_value
         )

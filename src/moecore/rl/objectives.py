@@ -238,7 +238,7 @@ class OwnObjective(CheckedRecord):
     group_size: Count = 1
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of each broken rule."""
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         field_names = Rollouts.__dataclass_fields__
         if any(name not in field_names for name in self.needs):
             yield "needs", f"be fields of Rollouts ({', '.join(field_names)}): name those"

@@ -153,10 +153,7 @@ class RoutedLayers:
 
 
 def _make_module_sort_key(model: nn.Module, module_name: str) -> list[int]:
-    """Return the indices, among their siblings, of a module's parents and of the module.
-
-    Lists of two modules compare in the order of the model.
-    """
+    """Return a key for the model's order: a module's and its parents' indices among siblings."""
     # Modules that other stages have leave `AbsentModule` in their place, so places are those of the
     # whole model.
     places, module = [], model

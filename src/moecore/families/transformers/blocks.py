@@ -170,10 +170,7 @@ def _adopt_stacked(
 
 
 def _get_router_tensors(block: nn.Module, layout: LayerLayout) -> dict[str, Tensor]:
-    """Return a router's parameters and buffers by name.
-
-    If another module has the selection bias (`layout.bias_owner`), the result contains this bias.
-    """
+    """Return a router's parameters and buffers by name, with the bias of `layout.bias_owner`."""
     tensors = _get_tensors(block.get_submodule(layout.router))
     if layout.bias_owner is not None:
         of_owner = _get_tensors(block.get_submodule(layout.bias_owner))

@@ -43,10 +43,7 @@ def use_chunked_attention(model: nn.Module) -> None:
 
 
 def split_into_chunks(layer: nn.Module, sequence: Sequence, q_BHTd: Tensor) -> Sequence:
-    """Return the `Sequence` of a layer's chunks; `sequence` if the layer is not chunked.
-
-    `q_BHTd` gives the shape and device of this rank's tokens.
-    """
+    """Return the `Sequence` of a layer's chunks for queries `q_BHTd`; unchanged if not chunked."""
     size: int | None = getattr(layer, CHUNK_SIZE, None)
     if size is None:
         return sequence
@@ -74,5 +71,5 @@ def _find_attention_modules(model: nn.Module) -> list[Any]:
 
 
 def _is_chunked(layer: Any) -> bool:
-    """Whether the config's mask for a layer has chunks."""
+    """Whether the config gives a layer a chunked attention mask."""
     return bool(layer.config.layer_types[layer.layer_idx] == CHUNKED)

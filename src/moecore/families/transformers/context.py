@@ -24,7 +24,7 @@ from moecore.families.transformers.head import IS_SCORED
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.rows import READER, RowReader, get_shifted_labels, get_tokens
-from moecore.families.transformers.sparse_attention import find_sparse_attention_modules
+from moecore.families.transformers.sparse_attention import find_sparse_attention
 from moecore.families.transformers.stock import (
     CAUSAL_LOSS,
     get_loss_name,
@@ -65,7 +65,7 @@ class CausalContext:
         if getattr(config, "kv_lora_rank", None):  # keys of all heads are made before attention
             kv_heads = num_heads
         local_heads = num_heads // tp, max(kv_heads // tp, 1)
-        is_sparse = bool(find_sparse_attention_modules(self.model))
+        is_sparse = bool(find_sparse_attention(self.model))
         if find_chunked_layers(self.model):
             if options.way not in ("auto", "a2a") or local_heads[1] % cp:
                 raise ValueError(

@@ -85,10 +85,7 @@ def read_layout(experts: Any) -> ExpertLayout:
 
 
 def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
-    """Return an experts module's parameters by name.
-
-    Rows of experts that return their input (LongCat-Flash) are removed.
-    """
+    """Return an experts module's parameters by name, without rows of LongCat's identity experts."""
     # LongCat-Flash's FC1 has rows for experts that return their input, but its checkpoints do not.
     tensors = dict(experts.named_parameters(recurse=False))
     if getattr(experts, "zero_expert_num", 0):
@@ -187,7 +184,7 @@ def _match_activation_options(
 
 
 def _find_positive_attribute(experts: Any, attribute_names: Sequence[str]) -> float | None:
-    """Return the first of the named attributes that is a positive finite number, or None."""
+    """Return the first of these attributes of `experts` that is a positive number, or None."""
     values = (getattr(experts, name, None) for name in attribute_names)
     return next((v for v in values if isinstance(v, int | float) and 0 < v < inf), None)
 

@@ -63,20 +63,16 @@ def is_rms_norm(module: nn.Module) -> bool:
         weight_D = torch.randn(weight.shape, generator=g, dtype=torch.float32, device="cpu")
         x_TD = torch.randn(2, len(weight_D), generator=g, dtype=torch.float32, device="cpu")
         for size in SIZES:
-            reference_TD = F.rms_norm(size * x_TD, weight_D.shape, weight_D, eps)
+            stock_TD = F.rms_norm(size * x_TD, weight_D.shape, weight_D, eps)
             y_TD = functional_call(module, {"weight": weight_D}, (size * x_TD,))
-            if not torch.allclose(
-                y_TD, reference_TD, rtol=FP32_DISTANCE, atol=FP32_DISTANCE * size
-            ):
+            if not torch.allclose(y_TD, stock_TD, rtol=FP32_DISTANCE, atol=FP32_DISTANCE * size):
                 return False
     return True
 
 
 def _get_eps(module: nn.Module) -> float | None:
     """Return the eps of a norm, or None if it has no float attribute of a known name."""
-    return next(
-        (value for name in EPS if isinstance(value := getattr(module, name, None), float)), None
-    )
+    return next((eps for n in EPS if isinstance(eps := getattr(module, n, None), float)), None)
 
 
 def _apply_rms_norm(module: Any, x: Tensor) -> Tensor:

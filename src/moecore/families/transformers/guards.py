@@ -30,7 +30,7 @@ NATIVE = {
 }
 
 
-def guard_pretrained_models(model: nn.Module) -> None:
+def guard_models(model: nn.Module) -> None:
     """Guard `save_pretrained`, `generate` and `forward` of transformers models, in place.
 
     `save_pretrained` raises instead of saving shards as full tensors. `generate` runs until all

@@ -45,7 +45,7 @@ def find_linear_rule(module: nn.Module) -> str | None:
     return next((rule for rule in RULES if rule in call), None) if CONVOLUTION in call else None
 
 
-def find_short_convolutions(model: nn.Module) -> list[nn.Module]:
+def find_short_convs(model: nn.Module) -> list[nn.Module]:
     """Return the layers whose class is one of `SHORT_CONVOLUTIONS`."""
     return [
         m
@@ -59,7 +59,7 @@ def accept_sequence_argument(model: nn.Module) -> None:
 
     This replaces global functions of the layers' Python modules, for all models of these modules.
     """
-    convolutions = find_short_convolutions(model)
+    convolutions = find_short_convs(model)
     for layer in convolutions:
         layer.register_forward_pre_hook(_check_no_layer_cache, with_kwargs=True)
     for layer in filter(_is_lightning, model.modules()):
@@ -72,7 +72,7 @@ def accept_sequence_argument(model: nn.Module) -> None:
 
 
 def disable_fused_layer(module: nn.Module) -> None:
-    """Disable the kernel of a full layer, which would skip hooks of the output projection."""
+    """Disable the kernel of a complete layer, which would skip hooks of the output projection."""
     of_file = inspect.unwrap(type(module).forward).__globals__
     if SHORTCUT in of_file:
         of_file[SHORTCUT] = _skip_fused_layer
@@ -86,6 +86,7 @@ def _make_sequence_wrapper(stock_function: Function, sequence_function: Function
 
     @wraps(stock_function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call `sequence_function` if the call needs it, otherwise `stock_function`."""
         sequence: Sequence | None = kwargs.pop(SEQUENCE, None)
         if not _has_documents_or_ranks(sequence):
             return stock_function(*args, **kwargs)
@@ -201,10 +202,7 @@ def _scan_state_space(
 
 
 def _skip_fused_layer(*_args: Any, **_: Any) -> None:
-    """Replacement of a full-layer kernel that returns None.
-
-    For None the caller runs the separate operations of the layer.
-    """
+    """Replacement of a full-layer kernel: return None, so that the caller runs each operation."""
 
 
 def _has_documents_or_ranks(sequence: Sequence | None) -> bool:

@@ -25,7 +25,7 @@ from moecore.families.transformers.linear_attention import find_linear_rule
 from moecore.families.transformers.module_plan import (
     ModulePlan,
     Stack,
-    get_named_linears,
+    get_linears,
     iterate_local_rows,
     list_lora_adapters,
 )
@@ -66,7 +66,7 @@ def plan_linear_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
     problem = _find_sharding_problem(module, layer)
     if problem is not None:
         return problem
-    linears = get_named_linears(module)
+    linears = get_linears(module)
     head_exchanges = {n: layer.columns[n] for n in layer.by_section if n in linears}
     for child in head_exchanges:
         if linears[child].out_features % tp:
@@ -85,37 +85,31 @@ def plan_linear_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
     )
 
 
-def _find_sharding_problem(module: Any, linear_heads: _LinearHeads) -> str | None:
-    """Return why `module` cannot be sharded by heads as `linear_heads` describes; None = it can."""
-    linears, params = get_named_linears(module), dict(module.named_parameters())
-    sizes = {n: _count_rows(stack) for n, stack in linear_heads.columns.items()}
+def _find_sharding_problem(module: Any, heads: _LinearHeads) -> str | None:
+    """Return why `module` cannot be sharded by heads as `heads` describes; None = it can."""
+    linears, params = get_linears(module), dict(module.named_parameters())
+    sizes = {n: _count_rows(stack) for n, stack in heads.columns.items()}
     for child, linear in linears.items():
         if child in sizes and linear.out_features != sizes[child]:
             return f"{child} ({linear.out_features} outputs) is not of {sizes[child]} rows of heads"
-    if linear_heads.row not in linears or linears[linear_heads.row].in_features != _count_rows(
-        linear_heads.values
-    ):
-        return f"{linear_heads.row} does not read all heads"
-    if linears[linear_heads.row].bias is not None and linear_heads.row in list_lora_adapters(
-        module
-    ):
-        return f"{linear_heads.row} has a bias and adapters"
+    if heads.row not in linears or linears[heads.row].in_features != _count_rows(heads.values):
+        return f"{heads.row} does not read all heads"
+    if linears[heads.row].bias is not None and heads.row in list_lora_adapters(module):
+        return f"{heads.row} has a bias and adapters"
     filters = getattr(module, FILTERS, None)
-    if type(filters) is not nn.Conv1d or filters.groups != _count_rows(linear_heads.channels):
+    if type(filters) is not nn.Conv1d or filters.groups != _count_rows(heads.channels):
         return f"{FILTERS} is not plain"
-    for child, stack in linear_heads.params_by_head.items():
+    for child, stack in heads.params_by_head.items():
         if child in params and params[child].numel() != _count_rows(stack):
             return f"{child} may not have an element per head"
-    if not all(
-        _is_gated_norm(module.get_submodule(n), size) for n, size in linear_heads.groups.items()
-    ):
+    if not all(_is_gated_norm(module.get_submodule(n), size) for n, size in heads.groups.items()):
         return "norm is not known"
     known_names = (
         *sizes.keys() & linears.keys(),
-        linear_heads.row,
+        heads.row,
         FILTERS,
-        *linear_heads.params_by_head,
-        *linear_heads.replicated,
+        *heads.params_by_head,
+        *heads.replicated,
     )
     for child in params:
         if not any(child == n or child.startswith(f"{n}.") for n in known_names):
@@ -129,10 +123,7 @@ def _count_rows(sections: Stack) -> int:
 
 
 def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return the names and sizes of tensors that tp shards in a gated delta net (Qwen3-Next).
-
-    `_LinearHeads.counts` has numbers of heads and columns per tp rank.
-    """
+    """Return names and sizes (`counts` per tp rank) of a gated delta net's sharded tensors."""
     k, v = (module.num_k_heads, module.head_k_dim), (module.num_v_heads, module.head_v_dim)
     per_head = (module.num_v_heads, 1)
     counts = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
@@ -157,10 +148,7 @@ def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return the names and sizes of tensors that tp shards in a Kimi delta attention.
-
-    `_LinearHeads.counts` has numbers of heads and columns per tp rank.
-    """
+    """Return names and sizes (`counts` per tp rank) of a Kimi delta attention's sharded tensors."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     counts = {n: getattr(module, n) // tp for n in ("num_heads", "qkv_dim")}
     linears = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
@@ -178,10 +166,7 @@ def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_mamba2_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return the names and sizes of tensors that tp shards in a Mamba-2 mixer.
-
-    `_LinearHeads.counts` has numbers of heads, groups and columns per tp rank.
-    """
+    """Return names and sizes (`counts` per tp rank) of a Mamba-2 mixer's sharded tensors."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     group = (module.n_groups, module.ssm_state_size)  # of B, as of C
     channels = (x, group, group)

@@ -86,6 +86,7 @@ def _make_loss_function(loss: LogProbLoss) -> Callable[..., Tensor]:
     """Return a transformers `loss_function` that computes `loss`; cp ranks return loss / cp."""
 
     def compute_loss(logits: Tensor, labels: Tensor, *_: Any, **keywords: Any) -> Tensor:
+        """Return the loss of logits [B, T, V] and labels [B, T]; cp ranks return loss / cp."""
         if isinstance(logits, DTensor):
             raise NotImplementedError(
                 "log_prob_loss must be of a model whose head is whole: use tp with a Decoder"

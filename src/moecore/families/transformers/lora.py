@@ -147,16 +147,9 @@ def _forbid_methods(model: nn.Module, alternatives: Mapping[str, str], context: 
                 setattr(module, name, functools.partial(_refuse_method, name, context, instead))
 
 
-def _refuse_method(
-    method_name: str, context: str, alternative: str, *args: Any, **kwargs: Any
-) -> None:
-    """Raise NotImplementedError for a call of peft's method, with the `alternative` in the error.
-
-    `context` is as in `_forbid_methods`.
-    """
-    raise NotImplementedError(
-        f"{method_name} of peft must not be called {context}: use {alternative}"
-    )
+def _refuse_method(method: str, context: str, fix: str, /, *args: Any, **kwargs: Any) -> None:
+    """Raise NotImplementedError: peft's `method` must not be called `context`; use `fix`."""
+    raise NotImplementedError(f"{method} of peft must not be called {context}: use {fix}")
 
 
 def _refuse_late_adapters(module: nn.Module, args: Any) -> None:
@@ -191,21 +184,15 @@ def disable_adapters(model: Any) -> Iterator[None]:
             param.requires_grad_(is_trained)
 
 
-def select_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that the model had before peft, under their names before peft.
-
-    `tensors` maps names in `model` to tensors, LoRA's included.
-    """
+def get_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the `tensors` (by name) that existed before peft, under their old names."""
     added_prefixes, moved_prefixes = _list_peft_prefixes(model)
     base_tensors = {n: t for n, t in tensors.items() if not n.startswith(added_prefixes)}
     return {_rename_without_peft(n, moved_prefixes): t for n, t in base_tensors.items()}
 
 
 def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of peft's active `modules_to_save` under the original modules' names.
-
-    `tensors` maps names in `model` to tensors.
-    """
+    """Return the `tensors` of peft's active `modules_to_save` by the original modules' names."""
     _, moved_prefixes = _list_peft_prefixes(model)
     copy_of = {}
     for path, module in model.named_modules():
@@ -334,6 +321,7 @@ def _make_expert_lora_class() -> type[LowRank]:
 
         @property
         def in_use(self) -> list[str]:
+            """Return the names of active LoRA adapters; [] if disabled or merged."""
             if self.disable_adapters or self.merged:
                 return []
             return [name for name in self.active_adapters if name in self.lora_A]

@@ -69,7 +69,7 @@ class ModulePlan:
     buffers: Mapping[str, int] | None = None
 
 
-def get_named_linears(module: nn.Module) -> dict[str, nn.Linear]:
+def get_linears(module: nn.Module) -> dict[str, nn.Linear]:
     """Return the linears in a module by dotted name; a LoRA layer counts as its base linear."""
     linears = dict[str, nn.Linear]()
     for name, child in module.named_children():
@@ -77,7 +77,7 @@ def get_named_linears(module: nn.Module) -> dict[str, nn.Linear]:
         if type(base) is nn.Linear:
             linears[name] = base
         elif base is child:
-            linears |= {f"{name}.{inner}": part for inner, part in get_named_linears(child).items()}
+            linears |= {f"{name}.{inner}": part for inner, part in get_linears(child).items()}
     return linears
 
 
@@ -89,7 +89,7 @@ def list_output_linears(module: nn.Module) -> list[Any]:
 
 def list_lora_adapters(module: nn.Module) -> dict[str, list[tuple[nn.Linear, nn.Linear]]]:
     """Return for each linear with LoRA, by name, the (A, B) of its LoRA adapters."""
-    layers = {name: module.get_submodule(name) for name in get_named_linears(module)}
+    layers = {name: module.get_submodule(name) for name in get_linears(module)}
     return {n: list_lora_pairs(m) for n, m in layers.items() if find_lora_base(m) is not None}
 
 
@@ -103,7 +103,7 @@ def list_placements(
     module: nn.Module, plan: ModulePlan
 ) -> Iterator[tuple[tuple[nn.Module, str], Placement]]:
     """Yield ((submodule, parameter name), placement) of each parameter that tp shards."""
-    linears, adapted = get_named_linears(module), list_lora_adapters(module)
+    linears, adapted = get_linears(module), list_lora_adapters(module)
     halves = StridedShard(0, split_factor=2)
     columns = {name: halves if name in plan.halves else Shard(0) for name in plan.columns}
     for name, placement in columns.items():

@@ -17,11 +17,8 @@ from torch import Tensor, nn
 from moecore.base.torch_private import tree_map_only
 from moecore.families.adapters import CONVOLUTIONS
 from moecore.families.transformers.chunked_attention import CHUNKED, find_chunked_layers
-from moecore.families.transformers.linear_attention import (
-    find_linear_layers,
-    find_short_convolutions,
-)
-from moecore.families.transformers.sparse_attention import find_sparse_attention_modules
+from moecore.families.transformers.linear_attention import find_linear_layers, find_short_convs
+from moecore.families.transformers.sparse_attention import find_sparse_attention
 from moecore.families.transformers.stock import (
     CAUSAL_LOSS,
     find_names_in_forward,
@@ -46,7 +43,7 @@ def find_longest_position_readers(model: nn.Module) -> Iterator[tuple[str, str, 
 
 
 def _is_longest_position_reader(module: nn.Module, rope_type: str) -> bool:
-    """Whether a rotary embedding's angles depend on the longest position of the forward."""
+    """Whether a rotary embedding of `rope_type` depends on the longest position of the forward."""
     if "dynamic" in rope_type or rope_type == "longrope":  # as transformers' dynamic_rope_update
         return True
     return rope_type != "default" and "max" in find_names_in_forward(module)
@@ -109,8 +106,8 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
     config: Any = model.config
     text = config.get_text_config()
     linear = find_linear_layers(model) if has_row_inputs else []
-    num_sparse = len(find_sparse_attention_modules(model)) if has_row_inputs else 0
-    convolutions = find_short_convolutions(model) if has_row_inputs else []
+    num_sparse = len(find_sparse_attention(model)) if has_row_inputs else 0
+    convolutions = find_short_convs(model) if has_row_inputs else []
     row_layers = {LINEAR: len(linear), CONVOLUTION: len(convolutions)}
     row_layers |= {CHUNKED: len(find_chunked_layers(model)) if has_row_inputs else 0}
     references = [

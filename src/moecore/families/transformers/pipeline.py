@@ -28,11 +28,7 @@ from torch import Tensor, nn
 from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.base.torch_private import sum_version_counters
 from moecore.families.transformers.rows import READER, RowReader
-from moecore.families.transformers.stock import (
-    get_text_decoder,
-    list_towers,
-    refuse_tower_inputs,
-)
+from moecore.families.transformers.stock import get_text_decoder, list_towers, refuse_tower_inputs
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import (
@@ -161,6 +157,7 @@ class StagedCausal:
         with ExitStack() as ends:
 
             def hook(name: str, run: Callable[..., Any]) -> None:
+                """Register a forward hook until the context ends."""
                 ends.callback(get(name).register_forward_hook(run).remove)
 
             for name in line:

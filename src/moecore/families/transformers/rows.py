@@ -329,12 +329,12 @@ class ModalityHooks:
         self._state.kinds_BT = get_image_mask(block, args, kwargs)
 
     def select_text(self, x_BT: Tensor) -> Tensor:
-        """Return the values [N] of text tokens in [B, T]. Host sync if the forward has images."""
+        """Return the values [N] of `x_BT` at text tokens. Host sync if the forward has images."""
         kinds_BT = self._state.kinds_BT
         return x_BT.flatten() if kinds_BT is None else x_BT[kinds_BT == 0]  # host sync
 
     def select_images(self, x_BT: Tensor) -> Tensor:
-        """Return the values [N] of image tokens in [B, T]. Host sync if the forward has images."""
+        """Return the values [N] of `x_BT` at image tokens. Host sync if the forward has images."""
         kinds_BT = self._state.kinds_BT
         return x_BT.flatten()[:0] if kinds_BT is None else x_BT[kinds_BT != 0]
 
@@ -399,19 +399,13 @@ def _is_loss_divided_by_labels(model: Any) -> bool:
 
 
 def get_shifted_labels(inputs: Kwargs) -> Tensor:
-    """Return labels [B, T] in which each token has the label of the next token.
-
-    The result is `shift_labels` if passed, otherwise `labels` shifted within rows.
-    """
+    """Return `shift_labels` [B, T] if passed, otherwise `labels` shifted left within rows."""
     shifted_BT: Tensor | None = inputs.get("shift_labels")
     return shift_rows(inputs["labels"], 1, IGNORE_INDEX) if shifted_BT is None else shifted_BT
 
 
 def get_tokens(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
-    """Return the token ids or embeddings in a forward's arguments.
-
-    Raises ValueError for an attention mask, or if `args` has more than one value.
-    """
+    """Return a forward's token ids or embeddings; ValueError for a mask or several `args`."""
     if kwargs.get("attention_mask") is not None:
         raise ValueError(
             "attention_mask must be None after use_causal_attention, which would ignore it: give "

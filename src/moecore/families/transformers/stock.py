@@ -212,10 +212,7 @@ def is_stock(function: Any) -> bool:
 
 
 def _refuse_custom_implementation(experts: nn.Module, class_name: str) -> None:
-    """Raise NotImplementedError if the config selects an experts function of the user.
-
-    `class_name` is the class in the error.
-    """
+    """Raise NotImplementedError if `class_name` has a user's experts function in its config."""
     name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     module = sys.modules.get("transformers.integrations.moe")
     function = getattr(module, "ALL_EXPERTS_FUNCTIONS", {}).get(name)
@@ -255,6 +252,7 @@ def list_towers(model: Any) -> list[str]:
     towers: list[str] = []
 
     def visit(module: nn.Module) -> None:
+        """Append the outermost towers in a module that contains the decoder."""
         for child in module.children():
             if decoder in child.modules():
                 if child is not decoder:

@@ -201,15 +201,13 @@ class LocalHeadsConfig:
         return getattr(self._config, name)
 
 
-def _select_weight_rows(
-    tp: TensorParallel, param_name: str, sections: Stack, module: nn.Module
-) -> Any:
+def _select_weight_rows(tp: TensorParallel, name: str, sections: Stack, module: nn.Module) -> Any:
     """Return this tp rank's rows of a module's parameter; return a DTensor unchanged.
 
     `sections` has (number of heads, rows per head) of each section of rows, such as q, k and v. The
     parameter is a DTensor outside of the module's forward.
     """
-    param = module._parameters[param_name]
+    param = module._parameters[name]
     if param is None or isinstance(param, DTensor):  # outside of forward, such as initialisation
         return param
     return torch.cat([param[rows] for rows in iterate_local_rows(sections, tp.rank, tp.size)])
@@ -230,7 +228,7 @@ class StackedRowsHook:
         self._num_local = sum(heads * size for heads, size in stack) // tp.size
 
         def find_common_ranges(maker: int, taker: int) -> list[tuple[int, int]]:
-            """Return the (start, stop) of local columns of rank `maker` that rank `taker` needs."""
+            """Return (start, stop) of the columns of rank `maker` that rank `taker` needs."""
             start = maker * self._num_local
             rows = list(iterate_local_rows(stack, taker, tp.size))
             ranges = [(max(r.start - start, 0), min(r.stop - start, self._num_local)) for r in rows]
@@ -305,6 +303,7 @@ def _apply_group_norm(
     """
 
     def mean(squares: Tensor) -> Tensor:
+        """Return the mean of squares over each group, whose columns several ranks have."""
         ranks = group_size // squares.shape[-1]
         sums = tp.gather_last_dim(squares.sum(-1, keepdim=True)).unflatten(-1, (-1, ranks))
         means: Tensor = sums[..., tp.rank // ranks, :].sum(-1, True) / group_size
@@ -319,10 +318,7 @@ class RowParallelLinear(nn.Linear):
     tp: TensorParallel
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., out_features], identical on all tp ranks. Collective.
-
-        `input` has this rank's slice of the last dim.
-        """
+        """Return the all-reduced output [..., out_features]; `input` is a slice. Collective."""
         return self.tp.all_reduce(F.linear(input, self.weight)) + self.bias
 
 
@@ -422,10 +418,7 @@ class TokenSliceHooks:
         return x_TD.narrow(-2, self._tp.rank * size, size).contiguous()
 
     def _gather_rows(self, y_tD: Tensor) -> Tensor:
-        """All-gather dim -2 (tokens) over tp and remove the padding.
-
-        Returns [B, T, D] or [T, D], with B and T of the layer's input.
-        """
+        """All-gather dim -2 over tp, remove padding, return the layer's [B, T, D] or [T, D]."""
         *B, T = self._state.shape
         y_BtD = y_tD.view(*B, -1, y_tD.shape[-1]) if B else y_tD[None]
         y_BTD = self._tp.gather_tokens(y_BtD)[:, :T].reshape(*B, T, -1)
@@ -439,10 +432,7 @@ class TokenSliceHooks:
         return (y, *output[1:]) if is_tuple else y
 
     def _gather_logits(self, recorder: nn.Module, _args: Any, logits: tuple[Tensor, ...]) -> Any:
-        """Forward hook of a router's recorder: return the logits [B * T, E] of all tp ranks.
-
-        The logits are unchanged if transformers does not record them.
-        """
+        """Forward hook of a recorder: all-gather [B * T, E] logits if transformers records them."""
         if len(recorder._forward_hooks) == 1:  # transformers records no logits
             return logits
         logits_TE = self._gather_rows(logits[0]).flatten(0, -2)

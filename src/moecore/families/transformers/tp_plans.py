@@ -19,11 +19,7 @@ from torch import nn
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.families.transformers.linear_attention import find_linear_rule
 from moecore.families.transformers.linear_tp_plans import plan_linear_attention
-from moecore.families.transformers.module_plan import (
-    ModulePlan,
-    get_named_linears,
-    list_lora_adapters,
-)
+from moecore.families.transformers.module_plan import ModulePlan, get_linears, list_lora_adapters
 from moecore.families.transformers.stock import (
     find_names_in_forward,
     is_transformers_module,
@@ -86,7 +82,7 @@ def plan_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
         return _plan_qkv_by_head(name, module, tp)
     if type(module).__name__ in STACKED:
         return _plan_stacked_qkv(name, module, tp)
-    linears = get_named_linears(module)
+    linears = get_linears(module)
     value_dim = getattr(module, "v_head_dim", None) or getattr(module, "head_dim", None)
     key_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
     row = next((n for n in OUTPUTS if n in linears), None)
@@ -139,12 +135,9 @@ def _check_head_counts(name: str, num_heads: int, num_kv_heads: int, tp: int) ->
 
 
 def _plan_qkv_by_head(name: str, module: Any, tp: int) -> ModulePlan | str:
-    """Plan attention with one linear whose rows are q, k, v of head 0, then of head 1, and so on.
-
-    Arguments and result are as in `plan_attention`.
-    """
+    """As `plan_attention`, for one linear whose rows are q, k, v of head 0, then of head 1, ..."""
     fused_plan = FUSED_BY_HEAD[type(module).__name__]
-    if not {*fused_plan.columns, fused_plan.row} <= get_named_linears(module).keys():
+    if not {*fused_plan.columns, fused_plan.row} <= get_linears(module).keys():
         return "linears are not plain"
     H = module.num_attention_heads
     _check_head_counts(name, H, H, tp)
@@ -152,11 +145,8 @@ def _plan_qkv_by_head(name: str, module: Any, tp: int) -> ModulePlan | str:
 
 
 def _plan_stacked_qkv(name: str, module: Any, tp: int) -> ModulePlan | str:
-    """Plan attention with one linear whose rows are all of q, then all of k, then all of v.
-
-    Arguments and result are as in `plan_attention`.
-    """
-    linears, d, kv_heads = get_named_linears(module), module.head_dim, module.num_key_value_heads
+    """As `plan_attention`, for one linear whose rows are all of q, then all of k, then all of v."""
+    linears, d, kv_heads = get_linears(module), module.head_dim, module.num_key_value_heads
     if linears.keys() != {"qkv_proj", "o_proj"}:
         return "linears are not plain"
     H = linears["o_proj"].in_features // d
@@ -179,11 +169,9 @@ def _list_gated_query_rows(module: Any, num_query_rows: int) -> tuple[int, ...]:
     return (2 * num_query_rows,) if is_by_head else ()
 
 
-def _is_norm_over_all_heads(
-    module: nn.Module, norm_name: str, linears: Mapping[str, nn.Linear]
-) -> bool:
-    """Whether the norm "q_norm" or "k_norm" (`norm_name`) has a weight per element of all heads."""
-    norm, linear = getattr(module, norm_name, None), linears.get(f"{norm_name[0]}_proj")
+def _is_norm_over_all_heads(module: nn.Module, name: str, linears: Mapping[str, nn.Linear]) -> bool:
+    """Whether the norm `name` ("q_norm") has a weight per output of its linear in `linears`."""
+    norm, linear = getattr(module, name, None), linears.get(f"{name[0]}_proj")
     weight = getattr(norm, "weight", None)
     return linear is not None and weight is not None and weight.numel() == linear.out_features
 
@@ -219,7 +207,7 @@ def plan_mlp(name: str, module: nn.Module, tp: int) -> ModulePlan | None:
         return None
     *columns, row = names
     halves = tuple(columns) if names in FUSED_MLPS else ()
-    linears = get_named_linears(module)
+    linears = get_linears(module)
     if linears.keys() != parts.keys() or not all(_can_shard_halves(module, n) for n in halves):
         return None
     if linears[row].bias is not None and row in list_lora_adapters(module):

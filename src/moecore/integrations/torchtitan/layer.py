@@ -83,7 +83,7 @@ class TitanLayer(MoELayer):
             nn.init.zeros_(bias)
 
 
-def adopt_titan_block(
+def adopt_block(
     layer_class: type[Layer], block: Any, model: nn.Module, *, update_bias: bool = True
 ) -> Layer:
     """Return a `layer_class` with the parameters of a torchtitan MoE block; `model` is not used.

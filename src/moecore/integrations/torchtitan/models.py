@@ -95,7 +95,7 @@ class LossDecoder(Decoder):
         """
         if labels is None:
             return super().forward(tokens_BT, **inputs)
-        return divide_loss_by_cp(self, super().forward(tokens_BT, labels, num_tokens=1, **inputs))
+        return divide_by_cp(self, super().forward(tokens_BT, labels, num_tokens=1, **inputs))
 
 
 def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
     }
 
 
-def divide_loss_by_cp(model: nn.Module, loss: Tensor) -> Tensor:
+def divide_by_cp(model: nn.Module, loss: Tensor) -> Tensor:
     """Return the loss divided by cp, with the gradient of the loss, as torchtitan sums over cp."""
     request = get_request(model)
     cp = 1 if request is None else request.meshes.parallel.cp
@@ -125,10 +125,7 @@ def divide_loss_by_cp(model: nn.Module, loss: Tensor) -> Tensor:
 
 
 class HFArgs:
-    """torchtitan's model arguments of a transformers model.
-
-    The class is no dataclass, because torchtitan 0.2 would log a dataclass as JSON.
-    """
+    """torchtitan's arguments of a transformers model; no dataclass, which 0.2 would log as JSON."""
 
     assets = "hf_assets_path"  # the job's field with the directory
 
@@ -202,7 +199,7 @@ class HFModel(nn.Module):
             return logits_BTV
         inputs |= {"labels": labels, "shift_labels": labels, "num_tokens": 1}
         loss: Tensor = self.hf(**inputs).loss
-        return divide_loss_by_cp(self, loss)
+        return divide_by_cp(self, loss)
 
 
 def _load_or_init_parameters(

@@ -44,14 +44,11 @@ Rule = tuple[str, Any, bool, str]  # field, value, whether it is an error, requi
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """The functions and classes that differ between torchtitan versions.
-
-    `Any` in the signatures below is a job, which is torchtitan's config.
-    """
+    """Functions and classes of a torchtitan version; `Any` is a job, torchtitan's config."""
 
     rules: Callable[[Any, ParallelDims, bool], list[Rule]]  # bool: forward returns a loss
     block: type  # torchtitan's class of MoE blocks
-    adapter: Callable[..., RoutedLayer]  # see `adopt_titan_block`
+    adapter: Callable[..., RoutedLayer]  # see `adopt_block`
     apply_tp: Callable[[nn.Module, ParallelDims, Meshes, Any], Meshes]  # shards over tp, in place
     checkpoint: Callable[[nn.Module, Any], None]  # activation checkpointing, in place
 
@@ -87,10 +84,7 @@ def parallelize_titan_model(
 def parallelize_own_loss_model(
     model: nn.Module, parallel_dims: ParallelDims, job: Any, *, version: Version, **_: Any
 ) -> nn.Module:
-    """Shard a model whose forward returns its loss: a parallelize_fn.
-
-    `job` is torchtitan's config.
-    """
+    """Shard a model that returns its loss: a parallelize_fn. `job` is torchtitan's config."""
     check_job(job, parallel_dims, version, returns_loss=True)
     version.checkpoint(model, job)
     return compile_and_shard(model, make_meshes(parallel_dims), job)
@@ -121,10 +115,7 @@ def check_job(
 
 
 def _list_titan_rules(job: Any, parallel_dims: ParallelDims) -> list[Rule]:
-    """Return (field, value, is an error, requirement) per torchtitan option that moecore replaces.
-
-    `parallel_dims` has the parallel degrees.
-    """
+    """Return (field, value, is an error, requirement) per torchtitan option that is replaced."""
     training, seq_len = job.training, job.training.seq_len
     offload, length = (
         training.enable_cpu_offload,
@@ -194,10 +185,7 @@ def _list_common_rules(job: Any, parallel_dims: ParallelDims, returns_loss: bool
 
 
 def check_model(option_name: str, model_class: type, known_classes: Iterable[type]) -> None:
-    """Raise NotImplementedError if a job's model class is not a subclass of a known class.
-
-    `option_name` names the job's option in the error.
-    """
+    """Raise NotImplementedError if the model class of `option_name` extends no known class."""
     if not issubclass(model_class, tuple(known_classes)):
         raise NotImplementedError(
             f"{option_name} ({model_class.__qualname__}) must be one of "
@@ -219,10 +207,7 @@ def refuse_custom_function(option_name: str, value: Any, known_values: Container
 
 
 def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
-    """Shard the model by `parallelize_moe` and return the model.
-
-    If the job enables torch.compile, blocks are compiled first.
-    """
+    """Compile blocks, if the job enables it, and shard the model by `parallelize_moe`."""
     options, p = get_moecore_options(job), meshes.parallel
     keeps = job.parallelism.fsdp_reshard_after_forward == "never"
     request = make_parallelize_arguments(

@@ -12,11 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.integrations.torchtitan.models import (
-    LossDecoder,
-    divide_loss_by_cp,
-    make_document_inputs,
-)
+from moecore.integrations.torchtitan.models import LossDecoder, divide_by_cp, make_document_inputs
 from moecore.integrations.torchtitan.step import STEP
 from moecore.models.loss import count_labels
 from moecore.train.step import TrainStep
@@ -38,7 +34,7 @@ class StageSchedule:
             step = TrainStep(self.model, num_micro_batches=len(micro_batches))
             setattr(self.model, STEP, step)
         losses = step.forward_backward(micro_batches)
-        return [divide_loss_by_cp(self.model, loss) for loss in losses]
+        return [divide_by_cp(self.model, loss) for loss in losses]
 
 
 class RowSchedule(StageSchedule):

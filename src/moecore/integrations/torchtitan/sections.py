@@ -171,10 +171,7 @@ def _is_accepted(hint: Any, value: Any) -> bool:
 
 
 def _parse_override(pair: str, path: str) -> tuple[str, Recipe | None]:
-    """Split "PATTERN=SCALING" into the pattern and a Recipe with this scaling (None for "none").
-
-    `path` names the field in errors.
-    """
+    """Split "PATTERN=SCALING", of the field `path`, into pattern and Recipe (None for "none")."""
     pattern, _, name = pair.rpartition("=")
     recipes: dict[str, Recipe | None] = {"none": None}
     recipes |= {scaling: Recipe(scaling=scaling) for scaling in SCALINGS}

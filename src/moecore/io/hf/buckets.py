@@ -62,7 +62,7 @@ class WeightBucket:
 
     @classmethod
     def empty(cls, metas: Sequence[WeightMeta], device: torch.device) -> WeightBucket:
-        """Allocate an uninitialized bucket for tensors with these names, dtypes and shapes."""
+        """Allocate an uninitialized bucket for tensors with names, dtypes and shapes `metas`."""
         size = sum(align_bytes(meta.nbytes) for meta in metas)
         return cls(tuple(metas), torch.empty(size, dtype=torch.uint8, device=device))
 
@@ -82,10 +82,7 @@ class _SentBox(NamedTuple):
     ranks: list[int]  # that have the box
 
     def find_sender(self, writer_rank: int | None) -> int:
-        """Return the rank that sends the box to `writer_rank` (None = all ranks).
-
-        The result is -1 if the receivers have the box already.
-        """
+        """Return the rank that sends to `writer_rank` (None = all); -1 = receivers have the box."""
         _, world = get_rank_and_world()
         has_box = len(self.ranks) == world if writer_rank is None else writer_rank in self.ranks
         return -1 if has_box else self.ranks[0]
@@ -130,6 +127,7 @@ class BucketCollector(ErrorKeeper):
         size = self.capacity if self._owners.world > 1 else 0
 
         def allocate() -> Tensor:
+            """Return a new message buffer, uint8; ValueError if a pass is open."""
             if self._message is not None:
                 raise ValueError(
                     "stream (with an open pass) must have one pass at a time: close the other's "

@@ -369,11 +369,9 @@ def _count_stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
         return {}
     names = read_index(path) or read_headers(path)
     layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
-    num_modules = sum(
-        n.isdecimal() and int(n) >= fields.require("num_hidden_layers") for n in layers
-    )
-    num_modules += any(name.startswith("mtp.") for name in names)
-    return {MTP_KEYS[0]: num_modules}
+    num_mtp = sum(n.isdecimal() and int(n) >= fields.require("num_hidden_layers") for n in layers)
+    num_mtp += any(name.startswith("mtp.") for name in names)
+    return {MTP_KEYS[0]: num_mtp}
 
 
 ATTENTION_BIAS: tuple[str, bool, AttentionBias] = ("attention_bias", False, "all")

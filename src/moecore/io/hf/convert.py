@@ -86,7 +86,7 @@ def native_to_hf(
         OSError: if a file could not be read or written; no files remain.
     """
     check_arguments(native_to_hf, locals())
-    check_single_rank()
+    check_one_rank()
     path, out = make_path(path), Path(out)
     check_export_target(out, dtype)
     with ExitStack() as stack:
@@ -167,7 +167,7 @@ def hf_to_native(
         OSError: if a file could not be read or written; `latest` is then unchanged.
     """
     check_arguments(hf_to_native, locals())
-    check_single_rank()
+    check_one_rank()
     path, root = Path(path), make_path(root)
     check_run_is_new(root)
     config = decoder_config_from_hf(path)
@@ -229,7 +229,7 @@ class Conversion:
     progress: Progress | None
 
 
-def check_single_rank() -> None:
+def check_one_rank() -> None:
     """Raise ValueError if the job has several ranks, because a conversion runs in one process."""
     _, world = get_rank_and_world()
     if world > 1:

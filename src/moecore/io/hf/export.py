@@ -133,10 +133,7 @@ def write_directory(
 
 @contextmanager
 def open_draft(path: Path) -> Iterator[Path]:
-    """Return a context with a draft directory, which is renamed to `path` if the body succeeds.
-
-    After an error, the draft is deleted. Collective.
-    """
+    """Return a context with a draft directory: renamed to `path`, deleted on error. Collective."""
     draft = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
     def make() -> Path:

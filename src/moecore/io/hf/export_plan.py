@@ -19,11 +19,7 @@ from moecore.base.fields import format_name
 from moecore.base.params import clean_name
 from moecore.families.fp32_modules import make_fp32_predicate
 from moecore.families.transformers.blocks import find_hf_adapter
-from moecore.families.transformers.lora import (
-    select_base_tensors,
-    select_trained_copies,
-    unwrap_peft,
-)
+from moecore.families.transformers.lora import get_base_tensors, select_trained_copies, unwrap_peft
 from moecore.io.checkpoint.config_differences import (
     TRAINING,
     find_moe_differences,
@@ -89,6 +85,7 @@ def plan_export(
     base = unwrap_peft(model)
 
     def read_model() -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return config.json's fields and this rank's tensors by name, after checks."""
         lacks = config is None and not needs_config and isinstance(base, Decoder)
         values = {} if lacks else make_export_config(base, config)
         tensors = collect_export_tensors(base, values)
@@ -104,6 +101,7 @@ def plan_export(
     owners = PartOwners(tensors)
 
     def plan_items() -> list[Item]:
+        """Return the Hugging Face tensors to write."""
         recipes = _plan_recipes(base, values, owners.shapes, choose_layout(layout, values))
         keeps = make_fp32_predicate(base, dtype)
         return list(make_items(owners.dtypes, recipes, map_model_copies(base), dtype, keeps))
@@ -120,7 +118,7 @@ def collect_export_tensors(base: nn.Module, hf_config: Mapping[str, Any]) -> dic
     config.json's fields.
     """
     all_tensors = collect_model_tensors(base)
-    tensors = select_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
+    tensors = get_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
     return tensors | make_empty_shared_experts(base, hf_config, tensors)
 
 

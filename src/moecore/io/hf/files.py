@@ -79,10 +79,7 @@ class BoxReader(Protocol):
 
 
 class HFFiles:
-    """Reads boxes of the tensors in a Hugging Face directory, and counts the bytes.
-
-    `tensors` are the headers from `read_headers`; None = read the headers.
-    """
+    """Reads boxes of tensors in a Hugging Face directory; `tensors` None = read the headers."""
 
     def __init__(
         self, path: str | os.PathLike[str], tensors: Mapping[str, FileTensor] | None = None

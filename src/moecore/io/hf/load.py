@@ -32,11 +32,7 @@ from torch.distributed.tensor import DTensor
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Seed, check_arguments
 from moecore.base.params import clean_name, init_normal_
-from moecore.families.transformers.lora import (
-    select_base_tensors,
-    select_trained_copies,
-    unwrap_peft,
-)
+from moecore.families.transformers.lora import get_base_tensors, select_trained_copies, unwrap_peft
 from moecore.io.checkpoint.config_differences import find_model_config
 from moecore.io.checkpoint.files import join_problems, refuse_problems
 from moecore.io.checkpoint.ranks import (
@@ -172,7 +168,7 @@ def _fill_model(
     files: HFFiles,
     meter: Meter,
 ) -> None:
-    """Read this rank's shards from the files; fill buffers and peft's copies of modules."""
+    """Read this rank's shards from the file tensors `sources`; fill buffers and peft's copies."""
     dtypes = {name: source.dtype for name, source in sources.items()}
     meter.expect(sum(get_detached_shard(target).nbytes for target in plan.targets.values()))
     for piece, box, part in list_shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
@@ -251,14 +247,14 @@ def make_load_plan(
     strict: bool,
     cast: bool,
 ) -> LoadPlan:
-    """Compare a model with files and plan the load; `problems` are error texts to include."""
+    """Plan a load of the file tensors `sources`; `problems` are error texts to include."""
     if not (files.path / CONFIG).is_file():
         raise ValueError(
             f"path ({files.path}) must be visible to every rank: use a shared file system"
         )
     sources = _drop_zero_experts(model, sources)
     tensors = collect_model_tensors(model)
-    targets = select_base_tensors(model, tensors)
+    targets = get_base_tensors(model, tensors)
     copies = map_model_copies(model)
     recipes = _plan_recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
     if find_staged_module(model)[1] is not None:
@@ -294,7 +290,7 @@ def _drop_zero_experts(
 def _plan_recipes(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, TensorSource]
 ) -> dict[str, FileRecipe]:
-    """Return the recipe of each model tensor; a recipe may name tensors that the files lack."""
+    """Return the recipe of each model tensor; it may name tensors that `sources` (files) lack."""
     if isinstance(model, Decoder):
         return plan_hf_tensors(model.config, infer_hf_layout(sources), shapes)
     reader = build_meta_model(

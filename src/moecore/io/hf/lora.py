@@ -136,6 +136,7 @@ def save_adapters(
     path = Path(path)
 
     def find_entries() -> dict[str, StoredAdapter]:
+        """Return the adapter's tensors by name in the file, after checks."""
         entries = collect_adapter_tensors(model, adapter)
         _refuse_unsaved_params(model)
         return entries
@@ -302,12 +303,10 @@ def _write_adapter_files(
     save_file(file_tensors, path / WEIGHTS, metadata={"format": "pt"})
 
 
-def _init_adapter_layer(
-    layer_name: str, layer: Any, adapter: str, seed: int, *, is_normal: bool
-) -> None:
+def _init_adapter_layer(name: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
     """Initialize A and B of `adapter` in a layer; A is normal if `is_normal`, otherwise uniform.
 
-    `layer_name` is the layer's name, which selects the random values together with `seed`.
+    `name` is the layer's name, which selects the random values together with `seed`.
     """
     for kind in (*layer.adapter_layer_names, *layer.other_param_names):
         owners = getattr(layer, kind)  # parameters by adapter, or plain values such as r
@@ -316,7 +315,7 @@ def _init_adapter_layer(
         owner = owners[adapter]
         params = {"": owner} if isinstance(owner, Tensor) else dict(owner.named_parameters())
         for suffix, param in params.items():
-            key = f"{layer_name}.{kind}.{adapter}.{suffix}".rstrip(".")
+            key = f"{name}.{kind}.{adapter}.{suffix}".rstrip(".")
             if kind in ("lora_B", "lora_embedding_A"):
                 param.zero_()
             elif kind == "lora_embedding_B":
@@ -437,10 +436,7 @@ def _list_applied_adapters(layer: Any) -> list[str]:
 
 
 def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
-    """Add s * B A of each active adapter to `local_weight`, a shard of the layer's weight.
-
-    `layer` is peft's linear or embedding layer. Collective.
-    """
+    """Add s * B A of a layer's active adapters to `local_weight`, this rank's shard. Collective."""
     indices = compute_global_indices(layer.get_base_layer().weight)
     total = _upcast(local_weight)
     for adapter in _list_applied_adapters(layer):
@@ -455,14 +451,9 @@ def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
     local_weight.copy_(total)
 
 
-def _merge_into_experts(
-    experts: Experts, weight_name: str, lora: Any, local_weight: Tensor
-) -> None:
-    """Add s * B A of each active adapter to `local_weight`, a shard of the weight `weight_name`.
-
-    `lora` is the experts' LoRA module of this weight. Collective.
-    """
-    weight = getattr(experts, weight_name)
+def _merge_into_experts(experts: Experts, name: str, lora: Any, local_weight: Tensor) -> None:
+    """Add s * B A of `lora` to `local_weight`, a shard of the weight `name`. Collective."""
+    weight = getattr(experts, name)
     indices, *rest = compute_global_indices(weight)
     updates = [
         (_unshard(lora.lora_A[n]), _unshard(lora.lora_B[n]), lora.scaling[n])

@@ -175,6 +175,7 @@ class WeightStream:
         """
 
         def begin() -> _StreamPass:
+            """Return a new pass; ValueError for a version of another stream."""
             check_arguments(WeightStream.changed_since, {"version": version})
             if version.owner is not self._digests:
                 raise ValueError(
@@ -333,6 +334,7 @@ class _StreamPass:
         rank, _ = get_rank_and_world()
 
         def fail() -> None:
+            """Raise `_PassExit` for this rank."""
             raise _PassExit(rank)
 
         # RankError: the other ranks have ended.

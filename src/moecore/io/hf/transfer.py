@@ -91,7 +91,7 @@ def _receive_tensors(group: BroadcastGroup, device: torch.device) -> Iterator[tu
 
 
 def _allocate_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> WeightBucket:
-    """Allocate a bucket; raise a one-line RuntimeError if the device has not enough memory."""
+    """Allocate a bucket for `metas`; a one-line RuntimeError if the device lacks the memory."""
     try:
         return WeightBucket.empty(metas, device)
     except (RuntimeError, MemoryError):

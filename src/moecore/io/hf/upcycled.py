@@ -106,16 +106,14 @@ def _find_moe_layers(model: nn.Module) -> dict[int, MoEConfig]:
     return layers
 
 
-def _refuse_unknown_family(
-    dense_config: Mapping[str, Any], layers: Mapping[int, MoEConfig]
-) -> None:
-    """Raise ValueError if the dense config `dense_config` is of a family without an MoE class."""
-    if any("expert" in name for name in dense_config):
+def _refuse_unknown_family(config: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
+    """Raise ValueError if the dense config `config` is of a family without an MoE class."""
+    if any("expert" in name for name in config):
         return
     activation = next(iter(layers.values())).activation
     lacks = "" if activation == "swiglu" else f", which lacks {activation!r}"
     raise ValueError(
-        f"config.model_type ({dense_config.get('model_type')!r}) of an upcycled model must be one "
+        f"config.model_type ({config.get('model_type')!r}) of an upcycled model must be one "
         f"of {', '.join(FAMILIES)}, which have a class with experts; the closest is "
         f"MixtralForCausalLM{lacks}: keep native checkpoints (Saver)"
     )

@@ -172,7 +172,7 @@ def _compare_with_transformers(
 
 
 def _find_missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """Compare expert indices in names with config.json's expert count; return error texts."""
+    """Return error texts if expert indices in `sources`' names differ from config.json's count."""
     counts = (config[key] for key in EXPERT_KEYS if FIELD_KINDS["num_experts"][1](config.get(key)))
     num_experts, problems = next(counts, 0), list[str]()
     experts_by_role: dict[tuple[str, str], set[int]] = {}

@@ -26,13 +26,7 @@ from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.hf.collect import Item, StoredCollector
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig
-from moecore.io.hf.convert import (
-    Conversion,
-    StoredModel,
-    check_single_rank,
-    open_native,
-    write_native,
-)
+from moecore.io.hf.convert import Conversion, StoredModel, check_one_rank, open_native, write_native
 from moecore.io.hf.export import check_export_target, open_draft
 from moecore.io.hf.export_plan import make_items
 from moecore.io.hf.files import Box, BoxReader
@@ -91,7 +85,7 @@ def dcp_to_native(
         ValueError, NotImplementedError, OSError: as `hf_to_native`.
     """
     check_arguments(dcp_to_native, locals())
-    check_single_rank()
+    check_one_rank()
     path, root = Path(path), make_path(root)
     check_run_is_new(root)
     decoder = decoder_config_from_hf(config)
@@ -123,7 +117,7 @@ def native_to_dcp(
         NotImplementedError: if a tensor has no name in the format.
     """
     check_arguments(native_to_dcp, locals())
-    check_single_rank()
+    check_one_rank()
     path, out = make_path(path), Path(out)
     layout: Literal["fused", "per_expert"] = "per_expert" if names == "megatron" else "fused"
     check_export_target(out, dtype)
@@ -299,10 +293,7 @@ def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
 def _concat_parts(
     block: MegatronBlock, items: Mapping[str, Item], collector: StoredCollector
 ) -> Tensor:
-    """Return a Megatron-Core block: the concatenated rows of Hugging Face tensors.
-
-    `items` has the Hugging Face tensors by name, and `collector` reads them.
-    """
+    """Return a Megatron-Core block: rows of the Hugging Face `items`, which `collector` reads."""
     names = dict.fromkeys(part.name for part in block.parts)
     tensors = {name: collector.collect_tensor(items[name], 0) for name in names}
     return torch.cat([tensors[part.name][part.start : part.stop] for part in block.parts])

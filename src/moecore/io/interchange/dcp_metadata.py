@@ -260,7 +260,7 @@ def _require_attribute(record: Any, name: str, expected_type: type) -> Any:
 
 
 def _require_counts(name: str, values: Any) -> tuple[int, ...]:
-    """Return a tensor's sizes or offsets, or raise `_MetadataError` unless integers >= 0."""
+    """Return a tensor's sizes or offsets `values`; `_MetadataError` unless integers >= 0."""
     if not isinstance(values, tuple) or not all(type(n) is int and n >= 0 for n in values):
         raise _MetadataError(f"{name} has the sizes {reprlib.repr(values)}")
     return tuple(values)

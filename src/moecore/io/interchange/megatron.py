@@ -129,10 +129,7 @@ class LayerPlace:
 
 
 def build_megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
-    """Return a decoder's blocks in order.
-
-    Raises NotImplementedError if Megatron-Core has no name for a tensor.
-    """
+    """Return a decoder's blocks in order; NotImplementedError for a tensor without a name."""
     shapes = map_file_shapes(plan_hf_tensors(config, "per_expert"))
     unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
     unnamed += ["q_proj.weight"] if config.attention_gate else []
@@ -186,10 +183,7 @@ def _find_unsupported_fields(config: DecoderConfig) -> Iterator[str]:
 
 
 def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
-    """Raise NotImplementedError, because Megatron-Core has no known name for the tensor `name`.
-
-    `shapes` has the tensor's shape, for the message.
-    """
+    """Raise NotImplementedError: Megatron-Core has no known name for the tensor `name`."""
     raise NotImplementedError(
         f"{format_name(name)} {shapes[name]} must have a name in Megatron-Core, which has none "
         "that is known: go by way of a Hugging Face directory and Megatron Bridge"
@@ -292,10 +286,7 @@ def _build_blocks(
 def _build_layer_blocks(
     hf_prefix: str, config: DecoderConfig, shapes: Shapes
 ) -> list[MegatronBlock]:
-    """Build the blocks of the transformer layer with this Hugging Face name prefix.
-
-    `shapes` has the shapes of Hugging Face tensors by name.
-    """
+    """Build the blocks of the layer at `hf_prefix`; `shapes` are those of Hugging Face tensors."""
     is_moe = f"{hf_prefix}mlp.gate.weight" in shapes
     norm, q_or_qkv = "input_layernorm.weight", "linear_q_proj" if config.mla else "linear_qkv"
     norms = [norm, f"self_attention.{q_or_qkv}.layer_norm_weight"]
@@ -321,10 +312,7 @@ def _build_layer_blocks(
 
 
 def _build_qkv_block(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> MegatronBlock:
-    """Build the block of fused QKV of the layer with this Hugging Face name prefix.
-
-    `shapes` has the shapes of Hugging Face tensors by name.
-    """
+    """Build the QKV block of the layer at `hf_prefix`; `shapes` are of Hugging Face tensors."""
     q, k, v = (f"{hf_prefix}self_attn.{name}_proj.weight" for name in "qkv")
     d, groups = config.head_dim, config.num_kv_heads
     per_group = config.num_heads // groups * d
@@ -337,10 +325,7 @@ def _build_qkv_block(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> M
 
 
 def _build_mtp_blocks(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Build the blocks of the multi-token prediction module with this Hugging Face prefix.
-
-    `shapes` has the shapes of Hugging Face tensors by name.
-    """
+    """Build the blocks of the MTP module at `hf_prefix`; `shapes` are of Hugging Face tensors."""
     blocks = _build_blocks(MTP_NORMS, shapes, hf_prefix=hf_prefix)
     for block in _build_layer_blocks(hf_prefix, config, shapes):
         inner = ("transformer_layer.", "mtp_model_layer.")
@@ -350,10 +335,7 @@ def _build_mtp_blocks(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> 
 
 
 def build_optional_head(config: DecoderConfig, shapes: Shapes) -> MegatronBlock | None:
-    """Return the block of a tied output layer if files store the layer, otherwise None.
-
-    `shapes` has the shapes of the stored Megatron-Core tensors by name.
-    """
+    """Return the tied output layer's block if it is in Megatron-Core's `shapes`, otherwise None."""
     if HEAD not in map_hf_copies(config) or OUTPUT not in shapes:
         return None
     shape = (config.vocab_size, config.dim)

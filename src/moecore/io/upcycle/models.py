@@ -222,10 +222,7 @@ def upcycle_modules(
 def _find_mlps(
     model: nn.Module, mlps: Collection[str] | Callable[[str, nn.Module], bool]
 ) -> dict[str, nn.Module]:
-    """Return the selected MLPs by name.
-
-    Raises ValueError if an MLP does not exist or no MLP is selected.
-    """
+    """Return the selected MLPs by name; ValueError if one does not exist or none is selected."""
     modules = dict(model.named_modules())
     mlp_names = [n for n, m in modules.items() if mlps(n, m)] if callable(mlps) else list(mlps)
     if not mlp_names:

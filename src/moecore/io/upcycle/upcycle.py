@@ -229,13 +229,13 @@ def upcycle_mlp(
 
 
 def _split_shards(w: Tensor, dim: int, G: int) -> Tensor:
-    """Split the dim `dim` (F) into G shards, which become dim 0: [2, F, D] -> [G, 2, f, D]."""
+    """Split `dim` (F) into G shards of f = F / G, which become dim 0: [2, F, D] -> [G, 2, f, D]."""
     shards_G: Tensor = w.unflatten(dim, (G, -1)).movedim(dim, 0)
     return shards_G
 
 
 def _repeat_shards(w_Gx: Tensor, X: int) -> Tensor:
-    """Repeat the shards [G, ...] X times along dim 0: expert j * G + g is shard g."""
+    """Repeat G shards [G, ...] X times along dim 0; expert j * G + g then has shard g."""
     return w_Gx.detach().repeat(X, *([1] * (w_Gx.ndim - 1)))
 
 

@@ -240,19 +240,17 @@ def _parse_file_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
     """Return the lines that begin in the `PART` bytes of a task (file, first byte, field)."""
     file, first, field = task
     part = _LineRange(array("q"), array("q"), array("q"), array("I"))
-    for number, (start, line) in enumerate(
-        _iterate_lines(file, first, min(first + PART, file.size))
-    ):
+    for i, (start, line) in enumerate(_iterate_lines(file, first, min(first + PART, file.size))):
         part.starts.append(start)
         content = _parse_line(line)
         if content is _EMPTY:
-            part.empty.append(number)
+            part.empty.append(i)
         elif isinstance(content, dict) and (
             field is None or isinstance(content.get(field), str | list)
         ):
             part.checksums.append(zlib.crc32(line.rstrip(b"\r")))
         else:
-            part.invalid.append(number)
+            part.invalid.append(i)
     return part
 
 

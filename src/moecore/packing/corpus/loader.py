@@ -391,4 +391,5 @@ def _restore_sigchld_handler() -> Iterator[None]:
 
 
 def _identity(batch: Any) -> Any:
+    """Return the batch unchanged: the DataLoader's collate_fn."""
     return batch

@@ -105,10 +105,7 @@ class MegatronDocuments:
     def _read_index_entries(
         self, array_offset: int, dtype: str, first_entry: int, num_entries: int
     ) -> np.ndarray[Any, Any]:
-        """Return entries [first_entry, first_entry + num_entries) of an array of PREFIX.idx.
-
-        The array has `dtype` and begins at byte `array_offset`.
-        """
+        """Return entries, from `first_entry` on, of the array at a byte offset in PREFIX.idx."""
         width = np.dtype(dtype).itemsize
         return np.frombuffer(
             self._index.read(array_offset + first_entry * width, num_entries * width), dtype

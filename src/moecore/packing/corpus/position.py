@@ -65,10 +65,7 @@ def collect_facts(sources: Sequence[CorpusSource], options: CorpusOptions) -> di
 
 
 def _collect_source_facts(source: CorpusSource) -> dict[str, Any]:
-    """Return a source's number of documents, fingerprint and digest of sampled tokens, by name.
-
-    An entry is None if the source does not have this property.
-    """
+    """Return a source's length, fingerprint and digest of sampled tokens by name; None = absent."""
     documents = source.documents
     # Not `_fingerprint` of Hugging Face data sets: it is random where a `map` cannot be hashed.
     fingerprint = getattr(documents, "fingerprint", None)

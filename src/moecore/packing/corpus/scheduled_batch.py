@@ -139,6 +139,7 @@ class ScheduledCollator(CheckedRecord):
     data_ranks: Count = 1
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if self.data_rank >= self.data_ranks:
             yield "data_rank", f"be < data_ranks ({self.data_ranks}): take both from the meshes"
         if self.max_group_ranks > 1 and self.max_tokens % 2:
@@ -164,11 +165,7 @@ class ScheduledCollator(CheckedRecord):
         return self.schedule_pieces(pieces)
 
     def schedule_pieces(self, pieces: Sequence[Piece]) -> ScheduledBatch:
-        """Return this rank's batch of a step.
-
-        `pieces` has one piece per document, and is identical on all ranks. Raises a ValueError as
-        `__call__`.
-        """
+        """Return this rank's batch of a step; all ranks pass equal `pieces`, one per document."""
         lengths = [len(piece.ids) for piece in pieces]
         plan = schedule_documents(
             lengths,

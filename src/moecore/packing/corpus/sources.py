@@ -63,6 +63,7 @@ class CorpusSource(CheckedRecord):
     weight: Positive = 1.0
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         is_text = isinstance(self.documents, str | bytes)
         if is_text or not (isinstance(self.documents, Iterable) or self.is_indexed):
             yield "documents", "have items by index or be iterable: pass a list or a dataset"
@@ -107,6 +108,7 @@ class CorpusOptions(CheckedRecord):
     partitions: Partitions | None = None
 
     def _rules(self) -> Rules:
+        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if self.row_tokens % self.multiple:
             yield "row_tokens", f"be a multiple of multiple ({self.multiple}): round it up"
 
@@ -251,10 +253,7 @@ class StreamedDocuments:
         return 0
 
     def _read_epoch(self, epoch_ordinal: int, start_idx: int) -> Iterator[Any]:
-        """Yield the documents of an epoch from its document `start_idx` on.
-
-        `epoch_ordinal` is the ordinal of the epoch's first document.
-        """
+        """Yield documents from `start_idx` on of the epoch with first ordinal `epoch_ordinal`."""
         first = self._find_epoch_start(epoch_ordinal)
         skip_count = max(0, start_idx - (self.length or 0) + first) if first else 0  # of 0 .. first
         if not skip_count:
@@ -272,10 +271,7 @@ class StreamedDocuments:
 
 
 def _make_length_error(expected_length: int, stream_length: str) -> ValueError:
-    """Return the error for a stream of `stream_length` documents instead of `expected_length`.
-
-    `stream_length` is a number or "more".
-    """
+    """Return the error for a stream of `stream_length` ("more" or a number) documents."""
     return ValueError(
         f"the stream ({stream_length} documents) must have {expected_length}, as when it was read "
         "before: do not change the data of a run"

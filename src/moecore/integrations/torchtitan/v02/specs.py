@@ -39,7 +39,7 @@ from torchtitan.protocols import BaseModelArgs
 
 from moecore.base.options.layer import BalanceConfig
 from moecore.integrations.torchtitan import models, parallelize
-from moecore.integrations.torchtitan.layer import TitanLayer, adopt_titan_block, shard_dense_parts
+from moecore.integrations.torchtitan.layer import TitanLayer, adopt_block, shard_dense_parts
 from moecore.integrations.torchtitan.pipeline import RowSchedule, check_stages
 from moecore.integrations.torchtitan.sections import list_changed_fields, read_arguments
 from moecore.integrations.torchtitan.step import MoEMetricsProcessor, register_step_hooks
@@ -148,7 +148,7 @@ def _apply_checkpointing(model: nn.Module, job: Any) -> None:
         apply_ac(model, ac, op_sac_save_list=SAVED_OPS)
 
 
-make_titan_moe = partial(adopt_titan_block, TitanMoE)
+make_titan_moe = partial(adopt_block, TitanMoE)
 V02 = parallelize.Version(
     rules=_list_version_rules,
     block=MoE,
@@ -274,10 +274,7 @@ def hf_spec(
 def _make_own_loss_spec(
     model_cls: type[Any], args: Mapping[str, Any], parallelize_fn: Callable[..., nn.Module]
 ) -> TrainSpec:
-    """Return the TrainSpec of a model whose forward returns its loss.
-
-    `args` maps the name of a flavor to the model's arguments.
-    """
+    """Return the TrainSpec of a model that returns its loss; `args`: flavor -> model arguments."""
     return TrainSpec(
         model_cls=model_cls,
         model_args=args,

@@ -22,12 +22,7 @@ from torchtitan.trainer import Trainer
 
 from moecore.base.torch_private import grouped_mm_overload
 from moecore.integrations.torchtitan import models
-from moecore.integrations.torchtitan.layer import (
-    Fills,
-    TitanLayer,
-    adopt_titan_block,
-    shard_dense_parts,
-)
+from moecore.integrations.torchtitan.layer import Fills, TitanLayer, adopt_block, shard_dense_parts
 from moecore.integrations.torchtitan.options import MoECore
 from moecore.integrations.torchtitan.parallelize import (
     TOKENS,
@@ -79,10 +74,7 @@ class OwnLossTrainer(MoETrainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return (inputs, labels, keyword arguments of the model's forward).
-
-        The keyword arguments have the labels, and under cp the full rows of tokens.
-        """
+        """Return (inputs, labels, forward arguments: the labels, and under cp the full rows)."""
         model_inputs = {models.LABELS: labels, TOKENS: input_dict["input"]}
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
         if self.parallel_dims.cp == 1:
@@ -193,7 +185,7 @@ def make_titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) ->
 
     `model` is not used. With `update_bias`, optimizer steps update the selection bias.
     """
-    layer = adopt_titan_block(TitanMoE, block, model, update_bias=update_bias)
+    layer = adopt_block(TitanMoE, block, model, update_bias=update_bias)
     parts = {"experts": block.routed_experts.inner_experts, "router": block.router.gate}
     layer.fills = {
         role: {name: part._param_init[name] for name, _ in part.named_parameters(recurse=False)}
@@ -237,10 +229,7 @@ def build_pipeline_schedule(
     parallelize_fn: Callable[..., nn.Module],
     **_: Any,
 ) -> Any:
-    """Shard a model: a pipelining_fn. Returns (schedule, [model], True, True).
-
-    The flags say that this rank has the first and the last stage.
-    """
+    """Shard a model; return (schedule, [model], has first stage: True, has last stage: True)."""
     check_stages(model, parallel_dims.pp)
     model = parallelize_fn(model, parallel_dims=parallel_dims)
     return MicroBatchSchedule(model), [model], True, True
