@@ -18,6 +18,7 @@ from moecore.recipes.options import RunConfig
 from moecore.recipes.parser import format_toml
 from moecore.recipes.resume import print_option_changes, resume
 from moecore.recipes.schedule import StepSizes, TrainingStage, plan_stage
+from moecore.recipes.stragglers import Stragglers
 from moecore.train.step import TrainStep
 
 
@@ -46,6 +47,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         owner: the `TrainStep` of the optimizer steps.
         toml: the options of the run as TOML.
         start: the step of the loaded checkpoint; 0 = no checkpoint.
+        stragglers: the comparison of the times of phases over ranks.
         reader: a CUDA stream that copies metrics to the host, so that the copies do not wait
             for kernels of later steps. None on other devices.
     """
@@ -85,6 +87,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         self.toml = format_toml((args.run or args).resolve())
         print_option_changes(args, self.toml)
         self.start = resume(args, *restored, stage=self.stage, chosen_by=self.chosen_by)
+        self.stragglers = Stragglers(self.device)
         self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
         dtype = args.get_compute_dtype(self.device)
         self.peak_tflops = args.peak_tflops or find_peak_tflops(self.device, dtype)

@@ -62,6 +62,7 @@ from moecore.recipes.resume import (
     save_config,
 )
 from moecore.recipes.schedule import is_due
+from moecore.recipes.stragglers import COMPUTE, DATA, OPTIMIZER, PhaseTimer
 
 CPU_RANKS = 2
 KEPT_CHECKPOINTS = 2
@@ -287,17 +288,27 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
     lr = args.optimizer.lr * job.stage.compute_rate_factor(args.schedule, step)
     for group in (group for optimizer in job.optimizers for group in optimizer.param_groups):
         group["lr"] = lr * group["lr_factor"] * group.get("width_factor", 1.0)
-    batch = job.next_batch(step)
+    logs_loads = is_due(step, every=args.expert_loads_every, last_step=args.steps)
+    timer = PhaseTimer(job.device) if logs_loads else None
+
+    def measure(phase: str) -> AbstractContextManager[None]:
+        return nullcontext() if timer is None else timer.measure(phase)
+
+    with measure(DATA):
+        batch = job.next_batch(step)
     copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
     num_stops = torch.tensor([copies * stops], dtype=torch.int64, device="cpu")
     counts = copy_to_device(torch.cat([batch.count_labels_and_tokens(), num_stops]), job.device)
     dist.all_reduce(counts)
     fetched = Moment(job.device)  # when the last rank has its data
     counts //= copies
-    loss = job.forward_backward(counts[0].clamp(min=1), batch)
-    result = job.owner.finish()  # clips, steps, moves the expert biases; a nan skips it everywhere
+    with measure(COMPUTE):
+        loss = job.forward_backward(counts[0].clamp(min=1), batch)
+    with measure(OPTIMIZER):  # moves the expert biases, too; a nan skips it everywhere
+        result = job.owner.finish()
     dist.all_reduce(loss)
     loss = loss / copies
+    times_RP = job.stragglers.gather()
     return LaunchedStep(
         step=step,
         began=began,
@@ -307,8 +318,10 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         result=result,
         counts=counts,
         ep=job.meshes.parallel.ep,
-        expert_loads=is_due(step, every=args.expert_loads_every, last_step=args.steps),
+        expert_loads=logs_loads,
         reader=job.reader,
+        timer=timer,
+        times_RP=times_RP,
         extra=job.get_data_metrics() | job.stage.get_metrics(step),
     )
 
@@ -324,7 +337,9 @@ def report_steps(
     while len(queue) > pending:
         launched = queue.popleft()
         step = launched.step
-        metrics = launched.read_metrics()
+        metrics, times_RP = launched.read_metrics(), launched.read_times()
+        if launched.timer is not None:
+            job.stragglers.times = launched.timer.read()
         *counts, num_stops = launched.read_counts()
         job.is_stopping |= num_stops > 0
         seconds = launched.began.seconds_until(launched.ended)
@@ -333,7 +348,8 @@ def report_steps(
         metrics["data_wait_share"] = launched.began.seconds_until(launched.fetched) / seconds
         metrics |= job.compute_metrics(counts, seconds)
         if report:
-            report.log(step, metrics, expert_loads=launched.expert_loads)
+            lines = job.stragglers.find_alarms(step, times_RP) if times_RP else []
+            report.log(step, metrics, expert_loads=launched.expert_loads, alarms=lines)
         job.num_nan = 0 if math.isfinite(metrics["loss"]) else job.num_nan + 1
         if job.num_nan == MOST_NAN:
             raise DivergedError(
