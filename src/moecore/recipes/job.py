@@ -13,6 +13,7 @@ from torch import Tensor
 from moecore.parallel.mesh import Meshes
 from moecore.recipes.data import BatchShape
 from moecore.recipes.errors import SAVES_MEMORY
+from moecore.recipes.hangs import HangWatch
 from moecore.recipes.metrics import Metrics, find_peak_tflops
 from moecore.recipes.options import RunConfig
 from moecore.recipes.parser import format_toml
@@ -48,6 +49,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         toml: the options of the run as TOML.
         start: the step of the loaded checkpoint; 0 = no checkpoint.
         stragglers: the comparison of the times of phases over ranks.
+        hangs: the phase of this rank, and the thread that ends a step that hangs.
         reader: a CUDA stream that copies metrics to the host, so that the copies do not wait
             for kernels of later steps. None on other devices.
     """
@@ -87,7 +89,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         self.toml = format_toml((args.run or args).resolve())
         print_option_changes(args, self.toml)
         self.start = resume(args, *restored, stage=self.stage, chosen_by=self.chosen_by)
-        self.stragglers = Stragglers(self.device)
+        self.stragglers, self.hangs = Stragglers(self.device), HangWatch(args.hang_timeout)
         self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
         dtype = args.get_compute_dtype(self.device)
         self.peak_tflops = args.peak_tflops or find_peak_tflops(self.device, dtype)

@@ -42,6 +42,7 @@ from moecore.recipes.errors import (
     print_run_error,
     silence_background_errors,
 )
+from moecore.recipes.hangs import METRICS, PEERS
 from moecore.recipes.host import bind_to_gpu, collect_garbage, disable_garbage_collection
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.launch import (
@@ -218,6 +219,7 @@ def train(job: TrainingJob[Any]) -> int:
             progress=saving,
         ) as saver,
         nullcontext() if args.plain_host else disable_garbage_collection(),
+        job.hangs.watch(),
         trace_steps(args) as end_of_step,
     ):
         for step in range(job.start + 1, args.steps + 1):
@@ -292,6 +294,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
     timer = PhaseTimer(job.device) if logs_loads else None
 
     def measure(phase: str) -> AbstractContextManager[None]:
+        job.hangs.enter(step, phase)
         return nullcontext() if timer is None else timer.measure(phase)
 
     with measure(DATA):
@@ -299,6 +302,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
     copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
     num_stops = torch.tensor([copies * stops], dtype=torch.int64, device="cpu")
     counts = copy_to_device(torch.cat([batch.count_labels_and_tokens(), num_stops]), job.device)
+    job.hangs.enter(step, PEERS)
     dist.all_reduce(counts)
     fetched = Moment(job.device)  # when the last rank has its data
     counts //= copies
@@ -309,6 +313,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
     dist.all_reduce(loss)
     loss = loss / copies
     times_RP = job.stragglers.gather()
+    job.hangs.enter(step, "")
     return LaunchedStep(
         step=step,
         began=began,
@@ -337,7 +342,9 @@ def report_steps(
     while len(queue) > pending:
         launched = queue.popleft()
         step = launched.step
+        job.hangs.enter(step, METRICS)
         metrics, times_RP = launched.read_metrics(), launched.read_times()
+        job.hangs.enter(step, "")
         if launched.timer is not None:
             job.stragglers.times = launched.timer.read()
         *counts, num_stops = launched.read_counts()
