@@ -329,6 +329,9 @@ def set_version_counters(tensors: list[Tensor], versions: list[int]) -> None:
 
 # Process groups.
 
+# First letters of the methods of a group that start a collective.
+STARTS = ("all", "reduce", "broadcast", "gather", "scatter", "send", "recv", "barrier")
+
 
 def get_default_timeout() -> timedelta | None:
     """Return the timeout of the default process group; None = a fake group has no timeout."""
@@ -343,6 +346,26 @@ def set_timeout_to_default(group: dist.ProcessGroup) -> None:
     timeout = get_default_timeout()
     if timeout is not None:
         group.set_timeout(timeout)
+
+
+@contextmanager
+def wrap_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Return a context in which `wrap` wraps each method that starts or awaits a collective.
+
+    The methods are those of `dist.ProcessGroup` and of `dist.Work`, for all groups and threads.
+    """
+    wait = vars(dist.Work)["wait"]  # `getattr` would return a function that is no method
+    methods: list[tuple[type, str, Any]] = [(dist.Work, "wait", wait)]
+    for name, method in vars(dist.ProcessGroup).items():
+        if name.lstrip("_").startswith(STARTS):
+            methods.append((dist.ProcessGroup, name, method))
+    try:
+        for owner, name, method in methods:
+            setattr(owner, name, wrap(method))
+        yield
+    finally:
+        for owner, name, method in methods:
+            setattr(owner, name, method)
 
 
 def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:

@@ -67,6 +67,8 @@ class LaunchedStep:
         ep: number of ranks that share a layer's experts.
         expert_loads: whether the load of each expert is logged.
         reader: the stream on which the host reads, see `TrainingJob`.
+        timer: the times of the step's phases on this rank; None = the step is not measured.
+        times_RP: an earlier step's times of phases on all ranks, on the device, see `Stragglers`.
         extra: further metrics, such as those of an evaluation after the step.
     """
 
@@ -80,6 +82,8 @@ class LaunchedStep:
     ep: int
     expert_loads: bool
     reader: torch.cuda.Stream | None
+    timer: Any = None
+    times_RP: Tensor | None = None
     extra: Metrics = field(default_factory=dict)
 
     def read_counts(self) -> list[int]:
@@ -87,6 +91,11 @@ class LaunchedStep:
         with self._wait_for_step():
             counts: list[int] = self.counts.tolist()
         return counts
+
+    def read_times(self) -> list[list[float]] | None:
+        """Wait for this step, not for later steps; return `times_RP`."""
+        with self._wait_for_step():
+            return None if self.times_RP is None else self.times_RP.tolist()
 
     def read_metrics(self) -> Metrics:
         """Wait for this step, not for later steps; return its metrics, identical on all ranks."""

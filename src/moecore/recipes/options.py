@@ -68,6 +68,8 @@ class RunConfig:
         expert_loads_every: steps between logs of the load of each expert; 0 = none.
         profile: steps that the profiler traces for `moecore report`; 0 = none.
         peak_tflops: peak of one device for MFU; None = the bfloat16 peak of a known GPU.
+        hang_timeout: seconds after which a phase of a step that waits for other ranks ends the run
+            with a report; None = nine tenths of the process group's timeout.
         ranks: processes; None = one per GPU, two on CPU, or those that torchrun has started.
         plain_host: leave CPU affinity and garbage collection to the system.
         deterministic: compute the same bits in every run of the command on the same machine.
@@ -100,6 +102,7 @@ class RunConfig:
     expert_loads_every: CountOrZero = 10
     profile: CountOrZero = 0
     peak_tflops: Positive | None = None
+    hang_timeout: Positive | None = None
     ranks: Count | None = None
     plain_host: bool = False
     deterministic: bool = False

@@ -144,7 +144,7 @@ def get_checkpoint_dir(args: RunConfig) -> AnyPath:
 LAYOUT = {*DEGREES, "parallel", "ranks", "layout", "pipeline"}
 SAME_NUMBERS = LAYOUT | {
     *("run_dir", "checkpoint_dir", "checkpoint_every", "expert_loads_every", "profile"),
-    *("peak_tflops", "logging", "plain_host", "workers", "samples"),
+    *("peak_tflops", "logging", "plain_host", "workers", "samples", "hang_timeout"),
     *("memory", "recompute", "offload", "offload_fraction"),
 }
 

@@ -172,7 +172,10 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     def overflow() -> None:
         raise ExchangeError("too many rows")
 
-    with patch.object(get_capacity(model), "raise_reported_errors", overflow), pytest.raises(ExchangeError):
+    with (
+        patch.object(get_capacity(model), "raise_reported_errors", overflow),
+        pytest.raises(ExchangeError),
+    ):
         run(x)
     model(x)  # leaves units gathered
     found["after a forward"] = error_of(lambda: run(x))
