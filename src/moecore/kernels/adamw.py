@@ -142,16 +142,14 @@ def adamw_ref_(
             old.copy_(new)
 
 
-def _decode_state_ref(
-    param: ParamTensors, wide_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the master weight, exp_avg and exp_avg_sq of a parameter in dtype `wide_dtype`."""
+def _decode_state_ref(param: ParamTensors, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the master weight, exp_avg and exp_avg_sq of a parameter in dtype `dtype`."""
     w, m, v = param.weight, param.exp_avg, param.exp_avg_sq
     if param.remainder is not None:
         w = join_master_ref(w, param.remainder)
     if param.exponents is not None:
         m, v = decode_moments_ref(m.reshape(-1), v.reshape(-1), param.exponents)
-    return w.to(wide_dtype), m.to(wide_dtype).view(w.shape), v.to(wide_dtype).view(w.shape)
+    return w.to(dtype), m.to(dtype).view(w.shape), v.to(dtype).view(w.shape)
 
 
 def _encode_state_ref(

@@ -67,18 +67,14 @@ def make_random_bits_ref(numel: int, step: Tensor, rounding_seed: int) -> Tensor
     return x ^ (x >> 16)
 
 
-def _multiply_uint32(values: Tensor, factor: int) -> Tensor:
-    """Return the low 32 bits of values * factor; two half products avoid an int64 overflow."""
-    return (
-        (values * (factor & 0xFFFF)) + (((values * (factor >> 16)) & 0xFFFF) << 16)
-    ) & 0xFFFFFFFF
+def _multiply_uint32(value: Tensor, factor: int) -> Tensor:
+    """Return the low 32 bits of value * factor; two half products avoid an int64 overflow."""
+    return ((value * (factor & 0xFFFF)) + (((value * (factor >> 16)) & 0xFFFF) << 16)) & 0xFFFFFFFF
 
 
 def round_stochastically_ref(x: Tensor, random_bits: Tensor) -> Tensor:
     """Round x to bf16 stochastically; return fp32. `random_bits`: int64 below 2^16 per element."""
-    bits = (x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) + random_bits.view(
-        x.shape
-    )
+    bits = (x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) + random_bits.view_as(x)
     bits = bits & 0xFFFF0000
     bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
     return torch.where(x.isfinite(), bits.int().view(torch.float32), x.float())

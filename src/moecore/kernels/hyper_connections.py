@@ -138,7 +138,7 @@ def _save_collapse(ctx: Any, inputs: tuple[Any, ...], output: Collapsed) -> None
     ctx.others = inputs[4:6]
 
 
-def _make_empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _make_like(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return an uninitialised tensor like each of `tensors`."""
     return tuple(map(torch.empty_like, tensors))
 
@@ -181,9 +181,7 @@ def _collapse_backward(
     return dstreams_TND, dfn_MC, dbase_M, dscale_3
 
 
-_collapse_bwd = Op(
-    "collapse_streams_bwd", _collapse_backward, lambda *args: _make_empty_like(*args[:4])
-)
+_collapse_bwd = Op("collapse_streams_bwd", _collapse_backward, lambda *args: _make_like(*args[:4]))
 
 
 def _differentiate_collapse(
@@ -223,15 +221,13 @@ def _expand_backward(
     dout_TND: Tensor, streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of streams, y and weights."""
-    grads = _make_empty_like(streams_TND, y_TD, weights_TW)
+    grads = _make_like(streams_TND, y_TD, weights_TW)
     args = (dout_TND, streams_TND, y_TD, weights_TW, *grads)
     launch(expand_streams_bwd_kernel, len(y_TD), *args, **_make_constants(streams_TND))
     return grads  # type: ignore[return-value]
 
 
-_expand_bwd = Op(
-    "expand_streams_bwd", _expand_backward, lambda _, *tensors: _make_empty_like(*tensors)
-)
+_expand_bwd = Op("expand_streams_bwd", _expand_backward, lambda _, *tensors: _make_like(*tensors))
 _expand = Op(
     "expand_streams",
     _expand_forward,
@@ -280,7 +276,5 @@ def expand_streams(y_TD: Tensor, collapsed: CollapsedStreams) -> Tensor:
     streams_TND, weights_TW = collapsed.streams_TND, collapsed.weights_TW
     if collapsed.grad_carrier_TND is None:
         return expand_streams_ref(streams_TND, y_TD, weights_TW)
-    out_TND: Tensor = _expand(
-        streams_TND, collapsed.grad_carrier_TND, y_TD.contiguous(), weights_TW
-    )
-    return out_TND
+    out: Tensor = _expand(streams_TND, collapsed.grad_carrier_TND, y_TD.contiguous(), weights_TW)
+    return out

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moecore.base.torch_private import cudnn_attention, cudnn_attention_backward
 from moecore.kernels.attention.contract import (
-    AttentionBlock,
     AttentionMask,
+    QKVBlock,
     find_16_bit_problem,
     merge_blocks,
 )
@@ -37,7 +37,7 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
     return find_16_bit_problem(q, k, v, (9, 0))
 
 
-def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
+def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
     """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
     # cuDNN's causal mask is aligned at the top left, moecore's at the bottom right. T queries and
@@ -52,9 +52,7 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     return o.to(q.dtype), lse
 
 
-def backward(
-    block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
     q, k, v, mask, scale = block
     do, o = _copy_with_stride_order_of(do, q), _copy_with_stride_order_of(o, q)

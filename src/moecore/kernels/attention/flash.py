@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.torch_private import flash_attention, flash_attention_backward
-from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, find_16_bit_problem
+from moecore.kernels.attention.contract import AttentionMask, QKVBlock, find_16_bit_problem
 
 
 def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
@@ -26,7 +26,7 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
     return find_16_bit_problem(q, k, v, (8, 0))
 
 
-def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
+def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
     """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
@@ -45,9 +45,7 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     return o, lse.masked_fill(lse == math.inf, -math.inf)
 
 
-def backward(
-    block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
     q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, find_16_bit_problem
+from moecore.kernels.attention.contract import AttentionMask, QKVBlock, find_16_bit_problem
 from moecore.kernels.invariant import is_batch_invariant
 
 PACKAGE = "flash-attn-4"
@@ -59,7 +59,7 @@ def warn_if_missing(device: torch.device) -> None:
         warnings.warn(f"{text} speed: {reason}", stacklevel=2)
 
 
-def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
+def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
     """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
     heads, arguments = _flatten_packed_rows(mask, q, k, v), _make_arguments(mask, scale)
@@ -69,9 +69,7 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     return o.view(*q.shape[:3], v.shape[-1]), lse
 
 
-def backward(
-    block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
     q, k, v, mask, scale = block
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(s - lse) of a row that sees no key is 0

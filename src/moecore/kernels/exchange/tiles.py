@@ -91,9 +91,8 @@ def choose_sum_tile(layout: ExchangeLayout, row_format: RowFormat) -> tuple[int,
     """Return (pairs, columns) of a tile of `push_sums`, which loads rows of four slots at once."""
     # Example, bf16, 7168 columns: 16 rows of 1024.
     max_pairs = min(layout.chunk * layout.num_ranks, MAX_SLOTS // MAX_BLOCK_N)
-    return _choose_tile(
-        row_format, layout.num_warps * TILE_BYTES_PER_WARP // 2, max_pairs, min_rows=8
-    )
+    num_bytes = layout.num_warps * TILE_BYTES_PER_WARP // 2
+    return _choose_tile(row_format, num_bytes, max_pairs, min_rows=8)
 
 
 def compute_list_width(layout: ExchangeLayout) -> int:

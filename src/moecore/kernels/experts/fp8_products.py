@@ -56,7 +56,7 @@ from moecore.kernels.rows.shard_blocks import transpose_values
 FASTER_FROM = 384
 
 
-class _OperandBlocks(NamedTuple):
+class _Fp8Operand(NamedTuple):
     """The activation A or dH in expert order as an FP8 operand, and the dtype of its product."""
 
     rows: Blocks | None  # None = a product quantises `wide` when it reads the operand
@@ -98,13 +98,12 @@ class BlockwiseProducts(Products):
         """Return source rows quantised to FP8; rows that were dispatched in FP8 are unchanged."""
         return rows if rows.scales is not None else self._quantise_rows(rows.values)
 
-    def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, _OperandBlocks]:
+    def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, _Fp8Operand]:
         """Return H [R, C] in its saved format (None if not `saves_h`), and the FP8 activation."""
-        return self._activate(
-            self._multiply_fc1(rows), self.recipe.hidden_format if saves_h else None
-        )
+        h_format = self.recipe.hidden_format if saves_h else None
+        return self._activate(self._multiply_fc1(rows), h_format)
 
-    def fc2(self, a: _OperandBlocks) -> Tensor:
+    def fc2(self, a: _Fp8Operand) -> Tensor:
         """Return a @ w2^T [R, D], the output of each expert row, in the dtype of the rows."""
         y_RD = self._multiply(self._get_fp8_operand(a), "a", a.dtype)
         return self.low2.add_product(y_RD, self.low2.compute_forward_addend(a.wide))
@@ -116,7 +115,7 @@ class BlockwiseProducts(Products):
             return Rows(h_RC)
         return self._quantise_rows(h_RC, self.row_map.num_rows)
 
-    def recompute_activation(self, h: Rows) -> _OperandBlocks:
+    def recompute_activation(self, h: Rows) -> _Fp8Operand:
         """Return act(H) times the routing weight of each row, in FP8."""
         return self._activate(widen_rows(h, self.row_map.num_rows), None)[1]
 
@@ -130,9 +129,7 @@ class BlockwiseProducts(Products):
         wide = ProductSource(dy, None if has_expert_rows else self.row_map.row_ids_R)
         return _OutputGrads(rows, has_expert_rows, wide if self.low2.update else None)
 
-    def activation_bwd(
-        self, dy: _OutputGrads, h: Rows
-    ) -> tuple[_OperandBlocks, Tensor, _OperandBlocks]:
+    def activation_bwd(self, dy: _OutputGrads, h: Rows) -> tuple[_Fp8Operand, Tensor, _Fp8Operand]:
         """Return dH, gradients of routing weights (fp32 [R]) and act(H) * weight.
 
         dH and the activation are FP8 blocks. With a low-rank update both are also in the dtype of
@@ -146,41 +143,36 @@ class BlockwiseProducts(Products):
         if self.low1.update or self.low2.update:
             dh_RC, dweights_R, a_RF = weighted_activation_bwd(widen_rows(h, num_rows), *operands)
             wide_h, wide_a = (ProductSource(x, None, is_finite=True) for x in (dh_RC, a_RF))
-            dh = _OperandBlocks(self._quantise_blocks(wide_h), h.dtype, wide_h)
-            return dh, dweights_R, _OperandBlocks(None, h.dtype, wide_a)
-        power_of_two = self.recipe.power_of_two
-        blocks_h, dweights_R, blocks_a = quantised_activation_bwd(
-            h, *operands, power_of_two=power_of_two
-        )
-        return _OperandBlocks(blocks_h, h.dtype), dweights_R, _OperandBlocks(blocks_a, h.dtype)
+            dh = _Fp8Operand(self._quantise_blocks(wide_h), h.dtype, wide_h)
+            return dh, dweights_R, _Fp8Operand(None, h.dtype, wide_a)
+        out = quantised_activation_bwd(h, *operands, power_of_two=self.recipe.power_of_two)
+        return _Fp8Operand(out[0], h.dtype), out[1], _Fp8Operand(out[2], h.dtype)
 
-    def fc1_dgrad(self, dh: _OperandBlocks) -> Tensor:
+    def fc1_dgrad(self, dh: _Fp8Operand) -> Tensor:
         """Return dH @ w1 [R, D], the gradient of each expert row of X."""
         dx_RD = self._multiply(self._get_fp8_operand(dh), "dh", dh.dtype)
         return self.low1.add_product(dx_RD, self.low1.compute_backward_addend(dh.wide))
 
-    def fc1_wgrad(self, rows: Rows, dh: _OperandBlocks, target: GradTarget) -> Tensor:
+    def fc1_wgrad(self, rows: Rows, dh: _Fp8Operand, target: GradTarget) -> Tensor:
         """Return the gradient of w1, written to `target`."""
         x = tile_tokens(rows, self.row_map.row_ids_R, self.tiles)
-        return self._compute_weight_grad(
-            self._get_fp8_operand(dh), x, target, self.matrices.dtypes["w1"]
-        )
+        return self._compute_wgrad(self._get_fp8_operand(dh), x, target, self.matrices.dtypes["w1"])
 
-    def fc2_wgrad(self, dy: _OutputGrads, a: _OperandBlocks, target: GradTarget) -> Tensor:
+    def fc2_wgrad(self, dy: _OutputGrads, a: _Fp8Operand, target: GradTarget) -> Tensor:
         """Return the gradient of w2, written to `target`."""
         ids_R = None if dy.is_unsummed else self.row_map.row_ids_R
         dy_tiles = tile_tokens(dy.rows, ids_R, self.tiles)
-        return self._compute_weight_grad(
+        return self._compute_wgrad(
             dy_tiles, self._get_fp8_operand(a), target, self.matrices.dtypes["w2"]
         )
 
-    def fc1_update_grad(self, rows: Rows, dh: _OperandBlocks) -> LowRankUpdate:
+    def fc1_update_grad(self, rows: Rows, dh: _Fp8Operand) -> LowRankUpdate:
         """Return the gradients of A and B of the low-rank update of w1."""
-        return self.low1.compute_update_grads(self._widen_rows(rows), dh.wide)
+        return self.low1.compute_grads(self._widen_rows(rows), dh.wide)
 
-    def fc2_update_grad(self, dy: _OutputGrads, a: _OperandBlocks) -> LowRankUpdate:
+    def fc2_update_grad(self, dy: _OutputGrads, a: _Fp8Operand) -> LowRankUpdate:
         """Return the gradients of A and B of the low-rank update of w2."""
-        return self.low2.compute_update_grads(a.wide, dy.wide)
+        return self.low2.compute_grads(a.wide, dy.wide)
 
     def drop_weights(self) -> None:
         """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
@@ -205,7 +197,7 @@ class BlockwiseProducts(Products):
         wide_RD = gather_packed_rows(rows.values, rows.scales, rows.dtype, *self.row_map)
         return ProductSource(wide_RD, None)
 
-    def _get_fp8_operand(self, x: _OperandBlocks) -> Blocks:
+    def _get_fp8_operand(self, x: _Fp8Operand) -> Blocks:
         """Return the FP8 operand of expert rows, quantised now if only wide rows exist."""
         return self._quantise_blocks(x.wide) if x.rows is None else x.rows
 
@@ -215,9 +207,7 @@ class BlockwiseProducts(Products):
         num_rows = self.row_map.num_rows
         return gather_row_blocks(self._quantise_rows(wide.rows, num_rows), None, None, num_rows)
 
-    def _activate(
-        self, h_RC: Tensor, h_format: Hidden | None
-    ) -> tuple[Rows | None, _OperandBlocks]:
+    def _activate(self, h_RC: Tensor, h_format: Hidden | None) -> tuple[Rows | None, _Fp8Operand]:
         """Return H in `h_format` (None = not saved), and the quantised weighted activation."""
         operands = (h_RC, self.weights_R, self.row_map.num_rows, self.activation)
         a, h = quantised_activation(
@@ -226,14 +216,14 @@ class BlockwiseProducts(Products):
         wide = None
         if self.low2.update:
             wide = ProductSource(weighted_activation(*operands), None, is_finite=True)
-        return Rows(h_RC) if h_format == "wide" else h, _OperandBlocks(a, h_RC.dtype, wide)
+        return Rows(h_RC) if h_format == "wide" else h, _Fp8Operand(a, h_RC.dtype, wide)
 
     def _multiply(self, rows: Blocks, operand: Operand, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix for `operand`, in `dtype`."""
         matrix = self.matrices.get_operand(*MATRICES[operand])
         return fp8_gemm(rows, matrix, self.offsets_e, self.tiles, dtype)
 
-    def _compute_weight_grad(
+    def _compute_wgrad(
         self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype
     ) -> Tensor:
         """Return each expert's x^T y, written to `target`; a new tensor has `dtype`."""

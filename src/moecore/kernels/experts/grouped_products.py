@@ -48,9 +48,7 @@ class Matmuls(Protocol):
         `operand` names the rows: x, a, dy or dh. `MATRICES` maps the name to w1 or w2.
         """
 
-    def compute_weight_grad(
-        self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
-    ) -> Tensor:
+    def compute_weight_grad(self, dy: Tensor, x: Tensor, role: Role, target: GradTarget) -> Tensor:
         """Return each expert's dy^T x [e, N, K], the gradient of w1 or w2, written to `target`."""
 
     def drop_weights(self) -> None:
@@ -73,17 +71,13 @@ class TorchMatmuls(Matmuls):
             return rows_RK.new_empty(0, b_eKN.shape[2])
         return grouped_mm(rows_RK, b_eKN, offs=self.offsets_e)
 
-    def compute_weight_grad(
-        self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
-    ) -> Tensor:
+    def compute_weight_grad(self, dy: Tensor, x: Tensor, role: Role, target: GradTarget) -> Tensor:
         """Return each expert's dy^T x, by `grouped_mm`, written to `target`."""
-        if x_RK.shape[0]:
-            grad_eNK = grouped_mm(dy_RN.t(), x_RK, offs=self.offsets_e)
+        if x.shape[0]:
+            grad = grouped_mm(dy.t(), x, offs=self.offsets_e)
         else:
-            grad_eNK = dy_RN.new_zeros(self.offsets_e.shape[0], dy_RN.shape[1], x_RK.shape[1])
-        return scale_and_store_grad(
-            grad_eNK, target.out, target.accumulate, target.dtype, target.scale
-        )
+            grad = dy.new_zeros(self.offsets_e.shape[0], dy.shape[1], x.shape[1])
+        return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
 
     def drop_weights(self) -> None:
         """Free the matrices, which the weights' gradients do not need."""
@@ -147,12 +141,12 @@ class GroupedProducts(Products):
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
         """Return the gradients of A and B of the low-rank update of w1."""
         x = ProductSource(self._gather_by_expert(rows), None)
-        return self.low1.compute_update_grads(x, ProductSource(dh_RC, None, is_finite=True))
+        return self.low1.compute_grads(x, ProductSource(dh_RC, None, is_finite=True))
 
     def fc2_update_grad(self, dy_RD: Tensor, a_RF: Tensor) -> LowRankUpdate:
         """Return the gradients of A and B of the low-rank update of w2."""
         a = ProductSource(a_RF, None, is_finite=True)
-        return self.low2.compute_update_grads(a, ProductSource(dy_RD, None))
+        return self.low2.compute_grads(a, ProductSource(dy_RD, None))
 
     def drop_weights(self) -> None:
         """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""

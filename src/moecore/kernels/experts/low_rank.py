@@ -55,9 +55,7 @@ class LowRankProducts:
             return grouped_gemm(*addend, self._offsets_e, out=out_RN)
         return out_RN.add_(self._multiply(ProductSource(addend.rows_Rr, None), addend.b_erN))
 
-    def compute_update_grads(
-        self, x: ProductSource | None, dy: ProductSource | None
-    ) -> LowRankUpdate:
+    def compute_grads(self, x: ProductSource | None, dy: ProductSource | None) -> LowRankUpdate:
         """Return the gradients of A and B, from the product's input x and output gradient dy."""
         u, v = self.compute_forward_addend(x), self.compute_backward_addend(dy)
         assert u is not None and v is not None and x is not None and dy is not None

@@ -48,9 +48,8 @@ def find_products_problem(products_name: ProductsName, spec: ExpertSpec) -> str 
     if uses_transformer_engine(products_name, recipe):
         return find_te_problem(spec)
     if recipe is not None:
-        return spec.find_fp8_problem(
-            BLOCK if recipe.scaling == "blockwise" else recipe.weight_multiple
-        )
+        is_blockwise = recipe.scaling == "blockwise"
+        return spec.find_fp8_problem(BLOCK if is_blockwise else recipe.weight_multiple)
     return find_triton_problem(spec) if products_name == "triton" else spec.find_grouped_problem()
 
 
@@ -88,10 +87,7 @@ def choose_products(products_name: ProductsName, spec: ExpertSpec) -> ProductsNa
 
 
 def make_products(
-    options: ExpertMLPOptions,
-    index: ExpertIndex,
-    weights: ExpertWeights,
-    index_cache: Any = None,
+    options: ExpertMLPOptions, index: ExpertIndex, weights: ExpertWeights, index_cache: Any = None
 ) -> Products:
     """Return a `Products` object for `options.products`, a name that `choose_products` returned.
 

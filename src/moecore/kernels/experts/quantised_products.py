@@ -96,15 +96,15 @@ class ScaledMatmuls(Matmuls):
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
         """Return the rows of `operand` times their experts' matrices, in the dtype of the rows."""
         matrix = self.matrices.get_operand(*MATRICES[operand])
-        a = self._quantise_operand(operand, rows_RK)
+        a = self._quantise(operand, rows_RK)
         return scaled_gemm(a, matrix, self.offsets_e, rows_RK.dtype)
 
     def compute_weight_grad(
         self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
     ) -> Tensor:
         """Return each expert's dy^T x, written to `target`."""
-        dy = self._quantise_operand("dh" if role == "w1" else "dy", dy_RN, columnwise=True)
-        x = self._quantise_operand("x" if role == "w1" else "a", x_RK, columnwise=True)
+        dy = self._quantise("dh" if role == "w1" else "dy", dy_RN, columnwise=True)
+        x = self._quantise("x" if role == "w1" else "a", x_RK, columnwise=True)
         grad_eNK = scaled_wgrad(dy, x, self._padded_e, dy_RN.dtype)
         dtype = target.dtype or self.matrices.dtypes[role]
         return scale_and_store_grad(grad_eNK, target.out, target.accumulate, dtype, target.scale)
@@ -117,9 +117,7 @@ class ScaledMatmuls(Matmuls):
         """Running sum of the experts' row counts, each padded to a multiple of 16."""
         return pad_offsets(self.offsets_e)
 
-    def _quantise_operand(
-        self, operand: Operand, rows: Tensor, *, columnwise: bool = False
-    ) -> Blocks:
+    def _quantise(self, operand: Operand, rows: Tensor, *, columnwise: bool = False) -> Blocks:
         """Quantise expert rows: X, A, dY or dH, which `operand` names.
 
         The result is for sums over the columns of `rows`, or with `columnwise` for sums over its
@@ -263,13 +261,11 @@ def quantise_matrices_emulated(
     )
 
 
-def _unpack_emulated(
-    recipe: Recipe, is_packed: bool, matrix: Blocks, is_transposed: bool
-) -> Blocks:
-    """Return an all-gathered packed matrix as operand, for sums over N if `is_transposed`."""
+def _unpack_emulated(recipe: Recipe, is_packed: bool, matrix: Blocks, transposed: bool) -> Blocks:
+    """Return an all-gathered packed matrix as operand, for sums over N if `transposed`."""
     if not is_packed:
-        return unpack_matrices(matrix, recipe, transposed=is_transposed)
-    return transpose_matrices(matrix) if is_transposed else matrix
+        return unpack_matrices(matrix, recipe, transposed=transposed)
+    return transpose_matrices(matrix) if transposed else matrix
 
 
 def _multiply_emulated(

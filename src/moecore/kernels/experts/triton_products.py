@@ -108,20 +108,20 @@ class TritonProducts(Products):
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
         """Return the gradient of w1, written to `target`."""
-        return self._compute_weight_grad(self._choose_source(rows, "wgrad"), dh_RC, True, target)
+        return self._compute_wgrad(self._choose_source(rows, "wgrad"), dh_RC, True, target)
 
     def fc2_wgrad(self, dy: ProductSource, a_RF: Tensor, target: GradTarget) -> Tensor:
         """Return the gradient of w2, written to `target`."""
-        return self._compute_weight_grad(dy, a_RF, False, target)
+        return self._compute_wgrad(dy, a_RF, False, target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
         """Return the gradients of A and B of the low-rank update of w1."""
         dh = ProductSource(dh_RC, None, is_finite=True)
-        return self.low1.compute_update_grads(self._choose_source(rows, "wgrad"), dh)
+        return self.low1.compute_grads(self._choose_source(rows, "wgrad"), dh)
 
     def fc2_update_grad(self, dy: ProductSource, a_RF: Tensor) -> LowRankUpdate:
         """Return the gradients of A and B of the low-rank update of w2."""
-        return self.low2.compute_update_grads(ProductSource(a_RF, None, is_finite=True), dy)
+        return self.low2.compute_grads(ProductSource(a_RF, None, is_finite=True), dy)
 
     def drop_weights(self) -> None:
         """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
@@ -161,7 +161,7 @@ class TritonProducts(Products):
         out_RN = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
         return self.low1.add_product(out_RN, addend)
 
-    def _compute_weight_grad(
+    def _compute_wgrad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
         """Return each expert's source^T y, or y^T source if `transposed`, written to `target`."""

@@ -352,9 +352,7 @@ def _finish_bwd_kernel(
 
 
 @cache
-def _make_constants(
-    gathers: bool, options: ActivationOptions, has_addend: bool
-) -> GroupedConstants:
+def _get_constants(gathers: bool, options: ActivationOptions, has_addend: bool) -> GroupedConstants:
     """Return the constants of the kernel for these variants."""
     return GroupedConstants(
         *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M[gathers], STAGES, PRODUCER_REGISTERS),
@@ -401,7 +399,7 @@ def pingpong_activation_bwd(
         return dh_RC, dweights_R, a_RF
     parts = weights_R.new_empty(cdiv(F, BLOCK_N), R)
     gathers = row_ids_R is not None
-    const = _make_constants(gathers, options, addend is not None)
+    const = _get_constants(gathers, options, addend is not None)
     dy_desc = make_gluon_descriptor(dy, (BLOCK_M, BLOCK_K))
     w2_desc = make_gluon_descriptor(w2_eDF, (BLOCK_K, BLOCK_N))
     h_desc = make_gluon_descriptor(h_RC, (BLOCK_M, BLOCK_N // 4))

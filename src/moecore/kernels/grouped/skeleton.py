@@ -111,12 +111,10 @@ def wait_for_stage(ring, step_idx):
 
 
 @gluon.jit
-def release_previous_stage(ring, step_idx, predicate):
-    """Mark the stage of the step before `step_idx` as empty, if `predicate` is True."""
+def release_previous_stage(ring, step_idx, pred):
+    """Mark the stage of the step before `step_idx` as empty, if `pred` is True."""
     STAGES: gl.constexpr = ring.full.shape[0]
-    hopper.mbarrier.arrive(
-        ring.empty.index((step_idx + STAGES - 1) % STAGES), count=1, pred=predicate
-    )
+    hopper.mbarrier.arrive(ring.empty.index((step_idx + STAGES - 1) % STAGES), count=1, pred=pred)
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.attention import compute_sinks_gradient
+from moecore.kernels.attention import compute_sinks_grad
 from moecore.kernels.common import cdiv
 from moecore.kernels.meta import repeat_on_meta
 from moecore.kernels.sparse_attention.contract import (
@@ -264,5 +264,5 @@ class _SparseAttention(torch.autograd.Function):
             of_index = (d.to(x.dtype) for d, x in zip(dindex, index, strict=True))
         dsinks = None
         if sinks is not None:
-            dsinks = compute_sinks_gradient(do[None], o[None], lse.T[None], sinks)
+            dsinks = compute_sinks_grad(do[None], o[None], lse.T[None], sinks)
         return *of_heads, *of_index, None, dsinks, None, None
