@@ -418,8 +418,7 @@ def softmax_gradient_(
 
     Args:
         logits_CV, labels_C: as for `softmax_statistics`; logits are overwritten.
-        row_max_C, sums_C: full rows' maximum and sum of exp(x - maximum), in the statistics'
-            dtype.
+        row_max_C, sums_C: full rows' maximum and sum of exp(x - maximum), in the statistics' dtype.
     """
     kernel_dtypes = logits_CV.dtype in KERNEL_DTYPES and dtype in KERNEL_DTYPES
     if not (kernel_dtypes and can_use_kernel(logits_CV)):

@@ -41,10 +41,8 @@ class Block(nn.Module):
         runs: int = 1,
     ) -> None:
         super().__init__()
-        self.mixer, self.feedforward = (
-            config.get_mixer(layer_idx),
-            config.get_feedforward(layer_idx),
-        )
+        self.mixer = config.get_mixer(layer_idx)
+        self.feedforward = config.get_feedforward(layer_idx)
         if self.mixer is not None:
             self.input_layernorm = RMSNorm.from_config(config, dtype=dtype)
         if self.mixer == "linear":

@@ -97,10 +97,8 @@ class BlockwiseHeadProducts(HeadProducts):
     def __init__(self, weight_VD: Tensor, *, training: bool, recipe: Recipe) -> None:
         super().__init__(weight_VD, training=training)
         self.power_of_two = recipe.power_of_two
-        weight_1VD = weight_VD.detach().contiguous()[None]
-        self.weight = quantise_weights(
-            weight_1VD, power_of_two=self.power_of_two, columnwise=training
-        )
+        w_1VD = weight_VD.detach().contiguous()[None]
+        self.weight = quantise_weights(w_1VD, power_of_two=self.power_of_two, columnwise=training)
 
     @override
     def compute_logits(self, hidden_CD: Tensor) -> Tensor:

@@ -187,10 +187,9 @@ class _SparseAttention(torch.autograd.Function):
             keys: Keys = chunk.span
             if selected is not None and new_width is not None:
                 scores_CS = compute_span_scores(chunk.indexer, chunk.span)
-                chunk.slice_queries(selected).copy_(
-                    select_keys(scores_CS, chunk.span.first, new_width)
-                )
-                del scores_CS
+                selected_CK = select_keys(scores_CS, chunk.span.first, new_width)
+                chunk.slice_queries(selected).copy_(selected_CK)
+                del scores_CS, selected_CK
             if selected is not None:
                 keys = SelectedKeys(chunk.slice_queries(selected))
             rows = keys.select_rows(keys_Nl)

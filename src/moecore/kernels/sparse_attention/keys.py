@@ -83,10 +83,8 @@ class SelectedKeys:
 class SpanOfKeys:
     """`Keys` with one range [first, last) for all queries; a query sees its [first_C, last_C]."""
 
-    def __init__(
-        self, first_key: int, key_end: int, first_keys_C: Tensor, last_keys_C: Tensor
-    ) -> None:
-        self.first, self.first_C, self.last_C = first_key, first_keys_C, last_keys_C
+    def __init__(self, first_key: int, key_end: int, first_C: Tensor, last_C: Tensor) -> None:
+        self.first, self.first_C, self.last_C = first_key, first_C, last_C
         self._span = slice(first_key, key_end)
 
     @cached_property
