@@ -202,7 +202,7 @@ def _encode_moment(
     INVERSE_MIN_VALUE: tl.constexpr,
     NAN_CODE: tl.constexpr,
 ):
-    """Round scaled x >= 0 to codes; 1 / INVERSE_MIN_VALUE is the least one, NaN gives NAN_CODE."""
+    """Round scaled x >= 0 to FP8 codes; code 1 is 1 / INVERSE_MIN_VALUE, and NaN gives NAN_CODE."""
     random_bits = random_bits.to(tl.int32)
     normal = (x.to(tl.int32, bitcast=True) + (random_bits << 4) >> 20) - (
         (127 - EXPONENT_BIAS) << 3
@@ -218,7 +218,7 @@ def _encode_moment(
 def encode_moments(m, v, random_bits):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
     """Return uint8 codes of m and v, and int16 [ROWS] exponents: m's low byte, v's high byte.
 
-    Noise has 16 random bits for m in its low half, and for v in its high half.
+    `random_bits` has 16 bits for m in its low half, and 16 bits for v in its high half.
     """
     first = _compute_exponents(m, _FIRST)
     inverse = _compute_scale(254 - first)[:, None]

@@ -352,7 +352,7 @@ def softmax_gradient_ref_(
 
 
 def _launch_softmax_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Compute `softmax_statistics`, fp32 [C, 3], of contiguous tensors by the kernel."""
+    """Compute `softmax_statistics` of contiguous tensors by the kernel: fp32 [tokens, 3]."""
     C, V = logits_CV.shape
     statistics_C3 = logits_CV.new_empty(C, 3, dtype=torch.float32)
     launch(_row_statistics_kernel, C, logits_CV, labels_C, statistics_C3, **_make_constants(V))

@@ -120,10 +120,10 @@ def _collapse_forward(
     eps: float,
     norm_eps: float,
 ) -> Collapsed:
-    """Return x [T, D], fp32 weights [T, W], raw mixes [T, M], 1 / RMS [T], and the link.
+    """Return sublayer input x, mixing weights, raw mixes, 1 / RMS per token, and gradient carrier.
 
-    Raw mixes are not divided by the RMS. The link [T, N, D] has no values: its gradient carries the
-    gradient of streams from expand to collapse.
+    Raw mixes are not divided by the RMS. The carrier [T, N, D], shaped as the streams, has no
+    values: its gradient carries the gradient of streams from expand to collapse.
     """
     x_TD, weights_TW, _, r_T, grad_carrier_TND = _make_empty_collapsed(streams_TND, fn_MC)
     raw_TM = router_logits(streams_TND.flatten(1), fn_MC)
@@ -187,7 +187,7 @@ _collapse_bwd = Op("collapse_streams_bwd", _collapse_backward, lambda *args: _ma
 def _differentiate_collapse(
     ctx: Any, dx: Tensor, dweights: Tensor, *rest: Tensor
 ) -> tuple[Any, ...]:
-    """Return the gradients of `_collapse_forward`'s inputs; rest[-1] is the link's gradient."""
+    """Return gradients of `_collapse_forward`'s inputs; rest[-1] is the gradient of the carrier."""
     needs, grads = ctx.needs_input_grad, (dx, dweights, rest[-1])
     args = (*ctx.saved_tensors, *(grad.contiguous() for grad in grads), *ctx.others)
     outputs = _collapse_bwd(*args, needs[1])

@@ -145,7 +145,7 @@ class MTPLayer(nn.Module):
         self.norm = RMSNorm.from_config(config, dtype=dtype)
 
     def forward(self, h_BTD: Tensor, e_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the normed h_k of this rank's tokens.
+        """Return h_k, the normed output of module k, for this rank's tokens.
 
         `h_BTD` is the normed h_(k-1), and `e_BTD` has the embeddings of the tokens k positions
         later. The padding mask of `sequence` also covers the tokens without a target.

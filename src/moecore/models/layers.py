@@ -219,12 +219,13 @@ def build_rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable 
 
 
 def _compute_yarn_factors(dim: int, theta: float, yarn: YarnConfig, device: torch.device) -> Tensor:
-    """Return fp32 [d / 2], the factor of each frequency: 1 if it is fast, 1 / factor if slow."""
+    """Return fp32 [dim / 2], the factor of each frequency: 1 if it is fast, 1 / factor if slow."""
     # Frequency i turns `original * theta^(-2i / d) / (2 pi)` times over the original length. The
     # factor is linear in i between the i that turns beta_fast times, rounded down if `truncate`,
     # and the i that turns beta_slow times, rounded up if `truncate`.
 
     def find_index(turns: float) -> float:
+        """Return the frequency index that turns `turns` times."""
         length = yarn.original_max_seq_len / (2 * math.pi * turns)
         return dim * math.log(length) / (2 * math.log(theta))
 

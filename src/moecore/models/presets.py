@@ -96,6 +96,7 @@ def at_width(
     check_arguments(at_width, locals())
 
     def scale_fields(record: Any, *names: str) -> Any:
+        """Return fields `names` of `record`, times dim / config.dim."""
         for name in names:
             if getattr(record, name) * dim % config.dim:
                 raise ValueError(
@@ -131,7 +132,7 @@ def _build_moe(dim: int, hidden_dim: int, num_experts: int, top_k: int, **fields
 
 
 def _make_balance(micro_batch_coef: float) -> dict[str, Any]:
-    """Return the argument `balance` of `MoEConfig` with the micro-batch loss `micro_batch_coef`."""
+    """Return {balance: config}, with the coefficient of the micro-batch loss, for `MoEConfig`."""
     return dict(balance=BalanceConfig(micro_batch_coef=micro_batch_coef))
 
 

@@ -56,7 +56,7 @@ def find_linear_role(linear_name: str) -> Role | None:
 
 
 def make_linear_products(recipe: Recipe, cache: InputCastCache | None = None) -> QuantisedProducts:
-    """Create the object that computes y, dx and dw of one linear; None = a new cache."""
+    """Create the object that computes y, dx and dw of one linear; `cache` None = a new cache."""
     if recipe.backend == "te":
         return TELinearProducts(recipe, cache)
     return (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe, cache)

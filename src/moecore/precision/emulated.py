@@ -134,11 +134,7 @@ class EmulatedLinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def compute_weight_grad(dy: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
-        """Return dw [N, K].
-
-        If `target.out` is a tensor, dw is written to it, or added to it if `target.accumulate` is
-        True.
-        """
+        """Return dw = dy^T x; write it to `target.out`, or add it there if `target.accumulate`."""
         recipe, x_TK = call.recipe, flatten_rows(x)
         of_dy = _quantise_operand(dy, recipe, over_rows=True, is_gradient=True)
         of_x = _quantise_operand(x_TK, recipe, over_rows=True)

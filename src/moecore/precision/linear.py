@@ -69,10 +69,11 @@ class InputCastCache:
         self._users: list[object] = []
 
     def __reduce__(self) -> Any:  # a copy starts empty
+        """Pickle and copy the cache as an empty cache."""
         return InputCastCache, ()
 
     def get_operands(self, x: Tensor, user: Any, recipe: Recipe, columnwise: bool) -> OperandPair:
-        """Return x quantised by `cast_input`; with `columnwise` also the operand of dw.
+        """Return x quantised by `cast_input`; with `columnwise` also for dw, a sum over tokens.
 
         The result is from the cache, unless x has changed or the linear `user` has read it before.
         """
@@ -155,9 +156,11 @@ class QuantisedProducts(LinearProducts):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
+        """Return x @ weight^T + bias, see `LinearProducts`."""
         return run_product(self._run, x, weight, bias, training)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
+        """Return the description of the recipe."""
         return self.recipe.describe()
 
     def _run(self, x: Tensor, param: Tensor, bias: Tensor | None, training: bool) -> Tensor:
@@ -184,13 +187,14 @@ class QuantisedProducts(LinearProducts):
     def prepare(self, x: Tensor, param: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         """Return the settings of one forward, with quantised operands or the amax that scales them.
 
-        `training` = the amax of x is recorded for delayed scaling.
+        `param` is the weight, maybe a DTensor, and `weight_NK` its local tensor. `training` = the
+        amax of x is recorded for delayed scaling.
         """
 
     @staticmethod
     @abstractmethod
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
-        """Return x @ weight^T; rows after the first T are padding."""
+        """Return x @ weight^T, from the operands in `call`; rows after the first T are padding."""
 
     @staticmethod
     @abstractmethod
@@ -254,18 +258,22 @@ def make_quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
     """Return custom op `name`, which runs `products` under torch.compile and dispatch modes."""
 
     def unflatten_inputs(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return x, weight, bias and `LinearCall` from the op's flat arguments."""
         *tensors, recipe, dtype = arguments
         call: tuple[Any, ...] = (*tensors[3:], _recipe_of(recipe), dtype)
         return *tensors[:3], LinearCall(*call)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save for backward what `products.setup_context` saves."""
         products.setup_context(ctx, unflatten_inputs(inputs), output)
         ctx.products, ctx.sink = products, None  # an operator takes no sink
 
     def fake(x: Tensor, weight_NK: Tensor, *options: Any) -> Tensor:
+        """Return an empty y."""
         return x.new_empty(*x.shape[:-1], weight_NK.shape[0], dtype=options[-1])
 
     def forward(*arguments: Any) -> Tensor:
+        """Return y by `products.forward`."""
         return products.forward(*unflatten_inputs(arguments))
 
     return Op(name, forward, fake, setup_context=setup_context, backward=backward, schema=_SCHEMA)
@@ -371,11 +379,7 @@ class Fp8Products(QuantisedProducts):
     def compute_weight_grad(
         dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget
     ) -> Tensor:
-        """Return dw = dy @ x.
-
-        If `target.out` is a tensor, dw is written to it, or added to it if `target.accumulate` is
-        True.
-        """
+        """Return dw = dy^T x; write it to `target.out`, or add it there if `target.accumulate`."""
         x = Blocks(x_KT, call.x_column_scales, KINDS[call.recipe.activation_block])
         grad = multiply_fp8(dy, x, call.dtype)
         return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
@@ -404,7 +408,7 @@ def choose_amax(past_amax: Tensor | None, x: Tensor, *, has_all_amax: bool) -> T
 
 
 def all_reduce_max(tensor: Tensor, param: Tensor) -> Tensor:
-    """Return `tensor`, all-reduced by MAX over the mesh dims that shard `param`."""
+    """Return `tensor`, all-reduced by MAX over the mesh dims that shard the weight `param`."""
     if isinstance(param, DTensor):
         for mesh_dim, placement in enumerate(param.placements):
             if not placement.is_replicate():

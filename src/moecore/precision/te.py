@@ -122,11 +122,7 @@ class TELinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def compute_weight_grad(dy: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
-        """Return dw [N, K].
-
-        If `target.out` is a tensor, dw is written to it, or added to it if `target.accumulate` is
-        True.
-        """
+        """Return dw = dy^T x; write it to `target.out`, or add it there if `target.accumulate`."""
         x_TK, recipe = flatten_rows(x), call.recipe
         if not dy.shape[0] or dy.is_meta:
             grad = dy.new_zeros(dy.shape[1], x_TK.shape[1], dtype=call.dtype)

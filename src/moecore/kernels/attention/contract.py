@@ -54,6 +54,7 @@ class AttentionMask(CheckedRecord):
     max_length_k: CountOrZero | None = None  # an upper bound of the keys of a document
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         if self.window is not None and not self.causal:
             yield "window", "be None without causal: set causal=True"
         for name in ("cu_seqlens_k", "max_length_q", "max_length_k"):
@@ -91,12 +92,12 @@ class AttentionKernel(Protocol):
         """Return a one-line reason why the module cannot compute this block; None = it can."""
 
     def forward(self, block: QKVBlock) -> tuple[Tensor, Tensor]:
-        """Return o_BTHv and lse_BHT, as `attention.attention_forward`."""
+        """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
 
     def backward(
         self, block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv, as `attention.attention_backward`; o and lse are final."""
+        """Return dq, dk and dv of `block` from `do`, and `o` and `lse` over all key blocks."""
 
 
 def merge_blocks(

@@ -38,7 +38,7 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
 
 
 def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
-    """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
+    """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
     q, k, v, mask, scale = block
     # cuDNN's causal mask is aligned at the top left, moecore's at the bottom right. T queries and
     # S > T keys are two calls: all keys 0 : S - T, and a causal square of keys S - T : S.
@@ -53,7 +53,7 @@ def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
 
 
 def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
+    """Return dq, dk and dv of `block` from the gradient of o, and o and lse over all key blocks."""
     q, k, v, mask, scale = block
     do, o = _copy_with_stride_order_of(do, q), _copy_with_stride_order_of(o, q)
     lse = lse.contiguous()

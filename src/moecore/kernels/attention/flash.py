@@ -27,7 +27,7 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
 
 
 def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
-    """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
+    """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
     q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
     o, lse, *_ = flash_attention(
@@ -46,7 +46,7 @@ def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
 
 
 def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
+    """Return dq, dk and dv of `block` from the gradient of o, and o and lse over all key blocks."""
     q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
     lse = lse.masked_fill(lse == -math.inf, math.inf)

@@ -60,7 +60,7 @@ def warn_if_missing(device: torch.device) -> None:
 
 
 def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
-    """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
+    """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
     q, k, v, mask, scale = block
     heads, arguments = _flatten_packed_rows(mask, q, k, v), _make_arguments(mask, scale)
     o, lse, *_ = _import_functions().forward(*heads, **arguments, return_lse=True)
@@ -70,7 +70,7 @@ def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
 
 
 def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
+    """Return dq, dk and dv of `block` from the gradient of o, and o and lse over all key blocks."""
     q, k, v, mask, scale = block
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(s - lse) of a row that sees no key is 0
     if mask.is_packed:

@@ -93,7 +93,7 @@ def _merge_parts(parts: Iterable[Tensor], like: Tensor) -> Tensor:
 
 
 def _compute_scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
-    """Return scaled scores [B, h, g, T, S] of q_BThgd and k_BShd, -inf for masked keys."""
+    """Return scaled scores [B, h, g, T, S], -inf for masked keys; g queries share a key head."""
     s = torch.einsum("bthgd,bshd->bhgts", q, k) * scale
     seen_TS = make_bool_mask(mask, q.shape[1], k.shape[1], q.device)
     return s if seen_TS is None else s.masked_fill(~seen_TS, -math.inf)
@@ -110,13 +110,13 @@ def _group_heads(x_BTHx: Tensor, num_kv_heads: int, mask: AttentionMask) -> Tens
 
 
 def _group_operands(block: QKVBlock) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [B, T, h, g, d], k [B, S, h, d] and v [B, S, h, v] in at least fp32."""
+    """Return q, k and v in at least fp32, with query heads grouped by key/value head."""
     q, k, v = (_group_heads(x, block.k.shape[2], block.mask) for x in block[:3])
     return q, k[..., 0, :], v[..., 0, :]
 
 
 def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
-    """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
+    """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
     q, k, v, mask, scale = block
     parts = _list_separate_parts(mask, q, k)
     if parts is not None:
@@ -135,7 +135,7 @@ def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
 
 
 def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
+    """Return dq, dk and dv of `block` from the gradient of o, and o and lse over all key blocks."""
     q, k, v, mask, scale = block
     parts = _list_separate_parts(mask, q, k)
     if parts is not None:

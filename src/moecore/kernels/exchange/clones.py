@@ -281,7 +281,7 @@ def _launch_clone_kernel(
     clone_places: ClonePlaces,
     piece: ClonePiece,
 ) -> None:
-    """Launch `kernel` for one piece of `expert_rows` [e or c, W].
+    """Launch `kernel` for one piece of `expert_rows`: weights or gradients, one row per expert.
 
     `waits_for_flags` = the kernel waits for flags, up to the buffer's timeout.
     """
@@ -316,10 +316,10 @@ receive_grads = partial(_launch_clone_kernel, _receive_grads_kernel, True)
 
 
 def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: ClonePlaces) -> Tensor:
-    """Return the weights of this rank's clones, [c, ...], zeros for empty places.
+    """Return the weights of this rank's clones, [clones, ...], zeros for empty places. Collective.
 
-    `expert_weights` [e, ...] has the weights of this rank's experts, in any dtype. Collective, no
-    host sync.
+    `expert_weights` has this rank's experts, in any dtype, and `clone_places` the expert that each
+    place clones. No host sync.
     """
     out = expert_weights.new_empty(clone_places.num_clones, *expert_weights.shape[1:])
     rows_eW = _view_as_words(expert_weights.contiguous())
@@ -331,11 +331,12 @@ def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: Clon
 
 
 def add_clone_grads_(buffer: CloneBuffer, grads: Tensor, clone_places: ClonePlaces) -> Tensor:
-    """Add the gradients of clones to the gradients of their experts, in place; return [e, ...].
+    """Add the gradients of all ranks' clones to their experts' gradients, in place. Collective.
 
-    `grads` [e + c, ...], contiguous, in one of `SUM_DTYPES`, has the gradients of this rank's
-    experts and then of its clones. Sums are in fp32, in the order of places, and rounded once.
-    Collective, no host sync.
+    `grads` [experts + clones, ...], contiguous, in one of `SUM_DTYPES`, ends with the gradients of
+    this rank's clones. `clone_places` has the expert that each place clones. The result is the part
+    of `grads` for experts. Sums are in fp32, in the order of places, and rounded once. No host
+    sync.
     """
     home_eW, clones_cW = _view_rows(grads).split((clone_places.num_local, clone_places.num_clones))
     for piece in split_into_pieces(buffer.layout, home_eW, clone_places.num_clones):

@@ -96,12 +96,12 @@ def choose_sum_tile(layout: ExchangeLayout, row_format: RowFormat) -> tuple[int,
 
 
 def compute_list_width(layout: ExchangeLayout) -> int:
-    """Return the rows of a list of slots: a chunk's (token, peer) pairs, rounded up."""
+    """Return the rows of a list of used slots: a chunk's (token, peer) pairs, rounded up."""
     return next_power_of_2(layout.chunk * layout.num_ranks)
 
 
 def compute_list_size(layout: ExchangeLayout, num_slots: int) -> int:
-    """Return the int32 entries of a program's list of slots; 0 if each row has one slot."""
+    """Return the length of a program's int32 list of used slots; 0 if each row has one slot."""
     return (1 + num_slots) * compute_list_width(layout) if num_slots > 1 else 0
 
 

@@ -99,30 +99,30 @@ class BlockwiseProducts(Products):
         return rows if rows.scales is not None else self._quantise_rows(rows.values)
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, _Fp8Operand]:
-        """Return H [R, C] in its saved format (None if not `saves_h`), and the FP8 activation."""
+        """Return FC1's output to save, None unless `saves_h`, and the FP8 activation."""
         h_format = self.recipe.hidden_format if saves_h else None
         return self._activate(self._multiply_fc1(rows), h_format)
 
     def fc2(self, a: _Fp8Operand) -> Tensor:
-        """Return a @ w2^T [R, D], the output of each expert row, in the dtype of the rows."""
+        """Return `a` @ w2^T, FC2's output for each expert row, in the dtype of the source rows."""
         y_RD = self._multiply(self._get_fp8_operand(a), "a", a.dtype)
         return self.low2.add_product(y_RD, self.low2.compute_forward_addend(a.wide))
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return H [R, C] from source rows, in the format `Recipe.hidden_format`."""
+        """Return FC1's output before the activation, in the recipe's `hidden_format`."""
         h_RC = self._multiply_fc1(rows)
         if self.recipe.hidden_format == "wide":
             return Rows(h_RC)
         return self._quantise_rows(h_RC, self.row_map.num_rows)
 
     def recompute_activation(self, h: Rows) -> _Fp8Operand:
-        """Return act(H) times the routing weight of each row, in FP8."""
+        """Return the activation of FC1's output `h`, times the routing weights, in FP8."""
         return self._activate(widen_rows(h, self.row_map.num_rows), None)[1]
 
     def prepare_output_grad(
         self, dy: Tensor | Rows, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> _OutputGrads:
-        """Return dY in FP8, [S, D], or [R, D] if `has_expert_rows`. Packed `dy` is unchanged."""
+        """Return `dy`, the gradient of FC2's output, in FP8; packed `dy` is returned unchanged."""
         if isinstance(dy, Rows):
             return _OutputGrads(dy, has_expert_rows)
         rows = self._quantise_rows(dy, self.row_map.num_rows if has_expert_rows else None)
@@ -130,10 +130,10 @@ class BlockwiseProducts(Products):
         return _OutputGrads(rows, has_expert_rows, wide if self.low2.update else None)
 
     def activation_bwd(self, dy: _OutputGrads, h: Rows) -> tuple[_Fp8Operand, Tensor, _Fp8Operand]:
-        """Return dH, gradients of routing weights (fp32 [R]) and act(H) * weight.
+        """Return gradients of FC1's output `h` and routing weights (fp32), and the activation.
 
-        dH and the activation are FP8 blocks. With a low-rank update both are also in the dtype of
-        the rows, and the activation is quantised when a product reads it.
+        The gradient of `h` and the activation are FP8 blocks. With a low-rank update both are also
+        in the dtype of the rows, and the activation is quantised when a product reads it.
         """
         num_rows = self.row_map.num_rows
         ids_R, slots_SK = (None, None) if dy.is_unsummed else self.row_map[:2]
@@ -149,17 +149,17 @@ class BlockwiseProducts(Products):
         return _Fp8Operand(out[0], h.dtype), out[1], _Fp8Operand(out[2], h.dtype)
 
     def fc1_dgrad(self, dh: _Fp8Operand) -> Tensor:
-        """Return dH @ w1 [R, D], the gradient of each expert row of X."""
+        """Return `dh` @ w1, the gradient of FC1's input, with a row per expert row."""
         dx_RD = self._multiply(self._get_fp8_operand(dh), "dh", dh.dtype)
         return self.low1.add_product(dx_RD, self.low1.compute_backward_addend(dh.wide))
 
     def fc1_wgrad(self, rows: Rows, dh: _Fp8Operand, target: GradTarget) -> Tensor:
-        """Return the gradient of w1, written to `target`."""
+        """Return w1's gradient from FC1's input and output gradient, written to `target`."""
         x = tile_tokens(rows, self.row_map.row_ids_R, self.tiles)
         return self._compute_wgrad(self._get_fp8_operand(dh), x, target, self.matrices.dtypes["w1"])
 
     def fc2_wgrad(self, dy: _OutputGrads, a: _Fp8Operand, target: GradTarget) -> Tensor:
-        """Return the gradient of w2, written to `target`."""
+        """Return w2's gradient from FC2's input and output gradient, written to `target`."""
         ids_R = None if dy.is_unsummed else self.row_map.row_ids_R
         dy_tiles = tile_tokens(dy.rows, ids_R, self.tiles)
         return self._compute_wgrad(
@@ -167,11 +167,11 @@ class BlockwiseProducts(Products):
         )
 
     def fc1_update_grad(self, rows: Rows, dh: _Fp8Operand) -> LowRankUpdate:
-        """Return the gradients of A and B of the low-rank update of w1."""
+        """Return gradients of w1's LoRA A and B, from FC1's input and output gradient."""
         return self.low1.compute_grads(self._widen_rows(rows), dh.wide)
 
     def fc2_update_grad(self, dy: _OutputGrads, a: _Fp8Operand) -> LowRankUpdate:
-        """Return the gradients of A and B of the low-rank update of w2."""
+        """Return gradients of w2's LoRA A and B, from FC2's input and output gradient."""
         return self.low2.compute_grads(a.wide, dy.wide)
 
     def drop_weights(self) -> None:
@@ -184,7 +184,7 @@ class BlockwiseProducts(Products):
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
 
     def _multiply_fc1(self, rows: Rows) -> Tensor:
-        """Return H = x @ w1^T [R, C], with the low-rank update, from FP8 source rows."""
+        """Return FC1's output x @ w1^T, with the low-rank update, from FP8 source rows."""
         h_RC = self._multiply(gather_row_blocks(rows, *self.row_map), "x", rows.dtype)
         x = self._widen_rows(rows) if self.low1.update else None
         return self.low1.add_product(h_RC, self.low1.compute_forward_addend(x))
@@ -208,7 +208,7 @@ class BlockwiseProducts(Products):
         return gather_row_blocks(self._quantise_rows(wide.rows, num_rows), None, None, num_rows)
 
     def _activate(self, h_RC: Tensor, h_format: Hidden | None) -> tuple[Rows | None, _Fp8Operand]:
-        """Return H in `h_format` (None = not saved), and the quantised weighted activation."""
+        """Return FC1's output in `h_format` (None = not saved), and the FP8 activation."""
         operands = (h_RC, self.weights_R, self.row_map.num_rows, self.activation)
         a, h = quantised_activation(
             *operands, power_of_two=self.recipe.power_of_two, quantise_h=h_format == "fp8"

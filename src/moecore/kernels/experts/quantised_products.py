@@ -110,6 +110,7 @@ class ScaledMatmuls(Matmuls):
         return scale_and_store_grad(grad_eNK, target.out, target.accumulate, dtype, target.scale)
 
     def drop_weights(self) -> None:
+        """Free the matrices w1 and w2, which `compute_weight_grad` does not read."""
         self.matrices.drop_matrices()
 
     @cached_property
@@ -228,6 +229,7 @@ class EmulatedMatmuls(Matmuls):
         return scale_and_store_grad(grad_eNK, target.out, target.accumulate, dtype, target.scale)
 
     def drop_weights(self) -> None:
+        """Free the matrices w1 and w2, which `compute_weight_grad` does not read."""
         self.matrices.drop_matrices()
 
     @cached_property

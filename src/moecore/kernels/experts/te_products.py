@@ -91,6 +91,7 @@ class TEMatmuls(Matmuls):
         return scale_and_store_grad(grad, out, target.accumulate, target.dtype, target.scale)
 
     def drop_weights(self) -> None:
+        """Free the matrices w1 and w2, which `compute_weight_grad` does not read."""
         del self.w1_eCD, self.w2_eDF
         self._matrices.clear()
 

@@ -89,6 +89,7 @@ def _make_state(op_args: Any, h: Rows | None = None) -> SavedState:
 
 
 def _list_updates(op_args: Any) -> tuple[Any, ...]:
+    """Return the LoRA matrices A and B of w1, then of w2, from `_Inputs` or `_BackwardInputs`."""
     return op_args.a1_erD, op_args.b1_eCr, op_args.a2_erF, op_args.b2_eDr
 
 

@@ -139,7 +139,11 @@ def _store_activation_bwd(
     F,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Store dh, act(h) * weight and a tile's sums of dweights from da and h; fetch the next h."""
+    """Store dh, act(h) * weight and a tile's sums of dweights, then fetch the next h.
+
+    `total_MN` is da of the tile. `staging` has the buffers of da and h. `location` is the tile and
+    the next tile.
+    """
     weights_ptr, out_ptr, dh_ptr, dweights_ptr = outputs
     row, end, column, has_next, next_row, next_column = location
     ACT: gl.constexpr = CONST.ACT

@@ -204,7 +204,7 @@ def load_weight_tiles(
 
 @gluon.jit
 def wait_for_staging_buffer(MAX_PENDING_STORES: gl.constexpr = 0):
-    """Wait until TMA has read this group's staged blocks, except the last PENDING ones."""
+    """Wait until TMA has read this group's staged blocks, but for the last MAX_PENDING_STORES."""
     hopper.tma.store_wait(MAX_PENDING_STORES)
     thread_barrier()
 

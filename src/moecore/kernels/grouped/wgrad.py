@@ -181,7 +181,11 @@ def _multiply_tiles(
     scale,  # factor on the sums
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiplying warps: compute x^T y of every tile; store the product, or with ADD add it."""
+    """Multiplying warps: compute x^T y of every tile; store the product, or with ADD add it.
+
+    `out` is (shared memory, TMA descriptor, pointer) of the output, `ring` has the stages of x and
+    y.
+    """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

@@ -79,7 +79,10 @@ class _TorchKernels(NamedTuple):
 def _call_for_floats(
     replacement: Kernel, kernels: _TorchKernels, keyset: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `replacement` if x is float, otherwise torch's kernel: sums of integers are exact."""
+    """Call `replacement` if x is float, otherwise torch's kernel: sums of integers are exact.
+
+    All replacements below take torch's `kernels` and the `DispatchKeySet` of the call first.
+    """
     if not x.is_floating_point():
         return kernels.kernel(keyset, x, *args, **kwargs)
     return replacement(kernels, keyset, x, *args, **kwargs)

@@ -155,7 +155,7 @@ def _launch_route(
 def _choose_forward_constants(
     E: int, K: int, options: RouteOptions, has_ids: bool
 ) -> tuple[int, dict[str, Any]]:
-    """Return `route_fwd_kernel`'s tokens per program, and its compile-time constants."""
+    """Return `route_fwd_kernel`'s tokens per program and constants; `has_ids` = ids are inputs."""
     G = options.num_groups if options.top_groups < options.num_groups else 1
     G_POW2, S_POW2, K_POW2 = (next_power_of_2(n) for n in (G, E // G, K))
     BLOCK_T = _count_tokens_per_program(FWD_TILE, max(G_POW2 * S_POW2, K_POW2))
@@ -169,7 +169,7 @@ def _choose_forward_constants(
 
 
 def _make_score_constants(score_function: str, is_post: bool, normalize: bool) -> dict[str, Any]:
-    """Return the compile-time constants and launch options that both route kernels share."""
+    """Return constants of both route kernels; `is_post` = weights are softmax of chosen logits."""
     options = dict(num_warps=1, enable_fp_fusion=False)  # Note [same bits] of scores.py
     return dict(FUNCTION=score_function, POST=is_post, NORMALIZE=normalize, **options)
 

@@ -216,6 +216,7 @@ class _SparseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Return the gradients of `forward`'s tensors; `grads` are of o, keys and divergences."""
         do, _, dkl = grads
         *tensors, selected, sinks, o, lse = ctx.saved_tensors
         heads, index = LatentHeads(*tensors[:4]), IndexerHeads(*tensors[4:])
