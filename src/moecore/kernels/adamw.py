@@ -143,7 +143,7 @@ def adamw_ref_(
 
 
 def _decode_state_ref(param: ParamTensors, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the master weight, exp_avg and exp_avg_sq of a parameter in dtype `dtype`."""
+    """Return the master weight, exp_avg and exp_avg_sq of a parameter in `dtype`."""
     w, m, v = param.weight, param.exp_avg, param.exp_avg_sq
     if param.remainder is not None:
         w = join_master_ref(w, param.remainder)

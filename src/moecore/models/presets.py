@@ -119,7 +119,7 @@ Triple = tuple[int, int, int]
 
 
 def _build_decoder(sizes: Triple, heads: Triple, moe: MoEConfig, **fields: Any) -> DecoderConfig:
-    """Return a `DecoderConfig` with sizes (V, D, layers) and heads (H, h, dim of a head)."""
+    """Return the config of (vocabulary, dim, layers) and heads (query, key/value, head dim)."""
     names = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     numbers: Any = dict(zip(names, (*sizes, *heads), strict=True))
     return DecoderConfig(**numbers, moe=moe, **fields)
@@ -167,7 +167,7 @@ _CONFIGS["qwen3-235b-a22b"] = _build_qwen3(4096, 94, 64, 1536)
 def _build_qwen3_next(sizes: Triple, heads: Triple, moe: MoEConfig, **fields: Any) -> DecoderConfig:
     """Return a config with attention in every fourth layer and linear attention in the others.
 
-    `sizes` is (V, D, layers), and `heads` is (H, h, dim of a head).
+    `sizes` is (vocabulary, dim, layers), and `heads` is (query, key/value heads, dim of a head).
     """
     return _build_decoder(
         sizes,
@@ -200,7 +200,7 @@ def _build_nemotron_h(
 ) -> DecoderConfig:
     """Return the config of a Nemotron-H, with one layer per letter of `pattern`.
 
-    `sizes` is (V, D), and `heads` is (H, h, dim of a head).
+    `sizes` is (vocabulary, dim), and `heads` is (query, key/value heads, dim of a head).
     """
     return _build_decoder(
         (*sizes, len(pattern)),
@@ -292,7 +292,7 @@ _CONFIGS["kimi-k2"] = _build_decoder(
 def _build_deepseek_v2(
     sizes: Triple, num_heads: int, q_lora_rank: int, moe: MoEConfig, mlp_hidden_dim: int
 ) -> DecoderConfig:
-    """Return the config of a DeepSeek-V2 with sizes (V, D, layers).
+    """Return the config of a DeepSeek-V2 with sizes (vocabulary, dim, layers).
 
     `mlp_hidden_dim` is the hidden dim of its one dense layer.
     """

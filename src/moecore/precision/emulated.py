@@ -50,7 +50,7 @@ from moecore.precision.linear import (
 def _quantise_operand(
     x: Tensor, recipe: Recipe, *, over_rows: bool = False, is_gradient: bool = False
 ) -> Blocks:
-    """Quantise x for a matmul that sums over K, or over T with `over_rows`.
+    """Quantise x for a matmul that sums over its columns, or over its rows with `over_rows`.
 
     `is_gradient` = x is dy, which "nvfp4" rounds stochastically. The values are packed on GPUs
     whose tensor cores read block scales, otherwise they are rounded numbers.
@@ -134,7 +134,7 @@ class EmulatedLinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def compute_weight_grad(dy: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
-        """Return dw = dy^T x; write it to `target.out`, or add it there if `target.accumulate`."""
+        """Return dw = dy^T x, a new tensor, or in `target.out` (added if `target.accumulate`)."""
         recipe, x_TK = call.recipe, flatten_rows(x)
         of_dy = _quantise_operand(dy, recipe, over_rows=True, is_gradient=True)
         of_x = _quantise_operand(x_TK, recipe, over_rows=True)

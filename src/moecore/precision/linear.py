@@ -46,7 +46,7 @@ from moecore.precision.scaled_product import multiply_fp8
 
 
 def flatten_rows(x: Tensor) -> Tensor:
-    """Reshape x [..., K] to [T, K]."""
+    """Reshape x [..., columns] to a matrix [tokens, columns]."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
@@ -264,7 +264,7 @@ def make_quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
         return *tensors[:3], LinearCall(*call)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save for backward what `products.setup_context` saves."""
+        """Save the tensors and settings of `products.setup_context` for backward."""
         products.setup_context(ctx, unflatten_inputs(inputs), output)
         ctx.products, ctx.sink = products, None  # an operator takes no sink
 
@@ -379,7 +379,7 @@ class Fp8Products(QuantisedProducts):
     def compute_weight_grad(
         dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget
     ) -> Tensor:
-        """Return dw = dy^T x; write it to `target.out`, or add it there if `target.accumulate`."""
+        """Return dw = dy^T x, a new tensor, or in `target.out` (added if `target.accumulate`)."""
         x = Blocks(x_KT, call.x_column_scales, KINDS[call.recipe.activation_block])
         grad = multiply_fp8(dy, x, call.dtype)
         return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)

@@ -122,7 +122,7 @@ class TELinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def compute_weight_grad(dy: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
-        """Return dw = dy^T x; write it to `target.out`, or add it there if `target.accumulate`."""
+        """Return dw = dy^T x, a new tensor, or in `target.out` (added if `target.accumulate`)."""
         x_TK, recipe = flatten_rows(x), call.recipe
         if not dy.shape[0] or dy.is_meta:
             grad = dy.new_zeros(dy.shape[1], x_TK.shape[1], dtype=call.dtype)

@@ -100,7 +100,7 @@ class ChunkLayout:
     def select_first_chunks(self, x_BTX: Tensor, num_chunks: int) -> Tensor:
         """Return the tokens of each document's first `num_chunks` chunks from flattened full rows.
 
-        A document has 2 * G chunks. `x_BTX` is a result of `flatten_rows`.
+        A document has two chunks per cp rank. `x_BTX` is a result of `flatten_rows`.
         """
         if self._cu_seqlens is None:
             return x_BTX[:, : num_chunks * (x_BTX.shape[1] // (2 * self.size))]

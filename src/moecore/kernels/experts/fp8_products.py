@@ -234,9 +234,9 @@ class BlockwiseProducts(Products):
 
 
 def quantise_weights_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise matrices [e, N, K] in blocks of 128 x 128, for sums over K, N or both.
+    """Quantise each expert's matrix in blocks of 128 x 128, for sums over columns, rows or both.
 
-    `layouts`: flags of `quantise_weights`, `rowwise` (sums over K) and `columnwise` (over N).
+    `layouts`: flags of `quantise_weights`, `rowwise` (over columns) and `columnwise` (over rows).
     """
     w_eNK = w_eNK.detach().contiguous()
     return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)

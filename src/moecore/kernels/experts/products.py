@@ -113,5 +113,5 @@ def make_products(
 
 
 def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> OperandPair:
-    """Quantise matrices [e, N, K] by the recipe, for sums over K and for sums over N."""
+    """Quantise each expert's matrix by the recipe, for sums over its columns and over its rows."""
     return QUANTISE[recipe.scaling](w_eNK, recipe)

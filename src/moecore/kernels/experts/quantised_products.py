@@ -154,7 +154,7 @@ class ScaledMatmuls(Matmuls):
         return layouts[columnwise]  # type: ignore[no-any-return]
 
     def _is_read_in_backward(self, operand: Operand, columnwise: bool) -> bool:
-        """Return whether backward reads dY or dH for sums over rows (`columnwise`) or columns."""
+        """Return whether backward reads `operand` for sums over columns, or rows (`columnwise`)."""
         if self.wants is None:
             return False
         if columnwise:
@@ -163,9 +163,9 @@ class ScaledMatmuls(Matmuls):
 
 
 def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise matrices [e, N, K] to FP8 with one scale per row or per matrix, by the recipe.
+    """Quantise each expert's matrix to FP8 with one scale per row or per matrix, by the recipe.
 
-    `layouts`: the flags `rowwise` (sums over K) and `columnwise` (sums over N).
+    `layouts`: the flags `rowwise` (for sums over columns) and `columnwise` (for sums over rows).
     """
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return quantise_expert_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
@@ -253,7 +253,7 @@ class EmulatedMatmuls(Matmuls):
 def quantise_matrices_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
-    """Quantise matrices to MXFP8 or NVFP4, for sums over K (`rowwise`) and N (`columnwise`).
+    """Quantise matrices to MXFP8 or NVFP4: `rowwise` for sums over columns, `columnwise` over rows.
 
     Operands are packed bytes if the device multiplies packed bytes, otherwise wide values.
     """

@@ -53,7 +53,7 @@ def grouped_gemm_activation_ref(
     offsets_e: Tensor,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return h = x @ w1^T [R, C] and act(h) * weight [R, F] in plain PyTorch. Host sync."""
+    """Return FC1's output h = x @ w1^T and act(h) * weight, in plain PyTorch. Host sync."""
     h_RC = grouped_gemm_ref(x_SD, w1_eCD.transpose(1, 2), offsets_e, row_ids_R=row_ids_R)
     return h_RC, weighted_activation_ref(h_RC, weights_R, offsets_e[-1], options)
 

@@ -73,7 +73,7 @@ class _Scan:
     def record(
         self, kernel_name: str, *tensors: Tensor | None, num_states: int = 0, num_chunks: int = 0
     ) -> None:
-        """Record a launch of 2 * T * H * (num_states * k * v + num_chunks * CHUNK) FLOPs."""
+        """Record a launch of 2 (num_states k v + num_chunks CHUNK) FLOPs per token and head."""
         flops = 2 * self.T * self.H * (num_states * self.k * self.v + CHUNK * num_chunks)
         record_launch(kernel_name, ScanSize(self._shape, flops), *tensors)
 

@@ -247,7 +247,7 @@ def _split_into_parts(matrix: Tensor, part_ids: tuple[int, ...], *, side_by_side
 
 @cache
 def _choose_tile(num_experts: int, num_parts: int) -> dict[str, Any]:
-    """Return the tile constants of _product_kernel; BN is halved if there is more than one part."""
+    """Return the tile constants of `_product_kernel`; two or more parts halve its columns."""
     BN = min(128 if num_parts == 1 else 64, max(16, next_power_of_2(num_experts)))
     return dict(BM=128, BN=BN, BK=64, CHUNK=CHUNK, WIDEN=INTERPRET, num_warps=8, num_stages=3)
 

@@ -45,7 +45,7 @@ SCALE_R, SCALE_B = 128, 16  # expert rows, and scales of each, that a program mo
 
 
 def split_blocks(x: Tensor) -> Tensor:
-    """Return a view [..., B, 128] of the last dim's blocks."""
+    """Return a view [..., blocks, 128] of x, whose last dim is divided into blocks."""
     return x.unflatten(-1, (-1, BLOCK))  # type: ignore[no-any-return]
 
 
