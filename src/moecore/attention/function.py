@@ -29,7 +29,7 @@ from moecore.kernels.attention import (
     add_sinks,
     attention_backward,
     attention_forward,
-    compute_sinks_gradient,
+    compute_sinks_grad,
 )
 from moecore.kernels.ops import Op
 
@@ -146,7 +146,7 @@ def _attention_forward(
     return o.contiguous(), lse.contiguous()
 
 
-def _attention_fake(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale):  # type: ignore[no-untyped-def]
+def _fake_forward(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale):  # type: ignore[no-untyped-def]
     """Return empty o and lse in the shapes and dtypes of `_attention_forward`'s results."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     B, T, H, _ = q.shape
@@ -171,18 +171,18 @@ def _attention_backward(
     grads = attention_backward(do, q, k, v, o, lse, mask, scale)
     dsinks = lse.new_empty(0)
     if sinks is not None:
-        dsinks = compute_sinks_gradient(do, o, lse, sinks)
+        dsinks = compute_sinks_grad(do, o, lse, sinks)
     dq, dk, dv = (g.contiguous() for g in grads)
     return dq, dk, dv, dsinks
 
 
-def _attention_backward_fake(do, q, k, v, o, lse, sinks, *options):  # type: ignore[no-untyped-def]
+def _fake_backward(do, q, k, v, o, lse, sinks, *options):  # type: ignore[no-untyped-def]
     """Return empty tensors in the shapes and dtypes of `_attention_backward`'s results."""
     dsinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return (*(x.new_empty(x.shape) for x in (q, k, v)), dsinks)
 
 
-_attention_bwd = Op("attention_bwd", _attention_backward, _attention_backward_fake)
+_attention_bwd = Op("attention_bwd", _attention_backward, _fake_backward)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -202,7 +202,7 @@ def _differentiate(ctx: Any, do: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 _attention = Op(
     "attention",
     _attention_forward,
-    _attention_fake,
+    _fake_forward,
     setup_context=_setup_context,
     backward=_differentiate,
 )

@@ -43,9 +43,8 @@ def attend_linear(
     beta = None if beta_BTH is None else beta_BTH.flatten(0, 1)
     rule = DeltaRule(q, k, v, g, beta, scale, norm_qk)
     if sequence.local_tokens is not None:
-        o = run_product(
-            run_rule_over_ranks, rule, sequence.local_tokens.make_local_chunks(v_BTHv.device)
-        )
+        chunks = sequence.local_tokens.make_local_chunks(v_BTHv.device)
+        o = run_product(run_rule_over_ranks, rule, chunks)
     else:
         o, _ = run_product(gated_delta_rule, rule, _get_cu_seqlens(sequence, v_BTHv))
     return o.view(v_BTHv.shape)  # type: ignore[no-any-return]

@@ -184,11 +184,8 @@ def split_documents(
     starts = tokens.masked_fill(positions % max_length != 0, num_tokens).sort().values
     # A document of n tokens has at most n // max_length + 1 chunks; the others are empty.
     num_chunks = min(num_documents + num_tokens // max_length, num_tokens)
-    return replace(
-        sequence,
-        cu_seqlens=F.pad(starts[:num_chunks], (0, 1), value=num_tokens),
-        max_seqlen=max_length,
-    )
+    cu_seqlens = F.pad(starts[:num_chunks], (0, 1), value=num_tokens)
+    return replace(sequence, cu_seqlens=cu_seqlens, max_seqlen=max_length)
 
 
 def _resolve_max_seqlen(cu_seqlens: list[int], max_seqlen: int | None, num_tokens: int) -> int:

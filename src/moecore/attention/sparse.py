@@ -57,9 +57,8 @@ def attend_sparse(
     if dtype is not None:  # as products do
         heads = LatentHeads(*(x.to(dtype) for x in heads))
     B, T = heads.q_tHd.shape[:2]
-    flat = heads._replace(
-        q_tHd=heads.q_tHd.flatten(0, 1), keys_Nl=_gather_keys(heads.keys_Nl, sequence)
-    )
+    keys_Nl = _gather_keys(heads.keys_Nl, sequence)
+    flat = heads._replace(q_tHd=heads.q_tHd.flatten(0, 1), keys_Nl=keys_Nl)
     if indexer is not None:
         q, k, w = indexer
         indexer = IndexerHeads(q.flatten(0, 1), _gather_keys(k, sequence), w.flatten(0, 1))

@@ -99,7 +99,7 @@ class AdamWTensors:
 
     @classmethod
     def from_params(cls, params_and_seeds: Sequence[tuple[ParamTensors, int]]) -> "AdamWTensors":
-        """Make the record from (parameter, rounding seed) pairs with the same optional tensors."""
+        """Make the record from (parameter, rounding seed) pairs that set the same fields."""
         params, numbers = zip(*params_and_seeds, strict=True)
         weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*params, strict=True)
         exponents, remainders = ([t for t in column if t is not None] for column in optional)
@@ -142,16 +142,14 @@ def adamw_ref_(
             old.copy_(new)
 
 
-def _decode_state_ref(
-    param: ParamTensors, wide_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the master weight, exp_avg and exp_avg_sq of a parameter in dtype `wide_dtype`."""
+def _decode_state_ref(param: ParamTensors, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the master weight, exp_avg and exp_avg_sq of a parameter in `dtype`."""
     w, m, v = param.weight, param.exp_avg, param.exp_avg_sq
     if param.remainder is not None:
         w = join_master_ref(w, param.remainder)
     if param.exponents is not None:
         m, v = decode_moments_ref(m.reshape(-1), v.reshape(-1), param.exponents)
-    return w.to(wide_dtype), m.to(wide_dtype).view(w.shape), v.to(wide_dtype).view(w.shape)
+    return w.to(dtype), m.to(dtype).view(w.shape), v.to(dtype).view(w.shape)
 
 
 def _encode_state_ref(
@@ -189,7 +187,8 @@ def _update_block(
 ):
     """Apply AdamW to blocks of moments and their weights, in place; uint8 moments are FP8.
 
-    `block_ids` has the numbers of the blocks, and `seed` seeds the stochastic rounding.
+    `pointers` has a parameter's tensors, `block_ids` the numbers of the blocks, and `factors` the
+    factors of the formula. `seed` seeds the stochastic rounding.
     """
     weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr = pointers
     scale, rest1, rest2, eps, decay, rate, growth = factors
@@ -251,7 +250,10 @@ def _adamw_kernel(
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):
-    """Update NUM_BLOCKS blocks of one tensor in place, by the addresses in its table row."""
+    """Update NUM_BLOCKS blocks of one tensor in place, by the addresses in its table row.
+
+    `table_ptr` has the table of `_make_address_table`, and `tensor_ids_ptr` each program's tensor.
+    """
     pid = tl.program_id(0)
     if found_inf_ptr is not None:
         if tl.load(found_inf_ptr) > 0:
@@ -413,7 +415,7 @@ def _update_with_torch_(
 
 
 def _make_address_table(tensors: AdamWTensors) -> tuple[Tensor, int]:
-    """Return int64 [P, COLUMNS] on the device, see `_adamw_kernel`, and the number of programs."""
+    """Return int64 [tensors, COLUMNS], the tensors' addresses, and the number of programs."""
     rows, num_programs = [], 0
     for number, row in zip(tensors.rounding_seeds, tensors.to_params(), strict=True):
         numel = row.weight.numel()

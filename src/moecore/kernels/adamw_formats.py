@@ -67,18 +67,14 @@ def make_random_bits_ref(numel: int, step: Tensor, rounding_seed: int) -> Tensor
     return x ^ (x >> 16)
 
 
-def _multiply_uint32(values: Tensor, factor: int) -> Tensor:
-    """Return the low 32 bits of values * factor; two half products avoid an int64 overflow."""
-    return (
-        (values * (factor & 0xFFFF)) + (((values * (factor >> 16)) & 0xFFFF) << 16)
-    ) & 0xFFFFFFFF
+def _multiply_uint32(value: Tensor, factor: int) -> Tensor:
+    """Return the low 32 bits of value * factor; two half products avoid an int64 overflow."""
+    return ((value * (factor & 0xFFFF)) + (((value * (factor >> 16)) & 0xFFFF) << 16)) & 0xFFFFFFFF
 
 
 def round_stochastically_ref(x: Tensor, random_bits: Tensor) -> Tensor:
     """Round x to bf16 stochastically; return fp32. `random_bits`: int64 below 2^16 per element."""
-    bits = (x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) + random_bits.view(
-        x.shape
-    )
+    bits = (x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) + random_bits.view_as(x)
     bits = bits & 0xFFFF0000
     bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
     return torch.where(x.isfinite(), bits.int().view(torch.float32), x.float())
@@ -206,7 +202,7 @@ def _encode_moment(
     INVERSE_MIN_VALUE: tl.constexpr,
     NAN_CODE: tl.constexpr,
 ):
-    """Round scaled x >= 0 to codes; 1 / INVERSE_MIN_VALUE is the least one, NaN gives NAN_CODE."""
+    """Round scaled x >= 0 to FP8 codes; code 1 is 1 / INVERSE_MIN_VALUE, and NaN gives NAN_CODE."""
     random_bits = random_bits.to(tl.int32)
     normal = (x.to(tl.int32, bitcast=True) + (random_bits << 4) >> 20) - (
         (127 - EXPONENT_BIAS) << 3
@@ -222,7 +218,7 @@ def _encode_moment(
 def encode_moments(m, v, random_bits):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
     """Return uint8 codes of m and v, and int16 [ROWS] exponents: m's low byte, v's high byte.
 
-    Noise has 16 random bits for m in its low half, and for v in its high half.
+    `random_bits` has 16 bits for m in its low half, and 16 bits for v in its high half.
     """
     first = _compute_exponents(m, _FIRST)
     inverse = _compute_scale(254 - first)[:, None]

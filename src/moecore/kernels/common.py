@@ -82,12 +82,10 @@ def can_use_kernel(*tensors: Tensor) -> bool:
     return tensors[0].is_cuda and all(t.is_cuda for t in tensors)
 
 
-def warn_on_fallback(tensor: Tensor, operation_name: str) -> None:
+def warn_on_fallback(tensor: Tensor, operation: str) -> None:
     """Warn that an operation has no kernel if `tensor` is on CUDA. Python shows each text once."""
     if HAS_TRITON and tensor.is_cuda and not torch.compiler.is_compiling():
-        warnings.warn(
-            f"{operation_name} has no kernel: plain PyTorch computes it, slower", stacklevel=2
-        )
+        warnings.warn(f"{operation} has no kernel: plain PyTorch computes it, slower", stacklevel=2)
 
 
 def can_skip_row_masks(num_rows: Tensor, max_rows: int) -> bool:
@@ -189,14 +187,12 @@ def _choose_shared_layout(dtype: torch.dtype, block_shape: tuple[int, ...]) -> A
 
     A dtype other than E4M3, bf16 and fp16 gets the layout of fp32.
     """
-    gluon_dtypes = {
+    dtypes = {
         torch.float8_e4m3fn: gl.float8e4nv,
         torch.bfloat16: gl.bfloat16,
         torch.float16: gl.float16,
     }
-    return gl.NVMMASharedLayout.get_default_for(
-        list(block_shape), gluon_dtypes.get(dtype, gl.float32)
-    )
+    return gl.NVMMASharedLayout.get_default_for(list(block_shape), dtypes.get(dtype, gl.float32))
 
 
 @gluon.jit

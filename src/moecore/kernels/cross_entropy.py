@@ -167,10 +167,8 @@ def _write_zeros(d_logits_row, scales, row_idx, scales_stride, CONST: tl.constex
         tl.store(d_logits_row + at, zeros, mask=at < CONST.V, eviction_policy="evict_first")
         if scales is not None:
             block = start // 128 + tl.arange(0, STEP // 128)
-            min_scales = tl.full([STEP // 128], 1.1754943508222875e-38, tl.float32)
-            tl.store(
-                scales + block * scales_stride + row_idx, min_scales, mask=block < CONST.V // 128
-            )
+            minima = tl.full([STEP // 128], 1.1754943508222875e-38, tl.float32)
+            tl.store(scales + block * scales_stride + row_idx, minima, mask=block < CONST.V // 128)
 
 
 @triton.jit
@@ -342,23 +340,19 @@ def softmax_statistics_ref(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 
 
 def softmax_gradient_ref_(
-    logits_CV: Tensor,
-    labels_C: Tensor,
-    row_max_C: Tensor,
-    exp_sums_C: Tensor,
-    grad_dtype: torch.dtype,
+    logits_CV: Tensor, labels_C: Tensor, row_max_C: Tensor, sums_C: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Compute `softmax_gradient_`; overwrites fp32 and fp64 logits."""
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     inside_C = (labels_C >= 0) & (labels_C < logits_CV.shape[1])
-    d_logits_CV = logits_CV.sub_(row_max_C[:, None]).exp_().div_(exp_sums_C[:, None])
+    d_logits_CV = logits_CV.sub_(row_max_C[:, None]).exp_().div_(sums_C[:, None])
     targets_C1 = labels_C.clamp(0, logits_CV.shape[1] - 1)[:, None]
     d_logits_CV.scatter_add_(1, targets_C1, -inside_C[:, None].to(d_logits_CV.dtype))
-    return d_logits_CV.masked_fill_((labels_C == IGNORE_INDEX)[:, None], 0).to(grad_dtype)
+    return d_logits_CV.masked_fill_((labels_C == IGNORE_INDEX)[:, None], 0).to(dtype)
 
 
 def _launch_softmax_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Compute `softmax_statistics`, fp32 [C, 3], of contiguous tensors by the kernel."""
+    """Compute `softmax_statistics` of contiguous tensors by the kernel: fp32 [tokens, 3]."""
     C, V = logits_CV.shape
     statistics_C3 = logits_CV.new_empty(C, 3, dtype=torch.float32)
     launch(_row_statistics_kernel, C, logits_CV, labels_C, statistics_C3, **_make_constants(V))
@@ -376,7 +370,7 @@ def _launch_softmax_gradient(
     logits_CV: Tensor,
     labels_C: Tensor,
     row_max_C: Tensor,
-    exp_sums_C: Tensor,
+    sums_C: Tensor,
     d_logits_CV: Tensor | None,
     scales: Tensor | None,
     power_of_two: bool,
@@ -388,7 +382,7 @@ def _launch_softmax_gradient(
     C, V = logits_CV.shape
     d, stride = d_logits_CV, 0 if scales is None else scales.stride(0)
     d = logits_CV if d is None else d
-    args = (logits_CV, labels_C, row_max_C, exp_sums_C, d, scales, stride)
+    args = (logits_CV, labels_C, row_max_C, sums_C, d, scales, stride)
     launch(_softmax_gradient_kernel, C, *args, **_make_constants(V, power_of_two))
 
 
@@ -418,41 +412,29 @@ def softmax_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 
 
 def softmax_gradient_(
-    logits_CV: Tensor,
-    labels_C: Tensor,
-    row_max_C: Tensor,
-    exp_sums_C: Tensor,
-    grad_dtype: torch.dtype,
+    logits_CV: Tensor, labels_C: Tensor, row_max_C: Tensor, sums_C: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return exp(x - high) / sum - (v == label) of each row, [C, V] in `grad_dtype`.
+    """Return exp(x - high) / sum - (v == label) of each row, [C, V] in `dtype`.
 
     Args:
         logits_CV, labels_C: as for `softmax_statistics`; logits are overwritten.
-        row_max_C, exp_sums_C: full rows' maximum and sum of exp(x - maximum), in the statistics'
-            dtype.
+        row_max_C, sums_C: full rows' maximum and sum of exp(x - maximum), in the statistics' dtype.
     """
-    kernel_dtypes = logits_CV.dtype in KERNEL_DTYPES and grad_dtype in KERNEL_DTYPES
+    kernel_dtypes = logits_CV.dtype in KERNEL_DTYPES and dtype in KERNEL_DTYPES
     if not (kernel_dtypes and can_use_kernel(logits_CV)):
-        return softmax_gradient_ref_(logits_CV, labels_C, row_max_C, exp_sums_C, grad_dtype)
+        return softmax_gradient_ref_(logits_CV, labels_C, row_max_C, sums_C, dtype)
     logits_CV = logits_CV.contiguous()
-    d_logits_CV = (
-        None if grad_dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=grad_dtype)
-    )
-    labels_C, row_max_C, exp_sums_C = (t.contiguous() for t in (labels_C, row_max_C, exp_sums_C))
-    _softmax_gradient_op(logits_CV, labels_C, row_max_C, exp_sums_C, d_logits_CV, None, True)
+    d_logits_CV = None if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
+    labels_C, row_max_C, sums_C = (t.contiguous() for t in (labels_C, row_max_C, sums_C))
+    _softmax_gradient_op(logits_CV, labels_C, row_max_C, sums_C, d_logits_CV, None, True)
     return logits_CV if d_logits_CV is None else d_logits_CV
 
 
 def softmax_gradient_blocks(
-    logits_CV: Tensor,
-    labels_C: Tensor,
-    row_max_C: Tensor,
-    exp_sums_C: Tensor,
-    *,
-    power_of_two: bool,
+    logits_CV: Tensor, labels_C: Tensor, row_max_C: Tensor, sums_C: Tensor, *, power_of_two: bool
 ) -> Blocks:
     """Return the gradient of `softmax_gradient_` in FP8, with a scale per 128 columns of a row."""
-    numbers = (labels_C, row_max_C, exp_sums_C)
+    numbers = (labels_C, row_max_C, sums_C)
     if not can_use_kernel(logits_CV):
         d_logits_CV = softmax_gradient_ref_(logits_CV.float().clone(), *numbers, torch.float32)
         return quantise_row_blocks_ref(d_logits_CV, power_of_two)

@@ -120,10 +120,10 @@ def _collapse_forward(
     eps: float,
     norm_eps: float,
 ) -> Collapsed:
-    """Return x [T, D], fp32 weights [T, W], raw mixes [T, M], 1 / RMS [T], and the link.
+    """Return sublayer input x, mixing weights, raw mixes, 1 / RMS per token, and gradient carrier.
 
-    Raw mixes are not divided by the RMS. The link [T, N, D] has no values: its gradient carries the
-    gradient of streams from expand to collapse.
+    Raw mixes are not divided by the RMS. The carrier [T, N, D], shaped as the streams, has no
+    values: its gradient carries the gradient of streams from expand to collapse.
     """
     x_TD, weights_TW, _, r_T, grad_carrier_TND = _make_empty_collapsed(streams_TND, fn_MC)
     raw_TM = router_logits(streams_TND.flatten(1), fn_MC)
@@ -138,7 +138,7 @@ def _save_collapse(ctx: Any, inputs: tuple[Any, ...], output: Collapsed) -> None
     ctx.others = inputs[4:6]
 
 
-def _make_empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _make_like(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return an uninitialised tensor like each of `tensors`."""
     return tuple(map(torch.empty_like, tensors))
 
@@ -181,15 +181,13 @@ def _collapse_backward(
     return dstreams_TND, dfn_MC, dbase_M, dscale_3
 
 
-_collapse_bwd = Op(
-    "collapse_streams_bwd", _collapse_backward, lambda *args: _make_empty_like(*args[:4])
-)
+_collapse_bwd = Op("collapse_streams_bwd", _collapse_backward, lambda *args: _make_like(*args[:4]))
 
 
 def _differentiate_collapse(
     ctx: Any, dx: Tensor, dweights: Tensor, *rest: Tensor
 ) -> tuple[Any, ...]:
-    """Return the gradients of `_collapse_forward`'s inputs; rest[-1] is the link's gradient."""
+    """Return gradients of `_collapse_forward`'s inputs; rest[-1] is the gradient of the carrier."""
     needs, grads = ctx.needs_input_grad, (dx, dweights, rest[-1])
     args = (*ctx.saved_tensors, *(grad.contiguous() for grad in grads), *ctx.others)
     outputs = _collapse_bwd(*args, needs[1])
@@ -223,15 +221,13 @@ def _expand_backward(
     dout_TND: Tensor, streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of streams, y and weights."""
-    grads = _make_empty_like(streams_TND, y_TD, weights_TW)
+    grads = _make_like(streams_TND, y_TD, weights_TW)
     args = (dout_TND, streams_TND, y_TD, weights_TW, *grads)
     launch(expand_streams_bwd_kernel, len(y_TD), *args, **_make_constants(streams_TND))
     return grads  # type: ignore[return-value]
 
 
-_expand_bwd = Op(
-    "expand_streams_bwd", _expand_backward, lambda _, *tensors: _make_empty_like(*tensors)
-)
+_expand_bwd = Op("expand_streams_bwd", _expand_backward, lambda _, *tensors: _make_like(*tensors))
 _expand = Op(
     "expand_streams",
     _expand_forward,
@@ -280,7 +276,5 @@ def expand_streams(y_TD: Tensor, collapsed: CollapsedStreams) -> Tensor:
     streams_TND, weights_TW = collapsed.streams_TND, collapsed.weights_TW
     if collapsed.grad_carrier_TND is None:
         return expand_streams_ref(streams_TND, y_TD, weights_TW)
-    out_TND: Tensor = _expand(
-        streams_TND, collapsed.grad_carrier_TND, y_TD.contiguous(), weights_TW
-    )
-    return out_TND
+    out: Tensor = _expand(streams_TND, collapsed.grad_carrier_TND, y_TD.contiguous(), weights_TW)
+    return out

@@ -190,7 +190,7 @@ def collapse_streams_bwd_kernel(
     streams_ptr,  # [T, N, D]
     fn_ptr,  # [M, C]
     dx_ptr,  # [T, D]
-    dlink_ptr,  # [T, N, D]: the gradient of streams by way of `expand_streams`
+    dcarrier_ptr,  # [T, N, D]: the gradient of streams by way of `expand_streams`
     pre_ptr,  # fp32 [T, N]
     draw_ptr,  # fp32 [T, M]
     factor_ptr,  # fp32 [T]
@@ -217,7 +217,7 @@ def collapse_streams_bwd_kernel(
     dx = tl.load(dx_ptr + t[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
     ds = tl.load(factor_ptr + t, mask=in_t, other=0.0)[:, None] * s
     ds += tl.load(pre_ptr + t * N + stream, mask=in_t, other=0.0)[:, None] * dx
-    ds += tl.load(dlink_ptr + cells, mask=mask, other=0.0).to(tl.float32)
+    ds += tl.load(dcarrier_ptr + cells, mask=mask, other=0.0).to(tl.float32)
     in_draw = in_t[:, None] & in_m[None, :]
     draw = tl.load(draw_ptr + t[:, None] * M + m[None, :], mask=in_draw, other=0.0)
     fn = tl.load(fn_ptr + m[:, None] * C + columns, mask=in_m[:, None] & in_d, other=0.0)

@@ -55,15 +55,13 @@ class LinearProducts(ABC):
         """
 
 
-def linear(
-    inputs: tuple[Any, ...], products: type[LinearProducts], sink: GradSink | None
-) -> Tensor:
+def linear(args: tuple[Any, ...], products: type[LinearProducts], sink: GradSink | None) -> Tensor:
     """Return x @ weight^T + bias by the static methods of `products`, as one autograd node.
 
-    `inputs` are the arguments of `products.forward`: x, weight, bias and others. `sink` may compute
+    `args` are the arguments of `products.forward`: x, weight, bias and others. `sink` may compute
     the weight's gradient after backward. None = backward returns the gradient to autograd.
     """
-    y: Tensor = _LinearFunction.apply(*inputs, products, sink)
+    y: Tensor = _LinearFunction.apply(*args, products, sink)
     return y
 
 

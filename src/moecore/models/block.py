@@ -41,10 +41,8 @@ class Block(nn.Module):
         runs: int = 1,
     ) -> None:
         super().__init__()
-        self.mixer, self.feedforward = (
-            config.get_mixer(layer_idx),
-            config.get_feedforward(layer_idx),
-        )
+        self.mixer = config.get_mixer(layer_idx)
+        self.feedforward = config.get_feedforward(layer_idx)
         if self.mixer is not None:
             self.input_layernorm = RMSNorm.from_config(config, dtype=dtype)
         if self.mixer == "linear":
@@ -147,7 +145,7 @@ class MTPLayer(nn.Module):
         self.norm = RMSNorm.from_config(config, dtype=dtype)
 
     def forward(self, h_BTD: Tensor, e_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the normed h_k of this rank's tokens.
+        """Return h_k, the normed output of module k, for this rank's tokens.
 
         `h_BTD` is the normed h_(k-1), and `e_BTD` has the embeddings of the tokens k positions
         later. The padding mask of `sequence` also covers the tokens without a target.

@@ -98,9 +98,8 @@ class Decoder(nn.Module):
         with torch.device("meta"):
             self.model = Backbone(config, dtype=dtype)
             self.lm_head = Head(config, dtype=dtype)
-            self.mtp = nn.ModuleList(
-                MTPLayer(config, dtype=dtype) for _ in range(config.num_mtp_layers)
-            )
+            layers = (MTPLayer(config, dtype=dtype) for _ in range(config.num_mtp_layers))
+            self.mtp = nn.ModuleList(layers)
         self.mtp_losses: Tensor | None = None
         if device.type != "meta":
             self.to_empty(device=device)

@@ -218,23 +218,22 @@ def build_rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable 
     return RotaryTable(positions, frequencies_d * factors_d, yarn.table_scale)
 
 
-def _compute_yarn_factors(
-    head_dim: int, theta: float, yarn: YarnConfig, device: torch.device
-) -> Tensor:
-    """Return fp32 [d / 2], the factor of each frequency: 1 if it is fast, 1 / factor if slow."""
+def _compute_yarn_factors(dim: int, theta: float, yarn: YarnConfig, device: torch.device) -> Tensor:
+    """Return fp32 [dim / 2], the factor of each frequency: 1 if it is fast, 1 / factor if slow."""
     # Frequency i turns `original * theta^(-2i / d) / (2 pi)` times over the original length. The
     # factor is linear in i between the i that turns beta_fast times, rounded down if `truncate`,
     # and the i that turns beta_slow times, rounded up if `truncate`.
 
     def find_index(turns: float) -> float:
+        """Return the frequency index that turns `turns` times."""
         length = yarn.original_max_seq_len / (2 * math.pi * turns)
-        return head_dim * math.log(length) / (2 * math.log(theta))
+        return dim * math.log(length) / (2 * math.log(theta))
 
     first, last = find_index(yarn.beta_fast), find_index(yarn.beta_slow)
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
-    index_d = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
+    first, last = max(first, 0), min(last, dim - 1)
+    index_d = torch.arange(dim // 2, device=device, dtype=torch.float32)
     # A thousandth in place of no width at all, as published.
     slow_d = ((index_d - first) / (last - first or 0.001)).clamp(0, 1)
     return 1.0 - slow_d + slow_d / yarn.factor

@@ -73,17 +73,15 @@ class LinearAttention(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads, dtype=dtype))
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=dtype))
 
-    def apply_convolution(self, inputs_BTC: Sizes[Tensor], sequence: Sequence) -> list[Tensor]:
+    def apply_convolution(self, xs_BTC: Sizes[Tensor], sequence: Sequence) -> list[Tensor]:
         """Apply the short convolution and silu to each tensor of this rank's channels.
 
         Input and result have one tensor per kind of channels, in the order of `sizes`.
         """
         bias = None if self.conv1d.bias is None else self._slice_channels(self.conv1d.bias)
         filters = self._slice_channels(self.conv1d.weight).squeeze(1), bias
-        mixed_BTC = causal_conv1d(
-            torch.cat(list(inputs_BTC), -1), *filters, sequence, apply_silu=True
-        )
-        return list(mixed_BTC.split([part.shape[-1] for part in inputs_BTC], dim=-1))
+        mixed_BTC = causal_conv1d(torch.cat(list(xs_BTC), -1), *filters, sequence, apply_silu=True)
+        return list(mixed_BTC.split([part.shape[-1] for part in xs_BTC], dim=-1))
 
     def compute_time_steps(self, a_BTH: Tensor) -> Tensor:
         """Return the time steps softplus(a + dt_bias) of each token and head, in fp32 or fp64."""

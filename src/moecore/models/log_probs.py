@@ -107,10 +107,8 @@ class LogProbLoss(CheckedRecord):
         gather_full_rows: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """Gather log-probabilities and entropies [N] to full rows; return `function` of both."""
-        local_numbers = [
-            x_N.view_as(labels_Bt) for x_N in log_probs_and_entropies if x_N is not None
-        ]
-        rows_BTX = gather_full_rows(torch.stack(local_numbers, dim=-1))
+        numbers = [x_N.view_as(labels_Bt) for x_N in log_probs_and_entropies if x_N is not None]
+        rows_BTX = gather_full_rows(torch.stack(numbers, dim=-1))
         if rows_BTX.shape[:2] != self.labels_BT.shape:
             raise ValueError(
                 f"log-probabilities {tuple(rows_BTX.shape[:2])} must have the shape of "
@@ -265,9 +263,8 @@ def _compute_logits_grad_(
     log-probabilities, or entropies, gradients of log-probabilities and gradients of entropies.
     """
     if len(token_grads) == 1:
-        return softmax_gradient_(logits_CV, local_labels_C, maxima_C, sums_C, dtype), -token_grads[
-            0
-        ][:, None]
+        d_logits_CV = softmax_gradient_(logits_CV, local_labels_C, maxima_C, sums_C, dtype)
+        return d_logits_CV, -token_grads[0][:, None]
     entropy_C1, d_log_probs_C1, d_entropy_C1 = (x_C[:, None] for x_C in token_grads)
     # What a row that does not count holds, NaN or inf, must not get past a gradient of 0.
     log_p_CV = logits_CV.sub_((maxima_C + sums_C.log())[:, None])

@@ -96,6 +96,7 @@ def at_width(
     check_arguments(at_width, locals())
 
     def scale_fields(record: Any, *names: str) -> Any:
+        """Return fields `names` of `record`, times dim / config.dim."""
         for name in names:
             if getattr(record, name) * dim % config.dim:
                 raise ValueError(
@@ -117,25 +118,21 @@ def at_width(
 Triple = tuple[int, int, int]
 
 
-def _build_decoder(
-    sizes: Triple, head_sizes: Triple, moe: MoEConfig, **config_fields: Any
-) -> DecoderConfig:
-    """Return a `DecoderConfig` with sizes (V, D, layers) and heads (H, h, dim of a head)."""
+def _build_decoder(sizes: Triple, heads: Triple, moe: MoEConfig, **fields: Any) -> DecoderConfig:
+    """Return the config of (vocabulary, dim, layers) and heads (query, key/value, head dim)."""
     names = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    numbers: Any = dict(zip(names, (*sizes, *head_sizes), strict=True))
-    return DecoderConfig(**numbers, moe=moe, **config_fields)
+    numbers: Any = dict(zip(names, (*sizes, *heads), strict=True))
+    return DecoderConfig(**numbers, moe=moe, **fields)
 
 
-def _build_moe(
-    dim: int, hidden_dim: int, num_experts: int, top_k: int, **config_fields: Any
-) -> MoEConfig:
+def _build_moe(dim: int, hidden_dim: int, num_experts: int, top_k: int, **fields: Any) -> MoEConfig:
     """Return a `MoEConfig` with these sizes; `top_k` experts per token."""
     sizes: Any = dict(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, top_k=top_k)
-    return MoEConfig(**sizes, **config_fields)
+    return MoEConfig(**sizes, **fields)
 
 
-def _make_balance_argument(micro_batch_coef: float) -> dict[str, Any]:
-    """Return the argument `balance` of `MoEConfig` with the micro-batch loss `micro_batch_coef`."""
+def _make_balance(micro_batch_coef: float) -> dict[str, Any]:
+    """Return {balance: config}, with the coefficient of the micro-batch loss, for `MoEConfig`."""
     return dict(balance=BalanceConfig(micro_batch_coef=micro_batch_coef))
 
 
@@ -151,9 +148,7 @@ _CONFIGS: dict[str, DecoderConfig] = {}  # by preset name
 
 def _build_qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> DecoderConfig:
     """Return the config of a Qwen3-MoE; `hidden_dim` is the hidden dim of an expert."""
-    moe = _build_moe(
-        dim, hidden_dim, 128, 8, normalize_weights=True, **_make_balance_argument(0.001)
-    )
+    moe = _build_moe(dim, hidden_dim, 128, 8, normalize_weights=True, **_make_balance(0.001))
     return _build_decoder(
         (151_936, dim, num_layers),
         (num_heads, 4, 128),
@@ -169,27 +164,25 @@ _CONFIGS["qwen3-30b-a3b"] = _build_qwen3(2048, 48, 32, 768)
 _CONFIGS["qwen3-235b-a22b"] = _build_qwen3(4096, 94, 64, 1536)
 
 
-def _build_qwen3_next(
-    sizes: Triple, head_sizes: Triple, moe: MoEConfig, **config_fields: Any
-) -> DecoderConfig:
+def _build_qwen3_next(sizes: Triple, heads: Triple, moe: MoEConfig, **fields: Any) -> DecoderConfig:
     """Return a config with attention in every fourth layer and linear attention in the others.
 
-    `sizes` is (V, D, layers), and `head_sizes` is (H, h, dim of a head).
+    `sizes` is (vocabulary, dim, layers), and `heads` is (query, key/value heads, dim of a head).
     """
     return _build_decoder(
         sizes,
-        head_sizes,
+        heads,
         moe,
         attention_gate=True,
         qk_norm="head",
-        rotary_dim=head_sizes[2] // 4,
+        rotary_dim=heads[2] // 4,
         zero_centered_norms=True,
         linear_layers=tuple(i for i in range(sizes[2]) if (i + 1) % 4),
-        **config_fields,
+        **fields,
     )
 
 
-_NEXT_SHARED: Any = dict(normalize_weights=True, shared_gate=True, **_make_balance_argument(0.001))
+_NEXT_SHARED: Any = dict(normalize_weights=True, shared_gate=True, **_make_balance(0.001))
 _CONFIGS["qwen3-next-80b-a3b"] = _build_qwen3_next(
     (151_936, 2048, 48),
     (16, 2, 256),
@@ -203,21 +196,21 @@ _CONFIGS["qwen3-next-80b-a3b"] = _build_qwen3_next(
 
 
 def _build_nemotron_h(
-    pattern: str, sizes: tuple[int, int], head_sizes: Triple, moe: MoEConfig, **config_fields: Any
+    pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **fields: Any
 ) -> DecoderConfig:
     """Return the config of a Nemotron-H, with one layer per letter of `pattern`.
 
-    `sizes` is (V, D), and `head_sizes` is (H, h, dim of a head).
+    `sizes` is (vocabulary, dim), and `heads` is (query, key/value heads, dim of a head).
     """
     return _build_decoder(
         (*sizes, len(pattern)),
-        head_sizes,
+        heads,
         moe,
         pattern=pattern,
         mlp_activation="relu2",
         rope_theta=None,
         norm_eps=1e-5,
-        **config_fields,
+        **fields,
     )
 
 
@@ -236,7 +229,7 @@ _CONFIGS["nemotron-3-nano-30b-a3b"] = _build_nemotron_h(
 _CONFIGS["mixtral-8x7b"] = _build_decoder(
     (32_000, 4096, 32),
     (32, 8, 128),
-    _build_moe(4096, 14_336, 8, 2, normalize_weights=True, **_make_balance_argument(0.02)),
+    _build_moe(4096, 14_336, 8, 2, normalize_weights=True, **_make_balance(0.02)),
     rope_theta=1_000_000.0,
     norm_eps=1e-5,
     max_seq_len=32_768,
@@ -245,7 +238,7 @@ _CONFIGS["mixtral-8x7b"] = _build_decoder(
 _CONFIGS["olmoe-1b-7b"] = _build_decoder(
     (50_304, 2048, 16),
     (16, 16, 128),
-    _build_moe(2048, 1024, 64, 8, normalize_weights=False, **_make_balance_argument(0.01)),
+    _build_moe(2048, 1024, 64, 8, normalize_weights=False, **_make_balance(0.01)),
     qk_norm="full",
     norm_eps=1e-5,
     max_seq_len=4096,
@@ -254,12 +247,12 @@ _CONFIGS["olmoe-1b-7b"] = _build_decoder(
 _V3_CHOICE: Any = dict(normalize_weights=True, num_groups=8, top_groups=4, **_V3_FACTOR)
 _MLA_DIMS: Any = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 _V3_YARN = YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0)
-_V3_HEADS = MLAConfig(q_lora_rank=1536, **_MLA_DIMS, yarn=_V3_YARN)
+_V3_MLA = MLAConfig(q_lora_rank=1536, **_MLA_DIMS, yarn=_V3_YARN)
 _CONFIGS["deepseek-v3"] = _build_decoder(
     (129_280, 7168, 61),
     (128, 128, 192),
     _build_moe(7168, 2048, 256, 8, shared_hidden_dim=2048, **_V3_CHOICE, **_SIGMOID),
-    mla=_V3_HEADS,
+    mla=_V3_MLA,
     max_seq_len=163_840,
     dense_layers=(0, 1, 2),
     mlp_hidden_dim=18_432,
@@ -268,9 +261,7 @@ _CONFIGS["deepseek-v3"] = _build_decoder(
 )
 
 _V32_KEYS = SparseKeysConfig(num_heads=64, head_dim=128, top_k=2048)
-_CONFIGS["deepseek-v3.2"] = replace(
-    _CONFIGS["deepseek-v3"], mla=replace(_V3_HEADS, sparse=_V32_KEYS)
-)
+_CONFIGS["deepseek-v3.2"] = replace(_CONFIGS["deepseek-v3"], mla=replace(_V3_MLA, sparse=_V32_KEYS))
 
 _MOONLIGHT_CHOICE: Any = dict(normalize_weights=True, routed_scaling_factor=2.446)
 _CONFIGS["moonlight-16b-a3b"] = _build_decoder(
@@ -290,7 +281,7 @@ _CONFIGS["kimi-k2"] = _build_decoder(
     (163_840, 7168, 61),
     (64, 64, 192),
     _build_moe(7168, 2048, 384, 8, shared_hidden_dim=2048, **_KIMI_CHOICE, **_SIGMOID),
-    mla=replace(_V3_HEADS, yarn=replace(_V3_YARN, factor=32.0, beta_fast=1.0)),
+    mla=replace(_V3_MLA, yarn=replace(_V3_YARN, factor=32.0, beta_fast=1.0)),
     rope_theta=50_000.0,
     max_seq_len=131_072,
     dense_layers=(0,),
@@ -301,7 +292,7 @@ _CONFIGS["kimi-k2"] = _build_decoder(
 def _build_deepseek_v2(
     sizes: Triple, num_heads: int, q_lora_rank: int, moe: MoEConfig, mlp_hidden_dim: int
 ) -> DecoderConfig:
-    """Return the config of a DeepSeek-V2 with sizes (V, D, layers).
+    """Return the config of a DeepSeek-V2 with sizes (vocabulary, dim, layers).
 
     `mlp_hidden_dim` is the hidden dim of its one dense layer.
     """
@@ -326,7 +317,7 @@ _CONFIGS["deepseek-v2-lite"] = _build_deepseek_v2((102_400, 2048, 27), 16, 0, _L
 
 
 def _build_glm_45(
-    dim: int, num_layers: int, num_dense_layers: int, moe: MoEConfig, **config_fields: Any
+    dim: int, num_layers: int, num_dense_layers: int, moe: MoEConfig, **fields: Any
 ) -> DecoderConfig:
     """Return the config of a GLM-4.5, whose first `num_dense_layers` layers are dense."""
     return _build_decoder(
@@ -341,7 +332,7 @@ def _build_glm_45(
         dense_layers=tuple(range(num_dense_layers)),
         num_mtp_layers=1,
         mtp_loss_coef=0.3,
-        **config_fields,
+        **fields,
     )
 
 
@@ -355,9 +346,7 @@ _QWEN2_SHARED: Any = dict(shared_hidden_dim=20_480, shared_gate=True)
 _CONFIGS["qwen2-57b-a14b"] = _build_decoder(
     (151_936, 3584, 28),
     (28, 4, 128),
-    _build_moe(
-        3584, 2560, 64, 8, normalize_weights=False, **_QWEN2_SHARED, **_make_balance_argument(0.001)
-    ),
+    _build_moe(3584, 2560, 64, 8, normalize_weights=False, **_QWEN2_SHARED, **_make_balance(0.001)),
     attention_bias="qkv",
     rope_theta=1_000_000.0,
     max_seq_len=131_072,
@@ -388,7 +377,7 @@ _CONFIGS["gpt-oss-120b"] = _build_gpt_oss(36, 128)
 _CONFIGS["tiny"] = _build_decoder(
     (256, 128, 4),
     (4, 2, 32),
-    _build_moe(128, 128, 8, 2, **_make_balance_argument(0.01)),
+    _build_moe(128, 128, 8, 2, **_make_balance(0.01)),
     qk_norm="head",
     max_seq_len=512,
     dense_layers=(0,),
@@ -399,7 +388,7 @@ _SHORT: Any = dict(max_seq_len=128, ce_chunk_tokens=32)
 _CONFIGS["tiny-qwen3"] = _build_decoder(
     (128, 64, 2),
     (4, 2, 16),
-    _build_moe(64, 32, 8, 2, normalize_weights=True, **_make_balance_argument(0.001)),
+    _build_moe(64, 32, 8, 2, normalize_weights=True, **_make_balance(0.001)),
     qk_norm="head",
     rope_theta=1_000_000.0,
     **_SHORT,

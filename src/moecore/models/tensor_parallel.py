@@ -80,7 +80,7 @@ class TensorParallel:
         return x_BTD
 
     def gather_last_dim(self, x_BTv: Tensor) -> Tensor:
-        """All-gather [..., v] along the last dim to [..., G * v]. Backward reduce-scatters."""
+        """All-gather the last dim, which is sharded over tp. Backward reduce-scatters."""
         parts_GNv = self.gather_tokens(x_BTv.reshape(1, 1, -1, x_BTv.shape[-1]))[0]
         return parts_GNv.transpose(0, 1).reshape(*x_BTv.shape[:-1], -1)
 
@@ -158,13 +158,13 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
     tp = TensorParallel(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
     expert_modules = {m for layer in layers for m in layer.get_part("experts").modules()}
-    factors = _find_lora_shard_dims(model, tp.size)
+    loras = _find_lora_shard_dims(model, tp.size)
     for path, module in model.named_modules():
         if module in expert_modules:
             continue
         if hasattr(module, "tp"):
             module.tp = tp
-        dim: int | None = factors.get(module, getattr(module, "tp_shard_dim", None))
+        dim: int | None = loras.get(module, getattr(module, "tp_shard_dim", None))
         for name, param in list(module.named_parameters(recurse=False)):
             if isinstance(param, DTensor):
                 raise ValueError(
@@ -172,9 +172,7 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
                     "parallelism: call apply_tensor_parallel before fully_shard, and once"
                 )
             placement = Replicate() if dim is None or dim >= param.ndim else Shard(dim)
-            shard_parameter(
-                module, name, tp_mesh, (placement,), reads_local_tensor=module in factors
-            )
+            shard_parameter(module, name, tp_mesh, (placement,), reads_local_tensor=module in loras)
 
 
 def _find_lora_shard_dims(model: nn.Module, tp: int) -> dict[nn.Module, int | None]:

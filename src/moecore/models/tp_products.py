@@ -60,10 +60,10 @@ class SlicedExchange(NamedTuple):
     """Two collectives over one sequence that call the caller's matmul for each rank's slice.
 
     Attributes:
-        all_gather: all_gather(x_tD, consume_slice, x_TD, group) all-gathers x_tD into x_TD, and
-            calls consume_slice(slice_tD, rank) for each rank's slice.
-        all_to_all: all_to_all(produce_slice, parts_TD, group) calls produce_slice(rank, slice_tD)
-            for each rank. produce_slice fills the slice to send to that rank. The slices received
+        all_gather: all_gather(x_tD, consume, x_TD, group) all-gathers x_tD into x_TD, and
+            calls consume(slice_tD, rank) for each rank's slice.
+        all_to_all: all_to_all(produce, parts_TD, group) calls produce(rank, slice_tD)
+            for each rank. produce fills the slice to send to that rank. The slices received
             are written to parts_TD.
     """
 
@@ -72,24 +72,21 @@ class SlicedExchange(NamedTuple):
 
 
 def all_gather_ref(
-    x_tD: Tensor,
-    consume_slice: Callable[[Tensor, int], None],
-    x_TD: Tensor,
-    group: dist.ProcessGroup,
+    x_tD: Tensor, consume: Callable[[Tensor, int], None], x_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
     """Reference of `SlicedExchange.all_gather`: all-gather first, then consume each slice."""
     all_gather_single(x_TD, x_tD, group=group)
     for rank, slice_tD in enumerate(x_TD.chunk(group.size())):
-        consume_slice(slice_tD, rank)
+        consume(slice_tD, rank)
 
 
 def all_to_all_ref(
-    produce_slice: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
+    produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
     """Reference of `SlicedExchange.all_to_all`: produce all slices first, then one all-to-all."""
     products_TD = torch.empty_like(parts_TD)
     for rank, slice_tD in enumerate(products_TD.chunk(group.size())):
-        produce_slice(rank, slice_tD)
+        produce(rank, slice_tD)
     dist.all_to_all_single(parts_TD, products_TD, group=group)
 
 
@@ -109,24 +106,21 @@ def compute_workspace_bytes(launch_name: str, num_ranks: int, exchange_bytes: in
 
 
 def _gather_on_meta(
-    x_tD: Tensor,
-    consume_slice: Callable[[Tensor, int], None],
-    x_TD: Tensor,
-    group: dist.ProcessGroup,
+    x_tD: Tensor, consume: Callable[[Tensor, int], None], x_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Report the launch of `SlicedExchange.all_gather` in a dry run, then call `consume_slice`."""
+    """Report the launch of `SlicedExchange.all_gather` in a dry run, then call `consume`."""
     record_launch(GATHER_SLICES, group.size(), 2 * (x_TD.nbytes - x_tD.nbytes))
     for rank, slice_tD in enumerate(x_TD.chunk(group.size())):
-        consume_slice(slice_tD, rank)
+        consume(slice_tD, rank)
 
 
 def _send_on_meta(
-    produce_slice: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
+    produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Call `produce_slice(rank, out)` per slice of `parts_TD`; record the all-to-all's launch."""
+    """Call `produce(rank, out)` per slice of `parts_TD`; record the all-to-all's launch."""
     slices = parts_TD.chunk(group.size())
     for rank, slice_tD in enumerate(slices):
-        produce_slice(rank, slice_tD)
+        produce(rank, slice_tD)
     record_launch(SEND_SLICES, group.size(), 2 * (parts_TD.nbytes - slices[0].nbytes))
 
 
@@ -145,9 +139,7 @@ def apply_column_linears(
     if exchange is None:
         x_BTD = tp.gather_tokens(x_BtD)
         return [linear(x_BTD) for linear in linears]
-    ys_BTN: Sequence[Tensor] = run_and_save(
-        _apply_sliced, _ColumnProducts, exchange, tp, x_BtD, linears
-    )
+    ys_BTN = run_and_save(_apply_sliced, _ColumnProducts, exchange, tp, x_BtD, linears)
     return list(ys_BTN)
 
 
@@ -250,16 +242,14 @@ class _SlicedProducts(NamedTuple):
             self.exchange.all_gather(x_BtD[b], multiply, x_BTD[b], self.group)
         return x_BTD, ys_BTN
 
-    def multiply_and_scatter(
-        self, xs_BTN: Sequence[Tensor], weights_ND: Sequence[Tensor]
-    ) -> Tensor:
+    def multiply_and_scatter(self, xs_BTN: Sequence[Tensor], ws_ND: Sequence[Tensor]) -> Tensor:
         """Multiply each x by its weight; return the reduce-scattered sum of the products, y_BtD."""
         (B, T, _), G = xs_BTN[0].shape, self.group.size()
-        parts_BTD = xs_BTN[0].new_empty(B, T, weights_ND[0].shape[1])
+        parts_BTD = xs_BTN[0].new_empty(B, T, ws_ND[0].shape[1])
         for b in range(B):
             slices = [x_BTN[b].chunk(G) for x_BTN in xs_BTN]
             self.exchange.all_to_all(
-                partial(_sum_products, slices, weights_ND), parts_BTD[b], self.group
+                partial(_sum_products, slices, ws_ND), parts_BTD[b], self.group
             )
         # torch adds 16-bit numbers in fp32.
         y_BtD: Tensor = parts_BTD.unflatten(1, (G, T // G)).sum(1)

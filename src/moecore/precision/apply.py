@@ -55,13 +55,11 @@ def find_linear_role(linear_name: str) -> Role | None:
     return "mlp" if SHARED_NAMES.isdisjoint(parents) else "shared_experts"
 
 
-def make_linear_products(
-    recipe: Recipe, input_cache: InputCastCache | None = None
-) -> QuantisedProducts:
-    """Create the object that computes y, dx and dw of one linear; None = a new cache."""
+def make_linear_products(recipe: Recipe, cache: InputCastCache | None = None) -> QuantisedProducts:
+    """Create the object that computes y, dx and dw of one linear; `cache` None = a new cache."""
     if recipe.backend == "te":
-        return TELinearProducts(recipe, input_cache)
-    return (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe, input_cache)
+        return TELinearProducts(recipe, cache)
+    return (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe, cache)
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
@@ -125,9 +123,8 @@ def _decide_linear(name: str, module: nn.Linear, precision: Precision) -> Linear
     role = find_linear_role(name)
     recipe = precision.find_recipe(name, role)
     if role is None:
-        return LinearPrecision(
-            role, None, find_fp8_exclusion_reason(name) or "its name has no role"
-        )
+        exclusion = find_fp8_exclusion_reason(name) or "its name has no role"
+        return LinearPrecision(role, None, exclusion)
     if recipe is None:
         return LinearPrecision(role, None, "the precision leaves it out")
     reason = find_weight_problem(module.weight, recipe)

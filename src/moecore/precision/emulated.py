@@ -37,7 +37,7 @@ from moecore.kernels.rows.microscaling import (
 )
 from moecore.kernels.rows.scaling import GATHERED_KINDS, Blocks
 from moecore.precision.linear import (
-    InputGradient,
+    InputGrad,
     LinearCall,
     QuantisedProducts,
     all_reduce_max,
@@ -48,17 +48,15 @@ from moecore.precision.linear import (
 
 
 def _quantise_operand(
-    x_TK: Tensor, recipe: Recipe, *, over_rows: bool = False, is_gradient: bool = False
+    x: Tensor, recipe: Recipe, *, over_rows: bool = False, is_gradient: bool = False
 ) -> Blocks:
-    """Quantise x for a matmul that sums over K, or over T with `over_rows`.
+    """Quantise x for a matmul that sums over its columns, or over its rows with `over_rows`.
 
     `is_gradient` = x is dy, which "nvfp4" rounds stochastically. The values are packed on GPUs
     whose tensor cores read block scales, otherwise they are rounded numbers.
     """
-    pack = has_block_scaled_kernels(x_TK.device)
-    return quantise_microscaled(
-        x_TK, recipe, pack=pack, over_rows=over_rows, is_gradient=is_gradient
-    )
+    pack = has_block_scaled_kernels(x.device)
+    return quantise_microscaled(x, recipe, pack=pack, over_rows=over_rows, is_gradient=is_gradient)
 
 
 def _quantise_weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -> Blocks:
@@ -97,9 +95,7 @@ class EmulatedLinearProducts(QuantisedProducts):
     """Computes y, dx and dw of one linear with recipe "mxfp8" or "nvfp4"."""
 
     @override
-    def prepare(
-        self, x: Tensor, weight_param: Tensor, weight_NK: Tensor, training: bool
-    ) -> LinearCall:
+    def prepare(self, x: Tensor, param: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         """Return the settings and tensors of one forward; x and `training` are not used.
 
         A weight that FSDP all-gathered packed contributes its blocks. Other weights contribute the
@@ -109,15 +105,13 @@ class EmulatedLinearProducts(QuantisedProducts):
         with torch.no_grad():
             if not has_values(weight_NK):
                 kind = GATHERED_KINDS.get(recipe.weight_block)
-                blocks = read_gathered_blocks(kind, weight_param, weight_NK)
+                blocks = read_gathered_blocks(kind, param, weight_NK)
                 assert blocks.amax is not None, "gathered blocks have an amax"
                 call = LinearCall(weight_amax=blocks.amax, recipe=recipe)
                 return call._replace(weight_rows=blocks.values, weight_scales=blocks.scales)
             amax = None  # the weight's own
             if not recipe.power_of_two:  # shards are quantised as one rank quantises the weight
-                amax = all_reduce_max(
-                    compute_finite_magnitude(weight_NK).amax().reshape(1), weight_param
-                )
+                amax = all_reduce_max(compute_finite_magnitude(weight_NK).amax().reshape(1), param)
         return LinearCall(weight_amax=amax, recipe=recipe)
 
     @override
@@ -129,9 +123,7 @@ class EmulatedLinearProducts(QuantisedProducts):
 
     @override
     @staticmethod
-    def compute_input_grad(
-        dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall
-    ) -> InputGradient:
+    def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
         """Return dx (None if `weight_NK` is None), and dy unchanged for `compute_weight_grad`."""
         if weight_NK is None:
             return None, dy_TN
@@ -141,16 +133,10 @@ class EmulatedLinearProducts(QuantisedProducts):
 
     @override
     @staticmethod
-    def compute_weight_grad(
-        dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget
-    ) -> Tensor:
-        """Return dw [N, K].
-
-        If `target.out` is a tensor, dw is written to it, or added to it if `target.accumulate` is
-        True.
-        """
+    def compute_weight_grad(dy: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
+        """Return dw = dy^T x, a new tensor, or in `target.out` (added if `target.accumulate`)."""
         recipe, x_TK = call.recipe, flatten_rows(x)
-        of_dy = _quantise_operand(dy_TN, recipe, over_rows=True, is_gradient=True)
+        of_dy = _quantise_operand(dy, recipe, over_rows=True, is_gradient=True)
         of_x = _quantise_operand(x_TK, recipe, over_rows=True)
         if of_x.kind == PACKED_FORWARD:
             group = _make_single_group(of_x, of_x.scales.shape[1] * recipe.weight_multiple)

@@ -69,14 +69,14 @@ class HeadProducts:
         return cross_entropy_(logits_CV, labels_C, self.hidden_CD.dtype if needs_grad else None)
 
     def compute_softmax_gradient(
-        self, logits_CV: Tensor, labels_C: Tensor, row_max_C: Tensor, exp_sums_C: Tensor
+        self, logits_CV: Tensor, labels_C: Tensor, row_max_C: Tensor, sums_C: Tensor
     ) -> Any:
         """Return softmax(logits) - one_hot(labels), for `write_d_hidden`. Overwrites the logits.
 
-        `labels_C` are columns of this rank's vocabulary, or -1. `row_max_C` and `exp_sums_C` are
+        `labels_C` are columns of this rank's vocabulary, or -1. `row_max_C` and `sums_C` are
         the maximum and the sum of exp(x - maximum) over the full vocabulary.
         """
-        return softmax_gradient_(logits_CV, labels_C, row_max_C, exp_sums_C, self.hidden_CD.dtype)
+        return softmax_gradient_(logits_CV, labels_C, row_max_C, sums_C, self.hidden_CD.dtype)
 
     def write_d_hidden(self, d_logits: Any, out_CD: Tensor) -> None:
         """Write d_logits @ weight, the gradient of the chunk's hidden states, to `out_CD`."""
@@ -97,10 +97,8 @@ class BlockwiseHeadProducts(HeadProducts):
     def __init__(self, weight_VD: Tensor, *, training: bool, recipe: Recipe) -> None:
         super().__init__(weight_VD, training=training)
         self.power_of_two = recipe.power_of_two
-        weight_1VD = weight_VD.detach().contiguous()[None]
-        self.weight = quantise_weights(
-            weight_1VD, power_of_two=self.power_of_two, columnwise=training
-        )
+        w_1VD = weight_VD.detach().contiguous()[None]
+        self.weight = quantise_weights(w_1VD, power_of_two=self.power_of_two, columnwise=training)
 
     @override
     def compute_logits(self, hidden_CD: Tensor) -> Tensor:
@@ -123,11 +121,11 @@ class BlockwiseHeadProducts(HeadProducts):
 
     @override
     def compute_softmax_gradient(
-        self, logits_CV: Tensor, labels_C: Tensor, row_max_C: Tensor, exp_sums_C: Tensor
+        self, logits_CV: Tensor, labels_C: Tensor, row_max_C: Tensor, sums_C: Tensor
     ) -> Blocks:
         """Return the gradient of logits in FP8 blocks."""
         return softmax_gradient_blocks(
-            logits_CV, labels_C, row_max_C, exp_sums_C, power_of_two=self.power_of_two
+            logits_CV, labels_C, row_max_C, sums_C, power_of_two=self.power_of_two
         )
 
     @override

@@ -46,7 +46,7 @@ from moecore.precision.scaled_product import multiply_fp8
 
 
 def flatten_rows(x: Tensor) -> Tensor:
-    """Reshape x [..., K] to [T, K]."""
+    """Reshape x [..., columns] to a matrix [tokens, columns]."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
@@ -69,12 +69,11 @@ class InputCastCache:
         self._users: list[object] = []
 
     def __reduce__(self) -> Any:  # a copy starts empty
+        """Pickle and copy the cache as an empty cache."""
         return InputCastCache, ()
 
-    def get_operands(
-        self, x: Tensor, user: object, recipe: Recipe, columnwise: bool
-    ) -> OperandPair:
-        """Return x quantised by `cast_input`; with `columnwise` also the operand of dw.
+    def get_operands(self, x: Tensor, user: Any, recipe: Recipe, columnwise: bool) -> OperandPair:
+        """Return x quantised by `cast_input`; with `columnwise` also for dw, a sum over tokens.
 
         The result is from the cache, unless x has changed or the linear `user` has read it before.
         """
@@ -113,7 +112,7 @@ def cast_input(
     )
 
 
-InputGradient = tuple[Tensor | None, Any]  # dx, and dy as `compute_weight_grad` takes it
+InputGrad = tuple[Tensor | None, Any]  # dx, and dy as `compute_weight_grad` takes it
 
 
 class LinearCall(NamedTuple):
@@ -157,16 +156,18 @@ class QuantisedProducts(LinearProducts):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
+        """Return x @ weight^T + bias, see `LinearProducts`."""
         return run_product(self._run, x, weight, bias, training)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
+        """Return the description of the recipe."""
         return self.recipe.describe()
 
-    def _run(self, x: Tensor, weight_param: Tensor, bias: Tensor | None, training: bool) -> Tensor:
+    def _run(self, x: Tensor, param: Tensor, bias: Tensor | None, training: bool) -> Tensor:
         """Return y, by one autograd node in eager code, otherwise by the custom op `op`."""
-        weight_NK = get_local_param(weight_param, needs_values=False)
+        weight_NK = get_local_param(param, needs_values=False)
         check_linear_operands(x, weight_NK, self.recipe)
-        call = self.prepare(x, weight_param, weight_NK, training)
+        call = self.prepare(x, param, weight_NK, training)
         bias_N = None if bias is None else get_local_param(bias)
         call = call._replace(dtype=get_autocast_dtype(x) or x.dtype)  # as of `nn.Linear`
         if not (is_plain_eager() and is_plain(x) and is_plain(weight_NK)):
@@ -175,7 +176,7 @@ class QuantisedProducts(LinearProducts):
         if not torch.is_grad_enabled():
             return self.forward(x, weight_NK, bias_N, call)
         may_defer = self.defers and weight_NK.requires_grad
-        sink = find_sink(weight_param, weight_NK.shape) if may_defer else None
+        sink = find_sink(param, weight_NK.shape) if may_defer else None
         return linear((x, weight_NK, bias_N, call), type(self), sink)
 
     def get_past_amax(self, operand: OperandName) -> Tensor | None:
@@ -183,24 +184,21 @@ class QuantisedProducts(LinearProducts):
         return None if self.history is None else self.history.get_max_amax(operand)
 
     @abstractmethod
-    def prepare(
-        self, x: Tensor, weight_param: Tensor, weight_NK: Tensor, training: bool
-    ) -> LinearCall:
+    def prepare(self, x: Tensor, param: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         """Return the settings of one forward, with quantised operands or the amax that scales them.
 
-        `training` = the amax of x is recorded for delayed scaling.
+        `param` is the weight, maybe a DTensor, and `weight_NK` its local tensor. `training` = the
+        amax of x is recorded for delayed scaling.
         """
 
     @staticmethod
     @abstractmethod
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
-        """Return x @ weight^T; rows after the first T are padding."""
+        """Return x @ weight^T, from the operands in `call`; rows after the first T are padding."""
 
     @staticmethod
     @abstractmethod
-    def compute_input_grad(
-        dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall
-    ) -> InputGradient:
+    def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
         """Return dx, None if `weight_NK` is None, and dy in the form for `compute_weight_grad`."""
 
     @override
@@ -260,18 +258,22 @@ def make_quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
     """Return custom op `name`, which runs `products` under torch.compile and dispatch modes."""
 
     def unflatten_inputs(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return x, weight, bias and `LinearCall` from the op's flat arguments."""
         *tensors, recipe, dtype = arguments
         call: tuple[Any, ...] = (*tensors[3:], _recipe_of(recipe), dtype)
         return *tensors[:3], LinearCall(*call)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the tensors and settings of `products.setup_context` for backward."""
         products.setup_context(ctx, unflatten_inputs(inputs), output)
         ctx.products, ctx.sink = products, None  # an operator takes no sink
 
     def fake(x: Tensor, weight_NK: Tensor, *options: Any) -> Tensor:
+        """Return an empty y."""
         return x.new_empty(*x.shape[:-1], weight_NK.shape[0], dtype=options[-1])
 
     def forward(*arguments: Any) -> Tensor:
+        """Return y by `products.forward`."""
         return products.forward(*unflatten_inputs(arguments))
 
     return Op(name, forward, fake, setup_context=setup_context, backward=backward, schema=_SCHEMA)
@@ -285,17 +287,15 @@ class Fp8Products(QuantisedProducts):
     """
 
     @override
-    def prepare(
-        self, x: Tensor, weight_param: Tensor, weight_NK: Tensor, training: bool
-    ) -> LinearCall:
+    def prepare(self, x: Tensor, param: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         """Quantise x and the weight; return them and the amax tensors as a `LinearCall`."""
         history = self.history
         seen = {} if history is None else history.get_current_amax(x.device, training=training)
         columns = torch.is_grad_enabled() and weight_NK.requires_grad
         has_all_amax = history is None or history.has_all_amax
-        x_amax = choose_scaling_amax(self.get_past_amax("input"), x, has_all_amax=has_all_amax)
+        x_amax = choose_amax(self.get_past_amax("input"), x, has_all_amax=has_all_amax)
         x_operands = self._cast_x(x, columns, x_amax, seen.get("input"))
-        weight_rows, weight_amax = self._cast_weight(weight_param, weight_NK, seen.get("weight"))
+        weight_rows, weight_amax = self._cast_weight(param, weight_NK, seen.get("weight"))
         return LinearCall(
             *get_values_and_scales(x_operands.rows),
             *get_values_and_scales(x_operands.columns),
@@ -308,7 +308,7 @@ class Fp8Products(QuantisedProducts):
         )
 
     def _cast_weight(
-        self, weight_param: Tensor, weight_NK: Tensor, new_amax: Tensor | None
+        self, param: Tensor, weight_NK: Tensor, new_amax: Tensor | None
     ) -> tuple[Blocks | None, Tensor | None]:
         """Return the weight quantised for y, and its amax, which backward reads.
 
@@ -317,25 +317,21 @@ class Fp8Products(QuantisedProducts):
         # No copy is cached: all-gathers and fused optimizers write values without a new version.
         kind = KINDS[self.recipe.weight_block]
         if not has_values(weight_NK):
-            return _read_gathered_rows(weight_param, weight_NK, kind, new_amax), None
+            return _read_gathered_rows(param, weight_NK, kind, new_amax), None
         weight_amax = self.get_past_amax("weight")
         if weight_amax is None and self.recipe.scaling == "tensorwise":
             # Shards are quantised as one rank would quantise the full weight. Activations and
             # gradients have a local amax: an all-reduce would wait for the slowest rank.
             with torch.no_grad():
-                weight_amax = all_reduce_max(
-                    compute_amax(get_local_param(weight_param)), weight_param
-                )
+                weight_amax = all_reduce_max(compute_amax(get_local_param(param)), param)
         elif self.history is not None:  # after steps of zeros, each shard has its own scale
-            weight_amax = choose_scaling_amax(
+            weight_amax = choose_amax(
                 weight_amax, weight_NK, has_all_amax=self.history.has_all_amax
             )
         power_of_two = self.recipe.power_of_two
         amax: Any = dict(amax=weight_amax, new_amax=new_amax)
-        operands = quantise_matrix(
-            weight_NK, kind, power_of_two=power_of_two, columnwise=False, **amax
-        )
-        return operands.rows, weight_amax
+        pair = quantise_matrix(weight_NK, kind, power_of_two=power_of_two, columnwise=False, **amax)
+        return pair.rows, weight_amax
 
     def _cast_x(
         self, x: Tensor, columnwise: bool, amax: Tensor | None, new_amax: Tensor | None
@@ -360,9 +356,7 @@ class Fp8Products(QuantisedProducts):
 
     @override
     @staticmethod
-    def compute_input_grad(
-        dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall
-    ) -> InputGradient:
+    def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
         """Return dx, None if `weight_NK` is None, and dy quantised for `compute_weight_grad`."""
         recipe = call.recipe
         operands = quantise_matrix(
@@ -372,7 +366,7 @@ class Fp8Products(QuantisedProducts):
             power_of_two=recipe.power_of_two,
             rowwise=weight_NK is not None,
             columnwise=call.x_column_scales is not None,
-            amax=choose_scaling_amax(call.dy_amax, dy_TN, has_all_amax=call.has_all_amax),
+            amax=choose_amax(call.dy_amax, dy_TN, has_all_amax=call.has_all_amax),
             new_amax=call.dy_new_amax,
         )
         if weight_NK is None or operands.rows is None:
@@ -385,11 +379,7 @@ class Fp8Products(QuantisedProducts):
     def compute_weight_grad(
         dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget
     ) -> Tensor:
-        """Return dw = dy @ x.
-
-        If `target.out` is a tensor, dw is written to it, or added to it if `target.accumulate` is
-        True.
-        """
+        """Return dw = dy^T x, a new tensor, or in `target.out` (added if `target.accumulate`)."""
         x = Blocks(x_KT, call.x_column_scales, KINDS[call.recipe.activation_block])
         grad = multiply_fp8(dy, x, call.dtype)
         return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
@@ -412,22 +402,18 @@ def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
     return operands.columns
 
 
-def choose_scaling_amax(
-    past_amax: Tensor | None, x: Tensor, *, has_all_amax: bool
-) -> Tensor | None:
+def choose_amax(past_amax: Tensor | None, x: Tensor, *, has_all_amax: bool) -> Tensor | None:
     """Return `past_amax`, fp32 [n], with its zeros replaced by x's amax, unless `has_all_amax`."""
     return past_amax if past_amax is None or has_all_amax else compute_amax(x, past_amax)
 
 
-def all_reduce_max(tensor: Tensor, weight_param: Tensor) -> Tensor:
-    """Return `tensor`, all-reduced by MAX over the mesh dims that shard `weight_param`."""
-    if isinstance(weight_param, DTensor):
-        for mesh_dim, placement in enumerate(weight_param.placements):
+def all_reduce_max(tensor: Tensor, param: Tensor) -> Tensor:
+    """Return `tensor`, all-reduced by MAX over the mesh dims that shard the weight `param`."""
+    if isinstance(param, DTensor):
+        for mesh_dim, placement in enumerate(param.placements):
             if not placement.is_replicate():
                 tensor = tensor.clone()
-                dist.all_reduce(
-                    tensor, dist.ReduceOp.MAX, weight_param.device_mesh.get_group(mesh_dim)
-                )
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, param.device_mesh.get_group(mesh_dim))
     return tensor
 
 
@@ -467,9 +453,9 @@ def check_linear_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
         )
 
 
-def read_gathered_blocks(scale_kind: str | None, weight_param: Tensor, weight_NK: Tensor) -> Blocks:
+def read_gathered_blocks(scale_kind: str | None, param: Tensor, weight_NK: Tensor) -> Blocks:
     """Return a weight's all-gathered FP8 blocks; NotImplementedError if not of `scale_kind`."""
-    blocks = None if torch.compiler.is_compiling() else get_fp8_blocks(weight_param)
+    blocks = None if torch.compiler.is_compiling() else get_fp8_blocks(param)
     if blocks is None or blocks.kind != scale_kind:
         check_has_values(weight_NK)
     assert blocks is not None, "it has no values"
@@ -477,13 +463,13 @@ def read_gathered_blocks(scale_kind: str | None, weight_param: Tensor, weight_NK
 
 
 def _read_gathered_rows(
-    weight_param: Tensor, weight_NK: Tensor, scale_kind: str, new_amax: Tensor | None
+    param: Tensor, weight_NK: Tensor, scale_kind: str, new_amax: Tensor | None
 ) -> Blocks:
     """Return a weight's all-gathered FP8 blocks as the operand of y.
 
     `new_amax`, fp32 [1] or None, is raised in place to the weight's amax.
     """
-    blocks = read_gathered_blocks(scale_kind, weight_param, weight_NK)
+    blocks = read_gathered_blocks(scale_kind, param, weight_NK)
     if new_amax is not None and blocks.amax is not None:
         with torch.no_grad():
             new_amax.copy_(torch.maximum(new_amax, blocks.amax.masked_fill(blocks.amax.isinf(), 0)))

@@ -30,7 +30,7 @@ from moecore.kernels.rows.cast import compute_amax
 from moecore.kernels.rows.e4m3 import compute_block_scale_ref
 from moecore.kernels.rows.scaling import LARGEST
 from moecore.precision.linear import (
-    InputGradient,
+    InputGrad,
     LinearCall,
     QuantisedProducts,
     all_reduce_max,
@@ -68,9 +68,7 @@ class TELinearProducts(QuantisedProducts):
     """Computes y, dx and dw of one linear by Transformer Engine, for recipes with backend "te"."""
 
     @override
-    def prepare(
-        self, x: Tensor, weight_param: Tensor, weight_NK: Tensor, training: bool
-    ) -> LinearCall:
+    def prepare(self, x: Tensor, param: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         """Return a `LinearCall` with the amax tensors; ValueError if the device cannot run it."""
         recipe, history = self.recipe, self.history
         check_has_values(weight_NK)
@@ -86,9 +84,7 @@ class TELinearProducts(QuantisedProducts):
         weight_amax = self.get_past_amax("weight")
         if weight_amax is None and recipe.scaling == "tensorwise":
             with torch.no_grad():  # shards of a weight share a scale
-                weight_amax = (
-                    all_reduce_max(compute_amax(weight_NK), weight_param).amax().reshape(1)
-                )
+                weight_amax = all_reduce_max(compute_amax(weight_NK), param).amax().reshape(1)
         return LinearCall(
             x_amax=self.get_past_amax("input"),
             weight_amax=weight_amax,
@@ -112,9 +108,7 @@ class TELinearProducts(QuantisedProducts):
 
     @override
     @staticmethod
-    def compute_input_grad(
-        dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall
-    ) -> InputGradient:
+    def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
         """Return dx (None if `weight_NK` is None), and dy unchanged for `compute_weight_grad`."""
         if weight_NK is None:
             return None, dy_TN
@@ -127,20 +121,14 @@ class TELinearProducts(QuantisedProducts):
 
     @override
     @staticmethod
-    def compute_weight_grad(
-        dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget
-    ) -> Tensor:
-        """Return dw [N, K].
-
-        If `target.out` is a tensor, dw is written to it, or added to it if `target.accumulate` is
-        True.
-        """
+    def compute_weight_grad(dy: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
+        """Return dw = dy^T x, a new tensor, or in `target.out` (added if `target.accumulate`)."""
         x_TK, recipe = flatten_rows(x), call.recipe
-        if not dy_TN.shape[0] or dy_TN.is_meta:
-            grad = dy_TN.new_zeros(dy_TN.shape[1], x_TK.shape[1], dtype=call.dtype)
+        if not dy.shape[0] or dy.is_meta:
+            grad = dy.new_zeros(dy.shape[1], x_TK.shape[1], dtype=call.dtype)
         else:
             amaxes = call.dy_amax, call.dy_new_amax
-            of_dy = _quantise_operand(dy_TN, recipe, "gradient", *amaxes, over_rows=True)
+            of_dy = _quantise_operand(dy, recipe, "gradient", *amaxes, over_rows=True)
             of_x = _quantise_operand(x_TK, recipe, "activation", call.x_amax, over_rows=True)
             grad = te.multiply_quantised(of_x, of_dy, "NT", call.dtype)
         return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)

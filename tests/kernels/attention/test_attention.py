@@ -22,7 +22,7 @@ from moecore.kernels.attention import (
     reference,
 )
 from moecore.kernels.attention import attention as rule
-from moecore.kernels.attention.contract import AttentionBlock, AttentionKernel
+from moecore.kernels.attention.contract import AttentionKernel, QKVBlock
 from moecore.kernels.invariant import batch_invariant
 from moecore.kernels.meta import treat_meta_as
 
@@ -31,12 +31,12 @@ DOCUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_length_q", "max_length_k")
 
 
 def forward_of(kernel: Any, *args: Any) -> tuple[Tensor, Tensor]:
-    return kernel.forward(AttentionBlock(*args))  # type: ignore[no-any-return]
+    return kernel.forward(QKVBlock(*args))  # type: ignore[no-any-return]
 
 
 def backward_of(kernel: Any, do: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, o, lse, mask, scale = args
-    return kernel.backward(AttentionBlock(q, k, v, mask, scale), do, o, lse)  # type: ignore[no-any-return]
+    return kernel.backward(QKVBlock(q, k, v, mask, scale), do, o, lse)  # type: ignore[no-any-return]
 
 
 def skip_without_package(kernel: Any) -> None:

@@ -149,7 +149,7 @@ def counted() -> Iterator[list[str]]:
             (PlainProducts, "compute_weight_grad"),
             (Fp8Products, "compute_weight_grad"),
             (TorchMatmuls, "compute_weight_grad"),
-            (BlockwiseProducts, "_compute_weight_grad"),
+            (BlockwiseProducts, "_compute_wgrad"),
         ):
             stack.enter_context(patch.object(owner, name, recording(getattr(owner, name))))
         yield calls

@@ -29,7 +29,7 @@ from moecore.kernels.attention import (
     add_sinks,
     attention_backward,
     attention_forward,
-    compute_sinks_gradient,
+    compute_sinks_grad,
 )
 
 
@@ -71,9 +71,7 @@ def _reduce_kv_grads(
     """
     B, T = k.shape[0], k.shape[1] * local_tokens.cp.size
     dkv = torch.cat((dk.flatten(2), dv.flatten(2)), dim=-1).view(B, T, -1)
-    dk, dv = local_tokens.reduce_scatter_values(dkv).split(
-        (k[0, 0].numel(), v[0, 0].numel()), dim=-1
-    )
+    dk, dv = local_tokens.reduce_scatter_values(dkv).split((k[0, 0].numel(), v[0, 0].numel()), -1)
     return dk.reshape(k.shape), dv.reshape(v.shape)
 
 
@@ -138,7 +136,7 @@ class GatherAttention(torch.autograd.Function):
             layout.write_half(dq, half, dq_half)
             for total, part in zip((dk, dv), dkv, strict=True):
                 layout.add_first_chunks(total, num, part)
-        dsinks = None if sinks is None else compute_sinks_gradient(do, os, lse, sinks)
+        dsinks = None if sinks is None else compute_sinks_grad(do, os, lse, sinks)
         if not is_unsharded:
             dk, dv = _reduce_kv_grads(local_tokens, dk, dv, k, v)
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), dsinks, None, None, None

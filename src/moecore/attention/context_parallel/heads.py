@@ -77,9 +77,11 @@ def _exchange_heads(
     """Run `scatter_heads` if `is_scatter`, otherwise `gather_heads`. Collective, no autograd."""
 
     def split_heads(x_BtHd: Tensor) -> Tensor:
+        """Return [G, B, t, H / G, d], the heads of each rank."""
         return x_BtHd.unflatten(2, (group.size(), -1)).movedim(2, 0)  # type: ignore[no-any-return]
 
     def join_heads(x_GBthd: Tensor) -> Tensor:
+        """Return [B, t, H, d] from the heads of each rank."""
         return x_GBthd.movedim(0, 2).flatten(2, 3)
 
     pack, unpack = (
@@ -91,7 +93,7 @@ def _exchange_heads(
 class _HeadExchange(torch.autograd.Function):
     """The autograd node of `_exchange_heads`, whose backward runs the inverse exchange.
 
-    apply(group, layout, to_tokens, *tensors) -> the exchanged tensors.
+    apply(group, layout, is_scatter, *tensors) -> the exchanged tensors.
     """
 
     @staticmethod
@@ -105,4 +107,5 @@ class _HeadExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the gradients of the tensors, by the inverse exchange."""
         return None, None, None, *_exchange_heads(grads, *ctx.inverse_args)

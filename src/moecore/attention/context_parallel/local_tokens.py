@@ -100,7 +100,7 @@ class ChunkLayout:
     def select_first_chunks(self, x_BTX: Tensor, num_chunks: int) -> Tensor:
         """Return the tokens of each document's first `num_chunks` chunks from flattened full rows.
 
-        A document has 2 * G chunks. `x_BTX` is a result of `flatten_rows`.
+        A document has two chunks per cp rank. `x_BTX` is a result of `flatten_rows`.
         """
         if self._cu_seqlens is None:
             return x_BTX[:, : num_chunks * (x_BTX.shape[1] // (2 * self.size))]
@@ -209,19 +209,17 @@ class ContextParallel:
 
 
 def select_cp_ranks(
-    cp_size: int | None,
-    default_ranks: ContextParallel | None,
-    groups: Mapping[int, ContextParallel],
+    cp_size: int | None, default: ContextParallel | None, groups: Mapping[int, ContextParallel]
 ) -> ContextParallel | None:
-    """Return the cp groups of a forward over `cp_size` ranks: `default_ranks` or `groups[cp_size]`.
+    """Return the cp groups of a forward over `cp_size` ranks: `default` or `groups[cp_size]`.
 
-    `default_ranks` are the default groups (None = 1 cp rank), which are used if `cp_size` is None
+    `default` are the default groups (None = 1 cp rank), which are used if `cp_size` is None
     or their size. `groups` maps each size of a dynamic cp to its groups. Raises a ValueError for
     any other `cp_size`.
     """
-    size = 1 if default_ranks is None else default_ranks.size
+    size = 1 if default is None else default.size
     if cp_size in (None, size):
-        return default_ranks
+        return default
     if cp_size not in groups:
         fix = "parallelize with ContextOptions(dynamic=True), and plan for its data ranks"
         raise ValueError(

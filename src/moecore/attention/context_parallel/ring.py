@@ -35,7 +35,7 @@ from moecore.kernels.attention import (
     add_sinks,
     attention_backward,
     attention_forward,
-    compute_sinks_gradient,
+    compute_sinks_grad,
     merge_blocks,
 )
 
@@ -93,19 +93,16 @@ class _RingTransfer(NamedTuple):
 
 def _send_to_next(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
     """Start to send x to the next rank, and to receive a tensor like x from the previous rank."""
-    recv_buffer = torch.empty_like(x)
+    buffer = torch.empty_like(x)
     if skips_communication(x):
-        return _RingTransfer(x, recv_buffer, [])
+        return _RingTransfer(x, buffer, [])
     G, rank = group.size(), group.rank()
     after, before = (dist.get_global_rank(group, (rank + way) % G) for way in (1, -1))
-    operations = [
-        dist.P2POp(dist.isend, x, after, group),
-        dist.P2POp(dist.irecv, recv_buffer, before, group),
-    ]
+    ops = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, buffer, before, group)]
     if x.is_meta:  # `batch_isend_irecv` needs a backend for the device
-        works = [op.op(op.tensor, op.peer, group) for op in operations]
-        return _RingTransfer(x, recv_buffer, works)
-    return _RingTransfer(x, recv_buffer, dist.batch_isend_irecv(operations))
+        works = [op.op(op.tensor, op.peer, group) for op in ops]
+        return _RingTransfer(x, buffer, works)
+    return _RingTransfer(x, buffer, dist.batch_isend_irecv(ops))
 
 
 def _iterate_ring(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
@@ -238,6 +235,6 @@ class RingAttention(torch.autograd.Function):
         dk, dv = _unpack_kv(travelling.wait_for_tensor(), ks, vs)
         for keys, new in parts:
             _add_kv_grads(layout, (dk, dv), keys, new)
-        dsinks = None if sinks is None else compute_sinks_gradient(do, os, lse, sinks)
+        dsinks = None if sinks is None else compute_sinks_grad(do, os, lse, sinks)
         grads_qkv = (x.to(like.dtype).view(like.shape) for x, like in ((dq, q), (dk, k), (dv, v)))
         return *grads_qkv, dsinks, None, None, None

@@ -96,12 +96,10 @@ class LocalChunks:
         chains = F.pad(chains, (0, 0, 0, 0, 0, -num_chains % G))
         local_parts = self._exchange_states(chains.unflatten(1, (G, -1)).transpose(0, 1))
         by_chunk = torch.cat((local_parts[:, 0], local_parts[:, 1].flip(0)))
-        entering = [local_parts.new_zeros(local_parts.shape[2], k, value_dim)]
+        states = [local_parts.new_zeros(local_parts.shape[2], k, value_dim)]
         for last in by_chunk[:-1]:
-            entering.append(
-                torch.baddbmm(last[..., :value_dim], last[..., value_dim:], entering[-1])
-            )
-        first, second = torch.stack(entering).chunk(2)
+            states.append(torch.baddbmm(last[..., :value_dim], last[..., value_dim:], states[-1]))
+        first, second = torch.stack(states).chunk(2)
         parts = self._exchange_states(torch.stack((first, second.flip(0)), dim=1))
         parts = parts.transpose(0, 1).flatten(1, 2)[:, :num_chains]
         return parts.unflatten(1, (num // 2, H)).transpose(0, 1).flatten(0, 1)  # type: ignore[no-any-return]
@@ -168,8 +166,6 @@ def causal_conv1d_over_ranks(
 
     `x_tD` has the local tokens, which `chunks` describes. `apply_silu`: apply SiLU to the result.
     """
-    before = chunks.gather_previous_tokens(x_tD, weight_DW.shape[1] - 1)
+    past = chunks.gather_previous_tokens(x_tD, weight_DW.shape[1] - 1)
     inputs, cu_seqlens = (x_tD, weight_DW, bias_D), chunks.chunk_cu_seqlens
-    return causal_convolution(
-        *inputs, cu_seqlens, previous_tokens_nwD=before, apply_silu=apply_silu
-    )
+    return causal_convolution(*inputs, cu_seqlens, previous_tokens_nwD=past, apply_silu=apply_silu)

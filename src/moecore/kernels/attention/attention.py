@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moecore.kernels.attention import cudnn, flash, flash4, reference
-from moecore.kernels.attention.contract import AttentionBlock, AttentionKernel, AttentionMask
+from moecore.kernels.attention.contract import AttentionKernel, AttentionMask, QKVBlock
 from moecore.kernels.common import disable_autocast, warn_on_fallback
 
 KERNELS: Sequence[AttentionKernel] = (flash4, cudnn, flash)
@@ -55,7 +55,7 @@ def attention_forward(
     _check_shapes(q_BTHd, k_BShd, v_BShv)
     with disable_autocast(q_BTHd):
         kernel = choose_attention_kernel(q_BTHd, k_BShd, v_BShv, mask)
-        return kernel.forward(AttentionBlock(q_BTHd, k_BShd, v_BShv, mask, scale))
+        return kernel.forward(QKVBlock(q_BTHd, k_BShd, v_BShv, mask, scale))
 
 
 def attention_backward(
@@ -83,7 +83,7 @@ def attention_backward(
     _check_shapes(q_BTHd, k_BShd, v_BShv)
     with disable_autocast(q_BTHd):
         kernel = choose_attention_kernel(q_BTHd, k_BShd, v_BShv, mask)
-        block = AttentionBlock(q_BTHd, k_BShd, v_BShv, mask, scale)
+        block = QKVBlock(q_BTHd, k_BShd, v_BShv, mask, scale)
         return kernel.backward(block, do_BTHv.to(q_BTHd.dtype), o_BTHv, lse_BHT)
 
 

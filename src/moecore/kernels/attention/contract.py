@@ -54,6 +54,7 @@ class AttentionMask(CheckedRecord):
     max_length_k: CountOrZero | None = None  # an upper bound of the keys of a document
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         if self.window is not None and not self.causal:
             yield "window", "be None without causal: set causal=True"
         for name in ("cu_seqlens_k", "max_length_q", "max_length_k"):
@@ -74,7 +75,7 @@ class AttentionMask(CheckedRecord):
         return self.cu_seqlens_q is not None
 
 
-class AttentionBlock(NamedTuple):
+class QKVBlock(NamedTuple):
     """The arguments of `attention.attention_forward`: queries, keys, values, mask and scale."""
 
     q: Tensor
@@ -90,13 +91,13 @@ class AttentionKernel(Protocol):
     def find_problem(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
         """Return a one-line reason why the module cannot compute this block; None = it can."""
 
-    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """Return o_BTHv and lse_BHT, as `attention.attention_forward`."""
+    def forward(self, block: QKVBlock) -> tuple[Tensor, Tensor]:
+        """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
 
     def backward(
-        self, block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
+        self, block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv, as `attention.attention_backward`; o and lse are final."""
+        """Return dq, dk and dv of `block` from `do`, and `o` and `lse` over all key blocks."""
 
 
 def merge_blocks(
@@ -106,11 +107,9 @@ def merge_blocks(
 
     The result is in first_lse's dtype. o is NaN for a query that sees no key of either block.
     """
-    total_lse = torch.logaddexp(first_lse, second_lse)
-    old, new = (
-        (part - total_lse).exp().transpose(1, 2)[..., None] for part in (first_lse, second_lse)
-    )
-    return first_o * old + second_o * new, total_lse
+    lse = torch.logaddexp(first_lse, second_lse)
+    old, new = ((part - lse).exp().transpose(1, 2)[..., None] for part in (first_lse, second_lse))
+    return first_o * old + second_o * new, lse
 
 
 def add_sinks(o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,25 +119,21 @@ def add_sinks(o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> tuple[Tensor,
     return (o_BTHv * shares_BTH[..., None]).to(o_BTHv.dtype), lse
 
 
-def compute_sinks_gradient(
-    do_BTHv: Tensor, o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor
-) -> Tensor:
+def compute_sinks_grad(do_BTHv: Tensor, o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> Tensor:
     """Return the gradient [H] of the sinks' scores, from o and lse that include the sinks."""
     delta_BHT = (do_BTHv.to(lse_BHT.dtype) * o_BTHv).sum(-1).transpose(1, 2)
     shares_BHT = (sinks_H[:, None].to(lse_BHT.dtype) - lse_BHT).exp()
     return -(shares_BHT * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
 
 
-def find_16_bit_problem(
-    q: Tensor, k: Tensor, v: Tensor, min_capability: tuple[int, int]
-) -> str | None:
-    """Return why 16-bit kernels for GPUs >= `min_capability` cannot compute this block, or None."""
+def find_16_bit_problem(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
+    """Return why 16-bit kernels for GPUs >= `capability` cannot compute this block, or None."""
     if not q.numel() or not k.numel() or not v.numel():
         return "queries, keys and values must not be empty: fused kernels do not define the result"
     if not is_gpu(q):
         return f"device ({q.device.type}) must be cuda"
-    if q.is_cuda and torch.cuda.get_device_capability(q.device) < min_capability:
-        return f"device must have compute capability >= {min_capability}"
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) < capability:
+        return f"device must have compute capability >= {capability}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype ({q.dtype}) must be bfloat16 or float16"
     for name, dim in (("query", q.shape[-1]), ("value", v.shape[-1])):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moecore.base.torch_private import cudnn_attention, cudnn_attention_backward
 from moecore.kernels.attention.contract import (
-    AttentionBlock,
     AttentionMask,
+    QKVBlock,
     find_16_bit_problem,
     merge_blocks,
 )
@@ -37,8 +37,8 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
     return find_16_bit_problem(q, k, v, (9, 0))
 
 
-def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
+def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
+    """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
     q, k, v, mask, scale = block
     # cuDNN's causal mask is aligned at the top left, moecore's at the bottom right. T queries and
     # S > T keys are two calls: all keys 0 : S - T, and a causal square of keys S - T : S.
@@ -52,10 +52,8 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     return o.to(q.dtype), lse
 
 
-def backward(
-    block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
+def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv of `block` from the gradient of o, and o and lse over all key blocks."""
     q, k, v, mask, scale = block
     do, o = _copy_with_stride_order_of(do, q), _copy_with_stride_order_of(o, q)
     lse = lse.contiguous()

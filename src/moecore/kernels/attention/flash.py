@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.torch_private import flash_attention, flash_attention_backward
-from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, find_16_bit_problem
+from moecore.kernels.attention.contract import AttentionMask, QKVBlock, find_16_bit_problem
 
 
 def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
@@ -26,8 +26,8 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
     return find_16_bit_problem(q, k, v, (8, 0))
 
 
-def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
+def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
+    """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
     q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
     o, lse, *_ = flash_attention(
@@ -45,10 +45,8 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     return o, lse.masked_fill(lse == math.inf, -math.inf)
 
 
-def backward(
-    block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
+def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv of `block` from the gradient of o, and o and lse over all key blocks."""
     q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
     lse = lse.masked_fill(lse == -math.inf, math.inf)

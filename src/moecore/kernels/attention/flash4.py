@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, find_16_bit_problem
+from moecore.kernels.attention.contract import AttentionMask, QKVBlock, find_16_bit_problem
 from moecore.kernels.invariant import is_batch_invariant
 
 PACKAGE = "flash-attn-4"
@@ -59,8 +59,8 @@ def warn_if_missing(device: torch.device) -> None:
         warnings.warn(f"{text} speed: {reason}", stacklevel=2)
 
 
-def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
+def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
+    """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
     q, k, v, mask, scale = block
     heads, arguments = _flatten_packed_rows(mask, q, k, v), _make_arguments(mask, scale)
     o, lse, *_ = _import_functions().forward(*heads, **arguments, return_lse=True)
@@ -69,10 +69,8 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     return o.view(*q.shape[:3], v.shape[-1]), lse
 
 
-def backward(
-    block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
+def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv of `block` from the gradient of o, and o and lse over all key blocks."""
     q, k, v, mask, scale = block
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(s - lse) of a row that sees no key is 0
     if mask.is_packed:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.attention.contract import AttentionBlock, AttentionMask
+from moecore.kernels.attention.contract import AttentionMask, QKVBlock
 from moecore.kernels.invariant import is_batch_invariant
 
 
@@ -25,19 +25,17 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
     return
 
 
-def make_bool_mask(
-    attention_mask: AttentionMask, T: int, S: int, device: torch.device
-) -> Tensor | None:
+def make_bool_mask(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tensor | None:
     """Return bool [T, S], True for the keys that each query sees; None = all keys.
 
-    If `attention_mask` has documents, T and S count the tokens of all rows of the batch.
+    If `mask` has documents, T and S count the tokens of all rows of the batch.
     """
     # Example, causal, window 2, T = 2 queries at the end of S = 4 keys: [0 1 1 0], [0 0 1 1].
     places_T1 = torch.arange(S - T, S, device=device)[:, None]
     places_S = torch.arange(S, device=device)
     seen_TS = None
-    if attention_mask.cu_seqlens_q is not None and attention_mask.cu_seqlens_k is not None:
-        cu_q, cu_k = attention_mask.cu_seqlens_q.long(), attention_mask.cu_seqlens_k.long()
+    if mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None:
+        cu_q, cu_k = mask.cu_seqlens_q.long(), mask.cu_seqlens_k.long()
         num = len(cu_q) - 1
         rows_T = torch.arange(T, device=device)
         doc_T = torch.searchsorted(cu_q, rows_T, right=True) - 1
@@ -46,11 +44,11 @@ def make_bool_mask(
         # Both ends of a document are at one place.
         end_T = cu_k[(doc_T + 1).clamp(max=num)] - cu_q[(doc_T + 1).clamp(max=num)]
         places_T1 = (rows_T + end_T)[:, None]
-    if attention_mask.causal:
+    if mask.causal:
         causal_TS = places_S <= places_T1
         seen_TS = causal_TS if seen_TS is None else seen_TS & causal_TS
-    if attention_mask.window is not None and seen_TS is not None:
-        seen_TS = seen_TS & (places_S > places_T1 - attention_mask.window)
+    if mask.window is not None and seen_TS is not None:
+        seen_TS = seen_TS & (places_S > places_T1 - mask.window)
     return seen_TS
 
 
@@ -77,16 +75,16 @@ def _list_separate_parts(
 
 
 def _split_block(
-    block: AttentionBlock, parts: list[tuple[int, AttentionMask]], *tensors: Tensor
+    block: QKVBlock, parts: list[tuple[int, AttentionMask]], *tensors: Tensor
 ) -> Iterator[Any]:
-    """Yield (`AttentionBlock`, *other tensors) of each part, from `_list_separate_parts`.
+    """Yield (`QKVBlock`, *other tensors) of each part, from `_list_separate_parts`.
 
     `tensors`, [B, T, ...], are split along the tokens, as q, k and v are.
     """
     lengths, masks = zip(*parts, strict=True)
     tokens = [x.flatten(0, 1)[None].split(lengths, dim=1) for x in (*block[:3], *tensors)]
     for mask, q, k, v, *rest in zip(masks, *tokens, strict=True):
-        yield AttentionBlock(q, k, v, mask, block.scale), *rest
+        yield QKVBlock(q, k, v, mask, block.scale), *rest
 
 
 def _merge_parts(parts: Iterable[Tensor], like: Tensor) -> Tensor:
@@ -95,7 +93,7 @@ def _merge_parts(parts: Iterable[Tensor], like: Tensor) -> Tensor:
 
 
 def _compute_scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
-    """Return scaled scores [B, h, g, T, S] of q_BThgd and k_BShd, -inf for masked keys."""
+    """Return scaled scores [B, h, g, T, S], -inf for masked keys; g queries share a key head."""
     s = torch.einsum("bthgd,bshd->bhgts", q, k) * scale
     seen_TS = make_bool_mask(mask, q.shape[1], k.shape[1], q.device)
     return s if seen_TS is None else s.masked_fill(~seen_TS, -math.inf)
@@ -111,14 +109,14 @@ def _group_heads(x_BTHx: Tensor, num_kv_heads: int, mask: AttentionMask) -> Tens
     return x.unflatten(2, (num_kv_heads, x.shape[2] // num_kv_heads))  # type: ignore[no-any-return]
 
 
-def _group_operands(block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [B, T, h, g, d], k [B, S, h, d] and v [B, S, h, v] in at least fp32."""
+def _group_operands(block: QKVBlock) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v in at least fp32, with query heads grouped by key/value head."""
     q, k, v = (_group_heads(x, block.k.shape[2], block.mask) for x in block[:3])
     return q, k[..., 0, :], v[..., 0, :]
 
 
-def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Return outputs o_BTHv and log-sum-exps lse_BHT: see `attention.attention_forward`."""
+def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
+    """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
     q, k, v, mask, scale = block
     parts = _list_separate_parts(mask, q, k)
     if parts is not None:
@@ -136,10 +134,8 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     return o.reshape(B, T, H, v.shape[-1]).to(q.dtype), lse
 
 
-def backward(
-    block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv from the final o and lse: see `attention.attention_backward`."""
+def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv of `block` from the gradient of o, and o and lse over all key blocks."""
     q, k, v, mask, scale = block
     parts = _list_separate_parts(mask, q, k)
     if parts is not None:

@@ -78,7 +78,7 @@ class ExchangeLayout:
         return [cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes]
 
     def view_sums(self, peer_memory: Tensor, sender_rank: int) -> Tensor:
-        """Return the view of a peer's memory for sums of `sender_rank`, uint8 [C * row_bytes]."""
+        """Return the view of a peer's memory for sums of `sender_rank`: `max_tokens` rows."""
         num_bytes = self.max_tokens * self.row_bytes
         return peer_memory[SUMS_SLOT.value * self.slot_bytes :].narrow(
             0, sender_rank * num_bytes, num_bytes

@@ -263,14 +263,12 @@ def _receive_grads_kernel(
     finish_operation(buffer.state, operation)
 
 
-def split_into_pieces(
-    layout: CloneLayout, expert_rows: Tensor, num_clones: int
-) -> Iterator[ClonePiece]:
-    """Yield ranges of the columns of `expert_rows` [experts, W]. Each range fits a buffer slot.
+def split_into_pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
+    """Yield ranges of the columns of `rows` [experts, W]. Each range fits a buffer slot.
 
     `num_clones` is the number of slots in a set.
     """
-    width, max_width = expert_rows.shape[1], layout.slot_bytes(num_clones) // expert_rows.itemsize
+    width, max_width = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
     for start in range(0, width, max_width):
         yield ClonePiece(width, start, min(max_width, width - start))
 
@@ -283,7 +281,7 @@ def _launch_clone_kernel(
     clone_places: ClonePlaces,
     piece: ClonePiece,
 ) -> None:
-    """Launch `kernel` for one piece of `expert_rows` [e or c, W].
+    """Launch `kernel` for one piece of `expert_rows`: weights or gradients, one row per expert.
 
     `waits_for_flags` = the kernel waits for flags, up to the buffer's timeout.
     """
@@ -318,14 +316,14 @@ receive_grads = partial(_launch_clone_kernel, _receive_grads_kernel, True)
 
 
 def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: ClonePlaces) -> Tensor:
-    """Return the weights of this rank's clones, [c, ...], zeros for empty places.
+    """Return the weights of this rank's clones, [clones, ...], zeros for empty places. Collective.
 
-    `expert_weights` [e, ...] has the weights of this rank's experts, in any dtype. Collective, no
-    host sync.
+    `expert_weights` has this rank's experts, in any dtype, and `clone_places` the expert that each
+    place clones. No host sync.
     """
     out = expert_weights.new_empty(clone_places.num_clones, *expert_weights.shape[1:])
     rows_eW = _view_as_words(expert_weights.contiguous())
-    out_cW = _view_as_rows(out).view(rows_eW.dtype)
+    out_cW = _view_rows(out).view(rows_eW.dtype)
     for piece in split_into_pieces(buffer.layout, rows_eW, clone_places.num_clones):
         store_weights(buffer, rows_eW, clone_places, piece)
         receive_weights(buffer, out_cW, clone_places, piece)
@@ -333,28 +331,27 @@ def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: Clon
 
 
 def add_clone_grads_(buffer: CloneBuffer, grads: Tensor, clone_places: ClonePlaces) -> Tensor:
-    """Add the gradients of clones to the gradients of their experts, in place; return [e, ...].
+    """Add the gradients of all ranks' clones to their experts' gradients, in place. Collective.
 
-    `grads` [e + c, ...], contiguous, in one of `SUM_DTYPES`, has the gradients of this rank's
-    experts and then of its clones. Sums are in fp32, in the order of places, and rounded once.
-    Collective, no host sync.
+    `grads` [experts + clones, ...], contiguous, in one of `SUM_DTYPES`, ends with the gradients of
+    this rank's clones. `clone_places` has the expert that each place clones. The result is the part
+    of `grads` for experts. Sums are in fp32, in the order of places, and rounded once. No host
+    sync.
     """
-    home_eW, clones_cW = _view_as_rows(grads).split(
-        (clone_places.num_local, clone_places.num_clones)
-    )
+    home_eW, clones_cW = _view_rows(grads).split((clone_places.num_local, clone_places.num_clones))
     for piece in split_into_pieces(buffer.layout, home_eW, clone_places.num_clones):
         store_grads(buffer, clones_cW, clone_places, piece)
         receive_grads(buffer, home_eW, clone_places, piece)
     return grads[: clone_places.num_local]
 
 
-def _view_as_rows(tensor: Tensor) -> Tensor:
+def _view_rows(tensor: Tensor) -> Tensor:
     """Return a view [rows, elements] of a tensor [rows, ...]."""
     return tensor.view(tensor.shape[0], tensor.shape[1:].numel())
 
 
 def _view_as_words(rows: Tensor) -> Tensor:
     """Return a view of contiguous rows as int32 [rows, W], or as uint8 if they are not aligned."""
-    bytes_eB = _view_as_rows(rows).view(torch.uint8)
+    bytes_eB = _view_rows(rows).view(torch.uint8)
     is_even = bytes_eB.shape[1] % 4 == 0 and bytes_eB.storage_offset() % 4 == 0
     return bytes_eB.view(torch.int32) if is_even else bytes_eB

@@ -109,7 +109,11 @@ def _spread_kernel(
     HALF: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Push chunks of local rows and choices, or copy received chunks to outputs, by program id."""
+    """Push chunks of local rows and choices, or copy received chunks to outputs, by program id.
+
+    `ptrs` has the tensors indexed by row, and `lists_ptr` scratch memory for used slots. `HALF`
+    restricts the launch to "push" or "receive".
+    """
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     slot = (operation % 2).to(tl.int64) * CONST.G * max_tokens
@@ -177,7 +181,11 @@ def _reduce_kernel(
     HAS_SUMS: tl.constexpr,  # rows came by `copy_sums_to_peers`
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Push sums of source rows to tokens' ranks, or add received sums, by program id."""
+    """Push sums of source rows to tokens' ranks, or add received sums, by program id.
+
+    `ptrs` has the tensors indexed by row, and `lists_ptr` scratch memory for used slots. `HALF`
+    restricts the launch to "push" or "receive".
+    """
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     slot = (operation % 2).to(tl.int64) * CONST.G * max_tokens
@@ -230,7 +238,7 @@ def _make_grid(buffer: SymmetricBuffer, half: Half) -> tuple[int]:
 
 
 def _list_common_args(buffer: SymmetricBuffer, num_tokens: int, num_slots: int) -> tuple[Any, ...]:
-    """Return arguments `lists_ptr` to `timeout` of both kernels; N = `num_slots` per source row."""
+    """Return both kernels' arguments `lists_ptr` to `timeout_ns`; `num_slots` is per source row."""
     layout = buffer.layout
     entries = (layout.num_push + layout.num_receive) * compute_list_size(layout, num_slots)
     lists = torch.empty(entries, dtype=torch.int32, device=buffer.state.device) if entries else None

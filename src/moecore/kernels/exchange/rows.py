@@ -28,7 +28,7 @@ def locate_pairs(
     chunk,  # RowChunk
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Return token and rank of each pair, and whether it exists. Adjacent pairs differ in rank."""
+    """Return token and rank of a chunk's (token, rank) pairs, by index, and whether they exist."""
     token = chunk.number * CONST.CHUNK + pair_ids // CONST.G
     exists = (pair_ids < CONST.CHUNK * CONST.G) & (token < chunk.max_tokens)
     return token, (pair_ids % CONST.G + token + chunk.rank) % CONST.G, exists
@@ -87,7 +87,8 @@ def push_rows(
 
     `destinations_ptr` has a bit per token and peer: a set bit sends the token's row. With REDUCE,
     `rows_ptr` has sums instead, and `destinations_ptr` has the row of each pair's sum, -1 = no sum.
-    `first_row` is the row that receives token 0.
+    `bases_ptr` has the peers' buffer addresses, to which `region_offset` is added. `first_row` is
+    the row that receives token 0.
     """
     element = rows_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D

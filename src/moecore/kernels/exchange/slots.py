@@ -20,7 +20,7 @@ from moecore.kernels.exchange.rows import locate_pairs
 @triton.jit
 def list_row_slots(
     slots_ptr,  # [S, N] int32
-    list_ptr,  # [1 + N, WIDTH] int32, out, of this program
+    used_slots_ptr,  # [1 + N, WIDTH] int32, out, of this program
     source_rows,  # [ROWS] int64, source rows
     exists,  # [ROWS] bool
     list_idx,  # index of the first row in the list
@@ -35,7 +35,7 @@ def list_row_slots(
     `source_rows` has the source rows, and `list_idx` is the index of their first row in the list.
     """
     TILES: tl.constexpr = ROWS // TILE
-    entries = list_ptr + WIDTH + list_idx + tl.arange(0, ROWS)
+    entries = used_slots_ptr + WIDTH + list_idx + tl.arange(0, ROWS)
     depths = tl.zeros([TILES], dtype=tl.int32)
     depth = 0
     for start in range(0, N, BLOCK_N):
@@ -54,24 +54,24 @@ def list_row_slots(
             tl.store(entries + depth * WIDTH, slot)
             bits -= low
             depth += 1
-    tl.store(list_ptr + list_idx // TILE + tl.arange(0, TILES), depths)
+    tl.store(used_slots_ptr + list_idx // TILE + tl.arange(0, TILES), depths)
 
 
 @triton.jit
 def list_pair_slots(
     slots_ptr,  # [S, N] int32
-    list_ptr,  # [1 + N, WIDTH] int32, out, of this program
+    used_slots_ptr,  # [1 + N, WIDTH] int32, out, of this program
     chunk,  # RowChunk
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Write the used slots of all (token, peer) pairs of a chunk to `list_ptr`."""
+    """Write the used slots of all (token, peer) pairs of a chunk to `used_slots_ptr`."""
     tl.debug_barrier()  # the last list has been read
     ROWS: tl.constexpr = CONST.LIST_PAIRS
     for start in range(0, CONST.CHUNK * CONST.G, ROWS):
         tokens, peers, exists = locate_pairs(start + tl.arange(0, ROWS), chunk, CONST)
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
         list_row_slots(
-            slots_ptr, list_ptr, rows, exists, start,
+            slots_ptr, used_slots_ptr, rows, exists, start,
             CONST.N, CONST.WIDTH, ROWS, CONST.PAIRS, CONST.BLOCK_N,
         )  # fmt: skip
     tl.debug_barrier()
@@ -103,7 +103,7 @@ def _load_rows_of_slot(
 def push_sums(
     y_ptr,  # [R, D]
     places_ptr,  # [S] int32
-    list_ptr,  # slots of the chunk's pairs
+    used_slots_ptr,  # slots of the chunk's pairs
     bases_ptr,  # [4, G] int64
     chunk,  # RowChunk
     first_row,  # int64, row of this rank's token 0 in every peer's slot
@@ -111,9 +111,9 @@ def push_sums(
 ):
     """Sum y over each (token, peer) pair's slots in order, and store sums in peers' buffers.
 
-    `list_ptr` has the used slots of the `chunk`'s pairs, and `places_ptr` -1 for a pair without
-    one. `bases_ptr` has the addresses of the peers' buffers. `first_row` is the row that receives
-    the sum of token 0.
+    `used_slots_ptr` has the used slots of the `chunk`'s pairs, and `places_ptr` -1 for a pair
+    without one. `bases_ptr` has the addresses of the peers' buffers. `first_row` is the row that
+    receives the sum of token 0.
     """
     element = y_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
@@ -125,8 +125,8 @@ def push_sums(
         tokens, peers, exists = locate_pairs(pairs, chunk, CONST)
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
         send = tl.load(places_ptr + rows, mask=exists, other=-1) >= 0
-        depth = tl.load(list_ptr + start // PAIRS)
-        entries = list_ptr + WIDTH + pairs
+        depth = tl.load(used_slots_ptr + start // PAIRS)
+        entries = used_slots_ptr + WIDTH + pairs
         base = tl.load(bases_ptr + AT_ROWS * CONST.G + peers).to(tl.pointer_type(element))
         to = tl.multiple_of(base, 16) + (first_row + tokens) * D
         for column in range(0, D, BLOCK_D):
@@ -150,20 +150,19 @@ def push_sums(
 def copy_to_slots(
     slot_ptr,  # slot of the buffer
     out_ptr,  # [R, D]
-    list_ptr,  # slots of the chunk's rows
+    used_slots_ptr,  # slots of the chunk's rows
     places,  # [CHUNK] int32, -1 = a hole
     source_rows,  # [CHUNK] int64, source rows
     CONST: tl.constexpr,  # ExchangeConstants
 ):
     """Copy each received row of a chunk from the buffer to all of the row's slots in `out_ptr`.
 
-    `source_rows` has the source rows, `places` is -1 for a hole. `list_ptr` has the used slots of
-    the rows.
+    `used_slots_ptr` has the used slots of the `source_rows`. `places` is -1 for a hole.
     """
     D: tl.constexpr = CONST.D
     CHUNK: tl.constexpr = CONST.CHUNK
-    depth = tl.load(list_ptr)
-    entries = list_ptr + CHUNK + tl.arange(0, CHUNK)
+    depth = tl.load(used_slots_ptr)
+    entries = used_slots_ptr + CHUNK + tl.arange(0, CHUNK)
     for column in range(0, D, CONST.RECEIVE_D):
         columns = column + tl.arange(0, CONST.RECEIVE_D)
         inside = (columns < D)[None, :]

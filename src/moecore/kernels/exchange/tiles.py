@@ -91,18 +91,17 @@ def choose_sum_tile(layout: ExchangeLayout, row_format: RowFormat) -> tuple[int,
     """Return (pairs, columns) of a tile of `push_sums`, which loads rows of four slots at once."""
     # Example, bf16, 7168 columns: 16 rows of 1024.
     max_pairs = min(layout.chunk * layout.num_ranks, MAX_SLOTS // MAX_BLOCK_N)
-    return _choose_tile(
-        row_format, layout.num_warps * TILE_BYTES_PER_WARP // 2, max_pairs, min_rows=8
-    )
+    num_bytes = layout.num_warps * TILE_BYTES_PER_WARP // 2
+    return _choose_tile(row_format, num_bytes, max_pairs, min_rows=8)
 
 
 def compute_list_width(layout: ExchangeLayout) -> int:
-    """Return the rows of a list of slots: a chunk's (token, peer) pairs, rounded up."""
+    """Return the rows of a list of used slots: a chunk's (token, peer) pairs, rounded up."""
     return next_power_of_2(layout.chunk * layout.num_ranks)
 
 
 def compute_list_size(layout: ExchangeLayout, num_slots: int) -> int:
-    """Return the int32 entries of a program's list of slots; 0 if each row has one slot."""
+    """Return the length of a program's int32 list of used slots; 0 if each row has one slot."""
     return (1 + num_slots) * compute_list_width(layout) if num_slots > 1 else 0
 
 

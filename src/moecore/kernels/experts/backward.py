@@ -104,10 +104,8 @@ def compute_gradients(
         sinks: the sinks of w1 and w2. A gradient that a sink accepts is returned as None.
         sender: receives dx and dweights before the gradients of the matrices are computed.
     """
-    gradient, h = (
-        products.prepare_output_grad(dy, has_expert_rows=has_expert_rows, grad_flags=grad_flags),
-        state.h,
-    )
+    grad = products.prepare_output_grad(dy, has_expert_rows=has_expert_rows, grad_flags=grad_flags)
+    h = state.h
     has_update1, has_update2 = any(grad_flags[4:6]), any(grad_flags[6:8])
     if h is None:
         h = products.recompute_h(_prepare_rows(products, state))
@@ -115,7 +113,7 @@ def compute_gradients(
     update1: tuple[Tensor | None, Tensor | None] = (None, None)
     update2 = update1
     if grad_flags.x or grad_flags.w1_eCD or grad_flags.weights_R or has_update1:
-        dh, dweights_R, a = products.activation_bwd(gradient, h)
+        dh, dweights_R, a = products.activation_bwd(grad, h)
     else:
         a = products.recompute_activation(h)
     del h
@@ -124,15 +122,15 @@ def compute_gradients(
         dx = products.fc1_dgrad(dh)
         sender.start_sending(dx, dweights_R, *products.row_map)
     if has_update2:
-        update2 = products.fc2_update_grad(gradient, a)
+        update2 = products.fc2_update_grad(grad, a)
     if grad_flags.w2_eDF:
-        dw2 = _compute_or_accumulate(sinks[1], products.fc2_wgrad, gradient, a)
-    del a, gradient
+        dw2 = _compute_grad(sinks[1], products.fc2_wgrad, grad, a)
+    del a, grad
     if has_update1:
         update1 = products.fc1_update_grad(_prepare_rows(products, state), dh)
     if grad_flags.w1_eCD:
         x = _prepare_rows(products, state)
-        dw1 = _compute_or_accumulate(sinks[0], products.fc1_wgrad, x, dh)
+        dw1 = _compute_grad(sinks[0], products.fc1_wgrad, x, dh)
     if grad_flags.x and sender is None:
         dx = products.fc1_dgrad(dh)
         if not has_expert_rows:
@@ -141,9 +139,7 @@ def compute_gradients(
     return Grads(dx, dw1, dw2, dweights_R, *update1, *update2)
 
 
-def _compute_or_accumulate(
-    sink: GradSink | None, compute: ComputeGrad, *operands: Any
-) -> Tensor | None:
+def _compute_grad(sink: GradSink | None, compute: ComputeGrad, *operands: Any) -> Tensor | None:
     """Return compute(*operands, GradTarget()), or with a sink the result of `sink.accumulate`."""
     return compute(*operands, GradTarget()) if sink is None else sink.accumulate(compute, *operands)
 

@@ -64,47 +64,47 @@ class Products(Protocol):
         return rows
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Any]:
-        """Return H in its saved format, None unless `saves_h`, and the weighted activation."""
+        """Return FC1's output (None unless `saves_h`) and its activation times routing weights."""
 
     def fc2(self, a: Any) -> Tensor:
-        """Return a @ w2^T [R, D], the output of each expert row; `a` is `fc1`'s activation."""
+        """Return `a` @ w2^T, FC2's output for each expert row; `a` is the activation from `fc1`."""
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return H [R, C], FC1's output before the activation, from the rows of `prepare_rows`."""
+        """Return FC1's output before the activation, from the source rows of `prepare_rows`."""
 
     def recompute_activation(self, h: Rows) -> Any:
-        """Return act(H) times the routing weight of each row, [R, F], in `fc2`'s input format."""
+        """Return the activation of FC1's output `h`, times routing weights, as `fc2` reads it."""
         return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
 
     def prepare_output_grad(
         self, dy: Any, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> Any:
-        """Return dY in the format that the methods below read.
+        """Return `dy`, the gradient of FC2's output, in the format that the methods below read.
 
-        `dy` is [S, D], or [R, D] if `has_expert_rows`. It is a tensor, or packed `Rows` if
-        `accepts_packed_grads`. `grad_flags` has the gradients that this backward computes.
+        `dy` has source rows, or expert rows if `has_expert_rows`. It is a tensor, or packed `Rows`
+        if `accepts_packed_grads`. `grad_flags` has the gradients that this backward computes.
         """
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
-        """Return dH, gradients of routing weights (fp32 [R]) and the weighted activation.
+        """Return gradients of FC1's output `h` and routing weights (fp32), and the activation.
 
         `dy` is from `prepare_output_grad`.
         """
 
     def fc1_dgrad(self, dh: Any) -> Tensor:
-        """Return dH @ w1 [R, D], the gradient of each expert row of X."""
+        """Return `dh` @ w1, the gradient of FC1's input, with a row per expert row."""
 
     def fc1_wgrad(self, rows: Rows, dh: Any, target: GradTarget) -> Tensor:
-        """Return the gradient of w1, written to `target`."""
+        """Return w1's gradient from FC1's input and output gradient, written to `target`."""
 
     def fc2_wgrad(self, dy: Any, a: Any, target: GradTarget) -> Tensor:
-        """Return the gradient of w2, written to `target`."""
+        """Return w2's gradient from FC2's input and output gradient, written to `target`."""
 
     def fc1_update_grad(self, rows: Rows, dh: Any) -> LowRankUpdate:
-        """Return the gradients of A and B of the low-rank update of w1."""
+        """Return gradients of w1's LoRA A and B, from FC1's input and output gradient."""
 
     def fc2_update_grad(self, dy: Any, a: Any) -> LowRankUpdate:
-        """Return the gradients of A and B of the low-rank update of w2."""
+        """Return gradients of w2's LoRA A and B, from FC2's input and output gradient."""
 
     def drop_weights(self) -> None:
         """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""

@@ -222,6 +222,7 @@ class ExpertMLPOptions(CheckedRecord):
     recipe: Recipe | None = None
 
     def _rules(self) -> Rules:
+        """Yield the field and the error text of each broken rule."""
         if self.recipe is not None and self.products not in FP8_PRODUCTS[self.recipe.backend]:
             names = " or ".join(map(repr, FP8_PRODUCTS[self.recipe.backend]))
             yield "products", f"be {names} with a recipe ({self.recipe.scaling}): use it"
@@ -330,7 +331,7 @@ class ExpertSpec:
         )
 
     def find_fp8_size_problem(self, size_multiple: int) -> str | None:
-        """Return an error text if D or F is known and no multiple of `size_multiple`, or None."""
+        """Return an error text if the model or hidden dim is no multiple of `size_multiple`."""
         for name, size in (("dim", self.dim), ("hidden_dim / etp", self.hidden_dim)):
             if size is not None and size % size_multiple:
                 return (

@@ -56,7 +56,7 @@ from moecore.kernels.rows.shard_blocks import transpose_values
 FASTER_FROM = 384
 
 
-class _OperandBlocks(NamedTuple):
+class _Fp8Operand(NamedTuple):
     """The activation A or dH in expert order as an FP8 operand, and the dtype of its product."""
 
     rows: Blocks | None  # None = a product quantises `wide` when it reads the operand
@@ -98,45 +98,42 @@ class BlockwiseProducts(Products):
         """Return source rows quantised to FP8; rows that were dispatched in FP8 are unchanged."""
         return rows if rows.scales is not None else self._quantise_rows(rows.values)
 
-    def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, _OperandBlocks]:
-        """Return H [R, C] in its saved format (None if not `saves_h`), and the FP8 activation."""
-        return self._activate(
-            self._multiply_fc1(rows), self.recipe.hidden_format if saves_h else None
-        )
+    def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, _Fp8Operand]:
+        """Return FC1's output to save, None unless `saves_h`, and the FP8 activation."""
+        h_format = self.recipe.hidden_format if saves_h else None
+        return self._activate(self._multiply_fc1(rows), h_format)
 
-    def fc2(self, a: _OperandBlocks) -> Tensor:
-        """Return a @ w2^T [R, D], the output of each expert row, in the dtype of the rows."""
+    def fc2(self, a: _Fp8Operand) -> Tensor:
+        """Return `a` @ w2^T, FC2's output for each expert row, in the dtype of the source rows."""
         y_RD = self._multiply(self._get_fp8_operand(a), "a", a.dtype)
         return self.low2.add_product(y_RD, self.low2.compute_forward_addend(a.wide))
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return H [R, C] from source rows, in the format `Recipe.hidden_format`."""
+        """Return FC1's output before the activation, in the recipe's `hidden_format`."""
         h_RC = self._multiply_fc1(rows)
         if self.recipe.hidden_format == "wide":
             return Rows(h_RC)
         return self._quantise_rows(h_RC, self.row_map.num_rows)
 
-    def recompute_activation(self, h: Rows) -> _OperandBlocks:
-        """Return act(H) times the routing weight of each row, in FP8."""
+    def recompute_activation(self, h: Rows) -> _Fp8Operand:
+        """Return the activation of FC1's output `h`, times the routing weights, in FP8."""
         return self._activate(widen_rows(h, self.row_map.num_rows), None)[1]
 
     def prepare_output_grad(
         self, dy: Tensor | Rows, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> _OutputGrads:
-        """Return dY in FP8, [S, D], or [R, D] if `has_expert_rows`. Packed `dy` is unchanged."""
+        """Return `dy`, the gradient of FC2's output, in FP8; packed `dy` is returned unchanged."""
         if isinstance(dy, Rows):
             return _OutputGrads(dy, has_expert_rows)
         rows = self._quantise_rows(dy, self.row_map.num_rows if has_expert_rows else None)
         wide = ProductSource(dy, None if has_expert_rows else self.row_map.row_ids_R)
         return _OutputGrads(rows, has_expert_rows, wide if self.low2.update else None)
 
-    def activation_bwd(
-        self, dy: _OutputGrads, h: Rows
-    ) -> tuple[_OperandBlocks, Tensor, _OperandBlocks]:
-        """Return dH, gradients of routing weights (fp32 [R]) and act(H) * weight.
+    def activation_bwd(self, dy: _OutputGrads, h: Rows) -> tuple[_Fp8Operand, Tensor, _Fp8Operand]:
+        """Return gradients of FC1's output `h` and routing weights (fp32), and the activation.
 
-        dH and the activation are FP8 blocks. With a low-rank update both are also in the dtype of
-        the rows, and the activation is quantised when a product reads it.
+        The gradient of `h` and the activation are FP8 blocks. With a low-rank update both are also
+        in the dtype of the rows, and the activation is quantised when a product reads it.
         """
         num_rows = self.row_map.num_rows
         ids_R, slots_SK = (None, None) if dy.is_unsummed else self.row_map[:2]
@@ -146,41 +143,36 @@ class BlockwiseProducts(Products):
         if self.low1.update or self.low2.update:
             dh_RC, dweights_R, a_RF = weighted_activation_bwd(widen_rows(h, num_rows), *operands)
             wide_h, wide_a = (ProductSource(x, None, is_finite=True) for x in (dh_RC, a_RF))
-            dh = _OperandBlocks(self._quantise_blocks(wide_h), h.dtype, wide_h)
-            return dh, dweights_R, _OperandBlocks(None, h.dtype, wide_a)
-        power_of_two = self.recipe.power_of_two
-        blocks_h, dweights_R, blocks_a = quantised_activation_bwd(
-            h, *operands, power_of_two=power_of_two
-        )
-        return _OperandBlocks(blocks_h, h.dtype), dweights_R, _OperandBlocks(blocks_a, h.dtype)
+            dh = _Fp8Operand(self._quantise_blocks(wide_h), h.dtype, wide_h)
+            return dh, dweights_R, _Fp8Operand(None, h.dtype, wide_a)
+        out = quantised_activation_bwd(h, *operands, power_of_two=self.recipe.power_of_two)
+        return _Fp8Operand(out[0], h.dtype), out[1], _Fp8Operand(out[2], h.dtype)
 
-    def fc1_dgrad(self, dh: _OperandBlocks) -> Tensor:
-        """Return dH @ w1 [R, D], the gradient of each expert row of X."""
+    def fc1_dgrad(self, dh: _Fp8Operand) -> Tensor:
+        """Return `dh` @ w1, the gradient of FC1's input, with a row per expert row."""
         dx_RD = self._multiply(self._get_fp8_operand(dh), "dh", dh.dtype)
         return self.low1.add_product(dx_RD, self.low1.compute_backward_addend(dh.wide))
 
-    def fc1_wgrad(self, rows: Rows, dh: _OperandBlocks, target: GradTarget) -> Tensor:
-        """Return the gradient of w1, written to `target`."""
+    def fc1_wgrad(self, rows: Rows, dh: _Fp8Operand, target: GradTarget) -> Tensor:
+        """Return w1's gradient from FC1's input and output gradient, written to `target`."""
         x = tile_tokens(rows, self.row_map.row_ids_R, self.tiles)
-        return self._compute_weight_grad(
-            self._get_fp8_operand(dh), x, target, self.matrices.dtypes["w1"]
-        )
+        return self._compute_wgrad(self._get_fp8_operand(dh), x, target, self.matrices.dtypes["w1"])
 
-    def fc2_wgrad(self, dy: _OutputGrads, a: _OperandBlocks, target: GradTarget) -> Tensor:
-        """Return the gradient of w2, written to `target`."""
+    def fc2_wgrad(self, dy: _OutputGrads, a: _Fp8Operand, target: GradTarget) -> Tensor:
+        """Return w2's gradient from FC2's input and output gradient, written to `target`."""
         ids_R = None if dy.is_unsummed else self.row_map.row_ids_R
         dy_tiles = tile_tokens(dy.rows, ids_R, self.tiles)
-        return self._compute_weight_grad(
+        return self._compute_wgrad(
             dy_tiles, self._get_fp8_operand(a), target, self.matrices.dtypes["w2"]
         )
 
-    def fc1_update_grad(self, rows: Rows, dh: _OperandBlocks) -> LowRankUpdate:
-        """Return the gradients of A and B of the low-rank update of w1."""
-        return self.low1.compute_update_grads(self._widen_rows(rows), dh.wide)
+    def fc1_update_grad(self, rows: Rows, dh: _Fp8Operand) -> LowRankUpdate:
+        """Return gradients of w1's LoRA A and B, from FC1's input and output gradient."""
+        return self.low1.compute_grads(self._widen_rows(rows), dh.wide)
 
-    def fc2_update_grad(self, dy: _OutputGrads, a: _OperandBlocks) -> LowRankUpdate:
-        """Return the gradients of A and B of the low-rank update of w2."""
-        return self.low2.compute_update_grads(a.wide, dy.wide)
+    def fc2_update_grad(self, dy: _OutputGrads, a: _Fp8Operand) -> LowRankUpdate:
+        """Return gradients of w2's LoRA A and B, from FC2's input and output gradient."""
+        return self.low2.compute_grads(a.wide, dy.wide)
 
     def drop_weights(self) -> None:
         """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
@@ -192,7 +184,7 @@ class BlockwiseProducts(Products):
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
 
     def _multiply_fc1(self, rows: Rows) -> Tensor:
-        """Return H = x @ w1^T [R, C], with the low-rank update, from FP8 source rows."""
+        """Return FC1's output x @ w1^T, with the low-rank update, from FP8 source rows."""
         h_RC = self._multiply(gather_row_blocks(rows, *self.row_map), "x", rows.dtype)
         x = self._widen_rows(rows) if self.low1.update else None
         return self.low1.add_product(h_RC, self.low1.compute_forward_addend(x))
@@ -205,7 +197,7 @@ class BlockwiseProducts(Products):
         wide_RD = gather_packed_rows(rows.values, rows.scales, rows.dtype, *self.row_map)
         return ProductSource(wide_RD, None)
 
-    def _get_fp8_operand(self, x: _OperandBlocks) -> Blocks:
+    def _get_fp8_operand(self, x: _Fp8Operand) -> Blocks:
         """Return the FP8 operand of expert rows, quantised now if only wide rows exist."""
         return self._quantise_blocks(x.wide) if x.rows is None else x.rows
 
@@ -215,10 +207,8 @@ class BlockwiseProducts(Products):
         num_rows = self.row_map.num_rows
         return gather_row_blocks(self._quantise_rows(wide.rows, num_rows), None, None, num_rows)
 
-    def _activate(
-        self, h_RC: Tensor, h_format: Hidden | None
-    ) -> tuple[Rows | None, _OperandBlocks]:
-        """Return H in `h_format` (None = not saved), and the quantised weighted activation."""
+    def _activate(self, h_RC: Tensor, h_format: Hidden | None) -> tuple[Rows | None, _Fp8Operand]:
+        """Return FC1's output in `h_format` (None = not saved), and the FP8 activation."""
         operands = (h_RC, self.weights_R, self.row_map.num_rows, self.activation)
         a, h = quantised_activation(
             *operands, power_of_two=self.recipe.power_of_two, quantise_h=h_format == "fp8"
@@ -226,14 +216,14 @@ class BlockwiseProducts(Products):
         wide = None
         if self.low2.update:
             wide = ProductSource(weighted_activation(*operands), None, is_finite=True)
-        return Rows(h_RC) if h_format == "wide" else h, _OperandBlocks(a, h_RC.dtype, wide)
+        return Rows(h_RC) if h_format == "wide" else h, _Fp8Operand(a, h_RC.dtype, wide)
 
     def _multiply(self, rows: Blocks, operand: Operand, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix for `operand`, in `dtype`."""
         matrix = self.matrices.get_operand(*MATRICES[operand])
         return fp8_gemm(rows, matrix, self.offsets_e, self.tiles, dtype)
 
-    def _compute_weight_grad(
+    def _compute_wgrad(
         self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype
     ) -> Tensor:
         """Return each expert's x^T y, written to `target`; a new tensor has `dtype`."""
@@ -244,9 +234,9 @@ class BlockwiseProducts(Products):
 
 
 def quantise_weights_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise matrices [e, N, K] in blocks of 128 x 128, for sums over K, N or both.
+    """Quantise each expert's matrix in blocks of 128 x 128, for sums over columns, rows or both.
 
-    `layouts`: flags of `quantise_weights`, `rowwise` (sums over K) and `columnwise` (over N).
+    `layouts`: flags of `quantise_weights`, `rowwise` (over columns) and `columnwise` (over rows).
     """
     w_eNK = w_eNK.detach().contiguous()
     return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)

@@ -43,15 +43,13 @@ class Matmuls(Protocol):
     wants: GradFlags | None = None  # the gradients that the running backward computes
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return each row of `rows_RK` times its expert's matrix, [R, N].
+        """Return the product of each expert row in `rows_RK` and its expert's matrix.
 
         `operand` names the rows: x, a, dy or dh. `MATRICES` maps the name to w1 or w2.
         """
 
-    def compute_weight_grad(
-        self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
-    ) -> Tensor:
-        """Return each expert's dy^T x [e, N, K], the gradient of w1 or w2, written to `target`."""
+    def compute_weight_grad(self, dy: Tensor, x: Tensor, role: Role, target: GradTarget) -> Tensor:
+        """Return each expert's dy^T x, the gradient of w1 or w2 (`role`), written to `target`."""
 
     def drop_weights(self) -> None:
         """Free the matrices; only `compute_weight_grad` may be called after this call."""
@@ -73,17 +71,13 @@ class TorchMatmuls(Matmuls):
             return rows_RK.new_empty(0, b_eKN.shape[2])
         return grouped_mm(rows_RK, b_eKN, offs=self.offsets_e)
 
-    def compute_weight_grad(
-        self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
-    ) -> Tensor:
+    def compute_weight_grad(self, dy: Tensor, x: Tensor, role: Role, target: GradTarget) -> Tensor:
         """Return each expert's dy^T x, by `grouped_mm`, written to `target`."""
-        if x_RK.shape[0]:
-            grad_eNK = grouped_mm(dy_RN.t(), x_RK, offs=self.offsets_e)
+        if x.shape[0]:
+            grad = grouped_mm(dy.t(), x, offs=self.offsets_e)
         else:
-            grad_eNK = dy_RN.new_zeros(self.offsets_e.shape[0], dy_RN.shape[1], x_RK.shape[1])
-        return scale_and_store_grad(
-            grad_eNK, target.out, target.accumulate, target.dtype, target.scale
-        )
+            grad = dy.new_zeros(self.offsets_e.shape[0], dy.shape[1], x.shape[1])
+        return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
 
     def drop_weights(self) -> None:
         """Free the matrices, which the weights' gradients do not need."""
@@ -104,22 +98,22 @@ class GroupedProducts(Products):
         self.matmuls, self.index_cache = matmuls, matmuls.index_cache
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Tensor]:
-        """Return H [R, C] (None if not `saves_h`) and the weighted activation [R, F]."""
+        """Return FC1's output (None unless `saves_h`) and its activation times routing weights."""
         h = self.recompute_h(rows)
         return h if saves_h else None, self.recompute_activation(h)
 
     def fc2(self, a_RF: Tensor) -> Tensor:
-        """Return a @ w2^T [R, D], the output of each expert row."""
+        """Return `a_RF` @ w2^T, FC2's output for each expert row."""
         return self._multiply(a_RF, "a")
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return H [R, C], FC1's output with its low-rank update, from source rows."""
+        """Return FC1's output before the activation, with its low-rank update."""
         return Rows(self._multiply(self._gather_by_expert(rows), "x"))
 
     def prepare_output_grad(
         self, dy: Tensor, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> Tensor:
-        """Return dY [R, D]: `dy` if `has_expert_rows`, otherwise `dy` [S, D] gathered by expert."""
+        """Return FC2's output gradient with a row per expert row: `dy`, or `dy` gathered."""
         self.matmuls.wants = grad_flags
         if not has_expert_rows:
             return self._gather_by_expert(Rows(dy))
@@ -128,31 +122,31 @@ class GroupedProducts(Products):
         return dy
 
     def activation_bwd(self, dy_RD: Tensor, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dH [R, C], gradients of routing weights (fp32 [R]) and act(H) * weight [R, F]."""
+        """Return the gradients of FC1's output and of routing weights, and the activation."""
         da_RF, num_rows = self._multiply(dy_RD, "dy"), self.row_map.num_rows
         return weighted_activation_bwd(h.values, da_RF, self.weights_R, num_rows, self.activation)
 
     def fc1_dgrad(self, dh_RC: Tensor) -> Tensor:
-        """Return dH @ w1 [R, D], the gradient of each expert row of X."""
+        """Return `dh_RC` @ w1, the gradient of FC1's input, with a row per expert row."""
         return self._multiply(dh_RC, "dh")
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
-        """Return the gradient of w1, written to `target`."""
+        """Return w1's gradient from FC1's input and output gradient, written to `target`."""
         return self.matmuls.compute_weight_grad(dh_RC, self._gather_by_expert(rows), "w1", target)
 
     def fc2_wgrad(self, dy_RD: Tensor, a_RF: Tensor, target: GradTarget) -> Tensor:
-        """Return the gradient of w2, written to `target`."""
+        """Return w2's gradient from FC2's input and output gradient, written to `target`."""
         return self.matmuls.compute_weight_grad(dy_RD, a_RF, "w2", target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
-        """Return the gradients of A and B of the low-rank update of w1."""
+        """Return gradients of w1's LoRA A and B, from FC1's input and output gradient."""
         x = ProductSource(self._gather_by_expert(rows), None)
-        return self.low1.compute_update_grads(x, ProductSource(dh_RC, None, is_finite=True))
+        return self.low1.compute_grads(x, ProductSource(dh_RC, None, is_finite=True))
 
     def fc2_update_grad(self, dy_RD: Tensor, a_RF: Tensor) -> LowRankUpdate:
-        """Return the gradients of A and B of the low-rank update of w2."""
+        """Return gradients of w2's LoRA A and B, from FC2's input and output gradient."""
         a = ProductSource(a_RF, None, is_finite=True)
-        return self.low2.compute_update_grads(a, ProductSource(dy_RD, None))
+        return self.low2.compute_grads(a, ProductSource(dy_RD, None))
 
     def drop_weights(self) -> None:
         """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""

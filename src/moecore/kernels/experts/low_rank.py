@@ -34,7 +34,7 @@ class LowRankProducts:
         self._backward: Addend | None = None
 
     def compute_forward_addend(self, x: ProductSource | None) -> Addend | None:
-        """Return u = x A^T and B^T, whose product is added to x W^T; cached. None = no update."""
+        """Return x A^T and B^T, whose product is added to x W^T; cached. None = no update."""
         if self.update is not None and self._forward is None:
             a_erI, b_eOr = self.update
             u_Rr = self._multiply(x, a_erI.transpose(1, 2))
@@ -42,7 +42,7 @@ class LowRankProducts:
         return self._forward
 
     def compute_backward_addend(self, dy: ProductSource | None) -> Addend | None:
-        """Return v = dy B and A, whose product is added to dy W; cached. None = no update."""
+        """Return dy B and A, whose product is added to dy W; cached. None = no low-rank update."""
         if self.update is not None and self._backward is None:
             self._backward = Addend(self._multiply(dy, self.update.b_eOr), self.update.a_erI)
         return self._backward
@@ -55,9 +55,7 @@ class LowRankProducts:
             return grouped_gemm(*addend, self._offsets_e, out=out_RN)
         return out_RN.add_(self._multiply(ProductSource(addend.rows_Rr, None), addend.b_erN))
 
-    def compute_update_grads(
-        self, x: ProductSource | None, dy: ProductSource | None
-    ) -> LowRankUpdate:
+    def compute_grads(self, x: ProductSource | None, dy: ProductSource | None) -> LowRankUpdate:
         """Return the gradients of A and B, from the product's input x and output gradient dy."""
         u, v = self.compute_forward_addend(x), self.compute_backward_addend(dy)
         assert u is not None and v is not None and x is not None and dy is not None

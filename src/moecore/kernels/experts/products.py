@@ -48,9 +48,8 @@ def find_products_problem(products_name: ProductsName, spec: ExpertSpec) -> str 
     if uses_transformer_engine(products_name, recipe):
         return find_te_problem(spec)
     if recipe is not None:
-        return spec.find_fp8_problem(
-            BLOCK if recipe.scaling == "blockwise" else recipe.weight_multiple
-        )
+        is_blockwise = recipe.scaling == "blockwise"
+        return spec.find_fp8_problem(BLOCK if is_blockwise else recipe.weight_multiple)
     return find_triton_problem(spec) if products_name == "triton" else spec.find_grouped_problem()
 
 
@@ -88,10 +87,7 @@ def choose_products(products_name: ProductsName, spec: ExpertSpec) -> ProductsNa
 
 
 def make_products(
-    options: ExpertMLPOptions,
-    index: ExpertIndex,
-    weights: ExpertWeights,
-    index_cache: Any = None,
+    options: ExpertMLPOptions, index: ExpertIndex, weights: ExpertWeights, index_cache: Any = None
 ) -> Products:
     """Return a `Products` object for `options.products`, a name that `choose_products` returned.
 
@@ -117,5 +113,5 @@ def make_products(
 
 
 def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> OperandPair:
-    """Quantise matrices [e, N, K] by the recipe, for sums over K and for sums over N."""
+    """Quantise each expert's matrix by the recipe, for sums over its columns and over its rows."""
     return QUANTISE[recipe.scaling](w_eNK, recipe)

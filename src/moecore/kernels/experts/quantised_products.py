@@ -96,20 +96,21 @@ class ScaledMatmuls(Matmuls):
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
         """Return the rows of `operand` times their experts' matrices, in the dtype of the rows."""
         matrix = self.matrices.get_operand(*MATRICES[operand])
-        a = self._quantise_operand(operand, rows_RK)
+        a = self._quantise(operand, rows_RK)
         return scaled_gemm(a, matrix, self.offsets_e, rows_RK.dtype)
 
     def compute_weight_grad(
         self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
     ) -> Tensor:
         """Return each expert's dy^T x, written to `target`."""
-        dy = self._quantise_operand("dh" if role == "w1" else "dy", dy_RN, columnwise=True)
-        x = self._quantise_operand("x" if role == "w1" else "a", x_RK, columnwise=True)
+        dy = self._quantise("dh" if role == "w1" else "dy", dy_RN, columnwise=True)
+        x = self._quantise("x" if role == "w1" else "a", x_RK, columnwise=True)
         grad_eNK = scaled_wgrad(dy, x, self._padded_e, dy_RN.dtype)
         dtype = target.dtype or self.matrices.dtypes[role]
         return scale_and_store_grad(grad_eNK, target.out, target.accumulate, dtype, target.scale)
 
     def drop_weights(self) -> None:
+        """Free the matrices w1 and w2, which `compute_weight_grad` does not read."""
         self.matrices.drop_matrices()
 
     @cached_property
@@ -117,9 +118,7 @@ class ScaledMatmuls(Matmuls):
         """Running sum of the experts' row counts, each padded to a multiple of 16."""
         return pad_offsets(self.offsets_e)
 
-    def _quantise_operand(
-        self, operand: Operand, rows: Tensor, *, columnwise: bool = False
-    ) -> Blocks:
+    def _quantise(self, operand: Operand, rows: Tensor, *, columnwise: bool = False) -> Blocks:
         """Quantise expert rows: X, A, dY or dH, which `operand` names.
 
         The result is for sums over the columns of `rows`, or with `columnwise` for sums over its
@@ -155,7 +154,7 @@ class ScaledMatmuls(Matmuls):
         return layouts[columnwise]  # type: ignore[no-any-return]
 
     def _is_read_in_backward(self, operand: Operand, columnwise: bool) -> bool:
-        """Return whether backward reads dY or dH for sums over rows (`columnwise`) or columns."""
+        """Return whether backward reads `operand` for sums over columns, or rows (`columnwise`)."""
         if self.wants is None:
             return False
         if columnwise:
@@ -164,9 +163,9 @@ class ScaledMatmuls(Matmuls):
 
 
 def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise matrices [e, N, K] to FP8 with one scale per row or per matrix, by the recipe.
+    """Quantise each expert's matrix to FP8 with one scale per row or per matrix, by the recipe.
 
-    `layouts`: the flags `rowwise` (sums over K) and `columnwise` (sums over N).
+    `layouts`: the flags `rowwise` (for sums over columns) and `columnwise` (for sums over rows).
     """
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return quantise_expert_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
@@ -230,6 +229,7 @@ class EmulatedMatmuls(Matmuls):
         return scale_and_store_grad(grad_eNK, target.out, target.accumulate, dtype, target.scale)
 
     def drop_weights(self) -> None:
+        """Free the matrices w1 and w2, which `compute_weight_grad` does not read."""
         self.matrices.drop_matrices()
 
     @cached_property
@@ -253,7 +253,7 @@ class EmulatedMatmuls(Matmuls):
 def quantise_matrices_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
-    """Quantise matrices to MXFP8 or NVFP4, for sums over K (`rowwise`) and N (`columnwise`).
+    """Quantise matrices to MXFP8 or NVFP4: `rowwise` for sums over columns, `columnwise` over rows.
 
     Operands are packed bytes if the device multiplies packed bytes, otherwise wide values.
     """
@@ -263,13 +263,11 @@ def quantise_matrices_emulated(
     )
 
 
-def _unpack_emulated(
-    recipe: Recipe, is_packed: bool, matrix: Blocks, is_transposed: bool
-) -> Blocks:
-    """Return an all-gathered packed matrix as operand, for sums over N if `is_transposed`."""
+def _unpack_emulated(recipe: Recipe, is_packed: bool, matrix: Blocks, transposed: bool) -> Blocks:
+    """Return an all-gathered packed matrix as operand, for sums over N if `transposed`."""
     if not is_packed:
-        return unpack_matrices(matrix, recipe, transposed=is_transposed)
-    return transpose_matrices(matrix) if is_transposed else matrix
+        return unpack_matrices(matrix, recipe, transposed=transposed)
+    return transpose_matrices(matrix) if transposed else matrix
 
 
 def _multiply_emulated(

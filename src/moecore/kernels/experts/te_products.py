@@ -75,10 +75,8 @@ class TEMatmuls(Matmuls):
         """Return each expert's dy^T x, written to `target`."""
         out, dtype = target.out, target.dtype or self.dtypes[role]
         is_direct = out is not None and target.scale == 1.0 and out.dtype in ACCUMULATED
-        adds, shape = (
-            is_direct and target.accumulate,
-            (len(self.splits), dy_RN.shape[1], x_RK.shape[1]),
-        )
+        adds = is_direct and target.accumulate
+        shape = (len(self.splits), dy_RN.shape[1], x_RK.shape[1])
         grad = out.view(shape) if is_direct else dy_RN.new_empty(shape, dtype=dtype)  # type: ignore[union-attr]
         if sum(self.splits):
             dy = self._make_operands(dy_RN, "gradient", over_rows=True)
@@ -93,6 +91,7 @@ class TEMatmuls(Matmuls):
         return scale_and_store_grad(grad, out, target.accumulate, target.dtype, target.scale)
 
     def drop_weights(self) -> None:
+        """Free the matrices w1 and w2, which `compute_weight_grad` does not read."""
         del self.w1_eCD, self.w2_eDF
         self._matrices.clear()
 

@@ -89,11 +89,12 @@ def _make_state(op_args: Any, h: Rows | None = None) -> SavedState:
 
 
 def _list_updates(op_args: Any) -> tuple[Any, ...]:
+    """Return the LoRA matrices A and B of w1, then of w2, from `_Inputs` or `_BackwardInputs`."""
     return op_args.a1_erD, op_args.b1_eCr, op_args.a2_erF, op_args.b2_eDr
 
 
 def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the op on `_Inputs`; return y, [S, D] or unsummed [R, D], and H's values and scales.
+    """Run the op on `_Inputs`; return the experts' output, and values and scales of FC1's output.
 
     An absent output is an empty tensor.
     """
@@ -111,7 +112,7 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised y, values of H and scales of H for tracing; [0] where absent."""
+    """Return uninitialised outputs of `_forward` for tracing; [0] where an output is absent."""
     args = _Inputs(*flat)
     (S, D), R, C = args.x_SD.shape, args.weights_R.shape[0], args.w1_eCD.shape[1]
     empty = partial(args.x_SD.new_empty, dtype=args.dtype)
@@ -199,7 +200,8 @@ def run_traced_backward(
 ) -> Grads:
     """Return the gradients that `grad_flags` requests, computed by the custom op.
 
-    `dy` is [S, D], or [R, D] if `has_expert_rows`. Raises ValueError for delayed scaling.
+    `dy` has source rows, or expert rows if `has_expert_rows`. Raises ValueError for delayed
+    scaling.
     """
     weights, index = state.weights, state.index
     _raise_if_delayed_scaling(weights, options.recipe)
@@ -223,8 +225,8 @@ def run_traced_expert_mlp(
 ) -> Tensor:
     """Return the experts' output, computed by the custom op, which compilers can trace.
 
-    The output is [S, D], or [R, D] with `grad_handle_RD`, which a dispatcher that sums expert rows
-    passes. Raises ValueError for delayed scaling.
+    The output has source rows, or with `grad_handle_RD` expert rows, for a dispatcher that sums
+    them. Raises ValueError for delayed scaling.
     """
     _raise_if_delayed_scaling(weights, options.recipe)
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.list_updates())

@@ -68,29 +68,29 @@ class TritonProducts(Products):
         self.index_cache = self.tiles = index_cache
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Tensor]:
-        """Return H [R, C] (None if not `saves_h`) and the weighted activation [R, F]."""
+        """Return FC1's output (None unless `saves_h`) and its activation times routing weights."""
         x = self._choose_source(rows, "fc1")
         h_RC, a_RF = self._multiply_fc1(x, self.low1.compute_forward_addend(x))
         return Rows(h_RC) if saves_h else None, a_RF
 
     def fc2(self, a_RF: Tensor) -> Tensor:
-        """Return a @ w2^T [R, D], the output of each expert row."""
+        """Return `a_RF` @ w2^T, FC2's output for each expert row."""
         a = ProductSource(a_RF, None)
         return self._multiply(a, self.w2_eDF.transpose(1, 2), self.low2.compute_forward_addend(a))
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return H [R, C], FC1's output with its low-rank update, from source rows."""
+        """Return FC1's output before the activation, with its low-rank update."""
         x, b_eDC = self._choose_source(rows, "recompute"), self.w1_eCD.transpose(1, 2)
         return Rows(self._multiply(x, b_eDC, self.low1.compute_forward_addend(x)))
 
     def prepare_output_grad(
         self, dy: Tensor, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> ProductSource:
-        """Return dY as a `ProductSource`: [R, D] if `has_expert_rows`, otherwise [S, D]."""
+        """Return FC2's output gradient `dy` as a `ProductSource` of expert or source rows."""
         return ProductSource(dy, None) if has_expert_rows else self._choose_source(Rows(dy), "dy")
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dH [R, C], gradients of routing weights (fp32 [R]) and act(H) * weight [R, F]."""
+        """Return the gradients of FC1's output and of routing weights, and the activation."""
         addend = self.low2.compute_backward_addend(dy)
         if self.tiles is not None and self.activation.gated and dy.rows.shape[0]:
             operands = (dy.rows, self.w2_eDF, self.tiles, h.values, self.weights_R, self.offsets_e)
@@ -102,26 +102,26 @@ class TritonProducts(Products):
         )
 
     def fc1_dgrad(self, dh_RC: Tensor) -> Tensor:
-        """Return dH @ w1 [R, D], the gradient of each expert row of X."""
+        """Return `dh_RC` @ w1, the gradient of FC1's input, with a row per expert row."""
         dh = ProductSource(dh_RC, None)
         return self._multiply(dh, self.w1_eCD, self.low1.compute_backward_addend(dh))
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
-        """Return the gradient of w1, written to `target`."""
-        return self._compute_weight_grad(self._choose_source(rows, "wgrad"), dh_RC, True, target)
+        """Return w1's gradient from FC1's input and output gradient, written to `target`."""
+        return self._compute_wgrad(self._choose_source(rows, "wgrad"), dh_RC, True, target)
 
     def fc2_wgrad(self, dy: ProductSource, a_RF: Tensor, target: GradTarget) -> Tensor:
-        """Return the gradient of w2, written to `target`."""
-        return self._compute_weight_grad(dy, a_RF, False, target)
+        """Return w2's gradient from FC2's input and output gradient, written to `target`."""
+        return self._compute_wgrad(dy, a_RF, False, target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
-        """Return the gradients of A and B of the low-rank update of w1."""
+        """Return gradients of w1's LoRA A and B, from FC1's input and output gradient."""
         dh = ProductSource(dh_RC, None, is_finite=True)
-        return self.low1.compute_update_grads(self._choose_source(rows, "wgrad"), dh)
+        return self.low1.compute_grads(self._choose_source(rows, "wgrad"), dh)
 
     def fc2_update_grad(self, dy: ProductSource, a_RF: Tensor) -> LowRankUpdate:
-        """Return the gradients of A and B of the low-rank update of w2."""
-        return self.low2.compute_update_grads(ProductSource(a_RF, None, is_finite=True), dy)
+        """Return gradients of w2's LoRA A and B, from FC2's input and output gradient."""
+        return self.low2.compute_grads(ProductSource(a_RF, None, is_finite=True), dy)
 
     def drop_weights(self) -> None:
         """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
@@ -142,7 +142,7 @@ class TritonProducts(Products):
         return ProductSource(rows.values, self.row_map.row_ids_R)
 
     def _multiply_fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
-        """Return H [R, C] and the weighted activation [R, F], by one kernel if it is gated."""
+        """Return FC1's output and the weighted activation, by one kernel if it is gated."""
         if self.activation.gated and self.tiles is not None and x.row_ids_R is None:
             return cooperative_activation(
                 x.rows, self.w1_eCD, self.tiles, self.weights_R, self.activation, addend=addend
@@ -161,7 +161,7 @@ class TritonProducts(Products):
         out_RN = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
         return self.low1.add_product(out_RN, addend)
 
-    def _compute_weight_grad(
+    def _compute_wgrad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
         """Return each expert's source^T y, or y^T source if `transposed`, written to `target`."""

@@ -165,7 +165,10 @@ def _multiply_tiles(
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiplying warps: store half of every tile's rows, or stage h for `_store_activation`."""
+    """Multiplying warps: store half of every tile's rows, or stage h for `_store_activation`.
+
+    `staging` is shared memory for results, and `ring` has the stages of a and b.
+    """
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2

@@ -126,10 +126,8 @@ def fp8_wgrad(
     out_eMN = x.values.new_empty(e, M, N, dtype=dtype) if out is None else out
     x_desc = make_gluon_descriptor(x.values.view(-1, BLOCK), (BLOCK_M, BLOCK))
     y_desc = make_gluon_descriptor(y.values.view(-1, BLOCK), (BLOCK_N, BLOCK))
-    out_desc = (
-        None if accumulate else make_gluon_descriptor(out_eMN, (1, BLOCK_M // 2, BLOCK_N // 2))
-    )
-    args = (x_desc, y_desc, x.scales, y.scales, tiles.ends_e, out_eMN, out_desc, e, M, N, scale)
+    desc = None if accumulate else make_gluon_descriptor(out_eMN, (1, BLOCK_M // 2, BLOCK_N // 2))
+    args = (x_desc, y_desc, x.scales, y.scales, tiles.ends_e, out_eMN, desc, e, M, N, scale)
     grid = count_sms(out_eMN.device)
     launch(sm90_fp8_grouped_wgrad_kernel, grid, *args, CONST=CONST, num_warps=4)
     return out_eMN

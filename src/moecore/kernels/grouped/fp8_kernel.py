@@ -50,7 +50,7 @@ class LoadedScales(NamedTuple):
 
 @gluon.jit
 def _load_step(operands, location, k, ring, stage_idx, barrier, CONST: gl.constexpr):
-    """Load columns from k on of a and b, and a's scales; location: `locate_output_tile`."""
+    """Load columns from k on of a and b, and a's scales; `location`: `locate_output_tile`."""
     a_desc, b_desc, scales, N = operands
     expert, row, end, n = location
     tma_load(a_desc, [row, k], barrier, ring.a.index(stage_idx))
@@ -88,7 +88,11 @@ def _multiply_tiles(
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiplying warp group: compute and store its half of the columns of every tile."""
+    """Multiplying warp group: compute and store its half of the columns of every tile.
+
+    `out` is (pointer, TMA descriptor, shared memory) of the output, `ring` has the stages of a and
+    b.
+    """
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2

@@ -26,16 +26,12 @@ from moecore.kernels.grouped.skeleton import (
 
 @gluon.jit
 def _load_step(
-    operands, row_tile, column_tile, summed_tile, ring, stage_idx, barrier, CONST: gl.constexpr
+    operands, row_tile, column_tile, tile, ring, stage_idx, barrier, CONST: gl.constexpr
 ):
-    """Load a column tile of x and one of y for row tile `summed_tile` by TMA into a stage."""
+    """Load a column tile of x and one of y for row tile `tile` by TMA into a stage."""
     x_desc, y_desc, M, N = operands
-    tma_load(
-        x_desc, [summed_tile * M + row_tile * CONST.BLOCK_M, 0], barrier, ring.a.index(stage_idx)
-    )
-    tma_load(
-        y_desc, [summed_tile * N + column_tile * CONST.BLOCK_N, 0], barrier, ring.b.index(stage_idx)
-    )
+    tma_load(x_desc, [tile * M + row_tile * CONST.BLOCK_M, 0], barrier, ring.a.index(stage_idx))
+    tma_load(y_desc, [tile * N + column_tile * CONST.BLOCK_N, 0], barrier, ring.b.index(stage_idx))
 
 
 @gluon.jit

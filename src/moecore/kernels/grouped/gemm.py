@@ -53,7 +53,7 @@ def grouped_gemm_activation_ref(
     offsets_e: Tensor,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return h = x @ w1^T [R, C] and act(h) * weight [R, F] in plain PyTorch. Host sync."""
+    """Return FC1's output h = x @ w1^T and act(h) * weight, in plain PyTorch. Host sync."""
     h_RC = grouped_gemm_ref(x_SD, w1_eCD.transpose(1, 2), offsets_e, row_ids_R=row_ids_R)
     return h_RC, weighted_activation_ref(h_RC, weights_R, offsets_e[-1], options)
 
@@ -299,10 +299,8 @@ def grouped_gemm_activation(
     c = SMALL if INTERPRET else GATHER
     w1_desc = make_descriptor(w1_eCD.view(2 * e, F, D), (2, c.BLOCK_N // 2, c.BLOCK_K))
     args = (x_SD, w1_desc, row_ids_R, weights_R, offsets_e, h_RC, a_RF, e, F, D)
-    constants = dict(
-        ACT=options.constants, E_POW2=next_power_of_2(e), TILE=c, num_warps=c.NUM_WARPS
-    )
-    launch(_grouped_gemm_activation_fwd_kernel, count_sms(x_SD.device), *args, **constants)
+    sizes = dict(ACT=options.constants, E_POW2=next_power_of_2(e), TILE=c, num_warps=c.NUM_WARPS)
+    launch(_grouped_gemm_activation_fwd_kernel, count_sms(x_SD.device), *args, **sizes)
     return h_RC, a_RF
 
 

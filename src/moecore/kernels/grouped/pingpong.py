@@ -139,7 +139,11 @@ def _store_activation_bwd(
     F,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Store dh, act(h) * weight and a tile's sums of dweights from da and h; fetch the next h."""
+    """Store dh, act(h) * weight and a tile's sums of dweights, then fetch the next h.
+
+    `total_MN` is da of the tile. `staging` has the buffers of da and h. `location` is the tile and
+    the next tile.
+    """
     weights_ptr, out_ptr, dh_ptr, dweights_ptr = outputs
     row, end, column, has_next, next_row, next_column = location
     ACT: gl.constexpr = CONST.ACT
@@ -352,9 +356,7 @@ def _finish_bwd_kernel(
 
 
 @cache
-def _make_constants(
-    gathers: bool, options: ActivationOptions, has_addend: bool
-) -> GroupedConstants:
+def _get_constants(gathers: bool, options: ActivationOptions, has_addend: bool) -> GroupedConstants:
     """Return the constants of the kernel for these variants."""
     return GroupedConstants(
         *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M[gathers], STAGES, PRODUCER_REGISTERS),
@@ -401,7 +403,7 @@ def pingpong_activation_bwd(
         return dh_RC, dweights_R, a_RF
     parts = weights_R.new_empty(cdiv(F, BLOCK_N), R)
     gathers = row_ids_R is not None
-    const = _make_constants(gathers, options, addend is not None)
+    const = _get_constants(gathers, options, addend is not None)
     dy_desc = make_gluon_descriptor(dy, (BLOCK_M, BLOCK_K))
     w2_desc = make_gluon_descriptor(w2_eDF, (BLOCK_K, BLOCK_N))
     h_desc = make_gluon_descriptor(h_RC, (BLOCK_M, BLOCK_N // 4))

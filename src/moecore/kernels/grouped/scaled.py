@@ -44,10 +44,8 @@ GROUP_M = 8  # row tiles that share a matrix in L2
 def _load_block(values_ptr, rows, row_mask, k_start, k_end, row_stride, BLOCK_K: tl.constexpr):
     """Return columns k to k + BLOCK_K of `rows`; 0 from `k_end` on, and where row_mask is False."""
     columns = k_start + tl.arange(0, BLOCK_K)
-    inside = row_mask[:, None] & (columns < k_end)[None, :]
-    return tl.load(
-        values_ptr + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0.0
-    )
+    mask = row_mask[:, None] & (columns < k_end)[None, :]
+    return tl.load(values_ptr + rows[:, None] * row_stride + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_experts"])

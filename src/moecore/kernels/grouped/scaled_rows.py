@@ -152,9 +152,8 @@ def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past_amax: Tensor) -> Tens
         x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
         return compute_amax_parts(x_RD, offsets_e, past_amax)
     is_used = torch.arange(len(x_RD), device=x_RD.device) < offsets_e[-1]
-    return choose_amax_ref(
-        past_amax, compute_amax_ref(torch.where(is_used[:, None], x_RD.detach(), 0))
-    )
+    amax = compute_amax_ref(torch.where(is_used[:, None], x_RD.detach(), 0))
+    return choose_amax_ref(past_amax, amax)
 
 
 def _compute_column_amax(x_RD: Tensor, layout: PaddedRows) -> Tensor:
@@ -165,19 +164,14 @@ def _compute_column_amax(x_RD: Tensor, layout: PaddedRows) -> Tensor:
 
 
 def quantise_expert_matrices_ref(
-    w_eND: Tensor,
-    *,
-    per_row: bool,
-    power_of_two: bool,
-    rowwise: bool = True,
-    columnwise: bool = True,
+    w: Tensor, *, per_row: bool, power_of_two: bool, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
     """Compute `quantise_expert_matrices` in plain PyTorch."""
     operands: list[Blocks | None] = []
     for is_requested, dim in ((rowwise, 2), (columnwise, 1)):
         operand = None
         if is_requested:
-            values, scales = quantise_ref(w_eND, dim if per_row else (1, 2), power_of_two)
+            values, scales = quantise_ref(w, dim if per_row else (1, 2), power_of_two)
             values = values if dim == 2 else values.transpose(1, 2).contiguous()
             scales = scales.flatten(1).expand(values.shape[:2]).contiguous()
             operand = Blocks(values, scales, "row")
@@ -294,9 +288,7 @@ class _ScaledInput(NamedTuple):
     power_of_two: bool
     fp8_format: str = "e4m3"
 
-    def quantise(
-        self, out: OperandPair, amax: Tensor | None, new_amax: Tensor | None
-    ) -> OperandPair:
+    def fill(self, out: OperandPair, amax: Tensor | None, new_amax: Tensor | None) -> OperandPair:
         """Fill `out` by kernels and return it; amax, new_amax: as for `quantise_expert_rows`."""
         x, offsets_e, e, formats = self.x, self.offsets_e, self.num_experts, self.formats
         outputs = [t for side in out for t in get_values_and_scales(side)]
@@ -378,34 +370,25 @@ def quantise_expert_rows(
         _make_empty_blocks(x_RD, fp8_format, (D, length), (e, D)) if columnwise else None,
     )
     source = _ScaledInput(x_RD, offsets_e, padded_e, e, per_row, power_of_two, fp8_format)
-    return source.quantise(out, amax, new_amax)
+    return source.fill(out, amax, new_amax)
 
 
 def quantise_expert_matrices(
-    w_eND: Tensor,
-    *,
-    per_row: bool,
-    power_of_two: bool,
-    rowwise: bool = True,
-    columnwise: bool = True,
+    w: Tensor, *, per_row: bool, power_of_two: bool, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
     """Quantise matrices to E4M3 operands, with one scale per row or one per matrix.
 
-    w_eND is bf16, fp16 or fp32; N and D are multiples of 16. `rowwise` requests [e, N, D] with
-    scales [e, N], `columnwise` [e, D, N] with scales [e, D]. No autograd, no host sync.
+    `w` is bf16, fp16 or fp32 [e, N, D]; N and D are multiples of 16. `rowwise` requests [e, N, D]
+    with scales [e, N], `columnwise` [e, D, N] with scales [e, D]. No autograd, no host sync.
     """
-    w_eND = w_eND.detach().contiguous()
-    if not has_cast_kernel(w_eND):
+    w = w.detach().contiguous()
+    if not has_cast_kernel(w):
         return quantise_expert_matrices_ref(
-            w_eND,
-            per_row=per_row,
-            power_of_two=power_of_two,
-            rowwise=rowwise,
-            columnwise=columnwise,
+            w, per_row=per_row, power_of_two=power_of_two, rowwise=rowwise, columnwise=columnwise
         )
-    e, N, D = w_eND.shape
+    e, N, D = w.shape
     out = OperandPair(
-        _make_empty_blocks(w_eND, "e4m3", (e, N, D), (e, N)) if rowwise else None,
-        _make_empty_blocks(w_eND, "e4m3", (e, D, N), (e, D)) if columnwise else None,
+        _make_empty_blocks(w, "e4m3", (e, N, D), (e, N)) if rowwise else None,
+        _make_empty_blocks(w, "e4m3", (e, D, N), (e, D)) if columnwise else None,
     )
-    return _ScaledInput(w_eND, None, None, e, per_row, power_of_two).quantise(out, None, None)
+    return _ScaledInput(w, None, None, e, per_row, power_of_two).fill(out, None, None)

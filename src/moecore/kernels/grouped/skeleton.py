@@ -111,12 +111,10 @@ def wait_for_stage(ring, step_idx):
 
 
 @gluon.jit
-def release_previous_stage(ring, step_idx, predicate):
-    """Mark the stage of the step before `step_idx` as empty, if `predicate` is True."""
+def release_previous_stage(ring, step_idx, pred):
+    """Mark the stage of the step before `step_idx` as empty, if `pred` is True."""
     STAGES: gl.constexpr = ring.full.shape[0]
-    hopper.mbarrier.arrive(
-        ring.empty.index((step_idx + STAGES - 1) % STAGES), count=1, pred=predicate
-    )
+    hopper.mbarrier.arrive(ring.empty.index((step_idx + STAGES - 1) % STAGES), count=1, pred=pred)
 
 
 @gluon.jit
@@ -206,7 +204,7 @@ def load_weight_tiles(
 
 @gluon.jit
 def wait_for_staging_buffer(MAX_PENDING_STORES: gl.constexpr = 0):
-    """Wait until TMA has read this group's staged blocks, except the last PENDING ones."""
+    """Wait until TMA has read this group's staged blocks, but for the last MAX_PENDING_STORES."""
     hopper.tma.store_wait(MAX_PENDING_STORES)
     thread_barrier()
 

@@ -113,14 +113,12 @@ def _load_gathered_tiles(
 
 @gluon.jit
 def _load_step(
-    operands, row_tile, column_tile, first_summed_row, ring, stage_idx, barrier, CONST: gl.constexpr
+    operands, row_tile, column_tile, first_row, ring, stage_idx, barrier, CONST: gl.constexpr
 ):
-    """Load BLOCK_K rows of x and y from `first_summed_row` on for one tile into a stage by TMA."""
+    """Load BLOCK_K rows of x and y from `first_row` on for one tile into a stage by TMA."""
     x_desc, y_desc = operands
-    tma_load(x_desc, [first_summed_row, row_tile * CONST.BLOCK_M], barrier, ring.a.index(stage_idx))
-    tma_load(
-        y_desc, [first_summed_row, column_tile * CONST.BLOCK_N], barrier, ring.b.index(stage_idx)
-    )
+    tma_load(x_desc, [first_row, row_tile * CONST.BLOCK_M], barrier, ring.a.index(stage_idx))
+    tma_load(y_desc, [first_row, column_tile * CONST.BLOCK_N], barrier, ring.b.index(stage_idx))
 
 
 @gluon.jit
@@ -183,7 +181,11 @@ def _multiply_tiles(
     scale,  # factor on the sums
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiplying warps: compute x^T y of every tile; store the product, or with ADD add it."""
+    """Multiplying warps: compute x^T y of every tile; store the product, or with ADD add it.
+
+    `out` is (shared memory, TMA descriptor, pointer) of the output, `ring` has the stages of x and
+    y.
+    """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -354,10 +356,8 @@ def grouped_wgrad(
     x_desc = make_gluon_descriptor(x, (BLOCK_K, BLOCK_M))
     y_desc = make_gluon_descriptor(y_RN, (BLOCK_K, BLOCK_N))
     out_desc = None if accumulate else make_gluon_descriptor(out, block)
-    rows, const = (
-        row_ids_R if gathers else offsets_e,
-        _make_constants(gathers, accumulate, transposed),
-    )
+    rows = row_ids_R if gathers else offsets_e
+    const = _make_constants(gathers, accumulate, transposed)
     args = (x, x_desc, y_desc, rows, offsets_e, out_desc, out, e, M, N, scale)
     grid, num_warps = count_sms(x.device), CONSUMER_WARPS
     launch(sm90_bf16_grouped_wgrad_kernel, grid, *args, CONST=const, num_warps=num_warps)

@@ -66,51 +66,43 @@ def batch_invariant(device_type: str) -> Iterator[None]:
 
 
 class _TorchKernels(NamedTuple):
-    """Torch's kernels of a replaced operation and of `mm`; the first argument is dispatch keys."""
+    """Torch's kernels of a replaced operation and of `mm`, which take a `DispatchKeySet` first."""
 
     kernel: Kernel  # of the operation
     mm: Kernel
 
-    def compute_product(self, dispatch_keys: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def compute_product(self, keyset: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return invariant_product(*args, **kwargs), computed on a CPU by `mm`."""
-        return invariant_product(*args, **kwargs, multiply=partial(self.mm, dispatch_keys))
+        return invariant_product(*args, **kwargs, multiply=partial(self.mm, keyset))
 
 
 def _call_for_floats(
-    replacement: Kernel,
-    torch_kernels: _TorchKernels,
-    dispatch_keys: Any,
-    x: Tensor,
-    *args: Any,
-    **kwargs: Any,
+    replacement: Kernel, kernels: _TorchKernels, keyset: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `replacement` if x is float, otherwise torch's kernel: sums of integers are exact."""
+    """Call `replacement` if x is float, otherwise torch's kernel: sums of integers are exact.
+
+    All replacements below take torch's `kernels` and the `DispatchKeySet` of the call first.
+    """
     if not x.is_floating_point():
-        return torch_kernels.kernel(dispatch_keys, x, *args, **kwargs)
-    return replacement(torch_kernels, dispatch_keys, x, *args, **kwargs)
+        return kernels.kernel(keyset, x, *args, **kwargs)
+    return replacement(kernels, keyset, x, *args, **kwargs)
 
 
 def _mm(
-    torch_kernels: _TorchKernels,
-    dispatch_keys: Any,
-    a: Tensor,
-    b: Tensor,
-    dtype: torch.dtype | None = None,
+    kernels: _TorchKernels, keyset: Any, a: Tensor, b: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Replace `aten::mm`, `mm.dtype` and `bmm` by `invariant_product`."""
-    return torch_kernels.compute_product(dispatch_keys, a, b, dtype=dtype)
+    return kernels.compute_product(keyset, a, b, dtype=dtype)
 
 
-def _mm_out(
-    torch_kernels: _TorchKernels, dispatch_keys: Any, a: Tensor, b: Tensor, *, out: Tensor
-) -> Tensor:
+def _mm_out(kernels: _TorchKernels, keyset: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     """Replace `aten::mm.out` by `invariant_product`, copied to `out`."""
-    return out.copy_(torch_kernels.compute_product(dispatch_keys, a, b))
+    return out.copy_(kernels.compute_product(keyset, a, b))
 
 
 def _addmm(
-    torch_kernels: _TorchKernels,
-    dispatch_keys: Any,
+    kernels: _TorchKernels,
+    keyset: Any,
     c: Tensor,
     a: Tensor,
     b: Tensor,
@@ -119,17 +111,17 @@ def _addmm(
     alpha: Any = 1,
 ) -> Tensor:
     """Replace `aten::addmm` and `aten::baddbmm`: beta * c + alpha * a @ b."""
-    return torch_kernels.compute_product(dispatch_keys, a, b, c, beta=beta, alpha=alpha)
+    return kernels.compute_product(keyset, a, b, c, beta=beta, alpha=alpha)
 
 
-def _mv(torch_kernels: _TorchKernels, dispatch_keys: Any, a: Tensor, v: Tensor) -> Tensor:
+def _mv(kernels: _TorchKernels, keyset: Any, a: Tensor, v: Tensor) -> Tensor:
     """Replace `aten::mv`, a matrix times a vector."""
-    return torch_kernels.compute_product(dispatch_keys, a, v[:, None])[:, 0]
+    return kernels.compute_product(keyset, a, v[:, None])[:, 0]
 
 
 def _grouped_mm(
-    torch_kernels: _TorchKernels,
-    dispatch_keys: Any,
+    kernels: _TorchKernels,
+    keyset: Any,
     a: Tensor,
     b: Tensor,
     offs: Tensor | None = None,
@@ -141,18 +133,18 @@ def _grouped_mm(
     Torch's kernel computes 3-dim a, 2-dim b (weight gradients) and `offs` None.
     """
     if a.ndim == 3 or b.ndim == 2 or offs is None:
-        return torch_kernels.kernel(dispatch_keys, a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
+        return kernels.kernel(keyset, a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
     if has_hopper_kernels(a.device) and a.dtype != torch.float32:
         return grouped_gemm(a.contiguous(), b, offs, dtype=out_dtype)  # its tiles are fixed
     out = a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype or a.dtype)
     for matrix, rows in zip(b, iterate_expert_slices(offs), strict=True):  # a host sync
-        out[rows] = torch_kernels.compute_product(dispatch_keys, a[rows], matrix, dtype=out_dtype)
+        out[rows] = kernels.compute_product(keyset, a[rows], matrix, dtype=out_dtype)
     return out
 
 
 def _sum(
-    torch_kernels: _TorchKernels,
-    dispatch_keys: Any,
+    kernels: _TorchKernels,
+    keyset: Any,
     x: Tensor,
     dim: Sequence[int] | None = None,
     keepdim: bool = False,
@@ -167,46 +159,35 @@ def _sum(
     is_of_rows = x.ndim > 1 and dim is not None and list(dim) in ([-1], [x.ndim - 1])
     is_wide = x.dtype not in KERNEL_DTYPES or dtype not in (None, *KERNEL_DTYPES)
     if not is_of_rows or not x.numel() or is_wide:
-        return torch_kernels.kernel(dispatch_keys, x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
+        return kernels.kernel(keyset, x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
     column = x.new_ones(x.shape[-1], 1, dtype=torch.float32)
     rows = x.reshape(-1, x.shape[-1]).float()
-    total = torch_kernels.compute_product(
-        dispatch_keys, rows, column, alpha=factor, dtype=dtype or x.dtype
-    )
+    total = kernels.compute_product(keyset, rows, column, alpha=factor, dtype=dtype or x.dtype)
     return total.view(*x.shape[:-1], 1) if keepdim else total.view(x.shape[:-1])
 
 
-def _mean(
-    torch_kernels: _TorchKernels, dispatch_keys: Any, x: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
+def _mean(kernels: _TorchKernels, keyset: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return the mean of each row by `_sum`."""
     return _sum(
-        torch_kernels,
-        dispatch_keys,
-        x,
-        *args,
-        **kwargs,
-        factor=1 / max(1, x.shape[-1] if x.ndim else 1),
+        kernels, keyset, x, *args, **kwargs, factor=1 / max(1, x.shape[-1] if x.ndim else 1)
     )
 
 
 def _compute_in_full_vectors(
-    torch_kernels: _TorchKernels, dispatch_keys: Any, x: Tensor, *args: Any, **kwargs: Any
+    kernels: _TorchKernels, keyset: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Return the replaced elementwise function of x, which is padded to complete vectors."""
     n = x.numel()
     vector = F.pad(x.flatten(), (0, -n % VECTORS), value=1.0)
-    parts = [
-        torch_kernels.kernel(dispatch_keys, part, *args, **kwargs) for part in vector.split(SERIAL)
-    ]
+    parts = [kernels.kernel(keyset, part, *args, **kwargs) for part in vector.split(SERIAL)]
     return torch.cat(parts)[:n].view(x.shape)
 
 
 def _compute_in_full_vectors_(
-    torch_kernels: _TorchKernels, dispatch_keys: Any, x: Tensor, *args: Any, **kwargs: Any
+    kernels: _TorchKernels, keyset: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Write the result of `_compute_in_full_vectors` to x, and return x."""
-    return x.copy_(_compute_in_full_vectors(torch_kernels, dispatch_keys, x, *args, **kwargs))
+    return x.copy_(_compute_in_full_vectors(kernels, keyset, x, *args, **kwargs))
 
 
 # Operations that forwards of models use. Weight gradients may use others, too.

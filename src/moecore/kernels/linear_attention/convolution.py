@@ -43,12 +43,10 @@ def causal_convolution(
             return fla.causal_convolution(
                 x_TD, weight_DW, bias_D, cu_seqlens, previous_tokens_nwD, apply_silu
             )
-        return _convolve_documents(
-            x_TD, weight_DW, bias_D, cu_seqlens, previous_tokens_nwD, apply_silu
-        )
+        return _convolve(x_TD, weight_DW, bias_D, cu_seqlens, previous_tokens_nwD, apply_silu)
 
 
-def _convolve_documents(
+def _convolve(
     x_TD: Tensor,
     weight_DW: Tensor,
     bias_D: Tensor | None,

@@ -70,18 +70,16 @@ class _Scan:
         self._shape = num_documents, self.H, self.T // max(1, num_documents), self.k, self.v
         self.num_chunks = max(num_documents, cdiv(self.T, CHUNK))
 
-    def record_with_flops(
+    def record(
         self, kernel_name: str, *tensors: Tensor | None, num_states: int = 0, num_chunks: int = 0
     ) -> None:
-        """Record a launch of 2 * T * H * (num_states * k * v + num_chunks * CHUNK) FLOPs."""
+        """Record a launch of 2 (num_states k v + num_chunks CHUNK) FLOPs per token and head."""
         flops = 2 * self.T * self.H * (num_states * self.k * self.v + CHUNK * num_chunks)
         record_launch(kernel_name, ScanSize(self._shape, flops), *tensors)
 
     def record_output(self, *tensors: Tensor) -> None:
         """Record the outputs' launch; `tensors` are q, k, values, states, sums and outputs."""
-        self.record_with_flops(
-            "chunk_fwd_kernel_o", *tensors, num_states=1, num_chunks=self.k + self.v
-        )
+        self.record("chunk_fwd_kernel_o", *tensors, num_states=1, num_chunks=self.k + self.v)
 
     def recompute_w_u(
         self, k: Tensor, v: Tensor, beta: Tensor, decay_sums: Tensor, inverse_systems: Tensor
@@ -93,7 +91,7 @@ class _Scan:
         """
         w, u = k.new_empty(self.T, self.H, self.k), torch.empty_like(v)
         tensors = k, v, beta, w, u, inverse_systems, decay_sums
-        self.record_with_flops("recompute_w_u_fwd_kernel", *tensors, num_chunks=self.k + self.v)
+        self.record("recompute_w_u_fwd_kernel", *tensors, num_chunks=self.k + self.v)
         return w, u
 
     def compute_states(
@@ -112,9 +110,7 @@ class _Scan:
         """
         h, new = k.new_empty(self.num_chunks, self.H, self.k, self.v), torch.empty_like(u)
         tensors = k, u, w, new, decay_sums, h, initial_states, final_states
-        self.record_with_flops(
-            "chunk_gated_delta_rule_fwd_kernel_h_blockdim64", *tensors, num_states=2
-        )
+        self.record("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", *tensors, num_states=2)
         return h, new
 
     def compute_plain_states(
@@ -132,7 +128,7 @@ class _Scan:
         None. `final_states` is the output for their final states, or None.
         """
         h = k.new_empty(self.num_chunks, self.H, self.k, self.v, dtype=dtype)
-        self.record_with_flops(
+        self.record(
             "chunk_fwd_kernel_h", k, v, h, decay_sums, initial_states, final_states, num_states=1
         )
         return h
@@ -164,7 +160,7 @@ class _RuleOnMeta(torch.autograd.Function):
         record_launch("chunk_local_cumsum_scalar_kernel", g, sums)
         A = torch.zeros(scan.T, scan.H, CHUNK, dtype=k.dtype, device=k.device)
         name = "chunk_gated_delta_rule_fwd_kkt_solve_kernel"
-        scan.record_with_flops(name, k, sums, beta, A, num_chunks=scan.k)
+        scan.record(name, k, sums, beta, A, num_chunks=scan.k)
         w, u = scan.recompute_w_u(k, v, beta, sums, A)
         last = k.new_zeros(num_documents, scan.H, scan.k, scan.v, dtype=torch.float32)
         h, new = scan.compute_states(k, w, u, sums, initial_states, last)
@@ -195,19 +191,17 @@ def _compute_gradients(
     w, u = scan.recompute_w_u(k, v, beta, sums, A)
     h, new = scan.compute_states(k, w, u, sums, initial, None)
     dv, by_chunk = torch.empty_like(do), scan.k + scan.v
-    scan.record_with_flops("chunk_bwd_kernel_dv_local", q, k, sums, do, dv, num_chunks=by_chunk)
+    scan.record("chunk_bwd_kernel_dv_local", q, k, sums, do, dv, num_chunks=by_chunk)
     dh, dinitial = torch.empty_like(h), None if initial is None else torch.empty_like(initial)
     dv_new = torch.empty_like(dv)
     tensors: tuple[Any, ...] = q, k, w, sums, dfinal_states, dinitial, do, dh, dv, dv_new
-    scan.record_with_flops(
-        "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64", *tensors, num_states=3
-    )
+    scan.record("chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64", *tensors, num_states=3)
     dv = dv_new
     dq, dk, dw = (k.new_empty(scan.T, scan.H, scan.k) for _ in range(3))
     dsums = sums.new_empty(cdiv(scan.k, KEY_DIMS), *sums.shape)
     tensors = q, k, new, sums, h, do, dh, dq, dk, dw, dv, dsums
     chunks = scan.v + 2 * scan.k
-    scan.record_with_flops("chunk_bwd_kernel_dqkwg", *tensors, num_states=3, num_chunks=chunks)
+    scan.record("chunk_bwd_kernel_dqkwg", *tensors, num_states=3, num_chunks=chunks)
     del tensors  # which has gradients of all value heads
     dq = _sum_over_value_heads(dq, q)
     dk = _sum_over_value_heads(dk, k)
@@ -216,7 +210,7 @@ def _compute_gradients(
     of_sums, dbeta = torch.empty_like(sums), torch.empty_like(beta)
     tensors = k, v, beta, sums, A, dw, dv, dk_new, dvalues, dbeta, of_sums
     chunks = 5 * scan.k + 2 * scan.v + 2 * CHUNK
-    scan.record_with_flops("prepare_wy_repr_bwd_kernel", *tensors, num_chunks=chunks)
+    scan.record("prepare_wy_repr_bwd_kernel", *tensors, num_chunks=chunks)
     del tensors
     dk_new = _sum_over_value_heads(dk_new, k)
     dk += dk_new
@@ -262,21 +256,17 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
         do, dlast = (grad.contiguous() for grad in grads)
         h = scan.compute_plain_states(k, v, sums, initial, None, torch.float32)
         dh, dinitial = torch.empty_like(h), None if initial is None else torch.empty_like(initial)
-        scan.record_with_flops(
-            "chunk_bwd_kernel_dh", q, sums, do, dlast, dh, dinitial, num_states=1
-        )
+        scan.record("chunk_bwd_kernel_dh", q, sums, do, dlast, dh, dinitial, num_states=1)
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         dsums = sums.new_empty(cdiv(scan.k, KEY_DIMS), *sums.shape)
         tensors = q, k, v, sums, h, do, dh, dq, dk, dsums
         chunks = scan.v + 2 * scan.k
-        scan.record_with_flops("chunk_bwd_kernel_dqkwg", *tensors, num_states=2, num_chunks=chunks)
+        scan.record("chunk_bwd_kernel_dqkwg", *tensors, num_states=2, num_chunks=chunks)
         del tensors
         dsums = dsums.sum(0)
         dv, inputs = torch.empty_like(do), (q, k, sums, do)
         chunks = scan.k + scan.v
-        scan.record_with_flops(
-            "chunk_bwd_kernel_dv", *inputs, dv, dh, num_states=1, num_chunks=chunks
-        )
+        scan.record("chunk_bwd_kernel_dv", *inputs, dv, dh, num_states=1, num_chunks=chunks)
         del h, dh
         dg = torch.empty_like(sums)
         record_launch("chunk_local_cumsum_scalar_kernel", dsums, dg)

@@ -237,14 +237,8 @@ def _launch_statistics(
     score_parts = logits_TE.new_empty(B * num_parts, E)
     z_parts = logits_TE.new_empty(B * num_parts)
     score_sums_BE, z_sum = logits_TE.new_empty(B, E), logits_TE.new_empty(())
-    args = (
-        logits_TE,
-        view_mask_as_bytes(padding_mask_T),
-        score_parts,
-        z_parts,
-        num_rows,
-        num_parts,
-    )
+    padding = view_mask_as_bytes(padding_mask_T)
+    args = (logits_TE, padding, score_parts, z_parts, num_rows, num_parts)
     launch(balance_statistics_fwd_kernel, B * num_parts, *args, **constants)
     block_e = min(constants["BLOCK_E"], 16)
     args = (score_parts, z_parts, score_sums_BE, z_sum, num_parts, B * num_parts)
@@ -275,9 +269,7 @@ def _launch_statistics_bwd(
 
 
 _balance_statistics_bwd = Op(
-    "balance_statistics_bwd",
-    _launch_statistics_bwd,
-    lambda logits_TE, *_: logits_TE.new_empty(logits_TE.shape),
+    "balance_statistics_bwd", _launch_statistics_bwd, lambda x, *_: x.new_empty(x.shape)
 )
 
 

@@ -150,19 +150,15 @@ def plan_clones(
 
 
 def assign_physical_ids_ref(
-    ids_TK: Tensor,
-    positions_TK: Tensor,
-    plan: ClonePlan,
-    num_local_experts: int,
-    clones_per_rank: int,
+    ids_TK: Tensor, index_TK: Tensor, plan: ClonePlan, num_local_experts: int, clones_per_rank: int
 ) -> Tensor:
-    """Compute `assign_physical_ids`; positions_TK = the index of each choice within its expert."""
+    """Compute `assign_physical_ids`; index_TK = the index of each choice within its expert."""
     block_TK = torch.div(ids_TK, num_local_experts, rounding_mode="floor")
     physical_TK = torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * clones_per_rank)
     for place, (x, start, stop) in enumerate(zip(*(t.tolist() for t in plan), strict=True)):
         rank, number = divmod(place, clones_per_rank)
         physical = rank * (num_local_experts + clones_per_rank) + num_local_experts + number
-        is_clone_TK = (ids_TK == x) & (positions_TK >= start) & (positions_TK < stop) & (x >= 0)
+        is_clone_TK = (ids_TK == x) & (index_TK >= start) & (index_TK < stop) & (x >= 0)
         physical_TK = physical_TK.masked_fill(is_clone_TK, physical)
     return physical_TK
 

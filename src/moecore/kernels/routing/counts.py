@@ -109,9 +109,7 @@ def _add_counts(
     launch(expert_counts_fwd_kernel, B * num_blocks, *args, **sizes)
 
 
-_add_expert_counts = Op(
-    "add_expert_counts", _add_counts, lambda *_: None, mutates_args=("counts_BX",)
-)
+_add_counts_op = Op("add_expert_counts", _add_counts, lambda *_: None, mutates_args=("counts_BX",))
 
 
 def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
@@ -121,7 +119,7 @@ def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
     """
     E = counts_BE.shape[1]
     if can_use_kernel(ids_TK) and E <= MAX_EXPERTS:
-        _add_expert_counts(counts_BE, ids_TK, None, E)
+        _add_counts_op(counts_BE, ids_TK, None, E)
     else:
         warn_on_fallback(ids_TK, f"counting {E} experts")
         add_expert_counts_ref(counts_BE, ids_TK)
@@ -159,7 +157,7 @@ def count_experts_and_tokens(
         counts_BX.view(-1).scatter_add_(0, places_TK.flatten(), (ids_TK >= 0).long().flatten())
         return counts_BX
     if can_use_kernel(ids_TK) and E <= MAX_EXPERTS:
-        _add_expert_counts(counts_BX, ids_TK, padding_mask_T, E)
+        _add_counts_op(counts_BX, ids_TK, padding_mask_T, E)
         return counts_BX
     warn_on_fallback(ids_TK, f"counting {E} experts")
     add_expert_counts_ref(counts_BX[:, :E], ids_TK)

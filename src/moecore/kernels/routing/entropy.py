@@ -23,10 +23,7 @@ TILE = 4096  # logits of a program of 4 warps, which holds whole rows
 
 
 def add_entropy_ref(
-    entropy_and_count_2: Tensor,
-    logits_TE: Tensor,
-    score_function: str,
-    padding_mask_T: Tensor | None,
+    total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None
 ) -> None:
     """Compute `add_entropy_` in plain PyTorch, for fp32 or fp64 logits."""
     scores_TE = compute_scores_ref(logits_TE, score_function)
@@ -34,11 +31,11 @@ def add_entropy_ref(
         scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
     units_T = (torch.special.entr(scores_TE).sum(-1).double() / UNIT).nan_to_num(0.0).round().long()
     if padding_mask_T is None:
-        entropy_and_count_2[1] += len(units_T)
+        total_2[1] += len(units_T)
     else:
         units_T = units_T.masked_fill(padding_mask_T, 0)
-        entropy_and_count_2[1] += (~padding_mask_T).sum()
-    entropy_and_count_2[0] += units_T.sum()
+        total_2[1] += (~padding_mask_T).sum()
+    total_2[0] += units_T.sum()
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -70,18 +67,14 @@ def _add_entropy_kernel(
 
 
 def add_entropy_(
-    entropy_and_count_2: Tensor,
-    logits_TE: Tensor,
-    score_function: str,
-    padding_mask_T: Tensor | None = None,
+    total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None = None
 ) -> None:
-    """Add the entropies and the number of tokens to entropy_and_count_2, in place. No host sync.
+    """Add the entropies and the number of tokens to total_2, in place. No host sync.
 
-    Example, one token, softmax of two equal logits: entropy_and_count_2 gains [round(log(2) *
-    2^24), 1].
+    Example, one token, softmax of two equal logits: total_2 gains [round(log(2) * 2^24), 1].
 
     Args:
-        entropy_and_count_2: int64 [2], contiguous: the entropy in units of 2^-24 nats, then the
+        total_2: int64 [2], contiguous: the entropy in units of 2^-24 nats, then the
             number of tokens.
         logits_TE: any float dtype. An entropy of NaN counts as 0.
         score_function: "softmax", "sigmoid" or "sqrtsoftplus"; scores of the last two are divided
@@ -90,19 +83,12 @@ def add_entropy_(
     """
     if not can_use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        add_entropy_ref(entropy_and_count_2, wide_TE, score_function, padding_mask_T)
+        add_entropy_ref(total_2, wide_TE, score_function, padding_mask_T)
         return
     T, E = logits_TE.shape
     E_POW2 = next_power_of_2(E)
     BLOCK_T = max(1, TILE // E_POW2)
     padding = None if padding_mask_T is None else padding_mask_T.contiguous()
-    args = (logits_TE.contiguous(), padding, entropy_and_count_2, T)
-    constants = dict(
-        E=E,
-        FUNCTION=score_function,
-        UNITS_PER_NAT=1 / UNIT,
-        BLOCK_T=BLOCK_T,
-        E_POW2=E_POW2,
-        num_warps=4,
-    )
-    launch(_add_entropy_kernel, cdiv(T, BLOCK_T), *args, **constants)
+    args = (logits_TE.contiguous(), padding, total_2, T)
+    sizes = dict(E=E, UNITS_PER_NAT=1 / UNIT, BLOCK_T=BLOCK_T, E_POW2=E_POW2, num_warps=4)
+    launch(_add_entropy_kernel, cdiv(T, BLOCK_T), *args, FUNCTION=score_function, **sizes)

@@ -199,13 +199,6 @@ def compute_even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tenso
     E, X = histogram_EX.shape[-2:]
     out_E = torch.empty_like(bias_E, memory_format=torch.contiguous_format)
     args = (histogram_EX.contiguous(), bias_E.contiguous(), out_E)
-    constants = dict(
-        E=E,
-        K=top_k,
-        X=X,
-        X_POW2=next_power_of_2(X),
-        E_POW2=next_power_of_2(E),
-        enable_fp_fusion=False,
-    )
-    launch(_even_bias_kernel, bias_E.numel(), *args, **constants)
+    sizes = dict(E=E, K=top_k, X=X, X_POW2=next_power_of_2(X), E_POW2=next_power_of_2(E))
+    launch(_even_bias_kernel, bias_E.numel(), *args, **sizes, enable_fp_fusion=False)
     return out_E

@@ -79,16 +79,14 @@ def route_ref(
     return ids_TK.to(torch.int32), weights_TK * options.scale
 
 
-def _select_experts(
-    selection_scores_TE: Tensor, bias_E: Tensor | None, options: RouteOptions
-) -> Tensor:
+def _select_experts(scores_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> Tensor:
     """Return expert ids [T, K] int64 by descending score + bias; equal sums are ordered by id."""
-    (T, E), K = selection_scores_TE.shape, options.top_k
+    (T, E), K = scores_TE.shape, options.top_k
     if bias_E is not None:
-        selection_scores_TE = selection_scores_TE + bias_E
-    order_TE = _sort_best_first(selection_scores_TE)
+        scores_TE = scores_TE + bias_E
+    order_TE = _sort_best_first(scores_TE)
     if options.top_groups < options.num_groups:
-        ranked_TGS = selection_scores_TE.view(T, options.num_groups, E // options.num_groups)
+        ranked_TGS = scores_TE.view(T, options.num_groups, E // options.num_groups)
         # Added best first, as the kernel does: equal bits tie in both.
         best, *rest = ranked_TGS.topk(options.group_experts, dim=-1).values.unbind(-1)
         groups_TG = _sort_best_first(sum(rest, start=best))
@@ -157,7 +155,7 @@ def _launch_route(
 def _choose_forward_constants(
     E: int, K: int, options: RouteOptions, has_ids: bool
 ) -> tuple[int, dict[str, Any]]:
-    """Return `route_fwd_kernel`'s tokens per program, and its compile-time constants."""
+    """Return `route_fwd_kernel`'s tokens per program and constants; `has_ids` = ids are inputs."""
     G = options.num_groups if options.top_groups < options.num_groups else 1
     G_POW2, S_POW2, K_POW2 = (next_power_of_2(n) for n in (G, E // G, K))
     BLOCK_T = _count_tokens_per_program(FWD_TILE, max(G_POW2 * S_POW2, K_POW2))
@@ -170,12 +168,10 @@ def _choose_forward_constants(
     return BLOCK_T, sizes | groups | scores
 
 
-def _make_score_constants(
-    score_function: str, is_post_score: bool, normalize: bool
-) -> dict[str, Any]:
-    """Return the compile-time constants and launch options that both route kernels share."""
+def _make_score_constants(score_function: str, is_post: bool, normalize: bool) -> dict[str, Any]:
+    """Return constants of both route kernels; `is_post` = weights are softmax of chosen logits."""
     options = dict(num_warps=1, enable_fp_fusion=False)  # Note [same bits] of scores.py
-    return dict(FUNCTION=score_function, POST=is_post_score, NORMALIZE=normalize, **options)
+    return dict(FUNCTION=score_function, POST=is_post, NORMALIZE=normalize, **options)
 
 
 def _make_empty_choice(

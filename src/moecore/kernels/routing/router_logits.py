@@ -247,7 +247,7 @@ def _split_into_parts(matrix: Tensor, part_ids: tuple[int, ...], *, side_by_side
 
 @cache
 def _choose_tile(num_experts: int, num_parts: int) -> dict[str, Any]:
-    """Return the tile constants of _product_kernel; BN is halved if there is more than one part."""
+    """Return the tile constants of `_product_kernel`; two or more parts halve its columns."""
     BN = min(128 if num_parts == 1 else 64, max(16, next_power_of_2(num_experts)))
     return dict(BM=128, BN=BN, BK=64, CHUNK=CHUNK, WIDEN=INTERPRET, num_warps=8, num_stages=3)
 
@@ -291,14 +291,12 @@ def run_logits_kernel(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) ->
 
 
 def _router_logits_bwd(
-    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, needs_dx: bool, needs_dweight: bool
+    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, needs_dx: bool, needs_dw: bool
 ) -> tuple[Tensor, Tensor]:
     """Return dx and dweight; a gradient that is not needed is an empty tensor."""
     weight_ED, x_TD = weight_ED.contiguous(), x_TD.contiguous()
     if x_TD.shape[0] == 0:
-        dx_TD, dweight_ED = _make_empty_gradients(
-            dlogits_TE, x_TD, weight_ED, needs_dx, needs_dweight
-        )
+        dx_TD, dweight_ED = _make_empty_gradients(dlogits_TE, x_TD, weight_ED, needs_dx, needs_dw)
         return dx_TD, dweight_ED.zero_()
     wide = weight_ED.dtype == torch.float32
     # A gradient that is rounded to bf16 at the end (dx always, dweight of a bf16 weight) needs no
@@ -312,24 +310,24 @@ def _router_logits_bwd(
         dlogits_TE.contiguous(), (0, 0, 1, 2) if wide else (0, 1), side_by_side=True
     )
     EP = round_up(weight_ED.shape[0], ALIGNED)
-    dweight_ED = weight_ED.new_empty(weight_ED.shape if needs_dweight else (0,))
+    dweight_ED = weight_ED.new_empty(weight_ED.shape if needs_dw else (0,))
     if not needs_dx:
         dx_TD = x_TD.new_empty(0)
     else:
         weight = _split_into_parts(weight_ED, (1, 0, 0) if wide else (0, 0), side_by_side=False)
         with disable_autocast(x_TD):
             dx_TD = dlogits[:, : weight.shape[0]].mm(weight)  # `out=` takes three times as long
-    if needs_dweight:
+    if needs_dw:
         _compute_dweight(dlogits[:, EP:] if wide else dlogits, x_TD, dweight_ED)
     return dx_TD, dweight_ED
 
 
 def _make_empty_gradients(
-    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, needs_dx: bool, needs_dweight: bool
+    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, needs_dx: bool, needs_dw: bool
 ) -> tuple[Tensor, Tensor]:
     """Return uninitialised dx and dweight; a gradient that is not needed is an empty tensor."""
     dx_TD = x_TD.new_empty(x_TD.shape if needs_dx else (0,))
-    return dx_TD, weight_ED.new_empty(weight_ED.shape if needs_dweight else (0,))
+    return dx_TD, weight_ED.new_empty(weight_ED.shape if needs_dw else (0,))
 
 
 _router_logits_bwd_op = Op("router_logits_bwd", _router_logits_bwd, _make_empty_gradients)
@@ -369,15 +367,13 @@ def compute_input_gradients(
     weight_ED: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return (dx, dweight, dbias); an entry is None where `needs_grads` has False."""
-    need_dx, need_dweight, need_dbias = needs_grads
+    need_dx, need_dw, need_dbias = needs_grads
     dx_TD = dweight_ED = dbias_E = None
-    if need_dx or need_dweight:
-        dx_TD, dweight_ED = _router_logits_bwd_op(
-            dlogits_TE, x_TD, weight_ED, need_dx, need_dweight
-        )
+    if need_dx or need_dw:
+        dx_TD, dweight_ED = _router_logits_bwd_op(dlogits_TE, x_TD, weight_ED, need_dx, need_dw)
     if need_dbias:
         dbias_E = dlogits_TE.sum(0).to(bias_dtype)
-    return dx_TD if need_dx else None, dweight_ED if need_dweight else None, dbias_E
+    return dx_TD if need_dx else None, dweight_ED if need_dw else None, dbias_E
 
 
 def compute_router_dweight(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> Tensor:

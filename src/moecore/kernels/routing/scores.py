@@ -103,9 +103,10 @@ def compute_scores_of_rows(
     logits,  # fp32 logits of whole rows; the caller masks what it gets in padding columns
     FUNCTION: tl.constexpr,
 ):
-    """Return the scores of full rows of logits, and `top` and `factor` for `compute_scores`.
+    """Return the scores of full rows of logits, and `max_logit` and `inverse_exp_sum`.
 
-    Both are [rows, 1], and 0 unless FUNCTION is "softmax".
+    The last two, [rows, 1] each, are arguments of `compute_scores`, and 0 unless FUNCTION is
+    "softmax".
     """
     if FUNCTION != "softmax":
         top = tl.zeros([logits.shape[0], 1], dtype=tl.float32)

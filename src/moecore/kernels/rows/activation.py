@@ -144,10 +144,8 @@ def differentiate_activation(h_RC: Tensor, options: ActivationOptions) -> Tensor
         s = torch.sigmoid(gate)
         parts = up * s * (1 + gate * (1 - s)), gate * s
     elif options.kind == "geglu":
-        parts = (
-            torch.ops.aten.gelu_backward(up, gate, approximate="tanh"),
-            F.gelu(gate, approximate="tanh"),
-        )
+        dgate = torch.ops.aten.gelu_backward(up, gate, approximate="tanh")
+        parts = dgate, F.gelu(gate, approximate="tanh")
     elif options.kind == "situ_glu":
         s, low, near = torch.sigmoid(gate), torch.tanh(gate / limit), torch.tanh(up / up_limit)
         slope = s * (1 - low.square() + limit * low * (1 - s))
@@ -228,17 +226,13 @@ def _launch_activation(
 
 
 def _launch_activation_bwd(
-    h_RC: Tensor,
-    da_RF: Tensor,
-    weights_R: Tensor | None,
-    num_rows: Tensor | None,
-    *flat_options: Any,
+    h_RC: Tensor, da_RF: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of h and weights, and act(h) * weight, by the kernel.
 
-    `flat_options` is `ActivationOptions.flat` and then whether to compute the last output.
+    `flat` is `ActivationOptions.flat` and then whether to compute the last output.
     """
-    options, with_output = make_activation_options(*flat_options[:-1]), flat_options[-1]
+    options, with_output = make_activation_options(*flat[:-1]), flat[-1]
     dh_RC, dweights_R, a_RF = _make_empty_gradients(h_RC, options.kind, with_output)
     R, F_ = da_RF.shape
     if not R or not F_:

@@ -207,17 +207,9 @@ def _quantise_matrix_ref(
     return tuple(outputs)  # type: ignore[return-value]
 
 
-def _make_empty_operands(
-    x: Tensor,
-    _: Any,
-    __: Any,
-    scale_kind: str,
-    fp8_format: str,
-    ___: bool,
-    rowwise: bool,
-    columnwise: bool,
-) -> tuple[Tensor, ...]:
+def _make_empty_operands(x: Tensor, _: Any, __: Any, *options: Any) -> tuple[Tensor, ...]:
     """Return uninitialised values, scales, transposed values, scales; [0] where not requested."""
+    scale_kind, fp8_format, _, rowwise, columnwise = options
     T, D, outputs = math.prod(x.shape[:-1]), x.shape[-1], []
     for is_needed, shape in ((rowwise, (T, D)), (columnwise, (D, T))):
         M, K = compute_operand_shape(*shape, scale_kind)

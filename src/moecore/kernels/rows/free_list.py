@@ -86,13 +86,11 @@ def return_pages_ref(page_table: Tensor, num_entries: int, pool: PagePool) -> No
     ids_N.fill_(NONE)
 
 
-def take_pages_ref(
-    page_table: Tensor, num_entries: int, num_requested: int, pool: PagePool
-) -> None:
+def take_pages_ref(page_table: Tensor, num_entries: int, num_pages: int, pool: PagePool) -> None:
     """Compute `take_pages` on the host: free a table's pages, then write new page ids to it.
 
     The first num_entries words of `page_table` become page ids: MISSING if no page is free, and
-    NONE after `num_requested` entries.
+    NONE after `num_pages` entries.
     """
     return_pages_ref(page_table, num_entries, pool)
     P, state = pool.pages.shape[0], pool.state
@@ -100,16 +98,16 @@ def take_pages_ref(
     rings += [(HOST_HEAD_WORD, HOST_FREE_WORD, P, pool.host_pages.shape[0])]
     page_ids: list[int] = []
     for head, free, first, size in rings:
-        count = min(num_requested - len(page_ids), int(state[free]))
+        count = min(num_pages - len(page_ids), int(state[free]))
         places = (first + (int(state[head]) + i) % size for i in range(count))
         page_ids += [int(pool.free_ids[place]) for place in places]
         state[head] = (state[head] + count) % max(size, 1)
         state[free] -= count
-    missed = num_requested - len(page_ids)
-    page_table[:num_requested] = torch.tensor(
+    missed = num_pages - len(page_ids)
+    page_table[:num_pages] = torch.tensor(
         page_ids + [MISSING] * missed, dtype=torch.int32, device=page_table.device
     )
-    state[DEMAND_WORD] += num_requested
+    state[DEMAND_WORD] += num_pages
     state[PEAK_WORD] = state[PEAK_WORD].maximum(state[DEMAND_WORD])
     if missed:
         state[MISSED_WORD] += missed
@@ -141,7 +139,7 @@ def _load_state_word(state_ptr, WORD: tl.constexpr):
 
 
 @triton.jit
-def _free_pages_locked(page_table_ptr, num_entries, pool, BLOCK: tl.constexpr):
+def _free_pages_locked(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
     """Free a table's pages; the caller has the lock and stores the result in the pool's state.
 
     Returns the numbers of free device pages, free host pages, and pages in demand.
@@ -157,14 +155,14 @@ def _free_pages_locked(page_table_ptr, num_entries, pool, BLOCK: tl.constexpr):
     for start in range(0, num_entries, BLOCK):
         entries = start + tl.arange(0, BLOCK)
         exists = entries < num_entries
-        ids = tl.load(page_table_ptr + entries, mask=exists, other=NO_PAGE, cache_modifier=".cg")
+        ids = tl.load(table_ptr + entries, mask=exists, other=NO_PAGE, cache_modifier=".cg")
         device_mask = (ids >= 0) & (ids < num_pages)
         host_mask = ids >= num_pages
         place = head + free + tl.cumsum(device_mask.to(tl.int32), axis=0) - 1
         tl.store(free_ptr + place % num_pages, ids, mask=device_mask)
         place = host_head + host_free + tl.cumsum(host_mask.to(tl.int32), axis=0) - 1
         tl.store(free_ptr + num_pages + place % tl.maximum(num_host, 1), ids, mask=host_mask)
-        tl.store(page_table_ptr + entries, tl.full([BLOCK], NO_PAGE, tl.int32), mask=exists)
+        tl.store(table_ptr + entries, tl.full([BLOCK], NO_PAGE, tl.int32), mask=exists)
         free += tl.sum(device_mask.to(tl.int32), axis=0)
         host_free += tl.sum(host_mask.to(tl.int32), axis=0)
         demand -= tl.sum((ids != NO_PAGE).to(tl.int32), axis=0)
@@ -173,7 +171,7 @@ def _free_pages_locked(page_table_ptr, num_entries, pool, BLOCK: tl.constexpr):
 
 @triton.jit
 def free_pages(
-    page_table_ptr,  # [N] int32, becomes NONE
+    table_ptr,  # [N] int32, becomes NONE
     num_entries,  # N
     pool,  # state [NUM_WORDS] int32, free ids [P + Q] int32, P, Q
     BLOCK: tl.constexpr,
@@ -181,7 +179,7 @@ def free_pages(
     """Free a table's pages under the lock of the free lists. Only one program may call this."""
     state_ptr = pool[0]
     _lock_free_lists(state_ptr)
-    free, host_free, demand = _free_pages_locked(page_table_ptr, num_entries, pool, BLOCK)
+    free, host_free, demand = _free_pages_locked(table_ptr, num_entries, pool, BLOCK)
     tl.store(state_ptr + FREE, free)
     tl.store(state_ptr + HOST_FREE, host_free)
     tl.store(state_ptr + DEMAND, demand)
@@ -190,7 +188,7 @@ def free_pages(
 
 @triton.jit
 def take_pages(
-    page_table_ptr,  # [N] int32, in, out: its page ids are freed, then overwritten
+    table_ptr,  # [N] int32, in, out: its page ids are freed, then overwritten
     num_entries,  # N
     num_requested,  # pages, at most N
     pool,  # as in `free_pages`
@@ -207,7 +205,7 @@ def take_pages(
     _lock_free_lists(state_ptr)
     head, host_head = _load_state_word(state_ptr, HEAD), _load_state_word(state_ptr, HOST_HEAD)
     peak, missed = _load_state_word(state_ptr, PEAK), _load_state_word(state_ptr, MISSED)
-    free, host_free, demand = _free_pages_locked(page_table_ptr, num_entries, pool, BLOCK)
+    free, host_free, demand = _free_pages_locked(table_ptr, num_entries, pool, BLOCK)
     tl.debug_barrier()  # the freed pages may be taken
     device_count = tl.minimum(num_requested, free)
     host_count = tl.minimum(num_requested - device_count, host_free)
@@ -221,7 +219,7 @@ def take_pages(
             free_ptr + place, mask=device_mask | host_mask, other=NO_ROOM, cache_modifier=".cg"
         )
         ids = tl.where(entries < num_requested, ids, NO_PAGE)
-        tl.store(page_table_ptr + entries, ids, mask=entries < num_entries)
+        tl.store(table_ptr + entries, ids, mask=entries < num_entries)
     demand += num_requested
     peak = tl.maximum(peak, demand)
     lacking = num_requested - device_count - host_count
@@ -240,18 +238,10 @@ def take_pages(
 
 @triton.jit(do_not_specialize=["num_entries", "num_pages", "num_host_pages"])
 def _return_pages_kernel(
-    page_table_ptr,
-    num_entries,
-    state_ptr,
-    free_ids_ptr,
-    num_pages,
-    num_host_pages,
-    BLOCK: tl.constexpr,
+    table_ptr, num_entries, state_ptr, free_ids_ptr, num_pages, num_host_pages, BLOCK: tl.constexpr
 ):
     """Free a table's pages, in one program."""
-    free_pages(
-        page_table_ptr, num_entries, (state_ptr, free_ids_ptr, num_pages, num_host_pages), BLOCK
-    )
+    free_pages(table_ptr, num_entries, (state_ptr, free_ids_ptr, num_pages, num_host_pages), BLOCK)
 
 
 def return_pages(page_table: Tensor, num_entries: int, pool: PagePool) -> None:

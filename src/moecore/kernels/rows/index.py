@@ -68,7 +68,7 @@ def build_index_ref(
     row_multiple: int,
     max_rows: int,
 ) -> ExpertIndex:
-    """Compute `build_index` in plain PyTorch; `max_rows` is R."""
+    """Compute `build_index` in plain PyTorch; `max_rows` is the length of the result."""
     N, e, device = ids_SK.numel(), num_local_experts, ids_SK.device
     local_N = ids_SK.flatten().long() - first_expert
     local_N = torch.where((local_N < 0) | (local_N >= e), e, local_N)
@@ -261,7 +261,7 @@ def _launch_build_index(
     row_multiple: int,
     max_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return row_ids_R, weights_R, slots_SK and offsets_e of `build_index`; `max_rows` is R."""
+    """Return row_ids_R, weights_R, slots_SK and offsets_e of `build_index`; R is `max_rows`."""
     N, R, e, device = ids_SK.numel(), max_rows, num_local_experts, ids_SK.device
     row_ids_R, weights_R, slots_SK, offsets_e = _make_empty(ids_SK, weights_SK, e, R)
     B = cdiv(N, BLOCK_N)

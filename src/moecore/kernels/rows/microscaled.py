@@ -220,9 +220,8 @@ def quantise_microscaled_matrices(
         make = _MicroscaleInput(rows_of_all, w_eNK.shape, num_scales=w_eNK.shape[0]).quantise
     height, width = recipe.weight_block
     operands: list[Blocks | None] = [None, None]
-    for i, (is_needed, block) in enumerate(
-        ((rowwise, (height, width)), (columnwise, (width, height)))
-    ):
+    sides = ((rowwise, (height, width)), (columnwise, (width, height)))
+    for i, (is_needed, block) in enumerate(sides):
         if is_needed:
             first = None if pack else operands[0]
             operand = first if first is not None and height == width else None

@@ -74,10 +74,7 @@ def quantise_mxfp8(x: Tensor, scale_block: tuple[int, int]) -> tuple[Tensor, Ten
 
 
 def quantise_nvfp4(
-    x: Tensor,
-    scale_block: tuple[int, int],
-    tensor_scale: Tensor,
-    uniform_draws: Tensor | None = None,
+    x: Tensor, scale_block: tuple[int, int], tensor_scale: Tensor, draws: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return fp32 values rounded to E2M1, like x, and E4M3 scales [..., M / rows, K / columns].
 
@@ -85,16 +82,14 @@ def quantise_nvfp4(
         x: [..., M, K], full blocks.
         scale_block: rows and columns of one scale.
         tensor_scale: fp32 scale of the tensor; broadcasts with the scales of blocks.
-        uniform_draws: random numbers in [0, 1), of x's shape. A value is rounded up if its distance
+        draws: random numbers in [0, 1), of x's shape. A value is rounded up if its distance
             to the lower magnitude, in steps, exceeds the draw. None = to the nearest, ties to even.
     """
     wide = _split_blocks(x.float(), scale_block)
     amax = wide.abs().amax((-3, -1), keepdim=True)
     scales = compute_nvfp4_scales(amax, _expand_scales(tensor_scale))
     step = scales.float() * _expand_scales(tensor_scale)
-    values = to_e2m1(
-        wide, step, None if uniform_draws is None else _split_blocks(uniform_draws, scale_block)
-    )
+    values = to_e2m1(wide, step, None if draws is None else _split_blocks(draws, scale_block))
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
 
 
@@ -105,17 +100,17 @@ def compute_nvfp4_scales(amax: Tensor, tensor_scale: Tensor) -> Tensor:
     return exact_scales.clamp(max=MAX).masked_fill(~amax.isfinite(), torch.nan).to(FP8)
 
 
-def to_e2m1(x: Tensor, scale: Tensor, uniform_draws: Tensor | None = None) -> Tensor:
+def to_e2m1(x: Tensor, scale: Tensor, draws: Tensor | None = None) -> Tensor:
     """Return x / scale rounded to E2M1, as fp32, 0 where scale is 0; draws: `quantise_nvfp4`."""
     x = (x / scale).masked_fill(scale == 0, 0)
     magnitude = x.abs().clamp(max=LARGEST_E2M1)
     scale = torch.where(magnitude < 4, 1.0, 2.0).masked_fill(magnitude < 2, 0.5)
     steps = magnitude / scale
-    if uniform_draws is None:
+    if draws is None:
         steps = steps.round()  # its ties are even codes, too
     else:
         down = steps.floor()
-        steps = down + (steps - down > uniform_draws)
+        steps = down + (steps - down > draws)
     return (steps * scale).copysign(x)
 
 
@@ -204,12 +199,12 @@ def _quantise_blocks(
     recipe: Recipe,
     scale_block: tuple[int, int],
     tensor_scale: Tensor,
-    uniform_draws: Tensor | None = None,
+    draws: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return values and scales in the recipe's format; arguments as in `quantise_nvfp4`."""
     if recipe.scaling == "mxfp8":
         return quantise_mxfp8(x, scale_block)
-    return quantise_nvfp4(x, scale_block, tensor_scale, uniform_draws)
+    return quantise_nvfp4(x, scale_block, tensor_scale, draws)
 
 
 def _dequantise(values: Tensor, scales: Tensor, scale_block: Any) -> Tensor:

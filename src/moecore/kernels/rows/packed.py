@@ -142,7 +142,7 @@ def _launch_pack(x_SD: Tensor) -> Tensor:
 
 
 def _make_empty_bytes(x_SD: Tensor) -> Tensor:
-    """Return uninitialised packed rows [S, W]."""
+    """Return uninitialised packed rows, uint8 [rows, bytes]."""
     return x_SD.new_empty(x_SD.shape[0], count_packed_bytes(x_SD.shape[1]), dtype=PACKED_DTYPE)
 
 

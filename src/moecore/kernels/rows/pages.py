@@ -168,7 +168,7 @@ def _count_pages(num_rows, ROWS_PER_PAGE: tl.constexpr):
 def _take_rows_kernel(
     slots_ptr,  # [S, K] int32, negative = none; None = no matrix has a list
     num_rows_ptr,  # int32: the first so many of R; None = no matrix is without a list
-    page_table_ptr,  # in, out: its old pages are freed, new page ids and the list are written
+    table_ptr,  # in, out: its old pages are freed, new page ids and the list are written
     source_rows,  # S
     expert_rows,  # R
     num_entries,  # N
@@ -195,22 +195,22 @@ def _take_rows_kernel(
             slots = tl.load(slots_ptr + places, mask=mask, other=-1)
             is_used = (tl.max(slots, axis=1) >= 0).to(tl.int32)
             before = count + tl.cumsum(is_used, axis=0) - 1
-            tl.store(page_table_ptr + num_entries + 2 + before, rows, mask=is_used > 0)
+            tl.store(table_ptr + num_entries + 2 + before, rows, mask=is_used > 0)
             count += tl.sum(is_used, axis=0)
-        tl.store(page_table_ptr + num_entries, count)
+        tl.store(table_ptr + num_entries, count)
         need += _count_pages(count, LISTED_STEPS)
     if num_rows_ptr is not None:
         first = tl.minimum(tl.load(num_rows_ptr), expert_rows)
-        tl.store(page_table_ptr + num_entries + 1, first)
+        tl.store(table_ptr + num_entries + 1, first)
         need += _count_pages(first, FIRST_STEPS)
     pool = (state_ptr, free_ids_ptr, num_pages, num_host_pages)
-    take_pages(page_table_ptr, num_entries, need, pool, report_ptr, BLOCK)
+    take_pages(table_ptr, num_entries, need, pool, report_ptr, BLOCK)
 
 
 @triton.jit
 def _copy_matrix(
     rows_ptr,  # [S or R, B] bytes; None = skip this matrix
-    page_table_ptr,  # page ids of this matrix, then of the next ones
+    table_ptr,  # page ids of this matrix, then of the next ones
     row_ids_ptr,  # [S] int32, indices of the used rows; None = the first rows
     num_rows,  # number of used rows
     pages_ptr,  # [P, PAGE_BYTES] bytes
@@ -223,7 +223,7 @@ def _copy_matrix(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Copy this program's tiles of a matrix, unchanged; return the next matrix's page_table_ptr."""
+    """Copy this program's tiles of a matrix, unchanged; return the next matrix's table_ptr."""
     STEP: tl.constexpr = PAGE_BYTES // WIDTH
     WORD: tl.constexpr = tl.int32 if WIDTH % 4 == 0 else tl.int8
     WORD_BYTES: tl.constexpr = 4 if WIDTH % 4 == 0 else 1
@@ -244,7 +244,7 @@ def _copy_matrix(
             rows = places
             if row_ids_ptr is not None:
                 rows = tl.load(row_ids_ptr + places, mask=exists, other=0)
-            page = tl.load(page_table_ptr + entry).to(tl.int64)
+            page = tl.load(table_ptr + entry).to(tl.int64)
             base = here_ptr + tl.maximum(page, 0) * PAGE_WORDS
             if host_pages_ptr is not None:
                 if page >= num_pages:
@@ -260,7 +260,7 @@ def _copy_matrix(
             else:  # all bits set: NaN in every float dtype
                 words = tl.load(in_page, mask=has_page, other=-1)
                 tl.store(in_rows, words, mask=mask)
-    return page_table_ptr + entries
+    return table_ptr + entries
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_pages", "released_entries", "num_host_pages"])
@@ -269,7 +269,7 @@ def _copy_pages_kernel(
     b_ptr,
     c_ptr,
     d_ptr,
-    page_table_ptr,  # int32
+    table_ptr,  # int32
     num_entries,  # N
     pages_ptr,  # [P, PAGE_BYTES] bytes
     host_pages_ptr,  # [Q, PAGE_BYTES] bytes, or None
@@ -293,11 +293,8 @@ def _copy_pages_kernel(
     The last program instead frees the pages of the table at released_table_ptr.
     """
     if tl.program_id(0) < PROGRAMS:
-        listed, first = (
-            tl.load(page_table_ptr + num_entries),
-            tl.load(page_table_ptr + num_entries + 1),
-        )
-        order_ptr, at_ptr = page_table_ptr + num_entries + 2, page_table_ptr
+        listed, first = (tl.load(table_ptr + num_entries), tl.load(table_ptr + num_entries + 1))
+        order_ptr, at_ptr = table_ptr + num_entries + 2, table_ptr
         for m in tl.static_range(len(WIDTHS)):
             rows_ptr = a_ptr if m == 0 else b_ptr if m == 1 else c_ptr if m == 2 else d_ptr
             order = order_ptr if HAS_LIST[m] else None

@@ -45,7 +45,7 @@ SCALE_R, SCALE_B = 128, 16  # expert rows, and scales of each, that a program mo
 
 
 def split_blocks(x: Tensor) -> Tensor:
-    """Return a view [..., B, 128] of the last dim's blocks."""
+    """Return a view [..., blocks, 128] of x, whose last dim is divided into blocks."""
     return x.unflatten(-1, (-1, BLOCK))  # type: ignore[no-any-return]
 
 
@@ -274,8 +274,6 @@ def quantise_weights(
     transposed_eKN = w_eNK.new_empty(e, K, N, dtype=FP8) if columnwise else None
     codes = None if values_eNK is None else values_eNK.view(torch.uint8)
     words = None if transposed_eKN is None else transposed_eKN.view(torch.int32)
-    constants = dict(N=N, K=K, POWER_OF_TWO=power_of_two, num_warps=TILE_WARPS)
-    launch(
-        quantise_weights_kernel, scales_eNK.numel(), w_eNK, codes, words, scales_eNK, **constants
-    )
+    flags = dict(N=N, K=K, POWER_OF_TWO=power_of_two, num_warps=TILE_WARPS)
+    launch(quantise_weights_kernel, scales_eNK.numel(), w_eNK, codes, words, scales_eNK, **flags)
     return _make_pair(values_eNK, scales_eNK, transposed_eKN)

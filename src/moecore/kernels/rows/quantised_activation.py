@@ -79,17 +79,15 @@ def quantised_activation_bwd_ref(
 
 
 @triton.jit
-def load_h(
-    h_ptr, h_scales_ptr, rows, row_mask, column_block, wide_dtype: tl.constexpr, C: tl.constexpr
-):
-    """Return column block `column_block` (128 columns) of `rows` of FC1's output h [R, C], in fp32.
+def load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide_dtype: tl.constexpr, C: tl.constexpr):
+    """Return column block `block` (128 columns) of `rows` of FC1's output h [R, C], in fp32.
 
     With h_scales_ptr, h is FP8, and values times scales are rounded to the dtype `wide_dtype`.
     """
-    at = rows[:, None] * C + column_block * 128 + tl.arange(0, 128)[None, :]
+    at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     h = tl.load(h_ptr + at, mask=row_mask[:, None], other=0)
     if h_scales_ptr is not None:
-        scales = tl.load(h_scales_ptr + rows * (C // 128) + column_block, mask=row_mask, other=0.0)
+        scales = tl.load(h_scales_ptr + rows * (C // 128) + block, mask=row_mask, other=0.0)
         h = (from_e4m3(h) * scales[:, None]).to(wide_dtype)
     return h.to(tl.float32)
 
@@ -115,27 +113,23 @@ def quantised_activation_fwd_kernel(
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row_mask = mask_rows_in_use(rows, num_expert_rows, num_rows_ptr)
+    mask = mask_rows_in_use(rows, num_expert_rows, num_rows_ptr)
     at = h_ptr + rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
-    gate = tl.load(at, mask=row_mask[:, None], other=0.0).to(tl.float32)
+    gate = tl.load(at, mask=mask[:, None], other=0.0).to(tl.float32)
     up = gate
     if ACT.GATED:
-        up = tl.load(at + F, mask=row_mask[:, None], other=0.0).to(tl.float32)
+        up = tl.load(at + F, mask=mask[:, None], other=0.0).to(tl.float32)
     if h_values_ptr is not None:
-        store_row_blocks(
-            gate, h_values_ptr, h_scales_ptr, rows, row_mask, block, None, C, POWER_OF_TWO
-        )
+        store_row_blocks(gate, h_values_ptr, h_scales_ptr, rows, mask, block, None, C, POWER_OF_TWO)
         if ACT.GATED:
             of_up = block + BLOCKS
             store_row_blocks(
-                up, h_values_ptr, h_scales_ptr, rows, row_mask, of_up, None, C, POWER_OF_TWO
+                up, h_values_ptr, h_scales_ptr, rows, mask, of_up, None, C, POWER_OF_TWO
             )
     a = activate(gate, up, ACT)
     if weights_ptr is not None:
-        a = a * tl.load(weights_ptr + rows, mask=row_mask, other=0.0)[:, None]
-    store_row_blocks(
-        a, values_ptr, scales_ptr, rows, row_mask, block, scales_stride, F, POWER_OF_TWO
-    )
+        a = a * tl.load(weights_ptr + rows, mask=mask, other=0.0)[:, None]
+    store_row_blocks(a, values_ptr, scales_ptr, rows, mask, block, scales_stride, F, POWER_OF_TWO)
 
 
 @triton.jit(do_not_specialize=["num_expert_rows", "scales_stride"])
@@ -162,31 +156,31 @@ def quantised_activation_bwd_kernel(
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row_mask = mask_rows_in_use(rows, num_expert_rows, num_rows_ptr)
+    mask = mask_rows_in_use(rows, num_expert_rows, num_rows_ptr)
     at = da_ptr + rows[:, None] * F + block * 128 + tl.arange(0, 128)[None, :]
-    da = tl.load(at, mask=row_mask[:, None], other=0.0)
+    da = tl.load(at, mask=mask[:, None], other=0.0)
     wide: tl.constexpr = da.dtype
     da = da.to(tl.float32)
-    gate = load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide, C)
+    gate = load_h(h_ptr, h_scales_ptr, rows, mask, block, wide, C)
     up = gate
     if ACT.GATED:
-        up = load_h(h_ptr, h_scales_ptr, rows, row_mask, block + BLOCKS, wide, C)
+        up = load_h(h_ptr, h_scales_ptr, rows, mask, block + BLOCKS, wide, C)
     a, dgate, dup = activate_with_gradients(gate, up, ACT)
     at = partial_dweights_ptr + block.to(tl.int64) * num_expert_rows + rows
-    tl.store(at, tl.sum(da * a, axis=1), mask=row_mask)
+    tl.store(at, tl.sum(da * a, axis=1), mask=mask)
     if weights_ptr is not None:
-        weights = tl.load(weights_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        weights = tl.load(weights_ptr + rows, mask=mask, other=0.0)[:, None]
         a = a * weights
         da = da * weights
-    store_row_blocks(a, a_ptr, a_scales_ptr, rows, row_mask, block, scales_stride, F, POWER_OF_TWO)
+    store_row_blocks(a, a_ptr, a_scales_ptr, rows, mask, block, scales_stride, F, POWER_OF_TWO)
     dgate = da * dgate
     store_row_blocks(
-        dgate, dh_ptr, dh_scales_ptr, rows, row_mask, block, scales_stride, C, POWER_OF_TWO
+        dgate, dh_ptr, dh_scales_ptr, rows, mask, block, scales_stride, C, POWER_OF_TWO
     )
     if ACT.GATED:
         dup, block = da * dup, block + BLOCKS
         store_row_blocks(
-            dup, dh_ptr, dh_scales_ptr, rows, row_mask, block, scales_stride, C, POWER_OF_TWO
+            dup, dh_ptr, dh_scales_ptr, rows, mask, block, scales_stride, C, POWER_OF_TWO
         )
 
 

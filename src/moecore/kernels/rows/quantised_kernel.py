@@ -22,21 +22,19 @@ def store_row_blocks(
     scales_ptr,  # fp32 [C / 128, R4], out; or [R, C / 128], as `quantise_rows` has them
     rows,  # int64
     row_mask,  # bool, of each row
-    column_block,  # which 128 columns
+    block,  # which 128 columns
     scales_stride,  # R4; None for the other layout
     C: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
     """Quantise x, 128 columns of rows, to e4m3; store values and one scale per row."""
     scale, inverse = compute_block_scale(tl.max(abs_without_nan(x), axis=1), POWER_OF_TWO)
-    at = rows[:, None] * C + column_block * 128 + tl.arange(0, 128)[None, :]
+    at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=row_mask[:, None])
     if scales_stride is None:
-        tl.store(scales_ptr + rows * (C // 128) + column_block, scale, mask=row_mask)
+        tl.store(scales_ptr + rows * (C // 128) + block, scale, mask=row_mask)
     else:
-        tl.store(
-            scales_ptr + column_block.to(tl.int64) * scales_stride + rows, scale, mask=row_mask
-        )
+        tl.store(scales_ptr + block.to(tl.int64) * scales_stride + rows, scale, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])

@@ -35,20 +35,16 @@ def _scaled_cast_kernel(
     tl.store(y_ptr + i, (x * scale).to(y_ptr.dtype.element_ty), mask=i < numel)
 
 
-def scaled_cast(x: Tensor, out_dtype: torch.dtype, scale: float | Tensor) -> Tensor:
+def scaled_cast(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     """Return x * scale cast to a dtype, contiguous. Not differentiable.
 
     The product is computed in fp32, or in fp64 for fp64 tensors. A tensor scale [] is read on its
     device.
     """
-    if (
-        not can_use_kernel(x)
-        or torch.float64 in (x.dtype, out_dtype)
-        or torch.compiler.is_compiling()
-    ):
-        return scaled_cast_ref(x, out_dtype, scale)
+    if not can_use_kernel(x) or torch.float64 in (x.dtype, dtype) or torch.compiler.is_compiling():
+        return scaled_cast_ref(x, dtype, scale)
     x = x.contiguous()
-    y = torch.empty_like(x, dtype=out_dtype)
+    y = torch.empty_like(x, dtype=dtype)
     on_device, grid = isinstance(scale, Tensor), cdiv(x.numel(), BLOCK)
     args = (x, y, x.numel(), scale.float() if isinstance(scale, Tensor) else scale)
     constants = dict(ON_DEVICE=on_device, BLOCK=BLOCK, num_warps=NUM_WARPS)

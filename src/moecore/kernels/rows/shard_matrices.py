@@ -68,19 +68,13 @@ def write_matrix_amax_(shard: Tensor, first_matrix: int, amax: Tensor) -> None:
 
 
 def quantise_shard_(
-    shard: Tensor,
-    first_matrix: int,
-    amax: Tensor,
-    scales: Tensor,
-    values: Tensor,
-    *,
-    power_of_two: bool,
+    shard: Tensor, first: int, amax: Tensor, scales: Tensor, values: Tensor, *, power_of_two: bool
 ) -> None:
     """Quantise a shard to E4M3 with one scale per full matrix, into `values` and `scales`.
 
     Args:
         shard: the shard of a weight.
-        first_matrix: index of the shard's first matrix.
+        first: index of the shard's first matrix.
         amax: fp32, the largest magnitude of each full matrix.
         scales: output, fp32, one per full matrix.
         values: output, flat uint8, one byte per element of the shard.
@@ -88,7 +82,7 @@ def quantise_shard_(
     """
     scales.copy_(compute_block_scale_ref(amax, power_of_two)[0])
     if shard.numel():
-        rows, part_amax = _view_as_matrices(shard, first_matrix, amax)
+        rows, part_amax = _view_as_matrices(shard, first, amax)
         part_values, _ = quantise_ref(rows, 1, power_of_two, amax=part_amax[:, None])
         values.copy_(part_values.view(torch.uint8).view(-1))
 
@@ -99,11 +93,9 @@ def write_square_amax_ref_(shard: Tensor, position: MatrixShard, amax: Tensor) -
     if shard.numel():
         row, column = position.compute_indices(shard)
         magnitudes = shard.float().abs().nan_to_num(torch.inf, torch.inf).view(row.numel(), -1)
-        of_rows = amax.new_zeros(amax.shape[0], magnitudes.shape[1])
-        of_rows.scatter_reduce_(
-            0, (row // SQUARE)[:, None].expand_as(magnitudes), magnitudes, "amax"
-        )
-        amax.scatter_reduce_(1, (column // SQUARE).expand_as(of_rows), of_rows, "amax")
+        rows = amax.new_zeros(amax.shape[0], magnitudes.shape[1])
+        rows.scatter_reduce_(0, (row // SQUARE)[:, None].expand_as(magnitudes), magnitudes, "amax")
+        amax.scatter_reduce_(1, (column // SQUARE).expand_as(rows), rows, "amax")
 
 
 def pack_shard_ref_(
@@ -116,9 +108,8 @@ def pack_shard_ref_(
     recipe: Recipe,
 ) -> None:
     """Compute `pack_shard_` in plain PyTorch."""
-    of_rows = compute_tensor_scales(amax, recipe).repeat_interleave(
-        square_amax.shape[0] // amax.numel()
-    )
+    rows_per_matrix = square_amax.shape[0] // amax.numel()
+    of_rows = compute_tensor_scales(amax, recipe).repeat_interleave(rows_per_matrix)
     scales.copy_(compute_nvfp4_scales(square_amax, of_rows[:, None]))
     if shard.numel():
         row, column = (index // SQUARE for index in position.compute_indices(shard))

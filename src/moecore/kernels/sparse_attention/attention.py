@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.attention import compute_sinks_gradient
+from moecore.kernels.attention import compute_sinks_grad
 from moecore.kernels.common import cdiv
 from moecore.kernels.meta import repeat_on_meta
 from moecore.kernels.sparse_attention.contract import (
@@ -187,10 +187,9 @@ class _SparseAttention(torch.autograd.Function):
             keys: Keys = chunk.span
             if selected is not None and new_width is not None:
                 scores_CS = compute_span_scores(chunk.indexer, chunk.span)
-                chunk.slice_queries(selected).copy_(
-                    select_keys(scores_CS, chunk.span.first, new_width)
-                )
-                del scores_CS
+                selected_CK = select_keys(scores_CS, chunk.span.first, new_width)
+                chunk.slice_queries(selected).copy_(selected_CK)
+                del scores_CS, selected_CK
             if selected is not None:
                 keys = SelectedKeys(chunk.slice_queries(selected))
             rows = keys.select_rows(keys_Nl)
@@ -217,6 +216,7 @@ class _SparseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Return the gradients of `forward`'s tensors; `grads` are of o, keys and divergences."""
         do, _, dkl = grads
         *tensors, selected, sinks, o, lse = ctx.saved_tensors
         heads, index = LatentHeads(*tensors[:4]), IndexerHeads(*tensors[4:])
@@ -264,5 +264,5 @@ class _SparseAttention(torch.autograd.Function):
             of_index = (d.to(x.dtype) for d, x in zip(dindex, index, strict=True))
         dsinks = None
         if sinks is not None:
-            dsinks = compute_sinks_gradient(do[None], o[None], lse.T[None], sinks)
+            dsinks = compute_sinks_grad(do[None], o[None], lse.T[None], sinks)
         return *of_heads, *of_index, None, dsinks, None, None

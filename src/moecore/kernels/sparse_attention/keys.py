@@ -27,13 +27,13 @@ class Keys(Protocol):
         """Bool [C, K], whether each query sees each of its K keys."""
 
     def select_rows(self, x_ND: Tensor) -> Tensor:
-        """Return the keys' rows of x: [K, D], or [C, K, D] if each query has its own keys."""
+        """Return the keys' rows of x: [keys, D], or [queries, keys, D] for keys per query."""
 
     def compute_dot_products(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Return dot products of queries and rows from `select_rows`, [C, x, K], at least fp32."""
+        """Return dot products of queries and key rows, [queries, heads, keys], at least fp32."""
 
     def sum_weighted_rows(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """Return each query's sum over its K keys of p * row, [C, x, D], at least fp32."""
+        """Return each query's sum over keys of p * row, [queries, heads, D], at least fp32."""
 
     def add_outer_products(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
         """For each pair (p_CxK, q_CxD), add p^T q to the keys' rows of total_ND, in place.
@@ -56,15 +56,15 @@ class SelectedKeys:
         return self._selected_CK >= 0
 
     def select_rows(self, x_ND: Tensor) -> Tensor:
-        """Gather rows [C, K, D]; an entry of -1 gathers row 0, see `seen_CK`."""
+        """Gather rows [queries, keys, D]; an entry of -1 gathers row 0, see `seen_CK`."""
         return x_ND.index_select(0, self._places).view(*self._selected_CK.shape, -1)
 
     def compute_dot_products(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Return queries times their own rows, [C, x, K], by one matrix product per query."""
+        """Return queries times their keys' rows, by one matrix product per query."""
         return multiply_in_fp32(q_CxD, rows.transpose(1, 2))
 
     def sum_weighted_rows(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """Return weighted sums of each query's rows, [C, x, D], by one matrix product per query."""
+        """Return weighted sums of each query's rows, by one matrix product per query."""
         return multiply_in_fp32(p_CxK, rows)
 
     def add_outer_products(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
@@ -83,10 +83,8 @@ class SelectedKeys:
 class SpanOfKeys:
     """`Keys` with one range [first, last) for all queries; a query sees its [first_C, last_C]."""
 
-    def __init__(
-        self, first_key: int, key_end: int, first_keys_C: Tensor, last_keys_C: Tensor
-    ) -> None:
-        self.first, self.first_C, self.last_C = first_key, first_keys_C, last_keys_C
+    def __init__(self, first_key: int, key_end: int, first_C: Tensor, last_C: Tensor) -> None:
+        self.first, self.first_C, self.last_C = first_key, first_C, last_C
         self._span = slice(first_key, key_end)
 
     @cached_property
@@ -100,11 +98,11 @@ class SpanOfKeys:
         return x_ND[self._span]
 
     def compute_dot_products(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Return queries times the span's rows, [C, x, K], by one matrix product for all."""
+        """Return queries times the span's rows, by one matrix product for all queries."""
         return multiply_in_fp32(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])  # type: ignore[no-any-return]
 
     def sum_weighted_rows(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """Return weighted sums of the span's rows, [C, x, D], by one matrix product for all."""
+        """Return weighted sums of the span's rows, by one matrix product for all queries."""
         return multiply_in_fp32(p_CxK.flatten(0, 1), rows).unflatten(0, p_CxK.shape[:2])  # type: ignore[no-any-return]
 
     def add_outer_products(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
