@@ -26,9 +26,10 @@ def run_rank(args: object) -> int:
     def build_job(args: object) -> CorpusTraining:
         job: Any = build(args)
         layer, reader = job.model.layers[-1], job.batches
-        owner, name = {"data": (reader, "next"), "layer": (layer, "forward")}[
-            place
-        ]
+        owner, name = {
+            "data": (reader, "next_batch"),
+            "layer": (layer, "forward"),
+        }[place]
         function, calls = getattr(owner, name), list[int]()
 
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from moecore.packing import PackedBatchSampler, PackedCollator
 from moecore.packing.collate import get_length_multiple
+from moecore.parallel.mesh import ParallelConfig
 from moecore.train import GraphedForwardBackward
 
 StepT = TypeVar("StepT")
@@ -49,6 +50,17 @@ class BatchShape:
     def rows(self) -> int:
         """The rows of a step over all data ranks."""
         return self.data_ranks * self.grad_accum * self.batch_size
+
+
+def make_batch_shape(args: Any, parallel: ParallelConfig) -> BatchShape:
+    """Return the shape of a step's batch over all ranks; `parallel` has degrees without -1."""
+    return BatchShape(
+        data_ranks=parallel.dp_replicate * parallel.dp_shard,
+        grad_accum=args.grad_accum,
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+        cp=parallel.cp,
+    )
 
 
 def scan_standard_library() -> list[Path]:

@@ -33,7 +33,7 @@ from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
-from moecore.recipes.data import BatchShape
+from moecore.recipes.data import BatchShape, make_batch_shape
 from moecore.recipes.dry_run import make_planned_run, print_batch, print_dry_run
 from moecore.recipes.examples import (
     Examples,
@@ -55,7 +55,7 @@ from moecore.recipes.hf_model import (
     read_config,
     read_tokenizer,
 )
-from moecore.recipes.loop import count_ranks, make_batch_shape, run, run_command
+from moecore.recipes.loop import count_ranks, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.options import ShardedConfig, parallelize
 from moecore.recipes.parser import parse

@@ -28,6 +28,7 @@ from moecore.families.transformers.lora import LoRAOptions, add_adapters
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning import TransformersModel
+from moecore.recipes.data import make_batch_shape
 from moecore.recipes.dry_run import MAX_TOKENS, make_planned_run, print_dry_run
 from moecore.recipes.files import find_model_directory
 from moecore.recipes.grpo_job import (
@@ -46,7 +47,7 @@ from moecore.recipes.hf_model import (
     read_config,
     read_tokenizer,
 )
-from moecore.recipes.loop import count_ranks, make_batch_shape, run, run_command
+from moecore.recipes.loop import count_ranks, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.options import RunConfig, ShardedConfig
 from moecore.recipes.parser import parse

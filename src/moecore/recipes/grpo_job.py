@@ -246,6 +246,10 @@ class Reinforcement(TrainingJob[Samples]):
         advantages_N = rollouts.expand_to_tokens(group_advantages(rewards_n, groups_n))
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
 
+    def drop_batch(self, step: int) -> None:
+        """Read prompts that a rollback has left out, without completions."""
+        self.batches.next_batch()
+
     def score(self, prompts: Sequence[Prompt], responses: Sequence[list[int]]) -> Tensor:
         """Return each completion's reward, fp32 [n]; store the mean over all ranks. Collective."""
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)

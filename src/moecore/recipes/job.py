@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.parallel.mesh import Meshes
 from moecore.recipes.data import BatchShape
 from moecore.recipes.errors import SAVES_MEMORY
@@ -18,6 +19,7 @@ from moecore.recipes.metrics import Metrics, find_peak_tflops
 from moecore.recipes.options import RunConfig
 from moecore.recipes.parser import format_toml
 from moecore.recipes.resume import print_option_changes, resume
+from moecore.recipes.rollback import LeftOut, SpikeStreak, read_history
 from moecore.recipes.schedule import StepSizes, TrainingStage, plan_stage
 from moecore.recipes.stragglers import Stragglers
 from moecore.train.step import TrainStep
@@ -48,6 +50,8 @@ class TrainingJob(ABC, Generic[BatchT]):
         owner: the `TrainStep` of the optimizer steps.
         toml: the options of the run as TOML.
         start: the step of the loaded checkpoint; 0 = no checkpoint.
+        left_out: the batches that rollbacks have left out.
+        spikes: the number of consecutive spikes before the next step.
         stragglers: the comparison of the times of phases over ranks.
         hangs: the phase of this rank, and the thread that ends a step that hangs.
         reader: a CUDA stream that copies metrics to the host, so that the copies do not wait
@@ -89,6 +93,8 @@ class TrainingJob(ABC, Generic[BatchT]):
         self.toml = format_toml((args.run or args).resolve())
         print_option_changes(args, self.toml)
         self.start = resume(args, *restored, stage=self.stage, chosen_by=self.chosen_by)
+        ranges, losses = run_on_first_rank(lambda: read_history(args, self.start))
+        self.left_out, self.spikes = LeftOut(ranges), SpikeStreak(args.skip_spikes, losses)
         self.stragglers, self.hangs = Stragglers(self.device), HangWatch(args.hang_timeout)
         self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
         dtype = args.get_compute_dtype(self.device)
@@ -101,6 +107,10 @@ class TrainingJob(ABC, Generic[BatchT]):
     @abstractmethod
     def next_batch(self, step: int) -> BatchT:
         """Return this data rank's batch for a step; the first step is 1."""
+
+    def drop_batch(self, step: int) -> None:
+        """Read a batch that a rollback has left out, and which belonged to a step."""
+        self.next_batch(step)
 
     @abstractmethod
     def forward_backward(self, num_labels: Tensor, batch: BatchT) -> Tensor:

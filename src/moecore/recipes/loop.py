@@ -30,8 +30,7 @@ from moecore.base.progress import show_progress
 from moecore.base.streams import copy_to_device
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import run_on_first_rank
-from moecore.parallel.mesh import ParallelConfig, start_process_group
-from moecore.recipes.data import BatchShape
+from moecore.parallel.mesh import start_process_group
 from moecore.recipes.determinism import check_deterministic, use_deterministic_algorithms
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
@@ -62,6 +61,7 @@ from moecore.recipes.resume import (
     read_latest_step,
     save_config,
 )
+from moecore.recipes.rollback import ROLLED_BACK, check_rollback, roll_back
 from moecore.recipes.schedule import is_due
 from moecore.recipes.stragglers import COMPUTE, DATA, OPTIMIZER, PhaseTimer
 
@@ -133,11 +133,14 @@ def run(
             raise ValueError(
                 f"--ranks ({args.ranks}) must equal torchrun's ({world_size}): drop it"
             )
-        stages = list_remaining_stages(plan(args))
+        check_rollback(stages := plan(args))
+        stages = list_remaining_stages(stages)
     except ARGUMENT_ERRORS as error:
         return print_rank_error(error, int(os.environ["RANK"]))
     for stage_args in stages:
-        code = run_stage(stage_args, build_job, is_last=stage_args is stages[-1])
+        is_last = stage_args is stages[-1]
+        while (code := run_stage(stage_args, build_job, is_last=is_last)) == ROLLED_BACK:
+            pass
         if code:
             return code
     dist.barrier()
@@ -159,8 +162,10 @@ def run_stage(
 ) -> int:
     """Build the job of one stage and train it; return the exit status.
 
-    After the training the job is finished if `is_last`, otherwise closed.
+    After the training the job is finished if `is_last`, otherwise closed. `ROLLED_BACK` = the stage
+    must run again, from its last checkpoint.
     """
+    code = 0
     try:
         job = build_job(args)
         args = job.args  # with the number of steps, which may depend on the data
@@ -181,31 +186,34 @@ def run_stage(
                 print_on_rank_0("the first step compiles kernels, which takes up to a minute")
             with silence_background_errors():
                 code = train(job)
-            if code:
+            if code not in (0, ROLLED_BACK):
                 if multiprocessing.parent_process() is None:  # else the launcher says it
                     print_on_rank_0(f"moecore: stopped: {describe_continuation(args)}")
                 return code
         else:
             print_on_rank_0(f"{args.run_dir} is finished at step {job.start}{job.finish_note}")
-        if is_last:
+        if code == ROLLED_BACK:
+            roll_back(args, job.spikes, job.left_out)
+        if is_last and not code:
             job.finish()
         else:
             job.close()
     except RUN_ERRORS as error:
         return print_run_error(error, args, saves_memory=job.saves_memory)
-    if not is_last:  # before the next stage's model is made
+    if not is_last or code:  # before the next model is made
         del job
         gc.collect()
         torch.cuda.empty_cache()
-    return 0
+    return code
 
 
 def train(job: TrainingJob[Any]) -> int:
     """Train to the last step; return 0, or 128 + the signal if a signal ended the training.
 
     A signal ends the training after a step, with a checkpoint unless `checkpoint_every` is 0.
+    `ROLLED_BACK` = spikes have ended the training. No checkpoint is saved while spikes last.
     """
-    args, queue = job.args, deque[LaunchedStep]()
+    args, queue, has_checkpoint = job.args, deque[LaunchedStep](), job.start > 0
     with (
         record_stop_signals() as request,  # until the last save is whole
         open_report(job) as report,
@@ -240,18 +248,23 @@ def train(job: TrainingJob[Any]) -> int:
             if job.is_stopping:
                 report_steps(job, queue, report)
             saver.check()  # a save that failed in the background ends the run here
-            if is_checkpoint or (job.is_stopping and args.checkpoint_every):
+            may_roll_back = job.spikes.may_roll_back(has_checkpoint=has_checkpoint)
+            may_save = not job.spikes.length or (step == args.steps and not may_roll_back)
+            if may_save and (is_checkpoint or (job.is_stopping and args.checkpoint_every)):
                 with measure_wall_time(report, "save"):
                     save_checkpoint(job, saver, step)
+                has_checkpoint = True
             collect_garbage(step)
             end_of_step()
-            if job.is_stopping:
+            if job.is_stopping or may_roll_back:
                 break
         job.owner.check()  # the last step's
         # A signal may arrive during the last step of a stage, which no step has read.
         has_signal = torch.tensor(request.number > 0, dtype=torch.int64, device=job.device)
         dist.all_reduce(has_signal, op=dist.ReduceOp.MAX)
         is_stopping = job.is_stopping or bool(has_signal)
+    if may_roll_back and not is_stopping:
+        return ROLLED_BACK
     if not is_stopping or step == job.stage.last:
         return 0
     return 128 + (request.number or signal.SIGINT)
@@ -298,6 +311,8 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         return nullcontext() if timer is None else timer.measure(phase)
 
     with measure(DATA):
+        for i in range(job.left_out.count_before(step)):
+            job.drop_batch(step + i)
         batch = job.next_batch(step)
     copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
     num_stops = torch.tensor([copies * stops], dtype=torch.int64, device="cpu")
@@ -357,23 +372,13 @@ def report_steps(
         if report:
             lines = job.stragglers.find_alarms(step, times_RP) if times_RP else []
             report.log(step, metrics, expert_loads=launched.expert_loads, alarms=lines)
+        job.spikes.record(step, metrics)
         job.num_nan = 0 if math.isfinite(metrics["loss"]) else job.num_nan + 1
         if job.num_nan == MOST_NAN:
             raise DivergedError(
                 f"loss ({metrics['loss']}) of step {step} and of the {MOST_NAN - 1} before it "
                 "must be finite: lower --lr, or start again from a checkpoint before them"
             )
-
-
-def make_batch_shape(args: RunConfig, parallel: ParallelConfig) -> BatchShape:
-    """Return the shape of a step's batch over all ranks; `parallel` has degrees without -1."""
-    return BatchShape(
-        data_ranks=parallel.dp_replicate * parallel.dp_shard,
-        grad_accum=args.grad_accum,
-        batch_size=args.batch_size,
-        seq_len=args.seq_len,
-        cp=parallel.cp,
-    )
 
 
 def describe_ranks(job: TrainingJob[Any], *notes: str) -> str:

@@ -39,7 +39,7 @@ from moecore.recipes.corpora import (
     split_sources,
 )
 from moecore.recipes.corpus_training import CorpusTraining
-from moecore.recipes.data import RandomSteps
+from moecore.recipes.data import RandomSteps, make_batch_shape
 from moecore.recipes.decoder_config import (
     RotaryOptions,
     choose_balance,
@@ -49,7 +49,7 @@ from moecore.recipes.decoder_config import (
 )
 from moecore.recipes.dry_run import make_planned_run, print_batch, print_dry_run
 from moecore.recipes.generate import SampleOptions
-from moecore.recipes.loop import count_ranks, make_batch_shape, run, run_command
+from moecore.recipes.loop import count_ranks, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.options import ShardedConfig, get_moe_config, parallelize
 from moecore.recipes.parser import parse

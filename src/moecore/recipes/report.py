@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
@@ -184,12 +184,17 @@ def truncate_metrics(path: Path, step: int) -> float:
     lines, num_damaged = read_metrics(path)
     if num_damaged:
         print(f"{path}: dropped {num_damaged} damaged line(s)", flush=True)
+    write_metrics(path, [line for line in lines if line["step"] <= step])
+    return sum(float(line.get("step_seconds", 0.0)) for line in lines if line["step"] > step)
+
+
+def write_metrics(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Replace a metrics file by a file with these lines."""
     draft = path.with_suffix(".tmp")
     draft.unlink(missing_ok=True)
     with draft.open("x") as file:  # never through a link
-        file.writelines(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
+        file.writelines(json.dumps(line) + "\n" for line in lines)
     draft.replace(path)
-    return sum(float(line.get("step_seconds", 0.0)) for line in lines if line["step"] > step)
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:

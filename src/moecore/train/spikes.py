@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from moecore.base.fields import Bound, CheckedRecord
+from moecore.base.fields import Bound, CheckedRecord, CountOrZero
 
 FEWEST = 16  # norms before there is a limit
 NORMAL = 1.4826  # standard deviation over median absolute deviation of a normal distribution
@@ -31,10 +31,13 @@ class SpikeOptions(CheckedRecord):
     Attributes:
         window: number of norms before the step that the limit is computed from.
         factor: robust standard deviations of these norms above their median.
+        rollback_after: spikes of the norm or the loss in succession after which a training command
+            returns to its last checkpoint without their batches; 0 = never. `TrainStep` ignores it.
     """
 
     window: Annotated[int, Bound(">=", FEWEST), Bound("<=", 4096)] = 128
     factor: Annotated[float, Bound(">", 0)] = 10.0
+    rollback_after: CountOrZero = 0
 
 
 class SpikeLimit:
