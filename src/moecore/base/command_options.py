@@ -119,9 +119,8 @@ def list_options(command: Any) -> tuple[CommandOption, ...]:
             nested_options += _list_table_options(item, table, is_saved)
             continue
         flag, text = make_flag_name(item.name), texts.get(item.name, "")
-        options.append(
-            CommandOption("", item.name, flag, hint, get_field_default(item), text, is_saved)
-        )
+        default = get_field_default(item)
+        options.append(CommandOption("", item.name, flag, hint, default, text, is_saved))
     counts = Counter(option.flag for option in options + nested_options)
     return *options, *(
         option._replace(flag=make_flag_name(f"{option.table}_{option.name}"))

@@ -251,9 +251,8 @@ def will_run_node(node: Any) -> bool:
 
 def has_next_node() -> bool:
     """Whether the running backward executes a node after the current node."""
-    return any(
-        node is not None and will_run_node(node) for node, _ in get_current_node().next_functions
-    )
+    edges = get_current_node().next_functions
+    return any(node is not None and will_run_node(node) for node, _ in edges)
 
 
 def get_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

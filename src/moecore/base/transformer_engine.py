@@ -115,10 +115,8 @@ def quantise(
         if scale is not None:
             dtype = _get_fp8_dtype(recipe, operand)
             amax_out = torch.zeros_like(scale) if amax_out is None else amax_out
-            usage: Any = dict(rowwise=True, columnwise=over_rows)
-            quantizer = import_transformer_engine().pytorch.Float8Quantizer(
-                scale, amax_out, dtype, **usage
-            )
+            make: Any = import_transformer_engine().pytorch.Float8Quantizer
+            quantizer = make(scale, amax_out, dtype, rowwise=True, columnwise=over_rows)
             return _use_plain_records(quantizer)(x_RK)
         (quantizer,) = _make_quantizers(recipe, operand, over_rows, 1, x_RK.device)
         return quantizer(_cast_for_quantizer(x_RK, recipe))

@@ -69,32 +69,30 @@ def register_expert_backend(name: str, computation: Computation) -> None:
     EXPERT_BACKENDS.register(name, compute)
 
 
-def check_backend(backend: str, expert_spec: ExpertSpec) -> None:
+def check_backend(backend: str, spec: ExpertSpec) -> None:
     """Raise a ValueError for a backend that does not exist or cannot compute these experts."""
     if backend not in EXPERT_BACKENDS:
         names = ", ".join(map(repr, EXPERT_BACKENDS))
         raise ValueError(f"expert_backend ({backend!r}) must be one of {names}")
     if EXPERT_BACKENDS[backend] is None:
-        problem = find_products_problem(cast(ProductsName, backend), expert_spec)
+        problem = find_products_problem(cast(ProductsName, backend), spec)
     else:
-        problem = (
-            None if expert_spec.recipe is None else make_recipe_error(backend, expert_spec.recipe)
-        )
+        problem = None if spec.recipe is None else make_recipe_error(backend, spec.recipe)
     if problem is not None:
         raise ValueError(problem)
 
 
 def find_backend_computation(
-    backend: str, expert_spec: ExpertSpec, *, needs_autograd: bool
+    backend: str, spec: ExpertSpec, *, needs_autograd: bool
 ) -> Computation | None:
     """Return the function of a backend that replaces `expert_mlp`. None = `expert_mlp` runs.
 
     `needs_autograd` = experts have biases or the model's own activation. Warns if
     "auto" multiplies experts one by one.
     """
-    is_floating = all(dtype.is_floating_point for dtype in expert_spec.dtypes or ())
-    may_group = backend == "auto" and expert_spec.recipe is None and is_floating
-    if may_group and (problem := expert_spec.find_grouped_problem()) is not None:
+    is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
+    may_group = backend == "auto" and spec.recipe is None and is_floating
+    if may_group and (problem := spec.find_grouped_problem()) is not None:
         warnings.warn(f"experts are multiplied one by one, slowly: {problem}", stacklevel=2)
         return _compute_expert_by_expert
     return EXPERT_BACKENDS[backend] or (_compute_under_autograd if needs_autograd else None)
@@ -194,14 +192,12 @@ def _read_expert_row_ends(index: ExpertIndex) -> list[int]:
     return [R * i // e for i in range(1, e + 1)]
 
 
-def _compute_expert_matrix(
-    w_eOI: Tensor, lora_update: LowRankUpdate | None, expert_idx: int
-) -> Tensor:
+def _compute_expert_matrix(w_eOI: Tensor, update: LowRankUpdate | None, expert_idx: int) -> Tensor:
     """Return the matrix [O, I] of expert i, with its LoRA update added (if not None)."""
     return (
         w_eOI[expert_idx]
-        if lora_update is None
-        else w_eOI[expert_idx] + lora_update.b_eOr[expert_idx] @ lora_update.a_erI[expert_idx]
+        if update is None
+        else w_eOI[expert_idx] + update.b_eOr[expert_idx] @ update.a_erI[expert_idx]
     )
 
 

@@ -70,7 +70,7 @@ class MoEMetrics:
                 for name, of_layers in values.items()
             }
         loads = {
-            layer: _divide_by_mean(counts) for layer, counts in values["tokens_per_expert"].items()
+            layer: _divide_by_mean(of_E) for layer, of_E in values["tokens_per_expert"].items()
         }
         numbers = _prefix_metric_name(
             "expert_load", {layer: max(of_E) for layer, of_E in loads.items()}
@@ -78,17 +78,14 @@ class MoEMetrics:
         numbers = {"expert_load_max_over_mean": max(numbers.values()), **numbers}
         numbers |= _prefix_and_average("drop_rate", _compute_drop_rates(values))
         z = LOSS_NAMES.index("z")
-        for name, places in (("balance_loss", range(z)), ("z_loss", [z])):
+        for name, idxs in (("balance_loss", range(z)), ("z_loss", [z])):
             of_layers = {
-                layer: sum(losses[i] for i in places)
-                for layer, losses in values["aux_losses"].items()
+                layer: sum(terms[i] for i in idxs) for layer, terms in values["aux_losses"].items()
             }
             if any(of_layers.values()):  # a loss that is in use is above 0
                 numbers |= {name: sum(of_layers.values()), **_prefix_metric_name(name, of_layers)}
         for name in ("router_entropy", "clones_per_rank"):
-            numbers |= _prefix_and_average(
-                name, {layer: value for layer, (value,) in values[name].items()}
-            )
+            numbers |= _prefix_and_average(name, {layer: x for layer, (x,) in values[name].items()})
         if indexer_losses:
             numbers |= {"indexer_loss": sum(indexer_losses.values())}
             numbers |= _prefix_metric_name("indexer_loss", indexer_losses)

@@ -22,21 +22,19 @@ from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.moe.records import BalancedRows, Routing
 
 
-def compute_balanced_tokens(
-    num_tokens: int, top_k: int, num_experts: int, num_local_experts: int
-) -> int:
-    """Return the mean number of tokens that choose at least one of `num_local_experts` experts.
+def compute_balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: int) -> int:
+    """Return the mean number of tokens that choose at least one of `num_local` experts.
 
     Each of `num_tokens` tokens has `top_k` random experts of `num_experts`.
     """
-    return round(num_tokens * _compute_choice_probability(top_k, num_experts, num_local_experts))
+    return round(num_tokens * _compute_choice_probability(top_k, num_experts, num_local))
 
 
-def _compute_choice_probability(top_k: int, num_experts: int, num_local_experts: int) -> float:
+def _compute_choice_probability(top_k: int, num_experts: int, num_local: int) -> float:
     """Return the probability that K random experts of E include any local expert."""
     if top_k > num_experts:  # the remaining choices are zero experts
         return 1.0
-    return 1 - math.comb(num_experts - num_local_experts, top_k) / math.comb(num_experts, top_k)
+    return 1 - math.comb(num_experts - num_local, top_k) / math.comb(num_experts, top_k)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,10 +145,8 @@ class DomainPlacement(ExpertPlacement):
 
     def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of A received rows one rank of the domain receives on average."""
-        compute = self._compute_reach_probability
-        return round(
-            num_tokens * (compute(top_k, self.num_local) / compute(top_k, self.num_experts))
-        )
+        reach = self._compute_reach_probability
+        return round(num_tokens * (reach(top_k, self.num_local) / reach(top_k, self.num_experts)))
 
     def _compute_reach_probability(self, top_k: int, num_experts: int) -> float:
         """Return the probability that a token chooses at least one of `num_experts` experts."""

@@ -224,9 +224,8 @@ def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
             "NVLinkOptions.keep_rows (False) must be True for experts that keep their rows "
             "('sequential' or with biases): set it, or use 'triton' or 'torch' without biases"
         )
-    rows_SD = _RouteGradToHandle.apply(
-        inp.unsummed.grad_handle_RD, inp.rows.widen(), inp.index.slots_SK
-    )
+    handle_RD, rows_SD = inp.unsummed.grad_handle_RD, inp.rows.widen()
+    rows_SD = _RouteGradToHandle.apply(handle_RD, rows_SD, inp.index.slots_SK)
     return replace(inp, rows=Rows(rows_SD), unsummed=None)
 
 

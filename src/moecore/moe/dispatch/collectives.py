@@ -42,11 +42,10 @@ class EqualTokenCounts:
         (numbers_G,) = _gather_from_ranks((local_size,), self.group)
         fix = "with CapacityConfig.pad (True): pad the batches, or set pad=False"
         if self._is_first:
-            numbers = numbers_G.tolist()
-            if len(set(numbers)) > 1:
+            counts = numbers_G.tolist()
+            if len(set(counts)) > 1:
                 raise ValueError(
-                    f"number of tokens ({numbers} by rank of the dispatch group) must be equal "
-                    f"{fix}"
+                    f"number of tokens ({counts} by rank of the dispatch group) must be equal {fix}"
                 )
             self._is_first = False
         else:
@@ -80,14 +79,12 @@ class LayerCheck:
         self.is_skipped = all(n & 1 for n in encoded_layers)
         if len({n >> 1 for n in encoded_layers}) > 1:
             notes = [(n >> 6, n >> 2 & 15, n >> 1 & 1) for n in encoded_layers]
-            formatters: dict[str, Callable[[int], str]] = {
+            formats: dict[str, Callable[[int], str]] = {
                 "the number of the MoE layer": str,
                 "the dtype of tokens": lambda n: str([*DTYPES, "another"][n]),
                 "torch.is_grad_enabled()": lambda n: str(bool(n)),
             }
-            check_collective_headers(
-                f"the exchange of {self._name}", notes, formatters, self._group
-            )
+            check_collective_headers(f"the exchange of {self._name}", notes, formats, self._group)
 
 
 class _ExchangeWithGrad(torch.autograd.Function):
@@ -158,9 +155,7 @@ def list_outputs_without_grad(
 ) -> list[Tensor]:
     """Return the outputs whose entry of `needs_input_grad` (`ctx.needs_input_grad`) is False."""
     return [
-        out
-        for out, need in zip(outputs, needs_input_grad, strict=False)
-        if out is not None and not need
+        y for y, need in zip(outputs, needs_input_grad, strict=False) if y is not None and not need
     ]
 
 

@@ -302,25 +302,21 @@ class CloneExchange:
         (rows_GE,) = self.fetch_clone_weights([row_1E], self._gather_places)
         return rows_GE
 
-    def fetch_clone_weights(
-        self, tensors: Sequence[Tensor], clone_experts: ClonePlaces
-    ) -> list[Tensor]:
+    def fetch_clone_weights(self, tensors: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
         """Send weights [e, ...] to clones on other ranks, and return this rank's clones [c, ...].
 
-        `clone_experts` has the expert of each place for a clone, on all ranks. Empty places have
+        `places` has the expert of each place for a clone, on all ranks. Empty places have
         zeros.
         """
-        return [
-            clone_kernels.fetch_clones(self.buffer, tensor, clone_experts) for tensor in tensors
-        ]
+        return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
-    def add_clone_grads_(self, grads: Sequence[Tensor], clone_experts: ClonePlaces) -> list[Tensor]:
+    def add_clone_grads_(self, grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
         """Add the gradients of all ranks' clones to their experts' gradients, and return [e, ...].
 
         Each of `grads`, [e + c, ...], ends with the gradients of this rank's clones.
         """
         add_, buffer = clone_kernels.add_clone_grads_, self.buffer
-        return [add_(buffer, grad.contiguous(), clone_experts) for grad in grads]
+        return [add_(buffer, grad.contiguous(), places) for grad in grads]
 
     def raise_if_rank_late(self) -> None:
         """Raise `ExchangeError` if the host sees that a rank missed the timeout. No host sync."""

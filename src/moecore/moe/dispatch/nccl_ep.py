@@ -369,13 +369,11 @@ class _EPDispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weights_TK: Tensor, forward_handles: ForwardHandles
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, handles: ForwardHandles
     ) -> tuple[Tensor, ...]:
         """Return the results of `ForwardHandles.dispatch`."""
-        rows_SD, ids_SK, weights_SK = forward_handles.dispatch(
-            x_TD.contiguous(), weights_TK.contiguous()
-        )
-        ctx.forward_handles = forward_handles
+        rows_SD, ids_SK, weights_SK = handles.dispatch(x_TD.contiguous(), weights_TK.contiguous())
+        ctx.handles = handles
         ctx.like = rows_SD.shape, rows_SD.dtype, rows_SD.device
         ctx.mark_non_differentiable(ids_SK)
         ctx.set_materialize_grads(False)
@@ -389,6 +387,6 @@ class _EPDispatch(torch.autograd.Function):
         if drows_SD is None:
             drows_SD = torch.zeros(shape, dtype=dtype, device=device)
         if dweights_SK is None:
-            shape_SK = shape[0], ctx.forward_handles.top_k
+            shape_SK = shape[0], ctx.handles.top_k
             dweights_SK = torch.zeros(shape_SK, device=device, dtype=torch.float32)
-        return *ctx.forward_handles.compute_token_grads(drows_SD, dweights_SK), None
+        return *ctx.handles.compute_token_grads(drows_SD, dweights_SK), None

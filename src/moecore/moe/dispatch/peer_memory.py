@@ -102,11 +102,9 @@ def can_meta_peers_access_memory(group: dist.ProcessGroup) -> bool:
 
 def _find_local_access_problem(group: dist.ProcessGroup) -> str | None:
     """Return the reason why this GPU cannot read the memory of its group, or None. Collective."""
-    device, count = torch.cuda.current_device(), torch.cuda.device_count()
-    local_devices = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(count)}
-    places = gather_objects(
-        (get_host_id(), str(torch.cuda.get_device_properties(device).uuid)), group
-    )
+    device, get_properties = torch.cuda.current_device(), torch.cuda.get_device_properties
+    local_devices = {str(get_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    places = gather_objects((get_host_id(), str(get_properties(device).uuid)), group)
     hosts = len({host for host, _ in places})
     if hosts > 1:
         return f"must stay on one host (its ranks are on {hosts}): use 'alltoall'"

@@ -91,17 +91,15 @@ class Receiver:
         self.next: GradientReceiver | None = None  # of the second dispatch, if there are two
         self._entry: tuple[Tensor, Rows] | None = None
 
-    def exchange_as_fp8(
-        self, dy_TD: Tensor, exchange_rows: Callable[[Tensor], Tensor]
-    ) -> Tensor | None:
-        """Exchange dy by exchange_rows(packed dy), and return a handle of the received rows.
+    def exchange_as_fp8(self, dy_TD: Tensor, exchange: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Exchange dy by exchange(packed dy), and return a handle of the received rows.
 
         `take_packed_grads` then returns the rows. In a two-level dispatch, the first level returns
         unpacked rows instead of a handle. None = experts accept no FP8, and dy is not sent.
         """
         if not (self.next or self).accepts_packed_grads:
             return None
-        words_RW = exchange_rows(pack_rows(dy_TD.contiguous()))
+        words_RW = exchange(pack_rows(dy_TD.contiguous()))
         rows = Rows.from_bytes(words_RW, dy_TD.shape[1], dy_TD.dtype)
         if self.next is not None:  # the second dispatch packs the rows again
             return rows.widen()

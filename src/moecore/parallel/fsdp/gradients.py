@@ -424,21 +424,19 @@ class _ParamGradSink:
         self._param, self._shape = param, grad_shape
         self._node = get_gradient_edge(param).node
 
-    def accumulate(self, compute_grad: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Let `compute_grad(*operands, target)` add the gradient to the sums, and return None.
+    def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
+        """Let `compute(*operands, target)` add the gradient to the sums, and return None.
 
         Returns the gradient if it cannot be added, so that the caller passes it to autograd.
         """
         if not self._may_take_gradient():
-            return compute_grad(*operands, GradTarget())
-        return self._gradients.compute_and_accumulate(
-            self._index, self._shape, compute_grad, *operands
-        )
+            return compute(*operands, GradTarget())
+        return self._gradients.compute_and_accumulate(self._index, self._shape, compute, *operands)
 
-    def defer(self, compute_grad: ComputeGrad, *operands: Any) -> bool:
+    def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
         """Store compute(*operands) for later; return False if the call cannot be deferred."""
         return self._may_take_gradient() and self._gradients.defer_matmul(
-            self._index, self._shape, compute_grad, *operands
+            self._index, self._shape, compute, *operands
         )
 
     def _may_take_gradient(self) -> bool:

@@ -177,9 +177,8 @@ class UnitParam:
         If `.grad` is None, the gradient becomes `.grad` without a copy.
         """
         if has_tensor_hooks(self.sharded):
-            grad = get_local_tensor(
-                apply_tensor_hooks(self.sharded, make_dtensor_like(grad, self.sharded))
-            )
+            grad = apply_tensor_hooks(self.sharded, make_dtensor_like(grad, self.sharded))
+            grad = get_local_tensor(grad)
         if self.sharded.grad is None:
             self.sharded.grad = make_dtensor_like(grad, self.sharded)
         else:
@@ -220,10 +219,7 @@ def _make_placements(
         placements[-1] = (
             Shard(shard_dim) if cuts == 1 else StridedShard(shard_dim, split_factor=cuts)
         )
-    return (data_mesh if inner is None else join_meshes(data_mesh, inner)), (
-        *placements,
-        *before,
-    )
+    return (data_mesh if inner is None else join_meshes(data_mesh, inner)), (*placements, *before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,9 +275,7 @@ class Unit:
             self._versioned_tensors = self._format.make_unsharded(self.params, data)
         for index, param in enumerate(self.params):
             setattr(param.unsharded, SINK, partial(self.gradients.make_sink, index))
-        self._unsharded_versions = [
-            sum_version_counters(tensor) for tensor in self._versioned_tensors
-        ]
+        self._unsharded_versions = [sum_version_counters(x) for x in self._versioned_tensors]
         self._resharded_versions = [n + 1 for n in self._unsharded_versions]
 
     def _fill_buffer(self, views: UnitViews) -> None:

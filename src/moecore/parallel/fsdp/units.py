@@ -197,19 +197,13 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _group_blocks(
-    model: nn.Module, blocks: list[nn.Module], max_blocks: int
-) -> list[list[nn.Module]]:
-    """Split the blocks into groups of at most `max_blocks` consecutive blocks of one ModuleList."""
+def _group_blocks(model: nn.Module, blocks: list[nn.Module], limit: int) -> list[list[nn.Module]]:
+    """Split the blocks into groups of at most `limit` consecutive blocks of one ModuleList."""
     list_of = _find_outermost_lists(model)
     groups: list[list[nn.Module]] = []
     for block in blocks:
         last = groups[-1] if groups else []
-        if (
-            last
-            and len(last) < max_blocks
-            and list_of.get(last[0]) is list_of.get(block) is not None
-        ):
+        if last and len(last) < limit and list_of.get(last[0]) is list_of.get(block) is not None:
             last.append(block)
         else:
             groups.append([block])
@@ -252,9 +246,7 @@ def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) 
     return [*parts, *(m.get_part("experts") for m in layers)]
 
 
-def make_param_kind_lookup(
-    model: nn.Module, layers: Mapping[str, RoutedLayer]
-) -> Callable[[str], str]:
+def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
     """Return a function that maps a parameter name to its kind, such as "attention" or "other".
 
     `layers` maps module names to the model's MoE layers. Names have no prefixes of wrappers such as

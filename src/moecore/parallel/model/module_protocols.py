@@ -51,21 +51,19 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     def copy_param(param: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
-    copies = copy_modules(model, copy_param, removes_wrappers=True)
-    memo.update({id(module): twin for module, twin in copies.items()})
-    for module, twin in copies.items():
+    twins = copy_modules(model, copy_param, removes_wrappers=True)
+    memo.update({id(module): twin for module, twin in twins.items()})
+    for module, twin in twins.items():
         for name, buffer in module._buffers.items():
             twin._buffers[name] = None if buffer is None else buffer.detach().clone()
         twin.register_forward_pre_hook(_refuse_forward)
         if PARALLEL_STATE in vars(module):
             state = vars(module)[PARALLEL_STATE]
-            layers = {name: copies[layer] for name, layer in state.layers.items()}
+            layers = {name: twins[layer] for name, layer in state.layers.items()}
             setattr(twin, PARALLEL_STATE, replace(state, engine=None, layers=layers))
-            state.request.family.install_guards(
-                twin, wrapper=copies[model], warns_about_cache=False
-            )
-    patch_module_protocols(copies[model])
-    return copies[model]
+            state.request.family.install_guards(twin, wrapper=twins[model], warns_about_cache=False)
+    patch_module_protocols(twins[model])
+    return twins[model]
 
 
 class _ShallowConstructor:

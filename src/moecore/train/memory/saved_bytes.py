@@ -106,9 +106,7 @@ def count_saved_bytes(
         count.wrap_forward(block, i, "rest")
     with treat_meta_as(device_type), use_packer(count), on_meta, torch.enable_grad():
         out = run_forward(copies[model])
-    saved_bytes = count.sum_by_block(
-        len(blocks), frozenset() if offload is None else offload.stored_keys
-    )
+    saved_bytes = count.sum_by_block(len(blocks), set() if offload is None else offload.stored_keys)
     del out  # its graph has kept the saved storages until here
     return saved_bytes
 

@@ -234,10 +234,9 @@ class SavedStorages:
         """
         copy, group = storage_use.copy, storage_use.group
         with self._hold_lock():
-            if sum_version_counters(copy.counter) != copy.version:
-                raise make_in_place_error(
-                    tensor_shape, sum_version_counters(copy.counter), copy.version
-                )
+            version = sum_version_counters(copy.counter)
+            if version != copy.version:
+                raise make_in_place_error(tensor_shape, version, copy.version)
             if copy.data is None:
                 self.late_bytes += copy.size
                 self._copy_storages_to_device([copy])

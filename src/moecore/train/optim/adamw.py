@@ -217,15 +217,13 @@ class AdamW(torch.optim.AdamW):
             foreach_add_(steps, [increment] * len(steps))  # the host would read a single tensor
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
-    def _collect_tensors(
-        self, param_group: dict[str, Any], first_param_idx: int
-    ) -> list[AdamWTensors]:
+    def _collect_tensors(self, param_group: dict[str, Any], first_idx: int) -> list[AdamWTensors]:
         """Return one record per launch, with the group's shards that have gradients.
 
-        `first_param_idx` is the index of the group's first parameter among all parameters.
+        `first_idx` is the index of the group's first parameter among all parameters.
         """
         rows: dict[Any, list[tuple[Any, ...]]] = {}
-        for number, param in enumerate(param_group["params"], first_param_idx):
+        for number, param in enumerate(param_group["params"], first_idx):
             if param.grad is None or (self.host_params and param in self.host_params):
                 continue
             state = self.prepare_state(param)
@@ -305,10 +303,8 @@ def _encode_moments(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tenso
     codes = [torch.empty(m.numel(), dtype=torch.uint8, device=param.device) for _ in MOMENTS]
     exponents = [codes[0].new_empty(0, 2)]
     for start in range(0, m.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        codes[0][part], codes[1][part], scales = encode_moments_ref(
-            m[part].float(), v[part].float()
-        )
+        cut = slice(start, start + CHUNK)
+        codes[0][cut], codes[1][cut], scales = encode_moments_ref(m[cut].float(), v[cut].float())
         exponents.append(scales)
     state = {name: _reshape_like(param, code) for name, code in zip(MOMENTS, codes, strict=True)}
     return {**state, "exponents": torch.cat(exponents)}

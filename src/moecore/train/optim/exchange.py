@@ -83,12 +83,7 @@ class ExchangeRound:
     results: list[list[MatrixBlock]]  # blocks of parameters, received from owners
 
     def run_all_to_all(
-        self,
-        like: Tensor,
-        sources: Sequence[Tensor],
-        *,
-        is_return: bool,
-        group: dist.ProcessGroup,
+        self, like: Tensor, sources: Sequence[Tensor], *, is_return: bool, group: dist.ProcessGroup
     ) -> Tensor:
         """Run one all-to-all of the round; return the received values, 1D like `like`. Collective.
 
@@ -234,15 +229,13 @@ class _PlannedTensor(NamedTuple):
     shards: _MatrixShards
     device: torch.device
 
-    def make_block(
-        self, part: MatrixPart, section_idx: int, matrix_mask: Tensor
-    ) -> MatrixBlock | None:
+    def make_block(self, part: MatrixPart, section_idx: int, mask: Tensor) -> MatrixBlock | None:
         """Return the block of the tensor with the rows and columns of `part`; None = empty.
 
-        `section_idx` is the index of the section. `matrix_mask` selects matrices of the local
+        `section_idx` is the index of the section. `mask` selects matrices of the local
         batch.
         """
-        (batch,) = matrix_mask.nonzero(as_tuple=True)
+        (batch,) = mask.nonzero(as_tuple=True)
         return _make_block(self.place, batch, part.rows, part.columns, section_idx, self.device)
 
     def list_local_blocks(self) -> list[MatrixBlock]:

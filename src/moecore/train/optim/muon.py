@@ -253,7 +253,7 @@ class _MuonStep:
         self.layouts = [optimizer.layouts[param] for param in params]
         slots = ["momentum_buffer"] + [MEANS] * (options.beta2 is not None)
         states = [[_prepare_state(optimizer, param, slot) for slot in slots] for param in params]
-        self.views = [*map(_make_matrix_views, params, self.layouts, states)]
+        self.views = [*map(_view_matrices, params, self.layouts, states)]
         device = self.views[0].weight.device
         self.grad_scale, self.found_inf = get_scale_signals(optimizer, device)
         lr, full = options.lr, partial(torch.full, (), dtype=torch.float32, device=device)
@@ -398,9 +398,7 @@ class _MuonStep:
             local_block.write_to([weight], new)
 
 
-def _make_matrix_views(
-    param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]
-) -> _MatrixViews:
+def _view_matrices(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) -> _MatrixViews:
     """Return this rank's shards of a parameter, its gradient and state as [b, R, C]."""
     tensors = [
         get_local_tensor(param.detach()),

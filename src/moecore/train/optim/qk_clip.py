@@ -254,11 +254,9 @@ class _ScoreWatcher:
     def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
         """Update the maximum if this is a training forward; `scale` multiplies q k."""
         if self.module.training and torch.is_grad_enabled():
-            run_and_save(self._update_max_logits, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
+            run_and_save(self._update_max, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
 
-    def _update_max_logits(
-        self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float
-    ) -> None:
+    def _update_max(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
         """Update `max_H` with local queries and keys; may be collective over tp and cp."""
         places_T, padding_BT, tp = None, sequence.padding_mask_BT, self.module.tp
         if padding_BT is not None and tp is not None:

@@ -193,9 +193,7 @@ class StateOffload:
         # still writes, on either side.
         for names in _divide_into_parts(sizes, len(self._blocks)):
             part = [by_name[name] for name in names]
-            event = self._stream.start_copies(
-                CopyJob(storage.host, storage.memory) for storage in part
-            )
+            event = self._stream.start_copies(CopyJob(x.host, x.memory) for x in part)
             self._parts.append(_StatePart(part, "leaving", event))
 
     def _free_part(self, part: _StatePart) -> None:
