@@ -315,10 +315,8 @@ class Experts(nn.Module):
             w2_eDF=w2_eDF,
             b1_eC=self._read_param("b1", dtype).flatten(1) if config.fc1_bias else None,
             b2_eD=self._read_fc2_bias(dtype) if config.fc2_bias else None,
-            update1=self._slice_lora_update(
-                self.layout.w1, dtype, slice_outputs=self._slice_lora_b
-            ),
-            update2=self._slice_lora_update(self.layout.w2, dtype, slice_inputs=self._slice_lora_a),
+            update1=self._slice_lora(self.layout.w1, dtype, slice_outputs=self._slice_lora_b),
+            update2=self._slice_lora(self.layout.w2, dtype, slice_inputs=self._slice_lora_a),
             sinks=(sink1, self._make_grad_sink("w2", w2_eDF)),
             quantised=self._quantise(w1_eCD, w2_eDF),
             magnitudes=self._get_amax_tensors(w1_eCD.device),
@@ -376,7 +374,7 @@ class Experts(nn.Module):
             return self.reader.read(param, needs_values=False)
         return self.reader.read(param).to(dtype)
 
-    def _slice_lora_update(
+    def _slice_lora(
         self,
         param_name: str,
         dtype: torch.dtype,

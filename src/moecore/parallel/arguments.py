@@ -94,9 +94,7 @@ class SharedArguments:
 
     def __init__(self, groups_by_cp: Mapping[int, Ranks], device_type: str) -> None:
         self._groups, self._device_type = groups_by_cp, device_type
-        self._host_groups = {
-            cp: tuple(map(make_host_group, ranks)) for cp, ranks in groups_by_cp.items()
-        }
+        self._host_groups = {cp: tuple(map(make_host_group, g)) for cp, g in groups_by_cp.items()}
         self._unread_checks: list[_ContentsCheck] = []
         self._checks_of_step: list[_ContentsCheck] = []
         self._is_first = True  # until a forward with gradients

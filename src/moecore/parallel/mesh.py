@@ -454,9 +454,8 @@ def _make_stage_groups(
     """
     if parallel.pp == 1:
         return world_mesh.get_group(), None
-    view = _make_mesh(
-        world_mesh.device_type, (parallel.pp, world_mesh.size() // parallel.pp), ("pp", "stage")
-    )
+    sizes = (parallel.pp, world_mesh.size() // parallel.pp)
+    view = _make_mesh(world_mesh.device_type, sizes, ("pp", "stage"))
     up, down = dense_mesh.get_group("pp"), view.get_group("pp")
     if up is down:  # both are the default group, where each stage is one rank
         down = dist.new_group(timeout=get_default_timeout())

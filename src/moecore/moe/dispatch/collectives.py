@@ -151,19 +151,17 @@ def exchange_with_grad(
 
 
 def list_outputs_without_grad(
-    outputs: Sequence[Tensor | None], needs_input_grad: Sequence[bool]
+    outputs: Sequence[Tensor | None], needs_grad: Sequence[bool]
 ) -> list[Tensor]:
-    """Return the outputs whose entry of `needs_input_grad` (`ctx.needs_input_grad`) is False."""
-    return [
-        y for y, need in zip(outputs, needs_input_grad, strict=False) if y is not None and not need
-    ]
+    """Return the outputs whose entry of `needs_grad` (`ctx.needs_input_grad`) is False."""
+    return [y for y, need in zip(outputs, needs_grad, strict=False) if y is not None and not need]
 
 
 def drop_unneeded_grads(
-    grads: Sequence[Tensor | None], needs_input_grad: Sequence[bool]
+    grads: Sequence[Tensor | None], needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients, with None where `ctx.needs_input_grad` is False."""
-    return [grad if need else None for grad, need in zip(grads, needs_input_grad, strict=False)]
+    return [grad if need else None for grad, need in zip(grads, needs_grad, strict=False)]
 
 
 def run_collectives(

@@ -106,9 +106,7 @@ def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPl
         top_k=config.top_k,
         num_local=config.num_experts // request.meshes.parallel.ep,
         hidden_dim=config.hidden_dim,
-        recipes=tuple(
-            (role, request.find_recipe(name, layer, role)) for role in list_expert_roles(layer)
-        ),
+        recipes=tuple((r, request.find_recipe(name, layer, r)) for r in list_expert_roles(layer)),
     )
 
 

@@ -288,9 +288,7 @@ def _format_cell(stage: Stage) -> str:
 def _find_min_bottleneck(cu_costs: Sequence[float], num_stages: int) -> float:
     """Return the least possible cost of the slowest stage; cumulative costs begin with 0."""
     last = len(cu_costs)
-    candidates = sorted(
-        {cu_costs[j] - cu_costs[i] for i in range(last) for j in range(i + 1, last)}
-    )
+    limits = sorted({cu_costs[j] - cu_costs[i] for i in range(last) for j in range(i + 1, last)})
 
     def suffices(max_cost: float) -> bool:
         stages, start = 1, 0
@@ -301,7 +299,7 @@ def _find_min_bottleneck(cu_costs: Sequence[float], num_stages: int) -> float:
                     return False
         return stages <= num_stages
 
-    return candidates[bisect_left(candidates, True, key=suffices)]
+    return limits[bisect_left(limits, True, key=suffices)]
 
 
 def _find_stage_borders(cu_costs: Sequence[float], num_stages: int, max_cost: float) -> list[int]:

@@ -227,12 +227,12 @@ class SavedStorages:
 
     # Backward.
 
-    def _fetch_storage(self, storage_use: StorageUse, tensor_shape: torch.Size) -> Tensor:
+    def _fetch_storage(self, use: StorageUse, tensor_shape: torch.Size) -> Tensor:
         """Return a storage's bytes, uint8 on the device, and count the unpacking of a handle.
 
         `tensor_shape` is the saved tensor's shape, for errors.
         """
-        copy, group = storage_use.copy, storage_use.group
+        copy, group = use.copy, use.group
         with self._hold_lock():
             version = sum_version_counters(copy.counter)
             if version != copy.version:
@@ -251,15 +251,11 @@ class SavedStorages:
                 if isinstance(current, torch.cuda.Stream) and current != copy.home:
                     data.record_stream(current)
             # A retained graph begins a further backward, which copies the storage back once more.
-            storage_use.copy_backward_idx, is_over = copy.handles.count_unpack(
-                storage_use.copy_backward_idx
-            )
+            use.copy_backward_idx, is_over = copy.handles.count_unpack(use.copy_backward_idx)
             if is_over and copy.piece is not None:
                 copy.free_device_memory()
             group.has_unpacked = True
-            storage_use.group_backward_idx, is_over = group.handles.count_unpack(
-                storage_use.group_backward_idx
-            )
+            use.group_backward_idx, is_over = group.handles.count_unpack(use.group_backward_idx)
             if is_over:
                 self._finished_groups.append(group)
         return data

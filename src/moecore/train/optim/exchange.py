@@ -155,9 +155,8 @@ def make_matrix_plan(
 
     if output_means is None:
         return make_rank_plan(members)
-    output_members = _list_planned_tensors(
-        output_means, [layout.make_output_layout() for layout in layouts]
-    )
+    output_layouts = [layout.make_output_layout() for layout in layouts]
+    output_members = _list_planned_tensors(output_means, output_layouts)
     return replace(make_rank_plan(members), outputs=make_rank_plan(output_members))
 
 

@@ -363,9 +363,7 @@ def _find_fused_cut(parent: Any, linear_name: str, num_rows: int) -> MatrixCut |
         return MatrixCut(sizes=(queries, (num_rows - queries) // 2, (num_rows - queries) // 2))
     if linear_name == "in_proj_qkv" and hasattr(parent, "key_dim"):  # Qwen3.5's linear attention
         return MatrixCut(sizes=(parent.key_dim, parent.key_dim, parent.value_dim))
-    if linear_name == "in_proj_qkvz" and hasattr(
-        parent, "num_k_heads"
-    ):  # Qwen3-Next, with an output gate
+    if linear_name == "in_proj_qkvz" and hasattr(parent, "num_k_heads"):  # Qwen3-Next: output gate
         heads, key = parent.num_k_heads, parent.head_k_dim
         value = parent.num_v_heads * parent.head_v_dim // heads
         return MatrixCut(sizes=(key, key, value, value), repeats=heads)
