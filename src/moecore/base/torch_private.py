@@ -91,6 +91,7 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
+        """Return False, so that torch.compile stays enabled under this mode."""
         return False
 
 

@@ -108,8 +108,9 @@ def quantise(
 ) -> Any:
     """Return Transformer Engine's record of a quantised operand: FP8 or FP4 values and scales.
 
-    The matmul sums over the operand's rows if `over_rows`, otherwise over its columns. `scale` is a
-    fixed factor for "tensorwise". With `scale`, the maximum of |x| is written to `amax_out`.
+    `operand` is the role of x. The matmul sums over its rows if `over_rows`, otherwise over its
+    columns. `scale` is a fixed factor for "tensorwise". With `scale`, the maximum of |x| is written
+    to `amax_out`.
     """
     with torch.no_grad():
         if scale is not None:

@@ -221,6 +221,7 @@ def _append_clone_matrices(
     full_by_address = dict(zip(leaves, full_leaves, strict=True))
 
     def get_full_leaf(leaf: Tensor) -> Tensor:
+        """Return the concatenated tensor of `leaf`, transposed if `leaf` is a transposed view."""
         full = full_by_address[leaf.data_ptr()]
         is_first = leaf.stride() == leaves[leaf.data_ptr()].stride()
         return full if is_first else full.transpose(1, 2)

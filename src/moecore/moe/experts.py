@@ -152,6 +152,7 @@ class Experts(nn.Module):
         submesh = mesh[dims]  # once: it takes a millisecond
 
         def shard(owner: nn.Module, name: str, etp: Placement) -> None:
+            """Shard a parameter of `owner` over "ep" in dim 0 and over "etp" by placement `etp`."""
             placements = {"ep": Shard(0), "etp": etp}
             shard_parameter(owner, name, submesh, tuple(placements[n] for n in dims))
 

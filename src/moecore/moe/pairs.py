@@ -174,7 +174,7 @@ class _Pair:
             self._end_side(side)
 
     def give_back_baton(self) -> None:
-        """If the other side handed the baton over early, hand it back before an exchange."""
+        """If the other side handed over the baton (the right to run) early, hand it back now."""
         if self._get_other_side(self._holder).is_early:
             self.hand_over_baton()
 

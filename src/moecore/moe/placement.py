@@ -31,7 +31,7 @@ def compute_balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_l
 
 
 def _compute_choice_probability(top_k: int, num_experts: int, num_local: int) -> float:
-    """Return the probability that K random experts of E include any local expert."""
+    """Return the probability that `top_k` random experts include one of `num_local` experts."""
     if top_k > num_experts:  # the remaining choices are zero experts
         return 1.0
     return 1 - math.comb(num_experts - num_local, top_k) / math.comb(num_experts, top_k)
@@ -77,11 +77,11 @@ class ExpertPlacement:
         return torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * self.num_clones)
 
     def compute_balanced_rows(self, num_tokens: int, top_k: int) -> int:
-        """Return the number of a rank's expert rows with even loads, for T tokens per rank."""
+        """Return a rank's expert rows with even loads, for `num_tokens` tokens per rank."""
         return num_tokens * top_k * self.etp
 
     def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of T tokens one rank receives on average, with random choices."""
+        """Return how many of `num_tokens` tokens with random choices a rank receives on average."""
         return compute_balanced_tokens(num_tokens, top_k, self.num_experts, self.num_local)
 
     def count_balanced(self, num_tokens: int, top_k: int) -> BalancedRows:
@@ -93,7 +93,7 @@ class ExpertPlacement:
         return BalancedRows(num_source_rows, self.compute_balanced_rows(num_tokens, top_k))
 
     def compute_max_rows(self, routing: Routing) -> int:
-        """Return the maximum number of a rank's expert rows, if all ranks have T tokens."""
+        """Return the maximum of a rank's expert rows, if all ranks have equally many tokens."""
         (T, K), num_physical = routing.destinations_TK.shape, self.num_physical
         max_source_rows = min(T * min(K, num_physical), num_physical * routing.max_rows_per_expert)
         return self.group.size() * max_source_rows
@@ -135,16 +135,16 @@ class DomainPlacement(ExpertPlacement):
         return ids_AK.masked_fill((ids_AK < 0) | (ids_AK >= self.num_domain_experts), -1)
 
     def compute_balanced_domain_tokens(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of T tokens one domain receives on average, with random choices."""
+        """Return how many of `num_tokens` random tokens one domain receives on average."""
         return round(num_tokens * self._compute_reach_probability(top_k, self.num_experts))
 
     def compute_balanced_rows(self, num_tokens: int, top_k: int) -> int:
-        """Return the expert rows of a rank with even loads, for A (`num_tokens`) received rows."""
+        """Return the expert rows of a rank with even loads, for `num_tokens` received rows."""
         reach = self._compute_reach_probability(top_k, self.num_experts)
         return round(num_tokens / (self.num_domains * reach) * top_k * self.etp)
 
     def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of A received rows one rank of the domain receives on average."""
+        """Return how many of `num_tokens` rows of the domain one of its ranks gets on average."""
         reach = self._compute_reach_probability
         return round(num_tokens * (reach(top_k, self.num_local) / reach(top_k, self.num_experts)))
 

@@ -197,7 +197,7 @@ class _RouteGradToHandle(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad_handle_RD: Tensor, rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
-        """Return a view of `rows_SD`."""
+        """Return a view of `rows_SD`, whose gradient goes to the handle `grad_handle_RD`."""
         ctx.num_rows = grad_handle_RD.shape[0]
         ctx.save_for_backward(slots_SK)
         return rows_SD.view_as(rows_SD)

@@ -397,7 +397,7 @@ def _measure_checkpoint_disk(
     rule = "a directory that every rank can write"
 
     def write_file() -> bool:
-        """Write a temporary file to the directory; rank 0 also creates the file `name`."""
+        """Write a temporary file to the directory; rank 0 also creates `file_name`."""
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory) as file:

@@ -170,14 +170,17 @@ class TokenExchange:
         to_tokens, to_experts = _make_collectives(plan, S, self.group, pairs)
 
         def return_rows(y_SD: Tensor) -> Tensor:
+            """Send rows to their tokens' ranks, and return each token's sum [T, D]."""
             (y_MD,) = to_tokens((y_SD,))
             return sum_rows(y_MD, *row_map)
 
         def send(grads_TW: Tensor) -> Tensor:
+            """Send packed gradients of tokens to their experts' ranks; return the received rows."""
             words_SW: Tensor = to_experts((gather_fp8_rows(grads_TW, *row_map),))[0]
             return words_SW
 
         def back(dy_TD: Tensor) -> Tensor:
+            """Return the gradient of y_SD, or its FP8 handle, for the gradient of the sums."""
             dy_SD = None if plan.receiver is None else plan.receiver.exchange_as_fp8(dy_TD, send)
             if dy_SD is None:
                 rows_MD = gather_rows(dy_TD, *row_map)

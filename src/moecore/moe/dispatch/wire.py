@@ -43,8 +43,8 @@ class Wire:
     ) -> tuple[Tensor | None, Tensor]:
         """Return rows of `token_ids_M`: (packed rows, a handle), or (None, rows) without FP8.
 
-        `slots_TG` is the inverse map. A handle is a tensor without values that stands for packed
-        rows in autograd.
+        `slots_TG` has the sent row of each token and rank. A handle is a tensor without values
+        that stands for packed rows in autograd.
         """
         row_map = (token_ids_M, slots_TG)
         if not self.fp8:
@@ -78,7 +78,7 @@ def make_row_handle(like: Tensor, num_rows: int) -> Tensor:
 
 
 def gather_fp8_rows(words_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> Tensor:
-    """Return packed rows [M, W] of tokens `token_ids_M`; `slots_TG` is the inverse map."""
+    """Return the rows `token_ids_M` of packed `words_TW`; `slots_TG` is the inverse map."""
     words_TN = words_TW.view(torch.float32)  # the kernel copies the bits of a float
     return gather_rows(words_TN, token_ids_M, slots_TG).view(PACKED_DTYPE)
 

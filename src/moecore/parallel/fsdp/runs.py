@@ -114,6 +114,7 @@ class ForwardVisit:
             return arguments
 
         def record(x: Tensor) -> Tensor:
+            """Return a view of an activation, and record its edge; other tensors unchanged."""
             if not x.requires_grad or isinstance(x, nn.Parameter):
                 return x
             view = x.view_as(x)

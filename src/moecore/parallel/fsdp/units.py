@@ -76,6 +76,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     is_dense = not _list_moe_layers([model])
 
     def visit(module: nn.Module) -> None:
+        """Append the blocks in `module` to `blocks`, in order."""
         if not is_dense and not _list_moe_layers([module]):
             return
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -125,6 +126,7 @@ def make_tied_predicate(model: nn.Module) -> Callable[[nn.Module], bool]:
         parents.update(module.children())
 
     def is_tied(block: nn.Module) -> bool:
+        """Whether `block` shares a parameter with a module outside of it."""
         inner = (module for module in block.modules() if module is not block)
         has_ties = any(holders[id(p)] > 1 for p in block.parameters())
         has_ties |= any(parents[module] > 1 for module in inner)
@@ -139,6 +141,7 @@ def _is_shared_outside(block: nn.Module, model: nn.Module) -> bool:
     reached: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> bool:
+        """Whether `module`, or a module in it outside of `block`, has a parameter of `block`."""
         if module is block or module in reached:
             return False
         reached.add(module)
@@ -266,6 +269,7 @@ def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Cal
     modules = {clean_name(name): module for name, module in model.named_modules()}
 
     def kind_of(param: str) -> str:
+        """Return the kind of the parameter with this name, from its innermost known module."""
         *path, leaf = param.split(".")
         if any("lora_" in part for part in [*path, leaf]):
             return "LoRA"

@@ -49,6 +49,7 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Deep-copy a parallelized model with this rank's shards, but without units."""
 
     def copy_param(param: nn.Parameter) -> nn.Parameter:
+        """Return a parameter with a copy of this rank's shard."""
         return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
     twins = copy_modules(model, copy_param, removes_wrappers=True)
@@ -121,10 +122,12 @@ def _run_as_forward(
     before = {"forward": attributes["forward"]} if "forward" in attributes else {}
 
     def restore() -> None:
+        """Restore the attribute "forward" of the module, or its absence."""
         attributes.pop("forward", None)
         attributes.update(before)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Restore the module's forward, which `method` may call, and call `method`."""
         restore()  # the method may call forward
         return method(*args, **kwargs)
 
@@ -177,6 +180,7 @@ def _reset_module(module: nn.Module, module_name: str, seed: int, std: float) ->
     """
 
     def make_empty(param: nn.Parameter) -> nn.Parameter:
+        """Return an uninitialised, unsharded parameter like `param`."""
         return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
 
     copies: Any = copy_modules(module, make_empty, removes_wrappers=True)

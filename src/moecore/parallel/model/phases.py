@@ -327,9 +327,8 @@ def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
         device=meshes.device,
         offload=state.offload,
     )
-    create_communicators(
-        pipeline.groups, pipeline.build_schedule(1).rank_of, pipeline.rank, pipeline.device
-    )
+    rank_of = pipeline.build_schedule(1).rank_of
+    create_communicators(pipeline.groups, rank_of, pipeline.rank, pipeline.device)
     state.all_stages = make_all_stages(model, meshes)
 
 

@@ -267,6 +267,7 @@ def _make_layout(stage_letters: Sequence[str]) -> PipelineLayout:
     first = {letter: [0, *accumulate(s.count(letter) for s in stage_letters)] for letter in "tm"}
 
     def indices(letter: str, stage: int) -> tuple[int, ...]:
+        """Return the indices of the layers with `letter` in a stage."""
         return tuple(range(first[letter][stage], first[letter][stage + 1]))
 
     parsed = []
@@ -291,6 +292,7 @@ def _find_min_bottleneck(cu_costs: Sequence[float], num_stages: int) -> float:
     limits = sorted({cu_costs[j] - cu_costs[i] for i in range(last) for j in range(i + 1, last)})
 
     def suffices(max_cost: float) -> bool:
+        """Whether `num_stages` stages of cost <= `max_cost` contain all layers."""
         stages, start = 1, 0
         for end in range(1, last):
             if cu_costs[end] - cu_costs[start] > max_cost:

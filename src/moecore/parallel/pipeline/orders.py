@@ -107,6 +107,7 @@ def _make_loop_turns(shape: Shape, *, rounds: Sequence[int], warm_up: int, **opt
     """
 
     def passes(chunks: Sequence[int]) -> list[Pass]:
+        """Return (stage, micro-batch) of all passes, round by round, with `chunks` in order."""
         return [
             (chunk * shape.pp + shape.rank, micro_batch)
             for end, size in zip(accumulate(rounds), rounds, strict=True)
@@ -149,6 +150,7 @@ def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
     backwards = [1] * (pp - rank) + steady
 
     def passes(chunks: list[int]) -> list[Pass]:
+        """Return (stage, micro-batch) of each pass, by chunk; None = no such micro-batch."""
         stages, numbers = (rank, 2 * pp - 1 - rank), (count(), count())
         pairs = ((stages[chunk], next(numbers[chunk])) for chunk in chunks)
         return [pass_ if pass_[1] < num_micro_batches else None for pass_ in pairs]

@@ -165,6 +165,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     chunks = 1 + max(box.chunk for box in rectangles)
 
     def shade(box: Box) -> tuple[float, ...]:
+        """Return the colour of a box: the colour of its kind, lighter for later chunks."""
         light = 0.6 * box.chunk / chunks
         return tuple(c + (1 - c) * light for c in colors.to_rgb(COLOURS[box.action.kind]))
 
@@ -235,7 +236,7 @@ class Costs(CheckedRecord):
         )
 
     def get_action_times(self, action: Action) -> tuple[float, float]:
-        """Return (compute time, exposed communication time) of an action of kind F, B, D or W."""
+        """Return (compute time, exposed communication time) of a forward or part of a backward."""
         stage, compute = action.stage, 0.0
         if action.kind == "F":
             exchange = self.forward_exchange[stage] if self.forward_exchange else 0.0

@@ -212,7 +212,7 @@ def _index_messages(schedule: Schedule, pp_rank: int) -> _MessageIndices:
 
 
 def _get_sent_message(action: Action) -> _Message:
-    """Return the message with the result of a forward or backward action (F, B or D)."""
+    """Return the message with the result of a forward, or the input gradient of a backward."""
     return _Message(action.kind == "F", action.stage, action.micro_batch)
 
 

@@ -194,6 +194,7 @@ def _copy_to_meta(
     """Return module -> copy on meta, without wrappers, with parameters in their compute dtype."""
 
     def compute_param(param: nn.Parameter) -> nn.Parameter:
+        """Return a meta parameter with the shape and dtype that `param` has during compute."""
         empty = torch.empty(_get_compute_shape(param), dtype=get_compute_dtype(param), device=META)
         return nn.Parameter(empty, requires_grad=param.requires_grad)
 

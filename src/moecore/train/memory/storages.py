@@ -4,14 +4,11 @@ A handle replaces each saved tensor and refers to its storage; views of one stor
 A `Store` has the copies: host memory, or pages (`stash.py`). `Offload` calls these methods when
 parts of blocks begin and end:
 
-    _pack_tensor                a tensor is saved           -> its handle; None = not offloaded
-    _copy_group_to_store            a part's forward has ended  -> copies of its storages to the
-    store start _free_copied_groups  the part of a later layer   -> the device memory of the group
-    is freed
-                         begins
-    _fetch_storage               a handle is unpacked        -> the storage, copied back now at the
-    latest _process_deletions             handles were deleted        -> copies of the next groups
-    back start
+    _pack_tensor          a tensor is saved           -> its handle; None = not offloaded
+    _copy_group_to_store  a part's forward has ended  -> copies of its storages to the store start
+    _free_copied_groups   a later layer's part begins -> the device memory of the group is freed
+    _fetch_storage        a handle is unpacked        -> the storage, copied back now at the latest
+    _process_deletions    handles were deleted        -> copies of the next groups back start
 """
 
 from __future__ import annotations

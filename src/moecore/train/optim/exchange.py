@@ -47,7 +47,7 @@ class MatrixBlock(NamedTuple):
         return not any(isinstance(i, Tensor) for i in (self.batch, self.rows, self.columns))
 
     def read_from(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the block's values in `tensors[place]`, a view if `is_view`, otherwise a copy."""
+        """Return the block of `tensors[self.place]`: a view if `is_view`, otherwise a copy."""
         values = tensors[self.place]
         for dim, index in enumerate((self.batch, self.rows, self.columns)):
             if isinstance(index, Tensor):
@@ -57,7 +57,7 @@ class MatrixBlock(NamedTuple):
         return values
 
     def write_to(self, tensors: Sequence[Tensor], values: Tensor) -> None:
-        """Copy `values`, which have the block's shape, into the block of `tensors[place]`."""
+        """Copy `values`, which have the block's shape, into the block of `tensors[self.place]`."""
         target = tensors[self.place]
         indices = (self.batch, self.rows, self.columns)
         if self.is_view:
@@ -144,7 +144,7 @@ def make_matrix_plan(
             rounds.append((group, [member.place for member in round_members], (owners, rank)))
 
     def make_rank_plan(tensor_members: list[_PlannedTensor]) -> MatrixPlan:
-        """Return this rank's plan of tensors whose matrices have the owners above."""
+        """Return this rank's plan of `tensor_members`, whose matrices have the `owners` above."""
         places = [member.place for member in members if member.shards.is_local]
         local_blocks = {place: tensor_members[place].list_local_blocks() for place in places}
         exchanges = []
