@@ -355,7 +355,7 @@ class Experts(nn.Module):
         return None if w1 is None or w2 is None else (w1, w2)
 
     def _read_fc1_eCD(self, dtype: torch.dtype) -> tuple[Tensor, GradSink | None]:
-        """Return FC1 as [e, C, D], a copy if gate and up are separate, and its `GradSink`."""
+        """Return FC1's weights as [experts, columns, model dim], and their `GradSink` or None."""
         w1 = self._read_param("w1", dtype)
         if self.is_separate:
             return torch.cat([w1, self._read_param("w3", dtype)], dim=1), None

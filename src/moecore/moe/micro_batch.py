@@ -84,7 +84,7 @@ class MicroBatch:
         return 1 if self.group is None else self.group.size()
 
     def all_gather_rows(self, x_TX: Tensor) -> Tensor:
-        """All-gather rows [T, X] to [N, X], in the token order of one process. No gradient.
+        """All-gather T rows of each rank to N rows, in the token order of one process. No gradient.
 
         Example, two ranks, B=2: rows a0 b0 and a1 b1 give a0 a1 b0 b1.
         """

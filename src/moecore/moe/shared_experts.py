@@ -130,7 +130,7 @@ class Latent(_MatrixModule):
             nn.init.ones_(self.norm)
 
     def project_down(self, x_TD: Tensor) -> Tensor:
-        """Return x @ w_down^T, [T, L], in the dtype of x."""
+        """Return x @ w_down^T, [T, L] with the latent dim L, in the dtype of x."""
         return F.linear(x_TD, get_local_param(self.w_down).to(x_TD.dtype))
 
     def project_up(self, y_TL: Tensor) -> Tensor:

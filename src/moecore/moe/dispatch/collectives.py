@@ -188,7 +188,7 @@ def run_collectives(
 def _gather_from_ranks(
     xs_C: Sequence[Tensor | None], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> list[Any]:
-    """All-gather each tensor [C, ...] along dim 0 to [G * C, ...]; None stays None."""
+    """All-gather each [C, ...] of G ranks along dim 0 to [G * C, ...]; None stays None."""
     outs = [
         None if x_C is None else x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:]))
         for x_C in xs_C
@@ -200,7 +200,7 @@ def _gather_from_ranks(
 def _sum_over_ranks(
     ys_S: Sequence[Tensor | None], group: dist.ProcessGroup, pairs: Pairs | None
 ) -> list[Any]:
-    """Reduce-scatter each [G * C, ...] to [C, ...] by an all-to-all, in fp32, in rank order."""
+    """Reduce-scatter each [G * C, ...] over G ranks to [C, ...] by an all-to-all, in fp32."""
     # An all-to-all sends as many bytes as a reduce-scatter, which would round a 16-bit dtype after
     # every addition.
     pieces = [
@@ -221,7 +221,7 @@ def _sum_parts(x_S: Tensor, num_parts: int) -> Tensor:
 def all_gather_tensors(
     xs_C: Sequence[Tensor], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> tuple[Tensor, ...]:
-    """All-gather each [C, ...] to [G * C, ...] by concurrent collectives. Differentiable.
+    """All-gather each [C, ...] of G ranks to [G * C, ...] concurrently. Differentiable.
 
     `pairs` runs another micro-batch during the collectives; None = no pair.
     """
@@ -232,7 +232,7 @@ def all_gather_tensors(
 
 
 def all_gather_rows(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather C rows of each rank to [G * C, ...]; C is equal on all ranks. Differentiable."""
+    """All-gather C rows of each of G ranks, with equal C, to [G * C, ...]. Differentiable."""
     return all_gather_tensors((x_C,), group)[0]
 
 

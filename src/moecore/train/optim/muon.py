@@ -231,7 +231,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class _MatrixViews(NamedTuple):
-    """This rank's shard of a parameter, its gradient and its state, each viewed as [b, R, C]."""
+    """This rank's shard of a parameter, its gradient and its state, as stacked matrices."""
 
     weight: Tensor
     grad: Tensor
@@ -399,7 +399,7 @@ class _MuonStep:
 
 
 def _view_matrices(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) -> _MatrixViews:
-    """Return this rank's shards of a parameter, its gradient and state as [b, R, C]."""
+    """Return this rank's shards of a parameter, its gradient and state, as stacked matrices."""
     tensors = [
         get_local_tensor(param.detach()),
         get_local_tensor(get_grad(param)).contiguous(),
@@ -445,7 +445,7 @@ def orthogonalize(
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], **options: object) -> list[Tensor]:
-    """Return each tensor [n, R, C] orthogonalised; `options` as in `orthogonalize`."""
+    """Return each tensor of n matrices [n, R, C] orthogonalised; `options` of `orthogonalize`."""
     of_shape: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(matrices):
         of_shape.setdefault(x.shape[1:], []).append(i)
