@@ -133,10 +133,7 @@ def list_options(command: Any) -> tuple[CommandOption, ...]:
 def _list_table_options(
     field: dataclasses.Field[Any], table: Table, is_saved: bool
 ) -> Iterator[CommandOption]:
-    """Yield the options of the dataclass `table.record`, the type of a command's field `field`.
-
-    `is_saved` is stored in each option.
-    """
+    """Yield the options of `table.record`, the type of a command's `field`, with `is_saved`."""
     record: Any = table.record
     default, texts = get_field_default(field), read_field_texts(record)
     hints = get_type_hints(record, include_extras=True)

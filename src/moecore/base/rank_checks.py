@@ -170,10 +170,7 @@ def describe_optimizers(
 def _list_optimizer_options(
     optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str] | None
 ) -> dict[str, Any]:
-    """Return {path: value} of the options of optimizers and of their param groups.
-
-    `names` is as in `describe_optimizers`.
-    """
+    """Return {path: value} of optimizers' options; `names` is as in `describe_optimizers`."""
     options: dict[str, Any] = {}
     for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
@@ -250,10 +247,7 @@ def raise_problem_on_all_ranks(
 
 
 def raise_problem_on_world(problem: str | None, device_type: str) -> None:
-    """Raise a ValueError on every rank if one rank's `problem` is not None.
-
-    One all-reduce over the world, with a host sync.
-    """
+    """Raise a ValueError on every rank if any has a `problem`. One all-reduce, host sync."""
     has_problem = torch.tensor(problem is not None, dtype=torch.int64, device=device_type)
     dist.all_reduce(has_problem, op=dist.ReduceOp.MAX)
     if has_problem.item():
@@ -276,10 +270,7 @@ def _format_stage_suffix(group: Group) -> str:
 
 
 def _find_differing_names(entries: Mapping[str, Any], device_type: str, group: Group) -> list[str]:
-    """Return the names of the entries that differ between a group's ranks. Collective.
-
-    All ranks return the same list.
-    """
+    """Return the names of entries that differ in a group, equal on all ranks. Collective."""
     if not _has_peers(group):
         return []
     names = sorted(entries)

@@ -34,10 +34,7 @@ Packer = Callable[[Tensor], Handle | None]
 
 
 def make_in_place_error(shape: torch.Size, version: int, saved_version: int) -> RuntimeError:
-    """Return the error for a saved tensor that was changed in place after forward.
-
-    The versions are `Tensor._version` in backward and in forward.
-    """
+    """Return the error for a saved tensor whose `version` in backward is not `saved_version`."""
     return RuntimeError(
         f"a tensor {tuple(shape)} that backward needs was changed in place since forward "
         f"(version {version}, not {saved_version}): change a clone"

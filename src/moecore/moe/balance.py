@@ -62,10 +62,7 @@ class BalanceGroups:
     weight: int = 1  # data ranks for which the auxiliary losses of a micro-batch count
 
     def select_cp_groups(self, cp: int | None) -> BalanceGroups:
-        """Return the groups of a forward over `cp` ranks; None = `self.cp`.
-
-        Raises ValueError for a cp without a group.
-        """
+        """Return the groups of a forward over `cp` ranks (None = `self.cp`); ValueError if none."""
         if cp in (None, self.cp):
             return self
         if cp not in self.by_cp:

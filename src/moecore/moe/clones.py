@@ -218,10 +218,7 @@ class Clones:
         return len(self.order)
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send local experts' weights [e, ...] to their clones; return this rank's clones [n, ...].
-
-        Collective.
-        """
+        """Send weights [e, ...] of experts to clones; return this rank's clones. Collective."""
         expert_rows = [t[list(self.send_ids)] for t in tensors]
         rows = self._exchange(expert_rows, self.num_local_clones, to_experts=False)
         return rows if self._is_in_order else [t[list(self.order)] for t in rows]
@@ -287,10 +284,7 @@ class PeerClones:
         return self.places.num_clones
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send local experts' weights [e, ...] to their clones; return this rank's clones [n, ...].
-
-        Empty places have zeros.
-        """
+        """Send experts' weights [e, ...] to clones; return this rank's [n, ...], zeros if empty."""
         return self.exchange.fetch_clone_weights(tensors, self.places)
 
     @torch.no_grad()

@@ -123,10 +123,7 @@ def _divide_by_mean(counts: list[float]) -> list[float]:
 
 
 def _compute_drop_rates(layer_numbers: dict[str, LayerNumbers]) -> dict[str, float]:
-    """Return layer name -> dropped choices divided by all choices.
-
-    `layer_numbers` is the result of `_copy_to_host`.
-    """
+    """Return layer name -> dropped share of its choices, from the result of `_copy_to_host`."""
     return {
         layer: sum(drops) / max(sum(layer_numbers["tokens_per_expert"][layer]), 1)
         for layer, drops in layer_numbers["dropped_per_expert"].items()

@@ -85,10 +85,7 @@ class ExpertPlacement:
         return compute_balanced_tokens(num_tokens, top_k, self.num_experts, self.num_local)
 
     def count_balanced(self, num_tokens: int, top_k: int) -> BalancedRows:
-        """Return the numbers of a rank's source and expert rows with even loads.
-
-        Each rank has `num_tokens` tokens.
-        """
+        """Return a rank's source and expert rows with even loads, `num_tokens` tokens per rank."""
         num_source_rows = self.group.size() * self.compute_balanced_tokens(num_tokens, top_k)
         return BalancedRows(num_source_rows, self.compute_balanced_rows(num_tokens, top_k))
 

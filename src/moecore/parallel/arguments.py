@@ -143,10 +143,7 @@ class SharedArguments:
         self.compare_arguments(named, None)
 
     def end_step(self) -> Tensor | None:
-        """End a step; return a bool scalar on the device: whether contents differed.
-
-        None = no forward of the step compared contents.
-        """
+        """End a step; return whether contents differed, a device bool; None = no comparison."""
         checks, self._checks_of_step = self._checks_of_step, []
         if not checks:
             return None
@@ -258,10 +255,7 @@ def _describe_value(arg: Any, arg_name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _describe_tensor(tensor: Tensor, arg_name: str, tensors: dict[str, Tensor]) -> str:
-    """Return dtype, shape, device and CPU contents of a tensor as text.
-
-    A tensor on a device is added to `tensors` with key `arg_name`.
-    """
+    """Return dtype, shape and CPU contents of a tensor; add a GPU tensor to `tensors[arg_name]`."""
     facts = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}"
     is_plain = type(tensor) in (Tensor, nn.Parameter)
     if not is_plain or tensor.layout != torch.strided or tensor.is_meta:

@@ -421,10 +421,7 @@ def _measure_checkpoint_disk(
 
 
 def _find_peer_problem(hosts: Sequence[str], device_type: str) -> str | None:
-    """Return why GPUs of this host lack peer access, or None; `hosts[i]` is the host of rank i.
-
-    Collective.
-    """
+    """Return why a host's GPUs lack peer access, or None; rank i is on `hosts[i]`. Collective."""
     problem = None
     for ranks in _group_ranks(hosts).values() if device_type == "cuda" else ():
         group = dist.new_group(ranks)

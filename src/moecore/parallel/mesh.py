@@ -431,10 +431,7 @@ def _make_dense_fsdp(dense_mesh: DeviceMesh, parallel: ParallelConfig) -> Device
 
 
 def _make_inner_axes_group(mesh: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
-    """Return one process group over the two innermost axes of `mesh`; None if it has one rank.
-
-    `names` are the names of these two axes.
-    """
+    """Return one group over the two innermost axes `names` of `mesh`; None if it has one rank."""
     sizes = mesh.shape[-2:]
     if sizes == (1, 1):
         return None

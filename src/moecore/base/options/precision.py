@@ -289,10 +289,7 @@ NamedPrecision = Annotated[PrecisionName | str, OneOf(PRECISIONS)]
 
 
 def register_precision(name: str, precision: Precision) -> None:
-    """Register `precision` under a name that `parallelize_moe(precision=name)` accepts.
-
-    Call it on every rank.
-    """
+    """Register `precision` for `parallelize_moe(precision=name)`; call it on every rank."""
     check_arguments(register_precision, locals())
     PRECISIONS.register(name, precision)
 

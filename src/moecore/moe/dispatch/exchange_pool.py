@@ -276,10 +276,7 @@ class TokenCapacity(BufferOwner):
         return () if self._shortage is None else (self._shortage,)
 
     def record_token_excess(self, num_tokens: int) -> bool:
-        """Record a forward with `num_tokens` tokens, and return whether the step is rerun.
-
-        `num_tokens` is above the capacity.
-        """
+        """Record a forward with too many tokens, `num_tokens`; return whether the step is rerun."""
         if self.watch != "reruns":
             return False
         if self._shortage is None:

@@ -112,10 +112,7 @@ class EPGroups:
         return self._groups[key]
 
     def _make_group(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
-        """Return a new NCCL EP group. Collective.
-
-        A call has at most `max_tokens` tokens of `row_bytes` per rank.
-        """
+        """Return a new NCCL EP group for at most `max_tokens` rows of `row_bytes`. Collective."""
         from nccl import ep
         from nccl.ep.interop.torch import get_nccl_comm_from_group
 
@@ -216,10 +213,7 @@ class ForwardHandles:
             self._group.return_handles(self)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Send tokens; return rows [S, D], local expert ids [S, K] and weights [S, K].
-
-        The id is -1 if the expert is not local.
-        """
+        """Send tokens; return rows [S, D], local expert ids (or -1) [S, K] and weights [S, K]."""
         S, K, self.dtype = sum(self.rows), self.top_k, x_TD.dtype
         rows_SD = x_TD.new_empty(S, x_TD.shape[1])
         weights_SK = weights_TK.new_empty(S, K)

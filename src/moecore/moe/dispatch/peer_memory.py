@@ -67,10 +67,7 @@ def _allocate_peer_memory(
 
 
 def find_local_peer_problem(num_ranks: int, device_type: str) -> str | None:
-    """Return the reason why kernels cannot store to `num_ranks` peers, or None. No communication.
-
-    On meta, peers count as GPUs of one host.
-    """
+    """Return why kernels cannot store to `num_ranks` peers, or None; on meta, on one host."""
     is_planned = meta_is_gpu()
     if device_type != "cuda" and not is_planned:
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"

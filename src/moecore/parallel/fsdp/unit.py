@@ -169,10 +169,7 @@ class Unit:
                 unsharded.requires_grad = is_trained
 
     def unshard(self) -> None:
-        """Launch the all-gather if the unit is SHARDED; first reshard the buffer's holder.
-
-        Collective over the sharding ranks.
-        """
+        """If SHARDED, reshard the buffer's holder and launch the all-gather. Collective."""
         if self.state is not State.SHARDED:
             return
         self._acquire_buffer()

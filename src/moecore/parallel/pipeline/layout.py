@@ -52,10 +52,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineLayout:
-    """The pipeline stages of a model.
-
-    `parse_layout`, `even_layout` and `balanced_layout` return a layout.
-    """
+    """The pipeline stages of a model, from `parse_layout`, `even_layout` or `balanced_layout`."""
 
     stages: tuple[Stage, ...]  # in the order of forward
     num_layers: int  # number of transformer layers

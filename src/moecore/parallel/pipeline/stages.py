@@ -191,10 +191,7 @@ def require_arguments(inputs: Mapping[str, Any], *names: str) -> None:
 def check_hidden_states(
     hidden_states: Tensor | None, stage: Stage, expected_shape: tuple[int, ...]
 ) -> None:
-    """Raise a ValueError unless `hidden_states`, the input of a stage, has `expected_shape`.
-
-    In the first stage `hidden_states` must be None.
-    """
+    """Raise a ValueError unless a stage's input has `expected_shape` (first stage: is None)."""
     if (hidden_states is None) != stage.embedding:
         shape_text = None if hidden_states is None else tuple(hidden_states.shape)
         raise ValueError(

@@ -163,10 +163,7 @@ class StateOffload:
             first.register_hook(lambda _: self._start_next_copy_back(block_idx))
 
     def _start_next_copy_back(self, block_idx: int) -> None:
-        """Start to copy one more part to the GPU, before the backward of block number `block_idx`.
-
-        Only in the last micro-batch of a step.
-        """
+        """In the last micro-batch, start to copy a part to the GPU before block `block_idx`."""
         progress = next((p for p in (r.progress() for r in self._engines) if p is not None), None)
         if self._stream.is_capturing() or (progress is not None and not progress.is_last):
             return
