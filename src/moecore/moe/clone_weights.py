@@ -96,7 +96,7 @@ class _AppendClones(torch.autograd.Function):
         tensor_uses: tuple[_TensorUse, ...],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return each tensor [e, ...] with the clones' weights appended, [e + n, ...].
+        """Return each tensor [e, ...] of e experts with n clones' weights appended, [e + n, ...].
 
         `tensor_uses` has an entry per tensor. If products do not read a tensor, its result is
         uninitialised, with strides of 0.

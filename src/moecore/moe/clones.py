@@ -227,8 +227,8 @@ class Clones:
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Add the gradients of all ranks' clones to their experts' gradients; return [e, ...].
 
-        Each of `grads`, [e + n, ...], ends with the gradients of this rank's clones. Sums are in
-        place, in fp32 and rounded once. Collective.
+        Each of `grads`, [e + n, ...], has the gradients of this rank's e experts, and then of its n
+        clones. Sums are in place, in fp32 and rounded once. Collective.
         """
         n = self.num_local_clones
         expert_grads = [grad[: grad.shape[0] - n] for grad in grads]

@@ -330,7 +330,8 @@ class _SendRowsAndIds(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Return received rows or a handle, ids [S, K], weights [S, K] and packed FP8 rows or None.
 
-        `words_MW` are packed FP8 rows, None = `rows_MD` is sent.
+        Sends `rows_MD`, or packed `words_MW` if not None, and `ids_and_weights` as int32. Gradients
+        of the weights go to `weights_MK`. `collectives` send to tokens' and to experts' ranks.
         """
         ctx.collectives, (_, send) = collectives, collectives
         tensors = (rows_MD if words_MW is None else words_MW, ids_and_weights)

@@ -213,7 +213,7 @@ class ForwardHandles:
             self._group.return_handles(self)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Send tokens; return rows [S, D], local expert ids (or -1) [S, K] and weights [S, K]."""
+        """Send tokens; return received rows [S, D], local expert ids (or -1) and weights [S, K]."""
         S, K, self.dtype = sum(self.rows), self.top_k, x_TD.dtype
         rows_SD = x_TD.new_empty(S, x_TD.shape[1])
         weights_SK = weights_TK.new_empty(S, K)

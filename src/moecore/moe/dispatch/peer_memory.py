@@ -45,7 +45,10 @@ def _allocate_peer_memory(
     device: torch.device,
     timeout_s: float,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return views of all ranks' memory, and this rank's `PeerBuffer` fields. Collective."""
+    """Allocate memory for `layout`; return views of all ranks' memory, and `PeerBuffer` fields.
+
+    Collective. `timeout_s` is the number of seconds that operations wait for another rank.
+    """
     size = (layout.num_bytes,)
     memory, handle = allocate_symmetric_memory(layout.num_bytes, group, device)
     memory.zero_()  # the flags
