@@ -228,11 +228,11 @@ def staying(*, over_peers: bool) -> Stays:
     x = torch.randn(64, D, requires_grad=True)
 
     def note(name: str) -> None:
-        assert layer.cloner is not None and layer.cloner._shared_plan is not None
-        plan, _ = layer.cloner._shared_plan._get_tensors(x.device)
+        assert layer.cloner is not None and layer.cloner._plan is not None
+        plan, _ = layer.cloner._plan._get_tensors(x.device)
         plans[name] = plan.experts_N.tolist()
         if not over_peers:
-            assert layer.cloner._shared_plan.experts == plans[name]
+            assert layer.cloner._plan.experts == plans[name]
 
     def step(name: str, skipped: Any = False) -> list[Tensor]:
         y = layer(x)

@@ -72,17 +72,13 @@ def list_attribute_entries(named_modules: Iterable[tuple[str, nn.Module]]) -> di
     return entries
 
 
-def _can_change_results(attribute_name: str, attribute_value: Any) -> bool:
+def _can_change_results(name: str, value: Any) -> bool:
     """Whether an attribute may change a module's results, by its name and type."""
-    if attribute_name in UNCOMPARED or OF_ONE_RANK.search(attribute_name):
+    if name in UNCOMPARED or OF_ONE_RANK.search(name):
         return False
-    is_value = isinstance(
-        attribute_value, (*ATOMS, *CONTAINERS, Tensor, Enum, torch.dtype, partial)
-    )
-    is_value = is_value or _is_numpy_value(attribute_value) or callable(attribute_value)
-    return (
-        not attribute_name.startswith("_") or is_value or _read_fields(attribute_value) is not None
-    )
+    is_value = isinstance(value, (*ATOMS, *CONTAINERS, Tensor, Enum, torch.dtype, partial))
+    is_value = is_value or _is_numpy_value(value) or callable(value)
+    return not name.startswith("_") or is_value or _read_fields(value) is not None
 
 
 def _is_numpy_value(value: Any) -> bool:

@@ -119,9 +119,8 @@ def list_options(command: Any) -> tuple[CommandOption, ...]:
             nested_options += _list_table_options(item, table, is_saved)
             continue
         flag, text = make_flag_name(item.name), texts.get(item.name, "")
-        options.append(
-            CommandOption("", item.name, flag, hint, get_field_default(item), text, is_saved)
-        )
+        default = get_field_default(item)
+        options.append(CommandOption("", item.name, flag, hint, default, text, is_saved))
     counts = Counter(option.flag for option in options + nested_options)
     return *options, *(
         option._replace(flag=make_flag_name(f"{option.table}_{option.name}"))
@@ -134,10 +133,7 @@ def list_options(command: Any) -> tuple[CommandOption, ...]:
 def _list_table_options(
     field: dataclasses.Field[Any], table: Table, is_saved: bool
 ) -> Iterator[CommandOption]:
-    """Yield the options of the dataclass `table.record`, the type of a command's field `field`.
-
-    `is_saved` is stored in each option.
-    """
+    """Yield the options of `table.record`, the type of a command's `field`, with `is_saved`."""
     record: Any = table.record
     default, texts = get_field_default(field), read_field_texts(record)
     hints = get_type_hints(record, include_extras=True)

@@ -108,6 +108,7 @@ def share_call_errors(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `function`; share the error with all ranks if the arguments are wrong."""
         try:
             parameters.bind(*args, **kwargs)
         except TypeError:

@@ -292,15 +292,19 @@ def _make_number_check(number_type: type, bounds: list[Bound]) -> _ValueCheck:
         noun = "a number"
 
     def is_number(value: object) -> bool:
+        """Whether a value is a number of this type; a bool is not a number."""
         return isinstance(value, classes) and not isinstance(value, bool)
 
     def is_exact(value: Any) -> bool:
+        """Whether the field stores a value exactly: an int in a float field may be too large."""
         return number_type is int or isinstance(value, float) or abs(value) <= EXACT
 
     def allows(value: Any) -> bool:  # no NaN; Python compares an int of any length with a float
+        """Whether a value is a number within all bounds."""
         return is_number(value) and is_exact(value) and low <= value <= high
 
     def name(value: Any) -> str:
+        """Return the noun of valid numbers for the error about `value`."""
         is_too_large = is_number(value) and abs(value) > MAX_ABS[number_type]
         shown_bounds = [b for b in bounds if b.limit != math.inf]
         shown_bounds += implied if is_too_large else []
@@ -328,6 +332,7 @@ def _make_choice_check(choices: Collection[Any]) -> _ValueCheck:
     """Return the check that a value is one of the choices and has the type of a choice."""
 
     def name(_: object) -> str:
+        """Return the noun of valid values: the list of choices."""
         listed = ", ".join(repr(choice) for choice in choices)
         return f"one of {listed}" if len(choices) > 1 else listed
 
@@ -340,6 +345,7 @@ def _make_union_check(checks: list[_ValueCheck]) -> _ValueCheck:
     """Return the check for a union: a value must pass one of `checks`."""
 
     def convert(value: Any) -> Any:
+        """Convert a value by the first check that allows it."""
         return next(kind for kind in checks if kind.allows(value)).convert(value)
 
     return _ValueCheck(
@@ -356,16 +362,19 @@ def _make_tuple_check(args: tuple[Any, ...]) -> _ValueCheck:
     is_open = Ellipsis in args
 
     def allows(value: Any) -> bool:
+        """Whether a value is a tuple of valid length and items."""
         if not isinstance(value, tuple) or not (is_open or len(value) == len(kinds)):
             return False
         item_kinds = kinds * len(value) if is_open else kinds
         return all(kind.allows(item) for kind, item in zip(item_kinds, value, strict=True))
 
     def name(value: Any) -> str:
+        """Return the noun of valid tuples."""
         items = kinds[0].name(None)
         return f"a tuple, each {items}" if is_open else f"a tuple of {len(kinds)}, each {items}"
 
     def convert(value: Any) -> Any:
+        """Convert the items of a tuple; return `value` itself if no item changes."""
         item_kinds = kinds * len(value) if is_open else kinds
         pairs = [(item, kind.convert(item)) for kind, item in zip(item_kinds, value, strict=True)]
         return value if all(a is b for a, b in pairs) else tuple(b for _, b in pairs)

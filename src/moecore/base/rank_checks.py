@@ -40,14 +40,14 @@ class Verbatim(str):
 MISSING = Verbatim("missing")  # the value of an entry that a rank does not have
 
 
-def check_equal(named_values: Mapping[str, Any], device_type: str, *, group: Group = None) -> None:
+def check_equal(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> None:
     """Raise a ValueError on every rank of the group if an entry differs between ranks. Host sync.
 
     Collective on tensors of `device_type`. Entries map a name to a value. Values are equal if their
     `repr` is equal; mappings are compared entry by entry, in any order. An entry that a rank does
     not have is a difference.
     """
-    problem = find_difference(named_values, device_type, group=group)
+    problem = find_difference(entries, device_type, group=group)
     if problem is not None:
         fix = "build the model and call moecore alike everywhere"
         problem += f" on every rank{_format_stage_suffix(group)}: {fix}"
@@ -55,35 +55,33 @@ def check_equal(named_values: Mapping[str, Any], device_type: str, *, group: Gro
 
 
 def find_difference(
-    named_values: Mapping[str, Any], device_type: str, *, group: Groups = None
+    entries: Mapping[str, Any], device_type: str, *, group: Groups = None
 ) -> str | None:
     """Compare entries between ranks and return an error text for the first difference, or None.
 
-    `named_values` are as in `check_equal`. The text has the value of this rank and of the first
+    `entries` are as in `check_equal`. The text has the value of this rank and of the first
     rank with a different value. Collective over `group`, with a host sync. With several groups, a
     rank without a difference in its groups returns the text of another rank.
     """
     if not isinstance(group, tuple):
-        return _find_group_difference(named_values, device_type, group)
+        return _find_in_group(entries, device_type, group)
     problem: str | None = None
     for subgroup in group:
-        problem = _find_group_difference(named_values, device_type, subgroup) or problem
+        problem = _find_in_group(entries, device_type, subgroup) or problem
         problem = next(filter(None, gather_objects(problem, subgroup)), None)
     return problem
 
 
-def _find_group_difference(
-    named_values: Mapping[str, Any], device_type: str, group: Group
-) -> str | None:
+def _find_in_group(entries: Mapping[str, Any], device_type: str, group: Group) -> str | None:
     """Return the error text for a group's first difference, see `find_difference`. Collective."""
     prefix, num_further = "", 0
-    while names := _find_differing_names(named_values, device_type, group):
-        value, num_further = named_values.get(names[0], MISSING), num_further + len(names) - 1
+    while names := _find_differing_names(entries, device_type, group):
+        value, num_further = entries.get(names[0], MISSING), num_further + len(names) - 1
         if not all(gather_objects(isinstance(value, Mapping), group)):
             suffix = f" and {num_further} more" if num_further else ""
             values = _format_both_values(value, group)
             return f"{prefix}{names[0]} ({values}){suffix} must be the same"
-        prefix, named_values = f"{prefix}{names[0]} of ", value
+        prefix, entries = f"{prefix}{names[0]} of ", value
     return None
 
 
@@ -172,10 +170,7 @@ def describe_optimizers(
 def _list_optimizer_options(
     optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str] | None
 ) -> dict[str, Any]:
-    """Return {path: value} of the options of optimizers and of their param groups.
-
-    `names` is as in `describe_optimizers`.
-    """
+    """Return {path: value} of optimizers' options; `names` is as in `describe_optimizers`."""
     options: dict[str, Any] = {}
     for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
@@ -252,10 +247,7 @@ def raise_problem_on_all_ranks(
 
 
 def raise_problem_on_world(problem: str | None, device_type: str) -> None:
-    """Raise a ValueError on every rank if one rank's `problem` is not None.
-
-    One all-reduce over the world, with a host sync.
-    """
+    """Raise a ValueError on every rank if any has a `problem`. One all-reduce, host sync."""
     has_problem = torch.tensor(problem is not None, dtype=torch.int64, device=device_type)
     dist.all_reduce(has_problem, op=dist.ReduceOp.MAX)
     if has_problem.item():
@@ -277,17 +269,12 @@ def _format_stage_suffix(group: Group) -> str:
     return " of a pipeline stage" if is_part else ""
 
 
-def _find_differing_names(
-    named_values: Mapping[str, Any], device_type: str, group: Group
-) -> list[str]:
-    """Return the names of the entries that differ between a group's ranks. Collective.
-
-    All ranks return the same list.
-    """
+def _find_differing_names(entries: Mapping[str, Any], device_type: str, group: Group) -> list[str]:
+    """Return the names of entries that differ in a group, equal on all ranks. Collective."""
     if not _has_peers(group):
         return []
-    names = sorted(named_values)
-    digests = [_hash_text(_format_value(named_values[name])) for name in names]
+    names = sorted(entries)
+    digests = [_hash_text(_format_value(entries[name])) for name in names]
     # Ranks may have different numbers of entries, so the first all-reduce has a fixed size.
     summary = torch.tensor(
         [_hash_text(repr(names)), _hash_text(repr(digests))], device=device_type, dtype=torch.int64
@@ -295,11 +282,11 @@ def _find_differing_names(
     unequal = find_differences(summary, group)
     if not unequal:
         return []
-    order, missing = list(named_values), set[str]()
+    order, missing = list(entries), set[str]()
     if unequal[0] == 0:
         order, missing = _merge_names(order, group)
         names = [name for name in names if name not in missing]
-        digests = [_hash_text(_format_value(named_values[name])) for name in names]
+        digests = [_hash_text(_format_value(entries[name])) for name in names]
     numbers = torch.tensor(digests, device=device_type, dtype=torch.int64)
     positions = find_differences(numbers, group) if names else []
     different = {names[i] for i in positions} | missing
@@ -312,11 +299,9 @@ def _merge_names(names: list[str], group: Group) -> tuple[list[str], set[str]]:
     source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
     dist.broadcast_object_list(first, source, group=group)
     of_first, local_names = dict.fromkeys(first[0]), set(names)
-    differences = gather_objects(
-        (local_names - of_first.keys(), of_first.keys() - local_names), group
-    )
-    extra_names = sorted(set().union(*(extra for extra, _ in differences)))
-    return [*of_first, *extra_names], {*extra_names}.union(*(absent for _, absent in differences))
+    diffs = gather_objects((local_names - of_first.keys(), of_first.keys() - local_names), group)
+    extra_names = sorted(set().union(*(extra for extra, _ in diffs)))
+    return [*of_first, *extra_names], {*extra_names}.union(*(absent for _, absent in diffs))
 
 
 def _format_value(value: Any) -> str:
@@ -329,9 +314,8 @@ def _format_value(value: Any) -> str:
 
 def _hash_text(text: str) -> int:
     """Return a 56-bit SHA-256 hash of a text."""
-    return int.from_bytes(
-        hashlib.sha256(text.encode(errors="backslashreplace")).digest()[:7], "little"
-    )
+    digest = hashlib.sha256(text.encode(errors="backslashreplace")).digest()
+    return int.from_bytes(digest[:7], "little")
 
 
 def find_differences(values: Tensor, group: Groups) -> list[int]:

@@ -33,16 +33,11 @@ class Handle(Protocol):
 Packer = Callable[[Tensor], Handle | None]
 
 
-def make_in_place_error(
-    shape: torch.Size, current_version: int, saved_version: int
-) -> RuntimeError:
-    """Return the error for a saved tensor that was changed in place after forward.
-
-    The versions are `Tensor._version` in backward and in forward.
-    """
+def make_in_place_error(shape: torch.Size, version: int, saved_version: int) -> RuntimeError:
+    """Return the error for a saved tensor whose `version` in backward is not `saved_version`."""
     return RuntimeError(
         f"a tensor {tuple(shape)} that backward needs was changed in place since forward "
-        f"(version {current_version}, not {saved_version}): change a clone"
+        f"(version {version}, not {saved_version}): change a clone"
     )
 
 
@@ -59,10 +54,9 @@ class TensorHandle:
 
     def unpack(self) -> Tensor:
         """Return the tensor; raise a RuntimeError if it was changed in place since forward."""
-        if sum_version_counters(self._tensor) != self._version:
-            raise make_in_place_error(
-                self._tensor.shape, sum_version_counters(self._tensor), self._version
-            )
+        version = sum_version_counters(self._tensor)
+        if version != self._version:
+            raise make_in_place_error(self._tensor.shape, version, self._version)
         return self._tensor
 
 

@@ -227,10 +227,7 @@ def start_host_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
 
 
 def is_capturing(stream: Stream | None) -> bool:
-    """Whether the current stream is captured into a CUDA graph.
-
-    False if `stream` is None (on a CPU) or a stream of a dry run.
-    """
+    """Whether a CUDA graph captures the current stream; False for None or a dry run's stream."""
     if stream is None or isinstance(stream, DryStream):
         return False
     return torch.cuda.is_current_stream_capturing()

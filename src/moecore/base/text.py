@@ -97,8 +97,5 @@ def escape_unprintable(text: str) -> str:
 def format_error_line(text: str, max_chars: int = 2000) -> str:
     """Return a text as one printable line; "..." replaces the middle of a text above the limit."""
     line = escape_unprintable(" ".join(text.split()))  # the fix is at the end of an error
-    return (
-        line
-        if len(line) <= max_chars
-        else f"{line[: max_chars // 2]}...{line[-(max_chars // 2) :]}"
-    )
+    half = max_chars // 2
+    return line if len(line) <= max_chars else f"{line[:half]}...{line[-half:]}"

@@ -91,6 +91,7 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
+        """Return False, so that torch.compile stays enabled under this mode."""
         return False
 
 
@@ -179,10 +180,7 @@ def disable_dispatch_modes() -> AbstractContextManager[Any]:
 
 
 def is_plain_eager() -> bool:
-    """Whether no compiler, dispatch mode, transform or tracer is active.
-
-    Inside custom ops of a dry run the result is True.
-    """
+    """Whether no compiler, mode, transform or tracer is active; True in custom ops of a dry run."""
     if torch.compiler.is_compiling():
         return False
     return (_keys().raw_repr() in _PLAIN_KEYS and not is_in_forward_mode()) or _dry.inside
@@ -251,9 +249,8 @@ def will_run_node(node: Any) -> bool:
 
 def has_next_node() -> bool:
     """Whether the running backward executes a node after the current node."""
-    return any(
-        node is not None and will_run_node(node) for node, _ in get_current_node().next_functions
-    )
+    edges = get_current_node().next_functions
+    return any(node is not None and will_run_node(node) for node, _ in edges)
 
 
 def get_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -427,10 +424,7 @@ def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None =
 
 
 def make_parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:
-    """Return a parameter that stores `data`, with the `requires_grad` of `like`.
-
-    No other code may use the tensor object `data`.
-    """
+    """Return a parameter that takes over the object `data`, with `requires_grad` of `like`."""
     if isinstance(data, DTensor):
         data.detach = lambda: data  # type: ignore[method-assign]  # torch's own DTensor operation takes 1 ms
     param = nn.Parameter(data, requires_grad=like.requires_grad)
@@ -472,10 +466,7 @@ def all_gather_and_consume(
     x_GC: Tensor,
     group: dist.ProcessGroup,
 ) -> None:
-    """All-gather `x_C` along dim 0; call consume_slice(slice, rank) for each received slice.
-
-    The output `x_GC` receives the slices.
-    """
+    """All-gather `x_C` along dim 0 into `x_GC`; call consume_slice(slice, rank) for each slice."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_all_gather_and_consume(x_C, consume_slice, x_GC, group.group_name)
@@ -484,10 +475,7 @@ def all_gather_and_consume(
 def produce_and_all_to_all(
     produce_slice: Callable[[int, Tensor], None], output_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Call produce_slice(rank, slice) to fill a slice for each rank, and all-to-all the slices.
-
-    The output `output_GC` receives the slices of all ranks.
-    """
+    """All-to-all slices, which produce_slice(rank, slice) fills for each rank, to `output_GC`."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_produce_and_all2all(produce_slice, output_GC, group.group_name)

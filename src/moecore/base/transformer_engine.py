@@ -108,17 +108,16 @@ def quantise(
 ) -> Any:
     """Return Transformer Engine's record of a quantised operand: FP8 or FP4 values and scales.
 
-    The matmul sums over the operand's rows if `over_rows`, otherwise over its columns. `scale` is a
-    fixed factor for "tensorwise". With `scale`, the maximum of |x| is written to `amax_out`.
+    `operand` is the role of x. The matmul sums over its rows if `over_rows`, otherwise over its
+    columns. `scale` is a fixed factor for "tensorwise". With `scale`, the maximum of |x| is written
+    to `amax_out`.
     """
     with torch.no_grad():
         if scale is not None:
             dtype = _get_fp8_dtype(recipe, operand)
             amax_out = torch.zeros_like(scale) if amax_out is None else amax_out
-            usage: Any = dict(rowwise=True, columnwise=over_rows)
-            quantizer = import_transformer_engine().pytorch.Float8Quantizer(
-                scale, amax_out, dtype, **usage
-            )
+            make: Any = import_transformer_engine().pytorch.Float8Quantizer
+            quantizer = make(scale, amax_out, dtype, rowwise=True, columnwise=over_rows)
             return _use_plain_records(quantizer)(x_RK)
         (quantizer,) = _make_quantizers(recipe, operand, over_rows, 1, x_RK.device)
         return quantizer(_cast_for_quantizer(x_RK, recipe))

@@ -64,37 +64,36 @@ def register_expert_backend(name: str, computation: Computation) -> None:
     check_arguments(register_expert_backend, locals())
 
     def compute(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
+        """Return y_SD: `computation` of the input, with unpacked and differentiable rows."""
         return computation(convert_to_summed_input(inp), weights, options)
 
     EXPERT_BACKENDS.register(name, compute)
 
 
-def check_backend(backend: str, expert_spec: ExpertSpec) -> None:
+def check_backend(backend: str, spec: ExpertSpec) -> None:
     """Raise a ValueError for a backend that does not exist or cannot compute these experts."""
     if backend not in EXPERT_BACKENDS:
         names = ", ".join(map(repr, EXPERT_BACKENDS))
         raise ValueError(f"expert_backend ({backend!r}) must be one of {names}")
     if EXPERT_BACKENDS[backend] is None:
-        problem = find_products_problem(cast(ProductsName, backend), expert_spec)
+        problem = find_products_problem(cast(ProductsName, backend), spec)
     else:
-        problem = (
-            None if expert_spec.recipe is None else make_recipe_error(backend, expert_spec.recipe)
-        )
+        problem = None if spec.recipe is None else make_recipe_error(backend, spec.recipe)
     if problem is not None:
         raise ValueError(problem)
 
 
 def find_backend_computation(
-    backend: str, expert_spec: ExpertSpec, *, needs_autograd: bool
+    backend: str, spec: ExpertSpec, *, needs_autograd: bool
 ) -> Computation | None:
     """Return the function of a backend that replaces `expert_mlp`. None = `expert_mlp` runs.
 
     `needs_autograd` = experts have biases or the model's own activation. Warns if
     "auto" multiplies experts one by one.
     """
-    is_floating = all(dtype.is_floating_point for dtype in expert_spec.dtypes or ())
-    may_group = backend == "auto" and expert_spec.recipe is None and is_floating
-    if may_group and (problem := expert_spec.find_grouped_problem()) is not None:
+    is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
+    may_group = backend == "auto" and spec.recipe is None and is_floating
+    if may_group and (problem := spec.find_grouped_problem()) is not None:
         warnings.warn(f"experts are multiplied one by one, slowly: {problem}", stacklevel=2)
         return _compute_expert_by_expert
     return EXPERT_BACKENDS[backend] or (_compute_under_autograd if needs_autograd else None)
@@ -141,10 +140,10 @@ def _compute_under_autograd(
 def _compute_grouped_matmul(
     x_RI: Tensor, w_eOI: Tensor, lora_update: LowRankUpdate | None, offs: Tensor
 ) -> Tensor:
-    """Return [R, O], each row times its expert's matrix: x @ (w + b @ a)^T.
+    """Return [R, O]: each of R rows with I inputs times its expert's matrix of O outputs.
 
-    Expert i has rows up to offs[i]; rows from offs[-1] on are uninitialised. b @ a is the LoRA
-    `lora_update`; None = no update.
+    The product is x @ (w + b @ a)^T, with b @ a from `lora_update` (None = no update). Expert i
+    has rows up to offs[i]; rows from offs[-1] on are uninitialised.
     """
     y_RO = grouped_mm(x_RI, w_eOI.transpose(1, 2), offs=offs)
     if lora_update is None:
@@ -194,14 +193,12 @@ def _read_expert_row_ends(index: ExpertIndex) -> list[int]:
     return [R * i // e for i in range(1, e + 1)]
 
 
-def _compute_expert_matrix(
-    w_eOI: Tensor, lora_update: LowRankUpdate | None, expert_idx: int
-) -> Tensor:
-    """Return the matrix [O, I] of expert i, with its LoRA update added (if not None)."""
+def _compute_expert_matrix(w_eOI: Tensor, update: LowRankUpdate | None, expert_idx: int) -> Tensor:
+    """Return expert `expert_idx`'s matrix [outputs, inputs], with its LoRA update (if not None)."""
     return (
         w_eOI[expert_idx]
-        if lora_update is None
-        else w_eOI[expert_idx] + lora_update.b_eOr[expert_idx] @ lora_update.a_erI[expert_idx]
+        if update is None
+        else w_eOI[expert_idx] + update.b_eOr[expert_idx] @ update.a_erI[expert_idx]
     )
 
 
@@ -213,7 +210,7 @@ class _GatherOrSumRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row_ids_R: Tensor, num_sums: int | None) -> Tensor:
-        """Return `_gather_or_sum_rows(x, ids_R, num_sums)`, and save the index."""
+        """Return `_gather_or_sum_rows(x, row_ids_R, num_sums)`, and save the index."""
         ctx.save_for_backward(row_ids_R)
         ctx.num_sums = x.shape[0] if num_sums is None else None
         return _gather_or_sum_rows(x, row_ids_R, num_sums)
@@ -225,7 +222,7 @@ class _GatherOrSumRows(torch.autograd.Function):
 
 
 def _gather_or_sum_rows(x: Tensor, row_ids_R: Tensor, num_sums: int | None) -> Tensor:
-    """Return x[ids_R], or if num_sums is not None, [num_sums, ...]: out[ids_R[r]] += x[r]."""
+    """Return x[row_ids_R], or with `num_sums` [num_sums, ...]: out[row_ids_R[r]] += x[r]."""
     if num_sums is None:
         return x.index_select(0, row_ids_R)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -234,11 +231,11 @@ def _gather_or_sum_rows(x: Tensor, row_ids_R: Tensor, num_sums: int | None) -> T
 
 
 def gather_rows_by_index(x_SD: Tensor, row_ids_R: Tensor) -> Tensor:
-    """Return a copy of the rows x_SD[ids_R]; backward sums their gradients in fp32."""
+    """Return a copy of the rows x_SD[row_ids_R]; backward sums their gradients in fp32."""
     return _GatherOrSumRows.apply(x_SD, row_ids_R, None)  # type: ignore[no-any-return]
 
 
 def sum_rows_by_index(y_RD: Tensor, row_ids_R: Tensor, num_rows: int) -> Tensor:
-    """Return out[s], the sum of y_RD[r] over all r with ids_R[r] == s, in fp32, rounded once."""
+    """Return [num_rows, D]: out[s] is the fp32 sum of y_RD[r] over all r with row_ids_R[r] == s."""
     # Not bit-reproducible on CUDA: the adds are atomic.
     return _GatherOrSumRows.apply(y_RD, row_ids_R, num_rows)  # type: ignore[no-any-return]

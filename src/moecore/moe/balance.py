@@ -62,10 +62,7 @@ class BalanceGroups:
     weight: int = 1  # data ranks for which the auxiliary losses of a micro-batch count
 
     def select_cp_groups(self, cp: int | None) -> BalanceGroups:
-        """Return the groups of a forward over `cp` ranks; None = `self.cp`.
-
-        Raises ValueError for a cp without a group.
-        """
+        """Return the groups of a forward over `cp` ranks (None = `self.cp`); ValueError if none."""
         if cp in (None, self.cp):
             return self
         if cp not in self.by_cp:
@@ -202,7 +199,7 @@ class LoadTracker(LossFactors):
                 "LoadTracker.counts (None) must exist before a CUDA graph captures the layer: "
                 "run one forward and backward first, then tracker.reset()"
             )
-        self._check_recompute()
+        self._start_forward_in_flight()
         config, counts, losses, best_TK = self.config, self.counts, None, None
         prior_counts_E: Tensor | None = None
         logits_TE = routing.logits_TE
@@ -258,7 +255,7 @@ class LoadTracker(LossFactors):
         self._priors_E.append(prior_E)
         return prior_E
 
-    def _check_recompute(self) -> None:
+    def _start_forward_in_flight(self) -> None:
         """Count this forward as in flight, unless a backward recomputes the forward.
 
         Raises NotImplementedError for a recomputed forward with a global-batch loss, if several

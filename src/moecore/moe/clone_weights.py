@@ -40,7 +40,7 @@ def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[Ex
     weights and the clones' weights.
     """
     memory = _CloneConcatenator(clones)
-    extended = _append_clone_weights(weights, memory)
+    extended = _add_clone_weights(weights, memory)
     with use_packer(memory.pack):
         yield extended
 
@@ -96,7 +96,7 @@ class _AppendClones(torch.autograd.Function):
         tensor_uses: tuple[_TensorUse, ...],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return each tensor [e, ...] with the clones' weights appended, [e + n, ...].
+        """Return each tensor [e, ...] of e experts with n clones' weights appended, [e + n, ...].
 
         `tensor_uses` has an entry per tensor. If products do not read a tensor, its result is
         uninitialised, with strides of 0.
@@ -175,9 +175,7 @@ def _write_grad(grad: Tensor, dtype: torch.dtype, grad_target: GradTarget) -> Te
     )
 
 
-def _append_clone_weights(
-    weights: ExpertWeights, concatenator: _CloneConcatenator
-) -> ExpertWeights:
+def _add_clone_weights(weights: ExpertWeights, concatenator: _CloneConcatenator) -> ExpertWeights:
     """Fetch the clones' weights; return the weights of experts followed by clones. Collective."""
     clones, quantised = concatenator.clones, weights.quantised
     updates = [u for u in (weights.update1, weights.update2) if u is not None]
@@ -218,13 +216,12 @@ def _append_clone_matrices(
     for leaf in tree_leaves(quantised_pairs):
         if leaf is not None:
             leaves.setdefault(leaf.data_ptr(), leaf)
-    clone_leaves = concatenator.clones.fetch_clone_weights(
-        [leaf.contiguous() for leaf in leaves.values()]
-    )
-    full_leaves = map(concatenator.append_clones, leaves.values(), clone_leaves)
+    clones = concatenator.clones.fetch_clone_weights([x.contiguous() for x in leaves.values()])
+    full_leaves = map(concatenator.append_clones, leaves.values(), clones)
     full_by_address = dict(zip(leaves, full_leaves, strict=True))
 
     def get_full_leaf(leaf: Tensor) -> Tensor:
+        """Return the concatenated tensor of `leaf`, transposed if `leaf` is a transposed view."""
         full = full_by_address[leaf.data_ptr()]
         is_first = leaf.stride() == leaves[leaf.data_ptr()].stride()
         return full if is_first else full.transpose(1, 2)

@@ -59,10 +59,10 @@ class Cloner:
         self.options = options
         self._placement, self._group, self._exchanges = placement, group, exchanges
         self._counts_2: Tensor | None = None  # never reallocated: CUDA graphs write to it
-        self._shared_plan: PeriodicPlan | None = None
+        self._plan: PeriodicPlan | None = None
         if options.refresh != "forward":
             sizes: Any = dict(min_share=options.min_share, reads_on_host=self.waits_on_host)
-            self._shared_plan = PeriodicPlan(placement, options.refresh, **sizes)
+            self._plan = PeriodicPlan(placement, options.refresh, **sizes)
 
     @property
     def waits_on_host(self) -> bool:
@@ -85,13 +85,13 @@ class Cloner:
 
         A skipped optimizer step changes no plan.
         """
-        if self._shared_plan is not None:
-            self._shared_plan.update_from_loads(loads_E, is_skipped=is_skipped)
+        if self._plan is not None:
+            self._plan.update_from_loads(loads_E, is_skipped=is_skipped)
 
     def drop_plan(self) -> None:
         """Clear the `PeriodicPlan`, if there is one, until the end of the next step."""
-        if self._shared_plan is not None:
-            self._shared_plan.clear()
+        if self._plan is not None:
+            self._plan.clear()
 
     @torch.compiler.disable
     def place_clones(
@@ -119,9 +119,9 @@ class Cloner:
         `pairs` runs another micro-batch during the collective; None = no pair.
         """
         p = self._placement
-        if self._shared_plan is not None:
+        if self._plan is not None:
             none_E = torch.zeros(p.num_experts, dtype=torch.int32, device=ids_TK.device)
-            return self._shared_plan.divide_choices(ids_TK), none_E
+            return self._plan.divide_choices(ids_TK), none_E
         counts_GE = self._gather_counts(ids_TK, pairs)
         plan = plan_clones(
             counts_GE.sum(0, dtype=torch.int32),
@@ -142,9 +142,7 @@ class Cloner:
             sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
             places = ClonePlaces(experts_N=clone_experts_N, **sizes)
             return PeerClones(self._exchanges.get_clone_exchange(clone_experts_N.device), places)
-        experts = (
-            clone_experts_N.tolist() if self._shared_plan is None else self._shared_plan.experts
-        )
+        experts = clone_experts_N.tolist() if self._plan is None else self._plan.experts
         return None if max(experts) < 0 else Clones.from_plan(experts, p, self._group, pairs)
 
     def _count_clones(self, clone_experts_N: Tensor) -> None:
@@ -202,10 +200,8 @@ class Clones:
         ranks = range(p.ep)
         rows = [clone_experts[q * p.num_clones : (q + 1) * p.num_clones] for q in ranks]
         owners = [[x // p.num_local for x in row if x >= 0] for row in rows]
-        local_experts = range(rank * p.num_local, (rank + 1) * p.num_local)
-        send_experts = [
-            [x - local_experts.start for x in row if x in local_experts] for row in rows
-        ]
+        local_ids = range(rank * p.num_local, (rank + 1) * p.num_local)
+        send_experts = [[x - local_ids.start for x in row if x in local_ids] for row in rows]
         arrivals = sorted(range(len(owners[rank])), key=lambda place: owners[rank][place])
         return cls(
             group=group,
@@ -222,20 +218,17 @@ class Clones:
         return len(self.order)
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send local experts' weights [e, ...] to their clones; return this rank's clones [n, ...].
-
-        Collective.
-        """
+        """Send weights [e, ...] of experts to clones; return this rank's clones. Collective."""
         expert_rows = [t[list(self.send_ids)] for t in tensors]
-        rows = self._exchange_rows(expert_rows, self.num_local_clones, to_experts=False)
+        rows = self._exchange(expert_rows, self.num_local_clones, to_experts=False)
         return rows if self._is_in_order else [t[list(self.order)] for t in rows]
 
     @torch.no_grad()
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Add the gradients of all ranks' clones to their experts' gradients; return [e, ...].
 
-        Each of `grads`, [e + n, ...], ends with the gradients of this rank's clones. Sums are in
-        place, in fp32 and rounded once. Collective.
+        Each of `grads`, [e + n, ...], has the gradients of this rank's e experts, and then of its n
+        clones. Sums are in place, in fp32 and rounded once. Collective.
         """
         n = self.num_local_clones
         expert_grads = [grad[: grad.shape[0] - n] for grad in grads]
@@ -243,7 +236,7 @@ class Clones:
         if not self._is_in_order:
             places = sorted(range(n), key=self.order.__getitem__)
             clone_grads = [grad[places] for grad in clone_grads]
-        received_grads = self._exchange_rows(clone_grads, len(self.send_ids), to_experts=True)
+        received_grads = self._exchange(clone_grads, len(self.send_ids), to_experts=True)
         for grad, parts in zip(expert_grads, received_grads, strict=True):
             for expert in sorted(set(self.send_ids)):
                 total = grad[expert].to(torch.promote_types(grad.dtype, torch.float32))
@@ -258,9 +251,7 @@ class Clones:
         """Whether this rank's clones are received in the order of their places."""
         return self.order == tuple(range(self.num_local_clones))
 
-    def _exchange_rows(
-        self, tensors: Sequence[Tensor], num_rows: int, *, to_experts: bool
-    ) -> list[Tensor]:
+    def _exchange(self, tensors: Sequence[Tensor], num_rows: int, to_experts: bool) -> list[Tensor]:
         """All-to-all the rows of each tensor, one row per expert; return `num_rows` received rows.
 
         `to_experts` = from clones to the experts' ranks, otherwise from experts to clones.
@@ -293,10 +284,7 @@ class PeerClones:
         return self.places.num_clones
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send local experts' weights [e, ...] to their clones; return this rank's clones [n, ...].
-
-        Empty places have zeros.
-        """
+        """Send experts' weights [e, ...] to clones; return this rank's [n, ...], zeros if empty."""
         return self.exchange.fetch_clone_weights(tensors, self.places)
 
     @torch.no_grad()

@@ -152,6 +152,7 @@ class Experts(nn.Module):
         submesh = mesh[dims]  # once: it takes a millisecond
 
         def shard(owner: nn.Module, name: str, etp: Placement) -> None:
+            """Shard a parameter of `owner` over "ep" in dim 0 and over "etp" by placement `etp`."""
             placements = {"ep": Shard(0), "etp": etp}
             shard_parameter(owner, name, submesh, tuple(placements[n] for n in dims))
 
@@ -227,11 +228,8 @@ class Experts(nn.Module):
         """
         with self.reader.exclude_from_activations():
             weights = self._prepare_weights(inp.rows.dtype)
-            with (
-                NOTHING
-                if inp.clones is None
-                else concatenate_clones(weights, inp.clones) as all_weights
-            ):
+            context = NOTHING if inp.clones is None else concatenate_clones(weights, inp.clones)
+            with context as all_weights:
                 return self._run_backend(inp, all_weights or weights)
 
     def _run_backend(self, inp: ExpertInput, weights: ExpertWeights) -> Tensor | UnsummedRows:
@@ -243,11 +241,9 @@ class Experts(nn.Module):
                 self.config, interleaved=self._is_interleaved, own_activation=self.own_activation
             )
             spec = ExpertSpec.from_weights(inp.rows, weights, activation, self.recipe)
-            compute = find_backend_computation(
-                self.backend, spec, needs_autograd=self.needs_autograd
-            )
-            if compute is not None:
-                return compute(inp, weights, activation)
+            run = find_backend_computation(self.backend, spec, needs_autograd=self.needs_autograd)
+            if run is not None:
+                return run(inp, weights, activation)
             options = ExpertMLPOptions(
                 activation=activation,
                 products=choose_products(cast(Any, self.backend), spec),
@@ -320,14 +316,10 @@ class Experts(nn.Module):
             w2_eDF=w2_eDF,
             b1_eC=self._read_param("b1", dtype).flatten(1) if config.fc1_bias else None,
             b2_eD=self._read_fc2_bias(dtype) if config.fc2_bias else None,
-            update1=self._make_local_lora_update(
-                self.layout.w1, dtype, slice_outputs=self._slice_lora_b
-            ),
-            update2=self._make_local_lora_update(
-                self.layout.w2, dtype, slice_inputs=self._slice_lora_a
-            ),
+            update1=self._slice_lora(self.layout.w1, dtype, slice_outputs=self._slice_lora_b),
+            update2=self._slice_lora(self.layout.w2, dtype, slice_inputs=self._slice_lora_a),
             sinks=(sink1, self._make_grad_sink("w2", w2_eDF)),
-            quantised=self._quantise_matrices(w1_eCD, w2_eDF),
+            quantised=self._quantise(w1_eCD, w2_eDF),
             magnitudes=self._get_amax_tensors(w1_eCD.device),
         )
 
@@ -340,9 +332,7 @@ class Experts(nn.Module):
         past = {operand: history.get_max_amax(operand) for operand in OPERANDS}
         return Magnitudes(past, history.has_all_amax, current)
 
-    def _quantise_matrices(
-        self, w1_eCD: Tensor, w2_eDF: Tensor
-    ) -> tuple[OperandPair, OperandPair] | None:
+    def _quantise(self, w1_eCD: Tensor, w2_eDF: Tensor) -> tuple[OperandPair, OperandPair] | None:
         """Return both matrices quantised by the recipe; None = no recipe, or kernels quantise."""
         recipe = self.recipe
         if recipe is None:
@@ -365,7 +355,7 @@ class Experts(nn.Module):
         return None if w1 is None or w2 is None else (w1, w2)
 
     def _read_fc1_eCD(self, dtype: torch.dtype) -> tuple[Tensor, GradSink | None]:
-        """Return FC1 as [e, C, D], a copy if gate and up are separate, and its `GradSink`."""
+        """Return FC1's weights as [experts, columns, model dim], and their `GradSink` or None."""
         w1 = self._read_param("w1", dtype)
         if self.is_separate:
             return torch.cat([w1, self._read_param("w3", dtype)], dim=1), None
@@ -385,7 +375,7 @@ class Experts(nn.Module):
             return self.reader.read(param, needs_values=False)
         return self.reader.read(param).to(dtype)
 
-    def _make_local_lora_update(
+    def _slice_lora(
         self,
         param_name: str,
         dtype: torch.dtype,

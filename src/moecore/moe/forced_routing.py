@@ -26,7 +26,7 @@ def force_even_load(model: nn.Module) -> None:
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.config.assignment != "expert_choice":
-            _force_choices(layer, make_even_ids)
+            _force_ids(layer, make_even_ids)
 
 
 def force_expert_loads(model: nn.Module, shares: Mapping[int, float]) -> None:
@@ -63,12 +63,10 @@ def force_expert_loads(model: nn.Module, shares: Mapping[int, float]) -> None:
         if config.assignment == "expert_choice":
             raise ValueError(f"shares must be left out for {name}, whose experts choose evenly")
     for layer in layers.values():
-        _force_choices(layer, partial(make_ids_from_shares, shares=dict(shares)))
+        _force_ids(layer, partial(make_ids_from_shares, shares=dict(shares)))
 
 
-def _force_choices(
-    layer: MoELayer, make_ids: Callable[[int, int, int, torch.device], Tensor]
-) -> None:
+def _force_ids(layer: MoELayer, make_ids: Callable[[int, int, int, torch.device], Tensor]) -> None:
     """Make the router choose make_ids(T, E, K, device), int32 [T, K]; freeze its bias."""
     layer.get_part("router").forced_ids = make_ids
     off: Any = dict(bias_update_rate=0.0, bias_update="sign", bias_per_micro_batch=False)

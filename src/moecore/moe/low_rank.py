@@ -43,18 +43,15 @@ class LowRank(nn.Module):
         return list(self.lora_A)
 
     def make_local_update(
-        self, read_param: Read, *, slice_inputs: SlicePart, slice_outputs: SlicePart
+        self, read: Read, *, slice_inputs: SlicePart, slice_outputs: SlicePart
     ) -> LowRankUpdate | None:
         """Return this rank's update, the sum of all adapters; None = no adapter. Differentiable.
 
-        `read_param` returns the local experts' part of a parameter. `slice_inputs` slices A [e, r,
+        `read` returns the local experts' part of a parameter. `slice_inputs` slices A [e, r,
         I] to this rank's part of I, and `slice_outputs` slices B [e, O, r] to this rank's part of
         O.
         """
-        pairs = [
-            (read_param(self.lora_A[n]), read_param(self.lora_B[n]), self.scaling[n])
-            for n in self.in_use
-        ]
+        pairs = [(read(self.lora_A[n]), read(self.lora_B[n]), self.scaling[n]) for n in self.in_use]
         if not pairs:
             return None
         a_erI = slice_inputs(_concatenate([a for a, _, _ in pairs], dim=1)).contiguous()

@@ -69,26 +69,17 @@ class MoEMetrics:
                 name: {layer: value for layer, value in of_layers.items() if layer in active_layers}
                 for name, of_layers in values.items()
             }
-        loads = {
-            layer: _divide_by_mean(counts) for layer, counts in values["tokens_per_expert"].items()
-        }
-        numbers = _prefix_metric_name(
-            "expert_load", {layer: max(of_E) for layer, of_E in loads.items()}
-        )
+        loads = {layer: _divide_by_mean(x) for layer, x in values["tokens_per_expert"].items()}
+        numbers = _prefix_metric_name("expert_load", {layer: max(x) for layer, x in loads.items()})
         numbers = {"expert_load_max_over_mean": max(numbers.values()), **numbers}
         numbers |= _prefix_and_average("drop_rate", _compute_drop_rates(values))
         z = LOSS_NAMES.index("z")
-        for name, places in (("balance_loss", range(z)), ("z_loss", [z])):
-            of_layers = {
-                layer: sum(losses[i] for i in places)
-                for layer, losses in values["aux_losses"].items()
-            }
-            if any(of_layers.values()):  # a loss that is in use is above 0
-                numbers |= {name: sum(of_layers.values()), **_prefix_metric_name(name, of_layers)}
+        for name, idxs in (("balance_loss", range(z)), ("z_loss", [z])):
+            losses = {layer: sum(x[i] for i in idxs) for layer, x in values["aux_losses"].items()}
+            if any(losses.values()):  # a loss that is in use is above 0
+                numbers |= {name: sum(losses.values()), **_prefix_metric_name(name, losses)}
         for name in ("router_entropy", "clones_per_rank"):
-            numbers |= _prefix_and_average(
-                name, {layer: value for layer, (value,) in values[name].items()}
-            )
+            numbers |= _prefix_and_average(name, {layer: x for layer, (x,) in values[name].items()})
         if indexer_losses:
             numbers |= {"indexer_loss": sum(indexer_losses.values())}
             numbers |= _prefix_metric_name("indexer_loss", indexer_losses)
@@ -132,10 +123,7 @@ def _divide_by_mean(counts: list[float]) -> list[float]:
 
 
 def _compute_drop_rates(layer_numbers: dict[str, LayerNumbers]) -> dict[str, float]:
-    """Return layer name -> dropped choices divided by all choices.
-
-    `layer_numbers` is the result of `_copy_to_host`.
-    """
+    """Return layer name -> dropped share of its choices, from the result of `_copy_to_host`."""
     return {
         layer: sum(drops) / max(sum(layer_numbers["tokens_per_expert"][layer]), 1)
         for layer, drops in layer_numbers["dropped_per_expert"].items()

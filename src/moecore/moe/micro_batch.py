@@ -84,7 +84,7 @@ class MicroBatch:
         return 1 if self.group is None else self.group.size()
 
     def all_gather_rows(self, x_TX: Tensor) -> Tensor:
-        """All-gather rows [T, X] to [N, X], in the token order of one process. No gradient.
+        """All-gather T rows of each rank to N rows, in the token order of one process. No gradient.
 
         Example, two ranks, B=2: rows a0 b0 and a1 b1 give a0 a1 b0 b1.
         """
@@ -178,10 +178,10 @@ def _sort_documents_by_position(
 def compute_capacity(
     factor: float, num_tokens: int, top_k: int, num_experts: int, padding_mask_N: Tensor | None
 ) -> tuple[int, Tensor | int]:
-    """Return ceil(factor * N * K / E), the token limit per expert, with and without padding.
+    """Return the token limit per expert, factor * num_tokens * top_k / num_experts, rounded up.
 
-    N is `num_tokens`. The first limit, for buffer sizes, counts padding. The second limit is an
-    int64 scalar tensor with a mask (no host sync), otherwise equal to the first limit.
+    The first limit, for buffer sizes, counts padding. The second limit is without padding: an int64
+    scalar tensor with a mask (no host sync), otherwise equal to the first limit.
     """
     per_token = factor * top_k / num_experts
     max_tokens = math.ceil(num_tokens * per_token - ROUNDING)

@@ -174,7 +174,7 @@ class _Pair:
             self._end_side(side)
 
     def give_back_baton(self) -> None:
-        """If the other side handed the baton over early, hand it back before an exchange."""
+        """If the other side handed over the baton (the right to run) early, hand it back now."""
         if self._get_other_side(self._holder).is_early:
             self.hand_over_baton()
 
@@ -250,18 +250,16 @@ def run_exchanges(
         work.wait()
 
 
-def read_numbers(
-    start_collective: Callable[..., Any], output: Tensor, pairs: Pairs | None = None
-) -> Any:
+def read_numbers(collective: Callable[..., Any], output: Tensor, pairs: Pairs | None = None) -> Any:
     """Run a collective, and return the `output` that it writes, as a list. Host sync.
 
     In a pair, the other side runs until the host has the numbers; see `run_exchanges`.
     """
     pair = None if pairs is None else pairs.running_pair
     if pairs is None or pair is None:
-        start_collective()
+        collective()
         return output.tolist()
-    work = start_collective(async_op=True)
+    work = collective(async_op=True)
     with pairs.launch_on_side_stream(waits_for_current=True):
         work.wait()
         on_host = HostCopyOfTensor(output)

@@ -198,7 +198,7 @@ class _RouteGradToHandle(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad_handle_RD: Tensor, rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
-        """Return a view of `rows_SD`."""
+        """Return a view of `rows_SD`, whose gradient goes to the handle `grad_handle_RD`."""
         ctx.num_rows = grad_handle_RD.shape[0]
         ctx.save_for_backward(slots_SK)
         return rows_SD.view_as(rows_SD)
@@ -225,9 +225,8 @@ def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
             "NVLinkOptions.keep_rows (False) must be True for experts that keep their rows "
             "('sequential' or with biases): set it, or use 'triton' or 'torch' without biases"
         )
-    rows_SD = _RouteGradToHandle.apply(
-        inp.unsummed.grad_handle_RD, inp.rows.widen(), inp.index.slots_SK
-    )
+    handle_RD, rows_SD = inp.unsummed.grad_handle_RD, inp.rows.widen()
+    rows_SD = _RouteGradToHandle.apply(handle_RD, rows_SD, inp.index.slots_SK)
     return replace(inp, rows=Rows(rows_SD), unsummed=None)
 
 

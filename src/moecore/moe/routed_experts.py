@@ -97,6 +97,5 @@ class RoutedExperts(RoutedLayer, Experts):
             expert_ids_TK=ids_TK, weights_TK=top_k_weights.float(), chosen_ids_TK=ids_TK
         )
         y_TD = self._run_routed_experts(cast_to_autocast(x_TD), routing).to(x_TD.dtype)
-        return self._track_load(
-            y_TD, routing, MicroBatch(group=self.tracker.groups.micro_batch), None
-        )
+        micro_batch = MicroBatch(group=self.tracker.groups.micro_batch)
+        return self._track_load(y_TD, routing, micro_batch, None)

@@ -106,10 +106,8 @@ class Router(BiasOwner):
     def is_collective_free(self) -> bool:
         """Whether a token's experts depend on no other token, so a forward has no collective."""
         is_rule_local = self.config.assignment in ("learned", "hash")
-        has_bias_per_micro_batch = self.training and self.config.balance.bias_per_micro_batch
-        return (
-            is_rule_local and self._get_capacity_factor() is None and not has_bias_per_micro_batch
-        )
+        has_micro_batch_bias = self.training and self.config.balance.bias_per_micro_batch
+        return is_rule_local and self._get_capacity_factor() is None and not has_micro_batch_bias
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
         """Draw the weight from N(0, std^2), zero the biases, and draw the hash table uniformly.
@@ -146,7 +144,7 @@ class Router(BiasOwner):
                 logits_TE, ids_TK, weights_TK = route_tokens(x_TD, weight_ED, bias_E, *inputs)
             else:
                 logits_TE = self._compute_logits(x_TD)
-                ids_TK, weights_TK = self._choose_or_replay(logits_TE, micro_batch)
+                ids_TK, weights_TK = self._get_choices(logits_TE, micro_batch)
             if micro_batch.padding_mask_T is not None:
                 ids_TK = ids_TK.masked_fill(micro_batch.padding_mask_T[:, None], -1)
             if self.tape is not None:
@@ -184,9 +182,7 @@ class Router(BiasOwner):
             return router_logits_ref(x_TD, weight_ED, bias_E, dtype=torch.float64)
         return router_logits(x_TD, weight_ED, bias_E)
 
-    def _choose_or_replay(
-        self, logits_TE: Tensor, micro_batch: MicroBatch
-    ) -> tuple[Tensor, Tensor]:
+    def _get_choices(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return int32 ids and fp32 weights [T, K], from the `ChoiceTape` or chosen now."""
         if self.tape is None:
             return self._choose_experts(logits_TE, micro_batch)
@@ -309,10 +305,7 @@ def compute_micro_batch_bias(
 
 
 def choose_best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:
-    """Return int32 [T, K]: the K experts with the highest scores; padding -1.
-
-    The selection bias and expert groups are ignored.
-    """
+    """Return int32 [T, K]: the K best experts by score, without bias and groups; padding -1."""
     options = replace(_make_route_options(config), num_groups=1, top_groups=1)
     ids_TK, _ = route(logits_TE.detach(), None, options)
     return ids_TK if padding_mask_T is None else ids_TK.masked_fill(padding_mask_T[:, None], -1)

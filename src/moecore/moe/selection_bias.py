@@ -45,7 +45,7 @@ class BiasOwner(nn.Module):
 
 
 def add_submodule(layer: nn.Module, path: str, child: nn.Module) -> None:
-    """Add `child` as child `path`; a dotted path creates missing parents as empty modules."""
+    """Add `child` to `layer` as `path`; a dotted path creates missing parents as empty modules."""
     *holders, name = path.split(".")
     for holder in holders:
         if holder not in layer._modules:

@@ -24,9 +24,7 @@ from moecore.moe.experts import make_activation_options
 
 
 def _make_matrix(
-    *shape: int,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    *shape: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> nn.Parameter:
     """Return an uninitialised parameter."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -132,7 +130,7 @@ class Latent(_MatrixModule):
             nn.init.ones_(self.norm)
 
     def project_down(self, x_TD: Tensor) -> Tensor:
-        """Return x @ w_down^T, [T, L], in the dtype of x."""
+        """Return x @ w_down^T, [T, L] with the latent dim L, in the dtype of x."""
         return F.linear(x_TD, get_local_param(self.w_down).to(x_TD.dtype))
 
     def project_up(self, y_TL: Tensor) -> Tensor:

@@ -135,9 +135,8 @@ class SkippedSteps:
 
     def record_step(self, is_skipped: bool | Tensor) -> None:
         """Store whether the step that ends is skipped, on every rank. No host sync."""
-        self._flags.append(
-            HostCopyOfTensor(is_skipped) if isinstance(is_skipped, Tensor) else is_skipped
-        )
+        flag = HostCopyOfTensor(is_skipped) if isinstance(is_skipped, Tensor) else is_skipped
+        self._flags.append(flag)
 
     def pop_skips(self) -> bool:
         """Remove all stored steps except the last; return whether one was skipped. Host sync."""
@@ -183,15 +182,12 @@ class BufferCapacities:
     def enlarge_buffers(self) -> None:
         """Enlarge buffers to the capacity that skipped steps needed, by the host's reports."""
         for owner in self._list_owners():
-            min_factor = max(
-                (shortage.reported_factor for shortage in owner.shortages), default=0.0
-            )
+            min_factor = max((counter.reported_factor for counter in owner.shortages), default=0.0)
             for shortage in owner.shortages:
                 shortage.clear(device=False)
             factor = compute_next_factor(min_factor)
-            if factor > (
-                owner.capacity_factor or math.inf
-            ):  # otherwise the buffer is already enlarged
+            # Otherwise the buffer is already enlarged.
+            if factor > (owner.capacity_factor or math.inf):
                 logger.warning(
                     "%s (%s) was too small on rank %d: that step was skipped, the next have %s",
                     *(owner.option, owner.capacity_factor, get_rank_or_zero(), factor),
@@ -233,9 +229,7 @@ class BufferCapacities:
         owners = [owner for owner in self._list_owners() if owner.capacity_factor is not None]
         if self.graph_steps is None or not self.graph_steps.pop_skips() or not owners:
             return False
-        is_short = any(
-            shortage.reported_num_rows for owner in owners for shortage in owner.shortages
-        )
+        is_short = any(counter.reported_num_rows for owner in owners for counter in owner.shortages)
         flag = torch.tensor(float(is_short), device=self._device, dtype=torch.float32)
         if dist.is_initialized():
             dist.all_reduce(flag, dist.ReduceOp.MAX)

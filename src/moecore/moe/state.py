@@ -222,6 +222,7 @@ class MoEState:
             self._check_num_micro_batches(*sums["numbers"].tolist())
 
         def split(field: str, dtype: torch.dtype, divisor: int = 1) -> dict[str, Tensor]:
+            """Return layer name -> sums of `field` divided by `divisor`; {} without the field."""
             if field not in sums:
                 return {}
             lengths = [len(tensor) for tensor in tensors[field].values()]

@@ -94,10 +94,7 @@ class SharedArguments:
 
     def __init__(self, groups_by_cp: Mapping[int, Ranks], device_type: str) -> None:
         self._groups, self._device_type = groups_by_cp, device_type
-        self._host_groups = {
-            cp: tuple(make_host_group(group) for group in ranks)
-            for cp, ranks in groups_by_cp.items()
-        }
+        self._host_groups = {cp: tuple(map(make_host_group, g)) for cp, g in groups_by_cp.items()}
         self._unread_checks: list[_ContentsCheck] = []
         self._checks_of_step: list[_ContentsCheck] = []
         self._is_first = True  # until a forward with gradients
@@ -114,11 +111,9 @@ class SharedArguments:
             return
         place = cp if isinstance(cp, int) and cp in self._groups else 0
         names = sorted(name for name in arguments if name != LOCAL_ARGUMENT)
-        device_tensors: dict[str, Tensor] = {}
-        facts = {name: _describe_value(arguments[name], name, device_tensors) for name in names}
-        on_device = {
-            n: x for n, x in sorted(device_tensors.items()) if x.device.type == self._device_type
-        }
+        tensors: dict[str, Tensor] = {}
+        facts = {name: _describe_value(arguments[name], name, tensors) for name in names}
+        on_device = {n: x for n, x in sorted(tensors.items()) if x.device.type == self._device_type}
         is_first = self._is_first and torch.is_grad_enabled()
         with publish_errors(ROW_COMPARISON):
             problem = self._compare_entries({"names of arguments": names, "value": facts}, place)
@@ -133,9 +128,7 @@ class SharedArguments:
             elif problem is not None:
                 raise ValueError(problem)
 
-    def compare_in_forward_hook(
-        self, _model: nn.Module, args: tuple[Any, ...], kwargs: Any
-    ) -> None:
+    def compare_in_pre_hook(self, _model: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         """Compare the arguments of a forward, as the model's forward pre-hook. Collective."""
         named = {f"argument {place}": value for place, value in enumerate(args)}
         self.compare_arguments({**named, **kwargs}, kwargs.get("cp"))
@@ -150,10 +143,7 @@ class SharedArguments:
         self.compare_arguments(named, None)
 
     def end_step(self) -> Tensor | None:
-        """End a step; return a bool scalar on the device: whether contents differed.
-
-        None = no forward of the step compared contents.
-        """
+        """End a step; return whether contents differed, a device bool; None = no comparison."""
         checks, self._checks_of_step = self._checks_of_step, []
         if not checks:
             return None
@@ -192,25 +182,21 @@ class SharedArguments:
         return find_difference(entries, "cpu", group=groups) if differing else None
 
     def _compare_contents(
-        self, tensors: Mapping[str, Tensor], comparison_groups: Sequence[dist.ProcessGroup]
+        self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]
     ) -> None:
         """Launch the comparison of {name: tensor}: all-reduce checksums over each of the groups.
 
         Together the groups must reach all ranks to compare; () = no comparison. All ranks must pass
         the same names. Collective. During the capture of a CUDA graph nothing is compared.
         """
-        if not comparison_groups or _is_capturing(
-            tensors.values()
-        ):  # a replay would compare with no rank
-            return
+        if not groups or _is_capturing(tensors.values()):
+            return  # a replay would compare with no rank
         with torch.no_grad():
             sums = torch.stack([compute_checksum(x) for x in tensors.values()])
             bounds = torch.stack([sums, ~sums])
-        for group in comparison_groups[:-1]:
+        for group in groups[:-1]:
             dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-        work = dist.all_reduce(
-            bounds, op=dist.ReduceOp.MAX, group=comparison_groups[-1], async_op=True
-        )
+        work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=groups[-1], async_op=True)
         comparison = _ContentsCheck(names=tuple(tensors), bounds=bounds, work=work)
         self._unread_checks.append(comparison)
         if torch.is_grad_enabled():  # no step ends a forward without gradients
@@ -254,9 +240,7 @@ def _describe_value(arg: Any, arg_name: str, tensors: dict[str, Tensor]) -> Any:
     """
     if isinstance(arg, Mapping):
         items = ((make_comparable(key), entry) for key, entry in arg.items())
-        return {
-            key: _describe_value(entry, f"{arg_name}[{key!r}]", tensors) for key, entry in items
-        }
+        return {key: _describe_value(item, f"{arg_name}[{key!r}]", tensors) for key, item in items}
     if is_dataclass(arg) and not isinstance(arg, type):
         entries = {field.name: getattr(arg, field.name, None) for field in fields(arg)}
         return type(arg).__name__, _describe_value(entries, arg_name, tensors)
@@ -271,16 +255,10 @@ def _describe_value(arg: Any, arg_name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _describe_tensor(tensor: Tensor, arg_name: str, tensors: dict[str, Tensor]) -> str:
-    """Return dtype, shape, device and CPU contents of a tensor as text.
-
-    A tensor on a device is added to `tensors` with key `arg_name`.
-    """
+    """Return dtype, shape and CPU contents of a tensor; add a GPU tensor to `tensors[arg_name]`."""
     facts = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}"
-    if (
-        type(tensor) not in (Tensor, nn.Parameter)
-        or tensor.layout != torch.strided
-        or tensor.is_meta
-    ):
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    if not is_plain or tensor.layout != torch.strided or tensor.is_meta:
         return facts  # its bytes are not contents, or it has none
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not is_on_host(tensor):

@@ -313,22 +313,20 @@ class _FactReader:
 
     def read_fact(
         self,
-        fact_name: str,
+        fact: str,
         function: Callable[[], T],
         default: T,
-        requirement: str = "readable by this rank",
+        condition: str = "readable by this rank",
     ) -> T:
         """Return function(); if function() fails, return `default` and record a failure.
 
-        The failure says that `fact_name` must be `requirement`.
+        The failure says that `fact` must be `condition`.
         """
         try:
             return function()
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, OSError) and error.strerror:
-                self.failures.append(
-                    f"{fact_name} must be {requirement}, which failed: {error.strerror}"
-                )
+                self.failures.append(f"{fact} must be {condition}, which failed: {error.strerror}")
             else:
                 self.failures.append(_format_error(error))
             return default
@@ -336,40 +334,38 @@ class _FactReader:
 
 def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
     """Measure this rank, its GPU, host and links, and the disk of `checkpoints`. Collective."""
-    reader, is_gpu = _FactReader(), device_type == "cuda"
+    facts, is_gpu = _FactReader(), device_type == "cuda"
     # The file's name is made by rank 0. All ranks exchange it, with or without a directory.
     local_key = get_host_id(), f".doctor-{uuid.uuid4().hex}"
     hosts, names = zip(*gather_objects(local_key), strict=True)
-    disk, sees = _measure_checkpoint_disk(reader, checkpoints, names[0])
+    disk, sees = _measure_checkpoint_disk(facts, checkpoints, names[0])
     dist.barrier()
     return RankFacts(
         clock=time.time(),
         host=hosts[dist.get_rank()],
         name=socket.gethostname(),
-        ranks_per_host=reader.read_fact(
+        ranks_per_host=facts.read_fact(
             "LOCAL_WORLD_SIZE", lambda: read_launcher_number("LOCAL_WORLD_SIZE", 0) or None, None
         ),
-        versions=reader.read_fact("versions", lambda: _read_versions(device_type), {}),
+        versions=facts.read_fact("versions", lambda: _read_versions(device_type), {}),
         environment={
             name: value
             for name, value in sorted(os.environ.items())
             if name.startswith(PREFIXES) and name not in PER_RANK_VARIABLES
         },
-        fabric=reader.read_fact("NVLink domain", read_nvlink_domain_id, None) if is_gpu else None,
-        gpu_memory=reader.read_fact("GPU memory", torch.cuda.mem_get_info, None)
-        if is_gpu
-        else None,
+        fabric=facts.read_fact("NVLink domain", read_nvlink_domain_id, None) if is_gpu else None,
+        gpu_memory=facts.read_fact("GPU memory", torch.cuda.mem_get_info, None) if is_gpu else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         shared_memory=(
-            reader.read_fact("/dev/shm", lambda: shutil.disk_usage("/dev/shm").free, None)
+            facts.read_fact("/dev/shm", lambda: shutil.disk_usage("/dev/shm").free, None)
             if os.path.isdir("/dev/shm")
             else None
         ),
         has_checkpoints=checkpoints is not None,
         disk=disk,
         sees_checkpoints=sees,
-        failures=tuple(reader.failures),
+        failures=tuple(facts.failures),
         peers=_find_peer_problem(hosts, device_type),
         rates=_measure_receive_rates(hosts, device_type),
     )
@@ -401,7 +397,7 @@ def _measure_checkpoint_disk(
     rule = "a directory that every rank can write"
 
     def write_file() -> bool:
-        """Write a temporary file to the directory; rank 0 also creates the file `name`."""
+        """Write a temporary file to the directory; rank 0 also creates `file_name`."""
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory) as file:
@@ -425,10 +421,7 @@ def _measure_checkpoint_disk(
 
 
 def _find_peer_problem(hosts: Sequence[str], device_type: str) -> str | None:
-    """Return why GPUs of this host lack peer access, or None; `hosts[i]` is the host of rank i.
-
-    Collective.
-    """
+    """Return why a host's GPUs lack peer access, or None; rank i is on `hosts[i]`. Collective."""
     problem = None
     for ranks in _group_ranks(hosts).values() if device_type == "cuda" else ():
         group = dist.new_group(ranks)

@@ -222,11 +222,9 @@ def build_meshes(
 
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     set_timeout_to_default(world.get_group())
-    entries = list_field_entries(p) | dict(
-        ranks_per_domain=ranks_per_domain, device_type=device_type
-    )
+    facts = list_field_entries(p) | dict(ranks_per_domain=ranks_per_domain, device_type=device_type)
     # Ranks with different degrees would create different groups.
-    check_equal(entries, choose_small_tensor_device_type(world.get_group()))
+    check_equal(facts, choose_small_tensor_device_type(world.get_group()))
     if ranks_per_domain is None and device_type == "cuda" and "LOCAL_WORLD_SIZE" in os.environ:
         domain = count_ranks_per_fabric(read_nvlink_domain_id()) or domain
     dense = _make_mesh(device_type, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
@@ -362,12 +360,10 @@ def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
     )
 
 
-def _make_mesh(
-    device_type: str, axis_sizes: tuple[int, ...], axis_names: tuple[str, ...]
-) -> DeviceMesh:
+def _make_mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Create a mesh over all ranks, outermost axis first, with the default group's timeout."""
-    view = init_device_mesh(device_type, axis_sizes, mesh_dim_names=axis_names)
-    for name in axis_names:
+    view = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    for name in names:
         set_timeout_to_default(view.get_group(name))
     return view
 
@@ -389,10 +385,8 @@ def start_process_group(device_type: str, timeout: timedelta | None = None) -> N
     """
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
-        max_rank = torch.cuda.device_count() - 1
-        torch.cuda.set_device(
-            read_launcher_number("LOCAL_RANK", 0, min_value=0, max_value=max_rank)
-        )
+        max_gpu = torch.cuda.device_count() - 1
+        torch.cuda.set_device(read_launcher_number("LOCAL_RANK", 0, min_value=0, max_value=max_gpu))
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
@@ -436,19 +430,14 @@ def _make_dense_fsdp(dense_mesh: DeviceMesh, parallel: ParallelConfig) -> Device
     return _select_fsdp_axes(_make_mesh(dense_mesh.device_type, sizes, names))
 
 
-def _make_inner_axes_group(
-    mesh: DeviceMesh, axis_names: tuple[str, str]
-) -> dist.ProcessGroup | None:
-    """Return one process group over the two innermost axes of `mesh`; None if it has one rank.
-
-    `axis_names` are the names of these two axes.
-    """
+def _make_inner_axes_group(mesh: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
+    """Return one group over the two innermost axes `names` of `mesh`; None if it has one rank."""
     sizes = mesh.shape[-2:]
     if sizes == (1, 1):
         return None
     if 1 in sizes:  # the other axis has this group already
-        return mesh.get_group(axis_names[1 - sizes.index(1)])
-    inner, flat_name = math.prod(sizes), "_".join(axis_names)
+        return mesh.get_group(names[1 - sizes.index(1)])
+    inner, flat_name = math.prod(sizes), "_".join(names)
     flat = _make_mesh(mesh.device_type, (mesh.size() // inner, inner), ("outer", flat_name))
     return flat.get_group(flat_name)
 
@@ -462,9 +451,8 @@ def _make_stage_groups(
     """
     if parallel.pp == 1:
         return world_mesh.get_group(), None
-    view = _make_mesh(
-        world_mesh.device_type, (parallel.pp, world_mesh.size() // parallel.pp), ("pp", "stage")
-    )
+    sizes = (parallel.pp, world_mesh.size() // parallel.pp)
+    view = _make_mesh(world_mesh.device_type, sizes, ("pp", "stage"))
     up, down = dense_mesh.get_group("pp"), view.get_group("pp")
     if up is down:  # both are the default group, where each stage is one rank
         down = dist.new_group(timeout=get_default_timeout())

@@ -30,7 +30,7 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.parallel.fsdp.plan import AxisPlacement, Coordinate, LayerPlan, ParamPlan, ShardPlan
 from moecore.parallel.fsdp.size import compute_rank_bytes
-from moecore.parallel.fsdp.units import find_blocks, make_param_kind_lookup
+from moecore.parallel.fsdp.units import find_blocks, make_kind_lookup
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
 from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.parallel.model.plan import get_dtype_name
@@ -87,7 +87,7 @@ def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     attachment = get_parallel_state(model)
     modules = {clean_name(n): m for n, m in model.named_modules()}
     layers = {name: m for name, m in modules.items() if isinstance(m, RoutedLayer)}
-    kind_of, coordinate = make_param_kind_lookup(model, layers), dict[str, int]()
+    kind_of, coordinate = make_kind_lookup(model, layers), dict[str, int]()
     experts = {p for layer in layers.values() for p in layer.get_part("experts").parameters()}
     named = ((clean_name(name), param) for name, param in model.named_parameters())
     params = tuple(

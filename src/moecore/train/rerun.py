@@ -48,9 +48,8 @@ class Reruns:
         self._is_limited_on_any_rank = bool(flag.item())
         self._reduces_early = not any(h is not None and h.is_known_late for h in self._holders)
         self._is_running = False  # whether all of a step runs, perhaps again
-        self._factors: HostCopyOfTensor | None = (
-            None  # the factor that any rank needed of each holder
-        )
+        # The factor that any rank needed of each holder.
+        self._factors: HostCopyOfTensor | None = None
 
     def run_until_rows_fit(
         self, run_step: Callable[[], T], drop_step: Callable[[], None], tapes: Sequence[ChoiceTape]
@@ -91,11 +90,9 @@ class Reruns:
 
     def has_shortage(self) -> Tensor | None:
         """Return a 0-dim device bool: whether rows exceed a buffer; None = no limited buffer."""
-        return (
-            self._compute_local_capacity_factors().amax() > 0
-            if self._is_limited_on_any_rank
-            else None
-        )
+        if not self._is_limited_on_any_rank:
+            return None
+        return self._compute_local_capacity_factors().amax() > 0
 
     @contextmanager
     def watch_shortages(self, reaction: Watch) -> Iterator[None]:
@@ -130,9 +127,8 @@ class Reruns:
     def _compute_local_capacity_factors(self) -> Tensor:
         """Return fp32 [buffer owners]: the least factor for this rank's rows; 0 = rows fit."""
         device, zero = self._device, torch.zeros((), device=self._device, dtype=torch.float32)
-        return torch.stack(
-            [zero if h is None else h.compute_min_factor(device) for h in self._holders]
-        )
+        factors = [zero if h is None else h.compute_min_factor(device) for h in self._holders]
+        return torch.stack(factors)
 
     def _reduce_capacity_factors(self) -> HostCopyOfTensor:
         """All-reduce the needed factors by maximum; start their copy to the host. Collective."""

@@ -79,6 +79,7 @@ def _choose_a2a_ranks(cp: int, num_heads: int, num_kv_heads: int) -> int:
     # their gradients, which are twice as wide.
 
     def count_sent_heads(A: int) -> float:
+        """Return the heads that a rank sends per token, with `A` ranks per all-to-all."""
         return (A - 1) / A * (num_heads + num_kv_heads) + 2 * (cp // A - 1) * num_kv_heads
 
     return min((A for A in range(1, max_ranks + 1) if max_ranks % A == 0), key=count_sent_heads)

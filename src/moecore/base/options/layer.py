@@ -350,17 +350,17 @@ class MoEConfig(CheckedRecord):
 
     @property
     def gated(self) -> bool:
-        """Whether FC1 has a gate half and an up half (2F columns)."""
+        """Whether FC1 has a gate half and an up half, so 2 * `hidden_dim` columns."""
         return self.activation in GATED_ACTIVATIONS
 
     @property
     def fc1_dim(self) -> int:
-        """Number of output columns of FC1: 2F for gated activations, otherwise F."""
+        """Number of output columns of FC1: 2 * `hidden_dim` with a gate, otherwise `hidden_dim`."""
         return self.hidden_dim * (2 if self.gated else 1)
 
     @property
     def num_candidates(self) -> int:
-        """Number of experts that a token can choose: E + Z."""
+        """Number of experts that a token can choose: `num_experts` + `zero_experts`."""
         return self.num_experts + self.zero_experts
 
     @property

@@ -97,6 +97,4 @@ class MemoryOptions(CheckedRecord):
     def parts(self) -> tuple[Recomputed, ...]:
         """The recomputed parts; "gemm_last" is replaced by its three parts."""
         names = (self.recompute,) if self.recompute == "gemm_last" else self.recompute
-        return tuple(
-            part for name in names for part in (GEMM_LAST if name == "gemm_last" else (name,))
-        )
+        return tuple(part for n in names for part in (GEMM_LAST if n == "gemm_last" else (n,)))

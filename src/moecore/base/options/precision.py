@@ -106,10 +106,7 @@ class Recipe(CheckedRecord):
         if self.scaling == "nvfp4" and self.power_of_two:
             yield "power_of_two", f"be False with {rule} and backend ('te'), which rounds no scale"
         if self.keep_hidden == "fp8":
-            yield (
-                "keep_hidden",
-                "be 'wide' with backend ('te'), which has no FP8 hidden: drop it",
-            )
+            yield ("keep_hidden", "be 'wide' with backend ('te'), which has no FP8 hidden: drop it")
 
     @property
     def hidden_format(self) -> Hidden:
@@ -292,10 +289,7 @@ NamedPrecision = Annotated[PrecisionName | str, OneOf(PRECISIONS)]
 
 
 def register_precision(name: str, precision: Precision) -> None:
-    """Register `precision` under a name that `parallelize_moe(precision=name)` accepts.
-
-    Call it on every rank.
-    """
+    """Register `precision` for `parallelize_moe(precision=name)`; call it on every rank."""
     check_arguments(register_precision, locals())
     PRECISIONS.register(name, precision)
 

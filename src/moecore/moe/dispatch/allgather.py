@@ -46,7 +46,7 @@ class AllGatherDispatcher(Dispatcher):
         self.layer_check = LayerCheck(placement.group, placement.layer)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Return the tokens of all ranks as source rows, padded to C tokens per rank.
+        """Return the tokens of all ranks as source rows, padded to equal numbers per rank.
 
         Four collectives and one host sync. With `routing.pad` only the first call has a host sync.
         """

@@ -39,7 +39,7 @@ from moecore.moe.dispatch.collectives import (
 )
 from moecore.moe.dispatch.send_order import (
     SendOrder,
-    assign_static_send_rows,
+    assign_padded_rows,
     build_send_order,
     mask_choices_by_block,
 )
@@ -110,7 +110,7 @@ class TokenExchange:
         plan = AllToAllPlan(token_ids_M, slots_TG, *splits, self.wire.make_receiver())
         return self._send_rows(send_rows, plan, pairs, may_overlap=True), num_choices
 
-    def send_tokens_static(
+    def send_padded(
         self,
         x_TD: Tensor,
         routing: Routing,
@@ -120,7 +120,7 @@ class TokenExchange:
     ) -> ReceivedRows:
         """Send token t to ranks g with `is_sent_GT[g, t]`; pad to `rows_per_rank` rows a rank."""
         self._sizes.check_num_tokens(x_TD.shape[0], x_TD.device)
-        token_ids_M, slots_TG, is_row_M = assign_static_send_rows(is_sent_GT, rows_per_rank)
+        token_ids_M, slots_TG, is_row_M = assign_padded_rows(is_sent_GT, rows_per_rank)
         splits = [rows_per_rank] * self.group.size()
         plan = AllToAllPlan(token_ids_M, slots_TG, splits, splits, self.wire.make_receiver())
         send_rows = self._gather_send_rows(x_TD, routing, token_ids_M, slots_TG, is_row_M)
@@ -159,11 +159,9 @@ class TokenExchange:
         leaf_SD, ids_SK, weights_SK, words_SW = _SendRowsAndIds.apply(
             *send_rows, num_source_rows, collectives, may_overlap
         )
-        rows = (
-            Rows(leaf_SD)
-            if words_SW is None
-            else self.wire.wrap_received_rows(words_SW, leaf_SD, leaf_SD)
-        )
+        rows = Rows(leaf_SD)
+        if words_SW is not None:
+            rows = self.wire.wrap_received_rows(words_SW, leaf_SD, leaf_SD)
         return ReceivedRows(rows, ids_SK, weights_SK, plan)
 
     def return_sums(self, y_SD: Tensor, plan: AllToAllPlan, pairs: Pairs | None) -> Tensor:
@@ -172,14 +170,17 @@ class TokenExchange:
         to_tokens, to_experts = _make_collectives(plan, S, self.group, pairs)
 
         def return_rows(y_SD: Tensor) -> Tensor:
+            """Send rows to their tokens' ranks, and return each token's sum [T, D]."""
             (y_MD,) = to_tokens((y_SD,))
             return sum_rows(y_MD, *row_map)
 
         def send(grads_TW: Tensor) -> Tensor:
+            """Send packed gradients of tokens to their experts' ranks; return the received rows."""
             words_SW: Tensor = to_experts((gather_fp8_rows(grads_TW, *row_map),))[0]
             return words_SW
 
         def back(dy_TD: Tensor) -> Tensor:
+            """Return the gradient of y_SD, or its FP8 handle, for the gradient of the sums."""
             dy_SD = None if plan.receiver is None else plan.receiver.exchange_as_fp8(dy_TD, send)
             if dy_SD is None:
                 rows_MD = gather_rows(dy_TD, *row_map)
@@ -212,14 +213,9 @@ class AllToAllDispatcher(Dispatcher):
         self._exchange.wire.check_dim(x_TD.shape[1])
         if routing.pad:
             num_slots = min(T, p.num_physical * routing.max_rows_per_expert)
-            needs_GT = (
-                mask_choices_by_block(ids_TK, p.num_physical, p.ep)
-                .any(-1)
-                .repeat_interleave(p.etp, 0)
-            )
-            source = self._exchange.send_tokens_static(
-                x_TD, routing, needs_GT, num_slots, self.pairs
-            )
+            needs_PT = mask_choices_by_block(ids_TK, p.num_physical, p.ep).any(-1)
+            needs_GT = needs_PT.repeat_interleave(p.etp, 0)
+            source = self._exchange.send_padded(x_TD, routing, needs_GT, num_slots, self.pairs)
             num_rows = p.compute_max_rows(routing)
         else:
             # The order is launched before the host waits for splits, for the maximum of rows M.
@@ -240,9 +236,8 @@ class AllToAllDispatcher(Dispatcher):
         """Return the order of the rows to send, from physical ids, with `encoded_layer`."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = mask_choices_by_block(ids_TK, p.num_physical, p.ep)
-        return build_send_order(
-            owned_PTK, T * min(p.ep, K) * p.etp, encoded_layer, ranks_per_block=p.etp
-        )
+        num_rows = T * min(p.ep, K) * p.etp
+        return build_send_order(owned_PTK, num_rows, encoded_layer, ranks_per_block=p.etp)
 
     def combine(self, y_SD: Any, plan: AllToAllPlan) -> Tensor:
         """Send partial sums to tokens' ranks, and return y_TD, summed in fp32. No host sync."""
@@ -337,7 +332,8 @@ class _SendRowsAndIds(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Return received rows or a handle, ids [S, K], weights [S, K] and packed FP8 rows or None.
 
-        `words_MW` are packed FP8 rows, None = `rows_MD` is sent.
+        Sends `rows_MD`, or packed `words_MW` if not None, and `ids_and_weights` as int32. Gradients
+        of the weights go to `weights_MK`. `collectives` send to tokens' and to experts' ranks.
         """
         ctx.collectives, (_, send) = collectives, collectives
         tensors = (rows_MD if words_MW is None else words_MW, ids_and_weights)

@@ -42,11 +42,10 @@ class EqualTokenCounts:
         (numbers_G,) = _gather_from_ranks((local_size,), self.group)
         fix = "with CapacityConfig.pad (True): pad the batches, or set pad=False"
         if self._is_first:
-            numbers = numbers_G.tolist()
-            if len(set(numbers)) > 1:
+            counts = numbers_G.tolist()
+            if len(set(counts)) > 1:
                 raise ValueError(
-                    f"number of tokens ({numbers} by rank of the dispatch group) must be equal "
-                    f"{fix}"
+                    f"number of tokens ({counts} by rank of the dispatch group) must be equal {fix}"
                 )
             self._is_first = False
         else:
@@ -80,14 +79,12 @@ class LayerCheck:
         self.is_skipped = all(n & 1 for n in encoded_layers)
         if len({n >> 1 for n in encoded_layers}) > 1:
             notes = [(n >> 6, n >> 2 & 15, n >> 1 & 1) for n in encoded_layers]
-            formatters: dict[str, Callable[[int], str]] = {
+            formats: dict[str, Callable[[int], str]] = {
                 "the number of the MoE layer": str,
                 "the dtype of tokens": lambda n: str([*DTYPES, "another"][n]),
                 "torch.is_grad_enabled()": lambda n: str(bool(n)),
             }
-            check_collective_headers(
-                f"the exchange of {self._name}", notes, formatters, self._group
-            )
+            check_collective_headers(f"the exchange of {self._name}", notes, formats, self._group)
 
 
 class _ExchangeWithGrad(torch.autograd.Function):
@@ -154,21 +151,17 @@ def exchange_with_grad(
 
 
 def list_outputs_without_grad(
-    outputs: Sequence[Tensor | None], needs_input_grad: Sequence[bool]
+    outputs: Sequence[Tensor | None], needs_grad: Sequence[bool]
 ) -> list[Tensor]:
-    """Return the outputs whose entry of `needs_input_grad` (`ctx.needs_input_grad`) is False."""
-    return [
-        out
-        for out, need in zip(outputs, needs_input_grad, strict=False)
-        if out is not None and not need
-    ]
+    """Return the outputs whose entry of `needs_grad` (`ctx.needs_input_grad`) is False."""
+    return [y for y, need in zip(outputs, needs_grad, strict=False) if y is not None and not need]
 
 
 def drop_unneeded_grads(
-    grads: Sequence[Tensor | None], needs_input_grad: Sequence[bool]
+    grads: Sequence[Tensor | None], needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients, with None where `ctx.needs_input_grad` is False."""
-    return [grad if need else None for grad, need in zip(grads, needs_input_grad, strict=False)]
+    return [grad if need else None for grad, need in zip(grads, needs_grad, strict=False)]
 
 
 def run_collectives(
@@ -195,7 +188,7 @@ def run_collectives(
 def _gather_from_ranks(
     xs_C: Sequence[Tensor | None], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> list[Any]:
-    """All-gather each tensor [C, ...] along dim 0 to [G * C, ...]; None stays None."""
+    """All-gather each [C, ...] of G ranks along dim 0 to [G * C, ...]; None stays None."""
     outs = [
         None if x_C is None else x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:]))
         for x_C in xs_C
@@ -207,7 +200,7 @@ def _gather_from_ranks(
 def _sum_over_ranks(
     ys_S: Sequence[Tensor | None], group: dist.ProcessGroup, pairs: Pairs | None
 ) -> list[Any]:
-    """Reduce-scatter each [G * C, ...] to [C, ...] by an all-to-all, in fp32, in rank order."""
+    """Reduce-scatter each [G * C, ...] over G ranks to [C, ...] by an all-to-all, in fp32."""
     # An all-to-all sends as many bytes as a reduce-scatter, which would round a 16-bit dtype after
     # every addition.
     pieces = [
@@ -228,7 +221,7 @@ def _sum_parts(x_S: Tensor, num_parts: int) -> Tensor:
 def all_gather_tensors(
     xs_C: Sequence[Tensor], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> tuple[Tensor, ...]:
-    """All-gather each [C, ...] to [G * C, ...] by concurrent collectives. Differentiable.
+    """All-gather each [C, ...] of G ranks to [G * C, ...] concurrently. Differentiable.
 
     `pairs` runs another micro-batch during the collectives; None = no pair.
     """
@@ -239,7 +232,7 @@ def all_gather_tensors(
 
 
 def all_gather_rows(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather C rows of each rank to [G * C, ...]; C is equal on all ranks. Differentiable."""
+    """All-gather C rows of each of G ranks, with equal C, to [G * C, ...]. Differentiable."""
     return all_gather_tensors((x_C,), group)[0]
 
 

@@ -124,7 +124,7 @@ class Exchange:
     def dispatch_rows(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
         """Send row t of x_TD to the ranks that received token t in the dispatch of `row_map`.
 
-        Returns `num_rows` rows, in which row slots_SN[s, i] is source row s.
+        Returns `num_rows` rows, in which row `row_map.slots_SN[s, i]` is source row s.
         """
         self._change_slot_state(SlotEvent.OPERATION)
         return kernels.dispatch_rows(self.buffer, x_TD.contiguous(), *row_map, num_rows)
@@ -138,8 +138,8 @@ class Exchange:
         """Return the sum [T, D] of each token's rows on all ranks that received the token.
 
         Row r of y_RD is a row of source row s if `row_map.slots_SN[s]` contains r.
-        `grads_and_slots` = the gradients of expert rows' weights [R], and slots_SK. With
-        `grads_and_slots`, the gradients of routing weights [T, K] are also returned.
+        `grads_and_slots` = the gradients of expert rows' weights [R], and the expert row of each
+        source row's choice [S, K]. The gradients of routing weights [T, K] are then also returned.
         """
         if grads_and_slots is not None:
             grads_and_slots = (grads_and_slots[0].contiguous(), grads_and_slots[1])
@@ -299,25 +299,22 @@ class CloneExchange:
         (rows_GE,) = self.fetch_clone_weights([row_1E], self._gather_places)
         return rows_GE
 
-    def fetch_clone_weights(
-        self, tensors: Sequence[Tensor], clone_experts: ClonePlaces
-    ) -> list[Tensor]:
-        """Send weights [e, ...] to clones on other ranks, and return this rank's clones [c, ...].
+    def fetch_clone_weights(self, tensors: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
+        """Send the weights [e, ...] of e local experts to their clones; return this rank's clones.
 
-        `clone_experts` has the expert of each place for a clone, on all ranks. Empty places have
-        zeros.
+        `places` has the expert of each of the c places for a clone on each rank. Each result is
+        [c, ...], with zeros in empty places.
         """
-        return [
-            clone_kernels.fetch_clones(self.buffer, tensor, clone_experts) for tensor in tensors
-        ]
+        return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
-    def add_clone_grads_(self, grads: Sequence[Tensor], clone_experts: ClonePlaces) -> list[Tensor]:
-        """Add the gradients of all ranks' clones to their experts' gradients, and return [e, ...].
+    def add_clone_grads_(self, grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
+        """Add the gradients of all ranks' clones to their experts' gradients; return [e, ...].
 
-        Each of `grads`, [e + c, ...], ends with the gradients of this rank's clones.
+        Each of `grads`, [e + c, ...], has the gradients of this rank's e experts, and then of its c
+        places for clones. `places` has the expert of each place on all ranks.
         """
         add_, buffer = clone_kernels.add_clone_grads_, self.buffer
-        return [add_(buffer, grad.contiguous(), clone_experts) for grad in grads]
+        return [add_(buffer, grad.contiguous(), places) for grad in grads]
 
     def raise_if_rank_late(self) -> None:
         """Raise `ExchangeError` if the host sees that a rank missed the timeout. No host sync."""

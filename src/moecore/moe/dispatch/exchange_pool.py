@@ -208,7 +208,7 @@ class ExchangePool(BufferOwner):
     def _make_layout(
         self, x_TD: Tensor, top_k: int, max_tokens: int, num_programs: int
     ) -> ExchangeLayout:
-        """Return the buffer layout for rows like x_TD and launches of that many Triton programs.
+        """Return the buffer layout for rows like x_TD and launches of `num_programs` programs.
 
         A rank has at most `max_tokens` tokens, each with `top_k` choices.
         """
@@ -226,7 +226,7 @@ class ExchangePool(BufferOwner):
         return layout.source_rows * layout.top_k // self.ep
 
     def _compare_options(self, x_TD: Tensor, top_k: int, num_programs: int) -> int:
-        """Return the largest number of tokens of any rank. Collective, host sync.
+        """Compare options between ranks; return the largest token count. Collective, host sync.
 
         Raises ValueError if options, programs, K, or row width or dtype differ between ranks.
         """
@@ -274,10 +274,7 @@ class TokenCapacity(BufferOwner):
         return () if self._shortage is None else (self._shortage,)
 
     def record_token_excess(self, num_tokens: int) -> bool:
-        """Record a forward with `num_tokens` tokens, and return whether the step is rerun.
-
-        `num_tokens` is above the capacity.
-        """
+        """Record a forward with too many tokens, `num_tokens`; return whether the step is rerun."""
         if self.watch != "reruns":
             return False
         if self._shortage is None:

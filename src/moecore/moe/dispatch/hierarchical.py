@@ -84,9 +84,7 @@ class HierarchicalDispatcher(Dispatcher):
         if routing.pad:
             num_slots = min(T, num_experts * routing.max_rows_per_expert)
             needs_HT = mask_choices_by_block(ids_TK, num_experts, H).any(-1)
-            received_rows = self._across.send_tokens_static(
-                x_TD, routing, needs_HT, num_slots, self.pairs
-            )
+            received_rows = self._across.send_padded(x_TD, routing, needs_HT, num_slots, self.pairs)
         else:
             order = self.prepare_send_order(ids_TK, self._across.layer_check.encode_layer(x_TD))
             even = self.domain.compute_balanced_domain_tokens(T, K), 0

@@ -69,6 +69,7 @@ class ChoiceDispatcher:
 
     @pairs.setter
     def pairs(self, pairs: Pairs | None) -> None:
+        """Set the `pairs` of the inner dispatcher."""
         self.inner.pairs = pairs
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:

@@ -112,10 +112,7 @@ class EPGroups:
         return self._groups[key]
 
     def _make_group(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
-        """Return a new NCCL EP group. Collective.
-
-        A call has at most `max_tokens` tokens of `row_bytes` per rank.
-        """
+        """Return a new NCCL EP group for at most `max_tokens` rows of `row_bytes`. Collective."""
         from nccl import ep
         from nccl.ep.interop.torch import get_nccl_comm_from_group
 
@@ -216,10 +213,7 @@ class ForwardHandles:
             self._group.return_handles(self)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Send tokens; return rows [S, D], local expert ids [S, K] and weights [S, K].
-
-        The id is -1 if the expert is not local.
-        """
+        """Send tokens; return received rows [S, D], local expert ids (or -1) and weights [S, K]."""
         S, K, self.dtype = sum(self.rows), self.top_k, x_TD.dtype
         rows_SD = x_TD.new_empty(S, x_TD.shape[1])
         weights_SK = weights_TK.new_empty(S, K)
@@ -369,13 +363,11 @@ class _EPDispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weights_TK: Tensor, forward_handles: ForwardHandles
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, handles: ForwardHandles
     ) -> tuple[Tensor, ...]:
         """Return the results of `ForwardHandles.dispatch`."""
-        rows_SD, ids_SK, weights_SK = forward_handles.dispatch(
-            x_TD.contiguous(), weights_TK.contiguous()
-        )
-        ctx.forward_handles = forward_handles
+        rows_SD, ids_SK, weights_SK = handles.dispatch(x_TD.contiguous(), weights_TK.contiguous())
+        ctx.handles = handles
         ctx.like = rows_SD.shape, rows_SD.dtype, rows_SD.device
         ctx.mark_non_differentiable(ids_SK)
         ctx.set_materialize_grads(False)
@@ -389,6 +381,6 @@ class _EPDispatch(torch.autograd.Function):
         if drows_SD is None:
             drows_SD = torch.zeros(shape, dtype=dtype, device=device)
         if dweights_SK is None:
-            shape_SK = shape[0], ctx.forward_handles.top_k
+            shape_SK = shape[0], ctx.handles.top_k
             dweights_SK = torch.zeros(shape_SK, device=device, dtype=torch.float32)
-        return *ctx.forward_handles.compute_token_grads(drows_SD, dweights_SK), None
+        return *ctx.handles.compute_token_grads(drows_SD, dweights_SK), None

@@ -264,7 +264,7 @@ class _GradSender:
     ) -> tuple[Tensor, Tensor | None] | None:
         """Wait for the copies, and return the gradients of tokens [T, D] and weights [T, K].
 
-        Returns None if `start_sending` started no copies. `row_map` has slots_SK. Raises
+        Returns None if `start_sending` started no copies. `row_map` is the dispatch's map. Raises
         RuntimeError if `grads` are not the unchanged gradients that `start_sending` received.
         """
         entry, self._sent_grads = self._sent_grads, None
@@ -366,6 +366,7 @@ class _Combine(torch.autograd.Function):
         row_map = ExchangeMap(*ctx.saved_tensors)
 
         def send(rows_TN: Tensor) -> Tensor:
+            """Send each token's gradient row to the token's ranks; return the received rows."""
             return ctx.exchange.dispatch_rows(rows_TN, row_map, ctx.num_rows)  # type: ignore[no-any-return]
 
         dy_RD = None if ctx.receiver is None else ctx.receiver.exchange_as_fp8(grads[0], send)

@@ -45,7 +45,10 @@ def _allocate_peer_memory(
     device: torch.device,
     timeout_s: float,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return views of all ranks' memory, and this rank's `PeerBuffer` fields. Collective."""
+    """Allocate memory for `layout`; return views of all ranks' memory, and `PeerBuffer` fields.
+
+    Collective. `timeout_s` is the number of seconds that operations wait for another rank.
+    """
     size = (layout.num_bytes,)
     memory, handle = allocate_symmetric_memory(layout.num_bytes, group, device)
     memory.zero_()  # the flags
@@ -67,10 +70,7 @@ def _allocate_peer_memory(
 
 
 def find_local_peer_problem(num_ranks: int, device_type: str) -> str | None:
-    """Return the reason why kernels cannot store to `num_ranks` peers, or None. No communication.
-
-    On meta, peers count as GPUs of one host.
-    """
+    """Return why kernels cannot store to `num_ranks` peers, or None; on meta, on one host."""
     is_planned = meta_is_gpu()
     if device_type != "cuda" and not is_planned:
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
@@ -102,11 +102,9 @@ def can_meta_peers_access_memory(group: dist.ProcessGroup) -> bool:
 
 def _find_local_access_problem(group: dist.ProcessGroup) -> str | None:
     """Return the reason why this GPU cannot read the memory of its group, or None. Collective."""
-    device, count = torch.cuda.current_device(), torch.cuda.device_count()
-    local_devices = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(count)}
-    places = gather_objects(
-        (get_host_id(), str(torch.cuda.get_device_properties(device).uuid)), group
-    )
+    device, get_properties = torch.cuda.current_device(), torch.cuda.get_device_properties
+    local_devices = {str(get_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    places = gather_objects((get_host_id(), str(get_properties(device).uuid)), group)
     hosts = len({host for host, _ in places})
     if hosts > 1:
         return f"must stay on one host (its ranks are on {hosts}): use 'alltoall'"

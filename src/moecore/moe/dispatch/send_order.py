@@ -53,9 +53,7 @@ def assign_send_rows(is_sent_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]
     return _order_rows(is_sent_GT, slots_GT, num_rows, unused_token_id=0)
 
 
-def assign_static_send_rows(
-    is_sent_GT: Tensor, rows_per_rank: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def assign_padded_rows(is_sent_GT: Tensor, rows_per_rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return token_ids_M, slots_TG and bool [M]: whether a row has a token.
 
     Token t is sent to rank g if `is_sent_GT[g, t]` is True. M is G * `rows_per_rank`.

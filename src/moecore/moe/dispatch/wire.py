@@ -43,8 +43,8 @@ class Wire:
     ) -> tuple[Tensor | None, Tensor]:
         """Return rows of `token_ids_M`: (packed rows, a handle), or (None, rows) without FP8.
 
-        `slots_TG` is the inverse map. A handle is a tensor without values that stands for packed
-        rows in autograd.
+        `slots_TG` has the sent row of each token and rank. A handle is a tensor without values
+        that stands for packed rows in autograd.
         """
         row_map = (token_ids_M, slots_TG)
         if not self.fp8:
@@ -78,7 +78,7 @@ def make_row_handle(like: Tensor, num_rows: int) -> Tensor:
 
 
 def gather_fp8_rows(words_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> Tensor:
-    """Return packed rows [M, W] of tokens `token_ids_M`; `slots_TG` is the inverse map."""
+    """Return the rows `token_ids_M` of packed `words_TW`; `slots_TG` is the inverse map."""
     words_TN = words_TW.view(torch.float32)  # the kernel copies the bits of a float
     return gather_rows(words_TN, token_ids_M, slots_TG).view(PACKED_DTYPE)
 
@@ -91,17 +91,15 @@ class Receiver:
         self.next: GradientReceiver | None = None  # of the second dispatch, if there are two
         self._entry: tuple[Tensor, Rows] | None = None
 
-    def exchange_as_fp8(
-        self, dy_TD: Tensor, exchange_rows: Callable[[Tensor], Tensor]
-    ) -> Tensor | None:
-        """Exchange dy by exchange_rows(packed dy), and return a handle of the received rows.
+    def exchange_as_fp8(self, dy_TD: Tensor, exchange: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Exchange dy by exchange(packed dy), and return a handle of the received rows.
 
         `take_packed_grads` then returns the rows. In a two-level dispatch, the first level returns
         unpacked rows instead of a handle. None = experts accept no FP8, and dy is not sent.
         """
         if not (self.next or self).accepts_packed_grads:
             return None
-        words_RW = exchange_rows(pack_rows(dy_TD.contiguous()))
+        words_RW = exchange(pack_rows(dy_TD.contiguous()))
         rows = Rows.from_bytes(words_RW, dy_TD.shape[1], dy_TD.dtype)
         if self.next is not None:  # the second dispatch packs the rows again
             return rows.widen()

@@ -43,10 +43,7 @@ class BufferPlan:
 
 
 def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
-    """Yield a `BufferPlan` for each buffer of a rank, shared buffers first.
-
-    The plans and their order are equal on all ranks.
-    """
+    """Yield a `BufferPlan` for each buffer of a rank, shared buffers first; equal on all ranks."""
     sharing = [u for u in plan.units if u.role in ("block", "experts") and not u.is_resident]
     for role in ("block", "experts"):
         units = [unit for unit in sharing if unit.role == role]

@@ -362,6 +362,7 @@ class UnitEngine:
         """Return nested outputs, with a view in place of each output that is also an input."""
 
         def as_output(leaf: Tensor) -> Tensor:
+            """Return a view of `leaf` if it is also an input of `run`, otherwise `leaf`."""
             boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
             return leaf if boundary is None or run not in boundary.ends else leaf.view_as(leaf)
 

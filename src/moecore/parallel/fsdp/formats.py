@@ -53,15 +53,13 @@ class CastFormat:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype  # dtype of the unit's buffer
 
-    def make_unsharded(
-        self, params: Sequence[UnitParam], memory_views: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Set `params[i].unsharded` to a parameter with the memory of `memory_views[i]`.
+    def make_unsharded(self, params: Sequence[UnitParam], views: Sequence[Tensor]) -> list[Tensor]:
+        """Set `params[i].unsharded` to a parameter with the memory of `views[i]`.
 
-        `memory_views[i]` is a view of the unit's buffer, or the shard of a unit without a buffer.
+        `views[i]` is a view of the unit's buffer, or the shard of a unit without a buffer.
         Returns the tensors whose version counters autograd checks.
         """
-        pairs = zip(params, memory_views, strict=True)
+        pairs = zip(params, views, strict=True)
         return [tensor for param, memory in pairs for tensor in param.make_unsharded(memory)]
 
     def write_shards(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
@@ -94,16 +92,14 @@ class QuantisedFormat(ABC):
         self._matrix_amax = self._amax  # the view of the matrices' amax
         self._shard_scalings: list[_ShardScaling] = []
 
-    def make_unsharded(
-        self, params: Sequence[UnitParam], memory_views: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Set `params[i].unsharded` to an expanded NaN, with `Blocks` in `memory_views[i]`.
+    def make_unsharded(self, params: Sequence[UnitParam], views: Sequence[Tensor]) -> list[Tensor]:
+        """Set `params[i].unsharded` to an expanded NaN, with `Blocks` in `views[i]`.
 
         Returns the tensors whose version counters autograd checks.
         """
         self._shard_scalings = self._make_shard_scalings(params)
         versioned_tensors = list[Tensor]()
-        for param, memory, scaling in zip(params, memory_views, self._shard_scalings, strict=True):
+        for param, memory, scaling in zip(params, views, self._shard_scalings, strict=True):
             nan = torch.full((), torch.nan, dtype=self._dtype, device=memory.device)
             versioned_tensors += param.make_unsharded(nan.expand(param.shape))
             blocks = self._make_blocks(memory.data, scaling)

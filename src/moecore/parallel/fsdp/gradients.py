@@ -88,10 +88,7 @@ class Gradients:
         self._remote_grads: dict[int, bool] = {}
 
     def make_sink(self, param_idx: int, grad_shape: torch.Size) -> GradSink | None:
-        """Return the `GradSink` for the gradient, of `grad_shape`, of parameter `param_idx`.
-
-        None = the gradient is not needed.
-        """
+        """Return the `GradSink` for the gradient of parameter `param_idx`; None = not needed."""
         unsharded = self._params[param_idx].unsharded
         if unsharded is None or not (unsharded.requires_grad and torch.is_grad_enabled()):
             return None
@@ -348,10 +345,7 @@ class Gradients:
                 param.accumulate_grad_with_hooks(part.view(param.shard.shape))
 
     def _check_trained_on_all_ranks(self, ranks_by_param: Sequence[float]) -> None:
-        """Raise a ValueError if some ranks train parameter i, and others do not.
-
-        `ranks_by_param[i]` ranks train parameter i.
-        """
+        """Raise a ValueError if `ranks_by_param[i]` ranks, but not all, train parameter i."""
         num_ranks = self._layout.ranks if self._transport is not None else 1
         num_ranks *= math.prod(group.size() for group in self._replicas)
         unequal = [i for i, ranks in enumerate(ranks_by_param) if 0 < ranks < num_ranks]
@@ -424,21 +418,19 @@ class _ParamGradSink:
         self._param, self._shape = param, grad_shape
         self._node = get_gradient_edge(param).node
 
-    def accumulate(self, compute_grad: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Let `compute_grad(*operands, target)` add the gradient to the sums, and return None.
+    def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
+        """Let `compute(*operands, target)` add the gradient to the sums, and return None.
 
         Returns the gradient if it cannot be added, so that the caller passes it to autograd.
         """
         if not self._may_take_gradient():
-            return compute_grad(*operands, GradTarget())
-        return self._gradients.compute_and_accumulate(
-            self._index, self._shape, compute_grad, *operands
-        )
+            return compute(*operands, GradTarget())
+        return self._gradients.compute_and_accumulate(self._index, self._shape, compute, *operands)
 
-    def defer(self, compute_grad: ComputeGrad, *operands: Any) -> bool:
+    def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
         """Store compute(*operands) for later; return False if the call cannot be deferred."""
         return self._may_take_gradient() and self._gradients.defer_matmul(
-            self._index, self._shape, compute_grad, *operands
+            self._index, self._shape, compute, *operands
         )
 
     def _may_take_gradient(self) -> bool:

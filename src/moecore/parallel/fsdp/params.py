@@ -177,9 +177,8 @@ class UnitParam:
         If `.grad` is None, the gradient becomes `.grad` without a copy.
         """
         if has_tensor_hooks(self.sharded):
-            grad = get_local_tensor(
-                apply_tensor_hooks(self.sharded, make_dtensor_like(grad, self.sharded))
-            )
+            grad = apply_tensor_hooks(self.sharded, make_dtensor_like(grad, self.sharded))
+            grad = get_local_tensor(grad)
         if self.sharded.grad is None:
             self.sharded.grad = make_dtensor_like(grad, self.sharded)
         else:
@@ -195,13 +194,13 @@ def register_params(params: Sequence[UnitParam], *, unsharded: bool) -> None:
 
 def _make_placements(
     param: Tensor,
-    shard_dim: int | None,
+    dim: int | None,
     data_mesh: DeviceMesh | None,
     join_meshes: Callable[..., DeviceMesh],
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return mesh and placements of the sharded form of `param`: data axes, then tp, ep, etp.
 
-    `shard_dim` is the dim that the last axis of the data mesh shards; None = replicated.
+    `dim` is the dim that the last axis of the data mesh shards; None = replicated.
     `data_mesh` None = only this rank has the parameter. `join_meshes` concatenates two
     meshes.
     """
@@ -211,19 +210,14 @@ def _make_placements(
         assert inner is not None, "only experts, which are DTensors, have no mesh of data ranks"
         return inner, before
     placements: list[Placement] = [Replicate()] * data_mesh.ndim
-    if shard_dim is not None:
+    if dim is not None:
         cuts = 1
         for mesh_dim, placement in enumerate(before):
-            if inner is not None and not placement.is_replicate() and placement.dim == shard_dim:  # type: ignore[attr-defined]
+            if inner is not None and not placement.is_replicate() and placement.dim == dim:  # type: ignore[attr-defined]
                 cuts *= inner.size(mesh_dim)
         # tp, ep and etp have sharded the dim first.
-        placements[-1] = (
-            Shard(shard_dim) if cuts == 1 else StridedShard(shard_dim, split_factor=cuts)
-        )
-    return (data_mesh if inner is None else join_meshes(data_mesh, inner)), (
-        *placements,
-        *before,
-    )
+        placements[-1] = Shard(dim) if cuts == 1 else StridedShard(dim, split_factor=cuts)
+    return (data_mesh if inner is None else join_meshes(data_mesh, inner)), (*placements, *before)
 
 
 @dataclass(frozen=True, slots=True)

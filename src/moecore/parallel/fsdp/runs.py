@@ -114,6 +114,7 @@ class ForwardVisit:
             return arguments
 
         def record(x: Tensor) -> Tensor:
+            """Return a view of an activation, and record its edge; other tensors unchanged."""
             if not x.requires_grad or isinstance(x, nn.Parameter):
                 return x
             view = x.view_as(x)
@@ -126,9 +127,8 @@ class ForwardVisit:
         """Set `needs_grad`; record the graph edge of `output` if a backward may start there."""
         self.needs_grad = True
         if self.node.has_separate_backward and self.parent is not None:
-            self.outputs.append(
-                Output(get_gradient_edge(output), output.shape, output.dtype, output.device)
-            )
+            edge = get_gradient_edge(output)
+            self.outputs.append(Output(edge, output.shape, output.dtype, output.device))
 
     def drop_graph_edges(self) -> None:
         """Drop the recorded graph edges of this forward and of its submodules' forwards."""

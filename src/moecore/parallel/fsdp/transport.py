@@ -48,12 +48,10 @@ class CoalescedTransport:
         self._gather, self._reduce = AllgatherOptions(), ReduceScatterOptions()
         self._gather.asyncOp = self._reduce.asyncOp = False
 
-    def all_gather(
-        self, regions: Tensors, shards: Tensors, rank_header: RankHeader
-    ) -> list[RankHeader]:
+    def all_gather(self, regions: Tensors, shards: Tensors, header: RankHeader) -> list[RankHeader]:
         """All-gather each shard [n] into the region [ranks * n] with the same index in the list.
 
-        `rank_header` is not sent. The result, the list of all ranks' headers, is empty.
+        `header` is not sent. The result, the list of all ranks' headers, is empty.
         """
         work = self._group.allgather_into_tensor_coalesced(regions, shards, self._gather)
         if work is not None:
@@ -73,24 +71,22 @@ class PackedTransport:
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self._group, self.host_reads = group, device_type == "cpu"
 
-    def all_gather(
-        self, regions: Tensors, shards: Tensors, rank_header: RankHeader
-    ) -> list[RankHeader]:
-        """All-gather shards, and `rank_header` on CPUs, in one message; copy shards to regions.
+    def all_gather(self, regions: Tensors, shards: Tensors, header: RankHeader) -> list[RankHeader]:
+        """All-gather shards, and `header` on CPUs, in one message; copy shards to regions.
 
-        `rank_header` has the numbers that ranks compare. Returns the headers of all ranks, or [] on
+        `header` has the numbers that ranks compare. Returns the headers of all ranks, or [] on
         other devices.
         """
-        numbers = rank_header if self.host_reads and not shards[0].is_meta else []
-        header = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        shards = [*shards, header.to(shards[0].device).view(shards[0].dtype)]
+        numbers = header if self.host_reads and not shards[0].is_meta else []
+        words = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        shards = [*shards, words.to(shards[0].device).view(shards[0].dtype)]
         local_message, ranks = torch.cat(shards), self._group.size()
         messages = local_message.new_empty(ranks * local_message.numel())
         all_gather_single(messages, local_message, group=self._group)
         sizes = [shard.numel() for shard in shards]
         *parts, rank_headers = messages.view(ranks, -1).split(sizes, dim=1)
         foreach_copy_([region.view(ranks, -1) for region in regions], parts)
-        return rank_headers.contiguous().view(torch.int64).tolist() if header.numel() else []
+        return rank_headers.contiguous().view(torch.int64).tolist() if words.numel() else []
 
     def reduce_scatter(self, shards: Tensors, regions: Tensors) -> None:
         """Reduce-scatter (sum) the regions in one message, and copy the sums to the shards."""

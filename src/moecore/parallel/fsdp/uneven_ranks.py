@@ -79,9 +79,7 @@ class UnevenRanks:
             for module in unit.modules:
                 units_of[module].append(unit)
         top, self._root = ModuleNode(root, units_of[root], None), root
-        self._nodes = {
-            module: ModuleNode(module, units, None) for module, units in units_of.items()
-        }
+        self._nodes = {m: ModuleNode(m, units, None) for m, units in units_of.items()}
         _add_child_nodes(top, root, units_of, experts_by_layer, {root})
         self._nodes |= {node.module: node for node in top.walk()}
         for node in top.walk():
@@ -243,9 +241,7 @@ class UnevenRanks:
                 if unit.gradients.is_expected:  # an input gradient preceded the last weight's
                     self._reshard_if_unused(unit, visit.forward_idx)
             return
-        is_trained = visit.needs_grad or any(
-            u.is_trained for inner in node.walk() for u in inner.units
-        )
+        is_trained = visit.needs_grad or any(u.is_trained for n in node.walk() for u in n.units)
         if is_trained or (visit.is_skipped and self._has_trained_predecessor(node.module)):
             self._issue_skipped_backward(visit)  # another rank may run this backward
         else:

@@ -169,10 +169,7 @@ class Unit:
                 unsharded.requires_grad = is_trained
 
     def unshard(self) -> None:
-        """Launch the all-gather if the unit is SHARDED; first reshard the buffer's holder.
-
-        Collective over the sharding ranks.
-        """
+        """If SHARDED, reshard the buffer's holder and launch the all-gather. Collective."""
         if self.state is not State.SHARDED:
             return
         self._acquire_buffer()
@@ -275,9 +272,7 @@ class Unit:
             self._versioned_tensors = self._format.make_unsharded(self.params, data)
         for index, param in enumerate(self.params):
             setattr(param.unsharded, SINK, partial(self.gradients.make_sink, index))
-        self._unsharded_versions = [
-            sum_version_counters(tensor) for tensor in self._versioned_tensors
-        ]
+        self._unsharded_versions = [sum_version_counters(x) for x in self._versioned_tensors]
         self._resharded_versions = [n + 1 for n in self._unsharded_versions]
 
     def _fill_buffer(self, views: UnitViews) -> None:

@@ -76,6 +76,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     is_dense = not _list_moe_layers([model])
 
     def visit(module: nn.Module) -> None:
+        """Append the blocks in `module` to `blocks`, in order."""
         if not is_dense and not _list_moe_layers([module]):
             return
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -125,6 +126,7 @@ def make_tied_predicate(model: nn.Module) -> Callable[[nn.Module], bool]:
         parents.update(module.children())
 
     def is_tied(block: nn.Module) -> bool:
+        """Whether `block` shares a parameter with a module outside of it."""
         inner = (module for module in block.modules() if module is not block)
         has_ties = any(holders[id(p)] > 1 for p in block.parameters())
         has_ties |= any(parents[module] > 1 for module in inner)
@@ -139,6 +141,7 @@ def _is_shared_outside(block: nn.Module, model: nn.Module) -> bool:
     reached: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> bool:
+        """Whether `module`, or a module in it outside of `block`, has a parameter of `block`."""
         if module is block or module in reached:
             return False
         reached.add(module)
@@ -197,19 +200,13 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _group_blocks(
-    model: nn.Module, blocks: list[nn.Module], max_blocks: int
-) -> list[list[nn.Module]]:
-    """Split the blocks into groups of at most `max_blocks` consecutive blocks of one ModuleList."""
+def _group_blocks(model: nn.Module, blocks: list[nn.Module], limit: int) -> list[list[nn.Module]]:
+    """Split the blocks into groups of at most `limit` consecutive blocks of one ModuleList."""
     list_of = _find_outermost_lists(model)
     groups: list[list[nn.Module]] = []
     for block in blocks:
         last = groups[-1] if groups else []
-        if (
-            last
-            and len(last) < max_blocks
-            and list_of.get(last[0]) is list_of.get(block) is not None
-        ):
+        if last and len(last) < limit and list_of.get(last[0]) is list_of.get(block) is not None:
             last.append(block)
         else:
             groups.append([block])
@@ -252,9 +249,7 @@ def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) 
     return [*parts, *(m.get_part("experts") for m in layers)]
 
 
-def make_param_kind_lookup(
-    model: nn.Module, layers: Mapping[str, RoutedLayer]
-) -> Callable[[str], str]:
+def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
     """Return a function that maps a parameter name to its kind, such as "attention" or "other".
 
     `layers` maps module names to the model's MoE layers. Names have no prefixes of wrappers such as
@@ -274,6 +269,7 @@ def make_param_kind_lookup(
     modules = {clean_name(name): module for name, module in model.named_modules()}
 
     def kind_of(param: str) -> str:
+        """Return the kind of the parameter with this name, from its innermost known module."""
         *path, leaf = param.split(".")
         if any("lora_" in part for part in [*path, leaf]):
             return "LoRA"

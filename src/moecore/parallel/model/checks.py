@@ -68,9 +68,8 @@ def check_stage_layout(
             f"what the layer before has chosen, nor with any of {sorted(bound_layers)}: move the "
             "border"
         )
-    idle = sorted(
-        set(stage_ranks) - {stage_ranks[stage.index] for stage in layout.stages if stage.letters}
-    )
+    busy = {stage_ranks[stage.index] for stage in layout.stages if stage.letters}
+    idle = sorted(set(stage_ranks) - busy)
     if idle:
         raise ValueError(
             f"layout ({quote(layout.text)}) must give each pp rank a part of the model, but rank "
@@ -164,9 +163,8 @@ def _warn_about_dispatch(dispatch: DispatchOptions, parallel: ParallelConfig) ->
     for field, is_set, degree, size in rules:
         if is_set and size == 1:
             value = getattr(dispatch, field)
-            warnings.warn(
-                f"DispatchOptions.{field} ({value!r}) is not used: {degree} is 1", stacklevel=6
-            )
+            text = f"DispatchOptions.{field} ({value!r}) is not used: {degree} is 1"
+            warnings.warn(text, stacklevel=6)
 
 
 def _check_model_is_plain(model: nn.Module) -> None:
@@ -179,10 +177,8 @@ def _check_model_is_plain(model: nn.Module) -> None:
         elif get_parallel_state(module) is not None:
             relation = "be parallelized already: call parallelize_moe once, on the whole"
         elif isinstance(module, FSDPModule):
-            relation = (
-                "be sharded already: leave out fully_shard, FSDPOptions has its choices, and "
-            )
-            relation += "call parallelize_moe once, on the whole"
+            relation = "be sharded already: leave out fully_shard, FSDPOptions has its choices, and"
+            relation += " call parallelize_moe once, on the whole"
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             relation = "have sparse gradients, which units cannot reduce: make it with sparse=False"
         if relation is not None:
@@ -412,9 +408,8 @@ def _check_layer_compute(layer_name: str, layer: RoutedLayer, request: Request) 
 
 def _check_fp8_shared_experts(layer_name: str, shared_expert: SharedExpert, recipe: Recipe) -> None:
     """Raise a ValueError if a layer's shared experts cannot run in a recipe's FP8."""
-    problem = find_weight_problem(shared_expert.w1, recipe) or find_weight_problem(
-        shared_expert.w2, recipe
-    )
+    w1, w2 = shared_expert.w1, shared_expert.w2
+    problem = find_weight_problem(w1, recipe) or find_weight_problem(w2, recipe)
     if recipe.amax_history:
         problem = "the layer keeps no history of amax"
     if problem is not None:

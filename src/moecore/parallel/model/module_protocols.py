@@ -49,23 +49,22 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Deep-copy a parallelized model with this rank's shards, but without units."""
 
     def copy_param(param: nn.Parameter) -> nn.Parameter:
+        """Return a parameter with a copy of this rank's shard."""
         return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
-    copies = copy_modules(model, copy_param, removes_wrappers=True)
-    memo.update({id(module): twin for module, twin in copies.items()})
-    for module, twin in copies.items():
+    twins = copy_modules(model, copy_param, removes_wrappers=True)
+    memo.update({id(module): twin for module, twin in twins.items()})
+    for module, twin in twins.items():
         for name, buffer in module._buffers.items():
             twin._buffers[name] = None if buffer is None else buffer.detach().clone()
         twin.register_forward_pre_hook(_refuse_forward)
         if PARALLEL_STATE in vars(module):
             state = vars(module)[PARALLEL_STATE]
-            layers = {name: copies[layer] for name, layer in state.layers.items()}
+            layers = {name: twins[layer] for name, layer in state.layers.items()}
             setattr(twin, PARALLEL_STATE, replace(state, engine=None, layers=layers))
-            state.request.family.install_guards(
-                twin, wrapper=copies[model], warns_about_cache=False
-            )
-    patch_module_protocols(copies[model])
-    return copies[model]
+            state.request.family.install_guards(twin, wrapper=twins[model], warns_about_cache=False)
+    patch_module_protocols(twins[model])
+    return twins[model]
 
 
 class _ShallowConstructor:
@@ -123,10 +122,12 @@ def _run_as_forward(
     before = {"forward": attributes["forward"]} if "forward" in attributes else {}
 
     def restore() -> None:
+        """Restore the attribute "forward" of the module, or its absence."""
         attributes.pop("forward", None)
         attributes.update(before)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Restore the module's forward, which `method` may call, and call `method`."""
         restore()  # the method may call forward
         return method(*args, **kwargs)
 
@@ -179,6 +180,7 @@ def _reset_module(module: nn.Module, module_name: str, seed: int, std: float) ->
     """
 
     def make_empty(param: nn.Parameter) -> nn.Parameter:
+        """Return an uninitialised, unsharded parameter like `param`."""
         return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
 
     copies: Any = copy_modules(module, make_empty, removes_wrappers=True)

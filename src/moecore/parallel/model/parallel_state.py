@@ -138,9 +138,7 @@ def find_staged_module(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
     Raises a ValueError if two submodules have stages.
     """
     states = ((m, vars(m)[PARALLEL_STATE]) for m in model.modules() if PARALLEL_STATE in vars(m))
-    owners = [
-        (module, state.all_stages) for module, state in states if state.all_stages is not None
-    ]
+    owners = [(m, state.all_stages) for m, state in states if state.all_stages is not None]
     if len(owners) > 1:
         raise ValueError(
             f"model ({len(owners)} parallelized ones with pp > 1) must be one: parallelize it whole"

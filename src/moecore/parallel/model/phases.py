@@ -90,10 +90,8 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
         state.domains = make_domain_groups(meshes)
         problem = find_peer_store_problem(state.domains.inside, meshes.device_type)
         state.stores_in = state.domains.inside if problem is None else None
-        inside = (
-            "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _remove_advice(problem)
-        )
-        plan = replace(plan, dispatcher_reason=f"asked for; inside of a domain {inside}")
+        inner = "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _remove_advice(problem)
+        plan = replace(plan, dispatcher_reason=f"asked for; inside of a domain {inner}")
     if plan.dispatcher == "nccl_ep":
         problem = nccl_ep.find_nccl_ep_problem(group, meshes.device_type)
         if problem is not None:
@@ -297,7 +295,7 @@ def install_argument_checks(model: nn.Module, state: ParallelState) -> None:
         return
     state.arguments = SharedArguments(groups, meshes.device_type)
     if not stages:
-        hook = state.arguments.compare_in_forward_hook
+        hook = state.arguments.compare_in_pre_hook
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
@@ -338,9 +336,8 @@ def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
         device=meshes.device,
         offload=state.offload,
     )
-    create_communicators(
-        pipeline.groups, pipeline.build_schedule(1).rank_of, pipeline.rank, pipeline.device
-    )
+    rank_of = pipeline.build_schedule(1).rank_of
+    create_communicators(pipeline.groups, rank_of, pipeline.rank, pipeline.device)
     state.all_stages = make_all_stages(model, meshes)
 
 

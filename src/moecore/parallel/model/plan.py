@@ -36,7 +36,7 @@ from moecore.parallel.fsdp.units import (
     Prefetch,
     Units,
     find_units,
-    make_param_kind_lookup,
+    make_kind_lookup,
     plan_backward_prefetch,
     plan_forward_prefetch,
 )
@@ -95,21 +95,18 @@ def has_unsharded_experts(meshes: Meshes) -> bool:
     return meshes.parallel.edp_replicate * meshes.parallel.edp_shard == 1
 
 
-def _make_layer_plan(layer_name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
-    """Return the sizes and FP8 recipes of the MoE layer `layer_name` as a `LayerPlan`."""
+def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
+    """Return the sizes and FP8 recipes of the MoE layer `name` as a `LayerPlan`."""
     config = layer.config
     return LayerPlan(
-        name=layer_name,
-        experts=f"{layer_name}.{layer.get_part_name('experts')}".strip("."),
+        name=name,
+        experts=f"{name}.{layer.get_part_name('experts')}".strip("."),
         num_experts=config.num_experts,
         zero_experts=config.zero_experts,
         top_k=config.top_k,
         num_local=config.num_experts // request.meshes.parallel.ep,
         hidden_dim=config.hidden_dim,
-        recipes=tuple(
-            (role, request.find_recipe(layer_name, layer, role))
-            for role in list_expert_roles(layer)
-        ),
+        recipes=tuple((r, request.find_recipe(name, layer, r)) for r in list_expert_roles(layer)),
     )
 
 
@@ -172,7 +169,7 @@ class _PlanBuilder:
         """Return {name: plan} for all parameters of the model."""
         named = self.model.named_modules()
         layers = {clean_name(n): m for n, m in named if isinstance(m, RoutedLayer)}
-        kind_of = make_param_kind_lookup(self.model, layers)
+        kind_of = make_kind_lookup(self.model, layers)
         experts = {param: m for m in self.model_units.experts for param in m.parameters()}
         return {
             name: ParamPlan(
@@ -260,9 +257,8 @@ class _PlanBuilder:
         options = self.options
         role, modules, owned = self.owned[first_module]
         mesh: View = "expert" if role == "experts" else "dense"
-        keeps = role == "routers" or (
-            has_unsharded_experts(self.meshes) and first_module in self.in_fp8
-        )
+        is_fp8 = has_unsharded_experts(self.meshes) and first_module in self.in_fp8
+        keeps = role == "routers" or is_fp8
         param_dtype = None if keeps else options.param_dtype
         reduce_dtype = torch.float32 if role == "routers" else options.reduce_dtype
         strategy = self.get_strategy(role)
@@ -344,9 +340,7 @@ def _plan_prefetch(
     """
     if not options.prefetch_blocks:
         return {}, {}
-    groups = [
-        [unit for unit in group if unit not in unsharded_modules] for group in model_units.first_use
-    ]
+    groups = [[u for u in group if u not in unsharded_modules] for group in model_units.first_use]
     units = replace(model_units, first_use=groups)
     num_units = -(-options.prefetch_blocks // options.blocks_per_unit)
     return plan_forward_prefetch(model, units, num_units), plan_backward_prefetch(units, num_units)

@@ -62,18 +62,16 @@ class Request:
         """Return the FP8 recipe for a layer's "experts" or "shared_experts"; None = no FP8."""
         if role == "experts" and self.find_fp8_problem(layer_name, layer) is not None:
             return None
-        return self._find_requested_recipe(layer_name, layer, role)
+        return self._select_recipe(layer_name, layer, role)
 
     def find_fp8_problem(self, layer_name: str, layer: RoutedLayer) -> str | None:
         """Return why `Precision.only_faster` excludes a layer's experts from FP8, or None."""
-        recipe = self._find_requested_recipe(layer_name, layer, "experts")
+        recipe = self._select_recipe(layer_name, layer, "experts")
         if recipe is None or self.precision is None or not self.precision.only_faster:
             return None
         return find_fp8_speed_problem(self.make_expert_spec(layer, recipe))
 
-    def _find_requested_recipe(
-        self, layer_name: str, layer: RoutedLayer, role: Role
-    ) -> Recipe | None:
+    def _select_recipe(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
         """Return the recipe that `precision` selects for a role of a layer; None = no recipe."""
         if self.precision is None:
             return None
@@ -125,10 +123,8 @@ class Request:
 
         `build_meshes` has compared the degrees.
         """
-        record_fields = ("family", "meshes", "moe", "dispatch", "dense", "fsdp", "memory")
-        entries = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in record_fields
-        }
+        records = ("family", "meshes", "moe", "dispatch", "dense", "fsdp", "memory")
+        entries = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in records}
         entries |= {f"MoEConfig.{name}": value for name, value in self.moe.items()}
         nvlink = self.dispatch.nvlink or NVLinkOptions()
         for record in (replace(self.dispatch, nvlink=None), nvlink, self.dense):

@@ -144,17 +144,15 @@ def _make_format(
     return FORMATS[recipe.scaling](dtype, recipe, shard_group, tp_group)
 
 
-def _assign_buffers(
-    plan: ShardPlan, units_by_name: dict[str, list[Unit]], streams: UnitStreams
-) -> None:
+def _assign_buffers(plan: ShardPlan, units: dict[str, list[Unit]], streams: UnitStreams) -> None:
     """Create the buffers that units share, and set them as `buffer` of units and `Gradients`.
 
-    `units_by_name` maps a unit plan's name to its units, one per layout.
+    `units` maps a unit plan's name to its units, one per layout.
     """
     for buffer_plan in plan_buffers(plan):
-        units = [units_by_name[name][i] for name, i in buffer_plan.places]
+        users = [units[name][i] for name, i in buffer_plan.places]
         is_weights, mark = buffer_plan.contents == "weights", streams.make_event()
-        dtype = units[0].dtype if is_weights else getattr(torch, buffer_plan.dtype)
+        dtype = users[0].dtype if is_weights else getattr(torch, buffer_plan.dtype)
         buffer = Buffer[Any](buffer_plan.numel, dtype, mark)
-        for unit in units:
+        for unit in users:
             (unit if is_weights else unit.gradients).buffer = buffer

@@ -52,10 +52,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineLayout:
-    """The pipeline stages of a model.
-
-    `parse_layout`, `even_layout` and `balanced_layout` return a layout.
-    """
+    """The pipeline stages of a model, from `parse_layout`, `even_layout` or `balanced_layout`."""
 
     stages: tuple[Stage, ...]  # in the order of forward
     num_layers: int  # number of transformer layers
@@ -267,6 +264,7 @@ def _make_layout(stage_letters: Sequence[str]) -> PipelineLayout:
     first = {letter: [0, *accumulate(s.count(letter) for s in stage_letters)] for letter in "tm"}
 
     def indices(letter: str, stage: int) -> tuple[int, ...]:
+        """Return the indices of the layers with `letter` in a stage."""
         return tuple(range(first[letter][stage], first[letter][stage + 1]))
 
     parsed = []
@@ -285,55 +283,47 @@ def _format_cell(stage: Stage) -> str:
     return f"{stage.letters} {first}" + f"-{last}" * (last > first)
 
 
-def _find_min_bottleneck(cumulative_costs: Sequence[float], num_stages: int) -> float:
+def _find_min_bottleneck(cu_costs: Sequence[float], num_stages: int) -> float:
     """Return the least possible cost of the slowest stage; cumulative costs begin with 0."""
-    last = len(cumulative_costs)
-    candidates = sorted(
-        {cumulative_costs[j] - cumulative_costs[i] for i in range(last) for j in range(i + 1, last)}
-    )
+    last = len(cu_costs)
+    limits = sorted({cu_costs[j] - cu_costs[i] for i in range(last) for j in range(i + 1, last)})
 
     def suffices(max_cost: float) -> bool:
+        """Whether `num_stages` stages of cost <= `max_cost` contain all layers."""
         stages, start = 1, 0
         for end in range(1, last):
-            if cumulative_costs[end] - cumulative_costs[start] > max_cost:
+            if cu_costs[end] - cu_costs[start] > max_cost:
                 stages, start = stages + 1, end - 1
-                if cumulative_costs[end] - cumulative_costs[start] > max_cost:
+                if cu_costs[end] - cu_costs[start] > max_cost:
                     return False
         return stages <= num_stages
 
-    return candidates[bisect_left(candidates, True, key=suffices)]
+    return limits[bisect_left(limits, True, key=suffices)]
 
 
-def _find_stage_borders(
-    cumulative_costs: Sequence[float], num_stages: int, max_cost: float
-) -> list[int]:
+def _find_stage_borders(cu_costs: Sequence[float], num_stages: int, max_cost: float) -> list[int]:
     """Return the borders of stages of cost <= `max_cost`: `num_stages` + 1 indices in the costs.
 
-    `cumulative_costs` has the cumulative costs from 0. `balanced_layout` says which of several
+    `cu_costs` has the cumulative costs from 0. `balanced_layout` says which of several
     solutions is chosen.
     """
-    last = len(cumulative_costs) - 1
+    last = len(cu_costs) - 1
     # Stage 0 has the embedding and the last stage has the loss, so both are not empty.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by end: sum of squares, start
     for stage in range(num_stages):
         ends: dict[int, tuple[float, int]] = {}
         for start, (squares, _) in best[-1].items():
-            for end in range(start, len(cumulative_costs)):
-                if cumulative_costs[end] - cumulative_costs[start] > max_cost:
+            for end in range(start, len(cu_costs)):
+                if cu_costs[end] - cu_costs[start] > max_cost:
                     break
                 is_open = (stage == 0 and end == 0) or (stage < num_stages - 1 and end == last)
-                candidate = (
-                    squares + (cumulative_costs[end] - cumulative_costs[start]) ** 2,
-                    start,
-                )
+                candidate = (squares + (cu_costs[end] - cu_costs[start]) ** 2, start)
                 if not is_open and (end not in ends or candidate < ends[end]):
                     ends[end] = candidate
         best.append(ends)
     borders = [last]
     if num_stages > 1:  # the fewest parts in the last stage
-        borders.append(
-            max(s for s in best[-2] if cumulative_costs[last] - cumulative_costs[s] <= max_cost)
-        )
+        borders.append(max(s for s in best[-2] if cu_costs[last] - cu_costs[s] <= max_cost))
     for ends in best[len(best) - len(borders) : 0 : -1]:
         borders.append(ends[borders[-1]][1])
     return borders[::-1]

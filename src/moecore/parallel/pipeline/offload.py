@@ -118,6 +118,7 @@ def _maximise_fractions(
     """
 
     def fits_with(fraction: float) -> bool:
+        """Set the fractions of `stages`, and return whether they are feasible."""
         for stage in stages:
             fractions[stage] = fraction
         return is_feasible()

@@ -77,9 +77,8 @@ def make_order(turns: Turns) -> Iterator[Item]:
     yield from filter(None, forwards[: turns.warm_up])
     weight_grads: deque[tuple[int, int]] = deque()  # pending W
     num_last = 0
-    for turn, (forward, backward) in enumerate(
-        zip_longest(forwards[turns.warm_up :], turns.backwards)
-    ):
+    pairs = zip_longest(forwards[turns.warm_up :], turns.backwards)
+    for turn, (forward, backward) in enumerate(pairs):
         if forward and backward and turns.first_pair is not None and turn >= turns.first_pair:
             yield Overlap(forward, Action("B", *backward))
             continue
@@ -100,19 +99,18 @@ def make_order(turns: Turns) -> Iterator[Item]:
     yield from (Action("W", *pass_) for pass_ in weight_grads)
 
 
-def _make_loop_turns(
-    shape: Shape, *, round_sizes: Sequence[int], warm_up: int, **options: Any
-) -> Turns:
+def _make_loop_turns(shape: Shape, *, rounds: Sequence[int], warm_up: int, **options: Any) -> Turns:
     """Return turns that run rounds of micro-batches; each round runs chunk after chunk.
 
-    `round_sizes` are the numbers of micro-batches of the rounds. Stage s is on rank s % pp.
+    `rounds` are the numbers of micro-batches of the rounds. Stage s is on rank s % pp.
     `warm_up` and `options` are fields of `Turns`.
     """
 
     def passes(chunks: Sequence[int]) -> list[Pass]:
+        """Return (stage, micro-batch) of all passes, round by round, with `chunks` in order."""
         return [
             (chunk * shape.pp + shape.rank, micro_batch)
-            for end, size in zip(accumulate(round_sizes), round_sizes, strict=True)
+            for end, size in zip(accumulate(rounds), rounds, strict=True)
             for chunk in chunks
             for micro_batch in range(end - size, end)
         ]
@@ -137,7 +135,7 @@ def _make_interleaved_turns(
     size, longer = divmod(shape.num_micro_batches, rounds)
     sizes = [size + (i < longer) for i in range(rounds)]
     warm_up = (shape.chunks - 1) * sizes[0] + warm_up_step * (shape.pp - 1 - shape.rank) + num_extra
-    return _make_loop_turns(shape, round_sizes=sizes, warm_up=warm_up, **options)
+    return _make_loop_turns(shape, rounds=sizes, warm_up=warm_up, **options)
 
 
 def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
@@ -152,6 +150,7 @@ def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
     backwards = [1] * (pp - rank) + steady
 
     def passes(chunks: list[int]) -> list[Pass]:
+        """Return (stage, micro-batch) of each pass, by chunk; None = no such micro-batch."""
         stages, numbers = (rank, 2 * pp - 1 - rank), (count(), count())
         pairs = ((stages[chunk], next(numbers[chunk])) for chunk in chunks)
         return [pass_ if pass_[1] < num_micro_batches else None for pass_ in pairs]
@@ -172,9 +171,7 @@ RULES: dict[str, Rule] = {
         None,
         False,
         lambda shape: _make_loop_turns(
-            shape,
-            round_sizes=[shape.num_micro_batches],
-            warm_up=shape.num_micro_batches * shape.chunks,
+            shape, rounds=[shape.num_micro_batches], warm_up=shape.num_micro_batches * shape.chunks
         ),
     ),
     "1f1b": Rule(1, False, lambda shape: _make_interleaved_turns(shape, warm_up_step=1)),
@@ -187,11 +184,7 @@ RULES: dict[str, Rule] = {
         lambda shape: _make_interleaved_turns(shape, warm_up_step=2, num_extra=1, first_pair=0),
     ),
     "zero-bubble": Rule(
-        1,
-        False,
-        lambda shape: _make_interleaved_turns(
-            shape, warm_up_step=1, lag=shape.rank, last_lag=shape.rank
-        ),
+        1, False, lambda s: _make_interleaved_turns(s, warm_up_step=1, lag=s.rank, last_lag=s.rank)
     ),
     "zbv": Rule(2, True, lambda shape: _make_v_turns(shape, lag=0, last_lag=2 * shape.rank)),
     "dualpipe-v": Rule(

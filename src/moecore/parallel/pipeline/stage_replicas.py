@@ -51,7 +51,7 @@ class AllStages:
     def scatter_values(self, param_names: list[str], values: Tensor) -> Tensor:
         """Return a vector over all stages' parameters: `values[i]` for `param_names[i]`, else 0.
 
-        The parameters are in the order of `num_holders`. No communication.
+        The parameters are in the order of the field `num_holders`. No communication.
         """
         order = {name: i for i, name in enumerate(self.num_holders)}
         indices = [order[clean_name(name)] for name in param_names]

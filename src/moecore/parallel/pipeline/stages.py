@@ -154,22 +154,20 @@ def get_loss(output: Any) -> Tensor:
     return cast(Tensor, loss)
 
 
-def runs_final_norm(stage: Stage, num_mtp_modules: int) -> bool:
-    """Whether a stage runs the final norm, in a model with `num_mtp_modules` MTP modules."""
-    return 0 in stage.mtp or (stage.loss and num_mtp_modules == 0)
+def runs_final_norm(stage: Stage, num_mtp: int) -> bool:
+    """Whether a stage runs the final norm, in a model with `num_mtp` MTP modules."""
+    return 0 in stage.mtp or (stage.loss and num_mtp == 0)
 
 
-def check_stage_modules(
-    model: StagedModel, parts: StageParts, stage: Stage, num_mtp_modules: int
-) -> None:
+def check_stage_modules(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
     """Raise a ValueError if this rank lacks a module of a stage, except in torch.compile.
 
-    `parts` has the names of the stages' modules. `num_mtp_modules` is the model's number of
+    `parts` has the names of the stages' modules. `num_mtp` is the model's number of
     multi-token prediction modules.
     """
     if torch.compiler.is_compiling():
         return
-    for name, module in _list_needed_modules(model, parts, stage, num_mtp_modules):
+    for name, module in _list_needed_modules(model, parts, stage, num_mtp):
         if isinstance(module, AbsentModule):
             raise ValueError(
                 f"stage ({stage.index}) must be one that this rank has, but {name} is elsewhere: "
@@ -193,10 +191,7 @@ def require_arguments(inputs: Mapping[str, Any], *names: str) -> None:
 def check_hidden_states(
     hidden_states: Tensor | None, stage: Stage, expected_shape: tuple[int, ...]
 ) -> None:
-    """Raise a ValueError unless `hidden_states`, the input of a stage, has `expected_shape`.
-
-    In the first stage `hidden_states` must be None.
-    """
+    """Raise a ValueError unless a stage's input has `expected_shape` (first stage: is None)."""
     if (hidden_states is None) != stage.embedding:
         shape_text = None if hidden_states is None else tuple(hidden_states.shape)
         raise ValueError(
@@ -206,10 +201,8 @@ def check_hidden_states(
     if hidden_states is None:
         return
     is_empty = not (stage.layers or stage.mtp or stage.loss)  # its input may be a stack
-    received_shape = (
-        hidden_states.shape[-len(expected_shape) :] if is_empty else hidden_states.shape
-    )
-    if received_shape != expected_shape or not hidden_states.is_floating_point():
+    input_shape = hidden_states.shape[-len(expected_shape) :] if is_empty else hidden_states.shape
+    if input_shape != expected_shape or not hidden_states.is_floating_point():
         raise ValueError(
             f"hidden {tuple(hidden_states.shape)} ({hidden_states.dtype}) must be floating with "
             f"the shape {expected_shape}, which enters stage {stage.index}: pass what the stage "
@@ -218,11 +211,11 @@ def check_hidden_states(
 
 
 def _list_needed_modules(
-    model: StagedModel, parts: StageParts, stage: Stage, num_mtp_modules: int
+    model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) of each module that a stage runs, or whose parameters the stage reads.
 
-    `parts` has the names of the stages' modules. `num_mtp_modules` is the model's number of MTP
+    `parts` has the names of the stages' modules. `num_mtp` is the model's number of MTP
     modules.
     """
     if stage.embedding or stage.mtp or (stage.loss and parts.tied):
@@ -233,7 +226,7 @@ def _list_needed_modules(
         if name is not None and indices:
             entries = list(cast(nn.ModuleList, model.get_submodule(name)))
             yield from ((f"{name}.{index}", entries[index]) for index in indices)
-    if runs_final_norm(stage, num_mtp_modules):
+    if runs_final_norm(stage, num_mtp):
         yield from ((name, model.get_submodule(name)) for name in parts.final_modules)
     if stage.loss:
         yield parts.head, model.get_submodule(parts.head)

@@ -78,9 +78,7 @@ class Timeline:
             ValueError: if a trace has no pipeline action, or if actions of a rank overlap.
         """
         check_arguments(Timeline.from_traces, locals())
-        spans = [
-            (rank, *span) for rank, path in enumerate(paths) for span in _read_trace_items(path)
-        ]
+        spans = [(r, *span) for r, path in enumerate(paths) for span in _read_trace_items(path)]
         return cls.from_spans(spans)
 
     @property
@@ -167,6 +165,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     chunks = 1 + max(box.chunk for box in rectangles)
 
     def shade(box: Box) -> tuple[float, ...]:
+        """Return the colour of a box: the colour of its kind, lighter for later chunks."""
         light = 0.6 * box.chunk / chunks
         return tuple(c + (1 - c) * light for c in colors.to_rgb(COLOURS[box.action.kind]))
 
@@ -237,7 +236,7 @@ class Costs(CheckedRecord):
         )
 
     def get_action_times(self, action: Action) -> tuple[float, float]:
-        """Return (compute time, exposed communication time) of an action of kind F, B, D or W."""
+        """Return (compute time, exposed communication time) of a forward or part of a backward."""
         stage, compute = action.stage, 0.0
         if action.kind == "F":
             exchange = self.forward_exchange[stage] if self.forward_exchange else 0.0
@@ -267,9 +266,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             f"schedule ({schedule.num_stages}): pass as many"
         )
     exposed = [0.0] * schedule.pp
-    spans = compute_spans(
-        schedule, lambda item: _compute_item_times(item, costs)[1], costs.transfer
-    )
+    spans = compute_spans(schedule, lambda x: _compute_item_times(x, costs)[1], costs.transfer)
     for rank, items in enumerate(spans):
         for _, _, item in items:
             compute, seconds = _compute_item_times(item, costs)
@@ -291,9 +288,7 @@ def compute_spans(
         before = spans[rank][-1].end if spans[rank] else 0.0
         actions = list_actions(item)
         arrivals = (ends[i] for action in actions for i in schedule.list_dependencies(action))
-        start = max(
-            before, *(end + transfer_time * (source != rank) for source, end in arrivals), 0.0
-        )
+        start = max(before, *(time + transfer_time * (src != rank) for src, time in arrivals), 0.0)
         end = start + get_duration(item)
         spans[rank].append(Span(start, end, item))
         for action in actions:

@@ -142,14 +142,12 @@ class StageTransport:
         self._sends.append(_PostedMessage(tensor, work, message, target))
         self._sends = [send for send in self._sends if not send.work.is_completed()]
 
-    def wait_for_sends(
-        self, is_selected: Callable[[_PostedMessage], bool] = lambda send: True
-    ) -> None:
+    def wait_for_sends(self, selects: Callable[[_PostedMessage], bool] = lambda send: True) -> None:
         """Make the current stream wait for the selected sends, and free the sent tensors."""
-        for send in filter(is_selected, self._sends):
+        for send in filter(selects, self._sends):
             with _explain_errors(f"{send.message} for", send.peer):
                 send.work.wait()
-        self._sends = [send for send in self._sends if not is_selected(send)]
+        self._sends = [send for send in self._sends if not selects(send)]
 
     def _post_receive(self, message: _Message, source_rank: int) -> None:
         """Post the receive of a message from pipeline rank `source_rank` into a new tensor."""
@@ -188,11 +186,9 @@ def create_communicators(
             number.item()  # host sync: the number has been received
 
 
-def _choose_group(
-    direction_groups: Groups, source_rank: int, target_rank: int
-) -> dist.ProcessGroup:
+def _choose_group(groups: Groups, source_rank: int, target_rank: int) -> dist.ProcessGroup:
     """Return the communicator for messages from pipeline rank `source_rank` to `target_rank`."""
-    up, down = direction_groups
+    up, down = groups
     return up if source_rank < target_rank else down
 
 
@@ -216,7 +212,7 @@ def _index_messages(schedule: Schedule, pp_rank: int) -> _MessageIndices:
 
 
 def _get_sent_message(action: Action) -> _Message:
-    """Return the message with the result of a forward or backward action (F, B or D)."""
+    """Return the message with the result of a forward, or the input gradient of a backward."""
     return _Message(action.kind == "F", action.stage, action.micro_batch)
 
 

@@ -289,6 +289,7 @@ class _GraphReplay(torch.autograd.Function):
     def forward(
         ctx: Any, pair: _GraphPair, num_inputs: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
+        """Replay the forward graph on the first `num_inputs` tensors; return its outputs."""
         ctx.pair, ctx.turn = pair, pair.slot.reserve()
         pair.holder = weakref.ref(ctx.turn)
         ctx.needs_gradient = [x.requires_grad for x in tensors]
@@ -301,6 +302,7 @@ class _GraphReplay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Replay the backward graph; return the gradients of inputs and parameters."""
         pair = ctx.pair
         if ctx.turn.has_ended or pair.holder() is not ctx.turn:
             raise RuntimeError(

@@ -115,9 +115,8 @@ def _apply_recompute(
         recompute_parts.difference_update(GEMM_LAST)
     unused = [part for part in options.parts if part in recompute_parts - used_parts]
     if unused:
-        warnings.warn(
-            f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it", stacklevel=7
-        )
+        text = f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it"
+        warnings.warn(text, stacklevel=7)
 
 
 def _map_offloaded_parts(

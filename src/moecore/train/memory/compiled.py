@@ -64,9 +64,7 @@ class RecomputeMarks(CustomGraphPass):
 
     def _is_recomputed(self, node: Node) -> bool:
         """Return whether a node's value is recomputed in backward instead of saved."""
-        modules = {
-            _get_last_name(path) for path, _ in node.meta.get("nn_module_stack", {}).values()
-        }
+        modules = {_get_last_name(p) for p, _ in node.meta.get("nn_module_stack", {}).values()}
         if node.op != "call_function" or not modules & self.parts:
             return False
         if node.target is operator.getitem:

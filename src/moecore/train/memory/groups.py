@@ -119,9 +119,8 @@ class StorageGroup:
     is_last: bool  # whether the layer is the last block, which stays on the device
     stream: Stream | None  # current stream of the layer's forward
     weights: frozenset[int]  # keys of the storages of the part's parameters and buffers
-    new_copies: list[StorageCopy] = field(
-        default_factory=list
-    )  # storages that this group saved first
+    # Storages that this group saved first.
+    new_copies: list[StorageCopy] = field(default_factory=list)
     # Groups that are copied back after the backward of this one.
     prefetch_groups: list[StorageGroup] = field(default_factory=list)
     handles: HandleCounts = field(default_factory=HandleCounts)

@@ -115,15 +115,13 @@ class HostPool:
         """Start to copy storages to host memory; return the records that have host memory."""
         for copy in copies:
             copy.piece = self._allocate_piece(copy.size)
-        stored_copies = [copy for copy in copies if copy.piece is not None]
-        if stored_copies:
-            jobs = [
-                CopyJob(_get_host_memory(c), c.data, _make_row_copier(c)) for c in stored_copies
-            ]
+        new_copies = [copy for copy in copies if copy.piece is not None]
+        if new_copies:
+            jobs = [CopyJob(_get_host_memory(c), c.data, _make_row_copier(c)) for c in new_copies]
             event = self._streams.out.start_copies(jobs)
-            for copy in stored_copies:
+            for copy in new_copies:
                 copy.out = copy.busy = event
-        return stored_copies
+        return new_copies
 
     def copy_to_device(
         self, copies: Sequence[StorageCopy], freed_pieces: Sequence[HostPiece] = ()
@@ -260,9 +258,7 @@ class MovedStorage:
         """Allocate the device memory, without values, for work of the current stream."""
         if self.memory.is_meta:  # a dry run counts a storage from its first tensor to its last
             self.memory = self.memory.new_empty(self.host.numel())
-            self.tensors = [
-                (tensor, self._view_like(at, self.memory)) for tensor, at in self.tensors
-            ]
+            self.tensors = [(x, self._view_like(at, self.memory)) for x, at in self.tensors]
         else:
             self.memory.untyped_storage().resize_(self.host.numel())
 
@@ -330,13 +326,9 @@ class HostCopies:
         `storage_views` maps the name of a storage to all tensors that are views of the
         storage.
         """
-        memory = {
-            name: view_bytes(group[0].untyped_storage()) for name, group in storage_views.items()
-        }
-        tensors = {
-            name: [(tensor, tensor.data) for tensor in storage_views[name]]
-            for name in storage_views
-        }
+        items = storage_views.items()
+        memory = {name: view_bytes(views[0].untyped_storage()) for name, views in items}
+        tensors = {name: [(x, x.data) for x in views] for name, views in items}
         hosts = self.reserve_like(memory).items()
         return [MovedStorage(memory[name], host, tensors[name]) for name, host in hosts]
 

@@ -174,9 +174,7 @@ class Offload(SavedStorages):
             yield
             return
         outer, previous, chunk = self._layer, self._previous, self._chunk
-        is_last = layer_idx == num_layers - 1 and not (
-            chunk is not None and chunk.offloads_last_block
-        )
+        is_last = layer_idx == num_layers - 1 and (chunk is None or not chunk.offloads_last_block)
         layer = Layer(layer_idx, is_last, self._streams.get_current_stream())
         if layer_idx == 0:
             self._start_forward(self.fraction if fraction is None else fraction)
@@ -207,9 +205,7 @@ class Offload(SavedStorages):
         key = (part_name, sum(other == part_name for other, _ in layer.groups))
         if self._streams.get_current_stream() == layer.stream:
             with self._hold_lock():
-                self._free_copied_groups(
-                    lambda group: group.layer() is not layer and group.key == key
-                )
+                self._free_copied_groups(lambda g: g.layer() is not layer and g.key == key)
         with self._offload_saved_tensors(key, module):
             yield
 

@@ -63,9 +63,8 @@ class OnMeta(TorchFunctionMode):
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
             return _AttentionOnMeta.apply(*args[:3], mask)
         if func is F.rms_norm and self._is_gpu:
-            return _RMSNormOnMeta.apply(
-                args[0], kwargs.get("weight", args[2] if len(args) > 2 else None)
-            )
+            weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+            return _RMSNormOnMeta.apply(args[0], weight)
         if func in (torch.nonzero, Tensor.nonzero):
             return _list_all_indices(*args, **kwargs)
         if func is Tensor.__getitem__:

@@ -85,9 +85,7 @@ class _DroppedValue:
 
     __slots__ = ("_base", "_place", "_region", "_view")
 
-    def __init__(
-        self, region: _RunningRegion, place: _ValuePlace, base: _View, view: _View
-    ) -> None:
+    def __init__(self, region: _RegionCall, place: _ValuePlace, base: _View, view: _View) -> None:
         self._region, self._place, self._base, self._view = region, place, base, view
         region.handle_counts[place] += 1
 
@@ -104,7 +102,7 @@ class _DroppedValue:
 
 
 @dataclass(eq=False)
-class _RunningRegion:
+class _RegionCall:
     """One call of a region (a function that is recomputed in backward), and its recomputation."""
 
     name: str
@@ -361,7 +359,7 @@ class _RunningRegion:
 class _RegionOutput(NamedTuple):
     """A registered output of a region; the reference keeps its storage key unique."""
 
-    region: _RunningRegion
+    region: _RegionCall
     number: int
     tensor: Tensor
     version: int
@@ -395,7 +393,7 @@ def recompute(
         return function(*args, **kwargs)
     if not torch.is_grad_enabled() or not all(map(_is_plain_tensor, _list_tensors((args, kwargs)))):
         return function(*args, **kwargs)
-    return _RunningRegion(region_name, function, has_products).run(args, kwargs)
+    return _RegionCall(region_name, function, has_products).run(args, kwargs)
 
 
 @contextmanager
@@ -416,15 +414,13 @@ def share_region_outputs() -> Iterator[None]:
 
 def _pack_output(tensor: Tensor) -> Handle | None:
     """Return a handle if `tensor` is an unchanged output of a region of this thread, or None."""
-    output = (
-        _thread_regions.outputs.get(get_storage_key(tensor)) if _is_plain_tensor(tensor) else None
-    )
-    if output is None or output.version != sum_version_counters(tensor):
+    out = _thread_regions.outputs.get(get_storage_key(tensor)) if _is_plain_tensor(tensor) else None
+    if out is None or out.version != sum_version_counters(tensor):
         return None
-    if output.tensor.dtype != tensor.dtype:
+    if out.tensor.dtype != tensor.dtype:
         return None
-    views = _View.from_tensor(output.tensor), _View.from_tensor(tensor)
-    return _DroppedValue(output.region, _ValuePlace("output", output.number), *views)
+    views = _View.from_tensor(out.tensor), _View.from_tensor(tensor)
+    return _DroppedValue(out.region, _ValuePlace("output", out.number), *views)
 
 
 def _pack_leaf(leaf: Any) -> Any:

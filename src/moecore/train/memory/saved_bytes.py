@@ -106,9 +106,7 @@ def count_saved_bytes(
         count.wrap_forward(block, i, "rest")
     with treat_meta_as(device_type), use_packer(count), on_meta, torch.enable_grad():
         out = run_forward(copies[model])
-    saved_bytes = count.sum_by_block(
-        len(blocks), frozenset() if offload is None else offload.stored_keys
-    )
+    saved_bytes = count.sum_by_block(len(blocks), set() if offload is None else offload.stored_keys)
     del out  # its graph has kept the saved storages until here
     return saved_bytes
 
@@ -196,6 +194,7 @@ def _copy_to_meta(
     """Return module -> copy on meta, without wrappers, with parameters in their compute dtype."""
 
     def compute_param(param: nn.Parameter) -> nn.Parameter:
+        """Return a meta parameter with the shape and dtype that `param` has during compute."""
         empty = torch.empty(_get_compute_shape(param), dtype=get_compute_dtype(param), device=META)
         return nn.Parameter(empty, requires_grad=param.requires_grad)
 

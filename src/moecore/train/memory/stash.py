@@ -66,12 +66,8 @@ class DispatchPages:
         self, matrices: Sequence[Tensor | None], expired: DispatchPages | None
     ) -> None:
         """Copy used rows to `matrices` (None = skip), and free `expired`, in one launch."""
-        freed_table = None
-        if expired is not None:
-            freed_table = (expired.table, expired.layout.num_entries)
-        stash_or_restore_rows(
-            matrices, self.table, self.layout, stash=False, released_table=freed_table
-        )
+        table = None if expired is None else (expired.table, expired.layout.num_entries)
+        stash_or_restore_rows(matrices, self.table, self.layout, stash=False, released_table=table)
 
 
 class PagePlace(NamedTuple):

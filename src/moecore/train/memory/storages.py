@@ -4,14 +4,11 @@ A handle replaces each saved tensor and refers to its storage; views of one stor
 A `Store` has the copies: host memory, or pages (`stash.py`). `Offload` calls these methods when
 parts of blocks begin and end:
 
-    _pack_tensor                a tensor is saved           -> its handle; None = not offloaded
-    _copy_group_to_store            a part's forward has ended  -> copies of its storages to the
-    store start _free_copied_groups  the part of a later layer   -> the device memory of the group
-    is freed
-                         begins
-    _fetch_storage               a handle is unpacked        -> the storage, copied back now at the
-    latest _process_deletions             handles were deleted        -> copies of the next groups
-    back start
+    _pack_tensor          a tensor is saved           -> its handle; None = not offloaded
+    _copy_group_to_store  a part's forward has ended  -> copies of its storages to the store start
+    _free_copied_groups   a later layer's part begins -> the device memory of the group is freed
+    _fetch_storage        a handle is unpacked        -> the storage, copied back now at the latest
+    _process_deletions    handles were deleted        -> copies of the next groups back start
 """
 
 from __future__ import annotations
@@ -227,17 +224,16 @@ class SavedStorages:
 
     # Backward.
 
-    def _fetch_storage(self, storage_use: StorageUse, tensor_shape: torch.Size) -> Tensor:
+    def _fetch_storage(self, use: StorageUse, tensor_shape: torch.Size) -> Tensor:
         """Return a storage's bytes, uint8 on the device, and count the unpacking of a handle.
 
         `tensor_shape` is the saved tensor's shape, for errors.
         """
-        copy, group = storage_use.copy, storage_use.group
+        copy, group = use.copy, use.group
         with self._hold_lock():
-            if sum_version_counters(copy.counter) != copy.version:
-                raise make_in_place_error(
-                    tensor_shape, sum_version_counters(copy.counter), copy.version
-                )
+            version = sum_version_counters(copy.counter)
+            if version != copy.version:
+                raise make_in_place_error(tensor_shape, version, copy.version)
             if copy.data is None:
                 self.late_bytes += copy.size
                 self._copy_storages_to_device([copy])
@@ -252,15 +248,11 @@ class SavedStorages:
                 if isinstance(current, torch.cuda.Stream) and current != copy.home:
                     data.record_stream(current)
             # A retained graph begins a further backward, which copies the storage back once more.
-            storage_use.copy_backward_idx, is_over = copy.handles.count_unpack(
-                storage_use.copy_backward_idx
-            )
+            use.copy_backward_idx, is_over = copy.handles.count_unpack(use.copy_backward_idx)
             if is_over and copy.piece is not None:
                 copy.free_device_memory()
             group.has_unpacked = True
-            storage_use.group_backward_idx, is_over = group.handles.count_unpack(
-                storage_use.group_backward_idx
-            )
+            use.group_backward_idx, is_over = group.handles.count_unpack(use.group_backward_idx)
             if is_over:
                 self._finished_groups.append(group)
         return data

@@ -175,9 +175,8 @@ class TrainingOffload:
     def _move_part_to_host(self, part: Part) -> list[MovedStorage]:
         """Copy a part's storages to the host, free their device memory, and return the storages."""
         groups: dict[int, list[Tensor]] = {}
-        for tensor in {
-            id(x): x for x in map(get_stored_local_tensor, self._list_part_tensors(part))
-        }.values():
+        local_tensors = map(get_stored_local_tensor, self._list_part_tensors(part))
+        for tensor in {id(x): x for x in local_tensors}.values():
             if tensor.device == self._device and tensor.untyped_storage().nbytes():
                 groups.setdefault(get_storage_key(tensor), []).append(tensor)
         for tensors in groups.values():

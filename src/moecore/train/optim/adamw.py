@@ -84,9 +84,8 @@ class AdamW(torch.optim.AdamW):
         AdamWOptions(lr=lr, betas=pair, eps=eps, weight_decay=weight_decay)
         self.moment_dtype, self.master_remainder = moment_dtype, master_remainder
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
-        if master_remainder and not any(
-            "remainder" in self._get_state_dtypes(p) for p in self._list_params()
-        ):
+        all_dtypes = map(self._get_state_dtypes, self._list_params())
+        if master_remainder and not any("remainder" in dtypes for dtypes in all_dtypes):
             raise ValueError(
                 "master_remainder (True) must have parameters in bf16: convert the model with "
                 "model.to(torch.bfloat16), or leave it out"
@@ -217,15 +216,13 @@ class AdamW(torch.optim.AdamW):
             foreach_add_(steps, [increment] * len(steps))  # the host would read a single tensor
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
-    def _collect_tensors(
-        self, param_group: dict[str, Any], first_param_idx: int
-    ) -> list[AdamWTensors]:
+    def _collect_tensors(self, param_group: dict[str, Any], first_idx: int) -> list[AdamWTensors]:
         """Return one record per launch, with the group's shards that have gradients.
 
-        `first_param_idx` is the index of the group's first parameter among all parameters.
+        `first_idx` is the index of the group's first parameter among all parameters.
         """
         rows: dict[Any, list[tuple[Any, ...]]] = {}
-        for number, param in enumerate(param_group["params"], first_param_idx):
+        for number, param in enumerate(param_group["params"], first_idx):
             if param.grad is None or (self.host_params and param in self.host_params):
                 continue
             state = self.prepare_state(param)
@@ -305,10 +302,8 @@ def _encode_moments(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tenso
     codes = [torch.empty(m.numel(), dtype=torch.uint8, device=param.device) for _ in MOMENTS]
     exponents = [codes[0].new_empty(0, 2)]
     for start in range(0, m.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        codes[0][part], codes[1][part], scales = encode_moments_ref(
-            m[part].float(), v[part].float()
-        )
+        idx = slice(start, start + CHUNK)
+        codes[0][idx], codes[1][idx], scales = encode_moments_ref(m[idx].float(), v[idx].float())
         exponents.append(scales)
     state = {name: _reshape_like(param, code) for name, code in zip(MOMENTS, codes, strict=True)}
     return {**state, "exponents": torch.cat(exponents)}

@@ -47,7 +47,7 @@ class MatrixBlock(NamedTuple):
         return not any(isinstance(i, Tensor) for i in (self.batch, self.rows, self.columns))
 
     def read_from(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the block's values in `tensors[place]`, a view if `is_view`, otherwise a copy."""
+        """Return the block of `tensors[self.place]`: a view if `is_view`, otherwise a copy."""
         values = tensors[self.place]
         for dim, index in enumerate((self.batch, self.rows, self.columns)):
             if isinstance(index, Tensor):
@@ -57,7 +57,7 @@ class MatrixBlock(NamedTuple):
         return values
 
     def write_to(self, tensors: Sequence[Tensor], values: Tensor) -> None:
-        """Copy `values`, which have the block's shape, into the block of `tensors[place]`."""
+        """Copy `values`, which have the block's shape, into the block of `tensors[self.place]`."""
         target = tensors[self.place]
         indices = (self.batch, self.rows, self.columns)
         if self.is_view:
@@ -83,12 +83,7 @@ class ExchangeRound:
     results: list[list[MatrixBlock]]  # blocks of parameters, received from owners
 
     def run_all_to_all(
-        self,
-        like: Tensor,
-        sources: Sequence[Tensor],
-        *,
-        is_return: bool,
-        group: dist.ProcessGroup,
+        self, like: Tensor, sources: Sequence[Tensor], *, is_return: bool, group: dist.ProcessGroup
     ) -> Tensor:
         """Run one all-to-all of the round; return the received values, 1D like `like`. Collective.
 
@@ -149,7 +144,7 @@ def make_matrix_plan(
             rounds.append((group, [member.place for member in round_members], (owners, rank)))
 
     def make_rank_plan(tensor_members: list[_PlannedTensor]) -> MatrixPlan:
-        """Return this rank's plan of tensors whose matrices have the owners above."""
+        """Return this rank's plan of `tensor_members`, whose matrices have the `owners` above."""
         places = [member.place for member in members if member.shards.is_local]
         local_blocks = {place: tensor_members[place].list_local_blocks() for place in places}
         exchanges = []
@@ -160,9 +155,8 @@ def make_matrix_plan(
 
     if output_means is None:
         return make_rank_plan(members)
-    output_members = _list_planned_tensors(
-        output_means, [layout.make_output_layout() for layout in layouts]
-    )
+    output_layouts = [layout.make_output_layout() for layout in layouts]
+    output_members = _list_planned_tensors(output_means, output_layouts)
     return replace(make_rank_plan(members), outputs=make_rank_plan(output_members))
 
 
@@ -234,15 +228,13 @@ class _PlannedTensor(NamedTuple):
     shards: _MatrixShards
     device: torch.device
 
-    def make_block(
-        self, part: MatrixPart, section_idx: int, matrix_mask: Tensor
-    ) -> MatrixBlock | None:
+    def make_block(self, part: MatrixPart, section_idx: int, mask: Tensor) -> MatrixBlock | None:
         """Return the block of the tensor with the rows and columns of `part`; None = empty.
 
-        `section_idx` is the index of the section. `matrix_mask` selects matrices of the local
+        `section_idx` is the index of the section. `mask` selects matrices of the local
         batch.
         """
-        (batch,) = matrix_mask.nonzero(as_tuple=True)
+        (batch,) = mask.nonzero(as_tuple=True)
         return _make_block(self.place, batch, part.rows, part.columns, section_idx, self.device)
 
     def list_local_blocks(self) -> list[MatrixBlock]:

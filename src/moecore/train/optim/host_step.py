@@ -173,9 +173,8 @@ class HostAdamW(AdamW):
             grad = get_grad(param)
             with self._explain_memory_errors():
                 state = self.prepare_state(param)
-            weight, *moments = (
-                get_local_tensor(x).view(-1) for x in (param, *map(state.get, MOMENTS))
-            )
+            tensors: Any = param, *map(state.get, MOMENTS)
+            weight, *moments = (get_local_tensor(x).view(-1) for x in tensors)
             row = weight, get_local_tensor(grad).contiguous().view(-1), *moments, state["step"]
             rows.setdefault((param.dtype, grad.dtype), []).append(row)
         return list(rows.values())
@@ -223,18 +222,16 @@ class HostAdamW(AdamW):
                 weight.copy_(result)
 
 
-def cut_into_chunks(
-    rows: Iterable[Row], max_elements: int, cut_multiple: int
-) -> Iterator[list[Row]]:
+def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> Iterator[list[Row]]:
     """Yield lists of rows with at most `max_elements` elements per column in total.
 
-    A row that does not fit is cut at a multiple of `cut_multiple` elements.
+    A row that does not fit is cut at a multiple of `multiple` elements.
     """
     chunk, room = list[Row](), max_elements
     for *tensors, scalar in rows:
         start, end = 0, tensors[0].numel()
         while start < end:
-            stop = min(end, start + room // cut_multiple * cut_multiple)
+            stop = min(end, start + room // multiple * multiple)
             if stop > start:
                 chunk.append((*(tensor[start:stop] for tensor in tensors), scalar))
             room, start = room - (stop - start), stop
@@ -273,10 +270,7 @@ class HostSlots:
             columns = next(remaining, None)
             if columns is not None:
                 parts = memory.chunk(len(columns))
-                copies = [
-                    _make_flat_views(part, column)
-                    for part, column in zip(parts, columns, strict=True)
-                ]
+                copies = [_make_flat_views(*pair) for pair in zip(parts, columns, strict=True)]
                 for targets, sources in zip(copies, columns, strict=True):
                     for target, source in zip(targets, sources, strict=True):
                         self.stream.copy(target, source)

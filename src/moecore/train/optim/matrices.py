@@ -103,11 +103,9 @@ class MatrixLayout(CheckedRecord):
     def view_as_matrices(self, local_shard: Tensor) -> Tensor:
         """View a local shard as [batch, rows, columns]; columns are its last dim. Shares memory."""
         first, *middle, last = local_shard.shape
-        return (
-            local_shard[None]
-            if local_shard.ndim == 2
-            else local_shard.view(first, math.prod(middle), last)
-        )
+        if local_shard.ndim == 2:
+            return local_shard[None]
+        return local_shard.view(first, math.prod(middle), last)
 
     def list_parts(
         self, param: Tensor, coordinate: Sequence[int] | None = None
@@ -272,7 +270,7 @@ def _apply_override(
 
 
 def _choose_layout(
-    module_path: str, module: nn.Module, parent_module: nn.Module, param_name: str
+    module_path: str, module: nn.Module, parent: nn.Module, param_name: str
 ) -> tuple[MatrixLayout | None, str]:
     """Return the layout of a parameter of `module` (None = AdamW), and the reason as text.
 
@@ -299,7 +297,7 @@ def _choose_layout(
     if isinstance(module, Latent):
         return _make_full_layout(param), "latent projection"
     if isinstance(module, nn.Linear):
-        return _make_linear_layout(module, parent_module, last)
+        return _make_linear_layout(module, parent, last)
     return None, f"{type(module).__name__} is not known to multiply by it"
 
 
@@ -332,63 +330,53 @@ def _make_expert_layout(experts: Experts, param_name: str) -> tuple[MatrixLayout
     return matrix_layout, "routed experts"
 
 
-def _make_shared_layout(
-    shared_expert: SharedExpert, param_name: str
-) -> tuple[MatrixLayout | None, str]:
+def _make_shared_layout(experts: SharedExpert, param_name: str) -> tuple[MatrixLayout | None, str]:
     """Return the layout of a weight of shared experts (None for a gate), and the reason."""
     if param_name == "gate":
         return None, "gates of shared experts"
-    rows, columns = getattr(shared_expert, param_name).shape
-    halves = param_name == "w1" and shared_expert.config.gated
+    rows, columns = getattr(experts, param_name).shape
+    halves = param_name == "w1" and experts.config.gated
     sections = MatrixCut(sizes=(rows // 2, rows // 2)) if halves else None
     return MatrixLayout(batch=1, rows=rows, columns=columns, sections=sections), "shared experts"
 
 
 def _make_linear_layout(
-    linear: nn.Linear, parent_module: nn.Module, linear_name: str
+    linear: nn.Linear, parent: nn.Module, linear_name: str
 ) -> tuple[MatrixLayout | None, str]:
     """Return the layout of a linear named `linear_name` (None = unknown order), and the reason."""
     rows, columns = linear.weight.shape
     sections = MatrixCut(sizes=(rows // 2, rows // 2)) if linear_name == "gate_up_proj" else None
     if any(word in linear_name for word in FUSED):
-        sections = _find_fused_cut(parent_module, linear_name, rows)
+        sections = _find_fused_cut(parent, linear_name, rows)
         if sections is None:
             return None, "queries, keys and values in an unknown order: give a MatrixCut"
     return MatrixLayout(batch=1, rows=rows, columns=columns, sections=sections), "linear"
 
 
-def _find_fused_cut(parent_module: Any, linear_name: str, num_rows: int) -> MatrixCut | None:
-    """Return the cut of linear `linear_name` of `parent_module` into q, k and v; None = unknown.
+def _find_fused_cut(parent: Any, linear_name: str, num_rows: int) -> MatrixCut | None:
+    """Return the cut of linear `linear_name` of `parent` into q, k and v; None = unknown.
 
     `num_rows` is the number of rows of the linear's weight.
     """
-    if linear_name == "qkv_proj" and hasattr(parent_module, "o_proj"):  # Phi-3
-        queries = parent_module.o_proj.weight.shape[1]
+    if linear_name == "qkv_proj" and hasattr(parent, "o_proj"):  # Phi-3
+        queries = parent.o_proj.weight.shape[1]
         return MatrixCut(sizes=(queries, (num_rows - queries) // 2, (num_rows - queries) // 2))
-    if linear_name == "in_proj_qkv" and hasattr(
-        parent_module, "key_dim"
-    ):  # Qwen3.5's linear attention
-        return MatrixCut(
-            sizes=(parent_module.key_dim, parent_module.key_dim, parent_module.value_dim)
-        )
-    if linear_name == "in_proj_qkvz" and hasattr(
-        parent_module, "num_k_heads"
-    ):  # Qwen3-Next, with an output gate
-        heads, key = parent_module.num_k_heads, parent_module.head_k_dim
-        value = parent_module.num_v_heads * parent_module.head_v_dim // heads
+    if linear_name == "in_proj_qkv" and hasattr(parent, "key_dim"):  # Qwen3.5's linear attention
+        return MatrixCut(sizes=(parent.key_dim, parent.key_dim, parent.value_dim))
+    if linear_name == "in_proj_qkvz" and hasattr(parent, "num_k_heads"):  # Qwen3-Next: output gate
+        heads, key = parent.num_k_heads, parent.head_k_dim
+        value = parent.num_v_heads * parent.head_v_dim // heads
         return MatrixCut(sizes=(key, key, value, value), repeats=heads)
     return None
 
 
-def compute_lr_factor(
-    layout: MatrixLayout, matrix_shape: tuple[int, int], adjust_lr_fn: str
-) -> float:
+def compute_lr_factor(layout: MatrixLayout, shape: tuple[int, int], adjust_lr_fn: str) -> float:
     """Return Muon's factor on lr for a matrix (rows, columns), a section of `layout`.
 
     The factor is 0.2 * sqrt(longer side) if `adjust_lr_fn` is "match_rms_adamw"; otherwise
     sqrt(outputs / inputs), at least 1.
     """
     if adjust_lr_fn == "match_rms_adamw":
-        return float(0.2 * max(matrix_shape) ** 0.5)
-    outputs, inputs = reversed(matrix_shape) if layout.transposed else matrix_shape
+        return float(0.2 * max(shape) ** 0.5)
+    outputs, inputs = reversed(shape) if layout.transposed else shape
     return float(max(1.0, outputs / inputs) ** 0.5)

@@ -231,7 +231,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class _MatrixViews(NamedTuple):
-    """This rank's shard of a parameter, its gradient and its state, each viewed as [b, R, C]."""
+    """This rank's shard of a parameter, its gradient and its state, as stacked matrices."""
 
     weight: Tensor
     grad: Tensor
@@ -253,7 +253,7 @@ class _MuonStep:
         self.layouts = [optimizer.layouts[param] for param in params]
         slots = ["momentum_buffer"] + [MEANS] * (options.beta2 is not None)
         states = [[_prepare_state(optimizer, param, slot) for slot in slots] for param in params]
-        self.views = [*map(_make_matrix_views, params, self.layouts, states)]
+        self.views = [*map(_view_matrices, params, self.layouts, states)]
         device = self.views[0].weight.device
         self.grad_scale, self.found_inf = get_scale_signals(optimizer, device)
         lr, full = options.lr, partial(torch.full, (), dtype=torch.float32, device=device)
@@ -398,10 +398,8 @@ class _MuonStep:
             local_block.write_to([weight], new)
 
 
-def _make_matrix_views(
-    param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]
-) -> _MatrixViews:
-    """Return this rank's shards of a parameter, its gradient and state as [b, R, C]."""
+def _view_matrices(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) -> _MatrixViews:
+    """Return this rank's shards of a parameter, its gradient and state, as stacked matrices."""
     tensors = [
         get_local_tensor(param.detach()),
         get_local_tensor(get_grad(param)).contiguous(),
@@ -447,7 +445,7 @@ def orthogonalize(
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], **options: object) -> list[Tensor]:
-    """Return each tensor [n, R, C] orthogonalised; `options` as in `orthogonalize`."""
+    """Return each tensor of n matrices [n, R, C] orthogonalised; `options` of `orthogonalize`."""
     of_shape: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(matrices):
         of_shape.setdefault(x.shape[1:], []).append(i)

@@ -93,7 +93,7 @@ _update_max_op = Op(
 
 @torch.compiler.disable
 def _gather_keys(q_BtHd: Tensor, k: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-    """Return the keys of all cp ranks [B, T, h, d], and positions [t] of queries. Collective."""
+    """Return the keys of all cp ranks, and the positions of local queries. Collective."""
     local_tokens = sequence.local_tokens
     assert local_tokens is not None, "asked for only with tokens on several ranks"
     k_BThd = k if k.shape[1] > q_BtHd.shape[1] else local_tokens.gather_values(k)
@@ -192,7 +192,7 @@ class _Projection(NamedTuple):
         return next(iter(self.params))
 
     def scale_rows(self, factors_Hd: Tensor) -> None:
-        """Multiply row h * d + i of weight and bias by `factors_Hd[h, i]`, in place."""
+        """Multiply row i of head h of weight and bias by `factors_Hd[h, i]`, in place."""
         for param, rows in self.params.items():
             local = get_local_tensor(param)
             factors = factors_Hd.flatten()[rows].to(local.dtype)
@@ -254,11 +254,9 @@ class _ScoreWatcher:
     def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
         """Update the maximum if this is a training forward; `scale` multiplies q k."""
         if self.module.training and torch.is_grad_enabled():
-            run_and_save(self._update_max_logits, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
+            run_and_save(self._update_max, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
 
-    def _update_max_logits(
-        self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float
-    ) -> None:
+    def _update_max(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
         """Update `max_H` with local queries and keys; may be collective over tp and cp."""
         places_T, padding_BT, tp = None, sequence.padding_mask_BT, self.module.tp
         if padding_BT is not None and tp is not None:

@@ -163,10 +163,7 @@ class StateOffload:
             first.register_hook(lambda _: self._start_next_copy_back(block_idx))
 
     def _start_next_copy_back(self, block_idx: int) -> None:
-        """Start to copy one more part to the GPU, before the backward of block number `block_idx`.
-
-        Only in the last micro-batch of a step.
-        """
+        """In the last micro-batch, start to copy a part to the GPU before block `block_idx`."""
         progress = next((p for p in (r.progress() for r in self._engines) if p is not None), None)
         if self._stream.is_capturing() or (progress is not None and not progress.is_last):
             return
@@ -193,9 +190,7 @@ class StateOffload:
         # still writes, on either side.
         for names in _divide_into_parts(sizes, len(self._blocks)):
             part = [by_name[name] for name in names]
-            event = self._stream.start_copies(
-                CopyJob(storage.host, storage.memory) for storage in part
-            )
+            event = self._stream.start_copies(CopyJob(x.host, x.memory) for x in part)
             self._parts.append(_StatePart(part, "leaving", event))
 
     def _free_part(self, part: _StatePart) -> None:

@@ -133,9 +133,7 @@ def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
             f"model ({type(model).__name__}) must have a trained head that is not tied to an "
             "embedding, because the rates of both differ: untie it"
         )
-    return WidthRates(
-        {name: _compute_rate(name, decisions[name], bases[name]) for name in decisions}
-    )
+    return WidthRates({n: _compute_rate(n, decisions[n], bases[n]) for n in decisions})
 
 
 def _compute_rate(param_name: str, decision: Decision, base_decision: Decision) -> WidthRate:
