@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 1 -m benchmarks.bench_lora --preset qwen3-30b-a3b --batch-size 2
     torchrun --nproc-per-node 2 -m benchmarks.bench_lora --precision blockwise --fp8-base
+    torchrun --nproc-per-node 1 -m benchmarks.bench_lora --precision nf4 --checkpointing \
+        --rank 8 --moments bfloat16 --limit-gib 24
 
 The model has the preset's sizes, random weights in bf16 (fp32 on CPUs) and peft adapters on the
 projections of attention and on both matrices of all experts, which AdamW trains in fp32. All ranks
@@ -35,6 +37,8 @@ from moecore import (
 )
 from moecore.base.options.fsdp import Strategy
 from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.names import MomentDtype
+from moecore.families.transformers.stock import enable_activation_checkpointing
 from moecore.io import init_adapters, init_hf
 from moecore.models import preset
 from moecore.precision import store_experts_in_fp8
@@ -74,21 +78,26 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch-size", type=int, default=1, help="sequences per rank")
     add("--seq-len", type=int, default=4096)
     add("--rank", type=int, default=16, help="of the adapters")
-    add("--precision", choices=["auto", "blockwise"], help="of the products (None = bf16)")
+    choices = ["auto", "blockwise", "nf4", "mxfp4"]
+    add("--precision", choices=choices, help="of products or frozen experts (None = bf16)")
     add("--fp8-base", action="store_true", help="store frozen experts in FP8 alone")
     add("--experts-strategy", choices=get_args(Strategy), default="optim_grads_params")
     add("--recompute", nargs="*", default=(), help="parts of MemoryOptions.recompute")
+    add("--checkpointing", action="store_true", help="recompute each layer, as transformers does")
+    add("--moments", choices=get_args(MomentDtype), default="float32", help="AdamW's moments")
+    add("--limit-gib", type=float, help="of the allocator's memory, in which all must fit")
     add("--warm-up", type=int, default=4, help="steps that do not count")
     add("--timed", type=int, default=8, help="steps that do")
     add("--lr", type=float, default=2e-4)
     add("--row-factor", type=float, default=2.0, help="of nvlink, on GPUs")
     add("--results", type=results_path, help="folder for the records")
+    parser.set_defaults(tp=1)  # which `make_row` reads
     return parser.parse_args()
 
 
 def describe(args: argparse.Namespace) -> Row:
     """Return the fields that distinguish two rows."""
-    names = ("preset", "batch_size", "seq_len", "rank", "precision", "fp8_base")
+    names = ("preset", "batch_size", "seq_len", "rank", "precision", "fp8_base", "checkpointing")
     return {
         "op": "lora",
         "layers": args.layers or preset(args.preset).num_layers,
@@ -96,6 +105,8 @@ def describe(args: argparse.Namespace) -> Row:
         **{name: getattr(args, name) for name in names},
         "experts_strategy": args.experts_strategy,
         "recompute": list(args.recompute),
+        "moments": args.moments,
+        "limit_gib": args.limit_gib,
     }
 
 
@@ -107,6 +118,8 @@ def build(args: argparse.Namespace, meshes: Meshes) -> Any:
     with torch.device("meta"):
         dtype = get_compute_dtype(meshes)
         base = AutoModelForCausalLM.from_config(make_qwen3_config(args), dtype=dtype)
+    if args.checkpointing:
+        enable_activation_checkpointing(base)
     config = LoraConfig(
         r=args.rank,
         lora_alpha=2 * args.rank,
@@ -143,10 +156,15 @@ def build(args: argparse.Namespace, meshes: Meshes) -> Any:
 def train(args: argparse.Namespace, meshes: Meshes) -> Row:
     """Return the losses and times of the steps."""
     device = torch.device(meshes.device_type)
+    if args.limit_gib is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(args.limit_gib * 2**30 / total)
     model = build(args, meshes)
+    loaded = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     model.train()
     trained = [param for param in model.parameters() if param.requires_grad]
-    step = TrainStep(model, AdamW(trained, lr=args.lr), max_norm=MAX_NORM)
+    optimizer = AdamW(trained, lr=args.lr, moment_dtype=getattr(torch, args.moments))
+    step = TrainStep(model, optimizer, max_norm=MAX_NORM)
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (args.batch_size, args.seq_len)
     vocabulary = preset(args.preset).vocab_size
@@ -163,7 +181,7 @@ def train(args: argparse.Namespace, meshes: Meshes) -> Row:
         moments.append(Moment(device))
     moments[-1].wait_for_gpu()
     step.close()
-    numbers = {"trained": sum(param.numel() for param in trained)}
+    numbers = {"trained": sum(param.numel() for param in trained), "loaded_gib": loaded}
     return numbers | make_row(args, moments, torch.stack(losses), device)
 
 
@@ -172,7 +190,8 @@ def format_row(row: Row) -> str:
     return (
         f"{row['layers']} layers, rank {row['rank']}, {row['precision'] or 'no FP8'}: "
         f"{row['tokens_per_second_per_gpu']:.0f} tokens/s/GPU, {row['step_ms']:.1f} ms, "
-        f"{row['peak_gib']:.1f} GiB, {row['trained'] / 1e6:.1f} M trained, "
+        f"{row['peak_gib']:.1f} GiB (loading {row['loaded_gib']:.1f}), "
+        f"{row['trained'] / 1e6:.1f} M trained, "
         f"loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}"
     )
 

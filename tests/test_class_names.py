@@ -17,7 +17,6 @@ LONG = {
     "families/transformers/rows.py",
     "families/transformers/tensor_parallel.py",
     "io/hf/config.py",
-    "io/hf/lora.py",
     "kernels/adamw.py",
     "kernels/cross_entropy.py",
     "kernels/grouped/pingpong.py",

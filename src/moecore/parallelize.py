@@ -49,6 +49,7 @@ from moecore.parallel.model.request import LossConvention, Request, compare_mode
 from moecore.parallel.model.shard_model import shard_model
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.precision.apply import apply_precision, defer_linears
+from moecore.precision.stored import store_experts_in_four_bits
 from moecore.train.phases import apply_compile, apply_cuda_graphs, apply_recompute_and_offload
 
 P = ParamSpec("P")
@@ -88,7 +89,7 @@ def parallelize_moe(
         moe: fields of `MoEConfig` for every MoE layer; other fields keep the layer's values.
         context: how attention communicates between cp ranks; None = chosen by the heads.
         indexer: how indexers of sparse attention are trained; None = they are not trained.
-        precision: which matrix products run in FP8; None = no FP8.
+        precision: which products run in FP8, and the format of frozen experts; None = no FP8.
         fsdp: how parameters are sharded and all-gathered; None = the defaults.
         loss: "mean" over a rank's tokens, or "sum" divided by the global number of tokens.
         pipeline: stages of the pp ranks, which `TrainStep.forward_backward` runs.
@@ -212,7 +213,8 @@ def _make_state(
     layers = {name: layer for name, layer in layers.items() if layer in local_modules}
     plan = make_shard_plan(model, layers, request, fp32)
     precision = request.precision
-    may_be_wide = precision is None or (precision.only_faster and layers)  # a log line says why
+    # A log line says why experts are not faster.
+    may_be_wide = precision is None or (layers and (precision.only_faster or precision.frozen))
     if not plan.is_in_fp8 and not may_be_wide:
         warnings.warn("precision is not used: the model has none of its roles", stacklevel=4)
     return ParallelState(
@@ -252,6 +254,14 @@ def _shard_over_data_ranks(model: nn.Module, state: ParallelState) -> None:
     state.engine = shard_model(model, state.plan, state.request.meshes)
 
 
+def _store_frozen_experts(model: nn.Module, state: ParallelState) -> None:
+    """Store the frozen routed experts in 4 bits, in place, if `Precision.frozen` is set."""
+    precision = state.request.precision
+    if precision is not None and precision.frozen is not None:
+        for layer in state.layers.values():
+            store_experts_in_four_bits(layer.get_part("experts"), precision.frozen)
+
+
 def _fuse_loss(model: nn.Module, state: ParallelState) -> None:
     """Make the model compute head and loss in chunks of tokens, if `MemoryOptions.fused_loss`."""
     precision = state.request.precision
@@ -269,6 +279,7 @@ PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     configure_moe_layers,  # after `_shard_over_tp_and_ep`, whose local shapes choose products
     _defer_weight_gradients,  # before sharding, because units look for linears that defer
     _shard_over_data_ranks,  # after changes of classes and parameters, before wrappers of forwards
+    _store_frozen_experts,  # units have copied the values, and find the new parameters in forward
     apply_compile,  # inside the hooks of units
     apply_recompute_and_offload,  # around compiled modules
     apply_cuda_graphs,  # around recomputation and offload

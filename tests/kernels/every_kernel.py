@@ -46,6 +46,7 @@ from moecore.kernels.routing.route import route_weights
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.cast import compute_amax, quantise_matrix
 from moecore.kernels.rows.e4m3 import FP8
+from moecore.kernels.rows.four_bit import dequantise, quantise
 from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
@@ -210,6 +211,7 @@ def run_quantised(device: str, index: Any) -> None:
                 )
             quantise_microscaled_matrices(x_TD[None, :32], recipe, pack=packed)
     run_block_scaled(x_TD)
+    dequantise(quantise(x_TD[:, :64], "nf4"), torch.bfloat16)
     part = torch.randn(2, 24, 144, device=device)
     place = MatrixShard.from_slice(torch.Size([2, 80, 144]), 1, 56, 24)
     scales, values = torch.zeros(2, *place.scales_shape, device=device), part.to(torch.uint8)

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("transformers", minversion="5")
 
 from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
+from moecore.base.options.precision import Precision
 from moecore.base.saved_tensors import use_packer
 from moecore.cli import main
 from moecore.families import use_causal_attention
@@ -343,3 +344,17 @@ def test_adapters_and_recompute_are_planned() -> None:
     kept, recomputed = (plan.largest for plan in plans)
     assert recomputed.num_bytes < kept.num_bytes
     assert recomputed.activations < 0.6 * kept.activations
+
+
+def test_a_frozen_base_in_four_bits_is_planned() -> None:
+    sizes = dict(hidden_size=128, moe_intermediate_size=64, num_experts=16, num_experts_per_tok=2)
+    base = default("qwen3_moe", num_hidden_layers=4, vocab_size=128, head_dim=16, **sizes)
+    run = TrainingRun(model=replace(base, lora=LoRAOptions(rank=4)), num_gpus=1, seq_len=64)
+    stored = replace(run, precision=Precision.of("nf4"))
+    experts, ranks = 4 * 16 * 3 * 64 * 128, [plan_memory(r).largest for r in (run, stored)]
+    kinds = ({k: n for k, n in rank.device.items() if "parameters" in k} for rank in ranks)
+    plain, small = (sum(kind.values()) for kind in kinds)
+    assert plain - small == 2 * experts - experts * 4.5 / 8
+    # At the peak the matrices of one layer are dequantised.
+    saved = ranks[0].num_bytes - ranks[1].num_bytes
+    assert plain - small - 2 * experts / 4 < saved

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from moecore.io import save_adapters
+from moecore.kernels.rows.four_bit import dequantise, quantise
 from moecore.packing import PackedBatchSampler
 from moecore.recipes.tiny_model import write_tiny_model
 from tests.helpers.ranks import run_ranks
@@ -61,9 +62,15 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> None:
     assert code == 0, said
 
 
-def train_stock(folder: Path, examples: list[Any]) -> tuple[list[float], Any]:
-    """Return the losses of peft's own steps, one example at a time, and the model."""
+def train_stock(folder: Path, examples: list[Any], kind: Any) -> tuple[list[float], Any]:
+    """Return the losses of peft's own steps, one example at a time, and the model.
+
+    `kind` is the 4-bit format through which the experts' values have gone; None = none.
+    """
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32)
+    for name, param in base.named_parameters():
+        if kind is not None and ".experts." in name:
+            param.data = dequantise(quantise(param.data, kind), torch.float32)
     model = peft.PeftModel.from_pretrained(base, folder / "first", is_trainable=True)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, RATE, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
@@ -80,25 +87,36 @@ def train_stock(folder: Path, examples: list[Any]) -> tuple[list[float], Any]:
     return losses, model
 
 
-@pytest.mark.parametrize(
-    "more", ["", pytest.param("rslora = true", marks=pytest.mark.nightly, id="rslora")]
-)
-def test_two_ranks_equal_peft(more: str, tmp_path: Path) -> None:
+CASES = [
+    pytest.param("", None, id="plain"),
+    pytest.param("", "nf4", id="nf4"),
+    pytest.param("rslora = true", None, marks=pytest.mark.nightly, id="rslora"),
+]
+
+
+@pytest.mark.parametrize(("more", "kind"), CASES)
+def test_two_ranks_equal_peft(more: str, kind: Any, tmp_path: Path) -> None:
     from moecore.recipes.examples import read_examples
 
     tiny, data = tmp_path / "tiny", tmp_path / "some.jsonl"
+    sizes = (32, 16) if kind is None else (64, 64)
     write_tiny_model(
-        tiny, hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16
+        tiny,
+        hidden_size=sizes[0],
+        num_hidden_layers=2,
+        head_dim=8,
+        moe_intermediate_size=sizes[1],
     )
     data.write_text("\n".join((tiny / "chats.jsonl").read_text().splitlines()[:40]))
     paths = {"model": str(tiny), "data": [str(data)], "run_dir": str(tmp_path / "run")}
-    lines = [f"{name} = {json.dumps(value)}\n" for name, value in paths.items()]
+    options = paths | ({} if kind is None else {"precision": kind})
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in options.items()]
     file = FILE.replace("alpha = 24\n", f"alpha = 24\n{more}\n")
     (tmp_path / "lora.toml").write_text("".join(lines) + file)
     run_ranks(2, on_two_ranks, tmp_path, over_gloo=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
     examples = read_examples([data], tokenizer, seq_len=TOKENS).examples
-    losses, model = train_stock(tmp_path, examples)
+    losses, model = train_stock(tmp_path, examples, kind)
     found = [line["loss"] for line in metrics(tmp_path / "run")]
     assert found == pytest.approx(losses, rel=1e-5) and losses[-1] < losses[0] - 0.02
     wanted = peft.get_peft_model_state_dict(model)
@@ -108,6 +126,15 @@ def test_two_ranks_equal_peft(more: str, tmp_path: Path) -> None:
     for name, tensor in wanted.items():
         assert (adapters[name] - tensor).abs().max() < 1e-5, name
         assert not torch.equal(tensor, first[name]), name
+    merged = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    for name, tensor in model.merge_and_unload().named_parameters():
+        if ".self_attn." in name:
+            assert torch.allclose(merged[name].float(), tensor, rtol=0.01, atol=1e-4), name
+        elif name.endswith("down_proj"):
+            for e, matrix in enumerate(tensor):
+                file_name = name.replace("down_proj", f"{e}.down_proj.weight")
+                value = merged[file_name].float()
+                assert torch.allclose(value, matrix, rtol=0.01, atol=1e-4), file_name
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export")
     with torch.no_grad():
         pair = [loss_of(m, examples[0])[0].item() for m in (reloaded.eval(), model.eval())]

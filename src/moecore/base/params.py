@@ -24,6 +24,8 @@ T = TypeVar("T")
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
 READS_PLAIN = "_moecore_reads_plain"  # attribute of a sharded parameter, see `shard_parameter`
 GATHERED_BLOCKS = "_moecore_gathered"  # attribute of a parameter in FP8 blocks
+# Attribute of a parameter without values: a function (box, values) that stores them quantised.
+WRITE_VALUES = "_moecore_write_values"
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -74,6 +76,15 @@ class _ToLocal(torch.autograd.Function):
 def has_values(local_tensor: Tensor) -> bool:
     """Whether a local tensor has memory for its values; False for a parameter in FP8 blocks."""
     return local_tensor.numel() < 2 or any(local_tensor.stride())
+
+
+def write_values(param: Tensor, box: tuple[slice, ...], values: Tensor) -> None:
+    """Write to the slice `box` of a parameter's local tensor, or of its quantised blocks."""
+    target, write = get_local_tensor(param).detach()[box], getattr(param, WRITE_VALUES, None)
+    if write is None:
+        target.copy_(values.view(target.shape))
+    else:
+        write(box, values.view(target.shape))
 
 
 def check_has_values(local_tensor: Tensor) -> None:
@@ -137,7 +148,7 @@ def _fill_shard(
         for dim, index in enumerate(indices[1:], start=1):
             if index.numel() != param.shape[dim]:
                 part = part.index_select(dim, index.to(local.device))
-        local[start:stop].copy_(part)
+        write_values(param, (slice(start, stop),), part)
         start = stop
 
 

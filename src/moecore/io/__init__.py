@@ -17,7 +17,8 @@ _NAMES = {
     "hf.stream": "stream_weights",
     "hf.transfer": "open_bucket receive_weights send_weights share_bucket",
     "hf.load": "init_hf load_hf",
-    "hf.lora": "init_adapters load_adapters merge_adapters save_adapters",
+    "hf.lora": "init_adapters load_adapters save_adapters",
+    "hf.merge": "merge_adapters",
     "interchange.convert": "dcp_to_native native_to_dcp",
     "upcycle.models": "MLPNames upcycle_config upcycle_decoder upcycle_modules upcycle_state_dict",
     "upcycle.upcycle": "UpcycleOptions",
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from moecore.io.hf.load import load_hf as load_hf
     from moecore.io.hf.lora import init_adapters as init_adapters
     from moecore.io.hf.lora import load_adapters as load_adapters
-    from moecore.io.hf.lora import merge_adapters as merge_adapters
     from moecore.io.hf.lora import save_adapters as save_adapters
+    from moecore.io.hf.merge import merge_adapters as merge_adapters
     from moecore.io.hf.stream import stream_weights as stream_weights
     from moecore.io.hf.transfer import open_bucket as open_bucket
     from moecore.io.hf.transfer import receive_weights as receive_weights

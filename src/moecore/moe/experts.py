@@ -57,6 +57,7 @@ from moecore.moe.expert_layout import ExpertLayout, compute_expert_shapes
 from moecore.moe.low_rank import LowRank, SlicePart
 from moecore.moe.param_reader import ParamReader
 from moecore.moe.records import ExpertInput, UnsummedRows
+from moecore.moe.stored_weights import get_four_bit_blocks, move_stored_parameter
 
 OwnActivation = Callable[[Tensor], Tensor]
 
@@ -165,6 +166,16 @@ class Experts(nn.Module):
                 shard(owner, adapter, Replicate())
         self.etp_rank, self.etp_size = mesh.get_local_rank("etp"), mesh.size(names.index("etp"))
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Apply `fn` to parameters (`to_empty`, `to`); of 4-bit weights, to their blocks."""
+        named = [(n, p) for n, p in self._parameters.items() if p is not None]
+        four_bit_params = {n: p for n, p in named if get_four_bit_blocks(p) is not None}
+        self._parameters.update(dict.fromkeys(four_bit_params))
+        super()._apply(fn, recurse)
+        for name, param in four_bit_params.items():
+            self._parameters[name] = move_stored_parameter(param, fn)
+        return self
+
     @property
     def is_strided(self) -> bool:
         """Whether the etp slice of FC1 consists of two pieces, one of gate and one of up."""
@@ -197,6 +208,12 @@ class Experts(nn.Module):
         if param is getattr(self, self.layout.w2):
             return 2 if transposed else 1
         return None
+
+    @property
+    def summed_dims(self) -> dict[str, int]:
+        """The parameter names of w1 and w2, and the index of the dim (D or F) that forward sums."""
+        names = (self.layout.w1, self.layout.w2)
+        return {n: 1 if self.layout.transposed else getattr(self, n).ndim - 1 for n in names}
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
         """Draw weights from N(0, std^2), and set biases to 0.
@@ -269,9 +286,12 @@ class Experts(nn.Module):
         return (is_plain, *tensors, *options)
 
     def extra_repr(self) -> str:
-        """Return the backend and the FP8 recipe, for the module's repr."""
+        """Return the backend, the FP8 recipe and the 4-bit format, for the module's repr."""
         recipe = "" if self.recipe is None else f", {self.recipe.describe()}"
-        return f"backend={self.backend!r}{recipe}"
+        blocks = get_four_bit_blocks(getattr(self, self.layout.w2))
+        return f"backend={self.backend!r}{recipe}" + (
+            f", stored in {blocks.kind}" if blocks else ""
+        )
 
     @property
     def lora_updates(self) -> Mapping[str, LowRank]:
@@ -373,7 +393,7 @@ class Experts(nn.Module):
         param = getattr(self, getattr(self.layout, role))
         if self.recipe is not None:  # it is quantised in its own dtype
             return self.reader.read(param, needs_values=False)
-        return self.reader.read(param).to(dtype)
+        return self.reader.read(param, dtype=dtype)
 
     def _slice_lora(
         self,
@@ -390,7 +410,7 @@ class Experts(nn.Module):
         if param_name not in self.lora_updates:
             return None
         return self.lora_updates[param_name].make_local_update(
-            lambda param: self.reader.read(param).to(dtype),
+            lambda param: self.reader.read(param, dtype=dtype),
             slice_inputs=slice_inputs,
             slice_outputs=slice_outputs,
         )

@@ -29,6 +29,8 @@ class LowRank(nn.Module):
     `pairs` has A and B of each adapter by name, and `scaling` has the scale.
     """
 
+    in_exports = False  # whether exports add the updates of a 4-bit weight, as forward does
+
     def __init__(
         self, pairs: Mapping[str, tuple[nn.Parameter, nn.Parameter]], scaling: Mapping[str, float]
     ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,6 +24,7 @@ from moecore.base.torch_private import (
     tree_leaves,
 )
 from moecore.kernels.rows.scaling import Blocks
+from moecore.moe.stored_weights import get_four_bit_blocks, read_four_bit_values
 
 T = TypeVar("T")
 
@@ -40,6 +42,19 @@ def _make_version_key(param: Tensor) -> tuple[int, ...]:
     return local.data_ptr(), sum_version_counters(local), sum_version_counters(param)
 
 
+@dataclass(frozen=True, slots=True)
+class _FourBitHandle:
+    """A handle of a dequantised weight, or a view of it, that stores only the 4-bit blocks."""
+
+    blocks: Blocks
+    dtype: torch.dtype
+    place: tuple[Sequence[int], Sequence[int], int]  # size, stride and offset of the view
+
+    def unpack(self) -> Tensor:
+        """Return the weight, dequantised again."""
+        return read_four_bit_values(self.blocks, self.dtype).as_strided(*self.place)
+
+
 class ParamReader:
     """Reads the local shards of a module's parameters, and caches quantised copies of them.
 
@@ -50,23 +65,35 @@ class ParamReader:
 
     def __init__(self, *, caches_copies: bool = True) -> None:
         self.keep = caches_copies
+        self.dequantises = False  # whether a parameter is stored in 4 bits
         self._shares = False  # whether later micro-batches of the step use the copies
         self._copies: dict[Hashable, tuple[tuple[int, ...], Any]] = {}  # value key, copy
         # Storage -> weights and their copies, inside `exclude_from_activations`. References to the
         # tensors keep their storage keys unique.
         self._operands: dict[int, Tensor] = {}
+        self._widened: dict[int, Blocks] = {}  # storage of a dequantised weight -> its blocks
         self._packs = False  # whether `_pack` is called for saved tensors
 
-    def read(self, param: nn.Parameter, *, needs_values: bool = True) -> Tensor:
+    def read(
+        self, param: nn.Parameter, *, needs_values: bool = True, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Return the local shard of a parameter, or a parameter that is no DTensor. Differentiable.
 
         `needs_values` = the caller casts the values, so the parameter must not have only FP8
-        blocks.
+        blocks. With
+        `dtype`, 4-bit blocks are dequantised to this dtype, and other values are cast to it.
         """
-        local = get_local_param(param, needs_values=needs_values)
+        blocks = None
+        if self.dequantises and not torch.compiler.is_compiling():
+            blocks = get_four_bit_blocks(param)
+        if blocks is None or dtype is None:
+            local = get_local_param(param, needs_values=needs_values)
+        else:
+            local = read_four_bit_values(blocks, dtype)
+            self._widened[get_storage_key(local)] = blocks
         if self._packs:
             self._operands[get_storage_key(local)] = local
-        return local
+        return local if dtype is None else local.to(dtype)
 
     def read_fp8_blocks(self, param: nn.Parameter) -> Blocks | None:
         """Return `get_fp8_blocks(param)`; saved blocks do not count as activations."""
@@ -98,8 +125,11 @@ class ParamReader:
         return cast(T, copy)
 
     def exclude_from_activations(self) -> AbstractContextManager[None]:
-        """Return a context in which saved weights and their copies do not count as activations."""
-        if torch.compiler.is_compiling() or not is_packing():
+        """Return a context in which saved weights and their copies do not count as activations.
+
+        Autograd saves the blocks of a weight that `read` has dequantised.
+        """
+        if torch.compiler.is_compiling() or not (self.dequantises or is_packing()):
             return NOTHING
         return self._pack_saved_weights()
 
@@ -113,10 +143,15 @@ class ParamReader:
         finally:
             self._packs = False
             self._operands.clear()
+            self._widened.clear()
 
     def _pack(self, tensor: Tensor) -> Handle | None:
         """Return a handle for a saved weight or copy of a weight; None for an activation."""
-        return TensorHandle(tensor) if get_storage_key(tensor) in self._operands else None
+        key = get_storage_key(tensor)
+        if (blocks := self._widened.get(key)) is not None:
+            place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            return _FourBitHandle(blocks, tensor.dtype, place)
+        return TensorHandle(tensor) if key in self._operands else None
 
     def start_micro_batch(self, *, is_last: bool) -> None:
         """Start a micro-batch; its quantised copies are cached for the next, unless `is_last`."""

@@ -67,7 +67,8 @@ def _enable_blockwise_fp8(run: TrainingRun) -> TrainingRun:
 
 def _enable_fp8_weight_gather(run: TrainingRun) -> TrainingRun:
     """Return the run with all-gathers of weights as FP8, or unchanged without blockwise FP8."""
-    is_blockwise = run.precision is not None and run.precision.recipe.scaling == "blockwise"
+    recipe = None if run.precision is None else run.precision.recipe
+    is_blockwise = recipe is not None and recipe.scaling == "blockwise"
     return _replace_options(run, "fsdp", fp8_param_gather=True) if is_blockwise else run
 
 

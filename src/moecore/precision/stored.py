@@ -1,24 +1,35 @@
-"""Stores frozen routed experts only in FP8, one byte per parameter, as the base of adapters.
+"""Stores frozen routed experts only in FP8 or in 4 bits, as the base of adapters.
 
 Such a parameter has its shape and dtype, but its memory is a single NaN. Products read its FP8
-blocks, as they read the blocks of a parameter that FSDP all-gathered in FP8.
+blocks, as they read the blocks of a parameter that FSDP all-gathered in FP8. 4-bit blocks are
+dequantised to the compute dtype in each forward and backward.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.copies import make_dtensor
 from moecore.base.fields import check_arguments
-from moecore.base.params import GATHERED_BLOCKS, clean_name
-from moecore.base.torch_private import get_local_tensor, make_parameter_like
+from moecore.base.options.precision import FrozenFormat
+from moecore.base.params import clean_name
+from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
+from moecore.kernels.rows.four_bit import FORMATS
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import MatrixShard, quantise_blocks_, write_block_amax_
 from moecore.moe.experts import Experts
 from moecore.moe.param_reader import get_fp8_blocks
+from moecore.moe.stored_weights import (
+    EXPORT_UPDATE,
+    get_four_bit_blocks,
+    make_stored_parameter,
+    read_four_bit_values,
+    store_in_four_bits,
+)
 
 OF_EXPERTS = {"ep", "etp"}  # mesh dims whose ranks own different experts or slices of experts
 
@@ -50,16 +61,61 @@ def store_experts_in_fp8(model: nn.Module) -> None:
         if get_fp8_blocks(param) is None:
             assert experts.recipe is not None
             fp8_param = _store_blocks(param, power_of_two=experts.recipe.power_of_two)
-            experts._parameters[attribute] = fp8_param
-            # FSDP units refer to the old parameter until their next forward, and readers to copies.
-            get_local_tensor(param).untyped_storage().resize_(0)
-            experts.reader.drop_copies()
+            _replace_parameter(experts, attribute, fp8_param)
+
+
+def store_experts_in_four_bits(experts: Experts, kind: FrozenFormat) -> None:
+    """Store the matrices of a layer's routed experts in a 4-bit format, in place.
+
+    Parameters on meta get blocks on meta, which `to_empty` allocates. `find_storage_problem` has
+    returned None.
+    """
+    experts.reader.dequantises = True
+    for attribute, k in experts.summed_dims.items():
+        param = store_in_four_bits(getattr(experts, attribute), kind, k)
+        _replace_parameter(experts, attribute, param)
+
+
+def find_storage_problem(
+    name: str, experts: Experts, kind: FrozenFormat, shards: Mapping[str, int]
+) -> str | None:
+    """Return an error text if experts `name` cannot be stored in a 4-bit format, or None.
+
+    `shards` has the number of ranks by mesh dim.
+    """
+    suffix = f"with Precision.frozen ({kind!r})"
+    if experts.is_separate:
+        return f"{name} must have gate and up in one parameter {suffix}: drop it"
+    for attribute, k in experts.summed_dims.items():
+        param, etp = getattr(experts, attribute), shards["etp"]
+        if param.requires_grad:
+            fix = "call requires_grad_(False), or add adapters first (peft.get_peft_model)"
+            return f"{name}.{attribute} (trained) must be frozen {suffix}: {fix}"
+        K = param.shape[k] // (1 if attribute == experts.layout.w1 else etp)
+        if K % FORMATS[kind].group:
+            relation = f"must divide by {FORMATS[kind].group} {suffix}"
+            return f"{name}.{attribute} (rows of {K}) {relation}: choose another etp, or drop it"
+    for degree in ("edp_shard", "edp_replicate"):
+        if shards[degree] > 1:
+            relation = f"must be 1 {suffix}, whose experts each belong to one rank"
+            return f"ParallelConfig.{degree} ({shards[degree]}) {relation}: give ep x etp all ranks"
+    return None
+
+
+def _replace_parameter(experts: Experts, attribute: str, param: nn.Parameter) -> None:
+    """Replace a parameter by its stored form, and free the memory of its values."""
+    local = get_local_tensor(getattr(experts, attribute))
+    experts._parameters[attribute] = param
+    # FSDP units refer to the old parameter until their next forward, and readers to copies.
+    if not local.is_meta:
+        local.untyped_storage().resize_(0)
+    experts.reader.drop_copies()
 
 
 def refuse_fp8_storage(model: nn.Module, operation: str) -> None:
     """Raise a ValueError if a parameter has only FP8 blocks; its text names `operation`."""
     for name, param in model.named_parameters():
-        if get_fp8_blocks(param) is not None:
+        if get_fp8_blocks(param) is not None and get_four_bit_blocks(param) is None:
             raise ValueError(
                 f"{clean_name(name)} (FP8 alone) must have values to be {operation}: "
                 "save_adapters, and load them beside the base without store_experts_in_fp8"
@@ -69,13 +125,25 @@ def refuse_fp8_storage(model: nn.Module, operation: str) -> None:
 def read_stored_values(param: Tensor, slices: tuple[slice, ...]) -> Tensor:
     """Return `slices` of a parameter's local shard, dequantised to the parameter's dtype."""
     blocks = get_fp8_blocks(param)
-    assert blocks is not None, "the parameter is not stored in FP8"
+    assert blocks is not None, "the parameter has values"
+    if blocks.kind in FORMATS:
+        return _read_with_update(param, blocks, slices).to(param.dtype)
     shape = get_local_tensor(param).shape
     rows = torch.arange(shape[:-1].numel(), device="cpu").view(shape[:-1])
     columns = torch.arange(shape[-1], device="cpu")
     device = blocks.scales.device
     row, column = ((i // BLOCK).to(device) for i in (rows[slices[:-1]], columns[slices[-1]]))
     return (blocks.values[slices].float() * blocks.scales[row][..., column]).to(param.dtype)
+
+
+def _read_with_update(param: Tensor, blocks: Blocks, slices: tuple[slice, ...]) -> Tensor:
+    """Return `slices` of a 4-bit parameter in fp32, with the update of merged adapters."""
+    values = read_four_bit_values(blocks, torch.float32, slices)
+    update: Callable[[int], Tensor] | None = getattr(param, EXPORT_UPDATE, None)
+    if update is not None:
+        for value, place in zip(values, range(blocks.values.shape[0])[slices[0]], strict=True):
+            value += update(place)[slices[1:]]
+    return values
 
 
 def _check_storable(name: str, experts: Experts, param: nn.Parameter) -> None:
@@ -109,9 +177,4 @@ def _store_blocks(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
     values = torch.empty_like(local, dtype=torch.uint8)
     write_block_amax_(local, place, amax)
     quantise_blocks_(local, place, amax, scales, values, power_of_two=power_of_two)
-    nothing: Tensor = local.new_full((), torch.nan).expand(local.shape)
-    if isinstance(param, DTensor):
-        nothing = make_dtensor(nothing, param.device_mesh, param.placements, like=param)
-    fp8_param = make_parameter_like(nothing, param)
-    setattr(fp8_param, GATHERED_BLOCKS, Blocks(values.view(FP8), scales, "block"))
-    return fp8_param
+    return make_stored_parameter(param, Blocks(values.view(FP8), scales, "block"))

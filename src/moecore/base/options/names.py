@@ -3,7 +3,9 @@
 from typing import Literal
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-PrecisionName = Literal["auto", "blockwise", "rowwise", "tensorwise", "mxfp8", "nvfp4"]
+PrecisionName = Literal[
+    "auto", "blockwise", "rowwise", "tensorwise", "mxfp8", "nvfp4", "nf4", "mxfp4",
+]  # fmt: skip
 MomentDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
 ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved", "overlapped", "zero-bubble", "zbv", "dualpipe-v"

@@ -19,6 +19,7 @@ Format = Literal["e4m3", "e5m2"]
 Hidden = Literal["wide", "fp8"]
 KeepHidden = Literal["auto", Hidden]
 RecipeBackend = Literal["moecore", "te"]
+FrozenFormat = Literal["nf4", "mxfp4"]
 Block = tuple[int | None, int | None]  # rows and columns that share a scale; None = all
 
 ACTIVATION_BLOCKS: dict[Scaling, Block] = {
@@ -204,12 +205,12 @@ NEVER = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision(CheckedRecord):
-    """The modules whose matrix products run in FP8, and the recipe of each module.
+    """The modules whose matrix products run in FP8, and the format of frozen experts.
 
         Precision(recipe=Recipe(), overrides=(("model.layers.0.*", None),))
 
     Attributes:
-        recipe: recipe of all products of the roles.
+        recipe: recipe of all products of the roles; None = no FP8.
         roles: subset of "experts" (routed), "shared_experts", "mlp" (dense), and "attention"
             (its projections).
         overrides: pairs of an `fnmatch` pattern for qualified module names and a recipe; None = no
@@ -218,24 +219,34 @@ class Precision(CheckedRecord):
             products; a log line gives the reason. By default such experts are an error.
         fp8_head: run the head's three products of the chunked loss (`linear_cross_entropy`) in FP8,
             in the "blockwise" recipe. Returned logits and log-probabilities are not affected.
+        frozen: format in which frozen routed experts are stored, in 4 bits: "nf4" or "mxfp4". Their
+            products are in the compute dtype. None = experts are stored in their dtype.
     """
 
-    recipe: Recipe
+    recipe: Recipe | None = None
     roles: Roles = ROLES
     overrides: Overrides = ()
     only_faster: bool = False
     fp8_head: bool = False
+    frozen: FrozenFormat | None = None
 
     def _rules(self) -> Rules:
         """Yield (field, error text) of each broken rule."""
-        if self.fp8_head and not self.recipe.reads_blocks:
-            relation = f"be False with {self.recipe.describe()}, which has no products for a head"
+        recipe = self.recipe
+        if self.fp8_head and (recipe is None or not recipe.reads_blocks):
+            name = "recipe (None)" if recipe is None else recipe.describe()
+            relation = f"be False with {name}, which has no products for a head"
             yield "fp8_head", f"{relation}: use Recipe(scaling='blockwise')"
+        if self.frozen is not None and recipe is not None and "experts" in self.roles:
+            relation = "be None with a recipe for 'experts', whose products read their dtype"
+            yield "frozen", f"{relation}: leave 'experts' out of roles"
         if len(set(self.roles)) < len(self.roles):
             yield "roles", "have each role once: drop the repeated one"
-        if not self.roles and not any(recipe for _, recipe in self.overrides):
+        has_recipe = self.roles and recipe is not None
+        if not (has_recipe or self.frozen or any(recipe for _, recipe in self.overrides)):
             yield "roles", "have a role where no override has a recipe: use precision=None"
-        if self.roles and "experts" not in self.roles and self.recipe.keep_hidden == "fp8":
+        keeps_hidden = recipe is not None and recipe.keep_hidden == "fp8"
+        if self.roles and "experts" not in self.roles and keeps_hidden:
             yield "roles", "have 'experts' with Recipe.keep_hidden ('fp8'): use 'wide'"
         patterns = [pattern for pattern, _ in self.overrides]
         if len(set(patterns)) < len(patterns):
@@ -250,7 +261,8 @@ class Precision(CheckedRecord):
         """Convert the argument `precision` of a call to a `Precision`; None = no FP8.
 
         "auto" = "blockwise" for routed experts if it is faster. The name of a scaling, or a
-        `Recipe`, applies to all roles. An unknown value raises a ValueError.
+        `Recipe`, applies to all roles. "nf4" and "mxfp4" are formats of frozen experts. An unknown
+        value raises a ValueError.
         """
         if precision is None or isinstance(precision, Precision):
             return precision
@@ -265,8 +277,9 @@ class Precision(CheckedRecord):
 
     @property
     def recipes(self) -> list[Recipe]:
-        """The default recipe, followed by the recipes of `overrides`."""
-        return [self.recipe, *(recipe for _, recipe in self.overrides if recipe is not None)]
+        """The default recipe if there is one, followed by the recipes of `overrides`."""
+        recipes = (self.recipe, *(recipe for _, recipe in self.overrides))
+        return [recipe for recipe in recipes if recipe is not None]
 
     def find_recipe(self, name: str, role: Role | None) -> Recipe | None:
         """Return the FP8 recipe of a module, by its `clean_name` and role; None = no FP8."""
@@ -283,6 +296,7 @@ PRECISIONS = Registry(
     {
         "auto": Precision(recipe=Recipe(), roles=("experts",), only_faster=True),
         **{scaling: Precision(recipe=Recipe(scaling=scaling)) for scaling in SCALINGS},
+        **{frozen: Precision(frozen=frozen) for frozen in get_args(FrozenFormat)},
     },
 )
 NamedPrecision = Annotated[PrecisionName | str, OneOf(PRECISIONS)]

@@ -59,7 +59,7 @@ from moecore.integrations.transformers.scheduled import ScheduledSteps, is_dynam
 from moecore.io import Saver, export_hf, load, save_adapters
 from moecore.io.checkpoint.directory import CHECKPOINTS, make_step_path
 from moecore.io.checkpoint.ranks import run_on_first_rank
-from moecore.io.hf.lora import find_unmerged_layers
+from moecore.io.hf.merge import find_unmerged_layers
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.parallel.model.parameter_guards import check_optimizer_is_newer

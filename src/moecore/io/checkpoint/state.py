@@ -29,6 +29,7 @@ from moecore.io.checkpoint.config_differences import find_model_config
 from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.moe.amax_history import GRADIENTS, AmaxHistory
 from moecore.moe.experts import Experts
+from moecore.moe.stored_weights import get_four_bit_blocks
 from moecore.parallel.model.parallel_state import list_parallel_states
 from moecore.precision.amax import list_amax_histories
 from moecore.precision.stored import refuse_fp8_storage
@@ -40,8 +41,9 @@ Optimizers = Optimizer | Sequence[Optimizer]
 class ModelView:
     """The tensors of a model by name, and the views of these tensors that a checkpoint stores.
 
-    `tensors` has parameters and persistent buffers, `stored_views` the views. Construction raises
-    ValueError for tensors on meta or stored only in FP8.
+    `tensors` has parameters and persistent buffers, `stored_views` the views. Frozen experts in 4
+    bits are left out, because `load_hf` fills them. Construction raises ValueError for tensors on
+    meta or stored only in FP8.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -61,7 +63,7 @@ class ModelView:
                     f"{format_name(name)} (meta) must have storage to be saved or loaded: call "
                     "to_empty first"
                 )
-            if id(tensor) not in self._names:
+            if id(tensor) not in self._names and get_four_bit_blocks(tensor) is None:
                 self._names[id(tensor)] = name
                 self.tensors[name] = tensor
         halves = _find_gate_up_dims(model)

@@ -45,7 +45,7 @@ from moecore.io.hf.collect import Collector, ErrorKeeper, Item
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export_plan import ExportLayout, plan_export
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
-from moecore.io.hf.lora import check_no_unmerged_adapters
+from moecore.io.hf.merge import check_no_unmerged_adapters
 
 
 @dataclass(frozen=True, slots=True)

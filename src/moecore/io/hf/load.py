@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Seed, check_arguments
-from moecore.base.params import clean_name, init_normal_
+from moecore.base.params import clean_name, init_normal_, write_values
 from moecore.families.transformers.lora import get_base_tensors, select_trained_copies, unwrap_peft
 from moecore.io.checkpoint.config_differences import find_model_config
 from moecore.io.checkpoint.files import join_problems, refuse_problems
@@ -107,10 +107,10 @@ def load_hf(
 
     Experts in files may be stacked ("fused", as in transformers' memory) or separate (as
     published). Files may be in fp32, bf16, fp16, DeepSeek-V3's block-wise FP8 or gpt-oss's MXFP4;
-    the last two are dequantised into the parameter's dtype. For a PeftModel, the base model and the
-    trained copies of `modules_to_save` are filled, and adapters are unchanged. Buffers without a
-    file, such as rotary frequencies, are recomputed. Gradients and counts of an unfinished step are
-    dropped (`TrainStep.drop`). Each pipeline stage loads its tensors.
+    the last two are dequantised. Frozen experts in 4 bits are quantised. For a PeftModel, the base
+    model and the trained copies of `modules_to_save` are filled, and adapters are unchanged.
+    Buffers without a file, such as rotary frequencies, are recomputed. Gradients and counts of an
+    unfinished step are dropped (`TrainStep.drop`). Each pipeline stage loads its tensors.
 
     Args:
         path: a directory that every rank sees, with config.json and model.safetensors, or shards
@@ -171,9 +171,9 @@ def _fill_model(
     """Read this rank's shards from the file tensors `sources`; fill buffers and peft's copies."""
     dtypes = {name: source.dtype for name, source in sources.items()}
     meter.expect(sum(get_detached_shard(target).nbytes for target in plan.targets.values()))
-    for piece, box, part in list_shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
-        part.copy_(read_box(files, sources, piece, box).view(part.shape))
-        meter.add(part.nbytes)
+    for piece, box, param, at in list_shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
+        write_values(param, at, read_box(files, sources, piece, box))
+        meter.add(get_detached_shard(param)[at].nbytes)
     for buffer, value in plan.buffers:
         buffer.copy_(value)
     for name, copy in select_trained_copies(model, plan.tensors).items():

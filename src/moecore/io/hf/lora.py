@@ -1,32 +1,27 @@
-"""LoRA adapters of a parallelized peft model: initialize, save, load, and merge into weights.
+"""LoRA adapters of a parallelized peft model: initialize, save and load; `merge.py` merges them.
 
 A directory has adapter_config.json and adapter_model.safetensors with peft's names and shapes, so
 `PeftModel.from_pretrained` loads the directory into a transformers model.
-
-A merge unshards one pair A, B at a time and adds s * B A to each rank's shard of the weight, in
-fp32. The weights are never unsharded.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import check_arguments, quote
 from moecore.base.params import clean_name, compute_global_indices, init_normal_, init_uniform_
 from moecore.base.peft_layers import is_tuner_layer
-from moecore.families.transformers.lora import refuse_unmerging, unwrap_peft
+from moecore.families.transformers.lora import unwrap_peft
 from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.ranks import (
     gather_objects,
@@ -36,11 +31,15 @@ from moecore.io.checkpoint.ranks import (
     run_on_first_rank,
 )
 from moecore.io.hf.files import HFFiles, read_file_header, read_json
-from moecore.io.hf.pieces import FileView, TensorPiece, get_detached_shard
-from moecore.moe.experts import Experts
+from moecore.io.hf.pieces import (
+    FileView,
+    TensorPiece,
+    get_detached_shard,
+    select_shard,
+    unshard_tensor,
+)
 from moecore.moe.low_rank import LowRank
 from moecore.parallel.model.parallel_state import find_staged_module
-from moecore.precision.stored import refuse_fp8_storage
 from moecore.train.rerun import drop_step
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -65,26 +64,6 @@ class StoredAdapter:
         """Convert the tensor in peft's file to the adapter's unsharded tensor."""
         view = self.piece.view
         return (file_tensor if view is None else view.apply(file_tensor)).reshape(self.tensor.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Merge:
-    """A weight, its peft layer, and the function that adds active LoRA adapters to a shard."""
-
-    weight: Tensor
-    layer: Any
-    add: Callable[[Tensor], None]  # changes a tensor like this rank's shard; collective
-
-    def list_tensors(self) -> list[Tensor]:
-        """Return the A and B tensors of the layer's active adapters."""
-        owners: list[Any] = [getattr(self.layer, kind) for kind in self.layer.adapter_layer_names]
-        names = _list_applied_adapters(self.layer)
-        parts = [owner[name] for name in names for owner in owners if name in owner]
-        return [part if isinstance(part, Tensor) else part.weight for part in parts]
-
-    def list_scaling_factors(self) -> tuple[float, ...]:
-        """Return the scaling factor of each active adapter."""
-        return tuple(self.layer.scaling[name] for name in _list_applied_adapters(self.layer))
 
 
 @torch.no_grad()
@@ -146,7 +125,7 @@ def save_adapters(
     keeps = is_first_rank() if stages is None else is_first_of_stage(stages)
     file_tensors: dict[str, Tensor] = {}
     for name, entry in entries.items():
-        tensor = _unshard(entry.tensor)
+        tensor = unshard_tensor(entry.tensor)
         if keeps:
             file_tensors[name] = entry.convert_to_file(tensor).contiguous().cpu()
     if stages is not None:
@@ -185,7 +164,7 @@ def load_adapters(
     drop_step(model)
     with torch.no_grad():
         for name, entry in entries.items():
-            value = _select_shard(
+            value = select_shard(
                 entry.convert_from_file(file_tensors[name]), compute_global_indices(entry.tensor)
             )
             get_detached_shard(entry.tensor).copy_(value)
@@ -329,159 +308,3 @@ def _init_adapter_layer(name: str, layer: Any, adapter: str, seed: int, *, is_no
                     f"{key} must be A or B of LoRA to be filled from a seed: attach it to a model "
                     "with weights"
                 )
-
-
-@torch.no_grad()
-def merge_adapters(model: nn.Module) -> None:
-    """Add the active adapters to the weights of a PeftModel, in place. Collective.
-
-    W + s B A of all active adapters is computed on shards, in fp32, and rounded once to the
-    weight's dtype. Forward then ignores the adapters, and peft cannot unmerge them. Gradients and
-    counts of an unfinished step are dropped.
-
-    Args:
-        model: a PeftModel, plain or parallelized, with storage.
-
-    Raises:
-        ValueError: on every rank, for a model without active, unmerged adapters.
-        NotImplementedError: for adapters other than LoRA on linear layers, embeddings and experts,
-            before any weight changes.
-    """
-    check_arguments(merge_adapters, locals())
-    merges = run_and_share_errors(lambda: _find_active_merges(model))
-    refuse_fp8_storage(model, "merged")
-    drop_step(model)
-    for merge in merges:
-        merge.add(get_detached_shard(merge.weight))
-        merge.layer.merged_adapters += _list_applied_adapters(merge.layer)
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.reader.drop_copies()
-    refuse_unmerging(model)
-
-
-def find_merges(model: nn.Module) -> list[Merge]:
-    """Return a `Merge` per weight with active adapters; NotImplementedError unless LoRA."""
-    for unmerged_layer in find_unmerged_layers(model).values():
-        _refuse_unmergeable_layer(unmerged_layer)
-    items = []
-    for module in model.modules():
-        if isinstance(module, Experts):
-            for name, update in module.lora_updates.items():
-                add = partial(_merge_into_experts, module, name, update)
-                items.append(Merge(getattr(module, name), update, add))
-        elif is_tuner_layer(module) and not isinstance(module, LowRank):
-            layer: Any = module
-            items.append(
-                Merge(layer.get_base_layer().weight, layer, partial(_merge_into_dense, layer))
-            )
-    return [merge for merge in items if _list_applied_adapters(merge.layer)]
-
-
-def check_no_unmerged_adapters(model: nn.Module) -> None:
-    """Raise ValueError if a model has active adapters that are not merged into weights."""
-    for name in find_unmerged_layers(model):
-        raise ValueError(
-            f"adapters of {clean_name(name)} must be merged into the weights, which are all "
-            "that is written: call moecore.io.merge_adapters(model) first, or save_adapters"
-        )
-
-
-def find_unmerged_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers, by name, whose forward adds the output of unmerged adapters."""
-    return {
-        n: m for n, m in model.named_modules() if is_tuner_layer(m) and _list_applied_adapters(m)
-    }
-
-
-def _find_active_merges(model: nn.Module) -> list[Merge]:
-    """Return the model's merges, as `find_merges`; ValueError if no adapter is active."""
-    merges = find_merges(model)
-    if not merges:
-        raise ValueError(
-            f"model ({type(model).__name__}) must have active adapters that are not merged: attach "
-            "them by peft.get_peft_model before parallelize_moe"
-        )
-    return merges
-
-
-def _refuse_unmergeable_layer(layer: Any) -> None:
-    """Raise NotImplementedError if a layer's adapters are not plain LoRA."""
-    options = (getattr(layer, name, {}) for name in ("lora_variant", "lora_bias"))
-    names = _list_applied_adapters(layer)
-    has_variant = any(option.get(name) for option in options for name in names)
-    is_known = isinstance(layer, LowRank) or _get_layer_kind(layer) is not None
-    if has_variant or not is_known:
-        raise NotImplementedError(
-            f"{type(layer).__name__} with LoraConfig.use_dora, lora_bias or another variant must "
-            "not be merged here: save_adapters, and merge by peft on the stock model"
-        )
-
-
-def _get_layer_kind(layer: Any) -> str | None:
-    """Return "linear" or "embedding" for peft's LoRA layer classes, None for other classes."""
-    from peft.tuners.lora import Embedding, Linear
-
-    return "linear" if type(layer) is Linear else "embedding" if type(layer) is Embedding else None
-
-
-def _list_applied_adapters(layer: Any) -> list[str]:
-    """Return the names of the unmerged adapters whose output the layer's forward adds."""
-    if isinstance(layer, LowRank):
-        return layer.in_use
-    if layer.disable_adapters or layer.merged:
-        return []
-    known_names = {name for kind in layer.adapter_layer_names for name in getattr(layer, kind)}
-    return [name for name in layer.active_adapters if name in known_names]
-
-
-def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
-    """Add s * B A of a layer's active adapters to `local_weight`, this rank's shard. Collective."""
-    indices = compute_global_indices(layer.get_base_layer().weight)
-    total = _upcast(local_weight)
-    for adapter in _list_applied_adapters(layer):
-        if _get_layer_kind(layer) == "linear":
-            a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-        else:
-            a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-        delta = (_upcast(_unshard(b)) @ _upcast(_unshard(a))) * layer.scaling[adapter]
-        if _get_layer_kind(layer) == "embedding" or layer.fan_in_fan_out:
-            delta = delta.T
-        total += _select_shard(delta, indices)
-    local_weight.copy_(total)
-
-
-def _merge_into_experts(experts: Experts, name: str, lora: Any, local_weight: Tensor) -> None:
-    """Add s * B A of `lora` to `local_weight`, a shard of the weight `name`. Collective."""
-    weight = getattr(experts, name)
-    indices, *rest = compute_global_indices(weight)
-    updates = [
-        (_unshard(lora.lora_A[n]), _unshard(lora.lora_B[n]), lora.scaling[n])
-        for n in _list_applied_adapters(lora)
-    ]
-    for place, e in enumerate(indices.tolist()):  # one unsharded matrix at a time
-        total = _upcast(local_weight[place])
-        for a_ErI, b_EOr, scaling in updates:
-            delta = (_upcast(b_EOr[e]) @ _upcast(a_ErI[e])) * scaling
-            delta = delta.T if experts.layout.transposed else delta
-            total += _select_shard(delta.reshape(weight.shape[1:]), rest)
-        local_weight[place].copy_(total)
-
-
-def _upcast(tensor: Tensor) -> Tensor:
-    """Convert a tensor to fp32, unless its dtype has more bits."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _select_shard(tensor: Tensor, indices: list[Tensor]) -> Tensor:
-    """Return the elements of an unsharded tensor at a shard's global `indices` (1-D, per dim)."""
-    for dim, index in enumerate(indices):
-        if index.numel() != tensor.shape[dim]:
-            tensor = tensor.index_select(dim, index.to(tensor.device))
-    return tensor
-
-
-def _unshard(tensor: Tensor) -> Tensor:
-    """Return the unsharded tensor of a DTensor (collective), or a plain tensor unchanged."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from moecore.base.params import compute_global_indices, find_consecutive_runs
 from moecore.base.torch_private import get_local_tensor
@@ -100,11 +101,12 @@ def get_detached_shard(tensor: Tensor) -> Tensor:
 
 
 class ShardBox(NamedTuple):
-    """A box (slices) of a piece to read, and the view of the local shard that the box fills."""
+    """A box (slices) of a piece to read, and the slices of a tensor's local shard that it fills."""
 
     piece: TensorPiece
     box: tuple[slice, ...]
-    part: Tensor
+    tensor: Tensor
+    target: tuple[slice, ...]
 
 
 def list_shard_boxes(
@@ -113,7 +115,7 @@ def list_shard_boxes(
     dtypes: Mapping[str, torch.dtype],
     max_bytes: int,
 ) -> list[ShardBox]:
-    """Return the boxes of file tensors that this rank must read, and the shard views to fill.
+    """Return the boxes of file tensors that this rank must read, and the shards' parts to fill.
 
     `tensors` and `recipes` have names of model tensors as keys, `dtypes` has names of file tensors.
     A box has at most `max_bytes` bytes, or one row.
@@ -125,7 +127,7 @@ def list_shard_boxes(
         for piece in recipe.pieces if local.numel() else ():
             max_numel = max_bytes // dtypes[piece.name].itemsize
             overlap_boxes = find_overlaps(shard_runs, piece, recipe.shape, max_numel=max_numel)
-            boxes += [ShardBox(piece, o.source, local[o.target]) for o in overlap_boxes]
+            boxes += [ShardBox(piece, o.source, tensors[name], o.target) for o in overlap_boxes]
     return boxes
 
 
@@ -218,3 +220,17 @@ def _find_common_runs(runs: Runs, piece_range: slice) -> Iterator[tuple[int, int
         if start < stop:
             yield start - piece_range.start, at + start - first, stop - start
         at += length
+
+
+def select_shard(tensor: Tensor, indices: list[Tensor]) -> Tensor:
+    """Return the elements of an unsharded tensor at a shard's global `indices` (1-D, per dim)."""
+    for dim, index in enumerate(indices):
+        if index.numel() != tensor.shape[dim]:
+            tensor = tensor.index_select(dim, index.to(tensor.device))
+    return tensor
+
+
+def unshard_tensor(tensor: Tensor) -> Tensor:
+    """Return the unsharded tensor of a DTensor (collective), or a plain tensor unchanged."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from moecore.io.hf.files import Box, BoxReader, HFFiles
 from moecore.io.hf.pieces import FileView, TensorPiece, ViewDim
+from moecore.kernels.rows.four_bit import dequantise
+from moecore.kernels.rows.scaling import Blocks
 
 SCALE = "_scale_inv"
 MX_GROUP = 32
-MX_BIAS = 127  # of the exponent in a scale byte
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; 8 to 15 are negative
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -163,13 +163,7 @@ def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
     multiplied by 2^(scale - 127); `scales_og` is uint8 [..., G].
     """
     # Exact, or inf. Example: byte 0x91 has 0.5 (low half, 1) and then -0.5 (high half, 9).
-    positive = torch.tensor(FP4_VALUES, dtype=torch.bfloat16, device=blocks_ogb.device)
-    values = torch.cat((positive, -positive))
-    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # by byte
-    powers = [2.0 ** (s - MX_BIAS) for s in range(255)]  # 255 means not a number
-    scales = torch.tensor([*powers, math.nan], dtype=torch.bfloat16, device=scales_og.device)
-    values_ogv = pairs[blocks_ogb.int()].flatten(-2)
-    return values_ogv.mul_(scales[scales_og.int()][..., None]).flatten(-2)
+    return dequantise(Blocks(blocks_ogb.flatten(-2), scales_og, "mxfp4"), torch.bfloat16)
 
 
 def find_sources(

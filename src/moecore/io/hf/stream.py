@@ -41,7 +41,8 @@ from moecore.io.hf.export_plan import (
     make_items,
     plan_export,
 )
-from moecore.io.hf.lora import Merge, collect_adapter_tensors, find_merges, find_unmerged_layers
+from moecore.io.hf.lora import collect_adapter_tensors
+from moecore.io.hf.merge import Merge, find_merges, find_unmerged_layers
 from moecore.io.hf.pieces import FileRecipe, TensorPiece
 from moecore.train.memory.streams import CopyStream
 

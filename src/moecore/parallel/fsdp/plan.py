@@ -18,7 +18,8 @@ from typing import Literal
 import torch
 
 from moecore.base.options.fsdp import Strategy
-from moecore.base.options.precision import Recipe, Role
+from moecore.base.options.precision import FrozenFormat, Recipe, Role
+from moecore.kernels.rows.four_bit import FORMATS
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
 
 # Shards begin at multiples of 128 elements: one L2 line (128 bytes) in a dtype of one byte. Kernels
@@ -59,6 +60,7 @@ class ParamPlan:
     # evenly. The placement over data ranks shards the result as FSDP2 does: ceil(rows / ranks)
     # rows per rank, and the remaining rows on the last ranks.
     placements: tuple[AxisPlacement, ...]
+    frozen: FrozenFormat | None = None  # the 4-bit format in which the parameter is stored
 
     @property
     def numel(self) -> int:
@@ -81,7 +83,8 @@ class ParamPlan:
 
     def num_bytes(self, coordinate: Coordinate | None = None) -> int:
         """Return the bytes of a rank's shard; `coordinate` = {axis: index}, None = rank 0."""
-        return math.prod(self.local_shape(coordinate)) * self.itemsize
+        bits = 8 * self.itemsize if self.frozen is None else FORMATS[self.frozen].bits
+        return int(math.prod(self.local_shape(coordinate)) * bits) // 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
 from typing import get_type_hints
 
 import torch
@@ -17,7 +18,7 @@ from moecore.base.fields import check_value, quote
 from moecore.base.options.dispatch import DispatchOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import MoEOverrides
-from moecore.base.options.precision import Recipe
+from moecore.base.options.precision import FrozenFormat, Recipe
 from moecore.base.torch_private import HAS_SEPARATE_PIECES, has_gradient_hooks
 from moecore.moe.backends import check_backend
 from moecore.moe.dispatch.wire import Wire
@@ -37,6 +38,7 @@ from moecore.parallel.model.request import Request, is_tp_sharded
 from moecore.parallel.pipeline.layout import PipelineLayout
 from moecore.precision.head import find_fp8_head_problem
 from moecore.precision.linear import find_weight_problem
+from moecore.precision.stored import find_storage_problem
 
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
@@ -333,6 +335,7 @@ def _check_fp8_head(model: nn.Module, request: Request) -> None:
     dtype = request.fsdp.param_dtype or next(model.parameters()).dtype
     for V, D in shapes:
         local_shape = (V, D) if V % p.tp else (V // p.tp, D)
+        assert precision.recipe is not None, "a rule of Precision"
         reason = find_fp8_head_problem(local_shape, precision.recipe, dtype, request.meshes.device)
         if reason is not None:
             raise ValueError(
@@ -403,7 +406,28 @@ def _check_layer_compute(layer_name: str, layer: RoutedLayer, request: Request) 
     shared = request.find_recipe(layer_name, layer, "shared_experts")
     if isinstance(layer.get_part("shared"), SharedExpert) and shared is not None:
         _check_fp8_shared_experts(layer_name, layer.get_part("shared"), shared)
+    if request.precision is not None and request.precision.frozen is not None:
+        _check_frozen_experts(layer_name, layer, request.precision.frozen, request)
     layer.check_config(layer_name, request.make_layer_config(layer))
+
+
+def _check_frozen_experts(
+    name: str, layer: RoutedLayer, kind: FrozenFormat, request: Request
+) -> None:
+    """Raise a ValueError if the experts of layer `name` cannot be stored in a 4-bit format."""
+    experts, degrees = layer.get_part("experts"), asdict(request.meshes.parallel)
+    problem = find_storage_problem(
+        f"{name}.{layer.get_part_name('experts')}".strip("."), experts, kind, degrees
+    )
+    if request.dispatch.clones is not None:
+        problem = f"DispatchOptions.clones must be None with Precision.frozen ({kind!r}): drop one"
+    if request.find_recipe(name, layer, "experts") is not None:
+        problem = (
+            f"Precision.overrides must give the experts of {name} no recipe with Precision.frozen "
+            f"({kind!r}): drop one"
+        )
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def _check_fp8_shared_experts(layer_name: str, shared_expert: SharedExpert, recipe: Recipe) -> None:

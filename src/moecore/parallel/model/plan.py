@@ -136,10 +136,11 @@ class _PlanBuilder:
         self.places = {module: i for i, module in enumerate(self.names)}
         self.name_of = {param: name for name, param in model.named_parameters()}
         self.model_units = find_units(model, self.options)
-        self.in_fp8 = {  # experts whose products quantise the stored weights
+        self.frozen = None if request.precision is None else request.precision.frozen
+        self.in_fp8 = {  # experts whose products read the stored weights
             layer.get_part("experts")
             for name, layer in layers.items()
-            if request.find_recipe(name, layer, "experts") is not None
+            if self.frozen or request.find_recipe(name, layer, "experts") is not None
         }
         self.owned = self._assign_parameters()
         self.role_of = {p: role for role, _, params in self.owned.values() for p in params}
@@ -171,6 +172,7 @@ class _PlanBuilder:
         layers = {clean_name(n): m for n, m in named if isinstance(m, RoutedLayer)}
         kind_of = make_kind_lookup(self.model, layers)
         experts = {param: m for m in self.model_units.experts for param in m.parameters()}
+        matrices = {getattr(m, n) for m in self.model_units.experts for n in m.summed_dims}
         return {
             name: ParamPlan(
                 name=name,
@@ -181,6 +183,7 @@ class _PlanBuilder:
                 trainable=param.requires_grad,
                 mesh="expert" if param in experts else "dense",
                 placements=self._plan_placements(param, experts.get(param)),
+                frozen=self.frozen if param in matrices else None,
             )
             for param, name in self.name_of.items()
         }

@@ -1,0 +1,112 @@
+"""Parameters that are stored only in quantised blocks, and reads and writes of 4-bit blocks.
+
+Such a parameter has its shape and dtype, but its memory is a single NaN. Its `Blocks` are an
+attribute. 4-bit blocks have the dims of the parameter's local tensor: K, the dim that forward sums,
+has K / 2 bytes and K / group scales, which are innermost in memory. Example: gpt-oss's weight
+[E, I, O] has values [E, I / 2, O], a transposed view of [E, O, I / 2].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore.base.copies import make_dtensor
+from moecore.base.options.precision import FrozenFormat
+from moecore.base.params import GATHERED_BLOCKS, WRITE_VALUES
+from moecore.base.torch_private import get_local_tensor, make_parameter_like
+from moecore.kernels.rows.four_bit import FORMATS, dequantise, make_empty_blocks, quantise
+from moecore.kernels.rows.scaling import Blocks
+
+# Attribute of a 4-bit parameter: a function from the index of a local expert to the fp32 matrix
+# that exports add to the dequantised matrix.
+EXPORT_UPDATE = "_moecore_export_update"
+
+
+def get_four_bit_blocks(param: Tensor) -> Blocks | None:
+    """Return the blocks of a parameter that is stored in 4 bits; None = another parameter."""
+    blocks: Blocks | None = getattr(param, GATHERED_BLOCKS, None)
+    return blocks if blocks is not None and blocks.kind in FORMATS else None
+
+
+def make_stored_parameter(
+    param: nn.Parameter, blocks: Blocks, value: Tensor | None = None
+) -> nn.Parameter:
+    """Return a parameter like `param` with `blocks` as an attribute, but without values.
+
+    `value` has its dtype and device; None = those of `param`.
+    """
+    local = get_local_tensor(param).detach()
+    nan = (local if value is None else value).new_full((), torch.nan)
+    nothing: Tensor = nan.expand(local.shape)
+    if isinstance(param, DTensor):
+        nothing = make_dtensor(nothing, param.device_mesh, param.placements, like=param)
+    new_param = make_parameter_like(nothing, param)
+    setattr(new_param, GATHERED_BLOCKS, blocks)
+    if blocks.kind in FORMATS:
+        setattr(new_param, WRITE_VALUES, partial(_write_values, blocks))
+    return new_param
+
+
+@torch.no_grad()
+def store_in_four_bits(param: nn.Parameter, kind: FrozenFormat, k: int) -> nn.Parameter:
+    """Return a parameter like `param` that is stored in 4 bits; dim `k` is summed in forward."""
+    local = get_local_tensor(param).detach()
+    shape = tuple(local.movedim(k, -1).shape)
+    blocks = make_empty_blocks(shape, kind, local.device)
+    blocks = _map_tensors(blocks, lambda t: t.movedim(-1, k))
+    for i in range(0 if local.is_meta else local.shape[0]):  # little temporary memory
+        _write_values(blocks, (slice(i, i + 1),), local[i : i + 1])
+    return make_stored_parameter(param, blocks)
+
+
+def move_stored_parameter(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
+    """Return a 4-bit parameter after `fn` of `nn.Module._apply`, such as a copy to a device.
+
+    The blocks keep their dtypes.
+    """
+    blocks = get_four_bit_blocks(param)
+    assert blocks is not None, "the caller has looked"
+    value = fn(get_local_tensor(param).detach().as_strided((), ()))
+    values, scales = (fn(tensor) for tensor in blocks.tensors())
+    if scales.dtype != blocks.scales.dtype:
+        scales = blocks.scales.to(scales.device)
+    return make_stored_parameter(param, Blocks(values, scales, blocks.kind), value)
+
+
+@torch.no_grad()
+def read_four_bit_values(blocks: Blocks, dtype: torch.dtype, box: tuple[slice, ...] = ()) -> Tensor:
+    """Return the values of 4-bit blocks in `dtype`; `box` slices the local tensor, () = all."""
+    k = _find_summed_dim(blocks)
+    outer, inner = list(box), [slice(None)] * len(box)
+    if k < len(box):
+        outer[k], inner[k] = slice(None), box[k]
+    part = _map_tensors(blocks, lambda t: t[tuple(outer)].movedim(k, -1))
+    return dequantise(part, dtype).movedim(-1, k)[tuple(inner)]
+
+
+@torch.no_grad()
+def _write_values(blocks: Blocks, box: tuple[slice, ...], values: Tensor) -> None:
+    """Quantise the values of a slice `box` of the local tensor, which contains dim K fully."""
+    k = _find_summed_dim(blocks)
+    targets = [tensor[box].movedim(k, -1) for tensor in blocks.tensors()]
+    values = values.to(blocks.values.device).movedim(k, -1)
+    assert values.shape[-1] == 2 * blocks.values.shape[k], "K is never divided"
+    quantised = quantise(values, blocks.kind)  # type: ignore[arg-type]
+    for target, source in zip(targets, quantised.tensors(), strict=True):
+        target.copy_(source)
+
+
+def _map_tensors(blocks: Blocks, fn: Callable[[Tensor], Tensor]) -> Blocks:
+    """Return blocks with the values and scales that `fn` returns."""
+    return Blocks(fn(blocks.values), fn(blocks.scales), blocks.kind)
+
+
+def _find_summed_dim(blocks: Blocks) -> int:
+    """Return the index of dim K, in which values and scales have different sizes."""
+    sizes = zip(blocks.values.shape, blocks.scales.shape, strict=True)
+    return next(i for i, (n, groups) in enumerate(sizes) if n != groups)

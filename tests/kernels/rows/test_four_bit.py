@@ -1,0 +1,151 @@
+"""NF4 and MXFP4: values by their definitions, and the kernel's bits, those of the reference."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.kernels.rows.four_bit import FORMATS, NF4, dequantise, dequantise_ref, quantise
+from moecore.kernels.rows.scaling import Blocks
+
+KINDS: list[Any] = list(FORMATS)
+kinds = pytest.mark.parametrize("kind", KINDS)
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def by_definition(blocks: Blocks) -> Tensor:
+    """A value at a time, in Python's floats, which are wider than what is rounded to."""
+    found = []
+    values, scales = blocks.values.flatten().tolist(), blocks.scales.flatten().tolist()
+    for i, byte in enumerate(values):
+        if blocks.kind == "nf4":
+            pair = [NF4[byte >> 4], NF4[byte & 15]]
+            scale = scales[2 * i // 64]
+        else:
+            codes = [byte & 15, byte >> 4]
+            pair = [E2M1[code % 8] * (-1.0) ** (code // 8) for code in codes]
+            scale = 2.0 ** (scales[2 * i // 32] - 127)
+        found += [value * scale for value in pair]
+    return torch.tensor(found, dtype=torch.float64).view(*blocks.values.shape[:-1], -1)
+
+
+def random_blocks(kind: Any, rows: int, groups: int, device: str = "cpu") -> Blocks:
+    """All 256 bytes, as far as they have room, and scales of many sizes, zero among them."""
+    generator = torch.Generator().manual_seed(rows)
+    fmt = FORMATS[kind]
+    values = torch.randperm(rows * groups * fmt.group // 2, generator=generator) % 256
+    scales = torch.randint(100, 150, (rows, groups), generator=generator)
+    scales[0, 0] = 0
+    if kind == "nf4":
+        wide = torch.rand(rows, groups, generator=generator) * torch.exp2(scales - 127.0)
+        scales = wide.where(scales > 0, 0)
+    blocks = Blocks(values.view(rows, -1).byte(), scales.to(fmt.scale_dtype), kind)
+    return Blocks(blocks.values.to(device), blocks.scales.to(device), kind)
+
+
+@kinds
+def test_values_by_definition(kind: Any) -> None:
+    blocks = random_blocks(kind, 13, 5)
+    assert blocks.values.flatten().bincount(minlength=256).min() > 0
+    wanted = by_definition(blocks)
+    found = dequantise(blocks, torch.float32)
+    assert torch.equal(found, wanted.float())  # a product of two of 24 bits, rounded once
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(dequantise(blocks, dtype), found.to(dtype))
+
+
+def test_codes_are_quantiles_of_the_normal_distribution() -> None:
+    """As arXiv:2305.14314 makes them: of 8 and 9 quantiles, without the zero that both have."""
+    normal = torch.distributions.Normal(0.0, 1.0)
+    offset = 0.9677083  # (1 - 1/30 + 1 - 1/32) / 2
+    positive = normal.icdf(torch.linspace(offset, 0.5, 9)[:-1])
+    negative = -normal.icdf(torch.linspace(offset, 0.5, 8)[:-1])
+    wanted = torch.cat((positive, negative, torch.zeros(1))).sort().values
+    assert torch.allclose(torch.tensor(NF4), wanted / wanted.max(), atol=2e-6)
+
+
+@kinds
+def test_nearest_codes(kind: Any) -> None:
+    fmt, generator = FORMATS[kind], torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4 * fmt.group, generator=generator)
+    x *= torch.tensor([1.0, 1e-4, 300.0])[:, None]
+    x[1, : fmt.group] = 0
+    blocks = quantise(x, kind)
+    groups = x.view(-1, fmt.group)
+    amax = groups.abs().amax(1)
+    if kind == "nf4":
+        scales = amax
+        assert torch.equal(blocks.scales.flatten(), amax)
+    else:
+        scales = torch.tensor([2.0 ** (math.floor(math.log2(a)) - 2) if a else 0 for a in amax])
+    wanted = scales[:, None, None] * torch.tensor(fmt.values)
+    errors = (groups[..., None] - wanted).abs().amin(-1)
+    found = (dequantise(blocks, torch.float32).view_as(groups) - groups).abs()
+    assert torch.allclose(found, errors, rtol=1e-5, atol=1e-12)
+    # bitsandbytes' kernels take the lower code at a border, and a group of zeros stays one.
+    assert not dequantise(blocks, torch.float32)[1, : fmt.group].any()
+    borders = torch.zeros(fmt.group)
+    values = sorted(set(fmt.values))
+    halves = [(a + b) / 2 for a, b in itertools.pairwise(values)]
+    borders[: len(halves)] = torch.tensor(halves)
+    borders[-1] = max(values)
+    decoded = dequantise(quantise(borders, kind), torch.float32)[: len(halves)]
+    assert torch.equal(decoded, torch.tensor(values)[:-1])
+
+
+def test_borders_are_bitsandbytes() -> None:
+    """Of `dQuantizeNF4` in its kernels.cu, which takes the higher code above a border."""
+    wanted = [
+        *(-0.8480964004993439, -0.6106329262256622, -0.4599952697753906, -0.33967943489551544),
+        *(-0.23460740596055984, -0.13791173323988914, -0.045525018125772476, 0.03979014977812767),
+        *(0.1202552504837513, 0.2035212516784668, 0.2920137718319893, 0.3893125355243683),
+        *(0.5016634166240692, 0.6427869200706482, 0.8614784181118011),
+    ]
+    x = torch.ones(15, 64)
+    x[:, 0] = torch.tensor(wanted) - 1e-5
+    x[:, 1] = torch.tensor(wanted) + 1e-5
+    codes = quantise(x, "nf4").values[:, 0].tolist()  # the first value is in the high bits
+    assert [(byte >> 4, byte & 15) for byte in codes] == list(itertools.pairwise(range(16)))
+
+
+@kinds
+def test_values_of_the_format_are_kept(kind: Any) -> None:
+    """A second rounding changes nothing, as when a file's MXFP4 comes through bf16."""
+    wide = dequantise(random_blocks(kind, 7, 3), torch.float32)
+    dtype = torch.bfloat16 if kind == "mxfp4" else torch.float32
+    again = dequantise(quantise(wide.to(dtype), kind), torch.float32)
+    assert torch.allclose(again, wide, rtol=0 if kind == "mxfp4" else 1e-6, atol=0)
+
+
+def test_bits_of_a_value() -> None:
+    assert [FORMATS[kind].bits for kind in ("nf4", "mxfp4")] == [4.5, 4.25]
+    for kind in KINDS:
+        blocks = random_blocks(kind, 2, 3)
+        numel = 2 * blocks.values.numel()
+        assert sum(t.nbytes for t in blocks.tensors()) * 8 == FORMATS[kind].bits * numel
+
+
+@kinds
+@pytest.mark.parametrize("shape", [(1, 1), (13, 5), (3, 43), (1, 64), (5, 13)], ids=str)
+def test_kernel_has_the_references_bits(kind: Any, shape: tuple[int, int], device: str) -> None:
+    pytest.importorskip("triton")
+    blocks = random_blocks(kind, *shape, device=device)
+    if kind == "mxfp4":
+        ends = torch.tensor([0, 1, 254, 255], dtype=torch.uint8, device=device)
+        blocks.scales.view(-1)[-4:] = ends[: blocks.scales.numel()]
+    # The interpreter cuts fp32 to bf16 instead of rounding, so bf16 is for GPUs.
+    for dtype in [torch.float32, torch.float16] + [torch.bfloat16] * (device == "cuda"):
+        wanted, found = dequantise_ref(blocks, dtype), dequantise(blocks, dtype)
+        assert found.is_contiguous() and found.dtype == dtype
+        assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
+    views = Blocks(blocks.values[:, : FORMATS[kind].group // 2], blocks.scales[:, :1], kind)
+    assert torch.equal(
+        dequantise(views, torch.float32).nan_to_num(7),
+        dequantise_ref(blocks, torch.float32)[:, : FORMATS[kind].group].nan_to_num(7),
+    )
+    assert not dequantise(Blocks(blocks.values[:0], blocks.scales[:0], kind), dtype).numel()
