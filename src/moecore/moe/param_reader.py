@@ -80,8 +80,7 @@ class ParamReader:
         """Return the local shard of a parameter, or a parameter that is no DTensor. Differentiable.
 
         `needs_values` = the caller casts the values, so the parameter must not have only FP8
-        blocks. With
-        `dtype`, 4-bit blocks are dequantised to this dtype, and other values are cast to it.
+        blocks. With `dtype`, 4-bit blocks are dequantised to it, and other values are cast to it.
         """
         blocks = None
         if self.dequantises and not torch.compiler.is_compiling():
