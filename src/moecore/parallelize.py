@@ -123,9 +123,9 @@ def parallelize_moe(
 
 
 def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Return a decorator that lets a function of one {name: argument} dict be called as `other`.
+    """Return a decorator for a function of one dict, which callers call as they call `other`.
 
-    The decorated function has the signature of `other` and its defaults.
+    The function receives {name: argument}, with the defaults of `other`.
     """
 
     def decorate(function: Any) -> Any:

@@ -170,7 +170,8 @@ def describe_function(
     """Return a callable's qualified name, with a hash of its code if it is a nested function.
 
     A callable object without a name is described by the name of its class. Tensors, lists, sets and
-    mappings in a closure are part of the hash if `reads_data`. `depth` is as in `describe_value`.
+    mappings in a closure are part of the hash if `reads_data`. `depth` is the number of containers
+    around the callable.
     """
     name = getattr(value, "__qualname__", None)
     if not isinstance(name, str):
@@ -189,7 +190,8 @@ def describe_function(
 def _list_constants(function: FunctionType, depth: int, *, reads_data: bool) -> Iterator[Any]:
     """Yield descriptions of a function's default arguments and its closure variables.
 
-    `depth` and `reads_data` are as in `describe_function`.
+    Tensors, lists, sets and mappings are left out unless `reads_data`. `depth` is the number of
+    containers around the function.
     """
     yield describe_value([function.__defaults__, function.__kwdefaults__], depth + 1)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

@@ -133,7 +133,10 @@ def list_options(command: Any) -> tuple[CommandOption, ...]:
 def _list_table_options(
     field: dataclasses.Field[Any], table: Table, is_saved: bool
 ) -> Iterator[CommandOption]:
-    """Yield the options of `table.record`, the type of a command's `field`, with `is_saved`."""
+    """Yield an option for each field of the dataclass that is the type of a command's `field`.
+
+    `is_saved` = RUN_DIR/config.toml has these options.
+    """
     record: Any = table.record
     default, texts = get_field_default(field), read_field_texts(record)
     hints = get_type_hints(record, include_extras=True)

@@ -122,7 +122,7 @@ def share_call_errors(function: Callable[P, T]) -> Callable[P, T]:
 def run_and_share_errors(action: Callable[[], T], group: Group = None) -> T:
     """Run a local action and return its result, or raise the first failed rank's error.
 
-    Collective: each rank of the group calls this function, see `share_errors`.
+    Collective: each rank of the group must call this function.
     """
     with share_errors(group):
         return action()
@@ -218,7 +218,7 @@ def _is_transport_error(error: BaseException | None) -> bool:
 
 
 def _write_error_record(activity: str, error: Exception, *, is_transport_error: bool) -> None:
-    """Write this rank's error to the store; with `is_transport_error`, another rank has failed."""
+    """Write this rank's error to the store; `is_transport_error` = another rank failed before."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
     record = dict(rank=dist.get_rank(), activity=activity, error=text, waits=is_transport_error)
     store = _get_store()

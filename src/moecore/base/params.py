@@ -79,7 +79,7 @@ def has_values(local_tensor: Tensor) -> bool:
 
 
 def write_values(param: Tensor, box: tuple[slice, ...], values: Tensor) -> None:
-    """Write to the slice `box` of a parameter's local tensor, or of its quantised blocks."""
+    """Write `values` to the slice `box` of a parameter's local tensor, or of quantised blocks."""
     target, write = get_local_tensor(param).detach()[box], getattr(param, WRITE_VALUES, None)
     if write is None:
         target.copy_(values.view(target.shape))
@@ -116,7 +116,7 @@ def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
 
 
 def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> None:
-    """Fill a parameter in place with U(-bound, bound) values, see `init_normal_`."""
+    """Fill a parameter with U(-bound, bound) values; `key` and `seed` are as in `init_normal_`."""
     _fill_shard(param, key, seed, lambda values, g: values.uniform_(-bound, bound, generator=g))
 
 
@@ -124,9 +124,10 @@ def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> No
 def _fill_shard(
     param: Tensor, key: str, seed: int, fill_: Callable[[Tensor, torch.Generator], Tensor]
 ) -> None:
-    """Fill a shard in place with its part of the global values, see `init_normal_`.
+    """Fill a shard in place with its part of global values that do not depend on sharding.
 
-    `fill_` receives a block of global rows in fp32, and the generator that draws its values.
+    The values follow from `key` and `seed`. `fill_` receives a block of global rows in fp32, and
+    the generator that draws its values.
     """
     local = get_local_tensor(param)
     if local.numel() == 0:
@@ -197,7 +198,7 @@ def _get_chunk_indices(indices: Tensor, num_chunks: int, chunk_idx: int) -> Tens
 
 
 def find_consecutive_runs(indices: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield (first number, length) of each run of consecutive numbers in a sorted index."""
+    """Yield (first number, length) of each run of consecutive numbers in sorted `indices`."""
     if indices.numel():
         edges = [0, *(indices.diff() != 1).nonzero().flatten().add(1).tolist(), indices.numel()]
         yield from ((int(indices[a]), b - a) for a, b in itertools.pairwise(edges))

@@ -90,7 +90,10 @@ def show_progress(label: str, *, unit: str = "", as_lines: bool = False) -> Iter
 def track_progress(
     items: Iterable[T], label: str, *, total: int = 0, unit: str = "", as_lines: bool = False
 ) -> Iterator[T]:
-    """Yield the items and show the number done, see `show_progress`; total 0 = `len(items)`."""
+    """Yield the items and show the number done on stderr; `total` 0 = `len(items)`.
+
+    `unit` is the unit of the numbers. With `as_lines` the progress is text lines, never a tqdm bar.
+    """
     total = total or (len(items) if isinstance(items, Sized) else 0)
     with show_progress(label, unit=unit, as_lines=as_lines) as report:
         report(0, total)

@@ -59,9 +59,10 @@ def find_difference(
 ) -> str | None:
     """Compare entries between ranks and return an error text for the first difference, or None.
 
-    `entries` are as in `check_equal`. The text has the value of this rank and of the first
-    rank with a different value. Collective over `group`, with a host sync. With several groups, a
-    rank without a difference in its groups returns the text of another rank.
+    `entries` maps names to values, which are compared by their `repr`. The text has the value of
+    this rank and of the first rank with a different value. Collective over `group`, with a host
+    sync. With several groups, a rank without a difference in its groups returns the text of another
+    rank.
     """
     if not isinstance(group, tuple):
         return _find_in_group(entries, device_type, group)
@@ -73,7 +74,7 @@ def find_difference(
 
 
 def _find_in_group(entries: Mapping[str, Any], device_type: str, group: Group) -> str | None:
-    """Return the error text for a group's first difference, see `find_difference`. Collective."""
+    """Return an error text for the first entry that differs in a group, or None. Collective."""
     prefix, num_further = "", 0
     while names := _find_differing_names(entries, device_type, group):
         value, num_further = entries.get(names[0], MISSING), num_further + len(names) - 1
@@ -170,7 +171,7 @@ def describe_optimizers(
 def _list_optimizer_options(
     optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str] | None
 ) -> dict[str, Any]:
-    """Return {path: value} of optimizers' options; `names` is as in `describe_optimizers`."""
+    """Return {path: value} of optimizer options; `names` None = no values of single parameters."""
     options: dict[str, Any] = {}
     for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"

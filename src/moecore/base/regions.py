@@ -73,7 +73,7 @@ class _InterceptProducts(TorchFunctionMode):
     """Passes matrix products, attention and random generators of torch calls to the region."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a torch function; `PRODUCTS` are run by `run_product`."""
+        """Call a torch function; the region saves results of the functions in `PRODUCTS`."""
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None and _state.region is not None:
             _state.region.save_generator(kwargs["generator"])
@@ -81,7 +81,7 @@ class _InterceptProducts(TorchFunctionMode):
 
 
 def run_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return function(*args, **kwargs), a matrix product; `run_and_save` saves the result.
+    """Return function(*args, **kwargs), a matrix product; save it if a recompute region is active.
 
     Inside `recompute_products` the result is not saved.
     """

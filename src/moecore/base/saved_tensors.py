@@ -71,7 +71,7 @@ class UsedRows:
     storage: int | None = None  # `get_storage_key` of the matrix; None = any of this length
 
     def matches(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the matrix of this record, or a slice of its columns."""
+        """Whether this record describes `tensor`: the padded matrix or a slice of its columns."""
         if tensor.ndim != 2 or not tensor.dtype.is_floating_point:
             return False
         if tensor.shape[0] != self.length or not self.length:

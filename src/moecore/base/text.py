@@ -81,7 +81,7 @@ def format_bytes(number: float) -> str:
 
 
 def _format_number(number: float, units: Iterable[tuple[str, float]], suffix: str) -> str:
-    """Return a number as text in the first unit of `units` that is at most as large.
+    """Return a number as text, divided by the first unit that is not larger than the number.
 
     `units` are (name, size) pairs. A number smaller than every unit is followed by `suffix`.
     """

@@ -466,7 +466,7 @@ def all_gather_and_consume(
     x_GC: Tensor,
     group: dist.ProcessGroup,
 ) -> None:
-    """All-gather `x_C` along dim 0 into `x_GC`; call consume_slice(slice, rank) for each slice."""
+    """All-gather `x_C` along dim 0 into `x_GC`; call consume_slice(slice, rank) for each rank."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_all_gather_and_consume(x_C, consume_slice, x_GC, group.group_name)
@@ -475,7 +475,7 @@ def all_gather_and_consume(
 def produce_and_all_to_all(
     produce_slice: Callable[[int, Tensor], None], output_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """All-to-all slices, which produce_slice(rank, slice) fills for each rank, to `output_GC`."""
+    """Fill a slice for each rank by produce_slice(rank, slice); all-to-all to `output_GC`."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_produce_and_all2all(produce_slice, output_GC, group.group_name)

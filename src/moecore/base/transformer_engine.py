@@ -129,7 +129,7 @@ def quantise_experts(
     """Quantise each expert's rows and return one `quantise` result per expert.
 
     `splits` has the number of rows of each expert, in order; `x_RK` has the rows of all experts.
-    `over_rows` is as in `quantise`.
+    The matmul sums over rows if `over_rows`, otherwise over columns.
     """
     quantizers = _make_quantizers(recipe, operand, over_rows, len(splits), x_RK.device)
     with torch.no_grad():
@@ -162,8 +162,8 @@ def multiply_quantised_experts(
     """Write each expert's matrix product of `a` and `b` to `out`, or add it if `accumulates`.
 
     `a` and `b` have one result of `quantise` per expert, and `splits` has each expert's number of
-    rows. `layout` is as in `multiply_quantised`. `out` is a list of one [R, N] tensor, or for "NT"
-    of one [M, N] tensor per expert.
+    rows. The product is b @ a^T for "TN", b @ a for "NN" and b^T @ a for "NT". `out` is a list of
+    one tensor with all experts' rows, or for "NT" of one matrix per expert.
     """
     # For "NT" the product of an expert without rows is zero.
     import_transformer_engine().products.general_grouped_gemm(

@@ -104,8 +104,9 @@ class SharedArguments:
         """Raise a ValueError if {name: argument} differs between ranks with the same sequences.
 
         Different contents of device tensors raise in a later call. `cp` is the forward's context
-        parallel degree; None = entry 0 of the groups. Collective. The first check with gradients is
-        collective over the world, so that all ranks raise an error, and synchronises the host.
+        parallel degree; None = the forward has no such argument. Collective. The first check with
+        gradients is collective over the world, so that all ranks raise an error, and synchronises
+        the host.
         """
         if is_inside_custom_ops():
             return
@@ -143,7 +144,10 @@ class SharedArguments:
         self.compare_arguments(named, None)
 
     def end_step(self) -> Tensor | None:
-        """End a step; return whether contents differed, a device bool; None = no comparison."""
+        """End the step; return whether ranks' tensor contents differed, a 0-dim device bool.
+
+        None = the step compared no contents of device tensors.
+        """
         checks, self._checks_of_step = self._checks_of_step, []
         if not checks:
             return None
@@ -152,7 +156,7 @@ class SharedArguments:
         return torch.cat([check.bounds[0] != ~check.bounds[1] for check in checks]).any()
 
     def drop_step(self) -> None:
-        """Exclude this step's comparisons from `end_step`; later forwards still read them."""
+        """Exclude this step's comparisons from `end_step`; differences still raise errors later."""
         self._checks_of_step = []
 
     def raise_pending_errors(self) -> None:
@@ -162,9 +166,10 @@ class SharedArguments:
             raise ValueError(problem + ADVICE)
 
     def _compare_entries(self, entries: Mapping[str, Any], cp: int) -> str | None:
-        """Compare `repr(entries)`, and results of earlier forwards, over the groups of key `cp`.
+        """Compare `repr(entries)`, and differences found by earlier forwards, between ranks.
 
-        Returns the start of an error text, or None if all ranks agree. Collective.
+        `cp` is a key of `groups_by_cp`. Returns the start of an error text, or None if all ranks
+        agree. Collective.
         """
         groups = self._host_groups[cp]
         if not groups:
@@ -184,10 +189,11 @@ class SharedArguments:
     def _compare_contents(
         self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]
     ) -> None:
-        """Launch the comparison of {name: tensor}: all-reduce checksums over each of the groups.
+        """Launch the comparison of {name: tensor} between ranks: all-reduce the checksums.
 
-        Together the groups must reach all ranks to compare; () = no comparison. All ranks must pass
-        the same names. Collective. During the capture of a CUDA graph nothing is compared.
+        The all-reduces over all `groups`, one after the other, reach every rank to compare; () = no
+        comparison. All ranks must pass the same names. Collective. During the capture of a CUDA
+        graph nothing is compared.
         """
         if not groups or _is_capturing(tensors.values()):
             return  # a replay would compare with no rank
@@ -203,7 +209,10 @@ class SharedArguments:
             self._checks_of_step.append(comparison)
 
     def _has_difference(self) -> bool:
-        """Whether a result on the host shows a difference; False in graph capture. No host sync."""
+        """Whether a complete comparison found different contents.
+
+        False during the capture of a CUDA graph. No host sync.
+        """
         if _is_capturing(check.bounds for check in self._unread_checks):
             return False
         for check in self._unread_checks:
@@ -218,7 +227,7 @@ class SharedArguments:
         return False
 
     def _read_results(self) -> str | None:
-        """Read all results; return the start of an error text if contents differ. Host sync."""
+        """Wait on the host for all comparisons; return the start of an error text, or None."""
         checks, self._unread_checks = self._unread_checks, []
         problems = [check.find_problem() for check in checks]
         problem = next((text for text in problems if text is not None), None)
@@ -228,7 +237,7 @@ class SharedArguments:
 
 
 def _is_capturing(tensors: Iterable[Tensor]) -> bool:
-    """Whether the current stream of a device of the tensors is capturing a CUDA graph."""
+    """Whether a CUDA graph captures the current stream on the device of any tensor."""
     devices = {x.device for x in tensors}
     return any(is_capturing(get_current_stream(device)) for device in devices)
 

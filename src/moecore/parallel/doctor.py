@@ -431,9 +431,10 @@ def _find_peer_problem(hosts: Sequence[str], device_type: str) -> str | None:
 
 
 def _measure_receive_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
-    """Measure the bytes per second that this rank receives in rings inside and between hosts.
+    """Return this rank's receive rates, in bytes per second, inside a host and between hosts.
 
-    `hosts[i]` is the host of rank i. Returns the rates by kind of ring. Collective.
+    Each rank sends to the next rank of a ring. `hosts[i]` is the host of rank i. The keys are
+    "inside a host" and "between hosts". Collective.
     """
     rank, rates = dist.get_rank(), dict[str, float]()
     by_host = list(_group_ranks(hosts).values())

@@ -281,7 +281,7 @@ class DomainGroups(NamedTuple):
 
 
 def make_domain_groups(meshes: Meshes) -> DomainGroups:
-    """Create the groups of dispatcher "hierarchical" (`check_dispatch_domains`). Collective."""
+    """Create the groups inside and across domains for dispatcher "hierarchical". Collective."""
     num_ranks, domain_size = meshes.parallel.ep * meshes.parallel.etp, meshes.ranks_per_domain
     sizes = (dist.get_world_size() // num_ranks, num_ranks // domain_size, domain_size)
     view = _make_mesh(meshes.device_type, sizes, ("dispatch", "domain", "place"))
@@ -422,7 +422,7 @@ def _select_fsdp_axes(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _make_dense_fsdp(dense_mesh: DeviceMesh, parallel: ParallelConfig) -> DeviceMesh:
-    """Return the mesh (dp_replicate, dp_shard x cp), see `Meshes`. Collective if cp > 1."""
+    """Return the mesh (dp_replicate, dp_shard x cp) for dense parameters. Collective if cp > 1."""
     if parallel.cp == 1:
         return _select_fsdp_axes(dense_mesh)
     names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
@@ -445,9 +445,9 @@ def _make_inner_axes_group(mesh: DeviceMesh, names: tuple[str, str]) -> dist.Pro
 def _make_stage_groups(
     world_mesh: DeviceMesh, dense_mesh: DeviceMesh, parallel: ParallelConfig
 ) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
-    """Return `stage_group` and `pipeline_groups` of `Meshes`. Collective if pp > 1.
+    """Return this stage's group, and two groups of the pp ranks (None if pp is 1).
 
-    `world_mesh` is a 1-D mesh of all ranks, and `dense_mesh` the dense mesh.
+    Collective if pp > 1. `world_mesh` is a 1-D mesh of all ranks, and `dense_mesh` the dense mesh.
     """
     if parallel.pp == 1:
         return world_mesh.get_group(), None

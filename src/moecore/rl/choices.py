@@ -27,7 +27,7 @@ EMPTY = "none"  # ends the name of a layer that never ran
 
 
 def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]) -> None:
-    """Raise ValueError for a recording that `layers` (name -> layer) cannot replay. Host syncs."""
+    """Raise ValueError if `layers` (by name) cannot replay the recorded expert ids. Host syncs."""
     for name in choices:
         if name not in layers:
             raise ValueError(
@@ -45,7 +45,7 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
 
 
 def check_expert_ids(tensor_name: str, ids_TK: Tensor, config: MoEConfig) -> None:
-    """Raise ValueError unless each row of `ids_TK` has K distinct expert ids or -1. Host sync.
+    """Raise ValueError unless each token has distinct expert ids, or -1, in `ids_TK`. Host sync.
 
     `tensor_name` names the tensor in error texts. `config` is the layer's config.
     """
@@ -82,9 +82,9 @@ def check_expert_ids(tensor_name: str, ids_TK: Tensor, config: MoEConfig) -> Non
 def check_weights(
     weights: Mapping[str, Sequence[Tensor]], choices: Mapping[str, Sequence[Tensor]]
 ) -> None:
-    """Raise ValueError unless each entry of `choices` has an entry of valid weights. Host sync.
+    """Raise ValueError unless each recorded expert id has a finite weight >= 0. Host sync.
 
-    Both arguments map a layer name to one [T, K] tensor per forward.
+    Both arguments map a layer name to one [tokens, experts per token] tensor per forward.
     """
     counts = [{name: len(entries) for name, entries in of.items()} for of in (weights, choices)]
     if counts[0] != counts[1]:
@@ -161,10 +161,11 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
 def convert_from_engine_indices(
     indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
 ) -> dict[str, Tensor]:
-    """Return layer name -> int32 [T, K], this rank's part of an inference engine's expert ids.
+    """Convert an inference engine's expert ids to this rank's {layer name: int32 ids [T, K]}.
 
-    `indices_BSLK` are the engine's ids, -1 = no choice. `engine_layers` names each of the engine's
-    L layers; None skips a layer. ValueError if an argument is invalid.
+    `indices_BSLK` has the engine's ids by sequence, token, layer and choice; -1 = no choice.
+    `engine_layers` names each of the engine's layers; None skips a layer. ValueError if an argument
+    is invalid.
     """
     ids_BSLK = indices_BSLK
     try:
@@ -208,10 +209,10 @@ def convert_from_engine_indices(
 def convert_to_engine_indices(
     choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer], batch_size: int
 ) -> list[Tensor]:
-    """Return int32 [B, S, L, K] expert ids per recorded forward. Collective over tp and cp.
+    """Return each recorded forward's expert ids, int32 [B, S, L, K]. Collective over tp and cp.
 
-    `choices` maps a layer name to this rank's [T, K] ids per forward. `batch_size` is the number B
-    of sequences in each forward.
+    The dims are sequences, tokens, layers and experts per token. `choices` maps a layer name to
+    this rank's ids [tokens, K] per forward. `batch_size` is B.
     """
     check_choices(choices, layers)
     forwards = {name: len(choices[name]) for name in layers}

@@ -48,7 +48,7 @@ class TokenScores:
     Attributes:
         log_probs_N: fp32 [N], of each response token given the tokens before it; 0 elsewhere.
         entropy_N: fp32 [N], of each response token's distribution, in nats; None = not requested.
-        routes_NLK: int32 [N, L, K], the experts of each token; None = not requested.
+        routes_NLK: int32 [N, L, K], each token's experts in each MoE layer; None = not requested.
     """
 
     log_probs_N: Tensor
@@ -246,12 +246,12 @@ class Engine:
         return stream_weights(self.model, **options)
 
     def offload(self, selection: PartOrAll = "all") -> None:
-        """Free device memory of model, optimizers and reference: see `TrainingOffload.offload`."""
+        """Free the device memory of "weights", "grads", "optimizer", "buffers" or "all" state."""
         for offload in self._offloads:
             offload.offload(selection)
 
     def onload(self, selection: PartOrAll = "all") -> None:
-        """Move model, optimizers and reference back to the device: see `TrainingOffload.onload`."""
+        """Move offloaded "weights", "grads", "optimizer", "buffers" or "all" back to the device."""
         for offload in self._offloads:
             offload.onload(selection)
 
@@ -355,11 +355,12 @@ class Engine:
     ) -> Mapping[str, Any]:
         """Return a row's forward arguments, with a loss function that also writes to `scores`.
 
-        The loss is the sum over tokens of `shares_N` times `objective`; 0 without an objective.
+        The loss is the sum of the tokens' losses by `objective`, each times its share of the mean,
+        `shares_N`. Without an objective the loss is 0.
         """
 
         def loss(log_probs_BT: Tensor, entropy_BT: Tensor | None) -> Tensor:
-            """Write the row's values to `scores`, and return the row's share of the loss."""
+            """Write the row's log-probabilities to `scores`; return the row's part of the loss."""
             log_probs_N = row.scatter_to_tokens(log_probs_BT)
             entropy_N = None if entropy_BT is None else row.scatter_to_tokens(entropy_BT)
             scores.log_probs_N[row.token_idx_N] = log_probs_N.detach()
@@ -437,7 +438,7 @@ def _check_losses(objective: str, loss_N: object, log_probs_N: Tensor) -> None:
 
 
 def _compute_weights(rollouts: Rollouts) -> Tensor:
-    """Return the weight of each of N tokens in a mean, fp64 [N], on the CPU; 0 if no response."""
+    """Return each token's weight in a mean of losses, fp64 [N] on the CPU; 0 outside responses."""
     mask_N = rollouts.response_mask_N.cpu()
     weights_N = rollouts.weights_N
     unit_weights_N = torch.ones_like(mask_N, dtype=torch.float64)
@@ -445,7 +446,7 @@ def _compute_weights(rollouts: Rollouts) -> Tensor:
 
 
 def _sum_weights_by_sequence(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
-    """Return the sum of the token weights of each sequence, fp64 [n]."""
+    """Return the sum of the token weights of each sequence, fp64 [sequences]."""
     sums_n = weights_N.new_zeros(rollouts.num_sequences)
     return sums_n.index_add(0, rollouts.sequence_N.cpu(), weights_N)
 

@@ -46,7 +46,7 @@ class RowLimits:
 
     @classmethod
     def from_parallel(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
-        """Return the limits of a layout; ValueError if cp and tp do not divide `max_tokens`."""
+        """Return limits for these degrees; ValueError if cp and tp do not divide `max_tokens`."""
         sequence_unit = get_length_multiple(parallel.cp)
         row_unit = sequence_unit * parallel.tp
         if max_tokens % row_unit:
@@ -62,7 +62,7 @@ class RowLimits:
 
 
 def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
-    """Return each micro-batch's sequence indices; `group_size` consecutive ones stay together."""
+    """Return sequence indices by micro-batch; `group_size` consecutive sequences stay together."""
     lengths = [limits.compute_padded_length(length) for length in rollouts.lengths]
     number = rollouts.num_sequences
     if number % group_size:

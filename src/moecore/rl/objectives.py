@@ -71,9 +71,10 @@ def estimate_kl(
     ref_log_probs_N: Annotated[Tensor, "pass fp32 [N]"],
     estimator: KLEstimator,
 ) -> Tensor:
-    """Return an estimate of KL(p || p_ref) at each token that p sampled, in nats, fp32 [N].
+    """Return an estimate of KL(policy || reference) at each sampled token, in nats, fp32 [N].
 
-    With d = log p_ref - log p, the estimate is -d ("k1"), d^2 / 2 ("k2") or exp(d) - 1 - d ("k3").
+    With d = ref_log_probs_N - log_probs_N, the estimate is
+    -d ("k1"), d^2 / 2 ("k2") or exp(d) - 1 - d ("k3").
     Where d exceeds 80, "k3" uses d = 80 and the token's gradient is 0, because exp(d) overflows
     fp32.
     """
@@ -96,13 +97,14 @@ def estimate_kl(
 class PPO(CheckedRecord):
     """The clipped loss of PPO: -min(r A, clip(r, 1 - clip, 1 + clip_high) A) for each token.
 
-    A ratio r above exp(80) is replaced by exp(80), and its token has no gradient, because r
-    overflows fp32.
+    r is the token's probability by the policy, divided by its probability by the policy that
+    sampled. A is the token's advantage. A ratio r above exp(80) is replaced by exp(80), and its
+    token has no gradient, because r overflows fp32.
 
     Attributes:
         clip: the lower bound of the clipped ratio is 1 - clip.
         clip_high: the upper bound of the clipped ratio is 1 + clip_high; None = clip.
-        kl: the estimator of the penalty: see `estimate_kl`.
+        kl: the estimator of the KL penalty, "k1", "k2" or "k3" (`estimate_kl`).
         kl_coef: coefficient of the KL penalty; > 0 needs `ref_log_probs_N`.
         entropy_coef: coefficient of the entropy, which is subtracted from the loss.
         mean: over tokens, or over sequences.
@@ -127,9 +129,10 @@ class PPO(CheckedRecord):
         return self.entropy_coef > 0
 
     def compute_log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return log(p / p_old) of each token, fp32 [N].
+        """Return each token's log-probability minus the sampling policy's, fp32 [N].
 
-        Without `old_log_probs_N` p_old is the detached p, so the value is 0 and has a gradient.
+        Without `old_log_probs_N` the detached `log_probs_N` are subtracted: the value is 0, with a
+        gradient.
         """
         old_N = rollouts.old_log_probs_N
         return log_probs_N - (log_probs_N.detach() if old_N is None else old_N)
@@ -170,7 +173,7 @@ class GSPO(PPO):
     mean: Mean = "sequence"
 
     def compute_log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return for each token the mean of log(p / p_old) over its sequence's response, [N]."""
+        """Return for each token its response's mean log-ratio to the sampling policy, fp32 [N]."""
         of_tokens_N = PPO.compute_log_ratio(self, log_probs_N, rollouts)
         counts_n = rollouts.sum_responses(torch.ones_like(log_probs_N))
         means_n = rollouts.sum_responses(of_tokens_N) / counts_n.clamp(min=1)
@@ -179,8 +182,9 @@ class GSPO(PPO):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DPO(CheckedRecord):
-    """-log sigmoid(beta (log p / p_ref of the chosen - log p / p_ref of the rejected response)).
+    """The loss of DPO: -log sigmoid(beta * (chosen log-ratio - rejected log-ratio)) of each pair.
 
+    A log-ratio is a response's log-probability by the policy minus the reference model's.
     Sequences 2i and 2i + 1 are a pair, the chosen one first. The loss is the mean over pairs.
 
     Attributes:
@@ -202,7 +206,7 @@ class DPO(CheckedRecord):
         return rollouts.expand_to_tokens(loss_i.repeat_interleave(2))
 
     def compute_log_ratios(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return log p / p_ref of each response, fp32 [pairs, 2], the chosen one first."""
+        """Return each response's log-ratio to the reference, fp32 [pairs, 2], chosen first."""
         assert rollouts.ref_log_probs_N is not None, "the engine has looked"
         ratios_n = rollouts.sum_responses(log_probs_N - rollouts.ref_log_probs_N)
         return ratios_n.view(-1, 2)
@@ -238,7 +242,7 @@ class OwnObjective(CheckedRecord):
     group_size: Count = 1
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
+        """Yield (field, error text) of each broken rule."""
         field_names = Rollouts.__dataclass_fields__
         if any(name not in field_names for name in self.needs):
             yield "needs", f"be fields of Rollouts ({', '.join(field_names)}): name those"

@@ -103,7 +103,7 @@ class RoutedLayers:
         return nullcontext() if self.replay is None else self.replay.record()
 
     def gather_routes(self, rows: Sequence[RolloutRow], rollouts: Rollouts) -> Tensor:
-        """Return int32 [N, L, K], the expert ids recorded in forwards of `rows`. Collective."""
+        """Return the expert ids recorded for `rows`, int32 [tokens, layers, K]. Collective."""
         shape = (len(rollouts.tokens_N), *self.shape)
         routes_NLK = torch.full(shape, -1, dtype=torch.int32, device=self.meshes.device)
         choices = {} if self.replay is None else self.replay.choices()
@@ -132,9 +132,9 @@ class RoutedLayers:
     def _make_local_choices(
         self, rollout_rows: Sequence[RolloutRow], token_values: Sequence[Tensor | None]
     ) -> dict[str, list[Tensor]]:
-        """Return layer name -> [T, K] per row: this rank's part of the routes or route weights.
+        """Return this rank's part of the routes or their weights: {layer: [tokens, K] per row}.
 
-        `token_values[i]` is [N, L, K], in the token order of `rollout_rows[i].rollouts`.
+        `token_values[i]` is [tokens, layers, K], in the token order of `rollout_rows[i].rollouts`.
         """
         local_choices = {name: list[Tensor]() for name, _, _ in self._iterate_local_layers()}
         for row, values_NLK in zip(rollout_rows, token_values, strict=True):

@@ -38,7 +38,7 @@ FORWARD = "moecore_forward"
 
 
 class ChoiceRecorder:
-    """Records a router's choices: each call appends its int32 [T, K] expert ids to `records`."""
+    """Records a router's choices: each call appends int32 ids [tokens, K] to `records`."""
 
     def __init__(self, records: list[Tensor]) -> None:
         self.records = records
@@ -72,8 +72,8 @@ class TapeReplay:
     """The replay of recorded expert choices in one `with replay.replay(...)` context.
 
     The mappings have layer names as keys. `weights` None = the routers compute weights.
-    `fills_missing` = routers choose for rows of -1. Forwards use entry `selected` of each list;
-    None = the next one.
+    `fills_missing` = routers choose for tokens whose ids are all -1. Each forward replays entry
+    `selected` of each list; None = the next entry.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class TapeReplay:
         self._hooks: list[Any] = []
 
     def start_replay(self) -> None:
-        """Start the replay: set the tape of each router, and hook the model's forwards."""
+        """Start the replay: set `tape` of each router, and hook the model's forwards."""
         self._hooks = [
             self.model.register_forward_pre_hook(self._begin_forward),
             self.model.register_forward_hook(self._end_forward),
@@ -118,7 +118,7 @@ class TapeReplay:
         replayed_entries = set(self._replayed_entries[layer_name])
 
         def rewind() -> None:
-            """Reset the layer."""
+            """Reset the layer's replay position and its record of replayed entries."""
             del self._calls[layer_name][calls:]
             self._replayed_entries[layer_name], self._next[layer_name] = (
                 set(replayed_entries),
@@ -138,7 +138,7 @@ class TapeReplay:
                 )
 
     def take_entry_idx(self, layer_name: str) -> int | None:
-        """Return the index in `records[name]` for this call of a layer; None = the replay ended."""
+        """Return which recorded entry this call of a layer replays; None = the replay has ended."""
         if is_inside_backward():
             return self._find_recomputed_entry(layer_name)
         if not self._hooks:  # a late backward failed and left the tapes behind
@@ -160,7 +160,7 @@ class TapeReplay:
         return index
 
     def _find_recomputed_entry(self, layer_name: str) -> int:
-        """Return the index in `records[name]` that the recomputed forward had: Note [pairing]."""
+        """Return the recorded entry that the recomputed forward replayed first: Note [pairing]."""
         while self._entered_nodes:
             _mark_upstream_nodes(self._entered_nodes.pop())
         node_forward = _get_tape_forward(get_current_node())
@@ -201,7 +201,7 @@ class TapeReplay:
         self._current_forward = None
 
     def _enter_backward(self, grad: Tensor) -> None:
-        """Record the node at which a backward enters a forward; set removed tapes again."""
+        """Record the node where a backward enters a forward; reinstall the replay if removed."""
         self._entered_nodes.append(get_current_node())
         call_after_backward(self._entered_nodes.clear)
         if all(router.tape is tape for router, tape in self._tapes.items()):
@@ -211,13 +211,13 @@ class TapeReplay:
         call_after_backward(lambda: remove_tapes(self._tapes))
 
     def _install_tapes(self) -> None:
-        """Let each router replay from its tape."""
+        """Make each router read its choices from this replay."""
         for router, tape in self._tapes.items():
             router.tape = tape
 
 
 class _ReplayTape:
-    """The tape of the router of layer `layer_name`, which gives recorded choices to the router."""
+    """Gives the recorded choices of layer `layer_name` to its router."""
 
     def __init__(self, replay: TapeReplay, layer_name: str) -> None:
         self.replay, self.name = replay, layer_name
@@ -228,8 +228,9 @@ class _ReplayTape:
     ) -> tuple[Tensor, Tensor | None] | None:
         """Return recorded ids int32 [T, K] and weights fp32 [T, K] or None, for this call.
 
-        None = the replay has ended, and the router chooses. `choose` returns the router's own ids,
-        for rows of -1. ValueError if no entry remains or T is not `num_tokens`.
+        None = the replay has ended, and the router chooses. `choose` returns the router's ids, for
+        tokens whose recorded ids are all -1. ValueError if no entry remains or T is not
+        `num_tokens`.
         """
         _check_not_capturing(device)
         index = self.replay.take_entry_idx(self.name)
@@ -283,14 +284,14 @@ def _mark_upstream_nodes(node: Any) -> None:
 
 
 def remove_tapes(tapes: Mapping[Router, Any]) -> None:
-    """Remove these tapes from their routers; a router with another tape keeps it."""
+    """Remove these recorders or replays from their routers; another recorder or replay remains."""
     for router, tape in tapes.items():
         if router.tape is tape:
             router.tape = None
 
 
 def check_no_active_tapes(routers: Mapping[str, Router]) -> None:
-    """Raise ValueError if one of these routers already has a tape."""
+    """Raise ValueError if one of these routers is already recorded or replayed."""
     for name, router in routers.items():
         if router.tape is not None:
             raise ValueError(

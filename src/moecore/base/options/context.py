@@ -86,9 +86,10 @@ def _choose_a2a_ranks(cp: int, num_heads: int, num_kv_heads: int) -> int:
 
 
 def _find_ring_a2a_problems(cp: int, num_kv_heads: int, a2a_ranks: int) -> Iterator[str]:
-    """Yield "relation: fix" for each rule of "a2a+p2p" that `a2a_ranks` per all-to-all break.
+    """Yield "relation: fix" for each rule of "a2a+p2p" that `a2a_ranks` breaks.
 
-    `num_kv_heads` is the number of key/value heads of one tp rank.
+    `a2a_ranks` is the number of ranks per all-to-all. `num_kv_heads` is the number of key/value
+    heads of one tp rank.
     """
     if a2a_ranks in (1, cp):
         yield f"be more than 1 and less than cp ({cp}): use 'p2p' or 'a2a', or another cp"

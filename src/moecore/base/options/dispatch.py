@@ -100,5 +100,5 @@ class DispatchOptions(CheckedRecord):
 
     @classmethod
     def of(cls, dispatch: DispatchOptions | DispatcherName) -> DispatchOptions:
-        """Return `dispatch` if it is a record, or default options for a dispatcher name."""
+        """Return a `DispatchOptions` unchanged, or default options for a dispatcher name."""
         return dispatch if isinstance(dispatch, DispatchOptions) else cls(name=dispatch)

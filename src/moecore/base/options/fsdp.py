@@ -25,7 +25,7 @@ class FSDPOptions(CheckedRecord):
             "optim_grads" (2): each micro-batch reduces gradients. "optim_grads_params" (3): weights
             are also resharded after each forward and backward.
         experts_strategy: ZeRO stage of routed experts; None = `dense_strategy`. For experts that
-            one rank owns, "optim_grads_params" frees the cast weights.
+            one rank owns, "optim_grads_params" frees their cast copies after each use.
         embedding_strategy: ZeRO stage of embedding, final norm, head, and routers in their own
             dtype.
         prefetch_blocks: number of blocks whose all-gathers are prefetched; 0 = no prefetch, so that

@@ -54,7 +54,8 @@ class MemoryOptions(CheckedRecord):
             "mla_up_proj": queries, keys and values of latent attention, from the latents.
             "mlp": hidden activations of dense MLPs, with their first product.
             "shared_experts": hidden activations of shared experts, with their first product.
-            "expert_fc1": FC1's output of routed experts, which saves 4KF bytes per token in bf16.
+            "expert_fc1": FC1's output of routed experts: gated and in bf16, recomputation frees
+            4 * top_k * hidden_dim bytes per token and layer.
             "moe": complete MoE layers, with their communication.
         offload: parts whose saved activations are in pinned host memory between forward and
             backward: "norm", "attention", "mlp", "shared_experts", "experts" (routed) and "rest"

@@ -154,7 +154,7 @@ class Recipe(CheckedRecord):
 
     @property
     def weight_block(self) -> Block:
-        """(rows, columns) of a weight that share a scale, as in `activation_block`."""
+        """(rows, columns) of a weight that share a scale; None = all rows or all columns."""
         return WEIGHT_BLOCKS[self.scaling]
 
     def describe(self) -> str:
@@ -282,7 +282,7 @@ class Precision(CheckedRecord):
         return [recipe for recipe in recipes if recipe is not None]
 
     def find_recipe(self, name: str, role: Role | None) -> Recipe | None:
-        """Return the FP8 recipe of a module, by its `clean_name` and role; None = no FP8."""
+        """Return the FP8 recipe of a module by its name (`clean_name`) and role; None = no FP8."""
         if role is None:
             return None
         for pattern, recipe in self.overrides:

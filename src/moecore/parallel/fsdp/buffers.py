@@ -65,7 +65,7 @@ def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
 
 
 def _group_by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]]:
-    """Map all-gather dtype to the (unit, index in `unit.layouts`) of layouts that need a buffer."""
+    """Map each all-gather dtype to its layouts that need a buffer, as (unit, layout index)."""
     layouts_of = defaultdict(list)
     for unit in units:
         for i, layout in enumerate(unit.layouts):

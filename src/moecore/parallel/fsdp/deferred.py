@@ -38,8 +38,8 @@ class WeightProduct(NamedTuple):
     ) -> WeightProduct:
         """Return the deferred product for the weight gradient of parameter `param_idx` of a unit.
 
-        `grad_shape` is the gradient's shape. `compute_grad(*operands, target)` computes the
-        gradient. The product's `stream` is the current stream, which made the operands.
+        `compute_grad(*operands, target)` returns the gradient, of shape `grad_shape`, or writes it
+        to `target`. The product's `stream` is the current stream, which made the operands.
         """
         device = next(iterate_tensors(operands)).device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -190,7 +190,7 @@ class UnitEngine:
                 unit.gradients.deferred = None
 
     def _compute_deferred_in_step(self, deferred: WeightGradients) -> None:
-        """Compute `deferred` unless it has run; ValueError outside `TrainStep.micro_batch`."""
+        """Run the deferred matmuls unless they have run; ValueError outside of a micro-batch."""
         if deferred in self._deferred:
             self._check_micro_batch_is_open("WeightGradients.run()")
             self._compute_deferred(deferred)
@@ -210,7 +210,7 @@ class UnitEngine:
 
     @contextmanager
     def alternate_passes(self) -> Iterator[None]:
-        """Return a context in which the caller alternates two passes by `unshard_pass`."""
+        """Return a context in which `unshard_pass` switches between a forward and a backward."""
         self._check_no_failed_backward()
         self._is_paired = True
         try:
@@ -219,7 +219,7 @@ class UnitEngine:
             self._is_paired = False
 
     def unshard_pass(self, is_backward: bool) -> None:
-        """Unshard the units of a pair's forward (or backward, if `is_backward`) that continues."""
+        """Unshard the units that the continuing forward (backward, if `is_backward`) uses."""
         # The other pass may have resharded these units. Skipped modules count as running modules.
         for unit in self.units:
             if unit.runs[is_backward] or (is_backward and unit.backwards):
@@ -341,7 +341,7 @@ class UnitEngine:
                 unit.reshard()  # prefetched for a module that did not run
 
     def _unshard_for_use(self, unit: Unit, prefetched_units: Sequence[Unit]) -> None:
-        """Unshard a unit, register its parameters, and prefetch the `prefetched_units`."""
+        """Unshard a unit, register its parameters, and launch all-gathers of `prefetched_units`."""
         unit.wait_for_unshard()
         unit.register_params(unsharded=True)
         for other in prefetched_units:
@@ -349,7 +349,7 @@ class UnitEngine:
                 other.unshard()
 
     def _get_grad_boundary(self, activation: Tensor) -> GradBoundary:
-        """Return the `GradBoundary` of an activation's current version; create a missing hook."""
+        """Return an activation's tensor hook for arriving gradients; register a missing hook."""
         boundary: GradBoundary | None = getattr(activation, GRAD_BOUNDARY, None)
         version = sum_version_counters(activation)
         if boundary is None or boundary.version != version or boundary.engine is not self:
@@ -410,7 +410,7 @@ class UnitEngine:
             self._end_run_backward(run)
 
     def _end_run_backward(self, run: ForwardRun) -> None:
-        """End a forward's backward; if the backward has not begun, stop expecting the backward."""
+        """End a forward's backward and reshard its unit; cancel a backward that has not begun."""
         if run.is_active:
             self._record_backward_end(run)
             self._reshard_if_unused(run.unit, run.forward_idx)
@@ -418,7 +418,7 @@ class UnitEngine:
             run.remove_from_pending_backwards()
 
     def _reshard_if_unused(self, unit: Unit, forward_idx: int) -> None:
-        """Reduce and reshard a unit that no backward of model forward number `forward_idx` uses."""
+        """Reduce and reshard a unit, unless a backward of forward `forward_idx` still uses it."""
         if unit.backwards or unit.runs[True]:
             return
         if not unit.options.is_resident:
@@ -470,11 +470,11 @@ class UnitEngine:
             grads.reduce_to_shards()
 
     def _expects_grads(self, unit: Unit) -> bool:
-        """Whether later backwards of the step add gradients to a resident unit."""
+        """Whether later backwards of the step add gradients to a unit that stays unsharded."""
         return self._is_shared(unit) and bool(unit.pending_backwards or self._pending_forwards)
 
     def _is_shared(self, unit: Unit) -> bool:
-        """Whether a unit is resident and a step is open, so that micro-batches share the unit."""
+        """Whether the micro-batches of an open step share the unit, which stays unsharded."""
         return self._in_step and unit.options.is_resident
 
 

@@ -48,7 +48,7 @@ from moecore.parallel.fsdp.params import UnitParam, copy_all
 
 
 class CastFormat:
-    """The format of an all-gather in the dtype of compute: shards are cast."""
+    """Converts a unit's shards for the all-gather by a cast to the compute dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype  # dtype of the unit's buffer
@@ -93,9 +93,10 @@ class QuantisedFormat(ABC):
         self._shard_scalings: list[_ShardScaling] = []
 
     def make_unsharded(self, params: Sequence[UnitParam], views: Sequence[Tensor]) -> list[Tensor]:
-        """Set `params[i].unsharded` to an expanded NaN, with `Blocks` in `views[i]`.
+        """Set `params[i].unsharded` to a placeholder whose quantised values are in `views[i]`.
 
-        Returns the tensors whose version counters autograd checks.
+        The placeholder is one NaN, expanded to the parameter's shape. Returns the tensors whose
+        version counters autograd checks.
         """
         self._shard_scalings = self._make_shard_scalings(params)
         versioned_tensors = list[Tensor]()
@@ -146,7 +147,7 @@ class QuantisedFormat(ABC):
 
     @abstractmethod
     def _get_blocks_shape(self, shard: MatrixShard) -> tuple[int, int]:
-        """Return the numbers of block rows and columns of the unsharded matrix of a shard."""
+        """Return the numbers of scale blocks along rows and columns of the unsharded matrix."""
 
     @abstractmethod
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
@@ -193,7 +194,7 @@ class MatrixFormat(QuantisedFormat):
 
     @override
     def _get_blocks_shape(self, shard: MatrixShard) -> tuple[int, int]:
-        """Return (0, 0): each full matrix has a scale, and no block."""
+        """Return (0, 0), because a matrix has one scale and is not divided into blocks."""
         return (0, 0)
 
     @override

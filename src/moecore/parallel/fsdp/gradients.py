@@ -88,7 +88,10 @@ class Gradients:
         self._remote_grads: dict[int, bool] = {}
 
     def make_sink(self, param_idx: int, grad_shape: torch.Size) -> GradSink | None:
-        """Return the `GradSink` for the gradient of parameter `param_idx`; None = not needed."""
+        """Return the object through which kernels write parameter `param_idx`'s gradient.
+
+        Kernels write the gradient in `grad_shape`. None = no gradient is needed.
+        """
         unsharded = self._params[param_idx].unsharded
         if unsharded is None or not (unsharded.requires_grad and torch.is_grad_enabled()):
             return None
@@ -118,7 +121,8 @@ class Gradients:
     ) -> bool:
         """Store the matmul of parameter `param_idx`'s gradient; return False if deferral is off.
 
-        The arguments after `param_idx` are the arguments of `compute_and_accumulate`.
+        `compute_grad(*operands, target)` returns the gradient, of shape `grad_shape`, or writes it
+        to `target`.
         """
         if self.deferred is None:
             return False
@@ -228,12 +232,12 @@ class Gradients:
         self._release_sums()
 
     def clear_events(self) -> None:
-        """Clear the event of the buffer's last use, which has ended. CUDA graphs must not wait."""
+        """Clear the buffer's completed event; CUDA graph captures must not wait for it."""
         if self.buffer is not None:
             self.buffer.last_use.clear()
 
     def _make_shard_target(self, param: UnitParam, view_shape: torch.Size) -> GradTarget | None:
-        """Return the target with which a kernel writes `.grad`, viewed as `view_shape`, of a shard.
+        """Return the target through which a kernel writes a shard's `.grad`, as `view_shape`.
 
         None = the existing `.grad` cannot be written, for example because of its dtype.
         """
@@ -360,7 +364,8 @@ class Gradients:
     def _make_param_flags(self) -> Tensor:
         """Return the flags that the reduction sums, 0 or 1, in a flat tensor [ranks * 3 * params].
 
-        Each rank's part has three flags per parameter: all "filled", all "divided", all "trained".
+        For each rank it has one flag per parameter for "has a gradient", then for "a kernel has
+        divided the gradient", then for "is trained".
         """
         trained = frozenset(self._list_trained_idxs())
         key = frozenset(self._filled), frozenset(self._divided), trained
@@ -409,7 +414,7 @@ class Gradients:
 
 
 class _ParamGradSink:
-    """The `GradSink` through which kernels write the gradient of an unsharded parameter."""
+    """Adds gradients that kernels compute for one unsharded parameter to its unit's sums."""
 
     def __init__(
         self, gradients: Gradients, param_idx: int, param: nn.Parameter, grad_shape: torch.Size
@@ -419,22 +424,23 @@ class _ParamGradSink:
         self._node = get_gradient_edge(param).node
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Let `compute(*operands, target)` add the gradient to the sums, and return None.
+        """Compute the gradient and add it to the unit's sums, or return it for autograd.
 
-        Returns the gradient if it cannot be added, so that the caller passes it to autograd.
+        `compute(*operands, target)` writes the gradient to `target` or returns it. The result is
+        None if the gradient was added or deferred.
         """
         if not self._may_take_gradient():
             return compute(*operands, GradTarget())
         return self._gradients.compute_and_accumulate(self._index, self._shape, compute, *operands)
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
-        """Store compute(*operands) for later; return False if the call cannot be deferred."""
+        """Store the matmul for `WeightGradients.run`; return False if it cannot be deferred."""
         return self._may_take_gradient() and self._gradients.defer_matmul(
             self._index, self._shape, compute, *operands
         )
 
     def _may_take_gradient(self) -> bool:
-        """Whether no hook, second derivative or `autograd.grad` reads the gradient."""
+        """Whether kernels may write the gradient, because neither hooks nor autograd read it."""
         return (
             self._param.requires_grad  # it may have been frozen after the forward
             and not (torch.is_grad_enabled() or has_gradient_hooks(self._param))
@@ -443,7 +449,7 @@ class _ParamGradSink:
 
 
 def _list_gap_and_shard_sizes(layout: FlatLayout) -> list[int]:
-    """Return sizes that split a flat shard into gap, shard, gap, shard, ..., final gap."""
+    """Return the sizes of a flat shard's parts: padding, shard, padding, shard, .., padding."""
     sizes = list[int]()
     for slot in layout.slots:
         sizes += [slot.shard_offset - sum(sizes), slot.shard_numel]

@@ -45,7 +45,8 @@ class UnitParam:
 
     Args:
         slot: position of the parameter in the unit's flat buffers.
-        mesh: axes of the data ranks, the sharding axis last; None = no other rank has it.
+        owners: all (module, attribute name) pairs that refer to the parameter.
+        mesh: axes of the data ranks, the sharding axis last; None = only this rank has it.
         is_sharded: whether the last axis of `mesh` shards the parameter, or replicates it.
         join_meshes: function that concatenates two device meshes.
     """
@@ -167,7 +168,7 @@ class UnitParam:
         return make_dtensor(grad, mesh, make_grad_placements(placements), like=self.sharded)
 
     def accumulate_grad_with_hooks(self, grad: Tensor) -> None:
-        """Call `accumulate_grad` with a local gradient, and then post-accumulate-grad hooks."""
+        """Add a local gradient to the shard's `.grad`; call its post-accumulate-grad hooks."""
         self.accumulate_grad(grad)
         call_accumulate_hooks(self.sharded)
 

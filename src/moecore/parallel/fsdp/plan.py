@@ -181,7 +181,7 @@ class UnitPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitOptions:
-    """A unit's name, dtypes, gradient divisor and strategy, as its `Unit` reads them."""
+    """Name, dtypes, gradient divisor and strategy of an FSDP unit (a parameter group)."""
 
     name: str
     reduce_dtype: torch.dtype  # dtype in which gradients are summed

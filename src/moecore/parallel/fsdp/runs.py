@@ -100,7 +100,7 @@ class ForwardVisit:
         self.outputs: list[Output] = []
 
     def add_to_pending_backwards(self, unit: Unit) -> None:
-        """Add this forward, which has no `ForwardRun`, to `pending_backwards` of a unit."""
+        """Add this forward, without a `ForwardRun`, to the backwards that a unit expects."""
         unit.pending_backwards.add(self)
 
     def record_inputs(self, arguments: Any) -> Any:
@@ -114,7 +114,7 @@ class ForwardVisit:
             return arguments
 
         def record(x: Tensor) -> Tensor:
-            """Return a view of an activation, and record its edge; other tensors unchanged."""
+            """Record and return a view of an activation; return other tensors unchanged."""
             if not x.requires_grad or isinstance(x, nn.Parameter):
                 return x
             view = x.view_as(x)
@@ -164,12 +164,12 @@ class ForwardRun:
             )
 
     def add_to_pending_backwards(self, unit: Unit) -> None:
-        """Add this forward to `pending_backwards` of a unit, until its backward has ended."""
+        """Add this forward to the backwards that a unit expects, until its backward has ended."""
         unit.pending_backwards.add(self)
         self._pending_in.append(unit)
 
     def remove_from_pending_backwards(self) -> None:
-        """Remove this run from the `pending_backwards` of all units."""
+        """Remove this forward from the backwards that units expect."""
         for unit in self._pending_in:
             unit.pending_backwards.discard(self)
         self._pending_in.clear()
@@ -195,7 +195,7 @@ class GradBoundary:
         return type(None), ()
 
     def __call__(self, _grad: Tensor) -> None:
-        """End and begin the backwards of the runs at this activation."""
+        """End the consumers' backwards, and begin the producers' backwards."""
         for run in reversed(self.ends):
             self.engine.post_backward(run)
         if self.is_leaf:

@@ -39,7 +39,7 @@ RankHeader = Sequence[int]  # a header of `CollectiveHeader`
 
 
 class CoalescedTransport:
-    """Runs a unit's NCCL collectives on the current stream, one launch for a list of regions."""
+    """Runs a unit's NCCL collectives on the current stream, one launch for all parameters."""
 
     host_reads = False  # whether the host can read messages without a device synchronisation
 
@@ -49,9 +49,9 @@ class CoalescedTransport:
         self._gather.asyncOp = self._reduce.asyncOp = False
 
     def all_gather(self, regions: Tensors, shards: Tensors, header: RankHeader) -> list[RankHeader]:
-        """All-gather each shard [n] into the region [ranks * n] with the same index in the list.
+        """All-gather each shard [n] into the tensor [ranks * n] at its index in `regions`.
 
-        `header` is not sent. The result, the list of all ranks' headers, is empty.
+        `header` is ignored and the result is [], because the host would wait for headers.
         """
         work = self._group.allgather_into_tensor_coalesced(regions, shards, self._gather)
         if work is not None:
@@ -59,23 +59,23 @@ class CoalescedTransport:
         return []  # the host would have to wait for the headers
 
     def reduce_scatter(self, shards: Tensors, regions: Tensors) -> None:
-        """Reduce-scatter (sum) each region [ranks * n] into the shard [n] at its index."""
+        """Reduce-scatter (sum) each of `regions`, [ranks * n], into the shard [n] at its index."""
         work = self._group.reduce_scatter_tensor_coalesced(shards, regions, self._reduce)
         if work is not None:
             work.wait()
 
 
 class PackedTransport:
-    """Runs a unit's gloo collectives, with all regions packed into one message."""
+    """Runs a unit's gloo collectives, with all parameters packed into one message."""
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self._group, self.host_reads = group, device_type == "cpu"
 
     def all_gather(self, regions: Tensors, shards: Tensors, header: RankHeader) -> list[RankHeader]:
-        """All-gather shards, and `header` on CPUs, in one message; copy shards to regions.
+        """All-gather all shards in one message, and copy them to `regions` at their indices.
 
-        `header` has the numbers that ranks compare. Returns the headers of all ranks, or [] on
-        other devices.
+        On CPUs the message also has `header`, numbers that ranks compare. Returns the headers of
+        all ranks, or [] on other devices.
         """
         numbers = header if self.host_reads and not shards[0].is_meta else []
         words = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -89,7 +89,7 @@ class PackedTransport:
         return rank_headers.contiguous().view(torch.int64).tolist() if words.numel() else []
 
     def reduce_scatter(self, shards: Tensors, regions: Tensors) -> None:
-        """Reduce-scatter (sum) the regions in one message, and copy the sums to the shards."""
+        """Reduce-scatter (sum) all `regions` in one message, and copy the sums to the shards."""
         ranks = self._group.size()
         messages = torch.cat([region.view(ranks, -1) for region in regions], dim=1)
         local_sums = messages.new_empty(messages.shape[1])
@@ -184,7 +184,7 @@ class UnitStreams:
         return stream
 
     def _order_after_current(self, stream: Stream) -> None:
-        """Make a stream wait for the current stream, and `wait_for_collectives` for the stream."""
+        """Make `stream` wait for the current stream; `wait_for_collectives` waits for `stream`."""
         stream.wait_stream(self._get_current_stream())
         if stream not in self._queued:
             self._queued.append(stream)

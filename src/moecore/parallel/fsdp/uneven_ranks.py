@@ -138,7 +138,7 @@ class UnevenRanks:
                 self._issue_skipped_forwards(visit, len(visit.node.children))
 
     def pre_backward(self, visit: ForwardVisit) -> None:
-        """Record that a visit's backward begins; first end the backward of all later visits."""
+        """Record that a forward's backward begins; first end the backwards of later forwards."""
         if visit.is_in_backward:
             return
         self._record_backward_start(visit)
@@ -151,14 +151,14 @@ class UnevenRanks:
             self._end_child_backwards(visit.parent, visit)
 
     def post_backward(self, run: ForwardRun, visit: ForwardVisit) -> None:
-        """Record that a run's backward ends; first end the backward of its submodules' visits."""
+        """Record that a forward's backward ends; first end its submodules' backwards."""
         self._end_child_backwards(visit, None)
         run.unit.pending_backwards.discard(visit)
         if run in visit.runs:
             visit.runs.remove(run)
 
     def list_parent_runs(self, visit: ForwardVisit) -> list[ForwardRun]:
-        """Return the runs of the enclosing module, if it exists and its backward has not begun."""
+        """Return the enclosing forward's `ForwardRun`s; [] without one or if its backward began."""
         parent = visit.parent
         return [] if parent is None or parent.is_in_backward else parent.runs.copy()
 
@@ -167,7 +167,7 @@ class UnevenRanks:
         return [run for visit in self._outermost_visits for run in visit.runs]
 
     def _record_backward_start(self, visit: ForwardVisit) -> None:
-        """Record that a visit's backward has begun, and drop the visit's graph edges."""
+        """Record that a forward's backward has begun, and drop the forward's graph edges."""
         visit.is_in_backward = True
         visit.inputs.clear()
         visit.outputs.clear()
@@ -202,7 +202,7 @@ class UnevenRanks:
                 unit.reshard()
 
     def _find_recomputed_visit(self, node: ModuleNode) -> ForwardVisit | None:
-        """Return the visit whose forward a reentrant checkpoint recomputes now, or None."""
+        """Return the record of the forward that a reentrant checkpoint recomputes now, or None."""
         visits = [run.visit for run in reversed(self._active) if run.visit is not None]
         if visits and visits[0].node is node:  # its backward has begun: no reentrant checkpoint
             return None
@@ -229,9 +229,9 @@ class UnevenRanks:
             self._end_backward(visit)
 
     def _end_backward(self, visit: ForwardVisit) -> None:
-        """End a visit's backward. If the backward has not begun, issue its collectives.
+        """End a forward's backward. If the backward has not begun, issue its collectives.
 
-        If no rank can run the backward, the visit is dropped without collectives.
+        If no rank can run the backward, the record `visit` is dropped without collectives.
         """
         node = visit.node
         if visit.is_in_backward:
@@ -253,7 +253,7 @@ class UnevenRanks:
         return any(p.requires_grad for m in before for p in m.parameters(recurse=False))
 
     def _drop_visit(self, visit: ForwardVisit) -> None:
-        """Stop expecting the backward of a visit and of its children."""
+        """Stop expecting the backwards of a forward and of its submodules' forwards."""
         self._drop_children(visit)
         for run in visit.runs:
             run.remove_from_pending_backwards()
@@ -262,7 +262,7 @@ class UnevenRanks:
         self._record_backward_start(visit)
 
     def _drop_children(self, visit: ForwardVisit) -> None:
-        """Stop expecting the backward of a visit's children, and forget them."""
+        """Stop expecting the backwards of a forward's submodules, and drop their records."""
         for child in visit.children:
             self._drop_visit(child)
         visit.children.clear()
@@ -291,7 +291,10 @@ class UnevenRanks:
             self._reshard_if_unused(unit, visit.forward_idx)
 
     def _run_empty_forward(self, layer: ExchangeLayer, experts_unit: Unit) -> EmptyRun:
-        """Run a skipped MoE layer on zero tokens of the dtype and device of its experts' unit."""
+        """Run a skipped MoE layer on zero tokens; return its input and output for backward.
+
+        The input has the dtype and device of `experts_unit`.
+        """
         needs_grad = self._has_trained_predecessor(layer)
         shape = 0, layer.config.dim
         x_0D = torch.zeros(shape, dtype=experts_unit.dtype, device=experts_unit.device)
@@ -306,7 +309,7 @@ class UnevenRanks:
             layer_check.joins = False
 
     def _run_empty_backward(self, node: ModuleNode, empty_run: EmptyRun, forward_idx: int) -> None:
-        """Run a node's MoE layer's backward with zero tokens, in model forward `forward_idx`."""
+        """Run the zero-token backward of a node's MoE layer, in model forward `forward_idx`."""
         assert node.layer is not None, "it has run"
         inputs = [empty_run.x_0D] if empty_run.x_0D.requires_grad else []
         inner_units = list[tuple[nn.Module, Unit]]()
@@ -351,7 +354,7 @@ class UnevenRanks:
     ) -> None:
         """Run a backward from `outputs`, with gradients `zero_grads`, to `inputs`.
 
-        The function ends the backward of each run whose backward begins in this call.
+        Also ends each module's backward that begins in this call.
         """
         outside = len(self._active)
         # The graph is retained, because a later backward of the same forward may need it.

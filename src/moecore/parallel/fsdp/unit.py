@@ -147,14 +147,14 @@ class Unit:
         )
 
     def list_versions(self) -> list[int]:
-        """Return each shard's version counter, or its value at the all-gather if unsharded."""
+        """Return each shard's version counter; while unsharded, its value at the all-gather."""
         if self.state is State.SHARDED or self.buffer is None:
             # In-place operations of a DTensor do not change the version of its local tensor.
             return [sum_version_counters(param.sharded, param.shard) for param in self.params]
         return self._shard_versions
 
     def refresh_sharded_params(self) -> None:
-        """If SHARDED, read the current sharded parameters; always call `sync_requires_grad`."""
+        """If SHARDED, read the modules' current shards; always update `requires_grad`."""
         if self.state is State.SHARDED:
             changed = [param.refresh_sharded_param() for param in self.params]
             if any(changed) and self.buffer is None:
@@ -169,7 +169,7 @@ class Unit:
                 unsharded.requires_grad = is_trained
 
     def unshard(self) -> None:
-        """If SHARDED, reshard the buffer's holder and launch the all-gather. Collective."""
+        """If SHARDED, reshard the buffer's current user and launch the all-gather. Collective."""
         if self.state is not State.SHARDED:
             return
         self._acquire_buffer()
@@ -233,7 +233,7 @@ class Unit:
         self.state = State.SHARDED
 
     def clear_events(self) -> None:
-        """Clear the event of each buffer's last use, which has ended. CUDA graphs must not wait."""
+        """Clear the buffers' completed events; CUDA graph captures must not wait for them."""
         if self.buffer is not None:
             self.buffer.last_use.clear()
         self.gradients.clear_events()

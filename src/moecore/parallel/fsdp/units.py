@@ -28,7 +28,7 @@ Prefetch = Mapping[nn.Module, list[nn.Module]]  # units, as their first modules
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """The modules that become units. The root unit has all other parameters."""
+    """The modules that become FSDP units; the root unit has all other parameters."""
 
     blocks: list[nn.Module]  # result of `find_blocks`
     groups: list[list[nn.Module]]  # each list of blocks is one unit, and [model] is the root
@@ -160,8 +160,8 @@ def is_in_router_unit(router: Router, options: FSDPOptions) -> bool:
 def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetch:
     """Map each unit's first module to the first modules of units that it prefetches in forward.
 
-    The prefetched units are the later units of the same list in `units.first_use`, and the next
-    `num_blocks` lists of the same outermost ModuleList.
+    A unit prefetches the later units of its list in `units.first_use`, and all units of the next
+    `num_blocks` lists. These lists must be in the same outermost ModuleList.
     """
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     list_of = _find_outermost_lists(model)
@@ -179,8 +179,8 @@ def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Pr
 def plan_backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
     """Map each unit's first module to the first modules of units that it prefetches in backward.
 
-    The prefetched units are units of the same list in `units.first_use`, earlier heads (a head may
-    run several times), and the previous `num_blocks` lists.
+    A unit prefetches the remaining units of its list in `units.first_use`, and all units of the
+    previous `num_blocks` lists. It also prefetches earlier heads, which may run several times.
     """
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     backward = [[group[0], *reversed(group[1:])] for group in reversed(units.first_use)]

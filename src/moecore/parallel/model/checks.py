@@ -59,7 +59,7 @@ def check_stage_layout(
 ) -> None:
     """Raise a ValueError if a pipeline layout breaks one of three rules.
 
-    - No stage begins with a layer in `bound_layers` (`StageParts.bound_layers`).
+    - No stage begins with a layer in `bound_layers`, which reads results of the previous layer.
     - Each pp rank has a layer, the embedding or the head. `stage_ranks[i]` is the rank of stage i.
     - A tuple of offload fractions has one entry per stage.
     """

@@ -62,7 +62,7 @@ class Family(Protocol):
         """
 
     def make_staged_model(self, model: nn.Module) -> StagedModel:
-        """Return the `StagedModel` of a model, or raise a NotImplementedError without stages."""
+        """Return the model's `StagedModel`; NotImplementedError if it has no pipeline stages."""
         if not hasattr(model, "stage_parts"):
             raise NotImplementedError(
                 f"model ({type(model).__name__}) must be a Decoder or a causal language model of "
@@ -110,7 +110,7 @@ class Family(Protocol):
         }
 
     def get_vocab_size(self, model: nn.Module) -> int | None:
-        """Return the vocabulary size of the model's config, or None without a size."""
+        """Return the vocabulary size of the model's config; None if the config has no size."""
         size = getattr(getattr(model, "config", None), "vocab_size", None)
         return size if isinstance(size, int) else None
 
@@ -122,18 +122,21 @@ class Family(Protocol):
         )
 
     def get_head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
-        """Return [vocabulary, dim] of each head whose loss is computed in chunks of tokens."""
+        """Return (vocabulary size, model dim) of each head whose loss is computed in chunks."""
 
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
-        """Make the model compute head and loss in chunks of tokens, in FP8 if `recipe` is given."""
+        """Change `model` in place: its forward computes head and loss in chunks of tokens.
+
+        `recipe` is the FP8 recipe of the head's products; None = no FP8.
+        """
 
     def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
-        """Install guards for methods that a parallelized model does not support.
+        """Make methods that a parallelized model does not support raise errors, in place.
 
-        `wrapper` is the caller's module, which is or contains `model`. `warns_about_cache` =
-        forwards must not return cached keys and values.
+        `wrapper` is the caller's module, which is or contains `model`. `warns_about_cache`: warn if
+        the model uses a key/value cache in training.
         """
 
 
@@ -160,7 +163,7 @@ class ContextParallelModel(Protocol):
     """
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return the options with a chosen `way`: how attention communicates between cp ranks.
+        """Return the options with `way`, attention's communication between cp ranks, chosen.
 
         Raises a ValueError if the model's heads do not allow the requested `way` with `cp` and `tp`
         ranks.
@@ -175,7 +178,7 @@ class DynamicContextModel(Protocol):
     """A model that supports `ContextOptions.dynamic`: each forward has its own cp."""
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return the options with a chosen `way`, see `ContextParallelModel`."""
+        """Return the options with attention's communication method chosen for this `cp`."""
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
         """Set {cp degree: `ContextParallel`} for each cp > 1 that a forward can have."""

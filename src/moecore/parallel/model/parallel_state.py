@@ -114,7 +114,7 @@ def get_moe_state(model: nn.Module) -> MoEState:
 
 
 def get_capacity(model: nn.Module) -> BufferCapacities:
-    """Return the `BufferCapacities` of a model's exchange buffers and pages of saved rows."""
+    """Return the capacities of a model's exchange buffers and of its pages of saved rows."""
     state = get_parallel_state(model)
     assert state is not None and state.capacity is not None, "its balance record was found"
     return state.capacity

@@ -262,7 +262,7 @@ def apply_context_parallel(model: nn.Module, state: ParallelState) -> None:
 
 
 def create_balance_state(model: nn.Module, state: ParallelState) -> None:
-    """Set `state.state`, the model's `MoEState`, and `state.capacity`, its buffers' `Capacity`."""
+    """Create the model's load-balance state and the capacities of its buffers, on `state`."""
     meshes = state.request.meshes
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,

@@ -218,7 +218,7 @@ class _PlanBuilder:
         return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
 
     def _check_even_input_dim(self, param: nn.Parameter, num_ranks: int) -> None:
-        """Raise a ValueError if dim 1 of `param` is not `num_ranks` even shards of full bytes."""
+        """Raise a ValueError unless dim 1 of `param` splits into `num_ranks` equal byte ranges."""
         name = self.name_of[param]
         recipe = self.recipes.get(name)
         values_per_byte = 2 if recipe is not None and recipe.scaling == "nvfp4" else 1
@@ -427,7 +427,7 @@ def _find_fp8_parameters(
 def _check_byte_pairs(
     layer_name: str, experts: Experts, param: nn.Parameter, recipe: Recipe, meshes: Meshes
 ) -> None:
-    """Raise a ValueError if shards of the experts' `param` would split bytes of two "nvfp4" values.
+    """Raise a ValueError if a shard of `param` ends inside a byte of two "nvfp4" values.
 
     Other recipes pass. `layer_name` is the name of the MoE layer in the error.
     """

@@ -90,7 +90,7 @@ class Request:
         return dense.graph_scopes or (GRAPH_SCOPES[p.tp * p.cp > 1 :] if dense.graph else ())
 
     def context_options(self, model: Any) -> dict[int, ContextOptions]:
-        """Return {cp: options with a chosen `way`} for each cp > 1 that a forward can have."""
+        """Return {cp: options with a chosen communication method} for each cp > 1 of a forward."""
         p, options, sizes = self.meshes.parallel, self.context or ContextOptions(), []
         if self.is_dynamic:
             ranks = self.meshes.data_ranks

@@ -94,10 +94,10 @@ def _make_unit(
     streams: UnitStreams,
     join_meshes: Callable[..., DeviceMesh],
 ) -> Unit:
-    """Create the unit of one layout of a unit plan, and shard the layout's parameters.
+    """Shard the parameters of one flat layout over the data ranks, and return their `Unit`.
 
-    `modules` are the unit's modules. `owners` is the result of `_find_owners`. `join_meshes`
-    concatenates device meshes.
+    `modules` are the unit's modules. `owners` maps each parameter name to all (module, attribute)
+    pairs that refer to it. `join_meshes` concatenates device meshes.
     """
     mesh: DeviceMesh | None = meshes.dense_fsdp
     if unit_plan.mesh != "dense":

@@ -304,8 +304,8 @@ def _find_min_bottleneck(cu_costs: Sequence[float], num_stages: int) -> float:
 def _find_stage_borders(cu_costs: Sequence[float], num_stages: int, max_cost: float) -> list[int]:
     """Return the borders of stages of cost <= `max_cost`: `num_stages` + 1 indices in the costs.
 
-    `cu_costs` has the cumulative costs from 0. `balanced_layout` says which of several
-    solutions is chosen.
+    `cu_costs` has the cumulative costs from 0. Of several solutions, the last stage has the fewest
+    layers, and then the sum of squared stage costs is the least.
     """
     last = len(cu_costs) - 1
     # Stage 0 has the embedding and the last stage has the loss, so both are not empty.

@@ -41,8 +41,8 @@ def find_next_backwards(order: Sequence[Item]) -> list[Action | None]:
 def list_last_block_offloads(order: Sequence[Item]) -> list[bool]:
     """Return, for each item of a rank's order, whether its forward offloads the last block.
 
-    The value is False if the micro-batch's backward is the next backward of the item or of the two
-    items after it, and for items without a forward.
+    False if the micro-batch's backward is the next backward after this item or after one of the two
+    following items. Also False for items without a forward.
     """
     backwards = find_next_backwards(order)
     flags = []

@@ -100,10 +100,10 @@ def make_order(turns: Turns) -> Iterator[Item]:
 
 
 def _make_loop_turns(shape: Shape, *, rounds: Sequence[int], warm_up: int, **options: Any) -> Turns:
-    """Return turns that run rounds of micro-batches; each round runs chunk after chunk.
+    """Return one rank's forwards and backwards in rounds of micro-batches, chunk after chunk.
 
-    `rounds` are the numbers of micro-batches of the rounds. Stage s is on rank s % pp.
-    `warm_up` and `options` are fields of `Turns`.
+    `rounds[i]` is the number of micro-batches of round i. Stage s is on rank s % pp. `warm_up` is
+    the number of forwards before the first backward; `options` are other fields of `Turns`.
     """
 
     def passes(chunks: Sequence[int]) -> list[Pass]:

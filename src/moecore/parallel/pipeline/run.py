@@ -44,7 +44,7 @@ class StageOffload(Protocol):
     def offload_forward(
         self, *, offloads_last_block: bool, resident_input: Tensor | None
     ) -> AbstractContextManager[Any]:
-        """Return a context that offloads a forward's saved tensors and yields their chunk.
+        """Return a context that offloads a forward's saved tensors, and yields their record.
 
         `offloads_last_block` = the tensors of the stage's last block are offloaded too. The stage's
         input `resident_input` is not offloaded.
@@ -205,7 +205,7 @@ class _ScheduleRun:
         return self._losses
 
     def _run_item(self, item: Item) -> list[tuple[Action, Tensor | None]]:
-        """Run an item; return each action with the tensor to send, None = nothing to send."""
+        """Run an action or an `Overlap`; return each action with the tensor to send, or None."""
         if not isinstance(item, Overlap):
             return [(item, self._run_by_kind[item.kind](item))]
         gradient: list[Tensor | None] = []

@@ -39,7 +39,10 @@ class Schedule:
     orders: tuple[tuple[Item, ...], ...]  # the items of each rank, in order
 
     def list_dependencies(self, action: Action) -> list[Action]:
-        """Return the actions whose results `action` reads; kind "D" = any backward, "B" or "D"."""
+        """Return the actions whose results `action` reads.
+
+        In the result, kind "D" means the stage's backward, split ("D") or not ("B").
+        """
         kind, stage, micro_batch = action
         if kind == "F":
             return [Action("F", stage - 1, micro_batch)] if stage else []
@@ -109,8 +112,8 @@ class Schedule:
 
         Args:
             sizes: size of a micro-batch's activations on each stage, in any unit.
-            deferred_sizes: size that stays saved between D and W on each stage, in the same unit
-                (`WeightGradients.nbytes`); None = `sizes`.
+            deferred_sizes: size that each stage saves between input gradients (D) and weight
+                gradients (W), in the same unit (`WeightGradients.nbytes`); None = `sizes`.
         """
         deferred_sizes = sizes if deferred_sizes is None else deferred_sizes
         peaks = []
@@ -200,7 +203,8 @@ class PipelineConfig(CheckedRecord):
     ) -> PipelineLayout:
         """Return the pipeline layout of a model with these numbers of layers over pp ranks.
 
-        `bound_layers` has the layers with which no stage can begin (`StageParts.bound_layers`).
+        `bound_layers` has the layers that read further results of the previous layer, so that no
+        stage can begin with them.
 
         Raises:
             ValueError: if the layout does not have the model's numbers of layers.

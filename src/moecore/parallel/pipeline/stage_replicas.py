@@ -49,7 +49,7 @@ class AllStages:
         return self.num_holders[clean_name(param_name)] * (dist.get_world_size() // self.pp)
 
     def scatter_values(self, param_names: list[str], values: Tensor) -> Tensor:
-        """Return a vector over all stages' parameters: `values[i]` for `param_names[i]`, else 0.
+        """Return one value per parameter of all stages: `values[i]` for `param_names[i]`, or 0.
 
         The parameters are in the order of the field `num_holders`. No communication.
         """

@@ -191,7 +191,7 @@ def require_arguments(inputs: Mapping[str, Any], *names: str) -> None:
 def check_hidden_states(
     hidden_states: Tensor | None, stage: Stage, expected_shape: tuple[int, ...]
 ) -> None:
-    """Raise a ValueError unless a stage's input has `expected_shape` (first stage: is None)."""
+    """Raise a ValueError unless the input has `expected_shape`, or is None in the first stage."""
     if (hidden_states is None) != stage.embedding:
         shape_text = None if hidden_states is None else tuple(hidden_states.shape)
         raise ValueError(

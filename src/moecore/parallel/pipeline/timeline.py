@@ -227,7 +227,7 @@ class Costs(CheckedRecord):
     ) -> Costs:
         """Return costs without communication, from each stage's forward time.
 
-        Input and weight gradients take `inputs` and `weights` times the forward time.
+        Input gradients take `inputs` times the forward time, and weight gradients `weights` times.
         """
         return cls(
             forward=tuple(forward),

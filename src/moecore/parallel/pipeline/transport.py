@@ -143,7 +143,7 @@ class StageTransport:
         self._sends = [send for send in self._sends if not send.work.is_completed()]
 
     def wait_for_sends(self, selects: Callable[[_PostedMessage], bool] = lambda send: True) -> None:
-        """Make the current stream wait for the selected sends, and free the sent tensors."""
+        """Make the current stream wait for sends that `selects` accepts, and free their tensors."""
         for send in filter(selects, self._sends):
             with _explain_errors(f"{send.message} for", send.peer):
                 send.work.wait()
