@@ -36,7 +36,7 @@ class Examples:
         num_rows: number of rows of the files, with rows that are left out.
         num_cut: number of examples that were cut to seq_len tokens.
         num_empty: number of examples without a learned token among the first seq_len tokens.
-        problems: why rows or examples are left out, each with its place.
+        problems: why rows or examples are left out, a text with the row's location for each.
     """
 
     examples: list[Any]

@@ -108,7 +108,7 @@ class CausalContext:
     def _shift_labels(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Forward pre-hook: build the `Sequence`; slice shifted labels to this rank's tokens."""
+        """Forward pre-hook: build the `Sequence`; shift labels in full rows, then slice them."""
         _refuse_router_logits(kwargs.get("output_router_logits"))
         for field in ("logits_to_keep", "inputs_embeds"):
             if kwargs.get(field) is not None:
