@@ -36,9 +36,9 @@ def adopt(
     Args:
         config: config of the layer; `shared_hidden_dim` must be 0 if `shared` is given.
         layout: names of the block's parts in the model.
-        router: "weight" [experts E, model dim D]. If the config has them, also "bias" [E], the
-            selection bias buffer [E] or [1, E] (also if `layout.bias_owner` names its module), and
-            the table of experts by token id.
+        router: "weight" [experts E, model dim D]. Also "bias" [E], the selection bias
+            buffer [E] or [1, E] and the table of experts by token id, if the config has them.
+            `layout.bias_owner` may name another module for the buffer.
         experts: stacked tensors by parameter name, with the shapes of
             `compute_expert_shapes(config, layout)`.
         shared: module that maps [T, D] to [T, D] for T tokens, used unchanged.

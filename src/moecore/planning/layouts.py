@@ -111,7 +111,7 @@ class SearchRequest(CheckedRecord):
 
     @property
     def num_peers(self) -> int:
-        """The number of neighbouring ranks that reach each other's memory; 1 = none."""
+        """The number of neighbouring ranks that access each other's memory; 1 = no access."""
         return count_peers(self.gpu, self.ranks_per_domain)
 
     @property

@@ -148,7 +148,7 @@ def compute_operation_work(
 
 
 def compute_kernel_work(name: str, args: Args) -> Work:
-    """Return the work of a launch of moecore kernel `name` with arguments `args`."""
+    """Return the work (FLOP, bytes and sizes) of a moecore kernel `name` with arguments `args`."""
     if name in EXCHANGES:
         ranks, num_bytes = args
         return Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
@@ -170,7 +170,7 @@ def compute_kernel_work(name: str, args: Args) -> Work:
 
 
 def compute_collective_work(name: str, args: Args, num_ranks: int) -> Work:
-    """Return the work of collective `name` with `args` on `num_ranks` ranks."""
+    """Return the work (bytes and ranks) of collective `name` with `args` on `num_ranks` ranks."""
     tensors, n = list_tensors(args), num_ranks
     dtype = _format_dtype(tensors[0]) if tensors else "uint8"
     tensor_bytes = sum(t.nbytes for t in tensors)

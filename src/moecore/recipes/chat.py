@@ -275,7 +275,7 @@ def _find_answer_ends(
 def _encode_by_prefixes(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any, num_prompt: int
 ) -> list[Example]:
-    """Return the examples of a chat, for a template without marks.
+    """Return the examples of a chat, for a template that does not mark learned tokens.
 
     An answer is the text that the template adds to the rendering of the earlier messages. The first
     `num_prompt` messages are not learned.

@@ -109,7 +109,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         """Return this data rank's batch for a step; the first step is 1."""
 
     def drop_batch(self, step: int) -> None:
-        """Read and ignore a batch that a rollback has removed from the run, formerly of `step`."""
+        """Read and ignore a batch that a rollback removed; `step` is the step that had it."""
         self.next_batch(step)
 
     @abstractmethod

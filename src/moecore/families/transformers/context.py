@@ -48,8 +48,8 @@ class CausalContext:
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
         """Return `options` with the communication method of attention for `cp` and `tp` ranks.
 
-        Raises NotImplementedError for a model that cannot shard rows, and ValueError for a `way`
-        that does not fit its attention. See `ContextOptions.resolve`.
+        Raises NotImplementedError for a model that cannot shard rows, and ValueError for an
+        `options.way` that does not fit the model's attention.
         """
         name, part = type(self.model).__name__, find_packing_problem(self.model)
         problem = None if part is None else f"{part} needs whole rows on a rank"

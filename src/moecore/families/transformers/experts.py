@@ -198,7 +198,7 @@ def _find_positive_attribute(experts: Any, attribute_names: Sequence[str]) -> fl
 def _is_elementwise(activation: Callable[[Tensor], Tensor], gated: bool, interleaved: bool) -> bool:
     """Whether each output column depends only on its own gate and up columns, tested on samples.
 
-    `gated` and `interleaved` are as in `_match_activation_options`.
+    `gated`: the input has gate and up columns, which alternate if `interleaved`.
     """
     h_RC = _make_activation_samples(gated)
     if not gated:

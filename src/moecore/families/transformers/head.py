@@ -66,7 +66,7 @@ class LogitsSource:
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """The tp group over which the head's weight is sharded, or None."""
+        """The tp group over which the head's weight is sharded; None = the weight is replicated."""
         return None if self.tp is None else self.tp.group
 
     def multiply_gradient_by_tp(self, loss: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ class VocabularyHooks:
         embedding.register_forward_hook(self._reduce_embeddings)
 
     def _localize_ids(self, embedding: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Forward pre-hook: map ids to local rows, and the padding index to a local row or None."""
+        """Forward pre-hook: map ids and padding index to local rows; None = no local padding."""
         ids, *rest = args
         local_ids, self._state.is_other = self._tp.find_local_rows(ids, self._rows)
         padding = self._state.padding_idx = embedding.padding_idx

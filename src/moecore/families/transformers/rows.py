@@ -346,7 +346,7 @@ class ModalityHooks:
 
 
 def _make_token_selectors(base: nn.Module) -> dict[nn.Module, Choose]:
-    """Return MoE layer -> function [B, T] -> [N] that selects its text or image tokens."""
+    """Return {MoE layer: function that selects its text or image tokens, [B, T] -> [N]}."""
     choose_of = dict[nn.Module, Choose]()
     blocks: list[Any] = [block for block in base.modules() if has_vision_experts(block)]
     for block in blocks:
@@ -458,7 +458,7 @@ def _store_sequence(
 def _pass_stored_sequence(
     select_tokens: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
-    """Forward pre-hook of a MoE layer: pass documents and padding of its stored `Sequence`."""
+    """Forward pre-hook of a MoE layer: pass documents and padding that its block has stored."""
     return _add_document_arguments(getattr(layer, SEQUENCE), select_tokens, layer, args, kwargs)
 
 

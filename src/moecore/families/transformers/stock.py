@@ -255,7 +255,7 @@ def list_towers(model: Any) -> list[str]:
     towers: list[str] = []
 
     def visit(module: nn.Module) -> None:
-        """Append the outermost towers in a module that contains the decoder."""
+        """Append the outermost modules with parameters outside of the decoder in `module`."""
         for child in module.children():
             if decoder in child.modules():
                 if child is not decoder:

@@ -177,7 +177,7 @@ def _is_norm_over_all_heads(module: nn.Module, name: str, linears: Mapping[str, 
 
 
 def _find_sharding_problem(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
-    """Return the reason why attention cannot be sharded by heads, or None.
+    """Return why an attention module cannot be sharded by heads; None = it can.
 
     `known_names` are the children and parameters whose sharding is known.
     """

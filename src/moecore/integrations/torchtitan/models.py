@@ -169,7 +169,7 @@ class HFModel(nn.Module):
         return CausalContext(self.hf).context_options(options, cp, tp)
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
-        """Make forwards compute only this cp rank's tokens; see `ContextParallelModel`."""
+        """Make later forwards accept full rows and compute only this cp rank's tokens."""
         CausalContext(self.hf).apply_context_parallel(cp)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
