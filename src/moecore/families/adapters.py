@@ -151,7 +151,7 @@ def _refuse_unknown_siblings(
 def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
     """Return the MoE layer to which `adapter` converts the block `name`; the model is unchanged.
 
-    Raises ValueError for a result of another class, and for tensors or hooks that the layer lacks.
+    ValueError if the result is no MoE layer, or if it lacks tensors or hooks of the block.
     """
     block = model.get_submodule(name)
     state = _get_state_tensors(block)
@@ -233,7 +233,7 @@ def _has_experts(
 
 
 def _is_feed_forward(matrices: Sequence[Any], dim: int) -> bool:
-    """Whether two or more `matrices`, shapes [out, in], map `dim` features to `dim` features."""
+    """Whether the first of several matrices [out, in] has `dim` inputs, the last `dim` outputs."""
     return len(matrices) > 1 and matrices[0][1] == dim == matrices[-1][0]
 
 
@@ -256,7 +256,7 @@ def _format_remaining(names: list[str], num_listed: int = 1) -> str:
 
 @dataclass(frozen=True)
 class _TensorRange:
-    """A half-open byte range of a storage that was computed from the named block tensors."""
+    """A byte range [begin, end) of a storage, and the block tensors from which it was computed."""
 
     begin: int
     end: int

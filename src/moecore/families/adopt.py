@@ -36,18 +36,18 @@ def adopt(
     Args:
         config: config of the layer; `shared_hidden_dim` must be 0 if `shared` is given.
         layout: names of the block's parts in the model.
-        router: "weight" [E, D]. If the config has them, also "bias" [E], the selection bias buffer
-            ([E] or [1, E], also if `layout.bias_owner` names another module for it) and the table
-            of experts by token id.
+        router: "weight" [experts E, model dim D]. Also "bias" [E], the selection bias
+            buffer [E] or [1, E] and the table of experts by token id, if the config has them.
+            `layout.bias_owner` may name another module for the buffer.
         experts: stacked tensors by parameter name, with the shapes of
             `compute_expert_shapes(config, layout)`.
-        shared: module that maps [T, D] to [T, D], used unchanged.
+        shared: module that maps [T, D] to [T, D] for T tokens, used unchanged.
         shared_gate: module that maps [T, D] to [T, 1], used unchanged under the name
             `layout.shared_gate`. The sigmoid of its output multiplies the shared output.
-        latent: modules that map [T, D] to [T, L] and back, for a config with a latent dim. They are
+        latent: modules that map [T, D] to [T, latent dim] and back, for a config with it. They are
             used unchanged under the names `layout.latent_down` and `layout.latent_up`.
-        own_activation: differentiable function from FC1's output [R, C] to [R, F] that replaces
-            `config.activation`; see `Experts`. None = `config.activation`.
+        own_activation: differentiable function from FC1's output [rows, FC1 columns] to FC2's input
+            [rows, hidden dim]; None = `config.activation`.
         layer_class: subclass of MoELayer whose forward has the signature of the block's forward.
 
     Raises:
@@ -109,7 +109,7 @@ def adopt_experts(
 
 
 def _check_hash_table(table_name: str, table_VK: Tensor, num_experts: int) -> None:
-    """Raise ValueError if the table `table_name` has invalid or equal expert ids for a token id."""
+    """Raise ValueError if a token id's K experts in a table are not distinct valid ids."""
     sorted_VK = table_VK.sort(dim=1).values
     wrong_V = (sorted_VK[:, 1:] == sorted_VK[:, :-1]).any(1)
     wrong_V |= (table_VK < 0).any(1) | (table_VK >= num_experts).any(1)

@@ -48,7 +48,7 @@ from moecore.parallel.pipeline.stages import StagedModel
 
 
 class ProtocolFamily(Family):
-    """The functions of `parallelize_moe` for models of moecore's protocols, such as its decoder."""
+    """The functions of `parallelize_moe` for models that implement moecore's own protocols."""
 
     @override
     def swap_blocks(
@@ -59,7 +59,10 @@ class ProtocolFamily(Family):
 
     @override
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-        """Cast the tensors that must stay fp32 to fp32, in place; return their names."""
+        """Cast the tensors that must stay fp32 to fp32, in place; return their names.
+
+        `dtype` is the compute dtype; None = the dtype of the first fp16 or bf16 parameter.
+        """
         return set_dtypes(model, dtype)
 
     @override
@@ -70,7 +73,7 @@ class ProtocolFamily(Family):
 
     @override
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
-        """Set the FP8 recipe of the loss of each `Head`; None = the weight's dtype."""
+        """Compute the loss of each `Head` with this FP8 recipe; None = in the weight's dtype."""
         for module in model.modules():
             if isinstance(module, Head):
                 module.loss_recipe = recipe
@@ -99,7 +102,7 @@ class TransformersFamily(ProtocolFamily):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace MoE blocks in place by MoE layers with peft's LoRA; see `swap_blocks`."""
+        """Replace MoE blocks in place by MoE layers with peft's LoRA; return {name: MoE layer}."""
         with unwrap_experts(model) as wrapped:
             layers = replace_blocks(model, adapters, find_hf_adapter, get_refusal_reason)
             adapt_experts(wrapped, layers)
@@ -140,7 +143,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def get_vocab_size(self, model: nn.Module) -> int | None:
-        """Return the text config's `vocab_size`; see `Family` for other configs."""
+        """Return the text decoder's vocabulary size; None = its config has none."""
         config: Any = getattr(self.unwrap_peft(model), "config", None)
         if not hasattr(config, "get_text_config"):
             return super().get_vocab_size(model)
@@ -187,13 +190,13 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the layers, all without attention sinks, whose indexers can be trained."""
+        """Return layers without attention sinks that have an indexer (it selects keys) to train."""
         layers = [layer for layer in find_sparse_attention(model) if layer.indexer is not None]
         return [layer for layer in layers if not hasattr(layer, "sinks")]
 
     @override
     def add_indexer_losses(self, model: nn.Module, config: IndexerConfig) -> None:
-        """Switch to causal attention and add the loss that trains the indexers, in place."""
+        """Make attention causal; add the loss that trains indexers (they select keys), in place."""
         for outer in find_outermost_models(model):
             use_causal_attention(outer)
         add_indexer_losses(model, config)
@@ -205,14 +208,17 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
-        """Make models compute their training loss in chunks of tokens, in FP8 with a `recipe`."""
+        """Change `model` in place: head and training loss run together, in chunks of tokens.
+
+        `recipe` is the FP8 recipe of the head's products in the loss; None = the weight's dtype.
+        """
         fuse_loss(model, recipe)
 
     @override
     def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
-        """Make unsupported methods raise, and warn of key/value caches if `warns_about_cache`."""
+        """Make methods that need full parameters raise; `warns_about_cache`: warn of KV caches."""
         super().install_guards(model, wrapper=wrapper, warns_about_cache=warns_about_cache)
         guard_models(model)
         if warns_about_cache:

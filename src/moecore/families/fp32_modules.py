@@ -102,8 +102,8 @@ def _cast_buffers_in_forward(module: nn.Module, names: Sequence[str], dtype: tor
 def _find_fp32_names(model: nn.Module, stock_dtypes: Mapping[Any, _StockDtypes]) -> frozenset[str]:
     """Return the names of the tensors of `model` that stay fp32 in 16-bit training.
 
-    The tensors are selection biases, and tensors that `stock_dtypes` keep in fp32
-    (`_make_stock_dtypes`).
+    The tensors are selection biases, and tensors of `stock_dtypes`, which has an entry for each
+    transformers model in `model`.
     """
     tensors = _get_named_tensors(model)
     fp32_ids = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
@@ -115,7 +115,10 @@ def _find_fp32_names(model: nn.Module, stock_dtypes: Mapping[Any, _StockDtypes])
 
 
 def _find_half_dtype(model: nn.Module, compute_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the compute dtype if it is fp16 or bf16, otherwise None; see `set_dtypes`."""
+    """Return `compute_dtype` if it is a 16-bit dtype, otherwise None.
+
+    `compute_dtype` None = the dtype of the model's first fp16 or bf16 parameter.
+    """
     if compute_dtype is None:
         compute_dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), None)
     return compute_dtype if compute_dtype in HALF_DTYPES else None
@@ -129,7 +132,7 @@ def _get_named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _StockDtypes:
-    """Names of a model's tensors that `from_pretrained(dtype=...)` keeps in fp32 or casts."""
+    """The tensors of a transformers model that stay fp32, and its 16-bit buffers, by name."""
 
     pattern: str  # regular expression of tensor names that stay fp32
     fp32: frozenset[str]  # parameters and saved buffers that the class creates in fp32
@@ -141,7 +144,7 @@ class _StockDtypes:
 
 
 def _make_stock_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[Any, _StockDtypes]:
-    """Return for each outermost transformers model the tensors that stay fp32 in 16-bit `dtype`."""
+    """Return {transformers model: its tensors that stay fp32 in 16-bit `dtype`}."""
     stocks = {}
     for hf in find_outermost_models(model):
         # As transformers.core_model_loading.build_glob_alternation reads them.

@@ -224,9 +224,9 @@ class Replicas:
         return lineages, start_ids
 
     def _check_replica_lineages(self, lineages: list[int]) -> bool:
-        """Make the vote fail if lineages differ; return whether the majority has another lineage.
+        """Fail the vote on this step if lineages differ; return whether most replicas have another.
 
-        `lineages` has one lineage per replica of the step.
+        `lineages` has the lineage (hash of its history) of each replica in the step.
         """
         if len(set(lineages)) == 1:
             return False
@@ -248,7 +248,7 @@ class Replicas:
         self._all_reduce_over_replicas(grads, dist.ReduceOp.AVG)
 
     def _mark_capacity_shortage(self, grads: list[Tensor]) -> None:
-        """Write NaN to `grads[0]` if a dispatch buffer overflowed: all replicas skip the step."""
+        """If a dispatch buffer overflowed, write NaN to `grads[0]`: all replicas skip the step."""
         capacities = [record.capacity for record in self._records if record.capacity is not None]
         owners = [owner for record in capacities for owner in record.owners if owner is not None]
         if owners and grads:

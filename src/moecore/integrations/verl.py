@@ -253,7 +253,7 @@ class MoECoreEngine(BaseEngine):
         return self._meshes.data_ranks
 
     def get_data_parallel_rank(self) -> int:
-        """Return the index of this rank's data."""
+        """Return the index of this rank among the data ranks."""
         return self._meshes.data_rank
 
     def get_data_parallel_group(self) -> Any:

@@ -115,7 +115,7 @@ def _explain_layout(args: Any) -> int:
 
 
 def _describe_measurement(args: Any, first_layout: Layout) -> str:
-    """Return a sentence with the benchmark's layout and speed for this model and these GPUs.
+    """Return a sentence: the layout and tokens/s that a benchmark measured for this model and GPUs.
 
     The sentence says whether that layout is `first_layout`, the first layout of the search.
     """

@@ -58,7 +58,7 @@ class Point(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExposedShare(CheckedRecord):
-    """The measured share of the time of sliced tp exchanges that matmuls do not hide."""
+    """The share of the time of tp exchanges that stays exposed if slices overlap with matmuls."""
 
     share: ShareOrZero  # of the seconds of the same exchanges without overlap
     gpu: GpuName  # the measured GPU
@@ -205,7 +205,7 @@ class CostTable(CheckedRecord):
     def _compute_rate_seconds(
         self, work: Work, node_ranks: int
     ) -> tuple[float, dict[Limit, float]]:
-        """Return fixed seconds, and {resource: seconds at its achieved rate}; see `seconds`."""
+        """Return fixed seconds, and {resource: seconds}: bytes or FLOP over the achieved rate."""
         domain_ranks = _count_domain_ranks(work, node_ranks, self.gpu)
         rates = self._compute_roofline(work, self.gpu, domain_ranks)
         reached, launch = self._interpolate_efficiency(work), self.launch_seconds
@@ -261,7 +261,7 @@ class CostTable(CheckedRecord):
         return {}
 
     def _compute_log_efficiency(self, point: Point) -> float:
-        """Return the natural logarithm of a measured point's share of the data-sheet rate."""
+        """Return the logarithm of a point's efficiency: its share of the data-sheet rate."""
         domain_ranks = _count_domain_ranks(point.work, 0, self.measured_on)
         rates = self._compute_roofline(point.work, self.measured_on, domain_ranks)
         return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))

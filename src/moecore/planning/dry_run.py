@@ -110,9 +110,9 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
 
 
 def record_with_even_loads(run: TrainingRun, record_run: Callable[[TrainingRun], DryRun]) -> DryRun:
-    """Return the dry run `record_run(run)` with the launches of `record_run(run.with_even_loads)`.
+    """Return the dry run of `run`, with launches of a run in which all experts get equal tokens.
 
-    In `run.with_even_loads` all experts receive equal numbers of tokens.
+    `record_run` makes a dry run. The memory is that of `run`; capacities may exceed even loads.
     """
     capacity_step = record_run(run)
     if run.with_even_loads == run:
@@ -185,7 +185,7 @@ def register_recorder_hooks(model: nn.Module, parts: ModuleParts, recorder: Work
     calls: dict[str, int] = {}
 
     def watch(module: nn.Module, part: str, last: nn.Module | None = None) -> None:
-        """Record passes of a part from `module` to the output of `last` (None = `module`)."""
+        """Record forwards and backwards of a part; its last module is `last` (None = `module`)."""
 
         def begin_forward(*_: Any) -> None:
             """Forward pre-hook: record that the part's forward begins."""
@@ -202,7 +202,7 @@ def register_recorder_hooks(model: nn.Module, parts: ModuleParts, recorder: Work
                 tensor.register_hook(lambda _: recorder.begin_part("B", part_name))
 
         def name() -> str:  # predictions call the embedding again
-            """Return the part's name, or "predictions" for later embedding calls."""
+            """Return the part's name; "predictions" (MTP) for a forward's later embedding calls."""
             return "predictions" if part == "embedding" and calls[part] > 1 else part
 
         module.register_forward_pre_hook(begin_forward)

@@ -54,7 +54,7 @@ LAYERS = 3  # layers with unsharded weights or gradients at once, if micro-batch
 
 
 class _Weights(NamedTuple):
-    """Sizes of the dense parameters, or of the experts, with which a rank computes."""
+    """Sizes of the dense parameters, or of the experts, that a rank unshards for computation."""
 
     size: float  # the number of parameters
     ranks: int  # the number of ranks that shard the parameters

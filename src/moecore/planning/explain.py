@@ -83,7 +83,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
 
 
 def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
-    """Return a model's plan with its present parameters, and this rank's {mesh axis: index}."""
+    """Return a model's `ShardPlan`, with current parameters, and this rank's {mesh axis: index}."""
     attachment = get_parallel_state(model)
     modules = {clean_name(n): m for n, m in model.named_modules()}
     layers = {name: m for name, m in modules.items() if isinstance(m, RoutedLayer)}
@@ -299,7 +299,7 @@ def _describe_units(plan: ShardPlan) -> str:
 
 
 def _describe_gather_dtypes(plan: ShardPlan) -> str:
-    """Return text: the root's all-gather dtype, and the number of parameters gathered in FP8."""
+    """Return text: the FSDP root's all-gather dtype, and how many parameters gather in FP8."""
     wide = plan.units[0].gather_dtype or "their own dtype"
     numbers = Counter[str]()
     for layout in (layout for unit in plan.units for layout in unit.layouts):
@@ -336,7 +336,10 @@ ComputeArgs = dict[str, Any]  # arguments of `count_saved_bytes`
 
 
 def list_compute_args(model: nn.Module) -> ComputeArgs:
-    """Return arguments of `count_saved_bytes`: dtypes and device type (meta counts as a GPU)."""
+    """Return keyword arguments of `count_saved_bytes`: device type, and parameters' compute dtypes.
+
+    A plain model has no dtypes. Its device type is "cuda" if it is on meta.
+    """
     attachment = get_parallel_state(model)
     if attachment is None:
         device_type = next((p.device.type for p in model.parameters()), "meta")

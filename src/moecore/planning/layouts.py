@@ -111,7 +111,7 @@ class SearchRequest(CheckedRecord):
 
     @property
     def num_peers(self) -> int:
-        """The number of neighbouring ranks that reach each other's memory; 1 = none."""
+        """The number of neighbouring ranks that access each other's memory; 1 = no access."""
         return count_peers(self.gpu, self.ranks_per_domain)
 
     @property
@@ -178,7 +178,7 @@ def find_refusal(request: SearchRequest, layout: Layout) -> Refusal | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptionSet:
-    """Options that save memory, in the order of `OPTIONS`, and the fields of a run with them."""
+    """A set of options that save memory, in the order of `OPTIONS`, and the records they set."""
 
     options: tuple[Option, ...]
     fsdp: FSDPOptions
@@ -188,7 +188,7 @@ class OptionSet:
 
     @property
     def overhead(self) -> Overhead:
-        """The overhead of the last option, which is the largest overhead; "low" without options."""
+        """The largest overhead of the options (the last option's); "low" without options."""
         return (self.options[-1].overhead if self.options else None) or "low"
 
 

@@ -216,7 +216,7 @@ def _make_grouped_matmul_calls(
     w1_ECD, w2_EDF = _make_random_tensor(device, E, 2 * F, D), _make_random_tensor(device, E, D, F)
 
     def work(name: str, N: int, K: int) -> Work:
-        """Return the work of a product [R, K] x [E, K, N]."""
+        """Return the work of a grouped product: R rows [R, K] by matrices [K, N] of E experts."""
         num_bytes, shape = 2 * (R * (N + K) + E * N * K), (E, R, N, K)
         return Work(name, "grouped product", 2 * R * N * K, num_bytes, shape, "bfloat16")
 

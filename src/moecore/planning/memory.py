@@ -41,7 +41,7 @@ from moecore.planning.segments import (
 
 
 class _Pass(NamedTuple):
-    """A forward or backward of one micro-batch through a stage, as segments of a dry run."""
+    """A forward or backward of one micro-batch through a pipeline stage, in segments."""
 
     stage: int
     direction: Pass
@@ -49,7 +49,7 @@ class _Pass(NamedTuple):
 
 
 class _Peak(NamedTuple):
-    """A segment of a rank's step: its peak bytes, and bytes of optimizer state on the host then."""
+    """The peak bytes in a segment of a rank's step, and the optimizer state then on the host."""
 
     num_bytes: int
     offloaded_state: int
@@ -60,7 +60,7 @@ class _Peak(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RankStep:
-    """Resident bytes and passes of a pipeline rank's step; `end` is gradient clipping and AdamW."""
+    """A pipeline rank's step: stored bytes, passes, and `end` (gradient clipping and AdamW)."""
 
     resident: Mapping[str, int]
     passes: Sequence[_Pass]
@@ -235,7 +235,7 @@ def _find_host_peak(step: _RankStep, segments: Segments) -> int:
 
 
 def count_steady_micro_batches(run: TrainingRun) -> int:
-    """Return a number of micro-batches for which each rank's peak equals the peak of the run."""
+    """Return a number of micro-batches that suffices for the peak memory of all micro-batches."""
     # The middle rounds of a pipeline are identical. A run without stages has rounds of one
     # micro-batch. Schedule "gpipe" keeps the activations of all micro-batches.
     number, pp = run.num_micro_batches, run.resolved.pp
@@ -245,7 +245,7 @@ def count_steady_micro_batches(run: TrainingRun) -> int:
 
 
 def _make_rank_steps(run: TrainingRun) -> Iterator[_RankStep]:
-    """Yield each pipeline rank of a run, from the dry run of a run of few layers."""
+    """Yield the `_RankStep` of each pipeline rank, from the dry run of a run of few layers."""
     small, model = SampledRun.from_run(run), run.planned_model
     step, segments = small.recorded_step, small.memory_segments
     sizes = list_rank_bytes(small.run)

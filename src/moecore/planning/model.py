@@ -235,7 +235,7 @@ class NativeModel(PlannedModel):
 
 
 class LayerKind(NamedTuple):
-    """The kind of a layer of moecore's decoder: its two halves, or None for a missing half."""
+    """The kind of a decoder layer: mixer and feed-forward part (None = missing), and window."""
 
     mixer: Mixer | None
     feedforward: Feedforward | None

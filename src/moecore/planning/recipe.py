@@ -135,7 +135,7 @@ def format_python_calls(run: TrainingRun) -> str:
 
 
 def _format_record(record: Any) -> str:
-    """Return the source of a record, with the fields that differ from their defaults."""
+    """Return the Python that constructs a record, with fields that differ from their defaults."""
     changed = _find_non_default_fields(record).items()
     values = ((n, _format_record(v) if is_dataclass(v) else repr(v)) for n, v in changed)
     return f"{type(record).__name__}({', '.join(f'{n}={v}' for n, v in values)})"
@@ -234,7 +234,7 @@ def _choose_dispatcher_name(run: TrainingRun) -> str:
 
 
 def _make_toml_table(record: Any) -> dict[str, Any]:
-    """Return a record's fields that differ from the defaults, except `OTHER_LINES`; {} for None."""
+    """Return a record's non-default fields, without fields that another line sets; {} for None."""
     return {n: v for n, v in _find_non_default_fields(record).items() if n not in OTHER_LINES}
 
 

@@ -96,7 +96,7 @@ class QueuedLaunch(NamedTuple):
 
 
 class PlacedLaunch(NamedTuple):
-    """A launch in a simulated queue; its dependencies are distances back in that queue."""
+    """A launch in a simulated queue. A dependency is the distance back to an earlier launch."""
 
     queued: QueuedLaunch
     dependencies: tuple[int, ...]
@@ -104,7 +104,7 @@ class PlacedLaunch(NamedTuple):
 
 
 def place_launches(launches: Iterable[QueuedLaunch]) -> list[PlacedLaunch]:
-    """Return the launches with dependencies as distances back in the queue, not as numbers."""
+    """Return the launches as a queue, in which dependencies are distances back, not numbers."""
     placed = []
     for i, item in enumerate(launches):
         kinds = (item.dependencies, item.host_dependencies)
@@ -148,7 +148,7 @@ def compute_operation_work(
 
 
 def compute_kernel_work(name: str, args: Args) -> Work:
-    """Return the work of a launch of moecore kernel `name` with arguments `args`."""
+    """Return the work (FLOP, bytes and sizes) of a moecore kernel `name` with arguments `args`."""
     if name in EXCHANGES:
         ranks, num_bytes = args
         return Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
@@ -170,7 +170,7 @@ def compute_kernel_work(name: str, args: Args) -> Work:
 
 
 def compute_collective_work(name: str, args: Args, num_ranks: int) -> Work:
-    """Return the work of collective `name` with `args` on `num_ranks` ranks."""
+    """Return the work (bytes and ranks) of collective `name` with `args` on `num_ranks` ranks."""
     tensors, n = list_tensors(args), num_ranks
     dtype = _format_dtype(tensors[0]) if tensors else "uint8"
     tensor_bytes = sum(t.nbytes for t in tensors)
@@ -194,7 +194,7 @@ def _make_matmul_work(name: str, args: Args, tensors: Sequence[Tensor], kernel: 
 
 
 def _unpack_documents(tensors: Sequence[Tensor], args: Args) -> list[Tensor]:
-    """Convert packed tensors [n * T, H, d] to [n, T, H, d] on meta: n documents of length T."""
+    """Convert packed tensors [n * T, heads, d] to [n documents, T tokens, heads, d] on meta."""
     T = max(arg for arg in args if type(arg) is int)
     heads = [t for t in tensors if t.ndim == 3]
     return [t.new_empty(-(-len(t) // T), T, *t.shape[1:], device="meta") for t in heads]
@@ -452,7 +452,7 @@ class WorkRecorder(DispatchMode):
 
 
 def _make_result_factory(func: Any, args: Args, out: Any) -> Callable[[Args], Any] | None:
-    """Return a function from `args` to an output like `out`; None = run the operation itself."""
+    """Return a function from `args` to an output like `out`; None = the operation must run."""
     if torch.Tag.inplace_view in func.tags:
         return None
     if args and out is args[0]:

@@ -120,7 +120,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class OptionGain:
-    """An option that may shorten a step."""
+    """An option that may shorten a step, and the time that it can save."""
 
     lever: str  # the option, as text
     page: str  # of docs
@@ -326,7 +326,7 @@ def _make_trace(events: list[Event]) -> Trace:
     phases = _map_launches_to_phases(events, calls)
 
     def make_kernel(event: Event) -> Kernel:
-        """Return the kernel of an event on the device."""
+        """Return the `Kernel` of a trace event on the device."""
         number = event["args"].get("correlation")
         launched = calls[number]["ts"] if number in calls else None
         texts = (str(event["args"].get(n) or "") for n in NCCL_ARGS)
@@ -334,7 +334,7 @@ def _make_trace(events: list[Event]) -> Trace:
         return Kernel(event["name"], start, start + event["dur"], launched, phase, *texts)
 
     def find_spans(pattern: re.Pattern[str]) -> Sequence[tuple[float, float]]:
-        """Return (start, end) of the host's calls with these names, sorted by end."""
+        """Return (start, end) of host calls whose names match `pattern`, sorted by end."""
         spans = ((e["ts"], e["ts"] + e["dur"]) for e in host if pattern.search(e["name"]))
         return sorted(spans, key=itemgetter(1))
 

@@ -325,7 +325,7 @@ def describe_outcome(request: SearchRequest, layout: Layout, outcome: Refusal | 
 
 
 def plan_fitting_layout(request: SearchRequest, layout: Layout, estimator: Estimator) -> Candidate:
-    """Plan a layout with the fastest options that fit, or with all; `estimator` is corrected."""
+    """Plan a layout with the fastest options that fit, or with all; correct `estimator`'s bytes."""
     while (candidate := _plan_estimated_options(request, layout, estimator)) is None:
         pass
     return candidate

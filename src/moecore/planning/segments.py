@@ -65,7 +65,7 @@ def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun
     )
 
     def like(between: int) -> tuple[int, ...]:
-        """Return each layer's sample; layer `between` is the sample inside the last kind."""
+        """Return each layer's sample; the last kind's unsampled layers have sample `between`."""
         sample_of = {**samples, kinds[-1]: between}
         return tuple(layers.index(i if i in layers else sample_of[k]) for i, k in enumerate(kinds))
 
@@ -100,7 +100,7 @@ def _make_segment(
 
 
 class _FarLaunch(NamedTuple):
-    """A launch with dependencies on launches more than two segments before it."""
+    """A launch that depends on launches more than two segments before its segment."""
 
     at: int  # its index in its segment
     dependencies: list[int]
@@ -246,7 +246,7 @@ class Segments:
 
     @cached_property
     def _launch_ranges(self) -> list[range]:
-        """The launches of each segment, in the order of the recorded step."""
+        """The numbers of the launches of each segment, in the order of the recorded step."""
         ranges = [segment.launches for segments in self.passes.values() for segment in segments]
         return [*sorted(ranges, key=attrgetter("start")), self.end.launches]
 
@@ -257,7 +257,7 @@ class Segments:
 
     @cached_property
     def _preceding_ranges(self) -> dict[int, range]:
-        """First launch of each segment -> the launches of the segment before it."""
+        """{first launch of a segment: the launches of the segment before it}."""
         return {launches.start: before for before, launches in pairwise(self._launch_ranges)}
 
     @cached_property
@@ -285,7 +285,7 @@ class SampledRun(NamedTuple):
 
     @property
     def recorded_step(self) -> DryRun:
-        """The dry run of the sampled layers; buffers of "nvlink" have their full capacity."""
+        """The dry run of the sampled layers; buffers of dispatcher "nvlink" have full capacity."""
         return _run_dry_cached(self.run)
 
     @property

@@ -151,7 +151,7 @@ class Spans(NamedTuple):
 
 
 class PassSeconds(NamedTuple):
-    """The seconds of a pass by limit, without overlapped work, and all its network seconds."""
+    """The seconds of a pass by limit, without overlapped work, and its seconds of network use."""
 
     parts: Parts
     network: float
@@ -177,7 +177,7 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
 
 
 def simulate_queue(queue: Sequence[PlacedLaunch], table: CostTable, num_steps: int = 1) -> Spans:
-    """Return the spans of a queue that the host launches `num_steps` times in sequence."""
+    """Return start, end and limit of each launch of a queue, launched `num_steps` times."""
     costs = _compute_costs(queue, table)
     starts, ends = list[float](), list[float]()
     host = step_start = 0.0
@@ -242,7 +242,7 @@ def balance_stages(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
 
     @cache
     def cost(**parts: Any) -> float:
-        """Return the seconds of both passes of a stage with these parts."""
+        """Return the seconds of forward and backward of a stage; `parts` are fields of `Stage`."""
         passes = _time_passes(replace(none, **parts), segments, table)
         return sum(
             sum(passes[direction, segments.num_micro_batches // 2].parts.values())
@@ -354,7 +354,7 @@ def _time_step_with_pipeline(
 
         @cache
         def parts_of(item: Item) -> Parts:
-            """Return the seconds of an action or pair of the schedule by limit."""
+            """Return the seconds by limit of a scheduled pass, or of two passes that overlap."""
             sums, network = list[Parts](), 0.0
             for kind, stage, i in list_actions(item):
                 share = 0.5 if kind in "DW" else 1.0  # D and W are half a backward each
@@ -380,7 +380,7 @@ def _time_step_with_pipeline(
 
 
 def _extend_network(seconds_by_limit: Parts, network_seconds: float) -> dict[Part, float]:
-    """Return `seconds_by_limit`, whose "network" is increased until the sum has this minimum."""
+    """Return seconds by limit whose sum is at least `network_seconds`, by a longer "network"."""
     missing = max(0.0, network_seconds - sum(seconds_by_limit.values()))
     return {**seconds_by_limit, "network": seconds_by_limit.get("network", 0.0) + missing}
 
@@ -396,7 +396,7 @@ def _subtract_hidden_network(seconds_by_limit: Parts, hidden_share: float) -> Pa
 
 
 def _sum_parts(terms: Iterable[Parts]) -> dict[Part, float]:
-    """Add dicts of seconds by limit, `terms`."""
+    """Return the sum of several dicts of seconds by limit."""
     sums: dict[Part, float] = {}
     for parts in terms:
         for part, seconds in parts.items():
@@ -415,7 +415,7 @@ def _time_passes_cached(
 
 
 def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePasses:
-    """Return the seconds of alternating forwards and backwards, by (pass, recorded micro-batch)."""
+    """Return {(pass, recorded micro-batch): seconds} of a stage that alternates both passes."""
     passes: StagePasses = {}
     queue: list[Segment] = []
     lengths: list[tuple[tuple[Pass, int], int]] = []

@@ -116,9 +116,9 @@ class Example:
 
 
 def encode_record(record: Any, tokenizer: Any, *, seq_len: int, location: str) -> list[Example]:
-    """Return the examples of a data row, a dict in one of the three forms of this file.
+    """Return the examples of a data row: a chat, a prompt with its completion, or a text.
 
-    Only rows with "text" are split into pieces of `seq_len` tokens. `location` names the row in
+    Only a row with "text" is split into pieces of `seq_len` tokens. `location` names the row in
     errors.
     """
     fields: Any = record if isinstance(record, dict) else {}
@@ -184,7 +184,7 @@ def _encode_chat(
     *,
     num_prompt: int = 0,
 ) -> list[Example]:
-    """Return the examples of a chat: one, or one per answer (Note "turns that change").
+    """Return one example of a chat, or one per answer if the template rewrites earlier turns.
 
     The first `num_prompt` messages are not learned. `tools` are JSON schemas for the chat template.
     """
@@ -222,7 +222,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _encode_marked_chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> Example:
-    """Return an example of a chat; marked tokens and the last answer's end are learned."""
+    """Return a chat's example; template-marked tokens and the last answer's end are learned."""
     ids, is_answer = _tokenize_marked_chat(tokenizer, messages, tools)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     prefix_ids, is_prefix_answer = ids, is_answer
@@ -275,7 +275,7 @@ def _find_answer_ends(
 def _encode_by_prefixes(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any, num_prompt: int
 ) -> list[Example]:
-    """Return the examples of a chat, for a template without marks.
+    """Return the examples of a chat, for a template that does not mark learned tokens.
 
     An answer is the text that the template adds to the rendering of the earlier messages. The first
     `num_prompt` messages are not learned.

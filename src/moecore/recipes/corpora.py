@@ -274,8 +274,8 @@ def make_scheduled_corpus_steps(
 class CorpusSteps:
     """A reader of packed rows of a corpus, one step of this data rank at a time.
 
-    `workers` processes read ahead. `sampler` is the loader. The state of `sampler` is the position
-    in the data, which is identical on all ranks.
+    `workers` processes read ahead. `sampler.state_dict()` is the position in the data, identical on
+    all ranks.
     """
 
     def __init__(

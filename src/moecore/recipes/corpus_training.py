@@ -77,7 +77,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return pad_bounds(batch) if self.args.cuda_graph else batch
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Run the micro-batches; return this rank's part of the mean loss, see `TrainingJob`."""
+        """Run the micro-batches; return this rank's term of the mean loss over all labels."""
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             return batch.compute_local_loss(self.owner.forward_backward(batch.inputs(self.device)))
@@ -122,7 +122,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return float(total) / copies
 
     def sample(self, step: int) -> None:
-        """If samples are due, continue the prompts of [samples], and write and print the texts."""
+        """Every `sample_every` steps, continue the prompts of [samples]; write and print texts."""
         options = self.args.samples
         if is_due(step, every=options.sample_every, last_step=self.args.steps):
             texts = write_samples(
@@ -176,8 +176,8 @@ def make_decoder_inputs(
 ) -> list[dict[str, Any]]:
     """Return the keyword arguments of the decoder's forward, a dict for each micro-batch.
 
-    `tensors` are those of `StepBatch.list_tensors`. `num_labels` divides the loss. Documents have
-    at most `seq_len` tokens.
+    `tensors` is the result of `StepBatch.list_tensors`: tokens, labels, padding, document bounds.
+    `num_labels` divides the loss. Documents have at most `seq_len` tokens.
     """
     tensors = tuple(tensors)
     names = ["tokens_BT", "labels_BT"]

@@ -116,8 +116,8 @@ class StepBatch:
 class Steps(Generic[StepT]):
     """An endless reader of this data rank's batches, epoch after epoch.
 
-    A batch is `collate` of the next item of `sampler`. The state of `sampler` is the position in
-    the data.
+    A batch is `collate(item)` of the next item of `sampler`, whose state is the position in the
+    data.
     """
 
     def __init__(self, sampler: Any, collate: Callable[[Any], StepT]) -> None:
@@ -198,7 +198,7 @@ def repeat_last_bound(cu_seqlens_n: Tensor, length: int) -> Tensor:
 
 
 class RandomSteps:
-    """A reader of uniformly random tokens, to measure speed. Its `sampler` is the reader itself."""
+    """A reader of uniformly random tokens, to measure speed. Its `sampler` is the reader."""
 
     def __init__(self, vocab_size: int, shape: BatchShape, *, seed: int, data_rank: int) -> None:
         self._vocab_size, self._shape = vocab_size, shape

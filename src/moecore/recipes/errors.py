@@ -21,11 +21,11 @@ ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
 
 
 class DivergedError(RuntimeError):
-    """Losses that are not finite, on every rank."""
+    """Raised on every rank if losses stay nan or inf, or if rollbacks do not end spikes."""
 
 
 class RewardError(RuntimeError):
-    """A reward function that failed, or did not return a finite number for each completion."""
+    """Raised if a reward function fails, or returns no finite number for a completion."""
 
 
 RUN_ERRORS = (

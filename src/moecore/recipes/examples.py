@@ -36,7 +36,7 @@ class Examples:
         num_rows: number of rows of the files, with rows that are left out.
         num_cut: number of examples that were cut to seq_len tokens.
         num_empty: number of examples without a learned token among the first seq_len tokens.
-        problems: why rows or examples are left out, each with its place.
+        problems: why rows or examples are left out, a text with the row's location for each.
     """
 
     examples: list[Any]
@@ -64,7 +64,7 @@ def count_tokens(example: Any) -> int:
 def encode_row(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, column_names: ColumnNames
 ) -> list[Example]:
-    """Return the examples of one row: a chat, a completion or a text (see `chat.encode_record`).
+    """Return the examples of one row: of a chat, of a prompt with its completion, or of a text.
 
     `column_names` has the names of the row's columns. Texts are split into pieces of `seq_len`
     tokens.
@@ -133,7 +133,10 @@ IGNORED = -100  # label of a token that is not learned
 def make_packed_steps(
     examples: Sequence[Example], shape: BatchShape, *, seed: int | None, data_rank: int, packs: bool
 ) -> PackedSteps:
-    """Return this data rank's packed steps of examples; `seed`, `packs`: see `PackedSteps`."""
+    """Return this data rank's packed steps of examples.
+
+    `seed` None = the order of `examples`. `packs`: whether a row may have several examples.
+    """
     documents, lengths = _make_documents(examples)
     return PackedSteps(documents, lengths, shape, seed=seed, data_rank=data_rank, packs=packs)
 

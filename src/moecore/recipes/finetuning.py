@@ -51,7 +51,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         super().__post_init__()
 
         def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
-            """Run the micro-batches in dim 0 of tensors; return the loss."""
+            """Run micro-batches, which dim 0 of `tensors` stacks; return the loss."""
             return self.run_micro_batches(num_labels, zip(*tensors, strict=True))
 
         self.graph = GraphedStep(train_on, self.model) if self.args.cuda_graph else None
@@ -80,7 +80,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         return self.batches.next_batch()
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Run the micro-batches; return this rank's part of the mean loss, see `TrainingJob`."""
+        """Run the micro-batches; return this rank's term of the mean loss over all labels."""
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             inputs = batch.inputs(self.device, transformers=True)
@@ -94,7 +94,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
     def run_micro_batches(
         self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
     ) -> Tensor:
-        """Run micro-batches of tensors; return this rank's part of the mean loss."""
+        """Run micro-batches of tensors; return their summed losses divided by `num_labels`."""
         inputs = [make_causal_lm_inputs(num_labels, *parts) for parts in micro_batches]
         return self.owner.forward_backward(inputs).sum()
 
@@ -152,7 +152,10 @@ def iterate_micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Te
 
 @dataclass(kw_only=True)
 class PreferenceTuning(FineTuning):
-    """The job of objective "dpo"; `reference` None = the model without its LoRA adapters."""
+    """The job of objective "dpo": pairs of a chosen and a rejected answer to one prompt.
+
+    `reference` is the frozen model; None = the trained model without its LoRA adapters.
+    """
 
     reference: Any
 
@@ -179,7 +182,7 @@ class PreferenceTuning(FineTuning):
         return result.loss / self.meshes.data_ranks  # every rank has the mean
 
     def add_reference_log_probs(self, batch: PreferenceBatch) -> Rollouts:
-        """Return a batch's pairs, on the device, with log-probabilities of the reference model."""
+        """Return a batch's sequences, on the device, with log-probabilities of `reference`."""
         scores = self.engine.reference_log_probs(batch.rollouts)
         return batch.rollouts.replace(
             ref_log_probs_N=scores.log_probs_N,
@@ -187,7 +190,7 @@ class PreferenceTuning(FineTuning):
         )
 
     def compute_rewards(self, rollouts: Rollouts, log_probs_N: Tensor) -> Metrics:
-        """Return the means of TRL's metrics, such as "rewards/chosen", over all pairs. Collective.
+        """Return the means of TRL's metrics, such as "rewards/chosen", over pairs. Collective.
 
         `log_probs_N` are the policy's log-probabilities of the tokens of `rollouts`.
         """

@@ -84,7 +84,7 @@ class WallTime:
 
 
 def _read_file(path: Path) -> tuple[float, float, dict[str, float]] | None:
-    """Return began, ended and seconds by category of a file; None = no file, or a damaged file."""
+    """Return (first start, last write, {category: seconds}) of a file; None = no valid file."""
     try:
         if path.stat().st_size > MAX_BYTES:
             return None

@@ -175,13 +175,13 @@ class SamplingOptions(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The completions that a rank sampled in one step, with advantages, and rewards, fp32 [n]."""
+    """A rank's completions of one step: rollouts with advantages, and a reward each, fp32 [n]."""
 
     rollouts: Rollouts
     rewards_n: Tensor
 
     def count_labels_and_tokens(self) -> Tensor:
-        """Return int64 [4]: tokens of completions, tokens, completions and 0."""
+        """Return int64 [4]: tokens of completions, all tokens, number of completions, and 0."""
         num_new = int(self.rollouts.response_mask_N.sum())
         counts = [num_new, len(self.rollouts.tokens_N), len(self.rewards_n), 0]
         return torch.tensor(counts, dtype=torch.int64, device="cpu")
@@ -244,7 +244,7 @@ class Reinforcement(TrainingJob[Samples]):
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
 
     def drop_batch(self, step: int) -> None:
-        """Read prompts that a rollback has left out, without completions."""
+        """Read and ignore the prompts of a step that a rollback has removed from the run."""
         self.batches.next_batch()
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[list[int]]) -> Tensor:

@@ -29,7 +29,7 @@ class StepData(Protocol):
     """The batch of one data rank for one optimizer step."""
 
     def count_labels_and_tokens(self) -> Tensor:
-        """Return int64 [4]: labels that the loss counts, tokens, and two counts of the subclass."""
+        """Return int64 [4]: labels in the loss, tokens, and two counts that depend on the class."""
 
 
 BatchT = TypeVar("BatchT", bound=StepData)
@@ -50,7 +50,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         owner: the `TrainStep` of the optimizer steps.
         toml: the options of the run as TOML.
         start: the step of the loaded checkpoint; 0 = no checkpoint.
-        left_out: the batches that rollbacks have left out.
+        left_out: the numbers of batches on which the run does not train, because of spikes.
         spikes: the number of consecutive spikes before the next step.
         stragglers: the comparison of the times of phases over ranks.
         hangs: the phase of this rank, and the thread that ends a step that hangs.
@@ -109,7 +109,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         """Return this data rank's batch for a step; the first step is 1."""
 
     def drop_batch(self, step: int) -> None:
-        """Read a batch that a rollback has left out, and which belonged to a step."""
+        """Read and ignore a batch that a rollback removed; `step` is the step that had it."""
         self.next_batch(step)
 
     @abstractmethod

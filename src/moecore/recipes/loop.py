@@ -304,6 +304,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
     timer = PhaseTimer(job.device) if logs_loads else None
 
     def measure(phase: str) -> AbstractContextManager[None]:
+        """Return a context that watches a phase for hangs, and measures it if `timer` is set."""
         job.hangs.enter(step, phase)
         return nullcontext() if timer is None else timer.measure(phase)
 

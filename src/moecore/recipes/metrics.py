@@ -87,13 +87,13 @@ class LaunchedStep:
     extra: Metrics = field(default_factory=dict)
 
     def read_counts(self) -> list[int]:
-        """Wait for this step, not for later steps; return `counts`."""
+        """Wait for this step, not for later ones; return its counts of labels and tokens."""
         with self._wait_for_step():
             counts: list[int] = self.counts.tolist()
         return counts
 
     def read_times(self) -> list[list[float]] | None:
-        """Wait for this step, not for later steps; return `times_RP`."""
+        """Wait for this step, not for later ones; return seconds by rank and phase, or None."""
         with self._wait_for_step():
             return None if self.times_RP is None else self.times_RP.tolist()
 
@@ -212,7 +212,7 @@ class LoggerOptions(CheckedRecord):
 
 
 class Logger(NamedTuple):
-    """A logger of metrics: `log(metrics, step)` for each step, then `close()`."""
+    """A logger of metrics: call `log(metrics, step)` for each step, then `close()`."""
 
     log: Callable[[Metrics, int], object]
     close: Callable[[], object]

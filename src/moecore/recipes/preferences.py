@@ -47,12 +47,12 @@ class Preference:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceBatch:
-    """The pairs that one data rank reads in a step; pair i has the sequences 2i and 2i + 1."""
+    """A data rank's pairs of a step. Sequence 2i of `rollouts` is preferred to sequence 2i + 1."""
 
     rollouts: Rollouts
 
     def count_labels_and_tokens(self) -> Tensor:
-        """Return int64 [4]: pairs, tokens, tokens of completions, and 0."""
+        """Return int64 [4]: number of pairs, all tokens, tokens of completions, and 0."""
         rollouts = self.rollouts
         num_pairs, num_answers = rollouts.num_sequences // 2, int(rollouts.response_mask_N.sum())
         return torch.tensor(
@@ -65,7 +65,7 @@ def make_preference_steps(
 ) -> Steps[PreferenceBatch]:
     """Return this data rank's steps of pairs, of grad_accum * batch_size pairs each.
 
-    `seed` None = the order of `pairs`.
+    `seed` sets the order of pairs; None = the order of `pairs`.
     """
     sampler = PackedBatchSampler(
         [1] * len(pairs),
@@ -97,7 +97,10 @@ def make_preference_steps(
 def encode_preference(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, column_names: ColumnNames
 ) -> list[Preference]:
-    """Return a list with the pair of a row; `seq_len` and `options` are not used."""
+    """Return [preference], the preferred and the rejected completion of a row's prompt.
+
+    `seq_len` and `options` are not used.
+    """
     columns = row.select_columns(column_names)
     prompt, *completions = (
         _as_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected")

@@ -143,7 +143,7 @@ class PretrainConfig(ShardedConfig):
         return self.rotary.apply(config)
 
     def choose_balance(self, config: DecoderConfig) -> dict[str, Any]:
-        """Return the default fields of [balance] for a decoder config, see `choose_balance`."""
+        """Return the default fields of [balance]: a balance loss, a bias update, or nothing."""
         return choose_balance(get_moe_config(config))
 
     def resolve(self) -> Self:

@@ -65,8 +65,8 @@ NAMES = {
 class RunReport:
     """Writes a run's progress bar, metrics, curves and alarms, on rank 0.
 
-    `start` is the number of steps that earlier starts of the run completed. `unit` names the unit
-    of text over which a loss is a mean, such as "byte".
+    `start` is the number of steps that earlier starts of the run completed. `unit` is the
+    text unit over which a loss is a mean, such as "byte".
     """
 
     def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:

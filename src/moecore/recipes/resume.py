@@ -154,7 +154,7 @@ def print_option_changes(args: RunConfig, toml: str) -> None:
     path = args.run_dir / CONFIG
 
     def compare() -> None:
-        """Print the changes, if a checkpoint and an older config.toml exist."""
+        """Print the options that changed, if a checkpoint and an older config.toml exist."""
         if not path.exists() or latest(get_checkpoint_dir(args)) is None:
             return
         try:

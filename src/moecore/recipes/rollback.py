@@ -67,11 +67,12 @@ class SpikeStreak:
         self._record_loss(metrics["loss"])
 
     def _record_loss(self, loss: float) -> None:
+        """Add a loss to the losses from which the limit for spikes is computed."""
         self._losses.record_norm(torch.tensor(loss, dtype=torch.float64, device="cpu"))
 
 
 class LeftOut:
-    """The batches that rollbacks have left out, as ranges of first and last batch."""
+    """The batches that a run skips after rollbacks, as ranges of first and last batch."""
 
     def __init__(self, ranges: Sequence[Sequence[int]]) -> None:
         self._batches = sorted({n for first, last in ranges for n in range(first, last + 1)})
@@ -84,7 +85,7 @@ class LeftOut:
         return batch
 
     def count_before(self, step: int) -> int:
-        """Return how many batches are left out between the batches of a step and its last step."""
+        """Return how many batches are skipped between the batches of `step` - 1 and `step`."""
         before = self.find_batch(step - 1) if step > 1 else 0
         return self.find_batch(step) - before - 1
 
@@ -119,7 +120,7 @@ def roll_back(args: RunConfig, spikes: SpikeStreak, left_out: LeftOut) -> None:
 
 
 def write_left_out(args: RunConfig, step: int, numbers: list[int]) -> None:
-    """Add the first and last batch, `numbers`, to the line of a checkpoint's step in metrics.jsonl.
+    """Write `numbers`, the first and last batch to skip, to a step's line in metrics.jsonl.
 
     Raises DivergedError after `MAX_ROLLBACKS` rollbacks to this step, or without this line.
     """

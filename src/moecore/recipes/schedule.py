@@ -140,7 +140,7 @@ class BatchRamp(CheckedRecord):
 
 
 class EqualSteps(NamedTuple):
-    """Consecutive steps of equal size: the first step, rows of a step, and tokens of a row."""
+    """A range of equal steps: its first step, the rows of a step, and the tokens of a row."""
 
     first: int
     rows: int

@@ -60,14 +60,18 @@ class PhaseTimer:
         thread, waits = threading.get_ident(), list[Span]()
 
         def is_waiting() -> bool:  # a save in the background has its own thread
+            """Whether a collective that is called now makes this phase wait."""
             if stream is None:
                 return threading.get_ident() == thread
             is_compute = torch.cuda.current_stream() == stream
             return is_compute and not torch.cuda.is_current_stream_capturing()
 
         def exclude(function: Callable[..., Any]) -> Callable[..., Any]:
+            """Wrap `function` so that the phase's time does not include its calls."""
+
             @wraps(function)
             def call(*args: Any, **kwargs: Any) -> Any:
+                """Call `function`; record when it began and ended if the phase waits for it."""
                 if not is_waiting():
                     return function(*args, **kwargs)
                 began = Moment(device)
@@ -104,7 +108,7 @@ class Stragglers:
         self.times: list[float] | None = None  # of this rank, which no all-gather has sent yet
 
     def gather(self) -> Tensor | None:
-        """All-gather `times`; return fp32 [ranks, phases] on the device, or None without times."""
+        """All-gather phase times; return fp32 seconds [ranks, phases], or None without times."""
         if self.times is None:
             return None
         times_P = copy_to_device(

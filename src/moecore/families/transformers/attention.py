@@ -90,9 +90,9 @@ def _attend_causally(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers: q, k, v [B, H, T, d] -> ([B, T, H, d], None).
+    """Attention function of transformers: q, k, v [B, heads, T, d] -> ([B, T, heads, d], None).
 
-    `kwargs` are transformers' options, and a `Sequence` with documents and cp ranks. Raises
+    `kwargs` are transformers' options, and a `Sequence` with document bounds and cp ranks. Raises
     ValueError for options that are not supported.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -43,7 +43,10 @@ def use_chunked_attention(model: nn.Module) -> None:
 
 
 def split_into_chunks(layer: nn.Module, sequence: Sequence, q_BHTd: Tensor) -> Sequence:
-    """Return the `Sequence` of a layer's chunks for queries `q_BHTd`; unchanged if not chunked."""
+    """Return a copy of `sequence` whose documents are the layer's chunks, for queries `q_BHTd`.
+
+    A layer without chunked attention returns `sequence` unchanged.
+    """
     size: int | None = getattr(layer, CHUNK_SIZE, None)
     if size is None:
         return sequence

@@ -48,8 +48,8 @@ class CausalContext:
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
         """Return `options` with the communication method of attention for `cp` and `tp` ranks.
 
-        Raises NotImplementedError for a model that cannot shard rows, and ValueError for a `way`
-        that does not fit its attention. See `ContextOptions.resolve`.
+        Raises NotImplementedError for a model that cannot shard rows, and ValueError for an
+        `options.way` that does not fit the model's attention.
         """
         name, part = type(self.model).__name__, find_packing_problem(self.model)
         problem = None if part is None else f"{part} needs whole rows on a rank"
@@ -108,7 +108,7 @@ class CausalContext:
     def _shift_labels(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Forward pre-hook: build the `Sequence`; slice shifted labels to this rank's tokens."""
+        """Forward pre-hook: build the `Sequence`; shift labels in full rows, then slice them."""
         _refuse_router_logits(kwargs.get("output_router_logits"))
         for field in ("logits_to_keep", "inputs_embeds"):
             if kwargs.get(field) is not None:

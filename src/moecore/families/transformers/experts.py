@@ -85,7 +85,7 @@ def read_layout(experts: Any) -> ExpertLayout:
 
 
 def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
-    """Return an experts module's parameters by name, without rows of LongCat's identity experts."""
+    """Return an experts module's parameters by name, without the rows of identity experts."""
     # LongCat-Flash's FC1 has rows for experts that return their input, but its checkpoints do not.
     tensors = dict(experts.named_parameters(recurse=False))
     if getattr(experts, "zero_expert_num", 0):
@@ -96,7 +96,10 @@ def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
 
 
 def read_experts(experts: Any, layout: ExpertLayout) -> ExpertsDescription:
-    """Return sizes and activation of experts; NotImplementedError if activations mix columns."""
+    """Return sizes and activation of experts. `layout` has the names of their parameters.
+
+    NotImplementedError if an output column of the activation needs more than its gate and up.
+    """
     num_experts, sizes = len(getattr(experts, layout.w2)), getattr(experts, layout.w1).shape[1:]
     fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
     options = read_activation(experts, layout)
@@ -136,7 +139,10 @@ def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
 
 
 def _get_stock_activation(experts: Any, *, gated: bool) -> Callable[[Tensor], Tensor]:
-    """Return the module's own activation, [R, C] -> [R, F], without a reference to its matrices."""
+    """Return the module's activation of FC1's output, without a reference to its matrices.
+
+    It maps [rows, FC1 columns] to [rows, hidden dim]. `gated`: the columns have gates and ups.
+    """
     # `copy.copy` calls constructors of FSDP2's classes, and fails for parametrized classes.
     shell: Any = object.__new__(type(experts))
     act = experts._modules.get(ACTIVATION)
@@ -192,7 +198,7 @@ def _find_positive_attribute(experts: Any, attribute_names: Sequence[str]) -> fl
 def _is_elementwise(activation: Callable[[Tensor], Tensor], gated: bool, interleaved: bool) -> bool:
     """Whether each output column depends only on its own gate and up columns, tested on samples.
 
-    `gated` and `interleaved` are as in `_match_activation_options`.
+    `gated`: the input has gate and up columns, which alternate if `interleaved`.
     """
     h_RC = _make_activation_samples(gated)
     if not gated:

@@ -127,7 +127,7 @@ def _run_fused_hyper_connected_layer(
 def _collapse_streams(
     connection: Any, hidden_streams: Tensor, *, fused: bool = False
 ) -> tuple[Tensor, CollapsedStreams] | tuple[Tensor, Tensor, Tensor]:
-    """Replacement forward of a hyper-connection: mix N streams to the input of a sublayer.
+    """Replacement forward of a hyper-connection: mix N residual streams to a sublayer's input.
 
     With `fused`, return the input [B, T, D] and the state for `_expand_streams`. Otherwise return
     the three results of the class's forward.
@@ -146,6 +146,6 @@ def _collapse_streams(
 
 
 def _expand_streams(y_BTD: Tensor, collapsed: CollapsedStreams) -> Tensor:
-    """Mix a sublayer's output into the N streams of `collapsed`; return them as [B, T, N, D]."""
+    """Mix a sublayer's output into the N residual streams of `collapsed`; return [B, T, N, D]."""
     result: Tensor = expand_streams(y_BTD.flatten(0, 1), collapsed).unflatten(0, y_BTD.shape[:2])
     return result

@@ -130,7 +130,7 @@ class ShardedDeviceMap(Mapping[str, str]):
 
 
 def refuse_accelerate(model: nn.Module) -> None:
-    """Make Trainer and accelerate raise for a model and for the transformers models in it."""
+    """Make accelerate and Trainer raise an error if they receive a model or a model in it."""
     for module in model.modules():
         if module is model or is_pretrained(module):
             module.hf_device_map = ShardedDeviceMap(type(module).__name__)  # type: ignore[assignment]

@@ -66,11 +66,11 @@ class LogitsSource:
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """The tp group over which the head's weight is sharded, or None."""
+        """The tp group over which the head's weight is sharded; None = the weight is replicated."""
         return None if self.tp is None else self.tp.group
 
     def multiply_gradient_by_tp(self, loss: Tensor) -> Tensor:
-        """Return the loss; backward multiplies its gradient by the tp size, if there is tp."""
+        """Return `loss`; backward multiplies its gradient by the tp size, or by 1 without tp."""
         # Each tp rank starts backward with 1 / tp of the gradient: `GradientShareHooks`.
         if self.tp is None:
             return loss
@@ -227,7 +227,7 @@ class HeadWithoutLogits(nn.Linear):
 
 @dataclass(eq=False)
 class RunningForward:
-    """One running forward of a model: which head makes lazy logits, and the logits' sources."""
+    """A running forward of a model, and the hidden states of the lazy logits that it has made."""
 
     model: nn.Module
     head: nn.Module | None  # the head that returns `Logits`; None = heads return values
@@ -252,7 +252,7 @@ def find_plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
 
 
 def fuse_loss(model: nn.Module, recipe: Recipe | None) -> None:
-    """Make transformers models in a module compute their training loss in chunks of tokens.
+    """Change transformers models in place: head and loss run together, in chunks of tokens.
 
     `recipe` is the FP8 recipe of the head's products in the loss; None = the dtype of its weight.
     """
@@ -274,7 +274,7 @@ def _begin_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _end_forward(model: nn.Module, _args: Any, _output: Any) -> None:
-    """Forward hook: mark the forward's logits as ended, after which they have no gradient."""
+    """Forward hook: detach the hidden states of lazy logits, which get no gradient from now on."""
     forwards = _get_running_forwards()
     if not forwards or forwards[-1].model is not model:
         return  # another hook has refused the arguments
@@ -319,7 +319,7 @@ class VocabularyHooks:
         embedding.register_forward_hook(self._reduce_embeddings)
 
     def _localize_ids(self, embedding: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Forward pre-hook: map ids to local rows, and the padding index to a local row or None."""
+        """Forward pre-hook: map ids and padding index to local rows; None = no local padding."""
         ids, *rest = args
         local_ids, self._state.is_other = self._tp.find_local_rows(ids, self._rows)
         padding = self._state.padding_idx = embedding.padding_idx

@@ -35,12 +35,12 @@ Function = Callable[..., Any]
 
 
 def find_linear_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose forward calls a rule of `RULES`, and lightning attention modules."""
+    """Return the modules with linear attention: a recurrence of `RULES`, or lightning attention."""
     return [m for m in model.modules() if find_linear_rule(m) or _is_lightning(m)]
 
 
 def find_linear_rule(module: nn.Module) -> str | None:
-    """Return the recurrence (key of `RULES`) that a module's forward calls, None if it has none."""
+    """Return the name of the recurrence that a module's forward calls; None = it calls none."""
     call = find_names_in_forward(module)
     return next((rule for rule in RULES if rule in call), None) if CONVOLUTION in call else None
 
@@ -55,7 +55,7 @@ def find_short_convs(model: nn.Module) -> list[nn.Module]:
 
 
 def accept_sequence_argument(model: nn.Module) -> None:
-    """Make linear attention and short convolution layers use the argument `SEQUENCE`.
+    """Make linear attention and short convolutions compute the documents of a `Sequence` argument.
 
     This replaces global functions of the layers' Python modules, for all models of these modules.
     """

@@ -118,12 +118,12 @@ def _find_sharding_problem(module: Any, heads: _LinearHeads) -> str | None:
 
 
 def _count_rows(sections: Stack) -> int:
-    """Return the number of matrix rows of a stack: the sum of heads * rows per head."""
+    """Return the number of matrix rows: the sum of heads * rows per head over all `sections`."""
     return sum(heads * size for heads, size in sections)
 
 
 def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return names and sizes (`counts` per tp rank) of a gated delta net's sharded tensors."""
+    """Return how a gated delta net's tensors divide into heads; `counts` are for `tp` ranks."""
     k, v = (module.num_k_heads, module.head_k_dim), (module.num_v_heads, module.head_v_dim)
     per_head = (module.num_v_heads, 1)
     counts = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
@@ -148,7 +148,7 @@ def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return names and sizes (`counts` per tp rank) of a Kimi delta attention's sharded tensors."""
+    """Return how Kimi delta attention's tensors divide into heads; `counts` are for `tp` ranks."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     counts = {n: getattr(module, n) // tp for n in ("num_heads", "qkv_dim")}
     linears = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
@@ -166,7 +166,7 @@ def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_mamba2_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return names and sizes (`counts` per tp rank) of a Mamba-2 mixer's sharded tensors."""
+    """Return how a Mamba-2 mixer's tensors divide into heads; `counts` are for `tp` ranks."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     group = (module.n_groups, module.ssm_state_size)  # of B, as of C
     channels = (x, group, group)
@@ -229,10 +229,10 @@ def apply_gated_norm(
     eps: float,
     compute_mean: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return weight * h / sqrt(compute_mean(h^2) + eps) with h = x * silu(gate), in the dtype of x.
+    """Return weight * h / sqrt(compute_mean(h^2) + eps), where h = x * silu(gate).
 
-    `compute_mean` maps fp32 squares to their mean over each element's group. Without `gate`, h is
-    x.
+    `compute_mean` maps fp32 squares to their mean over each element's group. If `gate` is None, h
+    is x. The result has the dtype of x.
     """
     h = x.float() if gate is None else x.float() * F.silu(gate.float())
     return weight * (h * torch.rsqrt(compute_mean(h.pow(2)) + eps)).to(x.dtype)

@@ -192,7 +192,7 @@ def get_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the `tensors` of peft's active `modules_to_save` by the original modules' names."""
+    """Return `tensors` of the module copies that peft trains, by the original modules' names."""
     _, moved_prefixes = _list_peft_prefixes(model)
     copy_of = {}
     for path, module in model.named_modules():

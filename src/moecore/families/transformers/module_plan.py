@@ -82,7 +82,7 @@ def get_linears(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def list_output_linears(module: nn.Module) -> list[Any]:
-    """Return [module], or for a LoRA layer its base linear and the B of each LoRA adapter."""
+    """Return [module]; for a LoRA layer, its base linear and the B matrix of each adapter."""
     base = find_lora_base(module)
     return [module] if base is None else [base, *(b for _, b in list_lora_pairs(module))]
 

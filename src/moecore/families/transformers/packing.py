@@ -97,11 +97,11 @@ SPARSE = ("indexed_attention", "deepseek_sparse_attention")  # the second: trans
 
 
 def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | None:
-    """Return text naming the part of a model that forbids packed documents and cp, or None.
+    """Return which part of a model forbids packed documents and cp, as text; None = no part.
 
-    `has_row_inputs` = `use_causal_attention` was called. Linear, sparse and chunked attention and
-    short convolutions then support packed documents. Towers are ignored, because `RowReader`
-    refuses their inputs.
+    `has_row_inputs`: whether `use_causal_attention` was called. Linear, sparse and chunked
+    attention and short convolutions then support documents. Image and audio encoders are ignored,
+    because forwards with their inputs raise errors.
     """
     config: Any = model.config
     text = config.get_text_config()
@@ -137,7 +137,7 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
 
 
 def find_one_document_problem(model: nn.Module) -> str | None:
-    """Return text naming the part of a model that needs one document per row, or None."""
+    """Return which part of a model needs one document per row, as text; None = no part."""
     for name, rope_type, _ in find_longest_position_readers(model):
         return f"rope_type ({rope_type!r}) of {name}, which reads the longest position of all rows"
     loss = get_loss_name(model)
@@ -149,7 +149,7 @@ def find_one_document_problem(model: nn.Module) -> str | None:
 def find_unsupported_layer(
     model: nn.Module, row_layers: Mapping[str, int] | None = None
 ) -> str | None:
-    """Return text naming a model's first layer whose kind packing does not support, or None.
+    """Return the first layer whose kind forbids packed documents, as text; None = no layer.
 
     Kinds are the entries of `layer_types` in the config. `row_layers` maps further kinds to the
     number of layers with moecore's attention. Such a kind is supported if all its layers have

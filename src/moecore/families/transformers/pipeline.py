@@ -142,10 +142,10 @@ class StagedCausal:
 
     @contextmanager
     def _replace_other_stages(self, stage: Stage, hidden: Tensor | None) -> Iterator[list[Tensor]]:
-        """Return a context in which `AbsentModule` replaces the parts of other stages.
+        """Return a context in which `AbsentModule` replaces the modules of other stages.
 
-        Hooks pass `hidden` to the stage's first part, and append the stage's output to the yielded
-        list.
+        Hooks pass `hidden` to the stage's first module, and append the stage's output to the
+        yielded list.
         """
         parts, get = self.stage_parts(), self.get_submodule
         layers = _list_layer_names(self, parts)
@@ -197,7 +197,7 @@ class StagedCausal:
 
 @dataclass
 class _CallTrace:
-    """Record of a test run of a model whose parts were all replaced by `AbsentModule`."""
+    """The calls in a test run of a model whose embedding, layers, norm and head do nothing."""
 
     embedding_output: Tensor  # zeros [1, T, D], the embedding's output
     # (name, first argument, version of the first argument) of each call of a part, in order
@@ -206,7 +206,7 @@ class _CallTrace:
 
     @property
     def part_names(self) -> list[str]:
-        """Names of the parts that ran, in order."""
+        """Names of the parts (embedding, layers, norm, head) that ran, in order."""
         return [name for name, *_ in self.calls]
 
     def record_call(self, part_name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -216,7 +216,7 @@ class _CallTrace:
 
 
 def _trace_calls(model: Any, stage_parts: StageParts) -> _CallTrace:
-    """Run a CPU copy of a model with `AbsentModule` for all parts; return the record of calls."""
+    """Run a CPU copy of a model without embedding, layers, norm and head; return the calls."""
     shell: Any = copy_modules(model, make_meta_parameter, removes_wrappers=True)[model]
     config, dtype = model.config.get_text_config(), model.get_input_embeddings().weight.dtype
     # One row, so that code which unpacks hidden states as several tensors raises.
@@ -301,7 +301,10 @@ def _list_layer_names(model: Any, stage_parts: StageParts) -> list[str]:
 
 
 def _find_parts(model: Any) -> StageParts:
-    """Return the names of a model's parts; raise NotImplementedError if it has other parameters."""
+    """Return the names of embedding, layers, norm and head of a model.
+
+    Raises NotImplementedError if the model has parameters outside of them.
+    """
     if getattr(model.config, "is_encoder_decoder", False):
         raise _make_refusal(model, "has an encoder")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -32,7 +32,7 @@ def refuse_lost_router_logits(model: nn.Module) -> None:
 
 
 def _find_version_problem() -> str | None:
-    """Return the error text if the installed transformers uses router logits wrongly, or None."""
+    """Return the error text if transformers uses router logits wrongly; None = it does not."""
     version = sys.modules["transformers"].__version__
     if tuple(int(n) for n in version.split(".")[:2]) >= (5, 6):
         return None

@@ -48,10 +48,10 @@ class TokenIdLayer(MoELayer):
 
 
 class NormedOutputLayer(MoELayer):
-    """An MoELayer whose output is normalised by the child `post_mlp_layernorm` (A.X K1)."""
+    """An MoELayer whose output passes through the norm module `post_mlp_layernorm` (A.X K1)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the output of `MoELayer.forward` after the layer's norm module."""
+        """Apply the norm module to the output of `MoELayer.forward`, and return the result."""
         y: Tensor = self.get_submodule("post_mlp_layernorm")(super().forward(x, *args, **kwargs))
         return y
 
@@ -60,7 +60,7 @@ class MeanOutputLayer(MoELayer):
     """An MoELayer that returns the mean of the routed output and the shared output (Cohere)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return half the output of `MoELayer.forward`, in which both outputs are added."""
+        """Return half of the sum of routed and shared output, which `MoELayer.forward` computes."""
         return super().forward(x, *args, **kwargs) / 2
 
 
@@ -87,7 +87,7 @@ class RouterRecord:
         layout: names of the block's parts, except those inside its experts module.
         score_function: function of the logits, unless the router has `expert_selection_fn`; None =
             the module `score_fn` of the router.
-        score_order: as of `MoEConfig`.
+        score_order: "pre" selects experts by score; "post" selects by logit, then scores them.
         normalize: whether a token's weights are divided by their sum, or the option that says so.
         scale: option with a factor on the weights or on the routed output; "" = 1.
         ranks_groups: whether groups of experts are ranked by the sum of their two best scores.

@@ -130,7 +130,10 @@ class RowReader:
         return replace(sequence, padding_mask_BT=mask_BT)
 
     def select_ranks(self, cp: int | None) -> ContextParallel | None:
-        """Return the ranks of a forward with argument `cp` (None = default); None = no cp."""
+        """Return the cp ranks that share a forward's rows; None = rows are not sharded.
+
+        `cp` is the number of ranks that the caller passed to the forward; None = the default.
+        """
         return select_cp_ranks(cp, self.cp, self.groups)
 
     def _pass_sequence(
@@ -280,7 +283,10 @@ class MaskReader:
         )
 
     def _hook_backward(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: make backward set the `Sequence` again for recomputed MoE layers."""
+        """Forward hook: make backward restore the `Sequence`, for MoE layers that it recomputes.
+
+        A hook on the output's gradient restores it. The forward itself forgets its `Sequence`.
+        """
         sequence, self._state.sequence = getattr(self._state, "sequence", None), None
         if sequence is None or (sequence.padding_mask_BT is None and sequence.cu_seqlens is None):
             return
@@ -289,18 +295,18 @@ class MaskReader:
             hidden.register_hook(lambda _: self._restore_sequence(sequence))
 
     def _restore_sequence(self, sequence: Sequence) -> None:
-        """Set the `Sequence` of the running forward until the end of the backward."""
+        """Make `sequence` the current `Sequence` until the end of the running backward."""
         self._state.sequence = sequence
         call_after_backward(self._clear_sequence)
 
     def _clear_sequence(self) -> None:
-        """Forget the `Sequence` of the running forward."""
+        """Remove the current `Sequence`."""
         self._state.sequence = None
 
     def _pass_running_sequence(
         self, select_tokens: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[Any, Kwargs] | None:
-        """Forward pre-hook of a MoE layer: pass documents and padding of the running forward."""
+        """Forward pre-hook of a MoE layer: pass documents and padding of the model's forward."""
         sequence = getattr(self._state, "sequence", None)
         return (
             None
@@ -340,7 +346,7 @@ class ModalityHooks:
 
 
 def _make_token_selectors(base: nn.Module) -> dict[nn.Module, Choose]:
-    """Return MoE layer -> function [B, T] -> [N] that selects its text or image tokens."""
+    """Return {MoE layer: function that selects its text or image tokens, [B, T] -> [N]}."""
     choose_of = dict[nn.Module, Choose]()
     blocks: list[Any] = [block for block in base.modules() if has_vision_experts(block)]
     for block in blocks:
@@ -435,7 +441,7 @@ def _make_missing_documents_error(max_seqlen: Any) -> ValueError:
 
 
 def _list_entries(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in the outermost `nn.ModuleList`s of a module, such as decoder layers."""
+    """Yield the modules in a module's outermost `nn.ModuleList`s, such as decoder layers."""
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else _list_entries(child)
 
@@ -443,7 +449,7 @@ def _list_entries(module: nn.Module) -> Iterator[nn.Module]:
 def _store_sequence(
     layers: list[RoutedLayer], reader: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> None:
-    """Forward pre-hook: store the `Sequence` argument of a block on the MoE `layers` in it."""
+    """Forward pre-hook of a block: store its `Sequence` argument on the MoE `layers` in it."""
     if SEQUENCE in kwargs:
         for layer in layers:
             setattr(layer, SEQUENCE, kwargs[SEQUENCE])
@@ -452,7 +458,7 @@ def _store_sequence(
 def _pass_stored_sequence(
     select_tokens: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
-    """Forward pre-hook of a MoE layer: pass documents and padding of its stored `Sequence`."""
+    """Forward pre-hook of a MoE layer: pass documents and padding that its block has stored."""
     return _add_document_arguments(getattr(layer, SEQUENCE), select_tokens, layer, args, kwargs)
 
 

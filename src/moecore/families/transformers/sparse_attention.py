@@ -44,7 +44,7 @@ BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 
 def find_sparse_attention(model: nn.Module) -> list[nn.Module]:
-    """Return a model's modules of `CLASSES` that read selected keys."""
+    """Return a model's sparse attention modules, which attend only to keys an indexer selected."""
     layers: list[Any] = [
         m for m in model.modules() if is_transformers_module(m) and type(m).__name__ in CLASSES
     ]
@@ -52,13 +52,13 @@ def find_sparse_attention(model: nn.Module) -> list[nn.Module]:
 
 
 def use_sparse_attention(model: nn.Module) -> None:
-    """Replace the forward of sparse attention layers by one that reads a `Sequence` argument."""
+    """Make sparse attention layers compute the documents of a `Sequence` argument, in place."""
     for module in find_sparse_attention(model):
         module.forward = MethodType(_run_sparse_attention, module)
 
 
 def add_indexer_losses(model: nn.Module, config: IndexerConfig) -> None:
-    """Add to each indexer of a model, in place, the auxiliary loss that `config` describes."""
+    """Add the auxiliary loss that `config` describes to each indexer of a model, in place."""
     layers: list[Any] = find_sparse_attention(model)
     for layer in layers:
         setattr(layer, CONFIG, config)
@@ -136,7 +136,7 @@ def _run_sparse_attention(
 
 
 def _project_queries(layer: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return queries [B, T, H, n + r rotary dims], compressed queries, the output gate or None."""
+    """Return queries [B, T, heads, head dim], their compressed form, and output gates or None."""
     d, v = layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
     compressed_BTA = layer.q_a_proj(x_BTD)
     q_a_BTA = layer.q_a_layernorm(compressed_BTA)
@@ -198,7 +198,10 @@ def _compute_indexer_heads(
 
 
 def _split_kv_weight(layer: Any) -> tuple[Tensor, Tensor]:
-    """Return `kv_b_proj` by H heads and L latent dims: keys [H, n, L] and values [H, L, v]."""
+    """Return the weights that project latents to keys and to values, for each head.
+
+    They are [heads, key dims without rotary, latent dim] and [heads, latent dim, value dim].
+    """
     # A product with the identity includes adapters, FP8 and tp.
     linear, L = layer.kv_b_proj, layer.kv_lora_rank
     dtype = layer.kv_a_layernorm.weight.dtype

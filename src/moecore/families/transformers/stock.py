@@ -232,13 +232,13 @@ def enable_activation_checkpointing(model: Any) -> None:
 
 
 def get_text_decoder(model: Any) -> Any:
-    """Return the module with a model's decoder layers: the base model if it has no towers."""
+    """Return the module with the decoder layers; for text-only models, the base model."""
     base = get_base_model(model)
     return base.get_decoder() if hasattr(base, "get_decoder") else base
 
 
 def list_tower_modules(model: Any) -> set[nn.Module]:
-    """Return the modules of a model's base that are outside of its text decoder."""
+    """Return a model's modules outside of its text decoder, such as image encoders."""
     base, decoder = get_base_model(model), get_text_decoder(model)
     if decoder is base:
         return set()
@@ -246,13 +246,16 @@ def list_tower_modules(model: Any) -> set[nn.Module]:
 
 
 def list_towers(model: Any) -> list[str]:
-    """Return the qualified names of a model's towers, outermost modules with parameters only."""
+    """Return the qualified names of a multimodal model's encoders, projectors and resamplers.
+
+    They are the outermost modules with parameters outside of the text decoder.
+    """
     base, decoder = get_base_model(model), get_text_decoder(model)
     names = {module: name for name, module in model.named_modules()}
     towers: list[str] = []
 
     def visit(module: nn.Module) -> None:
-        """Append the outermost towers in a module that contains the decoder."""
+        """Append the outermost modules with parameters outside of the decoder in `module`."""
         for child in module.children():
             if decoder in child.modules():
                 if child is not decoder:
@@ -266,7 +269,7 @@ def list_towers(model: Any) -> list[str]:
 
 
 def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], option_names: str) -> None:
-    """Raise ValueError for an argument of a forward that only a model's towers use.
+    """Raise ValueError for a forward argument that only a model's image or audio encoders use.
 
     `inputs` are the forward's arguments by name. Multi-dimensional `position_ids` are refused too,
     because they describe images. `option_names` names the options that need text-only rows, for the

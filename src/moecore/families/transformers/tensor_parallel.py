@@ -113,7 +113,7 @@ def _check_dropout(model: nn.Module, tp: int) -> None:
 
 
 def _hook_module(tp: TensorParallel, module: Any, plan: ModulePlan) -> None:
-    """Change `module`, in place, so that its forward computes with this rank's shards.
+    """Make a module's forward compute with this rank's shards, in place.
 
     Adds the hooks and attributes that `plan` requires. Call after `_shard_parameters`.
     """
@@ -176,7 +176,7 @@ def _slice_buffer(tp: TensorParallel, buffer_name: str, dim: int, module: nn.Mod
 
 
 class FullRowsLinear(nn.Linear):
-    """A linear with a replicated weight that computes only a part of its output columns.
+    """A linear with a replicated weight; this rank computes only a part of the output columns.
 
     `rows` has the slices of weight rows (output columns) that this tp rank computes.
     """
@@ -432,7 +432,10 @@ class TokenSliceHooks:
         return (y, *output[1:]) if is_tuple else y
 
     def _gather_logits(self, recorder: nn.Module, _args: Any, logits: tuple[Tensor, ...]) -> Any:
-        """Forward hook of a recorder: all-gather [B * T, E] logits if transformers records them."""
+        """Forward hook of a module that transformers hooks for logits: all-gather [B * T, E].
+
+        If transformers records no router logits, they are returned unchanged.
+        """
         if len(recorder._forward_hooks) == 1:  # transformers records no logits
             return logits
         logits_TE = self._gather_rows(logits[0]).flatten(0, -2)

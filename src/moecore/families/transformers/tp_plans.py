@@ -52,7 +52,7 @@ FUSED_BY_HEAD = {
 
 
 def plan_modules(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModulePlan], list[str]]:
-    """Return {module: plan} of the modules that tp shards, and a reason per replicated class."""
+    """Return {module: plan} of sharded modules, and for each replicated class a line of reasons."""
     plans, replicated_types = dict[nn.Module, ModulePlan](), dict[type, str]()
     names = {module: name for name, module in model.named_modules()}
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
@@ -135,7 +135,7 @@ def _check_head_counts(name: str, num_heads: int, num_kv_heads: int, tp: int) ->
 
 
 def _plan_qkv_by_head(name: str, module: Any, tp: int) -> ModulePlan | str:
-    """As `plan_attention`, for one linear whose rows are q, k, v of head 0, then of head 1, ..."""
+    """Return the plan (or why it is replicated) of a linear with rows q, k, v of each head."""
     fused_plan = FUSED_BY_HEAD[type(module).__name__]
     if not {*fused_plan.columns, fused_plan.row} <= get_linears(module).keys():
         return "linears are not plain"
@@ -145,7 +145,7 @@ def _plan_qkv_by_head(name: str, module: Any, tp: int) -> ModulePlan | str:
 
 
 def _plan_stacked_qkv(name: str, module: Any, tp: int) -> ModulePlan | str:
-    """As `plan_attention`, for one linear whose rows are all of q, then all of k, then all of v."""
+    """Return the plan (or why it is replicated) of a linear with rows of all q, all k, all v."""
     linears, d, kv_heads = get_linears(module), module.head_dim, module.num_key_value_heads
     if linears.keys() != {"qkv_proj", "o_proj"}:
         return "linears are not plain"
@@ -158,7 +158,7 @@ def _plan_stacked_qkv(name: str, module: Any, tp: int) -> ModulePlan | str:
 
 
 def _list_gated_query_rows(module: Any, num_query_rows: int) -> tuple[int, ...]:
-    """Return (2 * size,), the rows of a `q_proj` with output gates, or () if gates are impossible.
+    """Return (2 * num_query_rows,), the rows of `q_proj` with output gates; () = no gates.
 
     `num_query_rows` is the number of rows without gates. Gates are possible only if transformers'
     tp plan shards `q_proj` by columns.
@@ -177,7 +177,7 @@ def _is_norm_over_all_heads(module: nn.Module, name: str, linears: Mapping[str, 
 
 
 def _find_sharding_problem(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
-    """Return the reason why attention cannot be sharded by heads, or None.
+    """Return why an attention module cannot be sharded by heads; None = it can.
 
     `known_names` are the children and parameters whose sharding is known.
     """

@@ -59,7 +59,7 @@ class TitanLayer(MoELayer):
     def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
         self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return the local output [B, t, D] of `x`, a tensor or a DTensor sharded over t.
+        """Return this rank's output [sequences, local tokens, model dim]; `x` may be a DTensor.
 
         `padding_mask` is True for padding. `cu_seqlens` is not used.
         """
@@ -118,7 +118,7 @@ def adopt_block(
 
 
 def _make_config(block: Any, shape: torch.Size, *, update_bias: bool) -> MoEConfig:
-    """Return the config of a torchtitan MoE block whose w1 has `shape` [E, F, D]."""
+    """Return a torchtitan block's config; `shape` of w1 is (experts, hidden dim, model dim)."""
     (num_experts, hidden_dim, dim), router = shape, block.router
     weights_on_input = getattr(block, "score_before_experts", False)  # an option of 0.2
     if weights_on_input and router.top_k > 1:

@@ -118,14 +118,14 @@ def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
 
 
 def divide_by_cp(model: nn.Module, loss: Tensor) -> Tensor:
-    """Return the loss divided by cp, with the gradient of the loss, as torchtitan sums over cp."""
+    """Return the value loss / cp with the gradient of `loss`: torchtitan sums values over cp."""
     request = get_request(model)
     cp = 1 if request is None else request.meshes.parallel.cp
     return loss if cp == 1 else loss + (loss / cp - loss).detach()
 
 
 class HFArgs:
-    """torchtitan's arguments of a transformers model; no dataclass, which 0.2 would log as JSON."""
+    """torchtitan's arguments of a transformers model. No dataclass: 0.2 would log it as JSON."""
 
     assets = "hf_assets_path"  # the job's field with the directory
 
@@ -165,11 +165,11 @@ class HFModel(nn.Module):
         return result
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return `options` with the communication of attention chosen for `cp` and `tp` ranks."""
+        """Return `options` with the communication method of attention for `cp` and `tp` ranks."""
         return CausalContext(self.hf).context_options(options, cp, tp)
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
-        """Make forwards compute only this cp rank's tokens; see `ContextParallelModel`."""
+        """Make later forwards accept full rows and compute only this cp rank's tokens."""
         CausalContext(self.hf).apply_context_parallel(cp)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
@@ -186,7 +186,7 @@ class HFModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Return the loss or the logits, as `LossDecoder.forward`.
+        """Return the loss summed over labels, divided by cp, or logits if there are no labels.
 
         With `cu_seqlens`, `positions` [B, T] are the position ids, which restart at each document.
         `max_seqlen` is not used.

@@ -53,13 +53,13 @@ ELSEWHERE = {
 
 
 def _list_arguments_outside_section(prefix: str) -> tuple[str, ...]:
-    """Return the argument names that the section `prefix` ("" = top level) does not have."""
+    """Return the arguments that the section `prefix` ("" = top level) does not have as fields."""
     split = (name.rpartition(".") for name in ELSEWHERE)
     return tuple(name for head, _, name in split if head == prefix)
 
 
 def _make_switchable_section(source: Any, **replacements: Any) -> Any:
-    """Return `make_section(source, **instead)` with an additional field `enable` (False)."""
+    """Return a section with the arguments of `source` and a field `enable` (default False)."""
     return make_section(source, enable=(bool, False), **replacements)
 
 

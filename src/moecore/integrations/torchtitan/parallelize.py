@@ -44,7 +44,7 @@ Rule = tuple[str, Any, bool, str]  # field, value, whether it is an error, requi
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """Functions and classes of a torchtitan version; `Any` is a job, torchtitan's config."""
+    """Functions and classes by which torchtitan versions differ; `Any` is a job's config."""
 
     rules: Callable[[Any, ParallelDims, bool], list[Rule]]  # bool: forward returns a loss
     block: type  # torchtitan's class of MoE blocks
@@ -115,7 +115,7 @@ def check_job(
 
 
 def _list_titan_rules(job: Any, parallel_dims: ParallelDims) -> list[Rule]:
-    """Return (field, value, is an error, requirement) per torchtitan option that is replaced."""
+    """Return rules for torchtitan's models: (option, value, is an error, required value)."""
     training, seq_len = job.training, job.training.seq_len
     offload, length = (
         training.enable_cpu_offload,
@@ -146,10 +146,9 @@ def _list_titan_rules(job: Any, parallel_dims: ParallelDims) -> list[Rule]:
 
 
 def _list_common_rules(job: Any, parallel_dims: ParallelDims, returns_loss: bool) -> list[Rule]:
-    """Return (field, value, is an error, requirement) per option that conflicts or has no effect.
+    """Return rules for all jobs: (option, value, is an error, required value).
 
-    `parallel_dims` has the parallel degrees. `returns_loss`: whether the model's forward returns
-    its loss.
+    `returns_loss`: whether the model's forward returns its loss.
     """
     options, ac, degrees = get_moecore_options(job), job.activation_checkpoint, job.parallelism
     reshard, backend = degrees.fsdp_reshard_after_forward, job.compile.backend
@@ -266,9 +265,9 @@ def _restore_full_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[A
 
 
 def _watch_training_forwards(buffer_owners: Sequence[BufferOwner | None], *_: Any) -> None:
-    """Forward pre-hook: set `watch` of the owners of dispatch buffers; None is skipped.
+    """Forward pre-hook: in training, skip the step's update if a dispatch buffer overflows.
 
-    The value is "skips" if gradients are enabled, otherwise None, which switches capacities off.
+    Without gradients, buffers have no capacity limit. None in `buffer_owners` is ignored.
     """
     for holder in buffer_owners:
         if holder is not None:

@@ -25,10 +25,10 @@ SOURCE = "moecore_source"  # attribute of a section: the function and the types 
 def make_section(
     source: Callable[..., Any], *, without: tuple[str, ...] = (), **replacements: tuple[Any, Any]
 ) -> Any:
-    """Return a dataclass whose fields are the keyword-only arguments of `source`, in types of jobs.
+    """Return a dataclass with a field for each keyword-only argument of `source`.
 
     Args:
-        source: a dataclass or a function.
+        source: a dataclass or a function. Types are converted, such as a dtype to a str.
         without: arguments that do not become fields.
         replacements: name -> (type, default) of replaced or additional fields. The type may be a
             section; its default None means the section's defaults.
@@ -47,7 +47,7 @@ def make_section(
 
 
 def call_section(section: Any, path: str) -> Any:
-    """Call the function (source) of a section with the section's fields; return its result.
+    """Call the function from which a section was made with its fields; return the result.
 
     `path`, such as "moecore.dispatch", names the section in errors.
     """
@@ -65,10 +65,10 @@ def replace_name_in_errors(build_record: Callable[[], Any], source: Any, path: s
 
 
 def read_arguments(section: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the arguments of a section's source by name, from the section's fields.
+    """Return {name: value} of the arguments that a section's fields set for its function.
 
-    Fields in `without` are left out. A nested section becomes the result of its source, or None if
-    `enable` is False. `path` names the section in errors.
+    Fields in `without` are left out. A nested section becomes the result of its function, or None
+    if `enable` is False. `path` names the section in errors.
     """
     hints = getattr(section, SOURCE)[1]
     values = {}
@@ -84,7 +84,7 @@ def read_arguments(section: Any, path: str, *, without: tuple[str, ...] = ()) ->
 
 
 def read_changed_arguments(section: Any, path: str) -> dict[str, Any]:
-    """Return `read_arguments` of only the fields that differ from their defaults."""
+    """Return {argument: value} of the fields of a section that differ from their defaults."""
     names = {name.partition(".")[0] for name in list_changed_fields(section)}
     return {name: value for name, value in read_arguments(section, path).items() if name in names}
 

@@ -63,7 +63,7 @@ def add_amax_to_state_dict(optimizers: Any, model_parts: list[nn.Module]) -> Non
         return result
 
     def load_state_dict(state: dict[str, Any]) -> None:
-        """Load optimizer state and amax histories; ignore gradients' histories of other degrees."""
+        """Load the state; amax histories of gradients are ignored if parallel degrees differ."""
         load({name: value for name, value in state.items() if not name.startswith(AMAX)})
         has_same_degrees = torch.equal(state[f"{AMAX}degrees"].cpu(), _get_degrees(model_parts[0]))
         for name, history in histories.items():
@@ -134,7 +134,7 @@ class MoEMetricsProcessor(MetricsProcessor):
 
 
 def compute_load_metrics(metrics: MoEMetrics) -> dict[str, float]:
-    """Return a step's values for the log by name, see `MoEMetricsProcessor`. Host syncs."""
+    """Return {log name: value} of expert loads, auxiliary loss and drop rate. Host syncs."""
     loads = list(metrics.compute_load_max_over_mean().values())
     if not loads:  # a dense model
         return {}

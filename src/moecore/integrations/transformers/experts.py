@@ -68,8 +68,8 @@ def experts_forward(
 
     Args:
         experts: an experts module with transformers' interface.
-        hidden_states: [T, D].
-        top_k_index: integer [T, K]; ids outside of [0, E) are ignored, as in expert parallelism.
+        hidden_states: [tokens T, model dim D].
+        top_k_index: integer [T, experts per token K]; ids outside of [0, experts) are ignored.
         top_k_weights: float [T, K]; differentiable.
 
     Returns:
@@ -167,7 +167,7 @@ _run_computation_eager = torch.compiler.disable(_run_computation)
 def _choose_computation(
     expert_spec: ExpertSpec, activation: ActivationOptions
 ) -> ExpertMLPOptions | Computation:
-    """Return the options of `expert_mlp`, or the function that replaces it for these experts."""
+    """Return the function that computes these experts, or options for `expert_mlp` if none does."""
     needs_autograd = expert_spec.fc1_bias or expert_spec.fc2_bias or expert_spec.own_activation
     computation = find_backend_computation("auto", expert_spec, needs_autograd=needs_autograd)
     if computation is not None:

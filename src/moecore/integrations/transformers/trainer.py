@@ -151,7 +151,7 @@ class MoETrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """Return the batches of a step, and Trainer's number of labels or None."""
+        """Return a step's batches, and Trainer's number of labels; None = it is not counted."""
         if self._steps is not None:
             return list(islice(epoch_iterator, num_batches)), None
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -241,7 +241,7 @@ class MoETrainer(Trainer):
         super()._track_num_input_tokens(_add_token_counts(inputs))
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        """Return False, so that Trainer clips by the Accelerator, which knows both meshes."""
+        """Return False, so that Trainer clips by the Accelerator, which clips on both meshes."""
         return False
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -325,7 +325,7 @@ class ShardedAccelerator(Accelerator):
 
     @property
     def process_index(self) -> int:
-        """Index of this rank's data."""
+        """Index of this rank among the ranks with different data."""
         result: int = super().process_index // self.copies
         return result
 
@@ -362,7 +362,7 @@ class ShardedAccelerator(Accelerator):
         super().backward(self.owner.scale_loss(loss), **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> float:
-        """Clip by the TrainStep's max_norm and return the previous norm. Arguments are not used."""
+        """Clip to the TrainStep's max_norm; return the norm before clipping. Ignores arguments."""
         return self.owner.clip().total
 
 

@@ -96,7 +96,7 @@ class TitanHFArgs(models.HFArgs, BaseModelArgs):
 def _list_version_rules(
     job: Any, parallel_dims: ParallelDims, returns_loss: bool
 ) -> list[parallelize.Rule]:
-    """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.2.
+    """Return rules for jobs of torchtitan 0.2: (option, value, is an error, required value).
 
     `returns_loss`: whether the model's forward returns its loss.
     """

@@ -47,7 +47,7 @@ class MoETrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """torchtitan's job."""
+        """torchtitan's job config with an additional section `moecore`."""
 
         moecore: MoECore = field(default_factory=MoECore)
 
@@ -62,7 +62,7 @@ class OwnLossTrainer(MoETrainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoETrainer.Config):
-        """See `MoETrainer.Config`."""
+        """torchtitan's job config with an additional section `moecore`."""
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
         """Yield torchtitan's batches; with `moecore.documents`, add document boundaries."""
@@ -94,11 +94,11 @@ class SumLoss(BaseLoss):
 
 
 class TitanMetrics(MoEMetricsProcessor):
-    """`MoEMetricsProcessor` as a part of a torchtitan 0.3 job."""
+    """torchtitan 0.3's metrics processor, which also logs the load of the experts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
-        """torchtitan's fields."""
+        """The options of torchtitan's metrics processor."""
 
 
 class SavingAC(SelectiveAC):
@@ -106,7 +106,7 @@ class SavingAC(SelectiveAC):
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
-        """torchtitan's fields."""
+        """The options of torchtitan's selective checkpointing."""
 
     def get_save_ops(self) -> set[Any]:
         """Return the operations whose results are saved for backward."""
@@ -119,7 +119,7 @@ class TitanDecoder(models.LossDecoder, BaseModel):
 
     @dataclass(kw_only=True, slots=True)
     class Config(models.DecoderArgs, BaseModel.Config):
-        """See `DecoderArgs`."""
+        """The arguments of moecore's decoder in torchtitan 0.3."""
 
     def verify_module_protocol(self) -> None:
         """Do nothing: `init_weights` initialises all of moecore's modules."""
@@ -130,7 +130,7 @@ class TitanHF(models.HFModel, BaseModel):
 
     @dataclass(kw_only=True, slots=True)
     class Config(models.HFArgs, BaseModel.Config):
-        """See `HFArgs`."""
+        """The arguments of a transformers model in torchtitan 0.3."""
 
         source: models.Source | None = None
         hf_config: Any = None
@@ -195,7 +195,7 @@ def make_titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) ->
 
 
 def _list_version_rules(job: Any, parallel_dims: ParallelDims, returns_loss: bool) -> list[Rule]:
-    """Return (field, value, is an error, requirement) per restricted option of torchtitan 0.3.
+    """Return rules for jobs of torchtitan 0.3: (option, value, is an error, required value).
 
     `returns_loss`: whether the model's forward returns its loss.
     """
