@@ -47,9 +47,9 @@ def attend(
     """Return o_BTHv, the causal attention of each query to the keys of its document.
 
     If `sequence.cache` is not None, queries also read the cached keys. `scale` multiplies the
-    scores. `window` limits the keys per query; None = all. `sinks_H` has the score of each head's
-    sink; None = no sinks. With cp > 1 the tensors have only this rank's tokens, and the call is
-    collective.
+    scores. `window` limits the keys per query; None = all. `sinks_H` has a score per head that
+    takes part in the softmax, without a key or value; None = off. With cp > 1 the tensors have only
+    this rank's tokens, and the call is collective.
     """
     if sequence.cache is not None:
         options: Any = dict(scale=scale, window=window, sinks_H=sinks_H)
@@ -138,7 +138,7 @@ def _attention_forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return contiguous o_BTHv and lse_BHT of causal attention, both with sinks; see `attend`."""
+    """Return contiguous outputs o_BTHv and fp32 log-sum-exps lse_BHT of causal attention."""
     mask = Sequence(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).mask(window)
     o, lse = attention_forward(q, k, v, mask, scale)
     if sinks is not None:

@@ -42,8 +42,8 @@ class KVCache:
     ) -> Tensor:
         """Append the next layer's keys and values; return the attention to all keys of this layer.
 
-        The result [B, T, H, v] is causal, and 0 for padding. Other arguments: see
-        `attention.function.attend`.
+        The result [B, T, H, v] is causal, and 0 for padding. `scale` multiplies scores, `window`
+        limits keys (None = all), and `sinks_H` has an extra score per head (None = off).
         """
         T, N = q_BTHd.shape[1], self._num_tokens
         k_BShd, v_BShv = k_BThd[:, :N], v_BThv[:, :N]
@@ -76,7 +76,7 @@ class KVCache:
 def _attend_with_sinks(
     q_BHNd: Tensor, k_BhSd: Tensor, v_BhSv: Tensor, mask_NS: Tensor, scale: float, sinks_H: Tensor
 ) -> Tensor:
-    """Return attention [B, H, N, v] with sinks_H as a further score of each head's fp32 softmax.
+    """Return attention [B, H, N, v]; `sinks_H` is one more score in each head's fp32 softmax.
 
     `mask_NS` is True where a query reads a key.
     """

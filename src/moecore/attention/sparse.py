@@ -49,8 +49,8 @@ def attend_sparse(
 
     All tensors are [B, T, ...] of this rank's tokens. Selected keys are int32 [B, T, K], indices
     into the tokens of all full rows; -1 fills unused entries. `indexer` may be None if `choice` has
-    neither `top_k` nor `returns_divergences`. `sinks_H` has the score of each head's sink; None =
-    no sinks. With cp > 1 the call is collective: forward all-gathers keys, and backward reduces
+    neither `top_k` nor `returns_divergences`. `sinks_H` has an extra score per head in the softmax;
+    None = off. With cp > 1 the call is collective: forward all-gathers keys, and backward reduces
     their gradients over the cp ranks.
     """
     dtype = get_autocast_dtype(heads.q_tHd)

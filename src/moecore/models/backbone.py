@@ -105,8 +105,9 @@ class Backbone(nn.Module):
     ) -> Sequence:
         """Build the record that blocks read: document bounds, padding mask and rotary table.
 
-        `Decoder.forward` documents the arguments, which have full rows. The record has only this
-        rank's tokens. Raises a ValueError for documents that are longer than `max_seq_len`.
+        The arguments, of full rows, are as in `Decoder.forward`: the mask is True for padding, and
+        `cu_seqlens` None = each row is one document. The record has only this rank's tokens. Raises
+        a ValueError for documents that are longer than `max_seq_len`.
         """
         ranks = self.select_cp_ranks(cp)
         (B, T), device = tokens_BT.shape, tokens_BT.device

@@ -88,7 +88,7 @@ class Block(nn.Module):
 
     @property
     def compile_regions(self) -> tuple[str, ...]:
-        """Names of the methods that torch.compile compiles, which call no MoE layer."""
+        """Names of the methods that torch.compile compiles; they call no MoE layer."""
         # The norm before an MoE layer stays outside: its output is what `MemoryOptions` drops.
         if self.feedforward != "moe":
             return ("forward",)

@@ -191,7 +191,7 @@ class GatedDeltaConfig(LinearAttentionConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba2Config(LinearAttentionConfig):
-    """A Mamba-2 layer: value heads are its heads, keys and queries are the B and C of its groups.
+    """A Mamba-2 layer: `num_v_heads` heads, and B and C of `num_k_heads` groups of heads.
 
     Attributes:
         min_step: lower bound to which time steps are clamped.
@@ -353,7 +353,7 @@ class DecoderConfig(CheckedRecord):
             yield "max_seq_len", f"be <= {limit} {value}: raise the factor or lower it"
 
     def _mla_rules(self, mla: MLAConfig) -> Rules:
-        """Yield (field, error text) of each field that does not go with latent attention."""
+        """Yield (field, error text) of each field that latent attention does not allow."""
         if self.num_kv_heads != self.num_heads:
             yield "num_kv_heads", f"equal num_heads ({self.num_heads}) with mla: set it so"
         if self.head_dim != mla.qk_head_dim:

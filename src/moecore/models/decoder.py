@@ -306,9 +306,10 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor | None,
         sequence: Sequence,
     ) -> list[Tensor]:
-        """Run the stage's MTP modules, which append h_k to `states`; return the head's losses.
+        """Run this stage's multi-token prediction modules; return the head's losses.
 
-        Tokens, labels and mask have full rows. Without the head the list of losses is empty.
+        Each module's output is appended to `states`. Tokens, labels and mask have full rows.
+        Without the head the list of losses is empty.
         """
         if padding_mask_BT is None:
             padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
@@ -346,8 +347,8 @@ class Decoder(nn.Module):
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the shape of a stage's input hidden states on this rank, for forward's `inputs`.
 
-        The shape is [B, t, D] before the final norm, with t = T / (cp * tp), and [1 + k, B, t, D]
-        after the norm and k multi-token predictions. No communication.
+        The shape is [B, T / (cp * tp), D] before the final norm. After the norm and k multi-token
+        predictions it is [1 + k, B, T / (cp * tp), D]. No communication.
         """
         predicts = self._runs_mtp(inputs.get("labels_BT"))
         num_states = self._count_input_states(stage, runs_mtp=predicts)
@@ -364,7 +365,7 @@ class Decoder(nn.Module):
     ) -> tuple[int, ...]:
         """Return this rank's shape of `num_states` stacked hidden states: [num_states, B, t, D].
 
-        If num_states is 0, the shape of one residual stream [B, t, D]. `tokens_BT` has full rows.
+        t is T / (cp * tp). For 0 states, return the shape of one residual stream, [B, t, D].
         """
         B, T = tokens_BT.shape
         ranks, tp = self.model.select_cp_ranks(cp), self.model.tp

@@ -105,7 +105,7 @@ class LinearAttention(nn.Module):
         return torch.cat([part.chunk(self.tp.size)[self.tp.rank] for part in parts])
 
     def init_weights(self, *, key: str, seed: int) -> None:
-        """Initialise filters as Conv1d does, decay rates with U(min_decay_rate, 16), steps with 1.
+        """Initialise filters as Conv1d does, decay rates by U(min_decay_rate, 16), `dt_bias` by 1.
 
         The values depend only on `key` (the module's name), `seed` and parameter names.
         """

@@ -239,7 +239,7 @@ def _compute_logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) ->
 def _compute_entropy_(
     logits_CV: Tensor, row_statistics: RowStatistics, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Return each token's entropy [C] in nats over `group`'s vocabulary. Overwrites x_CV."""
+    """Return each token's entropy [C] in nats over `group`'s vocabulary. Overwrites the logits."""
     logits_CV.sub_(row_statistics.highs_C[:, None])
     weighted_C = logits_CV.exp().mul_(logits_CV).sum(1)
     if group is not None:
@@ -258,8 +258,8 @@ def _compute_logits_grad_(
 ) -> tuple[Tensor, Tensor]:
     """Return a chunk's unscaled gradient of logits [C, V], and a factor per token [C, 1].
 
-    The product of both results is the gradient. `logits_CV` has the logits, and is overwritten.
-    `maxima_C` and `sums_C` are fields of `RowStatistics`. `token_grads` [C] are the gradients of
+    The product of both results is the gradient. The logits are overwritten. `maxima_C` and `sums_C`
+    are the softmax's maximum and sum per token. `token_grads` [C] are the gradients of
     log-probabilities, or entropies, gradients of log-probabilities and gradients of entropies.
     """
     if len(token_grads) == 1:

@@ -210,9 +210,9 @@ class LatentAttention(nn.Module):
     def _compute_heads(
         self, q_BTQ: Tensor, c_BTC: Tensor, k_BTr: Tensor, sequence: Sequence
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project latents to queries and keys [B, T, H, n + r] and values [B, T, H, v].
+        """Project latents to queries, keys and values of heads; rotate queries and keys.
 
-        `q_BTQ` and `c_BTC` are latents, and `k_BTr` shared keys. Queries and keys are rotated.
+        `q_BTQ` has query latents, `c_BTC` key/value latents, and `k_BTr` keys that all heads share.
         """
         rotary, local_tokens = sequence.rotary, sequence.local_tokens
         assert rotary is not None, "a decoder's sequence has a rotary table"

@@ -37,17 +37,18 @@ def active_params(config: DecoderConfig) -> int:
 def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     """Return the FLOPs of forward and backward per token, without recomputation.
 
-        6 * N + 3 * L * H * (d + v) * T, with w * (2 - w / T) for T in a layer of window w < T,
-        and 3 * `LinearAttentionConfig.state_flops` for a layer of linear attention
+        6 * N + 3 * L * H * (d + v) * T
 
-    N is `active_params` without the embedding lookup. N includes the head's matrix, tied or not,
-    and that matrix once more per multi-token prediction. A parameter costs 2 FLOPs in forward, 4 in
-    backward. Attention's two matmuls cost 2 * H * d and 2 * H * v FLOPs per query and key in
-    forward, and three times as much with backward. Causal attention halves the number of keys (T =
-    `seq_len`). A multi-token prediction module has one layer and counts once per application.
-    Linear attention reads and writes its state, k * v numbers per value head, once or twice per
-    token. Sparse attention counts as a window of `top_k` keys; its indexer scores all keys in
+    N is the number of parameters that a token uses, without the embedding lookup. It includes the
+    head's matrix, tied or not, once more per multi-token prediction. L is the number of layers with
+    softmax attention, with H query heads, key heads of dim d and value heads of dim v. T is
+    `seq_len` (0 = no attention). A causal query reads T / 2 keys on average. Backward costs twice
     forward.
+
+    In a layer with a sliding window w < T, T is replaced by w * (2 - w / T). Sparse attention
+    counts as a window of `top_k` keys; its indexer scores all keys in forward. A layer of linear
+    attention adds 3 * `LinearAttentionConfig.state_flops`. A multi-token prediction counts as one
+    more layer.
     """
     check_arguments(flops_per_token, locals())
     config = replace(config, num_mtp_layers=config.num_predictions, mtp_repeats=1)
@@ -73,7 +74,7 @@ def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> 
     """Return the cost of a document under context parallelism, in units of attention's cost.
 
     A document of n tokens costs n * n for attention. One unit is the time of 3 * L * H * (d + v)
-    FLOPs at 600 TFLOP/s.
+    FLOPs at 600 TFLOP/s. L layers have H query heads, key heads of dim d and value heads of dim v.
 
         linear = cost per token outside of attention: flops_per_token(config, 0) at 400 TFLOP/s
         exchange = cost per token of the transfer of its bf16 keys and values (or latents)

@@ -109,10 +109,9 @@ class TensorParallel:
         return y_BtD
 
     def gather_replicated(self, x_BtD: Tensor) -> Tensor:
-        """All-gather x_BtD along dim 1 to x_BTD, for replicated use.
+        """All-gather x_BtD along dim 1 to x_BTD, from which all ranks compute identical results.
 
-        All ranks must compute the same with x_BTD. Backward takes this rank's slice of the
-        gradient.
+        Backward takes this rank's slice of the gradient.
         """
         gather = partial(_all_gather, group=self.group)
         x_BTD: Tensor = run_and_save(exchange_with_grad, x_BtD, gather, self.slice_local_tokens)

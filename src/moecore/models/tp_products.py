@@ -97,10 +97,9 @@ WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
 
 
 def compute_workspace_bytes(launch_name: str, num_ranks: int, exchange_bytes: int) -> int:
-    """Return the bytes of symmetric memory that a rank needs for a sliced exchange.
+    """Return the bytes of symmetric memory that a rank needs for a collective in slices.
 
-    `launch_name` is the launch name of the exchange. A rank sends and receives `exchange_bytes`
-    bytes.
+    `launch_name` is `GATHER_SLICES` or `SEND_SLICES`. A rank sends and receives `exchange_bytes`.
     """
     return WORKSPACE_SLICES[launch_name] * exchange_bytes // (2 * (num_ranks - 1))
 
@@ -108,7 +107,7 @@ def compute_workspace_bytes(launch_name: str, num_ranks: int, exchange_bytes: in
 def _gather_on_meta(
     x_tD: Tensor, consume: Callable[[Tensor, int], None], x_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Report the launch of `SlicedExchange.all_gather` in a dry run, then call `consume`."""
+    """In a dry run, record the launch of an all-gather, then call `consume` for each slice."""
     record_launch(GATHER_SLICES, group.size(), 2 * (x_TD.nbytes - x_tD.nbytes))
     for rank, slice_tD in enumerate(x_TD.chunk(group.size())):
         consume(slice_tD, rank)
@@ -117,7 +116,7 @@ def _gather_on_meta(
 def _send_on_meta(
     produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Call `produce(rank, out)` per slice of `parts_TD`; record the all-to-all's launch."""
+    """In a dry run, call `produce(rank, out)` for each slice; record an all-to-all's launch."""
     slices = parts_TD.chunk(group.size())
     for rank, slice_tD in enumerate(slices):
         produce(rank, slice_tD)
@@ -159,9 +158,9 @@ def apply_row_linear(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None
 def find_sliced_exchange(
     tp: TensorParallel, x: Tensor, num_tokens: int, dim: int, linears: Sequence[nn.Linear]
 ) -> SlicedExchange | None:
-    """Return the sliced exchange for the linears' input x; None = communicate sequentially.
+    """Return collectives that overlap the linears' matmuls slice by slice; None = no overlap.
 
-    The exchange sends slices [num_tokens, dim] of each sequence. The result is equal on all ranks.
+    They send slices [num_tokens, dim] of each sequence of x. The result is equal on all ranks.
     """
     if not is_plain_eager() or is_recomputing():
         return None
@@ -173,12 +172,12 @@ def find_sliced_exchange(
 
 
 def is_slice_large_enough(slice_bytes: int) -> bool:
-    """Whether a rank's slice has enough bytes for a sliced exchange to be faster."""
+    """Whether a rank's slice has enough bytes for overlap with matmuls to be faster."""
     return slice_bytes >= MIN_SLICE_BYTES
 
 
 def select_sliced_exchange(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
-    """Return the sliced exchange for the device of x, or None if the device has none.
+    """Return the collectives that overlap matmuls slice by slice, for x's device; None = none.
 
     On GPUs the first call for a group is collective. While a CUDA graph is captured the result is
     None: the graph would keep workspace addresses that a longer sequence replaces.
@@ -191,7 +190,7 @@ def select_sliced_exchange(tp: TensorParallel, x: Tensor) -> SlicedExchange | No
 
 
 def find_overlap_problem(linear: nn.Linear, x: Tensor) -> str | None:
-    """Return why a linear's matmul cannot overlap a sliced exchange; None = it can."""
+    """Return why a linear's matmul cannot overlap a collective in slices; None = it can."""
     forward = type(linear).forward
     is_plain = forward in PLAIN_FORWARDS
     if isinstance(linear, ProductLinear):
@@ -212,7 +211,7 @@ def _apply_sliced(
     x: Tensor,
     linears: Sequence[nn.Linear],
 ) -> Any:
-    """Apply `autograd_function`, `_ColumnProducts` or `_RowProduct`, to x and the local weights."""
+    """Apply `autograd_function`, which overlaps collective and matmul, to x and local weights."""
     weights, sinks = [], list[GradSink | None]()
     for linear in linears:
         weights.append(get_local_param(linear.weight))
@@ -222,7 +221,7 @@ def _apply_sliced(
 
 
 class _SlicedProducts(NamedTuple):
-    """The exchange, process group and gradient sinks of one matmul with a sliced exchange."""
+    """The collectives and group of one overlapped matmul, and the receivers of weight gradients."""
 
     exchange: SlicedExchange
     group: dist.ProcessGroup
@@ -256,7 +255,7 @@ class _SlicedProducts(NamedTuple):
         return y_BtD
 
     def compute_weight_grad(self, weight_idx: int, dy: Tensor, x: Tensor) -> Tensor | None:
-        """Return dy^T @ x, the gradient of a weight; None = the weight's sink computes it later."""
+        """Return dy^T @ x, the gradient of a weight; None = its `GradSink` computes it later."""
         sink, operands = self.sinks[weight_idx], (dy.flatten(0, 1), x.flatten(0, 1))
         if sink is not None and sink.defer(PlainProducts.compute_weight_grad, *operands):
             return None
@@ -274,7 +273,7 @@ def _multiply_slice(
 def _sum_products(
     inputs: Sequence[Sequence[Tensor]], weights_ND: Sequence[Tensor], rank: int, y_tD: Tensor
 ) -> None:
-    """Write to y_tD the sum over weights w of inputs[w][rank] times the weight."""
+    """Write to y_tD the sum of inputs[w][rank] @ weights_ND[w] over all weights w."""
     for number, (slices, weight_ND) in enumerate(zip(inputs, weights_ND, strict=True)):
         if number:
             y_tD.addmm_(slices[rank], weight_ND)

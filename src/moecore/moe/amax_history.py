@@ -48,7 +48,7 @@ class AmaxHistory:
         self._pending_copy: tuple[HostCopyOfTensor, int] | None = None
 
     def get_max_amax(self, operand: str) -> Tensor | None:
-        """Return an operand's amax over the recorded steps, fp32 [1]; 0 or None = no amax."""
+        """Return an operand's largest recorded amax, fp32 [1]; 0 or None = nothing is recorded."""
         return self._past.get(operand)
 
     def get_current_amax(self, device: torch.device, *, training: bool) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ class AmaxHistory:
         self._pending_copy = None
 
     def poll_pending_copy(self) -> None:
-        """Set `has_all_amax` if the copy that `_update_has_all_amax` started has arrived."""
+        """Update `has_all_amax` if the last copy to the host has arrived. No host sync."""
         if self._pending_copy is not None and self._pending_copy[0].has_arrived():
             copy, index = self._pending_copy
             self.has_all_amax, self._pending_copy = bool(copy.read()[index] > 0), None

@@ -18,7 +18,7 @@ from moecore.base.torch_private import get_autocast_dtype
 
 
 class LossFactors:
-    """Factors on the gradient of a layer's auxiliary losses, which `MoEState` sets."""
+    """Factors on the gradient of a layer's auxiliary losses: scales and the weight of tokens."""
 
     def __init__(self) -> None:
         self.gradient_scale = 1.0
@@ -35,7 +35,7 @@ class LossFactors:
         return losses if self.token_weight is None else losses * self.token_weight
 
     def compute_losses_grad(self, losses: Tensor) -> Tensor:
-        """Return the gradient of `losses`: `gradient_scale` times the loss scale. No host sync."""
+        """Return the gradient of each loss: `gradient_scale` times the loss scale. No host sync."""
         grad = torch.full_like(losses, self.gradient_scale)
         scale = None if self.loss_scale is None else self.loss_scale()
         return grad if scale is None else grad * scale

@@ -64,7 +64,7 @@ def register_expert_backend(name: str, computation: Computation) -> None:
     check_arguments(register_expert_backend, locals())
 
     def compute(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
-        """Return y_SD: `computation` of the input, with unpacked and differentiable rows."""
+        """Return `computation` of the input, [S, D], with unpacked, differentiable rows."""
         return computation(convert_to_summed_input(inp), weights, options)
 
     EXPERT_BACKENDS.register(name, compute)
@@ -86,10 +86,10 @@ def check_backend(backend: str, spec: ExpertSpec) -> None:
 def find_backend_computation(
     backend: str, spec: ExpertSpec, *, needs_autograd: bool
 ) -> Computation | None:
-    """Return the function of a backend that replaces `expert_mlp`. None = `expert_mlp` runs.
+    """Return the function with which a backend computes experts; None = the fused `expert_mlp`.
 
-    `needs_autograd` = experts have biases or the model's own activation. Warns if
-    "auto" multiplies experts one by one.
+    `needs_autograd` = experts have biases or the model's own activation. Warns if "auto" multiplies
+    experts one by one.
     """
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
     may_group = backend == "auto" and spec.recipe is None and is_floating
@@ -210,19 +210,19 @@ class _GatherOrSumRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row_ids_R: Tensor, num_sums: int | None) -> Tensor:
-        """Return `_gather_or_sum_rows(x, row_ids_R, num_sums)`, and save the index."""
+        """Return x[row_ids_R], or sums of x's rows if `num_sums` is given; save the index."""
         ctx.save_for_backward(row_ids_R)
         ctx.num_sums = x.shape[0] if num_sums is None else None
         return _gather_or_sum_rows(x, row_ids_R, num_sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of x by the inverse move."""
+        """Return the gradient of x: sums of rows after a gather, a gather after sums."""
         return _gather_or_sum_rows(grads[0], ctx.saved_tensors[0], ctx.num_sums), None, None
 
 
 def _gather_or_sum_rows(x: Tensor, row_ids_R: Tensor, num_sums: int | None) -> Tensor:
-    """Return x[row_ids_R], or with `num_sums` [num_sums, ...]: out[row_ids_R[r]] += x[r]."""
+    """Return x[row_ids_R]; with `num_sums`, sums [num_sums, ...]: out[row_ids_R[r]] += x[r]."""
     if num_sums is None:
         return x.index_select(0, row_ids_R)
     dtype = torch.promote_types(x.dtype, torch.float32)

@@ -62,7 +62,10 @@ class BalanceGroups:
     weight: int = 1  # data ranks for which the auxiliary losses of a micro-batch count
 
     def select_cp_groups(self, cp: int | None) -> BalanceGroups:
-        """Return the groups of a forward over `cp` ranks (None = `self.cp`); ValueError if none."""
+        """Return the groups of a forward over `cp` context parallel ranks; None = the default cp.
+
+        Raises ValueError if no group has `cp` ranks.
+        """
         if cp in (None, self.cp):
             return self
         if cp not in self.by_cp:
@@ -160,7 +163,7 @@ class LoadTracker(LossFactors):
             )
 
     def allow_forwards_in_flight(self) -> None:
-        """Allow several forwards before the first backward, until `reset`."""
+        """Allow several forwards to run before the first backward, until `reset` is called."""
         # A global-batch loss then counts the forwards that began before, whether their backward has
         # run or not, as of micro-batches that run one after the other.
         if self.config.balance.global_batch_coef:
@@ -240,10 +243,10 @@ class LoadTracker(LossFactors):
         return result
 
     def _add_forward_counts(self, ids_TK: Tensor) -> Tensor:
-        """Add a forward's choices to `_forward_counts_E`; return the counts before the addition.
+        """Add this forward's choices to the step's counts; return the counts before the addition.
 
-        A recomputed forward adds nothing, and returns the counts that the oldest forward in flight
-        read.
+        The global-batch loss reads the returned counts. A recomputed forward adds nothing, and
+        returns the counts that the oldest forward without a backward has read.
         """
         if is_inside_backward():
             self._reused_E = self._priors_E[0]
@@ -256,10 +259,10 @@ class LoadTracker(LossFactors):
         return prior_E
 
     def _start_forward_in_flight(self) -> None:
-        """Count this forward as in flight, unless a backward recomputes the forward.
+        """Count this forward as one that waits for its backward, unless a backward recomputes it.
 
         Raises NotImplementedError for a recomputed forward with a global-batch loss, if several
-        forwards are in flight without `allow_forwards_in_flight`.
+        forwards wait for a backward without `allow_forwards_in_flight`.
         """
         # Activation checkpointing recomputes a forward inside backward. "global_batch" reads the
         # counts so far, which differ from the first run's if other forwards are in flight.
@@ -282,10 +285,10 @@ class LoadTracker(LossFactors):
                 new.copy_(old)
 
     def _end_forward_in_flight(self, prior_counts_E: Tensor | None) -> None:
-        """Remove `prior_counts_E`, the counts that a forward read, from the forwards in flight.
+        """Drop the counts `prior_counts_E` that a forward has read, because its backward runs now.
 
-        Raises NotImplementedError if the last recomputed forward read other counts. None = no
-        counts.
+        Raises NotImplementedError if the recomputation of the forward has read other counts. None =
+        the forward has read no counts.
         """
         if prior_counts_E is None:
             return
@@ -304,8 +307,8 @@ class LoadTracker(LossFactors):
         """Add a micro-batch's losses and counts to the step's totals.
 
         `choice_tensors` are chosen expert ids, ids within capacity, ids of the best scores or None,
-        logits, selection bias and padding mask. `prior_counts_E` = the counts that the forward
-        read, or None.
+        logits, selection bias and padding mask. `prior_counts_E` has the counts of earlier
+        micro-batches that the forward has read, or is None.
         """
         ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = choice_tensors
         self.num_in_flight = max(0, self.num_in_flight - 1)

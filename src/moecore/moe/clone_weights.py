@@ -34,10 +34,10 @@ from moecore.moe.clones import AnyClones, view_as_sendable_dtype
 
 @contextmanager
 def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[ExpertWeights]:
-    """Yield the local experts' weights followed by the local clones' weights. Collective.
+    """Return a context with the local experts' weights followed by local clones'. Collective.
 
-    In this context, the concatenated weights are saved for backward as two tensors: the experts'
-    weights and the clones' weights.
+    A clone is a copy of another rank's busy expert. For backward, the weights of experts and of
+    clones are saved as two tensors.
     """
     memory = _CloneConcatenator(clones)
     extended = _add_clone_weights(weights, memory)
@@ -46,7 +46,7 @@ def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[Ex
 
 
 class _CloneConcatenator:
-    """Concatenates weights of experts and clones, and packs results that are saved for backward."""
+    """Concatenates the weights of experts and clones; backward saves both parts, not the result."""
 
     def __init__(self, clones: AnyClones) -> None:
         self.clones = clones
@@ -54,7 +54,7 @@ class _CloneConcatenator:
         self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def append_clones(self, local_part: Tensor, clones: Tensor) -> Tensor:
-        """Return `local_part` [e, ...] followed by `clones` [n, ...]; no copy if n is 0."""
+        """Return weights `local_part` [e, ...] followed by `clones` [n, ...]; no copy if n is 0."""
         if not clones.shape[0]:
             return local_part.view_as(local_part)
         full = _concatenate(local_part, clones)
@@ -62,13 +62,13 @@ class _CloneConcatenator:
         return full
 
     def pack(self, tensor: Tensor) -> Handle | None:
-        """Return a handle for a saved view of a concatenated tensor; None for other tensors."""
+        """Return the parts to save for backward in place of `tensor`; None = save the tensor."""
         parts = self._parts.get(get_storage_key(tensor))
         return None if parts is None else _ConcatenationHandle(tensor, *parts[1:])
 
 
 class _ConcatenationHandle:
-    """The parts of a concatenated tensor, in place of a saved view of the tensor."""
+    """The two parts that are saved for backward instead of a view of a concatenated tensor."""
 
     __slots__ = ("_parts", "_view")
 
@@ -96,9 +96,9 @@ class _AppendClones(torch.autograd.Function):
         tensor_uses: tuple[_TensorUse, ...],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return each tensor [e, ...] of e experts with n clones' weights appended, [e + n, ...].
+        """Append n clones' weights to each tensor [e, ...] of e experts; return [e + n, ...] each.
 
-        `tensor_uses` has an entry per tensor. If products do not read a tensor, its result is
+        `tensor_uses` says for each tensor whether matmuls read it. Otherwise its result is
         uninitialised, with strides of 0.
         """
         ctx.clones, ctx.uses = concatenator.clones, tensor_uses
@@ -131,14 +131,17 @@ class _AppendClones(torch.autograd.Function):
 
 
 class _TensorUse(NamedTuple):
-    """Whether the experts' matmuls read a weight tensor, and the sink of its gradient."""
+    """Whether the experts' matmuls read a weight, and the object that receives its gradient."""
 
     has_values: bool = True  # products read it; False if they read a quantised copy
     sink: _CloneGradSink | None = None  # may return the tensor's gradient in the experts' backward
 
 
 class _CloneGradSink:
-    """A `GradSink` that adds clones' gradients to the experts' and calls the experts' sink."""
+    """Adds the clones' weight gradients to their experts', and passes the sum to the experts' sink.
+
+    A sink (`GradSink`) receives a weight's gradient in place of autograd.
+    """
 
     def __init__(self, sink: GradSink, clones: AnyClones, dtype: torch.dtype) -> None:
         self._sink, self._clones, self._dtype = sink, clones, dtype
@@ -150,10 +153,10 @@ class _CloneGradSink:
         return is_added
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Compute the gradient, add the clones' part in fp32, and call `GradSink.accumulate`.
+        """Compute the gradient, add all ranks' clones to their experts in fp32, and store the sum.
 
-        compute(*operands, target) returns the gradient of experts and clones. Collective. Returns
-        [e + n, ...] with zeros for the clones, or None if the sink stores the gradient.
+        compute(*operands, target) returns the gradient of e experts and n clones. Returns [e + n,
+        ...] with zeros for the clones, or None if the experts' sink stores the sum. Collective.
         """
         wide = torch.promote_types(self._dtype, torch.float32)
         (sums,) = self._clones.add_clone_grads_([compute(*operands, GradTarget(dtype=wide))])
@@ -164,7 +167,7 @@ class _CloneGradSink:
         return torch.cat([grad, grad.new_zeros(self._clones.num_local_clones, *grad.shape[1:])])
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
-        """Return False: the collective of the clones' gradients must run in this backward."""
+        """Return False: the gradient's sum needs a collective, which must run in this backward."""
         return False
 
 
@@ -176,7 +179,7 @@ def _write_grad(grad: Tensor, dtype: torch.dtype, grad_target: GradTarget) -> Te
 
 
 def _add_clone_weights(weights: ExpertWeights, concatenator: _CloneConcatenator) -> ExpertWeights:
-    """Fetch the clones' weights; return the weights of experts followed by clones. Collective."""
+    """Fetch the weights of local clones, and append them to the local experts'. Collective."""
     clones, quantised = concatenator.clones, weights.quantised
     updates = [u for u in (weights.update1, weights.update2) if u is not None]
     matrices = [weights.w1_eCD, weights.w2_eDF]
@@ -210,7 +213,7 @@ def _add_clone_weights(weights: ExpertWeights, concatenator: _CloneConcatenator)
 def _append_clone_matrices(
     quantised_pairs: tuple[OperandPair, OperandPair], concatenator: _CloneConcatenator
 ) -> tuple[OperandPair, OperandPair]:
-    """Fetch the clones' quantised matrices; return experts' and clones' matrices. Collective."""
+    """Fetch the clones' quantised matrices, and append them to the experts'. Collective."""
     # The scales of columns may be those of rows, transposed: one view of each memory is fetched.
     leaves: dict[int, Tensor] = {}
     for leaf in tree_leaves(quantised_pairs):
@@ -221,7 +224,7 @@ def _append_clone_matrices(
     full_by_address = dict(zip(leaves, full_leaves, strict=True))
 
     def get_full_leaf(leaf: Tensor) -> Tensor:
-        """Return the concatenated tensor of `leaf`, transposed if `leaf` is a transposed view."""
+        """Return `leaf` with the clones appended, transposed if `leaf` is a transposed view."""
         full = full_by_address[leaf.data_ptr()]
         is_first = leaf.stride() == leaves[leaf.data_ptr()].stride()
         return full if is_first else full.transpose(1, 2)

@@ -43,10 +43,10 @@ from moecore.moe.records import ExpertInput, Routing
 
 
 class Cloner:
-    """Chooses the hot experts of a layer that other ranks also compute, as clones.
+    """Chooses busy experts of a layer, and the ranks that compute a part of their tokens as clones.
 
-    `group` has the ranks with this rank's etp index, in ep order. `exchanges` is the pool of
-    dispatcher "nvlink", or None with any other dispatcher.
+    `group` has the ranks with this rank's etp index, in ep order. `exchanges` has the buffers of
+    dispatcher "nvlink", or is None with any other dispatcher.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Cloner:
 
     @property
     def waits_on_host(self) -> bool:
-        """Whether the host reads the plan, so that CUDA graphs cannot contain forwards."""
+        """Whether the host reads the plan of clones, so CUDA graphs cannot capture a forward."""
         return self._exchanges is None
 
     def get_counts(self, device: torch.device) -> Tensor:
@@ -99,9 +99,9 @@ class Cloner:
     ) -> tuple[Routing, AnyClones | None]:
         """Plan a forward's clones; return the routing with physical ids, and the clones or None.
 
-        None = no rank has a clone. With `training`, this forward and its clones are added to
-        `get_counts`. `pairs` runs another micro-batch during collectives. Collective, except with a
-        `PeriodicPlan`.
+        Physical ids number the experts and clones of all ranks. None = no rank has a clone.
+        `training`: `get_counts` includes this forward. `pairs` runs another micro-batch during
+        collectives. Collective, except with a `PeriodicPlan`.
         """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
@@ -114,9 +114,10 @@ class Cloner:
         return routing, self._make_clones(plan.experts_N, pairs)
 
     def _make_clone_plan(self, ids_TK: Tensor, pairs: Pairs | None) -> tuple[ClonePlan, Tensor]:
-        """Return the plan for ids [T, K], and int32 [E], each expert's tokens on lower ranks.
+        """Return the plan of clones, and int32 [E]: each expert's tokens on lower ranks.
 
-        `pairs` runs another micro-batch during the collective; None = no pair.
+        `ids_TK` are this rank's chosen expert ids. `pairs` runs another micro-batch during the
+        collective; None = nothing overlaps.
         """
         p = self._placement
         if self._plan is not None:
@@ -134,8 +135,8 @@ class Cloner:
     def _make_clones(self, clone_experts_N: Tensor, pairs: Pairs | None) -> AnyClones | None:
         """Return the clones of a plan; None = no rank has a clone.
 
-        `clone_experts_N` has the expert of each place for a clone on all ranks; -1 = empty place.
-        Host sync with any dispatcher but "nvlink", if there is no `PeriodicPlan`.
+        `clone_experts_N` has the expert of each slot for a clone, for all ranks; -1 = empty. Host
+        sync unless the dispatcher is "nvlink" or there is a `PeriodicPlan`.
         """
         p = self._placement
         if self._exchanges is not None:
@@ -146,7 +147,7 @@ class Cloner:
         return None if max(experts) < 0 else Clones.from_plan(experts, p, self._group, pairs)
 
     def _count_clones(self, clone_experts_N: Tensor) -> None:
-        """Count one forward, and this rank's clones in `clone_experts_N` (-1 = no clone)."""
+        """Count one forward and this rank's clones, from the expert of each slot (-1 = empty)."""
         is_clone_c = clone_experts_N.view(self._placement.ep, -1)[dist.get_rank(self._group)] >= 0
         counts_2 = self.get_counts(clone_experts_N.device)
         counts_2[0] += is_clone_c.sum()
@@ -163,7 +164,7 @@ class Cloner:
         return counts_GE
 
     def add_clones_to_input(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
-        """Return `inp` with `clones`, and offsets of only this rank's experts and its clones."""
+        """Return `inp` with `clones`, and row offsets of only this rank's experts and clones."""
         number = self._placement.num_local + (0 if clones is None else clones.num_local_clones)
         index = inp.index._replace(offsets_e=inp.index.offsets_e[:number])
         return replace(inp, index=index, clones=clones)
@@ -189,9 +190,9 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return the clones that this rank sends and receives by a plan.
+        """Return which experts' weights this rank sends and receives for the clones of a plan.
 
-        `clone_experts` has the expert of each place for a clone, in rank order; -1 = empty place.
+        `clone_experts` has the expert of each slot for a clone, rank by rank; -1 = empty.
         """
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         # rank 0 sends its expert 0 to rank 2. Rank 0 receives expert 3 from rank 1 and expert 4
@@ -214,11 +215,11 @@ class Clones:
 
     @property
     def num_local_clones(self) -> int:
-        """Number of clones on this rank, n."""
+        """Number of clones (copies of other ranks' experts) on this rank, n."""
         return len(self.order)
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send weights [e, ...] of experts to clones; return this rank's clones. Collective."""
+        """Send experts' weights [e, ...] to clones; return local clones [n, ...]. Collective."""
         expert_rows = [t[list(self.send_ids)] for t in tensors]
         rows = self._exchange(expert_rows, self.num_local_clones, to_experts=False)
         return rows if self._is_in_order else [t[list(self.order)] for t in rows]
@@ -248,7 +249,7 @@ class Clones:
 
     @property
     def _is_in_order(self) -> bool:
-        """Whether this rank's clones are received in the order of their places."""
+        """Whether this rank's clones are received in the order of its slots for clones."""
         return self.order == tuple(range(self.num_local_clones))
 
     def _exchange(self, tensors: Sequence[Tensor], num_rows: int, to_experts: bool) -> list[Tensor]:
@@ -280,18 +281,19 @@ class PeerClones:
 
     @property
     def num_local_clones(self) -> int:
-        """Number of places for clones on this rank, n, including empty places."""
+        """Number of slots for clones on this rank, n, including empty slots."""
         return self.places.num_clones
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send experts' weights [e, ...] to clones; return this rank's [n, ...], zeros if empty."""
+        """Send experts' weights [e, ...] to clones; return local clones [n, ...], 0 if empty."""
         return self.exchange.fetch_clone_weights(tensors, self.places)
 
     @torch.no_grad()
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Add the gradients of all ranks' clones as `Clones.add_clone_grads_`; return [e, ...].
+        """Add the gradients of all ranks' clones to their experts' gradients; return [e, ...].
 
-        Sums are in place only for contiguous gradients.
+        Each of `grads`, [e + n, ...], has this rank's e experts, then its n slots for clones. Sums
+        are in place only for contiguous gradients.
         """
         return self.exchange.add_clone_grads_(grads, self.places)
 
@@ -317,7 +319,7 @@ class PeriodicPlan:
     The plan is identical on all ranks. Each rank sends the plan's share of its tokens to each
     clone, without the counts of other ranks. Checkpoints do not contain the plan, so a resumed run
     has clones after its first step. `min_share` is `CloneOptions.min_share`. With `reads_on_host`
-    the host reads each new plan. N is the number of places for clones.
+    the host reads each new plan. N is the number of slots for clones on all ranks.
     """
 
     def __init__(
@@ -339,7 +341,7 @@ class PeriodicPlan:
             self._plan.experts_N.fill_(-1)
 
     def divide_choices(self, ids_TK: Tensor) -> ClonePlan:
-        """Return the plan with each clone's range of this rank's tokens of the cloned expert."""
+        """Return a forward's plan: the range of this rank's tokens that each clone computes."""
         # No communication, no host sync. Example: expert 0 had nine tokens, and its clone has
         # tokens 6 to 9. Of three choices on this rank, the last is sent to the clone.
         plan, loads_N = self._get_tensors(ids_TK.device)

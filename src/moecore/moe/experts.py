@@ -109,7 +109,7 @@ class Experts(nn.Module):
     def set_backend(
         self, backend: ExpertBackend, *, recompute_fc1: bool = False, recipe: Recipe | None = None
     ) -> None:
-        """Set the backend by name, whether backward recomputes FC1, and the FP8 recipe or None."""
+        """Set the backend's name, whether backward recomputes FC1, and the FP8 recipe or None."""
         self.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
         self.backend, self.recompute_fc1, self.recipe = backend, recompute_fc1, recipe
         steps = 0 if recipe is None else recipe.amax_history
@@ -132,7 +132,7 @@ class Experts(nn.Module):
             )
 
     def add_low_rank_updates(self, param_name: str, update: LowRank) -> None:
-        """Register a LoRA update of the matrix `param_name`, which forwards add to its products."""
+        """Register LoRA adapters of w1 or w2; later forwards add their output to the matrix's."""
         names = (self.layout.w1, self.layout.w2)
         if param_name not in names or self.is_separate:
             raise ValueError(
@@ -211,7 +211,7 @@ class Experts(nn.Module):
 
     @property
     def summed_dims(self) -> dict[str, int]:
-        """The parameter names of w1 and w2, and the index of the dim (D or F) that forward sums."""
+        """Index of the input dim of w1 and w2, over which matmuls sum, by parameter name."""
         names = (self.layout.w1, self.layout.w2)
         return {n: 1 if self.layout.transposed else getattr(self, n).ndim - 1 for n in names}
 
@@ -227,7 +227,7 @@ class Experts(nn.Module):
                 init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
     def make_spec(self, **fields: Any) -> ExpertSpec:
-        """Return the `ExpertSpec` of these experts; `fields` are more fields, such as `recipe`."""
+        """Return these experts' features for the choice of a backend; `fields` adds features."""
         return ExpertSpec(
             gated=self.config.gated,
             interleaved=self._is_interleaved,
@@ -275,7 +275,7 @@ class Experts(nn.Module):
         return y if inp.unsummed is None else UnsummedRows(y)
 
     def _make_options_key(self, rows: Rows, weights: ExpertWeights) -> tuple[Any, ...] | None:
-        """Return the key under which a forward's options are cached; None = do not cache."""
+        """Return the settings on which a forward's cached options depend; None = do not cache."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         if torch.compiler.is_compiling() or w1_eCD.is_meta:
             return None
@@ -295,7 +295,7 @@ class Experts(nn.Module):
 
     @property
     def lora_updates(self) -> Mapping[str, LowRank]:
-        """Matrix name -> the low-rank updates that `add_low_rank_updates` added."""
+        """Parameter name of w1 or w2 -> its LoRA adapters; empty without LoRA."""
         return self._modules.get("lora") or {}  # type: ignore[return-value]
 
     @property
@@ -311,7 +311,7 @@ class Experts(nn.Module):
 
     @property
     def rows_multiple(self) -> int:
-        """The number of which each expert's row count must be a multiple."""
+        """Each expert's row count must be a multiple of this number, which the recipe sets."""
         return 1 if self.recipe is None else self.recipe.row_multiple
 
     @property
@@ -325,7 +325,7 @@ class Experts(nn.Module):
         return self.config.gated and self.layout.gate_up == "interleaved"
 
     def _prepare_weights(self, dtype: torch.dtype) -> ExpertWeights:
-        """Return this rank's weights for the expert kernels, cast to `dtype` without a recipe."""
+        """Return this rank's weights for the kernels, cast to `dtype` unless a recipe is set."""
         config = self.config
         w1_eCD, sink1 = self._read_fc1_eCD(dtype)
         w2_eDF = self._read_param("w2", dtype)
@@ -375,7 +375,7 @@ class Experts(nn.Module):
         return None if w1 is None or w2 is None else (w1, w2)
 
     def _read_fc1_eCD(self, dtype: torch.dtype) -> tuple[Tensor, GradSink | None]:
-        """Return FC1's weights as [experts, columns, model dim], and their `GradSink` or None."""
+        """Return FC1's weights [experts, columns, model dim], and their `GradSink` or None."""
         w1 = self._read_param("w1", dtype)
         if self.is_separate:
             return torch.cat([w1, self._read_param("w3", dtype)], dim=1), None
@@ -383,7 +383,7 @@ class Experts(nn.Module):
         return w1_eCD, self._make_grad_sink("w1", w1_eCD)
 
     def _make_grad_sink(self, role: str, matrices: Tensor) -> GradSink | None:
-        """Return the sink for the gradient of weight `role`, shaped as `matrices`, or None."""
+        """Return the receiver of weight `role`'s gradient in place of autograd; None = autograd."""
         if self.layout.transposed:
             return None
         return find_sink(getattr(self, getattr(self.layout, role)), matrices.shape)
@@ -433,9 +433,9 @@ class Experts(nn.Module):
 
 
 def _declare_used_rows(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager[None]:
-    """Return a context that tells saved-tensor hooks which of the R and S rows are used.
+    """Return a context that tells saved-tensor hooks which rows of buffers have data.
 
-    `is_quantised` = experts save quantised rows instead of source rows.
+    `is_quantised` = experts save quantised rows instead of the received rows.
     """
     # Packers know a matrix by its length. If R is S, they know the source rows by their storage,
     # unless experts save quantised rows instead.

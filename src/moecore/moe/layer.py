@@ -125,7 +125,7 @@ class RoutedLayer(nn.Module):
         return self.forward(x_0D)  # type: ignore[no-any-return]
 
     def _run_experts(self, expert_input: ExpertInput) -> Any:
-        """Run the experts module; return sums [S, L], or `UnsummedRows` with `unsummed` set."""
+        """Run the experts; return each received row's sum, or expert rows that combine sums."""
         raise NotImplementedError
 
     def _run_routed_experts(
@@ -153,7 +153,7 @@ class RoutedLayer(nn.Module):
         return (y_TL + rows_TL * zero_weights_T1).to(y_TL.dtype)
 
     def _dispatch(self, rows_TL: Tensor, routing: Routing) -> ExpertInput:
-        """Dispatch rows by `routing`, and return the input of local experts and local clones."""
+        """Dispatch rows by `routing`; return the input of local experts and local clones."""
         multiple, dispatcher = self.get_part("experts").rows_multiple, self.dispatcher
         if multiple > 1:
             routing = replace(routing, rows_multiple=multiple)
@@ -168,7 +168,7 @@ class RoutedLayer(nn.Module):
     ) -> Tensor:
         """Return y. In training, y's backward counts loads and adds auxiliary losses' gradients.
 
-        `bias_E` is the router's selection bias. In eval mode, the backward of y warns.
+        `bias_E` is the router's selection bias, or None. In eval mode, the backward of y warns.
         """
         if not self.training:
             if y.requires_grad and not torch.compiler.is_compiling():
@@ -276,7 +276,7 @@ class MoELayer(RoutedLayer, BiasOwner):
         return module
 
     def _run_experts(self, expert_input: ExpertInput) -> Any:
-        """Run the child "experts"."""
+        """Run the child "experts"; return each received row's sum, or expert rows."""
         return self.get_part("experts")(expert_input)
 
     def forward(
@@ -333,7 +333,7 @@ class MoELayer(RoutedLayer, BiasOwner):
         return self._track_load(y, routing, micro_batch, router.selection_bias)
 
     def _make_routed_rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-        """Return the rows to dispatch, [T, L], and their routing.
+        """Return the rows to dispatch, [T, D] or [T, latent dim], and their routing.
 
         With `weights_on_input` the rows are multiplied by their weights, and the weights become 1.
         """

@@ -24,9 +24,10 @@ SlicePart = Callable[[Tensor], Tensor]
 
 
 class LowRank(nn.Module):
-    """LoRA adapters of matrices [E, O, I]: A [E, r, I], B [E, O, r] and a scale per adapter.
+    """LoRA adapters of E experts' matrices [E, O, I]: A [E, r, I], B [E, O, r], and scales.
 
-    `pairs` has A and B of each adapter by name, and `scaling` has the scale.
+    O and I are output and input dims, and r is the rank. `pairs` has A and B of each adapter by
+    name, and `scaling` its scale.
     """
 
     in_exports = False  # whether exports add the updates of a 4-bit weight, as forward does
@@ -47,11 +48,10 @@ class LowRank(nn.Module):
     def make_local_update(
         self, read: Read, *, slice_inputs: SlicePart, slice_outputs: SlicePart
     ) -> LowRankUpdate | None:
-        """Return this rank's update, the sum of all adapters; None = no adapter. Differentiable.
+        """Return this rank's A and B of all adapters together; None = no adapter. Differentiable.
 
-        `read` returns the local experts' part of a parameter. `slice_inputs` slices A [e, r,
-        I] to this rank's part of I, and `slice_outputs` slices B [e, O, r] to this rank's part of
-        O.
+        `read` returns the local experts' part of a parameter. `slice_inputs` slices A [e, r, I] to
+        this rank's part of I, and `slice_outputs` slices B [e, O, r] to this rank's part of O.
         """
         pairs = [(read(self.lora_A[n]), read(self.lora_B[n]), self.scaling[n]) for n in self.in_use]
         if not pairs:

@@ -45,9 +45,10 @@ class PairedModel(Protocol):
 
 
 class Pairs:
-    """Runs a forward and another micro-batch's backward alternately, to hide exchanges.
+    """Runs a forward and another micro-batch's backward in two threads, which alternate.
 
-    `can_alternate` = some layer has exchanges, at which the two sides alternate.
+    They alternate at exchanges of tokens between ranks: one computes while the other waits.
+    `can_alternate` = some layer has such exchanges.
     """
 
     def __init__(self, models: Sequence[PairedModel]) -> None:
@@ -58,14 +59,14 @@ class Pairs:
 
     @property
     def running_pair(self) -> _Pair | None:
-        """The running pair of a forward and a backward, or None; None also under a compiler."""
+        """The forward and backward that run now, or None; always None under torch.compile."""
         return None if torch.compiler.is_compiling() else self._pair
 
     def run_pair(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
         """Run `forward` and `backward` alternately; return the forward's value.
 
-        Raises the first error of either side. The forward starts first, in this thread. The
-        backward runs in a second thread, without contexts of this thread such as autocast.
+        Raises the first error of both. The forward starts first, in this thread. The backward runs
+        in a second thread, without contexts of this thread such as autocast.
         """
         # In a dry run or without exchanges, the backward runs after the forward. The recorded peak
         # memory of a dry run is then an upper bound.
@@ -90,7 +91,7 @@ class Pairs:
         backward: Callable[[], None],
         stream: torch.cuda.Stream | None,
     ) -> T:
-        """Run the backward on `stream` in a second thread, and return the value of the forward."""
+        """Run the backward on `stream` in a second thread; return the value of the forward."""
         pair = self._pair = _Pair(self._models)
         # The backward occupies autograd's thread of the device, so the forward must call autograd
         # in its own thread (`set_multithreading_enabled(False)`).
@@ -125,7 +126,7 @@ class Pairs:
 
 
 class _Side:
-    """One side of a pair: the forward or the backward."""
+    """The state of one of two alternating threads: the forward or the backward."""
 
     __slots__ = ("is_backward", "is_early", "is_running", "turn")
 
@@ -137,11 +138,11 @@ class _Side:
 
 
 class _OtherFailed(Exception):  # an Exception: modules call their always_call hooks after it
-    """Ends one side of a pair because of an exception in the other side."""
+    """Ends the forward or the backward, because the other thread has raised an exception."""
 
 
 class _Pair:
-    """A running forward and backward, of which only the side that has the baton runs."""
+    """A forward and a backward in two threads, only one of which runs at a time."""
 
     def __init__(self, models: Sequence[PairedModel]) -> None:
         self.error: BaseException | None = None  # the first exception of either side
@@ -161,7 +162,7 @@ class _Pair:
             self._end_side(self._forward)
 
     def run_backward(self, backward: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
-        """Run the backward on `stream`, after the forward has handed the baton over."""
+        """Wait until the forward's thread yields, then run the backward on `stream`; None = CPU."""
         side = self._backward
         side.turn.acquire()
         try:
@@ -174,14 +175,14 @@ class _Pair:
             self._end_side(side)
 
     def give_back_baton(self) -> None:
-        """If the other side handed over the baton (the right to run) early, hand it back now."""
+        """If the other thread has yielded early, let it run before this thread's next exchange."""
         if self._get_other_side(self._holder).is_early:
             self.hand_over_baton()
 
     def hand_over_baton(self, *, is_early: bool = False) -> None:
-        """Let the other side run until it hands the baton back or has ended.
+        """Let the other thread run until it yields or ends.
 
-        With `is_early`, the other side hands the baton back before its next exchange.
+        With `is_early`, the other thread yields before its next exchange.
         """
         side = self._holder
         other = self._get_other_side(side)
@@ -202,21 +203,21 @@ class _Pair:
             model.unshard_pass(side.is_backward)
 
     def _get_other_side(self, side: _Side) -> _Side:
-        """Return the backward for the forward, and the forward for the backward."""
+        """Return the state of the backward for the forward, and of the forward for the backward."""
         return self._forward if side is self._backward else self._backward
 
     def _raise_if_other_failed(self) -> None:
-        """Raise `_OtherFailed` if the other side has raised an error."""
+        """Raise `_OtherFailed` if the other thread has raised an exception."""
         if self.error is not None:
             raise _OtherFailed
 
     def _set_error(self, error: BaseException) -> None:
-        """Store the first error of either side."""
+        """Store an exception, unless the other thread has stored one before."""
         with self._state_lock:
             self.error = self.error or error
 
     def _end_side(self, side: _Side) -> None:
-        """Mark a side as ended, and hand the baton to the other side if it is running."""
+        """Mark a thread as ended, and let the other thread run if it has not ended."""
         other = self._get_other_side(side)
         with self._state_lock:
             side.is_running = False
@@ -231,11 +232,12 @@ def run_exchanges(
     *,
     may_overlap: bool = False,
 ) -> None:
-    """Start independent collectives and wait for them. In a pair, the other side runs meanwhile.
+    """Start independent collectives and wait for them; meanwhile another micro-batch computes.
 
-    Each function runs a collective; in a pair, function(async_op=True) returns its work.
-    `may_overlap` = the collectives read no result of work launched after the last `read_numbers`,
-    and write memory that was allocated inside `Pairs.launch_on_side_stream`.
+    Each function runs a collective, and with `async_op=True` returns its work. `pairs` alternates
+    two micro-batches; None = only this one. `may_overlap` = the collectives read no result of work
+    launched after the last `read_numbers`, and write memory allocated inside
+    `Pairs.launch_on_side_stream`.
     """
     pair = None if pairs is None else pairs.running_pair
     if pairs is None or pair is None:
@@ -253,7 +255,7 @@ def run_exchanges(
 def read_numbers(collective: Callable[..., Any], output: Tensor, pairs: Pairs | None = None) -> Any:
     """Run a collective, and return the `output` that it writes, as a list. Host sync.
 
-    In a pair, the other side runs until the host has the numbers; see `run_exchanges`.
+    `pairs` runs another micro-batch until the host has the numbers; None = nothing overlaps.
     """
     pair = None if pairs is None else pairs.running_pair
     if pairs is None or pair is None:

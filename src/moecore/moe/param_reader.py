@@ -44,7 +44,7 @@ def _make_version_key(param: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _FourBitHandle:
-    """A handle of a dequantised weight, or a view of it, that stores only the 4-bit blocks."""
+    """The 4-bit blocks that are saved for backward in place of a dequantised weight or its view."""
 
     blocks: Blocks
     dtype: torch.dtype
@@ -95,7 +95,7 @@ class ParamReader:
         return local if dtype is None else local.to(dtype)
 
     def read_fp8_blocks(self, param: nn.Parameter) -> Blocks | None:
-        """Return `get_fp8_blocks(param)`; saved blocks do not count as activations."""
+        """Return an all-gathered parameter's FP8 blocks, which count as no activation, or None."""
         blocks = get_fp8_blocks(param)
         if blocks is not None and self._packs:
             for tensor in blocks.tensors():
@@ -105,9 +105,9 @@ class ParamReader:
     def get_quantised_weights(
         self, key: Hashable, params: Sequence[nn.Parameter], quantise: Callable[[], T]
     ) -> T | None:
-        """Return `params` quantised: the copy that is cached as `key`, otherwise quantise().
+        """Return `params` quantised: the copy cached as `key` if valid, otherwise quantise().
 
-        A copy is dropped if one of `params` has changed. Returns None without `caches_copies`.
+        Returns None without `caches_copies`.
         """
         if not self.keep:
             return None
@@ -134,7 +134,7 @@ class ParamReader:
 
     @contextmanager
     def _pack_saved_weights(self) -> Iterator[None]:
-        """Return a context in which `_pack` packs tensors that are saved for backward."""
+        """Return a context in which `_pack` replaces weights that are saved for backward."""
         self._packs = True
         try:
             with use_packer(self._pack):
@@ -145,7 +145,7 @@ class ParamReader:
             self._widened.clear()
 
     def _pack(self, tensor: Tensor) -> Handle | None:
-        """Return a handle for a saved weight or copy of a weight; None for an activation."""
+        """Return the object to save for backward in place of a weight; None for an activation."""
         key = get_storage_key(tensor)
         if (blocks := self._widened.get(key)) is not None:
             place = tensor.size(), tensor.stride(), int(tensor.storage_offset())

@@ -79,7 +79,7 @@ class ExpertPlacement:
 
     @property
     def num_physical(self) -> int:
-        """Number of physical experts on each rank, e + c."""
+        """Number of experts and of slots for clones on each rank, e + c."""
         return self.num_local + self.num_clones
 
     @property
@@ -88,7 +88,7 @@ class ExpertPlacement:
         return dist.get_rank(self.group) // self.etp * self.num_physical
 
     def convert_to_physical_ids(self, ids_TK: Tensor) -> Tensor:
-        """Return the physical id of each expert on the rank that owns the expert; -1 stays -1."""
+        """Convert expert ids to physical ids, which also number slots for clones; -1 stays -1."""
         # Example, two ranks of two experts and one clone: [0, 1, 2, 3, -1] give [0, 1, 3, 4, -1].
         if not self.num_clones:
             return ids_TK
@@ -96,33 +96,34 @@ class ExpertPlacement:
         return torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * self.num_clones)
 
     def compute_balanced_rows(self, num_tokens: int, top_k: int) -> int:
-        """Return the number of a rank's expert rows with even loads, for T tokens per rank."""
+        """Return a rank's expert rows with even loads and `num_tokens` tokens on each rank."""
         return num_tokens * top_k * self.etp
 
     def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of T tokens one rank receives on average, with random choices."""
+        """Return how many of `num_tokens` tokens a rank receives on average, by random choices."""
         return round(num_tokens * self.compute_reach_probability(top_k, self.num_local))
 
     def compute_reach_probability(self, top_k: int, num_experts: int) -> float:
-        """Return the probability that a token chooses an expert of a block of `num_experts`."""
+        """Return the probability that a token chooses any of a block of `num_experts` experts."""
         groups = self.num_groups, self.top_groups
         return compute_choice_probability(top_k, self._num_all, num_experts, *groups)
 
     @property
     def _num_all(self) -> int:
-        """Number of experts of the whole layer."""
+        """Number of experts of the layer, on all ranks."""
         return self.num_experts
 
     def count_balanced(self, num_tokens: int, top_k: int) -> BalancedRows:
         """Return the numbers of a rank's source and expert rows with even loads.
 
-        Each rank has `num_tokens` tokens.
+        A source row is a received token, and an expert row is a received token for one local
+        expert. Each rank has `num_tokens` tokens.
         """
         num_source_rows = self.group.size() * self.compute_balanced_tokens(num_tokens, top_k)
         return BalancedRows(num_source_rows, self.compute_balanced_rows(num_tokens, top_k))
 
     def compute_max_rows(self, routing: Routing) -> int:
-        """Return the maximum number of a rank's expert rows, if all ranks have T tokens."""
+        """Return the most expert rows of a rank, if all ranks have as many tokens as this rank."""
         (T, K), num_physical = routing.destinations_TK.shape, self.num_physical
         max_source_rows = min(T * min(K, num_physical), num_physical * routing.max_rows_per_expert)
         return self.group.size() * max_source_rows
@@ -130,9 +131,9 @@ class ExpertPlacement:
     def build_index(
         self, ids_SK: Tensor, weights_SK: Tensor, routing: Routing, num_rows: int
     ) -> ExpertIndex:
-        """Return the `ExpertIndex` of this rank's experts, with `num_rows` expert rows.
+        """Return the index that sorts received rows by local expert, with `num_rows` expert rows.
 
-        `ids_SK` are the physical ids of the source rows' choices.
+        `ids_SK` are the physical ids of the received rows' choices.
         """
         sizes: Any = dict(
             first_expert=self.first_physical,
@@ -144,10 +145,9 @@ class ExpertPlacement:
     def find_unsummed(
         self, rows: Rows, index: ExpertIndex, routing: Routing
     ) -> UnsummedInput | None:
-        """Return `ExpertInput.unsummed` if the source rows are the expert rows, otherwise None.
+        """Return the record for experts that sum no rows, if ranks have one expert; otherwise None.
 
-        With one expert per rank each received row has one choice, and rows are in expert order. The
-        experts then sum no rows.
+        Each received row then has one choice, and rows are in expert order.
         """
         # Example, expert 1 of two, received ids [[1, 0], [0, 1]]: row_ids_R [0, 1], slots_SK [[0,
         # -1], [-1, 1]]. Padding of rows adds expert rows or source rows without a choice.
@@ -160,11 +160,11 @@ class ExpertPlacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DomainPlacement(ExpertPlacement):
-    """Placement of a domain's experts on the domain's ranks, for tokens that the domain received.
+    """Placement of a domain's experts on the domain's ranks, for rows that the domain received.
 
-    One of H domains is a set of ranks with fast links (`dispatch/hierarchical.py`). `group`,
-    `num_experts` and `ep` describe the domain. Each of the A rows that a rank has received has at
-    least one of its K choices in the domain.
+    A domain is a set of ranks with fast links (`dispatch/hierarchical.py`), one of `num_domains`.
+    `group`, `num_experts` and `ep` describe the domain. Each received row has at least one choice
+    in the domain.
     """
 
     num_domains: int  # H
@@ -180,16 +180,16 @@ class DomainPlacement(ExpertPlacement):
         return ids_AK.masked_fill((ids_AK < 0) | (ids_AK >= self.num_domain_experts), -1)
 
     def compute_balanced_domain_tokens(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of T tokens one domain receives on average, with random choices."""
+        """Return how many of `num_tokens` tokens a domain receives if experts are random (mean)."""
         return round(num_tokens * self.compute_reach_probability(top_k, self.num_experts))
 
     def compute_balanced_rows(self, num_tokens: int, top_k: int) -> int:
-        """Return the expert rows of a rank with even loads, for A (`num_tokens`) received rows."""
+        """Return a rank's expert rows with even loads, if ranks have received `num_tokens` rows."""
         reach = self.compute_reach_probability(top_k, self.num_experts)
         return round(num_tokens / (self.num_domains * reach) * top_k * self.etp)
 
     def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of A received rows one rank of the domain receives on average."""
+        """Return how many of `num_tokens` received rows a rank of the domain gets on average."""
         compute = self.compute_reach_probability
         return round(
             num_tokens * (compute(top_k, self.num_local) / compute(top_k, self.num_experts))

@@ -59,7 +59,7 @@ class Routing:
 
     @property
     def destinations_TK(self) -> Tensor:
-        """The physical expert of each choice, int32; -1 = the choice was dropped."""
+        """The id of the expert or clone that computes each choice, int32; -1 = dropped."""
         return self.expert_ids_TK if self.physical_TK is None else self.physical_TK
 
     @property
@@ -83,7 +83,7 @@ def split_zero_experts(routing: Routing, num_experts: int) -> tuple[Routing, Ten
 
 
 class ChoiceTape(Protocol):
-    """Observes every choice of a router, and may replace it; see `moecore.rl.replay`."""
+    """Records every choice of a router, and may replace it by a recorded choice."""
 
     def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
@@ -103,7 +103,7 @@ class ChoiceTape(Protocol):
 
 
 class BalancedRows(NamedTuple):
-    """The numbers of used rows with even loads; only the device knows the real numbers."""
+    """How many rows are used if all experts have even loads; only the device knows the numbers."""
 
     source: int
     expert: int | None  # None where R is exact
@@ -153,7 +153,7 @@ class ExpertInput:
 
 @dataclass(frozen=True, slots=True)
 class UnsummedRows:
-    """The experts' output if `ExpertInput.unsummed` is set: expert rows, summed by `combine`."""
+    """The experts' output as one row per token and expert, which `combine` sums per token."""
 
     y_RD: Tensor  # weighted output of each expert row; rows past `num_rows` are uninitialised
 
@@ -177,11 +177,14 @@ class Dispatcher(Protocol):
     pairs: Pairs | None = None
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Whether buffers may be larger than the received rows. `pads` is `Routing.pad`."""
+        """Whether buffers may have more rows than the rank receives.
+
+        `pads` = the experts' capacity sizes the buffers, not the received counts (`Routing.pad`).
+        """
         return False
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send each token once to every rank of its experts, and return local experts' input."""
+        """Send each token once to every rank of its experts; return the input of local experts."""
 
     def combine(self, y_SD: Any, plan: Any) -> Tensor:
         """Send the experts' output to the tokens' ranks, and return each token's fp32 sum, y_TD.
@@ -191,21 +194,21 @@ class Dispatcher(Protocol):
 
 
 class _RouteGradToHandle(torch.autograd.Function):
-    """Returns rows unchanged. Backward returns the rows' gradient as the gradient of a handle.
+    """Returns rows unchanged. Backward returns their gradient as the gradient of another tensor.
 
-    Each source row's gradient [S, D] is written to one expert row of the handle's gradient [R, D].
+    Each received row's gradient [S, D] is written to one row of that gradient [R, D].
     """
 
     @staticmethod
     def forward(ctx: Any, grad_handle_RD: Tensor, rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
-        """Return a view of `rows_SD`, whose gradient goes to the handle `grad_handle_RD`."""
+        """Return a view of `rows_SD`, whose gradient becomes the gradient of `grad_handle_RD`."""
         ctx.num_rows = grad_handle_RD.shape[0]
         ctx.save_for_backward(slots_SK)
         return rows_SD.view_as(rows_SD)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return the handle's gradient [R, D], with one row per source row and zeros elsewhere."""
+        """Return [R, D], with the gradient of each received row in one row and zeros elsewhere."""
         (drows_SD,), R = grads, ctx.num_rows
         slots_S = ctx.saved_tensors[0].amax(1)
         slots_S = slots_S.where(slots_S >= 0, R)  # one row more, for source rows without a slot
@@ -214,7 +217,7 @@ class _RouteGradToHandle(torch.autograd.Function):
 
 
 def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
-    """Return an input with unpacked, differentiable rows, for experts that return sums [S, D].
+    """Return `inp` with unpacked, differentiable rows, for experts that sum per received row.
 
     Raises ValueError if the dispatcher does not save the rows (`NVLinkOptions.keep_rows`).
     """

@@ -73,7 +73,7 @@ class RoutedExperts(RoutedLayer, Experts):
         return self.forward(x_0D, choices_0K.detach().int(), choices_0K)
 
     def _run_experts(self, expert_input: ExpertInput) -> Any:
-        """Run `Experts.forward` of this module."""
+        """Run the experts; return each received row's sum, or expert rows."""
         return Experts.forward(self, expert_input)
 
     def forward(  # type: ignore[override]

@@ -183,7 +183,7 @@ class Router(BiasOwner):
         return router_logits(x_TD, weight_ED, bias_E)
 
     def _get_choices(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return int32 ids and fp32 weights [T, K], from the `ChoiceTape` or chosen now."""
+        """Return int32 ids and fp32 weights [T, K], recorded by a `ChoiceTape` or chosen now."""
         if self.tape is None:
             return self._choose_experts(logits_TE, micro_batch)
         logits = logits_TE.detach()
@@ -292,9 +292,8 @@ def compute_micro_batch_bias(
 ) -> Tensor:
     """Return a bias, fp32 [E], with which this micro-batch has even loads. No host sync.
 
-    `bias_E` is the current selection bias, from which margins of choices
-    (`kernels/routing/margins.py`) are counted. The counts are all-reduced over the ranks of the
-    micro-batch.
+    `bias_E` is the current selection bias. Histograms of how far scores are from being chosen are
+    all-reduced over the ranks of the micro-batch.
     """
     histogram_EX = logits_TE.new_zeros(config.num_candidates, NUM_BINS, dtype=torch.int64)
     score_options = (config.top_k, config.score_function)

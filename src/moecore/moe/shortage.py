@@ -95,14 +95,17 @@ class BufferOwner(ABC):
 
     @abstractmethod
     def make_error(self, shortage: ShortageCounters) -> RuntimeError:
-        """Return, without raising, the error for a shortage that the host sees."""
+        """Return, without raising it, the error for a buffer that was too small."""
 
     @abstractmethod
     def wait_for_reports(self) -> None:
         """Wait for the device, which writes the reports. Host sync."""
 
     def raise_reported_errors(self, *, includes_shortages: bool = True) -> None:
-        """Raise an error once for a shortage that the host sees, if included. No host sync."""
+        """Raise an error, once, for a too small buffer that the host knows of. No host sync.
+
+        With `includes_shortages` False, only a subclass raises its other errors.
+        """
         for shortage in self.shortages if includes_shortages else ():
             if shortage.reported_num_rows:
                 error = self.make_error(shortage)
@@ -115,7 +118,7 @@ class BufferOwner(ABC):
         self.raise_reported_errors(includes_shortages=includes_shortages)
 
     def compute_min_factor(self, device: torch.device) -> Tensor:
-        """Return the smallest factor for which all rows fit, on the device. 0 = all fitted."""
+        """Return the smallest capacity factor for all rows, on the device; 0 = all rows fitted."""
         factors = [shortage.compute_min_factor() for shortage in self.shortages]
         if not factors:
             return torch.zeros((), device=device, dtype=torch.float32)
@@ -173,7 +176,7 @@ class BufferCapacities:
             owner.wait_and_raise_errors(includes_shortages=not self.skips)
 
     def end_step(self, *, skips: bool) -> None:
-        """Enlarge short buffers if the device `skips` steps with a shortage, or raise errors."""
+        """Raise reported errors, or enlarge too small buffers if the device `skips` such steps."""
         self.skips = skips
         self.raise_reported_errors()
         if skips and self.graph_steps is None:

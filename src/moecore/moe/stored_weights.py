@@ -28,7 +28,7 @@ EXPORT_UPDATE = "_moecore_export_update"
 
 
 def get_four_bit_blocks(param: Tensor) -> Blocks | None:
-    """Return the blocks of a parameter that is stored in 4 bits; None = another parameter."""
+    """Return the blocks of a parameter that is stored in 4 bits; None = not in 4 bits."""
     blocks: Blocks | None = getattr(param, GATHERED_BLOCKS, None)
     return blocks if blocks is not None and blocks.kind in FORMATS else None
 
@@ -38,7 +38,7 @@ def make_stored_parameter(
 ) -> nn.Parameter:
     """Return a parameter like `param` with `blocks` as an attribute, but without values.
 
-    `value` has its dtype and device; None = those of `param`.
+    `value` is a tensor with the new dtype and device; None = as `param`.
     """
     local = get_local_tensor(param).detach()
     nan = (local if value is None else value).new_full((), torch.nan)
@@ -80,7 +80,7 @@ def move_stored_parameter(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -
 
 @torch.no_grad()
 def read_four_bit_values(blocks: Blocks, dtype: torch.dtype, box: tuple[slice, ...] = ()) -> Tensor:
-    """Return the values of 4-bit blocks in `dtype`; `box` slices the local tensor, () = all."""
+    """Dequantise 4-bit blocks to `dtype`; `box` has a slice per dim to read, () = all."""
     k = _find_summed_dim(blocks)
     outer, inner = list(box), [slice(None)] * len(box)
     if k < len(box):
@@ -91,7 +91,7 @@ def read_four_bit_values(blocks: Blocks, dtype: torch.dtype, box: tuple[slice, .
 
 @torch.no_grad()
 def _write_values(blocks: Blocks, box: tuple[slice, ...], values: Tensor) -> None:
-    """Quantise the values of a slice `box` of the local tensor, which contains dim K fully."""
+    """Quantise `values` into the blocks at the slices `box`, which have the summed dim in full."""
     k = _find_summed_dim(blocks)
     targets = [tensor[box].movedim(k, -1) for tensor in blocks.tensors()]
     values = values.to(blocks.values.device).movedim(k, -1)
@@ -102,11 +102,11 @@ def _write_values(blocks: Blocks, box: tuple[slice, ...], values: Tensor) -> Non
 
 
 def _map_tensors(blocks: Blocks, fn: Callable[[Tensor], Tensor]) -> Blocks:
-    """Return blocks with the values and scales that `fn` returns."""
+    """Return blocks with `fn` applied to the values and to the scales."""
     return Blocks(fn(blocks.values), fn(blocks.scales), blocks.kind)
 
 
 def _find_summed_dim(blocks: Blocks) -> int:
-    """Return the index of dim K, in which values and scales have different sizes."""
+    """Return the index of the dim that matmuls sum; only there values and scales differ in size."""
     sizes = zip(blocks.values.shape, blocks.scales.shape, strict=True)
     return next(i for i, (n, groups) in enumerate(sizes) if n != groups)

@@ -38,7 +38,7 @@ ROUTED_NAMES = frozenset(("experts",))
 
 
 class LinearPrecision(NamedTuple):
-    """The decision of `apply_precision` for one linear: its role, and its recipe or a reason."""
+    """A linear's role, and its FP8 or FP4 recipe, or the reason why it is not quantised."""
 
     role: Role | None  # None = the linear has no role
     recipe: Recipe | None  # None = the linear is not changed
@@ -89,7 +89,7 @@ def check_precision(model: nn.Module, precision: Precision) -> dict[str, LinearP
 
 
 def _list_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return a model's linears by `clean_name`."""
+    """Return a model's linears by module name, without the names of wrappers."""
     modules = model.named_modules()
     return {clean_name(name): m for name, m in modules if isinstance(m, nn.Linear)}
 
@@ -97,9 +97,9 @@ def _list_linears(model: nn.Module) -> dict[str, nn.Linear]:
 def defer_linears(model: nn.Module) -> None:
     """Change linears and shared experts in place, so that their weight gradients can be deferred.
 
-    The `GradSink` of a weight computes the gradient later. Weights without a sink and linears whose
-    class overrides forward do not change. Call it after `apply_precision`, and before
-    `shard_model`, `compile_blocks` and `apply_memory_options`.
+    A weight's `GradSink`, if it has one, then computes the gradient later. Linears whose class
+    overrides forward do not change. Call it after `apply_precision`, and before `shard_model`,
+    `compile_blocks` and `apply_memory_options`.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module).forward in PLAIN_FORWARDS:

@@ -78,7 +78,10 @@ def _quantise_weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -
 
 
 def _multiply(a: Blocks, weight: Blocks, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    """Return a [T, K] @ weight [1, N, K]^T in `dtype`; for dx, a is [T, N], weight [1, K, N]."""
+    """Return a @ weight^T in `dtype`, [T, N]; for the input gradient, [T, K].
+
+    `weight` is [1, N, K], or for the input gradient [1, K, N].
+    """
     if a.kind == PACKED_FORWARD:
         return block_scaled_gemm(a, weight, _make_single_group(a, a.values.shape[0]), recipe, dtype)
     b_KN = weight.values[0].T
@@ -98,8 +101,8 @@ class EmulatedLinearProducts(QuantisedProducts):
     def prepare(self, x: Tensor, param: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         """Return the settings and tensors of one forward; x and `training` are not used.
 
-        A weight that FSDP all-gathered packed contributes its blocks. Other weights contribute the
-        amax over all shards, or None for power-of-two scales.
+        They have the blocks of a weight that FSDP all-gathered packed. For other weights they have
+        the amax over all shards, or None for power-of-two scales.
         """
         recipe = self.recipe
         with torch.no_grad():

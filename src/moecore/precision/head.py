@@ -83,7 +83,7 @@ class HeadProducts:
         torch.mm(d_logits, self.weight_VD, out=out_CD)
 
     def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, overwrites: bool) -> None:
-        """Add d_logits^T @ hidden, the weight's gradient, to `out_VD`; `overwrites` = overwrite."""
+        """Add d_logits^T @ hidden, to `out_VD`, or overwrite `out_VD` if `overwrites`."""
         add_product_(out_VD, d_logits.t(), self.hidden_CD, beta=0 if overwrites else 1)
 
 
@@ -135,7 +135,7 @@ class BlockwiseHeadProducts(HeadProducts):
 
     @override
     def add_d_weight(self, d_logits: Blocks, out_VD: Tensor, *, overwrites: bool) -> None:
-        """Add d_logits^T @ hidden, in FP8, to `out_VD`; `overwrites` = overwrite `out_VD`."""
+        """Add d_logits^T @ hidden, in FP8, to `out_VD`, or overwrite `out_VD` if `overwrites`."""
         a, b = (tile_tokens(x, None, self.tiles) for x in (d_logits, self.hidden))
         fp8_wgrad(a, b, self.tiles, out=out_VD[None], accumulate=not overwrites, dtype=out_VD.dtype)
 

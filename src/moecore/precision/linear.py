@@ -73,7 +73,7 @@ class InputCastCache:
         return InputCastCache, ()
 
     def get_operands(self, x: Tensor, user: Any, recipe: Recipe, columnwise: bool) -> OperandPair:
-        """Return x quantised by `cast_input`; with `columnwise` also for dw, a sum over tokens.
+        """Return x quantised for forward and, with `columnwise`, for the weight gradient.
 
         The result is from the cache, unless x has changed or the linear `user` has read it before.
         """
@@ -101,7 +101,7 @@ def cast_input(
     amax: Tensor | None = None,
     new_amax: Tensor | None = None,
 ) -> OperandPair:
-    """Quantise x [..., K] for y and, with `columnwise`, for dw, which sums over tokens.
+    """Quantise an input x [..., K] for forward and, with `columnwise`, for the weight gradient.
 
     `amax`, fp32 [n], determines the scale; None = x's amax. `new_amax`, fp32 [1], is raised in
     place to x's amax.
@@ -156,7 +156,7 @@ class QuantisedProducts(LinearProducts):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
-        """Return x @ weight^T + bias, see `LinearProducts`."""
+        """Return x @ weight^T + bias, by matmuls of quantised operands."""
         return run_product(self._run, x, weight, bias, training)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
@@ -310,7 +310,7 @@ class Fp8Products(QuantisedProducts):
     def _cast_weight(
         self, param: Tensor, weight_NK: Tensor, new_amax: Tensor | None
     ) -> tuple[Blocks | None, Tensor | None]:
-        """Return the weight quantised for y, and its amax, which backward reads.
+        """Return the weight quantised for forward, and its amax, which backward reads.
 
         `new_amax`, fp32 [1] or None, is raised in place to the amax.
         """
@@ -336,10 +336,10 @@ class Fp8Products(QuantisedProducts):
     def _cast_x(
         self, x: Tensor, columnwise: bool, amax: Tensor | None, new_amax: Tensor | None
     ) -> OperandPair:
-        """Return x quantised for y and, with `columnwise`, for dw.
+        """Return x quantised for forward and, with `columnwise`, for the weight gradient.
 
-        Without delayed scaling, linears of the same input share the result. Otherwise `amax` is
-        the past amax, and `new_amax` is raised in place to x's amax.
+        Without delayed scaling, linears of the same input share the result. Otherwise `amax` is the
+        past amax, and `new_amax` is raised in place to x's amax.
         """
         if self.history is None and not torch.compiler.is_compiling():
             return self.inputs.get_operands(x, self, self.recipe, columnwise)
@@ -389,7 +389,7 @@ Fp8Products.op = make_quantised_op("fp8_linear", Fp8Products)
 
 
 def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
-    """Return weight^T for dx: the all-gathered blocks transposed, or the weight quantised."""
+    """Return the quantised weight^T for dx, from the weight's all-gathered blocks if it has any."""
     kind = KINDS[call.recipe.weight_block]
     if call.weight_rows is not None:
         rows = Blocks(call.weight_rows, call.weight_scales, kind)
@@ -465,7 +465,7 @@ def read_gathered_blocks(scale_kind: str | None, param: Tensor, weight_NK: Tenso
 def _read_gathered_rows(
     param: Tensor, weight_NK: Tensor, scale_kind: str, new_amax: Tensor | None
 ) -> Blocks:
-    """Return a weight's all-gathered FP8 blocks as the operand of y.
+    """Return a weight's all-gathered FP8 blocks as the operand of the forward's matmul.
 
     `new_amax`, fp32 [1] or None, is raised in place to the weight's amax.
     """

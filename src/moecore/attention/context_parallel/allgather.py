@@ -96,7 +96,7 @@ class GatherAttention(torch.autograd.Function):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        """Return o_BtHv of all local queries. `attend` explains `sinks`, `window` and `scale`."""
+        """Return outputs o_BtHv of local queries. `sinks` has extra scores per head, or is None."""
         layout, (B, t, H, _) = local_tokens.layout, q.shape
         ks, vs = (k, v) if k.shape[1] != t else _gather_kv(local_tokens, k, v)
         qs, ks, vs = layout.flatten_rows(q), layout.flatten_rows(ks), layout.flatten_rows(vs)

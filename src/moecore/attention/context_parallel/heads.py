@@ -37,7 +37,7 @@ def scatter_heads(
 def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: ChunkLayout) -> Tensor:
     """Return x [B, T, H / G, d] as [B, t, H, d]: all heads, for this rank's tokens. Collective.
 
-    `group` and `layout` are explained in `scatter_heads`.
+    `layout` is the order of tokens on the G ranks of `group`.
     """
     return run_and_save(_HeadExchange.apply, group, layout, False, x_BThd)[0]  # type: ignore[no-any-return]
 
@@ -100,7 +100,7 @@ class _HeadExchange(torch.autograd.Function):
     def forward(
         ctx: Any, group: dist.ProcessGroup, layout: ChunkLayout, is_scatter: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return new tensors exchanged by `_exchange_heads`, which explains `is_scatter`."""
+        """Return tensors with all tokens of some heads if `is_scatter`, otherwise the inverse."""
         ctx.inverse_args = group, layout, not is_scatter
         # No views, to which a model's code could not write in place.
         return tuple(x.detach() for x in _exchange_heads(tensors, group, layout, is_scatter))

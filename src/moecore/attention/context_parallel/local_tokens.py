@@ -89,7 +89,7 @@ class ChunkLayout:
         return x_BtX.narrow(dim, C if half == "late" else 0, C)
 
     def write_half(self, x_BtX: Tensor, half: Half, values_BCX: Tensor, dim: int = 1) -> None:
-        """Write values to the tokens that `select_half` returns, in place."""
+        """Write values, in place, to each document's early, late or "all" tokens of this rank."""
         if half == "all":
             x_BtX.copy_(values_BCX)
         elif self._cu_seqlens is not None:
@@ -107,7 +107,7 @@ class ChunkLayout:
         return x_BTX[:, self._find_first_chunks(num_chunks)]
 
     def add_first_chunks(self, x_BTX: Tensor, num_chunks: int, values: Tensor) -> None:
-        """Add values, in place, to the tokens that `select_first_chunks` returns."""
+        """Add values, in place, to the tokens of each document's first `num_chunks` chunks."""
         if self._cu_seqlens is None:
             self.select_first_chunks(x_BTX, num_chunks).add_(values)
         else:
@@ -268,7 +268,7 @@ class LocalTokens:
 
     @property
     def ring_tokens(self) -> LocalTokens:
-        """This rank's tokens among the ranks of its ring with "a2a+p2p", otherwise `self`."""
+        """This rank's tokens among its ring's ranks with "a2a+p2p", otherwise among all ranks."""
         return self._ring or self
 
     def make_local_chunks(self, device: torch.device) -> LocalChunks:

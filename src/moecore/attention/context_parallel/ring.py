@@ -61,10 +61,9 @@ def select_ring_block(layout: ChunkLayout, rank: int, source_rank: int) -> _Ring
 
 
 def split_local_block(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]:
-    """Split attention to local keys into the calls of the first and of the last backward step.
+    """Return the attention calls on local keys, for the first and for the last backward step.
 
-    Return one list of calls for each of the two steps. With more than 4 ranks the first list is
-    empty.
+    Each step overlaps a transfer. With more than 4 ranks all calls are in the last step.
     """
     # The first block overlaps the first send of keys, the last blocks overlap the last send of
     # gradients. Without a first block, 1 / (3 * (G - 1)) of the traffic is exposed: 0.33 in a ring
@@ -141,9 +140,9 @@ class _LocalQueries(NamedTuple):
     dq: Tensor
 
     def run_block_backward(self, block: _RingBlock, ks: Tensor, vs: Tensor) -> list[Tensor]:
-        """Add a block's gradient of queries to `dq`; return [dk, dv] of the block's keys.
+        """Run one attention call's backward; return [dk, dv] of its keys, and add dq to `self.dq`.
 
-        `ks` and `vs` have all keys and values of a rank, of which the block reads one half or both.
+        `ks` and `vs` have all keys and values of a rank, of which the call reads one half or both.
         """
         queries, keys, mask = block
         do, q, o = (self.layout.select_half(x, queries) for x in (self.do, self.q, self.o))

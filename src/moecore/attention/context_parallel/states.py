@@ -50,7 +50,7 @@ class LocalChunks:
 
     @cached_property
     def chunk_cu_seqlens(self) -> Tensor:
-        """int32 [2 * n + 1], the index of each chunk's first token on this rank, then t."""
+        """int32 [2 * n + 1]: each chunk's first token on this rank, then the number of tokens."""
         ends = self.cu_seqlens[1:] // self.group.size()
         middles = ends - self.chunk_lengths
         inner = torch.stack((middles, ends), dim=1).flatten()
@@ -85,10 +85,11 @@ class LocalChunks:
         return before.masked_fill(~exists.flatten(0, 1)[..., None], 0)
 
     def compute_initial_states(self, final_states: Tensor, value_dim: int) -> Tensor:
-        """Return [2 * n, H, k, v], the state before each chunk. Collective.
+        """Return the state before each of this rank's chunks of n documents, [2 * n, H, k, v].
 
-        `final_states` [2 * n, H, k, v + k] has the last state of each chunk for the initial state
-        0, then the chunk's transition M. `value_dim` is the dim of a value head.
+        `final_states` [2 * n, H, k, v + k] has each chunk's last state for the initial state 0. The
+        last k columns are the matrix that multiplies the initial state. v is `value_dim`.
+        Collective.
         """
         G, (num, H, k, _) = self.group.size(), final_states.shape
         chains = final_states.unflatten(0, (num // 2, 2)).transpose(0, 1).flatten(1, 2)
@@ -135,10 +136,10 @@ def run_rule_over_ranks(rule: DeltaRule, chunks: LocalChunks) -> Tensor:
 
 
 def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, chunk_cu_seqlens: Tensor) -> Tensor:
-    """Return [t, H, v], the part S^T r of each token's output that the state S causes.
+    """Return the part of each token's output that the state before its chunk causes, [t, H, v].
 
-    `r_tHk` is the output for the extra columns of values (see above). `states_PHkv` has the state S
-    before each chunk. `chunk_cu_seqlens` is `LocalChunks.chunk_cu_seqlens`.
+    `r_tHk` is multiplied by the state of its chunk in `states_PHkv`. `chunk_cu_seqlens` has each
+    chunk's first token.
     """
     (t, H, k), num, v = r_tHk.shape, len(states_PHkv), states_PHkv.shape[-1]
     multiple = 16 // r_tHk.element_size()  # strides of grouped_mm are multiples of 16 bytes

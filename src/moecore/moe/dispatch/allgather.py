@@ -80,10 +80,10 @@ class AllGatherDispatcher(Dispatcher):
 def _exchange_counts(
     local_counts: Tensor, placement: ExpertPlacement, layer_check: LayerCheck
 ) -> tuple[int, int]:
-    """Return the largest T of any rank, and this rank's number of expert rows. Host sync.
+    """Return the largest number of tokens of any rank, and this rank's number of expert rows.
 
-    `local_counts` has T, `LayerCheck.encode_layer`, and the number of choices of the experts of
-    each ep rank. Collective.
+    `local_counts` has this rank's number of tokens, a number that identifies the layer, and its
+    choices of each ep rank's experts. Collective, host sync.
     """
     counts = all_gather_rows(local_counts[None], placement.group).tolist()
     layer_check.check_encoded_layers([row[1] for row in counts])

@@ -51,7 +51,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing, UnsummedRows
 
 @dataclass(frozen=True, slots=True)
 class AllToAllPlan:
-    """Record of one dispatch, which its combine reads: each token's destinations, and splits."""
+    """Record of one dispatch, which combine reads: where each token was sent, and rows per rank."""
 
     token_ids_M: Tensor  # int32, token of each sent row, ordered by destination and then by token
     slots_TG: Tensor  # int32, sent row of each token and destination; -1 = not sent to this rank
@@ -61,7 +61,7 @@ class AllToAllPlan:
 
 
 class ReceivedRows(NamedTuple):
-    """Received source rows with the K physical ids and weights of each row, and combine's plan."""
+    """The received rows, the K physical expert ids and weights of each row, and combine's plan."""
 
     rows: Rows  # differentiable, as the weights are
     ids_SK: Tensor
@@ -88,8 +88,9 @@ class TokenExchange:
     ) -> tuple[ReceivedRows, int]:
         """Send rows; return received rows, and the number of choices for local experts.
 
-        One host sync. On meta, `balanced_counts` replaces received counts: the rows from each rank,
-        and the number of choices for local experts, both with even loads.
+        `send_order` orders the rows. `pairs` runs another micro-batch meanwhile; None = nothing
+        overlaps. On meta, `balanced_counts` replaces received counts: rows from each rank, and
+        choices for local experts. One host sync.
         """
         # In a pair the rows are gathered before the other side computes. M is then the maximum:
         # rows after the sent rows are uninitialised and not read.
@@ -118,7 +119,11 @@ class TokenExchange:
         rows_per_rank: int,
         pairs: Pairs | None,
     ) -> ReceivedRows:
-        """Send token t to ranks g with `is_sent_GT[g, t]`; pad to `rows_per_rank` rows a rank."""
+        """Send tokens to ranks in blocks of `rows_per_rank` rows; return the received rows.
+
+        Token t is sent to rank g if `is_sent_GT[g, t]`. Further rows of a block are padding.
+        `pairs` runs another micro-batch meanwhile; None = nothing overlaps.
+        """
         self._sizes.check_num_tokens(x_TD.shape[0], x_TD.device)
         token_ids_M, slots_TG, is_row_M = assign_padded_rows(is_sent_GT, rows_per_rank)
         splits = [rows_per_rank] * self.group.size()
@@ -134,10 +139,10 @@ class TokenExchange:
         slots_TG: Tensor,
         is_row_M: Tensor | None = None,
     ) -> _RowsToSend:
-        """Gather the M rows to send, with their physical ids and weights from `routing`.
+        """Gather the M rows to send, with their tokens' expert ids and weights from `routing`.
 
-        `token_ids_M` and `slots_TG` are as in `AllToAllPlan`. `is_row_M` is True for rows with a
-        token; None = all rows.
+        `token_ids_M` has the token of each row, `slots_TG` the row of each token and rank (-1 = not
+        sent). `is_row_M` is False for padding; None = no padding.
         """
         words_MN, rows_MD = self.wire.gather_send_rows(x_TD, token_ids_M, slots_TG)
         weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
@@ -152,7 +157,8 @@ class TokenExchange:
     ) -> ReceivedRows:
         """All-to-all the gathered rows by the splits of `plan`, and return the received rows.
 
-        `pairs` and `may_overlap` are arguments of `run_exchanges`.
+        `pairs` runs another micro-batch meanwhile; None = nothing overlaps. `may_overlap` lets a
+        side stream start the collectives early.
         """
         num_source_rows = sum(plan.receive_splits)
         collectives = _make_collectives(plan, num_source_rows, self.group, pairs)
@@ -165,7 +171,7 @@ class TokenExchange:
         return ReceivedRows(rows, ids_SK, weights_SK, plan)
 
     def return_sums(self, y_SD: Tensor, plan: AllToAllPlan, pairs: Pairs | None) -> Tensor:
-        """Send rows y_SD to their tokens' ranks; return each token's sum [T, D], added in fp32."""
+        """Send rows y_SD back to their tokens' ranks; return each token's fp32 sum, [T, D]."""
         row_map, S = (plan.token_ids_M, plan.slots_TG), y_SD.shape[0]
         to_tokens, to_experts = _make_collectives(plan, S, self.group, pairs)
 
@@ -180,7 +186,7 @@ class TokenExchange:
             return words_SW
 
         def back(dy_TD: Tensor) -> Tensor:
-            """Return the gradient of y_SD, or its FP8 handle, for the gradient of the sums."""
+            """Send tokens' gradients to the experts' ranks; return dy_SD, or its FP8 stand-in."""
             dy_SD = None if plan.receiver is None else plan.receiver.exchange_as_fp8(dy_TD, send)
             if dy_SD is None:
                 rows_MD = gather_rows(dy_TD, *row_map)
@@ -201,11 +207,11 @@ class AllToAllDispatcher(Dispatcher):
         self.layer_check = self._exchange.layer_check
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Return `pads`: rows may be unused only if they are padded to a capacity."""
+        """Return `pads`: buffers exceed the received rows only if the capacity sizes them."""
         return pads
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to experts' ranks: 3 collectives and one host sync.
+        """Send tokens to experts' ranks; return the experts' input. 3 collectives, one host sync.
 
         With `routing.pad` only the first call has a host sync.
         """
@@ -233,7 +239,11 @@ class AllToAllDispatcher(Dispatcher):
         return ExpertInput(*parts, receiver=source.plan.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, encoded_layer: int) -> SendOrder:
-        """Return the order of the rows to send, from physical ids, with `encoded_layer`."""
+        """Sort tokens by destination rank; return the order of the rows to send, and counts.
+
+        `ids_TK` are physical expert ids. Ranks compare `encoded_layer` to check that all run one
+        layer.
+        """
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = mask_choices_by_block(ids_TK, p.num_physical, p.ep)
         num_rows = T * min(p.ep, K) * p.etp
@@ -259,7 +269,8 @@ def _exchange_counts(
 ) -> tuple[list[int], list[int], int]:
     """All-to-all counts; return send splits, receive splits and the number of expert rows.
 
-    `counts_G3` is a field of `SendOrder`. Host sync.
+    `counts_G3` has for each rank the rows to send, the choices of its experts, and a number that
+    identifies the layer. Host sync.
     """
     # Collectives with uneven splits take the splits from the host.
     all_counts_2G3 = counts_G3.repeat(2, 1, 1)
@@ -283,8 +294,8 @@ def _all_to_all(
 ) -> list[Any]:
     """All-to-all the first rows of each input; return one output [num_out_rows, ...] per input.
 
-    Rows after the received rows are uninitialised. `pairs` and `may_overlap` are arguments of
-    `run_exchanges`.
+    Rows after the received rows are uninitialised. `pairs` runs another micro-batch meanwhile, and
+    `may_overlap` lets a side stream start early.
     """
     may_overlap = may_overlap and pairs is not None and pairs.running_pair is not None
     with pairs.launch_on_side_stream() if may_overlap and pairs is not None else nullcontext():
@@ -310,7 +321,10 @@ def _all_to_all(
 def _make_collectives(
     plan: AllToAllPlan, num_source_rows: int, group: dist.ProcessGroup, pairs: Pairs | None
 ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-    """Return all-to-alls to tokens' ranks (M rows) and to experts' ranks (`num_source_rows`)."""
+    """Return two all-to-alls of rows: back to the tokens' ranks, and to the experts' ranks.
+
+    The first returns M rows, as sent by `plan`, and the second `num_source_rows` rows.
+    """
     M, splits = plan.token_ids_M.shape[0], (plan.receive_splits, plan.send_splits)
     to_experts = partial(_all_to_all, num_source_rows, *splits, group, pairs)
     return partial(_all_to_all, M, *splits[::-1], group, pairs), to_experts
@@ -330,10 +344,11 @@ class _SendRowsAndIds(torch.autograd.Function):
         collectives: tuple[Callable[..., Any], Callable[..., Any]],
         may_overlap: bool,
     ) -> tuple[Tensor | None, ...]:
-        """Return received rows or a handle, ids [S, K], weights [S, K] and packed FP8 rows or None.
+        """Send rows, ids and weights; return received rows, ids and weights [S, K], and FP8 rows.
 
-        Sends `rows_MD`, or packed `words_MW` if not None, and `ids_and_weights` as int32. Gradients
-        of the weights go to `weights_MK`. `collectives` send to tokens' and to experts' ranks.
+        FP8 `words_MW` are sent instead of `rows_MD` if not None. The first result then has no
+        values, only the rows' gradient. `ids_and_weights` is int32. Gradients of the weights go to
+        `weights_MK`. `collectives` send to tokens' and to experts' ranks.
         """
         ctx.collectives, (_, send) = collectives, collectives
         tensors = (rows_MD if words_MW is None else words_MW, ids_and_weights)

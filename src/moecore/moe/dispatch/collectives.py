@@ -58,8 +58,8 @@ class EqualTokenCounts:
 class LayerCheck:
     """Checks that ranks exchange tokens of the same layer, by a number that each rank sends.
 
-    `layer` is the layer's number and name. `joins` = this rank skips the layer, and exchanges zero
-    tokens. `is_skipped` = all ranks skipped the layer in the last exchange.
+    `layer` is the layer's number and name. `joins` = this rank does not run the layer, and
+    exchanges zero tokens. `is_skipped` = no rank ran the layer in the last exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str]) -> None:
@@ -88,7 +88,7 @@ class LayerCheck:
 
 
 class _ExchangeWithGrad(torch.autograd.Function):
-    """Autograd function of `exchange_with_grad`."""
+    """Runs one function on a tensor in forward, and another on its gradient in backward."""
 
     @staticmethod
     def forward(
@@ -97,7 +97,7 @@ class _ExchangeWithGrad(torch.autograd.Function):
         forward_collective: Callable[[Tensor], Tensor],
         backward_collective: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return forward_collective(x)."""
+        """Return forward_collective(x), and store `backward_collective` for backward."""
         ctx.back = backward_collective
         # A model's code may write to the result in place, which autograd refuses for a view or an
         # input that a function returns. `detach` shares the memory and is no view.
@@ -110,7 +110,7 @@ class _ExchangeWithGrad(torch.autograd.Function):
 
 
 class _ExchangeTensors(torch.autograd.Function):
-    """Autograd function of `exchange_tensors`."""
+    """Runs one collective on tensors in forward, and another on their gradients in backward."""
 
     # torch.compile drops `ctx` if `forward` has one parameter less than arguments: hence `*args`.
     @staticmethod
@@ -146,7 +146,7 @@ def exchange_with_grad(
     forward_collective: Callable[[Tensor], Tensor],
     backward_collective: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return forward_collective(x); x gets backward_collective(gradient)."""
+    """Return forward_collective(x); backward runs `backward_collective` on the gradient."""
     return _ExchangeWithGrad.apply(x, forward_collective, backward_collective)  # type: ignore[no-any-return]
 
 
@@ -175,7 +175,8 @@ def run_collectives(
 ) -> None:
     """Run `collective(out, x, **arguments)` for each output and input, concurrently.
 
-    An input that is None has no collective. See `run_exchanges` for `pairs` and `may_overlap`.
+    An input that is None has no collective. `pairs` runs another micro-batch meanwhile; None =
+    nothing overlaps. `may_overlap` lets a side stream start early.
     """
     starts = [
         partial(collective, out, x.contiguous(), **arguments)
@@ -223,7 +224,7 @@ def all_gather_tensors(
 ) -> tuple[Tensor, ...]:
     """All-gather each [C, ...] of G ranks to [G * C, ...] concurrently. Differentiable.
 
-    `pairs` runs another micro-batch during the collectives; None = no pair.
+    `pairs` runs another micro-batch during the collectives; None = nothing overlaps.
     """
     options: Any = dict(group=group, pairs=pairs)
     return exchange_tensors(
@@ -241,7 +242,8 @@ def reduce_scatter_rows(
 ) -> Tensor:
     """Reduce-scatter blocks of C rows: rank g receives the sum of block g. Backward all-gathers.
 
-    Sums are in fp32 and in rank order. See `all_gather_tensors` for `pairs`.
+    Sums are in fp32 and in rank order. `pairs` runs another micro-batch meanwhile; None = nothing
+    overlaps.
     """
     options: Any = dict(group=group, pairs=pairs)
     gather, add = partial(_gather_from_ranks, **options), partial(_sum_over_ranks, **options)

@@ -38,13 +38,13 @@ CLONE_KINDS = ("transfer of clones' weights", "sum of clones' gradients")
 
 
 class ExchangeError(RuntimeError):
-    """An exchange, or the pages of a stash, failed on this rank.
+    """An exchange of rows between ranks, or the buffer of saved rows, failed on this rank.
 
     Attributes:
         row_factor: the smallest sufficient `NVLinkOptions.row_factor` for this rank's expert rows;
             None = expert rows were not the cause.
         stash_factor: the smallest sufficient `StashOptions.factor` for this rank's saved rows; None
-            = pages were not the cause. If both are None, a rank was late.
+            = saved rows were not the cause. If both are None, a rank was late.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ExchangeError(RuntimeError):
 
 
 class ExchangeMap(NamedTuple):
-    """The map of a dispatch between local tokens, source rows and expert rows."""
+    """The map of a dispatch: the ranks of each token, and the rows of each received token."""
 
     peers_T: Tensor  # int64, bit g of each local token: rank g received the token
     places_S: Tensor  # int32, the index of the source row itself; -1 = a hole
@@ -87,8 +87,8 @@ class Exchange:
     """The operations of one rank that send rows by stores into the memory of peers. No host sync.
 
     All ranks of the group run the same operations in the same order, in one stream or in streams
-    that wait for each other. `balanced_rows` = the expert rows of a rank with even loads and C
-    tokens on every rank.
+    that wait for each other. `balanced_rows` = the expert rows of a rank, if loads are even and
+    every rank has the maximum number of tokens.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Exchange:
     def dispatch_rows(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
         """Send row t of x_TD to the ranks that received token t in the dispatch of `row_map`.
 
-        Returns `num_rows` rows, in which row `row_map.slots_SN[s, i]` is source row s.
+        Returns `num_rows` rows. Received row s is written to each row `row_map.slots_SN[s, i]`.
         """
         self._change_slot_state(SlotEvent.OPERATION)
         return kernels.dispatch_rows(self.buffer, x_TD.contiguous(), *row_map, num_rows)
@@ -137,9 +137,10 @@ class Exchange:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the sum [T, D] of each token's rows on all ranks that received the token.
 
-        Row r of y_RD is a row of source row s if `row_map.slots_SN[s]` contains r.
-        `grads_and_slots` = the gradients of expert rows' weights [R], and the expert row of each
-        source row's choice [S, K]. The gradients of routing weights [T, K] are then also returned.
+        Row r of y_RD belongs to received row s if `row_map.slots_SN[s]` contains r.
+        `grads_and_slots` has the gradients of expert rows' weights [R], and the expert row of each
+        received row's choice [S, K]. The gradients of routing weights [T, K] are then also
+        returned, otherwise None.
         """
         if grads_and_slots is not None:
             grads_and_slots = (grads_and_slots[0].contiguous(), grads_and_slots[1])
@@ -147,11 +148,11 @@ class Exchange:
         return kernels.combine_rows(self.buffer, y_RD.contiguous(), *row_map, grads_and_slots)
 
     def can_copy(self) -> bool:
-        """Whether `start_copies` may be called now; identical on all ranks."""
+        """Whether the buffer's slot for sums is free for `start_copies`; equal on all ranks."""
         return self.layout.sums_slot and SlotEvent.COPY in copies.TRANSITIONS[self._slot]
 
     def _change_slot_state(self, event: SlotEvent) -> None:
-        """Change the state of the buffer's slot for sums. KeyError if `event` is not allowed."""
+        """Record an event of the buffer's slot for sums; KeyError if it is not allowed now."""
         self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
@@ -165,14 +166,15 @@ class Exchange:
     ) -> tuple[Tensor, Tensor | None]:
         """Make the current stream wait for all copies; return `combine_rows` of the copied sums.
 
-        `row_map` and `grads_and_slots` are arguments of `combine_rows`.
+        `row_map` is the map of the dispatch. `grads_and_slots` has the gradients of expert rows'
+        weights [R], and the expert row of each received row's choice [S, K].
         """
         self._wait_for_stream(sums_SD)
         self._change_slot_state(SlotEvent.READ)
         return self._reduce_copies(sums_SD, row_map, grads_and_slots)
 
     def _get_ordered_copy_stream(self, x: Tensor) -> Stream:
-        """Return the copy stream, which then waits for the work of the current stream."""
+        """Return the copy stream, after it was made to wait for the work of the current stream."""
         self._stream = self._stream or create_stream(x.device)
         assert self._stream is not None, "copies are on a GPU, or in a dry run"
         self._stream.wait_stream(get_current_stream(x.device))
@@ -191,21 +193,18 @@ class Exchange:
     def _reduce_copies(
         self, sums_SD: Tensor, row_map: ExchangeMap, grads_and_slots: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the sums of all ranks' copies [T, D], and gradients of routing weights [T, K].
-
-        The arguments are the arguments of `finish_copies`.
-        """
+        """Return each token's sum of all copies [T, D], and routing weights' gradients [T, K]."""
         peers_T, places_S, _ = row_map
         places = (peers_T, places_S, places_S[:, None])
         return kernels.combine_rows(self.buffer, sums_SD, *places, grads_and_slots, has_sums=True)
 
     def limit_rows(self, offsets_e: Tensor, max_rows: int) -> Tensor:
-        """Return experts' row ends `offsets_e` clamped to `max_rows`; record a shortage of rows."""
+        """Return experts' row ends `offsets_e` clamped to `max_rows`; record the needed rows."""
         return kernels.limit_rows(offsets_e, max_rows, self.buffer.state, self.buffer.report)
 
     @property
     def shortage(self) -> ShortageCounters:
-        """The shortage of expert rows that `limit_rows` recorded."""
+        """The counters of expert rows above the limit, which `limit_rows` changes."""
         words = (self.buffer.state, self.buffer.report)
         state, report = (w[NEEDED_WORD : NEEDED_WORD + 1] for w in words)
         return ShortageCounters(state, report, self.balanced_rows)
@@ -216,14 +215,14 @@ class Exchange:
 
 
 class MetaExchange(Exchange):
-    """An exchange on meta, which allocates and sends nothing, and records launches and bytes."""
+    """An exchange on meta for dry runs: it sends nothing, and records launches and bytes."""
 
     _tokens_per_peer = 0  # tokens sent to each other rank with even loads
 
     def dispatch_tokens(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, placement: ExpertPlacement
     ) -> kernels.DispatchedRows:
-        """Return meta source rows, and record a launch."""
+        """Return the received rows as meta tensors, and record the launch for the dry run."""
         T, K = ids_TK.shape
         reach = placement.compute_reach_probability(K, placement.num_local)
         self._tokens_per_peer = round(T * reach)
@@ -236,7 +235,7 @@ class MetaExchange(Exchange):
         row_map: ExchangeMap,
         grads_and_slots: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return meta sums [T, D], and gradients [T, K] or None, and record a launch."""
+        """Return meta sums [T, D], gradients [T, K] or None; record the launch for the dry run."""
         self._record_operation(REDUCE, y_RD)
         T = row_map.peers_T.shape[0]
         weights_TK = (
@@ -247,18 +246,18 @@ class MetaExchange(Exchange):
         return y_RD.new_empty(T, y_RD.shape[1]), weights_TK
 
     def dispatch_rows(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
-        """Return `num_rows` meta rows, and record a launch."""
+        """Return `num_rows` meta rows, and record the launch for the dry run."""
         self._record_operation(SPREAD, x_TD)
         return x_TD.new_empty(num_rows, x_TD.shape[1])
 
     def _copy_sums(self, sums_SD: Tensor) -> None:
-        """Record copies of all source rows, including holes."""
+        """Record a copy of the maximum number of rows to each other rank."""
         self._record_launch(COPY, sums_SD, self.layout.max_tokens)
 
     def _reduce_copies(
         self, sums_SD: Tensor, row_map: ExchangeMap, grads_and_slots: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return meta sums [T, D] and gradients [T, K], and record a launch that reads copies."""
+        """Return meta sums [T, D] and gradients [T, K]; record the launch for the dry run."""
         T, (dweights_R, slots_SK) = row_map.peers_T.shape[0], grads_and_slots
         sums_TD = sums_SD.new_empty(T, sums_SD.shape[1])
         record_launch("sum of copied rows", sums_SD, sums_TD)
@@ -286,7 +285,7 @@ class MetaExchange(Exchange):
 
 
 class CloneExchange:
-    """Sends weights and gradients of clones through peers' memory, for all layers of a model."""
+    """Sends weights and gradients of clones (copies of experts) by stores into peers' memory."""
 
     def __init__(self, buffer: CloneBuffer, group: dist.ProcessGroup) -> None:
         self.buffer, self.group = buffer, group
@@ -295,23 +294,23 @@ class CloneExchange:
         self._gather_places = ClonePlaces(experts_N=experts_N, num_clones=G, num_local=1)
 
     def all_gather_row(self, row_1E: Tensor) -> Tensor:
-        """All-gather a row [1, E] of each rank to [G, E], through the buffers of clones."""
+        """All-gather a row [1, E] of each of G ranks to [G, E], by stores into peers' memory."""
         (rows_GE,) = self.fetch_clone_weights([row_1E], self._gather_places)
         return rows_GE
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
         """Send the weights [e, ...] of e local experts to their clones; return this rank's clones.
 
-        `places` has the expert of each of the c places for a clone on each rank. Each result is
-        [c, ...], with zeros in empty places.
+        `places` has the expert of each of the c slots for clones of each rank. Each result is [c,
+        ...], with zeros in empty slots.
         """
         return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
     def add_clone_grads_(self, grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
         """Add the gradients of all ranks' clones to their experts' gradients; return [e, ...].
 
-        Each of `grads`, [e + c, ...], has the gradients of this rank's e experts, and then of its c
-        places for clones. `places` has the expert of each place on all ranks.
+        Each of `grads`, [e + c, ...], has this rank's e experts, then its c slots for clones.
+        `places` has the expert of each slot on all ranks.
         """
         add_, buffer = clone_kernels.add_clone_grads_, self.buffer
         return [add_(buffer, grad.contiguous(), places) for grad in grads]

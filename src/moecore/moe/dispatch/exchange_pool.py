@@ -40,9 +40,9 @@ FEW_PROGRAMS = 64  # with fewer programs, receiving takes longer than sending
 class ExchangePool(BufferOwner):
     """Owns the buffers (`Exchange`) through which a model's layers send rows into peers' memory.
 
-    `group` has the ranks that exchange rows, and `ep` is its number of expert blocks. With `fp8`,
-    dispatch packs rows. A launch has `num_programs` programs, None = one per SM. If `is_required`
-    is False, all-to-all sends the rows that stores cannot send.
+    `group` has the ranks that exchange rows, and `ep` is the number of blocks into which experts
+    are divided. With `fp8`, rows are sent as FP8. A kernel launch has `num_programs` programs, None
+    = one per SM. If `is_required` is False, all-to-all sends the rows that stores cannot send.
     """
 
     option = "NVLinkOptions.row_factor"
@@ -142,7 +142,10 @@ class ExchangePool(BufferOwner):
         return (*self.token_exchanges, *([] if self._clones is None else [self._clones]))
 
     def raise_reported_errors(self, *, includes_shortages: bool = True) -> None:
-        """Raise `ExchangeError` for a late rank or, if included, a shortage that the host sees."""
+        """Raise `ExchangeError` for a late rank or a too small buffer that the host knows of.
+
+        With `includes_shortages` False, small buffers raise no error. No host sync.
+        """
         for resource in self.all_exchanges:
             resource.raise_if_rank_late()
         super().raise_reported_errors(includes_shortages=includes_shortages)
@@ -222,7 +225,7 @@ class ExchangePool(BufferOwner):
         )
 
     def _count_balanced_rows(self, layout: ExchangeLayout) -> int:
-        """Return the number of a rank's expert rows with even loads and C tokens on every rank."""
+        """Return a rank's expert rows with even loads and the maximum of tokens on all ranks."""
         return layout.source_rows * layout.top_k // self.ep
 
     def _compare_options(self, x_TD: Tensor, top_k: int, num_programs: int) -> int:
@@ -249,9 +252,9 @@ class ExchangePool(BufferOwner):
 class TokenCapacity(BufferOwner):
     """The capacity of a pool's buffers, in tokens of one rank and forward.
 
-    A longer forward sends only its first tokens, and the step is then repeated with larger buffers
-    (`Reruns`). `get_exchange` raises ValueError instead if `NVLinkOptions.row_factor` is not a
-    number, or outside of a step that may be repeated.
+    A longer forward sends only its first tokens, and the step is then repeated with larger buffers.
+    If `NVLinkOptions.row_factor` is not a number, or the step cannot be repeated, `get_exchange`
+    raises ValueError instead.
     """
 
     option = "NVLinkOptions.max_tokens"
@@ -262,7 +265,7 @@ class TokenCapacity(BufferOwner):
 
     @property
     def capacity_factor(self) -> float | None:
-        """The maximum tokens of a forward, 1 if unknown; None = a longer forward is an error."""
+        """The most tokens of a forward, 1 if unknown; None = a longer forward raises an error."""
         if self._pool.capacity_factor is None:
             return None
         sizes = (exchange.layout.max_tokens for exchange in self._pool.token_exchanges)
@@ -323,9 +326,10 @@ def _raise_if_capturing_graph() -> None:
 
 
 def split_programs(num_programs: int) -> dict[str, int]:
-    """Return the fields `num_push`, `num_receive` and `rounds` of `ExchangeLayout`, by name.
+    """Divide the Triton programs of a launch into senders and receivers.
 
-    `num_programs` is the number of Triton programs of a launch.
+    Returns the fields `num_push` (senders), `num_receive` and `rounds` of `ExchangeLayout`, by
+    name.
     """
     is_small = num_programs < FEW_PROGRAMS
     push = max(1, num_programs * 5 // 12) if is_small else num_programs // 2

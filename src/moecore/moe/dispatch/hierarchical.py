@@ -34,7 +34,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class HierarchicalPlan:
-    """Record of one dispatch, which its combine reads: the plans of both levels."""
+    """Record of one dispatch, which combine reads: the plans across domains and inside a domain."""
 
     across: AllToAllPlan
     inside: Any
@@ -65,18 +65,19 @@ class HierarchicalDispatcher(Dispatcher):
 
     @property
     def layer_check(self) -> LayerCheck | None:
-        """The check that ranks run the same layer; None without a check in the domain."""
+        """The check that ranks run the same layer; None if the inner dispatcher has no check."""
         inner: LayerCheck | None = getattr(self._inside, "layer_check", None)
         return None if inner is None else self._across.layer_check
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Return `has_spare_rows` of the dispatcher in the domain."""
+        """Return whether the dispatcher in the domain may have more buffer rows than tokens."""
         return self._inside.has_spare_rows(pads=pads)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to domains, with 3 collectives and one host sync, then inside of the domain.
+        """Send tokens to domains, then to ranks inside the domain; return the experts' input.
 
-        With `routing.pad` only the first call has a host sync.
+        Across domains there are 3 collectives and one host sync; with `routing.pad`, only the first
+        call has a host sync.
         """
         (T, K), ids_TK = routing.expert_ids_TK.shape, routing.destinations_TK
         num_experts, H = self.domain.num_domain_experts, self._across.group.size()
@@ -101,9 +102,10 @@ class HierarchicalDispatcher(Dispatcher):
         return ExpertInput(*parts, receiver=inp.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, encoded_layer: int) -> SendOrder:
-        """Return the order of the rows to send to the domains of these physical ids.
+        """Sort tokens by domain; return the order of the rows to send to domains, and counts.
 
-        `encoded_layer` is a number that each rank receives with the counts.
+        `ids_TK` are physical expert ids. Ranks compare `encoded_layer` to check that all run one
+        layer.
         """
         (T, K), H = ids_TK.shape, self._across.group.size()
         return build_send_order(
@@ -117,8 +119,8 @@ class HierarchicalDispatcher(Dispatcher):
     ) -> ExpertInput:
         """Dispatch received rows to the ranks of this domain, and return the experts' input.
 
-        `rows_AD` are the rows of `received_rows` without FP8. The input has the plan of the inner
-        dispatcher.
+        `rows_AD` are the rows of `received_rows`, unpacked from FP8. The input's `plan` is the plan
+        of the inner dispatcher.
         """
         H, inside, outer = self._across.group.size(), self._inside, self._across.layer_check
         weights_AK, domain = received_rows.weights_SK, dist.get_rank(self._across.group)

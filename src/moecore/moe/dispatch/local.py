@@ -54,7 +54,10 @@ class LocalDispatcher(Dispatcher):
 
 
 class ChoiceDispatcher:
-    """A `Dispatcher` in which `inner` sends each choice as a token, so sums do not depend on ep."""
+    """Dispatches each choice of an expert as a token, so that sums do not depend on ep.
+
+    `inner` is the dispatcher that sends the rows. Each token has `num_choices` choices.
+    """
 
     def __init__(self, inner: Dispatcher, num_choices: int) -> None:
         self.inner, self.num_choices = inner, num_choices
@@ -64,12 +67,12 @@ class ChoiceDispatcher:
 
     @property
     def pairs(self) -> Pairs | None:
-        """The `pairs` of the inner dispatcher."""
+        """Overlap of a forward with another micro-batch's backward in `inner`; None = off."""
         return self.inner.pairs
 
     @pairs.setter
     def pairs(self, pairs: Pairs | None) -> None:
-        """Set the `pairs` of the inner dispatcher."""
+        """Set the overlap of forward and backward in the inner dispatcher; None = no overlap."""
         self.inner.pairs = pairs
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:

@@ -291,7 +291,7 @@ class NCCLEPDispatcher(Dispatcher):
 
     @torch.compiler.disable
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to their experts' ranks. Two collectives and two host syncs."""
+        """Send tokens to experts' ranks; return the experts' input. 2 collectives, 2 host syncs."""
         p, (T, K) = self.placement, routing.destinations_TK.shape
         _check_sendable_inputs(x_TD, routing, p, self._groups.ranks_per_domain)
         if x_TD.is_meta:
@@ -365,7 +365,7 @@ class _EPDispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: Tensor, weights_TK: Tensor, handles: ForwardHandles
     ) -> tuple[Tensor, ...]:
-        """Return the results of `ForwardHandles.dispatch`."""
+        """Send tokens; return received rows [S, D], local expert ids and weights [S, K]."""
         rows_SD, ids_SK, weights_SK = handles.dispatch(x_TD.contiguous(), weights_TK.contiguous())
         ctx.handles = handles
         ctx.like = rows_SD.shape, rows_SD.dtype, rows_SD.device

@@ -85,10 +85,10 @@ class NVLinkDispatcher(Dispatcher):
 
     @torch.compiler.disable
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to their experts' ranks. No collective; one host sync at the first call.
+        """Send tokens to experts' ranks; return the experts' input. One host sync at first use.
 
-        With `NVLinkOptions.row_factor` "exact" each call has one host sync. Holes of the source
-        rows are uninitialised.
+        With `NVLinkOptions.row_factor` "exact" each call has one host sync. No collective. Source
+        rows of tokens that this rank does not receive are uninitialised.
         """
         if self._is_sent_by_alltoall(x_TD, routing):
             return self._alltoall.dispatch(x_TD, routing)
@@ -144,7 +144,7 @@ class NVLinkDispatcher(Dispatcher):
         return pool.capacity_factor is not None and watch is None
 
     def _count_balanced_rows(self, exchange: Exchange) -> BalancedRows:
-        """Return the numbers of used source and expert rows with even loads."""
+        """Return how many source rows and expert rows are used if all experts have even loads."""
         layout = exchange.layout
         source = self.placement.compute_balanced_tokens(layout.max_tokens, layout.top_k)
         expert = None if self.has_row_count_sync else exchange.balanced_rows
@@ -178,11 +178,11 @@ def _build_index(
     has_row_limit: bool,
     row_multiple: int,
 ) -> ExpertIndex:
-    """Return the `ExpertIndex` of the received `choices` for the experts of `placement`.
+    """Return the index that sorts the received `choices` by local expert of `placement`.
 
-    With `row_factor` "exact", R is the number of choices. With `has_row_limit` and a number
-    `row_factor`, R is at most `row_factor` times the rows of even loads. Otherwise R suffices for
-    any routing. Each expert's number of rows is padded to a multiple of `row_multiple`.
+    It has R rows. With `NVLinkOptions.row_factor` "exact", R is the number of choices. With a
+    number and `has_row_limit`, R is at most this number times the rows of even loads. Otherwise R
+    suffices for any routing. Each expert's rows are padded to a multiple of `row_multiple`.
     """
     owned = dict(first_expert=placement.first_physical, num_local_experts=placement.num_physical)
     num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, placement.num_physical)
@@ -221,9 +221,9 @@ def _count_local_choices(
 def _repeat_dispatch(
     exchange: Exchange, wire: Wire, x_TD: Tensor, peers_T: Tensor, places_S: Tensor
 ) -> Rows:
-    """Send a dispatch's tokens a second time, and return the same source rows.
+    """Send a dispatch's tokens a second time, and return the same received rows.
 
-    `peers_T` and `places_S` are fields of the dispatch's `ExchangeMap`.
+    `peers_T` has the ranks of each token, and `places_S` the index of each received row, -1 = none.
     """
     row_map = ExchangeMap(peers_T, places_S, places_S[:, None])
     rows_SN = exchange.dispatch_rows(wire.pack_rows(x_TD), row_map, exchange.layout.source_rows)
@@ -231,7 +231,7 @@ def _repeat_dispatch(
 
 
 class _GradSender:
-    """Sends a dispatch's gradients while experts compute weight gradients: a `GradientSender`."""
+    """Sends gradients to the tokens' ranks while experts compute weight gradients."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -249,8 +249,8 @@ class _GradSender:
         """Sum expert rows' gradients per source row, and start to copy sums to the tokens' ranks.
 
         `drows_RD` and `dweights_R` are the gradients of expert rows and of their weights. The other
-        arguments are fields of the dispatch's index. If `Exchange.can_copy` is False, nothing is
-        sent, and the dispatch's backward sends all gradients.
+        arguments are fields of the `ExpertIndex`. If the buffer is in use (`Exchange.can_copy`),
+        nothing is sent, and the dispatch's backward sends all gradients.
         """
         self._sent_grads = None
         if self._exchange.can_copy():
@@ -290,7 +290,7 @@ def _get_versions(*tensors: Tensor | None) -> tuple[int, ...]:
 
 
 class _DispatchOutputs(NamedTuple):
-    """The outputs of `_Dispatch`, or their gradients: see `UnsummedInput` and `NVLinkPlan`."""
+    """The outputs of `_Dispatch`, or their gradients: received rows, dispatch map, expert index."""
 
     rows_SN: Any  # source rows as sent, maybe packed
     grad_handle_RD: Any
@@ -303,7 +303,7 @@ class _DispatchOutputs(NamedTuple):
 
 
 class _Dispatch(torch.autograd.Function):
-    """Sends tokens; returns `_DispatchOutputs`, whose handle gets the expert rows' gradients."""
+    """Sends tokens to experts' ranks; backward sends expert rows' gradients to tokens' ranks."""
 
     @staticmethod
     def forward(
@@ -317,7 +317,7 @@ class _Dispatch(torch.autograd.Function):
         sender: _GradSender | None,
         make_index: Callable[[DispatchedRows], ExpertIndex],
     ) -> tuple[Tensor, ...]:
-        """Send tokens and choices; return `_DispatchOutputs`, with the index from `make_index`."""
+        """Send tokens and choices; return `_DispatchOutputs`, with index `make_index(choices)`."""
         choices = exchange.dispatch_tokens(wire.pack_rows(x_TD), ids_TK, weights_TK, placement)
         index = make_index(choices)
         grad_handle_RD = make_row_handle(x_TD, index.row_ids_R.shape[0])

@@ -70,7 +70,7 @@ def _allocate_peer_memory(
 
 
 def find_local_peer_problem(num_ranks: int, device_type: str) -> str | None:
-    """Return why kernels cannot store to `num_ranks` peers, or None; on meta, on one host."""
+    """Return why kernels cannot store to `num_ranks` peers, or None; meta ranks share a host."""
     is_planned = meta_is_gpu()
     if device_type != "cuda" and not is_planned:
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"

@@ -41,10 +41,10 @@ class Wire:
     def gather_send_rows(
         self, x_TD: Tensor, token_ids_M: Tensor, slots_TG: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        """Return rows of `token_ids_M`: (packed rows, a handle), or (None, rows) without FP8.
+        """Gather the rows to send: (packed FP8 rows, stand-in), or (None, rows) without FP8.
 
-        `slots_TG` has the sent row of each token and rank. A handle is a tensor without values
-        that stands for packed rows in autograd.
+        `token_ids_M` has the token of each row, and `slots_TG` the row of each token and rank. The
+        stand-in is a tensor without values, which has the rows' gradient in autograd.
         """
         row_map = (token_ids_M, slots_TG)
         if not self.fp8:
@@ -61,30 +61,31 @@ class Wire:
     ) -> Rows:
         """Return received rows as `Rows` of the width and dtype of `like`; FP8 rows stay packed.
 
-        `grad_handle_SD` stands for packed rows in autograd; None = no gradient.
+        `grad_handle_SD` is a tensor without values that has the FP8 rows' gradient; None = no
+        gradient.
         """
         if not self.fp8:
             return Rows(rows_SN)
         return Rows.from_bytes(rows_SN, like.shape[1], like.dtype, grad_handle_SD)
 
     def make_receiver(self) -> Receiver | None:
-        """Return a receiver of the experts' output gradients as FP8; None = no FP8 gradients."""
+        """Return an object that receives experts' output gradients as FP8; None without FP8."""
         return Receiver() if self.fp8 and not torch.compiler.is_compiling() else None
 
 
 def make_row_handle(like: Tensor, num_rows: int) -> Tensor:
-    """Return a handle [num_rows, D] with dtype and D of `like`: one element, expanded."""
+    """Return [num_rows, D] without values, with D and dtype of `like`: one element, expanded."""
     return like.new_empty(1).expand(num_rows, like.shape[1])
 
 
 def gather_fp8_rows(words_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> Tensor:
-    """Return the rows `token_ids_M` of packed `words_TW`; `slots_TG` is the inverse map."""
+    """Return packed rows `words_TW[token_ids_M]`; `slots_TG` has each token's rows, -1 = none."""
     words_TN = words_TW.view(torch.float32)  # the kernel copies the bits of a float
     return gather_rows(words_TN, token_ids_M, slots_TG).view(PACKED_DTYPE)
 
 
 class Receiver:
-    """Receives gradients of experts' outputs as FP8 rows. Autograd gets a handle without values."""
+    """Receives gradients of experts' outputs as FP8 rows; autograd gets a tensor without values."""
 
     def __init__(self) -> None:
         self.accepts_packed_grads = False
@@ -92,10 +93,10 @@ class Receiver:
         self._entry: tuple[Tensor, Rows] | None = None
 
     def exchange_as_fp8(self, dy_TD: Tensor, exchange: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Exchange dy by exchange(packed dy), and return a handle of the received rows.
+        """Send gradients dy as FP8 rows by `exchange`; return a stand-in for the received rows.
 
-        `take_packed_grads` then returns the rows. In a two-level dispatch, the first level returns
-        unpacked rows instead of a handle. None = experts accept no FP8, and dy is not sent.
+        `take_packed_grads` returns the rows. In a two-level dispatch, the first level returns
+        unpacked rows instead of a stand-in. None = experts accept no FP8, and dy is not sent.
         """
         if not (self.next or self).accepts_packed_grads:
             return None
@@ -108,7 +109,7 @@ class Receiver:
         return grad_handle_RD
 
     def take_packed_grads(self, dy: Tensor) -> Rows | None:
-        """Return the received FP8 rows of handle `dy`; None if `dy` was sent unpacked."""
+        """Return the received FP8 rows for which `dy` stands; None if `dy` was sent unpacked."""
         entry, self._entry = self._entry, None
         if entry is not None and dy is not entry[0]:
             raise RuntimeError(
