@@ -138,7 +138,7 @@ class StateOffload:
 
     @torch.compiler.disable
     def _before_blocks(self, *_: Any) -> None:
-        """Before block 0, start the copy to the host, or free parts whose copy back was unused."""
+        """Before block 0, start copies to the host, and free parts that were copied back unused."""
         if self._stream.is_capturing() or is_inside_backward():
             return
         if not self._parts:
