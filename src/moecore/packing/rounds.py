@@ -280,10 +280,11 @@ def _fill_blocks(
 def _open_blocks(
     documents: Documents, remaining: RemainingDocuments, time_limit: float, min_ranks: int
 ) -> tuple[Blocks, float]:
-    """Return a rank group (block) per longest document, with the fewest ranks within the limit.
+    """Return rank groups (blocks), one per longest remaining document, until no ranks are idle.
 
-    Also returns the least limit that admits the same documents: the largest time of a document on
-    the most ranks that were free when its block was opened.
+    Each has the fewest ranks, at least `min_ranks`, that meet `time_limit`. Also returns the least
+    limit that admits the same documents: the largest time of a document on the most ranks that were
+    free when its block was opened.
     """
     blocks: Blocks = []
     min_limit = 0.0

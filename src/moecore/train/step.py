@@ -496,7 +496,7 @@ class TrainStep:
             exchanges.close()
 
     def _compute_skip_flag(self) -> Tensor | None:
-        """Return a 0-dim device bool: rows exceed a buffer or inputs differ; None = no check."""
+        """Return a 0-dim bool: skip if rows exceed a buffer or inputs differ; None = no check."""
         values = self._reruns.has_shortage(), end_argument_comparison(self.model)
         flags = [flag for flag in values if flag is not None]
         return torch.stack(flags).any() if flags else None

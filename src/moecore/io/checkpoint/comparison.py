@@ -104,7 +104,7 @@ def _compare_local_objects(
     """Compare a checkpoint with this rank's objects.
 
     `view` has this rank's model tensors. `union` has the names of all pipeline stages' tensors and
-    parameters. `cast` is as in `load`.
+    parameters. `cast` allows dtypes that differ from the saved dtypes.
     """
     comparison = Comparison()
     if missing := find_missing_fields(view.config, manifest.facts.config):

@@ -124,7 +124,7 @@ class GraphedForwardBackward:
                 before the copy.
 
         Raises:
-            ValueError: when parameters have gradients already, inputs have other shapes; when a
+            ValueError: when parameters have gradients already or inputs have other shapes; when a
                 mode, hook, config or tensor address has changed since the capture, or
                 `forward_backward` waits for the GPU. This wait is found in the last warm-up call,
                 whose gradients are valid.
@@ -310,7 +310,7 @@ def _find_capture_problem(sync_warnings: list[warnings.WarningMessage], outputs:
 
 
 def _check_no_tapes_or_gradients(model: nn.Module, moe_state: MoEState) -> None:
-    """Raise NotImplementedError for recorded or replayed choices, ValueError for gradients."""
+    """Raise NotImplementedError if routers record or replay, ValueError if gradients exist."""
     for name, layer in moe_state.layers.items():
         router = layer.get_part("router")
         if router is not None and router.tape is not None:

@@ -73,9 +73,8 @@ def graph_blocks(
 ) -> None:
     """Replace parts of blocks by CUDA graphs, in place; graphs run from the 4th call on.
 
-    The blocks run sequentially. `blocks` maps a name, for errors, to a block. `scopes` selects
-    parts: "attention", "router", "shared_experts", and "dispatch" (the preparation of the
-    exchange).
+    The blocks run sequentially. `blocks` maps a name, for errors, to a block. `scopes` has
+    "attention", "router", "shared_experts" or "dispatch" (the preparation of the exchange).
     """
     memory = GraphMemory()
     for name, block in blocks.items():

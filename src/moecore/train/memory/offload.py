@@ -142,7 +142,7 @@ class Offload(SavedStorages):
                 chunk.pending_free, self._pending_free = self._pending_free, []
 
     def free_last_block(self, chunk: OffloadChunk) -> None:
-        """Free the last block's device memory, which was copied but not freed in its forward."""
+        """Free the last block's device memory, which its forward has copied to the host."""
         with self._hold_lock():
             for group in chunk.pending_free:
                 group.free_device_memory()

@@ -192,7 +192,7 @@ class _RegionCall:
         return None  # of the product's own, such as attention's log-sum-exp
 
     def _is_saved(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is saved: small, a subclass, an input, or a product's output."""
+        """Whether a tensor is saved, not recomputed: small, a subclass, an input or matmul output."""
         if tensor.nbytes * SMALL <= self._largest or not _is_plain_tensor(tensor):
             return True
         return get_storage_key(tensor) in self._resident_keys
@@ -247,7 +247,7 @@ class _RegionCall:
     # The second run.
 
     def get_value(self, value_place: _ValuePlace) -> Tensor:
-        """Return a dropped value; the first call of a backward recomputes the region."""
+        """Return a recomputed value; the first call in a backward recomputes the region."""
         if value_place not in self._values:
             self._rerun()
         value = self._values[value_place]

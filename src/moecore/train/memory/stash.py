@@ -338,7 +338,7 @@ class Stash(Offload, BufferOwner):
         return partial(Stash, self._streams.device, self.pages.options, self._num_layers), ()
 
     def _find_storage_keys(self, module: nn.Module) -> frozenset[int]:
-        """Return no keys: weights have no counted rows."""
+        """Return an empty set: only tensors with counted rows are stored, and weights have none."""
         return frozenset()
 
     def _copy_group_unless_last(self, group: StorageGroup) -> None:
