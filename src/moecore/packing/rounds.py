@@ -283,8 +283,7 @@ def _open_blocks(
     """Return rank groups (blocks), one per longest remaining document, until no ranks are idle.
 
     Each has the fewest ranks, at least `min_ranks`, that meet `time_limit`. Also returns the least
-    limit that admits the same documents: the largest time of a document on the most ranks that were
-    free when its block was opened.
+    limit that admits these documents: their largest time on the most ranks that each could use.
     """
     blocks: Blocks = []
     min_limit = 0.0

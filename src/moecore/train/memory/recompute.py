@@ -192,7 +192,7 @@ class _RegionCall:
         return None  # of the product's own, such as attention's log-sum-exp
 
     def _is_saved(self, tensor: Tensor) -> bool:
-        """Whether a tensor is saved, not recomputed: small, a subclass, an input or matmul output."""
+        """Whether a tensor is saved, not recomputed: small, a subclass, input or product output."""
         if tensor.nbytes * SMALL <= self._largest or not _is_plain_tensor(tensor):
             return True
         return get_storage_key(tensor) in self._resident_keys

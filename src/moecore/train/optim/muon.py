@@ -211,7 +211,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _get_plan(self, params: list[nn.Parameter], *, has_means: bool) -> MatrixPlan:
-        """Return the cached plan for these parameters; `has_means` = with NorMuon's mean squares."""
+        """Return the cached plan for these parameters; `has_means` = with NorMuon's means."""
         key = (has_means, *map(id, params))
         if key not in self._plans:
             layouts = [self.layouts[param] for param in params]
