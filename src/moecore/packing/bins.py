@@ -331,7 +331,7 @@ class PackedBatchSampler:
         return self._epoch_bins[1]
 
     def _pack_epoch(self, epoch: int) -> Bins:
-        """Pack the documents of an epoch; return the bins in the order of the batches."""
+        """Pack the documents of an epoch; return the bins in the order in which they are used."""
         count = len(self._lengths)
         order = self._shuffle_indices("documents", epoch, count)
         bins: list[Integers] = []

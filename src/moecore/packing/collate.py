@@ -242,7 +242,7 @@ def _convert_to_int64(values: Any, value_name: str) -> Integers:
 
 
 def padded_lengths(lengths: Lengths, cp: Count) -> Integers:
-    """Return lengths, int64 [n], rounded up to multiples of 2 * cp; unchanged if cp is 1."""
+    """Return lengths, int64 [documents], rounded up to multiples of 2 * cp; unchanged for cp 1."""
     check_arguments(padded_lengths, locals())
     multiple = get_length_multiple(cp)
     return -(-as_lengths(lengths) // multiple) * multiple
@@ -254,13 +254,13 @@ def get_length_multiple(cp: int) -> int:
 
 
 def select_token_indices(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Tensor:
-    """Return the token indices of a cp rank, int64 [t / cp], on the device of `cu_seqlens`.
+    """Return the token indices of a cp rank, int64 [tokens / cp], on the device of `cu_seqlens`.
 
     The indices ascend. If `cu_seqlens` is on a GPU, the function synchronises the host.
 
     Args:
-        cu_seqlens: integers [n + 1], cumulative document lengths from 0. With cp > 1 each length is
-            a multiple of 2 * cp. Documents without tokens are allowed.
+        cu_seqlens: integers [documents + 1], cumulative document lengths from 0. With cp > 1 each
+            length is a multiple of 2 * cp. Documents without tokens are allowed.
         cp: number of context parallel ranks.
         rank: index of the cp rank, from 0.
 
@@ -274,7 +274,7 @@ def select_token_indices(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Te
 
 
 def invert_token_indices(cu_seqlens: Tensor, cp: Count) -> Tensor:
-    """Return the inverse permutation of the concatenated indices of all cp ranks, int64 [t].
+    """Return the inverse permutation of the concatenated indices of all cp ranks, int64 [tokens].
 
         parts = [x[select_token_indices(cu_seqlens, cp, rank)] for rank in range(cp)]
         torch.cat(parts)[invert_token_indices(cu_seqlens, cp)]  # equals x
@@ -289,7 +289,7 @@ def invert_token_indices(cu_seqlens: Tensor, cp: Count) -> Tensor:
 
 
 def split_batch(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
-    """Return the part of a batch that a cp rank computes: a `PackedBatch` of shape [B, T / cp].
+    """Return the part of a batch that a cp rank computes, with shape [rows, tokens / cp].
 
     Labels are selected, not recomputed: collate with `shift_labels=True`, which shifts them before
     the split. `cu_seqlens`, `max_seqlen` and `num_tokens` describe this rank's part.
@@ -309,7 +309,7 @@ def split_batch(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch
     rows = batch["input_ids"].shape[0]
 
     def take_local(x_BT: Tensor) -> Tensor:
-        """Return this cp rank's tokens, [B, T / cp]."""
+        """Return this cp rank's tokens of each row, [rows, tokens / cp]."""
         return x_BT.flatten()[tokens.to(x_BT.device)].view(rows, -1)
 
     labels = take_local(batch["labels"])
@@ -325,7 +325,7 @@ def split_batch(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch
 
 
 def _split_tokens_over_ranks(cu_seqlens: Tensor, cp: int) -> Tensor:
-    """Return each rank's token indices, int64 [cp, t / cp]; ValueError for bad `cu_seqlens`."""
+    """Return token indices by rank, int64 [cp, tokens / cp]; ValueError for bad `cu_seqlens`."""
     lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
     relation = None
     if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):

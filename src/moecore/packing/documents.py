@@ -43,7 +43,7 @@ def hash_values(*values: object) -> int:
 
 
 def as_lengths(lengths: Lengths, name: str = "lengths", min_length: int = 1) -> Integers:
-    """Return int64 [N], a copy; ValueError (of `name`) unless `min_length` <= lengths < 2**31."""
+    """Return a new int64 array; ValueError for `name` unless `min_length` <= lengths < 2**31."""
     numbers = lengths
     if isinstance(numbers, Tensor):
         numbers = numbers.numpy(force=True)
@@ -197,7 +197,7 @@ class DocumentCost(CheckedRecord):
         return None
 
     def estimate(self, lengths_N: Integers, cp: int) -> Costs:
-        """Return float64 [N]: the time of each document on each of `cp` ranks that share it."""
+        """Return the time of each document on each of its `cp` ranks, float64 [documents]."""
         length = lengths_N.astype(np.float64)
         exchange = self.exchange * length * (cp - 1)
         compute = self.linear * length + np.maximum(self.quadratic * length**2, exchange)
@@ -239,7 +239,7 @@ class MeasuredCost(CheckedRecord):
         return max(self.seconds)
 
     def estimate(self, lengths_N: Integers, cp: int) -> Costs:
-        """Return float64 [N]: the time of each document on each of `cp` ranks that share it."""
+        """Return the time of each document on each of its `cp` ranks, float64 [documents]."""
         first, last = self.lengths[0], self.lengths[-1]
         times = self.seconds[cp]
         inside = np.interp(lengths_N, self.lengths, times)

@@ -116,9 +116,9 @@ class Documents:
         return low + fixed
 
     def _compute_min_work(self, max_time: float) -> Costs:
-        """Return float64 [N]: each document's least cp * (its time on cp ranks).
+        """Return float64 [documents]: the least cp * (time on cp ranks) of each document.
 
-        Only cps whose time is at most `max_time` count; inf = no such cp.
+        Only values of cp with a time of at most `max_time` count; inf = no such cp.
         """
         ranks_1 = np.array(self.cps)[:, None]
         costs = np.where(self._rank_costs <= max_time, self._rank_costs * ranks_1, np.inf)
@@ -129,7 +129,7 @@ class Documents:
         return sum(self.work[i] for i in document_idxs), sum(self.lengths[i] for i in document_idxs)
 
     def find_first_fitting(self, cp: int, max_time: float, max_tokens: int) -> int:
-        """Return the index of the longest document, taken or not, that fits; N = no document.
+        """Return the index of the longest document, taken or not, that fits; `len(self)` if none.
 
         A document fits if each of `cp` ranks takes at most `max_time` time and `max_tokens` tokens.
         """
@@ -139,7 +139,7 @@ class Documents:
 
 
 class RemainingDocuments:
-    """The documents that neither an earlier round nor the current trial of a round has taken.
+    """The documents that no earlier round and no block of the current trial has taken.
 
     A document is its index in `Documents`, longest first; `count` is the number of documents.
     """
@@ -149,7 +149,7 @@ class RemainingDocuments:
         self.trial: dict[int, int] = {}
 
     def find_first(self, min_idx: int) -> int:
-        """Return the first remaining document with an index >= `min_idx`; N = no document."""
+        """Return the first remaining document with an index >= `min_idx`; `count` if none."""
         chain, trial = self._next, self.trial
         passed = []
         while True:  # both chains are shortened where they are walked
@@ -167,18 +167,18 @@ class RemainingDocuments:
         return end
 
     def take_document(self, document_idx: int) -> None:
-        """Mark a document as taken by the current trial. Clearing `trial` undoes the mark."""
+        """Mark a document as taken by the round that is tried; `trial.clear()` undoes the marks."""
         self.trial[document_idx] = document_idx + 1
 
     def commit_trial(self) -> None:
-        """Remove the documents that the current trial has taken from the remaining documents."""
+        """Remove the documents that the tried round has taken from the remaining documents."""
         for index in self.trial:
             self._next[index] = index + 1
         self.trial.clear()
 
 
 def make_rounds(documents: Documents) -> list[Blocks]:
-    """Return all rounds, each a list of blocks in descending cp that together use all ranks."""
+    """Return all rounds, each a list of rank groups, largest first, that together use all ranks."""
     search = _RoundSearch(documents)
     rounds = []
     while search.remaining.find_first(0) < len(documents):
@@ -194,7 +194,7 @@ class _RoundSearch:
         self._work, self._tokens = documents.all_work, documents.all_tokens
 
     def find_next_round(self) -> Blocks:
-        """Return the round with the best score, and take its documents."""
+        """Try several rounds, return the one with the best score, and take its documents."""
         best: tuple[float, Blocks] = (-np.inf, [])
         bound = self._compute_min_remaining_time(0.0, 0)
         for blocks in self._try_time_limits():
@@ -212,7 +212,7 @@ class _RoundSearch:
         return best[1]
 
     def _try_time_limits(self) -> Iterator[Blocks]:
-        """Yield the blocks of each trial; a limit that would repeat the last blocks is skipped."""
+        """Yield rank groups with documents for each time limit that changes them."""
         limits = self._list_time_limits()
         for min_ranks in self.documents.cps:
             min_limit = np.inf
@@ -231,7 +231,7 @@ class _RoundSearch:
         self._work, self._tokens = self._work - work, self._tokens - tokens
 
     def _compute_min_remaining_time(self, work: float, num_tokens: int) -> float:
-        """Return a lower bound of the remaining time after a trial took `work` and `num_tokens`."""
+        """Return a lower bound of the remaining time after a round of this work and tokens."""
         longest = self.remaining.find_first(0)
         return self.documents.compute_min_remaining_time(
             longest, self._work - work, self._tokens - num_tokens
@@ -254,10 +254,10 @@ class _RoundSearch:
 def _fill_blocks(
     documents: Documents, remaining: RemainingDocuments, time_limit: float, min_ranks: int
 ) -> tuple[Blocks, float]:
-    """Return the blocks of a trial, and the least time limit that gives the same blocks.
+    """Assign documents to rank groups (blocks); return them and the least limit that gives them.
 
     Each block has a time of at most `time_limit` and at least `min_ranks` ranks, if so many are
-    idle. The trial takes the documents of the blocks.
+    idle. Their documents are marked as taken.
     """
     time_limit *= 1 + ROUNDING
     blocks, min_limit = _open_blocks(documents, remaining, time_limit, min_ranks)
@@ -280,10 +280,10 @@ def _fill_blocks(
 def _open_blocks(
     documents: Documents, remaining: RemainingDocuments, time_limit: float, min_ranks: int
 ) -> tuple[Blocks, float]:
-    """Return blocks of the longest documents, each on the fewest ranks that meet the time limit.
+    """Return rank groups (blocks), one per longest remaining document, until no ranks are idle.
 
-    Also returns the least limit that admits the same documents: the largest time of a document on
-    the most ranks that were free when its block was opened.
+    Each has the fewest ranks, at least `min_ranks`, that meet `time_limit`. Also returns the least
+    limit that admits these documents: their largest time on the most ranks that each could use.
     """
     blocks: Blocks = []
     min_limit = 0.0

@@ -124,7 +124,7 @@ def order_by_rise_and_fall(costs: Sequence[float]) -> list[int]:
 def _make_groups(
     blocks: Blocks, document_idxs: list[int], num_labels: list[int]
 ) -> tuple[DocumentGroup, ...]:
-    """Return the groups of a round's blocks, with consecutive ranks from rank 0.
+    """Return a round's groups, with consecutive ranks from rank 0, from its rank blocks.
 
     `document_idxs` maps a block's document numbers to the caller's indices. `num_labels[i]` is the
     number of labels of the caller's document i.

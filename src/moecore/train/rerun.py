@@ -33,8 +33,8 @@ T = TypeVar("T")
 class Reruns:
     """Repeats a training step with larger buffers until the token rows for the experts fit.
 
-    All ranks construct it, with a host sync. `capacities` has one entry per model. A "holder" owns
-    a buffer of limited size: an exchange or a stash.
+    All ranks construct it, with a host sync. `capacities` has, for each model, the
+    owners of buffers of limited size: exchanges and stashes.
     """
 
     def __init__(self, capacities: Sequence[BufferCapacities], device: torch.device) -> None:
@@ -56,8 +56,8 @@ class Reruns:
     ) -> T:
         """Call `run_step` until token rows fit on all ranks; return the result of the last call.
 
-        Each repetition first calls `drop_step`, rewinds `tapes`, restores random states, and
-        enlarges buffers.
+        Each repetition first calls `drop_step`, rewinds `tapes` (recorded router choices), restores
+        random states, and enlarges buffers.
         """
         # If any rank has a limited capacity, each run has one all-reduce, for which the host waits.
         # Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.
@@ -96,7 +96,7 @@ class Reruns:
 
     @contextmanager
     def watch_shortages(self, reaction: Watch) -> Iterator[None]:
-        """Return a context in which too many rows repeat ("reruns") or skip ("skips") the step."""
+        """Return a context in which a full buffer repeats ("reruns") or skips a step ("skips")."""
         with ExitStack() as stack:
             for capacity in self._capacities:
                 stack.enter_context(capacity.watch_shortages(reaction))

@@ -165,9 +165,10 @@ class TrainStep:
         """Return the context of all micro-batches of a step, of which several may be in flight.
 
         Forwards and backwards may run in any order that is the same on all ranks, such as a
-        pipeline's schedule. A resident unit (unsharded until its backward) is reduced once, in its
-        last backward after the last forward has begun. A forward may have no backward. A
-        global-batch balance loss counts micro-batches in the order of their forwards.
+        pipeline's schedule. If an FSDP module stays unsharded until its backward, its gradients
+        are reduced once, in its last backward after the last forward has begun. A forward may have
+        no backward. A global-batch balance loss counts micro-batches in the order of their
+        forwards.
 
         Args:
             forwards: forwards with gradients of each model in the step; None = num_micro_batches.
@@ -199,13 +200,14 @@ class TrainStep:
 
         Forward and backward alternate at exchanges: one computes during an exchange of the other.
         With dispatchers "local", "nvlink" and "nccl_ep" the backward instead follows the forward.
-        Gradients have the same bits. Every rank runs the same pairs. Units that are resharded after
-        each use ("optim_grads_params") are all-gathered again whenever forward and backward need
-        the same buffer. The forward runs in this thread, and the backward in a second thread.
+        Gradients have the same bits. Every rank overlaps the same forwards and backwards. FSDP
+        modules that are resharded after each use ("optim_grads_params") are all-gathered again
+        whenever forward and backward need the same buffer. The forward runs in this thread, and the
+        backward in a second thread.
 
         Raises:
             ValueError: when it is called outside of `micro_batches`.
-            RuntimeError: when it is called within another pair, or after a backward has failed.
+            RuntimeError: when calls are nested, or after a backward has failed.
             Exception: the exception of the forward or of the backward; it ends both.
         """
         check_side_by_side(self._progress)
@@ -215,7 +217,7 @@ class TrainStep:
     def _open_micro_batches(
         self, num_micro_batches: int, pending_forwards: float
     ) -> Iterator[None]:
-        """Return the context of micro-batches with this number of forwards; inf = any number."""
+        """Return the context of micro-batches with `pending_forwards` forwards; inf = any."""
         progress = self._progress
         progress.is_last = progress.num_done + 1 == self.num_micro_batches
         in_parts = num_micro_batches < pending_forwards < math.inf
@@ -264,7 +266,7 @@ class TrainStep:
 
         With pipeline stages, each rank runs its stages in the order of the schedule, and every
         pipeline rank passes the same micro-batches. Without stages, micro-batches run sequentially,
-        or with schedule "overlapped" as pairs (`side_by_side`). Call `finish` next.
+        or with schedule "overlapped" two at a time (`side_by_side`). Call `finish` next.
 
         Args:
             micro_batches: num_micro_batches mappings of the model's keyword arguments. A "mean"
@@ -318,7 +320,7 @@ class TrainStep:
         return torch.stack([get_loss(self.model(**inputs)).float() for inputs in micro_batches])
 
     def _run_in_pairs(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Overlap each forward with the preceding backward; return undivided fp32 losses."""
+        """Overlap each forward with the previous micro-batch's backward; return fp32 losses."""
         losses: list[Tensor] = []
 
         def forward(inputs: Mapping[str, Any]) -> Tensor:
@@ -494,7 +496,7 @@ class TrainStep:
             exchanges.close()
 
     def _compute_skip_flag(self) -> Tensor | None:
-        """Return a 0-dim device bool: rows exceed a buffer or inputs differ; None = no check."""
+        """Return a 0-dim bool: skip if rows exceed a buffer or inputs differ; None = no check."""
         values = self._reruns.has_shortage(), end_argument_comparison(self.model)
         flags = [flag for flag in values if flag is not None]
         return torch.stack(flags).any() if flags else None

@@ -104,7 +104,7 @@ def _compare_local_objects(
     """Compare a checkpoint with this rank's objects.
 
     `view` has this rank's model tensors. `union` has the names of all pipeline stages' tensors and
-    parameters. `cast` is as in `load`.
+    parameters. `cast` allows dtypes that differ from the saved dtypes.
     """
     comparison = Comparison()
     if missing := find_missing_fields(view.config, manifest.facts.config):
@@ -127,7 +127,7 @@ def _compare_local_objects(
 
 
 def refuse_differences(comparison: Comparison, path: AnyPath, *, strict: bool) -> None:
-    """Raise ValueError with all `refused` differences, and with `strict` also all `left_out`."""
+    """Raise ValueError for differences that prevent a load; with `strict`, for all differences."""
     problems = comparison.refused + (comparison.left_out if strict else [])
     fix = "build them as when it was saved"
     if strict and not comparison.refused:
@@ -287,7 +287,7 @@ def _compare_optimizers(
 def _find_shape_problem(
     optimizer: Optimizer, view: ModelView, name: str, stored_slots: dict[str, StoredTensor]
 ) -> str | None:
-    """Return the error text if saved state of the parameter `name` has a wrong shape, or None.
+    """Return an error text if the saved state of the parameter `name` has a wrong shape, or None.
 
     `stored_slots` maps "<state key>.<name>" to the stored tensor of this state.
     """

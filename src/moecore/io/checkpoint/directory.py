@@ -135,7 +135,7 @@ def prune(root: str | os.PathLike[str], keep: Keep) -> list[AnyPath]:
 
 
 def _remove_prunable_checkpoints(root: AnyPath, keep: int) -> list[AnyPath]:
-    """Delete and return `find_prunable_checkpoints`; the caller has the run's lock."""
+    """Delete all prunable checkpoints and return their paths; the caller has the run's lock."""
     removed, problems = [], []
     for path in find_prunable_checkpoints(root, keep):
         try:

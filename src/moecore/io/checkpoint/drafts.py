@@ -51,7 +51,7 @@ class Draft:
     owner: bytes = b""
 
     def make_file_path(self, number: int) -> AnyPath:
-        """Return the path of the shard file of a rank."""
+        """Return the path of the shard file of rank `number`."""
         return self.folder / f"rank-{number:05d}{self.suffix}.safetensors"
 
 

@@ -244,7 +244,7 @@ def _convert_tensors_to_numbers(value: Any) -> Any:
 
 
 def _restore_types(template: Any, value: Any) -> Any:
-    """Return JSON `value` with the types that `template`, the current state, has at the same place.
+    """Convert the JSON `value` to the types that the current state `template` has.
 
     Lists become tuples, numbers become tensors, and text keys become integers.
     """
@@ -268,7 +268,7 @@ def copy_json(values: T) -> T:
 
 
 def check_json_values(error_prefix: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError if JSON cannot store one of the values; it begins with `error_prefix`."""
+    """Raise ValueError(`error_prefix` and a reason) if JSON cannot store one of the values."""
     for name, value in values.items():
         try:
             json.dumps(value, sort_keys=True)

@@ -93,7 +93,7 @@ class RunLock:
             self._finalizer = None
 
     def _start_heartbeat(self, text: bytes) -> None:
-        """Start the thread that updates the owner file's mtime; `text` is its content."""
+        """Start a thread that updates the owner file's mtime while its content is `text`."""
         stop = threading.Event()
         self.owner_text = text
         self._finalizer = weakref.finalize(self, _release_lock, self.root, text, stop, os.getpid())
@@ -144,7 +144,7 @@ def require_owner(root: AnyPath, text: bytes) -> None:
 
 
 def _touch_owner_regularly(root: Path, text: bytes, stop_event: threading.Event) -> None:
-    """Update the owner file's mtime every `BEAT_SECONDS` until `stop_event` is set."""
+    """Until `stop_event`, update the owner file's mtime regularly if its content is `text`."""
     while not stop_event.wait(BEAT_SECONDS):
         with contextlib.suppress(OSError, ValueError):  # such as when the root was removed
             if _read_owner(root)[1] == text:

@@ -101,7 +101,7 @@ def compute_layout(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> 
 class ShardWriter:
     """Writes one new safetensors file sequentially; a second thread computes its SHA-256.
 
-    `header` is from `compute_layout`. `pinned`: copy tensors through pinned host memory.
+    `header` is from `compute_layout`. `pinned` = tensors are copied through pinned host memory.
     """
 
     def __init__(self, path: AnyPath, header: bytes, *, pinned: bool, meter: Meter) -> None:
@@ -215,7 +215,7 @@ class ShardReader:
         offsets: Sequence[int],
         out: Tensor,
     ) -> None:
-        """Read the slice at `offsets` with the shape of `out` from a stored tensor into `out`.
+        """Fill `out` with the slice of a stored tensor that begins at `offsets`.
 
         `key`, `dtype` and `sizes` (shape) describe the stored tensor. `out` may have any dtype,
         device and strides.

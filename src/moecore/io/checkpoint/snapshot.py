@@ -77,7 +77,7 @@ def take_snapshot(
     scheduler: Schedulers | None,
     config: object,
 ) -> Snapshot:
-    """Collect the tensors, mostly without a copy, and the metadata that `save` writes.
+    """Return the tensors, mostly without a copy, and the metadata that `save` writes.
 
     Arguments are as in `save`. Raises ValueError for an unfinished training step or a value that
     JSON cannot store, and NotImplementedError for other state that cannot be stored.

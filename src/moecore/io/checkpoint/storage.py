@@ -159,7 +159,7 @@ class Writer(_DCPStorage, StorageWriter):
 
 
 def _assign_keys(items: list[WriteItem]) -> dict[str, WriteItem]:
-    """Return the write item of each block by a unique key, such as "a", "a#1" for tensor "a"."""
+    """Return key -> write item of each block; the blocks of tensor "a" are "a", "a#1", ..."""
     blocks: dict[str, WriteItem] = {}
     for item in items:
         assert item.tensor_data is not None, "everything saved is a tensor"
@@ -315,7 +315,7 @@ class Reader(_DCPStorage, StorageReader):
     def _read_slices(
         self, file: str, begins: Mapping[str, int], reads: list[tuple[Any, Tensor]]
     ) -> None:
-        """Read ((DCP's read item, chunk, dtype), target) from a file with positions `begins`."""
+        """Read slices into targets; `reads` has ((DCP's read item, chunk, dtype), target)."""
         buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
         with ShardReader(self._path / file, begins, buffer, self._meter) as shard:
             for (item, chunk, dtype), target in reads:

@@ -89,7 +89,7 @@ class _SentBox(NamedTuple):
 
 
 class _SentCopy(NamedTuple):
-    """A box to copy into a bucket: its model tensor `source`, and the index of its item."""
+    """A box to copy into a bucket: its model tensor `source`, and the target tensor's index."""
 
     source: str
     item: int
@@ -238,7 +238,7 @@ class BucketCollector(ErrorKeeper):
         return boxes
 
     def _find_sent_boxes(self, item: Item) -> Iterator[_SentBox]:
-        """Yield each box to send for an item, with the ranks whose shards contain the box."""
+        """Yield each box (part) of a Hugging Face tensor to send, with the ranks that have it."""
         max_numel = self.capacity // item.dtype.itemsize
         for number, (source, piece) in enumerate(item.parts):
             full_shape = self._owners.shapes[source]
@@ -249,7 +249,7 @@ class BucketCollector(ErrorKeeper):
                     yield _SentBox(number, overlap, shape, size, ranks)
 
     def _count_row_bytes(self, item: Item) -> int:
-        """Return the bytes of an item's largest row (dim 0), the smallest unit of a message."""
+        """Return the bytes of a tensor's largest row (dim 0); a message has at least one row."""
         sizes = []
         for source, piece in item.parts:
             rows = next(iter(piece.get_box(self._owners.shapes[source])), slice(0, 1))
@@ -282,11 +282,11 @@ class RankCollector(BucketCollector):
 
 
 def count_bucket_bytes(item: Item) -> int:
-    """Return the bytes of an item in a bucket, including temporary copies of strided pieces."""
+    """Return the bytes of a tensor in a bucket, with temporary copies of its strided pieces."""
     numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
     return align_bytes(item.nbytes) + sum(numels) * item.dtype.itemsize
 
 
 def _get_copy_target(copy: _SentCopy, bucket_parts: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the view of `bucket_parts` (memory by item and part) to which a box is copied."""
+    """Return the view of a bucket's memory to which a box (part of a tensor) is copied."""
     return bucket_parts[copy.item][copy.box.part][copy.box.overlap.source].view(copy.box.shape)

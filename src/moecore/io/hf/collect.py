@@ -53,7 +53,7 @@ class Collector(Protocol):
 
 
 class ErrorKeeper:
-    """Stores the first error of this rank, so that the rank can still send and receive."""
+    """Stores this rank's first error, so that the rank still takes part in communication."""
 
     _error: Exception | None = None
 
@@ -159,7 +159,7 @@ class StoredCollector:
 
 
 def write_piece(values: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
-    """Copy a piece's values, `values`, into the view of the file tensor that stores the piece."""
+    """Copy `values` of a piece into the part of a Hugging Face tensor that stores the piece."""
     assert piece.view is not None, "other pieces are file tensors"
     target = piece.view.apply(file_tensor)
     target.copy_(values.view(target.shape))

@@ -195,7 +195,7 @@ def _has_decoder_names(names: Collection[str]) -> bool:
 def _plan_files(
     tensors: Mapping[str, StoredTensor], hf_config: dict[str, Any], layout: HFLayout
 ) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
-    """Return the recipe of each tensor by name, copies (name -> original), and the model on meta.
+    """Return recipes (tensor -> its pieces in files), copies (name -> original) and a meta model.
 
     `hf_config` are config.json's fields. The transformers model is None for a native decoder or an
     unknown class.

@@ -177,7 +177,7 @@ def check_export_dtype(dtype: torch.dtype | None) -> None:
 
 
 def plan_shard_files(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
-    """Split items into files of at most `max_shard_bytes`; larger items have a file each."""
+    """Split tensors into files of at most `max_shard_bytes`; larger tensors have a file each."""
     return list(chunk_by_size(items, lambda item: item.nbytes, max_shard_bytes))
 
 
@@ -233,7 +233,7 @@ class _ExportOutput(ErrorKeeper):
 
 
 def order_items(items: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
-    """Return the layout of a file with these items, and the items in the file's order."""
+    """Return the layout of a file with these tensors, and the tensors in the file's order."""
     by_name = {item.name: item for item in items}
     layout = compute_layout({name: (item.dtype, item.shape) for name, item in by_name.items()})
     return layout, [by_name[name] for name in layout.begins]

@@ -247,7 +247,7 @@ def make_load_plan(
     strict: bool,
     cast: bool,
 ) -> LoadPlan:
-    """Plan a load of the file tensors `sources`; `problems` are error texts to include."""
+    """Plan a load of the file tensors `sources`; the result includes the error texts `problems`."""
     if not (files.path / CONFIG).is_file():
         raise ValueError(
             f"path ({files.path}) must be visible to every rank: use a shared file system"
@@ -290,7 +290,7 @@ def _drop_zero_experts(
 def _plan_recipes(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, TensorSource]
 ) -> dict[str, FileRecipe]:
-    """Return the recipe of each model tensor; it may name tensors that `sources` (files) lack."""
+    """Return, by name, the file tensors that store each model tensor; `sources` may lack them."""
     if isinstance(model, Decoder):
         return plan_hf_tensors(model.config, infer_hf_layout(sources), shapes)
     reader = build_meta_model(
@@ -305,7 +305,7 @@ def _plan_recipes(
 def _drop_tied_head(
     targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], originals: Mapping[str, str]
 ) -> bool:
-    """Drop a tied head from `recipes`, or use the embedding's; return whether to tie them again."""
+    """Plan to read a tied head as the embedding, or skip it; return whether to tie both again."""
     # `to_empty` unties them. The first forward of a sharded model ties them again, so the head is
     # read from the embedding's tensor.
     if HEAD not in originals or HEAD not in targets:

@@ -51,9 +51,9 @@ class Merge:
 def merge_adapters(model: nn.Module) -> None:
     """Add the active adapters to the weights of a PeftModel, in place. Collective.
 
-    W + s B A of all active adapters is computed on shards, in fp32, and rounded once to the
-    weight's dtype. Forward then ignores the adapters, and peft cannot unmerge them. Experts in 4
-    bits keep their blocks: forward still computes their adapters, and exports add them to the
+    Weight + scale * B A of all active adapters is computed on shards, in fp32, and rounded once to
+    the weight's dtype. Forward then ignores the adapters, and peft cannot unmerge them. Experts in
+    4 bits keep their blocks: forward still computes their adapters, and exports add them to the
     dequantised values. Gradients and counts of an unfinished step are dropped.
 
     Args:
@@ -161,7 +161,7 @@ def _list_applied_adapters(layer: Any) -> list[str]:
 
 
 def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
-    """Add s * B A of each active adapter to `local_weight`, a shard of the layer's weight.
+    """Add the scaled B A of each active LoRA adapter to `local_weight`, a shard of the weight.
 
     `layer` is peft's linear or embedding layer. Collective.
     """
@@ -182,7 +182,7 @@ def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
 def _merge_into_experts(
     experts: Experts, weight_name: str, lora: Any, local_weight: Tensor
 ) -> None:
-    """Add s * B A of each active adapter to `local_weight`, a shard of the weight `weight_name`.
+    """Add the scaled B A of each active LoRA adapter to `local_weight`, a shard of the weight.
 
     `lora` is the experts' LoRA module of this weight. Collective.
     """
@@ -194,7 +194,7 @@ def _merge_into_experts(
 
 
 def _merge_into_exports(experts: Experts) -> None:
-    """Make exports add s * B A of each active adapter to the experts' weights in 4 bits."""
+    """Register the active LoRA adapters of experts in 4 bits, so that exports add their updates."""
     for name, lora in experts.lora_updates.items():
         if get_four_bit_blocks(getattr(experts, name)) is not None:
             adapters = _read_adapters(lora, get_detached_shard)  # of the local experts
@@ -206,13 +206,13 @@ def _merge_into_exports(experts: Experts) -> None:
 def _read_adapters(
     lora: Any, read: Callable[[Tensor], Tensor]
 ) -> list[tuple[Tensor, Tensor, float]]:
-    """Return A [E, r, I], B [E, O, r] and the scale of each active adapter, read by `read`."""
+    """Return A, B and the scale of each active adapter; `read` maps a parameter to its values."""
     names = _list_applied_adapters(lora)
     return [(read(lora.lora_A[n]), read(lora.lora_B[n]), lora.scaling[n]) for n in names]
 
 
 def _sum_updates(experts: Experts, weight_name: str, adapters: Any, e: int) -> Tensor:
-    """Return the sum of s * B A of expert `e`, as this rank's shard of its matrix, fp32."""
+    """Return the LoRA update of expert `e`, summed over adapters: this rank's shard in fp32."""
     weight = getattr(experts, weight_name)
     delta: Any = sum((_upcast(b_EOr[e]) @ _upcast(a_ErI[e])) * s for a_ErI, b_EOr, s in adapters)
     delta = (delta.T if experts.layout.transposed else delta).reshape(weight.shape[1:])

@@ -205,7 +205,7 @@ def _list_native_pieces(
 def list_routed_pieces(
     name: str, shape: tuple[int, ...], layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of a router, w1 [E, (2,) F, D] or w2 [E, D, F]; () for other tensors."""
+    """Return the file tensors that store a router's or experts' weight; () for other tensors."""
     prefix, _, part = name.rpartition(".mlp.")
     mlp_path = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
     if part == "router.weight":

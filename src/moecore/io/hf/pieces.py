@@ -89,7 +89,7 @@ def map_file_shapes(recipes: Mapping[str, FileRecipe]) -> dict[str, tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class PieceOverlap:
-    """The common elements of a piece and a shard, as slices of each."""
+    """The elements that a piece of a file tensor and a shard have in common, as slices of each."""
 
     source: tuple[slice, ...]  # of the piece
     target: tuple[slice, ...]  # of the shard
@@ -172,7 +172,7 @@ def find_overlaps(
 
 
 def _group_region_dims(region_shape: list[int], piece_shape: Sequence[int]) -> list[list[int]]:
-    """Return, for each dim of a piece, the list of region dims that the dim flattens.
+    """Return, for each dim of a piece, the dims of its region that the file flattens to this dim.
 
     `region_shape` is the shape of the region in the model tensor, `piece_shape` is the shape of the
     piece.
@@ -197,7 +197,7 @@ def _group_region_dims(region_shape: list[int], piece_shape: Sequence[int]) -> l
 def _merge_runs(
     runs: Sequence[tuple[int, int, int]], region_shape: list[int], group: list[int]
 ) -> slice:
-    """Return the slice of a box along the dim of a piece that flattens the region dims `group`.
+    """Return a box's slice in the dim of a piece to which the region dims `group` are flattened.
 
     `runs` has (start in the region, start in the shard, length) of the box per region dim.
     `region_shape` is the shape of the region.

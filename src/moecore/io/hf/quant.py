@@ -72,7 +72,7 @@ class FP8Source(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class MXFP4Source(TensorSource):
-    """Stacked matrices [E, I, O] in MXFP4; `read` returns bf16, which represents every value."""
+    """Stacked matrices [experts, inputs, outputs] in MXFP4; `read` returns bf16, which is exact."""
 
     suffixes = ("_blocks", "_scales")
     dtype: torch.dtype = torch.bfloat16
@@ -144,7 +144,7 @@ def dequantize_fp8(
     first_row: int = 0,
     first_col: int = 0,
 ) -> Tensor:
-    """Multiply FP8 values [r, c] by the scales of their blocks; return fp32 [r, c].
+    """Multiply FP8 values [rows, columns] by the scales of their blocks; return fp32.
 
     `block` has the rows and columns of a block. `first_row` and `first_col` are the position
     of the values in the full matrix. `scales` has one scale per block that overlaps the values.
@@ -157,10 +157,10 @@ def dequantize_fp8(
 
 
 def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
-    """Return the bf16 values [..., 32 * G] of MXFP4 blocks and scales.
+    """Return the bf16 values [..., 32 * groups] of MXFP4 blocks and scales.
 
-    `blocks_ogb`, uint8 [..., G, 16], has two E2M1 values per byte. The 32 values of a block are
-    multiplied by 2^(scale - 127); `scales_og` is uint8 [..., G].
+    `blocks_ogb`, uint8 [..., groups, 16], has two E2M1 values per byte. The 32 values of a group
+    are multiplied by 2^(scale - 127); `scales_og` is uint8 [..., groups].
     """
     # Exact, or inf. Example: byte 0x91 has 0.5 (low half, 1) and then -0.5 (high half, 9).
     return dequantise(Blocks(blocks_ogb.flatten(-2), scales_og, "mxfp4"), torch.bfloat16)

@@ -258,7 +258,7 @@ def _read_pieces(
 
 
 def _make_piece(link: _Link, file_shapes: Shapes) -> TensorPiece:
-    """Convert a link (box of a traced tensor, view of a file tensor) to a `TensorPiece`."""
+    """Convert a box of a traced tensor, with its view of a file tensor, to a `TensorPiece`."""
     box, name, view, offset = link
     region, file = tuple(slice(start, start + length) for start, length in box), file_shapes[name]
     if not offset and view.is_contiguous() and view.numel() == math.prod(file):
@@ -299,7 +299,7 @@ def _locate_view(
 def _split_gate_up(
     piece: TensorPiece, shape: Sequence[int], split_shape: Sequence[int]
 ) -> TensorPiece:
-    """Convert a piece of a tensor [E, 2F, D] (`shape`) to a piece of [E, 2, F, D]."""
+    """Convert a piece of gate and up, stacked in dim 1 (`shape`), to a piece of `split_shape`."""
     if len(split_shape) == len(shape) or not piece.region:
         return piece
     d = next(d for d in range(len(shape)) if shape[d] != split_shape[d])
@@ -379,7 +379,7 @@ class _TraceMode(DispatchMode):
         return self._ranges[i]
 
     def list_links(self, view: Tensor) -> Iterator[_Link]:
-        """Yield boxes that cover a traced tensor, each with the file view of its elements."""
+        """Yield boxes that cover a traced tensor, each with the view of a file that stores it."""
         owner, full_box = self.find_range(view), tuple((0, n) for n in view.shape)
         offset = int(view.storage_offset()) - owner.first
         if owner.file:

@@ -66,15 +66,15 @@ def stream_weights(
 
     Args:
         model: as in `export_hf`, on any layout; also a PeftModel with unmerged adapters.
-        bucket_bytes: maximum bytes of a bucket with its messages; two buckets exist at a time. A
-            larger tensor is the only tensor of its bucket.
+        bucket_bytes: maximum bytes of a bucket and its message buffer; two buckets exist at a time.
+            A larger tensor is the only tensor of its bucket.
         dtype: as in `export_hf`.
         layout: as in `export_hf`.
         lora: "merged" streams the weights with the active adapters added, as `merge_adapters`
             computes them; "apart" streams the weights without adapters, then the tensors of the
             active adapter with peft's names.
-        config: as in `export_hf`; None for a native decoder uses the names of all families except
-            Mixtral.
+        config: as in `export_hf`; for a native decoder, None gives the tensor names that all
+            families except Mixtral share.
 
     Raises:
         ValueError: on every rank, as `export_hf`; with `"apart"`, unless exactly one adapter is
@@ -292,7 +292,7 @@ class _PassExit(RuntimeError):
 
 
 class _StreamPass:
-    """One iteration over the buckets of a stream."""
+    """One pass over the buckets of a stream; the next bucket is prefetched."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class _StreamPass:
         self._next_bucket = bucket, self._copies.record_event()
 
     def take_bucket(self) -> WeightBucket | None:
-        """Return the launched bucket after all ranks agree to continue; None at the end."""
+        """Return the launched bucket once all ranks agree; None at the end. Collective."""
         if self._next_bucket is None:
             return None
         with explain_transport_errors(PASS):

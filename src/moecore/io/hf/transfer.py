@@ -91,7 +91,7 @@ def _receive_tensors(group: BroadcastGroup, device: torch.device) -> Iterator[tu
 
 
 def _allocate_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> WeightBucket:
-    """Allocate a bucket for `metas`; a one-line RuntimeError if the device lacks the memory."""
+    """Allocate a bucket for these tensors; a one-line RuntimeError if there is no memory."""
     try:
         return WeightBucket.empty(metas, device)
     except (RuntimeError, MemoryError):
@@ -111,7 +111,7 @@ def _send_metas(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: to
 
 
 def _receive_metas(group: BroadcastGroup, device: torch.device) -> tuple[WeightMeta, ...]:
-    """Receive a bucket's header on `device`; return its metas, or () at the end of a pass."""
+    """Receive a bucket's header; return each tensor's name, dtype and shape, () at the end."""
     size = torch.zeros(1, dtype=torch.int64, device=device)
     _broadcast(group, size)
     num_bytes = int(size.item())

@@ -154,7 +154,7 @@ def _build_moe_config(
 def _check_routing_rule(
     layer_idx: int, config: MoEConfig, first_config: MoEConfig, family: UpcycledFamily
 ) -> None:
-    """Raise ValueError unless a layer has the family's routing rule and `first_config`'s sizes.
+    """Raise ValueError unless a layer has the family's routing rule and the first layer's sizes.
 
     `config` is the config of layer `layer_idx`, and `first_config` the config of the first MoE
     layer.

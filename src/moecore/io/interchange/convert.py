@@ -168,7 +168,7 @@ class SplicedSource(TensorSource):
 def _find_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], dict[str, FileRecipe], list[str]]:
-    """Find a DCP directory's tensors; return sources by name, recipes and error texts."""
+    """Return a DCP directory's tensors by name, a recipe per native tensor, and error texts."""
     kind = infer_tensor_naming(files)
     if kind == "megatron":
         spliced_sources, problems = _find_megatron_sources(files, config)
@@ -293,7 +293,7 @@ def _plan_megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
 def _concat_parts(
     block: MegatronBlock, items: Mapping[str, Item], collector: StoredCollector
 ) -> Tensor:
-    """Return a Megatron-Core block: rows of the Hugging Face `items`, which `collector` reads."""
+    """Return the matrix of a Megatron-Core block: rows of the Hugging Face tensors `items`."""
     names = dict.fromkeys(part.name for part in block.parts)
     tensors = {name: collector.collect_tensor(items[name], 0) for name in names}
     return torch.cat([tensors[part.name][part.start : part.stop] for part in block.parts])

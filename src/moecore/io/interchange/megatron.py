@@ -191,7 +191,7 @@ def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
 
 
 def get_export_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
-    """Return the place in Megatron-Core's tensors to which a block is written."""
+    """Return the tensor, and the index in it, in which Megatron-Core stores a matrix or vector."""
     is_stacked = not config.dense_layers  # all layers have equal shapes
     return next(_list_candidate_places(block, config, stacked=is_stacked))[0]
 

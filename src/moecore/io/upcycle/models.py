@@ -284,8 +284,8 @@ def _get_linear(name: str, mlp: nn.Module, child_name: str) -> nn.Linear:
 def _stack_gate_up(name: str, parts: Sequence[Tensor], has_gate: bool) -> Tensor:
     """Return the gate and up tensors of the MLP `name` as one tensor [2, F, ...], detached.
 
-    `parts` has gate and up, [F, ...] each, or one fused tensor [2F, ...]. If `has_gate` is False,
-    the only tensor in `parts` is returned unchanged.
+    `parts` has gate and up, [F, ...] each with hidden dim F, or one fused tensor [2F, ...]. If
+    `has_gate` is False, the only tensor in `parts` is returned unchanged.
     """
     parts = [part.detach() for part in parts]
     if not has_gate:

@@ -172,7 +172,7 @@ def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
 
 
 def compute_weight_sum(config: MoEConfig) -> float:
-    """Return S, the sum of a token's routing weights at step 0 (all logits about 0)."""
+    """Return the sum of a token's routing weights at step 0, when all logits are about 0."""
     K, s = config.top_k, config.routed_scaling_factor
     if config.normalizes:
         return s
@@ -190,9 +190,9 @@ def upcycle_mlp(
     """Convert a dense MLP's tensors to the tensors of an MoE layer with the same output at step 0.
 
     Args:
-        dense: "w1" [2, F, D] (gate, then up), or [F, D] without a gate; "w2" [D, F]; and "b1" [2,
-            F] or [F] and "b2" [D] if `config` has `fc1_bias` and `fc2_bias`. Unsharded tensors of
-            one dtype on one device.
+        dense: with hidden dim F and model dim D, "w1" [2, F, D] (gate, then up), or [F, D] without
+            a gate; "w2" [D, F]; and "b1" [2, F] or [F] and "b2" [D] if `config` has `fc1_bias` and
+            `fc2_bias`. Unsharded tensors of one dtype on one device.
         config: the layer, from `UpcycleOptions.moe_config`.
         options: number and size of the experts.
         layer_name: name of the layer in its model; layers of equal names have equal routers.
@@ -229,7 +229,7 @@ def upcycle_mlp(
 
 
 def _split_shards(w: Tensor, dim: int, G: int) -> Tensor:
-    """Split `dim` (F) into G shards of f = F / G, which become dim 0: [2, F, D] -> [G, 2, f, D]."""
+    """Split `dim` (hidden dim F) in G shards, which become dim 0: [2, F, D] to [G, 2, F / G, D]."""
     shards_G: Tensor = w.unflatten(dim, (G, -1)).movedim(dim, 0)
     return shards_G
 
@@ -242,7 +242,7 @@ def _repeat_shards(w_Gx: Tensor, X: int) -> Tensor:
 def _sample_router_rows(
     config: MoEConfig, options: UpcycleOptions, layer_name: str, *, like: Tensor
 ) -> Tensor:
-    """Return a random router weight [E, D], with equal rows in each virtual group.
+    """Return a random router weight [experts, model dim], with equal rows per virtual group.
 
     `options.seed` and `layer_name`, the layer's name, seed the numbers. `like` gives dtype and
     device.

@@ -53,8 +53,8 @@ PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one
 class RankBatches(IterableDataset[Any]):
     """A dataset of one data rank that yields (batch, cursors after the batch, source lengths).
 
-    A batch is `collate` of `rows` rows. Cursors have partition numbers as keys. Lengths have source
-    names as keys.
+    A batch is the result of `collate` for `rows` rows. Cursors, the positions in the sources, have
+    partition numbers as keys. Lengths, the numbers of documents, have source names as keys.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RankBatches(IterableDataset[Any]):
             yield error, {}, {}
 
     def _read_batches(self) -> Iterator[Any]:
-        """Yield this worker's entries: worker i of n has the rank's batches i, i + n, ..."""
+        """Yield (batch, cursors, source lengths); worker i of n has the batches i, i + n, ..."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         partition_ids = self._find_worker_partitions(worker, workers)
@@ -149,7 +149,7 @@ class RankBatches(IterableDataset[Any]):
         )
 
     def _find_row_index(self, batch_idx: int, row_idx: int) -> int:
-        """Return the row of the run that is row `row_idx` of this rank's batch `batch_idx`."""
+        """Return the index, in the run, of row `row_idx` of this rank's batch `batch_idx`."""
         return self._first + (batch_idx * self.data_ranks + self.data_rank) * self.rows + row_idx
 
     def _find_worker_partitions(self, worker_idx: int, num_workers: int) -> frozenset[int]:
@@ -209,7 +209,7 @@ class PositionedLoader(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch and move the position behind it."""
+        """Return the next batch; the position to save is then after this batch."""
         self._check_ranks_agree()
         if self._batch_iterator is None:
             self._batch_iterator = self._start_workers()
@@ -225,7 +225,7 @@ class PositionedLoader(Generic[Batch]):
         return result
 
     def _check_ranks_agree(self) -> None:
-        """Raise a CorpusError if sources, options or positions of ranks differ. Collective once."""
+        """Raise a CorpusError if ranks' sources, options or positions differ. Collective once."""
         if self._has_checked_ranks:
             return
         if self._data_ranks > 1:
@@ -255,7 +255,7 @@ class PositionedLoader(Generic[Batch]):
             return iter(loader)
 
     def _receive_batch(self, batches: Iterator[Any]) -> Any:
-        """Return the next entry of the DataLoader; CorpusError if a worker process has ended."""
+        """Return the DataLoader's next item; CorpusError if a worker process has ended."""
         try:
             return next(batches)
         except (RuntimeError, OSError, EOFError) as error:
@@ -312,7 +312,7 @@ class PositionedLoader(Generic[Batch]):
         self.close()
 
     def _make_state(self, cursors: Cursors) -> dict[str, Any]:
-        """Return a state of JSON values with this rank's position and these cursors."""
+        """Return the state to save, as JSON values, with `cursors` as the position."""
         return {
             "rows": self._rows,
             "partitions": self._batches.partitions,

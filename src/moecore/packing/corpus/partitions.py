@@ -30,7 +30,7 @@ from moecore.packing.documents import Integers, cut_lengths, hash_values
 
 
 class Cursor(NamedTuple):
-    """The position of one source in one partition (every L-th document), saved to resume."""
+    """The position of one source in one partition of its documents, saved to resume."""
 
     rows: int  # rows that the source has produced
     ordinal: int  # ordinal of the current document, or of the first document of the window
@@ -40,7 +40,7 @@ class Cursor(NamedTuple):
 
 
 class RowPacker(ABC):
-    """Base class: packs one source's documents in one partition into rows, from `cursor` on."""
+    """Base class: packs the documents of one source and partition into rows, from `cursor` on."""
 
     def __init__(
         self, documents: DocumentReader, shape: RowShape, cursor: Cursor, *, partitions: int
@@ -96,13 +96,13 @@ class SplitPacker(RowPacker):
 
 
 class WholePacker(RowPacker):
-    """Packs windows of documents, and cuts only documents longer than a row."""
+    """Packs several documents together, and cuts only documents longer than a row."""
 
     _window: _Window | None = None
 
     @override
     def make_next_row(self) -> list[Piece]:
-        """Return the next row of the window; after the last row, start the next window."""
+        """Return the next row of the documents that are packed together, or of the next ones."""
         rows, ordinal, offset, credit, _ = self.cursor
         window = self._window
         if window is None:
@@ -117,7 +117,7 @@ class WholePacker(RowPacker):
         return window.make_row(offset)
 
     def _read_window(self, first_ordinal: int) -> _Window:
-        """Return the window of this partition's documents from `first_ordinal` on."""
+        """Read and pack the next documents of this partition, from `first_ordinal` on."""
         ordinals = range(
             first_ordinal, first_ordinal + self._partitions * self._shape.window, self._partitions
         )
@@ -169,7 +169,7 @@ def cut_piece(document: Integers, start: int, stop: int) -> Piece:
 
 
 class Partition:
-    """Produces the rows of one partition, which has every L-th document of each source.
+    """Produces the rows of one partition, which has 1 / `partitions` of each source's documents.
 
     The next row is from the source with the largest credit: its share of the rows minus its rows.
     So a source of share w has about n * w of n rows; the difference is less than the number of

@@ -45,7 +45,7 @@ FIELDS: dict[str, Any] = {
 
 
 class Position(NamedTuple):
-    """The validated position of a loader, over all data ranks."""
+    """The validated position of a loader in its sources, for all data ranks."""
 
     rows: int  # rows that the run has received
     partitions: int
@@ -100,7 +100,7 @@ def hash_position(cursors: Cursors, lengths: Mapping[str, int | None]) -> str:
 
 
 def check_equal_facts(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a CorpusError if `collect_facts` of ranks differ; `facts_of_ranks[i]` is rank i's."""
+    """Raise a CorpusError if options or source properties of ranks differ (`collect_facts`)."""
     for name in facts_of_ranks[0]:
         values = [facts.get(name) for facts in facts_of_ranks]
         for rank, value in enumerate(values):
@@ -132,7 +132,7 @@ def check_stream_document_counts(lengths_of_ranks: Sequence[Mapping[str, int | N
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the merged state of ranks: each partition has the cursors with the most rows."""
+    """Merge the states of ranks: a partition has the cursors of the rank that read most of it."""
     furthest: dict[int, list[list[float]]] = {}
     lengths: dict[str, int | None] = {}
     for state in states:
@@ -188,7 +188,7 @@ def _convert_to_json(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_facts(state_facts: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Raise a ValueError if the facts of a state and of this loader differ."""
+    """Raise a ValueError if a state has other options or source properties than this loader."""
     loader_facts = json.loads(json.dumps(facts))
     for name in [*loader_facts, *(state_facts.keys() - loader_facts.keys())]:
         is_known = name in state_facts and name in loader_facts

@@ -265,7 +265,7 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
             self._group = dist.new_group(backend="gloo")  # hosts compare, and no GPU is waited for
 
     def __next__(self) -> ScheduledBatch:
-        """Return the next batch; CorpusError if the ranks have different documents or plans."""
+        """Return the next batch; CorpusError if ranks have different documents or schedules."""
         batch = super().__next__()
         if self._group is not None:
             description = f"documents or plan of the step up to row {self._rows}"

@@ -247,13 +247,13 @@ class StreamedDocuments:
             self.length, ordinal = read, max(ordinal, begin + read)
 
     def _find_epoch_start(self, epoch_ordinal: int) -> int:
-        """Return the index of the first document of the epoch from ordinal `epoch_ordinal` on."""
+        """Return the index of the first document of the epoch that starts at `epoch_ordinal`."""
         if self.length and self._key is None:
             return find_epoch_start(epoch_ordinal, self.length, self._partitions)
         return 0
 
     def _read_epoch(self, epoch_ordinal: int, start_idx: int) -> Iterator[Any]:
-        """Yield documents from `start_idx` on of the epoch with first ordinal `epoch_ordinal`."""
+        """Yield the documents of the epoch that starts at `epoch_ordinal`, from `start_idx` on."""
         first = self._find_epoch_start(epoch_ordinal)
         skip_count = max(0, start_idx - (self.length or 0) + first) if first else 0  # of 0 .. first
         if not skip_count:

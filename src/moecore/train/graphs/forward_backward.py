@@ -124,12 +124,13 @@ class GraphedForwardBackward:
                 before the copy.
 
         Raises:
-            ValueError: when parameters have gradients already, inputs have other shapes, a fact of
-                the capture (`GraphFacts`) has changed, or `forward_backward` waits for the GPU.
-                This wait is found in the last warm-up call, whose gradients are valid.
+            ValueError: when parameters have gradients already or inputs have other shapes; when a
+                mode, hook, config or tensor address has changed since the capture, or
+                `forward_backward` waits for the GPU. This wait is found in the last warm-up call,
+                whose gradients are valid.
             NotImplementedError: when router choices are recorded or replayed.
-            RuntimeError: when the capture fails. End the process then, because units are still in
-                the state of a running step.
+            RuntimeError: when the capture fails. End the process then, because FSDP modules are
+                still in the state of a running step.
             ExchangeError: as in `TrainStep.finish`.
         """
         # A replay runs no Python of the model. These lines, and `_CapturedStep.replay`, do its work
@@ -168,7 +169,7 @@ class GraphedForwardBackward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CapturedStep:
-    """A captured CUDA graph, its input, output and gradient tensors, and `GraphFacts`."""
+    """A captured CUDA graph; its inputs, outputs and gradients; and the host state it needs."""
 
     graph: torch.cuda.CUDAGraph
     model: nn.Module
@@ -309,7 +310,7 @@ def _find_capture_problem(sync_warnings: list[warnings.WarningMessage], outputs:
 
 
 def _check_no_tapes_or_gradients(model: nn.Module, moe_state: MoEState) -> None:
-    """Raise NotImplementedError for recorded or replayed routers, ValueError if gradients exist."""
+    """Raise NotImplementedError if routers record or replay, ValueError if gradients exist."""
     for name, layer in moe_state.layers.items():
         router = layer.get_part("router")
         if router is not None and router.tape is not None:
@@ -383,14 +384,14 @@ def _drop_fp8_copies(moe_state: MoEState) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphFacts:
-    """Host-side facts that a captured graph relies on: modes, hooks, configs and addresses."""
+    """Host-side values that a captured graph relies on: modes, hooks, configs and addresses."""
 
     values: list[Any]
     owners: list[Any]  # owners of addresses in `values`, so that no other object gets them
     exchanges: tuple[Any, ...]  # whose buffers the graph writes; kept alive
 
     def check_unchanged(self, model: nn.Module, moe_state: MoEState) -> None:
-        """Raise a ValueError that names a changed fact. The check takes 3 ms for 531 parameters."""
+        """Raise a ValueError that names a changed value. Checking 531 parameters takes 3 ms."""
         current_facts = collect_facts(model, moe_state)
         if current_facts.values != self.values:
             pairs = zip(_list_facts(model, moe_state), self.values, strict=False)
@@ -411,7 +412,7 @@ class GraphFacts:
 
 @torch.no_grad()
 def collect_facts(model: nn.Module, moe_state: MoEState) -> GraphFacts:
-    """Return the current facts of a model: modes, hooks, configs and addresses of tensors."""
+    """Return a model's current modes, hooks, configs and tensor addresses as `GraphFacts`."""
     facts = list(_list_facts(model, moe_state))
     record = get_parallel_state(model)
     exchanges = () if record is None or record.exchanges is None else record.exchanges.all_exchanges
@@ -425,9 +426,10 @@ def collect_facts(model: nn.Module, moe_state: MoEState) -> GraphFacts:
 def _list_facts(
     model: nn.Module, moe_state: MoEState
 ) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Yield (key, value, owner) of each fact, with keys such as ("requires_grad", module, tensor).
+    """Yield (key, value, owner) of each host-side value that a captured graph relies on.
 
-    `owner` is the object whose address is the value; None = the value is no address.
+    A key is like ("requires_grad", module, tensor). `owner` is the object whose address is the
+    value; None = the value is no address.
     """
     yield ("the number of micro-batches of a step",), moe_state.num_micro_batches, None
     for name, module in model.named_modules():

@@ -47,7 +47,7 @@ class _PendingBackward:
 
 
 class _GraphSlot:
-    """A CUDA memory pool for the graphs of one micro-batch, from its forward to its backward."""
+    """A CUDA memory pool that the graphs of one micro-batch use from forward to backward."""
 
     # A graph may use memory that another graph of its pool has freed during capture. So graphs of a
     # pool run one forward through all parts, and its backward, before the next forward. Each slot
@@ -84,7 +84,7 @@ def _has_pending_backward(pending_ref: weakref.ref[_PendingBackward]) -> bool:
 
 
 class GraphMemory:
-    """Memory that the CUDA graphs of parts share: a capture stream, gradient buffers, and slots."""
+    """Memory that the CUDA graphs of parts share: a stream, gradient buffers and memory pools."""
 
     def __init__(self) -> None:
         self.slots = [_GraphSlot()]
@@ -109,7 +109,10 @@ class GraphMemory:
         self._grads.clear()
 
     def choose_slot(self, graph_pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
-        """Return the slot in which a part runs next; `graph_pairs` has its graphs by slot."""
+        """Return a slot (CUDA memory pool) that is free for a part's next forward.
+
+        `graph_pairs` maps slots to the graphs that the part has captured in them.
+        """
         pair = graph_pairs.get(self._current)
         if pair is not None and not pair.is_free:
             free = next((slot for slot in self.slots if slot.is_free), None)
@@ -223,9 +226,10 @@ class GraphedPart:
         return facts
 
     def _capture_call(self, spec: Any, examples: list[Tensor], slot: _GraphSlot) -> _GraphPair:
-        """Capture the method in a slot, with arguments `spec` and new inputs like `examples`.
+        """Capture forward and backward of the method in a memory pool; return both graphs.
 
-        `spec` is the result of `flatten_tensors` for the arguments.
+        `spec` has the arguments with a placeholder for each tensor. The inputs have the shapes and
+        dtypes of `examples`.
         """
         empty = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in examples)
         inputs = [x.requires_grad_(y.requires_grad) for x, y in zip(empty, examples, strict=True)]
@@ -246,7 +250,7 @@ class GraphedPart:
 
 @dataclass(eq=False, slots=True)
 class _GraphPair:
-    """The captured forward and backward of a part in one slot, with their static tensors."""
+    """The captured forward and backward graphs of a part in one memory pool, and their tensors."""
 
     slot: _GraphSlot
     forward: Callable[[], None]
@@ -325,7 +329,7 @@ def _capture_pair(
     memory: GraphMemory,
     slot: _GraphSlot,
 ) -> _GraphPair:
-    """Capture `function()` and its backward; return both graphs with their static tensors.
+    """Capture `function()` and its backward in the memory pool `slot`; return both graphs.
 
     `function` reads the tensors `inputs`. The backward computes the gradients of `leaves`.
     """
@@ -442,13 +446,13 @@ def _copy_tensors(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class _TensorSlot(NamedTuple):
-    """The position of a tensor in a spec, which is a nested value with slots for tensors."""
+    """A placeholder for a tensor in nested values: the tensor's index in a list."""
 
     number: int
 
 
 class _FlatRecord(NamedTuple):
-    """The spec of a dataclass, a named tuple, or another object that its attributes define."""
+    """Class, field names and values of a dataclass or named tuple, with tensor placeholders."""
 
     cls: type
     names: tuple[str, ...]
@@ -456,7 +460,7 @@ class _FlatRecord(NamedTuple):
 
 
 def flatten_tensors(nested: Any, tensors: list[Tensor]) -> Any:
-    """Return `nested` with a slot in place of each tensor; append the tensors to `tensors`."""
+    """Replace tensors in nested values by placeholders, and append the tensors to `tensors`."""
     if isinstance(nested, Tensor):
         tensors.append(nested)
         return _TensorSlot(len(tensors) - 1)
@@ -479,7 +483,7 @@ def flatten_tensors(nested: Any, tensors: list[Tensor]) -> Any:
 
 
 def unflatten_tensors(spec: Any, tensors: list[Tensor]) -> Any:
-    """Return the nested value of a `flatten_tensors` result, with `tensors` in its slots."""
+    """Return a result of `flatten_tensors` with `tensors` in place of its placeholders."""
     cls = type(spec)
     if cls is _TensorSlot:
         return tensors[spec.number]

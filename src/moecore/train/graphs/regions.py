@@ -46,7 +46,7 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
     A block, or a module in a block, may have an attribute `compile_regions`: the names of its
     methods that call no MoE layer. These methods are compiled. Without `compile_regions`, forward
     is compiled with a graph break at each MoE layer, which costs more host time. Blocks of one
-    class share compiled code. Hooks of units run outside of compiled code.
+    class share compiled code. FSDP hooks run outside of compiled code.
 
     Args:
         blocks: modules that are called, such as a decoder's layers. A block that is an MoE layer
@@ -73,8 +73,8 @@ def graph_blocks(
 ) -> None:
     """Replace parts of blocks by CUDA graphs, in place; graphs run from the 4th call on.
 
-    The blocks run sequentially. `blocks` maps a name, for errors, to a block. `scopes` are parts
-    as in `DenseOptions.graph_scopes`.
+    The blocks run sequentially. `blocks` maps a name, for errors, to a block. `scopes` has
+    "attention", "router", "shared_experts" or "dispatch" (the preparation of the exchange).
     """
     memory = GraphMemory()
     for name, block in blocks.items():
@@ -101,9 +101,9 @@ def drop_graphs(model: nn.Module) -> None:
 def _graph_layer(
     layer_name: str, layer: RoutedLayer, memory: GraphMemory, scopes: Sequence[GraphScope]
 ) -> None:
-    """Replace what layer `layer_name` has of `scopes` by CUDA graphs that use `memory`, in place.
+    """Replace the parts of an MoE layer that `scopes` selects by CUDA graphs, in place.
 
-    They are the router, shared experts, and the dispatcher's `prepare_send_order`.
+    The parts are the router, shared experts, and the dispatcher's `prepare_send_order`.
     """
     router, dispatcher = layer.get_part("router"), layer.dispatcher
     if "router" in scopes and isinstance(router, Router):
@@ -131,7 +131,7 @@ def _replace_by_graph(
 ) -> None:
     """Replace the method named `method_name` of `owner` by a `GraphedPart`, in place.
 
-    The other arguments are the arguments of `GraphedPart`.
+    `part_name` is for errors. The other arguments are passed to `GraphedPart`.
     """
     setattr(
         owner,
@@ -141,11 +141,11 @@ def _replace_by_graph(
 
 
 def _can_graph_router(router: Router) -> bool:
-    """Return whether the router has no collective, no tape of choices and no forced expert ids."""
+    """Return whether a router has no collective and no recorded, replayed or forced choices."""
     return router.is_collective_free and router.tape is None and router.forced_ids is None
 
 
 def _can_replay(modules: Iterable[nn.Module]) -> bool:
-    """Return whether graphs may replay: no module observes scores (`QKClip`) or is eager."""
+    """Return whether no module must run eagerly or records attention logits (`QKClip`)."""
     names = ("observe_scores", "is_eager")
     return not any(getattr(module, name, None) for module in modules for name in names)

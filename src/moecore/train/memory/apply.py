@@ -33,7 +33,7 @@ def apply_memory_options(
     compiled_modules: Set[nn.Module] = frozenset(),
     blocks_by_stage: Mapping[int, Sequence[nn.Module]] | None = None,
 ) -> Offload | None:
-    """Apply recomputation and offload to blocks in place; return the `Offload`, None without one.
+    """Apply recomputation and offload to blocks in place; return the `Offload` or None.
 
     Modules in compiled code (`compiled_modules`) do not change. `blocks_by_stage` maps the index of
     a pipeline stage to its blocks; None = no pipeline.
@@ -64,7 +64,7 @@ def apply_stash(
     *,
     compiled_modules: Set[nn.Module] = frozenset(),
 ) -> Stash | None:
-    """Store saved rows of MoE layers in pages of a `Stash`; return the stash, None without one.
+    """Store saved rows of MoE layers in pages of a `Stash`; return the stash or None.
 
     MoE layers in compiled code (`compiled_modules`) do not change.
     """
@@ -99,7 +99,7 @@ def _has_spare_rows(module: nn.Module) -> bool:
 def _apply_recompute(
     blocks: Iterable[nn.Module], options: MemoryOptions, compiled_modules: Set[nn.Module]
 ) -> None:
-    """Wrap the forwards of parts that are recomputed, in place; warn about an unused option."""
+    """Make backward recompute the selected parts of blocks; warn if an option selects none."""
     recompute_parts = set(options.parts) - {"expert_fc1"}
     if not recompute_parts:
         return
@@ -122,7 +122,7 @@ def _apply_recompute(
 def _map_offloaded_parts(
     blocks: Iterable[nn.Module], options: MemoryOptions, compiled_modules: Set[nn.Module]
 ) -> dict[nn.Module, str]:
-    """Return module -> kind, such as "mlp", of parts to offload; warn about an unused option."""
+    """Return module -> kind, such as "mlp", of parts to offload; warn if an option selects none."""
     kinds: dict[nn.Module, str] = {}
     for block in blocks:
         inside: set[nn.Module] = set()
@@ -146,7 +146,7 @@ def _map_offloaded_parts(
 
 
 def _wrap_for_recompute(part: BlockPart, part_recompute: PartRecompute) -> None:
-    """Wrap a part's forward: an MoE layer is checkpointed, another part becomes a region."""
+    """Make backward recompute a part: an MoE layer fully, another part except saved matmuls."""
     name, kind, module = part
     if kind == "moe":
         wrap_forward(module, _run_checkpointed)
@@ -163,9 +163,10 @@ def _run_as_region(
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call `forward` as region `region_name`, which backward recomputes; return the result.
+    """Return the result of `forward`, whose saved values backward recomputes.
 
-    With a KV cache as argument, nothing is recomputed. `has_products` is as in `recompute`.
+    With a KV cache as argument, nothing is recomputed. `region_name` is for errors. `has_products`
+    = `forward` may call matmuls or attention, which are not recomputed.
     """
     types = (cls for argument in (*args, *kwargs.values()) for cls in type(argument).__mro__)
     if any(cls.__name__ == "Cache" for cls in types):  # recomputation would fill it twice

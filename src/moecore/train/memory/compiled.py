@@ -42,7 +42,7 @@ class RecomputeMarks(CustomGraphPass):
 
     @classmethod
     def from_blocks(cls, blocks: Iterable[nn.Module], options: MemoryOptions) -> RecomputeMarks:
-        """Return the pass that marks the parts of blocks that `MemoryOptions.recompute` selects."""
+        """Return the pass that marks the nodes of modules that `options.recompute` selects."""
         parts, products = set[str](), set[str]()
         for block in blocks:
             for part in find_parts(block):
@@ -59,7 +59,7 @@ class RecomputeMarks(CustomGraphPass):
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
     def uuid(self) -> str:
-        """Return the key of these marks in Inductor's caches."""
+        """Return the cache key by which Inductor identifies this pass."""
         return f"moecore.train.memory.compiled 1 {list(map(sorted, (self.parts, self.products)))}"
 
     def _is_recomputed(self, node: Node) -> bool:

@@ -24,7 +24,7 @@ REST: Key = ("", 0)  # tensors that a block saves outside of parts
 
 @dataclass(slots=True)
 class HandleCounts:
-    """Counts of the handles that replace saved tensors of one storage, or of one group.
+    """Counts of the objects (handles) that replace the saved tensors of a storage or a group.
 
     With retain_graph a handle is unpacked in several backwards.
 
@@ -45,7 +45,7 @@ class HandleCounts:
         return self.backward_idx
 
     def count_unpack(self, backward_idx: int) -> tuple[int, bool]:
-        """Count an unpacked handle; return its next backward's index, and whether this one ended.
+        """Count an unpacked handle; return (index of its next backward, whether this one ended).
 
         `backward_idx` is the index of the backward that unpacks the handle.
         """
@@ -127,7 +127,7 @@ class StorageGroup:
     has_unpacked: bool = False  # whether backward has unpacked one of its handles
 
     def free_device_memory(self) -> None:
-        """Free the device memory of the storages that were copied to the store."""
+        """Free the device memory of the group's storages whose copies to the store have started."""
         for copy in self.new_copies:
             if copy.busy is not None and not copy.is_back:
                 copy.free_device_memory()
@@ -143,7 +143,7 @@ class Layer:
     groups: dict[Key, StorageGroup] = field(default_factory=dict)
 
     def link_to_previous(self, previous_layer: Layer | None) -> None:
-        """Let each group's backward prefetch the group of the same key in `previous_layer`."""
+        """Make each part's backward start to copy back the same part of `previous_layer`."""
         self.groups = {key: group for key, group in self.groups.items() if group.handles.alive}
         previous_groups = dict(previous_layer.groups) if previous_layer is not None else {}
         if not self.groups:
@@ -158,7 +158,7 @@ class Layer:
 
 @dataclass(eq=False, slots=True)
 class OffloadChunk:
-    """One forward of blocks, such as a pipeline stage's, in `Offload.offload_forward`."""
+    """One forward of several blocks, such as a pipeline stage, with offloaded saved tensors."""
 
     offloads_last_block: bool  # whether the last block is also offloaded
     layers: list[Layer] = field(default_factory=list)
@@ -167,7 +167,7 @@ class OffloadChunk:
 
 @dataclass(slots=True)
 class StorageUse:
-    """A handle's storage and group, each with the index of the backward that unpacks it next."""
+    """A handle's storage and group, and for each the index of the backward that next unpacks it."""
 
     copy: StorageCopy
     group: StorageGroup

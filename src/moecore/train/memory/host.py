@@ -93,7 +93,7 @@ class HostPiece:
 
 
 class HostPool:
-    """A `Store` in host memory, in pieces of slabs; a freed piece is reused for equal sizes."""
+    """Host memory for copies of storages; freed memory is reused for copies of equal sizes."""
 
     def __init__(self, streams: CopyStreams, max_bytes: int | None = None) -> None:
         self.max_bytes = max_bytes  # of all slabs; None = the host's memory
@@ -112,7 +112,7 @@ class HostPool:
         return True
 
     def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
-        """Start to copy storages to host memory; return the records that have host memory."""
+        """Start to copy storages to host memory; return the copies for which there was memory."""
         for copy in copies:
             copy.piece = self._allocate_piece(copy.size)
         new_copies = [copy for copy in copies if copy.piece is not None]
@@ -126,7 +126,7 @@ class HostPool:
     def copy_to_device(
         self, copies: Sequence[StorageCopy], freed_pieces: Sequence[HostPiece] = ()
     ) -> None:
-        """Start to copy storages back to each record's `data`; also free `freed_pieces`."""
+        """Start to copy storages back to their `data` on the device; also free `freed_pieces`."""
         self.free_pieces(freed_pieces)
         # Each storage has an event of its own: the host's link is slow, and backward waits for the
         # storage that it reads, not for the whole group.
@@ -147,7 +147,7 @@ class HostPool:
         self._slabs.clear()
 
     def _allocate_piece(self, num_bytes: int) -> HostPiece | None:
-        """Return a piece of at least `num_bytes`; None if the pool is full."""
+        """Reserve host memory of at least `num_bytes`; return None if the pool is full."""
         in_capture = self._streams.is_capturing()
         memory = self._take_free_piece(round_up_to_size_class(num_bytes), in_capture)
         if memory is not None:
@@ -162,7 +162,7 @@ class HostPool:
         return None
 
     def _take_free_piece(self, num_bytes: int, is_capturing: bool) -> Tensor | None:
-        """Return freed or new memory of a size class; None if full. A capture pins no memory."""
+        """Return host memory of `num_bytes`, None if full. A graph capture allocates no slab."""
         for of_graph in (True, False) if is_capturing else (False,):
             if self._free[num_bytes, of_graph]:
                 return self._free[num_bytes, of_graph].pop()
@@ -194,7 +194,7 @@ class HostPool:
 
 @contextmanager
 def explain_memory_errors(subject: str) -> Iterator[None]:
-    """Return a context that raises its errors as a MemoryError, whose text names `subject`."""
+    """Return a context that raises RuntimeErrors as a MemoryError whose text names `subject`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -203,7 +203,7 @@ def explain_memory_errors(subject: str) -> Iterator[None]:
 
 
 def _make_row_copier(copy: StorageCopy) -> Callable[[Tensor, Tensor], None] | None:
-    """Return a function (target, source) that copies the used first rows; None = copy all rows."""
+    """Return a function (target, source) that copies only the used rows; None = copy all rows."""
     rows = copy.used_rows
     if rows is None or rows.num_rows is None or copy.data is None or copy.data.is_meta:
         return None
@@ -242,20 +242,20 @@ def view_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 @dataclass(slots=True)
 class MovedStorage:
-    """A device storage, whose bytes can be moved to host memory, and its tensors."""
+    """A device storage, the tensors that are views of it, and host memory for its bytes."""
 
     memory: Tensor  # uint8, all bytes of the storage
     host: Tensor  # uint8, as many
     tensors: list[tuple[Tensor, Tensor]]  # each with another tensor of its place in the storage
 
     def move_to_host(self) -> None:
-        """Make the tensors views of host memory, to which the caller copied; free device memory."""
+        """Make the tensors views of the host copy that the caller has made; free device memory."""
         for tensor, place in self.tensors:
             tensor.data = self._view_like(place, self.host)
         self.free_device_memory()
 
     def allocate_device_memory(self) -> None:
-        """Allocate the device memory, without values, for work of the current stream."""
+        """Allocate uninitialised device memory for the storage, on the current stream."""
         if self.memory.is_meta:  # a dry run counts a storage from its first tensor to its last
             self.memory = self.memory.new_empty(self.host.numel())
             self.tensors = [(x, self._view_like(at, self.memory)) for x, at in self.tensors]
@@ -280,7 +280,7 @@ class MovedStorage:
         return flat.as_strided(like.shape, like.stride(), start)
 
     def move_to_device(self) -> None:
-        """Make the tensors views of device memory; the caller has copied the bytes to `memory`."""
+        """Make the tensors views of device memory, to which the caller has copied the bytes."""
         host_key = get_storage_key(self.host)
         for tensor, place in self.tensors:
             if get_storage_key(tensor) != host_key:  # its owner gave it other memory
@@ -297,7 +297,7 @@ class HostCopies:
         self._streams: dict[torch.device, CopyStream] = {}
 
     def reserve_like(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return name -> pinned host tensor like `tensors[name]`; reuses memory, copies nothing."""
+        """Return name -> pinned host tensor of the tensor's shape and dtype; copy nothing."""
         new = [name for name in tensors if name not in self._copies]
         for name in tensors.keys() - new:
             tensor, copy = tensors[name], self._copies[name]

@@ -83,11 +83,11 @@ class Offload(SavedStorages):
         get_part_name: Callable[[nn.Module], str | None],
         fraction: Fraction | None = None,
     ) -> None:
-        """Wrap the forward of blocks and of their parts; call `attach` for each pipeline stage.
+        """Wrap the forwards of blocks and of their parts, to offload the tensors that they save.
 
-        `get_part_name` returns the name of a module's part, or None. A block with a name also
-        offloads tensors that it saves outside of parts. `fraction` None is the `fraction` of this
-        object.
+        Call `attach` once per pipeline stage. `get_part_name` returns the name of a module's part,
+        or None. A block with a name also offloads tensors that it saves outside of parts.
+        `fraction` None = the `fraction` of this object.
         """
         for index, block in enumerate(blocks):
             for module in block.modules():
@@ -118,11 +118,11 @@ class Offload(SavedStorages):
     def offload_forward(
         self, *, offloads_last_block: bool, resident_input: Tensor | None = None
     ) -> Iterator[OffloadChunk]:
-        """Return the context of a forward of blocks; call `start_copy_back` before its backward.
+        """Return a context for a forward of all blocks; it yields the chunk for `start_copy_back`.
 
-        With `offloads_last_block` the last block is also offloaded, and `free_last_block` frees its
-        device memory. `resident_input` is not offloaded, because the caller holds this input until
-        backward.
+        Call `start_copy_back` before the backward. With `offloads_last_block` the last block is
+        also offloaded, and `free_last_block` frees its device memory. `resident_input` is not
+        offloaded, because the caller holds this input until backward.
         """
         # Forwards and backwards of other stages run between forward and backward of a stage. Only
         # the pipeline has their order, so it announces the backward.
@@ -142,14 +142,14 @@ class Offload(SavedStorages):
                 chunk.pending_free, self._pending_free = self._pending_free, []
 
     def free_last_block(self, chunk: OffloadChunk) -> None:
-        """Free the last block's device memory, which was copied but not freed in its forward."""
+        """Free the last block's device memory, which its forward has copied to the host."""
         with self._hold_lock():
             for group in chunk.pending_free:
                 group.free_device_memory()
             chunk.pending_free = []
 
     def start_copy_back(self, chunk: OffloadChunk) -> None:
-        """Start to copy all storages of a chunk back to the device; call it before backward."""
+        """Start to copy all storages of a chunk back to the device; call it before its backward."""
         with self._hold_lock():
             chunk.pending_free = []  # what `free_last_block` has not freed yet stays on the device
             for layer in reversed(chunk.layers):
@@ -163,7 +163,7 @@ class Offload(SavedStorages):
         block: nn.Module | None = None,
         fraction: Fraction | None = None,
     ) -> Iterator[None]:
-        """Return the context of the forward of block `layer_idx` of `num_layers` blocks.
+        """Return a context that offloads the saved tensors of block `layer_idx` of `num_layers`.
 
         `block` is the block's module if tensors outside of parts are also offloaded. Block 0 sets
         the `fraction` of all blocks; None = the `fraction` of this object.
@@ -196,7 +196,7 @@ class Offload(SavedStorages):
 
     @contextmanager
     def offload_part(self, part_name: str, module: nn.Module) -> Iterator[None]:
-        """Return a context that offloads `module`'s saved tensors as a part of the block."""
+        """Return a context that offloads `module`'s saved tensors as the part `part_name`."""
         # Weights and buffers of `module` are not offloaded. Outside of a block it does nothing.
         layer = self._layer
         if layer is None or not torch.is_grad_enabled() or is_inside_backward():
@@ -211,7 +211,7 @@ class Offload(SavedStorages):
 
     @contextmanager
     def _offload_saved_tensors(self, group_key: Key, module: nn.Module) -> Iterator[None]:
-        """Return a context whose saved tensors, without `module`'s weights, are one group."""
+        """Return a context that offloads saved tensors, except `module`'s weights, as one group."""
         layer = self._layer
         assert layer is not None
         group = StorageGroup(
@@ -282,7 +282,7 @@ def _call_unless_compiled(
 
 
 def _restore_forward(module: nn.Module, instance_forward: Callable[..., Any] | None) -> None:
-    """Set a module's forward to `instance_forward`; None = the forward of its class."""
+    """Set a module's forward to `instance_forward`; None = use the forward of its class."""
     if instance_forward is None:
         del module.forward
     else:

@@ -121,11 +121,11 @@ def _expand_masks(index: Any) -> Iterator[Any]:
 
 
 class _AttentionOnMeta(torch.autograd.Function):
-    """Attention [B, H, T, d] -> [B, H, T, v] on meta, with the saved tensors of flash kernels."""
+    """Attention on meta, which saves the tensors that flash kernels save for backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return an output [B, H, T, v] without values; `mask` None = no mask."""
+        """Return a meta tensor [batch, heads, tokens, value dim]; `mask` None = no mask."""
         B, H, T, _ = q.shape
         out = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
         sums = q.new_empty(B, H, T, dtype=torch.float32)
@@ -135,7 +135,7 @@ class _AttentionOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return gradients of queries, keys and values without values; `grads` has one tensor."""
+        """Return meta gradients of queries, keys and values; `grads` has the output's gradient."""
         q, k, v, _, out, sums = ctx.saved_tensors
         dq_sums = torch.empty_like(q, dtype=torch.float32)  # cuDNN's, while it runs
         input_grads = tuple(torch.empty_like(x) for x in (q, k, v))
@@ -145,11 +145,11 @@ class _AttentionOnMeta(torch.autograd.Function):
 
 
 class _RMSNormOnMeta(torch.autograd.Function):
-    """RMSNorm on meta, which saves and records the tensors of one fused GPU kernel."""
+    """RMSNorm on meta, which saves the tensors that a fused GPU kernel saves for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Return an output like `x` without values; `weight` None = no weight."""
+        """Return a meta tensor with the shape and dtype of `x`; `weight` None = no weight."""
         rstd = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
         ctx.save_for_backward(x, weight, rstd)
         out = torch.empty_like(x)
@@ -158,7 +158,7 @@ class _RMSNormOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return gradients of the input and the weight without values."""
+        """Return meta gradients of the input and the weight."""
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = torch.empty_like(x), None if weight is None else torch.empty_like(weight)
         record_launch("rms_norm_bwd", x, rstd, *grads, dx)
@@ -166,11 +166,11 @@ class _RMSNormOnMeta(torch.autograd.Function):
 
 
 class _GroupedProductOnMeta(torch.autograd.Function):
-    """Grouped matrix product on meta: [R, K] and [e, K, N] -> [R, N], with its saved tensors."""
+    """Grouped matrix product on meta: each group of rows is multiplied by its own matrix."""
 
     @staticmethod
     def forward(ctx: Any, a_RK: Tensor, b_eKN: Tensor, offs: Tensor) -> Tensor:
-        """Return an output [R, N] without values; `offs` has the end of each group of rows."""
+        """Return a meta tensor [rows, columns]; `offs` has the end of each group of rows."""
         of_a, of_b, _ = ctx.needs_input_grad
         ctx.save_for_backward(a_RK if of_b else None, b_eKN if of_a else None, offs)
         ctx.shapes = a_RK.shape, b_eKN.shape
@@ -180,7 +180,7 @@ class _GroupedProductOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return gradients of both operands without values; None = not needed."""
+        """Return meta gradients of rows and matrices; None = not needed."""
         (dout_RN,), (a_RK, b_eKN, _) = grads, ctx.saved_tensors
         da_RK = None if b_eKN is None else dout_RN.new_empty(ctx.shapes[0])
         db_eKN = None if a_RK is None else dout_RN.new_empty(ctx.shapes[1])
@@ -194,8 +194,8 @@ class _GroupedProductOnMeta(torch.autograd.Function):
 def _run_grouped_mm(a_RK: Tensor, b_eKN: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
     """Return the result of torch's grouped_mm on meta, for any dtype.
 
-    With 3D `b_eKN` the result is [R, N]. With `a_RK` [M, R] and `b_eKN` [R, N], the result is the
-    weights' gradient [len(offs), M, N]. `offs` has the end of each group.
+    `offs` has the end of each group of rows. With one matrix per group (`b_eKN` is 3D), the result
+    is [rows, N]. With 2D operands [M, rows] and [rows, N], it is the gradient [groups, M, N].
     """
     if b_eKN.ndim == 2:  # of weights' gradients, without their own: [M, R] by [R, N] -> [e, M, N]
         dw_eMN = a_RK.new_empty(len(offs), a_RK.shape[0], b_eKN.shape[1])

@@ -49,7 +49,7 @@ def find_parts(block: nn.Module) -> Iterator[BlockPart]:
 
 
 def find_part_recompute(part: BlockPart, options: Set[Recomputed]) -> PartRecompute:
-    """Return how a part is recomputed if `options` are the values of `MemoryOptions.recompute`."""
+    """Return how backward recomputes a part; `options` are values of `MemoryOptions.recompute`."""
     _, kind, module = part
     if kind in ("norm", "moe"):
         return PartRecompute(options & {kind})
@@ -66,7 +66,7 @@ def find_part_recompute(part: BlockPart, options: Set[Recomputed]) -> PartRecomp
 
 
 def _find_part_kind(module_name: str, module: nn.Module) -> Kind | None:
-    """Return the kind of a module with this qualified name in its block; None = no part."""
+    """Return the kind of the module with this name in its block; None = it is no part."""
     if isinstance(module, Experts):
         return "experts"
     if isinstance(module, RoutedLayer):

@@ -54,12 +54,12 @@ class _View(NamedTuple):
         return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
     def apply_to(self, base_tensor: Tensor) -> Tensor:
-        """Return the tensor with this view's shape and place in the storage of `base_tensor`."""
+        """Return a tensor with this shape, stride and offset in the storage of `base_tensor`."""
         return base_tensor.as_strided(self.shape, self.stride, self.offset)
 
 
 class _ValuePlace(NamedTuple):
-    """The place of a value in a region: "saved" value `number`, "output" `number`, or an "input".
+    """A value's position in a region: "saved" value `number`, "output" `number`, or an "input".
 
     An "input" is argument `position` of matmul or attention call `number`.
     """
@@ -71,7 +71,7 @@ class _ValuePlace(NamedTuple):
 
 @dataclass(slots=True)
 class _RegionProduct:
-    """A matrix product or attention call in a region's forward, and its saved output."""
+    """A matrix product or attention call in a function that is recomputed, and its output."""
 
     inputs: list[Any]  # until the call ends
     output: Any = None  # of the call, until the region ends; then handles
@@ -81,7 +81,7 @@ class _RegionProduct:
 
 
 class _DroppedValue:
-    """The handle of a value that is not saved, but recomputed by its region in backward."""
+    """The handle that replaces a saved tensor until its region recomputes it in backward."""
 
     __slots__ = ("_base", "_place", "_region", "_view")
 
@@ -90,7 +90,7 @@ class _DroppedValue:
         region.handle_counts[place] += 1
 
     def unpack(self) -> Tensor:
-        """Return the value, from this backward's recomputation of the region."""
+        """Return the recomputed tensor; the first read in a backward recomputes the region."""
         value = self._region.get_value(self._place)
         if _View.from_tensor(value) != self._base:
             raise RuntimeError(
@@ -176,7 +176,7 @@ class _RegionCall:
             )
 
     def _pack_tensor(self, tensor: Tensor) -> Handle | None:
-        """Return a handle if backward recomputes `tensor`; None = the region does not drop it."""
+        """Return the handle that replaces a saved tensor; None = the region does not replace it."""
         if self._is_saved(tensor):
             return None
         if self._running_product is None:
@@ -192,7 +192,7 @@ class _RegionCall:
         return None  # of the product's own, such as attention's log-sum-exp
 
     def _is_saved(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is saved: small, a subclass, an input, or a product's output."""
+        """Whether a tensor is saved, not recomputed: small, a subclass, input or product output."""
         if tensor.nbytes * SMALL <= self._largest or not _is_plain_tensor(tensor):
             return True
         return get_storage_key(tensor) in self._resident_keys
@@ -203,7 +203,7 @@ class _RegionCall:
         return _DroppedValue(self, value_place, _View.from_tensor(base), _View.from_tensor(tensor))
 
     def _register_outputs(self, output: Any) -> None:
-        """Register large outputs; other modules then save handles in place of these outputs."""
+        """Register large outputs, for which later modules then save handles, not the tensors."""
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_saved(leaf):
                 self._last = len(self.products)
@@ -247,7 +247,7 @@ class _RegionCall:
     # The second run.
 
     def get_value(self, value_place: _ValuePlace) -> Tensor:
-        """Return a dropped value; the first call of a backward recomputes the region."""
+        """Return a recomputed value; the first call in a backward recomputes the region."""
         if value_place not in self._values:
             self._rerun()
         value = self._values[value_place]
@@ -325,7 +325,7 @@ class _RegionCall:
                 )
 
     def _store_tensor(self, tensor: Tensor) -> None:
-        """Store a tensor that the second run saves, if the first run has dropped it."""
+        """Store a tensor that the recomputation saves, if forward replaced it by a handle."""
         # Both runs save the same tensors in the same order, so a place in it names a value.
         if not self._is_saved(tensor):
             place = _ValuePlace("saved", self._num_values)
@@ -333,7 +333,7 @@ class _RegionCall:
             self._store_value(place, tensor)
 
     def _rerun_product(self, product_idx: int, inputs: list[Any]) -> Any:
-        """Store inputs with handles of a matmul or attention call; return the saved output."""
+        """Store the recomputed inputs of a matmul or attention call; return its saved output."""
         self._num_products += 1
         for position, value in enumerate(inputs):
             if isinstance(value, Tensor):
@@ -349,7 +349,7 @@ class _RegionCall:
         return output
 
     def _store_value(self, value_place: _ValuePlace, tensor: Tensor) -> None:
-        """Store a recomputed value that has handles; stop the second run after the last one."""
+        """Store a recomputed value if it has handles; after the last such value, stop the run."""
         if value_place in self.handle_counts:
             self._values[value_place] = tensor.detach()
             if len(self._values) == len(self.handle_counts):
@@ -357,7 +357,7 @@ class _RegionCall:
 
 
 class _RegionOutput(NamedTuple):
-    """A registered output of a region; the reference keeps its storage key unique."""
+    """An output of a recomputed region; the reference keeps its storage key unique."""
 
     region: _RegionCall
     number: int
@@ -366,7 +366,7 @@ class _RegionOutput(NamedTuple):
 
 
 class _ThreadRegions(threading.local):
-    """State of this thread: outputs of regions, and whether outputs are shared."""
+    """This thread's outputs of recomputed regions; `is_sharing` = handles may replace them."""
 
     def __init__(self) -> None:
         self.outputs: dict[int, _RegionOutput] = {}
@@ -384,9 +384,10 @@ def recompute(
     *,
     has_products: bool = True,
 ) -> Any:
-    """Return `function(*args, **kwargs)`; backward recomputes saved values, except products.
+    """Return `function(*args, **kwargs)`, whose saved values are recomputed in backward.
 
-    `region_name` is for errors. `has_products` = the function may call matmuls or attention.
+    `region_name` is for errors. `has_products` = the function may call matmuls or attention, whose
+    outputs are saved instead of recomputed.
     """
     kwargs = dict(kwargs or {})
     if is_in_region() or not _thread_regions.is_sharing or not is_packing():
@@ -398,7 +399,10 @@ def recompute(
 
 @contextmanager
 def share_region_outputs() -> Iterator[None]:
-    """Return the context of a block whose modules save handles in place of regions' outputs."""
+    """Return a context in which modules save a handle instead of an output of `recompute`.
+
+    Forward can then free the output. Backward recomputes the output when it reads the handle.
+    """
     regions = _thread_regions
     if regions.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
         yield
@@ -413,7 +417,7 @@ def share_region_outputs() -> Iterator[None]:
 
 
 def _pack_output(tensor: Tensor) -> Handle | None:
-    """Return a handle if `tensor` is an unchanged output of a region of this thread, or None."""
+    """Return a handle if `tensor` is an unchanged output of `recompute` in this thread, or None."""
     out = _thread_regions.outputs.get(get_storage_key(tensor)) if _is_plain_tensor(tensor) else None
     if out is None or out.version != sum_version_counters(tensor):
         return None

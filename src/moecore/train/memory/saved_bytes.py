@@ -52,7 +52,7 @@ class SavedBytes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in device memory."""
+        """Bytes in device memory, of all parts."""
         return sum(self.device.values())
 
 
@@ -122,10 +122,10 @@ class _Storage:
 
 
 class _StorageCounter:
-    """Counts each saved storage once, by block and part, without weights and freed graphs.
+    """Counts the bytes of saved storages by block and part, each storage once, without weights.
 
     `weight_keys` are the keys of storages that are not counted. `move_to_meta` returns a tensor's
-    copy on meta. With `stash_options`, used rows of experts count as pages.
+    copy on meta. With `stash_options`, the used rows of experts are counted as full pages.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class _StorageCounter:
         self._place: tuple[int, str] = (-1, "")
 
     def __call__(self, tensor: Tensor) -> None:
-        """Count the storage of a saved tensor for the running block and part, unless a weight's."""
+        """Count a saved tensor's storage, unless it is a weight, for the running block and part."""
         rows = None if self.stash is None else find_used_rows(tensor)
         tensor, (block, part) = self.move(tensor), self._place
         if get_storage_key(tensor) in self.weights:

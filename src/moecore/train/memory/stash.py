@@ -65,7 +65,7 @@ class DispatchPages:
     def copy_rows_out(
         self, matrices: Sequence[Tensor | None], expired: DispatchPages | None
     ) -> None:
-        """Copy used rows to `matrices` (None = skip), and free `expired`, in one launch."""
+        """Copy used rows to `matrices` (None = skip), and free pages `expired`, in one launch."""
         table = None if expired is None else (expired.table, expired.layout.num_entries)
         stash_or_restore_rows(matrices, self.table, self.layout, stash=False, released_table=table)
 
@@ -90,7 +90,7 @@ class _PageKind:
 
 
 class PageStore:
-    """A `Store` in pages on the device, for the used rows of MoE layers.
+    """Pages on the device that store the used rows of MoE layers until backward.
 
     `num_layers` is the number of MoE layer calls whose rows the pages store at the same time.
     """
@@ -134,7 +134,7 @@ class PageStore:
     def copy_to_device(
         self, copies: Sequence[StorageCopy], freed_pieces: Sequence[PagePlace] = ()
     ) -> None:
-        """Start to copy used rows from pages to each record's `data`; free `freed_pieces`."""
+        """Start to copy used rows from pages to `data` of `copies`; also free `freed_pieces`."""
         in_capture = self._return_pending_pages()
         matrices: dict[DispatchPages, list[Tensor | None]] = {}
         for copy in copies:
@@ -172,7 +172,7 @@ class PageStore:
 
     @property
     def shortage(self) -> ShortageCounters | None:
-        """Counters of the needed pages, if the pool was too small; None without a pool."""
+        """Counters of needed pages, which report a pool that is too small; None without a pool."""
         if self.pool is None:
             return None
         words = (self.pool.state[PEAK_WORD:], self.pool.report[PEAK_WORD:])
@@ -205,7 +205,7 @@ class PageStore:
     def _make_dispatch_pages(
         self, pool: PagePool, dispatch_copies: Sequence[StorageCopy], *, in_capture: bool
     ) -> tuple[DispatchPages, CopyEvent | None]:
-        """Return unfilled pages for a group's matrices, and the end of the pages' last use."""
+        """Return `DispatchPages` for these copies, and the end of the table's last use or None."""
         used_rows = (copy.used_rows for copy in dispatch_copies)
         rows = {r.slots is not None: r for r in used_rows if r is not None}
         listed, first = rows.get(True), rows.get(False)
@@ -233,7 +233,7 @@ class PageStore:
         return dispatch, emptied
 
     def _check_row_sizes(self, pool: PagePool, row_formats: Sequence[tuple[int, bool]]) -> None:
-        """Raise ValueError if a row, given as (bytes, listed), is larger than a page."""
+        """Raise ValueError if a row is larger than a page; a row format has a row's bytes first."""
         widest = max(width for width, _ in row_formats)
         if widest > pool.page_bytes:
             page_rows = self.options.page_rows
@@ -317,7 +317,10 @@ def _count_finished_matrices(pieces: Sequence[PagePlace]) -> list[DispatchPages]
 
 
 class Stash(Offload, BufferOwner):
-    """An `Offload` of experts' used rows to pages; `num_layers` counts the runs of MoE layers."""
+    """Stores experts' used rows in pages on the device, between forward and backward.
+
+    `num_layers` is the number of MoE layer calls whose rows the pages store at the same time.
+    """
 
     option = "StashOptions.factor"
     is_known_late = True  # a backward is the first to wait for the last copies
@@ -335,7 +338,7 @@ class Stash(Offload, BufferOwner):
         return partial(Stash, self._streams.device, self.pages.options, self._num_layers), ()
 
     def _find_storage_keys(self, module: nn.Module) -> frozenset[int]:
-        """Return no keys: weights have no counted rows."""
+        """Return an empty set: only tensors with counted rows are stored, and weights have none."""
         return frozenset()
 
     def _copy_group_unless_last(self, group: StorageGroup) -> None:

@@ -38,18 +38,18 @@ from moecore.train.memory.streams import CopyStreams
 
 
 class Store(Protocol):
-    """Memory for copies of saved storages; one thread at a time calls it. No host sync."""
+    """Protocol of memory for copies of storages. One thread at a time calls it. No host sync."""
 
     def can_store(self, used_rows: UsedRows | None) -> bool:
         """Return whether this store can hold a storage with these used rows; None = all rows."""
 
     def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
-        """Start copies of storages to the store; return the records that the store accepted."""
+        """Start copies of storages to the store; return the copies that the store accepted."""
 
     def copy_to_device(
         self, copies: Sequence[StorageCopy], freed_pieces: Sequence[Any] = ()
     ) -> None:
-        """Start copies from the store to each record's new `data`; also free `freed_pieces`."""
+        """Start copies from the store to `data` of `copies`; also free `freed_pieces`."""
 
     def free_pieces(self, pieces: Sequence[Any]) -> None:
         """Free the store's memory of copies that backward no longer needs."""
@@ -169,7 +169,7 @@ class SavedStorages:
         return _OffloadedTensor(self, use, tensor)
 
     def _reserve_share(self, storage_ref: StorageWeakRef, num_bytes: int) -> bool:
-        """Reserve `num_bytes` of the share for a newly saved storage; False = the share is full."""
+        """Return whether `fraction` allows to offload a newly saved storage; count its bytes."""
         stays = self._staying.get(storage_ref.cdata)
         if stays is not None and not stays.expired():
             return False
@@ -188,7 +188,7 @@ class SavedStorages:
         group: StorageGroup,
         used_rows: UsedRows | None,
     ) -> StorageCopy:
-        """Create the record of a tensor's storage, first saved by `group`; None = all rows."""
+        """Return a new record of a saved tensor's storage; `used_rows` None = all rows are used."""
         storage = tensor.untyped_storage()
         counter = tensor.detach()
         if not tensor.is_inference():

@@ -10,7 +10,7 @@
     "all"         all parts, and the cache of torch's allocator
 
 A tensor stays the same object, and so does its storage, which has no bytes during the offload.
-Other views of the storage (a unit's, the caller's) are valid again after `onload`. The moved
+Other views of the storage (FSDP's, the caller's) are valid again after `onload`. The moved
 tensors are views of pinned host memory, where checkpoints and weight transfer read and write them.
 A forward without "weights" or "buffers" raises, and so does an optimizer's step without any part.
 """
@@ -209,7 +209,7 @@ class TrainingOffload:
             yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def _free_buffers(self) -> None:
-        """Free graphs, exchanges, pages, and buffers of units. Collective with "nvlink"."""
+        """Free CUDA graphs, exchange buffers, pages and FSDP buffers. Collective with "nvlink"."""
         drop_graphs(self._model)
         for record in list_parallel_states(self._model):
             if record.exchanges is not None:

@@ -206,7 +206,7 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _launch_update(self, tensors: AdamWTensors, options: AdamWOptions) -> None:
-        """Increment step counts and update one launch's shards; `found_inf` > 0 changes nothing."""
+        """Add 1 to step counts and update shards in one launch; `found_inf` > 0 changes nothing."""
         grad_scale, found_inf = get_scale_signals(self, tensors.weights[0].device)
         steps = list(tensors.steps)
         if found_inf is None:
@@ -217,7 +217,7 @@ class AdamW(torch.optim.AdamW):
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
     def _collect_tensors(self, param_group: dict[str, Any], first_idx: int) -> list[AdamWTensors]:
-        """Return one record per launch, with the group's shards that have gradients.
+        """Return the tensors of each kernel launch: a group's shards that have gradients.
 
         `first_idx` is the index of the group's first parameter among all parameters.
         """

@@ -85,11 +85,10 @@ class ExchangeRound:
     def run_all_to_all(
         self, like: Tensor, sources: Sequence[Tensor], *, is_return: bool, group: dist.ProcessGroup
     ) -> Tensor:
-        """Run one all-to-all of the round; return the received values, 1D like `like`. Collective.
+        """Run one all-to-all; return received values, 1D with the dtype of `like`. Collective.
 
-        Without `is_return`, parts of `sources`, one tensor per parameter, are sent to
-        owners. With `is_return`, owners send `sources`, one tensor per entry of `owned`,
-        to the replicas.
+        Without `is_return`, ranks send blocks of `sources`, one tensor per parameter, to owners.
+        With `is_return`, owners send blocks of `sources`, one tensor per entry of `owned`, back.
         """
         out, into = (self.returns, self.results) if is_return else (self.sends, self.receives)
         pieces = [block.read_from(sources).reshape(-1) for blocks in out for block in blocks]
@@ -102,7 +101,7 @@ class ExchangeRound:
     def unpack_blocks(
         self, recv_buffer: Tensor, *, is_return: bool
     ) -> Iterator[tuple[MatrixBlock, Tensor]]:
-        """Split the result of `run_all_to_all`, with the same flag; yield (block, values)."""
+        """Split the result of `run_all_to_all` for this `is_return`; yield (block, values)."""
         blocks = list(chain.from_iterable(self.results if is_return else self.receives))
         sizes = [prod(block.shape) for block in blocks]
         for block, values in zip(blocks, recv_buffer.split(sizes), strict=True):
@@ -127,8 +126,8 @@ def make_matrix_plan(
     """Return this rank's plan of a Muon step, without communication.
 
     `layouts[i]` is the matrix layout of `params[i]`. `get_group` returns the process group of
-    global ranks. `output_means` are the tensors of `make_output_means`, which are exchanged with
-    their matrices; None without NorMuon's `beta2`.
+    global ranks. `output_means` are NorMuon's mean squares, which are exchanged with their
+    matrices; None without `beta2`.
     """
     members = _list_planned_tensors(params, layouts)
     shared: dict[tuple[int, ...], list[_PlannedTensor]] = {}
@@ -144,7 +143,7 @@ def make_matrix_plan(
             rounds.append((group, [member.place for member in round_members], (owners, rank)))
 
     def make_rank_plan(tensor_members: list[_PlannedTensor]) -> MatrixPlan:
-        """Return this rank's plan of `tensor_members`, whose matrices have the `owners` above."""
+        """Return this rank's plan of parameters or NorMuon's means, with the same owners."""
         places = [member.place for member in members if member.shards.is_local]
         local_blocks = {place: tensor_members[place].list_local_blocks() for place in places}
         exchanges = []
@@ -212,7 +211,7 @@ class _MatrixShards:
         return counts
 
     def _find_ranks_with_full_matrix(self, section_idx: int) -> Tensor:
-        """Return bool [ranks, batch]: whether a rank stores the full matrix of a section."""
+        """Return bool [ranks, batch]: whether a rank stores the full matrix, for a section."""
         mask = torch.zeros(len(self.ranks), self.layout.batch, dtype=torch.bool, device="cpu")
         for rank, parts in enumerate(self.rank_parts):
             part = parts[section_idx]
@@ -343,7 +342,7 @@ def _compress_index(index: Tensor, device: torch.device) -> Index:
 
 
 def _expand_index(index: Index, dim_size: int, like: Tensor) -> Tensor:
-    """Return an index of a dim of `dim_size` as a tensor on the device of `like`."""
+    """Return a slice or index tensor of a dim of `dim_size` as a tensor on the device of `like`."""
     if isinstance(index, Tensor):
         return index
     return torch.arange(*index.indices(dim_size), device=like.device)

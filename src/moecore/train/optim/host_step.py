@@ -162,9 +162,9 @@ class HostAdamW(AdamW):
         return explain_memory_errors(subject)
 
     def _collect_rows(self, param_group: dict[str, Any]) -> list[list[Row]]:
-        """Return, by dtypes, the local shards of a group that the host steps, one row per shard.
+        """Return lists of rows of equal dtypes, one row per parameter that the host steps.
 
-        A row is (weight, gradient, exp_avg, exp_avg_sq, step).
+        A row is (weight, gradient, exp_avg, exp_avg_sq, step), with flat local shards.
         """
         rows: dict[Any, list[Row]] = {}
         for param in param_group["params"]:
@@ -223,9 +223,10 @@ class HostAdamW(AdamW):
 
 
 def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> Iterator[list[Row]]:
-    """Yield lists of rows with at most `max_elements` elements per column in total.
+    """Yield lists of rows with at most `max_elements` elements in the first tensors of all rows.
 
-    A row that does not fit is cut at a multiple of `multiple` elements.
+    A row has flat tensors of equal size, then a scalar. A row that does not fit is cut at a
+    multiple of `multiple` elements.
     """
     chunk, room = list[Row](), max_elements
     for *tensors, scalar in rows:
@@ -277,7 +278,7 @@ class HostSlots:
                 filled.append((memory, copies, self.stream.record_event()))
 
         def pass_through() -> Iterator[list[list[Tensor]]]:
-            """Yield the copies of each chunk, and then fill its slot with a later chunk."""
+            """Yield the host copies of each chunk; then reuse their memory for a later chunk."""
             while filled:
                 memory, copies, event = filled.popleft()
                 event.synchronize()

@@ -128,7 +128,7 @@ class MatrixLayout(CheckedRecord):
 
 
 class MatrixPart(NamedTuple):
-    """Int64 indices, per dim, of the elements of one section's matrices that a rank's shard has."""
+    """Indices, int64 per dim, of the elements of one section's matrices in a rank's shard."""
 
     batch: Tensor  # which matrices, in local order
     rows: Tensor  # indices in the rank's local tensor
@@ -250,7 +250,7 @@ def _find_owners(model: nn.Module) -> dict[nn.Parameter, list[_Owner]]:
 def _apply_override(
     param_name: str, decision: Decision, override: Choice | MatrixCut | None
 ) -> Decision:
-    """Return the decision after `override`; None = unchanged.
+    """Return `decision` changed by `override`, the user's choice; None = unchanged.
 
     ValueError if `override` needs a matrix and parameter `param_name` is no matrix.
     """

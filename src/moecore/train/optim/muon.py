@@ -52,7 +52,7 @@ CHUNK_NUMEL = 1 << 26  # elements that are stepped at once, of matrices that are
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuonOptions(CheckedRecord):
-    """Options of one param group for a step; see `Muon`."""
+    """Muon's hyperparameters of one param group for a step; see `Muon`."""
 
     lr: PositiveOrZero | Tensor
     weight_decay: PositiveOrZero
@@ -177,7 +177,7 @@ class Muon(torch.optim.Optimizer):
         return torch.promote_types(param.dtype, torch.float32)
 
     def get_state_template(self, param: nn.Parameter, state_name: str) -> Tensor:
-        """Return a tensor with the shape and placements of a state of `param`; values vary."""
+        """Return a tensor with the shape and placements of a state of `param`, but other values."""
         if state_name == MEANS:
             return make_output_means(param, self.layouts[param], self.get_moment_dtype(param))
         return param
@@ -275,7 +275,7 @@ class _MuonStep:
     def _split_local_matrices(
         self, plan: MatrixPlan
     ) -> Iterator[list[tuple[int, slice, list[MatrixBlock]]]]:
-        """Yield chunks of unsharded matrices, each as (parameter index, batch slice, blocks)."""
+        """Yield chunks of unsharded matrices: lists of (parameter index, batch slice, blocks)."""
         chunk: list[tuple[int, slice, list[MatrixBlock]]] = []
         numel = 0
         for place, blocks in plan.local_blocks.items():
@@ -428,7 +428,8 @@ def orthogonalize(
 ) -> Tensor:
     """Return matrices with x's singular vectors and singular values of about 1 (Newton-Schulz).
 
-    `coefficients` are a, b, c of each step. A matrix is divided by its norm, at least `eps`.
+    `coefficients` are a, b, c of each step X <- a X + (b A + c A A) X, with A = X X^T. A matrix is
+    divided by its norm, at least `eps`, before the first step.
     """
     # A step X <- a X + (b A + c A A) X with A = X X^T, sides m <= l, takes 2 m^2 (2 l + m) flops.
     # The usual coefficients give the steepest start: singular values end between 0.7 and 1.2.
@@ -445,7 +446,7 @@ def orthogonalize(
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], **options: object) -> list[Tensor]:
-    """Return each tensor of n matrices [n, R, C] orthogonalised; `options` of `orthogonalize`."""
+    """Return each tensor [n, rows, columns] with its matrices orthogonalised (`orthogonalize`)."""
     of_shape: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(matrices):
         of_shape.setdefault(x.shape[1:], []).append(i)

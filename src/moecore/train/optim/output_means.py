@@ -48,8 +48,9 @@ def divide_by_means_(
 ) -> None:
     """Update running mean squares of outputs, and divide an update by their roots, in place.
 
-    `means` is [n, R, 1] or [n, 1, C] for n matrices, and `beta2` the decay of the means. Each
-    matrix keeps its norm. If the scalar `found_inf` is above 0, the means do not change.
+    `means` is [n, R, 1] or [n, 1, C] for n matrices of R rows and C columns, and `beta2` the
+    decay of the means. Each matrix keeps its norm. If the scalar `found_inf` is above 0, the means
+    do not change.
     """
     inputs = x_nRC.numel() / means.numel()
     new = torch.full((), 1 - beta2, dtype=means.dtype, device=means.device)

@@ -51,8 +51,9 @@ def _update_max_logits_by_block(
 ) -> None:
     """Update `max_H` in place with the largest attention logit q k * `scale` of each head.
 
-    `positions_T` are positions of queries in the full row; None = 0 .. T - 1. Padding (True in
-    `padding_BS`), later keys and keys of other documents do not count.
+    q and k have the shape [rows, tokens, heads, head dim]. `positions_T` are positions of queries
+    in the full row; None = 0 .. T - 1. Padding (True in `padding_BS`), later keys and keys of other
+    documents do not count.
     """
     document_S = None
     if cu_seqlens is not None:  # documents are packed over all rows
@@ -122,8 +123,8 @@ class QKClip:
             keys (norm weights bound these logits, not projections), or with another QKClip.
 
     Attributes:
-        max_scores: attention name -> fp32 [H] on the device, the maximum logits of the last step
-            over all ranks of the pipeline stage. -inf without a training forward.
+        max_scores: attention name -> fp32 [heads] on the device, the maximum logits of the last
+            step over all ranks of the pipeline stage. -inf without a training forward.
     """
 
     def __init__(self, model: nn.Module, tau: Positive = 100.0) -> None:
@@ -252,7 +253,7 @@ class _ScoreWatcher:
         return cls(name, module, module.config.num_heads, "q_proj", "k_proj")
 
     def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
-        """Update the maximum if this is a training forward; `scale` multiplies q k."""
+        """In a training forward, update the maximum; a logit is query times key times `scale`."""
         if self.module.training and torch.is_grad_enabled():
             run_and_save(self._update_max, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
 
@@ -275,7 +276,7 @@ class _ScoreWatcher:
         return all(param.requires_grad for param in params)
 
     def get_full_max(self) -> Tensor:
-        """Return the maximum logit of each head, fp32 [H]; -inf for heads of other tp ranks."""
+        """Return each head's maximum logit, fp32 [heads]; -inf for heads of other tp ranks."""
         full_max_H = self.max_H.new_full((self.num_heads,), -torch.inf)
         full_max_H[self.first : self.first + self.max_H.numel()] = self.max_H
         return full_max_H

@@ -138,7 +138,7 @@ class StateOffload:
 
     @torch.compiler.disable
     def _before_blocks(self, *_: Any) -> None:
-        """Before block 0, start the copy to the host, or free parts whose copy back was unused."""
+        """Before block 0, start copies to the host, and free parts that were copied back unused."""
         if self._stream.is_capturing() or is_inside_backward():
             return
         if not self._parts:
@@ -152,7 +152,7 @@ class StateOffload:
 
     @torch.compiler.disable
     def _after_block(self, block_idx: int, _: nn.Module, __: Any, output: Any) -> None:
-        """After a block's forward, free the state parts up to `block_idx`; hook its backward."""
+        """After a block's forward, free state parts up to `block_idx`; backward copies back."""
         if self._stream.is_capturing():
             return
         for part in self._parts[: block_idx + 1]:

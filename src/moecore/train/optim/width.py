@@ -137,10 +137,10 @@ def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
 
 
 def _compute_rate(param_name: str, decision: Decision, base_decision: Decision) -> WidthRate:
-    """Return the factors of parameter `param_name`.
+    """Return a parameter's factors on lr and initial weights.
 
-    `decision` is the parameter's decision in the model, and `base_decision` its decision in the
-    base model.
+    `decision` is the parameter's optimizer and layout in the model, `base_decision` in the base
+    model. `param_name` is for errors.
     """
     inputs, outputs = (
         a / b
