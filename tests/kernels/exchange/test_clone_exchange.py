@@ -145,12 +145,12 @@ class World:
     def fetched(self, rows: list[Tensor], places: ClonePlaces) -> list[Tensor]:
         out = [r.new_empty(places.num_clones, *r.shape[1:]) for r in rows]
         words = [clones._view_as_words(r) for r in rows]
-        into = [clones._view_as_rows(o).view(words[0].dtype) for o in out]
+        into = [clones._view_rows(o).view(words[0].dtype) for o in out]
         self.run(clones.store_weights, clones.receive_weights, (words, into), places)
         return out
 
     def brought_home(self, grads: list[Tensor], places: ClonePlaces) -> list[Tensor]:
-        e, flat = places.num_local, [clones._view_as_rows(g) for g in grads]
+        e, flat = places.num_local, [clones._view_rows(g) for g in grads]
         pair = ([f[e:] for f in flat], [f[:e] for f in flat])
         self.run(clones.store_grads, clones.receive_grads, pair, places)
         return [grad[:e] for grad in grads]
@@ -185,7 +185,7 @@ def test_kernels_equal_references(name: str, device: str) -> None:
         places = world.places(seed)
         rows, grads = world.tensors(e, seed), world.tensors(e + c, seed)
         for grad in grads:
-            clones._view_as_rows(grad)[:, 0] = -0.0  # to which nothing else is added, not even 0
+            clones._view_rows(grad)[:, 0] = -0.0  # to which nothing else is added, not even 0
         assert same(world.fetched(rows, places), by_block(fetch_ref, rows, places))
         expected = by_block(bring_home_ref, grads, places)
         for rank, grad in enumerate(grads):  # nobody reads an empty place
@@ -244,13 +244,13 @@ def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
     piece = ClonePiece(40, 0, 40)
     out = [torch.full((2, 40), NAN, device=device) for _ in range(2)]
     for buffer, row in zip(world.buffers[:2], rows, strict=False):
-        clones.store_weights(buffer, clones._view_as_rows(row), places, piece)
+        clones.store_weights(buffer, clones._view_rows(row), places, piece)
     for buffer, o in zip(world.buffers[:2], out, strict=False):
         clones.receive_weights(buffer, o, places, piece)
         assert int(buffer.state[ERROR_WORD]) == int(buffer.report[ERROR_WORD]) == 1 + 2 * 2
         assert not o.any()
     before = grads[0].clone()
-    flat = clones._view_as_rows(grads[0])
+    flat = clones._view_rows(grads[0])
     clones.store_grads(world.buffers[0], flat[2:], places, piece)
     clones.receive_grads(world.buffers[0], flat[:2], places, piece)
     assert torch.equal(grads[0], before)
@@ -260,7 +260,7 @@ def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
 
 def test_a_late_rank_of_a_sum_is_named_so(device: str) -> None:
     world = World(Case(num_ranks=2), device)
-    places, flat = world.places(0), clones._view_as_rows(world.tensors(4, 0)[0])
+    places, flat = world.places(0), clones._view_rows(world.tensors(4, 0)[0])
     clones.store_grads(world.buffers[0], flat[2:], places, ClonePiece(40, 0, 40))
     clones.receive_grads(world.buffers[0], flat[:2], places, ClonePiece(40, 0, 40))
     assert int(world.buffers[0].report[ERROR_WORD]) == 1 + 1 * 2 + 1
