@@ -69,7 +69,7 @@ class AdamWOptions(CheckedRecord):
 
 
 class ParamTensors(NamedTuple):
-    """The tensors of one parameter's update; None = the parameter has no such tensor."""
+    """One parameter's tensors in an AdamW update; None = no FP8 exponents or no bf16 remainder."""
 
     weight: Tensor
     grad: Tensor
@@ -82,7 +82,7 @@ class ParamTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdamWTensors:
-    """The tensors that one update changes, and their gradients: P of each."""
+    """The tensors of an AdamW update of several parameters: in each list one per parameter."""
 
     weights: Sequence[Tensor]  # changed in place
     grads: Sequence[Tensor]  # of the same shapes, read
@@ -99,7 +99,7 @@ class AdamWTensors:
 
     @classmethod
     def from_params(cls, params_and_seeds: Sequence[tuple[ParamTensors, int]]) -> "AdamWTensors":
-        """Make the record from (parameter, rounding seed) pairs that set the same fields."""
+        """Make the record from each parameter's tensors and seed; the same fields must be None."""
         params, numbers = zip(*params_and_seeds, strict=True)
         weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*params, strict=True)
         exponents, remainders = ([t for t in column if t is not None] for column in optional)
@@ -143,7 +143,7 @@ def adamw_ref_(
 
 
 def _decode_state_ref(param: ParamTensors, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the master weight, exp_avg and exp_avg_sq of a parameter in `dtype`."""
+    """Return a parameter's fp32 master weight, first moment and second moment, cast to `dtype`."""
     w, m, v = param.weight, param.exp_avg, param.exp_avg_sq
     if param.remainder is not None:
         w = join_master_ref(w, param.remainder)
@@ -155,7 +155,7 @@ def _decode_state_ref(param: ParamTensors, dtype: torch.dtype) -> tuple[Tensor, 
 def _encode_state_ref(
     param: ParamTensors, rounding_seed: int, w: Tensor, m: Tensor, v: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return (tensor of `param`, new value) pairs from new w, m and v."""
+    """Return (tensor of `param`, new value) pairs from the new weight w, and moments m and v."""
     if param.remainder is None:
         pairs = [(param.weight, w.to(param.weight.dtype))]
     else:
@@ -185,10 +185,10 @@ def _update_block(
     MASKED: tl.constexpr,  # whether the blocks may exceed numel
     SPLIT: tl.constexpr,  # whether weights are bf16 bits (int16) and int16 remainders
 ):
-    """Apply AdamW to blocks of moments and their weights, in place; uint8 moments are FP8.
+    """Apply AdamW in place to blocks of a parameter's weights and moments; uint8 moments are FP8.
 
-    `pointers` has a parameter's tensors, `block_ids` the numbers of the blocks, and `factors` the
-    factors of the formula. `seed` seeds the stochastic rounding.
+    `pointers` has the addresses of the parameter's tensors. `factors` has the scalars of the AdamW
+    formula. `seed` seeds stochastic rounding. SPLIT: a weight is bf16 bits and an int16 remainder.
     """
     weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr = pointers
     scale, rest1, rest2, eps, decay, rate, growth = factors
@@ -250,9 +250,10 @@ def _adamw_kernel(
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):
-    """Update NUM_BLOCKS blocks of one tensor in place, by the addresses in its table row.
+    """Update NUM_BLOCKS blocks of one parameter in place by AdamW.
 
-    `table_ptr` has the table of `_make_address_table`, and `tensor_ids_ptr` each program's tensor.
+    `table_ptr` has the addresses of each parameter's tensors (`_make_address_table`).
+    `tensor_ids_ptr` has the index of the parameter that each program updates.
     """
     pid = tl.program_id(0)
     if found_inf_ptr is not None:
@@ -396,7 +397,7 @@ def _update_with_torch_(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Do `adamw_` by torch's fused AdamW."""
+    """Update weights and moments in place by torch's fused AdamW, as `adamw_` does."""
     grads = list(tensors.grads)
     if grad_scale is not None:  # torch would write scaled gradients back
         grads = [grad / grad_scale for grad in grads]

@@ -56,7 +56,7 @@ _FIRST_NAN, _SECOND_NAN = tl.constexpr(FIRST_NAN), tl.constexpr(SECOND_NAN)
 
 
 def make_random_bits_ref(numel: int, step: Tensor, rounding_seed: int) -> Tensor:
-    """Return int64 [numel] of 32 random bits each, a hash of position, step and `rounding_seed`."""
+    """Return 32 random bits per element, int64 [numel]: a hash of position, step and seed."""
     position = torch.arange(numel, device=step.device) & 0xFFFFFFFF
     seed = (step.long() * GOLDEN + (rounding_seed * GOLDEN * GOLDEN & 0xFFFFFFFF)) & 0xFFFFFFFF
     x = position ^ seed
@@ -81,19 +81,20 @@ def round_stochastically_ref(x: Tensor, random_bits: Tensor) -> Tensor:
 
 
 def count_moment_blocks(numel: int) -> int:
-    """Return the number of exponents that each moment of `numel` elements has."""
+    """Return the number of blocks of 128, which share one FP8 scale, in `numel` elements."""
     return cdiv(numel, MOMENT_BLOCK)
 
 
 def encode_moments_ref(
     m: Tensor, v: Tensor, random_bits: Tensor | int = NEAREST | NEAREST << 16
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uint8 codes [N] of m and of v, and exponents uint8 [ceil(N / 128), 2].
+    """Quantise AdamW's moments to FP8: return uint8 codes [N] of m and v, and uint8 exponents.
 
-    A scale is 2^(exponent - 127); see the note "moments of one byte".
+    Each block of 128 elements has the scale 2^(exponent - 127) per moment: exponents are [ceil(N /
+    128), 2].
 
     Args:
-        m, v: fp32 [N], v >= 0.
+        m, v: first and second moment, fp32 [N], v >= 0.
         random_bits: int64 [N], low 16 bits for m, next 16 for v; the default rounds both to
             nearest.
     """
@@ -135,7 +136,7 @@ def _encode_moment_ref(x: Tensor, random_bits: Tensor, exponent_bias: int, nan_c
 
 
 def decode_moments_ref(m: Tensor, v: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both moments, fp32 [N], from the outputs of `encode_moments_ref`."""
+    """Return AdamW's first and second moments in fp32 [N] from FP8 codes m and v and exponents."""
     scales = (exponents.int() << 23).view(torch.float32)
     scales = scales.repeat_interleave(MOMENT_BLOCK, 0)[: m.numel()]
     first = m.view(torch.float8_e4m3fn).float() * scales[:, 0]
@@ -144,7 +145,7 @@ def decode_moments_ref(m: Tensor, v: Tensor, exponents: Tensor) -> tuple[Tensor,
 
 
 def split_master_ref(master_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight as bf16 and its remainder as int16; see the note "remainder"."""
+    """Split an fp32 weight into bf16 and int16 remainder; `join_master_ref` restores all bits."""
     bits = master_weight.contiguous().view(torch.int32)
     is_nan = master_weight.isnan()
     high = torch.where(is_nan, 0x7FC0, (bits + 0x8000) >> 16)
@@ -153,7 +154,7 @@ def split_master_ref(master_weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_master_ref(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Return the fp32 weight of a bf16 weight and an int16 remainder."""
+    """Return the fp32 weight of a bf16 weight and an int16 remainder from `split_master_ref`."""
     high = weight.contiguous().view(torch.int16).int() << 16
     return (high + remainder.int()).view(torch.float32)
 
@@ -179,9 +180,9 @@ def round_stochastically(x, random_bits):  # fp32; uint32 of 16 bits
 
 @triton.jit
 def _compute_exponents(x, EXPONENT_BIAS: tl.constexpr):  # fp32 [ROWS, MOMENT_BLOCK]
-    """Return int32 [ROWS], the exponent of each row's scale 2^(exponent - 127).
+    """Return the exponent of each row's scale 2^(exponent - 127), int32 [rows].
 
-    x is fp32 [ROWS, MOMENT_BLOCK]. EXPONENT_BIAS is of the stored format.
+    x is fp32 [rows, 128]. EXPONENT_BIAS is the exponent bias of the FP8 format.
     """
     size = tl.abs(x)
     bits = tl.max(tl.where(size < float("inf"), size, 0.0), 1).to(tl.int32, bitcast=True)
@@ -202,7 +203,7 @@ def _encode_moment(
     INVERSE_MIN_VALUE: tl.constexpr,
     NAN_CODE: tl.constexpr,
 ):
-    """Round scaled x >= 0 to FP8 codes; code 1 is 1 / INVERSE_MIN_VALUE, and NaN gives NAN_CODE."""
+    """Round scaled x >= 0 to FP8; 1 / INVERSE_MIN_VALUE is the least value, NaN gives NAN_CODE."""
     random_bits = random_bits.to(tl.int32)
     normal = (x.to(tl.int32, bitcast=True) + (random_bits << 4) >> 20) - (
         (127 - EXPONENT_BIAS) << 3
@@ -216,9 +217,10 @@ def _encode_moment(
 
 @triton.jit
 def encode_moments(m, v, random_bits):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
-    """Return uint8 codes of m and v, and int16 [ROWS] exponents: m's low byte, v's high byte.
+    """Quantise AdamW's moments m and v to FP8: uint8 codes of each, and int16 exponents per row.
 
-    `random_bits` has 16 bits for m in its low half, and 16 bits for v in its high half.
+    An exponent has m's exponent in the low byte and v's in the high byte. `random_bits` has 16 bits
+    for m in its low half, and 16 bits for v in its high half.
     """
     first = _compute_exponents(m, _FIRST)
     inverse = _compute_scale(254 - first)[:, None]
@@ -238,7 +240,7 @@ def encode_moments(m, v, random_bits):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint3
 
 @triton.jit
 def decode_moments(m, v, exponents):  # uint8 [ROWS, MOMENT_BLOCK] twice, int16 [ROWS]
-    """Return both moments in fp32, from the outputs of `encode_moments`."""
+    """Return AdamW's first and second moments in fp32 from the outputs of `encode_moments`."""
     exponents = exponents.to(tl.int32)
     m = from_e4m3(m) * _compute_scale(exponents & 0xFF)[:, None]
     code = v.to(tl.int32)
@@ -249,13 +251,13 @@ def decode_moments(m, v, exponents):  # uint8 [ROWS, MOMENT_BLOCK] twice, int16 
 
 @triton.jit
 def join_master(weight, remainder):  # int16 twice, the first with the bits of bf16
-    """Return the fp32 weight of a bf16 weight's bits and its remainder, see note "remainder"."""
+    """Return the fp32 weight of a bf16 weight's bits and its remainder, both int16."""
     return ((weight.to(tl.int32) << 16) + remainder.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def split_master(master_weight):  # fp32
-    """Return the weight's bf16 bits and its remainder, both int16."""
+    """Split an fp32 weight into bf16 bits and a remainder, both int16, for `join_master`."""
     bits = master_weight.to(tl.int32, bitcast=True)
     high = tl.where(master_weight == master_weight, (bits + 0x8000) >> 16, 0x7FC0)
     return high.to(tl.int16), tl.where(master_weight == master_weight, bits, 0).to(tl.int16)

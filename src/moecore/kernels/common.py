@@ -69,9 +69,9 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def can_use_kernel(*tensors: Tensor) -> bool:
     """Return whether Triton kernels can run on these tensors.
 
-    Kernels can run on CUDA tensors, and with TRITON_INTERPRET=1 on CPU tensors. For meta tensors
-    that count as CUDA tensors, the result is True if autograd is enabled (custom ops have a form
-    without a kernel) or if launches are recorded.
+    Kernels can run on CUDA tensors, and with TRITON_INTERPRET=1 on CPU tensors. In a dry run, meta
+    tensors may stand for CUDA tensors. Then the result is True if autograd is enabled (custom ops
+    need no kernel) or if launches are recorded.
     """
     if tensors[0].is_meta:
         return meta_settings.is_gpu and (
@@ -99,19 +99,19 @@ def can_skip_row_masks(num_rows: Tensor, max_rows: int) -> bool:
 
 
 def is_gpu(tensor: Tensor) -> bool:
-    """Return whether a tensor is on a GPU, or on meta that stands for a GPU."""
+    """Return whether a tensor is on a GPU, or in a dry run on meta in place of a GPU."""
     return tensor.is_cuda or (tensor.is_meta and meta_settings.is_gpu)
 
 
 def has_hopper_kernels(device: torch.device) -> bool:
-    """Return whether Gluon kernels for Hopper can run on a device, or are recorded on meta."""
+    """Return whether Gluon kernels for Hopper can run on a device, or a dry run records them."""
     if device.type == "meta":
         return meta_settings.on_launch is not None
     return _get_capability(device) == (9, 0)
 
 
 def has_block_scaled_kernels(device: torch.device) -> bool:
-    """Return whether block-scaled kernels can run on a device (Blackwell), or are recorded."""
+    """Return whether kernels for MXFP8 and NVFP4 (Blackwell) can run, or a dry run records them."""
     if device.type == "meta":
         return meta_settings.has_block_scales
     return TRITON >= BLOCK_SCALED_TRITON and _get_capability(device)[0] >= 10
@@ -156,7 +156,7 @@ def disable_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def iterate_expert_slices(offsets_e: Tensor) -> Iterator[slice]:
-    """Yield each expert's slice of rows sorted by expert; offsets_e are running sums. Host sync."""
+    """Yield each expert's slice of the sorted rows; offsets_e sums the row counts. Host sync."""
     start = 0
     for stop in offsets_e.tolist():
         yield slice(start, stop)
@@ -203,7 +203,7 @@ def split_halves(tile):
 
 @functools.cache
 def count_sms(device: torch.device) -> int:
-    """Return the number of multiprocessors (4 for a CPU that interprets, and on meta)."""
+    """Return the number of the GPU's multiprocessors; 4 for an interpreting CPU and for meta."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

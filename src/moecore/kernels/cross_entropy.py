@@ -66,7 +66,7 @@ def cross_entropy_ref_(
 
 
 class CrossEntropyConstants(NamedTuple):
-    """Compile-time constants of the kernels: a step of a row reads LANES * WIDTH columns."""
+    """Compile-time constants: V vocabulary columns, of which a step reads LANES * WIDTH."""
 
     V: int
     LANES: int
@@ -76,7 +76,7 @@ class CrossEntropyConstants(NamedTuple):
 
 @cache
 def _make_constants(num_columns: int, power_of_two: bool = True) -> dict[str, Any]:
-    """Return CONST and num_warps of kernels for rows of `num_columns` logits.
+    """Return the argument CONST and the launch option num_warps, for rows of `num_columns` logits.
 
     `power_of_two` restricts FP8 scales to powers of two.
     """
@@ -89,7 +89,7 @@ def _make_constants(num_columns: int, power_of_two: bool = True) -> dict[str, An
 
 @triton.jit
 def _make_first_columns(CONST: tl.constexpr):
-    """Return int32 [LANES, WIDTH], the columns that the first step of a row reads."""
+    """Return column indices, int32 [LANES, WIDTH], that the first loop iteration of a row reads."""
     lanes = tl.arange(0, CONST.LANES)[:, None] * CONST.WIDTH
     return lanes + tl.arange(0, CONST.WIDTH)[None, :]
 
@@ -129,8 +129,8 @@ def _write_gradient(
 ):
     """Write softmax(x) - (column == label), the gradient of one row's logits x, to d_logits_row.
 
-    `row_max` is max(x), and `inverse_exp_sum` is 1 / the sum of exp(x - row_max). If `scales` is
-    not None, the gradient is FP8, and a scale per 128 columns is written to `scales`.
+    `row_max` is max(x), and `inverse_exp_sum` is 1 / sum(exp(x - row_max)). If `scales` is not
+    None, the gradient is FP8, and column `row_idx` of `scales` receives a scale per 128 logits.
     """
     V: tl.constexpr = CONST.V
     STEP: tl.constexpr = CONST.LANES * CONST.WIDTH
@@ -173,7 +173,7 @@ def _write_zeros(d_logits_row, scales, row_idx, scales_stride, CONST: tl.constex
 
 @triton.jit
 def _load_label_logit(logits_row, label, V: tl.constexpr):
-    """Return (the row's logit in column `label`, True), or (0, False) if the column is missing."""
+    """Return (the row's logit in column `label`, True); (0, False) if `label` is not in [0, V)."""
     inside = (label >= 0) & (label < V)
     return tl.load(logits_row + label, mask=inside, other=0.0).to(tl.float32), inside
 
@@ -215,7 +215,7 @@ def _row_statistics_kernel(
     statistics,  # [C, 3] fp32, out
     CONST: tl.constexpr,
 ):
-    """Write one row's maximum, sum of exp(x - maximum), and logit of the label."""
+    """Write one row's maximum, its sum of exp(x - maximum), and its logit in the label's column."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     high, total, label_logit = 0.0, 1.0, 0.0
@@ -239,7 +239,7 @@ def _softmax_gradient_kernel(
     scales_stride,  # C rounded up
     CONST: tl.constexpr,
 ):
-    """Write one row's gradient from its maximum and sum: see `softmax_gradient_`."""
+    """Write one row's gradient softmax(x) - (column == label) from its maximum and exp sum."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     d_row = d_logits + row * CONST.V
@@ -289,8 +289,8 @@ def cross_entropy_(
     """Return the loss summed over rows, and the gradient of logits. Deterministic, no host sync.
 
     Args:
-        logits_CV: any float dtype, overwritten: the gradient may use its memory. Copied when not
-            contiguous. Plain PyTorch computes fp64 on every device.
+        logits_CV: [tokens, vocabulary], any float dtype, overwritten: the gradient may use its
+            memory. Copied when not contiguous. Plain PyTorch computes fp64 on every device.
         labels_C: int64 in [0, V), or -100: the row is not read, its loss and gradient are 0. Any
             other label makes the loss and the row of the gradient NaN in the kernel, and raises an
             error in plain PyTorch.
@@ -329,7 +329,7 @@ def cross_entropy_blocks(
 
 
 def softmax_statistics_ref(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Compute `softmax_statistics` in fp32 or fp64."""
+    """Compute `softmax_statistics` in plain PyTorch, in fp32 or fp64."""
     x_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     x_CV = x_CV.masked_fill((labels_C == IGNORE_INDEX)[:, None], 0)
     high_C1 = x_CV.amax(1, keepdim=True)
@@ -342,7 +342,7 @@ def softmax_statistics_ref(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 def softmax_gradient_ref_(
     logits_CV: Tensor, labels_C: Tensor, row_max_C: Tensor, sums_C: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Compute `softmax_gradient_`; overwrites fp32 and fp64 logits."""
+    """Compute `softmax_gradient_` in plain PyTorch; overwrites fp32 and fp64 logits."""
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     inside_C = (labels_C >= 0) & (labels_C < logits_CV.shape[1])
     d_logits_CV = logits_CV.sub_(row_max_C[:, None]).exp_().div_(sums_C[:, None])
@@ -375,9 +375,10 @@ def _launch_softmax_gradient(
     scales: Tensor | None,
     power_of_two: bool,
 ) -> None:
-    """Write the gradient of `softmax_gradient_` to d_logits_CV; None = overwrite the logits.
+    """Write softmax(x) - (column == label) of each row to d_logits_CV; None = overwrite the logits.
 
     If `scales` is not None, the gradient is FP8, and its scales are written to `scales`.
+    `power_of_two` restricts scales to powers of two.
     """
     C, V = logits_CV.shape
     d, stride = d_logits_CV, 0 if scales is None else scales.stride(0)
@@ -395,7 +396,7 @@ _softmax_gradient_op = Op(
 
 
 def softmax_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Return softmax statistics of each row's local columns; ranks combine them for full rows.
+    """Return softmax statistics of each row's columns on this rank; the caller combines ranks.
 
     Args:
         logits_CV: as for `cross_entropy_`, but not changed.
@@ -414,11 +415,12 @@ def softmax_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 def softmax_gradient_(
     logits_CV: Tensor, labels_C: Tensor, row_max_C: Tensor, sums_C: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return exp(x - high) / sum - (v == label) of each row, [C, V] in `dtype`.
+    """Return the gradient exp(x - row_max) / sum - (column == label), [C, V] in `dtype`.
 
     Args:
         logits_CV, labels_C: as for `softmax_statistics`; logits are overwritten.
-        row_max_C, sums_C: full rows' maximum and sum of exp(x - maximum), in the statistics' dtype.
+        row_max_C, sums_C: each row's maximum and sum of exp(x - maximum) over the full vocabulary,
+            in the statistics' dtype.
     """
     kernel_dtypes = logits_CV.dtype in KERNEL_DTYPES and dtype in KERNEL_DTYPES
     if not (kernel_dtypes and can_use_kernel(logits_CV)):
@@ -433,7 +435,11 @@ def softmax_gradient_(
 def softmax_gradient_blocks(
     logits_CV: Tensor, labels_C: Tensor, row_max_C: Tensor, sums_C: Tensor, *, power_of_two: bool
 ) -> Blocks:
-    """Return the gradient of `softmax_gradient_` in FP8, with a scale per 128 columns of a row."""
+    """Return the gradient of `softmax_gradient_` in FP8, with a scale per 128 columns of a row.
+
+    Other arguments are as for `softmax_gradient_`. `power_of_two` restricts scales to powers of
+    two.
+    """
     numbers = (labels_C, row_max_C, sums_C)
     if not can_use_kernel(logits_CV):
         d_logits_CV = softmax_gradient_ref_(logits_CV.float().clone(), *numbers, torch.float32)

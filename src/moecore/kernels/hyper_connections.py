@@ -43,7 +43,7 @@ TILE_WARPS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SinkhornOptions:
-    """Constants of a hyper-connection: Sinkhorn iterations, and the number added to divisors."""
+    """Constants of hyper-connections: number of Sinkhorn iterations, and epsilons."""
 
     iterations: int  # divisions of columns, >= 1; rows are divided iterations - 1 times
     eps: float
@@ -52,7 +52,7 @@ class SinkhornOptions:
 
 @dataclass(frozen=True, slots=True)
 class CollapsedStreams:
-    """The streams before a sublayer, and the weights that mix them with the sublayer's output."""
+    """The residual streams before a sublayer, and the weights that mix its output into them."""
 
     streams_TND: Tensor
     weights_TW: Tensor  # fp32
@@ -66,7 +66,8 @@ def collapse_streams_ref(
 ) -> tuple[Tensor, Tensor]:
     """Compute `collapse_streams` in plain PyTorch, in fp32 (fp64 for fp64 streams).
 
-    Return x_TD in the streams' dtype, and unrounded weights_TW: post [N], then comb [N * N].
+    Returns the sublayer's input in the streams' dtype, and per token the unrounded mixing weights:
+    one per stream for the output, then N * N between streams.
     """
     (T, N, _), eps = streams_TND.shape, options.eps
     wide_TND = streams_TND.to(torch.promote_types(streams_TND.dtype, torch.float32))
@@ -120,10 +121,10 @@ def _collapse_forward(
     eps: float,
     norm_eps: float,
 ) -> Collapsed:
-    """Return sublayer input x, mixing weights, raw mixes, 1 / RMS per token, and gradient carrier.
+    """Return sublayer input, mixing weights, raw mixes, 1 / RMS per token, and gradient carrier.
 
-    Raw mixes are not divided by the RMS. The carrier [T, N, D], shaped as the streams, has no
-    values: its gradient carries the gradient of streams from expand to collapse.
+    Raw mixes are products of streams and `fn`, not divided by the RMS. The carrier [T, N, D] has no
+    values: in backward its gradient is the streams' gradient from `_expand_forward`.
     """
     x_TD, weights_TW, _, r_T, grad_carrier_TND = _make_empty_collapsed(streams_TND, fn_MC)
     raw_TM = router_logits(streams_TND.flatten(1), fn_MC)
@@ -133,7 +134,7 @@ def _collapse_forward(
 
 
 def _save_collapse(ctx: Any, inputs: tuple[Any, ...], output: Collapsed) -> None:
-    """Save streams, fn, base, scale, raw mixes and r, and the iterations and eps, for backward."""
+    """Save the inputs, raw mixes and 1 / RMS for backward."""
     ctx.save_for_backward(*inputs[:4], *output[2:4])
     ctx.others = inputs[4:6]
 
@@ -159,8 +160,8 @@ def _collapse_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of streams, fn (uninitialised unless needs_dfn), base and scale.
 
-    dx_TD, dweights_TW and dgrad_carrier_TND are the gradients of the outputs of
-    `_collapse_forward`. dgrad_carrier_TND is added to the gradient of streams.
+    raw_TM and r_T are raw mixes and 1 / RMS. dx_TD, dweights_TW and dgrad_carrier_TND are the
+    gradients of the outputs of `_collapse_forward`.
     """
     (T, N, D), M, new = streams_TND.shape, len(fn_MC), raw_TM.new_empty
     pre_TN, draw_TM, factor_T, sums_T2M = new(T, N), new(T, M), new(T), new(T, 2, M)
@@ -207,7 +208,7 @@ _collapse = Op(
 def _expand_forward(
     streams_TND: Tensor, grad_carrier_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
 ) -> Tensor:
-    """Return the streams [T, N, D] after a sublayer.
+    """Return the residual streams [tokens, streams, dim] after a sublayer with output y_TD.
 
     grad_carrier_TND is not read: its gradient in backward is the gradient of the streams.
     """
@@ -220,7 +221,7 @@ def _expand_forward(
 def _expand_backward(
     dout_TND: Tensor, streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of streams, y and weights."""
+    """Return the gradients of streams, sublayer output y and mixing weights."""
     grads = _make_like(streams_TND, y_TD, weights_TW)
     args = (dout_TND, streams_TND, y_TD, weights_TW, *grads)
     launch(expand_streams_bwd_kernel, len(y_TD), *args, **_make_constants(streams_TND))
@@ -240,15 +241,17 @@ _expand = Op(
 def collapse_streams(
     streams_TND: Tensor, fn_MC: Tensor, base_M: Tensor, scale_3: Tensor, options: SinkhornOptions
 ) -> tuple[Tensor, CollapsedStreams]:
-    """Return a sublayer's input x_TD, and the streams with weights for `expand_streams`.
+    """Return a sublayer's input [T, D] from N residual streams, and a record for `expand_streams`.
 
     Computed in fp32, rounded once to the dtype of streams. The kernels are differentiable once,
     plain PyTorch (CPUs, fp64) any number of times. No host sync; the same bits in every run.
 
     Args:
         streams_TND: residual streams, any float dtype; copied when not contiguous.
-        fn_MC, base_M: projection of the streams to mixes, and offsets of mixes; any float dtype.
-        scale_3: factors of pre, post and comb, any float dtype.
+        fn_MC, base_M: projection of a token's N * D stream values to M = (2 + N) * N mixing logits,
+            and their bias; any float dtype.
+        scale_3: factors of the logits of input, output and stream-to-stream weights, any float
+            dtype.
     """
     plain = torch.compiler.is_compiling() or not can_use_kernel(streams_TND, fn_MC)
     if plain or streams_TND.dtype not in KERNEL_DTYPES:
@@ -268,10 +271,10 @@ def collapse_streams(
 
 
 def expand_streams(y_TD: Tensor, collapsed: CollapsedStreams) -> Tensor:
-    """Return the streams [T, N, D] after a sublayer: fp32 inside, rounded once to their dtype.
+    """Return the residual streams [T, N, D] after a sublayer with output y_TD.
 
-    y_TD is the sublayer's output, any float dtype. `collapsed` is from `collapse_streams`.
-    Differentiable as `collapse_streams` is.
+    fp32 inside, rounded once to the streams' dtype. y_TD has any float dtype. `collapsed` is from
+    `collapse_streams`. Differentiable as `collapse_streams` is.
     """
     streams_TND, weights_TW = collapsed.streams_TND, collapsed.weights_TW
     if collapsed.grad_carrier_TND is None:

@@ -5,13 +5,13 @@ from moecore.kernels.common import tl, triton
 
 @triton.jit
 def _normalise(matrix, eps, is_real, AXIS: tl.constexpr):
-    """Return a matrix with columns (AXIS 0) or rows (1) divided by sum + eps; 0 in padding."""
+    """Divide columns (AXIS 0) or rows (1) of a matrix by sum + eps; 0 where not `is_real`."""
     return tl.where(is_real, matrix / (tl.sum(matrix, AXIS, keep_dims=True) + eps), 0.0)
 
 
 @triton.jit
 def _normalise_bwd(d_normalised, normalised, matrix, eps, is_real, AXIS: tl.constexpr):
-    """Return the gradient of a matrix from that of `normalised`, its result of `_normalise`."""
+    """Return the gradient of `matrix` from d_normalised, the gradient of `_normalise`'s result."""
     d = (d_normalised - tl.sum(d_normalised * normalised, AXIS, keep_dims=True)) / (
         tl.sum(matrix, AXIS, keep_dims=True) + eps
     )
@@ -22,7 +22,7 @@ def _normalise_bwd(d_normalised, normalised, matrix, eps, is_real, AXIS: tl.cons
 def _compute_logits(
     raw_ptr, base_ptr, scale_ptr, mix_ids, is_real, inverse_rms, GROUP: tl.constexpr
 ):
-    """Return a group's logits, raw * inverse_rms * scale[GROUP] + base. 0 pre, 1 post, 2 comb."""
+    """Return raw * inverse_rms * scale + base of a group of mixes: GROUP 0 pre, 1 post, 2 comb."""
     raw = tl.load(raw_ptr + mix_ids, mask=is_real, other=0.0)
     return raw * inverse_rms * tl.load(scale_ptr + GROUP) + tl.load(
         base_ptr + mix_ids, mask=is_real, other=0.0
@@ -54,7 +54,7 @@ def collapse_streams_fwd_kernel(
     N_POW2: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write one token's input x of the sublayer, its post and comb weights, and its 1 / RMS."""
+    """Write one token's sublayer input, its mixing weights, and its 1 / RMS."""
     t = tl.program_id(0).to(tl.int64)
     n, d = tl.arange(0, N_POW2), tl.arange(0, BLOCK_D)
     row = streams_ptr + t * (N * D) + n[:, None] * D + d[None, :]
@@ -96,9 +96,9 @@ def _differentiate_mixes(
     num_mixes,
     GROUP: tl.constexpr,
 ):
-    """From dlogits, store gradients of raw mixes, base and scale; return the gradient of 1 / RMS.
+    """Store gradients of raw mixes, base and scale from dlogits; return the gradient of 1 / RMS.
 
-    `mix_ids` has the group's indices of mixes; `is_real` is False in padding.
+    `mix_ids` has the indices of the group's mixes; `is_real` is False in padding.
     """
     raw = tl.load(raw_ptr + mix_ids, mask=is_real, other=0.0)
     dmixes = dlogits * tl.load(scale_ptr + GROUP)
@@ -129,9 +129,10 @@ def collapse_streams_bwd_mixes_kernel(
     N_POW2: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write one token's gradients of mixes, base and scale, and pre and factor for its streams.
+    """Write one token's gradients of raw mixes, base and scale.
 
-    `collapse_streams_bwd_kernel` reads pre_ptr and factor_ptr.
+    Also writes pre_ptr and factor_ptr, coefficients with which `collapse_streams_bwd_kernel`
+    computes the streams' gradient.
     """
     t = tl.program_id(0).to(tl.int64)
     M: tl.constexpr = 2 * N + N * N
@@ -203,7 +204,7 @@ def collapse_streams_bwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write the gradient of BLOCK_D elements of one stream of BLOCK_T tokens."""
+    """Write the streams' gradient: BLOCK_D elements of one stream of BLOCK_T tokens."""
     C: tl.constexpr = N * D
     tiles: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     tile = tl.program_id(0) % (N * tiles)

@@ -33,7 +33,7 @@ Gradients = tuple[Tensor | None, tuple[Any, ...] | None, Tensor | None]
 
 
 class LinearProducts(ABC):
-    """The matrix products of one linear layer in one precision, for `linear` and its backward."""
+    """The forward and backward matmuls of one linear layer, in one precision."""
 
     defers = False  # whether the weight's sink may compute its gradient later: `GradSink.defer`
     differentiable_twice = False  # whether second derivatives are supported; otherwise they raise
@@ -49,24 +49,24 @@ class LinearProducts(ABC):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
-        """Return x [..., K] @ weight^T + bias; of DTensors, the local tensors are multiplied.
+        """Return x [..., K] @ weight^T + bias. If they are DTensors, local tensors are multiplied.
 
         `training` is the module's mode. In eval mode FP8 products record no largest magnitudes.
         """
 
 
 def linear(args: tuple[Any, ...], products: type[LinearProducts], sink: GradSink | None) -> Tensor:
-    """Return x @ weight^T + bias by the static methods of `products`, as one autograd node.
+    """Return x @ weight^T + bias as one autograd node, computed by the functions of `products`.
 
-    `args` are the arguments of `products.forward`: x, weight, bias and others. `sink` may compute
-    the weight's gradient after backward. None = backward returns the gradient to autograd.
+    `args` are x, weight, bias, then further arguments of `products.forward`. `sink` may compute the
+    weight's gradient after backward. None = autograd gets the weight's gradient.
     """
     y: Tensor = _LinearFunction.apply(*args, products, sink)
     return y
 
 
 def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Return dx, dweight (None if deferred), dbias and Nones from `grads` = (dy,), for autograd."""
+    """Return gradients of x, weight (None if deferred) and bias, and Nones for further inputs."""
     products, sink = ctx.products, ctx.sink
     dx, operands, dbias_N = products.compute_gradients(ctx, *grads)
     dweight_NK = None
@@ -100,11 +100,11 @@ class _DifferentiableOnce(torch.autograd.Function):
 
 
 class _LinearFunction(torch.autograd.Function):
-    """apply(x, weight, bias, *others, products, sink) -> y: the autograd node of `linear`."""
+    """The autograd node of `linear`: apply(x, weight, bias, *others, products, sink) returns y."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        """Return y, and save what `products.setup_context` saves."""
+        """Return y = x @ weight^T + bias; `products.setup_context` saves tensors for backward."""
         *inputs, products, sink = args
         y: Tensor = products.forward(*inputs)
         products.setup_context(ctx, inputs, y)
@@ -118,7 +118,7 @@ _LinearFunction.__name__ = "moecore::linear"  # in profiles
 
 
 class PlainProducts(LinearProducts):
-    """Matrix products of a linear layer in the dtype of its weight, with the bits of `F.linear`."""
+    """Matmuls of a linear layer in the dtype of its weight, with the bits of `F.linear`."""
 
     differentiable_twice = True
 
@@ -126,7 +126,7 @@ class PlainProducts(LinearProducts):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
-        """Return x @ weight^T + bias; see `LinearProducts`."""
+        """Return x @ weight^T + bias. `training` has no effect."""
         if self.defers and is_plain_eager():
             y: Tensor = run_product(self._multiply, x, weight, bias)
             return y
@@ -137,7 +137,7 @@ class PlainProducts(LinearProducts):
         return "plain products"
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return y by `linear` if the weight has a gradient sink, otherwise by `F.linear`."""
+        """Return x @ weight^T + bias by `linear` with a gradient sink, otherwise by `F.linear`."""
         weight_NK = get_local_param(weight)
         bias_N = None if bias is None else get_local_param(bias)
         sink = find_sink(weight, weight_NK.shape)
@@ -162,7 +162,7 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def compute_gradients(ctx: Any, dy: Tensor) -> Gradients:
-        """Return dx, the operands of `compute_weight_grad`, and dbias; None where not needed."""
+        """Return dx, operands (dy, x) of `compute_weight_grad`, and dbias; None if not needed."""
         x, weight_NK = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         dy_TN = dy.reshape(-1, dy.shape[-1])

@@ -18,7 +18,7 @@ OnLaunch = Callable[[str, Sequence[Any]], None]  # name and arguments of a kerne
 
 
 class MetaSettings(threading.local):
-    """Settings of this thread for dry runs on meta tensors, set by the contexts below."""
+    """Settings of this thread for dry runs on meta tensors: GPU features and recorders."""
 
     is_gpu = False
     on_launch: OnLaunch | None = None
@@ -32,7 +32,7 @@ meta_settings = MetaSettings()
 
 @contextmanager
 def _set_meta_settings(**settings: Any) -> Iterator[None]:
-    """Return a context in which fields of `MetaSettings` have these values."""
+    """Return a context in which fields of this thread's `MetaSettings` have other values."""
     before = {name: getattr(meta_settings, name) for name in settings}
     vars(meta_settings).update(settings)
     try:
@@ -47,7 +47,7 @@ def treat_meta_as(device_type: str) -> AbstractContextManager[None]:
 
 
 def meta_is_gpu() -> bool:
-    """Return whether meta tensors count as CUDA tensors in this thread, see `treat_meta_as`."""
+    """Return whether this thread treats meta tensors as CUDA tensors, for a dry run."""
     return meta_settings.is_gpu
 
 
@@ -55,12 +55,12 @@ def meta_is_gpu() -> bool:
 def record_launches_on_meta(
     on_launch: OnLaunch, num_peers: int = 1, *, has_block_scales: bool = False
 ) -> Iterator[None]:
-    """Return a context in which kernels on meta tensors are recorded, not launched.
+    """Return a context for dry runs, in which kernels on meta tensors are recorded, not launched.
 
-    The context calls `on_launch` with each kernel's name and arguments. Meta counts as a Hopper
-    GPU, with `has_block_scales` as a GPU that also multiplies MXFP8 and NVFP4 (Blackwell).
-    `num_peers` neighbouring ranks can access each other's memory. The kernels' outputs are
-    allocated on meta, so dispatch modes can count them.
+    The context calls `on_launch` with each kernel's name and arguments. Meta stands for a Hopper
+    GPU, and with `has_block_scales` for one that also multiplies MXFP8 and NVFP4 (Blackwell).
+    `num_peers` ranks can access each other's memory. Outputs are allocated on meta, so dispatch
+    modes can count them.
     """
     settings = _set_meta_settings(
         on_launch=on_launch, num_peers=num_peers, is_gpu=True, has_block_scales=has_block_scales
@@ -70,22 +70,22 @@ def record_launches_on_meta(
 
 
 def get_num_meta_peers() -> int:
-    """Return the number of ranks with mutual memory access that a dry run on meta assumes."""
+    """Return how many ranks a dry run assumes to have access to each other's memory."""
     return meta_settings.num_peers
 
 
 def repeat_on_meta(num_repeats: int) -> AbstractContextManager[None]:
-    """Return a context in which recorders count one operation on meta `num_repeats` times."""
+    """Return a context in which dry-run recorders count each operation `num_repeats` times."""
     return _set_meta_settings(repeats=num_repeats)
 
 
 def get_meta_repeats() -> int:
-    """Return how many times recorders count one operation on meta, see `repeat_on_meta`."""
+    """Return how many times dry-run recorders count each operation now: see `repeat_on_meta`."""
     return meta_settings.repeats
 
 
 def record_launch(name: str, *args: Any, **_: Any) -> None:
-    """Report a kernel to the active `record_launches_on_meta`; without one, do nothing."""
+    """Report a kernel launch to the active `record_launches_on_meta`; without one, do nothing."""
     if meta_settings.on_launch is not None:
         meta_settings.on_launch(name, args)
 

@@ -19,10 +19,9 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def make_setup_context(saved_inputs: slice, option_inputs: slice = slice(0)) -> Callable[..., None]:
-    """Return a function for `Op`'s argument `setup_context`, which selects from the op's inputs.
+    """Return an `Op`'s `setup_context`, which saves inputs[saved_inputs] for backward.
 
-    The function saves the tensors inputs[saved_inputs] for backward, and stores
-    inputs[option_inputs], which are not tensors, as `ctx.others`.
+    It also stores inputs[option_inputs], which are not tensors, as `ctx.others`.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -81,7 +80,7 @@ class Op(Generic[Out]):
         self._mutated = [parameters.index(arg) for arg in mutates_args]
 
     def __call__(self, *args: Any) -> Out:
-        """Return `forward(*args)`; all arguments are positional."""
+        """Return `forward(*args)`, by the form for this call; all arguments are positional."""
         if not is_plain_eager():
             return self.custom(*args)
         is_recorded = False
@@ -118,7 +117,7 @@ def _make_function(
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether eager code may call an op's `autograd.Function` with this tensor.
+    """Return whether an op can skip its custom op and call its `autograd.Function` for this tensor.
 
     The tensor must have no subclass and no lazy negation, and must not be on meta unless in a dry
     run.

@@ -60,15 +60,16 @@ INT32 = "-2147483648 <= {0} <= 2147483647"
 
 
 class Descriptor:
-    """Base class of TMA descriptors with the address of a tensor and no reference to the tensor."""
+    """Base class of TMA descriptors with a tensor's address and no reference to the tensor."""
 
     kind: int  # number of the dtype, block and layout, for which kernels are compiled
     _encoded: tuple[Any, ...] | None = None
 
     def encoded(self) -> tuple[Any, ...]:
-        """Return the arguments for this descriptor in Triton's C launcher.
+        """Return this descriptor's arguments for Triton's C launcher.
 
-        The tuple is empty before Triton has launched a kernel with a descriptor of this `kind`.
+        The tuple is empty before Triton has launched a kernel with the same dtype, block and
+        layout.
         """
         if self._encoded is None:
             meta = _METAS.get(self.kind)
@@ -85,7 +86,7 @@ class _TritonDescriptor(TensorDescriptor, Descriptor): ...
 
 
 class _Address(NamedTuple):
-    """Dtype and address of a tensor, which a descriptor reads instead of the tensor."""
+    """Dtype and address of a tensor, in place of the tensor in a descriptor."""
 
     dtype: torch.dtype
     address: int
@@ -96,7 +97,7 @@ class _Address(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A compiled kernel on a device, with the arguments of its launcher in C that never change."""
+    """A compiled kernel on a device, and the arguments of its C launcher that never change."""
 
     launch: Callable[..., None]  # Triton's launcher in C
     stream: Callable[[int], int]  # device -> address of its current stream
@@ -105,7 +106,7 @@ class _Entry(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """The cached launches of one kernel with one list of argument types and constant names."""
+    """The cached launches of a kernel for one list of argument types and constant names."""
 
     read: Callable[..., tuple[Any, ...]]  # arguments -> their device and the rest of their key
     launch: Callable[..., bool]  # see `launch_prepared`
@@ -121,7 +122,7 @@ _DESCRIPTORS: dict[tuple[Any, ...], Any] = {}
 def launch_prepared(
     kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any]
 ) -> bool:
-    """Launch a kernel that `store_launch` has cached; return False if nothing was launched.
+    """Launch a kernel from the cache that `store_launch` fills; return whether it was cached.
 
     If the result is False, the caller must launch by Triton. `constants` are constexpr parameters
     and launch options.
@@ -137,7 +138,7 @@ def launch_prepared(
 def store_launch(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled_kernel: Any
 ) -> None:
-    """Cache the result of a launch by Triton, so that `launch_prepared` can repeat the launch.
+    """Cache `compiled_kernel`, launched by Triton, so that `launch_prepared` can repeat the launch.
 
     `args` and `constants` of the launch give the key. Unsupported launches are not cached.
     """
@@ -200,7 +201,7 @@ def _has_no_launch_hooks(kernel: Any) -> bool:
 
 
 def _generate_launch_functions(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
-    """Generate and return `_Site.read` and `_Site.launch` for a kernel and the types of `args`.
+    """Generate functions that compute a launch's cache key and launch, for the types of `args`.
 
     Return None if no argument is a tensor, a type is not supported, or a parameter is a constexpr
     or annotated.

@@ -20,28 +20,28 @@ from torch import Tensor
 
 
 def find_document_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return int64 [num_tokens], each token's document: [0, 2, 3, 3] gives [0, 0, 1]. No sync."""
+    """Return each token's document index: cu_seqlens [0, 2, 3, 3] give int64 [0, 0, 1]."""
     tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
 
 
 def find_positions_in_documents(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return int64 [num_tokens], positions in documents: [0, 2, 3, 3] gives [0, 1, 0]. No sync."""
+    """Return each token's position in its document: cu_seqlens [0, 2, 3, 3] give [0, 1, 0]."""
     tokens = torch.arange(num_tokens, device=cu_seqlens.device)
     return tokens - cu_seqlens[find_document_ids(cu_seqlens, num_tokens)]
 
 
 def make_row_cu_seqlens(num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
-    """Return int32 [num_rows + 1], the `cu_seqlens` of equal rows with num_tokens in total."""
+    """Return offsets, int32 [num_rows + 1], of rows of equal length; num_tokens counts all rows."""
     rows = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     return rows * (num_tokens // max(num_rows, 1))
 
 
 def assign_tokens_to_cp_ranks(cu_seqlens: Tensor, num_tokens: int, cp_size: int) -> Tensor:
-    """Return int64 [cp_size, num_tokens / cp_size], each cp rank's ascending token indices.
+    """Return each context-parallel rank's token indices: int64 [cp_size, num_tokens / cp_size].
 
-    No host sync. Each document's length must be 0 or a multiple of 2 * cp_size, which is not
-    checked.
+    A rank gets two chunks of each document, in ascending order. No host sync. Each document's
+    length must be 0 or a multiple of 2 * cp_size, which is not checked.
     """
     num_local = num_tokens // cp_size
     cu_seqlens = cu_seqlens.long()

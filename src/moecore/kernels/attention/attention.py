@@ -24,9 +24,9 @@ KERNELS: Sequence[AttentionKernel] = (flash4, cudnn, flash)
 def choose_attention_kernel(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
 ) -> AttentionKernel:
-    """Return the first module of `KERNELS` that can compute this block, otherwise `reference`.
+    """Return the first attention implementation that supports these inputs, otherwise `reference`.
 
-    Warns on a GPU about `reference`, and about FlashAttention 2 if flash-attn-4 is missing.
+    Warns on a GPU if it returns `reference`, or FlashAttention 2 because flash-attn-4 is missing.
     """
     for kernel in KERNELS:
         if kernel.find_problem(q, k, v, mask) is None:
@@ -40,17 +40,19 @@ def choose_attention_kernel(
 def attention_forward(
     q_BTHd: Tensor, k_BShd: Tensor, v_BShv: Tensor, mask: AttentionMask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of a block of queries to a block of keys. No autograd, no host sync.
+    """Return the attention output of queries over keys and values. No autograd, no host sync.
 
     Args:
-        q_BTHd: any float dtype, any strides; T may be 0.
-        k_BShd, v_BShv: as q; h divides H, and S may be 0.
+        q_BTHd: [batch, queries, heads, head dim], any float dtype, any strides; may have no
+            queries.
+        k_BShd, v_BShv: as q, with S keys. The number of query heads H is a multiple of the number
+            of key heads h.
         mask: the keys that each query sees.
         scale: factor on the dot products of queries and keys.
 
     Returns:
-        o_BTHv in the dtype of q, and lse_BHT, fp32 (fp64 for fp64), the log-sum-exp of each query's
-        scores: see the note "nothing seen". Both have any strides.
+        o_BTHv in the dtype of q, and lse_BHT, the log-sum-exp of each query's scores, fp32 (fp64
+        for fp64). A query that sees no key has output 0 and lse -inf. Both have any strides.
     """
     _check_shapes(q_BTHd, k_BShd, v_BShv)
     with disable_autocast(q_BTHd):
@@ -68,17 +70,18 @@ def attention_backward(
     mask: AttentionMask,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a block's queries, keys and values. No autograd, no host sync.
+    """Return the gradients of queries, keys and values. No autograd, no host sync.
 
     Args:
-        do_BTHv: gradient of the final o.
-        o_BTHv: the final o, over all blocks of keys and the sinks.
-        lse_BHT: the final lse, fp32; -inf for a query that sees no key of any block.
+        do_BTHv: gradient of the attention output.
+        o_BTHv: attention output over all keys, also keys of other calls, and the attention sinks.
+        lse_BHT: log-sum-exp of each query's scores over the same keys, fp32; -inf if it sees no
+            key.
         mask, scale: as for `attention_forward`.
 
     Returns:
-        dq, dk and dv in the shapes and dtypes of q, k and v. dq is the contribution of this block's
-        keys; the caller sums dq over blocks.
+        dq, dk and dv in the shapes and dtypes of q, k and v. dq is the contribution of these keys;
+        the caller sums dq over its calls.
     """
     _check_shapes(q_BTHd, k_BShd, v_BShv)
     with disable_autocast(q_BTHd):

@@ -36,9 +36,9 @@ from moecore.kernels.common import is_gpu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMask(CheckedRecord):
-    """Which keys a query sees; `AttentionMask()` is causal attention in each row.
+    """The keys that each query may see. The default is causal attention within each row.
 
-    Values of `cu_seqlens` are not checked.
+    The values of `cu_seqlens`, the documents' offsets in packed rows, are not checked.
     """
 
     causal: bool = True  # no key after the query: note "alignment"
@@ -71,12 +71,12 @@ class AttentionMask(CheckedRecord):
 
     @property
     def is_packed(self) -> bool:
-        """Whether `cu_seqlens_q` and `cu_seqlens_k` give documents packed into the rows."""
+        """Whether each row packs several documents, whose offsets are `cu_seqlens_q` and `_k`."""
         return self.cu_seqlens_q is not None
 
 
 class QKVBlock(NamedTuple):
-    """The arguments of `attention.attention_forward`: queries, keys, values, mask and scale."""
+    """The inputs of an attention call: queries, keys, values, mask and softmax scale."""
 
     q: Tensor
     k: Tensor
@@ -86,26 +86,27 @@ class QKVBlock(NamedTuple):
 
 
 class AttentionKernel(Protocol):
-    """The functions of an attention implementation, which is a module of this package."""
+    """The functions that each attention implementation (a module of this package) defines."""
 
     def find_problem(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
-        """Return a one-line reason why the module cannot compute this block; None = it can."""
+        """Return why this implementation cannot run on these inputs, in one line; None = it can."""
 
     def forward(self, block: QKVBlock) -> tuple[Tensor, Tensor]:
-        """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
+        """Return attention outputs [B, T, heads, dim] and log-sum-exps of scores [B, heads, T]."""
 
     def backward(
         self, block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv of `block` from `do`, and `o` and `lse` over all key blocks."""
+        """Return gradients of q, k and v. o and lse are output and log-sum-exp over all keys."""
 
 
 def merge_blocks(
     first_o: Tensor, first_lse: Tensor, second_o: Tensor, second_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return o_BTHv and lse_BHT over two blocks of keys from each block's o and lse.
+    """Merge attention results of the same queries over two disjoint sets of keys.
 
-    The result is in first_lse's dtype. o is NaN for a query that sees no key of either block.
+    Returns the output o_BTHv and the log-sum-exp lse_BHT of scores, in first_lse's dtype. o is NaN
+    for a query that sees no key in either set.
     """
     lse = torch.logaddexp(first_lse, second_lse)
     old, new = ((part - lse).exp().transpose(1, 2)[..., None] for part in (first_lse, second_lse))
@@ -113,21 +114,21 @@ def merge_blocks(
 
 
 def add_sinks(o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o and lse after adding a sink per head: a key of zero value with score `sinks_H`."""
+    """Return output o and log-sum-exp lse with one more key per head: score `sinks_H`, value 0."""
     lse = torch.logaddexp(lse_BHT, sinks_H[:, None].to(lse_BHT.dtype))
     shares_BTH = (lse_BHT - lse).exp().transpose(1, 2)
     return (o_BTHv * shares_BTH[..., None]).to(o_BTHv.dtype), lse
 
 
 def compute_sinks_grad(do_BTHv: Tensor, o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return the gradient [H] of the sinks' scores, from o and lse that include the sinks."""
+    """Return the gradient [heads] of the sinks' scores; o and log-sum-exp lse include the sinks."""
     delta_BHT = (do_BTHv.to(lse_BHT.dtype) * o_BTHv).sum(-1).transpose(1, 2)
     shares_BHT = (sinks_H[:, None].to(lse_BHT.dtype) - lse_BHT).exp()
     return -(shares_BHT * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
 
 
 def find_16_bit_problem(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
-    """Return why 16-bit kernels for GPUs >= `capability` cannot compute this block, or None."""
+    """Return why 16-bit kernels for GPUs >= `capability` do not support these inputs, or None."""
     if not q.numel() or not k.numel() or not v.numel():
         return "queries, keys and values must not be empty: fused kernels do not define the result"
     if not is_gpu(q):

@@ -19,7 +19,7 @@ from moecore.kernels.attention.contract import (
 
 
 def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
-    """Return a one-line reason why cuDNN cannot compute this block; None = it can."""
+    """Return why cuDNN cannot compute attention on these inputs, in one line; None = it can."""
     if mask.is_packed:
         return "cu_seqlens_q must be None for cuDNN, whose rows are one document each"
     if torch.get_deterministic_debug_mode() > 1:  # errors, not warnings: as in torch's own choice
@@ -38,7 +38,7 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
 
 
 def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
-    """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
+    """Return attention outputs [B, T, heads, dim] and log-sum-exps [B, heads, T], by cuDNN."""
     q, k, v, mask, scale = block
     # cuDNN's causal mask is aligned at the top left, moecore's at the bottom right. T queries and
     # S > T keys are two calls: all keys 0 : S - T, and a causal square of keys S - T : S.
@@ -53,7 +53,7 @@ def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
 
 
 def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv of `block` from the gradient of o, and o and lse over all key blocks."""
+    """Return gradients of q, k and v. o and lse are output and log-sum-exp over all keys."""
     q, k, v, mask, scale = block
     do, o = _copy_with_stride_order_of(do, q), _copy_with_stride_order_of(o, q)
     lse = lse.contiguous()
@@ -70,7 +70,7 @@ def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tenso
 def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Call cuDNN once; return o_BTHv and lse_BHT. `causal`: query i sees keys 0 to i (top left)."""
+    """Call cuDNN; return o_BTHv and log-sum-exp lse_BHT. `causal`: query i sees keys 0 to i."""
     o_BHTv, lse_BHT1, *_ = cudnn_attention(
         *_move_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
     )

@@ -22,12 +22,12 @@ from moecore.kernels.attention.contract import AttentionMask, QKVBlock, find_16_
 
 
 def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
-    """Return a one-line reason why FlashAttention cannot compute this block; None = it can."""
+    """Return why FlashAttention 2 cannot run on these inputs, in one line; None = it can."""
     return find_16_bit_problem(q, k, v, (8, 0))
 
 
 def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
-    """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
+    """Return attention outputs [B, T, heads, dim], log-sum-exps [B, heads, T]: FlashAttention 2."""
     q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
     o, lse, *_ = flash_attention(
@@ -46,7 +46,7 @@ def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
 
 
 def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv of `block` from the gradient of o, and o and lse over all key blocks."""
+    """Return gradients of q, k and v. o and lse are output and log-sum-exp over all keys."""
     q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
     lse = lse.masked_fill(lse == -math.inf, math.inf)
@@ -80,7 +80,7 @@ def _pad_and_flatten(mask: AttentionMask, head_dim: int, *tensors: Tensor) -> li
 def _get_document_arguments(
     mask: AttentionMask, q: Tensor, k: Tensor
 ) -> tuple[Tensor | int | None, ...]:
-    """Return cu_seqlens and maximum lengths of queries and keys; T and S if rows are not packed."""
+    """Return cu_seqlens (or None) of q and k, and their maximum document (or row) lengths."""
     if mask.is_packed:
         return mask.cu_seqlens_q, mask.cu_seqlens_k, mask.max_length_q, mask.max_length_k
     return None, None, q.shape[1], k.shape[1]

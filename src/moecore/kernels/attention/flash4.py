@@ -35,7 +35,7 @@ class _Functions(NamedTuple):
 
 
 def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
-    """Return a one-line reason why FlashAttention 4 cannot compute this block; None = it can."""
+    """Return why FlashAttention 4 cannot run on these inputs, in one line; None = it can."""
     if (reason := find_16_bit_problem(q, k, v, (9, 0))) is not None:
         return reason
     if q.is_meta:
@@ -60,7 +60,7 @@ def warn_if_missing(device: torch.device) -> None:
 
 
 def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
-    """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
+    """Return attention outputs [B, T, heads, dim], log-sum-exps [B, heads, T]: FlashAttention 4."""
     q, k, v, mask, scale = block
     heads, arguments = _flatten_packed_rows(mask, q, k, v), _make_arguments(mask, scale)
     o, lse, *_ = _import_functions().forward(*heads, **arguments, return_lse=True)
@@ -70,7 +70,7 @@ def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
 
 
 def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv of `block` from the gradient of o, and o and lse over all key blocks."""
+    """Return gradients of q, k and v. o and lse are output and log-sum-exp over all keys."""
     q, k, v, mask, scale = block
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(s - lse) of a row that sees no key is 0
     if mask.is_packed:

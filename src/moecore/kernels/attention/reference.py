@@ -21,7 +21,7 @@ from moecore.kernels.invariant import is_batch_invariant
 
 
 def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
-    """Return None, because the reference can compute every block."""
+    """Return None, because plain PyTorch supports all inputs."""
     return
 
 
@@ -57,7 +57,7 @@ def _list_separate_parts(
 ) -> list[tuple[int, AttentionMask]] | None:
     """Return (number of tokens, mask) of each row or document that is computed separately.
 
-    None = the block is computed at once.
+    None = one call computes all rows.
     """
     (B, T), cu_q, cu_k = q.shape[:2], mask.cu_seqlens_q, mask.cu_seqlens_k
     if cu_q is None or cu_k is None or k.shape[1] != T or not B * T:
@@ -77,9 +77,9 @@ def _list_separate_parts(
 def _split_block(
     block: QKVBlock, parts: list[tuple[int, AttentionMask]], *tensors: Tensor
 ) -> Iterator[Any]:
-    """Yield (`QKVBlock`, *other tensors) of each part, from `_list_separate_parts`.
+    """Split the inputs by tokens into `parts`; yield (inputs, *other tensors) of each part.
 
-    `tensors`, [B, T, ...], are split along the tokens, as q, k and v are.
+    `parts` is from `_list_separate_parts`. `tensors`, [B, T, ...], are the other tensors to split.
     """
     lengths, masks = zip(*parts, strict=True)
     tokens = [x.flatten(0, 1)[None].split(lengths, dim=1) for x in (*block[:3], *tensors)]
@@ -88,21 +88,21 @@ def _split_block(
 
 
 def _merge_parts(parts: Iterable[Tensor], like: Tensor) -> Tensor:
-    """Concatenate the parts' results [1, tokens, ...] to [B, T, ...], with B and T of `like`."""
+    """Concatenate results [1, tokens, ...] along tokens, and reshape them to [B, T] of `like`."""
     return torch.cat(list(parts), dim=1).unflatten(1, like.shape[:2])[0]  # type: ignore[no-any-return]
 
 
 def _compute_scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
-    """Return scaled scores [B, h, g, T, S], -inf for masked keys; g queries share a key head."""
+    """Return scaled scores, -inf if masked: [B, kv heads, query heads per kv head, T, S]."""
     s = torch.einsum("bthgd,bshd->bhgts", q, k) * scale
     seen_TS = make_bool_mask(mask, q.shape[1], k.shape[1], q.device)
     return s if seen_TS is None else s.masked_fill(~seen_TS, -math.inf)
 
 
 def _group_heads(x_BTHx: Tensor, num_kv_heads: int, mask: AttentionMask) -> Tensor:
-    """Return heads by key/value head, [B, T, h, H / h, dim], in at least fp32.
+    """Return heads grouped by key/value head, [B, T, kv heads, heads per kv head, dim].
 
-    Rows with packed documents are joined to one row, [1, B * T, ...].
+    The result has at least fp32. Rows with packed documents are joined to one row, [1, B * T, ...].
     """
     x = x_BTHx.to(torch.promote_types(x_BTHx.dtype, torch.float32))
     x = x.flatten(0, 1)[None] if mask.is_packed else x
@@ -116,7 +116,7 @@ def _group_operands(block: QKVBlock) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
-    """Return outputs o_BTHv and log-sum-exps lse_BHT of a block's queries, keys and values."""
+    """Return attention outputs [B, T, heads, dim], log-sum-exps [B, heads, T] in plain PyTorch."""
     q, k, v, mask, scale = block
     parts = _list_separate_parts(mask, q, k)
     if parts is not None:
@@ -135,7 +135,7 @@ def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
 
 
 def backward(block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv of `block` from the gradient of o, and o and lse over all key blocks."""
+    """Return gradients of q, k and v. o and lse are output and log-sum-exp over all keys."""
     q, k, v, mask, scale = block
     parts = _list_separate_parts(mask, q, k)
     if parts is not None:

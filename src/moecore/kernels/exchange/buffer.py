@@ -61,7 +61,7 @@ class ExchangeLayout:
 
     @property
     def chunk(self) -> int:
-        """Number of tokens in a chunk, whose rows one flag announces."""
+        """Number of tokens in a chunk: their rows are sent together and announced by one flag."""
         return min(64, max(8, next_power_of_2(cdiv(self.max_tokens, self.rounds * self.num_push))))
 
     @property
@@ -71,14 +71,14 @@ class ExchangeLayout:
 
     @property
     def region_bytes(self) -> list[int]:
-        """Bytes of the regions rows, ids, weights and flags, rounded up to `ALIGNMENT`."""
+        """Bytes of the parts for rows, ids, weights and flags, rounded up to `ALIGNMENT`."""
         choices = 2 * self.source_rows * self.top_k * 4
         flags = 2 * self.num_chunks * self.num_ranks * 4
         sizes = ((2 + self.sums_slot) * self.slot_bytes, choices, choices, flags)
         return [cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes]
 
     def view_sums(self, peer_memory: Tensor, sender_rank: int) -> Tensor:
-        """Return the view of a peer's memory for sums of `sender_rank`: `max_tokens` rows."""
+        """Return the `max_tokens` rows of a peer's buffer that receive sums of `sender_rank`."""
         num_bytes = self.max_tokens * self.row_bytes
         return peer_memory[SUMS_SLOT.value * self.slot_bytes :].narrow(
             0, sender_rank * num_bytes, num_bytes
@@ -95,7 +95,7 @@ class ExchangeLayout:
 
 
 class ExchangePointers(NamedTuple):
-    """The tensors `bases`, `state` and `report` of a `PeerBuffer`, as kernels receive them."""
+    """Addresses of all ranks' buffers, the exchange's state and its report to the host."""
 
     bases: Any
     state: Any
@@ -104,7 +104,7 @@ class ExchangePointers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerBuffer:
-    """One rank's addresses of the exchange buffers of all ranks, and the state of its exchange."""
+    """The addresses of all ranks' exchange buffers as one rank maps them, and that rank's state."""
 
     rank: int  # this rank in the group
     bases: Tensor  # int64 [4, G] on the device, this rank's addresses of every rank's regions
@@ -122,7 +122,7 @@ class PeerBuffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SymmetricBuffer(PeerBuffer):
-    """One rank's view of the buffers of all ranks in an exchange of token rows."""
+    """One rank's mapping of all ranks' buffers for the exchange of token rows."""
 
     layout: ExchangeLayout
     # for each peer, the memory to which `copy_sums_to_peers` writes; empty without `sums_slot`

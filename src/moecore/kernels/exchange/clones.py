@@ -61,24 +61,24 @@ class CloneLayout:
         return 2 * self.set_bytes + 2 * self.num_ranks * self.num_programs * 4
 
     def locate_regions(self, base_address: int) -> list[int]:
-        """Return [slots, 0, 0, flags], addresses in the buffer at `base_address`; 0 = no region."""
+        """Return addresses [slots, 0, 0, flags] in the buffer at `base_address`; 0 = unused."""
         return [base_address, 0, 0, base_address + 2 * self.set_bytes]
 
     def slot_bytes(self, num_clones: int) -> int:
-        """Return the bytes of a slot if a set of slots has `num_clones` slots."""
+        """Return the bytes of one clone's slot if a rank has `num_clones` clones."""
         return self.set_bytes // num_clones // ALIGNMENT * ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneBuffer(PeerBuffer):
-    """One rank's view of the buffers of all ranks in an exchange of cloned experts."""
+    """One rank's mapping of all ranks' buffers for the exchange of cloned experts."""
 
     layout: CloneLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClonePlaces:
-    """The expert whose clone each place stores (`ClonePlan.experts_N`), and the sizes of blocks."""
+    """The expert (-1 = none) that each clone copies, and the experts and clones per rank."""
 
     experts_N: Tensor  # int32 on the device; -1 = the place is empty
     num_clones: int  # c; place n is the (n % c)-th of block n // c
@@ -87,7 +87,7 @@ class ClonePlaces:
 
 
 class ClonePiece(NamedTuple):
-    """The range of an expert's row [W] that one operation sends."""
+    """The range of an expert's flattened weights (W elements) that one operation sends."""
 
     width: int  # W
     start: int
@@ -95,7 +95,7 @@ class ClonePiece(NamedTuple):
 
 
 class CloneConstants(NamedTuple):
-    """Compile-time constants of the kernels; letters of this file."""
+    """Compile-time constants of the kernels: sizes of the group, of the buffer and of a launch."""
 
     G: int
     ETP: int
@@ -121,7 +121,7 @@ def _locate_slot(
 ):
     """Return the address of slot `slot_idx` on rank `peer_rank`, as a pointer to `element_dtype`.
 
-    The number `operation_idx` selects one of the two sets of slots.
+    Even and odd values of `operation_idx` select the first and the second set of slots.
     """
     base = tl.load(buffer.bases + AT_ROWS * CONST.G + peer_rank)
     at = base + (operation_idx % 2).to(tl.int64) * CONST.SET_BYTES + slot_idx * CONST.SLOT_BYTES
@@ -137,7 +137,7 @@ def _copy_piece(
     CACHE: tl.constexpr,
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Copy this program's part of `num_elements` to `to_ptr`, or zeros if not `has_source`."""
+    """Copy this program's part of `num_elements` elements; write zeros if not `has_source`."""
     BLOCK: tl.constexpr = CONST.BLOCK
     for column in range(tl.program_id(0) * BLOCK, num_elements, CONST.PROGRAMS * BLOCK):
         columns = column + tl.arange(0, BLOCK)
@@ -155,7 +155,7 @@ def _store_weights_kernel(
     rank,
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Store a part of the local experts' weights in slots of the clones' ranks; raise flags."""
+    """Store part of the local experts' weights in slots of the clones' ranks, and raise flags."""
     operation = tl.load(buffer.state + OPERATION)
     element = rows_ptr.dtype.element_ty
     first = rank // CONST.ETP * CONST.NUM_LOCAL
@@ -179,7 +179,7 @@ def _receive_weights_kernel(
     timeout_ns,  # nanoseconds
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Wait for this program's flags, then copy a part of the clones' weights from local slots."""
+    """Wait for this program's flags, then copy part of the clones' weights to out_ptr."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = out_ptr.dtype.element_ty
@@ -206,7 +206,7 @@ def _store_grads_kernel(
     rank,
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Store a part of the local clones' gradients in local slots; raise flags."""
+    """Store part of the local clones' gradients in this rank's slots; raise flags on all ranks."""
     operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty
     from_ptr = grads_ptr + piece.start
@@ -228,7 +228,7 @@ def _receive_grads_kernel(
     timeout_ns,  # nanoseconds
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Wait for this program's flags, then add a part of the clones' gradients to grads_ptr."""
+    """Wait for this program's flags from all ranks, then add clones' gradients to grads_ptr."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty
@@ -264,9 +264,9 @@ def _receive_grads_kernel(
 
 
 def split_into_pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
-    """Yield ranges of the columns of `rows` [experts, W]. Each range fits a buffer slot.
+    """Yield ranges of the columns of `rows` [experts, W], each of which fits a slot of the buffer.
 
-    `num_clones` is the number of slots in a set.
+    A rank has `num_clones` slots per operation.
     """
     width, max_width = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
     for start in range(0, width, max_width):
@@ -316,10 +316,10 @@ receive_grads = partial(_launch_clone_kernel, _receive_grads_kernel, True)
 
 
 def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: ClonePlaces) -> Tensor:
-    """Return the weights of this rank's clones, [clones, ...], zeros for empty places. Collective.
+    """Copy weights from the experts' ranks to this rank's clones; return them. Collective.
 
-    `expert_weights` has this rank's experts, in any dtype, and `clone_places` the expert that each
-    place clones. No host sync.
+    `expert_weights` has this rank's experts, in any dtype. `clone_places` has the expert that each
+    clone copies. The result is [clones, ...]; a clone without an expert is zeros. No host sync.
     """
     out = expert_weights.new_empty(clone_places.num_clones, *expert_weights.shape[1:])
     rows_eW = _view_as_words(expert_weights.contiguous())
@@ -333,9 +333,9 @@ def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: Clon
 def add_clone_grads_(buffer: CloneBuffer, grads: Tensor, clone_places: ClonePlaces) -> Tensor:
     """Add the gradients of all ranks' clones to their experts' gradients, in place. Collective.
 
-    `grads` [experts + clones, ...], contiguous, in one of `SUM_DTYPES`, ends with the gradients of
-    this rank's clones. `clone_places` has the expert that each place clones. The result is the part
-    of `grads` for experts. Sums are in fp32, in the order of places, and rounded once. No host
+    `grads` [experts + clones, ...], contiguous, in one of `SUM_DTYPES`, has first this rank's
+    experts, then its clones. `clone_places` has the expert that each clone copies. Returns the
+    experts' part of `grads`. Sums are in fp32, in the order of clones, and rounded once. No host
     sync.
     """
     home_eW, clones_cW = _view_rows(grads).split((clone_places.num_local, clone_places.num_clones))

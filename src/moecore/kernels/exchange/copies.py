@@ -22,7 +22,7 @@ from moecore.kernels.exchange.buffer import SymmetricBuffer
 
 
 class SlotState(Enum):
-    """The state of the buffer slot that receives copied sums, equal on all ranks."""
+    """The state of the buffer's slot for sums that copy engines send, equal on all ranks."""
 
     FREE = "every rank has read it"
     COPYING = "copies write it"
@@ -30,7 +30,7 @@ class SlotState(Enum):
 
 
 class SlotEvent(Enum):
-    """An event of an exchange that changes the `SlotState`: see `TRANSITIONS`."""
+    """An event that changes `SlotState`: copies begin, sums are read, or another operation."""
 
     OPERATION = "an operation that does not read the slot"
     COPY = "copies into the slot begin"
@@ -46,11 +46,11 @@ TRANSITIONS = {
 
 
 def copy_sums_to_peers(buffer: SymmetricBuffer, sums_SD: Tensor) -> None:
-    """Copy sums [S, D] to slot `SUMS_SLOT` of the tokens' ranks by copy engines. No host sync.
+    """Send sums [S, D] to the ranks of their tokens by copy engines, without SMs. No host sync.
 
-    Row g * C + t is this rank's sum for token t of rank g, C = `max_tokens`. Sums of unused source
-    rows are also copied. `sums_SD` is contiguous with rows of `row_bytes`, and must not be freed
-    before the `combine_rows` that adds the sums.
+    Row g * C + t is this rank's sum for token t of rank g, C = `max_tokens`. Rows without a sum are
+    also copied. `sums_SD` is contiguous with rows of `row_bytes`, and must not be freed before the
+    `combine_rows` that adds the sums.
     """
     G = buffer.layout.num_ranks
     bytes_G = sums_SD.view(torch.uint8).view(G, -1)

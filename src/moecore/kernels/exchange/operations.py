@@ -4,22 +4,18 @@
     reduce       row g * C + t of every such rank -> token t of rank g, added in fp32 in rank order
     limit_rows   offsets of expert rows, clamped to a length
 
-`dispatch_rows` is the gradient of `combine_rows`, and the reverse. A source row's slots are the
-indices of its rows in memory: one row of [S, D], or expert rows of [R, D]. A spread copies to
-each slot. A reduce adds the rows of the slots and sends the sum. Source rows are numbered by (rank,
-token), so no rank counts, sorts or waits for a size. Unused rows are holes, which are never read.
+`dispatch_rows` is the gradient of `combine_rows`, and the reverse. A source row is a received
+token, numbered by (rank, token), so no rank counts, sorts or waits for a size. Its slots are its
+expert rows: a spread copies to them, and a reduce adds them and sends the sum.
 
-Each operation is one launch, without a host sync. The first programs push: they store rows into the
-peers' receive buffers, interleaved by token because one peer after the other is a third slower.
-After each chunk of tokens they release one flag on every peer. They never wait. The other programs
-receive: they wait for a flag, then copy or add the chunk's rows from the buffer.
-
-Slots, flags and memory order: `exchange/protocol.py`. Sums by copy engines: `exchange/copies.py`.
+Each operation is one launch, without a host sync. The first programs store rows into the peers'
+buffers, interleaved by token because one peer after the other is a third slower. After each chunk
+of tokens they release one flag on every peer. The other programs wait for a flag, then copy or add
+the chunk's rows. Flags: `exchange/protocol.py`. Sums by copy engines: `exchange/copies.py`.
 
 Letters: T local tokens, C max_tokens of any rank, G ranks, S = G * C source rows, D columns, K
-choices per token, R expert rows, N slots per source row, one chunk is CHUNK tokens. Bytes moved,
-with P ranks per token and b bytes per element: P * T * D * b over the links. A receiver reads and
-writes as many bytes again, of expert rows if the slots are expert rows.
+choices per token, R expert rows, N slots per source row. Bytes moved, with P ranks per token and b
+bytes per element: P * T * D * b over the links, and as many again in the receiver's memory.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -62,7 +58,7 @@ Half = Literal["both", "push", "receive"]
 
 
 class DispatchedRows(NamedTuple):
-    """The rows that a rank received in a dispatch, one per (rank, token), and their choices."""
+    """The rows that a rank received, and their expert choices; one row per (source rank, token)."""
 
     rows_SD: Tensor  # holes are uninitialised
     ids_SK: Tensor  # int32, global expert ids; -1 in holes
@@ -72,7 +68,7 @@ class DispatchedRows(NamedTuple):
 
     @classmethod
     def empty(cls, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, S: int) -> "DispatchedRows":
-        """Return uninitialised tensors for S source rows."""
+        """Return uninitialised tensors for S rows, with the columns and dtypes of the arguments."""
         (T, K), D = ids_TK.shape, x_TD.shape[1]
         choices = (ids_TK.new_empty(S, K), weights_TK.new_empty(S, K))
         peers_T = ids_TK.new_empty(T, dtype=torch.int64)
@@ -80,7 +76,7 @@ class DispatchedRows(NamedTuple):
 
 
 class Ptrs(NamedTuple):
-    """Tensors of a spread or reduce kernel, indexed by row. A spread copies 4-byte words."""
+    """Pointers to the rows that a kernel sends, to its output, and to the index between both."""
 
     rows: Any  # [T, D] to spread, [R, D] to add
     peers: Any  # [T] int64 ranks by bit
@@ -109,10 +105,9 @@ def _spread_kernel(
     HALF: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Push chunks of local rows and choices, or copy received chunks to outputs, by program id.
+    """Send local rows and expert choices to peers, or copy received ones to outputs, by program id.
 
-    `ptrs` has the tensors indexed by row, and `lists_ptr` scratch memory for used slots. `HALF`
-    restricts the launch to "push" or "receive".
+    `lists_ptr` is scratch memory. `HALF` "push" only sends, and "receive" only receives.
     """
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
@@ -181,10 +176,9 @@ def _reduce_kernel(
     HAS_SUMS: tl.constexpr,  # rows came by `copy_sums_to_peers`
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Push sums of source rows to tokens' ranks, or add received sums, by program id.
+    """Send sums of expert rows to the tokens' ranks, or add the received sums, by program id.
 
-    `ptrs` has the tensors indexed by row, and `lists_ptr` scratch memory for used slots. `HALF`
-    restricts the launch to "push" or "receive".
+    `lists_ptr` is scratch memory. `HALF` "push" only sends, and "receive" only receives.
     """
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
@@ -232,13 +226,13 @@ def _reduce_kernel(
 
 
 def _make_grid(buffer: SymmetricBuffer, half: Half) -> tuple[int]:
-    """Return the grid of a launch that runs one half of an operation, or both halves."""
+    """Return the grid: the programs that send, that receive, or both, as `half` says."""
     layout = buffer.layout
     return ((half != "receive") * layout.num_push + (half != "push") * layout.num_receive,)
 
 
 def _list_common_args(buffer: SymmetricBuffer, num_tokens: int, num_slots: int) -> tuple[Any, ...]:
-    """Return both kernels' arguments `lists_ptr` to `timeout_ns`; `num_slots` is per source row."""
+    """Return arguments `lists_ptr` to `timeout_ns`; `num_slots`: maximum expert rows per row."""
     layout = buffer.layout
     entries = (layout.num_push + layout.num_receive) * compute_list_size(layout, num_slots)
     lists = torch.empty(entries, dtype=torch.int32, device=buffer.state.device) if entries else None
@@ -259,11 +253,10 @@ def dispatch_rows_and_choices(
     """Send tokens and choices to the ranks of their experts; return the received rows. Collective.
 
     Args:
-        x_TD: tokens, at most C, contiguous, in any dtype; rows of at most `row_bytes`.
+        x_TD: tokens, at most `max_tokens`, contiguous, in any dtype; rows of at most `row_bytes`.
         ids_TK, weights_TK: int32 global expert ids (-1 = dropped), fp32 weights; contiguous.
-        num_local_experts: experts of one block, which etp ranks share: rank g owns block g // etp.
-        half: tests that simulate all ranks in one process launch "push" and "receive" separately.
-            The outputs of the other half are then uninitialised.
+        num_local_experts: experts that each group of `etp` ranks (expert tensor parallel) shares.
+        half: "push" only sends and "receive" only receives, for tests that simulate all ranks.
     """
     out = DispatchedRows.empty(x_TD, ids_TK, weights_TK, buffer.layout.source_rows)
     ptrs = Ptrs(view_int32(x_TD), out.peers_T, out.places_S, out.places_S, view_int32(out.rows_SD))
@@ -282,10 +275,10 @@ def dispatch_rows(
     *,
     half: Half = "both",
 ) -> Tensor:
-    """Send tokens' rows to the ranks in peers_T; return [num_rows, D], a row per slot. Collective.
+    """Send tokens' rows to the ranks in peers_T; return [num_rows, D] in expert order. Collective.
 
-    peers_T and places_S are fields of `DispatchedRows`. slots_SN, int32, contiguous, has the
-    indices in the result of each source row's copies, -1 = no copy. Other rows are uninitialised.
+    peers_T (bit g = rank g) and places_S (received rows) are fields of `DispatchedRows`. slots_SN,
+    int32, contiguous, has each received row's output rows, -1 = none. Others are uninitialised.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     ptrs = Ptrs(view_int32(x_TD), peers_T, places_S, slots_SN, view_int32(out_RD))
@@ -303,7 +296,7 @@ def _launch_spread(
     num_local_experts: int = 1,
     etp: int = 1,
 ) -> None:
-    """Launch `_spread_kernel` for rows with `num_slots` slots; `choices` None = only rows."""
+    """Launch `_spread_kernel`; `num_slots`: maximum output rows per row. No choices = only rows."""
     T, row_format = ptrs.rows.shape[0], RowFormat(ptrs.rows.shape[1], ptrs.rows.itemsize)
     layout, common_args = buffer.layout, _list_common_args(buffer, T, num_slots)
     with device_of(buffer.state):
@@ -326,20 +319,19 @@ def combine_rows(
     has_sums: bool = False,
     half: Half = "both",
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of each token's rows on all ranks, added in fp32 in rank order. Collective.
+    """Return the sum of each token's expert rows on all ranks, in fp32 in rank order. Collective.
 
     Args:
-        y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`. Rows without a slot are not read.
+        y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`. Rows in no slot are not read.
         peers_T, places_S: as for `dispatch_rows`.
-        slots_SN: int32, contiguous, the rows to add for each source row, -1 = no row.
+        slots_SN: int32, contiguous, the rows of y_RD to add for each received row, -1 = none.
         choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots [S,
             K], the expert row of each choice. The gradients are returned to the tokens' ranks.
-        has_sums: `copy_sums_to_peers` has sent the sums, on all ranks. y_RD and slots_SN are then
-            the sums [S, D] and their places [S, 1].
+        has_sums: `copy_sums_to_peers` has sent the sums y_RD [S, D]; slots_SN has their rows.
         half: as for `dispatch_rows_and_choices`.
 
     Returns:
-        Sums [T, D], zero for a token without a rank; and gradients of weights [T, K] fp32 or None.
+        Sums [T, D], zero for a token sent to no rank; gradients of weights [T, K] fp32 or None.
     """
     T, row_format = peers_T.shape[0], RowFormat(y_RD.shape[1], y_RD.itemsize)
     out_TD = y_RD.new_empty(T, row_format.count)
@@ -394,11 +386,11 @@ def _limit_rows_kernel(
 
 
 def limit_rows(offsets_e: Tensor, max_rows: int, state: Tensor, host_report: Tensor) -> Tensor:
-    """Return offsets clamped to `max_rows`, and record how many rows were needed. No host sync.
+    """Clamp offsets to a buffer's `max_rows` and return them; record the rows needed. No host sync.
 
-    Offsets are the int32 running sum of the experts' rows. If the last offset exceeds `max_rows`,
-    word NEEDED_ROWS of `state` and `host_report` is raised to this offset. Both are int32
-    [NUM_WORDS]; `state` is on the device, `host_report` in memory that the host reads.
+    `offsets_e` is the int32 running sum of the experts' row counts. If its last entry exceeds
+    `max_rows`, word NEEDED_ROWS of `state` (device) and `host_report` (host memory) is raised to
+    it.
     """
     if not can_use_kernel(offsets_e):
         return limit_rows_ref(offsets_e, max_rows, state, host_report)

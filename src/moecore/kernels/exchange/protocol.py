@@ -28,9 +28,10 @@ def find_peers(
     block_experts,  # experts of one block
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Write int64 bits for each token of a chunk: bit g is set if rank g owns one of its experts.
+    """Write a bit mask per token of a chunk: bit g = rank g has one of the token's experts.
 
-    `peers_ptr` receives the bits. `block_experts` is the number of experts of one block.
+    `peers_ptr` receives int64 masks. Each group of expert tensor parallel ranks has `block_experts`
+    experts.
     """
     CHUNK: tl.constexpr = CONST.CHUNK
     tokens = chunk_idx * CHUNK + tl.arange(0, CHUNK)
@@ -57,7 +58,7 @@ def raise_flags(
     rank,
     CONST: tl.constexpr,  # G, and the power of two BLOCK_G
 ):
-    """Raise a chunk's flag on every rank, after all stores of this program."""
+    """Set the flag of chunk `chunk_idx` on every rank, after all stores of this program."""
     G: tl.constexpr = CONST.G
     BLOCK_G: tl.constexpr = CONST.BLOCK_G
     flag = (operation_idx % 2 * G + rank).to(tl.int64) * num_chunks + chunk_idx
@@ -112,7 +113,7 @@ def get_remaining_time(
     buffer,  # ExchangePointers
     timeout_ns,  # nanoseconds
 ):
-    """Return the time to wait, int64 nanoseconds: `timeout_ns`, or 0 after a failed operation."""
+    """Return the time to wait in ns, int64: `timeout_ns`, or 0 after a failed operation."""
     return tl.where(tl.load(buffer.state + ERROR_BEFORE) == 0, timeout_ns, 0).to(tl.int64)
 
 
@@ -131,8 +132,8 @@ def wait_for_flags(
 ):
     """Wait for a chunk's flags from NUM_RANKS ranks; return whether all flags arrive in time.
 
-    `first_rank` is the first of the ranks. After a timeout, a late rank and OPERATION_KIND (0
-    spread, 1 reduce) are recorded in the buffer's state.
+    The ranks begin with `first_rank`. After a timeout, a late rank and OPERATION_KIND (0 dispatch,
+    1 combine) are recorded in the buffer's state.
     """
     ranks = first_rank + tl.arange(0, CONST.THREADS) % NUM_RANKS
     flags = (operation_idx % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk_idx
@@ -160,7 +161,7 @@ def finish_operation(
     state_ptr,  # [NUM_WORDS] int32
     operation_idx,  # n
 ):
-    """Advance the operation number if all other programs of the launch have finished."""
+    """Increment the operation counter if this is the last program of the launch to finish."""
     tl.debug_barrier()
     ticket = tl.atomic_add(state_ptr + FINISHED, 1, sem="acq_rel", scope="gpu")
     if ticket == tl.num_programs(0) - 1:

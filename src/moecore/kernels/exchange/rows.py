@@ -14,7 +14,7 @@ from moecore.kernels.exchange.buffer import AT_IDS, AT_ROWS, AT_WEIGHTS
 
 
 class RowChunk(NamedTuple):
-    """A chunk of local tokens: its index, T, C and this rank, as device functions receive them."""
+    """A chunk of local tokens: its index, the token count, its maximum over ranks, this rank."""
 
     number: Any
     num_tokens: Any
@@ -28,7 +28,10 @@ def locate_pairs(
     chunk,  # RowChunk
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Return token and rank of a chunk's (token, rank) pairs, by index, and whether they exist."""
+    """Return the token, the rank and whether it exists, of (token, rank) pairs of a chunk.
+
+    Pairs are numbered from 0 in each chunk, and `pair_ids` has the numbers.
+    """
     token = chunk.number * CONST.CHUNK + pair_ids // CONST.G
     exists = (pair_ids < CONST.CHUNK * CONST.G) & (token < chunk.max_tokens)
     return token, (pair_ids % CONST.G + token + chunk.rank) % CONST.G, exists
@@ -36,14 +39,14 @@ def locate_pairs(
 
 @triton.jit
 def _load_rows(from_ptrs, mask, columns, D: tl.constexpr, CACHE: tl.constexpr):
-    """Load columns of rows, [ROWS, BLOCK_D], where the mask is True; other values are undefined."""
+    """Load columns of rows at `from_ptrs`, [rows, columns]; undefined where the mask is False."""
     inside = mask[:, None] & (columns < D)[None, :]
     return tl.load(from_ptrs[:, None] + columns[None, :], mask=inside, cache_modifier=CACHE)
 
 
 @triton.jit
 def _store_rows(to_ptrs, x, mask, columns, D: tl.constexpr):
-    """Store x [ROWS, BLOCK_D] to these columns of rows `to_ptrs`, where the mask is True."""
+    """Store x [rows, columns] to these columns of rows at `to_ptrs`, where the mask is True."""
     tl.store(to_ptrs[:, None] + columns[None, :], x, mask=mask[:, None] & (columns < D)[None, :])
 
 
@@ -57,7 +60,7 @@ def _move_rows(
     TILES: tl.constexpr,  # loaded before the first is stored: 1 or 4
     CACHE: tl.constexpr,
 ):
-    """Copy rows of D columns where the mask is True, TILES blocks of columns at a time."""
+    """Copy rows of D columns where the mask is True, TILES blocks of BLOCK_D columns at a time."""
     for start in range(0, D, TILES * BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
         x0 = _load_rows(from_ptrs, mask, columns, D, CACHE)
@@ -83,12 +86,12 @@ def push_rows(
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy a chunk's rows to peers' buffers, at most one row per token and peer.
+    """Store a chunk's rows in peers' buffers, at most one row per token and peer.
 
-    `destinations_ptr` has a bit per token and peer: a set bit sends the token's row. With REDUCE,
-    `rows_ptr` has sums instead, and `destinations_ptr` has the row of each pair's sum, -1 = no sum.
-    `bases_ptr` has the peers' buffer addresses, to which `region_offset` is added. `first_row` is
-    the row that receives token 0.
+    `destinations_ptr` has a bit mask of peers per token. With REDUCE, it has instead the row of
+    `rows_ptr` to send for each (peer, token), -1 = none. `bases_ptr` has the addresses of the
+    peers' buffers, to which `region_offset` bytes are added. `first_row` is the row there of token
+    0.
     """
     element = rows_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
@@ -113,7 +116,10 @@ def locate_source_rows(
     max_tokens,  # C
     CHUNK: tl.constexpr,
 ):
-    """Return the source rows of a chunk of `source_rank`, int64 [CHUNK], and which rows exist."""
+    """Return the buffer rows of a chunk's tokens, int64 [CHUNK], and whether each token exists.
+
+    The chunk was sent by rank `source_rank`.
+    """
     tokens = chunk_idx * CHUNK + tl.arange(0, CHUNK)
     return source_rank.to(tl.int64) * max_tokens + tokens, tokens < max_tokens
 
@@ -128,15 +134,14 @@ def copy_rows(
 ):
     """Copy a chunk's received rows from the buffer at `slot_ptr` to `out_ptr`.
 
-    `source_rows` has the source rows, `out_rows` the output row of each source row, -1 = not
-    copied.
+    `source_rows` are rows of the buffer, `out_rows` the output row of each, -1 = not copied.
     """
     from_ptrs, to_ptrs = slot_ptr + source_rows * CONST.D, out_ptr + out_rows.to(tl.int64) * CONST.D
     _move_rows(from_ptrs, to_ptrs, out_rows >= 0, CONST.D, CONST.RECEIVE_D, CONST.TILES, ".cg")
 
 
 class Choices(NamedTuple):
-    """Pointers to the choices of rows: int32 expert ids, fp32 weights."""
+    """Pointers to the expert choices of rows: int32 expert ids and fp32 routing weights."""
 
     ids: Any
     weights: Any
@@ -152,10 +157,10 @@ def push_choices(
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Store a chunk's ids (-1 in holes) and weights in peers' buffers.
+    """Store a chunk's expert ids and weights in peers' buffers; id -1 if no row is sent.
 
-    With REDUCE only gradients of weights are stored. `destinations_ptr` says which (token, peer)
-    pairs have a row, as for `push_rows`. `first_row` is the row that receives token 0.
+    With REDUCE only gradients of weights are stored. `destinations_ptr` is as for `push_rows`.
+    `first_row` is the row in each peer's buffer that receives token 0.
     """
     G: tl.constexpr = CONST.G
     K: tl.constexpr = CONST.K
@@ -193,9 +198,9 @@ def _find_sent_pairs(
     chunk,  # RowChunk
     REDUCE: tl.constexpr,
 ):
-    """Return bool for each (token, peer) pair: whether this rank sends the peer a row.
+    """Return whether this rank sends a row to the peer, bool per (token, peer) pair.
 
-    `destinations_ptr` has a bit per token and peer, or with REDUCE a place per pair, -1 = no row.
+    `destinations_ptr` has a bit mask of peers per token, or with REDUCE a row per pair, -1 = none.
     """
     if REDUCE:
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
@@ -216,10 +221,11 @@ def receive_choices(
     rank,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy a chunk's ids and weights from the buffer to `out_ptrs`; store and return its places.
+    """Copy a chunk's expert ids and weights from the buffer to `out_ptrs`; return received rows.
 
-    A place is the source row, or -1 for a hole. `first_slot_row` is the first row of the buffer's
-    slot. If `has_arrived` is False, all rows are holes.
+    The result, also stored in `places_ptr`, is the row's index, or -1 if no row was sent.
+    `first_slot_row` is the buffer's first row for this operation. If `has_arrived` is False, no row
+    was sent.
     """
     K: tl.constexpr = CONST.K
     CHUNK: tl.constexpr = CONST.CHUNK
@@ -254,7 +260,7 @@ def _load_partial_sums(
     G: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Return a tile's sums from rank `peer`, in fp32; zeros for tokens without a sum.
+    """Return the tile of sums that rank `peer` sent, in fp32; zeros for tokens without a sum.
 
     `rank_bits` has a bit per rank that sent a sum of the token. `first_rows` is the row of the
     token's sum from rank 0.
@@ -277,10 +283,10 @@ def add_partial_sums(
     BLOCK: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Write the sums over ranks of a chunk's tokens to `out_ptr`, in fp32 and rank order.
+    """Add the sums that ranks sent for a chunk's tokens, in fp32 and rank order, into `out_ptr`.
 
-    `peers_ptr` has a bit per rank that sent a sum. `first_slot_row` is the first row of the
-    buffer's slot.
+    `peers_ptr` has a bit per rank that sent a sum. `first_slot_row` is the buffer's first row for
+    this operation.
     """
     G: tl.constexpr = CONST.G
     max_tokens = chunk.max_tokens

@@ -30,9 +30,10 @@ def list_row_slots(
     TILE: tl.constexpr,  # rows of a tile
     BLOCK_N: tl.constexpr,  # at most 32
 ):
-    """Write the used slots (>= 0) of source rows to this program's list, in slot order.
+    """List the expert rows (slots >= 0) of each received row in this program's scratch memory.
 
-    `source_rows` has the source rows, and `list_idx` is the index of their first row in the list.
+    `slots_ptr` has N slots per row, -1 = unused. `source_rows` are the received rows. `list_idx` is
+    the list index of the first.
     """
     TILES: tl.constexpr = ROWS // TILE
     entries = used_slots_ptr + WIDTH + list_idx + tl.arange(0, ROWS)
@@ -64,7 +65,7 @@ def list_pair_slots(
     chunk,  # RowChunk
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Write the used slots of all (token, peer) pairs of a chunk to `used_slots_ptr`."""
+    """List the expert rows of all (token, peer) pairs of a chunk in `used_slots_ptr`."""
     tl.debug_barrier()  # the last list has been read
     ROWS: tl.constexpr = CONST.LIST_PAIRS
     for start in range(0, CONST.CHUNK * CONST.G, ROWS):
@@ -87,10 +88,10 @@ def _load_rows_of_slot(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the rows of y at each source row's n-th used slot; zeros without a slot.
+    """Return the n-th expert row of each received row, from y; zeros if there are fewer.
 
-    `entry_ptrs` points to each row's first slot in the list, and `tile_depth` is the depth of the
-    tile.
+    n is `slot_number`. `entry_ptrs` points to the first listed expert row of each received row.
+    `tile_depth` is the largest number of expert rows of a row in this tile.
     """
     slot = tl.load(entry_ptrs + slot_number * WIDTH, mask=slot_number < tile_depth, other=-1).to(
         tl.int64
@@ -109,11 +110,11 @@ def push_sums(
     first_row,  # int64, row of this rank's token 0 in every peer's slot
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Sum y over each (token, peer) pair's slots in order, and store sums in peers' buffers.
+    """Sum the expert rows of each (token, peer) pair of a chunk; store sums in peers' buffers.
 
-    `used_slots_ptr` has the used slots of the `chunk`'s pairs, and `places_ptr` -1 for a pair
-    without one. `bases_ptr` has the addresses of the peers' buffers. `first_row` is the row that
-    receives the sum of token 0.
+    `used_slots_ptr` lists the rows of y of each pair. `places_ptr` is -1 for a pair without expert
+    rows. `bases_ptr` has the addresses of the peers' buffers. `first_row` is the row that receives
+    the sum of token 0.
     """
     element = y_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
@@ -155,9 +156,10 @@ def copy_to_slots(
     source_rows,  # [CHUNK] int64, source rows
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy each received row of a chunk from the buffer to all of the row's slots in `out_ptr`.
+    """Copy each received row of a chunk from the buffer to all of its expert rows in `out_ptr`.
 
-    `used_slots_ptr` has the used slots of the `source_rows`. `places` is -1 for a hole.
+    `used_slots_ptr` lists the expert rows of `source_rows`. `places` is -1 where no row was
+    received.
     """
     D: tl.constexpr = CONST.D
     CHUNK: tl.constexpr = CONST.CHUNK

@@ -22,14 +22,14 @@ MAX_SLOTS = 4096  # slots that it looks at together
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """The number of columns, and the bytes of an element, of the rows that an operation moves."""
+    """The number of columns, and the bytes per element, of the rows that an exchange sends."""
 
     count: int  # D
     itemsize: int
 
 
 class ExchangeConstants(NamedTuple):
-    """Constants of a kernel of `exchange/operations.py`; letters as there."""
+    """Compile-time constants of an exchange kernel: sizes of group, buffer, tiles and launch."""
 
     NUM_PUSH: int  # programs
     NUM_RECEIVE: int  # programs
@@ -68,10 +68,10 @@ def count_tiles(layout: ExchangeLayout, row_format: RowFormat) -> int:
 def choose_move_tile(
     layout: ExchangeLayout, row_format: RowFormat, max_rows: int, min_rows: int = 1
 ) -> tuple[int, int]:
-    """Return (rows, columns) of a tile of a copy, of which a program loads `count_tiles` at once.
+    """Return (rows, columns) of the tiles in which a kernel copies rows.
 
     A tile has at most `max_rows` rows, rounded up to a power of two, and so few columns that
-    `min_rows` rows fit.
+    `min_rows` rows fit. A program loads `count_tiles` tiles at once.
     """
     # Example, 3584 words, one tile: 32 rows of 512 of many rows, 8 of 2048 of eight. Four tiles: 64
     # rows of 128.
@@ -83,12 +83,12 @@ def choose_move_tile(
 
 
 def choose_add_tile(layout: ExchangeLayout, row_format: RowFormat) -> tuple[int, int]:
-    """Return (tokens, columns) of a tile of `add_partial_sums`, which loads four tiles at once."""
+    """Return (tokens, columns) of a tile of received sums; a program loads four at once."""
     return _choose_tile(row_format, layout.num_warps * TILE_BYTES_PER_WARP // 4, layout.chunk)
 
 
 def choose_sum_tile(layout: ExchangeLayout, row_format: RowFormat) -> tuple[int, int]:
-    """Return (pairs, columns) of a tile of `push_sums`, which loads rows of four slots at once."""
+    """Return (token-peer pairs, columns) of a tile of sums to send."""
     # Example, bf16, 7168 columns: 16 rows of 1024.
     max_pairs = min(layout.chunk * layout.num_ranks, MAX_SLOTS // MAX_BLOCK_N)
     num_bytes = layout.num_warps * TILE_BYTES_PER_WARP // 2
@@ -96,12 +96,12 @@ def choose_sum_tile(layout: ExchangeLayout, row_format: RowFormat) -> tuple[int,
 
 
 def compute_list_width(layout: ExchangeLayout) -> int:
-    """Return the rows of a list of used slots: a chunk's (token, peer) pairs, rounded up."""
+    """Return a chunk's number of (token, peer) pairs, rounded up to a power of two."""
     return next_power_of_2(layout.chunk * layout.num_ranks)
 
 
 def compute_list_size(layout: ExchangeLayout, num_slots: int) -> int:
-    """Return the length of a program's int32 list of used slots; 0 if each row has one slot."""
+    """Return the int32 entries of a program's scratch list of expert rows; 0 if num_slots is 1."""
     return (1 + num_slots) * compute_list_width(layout) if num_slots > 1 else 0
 
 
@@ -109,9 +109,10 @@ def compute_list_size(layout: ExchangeLayout, num_slots: int) -> int:
 def make_exchange_constants(
     layout: ExchangeLayout, row_format: RowFormat, num_slots: int, *, is_reduce: bool, etp: int = 1
 ) -> ExchangeConstants:
-    """Return the constants of a reduce kernel if `is_reduce`, otherwise of a spread kernel.
+    """Return the constants of the combine kernel if `is_reduce`, otherwise of the dispatch kernel.
 
-    `num_slots` is N, the slots per source row, and `etp` ranks share each expert.
+    `num_slots` is the maximum number of expert rows per received row. `etp` ranks share each
+    expert.
     """
     block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
     block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))

@@ -29,7 +29,7 @@ from moecore.kernels.rows.scaling import OperandPair
 
 
 class Grads(NamedTuple):
-    """The gradients that the experts' backward returns; None = not requested, or in a sink."""
+    """Gradients from the experts' backward; None = not requested, or passed to a `GradSink`."""
 
     x: Tensor | None = None  # [S, D], or [R, D] of expert rows if the dispatcher sums them
     w1_eCD: Tensor | None = None
@@ -52,7 +52,7 @@ class SavedState:
     index: ExpertIndex  # which source row each expert row reads
 
     def list_saved_tensors(self) -> list[Tensor | None]:
-        """Return the tensors for `from_tensors`, which do not include quantised weights."""
+        """Return all saved tensors but the quantised weights, as a list for `from_tensors`."""
         tensors: list[Tensor | None] = []
         for rows in (self.rows, self.h):
             tensors += (None, None) if rows is None else (rows.values, rows.scales)
@@ -67,9 +67,9 @@ class SavedState:
         quantised: tuple[OperandPair, OperandPair] | None = None,
         magnitudes: Magnitudes | None = None,
     ) -> SavedState:
-        """Rebuild the state from the result of `list_saved_tensors`; FP8 rows widen to `dtype`.
+        """Rebuild the state from `list_saved_tensors`' result; products compute in `dtype`.
 
-        `quantised` and `magnitudes` are fields of `weights`, which the list does not contain.
+        `quantised` weights and `magnitudes` (amax for FP8 scaling) are not in the list.
         """
         x, x_scales, h, h_scales, w1_eCD, w2_eDF, *tail = tensors
         matrices: Any = dict(w1_eCD=w1_eCD, w2_eDF=w2_eDF)
@@ -97,12 +97,15 @@ def compute_gradients(
     Args:
         products: for the same index and weights as in forward. Its weights are freed at the end.
         state: the saved tensors. Its rows may be None if FC1 is not recomputed and neither w1 nor
-            its update has a gradient.
-        dy: contiguous [S, D], or [R, D] for expert rows if `has_expert_rows`, which may be
-            quantised. dx has the same rows.
-        has_expert_rows: whether dy and dx have expert rows, because the dispatcher sums them.
-        sinks: the sinks of w1 and w2. A gradient that a sink accepts is returned as None.
-        sender: receives dx and dweights before the gradients of the matrices are computed.
+            its LoRA update has a gradient.
+        dy: gradient of the output, contiguous: a row per token, or a row per expert row if
+            `has_expert_rows`, maybe in FP8. The gradient of the input has the same rows.
+        has_expert_rows: whether the dispatcher, not this function, sums the rows of a token's
+            experts.
+        sinks: receive the gradients of w1 and w2 in place of autograd. Such a gradient is returned
+            as None.
+        sender: receives gradients of rows and routing weights before those of the matrices are
+            computed.
     """
     grad = products.prepare_output_grad(dy, has_expert_rows=has_expert_rows, grad_flags=grad_flags)
     h = state.h
@@ -140,7 +143,7 @@ def compute_gradients(
 
 
 def _compute_grad(sink: GradSink | None, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-    """Return compute(*operands, GradTarget()), or with a sink the result of `sink.accumulate`."""
+    """Return a weight's gradient by `compute`, or with a sink the result of `sink.accumulate`."""
     return compute(*operands, GradTarget()) if sink is None else sink.accumulate(compute, *operands)
 
 

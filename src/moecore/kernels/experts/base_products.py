@@ -28,11 +28,11 @@ from moecore.kernels.rows.record import Rows
 
 
 class Products(Protocol):
-    """FC1, activation and FC2 of a rank's experts and their gradients, in one precision.
+    """FC1, activation, FC2 and their gradients, for one rank's experts in one precision.
 
-    An instance belongs to one index and one set of weights, including low-rank updates. X are
-    source rows, H is FC1's output, dY is the gradient of FC2's output. `has_kernels` = this
-    package's kernels multiply the low-rank updates.
+    An object is made for one batch (`index` assigns tokens to experts) and one set of weights. In
+    the methods, h is FC1's output, a the activation and d a gradient. `has_kernels`: moecore's
+    kernels multiply the LoRA updates.
     """
 
     # whether `prepare_output_grad` accepts rows that were packed by `pack_rows`, with equal results
@@ -60,17 +60,17 @@ class Products(Protocol):
         self.low2 = LowRankProducts(weights.update2, index.offsets_e, has_kernels=has_kernels)
 
     def prepare_rows(self, rows: Rows) -> Rows:
-        """Return source rows in the format that `fc1` reads and forward saves; here unchanged."""
+        """Return token rows in the format that `fc1` reads and forward saves; here unchanged."""
         return rows
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Any]:
-        """Return FC1's output (None unless `saves_h`) and its activation times routing weights."""
+        """Return (FC1's output, or None unless `saves_h`; the activation times routing weights)."""
 
     def fc2(self, a: Any) -> Tensor:
         """Return `a` @ w2^T, FC2's output for each expert row; `a` is the activation from `fc1`."""
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return FC1's output before the activation, from the source rows of `prepare_rows`."""
+        """Return FC1's output before the activation, from the result of `prepare_rows`."""
 
     def recompute_activation(self, h: Rows) -> Any:
         """Return the activation of FC1's output `h`, times routing weights, as `fc2` reads it."""
@@ -81,24 +81,26 @@ class Products(Protocol):
     ) -> Any:
         """Return `dy`, the gradient of FC2's output, in the format that the methods below read.
 
-        `dy` has source rows, or expert rows if `has_expert_rows`. It is a tensor, or packed `Rows`
-        if `accepts_packed_grads`. `grad_flags` has the gradients that this backward computes.
+        `dy` has a row per token, or a row per expert row if `has_expert_rows`. It is a tensor, or
+        FP8 `Rows` if `accepts_packed_grads`. `grad_flags` names the gradients that backward
+        computes.
         """
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
-        """Return gradients of FC1's output `h` and routing weights (fp32), and the activation.
+        """Return the gradient of FC1's output, the gradient of routing weights, and the activation.
 
-        `dy` is from `prepare_output_grad`.
+        `dy` is from `prepare_output_grad`, and `h` is FC1's output. The gradient of routing weights
+        is fp32.
         """
 
     def fc1_dgrad(self, dh: Any) -> Tensor:
         """Return `dh` @ w1, the gradient of FC1's input, with a row per expert row."""
 
     def fc1_wgrad(self, rows: Rows, dh: Any, target: GradTarget) -> Tensor:
-        """Return w1's gradient from FC1's input and output gradient, written to `target`."""
+        """Return w1's gradient from FC1's input and output gradient `dh`, written to `target`."""
 
     def fc2_wgrad(self, dy: Any, a: Any, target: GradTarget) -> Tensor:
-        """Return w2's gradient from FC2's input and output gradient, written to `target`."""
+        """Return w2's gradient from FC2's input `a` and output gradient, written to `target`."""
 
     def fc1_update_grad(self, rows: Rows, dh: Any) -> LowRankUpdate:
         """Return gradients of w1's LoRA A and B, from FC1's input and output gradient."""
@@ -107,4 +109,4 @@ class Products(Protocol):
         """Return gradients of w2's LoRA A and B, from FC2's input and output gradient."""
 
     def drop_weights(self) -> None:
-        """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
+        """Free matrices and LoRA updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""

@@ -60,17 +60,17 @@ class GradSink(Protocol):
     """Receives a weight's gradient in place of autograd, for example to accumulate or defer it."""
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Call compute(*operands, target), now or later, with the `GradTarget` of this sink.
+        """Call compute(*operands, target) now or later; `target` says where to write the gradient.
 
-        Return a gradient for autograd, or None if the sink keeps the gradient.
+        Returns a gradient for autograd, or None if the sink stores the gradient.
         """
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
-        """Store the call and return True if the running backward defers gradients."""
+        """If the running backward defers weight gradients, store the call and return True."""
 
 
 def find_sink(param: Tensor, grad_shape: torch.Size) -> GradSink | None:
-    """Return a parameter's `GradSink` for gradients of this shape; None = there is no sink."""
+    """Return a parameter's `GradSink` for gradients of this shape; None = gradient to autograd."""
     if torch.compiler.is_compiling():
         return None
     make: Callable[[torch.Size], GradSink | None] | None = getattr(param, SINK, None)
@@ -78,14 +78,14 @@ def find_sink(param: Tensor, grad_shape: torch.Size) -> GradSink | None:
 
 
 class LowRankUpdate(NamedTuple):
-    """A low-rank (LoRA) update b @ a of each expert's matrix, or the gradients of a and b."""
+    """A LoRA update b @ a of each expert's matrix, or the gradients of a and b."""
 
     a_erI: Tensor  # [e, r, in], r a multiple of 16 bytes, contiguous
     b_eOr: Tensor  # [e, out, r], scaling included, contiguous
 
 
 class RowMap(NamedTuple):
-    """The map between source rows (tokens) and expert rows (their copies), in both directions."""
+    """The expert rows of each token, and the token of each expert row (its copy for one expert)."""
 
     row_ids_R: Tensor  # int32, source row of each expert row
     slots_SK: Tensor  # int32, expert row of each source row's k-th choice; -1 = none
@@ -94,7 +94,7 @@ class RowMap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProductSource:
-    """The rows that a grouped matmul reads: source rows with row ids, or rows in expert order."""
+    """The rows that a grouped matmul reads: tokens, gathered by id, or rows in expert order."""
 
     rows: Tensor
     row_ids_R: Tensor | None  # None = the rows are in expert order
@@ -108,7 +108,7 @@ class ProductSource:
 
 @dataclass(frozen=True, slots=True)
 class Magnitudes:
-    """Largest magnitudes (amax) of the four operands X, A, dY and dH, for delayed FP8 scaling."""
+    """Amax of the experts' operands for delayed FP8 scaling: of earlier steps and of this step."""
 
     past_amax: Mapping[
         Operand, Tensor | None
@@ -119,7 +119,7 @@ class Magnitudes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWeights:
-    """The weights of one rank's experts, where their gradients go, and their quantised copies."""
+    """One rank's expert weights, LoRA updates and quantised copies, and sinks for gradients."""
 
     w1_eCD: Tensor  # FC1, gate rows then up rows, or the two alternating (`ActivationOptions`)
     w2_eDF: Tensor  # FC2
@@ -137,11 +137,11 @@ class ExpertWeights:
     magnitudes: Magnitudes | None = None  # None = no delayed scaling
 
     def list_updates(self) -> tuple[Tensor | None, ...]:
-        """Return A and B of w1's update, then A and B of w2's; None for a missing update."""
+        """Return LoRA matrices [A of w1, B of w1, A of w2, B of w2]; None without a LoRA update."""
         return (*(self.update1 or (None, None)), *(self.update2 or (None, None)))
 
     def replace_updates(self, updates: Sequence[Any]) -> ExpertWeights:
-        """Return a copy with the low-rank updates `updates`, ordered as in `list_updates()`."""
+        """Return a copy with other LoRA matrices, in the order of `list_updates()`."""
         update1, update2 = (
             None if pair[0] is None else LowRankUpdate(*pair) for pair in (updates[:2], updates[2:])
         )
@@ -173,9 +173,9 @@ class GradientSender(Protocol):
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Start to send gradients of expert rows and routing weights, which backward also returns.
+        """Start to send gradients of expert rows and routing weights (None = no gradient).
 
-        `dweights_R` None = no gradient. The last three arguments are a `RowMap`.
+        The last three arguments map expert rows to tokens, as in `RowMap`.
         """
 
 
@@ -185,12 +185,12 @@ class GradientReceiver(Protocol):
     accepts_packed_grads: bool  # set by the experts in forward, equal on all ranks
 
     def take_packed_grads(self, dy_RD: Tensor) -> Rows | None:
-        """Return the FP8 rows that placeholder `dy_RD` stands for; None = `dy_RD` has values."""
+        """Return the FP8 gradients that replace placeholder `dy_RD`; None = `dy_RD` has values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refetch:
-    """A function that fetches the source rows again in backward, in place of saving them."""
+    """A function by which backward fetches the token rows again, so that they are not saved."""
 
     fetch: Callable[..., Rows]  # fetch(*tensors) returns the rows bit for bit
     tensors: tuple[Tensor, ...]  # saved for backward in place of the rows
@@ -198,7 +198,7 @@ class Refetch:
 
 @dataclass(frozen=True, slots=True)
 class UnsummedInput:
-    """The arguments that a dispatcher passes to `expert_mlp` if it sums the expert rows itself."""
+    """Arguments of a dispatcher that sums the rows of a token's experts itself."""
 
     # [R, D], a tensor that is not read, often without memory (stride 0), whose gradient is the
     # gradient of the expert rows
@@ -211,7 +211,7 @@ class UnsummedInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertMLPOptions(CheckedRecord):
-    """Options of `expert_mlp`: activation, implementation of the products, recompute, precision."""
+    """Options of `expert_mlp`: activation, backend of the matmuls, recompute of FC1, precision."""
 
     activation: ActivationOptions  # between the two products
     # "triton" (moecore's kernels), "torch" (torch's grouped matmul), "te" (Transformer Engine), or
@@ -230,7 +230,7 @@ class ExpertMLPOptions(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSpec:
-    """The shapes, dtypes and options of experts that decide which products can compute them."""
+    """Shapes, dtypes and options of experts, by which a backend says whether it supports them."""
 
     # as in `ActivationOptions`
     gated: bool
@@ -258,9 +258,9 @@ class ExpertSpec:
         activation: ActivationOptions,
         recipe: Recipe | None = None,
     ) -> ExpertSpec:
-        """Return the spec of rows and weights.
+        """Return the spec of these rows and weights.
 
-        `dtypes` has the dtype of the rows, and without a recipe also the dtypes of the weights.
+        Without a recipe, `dtypes` has the dtypes of rows and weights; with one, only of rows.
         """
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         of_weights = () if recipe is not None else (w1_eCD.dtype, w2_eDF.dtype)
@@ -281,7 +281,7 @@ class ExpertSpec:
         )
 
     def find_torch_only_field(self) -> str | None:
-        """Return the name of an enabled option that only torch's grouped matmul can do, or None."""
+        """Return the name of a used option that only torch's grouped matmul supports, or None."""
         fields = {
             "MoEConfig.fc1_bias": self.fc1_bias,
             "MoEConfig.fc2_bias": self.fc2_bias,
@@ -318,8 +318,7 @@ class ExpertSpec:
     ) -> str | None:
         """Return an error text if rows and weights do not share an allowed dtype, or None.
 
-        In the text, `products_name` names the products that need the dtype, and `fix` the option to
-        set.
+        The text names the backend `products_name`, and `fix`, what the user should do.
         """
         if self.dtypes is None or any(self.dtypes == {dtype} for dtype in allowed_dtypes):
             return None

@@ -48,7 +48,7 @@ from moecore.kernels.rows.record import Rows
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """Autograd node of `expert_mlp` in plain eager code, with dispatcher hooks and sinks."""
+    """Autograd node of `expert_mlp` in eager mode, with dispatcher hooks and gradient sinks."""
 
     @staticmethod
     def forward(
@@ -69,7 +69,10 @@ class _ExpertMLP(torch.autograd.Function):
         unsummed: UnsummedInput | None,
         receiver: GradientReceiver | None,
     ) -> Tensor:
-        """Return [S, D], or [R, D] with `unsummed`; arguments before `rows` may have gradients."""
+        """Return the sum of each token's experts, or with `unsummed` the output of each expert row.
+
+        Arguments before `rows` may have gradients.
+        """
         products = make_products(options, index, weights)
         ctx.index_cache = products.index_cache  # a few kB, so saved-tensor hooks may ignore it
         x = products.prepare_rows(rows)
@@ -139,26 +142,27 @@ def expert_mlp(
     unsummed: UnsummedInput | None = None,
     receiver: GradientReceiver | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each source row's experts; differentiable once, in reverse mode.
+    """Return each token's sum of its experts' outputs, times routing weights.
 
-    Products "triton" have no host sync. Products "torch" have no host sync in bf16 on Hopper and
-    datacenter Blackwell; on other GPUs they loop over experts on the host. Rows, H, weights and
-    index are saved for backward. Backward computes no product for an input without a gradient.
-    Under a compiler or a dispatch mode, the sinks, `sender`, `refetch` and quantised weights are
-    not used.
+    Differentiable once, in reverse mode. Products "triton" have no host sync. Products "torch" have
+    no host sync in bf16 on Hopper and datacenter Blackwell; on other GPUs they loop over experts on
+    the host. Rows, FC1's output, weights and index are saved for backward. Backward computes no
+    product for an input without a gradient. Under a compiler or a dispatch mode, gradient sinks,
+    `unsummed.sender`, `unsummed.refetch` and quantised weights are not used.
 
     Args:
-        rows: [S, D] source rows (tokens). The handle of FP8 rows receives their gradient.
+        rows: tokens [S, D], D the model dim. The gradient of FP8 rows is the gradient of
+            `rows.grad_handle_SD`.
         weights: this rank's experts, without biases.
-        index: the source row and the routing weight of each expert row.
+        index: the token and the routing weight of each expert row (copy of a token for one expert).
         options: `products` must be a name that `choose_products` returned, not "auto".
-        unsummed: passed by a dispatcher that sums expert rows itself. The result has expert rows,
-            and their gradient is the gradient of `unsummed.grad_handle_RD`.
+        unsummed: passed by a dispatcher that sums the expert rows itself. Their gradient is then
+            the gradient of `unsummed.grad_handle_RD`.
         receiver: passed by a dispatcher that may receive gradients of the output as FP8 rows.
 
     Returns:
         [S, D] in the dtype of the rows, added in fp32 and rounded once; bit-reproducible with
-        "triton". With `unsummed` [R, D], whose rows without a choice are uninitialised.
+        "triton". With `unsummed`, the R expert rows [R, D]; padding rows are uninitialised.
 
     Raises:
         NotImplementedError: for forward-mode derivatives.

@@ -57,7 +57,7 @@ FASTER_FROM = 384
 
 
 class _Fp8Operand(NamedTuple):
-    """The activation A or dH in expert order as an FP8 operand, and the dtype of its product."""
+    """An activation or gradient in expert order, in FP8, and the dtype of products with it."""
 
     rows: Blocks | None  # None = a product quantises `wide` when it reads the operand
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class _Fp8Operand(NamedTuple):
 
 
 class _OutputGrads(NamedTuple):
-    """dY, the gradient of the output, in FP8: of source rows, or of expert rows if is_unsummed."""
+    """FP8 gradient of the experts' output: a row per token, or per expert row if is_unsummed."""
 
     rows: Rows
     is_unsummed: bool
@@ -73,7 +73,7 @@ class _OutputGrads(NamedTuple):
 
 
 class BlockwiseProducts(Products):
-    """`Products` of the recipe "blockwise", in FP8 blocks of 128. A CPU runs the references."""
+    """`Products` of the recipe "blockwise": FP8 in blocks of 128. A CPU runs plain PyTorch."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class BlockwiseProducts(Products):
         recipe: Recipe,
         index_cache: RowTiles | None = None,
     ) -> None:
-        """`index_cache` is the map of row tiles of `index`; None = compute the map."""
+        """Prepare products of one batch; `index_cache`: its row tiles, None = compute them."""
         has_kernels = has_hopper_kernels(index.row_ids_R.device)
         super().__init__(index, activation, weights, has_kernels=has_kernels)
         self.recipe = recipe
@@ -95,11 +95,11 @@ class BlockwiseProducts(Products):
         self.index_cache = self.tiles = index_cache or map_row_tiles(index.offsets_e, length)
 
     def prepare_rows(self, rows: Rows) -> Rows:
-        """Return source rows quantised to FP8; rows that were dispatched in FP8 are unchanged."""
+        """Return token rows quantised to FP8; rows that were dispatched in FP8 are unchanged."""
         return rows if rows.scales is not None else self._quantise_rows(rows.values)
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, _Fp8Operand]:
-        """Return FC1's output to save, None unless `saves_h`, and the FP8 activation."""
+        """Return (FC1's output, or None unless `saves_h`; the weighted activation in FP8)."""
         h_format = self.recipe.hidden_format if saves_h else None
         return self._activate(self._multiply_fc1(rows), h_format)
 
@@ -109,7 +109,7 @@ class BlockwiseProducts(Products):
         return self.low2.add_product(y_RD, self.low2.compute_forward_addend(a.wide))
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return FC1's output before the activation, in the recipe's `hidden_format`."""
+        """Return FC1's output before the activation, in FP8 if `hidden_format` is "fp8"."""
         h_RC = self._multiply_fc1(rows)
         if self.recipe.hidden_format == "wide":
             return Rows(h_RC)
@@ -130,10 +130,12 @@ class BlockwiseProducts(Products):
         return _OutputGrads(rows, has_expert_rows, wide if self.low2.update else None)
 
     def activation_bwd(self, dy: _OutputGrads, h: Rows) -> tuple[_Fp8Operand, Tensor, _Fp8Operand]:
-        """Return gradients of FC1's output `h` and routing weights (fp32), and the activation.
+        """Return the gradient of FC1's output, the gradient of routing weights, and the activation.
 
-        The gradient of `h` and the activation are FP8 blocks. With a low-rank update both are also
-        in the dtype of the rows, and the activation is quantised when a product reads it.
+        `dy` is the gradient of FC2's output, and `h` FC1's output. The gradient of routing weights
+        is fp32. Without LoRA, the other two results are FP8. With LoRA, the gradient of `h` is both
+        in FP8 and in the rows' dtype. The activation is then in the rows' dtype, quantised on first
+        use.
         """
         num_rows = self.row_map.num_rows
         ids_R, slots_SK = (None, None) if dy.is_unsummed else self.row_map[:2]
@@ -154,12 +156,12 @@ class BlockwiseProducts(Products):
         return self.low1.add_product(dx_RD, self.low1.compute_backward_addend(dh.wide))
 
     def fc1_wgrad(self, rows: Rows, dh: _Fp8Operand, target: GradTarget) -> Tensor:
-        """Return w1's gradient from FC1's input and output gradient, written to `target`."""
+        """Return w1's gradient from FC1's input and output gradient `dh`, written to `target`."""
         x = tile_tokens(rows, self.row_map.row_ids_R, self.tiles)
         return self._compute_wgrad(self._get_fp8_operand(dh), x, target, self.matrices.dtypes["w1"])
 
     def fc2_wgrad(self, dy: _OutputGrads, a: _Fp8Operand, target: GradTarget) -> Tensor:
-        """Return w2's gradient from FC2's input and output gradient, written to `target`."""
+        """Return w2's gradient from FC2's input `a` and output gradient, written to `target`."""
         ids_R = None if dy.is_unsummed else self.row_map.row_ids_R
         dy_tiles = tile_tokens(dy.rows, ids_R, self.tiles)
         return self._compute_wgrad(
@@ -175,7 +177,7 @@ class BlockwiseProducts(Products):
         return self.low2.compute_grads(a.wide, dy.wide)
 
     def drop_weights(self) -> None:
-        """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
+        """Free matrices and LoRA updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
         del self.low1, self.low2
         self.matrices.drop_matrices()
 
@@ -184,13 +186,13 @@ class BlockwiseProducts(Products):
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
 
     def _multiply_fc1(self, rows: Rows) -> Tensor:
-        """Return FC1's output x @ w1^T, with the low-rank update, from FP8 source rows."""
+        """Return FC1's output x @ w1^T, with the LoRA update of w1, from FP8 token rows x."""
         h_RC = self._multiply(gather_row_blocks(rows, *self.row_map), "x", rows.dtype)
         x = self._widen_rows(rows) if self.low1.update else None
         return self.low1.add_product(h_RC, self.low1.compute_forward_addend(x))
 
     def _widen_rows(self, rows: Rows) -> ProductSource:
-        """Return FP8 source rows widened; dispatched (strided) rows are also gathered by expert."""
+        """Return FP8 token rows in 16 bits or fp32; strided (dispatched) rows in expert order."""
         assert rows.scales is not None
         if rows.values.is_contiguous():
             return ProductSource(widen_rows(rows), self.row_map.row_ids_R)
@@ -198,17 +200,17 @@ class BlockwiseProducts(Products):
         return ProductSource(wide_RD, None)
 
     def _get_fp8_operand(self, x: _Fp8Operand) -> Blocks:
-        """Return the FP8 operand of expert rows, quantised now if only wide rows exist."""
+        """Return the FP8 rows of an operand; quantise its unquantised rows if there are none."""
         return self._quantise_blocks(x.wide) if x.rows is None else x.rows
 
     def _quantise_blocks(self, wide: ProductSource | None) -> Blocks:
-        """Return the expert rows `wide`, not None, quantised as an operand of `fp8_gemm`."""
+        """Quantise the expert rows `wide`, which must not be None, to an operand of `fp8_gemm`."""
         assert wide is not None
         num_rows = self.row_map.num_rows
         return gather_row_blocks(self._quantise_rows(wide.rows, num_rows), None, None, num_rows)
 
     def _activate(self, h_RC: Tensor, h_format: Hidden | None) -> tuple[Rows | None, _Fp8Operand]:
-        """Return FC1's output in `h_format` (None = not saved), and the FP8 activation."""
+        """Return FC1's output to save, in `h_format` (None = not saved), and the FP8 activation."""
         operands = (h_RC, self.weights_R, self.row_map.num_rows, self.activation)
         a, h = quantised_activation(
             *operands, power_of_two=self.recipe.power_of_two, quantise_h=h_format == "fp8"
@@ -219,7 +221,7 @@ class BlockwiseProducts(Products):
         return Rows(h_RC) if h_format == "wide" else h, _Fp8Operand(a, h_RC.dtype, wide)
 
     def _multiply(self, rows: Blocks, operand: Operand, dtype: torch.dtype) -> Tensor:
-        """Return each expert row times its expert's matrix for `operand`, in `dtype`."""
+        """Return expert rows times w1 or w2 (as `operand` says) of their experts, in `dtype`."""
         matrix = self.matrices.get_operand(*MATRICES[operand])
         return fp8_gemm(rows, matrix, self.offsets_e, self.tiles, dtype)
 
@@ -234,16 +236,16 @@ class BlockwiseProducts(Products):
 
 
 def quantise_weights_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise each expert's matrix in blocks of 128 x 128, for sums over columns, rows or both.
+    """Quantise each expert's matrix to FP8 with a scale per 128 x 128 block.
 
-    `layouts`: flags of `quantise_weights`, `rowwise` (over columns) and `columnwise` (over rows).
+    `layouts`: `rowwise` makes the operand summed over columns, `columnwise` the transposed one.
     """
     w_eNK = w_eNK.detach().contiguous()
     return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)
 
 
 def _unpack_matrix(matrix: Blocks, is_transposed: bool) -> Blocks:
-    """Return an all-gathered FP8 matrix as operand for sums over K, or over N if transposed."""
+    """Return an all-gathered FP8 matrix [N, K] as the operand summed over K, or N if transposed."""
     if not is_transposed:
         return matrix
     return Blocks(transpose_values(matrix.values), matrix.scales.transpose(1, 2), "block")

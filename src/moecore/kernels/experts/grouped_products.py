@@ -35,7 +35,7 @@ from moecore.kernels.rows.record import Rows
 
 
 class Matmuls(Protocol):
-    """An implementation of the products of expert rows and matrices, and of weight gradients."""
+    """Grouped matmuls of expert rows with w1 and w2, and their weight gradients."""
 
     has_low_rank_kernels: bool = False  # whether this package's kernels multiply low-rank updates
     saturates: bool = False  # whether infinities become finite, so that they must be NaN before
@@ -43,16 +43,17 @@ class Matmuls(Protocol):
     wants: GradFlags | None = None  # the gradients that the running backward computes
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return the product of each expert row in `rows_RK` and its expert's matrix.
+        """Return each expert row in `rows_RK` times its expert's w1 or w2.
 
-        `operand` names the rows: x, a, dy or dh. `MATRICES` maps the name to w1 or w2.
+        `operand` says which rows and which matrix: "x" w1 and "a" w2 in forward, "dy" w2 and "dh"
+        w1 in backward.
         """
 
     def compute_weight_grad(self, dy: Tensor, x: Tensor, role: Role, target: GradTarget) -> Tensor:
         """Return each expert's dy^T x, the gradient of w1 or w2 (`role`), written to `target`."""
 
     def drop_weights(self) -> None:
-        """Free the matrices; only `compute_weight_grad` may be called after this call."""
+        """Free w1 and w2; only `compute_weight_grad` may be called after this call."""
 
 
 class TorchMatmuls(Matmuls):
@@ -63,7 +64,7 @@ class TorchMatmuls(Matmuls):
         self.offsets_e = index.offsets_e
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return the rows of `operand` times their experts' matrices, by `grouped_mm`."""
+        """Return expert rows times their experts' w1 or w2 (as `operand` says)."""
         role, is_backward = MATRICES[operand]
         w_eNK = self.w1_eCD if role == "w1" else self.w2_eDF
         b_eKN = w_eNK if is_backward else w_eNK.transpose(1, 2)
@@ -72,7 +73,7 @@ class TorchMatmuls(Matmuls):
         return grouped_mm(rows_RK, b_eKN, offs=self.offsets_e)
 
     def compute_weight_grad(self, dy: Tensor, x: Tensor, role: Role, target: GradTarget) -> Tensor:
-        """Return each expert's dy^T x, by `grouped_mm`, written to `target`."""
+        """Return dy^T x over each expert's rows, by `grouped_mm`, written to `target`."""
         if x.shape[0]:
             grad = grouped_mm(dy.t(), x, offs=self.offsets_e)
         else:
@@ -80,12 +81,12 @@ class TorchMatmuls(Matmuls):
         return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
 
     def drop_weights(self) -> None:
-        """Free the matrices, which the weights' gradients do not need."""
+        """Free w1 and w2, which their gradients do not need."""
         del self.w1_eCD, self.w2_eDF
 
 
 class GroupedProducts(Products):
-    """`Products` that gather expert rows and then call `matmuls`, which has its own precision."""
+    """`Products` that gather token rows in expert order, then call grouped matmuls `matmuls`."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class GroupedProducts(Products):
         self.matmuls, self.index_cache = matmuls, matmuls.index_cache
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Tensor]:
-        """Return FC1's output (None unless `saves_h`) and its activation times routing weights."""
+        """Return (FC1's output, or None unless `saves_h`; the activation times routing weights)."""
         h = self.recompute_h(rows)
         return h if saves_h else None, self.recompute_activation(h)
 
@@ -107,13 +108,13 @@ class GroupedProducts(Products):
         return self._multiply(a_RF, "a")
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return FC1's output before the activation, with its low-rank update."""
+        """Return FC1's output before the activation, including the LoRA update of w1."""
         return Rows(self._multiply(self._gather_by_expert(rows), "x"))
 
     def prepare_output_grad(
         self, dy: Tensor, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> Tensor:
-        """Return FC2's output gradient with a row per expert row: `dy`, or `dy` gathered."""
+        """Return FC2's output gradient in expert order: `dy`, gathered unless has_expert_rows."""
         self.matmuls.wants = grad_flags
         if not has_expert_rows:
             return self._gather_by_expert(Rows(dy))
@@ -122,7 +123,10 @@ class GroupedProducts(Products):
         return dy
 
     def activation_bwd(self, dy_RD: Tensor, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of FC1's output and of routing weights, and the activation."""
+        """Return gradients of FC1's output h and of routing weights, and the activation.
+
+        `dy_RD` is the gradient of FC2's output. The gradient of routing weights is fp32.
+        """
         da_RF, num_rows = self._multiply(dy_RD, "dy"), self.row_map.num_rows
         return weighted_activation_bwd(h.values, da_RF, self.weights_R, num_rows, self.activation)
 
@@ -131,11 +135,11 @@ class GroupedProducts(Products):
         return self._multiply(dh_RC, "dh")
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
-        """Return w1's gradient from FC1's input and output gradient, written to `target`."""
+        """Return w1's gradient from FC1's input `rows` and output gradient, written to `target`."""
         return self.matmuls.compute_weight_grad(dh_RC, self._gather_by_expert(rows), "w1", target)
 
     def fc2_wgrad(self, dy_RD: Tensor, a_RF: Tensor, target: GradTarget) -> Tensor:
-        """Return w2's gradient from FC2's input and output gradient, written to `target`."""
+        """Return w2's gradient from FC2's input `a_RF` and output gradient, written to `target`."""
         return self.matmuls.compute_weight_grad(dy_RD, a_RF, "w2", target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
@@ -149,19 +153,19 @@ class GroupedProducts(Products):
         return self.low2.compute_grads(a, ProductSource(dy_RD, None))
 
     def drop_weights(self) -> None:
-        """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
+        """Free matrices and LoRA updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
         del self.low1, self.low2
         self.matmuls.drop_weights()
 
     def _gather_by_expert(self, rows: Rows) -> Tensor:
-        """Return source rows gathered into expert order, in the dtype of the products."""
+        """Return token rows gathered into expert order, widened if they are FP8."""
         x_SD = rows.widen()
         if self.matmuls.saturates:
             x_SD = replace_infinities(x_SD)
         return gather_rows_without_autograd(x_SD, *self.row_map)
 
     def _multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return expert rows times the matrices of `operand`, with their low-rank updates."""
+        """Return expert rows times their experts' w1 or w2 (as `operand` says), with LoRA."""
         out_RN = self.matmuls.multiply(rows_RK, operand)
         role, is_backward = MATRICES[operand]
         low = self.low1 if role == "w1" else self.low2

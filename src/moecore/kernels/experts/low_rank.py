@@ -21,9 +21,9 @@ from moecore.kernels.grouped.wgrad import grouped_wgrad
 
 
 class LowRankProducts:
-    """The low-rank (LoRA) part of one matrix's products, and the gradients of its A and B.
+    """The LoRA part of one matrix's matmuls, and the gradients of LoRA's A and B.
 
-    Without an `update`, addends are None. `has_kernels` = moecore's kernels multiply.
+    `update` None = no LoRA: addends are None. `has_kernels` = moecore's kernels multiply.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class LowRankProducts:
         self._backward: Addend | None = None
 
     def compute_forward_addend(self, x: ProductSource | None) -> Addend | None:
-        """Return x A^T and B^T, whose product is added to x W^T; cached. None = no update."""
+        """Return (x A^T, B^T), whose product is added to x W^T; cached. None = no LoRA."""
         if self.update is not None and self._forward is None:
             a_erI, b_eOr = self.update
             u_Rr = self._multiply(x, a_erI.transpose(1, 2))
@@ -42,13 +42,13 @@ class LowRankProducts:
         return self._forward
 
     def compute_backward_addend(self, dy: ProductSource | None) -> Addend | None:
-        """Return dy B and A, whose product is added to dy W; cached. None = no low-rank update."""
+        """Return (dy B, A), whose product is added to the gradient dy W; cached. None = no LoRA."""
         if self.update is not None and self._backward is None:
             self._backward = Addend(self._multiply(dy, self.update.b_eOr), self.update.a_erI)
         return self._backward
 
     def add_product(self, out_RN: Tensor, addend: Addend | None) -> Tensor:
-        """Return `out_RN`, to which the addend's product is added in place (None = no addend)."""
+        """Add the product of the addend's two factors to `out_RN` in place, and return it."""
         if addend is None:
             return out_RN
         if self._has_kernels:
@@ -56,14 +56,14 @@ class LowRankProducts:
         return out_RN.add_(self._multiply(ProductSource(addend.rows_Rr, None), addend.b_erN))
 
     def compute_grads(self, x: ProductSource | None, dy: ProductSource | None) -> LowRankUpdate:
-        """Return the gradients of A and B, from the product's input x and output gradient dy."""
+        """Return LoRA's gradients of A and B from the matmul's input x and output gradient dy."""
         u, v = self.compute_forward_addend(x), self.compute_backward_addend(dy)
         assert u is not None and v is not None and x is not None and dy is not None
         u_Rr, v_Rr = (ProductSource(addend.rows_Rr, None, is_finite=True) for addend in (u, v))
         return LowRankUpdate(self._sum_outer_products(v_Rr, x), self._sum_outer_products(dy, u_Rr))
 
     def _multiply(self, source: ProductSource | None, b_eKN: Tensor) -> Tensor:
-        """Return the expert rows of `source` times the matrices of their experts, [R, N]."""
+        """Return each expert row of `source` times its expert's matrix, [expert rows, N]."""
         assert source is not None, "a matrix with an update needs its rows"
         if self._has_kernels:
             ids_R = source.row_ids_R

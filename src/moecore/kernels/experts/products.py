@@ -41,7 +41,7 @@ QUANTISE: dict[Scaling, Callable[..., OperandPair]] = {
 
 
 def find_products_problem(products_name: ProductsName, spec: ExpertSpec) -> str | None:
-    """Return an error text if these products cannot compute experts of this spec, or None."""
+    """Return an error text if this backend cannot compute experts of this spec, or None."""
     recipe = spec.recipe
     if recipe is not None and products_name not in FP8_PRODUCTS[recipe.backend]:
         return make_recipe_error(products_name, recipe)
@@ -65,14 +65,14 @@ def make_recipe_error(products_name: str, recipe: Recipe) -> str:
 
 
 def uses_transformer_engine(products_name: str, recipe: Recipe | None) -> bool:
-    """Return whether products `products_name` with this recipe run in Transformer Engine."""
+    """Return whether this expert backend with this recipe runs in Transformer Engine."""
     return products_name == "te" or (recipe is not None and recipe.backend == "te")
 
 
 def choose_products(products_name: ProductsName, spec: ExpertSpec) -> ProductsName:
-    """Return the name, or for "auto" that of the preferred products for device and recipe.
+    """Return the name of the expert backend; "auto" becomes the best for device and recipe.
 
-    Raises ValueError if the products cannot compute experts of this spec.
+    Raises ValueError if the backend cannot compute experts of this spec.
     """
     if products_name == "auto" and uses_transformer_engine(products_name, spec.recipe):
         products_name = "te"
@@ -89,10 +89,10 @@ def choose_products(products_name: ProductsName, spec: ExpertSpec) -> ProductsNa
 def make_products(
     options: ExpertMLPOptions, index: ExpertIndex, weights: ExpertWeights, index_cache: Any = None
 ) -> Products:
-    """Return a `Products` object for `options.products`, a name that `choose_products` returned.
+    """Return the `Products` of `options.products`, a name that `choose_products` returned.
 
-    `index_cache` is `Products.index_cache` of an object with the same options and index; None =
-    compute the cache.
+    `index_cache` is the attribute of another `Products` object for the same options and index,
+    which saves recomputing it; None = compute it.
     """
     activation, recipe = options.activation, options.recipe
     matmuls: Matmuls
@@ -113,5 +113,5 @@ def make_products(
 
 
 def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> OperandPair:
-    """Quantise each expert's matrix by the recipe, for sums over its columns and over its rows."""
+    """Quantise each expert's matrix by the recipe, for sums over its columns and its rows."""
     return QUANTISE[recipe.scaling](w_eNK, recipe)

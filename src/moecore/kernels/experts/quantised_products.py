@@ -43,7 +43,7 @@ from moecore.kernels.rows.shard_blocks import transpose_values
 
 
 class QuantisedMatrices:
-    """Cache of the quantised operands of w1 and w2, each made when a product first reads it."""
+    """Cache of w1 and w2 as quantised matmul operands, each quantised when it is first read."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class QuantisedMatrices:
         quantise: Callable[..., OperandPair],  # (w_eNK, *, rows, columns)
         unpack: Callable[[Blocks, bool], Blocks],  # (all-gathered matrix, is_transposed)
     ) -> None:
-        """`quantise` makes operands of a matrix, `unpack` an operand of an all-gathered matrix."""
+        """`quantise` makes operands of local matrices, `unpack` one of an all-gathered matrix."""
         self.dtypes = {"w1": weights.w1_eCD.dtype, "w2": weights.w2_eDF.dtype}
         self._weights: ExpertWeights | None = weights
         self._quantise, self._unpack = quantise, unpack
         self._operands: dict[tuple[Role, bool], Blocks] = {}  # by role and whether transposed
 
     def get_operand(self, role: Role, is_transposed: bool) -> Blocks:
-        """Return w1 or w2 (`role`) as the operand of sums over columns, or rows if transposed."""
+        """Return quantised w1 or w2 (`role`) as the operand summed over columns, or over rows."""
         weights = self._weights
         assert weights is not None, "the weights were dropped"
         if weights.quantised is not None:
@@ -82,7 +82,7 @@ class QuantisedMatrices:
 
 
 class ScaledMatmuls(Matmuls):
-    """`Matmuls` in FP8 with a scale per row or per tensor, by torch. A CPU runs the references."""
+    """`Matmuls` in FP8 with a scale per row or per tensor, by torch. A CPU runs plain PyTorch."""
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
         self.recipe, self.offsets_e = recipe, index.offsets_e
@@ -94,7 +94,7 @@ class ScaledMatmuls(Matmuls):
         self._other_layouts: dict[tuple[Operand, bool], Blocks] = {}
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return the rows of `operand` times their experts' matrices, in the dtype of the rows."""
+        """Return expert rows times their experts' w1 or w2 (as `operand` says), in their dtype."""
         matrix = self.matrices.get_operand(*MATRICES[operand])
         a = self._quantise(operand, rows_RK)
         return scaled_gemm(a, matrix, self.offsets_e, rows_RK.dtype)
@@ -102,7 +102,7 @@ class ScaledMatmuls(Matmuls):
     def compute_weight_grad(
         self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
     ) -> Tensor:
-        """Return each expert's dy^T x, written to `target`."""
+        """Return dy^T x over each expert's rows, the gradient of w1 or w2, written to `target`."""
         dy = self._quantise("dh" if role == "w1" else "dy", dy_RN, columnwise=True)
         x = self._quantise("x" if role == "w1" else "a", x_RK, columnwise=True)
         grad_eNK = scaled_wgrad(dy, x, self._padded_e, dy_RN.dtype)
@@ -119,11 +119,10 @@ class ScaledMatmuls(Matmuls):
         return pad_offsets(self.offsets_e)
 
     def _quantise(self, operand: Operand, rows: Tensor, *, columnwise: bool = False) -> Blocks:
-        """Quantise expert rows: X, A, dY or dH, which `operand` names.
+        """Quantise expert rows: FC1's or FC2's input or output gradient, which `operand` names.
 
-        The result is for sums over the columns of `rows`, or with `columnwise` for sums over its
-        rows. If backward also reads the other layout of dY or dH, one pass makes both layouts. The
-        other layout is cached for the next call.
+        The result is for sums over columns, or with `columnwise` over rows. If backward also reads
+        the other layout, one pass makes both, and the other one is cached for the next call.
         """
         layout = self._other_layouts.pop((operand, columnwise), None)
         if layout is not None:
@@ -154,7 +153,7 @@ class ScaledMatmuls(Matmuls):
         return layouts[columnwise]  # type: ignore[no-any-return]
 
     def _is_read_in_backward(self, operand: Operand, columnwise: bool) -> bool:
-        """Return whether backward reads `operand` for sums over columns, or rows (`columnwise`)."""
+        """Return whether backward sums an output gradient over columns, or rows (`columnwise`)."""
         if self.wants is None:
             return False
         if columnwise:
@@ -165,21 +164,21 @@ class ScaledMatmuls(Matmuls):
 def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
     """Quantise each expert's matrix to FP8 with one scale per row or per matrix, by the recipe.
 
-    `layouts`: the flags `rowwise` (for sums over columns) and `columnwise` (for sums over rows).
+    `layouts`: `rowwise` makes the operand summed over columns, `columnwise` the transposed one.
     """
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return quantise_expert_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
 
 
 def _unpack_fp8(matrix: Blocks, is_transposed: bool) -> Blocks:
-    """Return all-gathered FP8 matrices, one scale each, as an operand; a copy if transposed."""
+    """Return all-gathered FP8 matrices, one scale each, as an operand; transposed = a copy."""
     values = transpose_values(matrix.values) if is_transposed else matrix.values
     scales = matrix.scales[:, None].expand(values.shape[:2])
     return Blocks(values, scales.contiguous(), "row")
 
 
 class EmulatedMatmuls(Matmuls):
-    """`Matmuls` in MXFP8 or NVFP4, emulated in bf16 on GPUs without tensor cores for the format."""
+    """`Matmuls` in MXFP8 or NVFP4; GPUs without tensor cores for the format emulate it in bf16."""
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
         self.recipe, self.offsets_e = recipe, index.offsets_e
@@ -198,7 +197,7 @@ class EmulatedMatmuls(Matmuls):
         self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return the rows of `operand` times their experts' matrices, in the dtype of the rows."""
+        """Return expert rows times their experts' w1 or w2 (as `operand` says), in their dtype."""
         role, is_backward = MATRICES[operand]
         b = self.matrices.get_operand(role, is_backward)
         if not rows_RK.shape[0]:
@@ -212,7 +211,7 @@ class EmulatedMatmuls(Matmuls):
     def compute_weight_grad(
         self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
     ) -> Tensor:
-        """Return each expert's dy^T x, written to `target`."""
+        """Return dy^T x over each expert's rows, the gradient of w1 or w2, written to `target`."""
         dy = self._quantise_transposed(dy_RN, is_gradient=True)
         x = self._quantise_transposed(x_RK, is_gradient=False)
         offsets_e, dtype = self.padded_rows.offsets_e, target.dtype or self.matrices.dtypes[role]
@@ -234,7 +233,7 @@ class EmulatedMatmuls(Matmuls):
 
     @cached_property
     def _rows_P(self) -> tuple[Tensor, Tensor]:
-        """The expert row (-1 = zeros) and the expert of each padded row, int64 [P] each."""
+        """For each row of the padded layout, its expert row (-1 = padding) and expert, int64."""
         place_R, length = self.padded_rows.position_R, self.padded_rows.num_rows
         row_P = torch.arange(length, device=place_R.device)
         source_P = row_P.new_full((length + 1,), -1)
@@ -243,7 +242,7 @@ class EmulatedMatmuls(Matmuls):
         return source_P[:-1], expert_P
 
     def _quantise_transposed(self, rows: Tensor, *, is_gradient: bool) -> Blocks:
-        """Quantise expert rows, padded per expert, as an operand of a weight gradient."""
+        """Quantise expert rows, padded per expert, to an operand of a weight gradient."""
         source_P, expert_P = self._rows_P
         return self._quantise_rows(
             rows, over_rows=True, is_gradient=is_gradient, source_rows_M=source_P, expert_M=expert_P
@@ -253,9 +252,10 @@ class EmulatedMatmuls(Matmuls):
 def quantise_matrices_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
-    """Quantise matrices to MXFP8 or NVFP4: `rowwise` for sums over columns, `columnwise` over rows.
+    """Quantise each expert's matrix to MXFP8 or NVFP4.
 
-    Operands are packed bytes if the device multiplies packed bytes, otherwise wide values.
+    `rowwise` makes the operand summed over columns, `columnwise` the one over rows. Values are
+    packed bytes if the device can multiply them, otherwise bf16 (fp32 on a CPU).
     """
     is_packed = has_block_scaled_kernels(w_eNK.device)
     return quantise_microscaled_matrices(
@@ -264,7 +264,7 @@ def quantise_matrices_emulated(
 
 
 def _unpack_emulated(recipe: Recipe, is_packed: bool, matrix: Blocks, transposed: bool) -> Blocks:
-    """Return an all-gathered packed matrix as operand, for sums over N if `transposed`."""
+    """Return all-gathered packed matrices [N, K] as operand summed over K, or N if `transposed`."""
     if not is_packed:
         return unpack_matrices(matrix, recipe, transposed=transposed)
     return transpose_matrices(matrix) if transposed else matrix
@@ -273,7 +273,7 @@ def _unpack_emulated(recipe: Recipe, is_packed: bool, matrix: Blocks, transposed
 def _multiply_emulated(
     a: Blocks, b: Blocks, offsets_e: Tensor, expert_R: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return each expert row times its expert's matrix, from emulated operands, in `dtype`."""
+    """Return each expert row times its expert's matrix, both emulated in bf16, as `dtype`."""
     b_eKN = b.values.transpose(1, 2)
     if has_hopper_kernels(b_eKN.device):
         out_RN = grouped_gemm(a.values, b_eKN, offsets_e, dtype=torch.float32)

@@ -48,7 +48,7 @@ _BACKWARD = (
 
 
 def _make_record_class(name: str, schema: str) -> Any:
-    """Return a namedtuple class with one optional field per argument of a schema."""
+    """Return a namedtuple class with a field per argument of a custom op's schema; default None."""
     names = re.findall(r"(\w+)[,)]", schema.split("->")[0])
     return namedtuple(name, names, defaults=[None] * len(names))
 
@@ -59,7 +59,7 @@ _BackwardInputs = _make_record_class("_BackwardInputs", _BACKWARD)
 
 
 def _make_expert_options(op_args: Any) -> ExpertMLPOptions:
-    """Return the `ExpertMLPOptions` of `op_args`, an `_Inputs` or `_BackwardInputs`."""
+    """Return the options of `expert_mlp` from the flat arguments of a custom op."""
     activation = make_activation_options(
         op_args.kind, op_args.limit, op_args.up_limit, op_args.alpha, op_args.interleaved
     )
@@ -81,7 +81,7 @@ def _flatten_options(options: ExpertMLPOptions, dtype: torch.dtype) -> tuple[Any
 
 
 def _make_state(op_args: Any, h: Rows | None = None) -> SavedState:
-    """Return rows, weights and index of `op_args`, an `_Inputs` or `_BackwardInputs`, with H."""
+    """Return rows, weights and index from a custom op's arguments, and `h`, FC1's output."""
     weights = ExpertWeights(w1_eCD=op_args.w1_eCD, w2_eDF=op_args.w2_eDF)
     index = ExpertIndex(op_args.row_ids_R, op_args.weights_R, op_args.slots_SK, op_args.offsets_e)
     rows = Rows(op_args.x_SD, op_args.x_scales, op_args.dtype)
@@ -89,14 +89,14 @@ def _make_state(op_args: Any, h: Rows | None = None) -> SavedState:
 
 
 def _list_updates(op_args: Any) -> tuple[Any, ...]:
-    """Return the LoRA matrices A and B of w1, then of w2, from `_Inputs` or `_BackwardInputs`."""
+    """Return the LoRA matrices A and B of w1, then of w2, from a custom op's arguments."""
     return op_args.a1_erD, op_args.b1_eCr, op_args.a2_erF, op_args.b2_eDr
 
 
 def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the op on `_Inputs`; return the experts' output, and values and scales of FC1's output.
+    """Run the forward on the custom op's flat arguments.
 
-    An absent output is an empty tensor.
+    Returns the experts' output, then values and scales of FC1's output; empty if not saved.
     """
     args = _Inputs(*flat)
     state: Any = _make_state(args)
@@ -112,7 +112,7 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised outputs of `_forward` for tracing; [0] where an output is absent."""
+    """Return uninitialised outputs of `_forward` for tracing; [0] if an output is not saved."""
     args = _Inputs(*flat)
     (S, D), R, C = args.x_SD.shape, args.weights_R.shape[0], args.w1_eCD.shape[1]
     empty = partial(args.x_SD.new_empty, dtype=args.dtype)
@@ -124,7 +124,7 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(*flat: Any) -> tuple[Tensor, ...]:
-    """Return all `Grads` from `_BackwardInputs`; [0] for a gradient that is not requested."""
+    """Return all gradients from the backward op's flat arguments; shape [0] if not requested."""
     args = _BackwardInputs(*flat)
     h_scales = args.h_scales if args.h_scales.ndim > 1 else None
     h = Rows(args.h_RC, h_scales, args.dtype) if args.h_RC.ndim > 1 else None
@@ -135,7 +135,7 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_fake(*flat: Any) -> tuple[Tensor, ...]:
-    """Return uninitialised `Grads` as `_backward` does, [0] for gradients not requested."""
+    """Return uninitialised gradients for tracing, as `_backward`; shape [0] if not requested."""
     args = _BackwardInputs(*flat)
     likes = (args.dy, args.w1_eCD, args.w2_eDF, args.weights_R, *_list_updates(args))
     return tuple(
@@ -147,7 +147,7 @@ def _backward_fake(*flat: Any) -> tuple[Tensor, ...]:
 def _setup_context(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """Save the tensors and options that `_differentiate` reads, as autograd's setup_context."""
+    """Save the tensors and options that the backward `_differentiate` reads, in `ctx`."""
     args = _Inputs(*inputs)
     state = _make_state(args, Rows(*output[1:]))
     ctx.save_for_backward(*state.list_saved_tensors())
@@ -158,7 +158,7 @@ def _setup_context(
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> Any:
-    """Return the gradients of the forward's flat inputs (`_Inputs`), None for other inputs."""
+    """Return the gradients of the forward op's arguments from `dy`; None where there is none."""
     if dy is None:
         return _Inputs()
     needs = _Inputs(*ctx.needs_input_grad)
@@ -198,9 +198,9 @@ def run_traced_backward(
     has_expert_rows: bool,
     grad_flags: GradFlags,
 ) -> Grads:
-    """Return the gradients that `grad_flags` requests, computed by the custom op.
+    """Compute the gradients that `grad_flags` requests by the custom op, and return them.
 
-    `dy` has source rows, or expert rows if `has_expert_rows`. Raises ValueError for delayed
+    `dy` has a row per token, or per expert row if `has_expert_rows`. Raises ValueError for delayed
     scaling.
     """
     weights, index = state.weights, state.index
@@ -223,10 +223,10 @@ def run_traced_expert_mlp(
     index: ExpertIndex,
     options: ExpertMLPOptions,
 ) -> Tensor:
-    """Return the experts' output, computed by the custom op, which compilers can trace.
+    """Compute the experts' output by the custom op, which compilers can trace, and return it.
 
-    The output has source rows, or with `grad_handle_RD` expert rows, for a dispatcher that sums
-    them. Raises ValueError for delayed scaling.
+    The output has a row per token. With `grad_handle_RD` it has expert rows, which the dispatcher
+    sums. Raises ValueError for delayed scaling.
     """
     _raise_if_delayed_scaling(weights, options.recipe)
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.list_updates())

@@ -58,7 +58,7 @@ class TritonProducts(Products):
         weights: ExpertWeights,
         index_cache: RowTiles | None = None,
     ) -> None:
-        """`index_cache` is the map of row tiles of `index`; None = compute the map on Hopper."""
+        """Prepare products of a batch; `index_cache`: row tiles, None = compute them on Hopper."""
         super().__init__(index, activation, weights, has_kernels=True)
         self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
         self.hidden_dim = weights.w2_eDF.shape[2]
@@ -68,7 +68,7 @@ class TritonProducts(Products):
         self.index_cache = self.tiles = index_cache
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Tensor]:
-        """Return FC1's output (None unless `saves_h`) and its activation times routing weights."""
+        """Return (FC1's output, or None unless `saves_h`; the activation times routing weights)."""
         x = self._choose_source(rows, "fc1")
         h_RC, a_RF = self._multiply_fc1(x, self.low1.compute_forward_addend(x))
         return Rows(h_RC) if saves_h else None, a_RF
@@ -79,18 +79,21 @@ class TritonProducts(Products):
         return self._multiply(a, self.w2_eDF.transpose(1, 2), self.low2.compute_forward_addend(a))
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return FC1's output before the activation, with its low-rank update."""
+        """Return FC1's output before the activation, including the LoRA update of w1."""
         x, b_eDC = self._choose_source(rows, "recompute"), self.w1_eCD.transpose(1, 2)
         return Rows(self._multiply(x, b_eDC, self.low1.compute_forward_addend(x)))
 
     def prepare_output_grad(
         self, dy: Tensor, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> ProductSource:
-        """Return FC2's output gradient `dy` as a `ProductSource` of expert or source rows."""
+        """Return FC2's output gradient `dy`, with each row's token unless it has expert rows."""
         return ProductSource(dy, None) if has_expert_rows else self._choose_source(Rows(dy), "dy")
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of FC1's output and of routing weights, and the activation."""
+        """Return gradients of FC1's output h and of routing weights, and the activation.
+
+        `dy` is the gradient of FC2's output. The gradient of routing weights is fp32.
+        """
         addend = self.low2.compute_backward_addend(dy)
         if self.tiles is not None and self.activation.gated and dy.rows.shape[0]:
             operands = (dy.rows, self.w2_eDF, self.tiles, h.values, self.weights_R, self.offsets_e)
@@ -107,11 +110,11 @@ class TritonProducts(Products):
         return self._multiply(dh, self.w1_eCD, self.low1.compute_backward_addend(dh))
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
-        """Return w1's gradient from FC1's input and output gradient, written to `target`."""
+        """Return w1's gradient from FC1's input `rows` and output gradient, written to `target`."""
         return self._compute_wgrad(self._choose_source(rows, "wgrad"), dh_RC, True, target)
 
     def fc2_wgrad(self, dy: ProductSource, a_RF: Tensor, target: GradTarget) -> Tensor:
-        """Return w2's gradient from FC2's input and output gradient, written to `target`."""
+        """Return w2's gradient from FC2's input `a_RF` and output gradient, written to `target`."""
         return self._compute_wgrad(dy, a_RF, False, target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
@@ -124,11 +127,11 @@ class TritonProducts(Products):
         return self.low2.compute_grads(ProductSource(a_RF, None, is_finite=True), dy)
 
     def drop_weights(self) -> None:
-        """Free matrices and low-rank updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
+        """Free matrices and LoRA updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
         del self.w1_eCD, self.w2_eDF, self.low1, self.low2
 
     def _choose_source(self, rows: Rows, matmul: Use) -> ProductSource:
-        """Return source rows with row ids, or gathered rows if `matmul` is faster with them."""
+        """Return token rows to gather by id, or already gathered if `matmul` is faster so."""
         if self.tiles is None:
             return ProductSource(rows.widen(), self.row_map.row_ids_R)
         if rows.scales is not None:
@@ -142,7 +145,7 @@ class TritonProducts(Products):
         return ProductSource(rows.values, self.row_map.row_ids_R)
 
     def _multiply_fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
-        """Return FC1's output and the weighted activation, by one kernel if it is gated."""
+        """Return FC1's output and the weighted activation; `addend`: the LoRA part or None."""
         if self.activation.gated and self.tiles is not None and x.row_ids_R is None:
             return cooperative_activation(
                 x.rows, self.w1_eCD, self.tiles, self.weights_R, self.activation, addend=addend
@@ -155,7 +158,7 @@ class TritonProducts(Products):
         return h_RC, self.recompute_activation(Rows(h_RC))
 
     def _multiply(self, source: ProductSource, b_eKN: Tensor, addend: Addend | None) -> Tensor:
-        """Return each expert row times its expert's matrix, plus the addend unless it is None."""
+        """Return each expert row times its expert's matrix, plus `addend` (LoRA part or None)."""
         if self.tiles is not None and source.row_ids_R is None:
             return cooperative_gemm(source.rows, b_eKN, self.tiles, addend=addend)
         out_RN = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
@@ -164,7 +167,7 @@ class TritonProducts(Products):
     def _compute_wgrad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
-        """Return each expert's source^T y, or y^T source if `transposed`, written to `target`."""
+        """Return source^T y over each expert's rows, or if `transposed` y^T source, in `target`."""
         return grouped_wgrad(
             source.rows,
             y_RN,

@@ -35,7 +35,7 @@ BYTES_K = 128  # of one step along the summed dim
 
 
 class BlockScaledConstants(NamedTuple):
-    """Compile-time constants of both kernels."""
+    """Compile-time constants of both kernels: tile sizes, and the MXFP8 or NVFP4 format."""
 
     FORMAT: str  # "e4m3" or "e2m1"
     POWER_OF_TWO: bool  # whether scales of tensors are powers of two
@@ -61,10 +61,10 @@ def _load_operand(
     ROWS: tl.constexpr,  # rows of a scale
     CONST: tl.constexpr,  # BlockScaledConstants
 ):
-    """Return packed bytes [rows, BLOCK_K / P] and scales [rows, BLOCK_K / B] of an operand.
+    """Return packed values [rows, BLOCK_K / P] and block scales [rows, BLOCK_K / B] of an operand.
 
-    The elements of K begin at `k_start`. Elements from `k_end` on are 0, and so are rows whose
-    `row_mask` is False.
+    P values are packed in a byte, and B values share a scale. The columns begin at `k_start`.
+    Columns from `k_end` on are 0, and so are rows whose `row_mask` is False.
     """
     P: tl.constexpr = CONST.P
     B: tl.constexpr = CONST.B
@@ -81,7 +81,7 @@ def _load_operand(
 
 @triton.jit
 def _load_tensor_scales(a_amax_ptr, b_amax_ptr, expert, POWER_OF_TWO: tl.constexpr):
-    """Return the product of the fp32 scales of both NVFP4 tensors; 1 if a_amax_ptr is None."""
+    """Return the product of two NVFP4 tensors' fp32 scales, from amax; 1 if a_amax_ptr is None."""
     scale = 1.0
     if a_amax_ptr is not None:
         a_scale = compute_nvfp4_tensor_scale(tl.load(a_amax_ptr + expert), POWER_OF_TWO)
@@ -106,7 +106,7 @@ def block_scaled_grouped_gemm_kernel(
     E_POW2: tl.constexpr,
     CONST: tl.constexpr,  # BlockScaledConstants
 ):
-    """Write expert rows times the matrices of their experts, tile by tile (persistent program)."""
+    """Write expert rows times their experts' matrices; persistent programs loop over tiles."""
     FORMAT: tl.constexpr = CONST.FORMAT
     BLOCK_M: tl.constexpr = CONST.BLOCK_M
     BLOCK_N: tl.constexpr = CONST.BLOCK_N
@@ -148,7 +148,7 @@ def block_scaled_grouped_wgrad_kernel(
     ADD: tl.constexpr,
     CONST: tl.constexpr,  # BlockScaledConstants
 ):
-    """Write weight gradients to out_ptr, or with ADD add them; an expert without rows has 0."""
+    """Write (with ADD: add) each expert's weight gradient to out_ptr; 0 if it has no rows."""
     B: tl.constexpr = CONST.B
     FORMAT: tl.constexpr = CONST.FORMAT
     BLOCK_M: tl.constexpr = CONST.BLOCK_M
@@ -179,7 +179,7 @@ def block_scaled_grouped_wgrad_kernel(
 
 
 def _make_constants(operand: Blocks, recipe: Recipe) -> BlockScaledConstants:
-    """Return the kernels' constants for operands of a recipe."""
+    """Return the kernels' constants for an operand quantised by `recipe`."""
     fmt, P = ("e4m3", 1) if operand.values.dtype == FP8 else ("e2m1", 2)
     return BlockScaledConstants(fmt, recipe.power_of_two, P, recipe.weight_multiple, BYTES_K * P)
 
@@ -190,11 +190,11 @@ def block_scaled_gemm(
     """Return each expert row times its expert's matrix, [R, N] in `dtype`. No autograd, no sync.
 
     Args:
-        a: rows [R, K] in expert order, as `quantise_microscaled(pack=True)` packs them.
-        b: matrices [e, N, K], as `quantise_microscaled_matrices(pack=True)` packs them for sums
-            over K.
-        offsets_e: int32 on the device, running sum of the experts' rows. Rows past offsets_e[-1]
-            are uninitialised in the result.
+        a: R rows of K columns in expert order, as `quantise_microscaled(pack=True)` packs them.
+        b: matrices [experts, N, K], as `quantise_microscaled_matrices(pack=True)` packs them for
+            sums over K.
+        offsets_e: int32 on the device, running sum of the experts' row counts. Result rows past
+            offsets_e[-1] are uninitialised.
         recipe: of both operands.
     """
     (R, bytes_K), (e, N, _) = a.values.shape, b.values.shape
@@ -226,15 +226,14 @@ def block_scaled_wgrad(
     dtype: torch.dtype | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return each expert's weight gradient x^T y, [e, M, N], or `out`. No autograd, no host sync.
+    """Return each expert's weight gradient x y^T over its columns, or `out`. No autograd, no sync.
 
     Args:
-        x, y: columns [M, W] and [N, W] of rows in expert order, as
-            `quantise_microscaled(over_rows=True, pack=True)` packs them, each expert's rows padded
-            with zeros to full blocks.
-        offsets_e: int32 on the device, running sum of the experts' padded rows, at most W.
+        x, y: [M, W] and [N, W], transposed expert rows, as `quantise_microscaled(over_rows=True,
+            pack=True)` packs them, each expert's rows padded with zeros to full blocks.
+        offsets_e: int32 on the device, running sum of the experts' padded row counts, at most W.
         recipe: of both operands.
-        out: contiguous [e, M, N], overwritten by the result; None = a new tensor.
+        out: contiguous [experts, M, N], overwritten by the result; None = a new tensor.
         accumulate: whether the result is added to `out` instead, in fp32.
         dtype: dtype of a new result, None = fp32.
         scale: factor on the fp32 sum, before it is added and rounded once.

@@ -68,10 +68,10 @@ EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
 @gluon.jit
 def _load_step(operands, location, k, ring, stage_idx, barrier, CONST: gl.constexpr):
-    """Loading warp: start TMA loads of one step's blocks of a and b into a stage of the ring.
+    """Loading warp: start TMA loads of blocks of a and b, or of the LoRA part, into a stage.
 
-    `location` is the tile from `locate_output_tile`, `barrier` the full barrier of the
-    stage. `k` counts the summed columns of a, then of the addend.
+    `location` is (expert, row, row end, column tile), and `barrier` is signalled when the loads
+    arrive. `k` counts the summed columns, first of a, then of the LoRA part.
     """
     if CONST.ADDEND:
         a_desc, b_desc, K, N, u_desc, m_desc, rank = operands
@@ -89,10 +89,10 @@ def _load_step(operands, location, k, ring, stage_idx, barrier, CONST: gl.conste
 
 @gluon.jit
 def _load_blocks(a_desc, b_desc, K, N, location, k, ring, stage_idx, barrier, CONST: gl.constexpr):
-    """Start TMA loads of columns from `k` on of a tile's rows and of its expert's matrix.
+    """Start TMA loads of columns from `k` on, of a tile's rows and of its expert's matrix.
 
-    `location` is the tile from `locate_output_tile`, `barrier` the full barrier of stage
-    `stage_idx`.
+    `location` is (expert, row, row end, column tile). `barrier` is signalled when the loads into
+    stage `stage_idx` of `ring` arrive.
     """
     expert, row, _, n = location
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
@@ -118,7 +118,7 @@ def _store_activation(
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Epilogue warps: store the weighted activation of every tile, and h of partial tiles."""
+    """Epilogue warps: store all tiles' weighted activation, and FC1's output of partial tiles."""
     N = N // 8 * 8  # as in _multiply_tiles
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
@@ -165,9 +165,9 @@ def _multiply_tiles(
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiplying warps: store half of every tile's rows, or stage h for `_store_activation`.
+    """Multiplying warps: store the product for half of every tile's rows; `ring` has a and b.
 
-    `staging` is shared memory for results, and `ring` has the stages of a and b.
+    With an activation, the product is staged in shared memory for `_store_activation`.
     """
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
@@ -244,10 +244,11 @@ def sm90_bf16_grouped_kernel(
     rank,  # summed columns of the addend; None without
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write each row of a times its expert's matrix b, [R, N], to out_ptr.
+    """Write each row of a times its expert's matrix b, [rows, N], to out_ptr.
 
-    With CONST.ACT, h_ptr receives the product h [R, 2F], and out_ptr act(h) * weight [R, F]. u_desc
-    and m_desc are the operands of the addend, and `rank` is the dim that their product sums.
+    With CONST.ACT, h_ptr receives the product h (gate and up columns), and out_ptr act(h) * weight.
+    u_desc and m_desc are the two factors of the LoRA part, whose product is added, over `rank`
+    columns.
     """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
@@ -325,7 +326,7 @@ def _launch_cooperative_kernel(
     weights_R: Tensor | None = None,
     options: ActivationOptions | None = None,
 ) -> None:
-    """Launch the kernel, which writes `out`, and h_RC if this is FC1 with its activation."""
+    """Launch the kernel: `out` = the product; with `options` h_RC = the product, `out` = act(h)."""
     K, N = a.shape[1], out.shape[1]
     b_is_NK = b.stride(1) == 1
     b = b.transpose(1, 2) if b_is_NK else b
@@ -355,10 +356,11 @@ def cooperative_gemm(
     uninitialised.
 
     Args:
-        a_RK: rows in expert order, bf16 or fp16, contiguous.
-        b_eKN: contiguous, or the transpose of a contiguous [e, N, K]. K and N are multiples of 8.
+        a_RK: R rows in expert order, bf16 or fp16, contiguous.
+        b_eKN: a matrix per expert, contiguous, or the transpose of a contiguous [e, N, K]. K and N
+            are multiples of 8.
         tiles: from `map_row_tiles` of these rows.
-        addend: added before the result is rounded; None = nothing is added.
+        addend: LoRA part, whose product is added before the result is rounded; None = no LoRA.
     """
     out_RN = a_RK.new_empty(a_RK.shape[0], b_eKN.shape[2])
     if out_RN.numel():
@@ -380,10 +382,10 @@ def cooperative_activation(
     Rows past the last expert's are uninitialised. `options` is a gated activation, not interleaved.
 
     Args:
-        x_RD: rows in expert order, bf16 or fp16, contiguous; `tiles` is their `map_row_tiles`.
-        w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D and F multiples of 8.
+        x_RD: R rows in expert order, bf16 or fp16, contiguous; `tiles` is their `map_row_tiles`.
+        w1_eCD: [experts, 2F, D] gate rows then up rows, contiguous; D and F multiples of 8.
         weights_R: fp32 routing weight of each expert row.
-        addend: added to h before it is rounded; None = nothing is added.
+        addend: LoRA part, whose product is added to h before it is rounded; None = no LoRA.
     """
     R, C = x_RD.shape[0], w1_eCD.shape[1]
     h_RC, a_RF = x_RD.new_empty(R, C), x_RD.new_empty(R, C // 2)

@@ -62,9 +62,10 @@ def fp8_gemm(
     uninitialised.
 
     Args:
-        a: rows in expert order, [R, K], of kind "tile"; K a multiple of 128.
-        b: one matrix of every expert, [e, N, K], of kind "block"; N a multiple of 128.
-        offsets_e: int32, running sum of the experts' rows. Only the reference reads it.
+        a: R rows in expert order, of kind "tile" (scale per 128 columns); K columns, a multiple of
+            128.
+        b: one matrix of every expert, [e, N, K], of kind "block" (128 x 128); N a multiple of 128.
+        offsets_e: int32, running sum of the experts' row counts. Only the reference reads it.
         tiles: from `map_row_tiles` of these rows.
         dtype: dtype of the result, bf16 or fp16 on a GPU.
     """
@@ -106,16 +107,17 @@ def fp8_wgrad(
     dtype: torch.dtype = torch.float32,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return each expert's weight gradient, the sum of x[r]^T y[r], [e, M, N], or `out`.
+    """Return each expert's weight gradient [M, N], the sum of x[r]^T y[r] over its rows r.
 
     Summed in fp32 and rounded once; zero (nothing added) for an expert without rows.
     Bit-reproducible. No autograd; no host sync on Hopper.
 
     Args:
-        x, y: columns of row tiles from `tile_tokens`, [t, M, 128] and [t, N, 128]; M and N
+        x, y: transposed row tiles from `tile_tokens`, [tiles, M, 128] and [tiles, N, 128]; M and N
             multiples of 128.
         tiles: the row tiles of both.
-        out: fp32 or bf16, contiguous [e, M, N], overwritten by the result; None = a new tensor.
+        out: fp32 or bf16, contiguous [experts, M, N], overwritten by the result; None = a new
+            tensor.
         accumulate: whether the result is added to `out` instead.
         dtype: dtype of a new result.
         scale: factor on the fp32 sum, before it is added and rounded.

@@ -37,7 +37,7 @@ from moecore.kernels.grouped.skeleton import (
 
 
 class LoadedScales(NamedTuple):
-    """The scales that the kernel reads: of a in global and shared memory, of b with strides."""
+    """Pointers, strides and shared memory of the FP8 scales of operands a and b."""
 
     a_ptr: Any
     a_stride: Any
@@ -50,7 +50,7 @@ class LoadedScales(NamedTuple):
 
 @gluon.jit
 def _load_step(operands, location, k, ring, stage_idx, barrier, CONST: gl.constexpr):
-    """Load columns from k on of a and b, and a's scales; `location`: `locate_output_tile`."""
+    """Start loads of a and b from column k on, and of a's scales; `barrier` signals arrival."""
     a_desc, b_desc, scales, N = operands
     expert, row, end, n = location
     tma_load(a_desc, [row, k], barrier, ring.a.index(stage_idx))
@@ -63,7 +63,7 @@ def _load_step(operands, location, k, ring, stage_idx, barrier, CONST: gl.conste
 
 @gluon.jit
 def _store_rows(out_ptr, out_desc, out_smem, x, first_row, row_end, first_column, N):
-    """Store x at (row, column) by TMA through out_smem, or by threads if x exceeds `row_end`."""
+    """Store x at (first_row, first_column) by TMA, or by threads if x exceeds `row_end`."""
     wait_for_staging_buffer(1)
     out_smem.store(x.to(out_smem.dtype))
     fence_staging_buffer()
@@ -88,10 +88,10 @@ def _multiply_tiles(
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiplying warp group: compute and store its half of the columns of every tile.
+    """Warp group GROUP (0 or 1): compute and store its half of the columns of every tile.
 
-    `out` is (pointer, TMA descriptor, shared memory) of the output, `ring` has the stages of a and
-    b.
+    `out` is (pointer, TMA descriptor, shared memory) of the output. `ring` has the stages with
+    blocks of a and b.
     """
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
@@ -158,7 +158,7 @@ def sm90_fp8_grouped_nt_kernel(
     b_stride_k,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write each row of a times its expert's b^T, [R, N], to out_ptr.
+    """Write each row of a times its expert's b^T, [rows, N], to out_ptr.
 
     map_ptr has the map of row tiles. Each persistent program writes every num_programs-th tile.
     """

@@ -28,7 +28,11 @@ from moecore.kernels.grouped.skeleton import (
 def _load_step(
     operands, row_tile, column_tile, tile, ring, stage_idx, barrier, CONST: gl.constexpr
 ):
-    """Load a column tile of x and one of y for row tile `tile` by TMA into a stage."""
+    """Start TMA loads of 128 expert rows of x and y into stage `stage_idx`; `barrier` = arrival.
+
+    `tile` is the index of the 128 rows. `row_tile` and `column_tile` select the columns of x and y,
+    which are rows and columns of the gradient.
+    """
     x_desc, y_desc, M, N = operands
     tma_load(x_desc, [tile * M + row_tile * CONST.BLOCK_M, 0], barrier, ring.a.index(stage_idx))
     tma_load(y_desc, [tile * N + column_tile * CONST.BLOCK_N, 0], barrier, ring.b.index(stage_idx))
@@ -36,7 +40,7 @@ def _load_step(
 
 @gluon.jit
 def _store_block(out_ptr, out_desc, out_smem, x, expert, first_row, first_column, M, N):
-    """Store fp32 x at (row, column) of an expert's gradient by TMA; add x if out_desc is None."""
+    """Store fp32 x in an expert's gradient from (row, column) on; add it if out_desc is None."""
     if out_desc is None:
         add_block(out_ptr + expert.to(gl.int64) * M * N, x, first_row, first_column, M, N)
     else:
@@ -56,7 +60,7 @@ def _multiply_tiles(
     scale,  # factor on the sums
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Warp group GROUP: compute half of the columns of every tile, and store or add them.
+    """Warp group GROUP (0 or 1): compute and store (or add) half of the columns of every tile.
 
     `out` is (pointer, TMA descriptor or None to add, shared memory) of the gradient.
     """
@@ -126,9 +130,9 @@ def sm90_fp8_grouped_wgrad_kernel(
     scale,  # fp32, of every product
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write each expert's x^T y, [M, N], to out_ptr, or add the product if out_desc is None.
+    """Write each expert's gradient x^T y to out_ptr, or add it if out_desc is None.
 
-    ends_ptr has the running sum of the experts' row tiles.
+    ends_ptr has the running sum of the experts' numbers of row tiles, which have 128 rows.
     """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N

@@ -59,7 +59,7 @@ def grouped_gemm_activation_ref(
 
 
 class TileConfig(NamedTuple):
-    """Tile sizes, pipelining and warps of one grouped product's Triton kernel."""
+    """Tile sizes, pipeline stages and warps of a Triton kernel for grouped products."""
 
     BLOCK_M: int = 128
     BLOCK_N: int = 256
@@ -125,7 +125,7 @@ def _grouped_gemm_fwd_kernel(
     E_POW2: tl.constexpr,
     TILE: tl.constexpr,  # TileConfig
 ):
-    """Write each expert row of a times its expert's matrix b, [R, N], to out_ptr.
+    """Write each expert row of a times its expert's matrix b, [rows, N], to out_ptr.
 
     With GATHER, row_ids_ptr selects the rows of a. With ADD, the product is added to out_ptr.
     """
@@ -234,11 +234,11 @@ def grouped_gemm(
     """Return each expert row times its expert's matrix. No autograd, no host sync.
 
     Args:
-        a: [R, K] rows in expert order, or [S, K] source rows with `row_ids_R`; bf16 or fp16,
+        a: R rows of K columns in expert order, or with `row_ids_R` token rows; bf16 or fp16,
             contiguous.
-        b: [e, K, N], the dtype of `a`; contiguous, or the transpose of a contiguous [e, N, K]. K
-            and N are multiples of 8 (16 bytes, for TMA).
-        offsets_e: int32 on the device, running sum of the experts' rows, at most R.
+        b: [experts, K, N], the dtype of `a`; contiguous, or the transpose of a contiguous [e, N,
+            K]. K and N are multiples of 8 (16 bytes, for TMA).
+        offsets_e: int32 on the device, running sum of the experts' row counts, at most R.
         row_ids_R: int32, the row of `a` that each expert row reads; None = `a` is in expert order.
         out: [R, N], dtype of `a`, contiguous, added to in place; None = a new tensor.
         dtype: dtype of the result: fp32, or None for the dtype of `a`.
@@ -286,8 +286,8 @@ def grouped_gemm_activation(
     Rows past offsets_e[-1] are uninitialised. `options` is a gated activation, not interleaved.
 
     Args:
-        x_SD: source rows, bf16 or fp16, contiguous.
-        w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D a multiple of 8.
+        x_SD: token rows, bf16 or fp16, contiguous.
+        w1_eCD: [experts, 2F, D] gate rows then up rows, contiguous; D a multiple of 8.
         row_ids_R, offsets_e: as for `grouped_gemm`.
         weights_R: fp32 routing weight of each expert row.
     """
@@ -305,7 +305,7 @@ def grouped_gemm_activation(
 
 
 def _choose_config(gathers: bool, has_few_columns: bool, has_wide_output: bool) -> TileConfig:
-    """Return the tile sizes; `has_wide_output` = an fp32 result or a sum with `out`."""
+    """Return tile sizes for this kind of product; wide output = fp32 result, or added to `out`."""
     if has_wide_output:
         return WIDE
     if has_few_columns:

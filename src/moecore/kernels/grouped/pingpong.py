@@ -82,7 +82,7 @@ def _load_tiles(
     K,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warps: fill the ring with blocks of a, b and the addend for this program's tiles."""
+    """Loading warps: fill the ring with blocks of a, b and the LoRA part for all tiles."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -122,7 +122,7 @@ def _load_tiles(
 
 @gluon.jit
 def _fetch_h(h_desc, h_smem, h_barriers, h_slot, first_row, first_column, F):
-    """Start to load gate and up columns at (row, column) of h to half `h_slot` of h_smem by TMA."""
+    """Start TMA loads of a block of h's gate and up columns into half `h_slot` of h_smem."""
     bar = h_barriers.index(h_slot)
     hopper.mbarrier.expect(bar, h_smem.shape[1] * h_smem.shape[2] * 4)
     tma_load(h_desc, [first_row, first_column], bar, h_smem.index(2 * h_slot))
@@ -139,10 +139,10 @@ def _store_activation_bwd(
     F,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Store dh, act(h) * weight and a tile's sums of dweights, then fetch the next h.
+    """Store a tile's dh, act(h) * weight and sums of routing-weight gradients; load the next h.
 
-    `total_MN` is da of the tile. `staging` has the buffers of da and h. `location` is the tile and
-    the next tile.
+    `total_MN` is the gradient of the activation. `staging` has shared memory for it and for h.
+    `location` has the positions of this tile and of the next.
     """
     weights_ptr, out_ptr, dh_ptr, dweights_ptr = outputs
     row, end, column, has_next, next_row, next_column = location
@@ -203,9 +203,9 @@ def _multiply_tiles(
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Warp group GROUP: compute every other tile; store dh, act(h) * weight and dweights.
+    """Warp group GROUP (0 or 1): compute every other tile, and store it by `_store_activation_bwd`.
 
-    `turn_barriers` has the barriers by which both groups alternate.
+    `turn_barriers` are the barriers by which the two groups alternate.
     """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
@@ -278,7 +278,7 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write dh, act(h) * weight, and dweights [column tiles, R], from da = a @ b and h."""
+    """Compute da = a @ b; write dh, act(h) * weight, and routing-weight gradients per tile."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -331,7 +331,7 @@ def _finish_bwd_kernel(
     CLEARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum parts [num_parts, R] to dweights [R]; CLEARED programs zero an unused row of dh and a."""
+    """Sum parts [num_parts, R] of routing-weight gradients; zero CLEARED rows of dh and a."""
     num_rows = tl.load(offsets_ptr + num_experts - 1)
     pid = tl.program_id(0)
     if pid < CLEARED:
@@ -357,7 +357,7 @@ def _finish_bwd_kernel(
 
 @cache
 def _get_constants(gathers: bool, options: ActivationOptions, has_addend: bool) -> GroupedConstants:
-    """Return the constants of the kernel for these variants."""
+    """Return the kernel's constants, with or without gather and LoRA, for an activation."""
     return GroupedConstants(
         *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M[gathers], STAGES, PRODUCER_REGISTERS),
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
@@ -379,18 +379,19 @@ def pingpong_activation_bwd(
     row_ids_R: Tensor | None = None,
     addend: Addend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of h and of the routing weights, and act(h) * weight recomputed.
+    """Return the gradients of FC1's output h and of routing weights, and act(h) * weight.
 
-    No autograd, no host sync. da = dy @ w2 stays on the chip, rounded to the dtype of dy.
+    No autograd, no host sync. The activation's gradient da = dy @ w2 is not written to memory; it
+    is rounded to the dtype of dy.
 
     Args:
-        dy: [R, D] rows in expert order, or [S, D] source rows with `row_ids_R`; bf16 or fp16,
+        dy: [R, D] rows in expert order, or with `row_ids_R` a row per token; bf16 or fp16,
             contiguous.
-        w2_eDF: contiguous; D and F multiples of 8.
-        tiles: from `map_row_tiles` of `offsets_e`, the running sum of the experts' rows.
+        w2_eDF: a matrix [D, F] per expert, contiguous; D and F multiples of 8.
+        tiles: from `map_row_tiles` of `offsets_e`, the running sum of the experts' row counts.
         h_RC, weights_R: FC1's output [R, 2F], contiguous; fp32 routing weight of each row.
         options: a gated activation, not interleaved.
-        addend: dtype of dy; added to da before it is rounded.
+        addend: LoRA part in the dtype of dy, added to da before it is rounded; None = no LoRA.
 
     Returns:
         dh_RC, dweights_R (fp32, 0 past the last expert's rows) and a_RF. In dh and a, CLEARED_ROWS

@@ -42,7 +42,7 @@ GROUP_M = 8  # row tiles that share a matrix in L2
 
 @triton.jit
 def _load_block(values_ptr, rows, row_mask, k_start, k_end, row_stride, BLOCK_K: tl.constexpr):
-    """Return columns k to k + BLOCK_K of `rows`; 0 from `k_end` on, and where row_mask is False."""
+    """Return BLOCK_K columns of `rows` from k_start on; 0 from k_end on or if row_mask is False."""
     columns = k_start + tl.arange(0, BLOCK_K)
     mask = row_mask[:, None] & (columns < k_end)[None, :]
     return tl.load(values_ptr + rows[:, None] * row_stride + columns[None, :], mask=mask, other=0.0)
@@ -108,7 +108,7 @@ def mixed_grouped_wgrad_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write every expert's weight gradient x^T y of FP8 columns; 0 for an expert without rows."""
+    """Write every expert's weight gradient x y^T of transposed FP8 rows; 0 without rows."""
     P = P // ALIGNED * ALIGNED
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     total = num_experts * num_m * num_n
@@ -183,9 +183,9 @@ def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype)
 def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on a GPU.
 
-    `a` has rows [R, K] in expert order, `b` has matrices [e, N, K]. Both have the kind "row", and K
-    and N are multiples of 16. `offsets_e` is the running sum of the experts' rows. The result has
-    the dtype `dtype`, which is bf16 on a GPU. Rows past offsets_e[-1] are uninitialised.
+    `a` has rows [R, K] in expert order, `b` has matrices [experts, N, K], both FP8 with a scale per
+    row. K and N are multiples of 16. `offsets_e` is the running sum of the experts' row counts.
+    `dtype` is the result's, bf16 on a GPU. Rows past offsets_e[-1] are uninitialised.
     """
     if _uses_reference(a, b):
         return scaled_gemm_ref(a, b, offsets_e, dtype)
@@ -208,10 +208,11 @@ def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype
 
 
 def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert's weight gradient x^T y, [e, M, N]; zero for an expert without rows.
+    """Return each expert's weight gradient x y^T over its columns, [experts, M, N]; 0 without rows.
 
-    x is [M, P] and y is [N, P], the `columns` of `quantise_expert_rows`. `offsets_e` is the running
-    sum of the experts' padded rows. `dtype` is bf16 on a GPU. No autograd; no host sync on a GPU.
+    x [M, P] and y [N, P] are transposed expert rows, `columns` of `quantise_expert_rows`.
+    `offsets_e` is the running sum of the experts' padded row counts, at most P. `dtype` is bf16 on
+    a GPU. No autograd; no host sync on a GPU.
     """
     if _uses_reference(x, y):
         return scaled_wgrad_ref(x, y, offsets_e, dtype)

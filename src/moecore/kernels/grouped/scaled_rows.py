@@ -72,7 +72,7 @@ NUM_WARPS = 8
 
 
 class PaddedRows(NamedTuple):
-    """Positions of expert rows in a layout that pads each expert's rows to a multiple."""
+    """The positions of expert rows in a layout with each expert's rows padded to a multiple."""
 
     expert_R: Tensor  # int64 expert of each row; e for rows past the last one in use
     position_R: Tensor  # int64 row in P; P for rows past the last one in use
@@ -81,7 +81,7 @@ class PaddedRows(NamedTuple):
 
 
 def pad_rows(offsets_e: Tensor, num_rows: int, row_multiple: int = ALIGNED) -> PaddedRows:
-    """Return positions of expert rows that are padded per expert to `row_multiple`. No sync."""
+    """Return expert rows' positions after each expert is padded to `row_multiple`. No sync."""
     # Each expert has at least `multiple` rows, because torch's product does not write the output of
     # an expert without rows. Example, 22 rows, experts of 3 and 17: offsets 16, 48, position_R 0 to
     # 2, 16 to 32, 64, 64.
@@ -143,10 +143,10 @@ def quantise_expert_rows_ref(
 
 
 def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past_amax: Tensor) -> Tensor:
-    """Return fp32 [n], whose largest entry gives the scale of all expert rows. No host sync.
+    """Return fp32 [n], whose largest entry gives the FP8 scale of all expert rows. No host sync.
 
-    `past_amax`, fp32 [1], is the largest magnitude of earlier steps, 0 = none. If `past_amax` is
-    not 0, all entries are `past_amax`. Otherwise the entries are largest magnitudes of rows in use.
+    If `past_amax`, fp32 [1], the largest magnitude of earlier steps, is not 0, all entries are
+    `past_amax`. Otherwise the entries are the largest magnitudes of rows in use.
     """
     if has_cast_kernel(x_RD):
         x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
@@ -157,7 +157,7 @@ def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past_amax: Tensor) -> Tens
 
 
 def _compute_column_amax(x_RD: Tensor, layout: PaddedRows) -> Tensor:
-    """Return fp32 [e + 1, D], the amax of each expert's columns; the last row is of unused rows."""
+    """Return the amax of each expert's columns, fp32 [experts + 1, columns]; last: unused rows."""
     expert_RD = layout.expert_R[:, None].expand_as(x_RD)
     none_eD = x_RD.new_zeros(layout.offsets_e.shape[0] + 1, x_RD.shape[1])
     return none_eD.scatter_reduce_(0, expert_RD, abs_without_nan_ref(x_RD), "amax")
@@ -219,7 +219,7 @@ def quantise_experts_kernel(
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Quantise one tile of an expert; store it in rows_ptr, and transposed in columns_ptr."""
+    """Quantise one tile of an expert to FP8; store it in rows_ptr, transposed in columns_ptr."""
     width = tl.cdiv(D, BLOCK)
     tile = tl.program_id(0) // width
     expert, start, end, first = locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
@@ -289,7 +289,7 @@ class _ScaledInput(NamedTuple):
     fp8_format: str = "e4m3"
 
     def fill(self, out: OperandPair, amax: Tensor | None, new_amax: Tensor | None) -> OperandPair:
-        """Fill `out` by kernels and return it; amax, new_amax: as for `quantise_expert_rows`."""
+        """Quantise by kernels into `out` and return it; amax as in `quantise_expert_rows`."""
         x, offsets_e, e, formats = self.x, self.offsets_e, self.num_experts, self.formats
         outputs = [t for side in out for t in get_values_and_scales(side)]
         if INTERPRET:
@@ -317,14 +317,14 @@ class _ScaledInput(NamedTuple):
 
     @property
     def formats(self) -> dict[str, Any]:
-        """The compile-time arguments E5M2 and POWER_OF_TWO of the kernels."""
+        """The kernels' compile-time arguments: FP8 format, and whether scales are powers of two."""
         return dict(E5M2=self.fp8_format == "e5m2", POWER_OF_TWO=self.power_of_two)
 
 
 def _make_empty_blocks(
     x: Tensor, fp8_format: str, values_shape: tuple[int, ...], scales_shape: tuple[int, ...]
 ) -> Blocks:
-    """Return an uninitialised "row" operand with values and scales of these shapes."""
+    """Return an uninitialised FP8 operand, a scale per row, with tensors of these shapes."""
     values = torch.empty(values_shape, dtype=DTYPES[fp8_format], device=x.device)
     return Blocks(values, torch.empty(scales_shape, dtype=torch.float32, device=x.device), "row")
 
@@ -342,19 +342,19 @@ def quantise_expert_rows(
     amax: Tensor | None = None,
     new_amax: Tensor | None = None,
 ) -> OperandPair:
-    """Quantise expert rows to FP8 operands of kind "row". No autograd, no host sync.
+    """Quantise expert rows to FP8 matmul operands, one or both layouts. No autograd, no host sync.
 
     Args:
-        x_RD: bf16, fp16 or fp32; D a multiple of 16. Rows past the last expert's are not read, and
-            are uninitialised in the result.
-        offsets_e: int32, the running sum of the experts' rows.
+        x_RD: R rows of D columns, bf16, fp16 or fp32; D a multiple of 16. Rows past the last
+            expert's are not read, and are uninitialised in the result.
+        offsets_e: int32, the running sum of the experts' row counts.
         padded_e: from `pad_offsets`; None without `columnwise`.
         per_row: whether each row has a scale; otherwise all expert rows have one.
         power_of_two: whether scales are powers of two.
         fp8_format: "e4m3" or "e5m2".
         rowwise: whether to make [R, D] with scales [R], for sums over D.
-        columnwise: whether to make [D, P] with scales [e, D], for sums over an expert's rows.
-            Columns from padded_e[-1] on are uninitialised.
+        columnwise: whether to make the transpose [D, padded rows] with scales [experts, D], for
+            sums over an expert's rows. Columns from padded_e[-1] on are uninitialised.
         amax: fp32 [n], whose largest entry gives all scales (larger values saturate); None = of x.
         new_amax: fp32 [1], raised in place to the largest finite magnitude; None = not recorded.
     """
@@ -376,10 +376,11 @@ def quantise_expert_rows(
 def quantise_expert_matrices(
     w: Tensor, *, per_row: bool, power_of_two: bool, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
-    """Quantise matrices to E4M3 operands, with one scale per row or one per matrix.
+    """Quantise each expert's matrix to E4M3, with one scale per row or one per matrix.
 
-    `w` is bf16, fp16 or fp32 [e, N, D]; N and D are multiples of 16. `rowwise` requests [e, N, D]
-    with scales [e, N], `columnwise` [e, D, N] with scales [e, D]. No autograd, no host sync.
+    `w` is bf16, fp16 or fp32 [experts, N, D]; N and D are multiples of 16. `rowwise` requests [e,
+    N, D] with scales [e, N], `columnwise` the transpose [e, D, N] with scales [e, D]. No autograd,
+    no host sync.
     """
     w = w.detach().contiguous()
     if not has_cast_kernel(w):

@@ -22,7 +22,7 @@ FIELDS = gl.constexpr(MAP_FIELDS)
 
 
 class GroupedConstants(NamedTuple):
-    """Compile-time constants of a Hopper kernel: sizes of tiles and of the ring, and variants."""
+    """Compile-time constants of a Hopper kernel: tile sizes, stages, registers and variants."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -43,10 +43,9 @@ class GroupedConstants(NamedTuple):
 
 
 class Addend(NamedTuple):
-    """Rows and one matrix per expert, whose product is added to another product in the same sum.
+    """Rows [R, r] and a matrix [r, N] per expert, whose product a kernel adds to another product.
 
-    The other product takes the first cdiv(K, BLOCK_K) steps of the ring, the addend the steps
-    after.
+    A kernel sums both products in one loop, first the other product, then this one.
     """
 
     rows_Rr: Tensor  # in expert order, contiguous; r a multiple of 8
@@ -54,7 +53,7 @@ class Addend(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Shared-memory stages of operands a and b [STAGES, ...], and their barriers [STAGES, 1]."""
+    """A ring of shared-memory stages with blocks of operands a and b, and barriers per stage."""
 
     a: Any
     b: Any
@@ -63,7 +62,7 @@ class Ring(NamedTuple):
 
 
 class RowTiling(NamedTuple):
-    """The tiles of an output [R, N]: map of row tiles, and the numbers of row and column tiles."""
+    """The tiles of an output [rows, N]: map of row tiles, and numbers of row and column tiles."""
 
     map_ptr: Any
     num_rows: Any
@@ -71,7 +70,7 @@ class RowTiling(NamedTuple):
 
 
 class WeightTiling(NamedTuple):
-    """The tiles of an output [e, M, N]: row and column tiles per expert, and all experts' tiles."""
+    """The tiles of weight gradients [experts, M, N]: rows and columns per expert, and total."""
 
     num_rows: Any
     num_columns: Any
@@ -92,7 +91,7 @@ def make_barriers(NUM_BARRIERS: gl.constexpr, NUM_ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def begin_stage(ring, step_idx, NUM_BYTES: gl.constexpr):
-    """Wait until a step's stage is empty, expect NUM_BYTES of TMA; return stage, full barrier."""
+    """Wait until a step's stage is empty; return its index, and its barrier for NUM_BYTES."""
     STAGES: gl.constexpr = ring.full.shape[0]
     slot = step_idx % STAGES
     bar = ring.full.index(slot)
@@ -103,7 +102,7 @@ def begin_stage(ring, step_idx, NUM_BYTES: gl.constexpr):
 
 @gluon.jit
 def wait_for_stage(ring, step_idx):
-    """Wait until the stage of a step is full; return the stage's number."""
+    """Wait until the ring's stage of step `step_idx` is full, and return the stage's index."""
     STAGES: gl.constexpr = ring.full.shape[0]
     slot = step_idx % STAGES
     hopper.mbarrier.wait(ring.full.index(slot), step_idx // STAGES & 1)
@@ -112,14 +111,14 @@ def wait_for_stage(ring, step_idx):
 
 @gluon.jit
 def release_previous_stage(ring, step_idx, pred):
-    """Mark the stage of the step before `step_idx` as empty, if `pred` is True."""
+    """Mark the ring's stage of the step before `step_idx` as empty, if `pred` is True."""
     STAGES: gl.constexpr = ring.full.shape[0]
     hopper.mbarrier.arrive(ring.empty.index((step_idx + STAGES - 1) % STAGES), count=1, pred=pred)
 
 
 @gluon.jit
 def locate_output_tile(tile_idx, tiling, GROUP_M: gl.constexpr):
-    """Return expert, first row, end of the expert's rows and column tile of a RowTiling's tile."""
+    """Return (expert, first row, end of expert's rows, column tile) of tile `tile_idx`."""
     width = GROUP_M * tiling.num_columns
     first = tile_idx // width * GROUP_M
     size = gl.minimum(tiling.num_rows - first, GROUP_M)
@@ -130,7 +129,7 @@ def locate_output_tile(tile_idx, tiling, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def locate_weight_tile(tile_idx, tiling, GROUP_M: gl.constexpr):
-    """Return expert, row tile number and column tile number of a WeightTiling's tile."""
+    """Return (expert, row tile, column tile) of tile `tile_idx` of the weight gradients."""
     per_expert = tiling.num_rows * tiling.num_columns
     expert = tile_idx // per_expert
     inside = tile_idx % per_expert
@@ -143,14 +142,14 @@ def locate_weight_tile(tile_idx, tiling, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def load_expert_range(ends_ptr, expert):
-    """Return an expert's (start, end) in the running sum `ends_ptr`."""
+    """Return (start, end) of an expert's rows, of which `ends_ptr` is the running sum."""
     start = gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     return start, gl.load(ends_ptr + expert)
 
 
 @gluon.jit
 def _begin_step(ring, step_idx, CONST: gl.constexpr):
-    """Begin a stage for TMA of a block of a and a block of b; return stage and full barrier."""
+    """Wait for a step's empty stage for blocks of a and b; return its index and its barrier."""
     BITS: gl.constexpr = ring.a.dtype.primitive_bitwidth
     return begin_stage(ring, step_idx, (CONST.BLOCK_M + CONST.BLOCK_N) * CONST.BLOCK_K * BITS // 8)
 
@@ -164,7 +163,7 @@ def load_row_tiles(
     K,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warp: call LOAD_STEP for each step along K of every tile that this program computes.
+    """Loading warp: for each tile of this program, call LOAD_STEP for each block of the K columns.
 
     LOAD_STEP(operands, location, k, ring, stage_idx, barrier, CONST) starts one step's loads.
     """
@@ -187,10 +186,10 @@ def load_weight_tiles(
     ROWS_PER_STEP: gl.constexpr,  # rows, or row tiles, of a step
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warp: call LOAD_STEP for each ROWS_PER_STEP rows of every tile of this program.
+    """Loading warp: for each tile of this program, call LOAD_STEP for each block of its rows.
 
     LOAD_STEP(operands, row_tile, column_tile, row, ring, stage_idx, barrier, CONST) starts the
-    loads. A tile sums over its expert's rows or row tiles, whose running sum is `ends_ptr`.
+    loads of ROWS_PER_STEP rows. `ends_ptr` has the running sum of the experts' rows.
     """
     step = 0
     for tile in range(gl.program_id(0), tiling.num_tiles, gl.num_programs(0)):
@@ -204,21 +203,21 @@ def load_weight_tiles(
 
 @gluon.jit
 def wait_for_staging_buffer(MAX_PENDING_STORES: gl.constexpr = 0):
-    """Wait until TMA has read this group's staged blocks, but for the last MAX_PENDING_STORES."""
+    """Wait until TMA has read all blocks that this group staged but the last MAX_PENDING_STORES."""
     hopper.tma.store_wait(MAX_PENDING_STORES)
     thread_barrier()
 
 
 @gluon.jit
 def fence_staging_buffer():
-    """Make this group's staged blocks visible to TMA."""
+    """Make the blocks that this warp group wrote to shared memory visible to TMA."""
     hopper.fence_async_shared()
     thread_barrier()
 
 
 @gluon.jit
 def store_block(out_ptr, x, first_row, row_end, first_column, num_columns, row_stride):
-    """Store x at (row, column) by threads; skip rows >= row_end and columns >= num_columns."""
+    """Store x from (first_row, first_column) on; skip rows >= row_end, columns >= num_columns."""
     rows = first_row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     columns = first_column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * row_stride)[:, None] + columns[None, :]
@@ -227,7 +226,7 @@ def store_block(out_ptr, x, first_row, row_end, first_column, num_columns, row_s
 
 @gluon.jit
 def add_block(out_ptr, x, first_row, first_column, num_rows, num_columns):
-    """Add fp32 x at (row, column) to a matrix [num_rows, num_columns]; skip elements outside."""
+    """Add fp32 x to a matrix from (first_row, first_column) on; skip elements outside."""
     rows = first_row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     columns = first_column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * num_columns)[:, None] + columns[None, :]
@@ -240,7 +239,7 @@ def add_block(out_ptr, x, first_row, first_column, num_rows, num_columns):
 def store_weight_block(
     out_desc, out_smem, x, expert, first_row, first_column, TRANSPOSED: gl.constexpr
 ):
-    """Stage x in out_smem [1, rows, columns]; TMA stores it at (expert, row, column).
+    """Copy x to shared memory; TMA stores it at (expert, first_row, first_column) of the gradients.
 
     With TRANSPOSED, out_smem and out_desc have the transposed layout, but x, `first_row` and
     `first_column` do not.

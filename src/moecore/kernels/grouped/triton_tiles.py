@@ -19,7 +19,7 @@ def count_row_tiles(
     E_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Return experts' first rows, numbers of row tiles, their running sum, and their total."""
+    """Return each expert's first row, number of row tiles, their running sum, and their total."""
     starts, ends, exists = load_expert_ranges(offsets_ptr, num_experts, E_POW2)
     tiles = tl.where(exists, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
     sums = tl.where(exists, tl.cumsum(tiles, 0), NO_TILE)
@@ -35,7 +35,7 @@ def locate_tile(
     BLOCK_M: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Return the expert, first row and column tile number of output tile `tile_idx`.
+    """Return (expert, first row, column tile) of output tile `tile_idx`.
 
     `num_column_tiles` is the number of column tiles, `row_tiles` the result of `count_row_tiles`.
     """

@@ -72,7 +72,7 @@ def _load_gathered_tiles(
     M,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warps: fill the ring with gathered rows of x, and by TMA rows of y, of all tiles."""
+    """Loading warps: fill the ring with rows of x, gathered by id, and with rows of y by TMA."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
     WARPS: gl.constexpr = CONST.PRODUCER_WARPS
@@ -115,7 +115,7 @@ def _load_gathered_tiles(
 def _load_step(
     operands, row_tile, column_tile, first_row, ring, stage_idx, barrier, CONST: gl.constexpr
 ):
-    """Load BLOCK_K rows of x and y from `first_row` on for one tile into a stage by TMA."""
+    """Start TMA loads of BLOCK_K rows of x and y for one tile; `barrier` signals their arrival."""
     x_desc, y_desc = operands
     tma_load(x_desc, [first_row, row_tile * CONST.BLOCK_M], barrier, ring.a.index(stage_idx))
     tma_load(y_desc, [first_row, column_tile * CONST.BLOCK_N], barrier, ring.b.index(stage_idx))
@@ -123,7 +123,7 @@ def _load_step(
 
 @gluon.jit
 def _zero_rows_from(x_smem, num_rows):
-    """Set rows from num_rows on of a block in shared memory to 0."""
+    """Set rows from num_rows on of a block of x in shared memory to 0."""
     BLOCK_K: gl.constexpr = x_smem.shape[0]
     LANES: gl.constexpr = x_smem.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout(
@@ -138,7 +138,7 @@ def _zero_rows_from(x_smem, num_rows):
 
 @gluon.jit
 def _add_block(out_ptr, x, first_row, first_column, num_rows, num_columns):
-    """Add fp32 x to out_ptr as `add_block` does, with 4 values per thread and memory access."""
+    """Add fp32 x to out_ptr from (row, column) on, with 4 values per thread and memory access."""
     THREADS: gl.constexpr = 32 if x.shape[1] >= 128 else x.shape[1] // 4
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 4], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0]
@@ -148,7 +148,7 @@ def _add_block(out_ptr, x, first_row, first_column, num_rows, num_columns):
 
 @gluon.jit
 def _add_tile(out_ptr, total_MN, row_tile, column_tile, M, N, TRANSPOSED: gl.constexpr):
-    """Add a tile to an expert's gradient [M, N], or to [N, M] if TRANSPOSED, in quarters."""
+    """Add a tile to an expert's gradient [M, N], or to [N, M] if TRANSPOSED."""
     PART: gl.constexpr = total_MN.shape[1] // 4
     lower, upper = split_halves(total_MN)
     part0, part1 = split_halves(lower)
@@ -181,10 +181,10 @@ def _multiply_tiles(
     scale,  # factor on the sums
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiplying warps: compute x^T y of every tile; store the product, or with ADD add it.
+    """Multiplying warps: compute x^T y of every tile; store the product, or with CONST.ADD add it.
 
-    `out` is (shared memory, TMA descriptor, pointer) of the output, `ring` has the stages of x and
-    y.
+    `out` is (shared memory, TMA descriptor, pointer) of the output. `ring` has the stages with
+    blocks of x and y.
     """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
@@ -300,7 +300,7 @@ def sm90_bf16_grouped_wgrad_kernel(
 
 @cache
 def _make_constants(gathers: bool, accumulates: bool, transposed: bool) -> GroupedConstants:
-    """Return the kernel's constants for these variants."""
+    """Return the kernel's constants, with or without gather, accumulation and transposition."""
     return CONST._replace(GATHER=gathers, ADD=accumulates, TRANSPOSED=transposed)
 
 
@@ -316,17 +316,17 @@ def grouped_wgrad(
     dtype: torch.dtype | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return each expert's weight gradient, the sum of x[row(r)]^T y[r]. No autograd, no host sync.
+    """Return each expert's weight gradient x^T y over its rows, or `out`. No autograd, no sync.
 
     Args:
-        x: [R, M] rows in expert order, or [S, M] source rows with `row_ids_R`; bf16 or fp16,
-            contiguous; M a multiple of 8.
+        x: [R, M] rows in expert order, or with `row_ids_R` token rows; bf16 or fp16, contiguous; M
+            a multiple of 8.
         y_RN: [R, N] rows in expert order, dtype of x, contiguous; N a multiple of 8. Up to 63 rows
             past an expert's last row are multiplied by 0. So they must be finite: rows past
             offsets_e[-1] may not be uninitialised, and a NaN or infinity in one expert's first rows
             also reaches the expert before it.
-        offsets_e: int32 on the device, running sum of the experts' rows, at most R.
-        row_ids_R: int32, the row of x that each expert row reads; None = row(r) is r.
+        offsets_e: int32 on the device, running sum of the experts' row counts, at most R.
+        row_ids_R: int32, the row of x that each expert row reads; None = x is in expert order.
         transposed: return [e, N, M] instead of [e, M, N].
         out: fp32 or bf16, contiguous, of the output's shape, overwritten by the result; None = a
             new tensor.
@@ -335,8 +335,8 @@ def grouped_wgrad(
         scale: factor on the fp32 sum, before it is added and rounded.
 
     Returns:
-        [e, M, N] (or transposed), summed in fp32 and rounded once, or `out`. Zero (nothing added)
-        for an expert without rows. Bit-reproducible.
+        [experts, M, N] (or transposed), summed in fp32 and rounded once, or `out`. Zero (nothing
+        added) for an expert without rows. Bit-reproducible.
     """
     if not has_hopper_kernels(x.device):
         x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
@@ -372,7 +372,7 @@ def _align_to_16_bytes(tensor: Tensor) -> Tensor:
 def scale_and_store_grad(
     grad: Tensor, out: Tensor | None, accumulate: bool, dtype: torch.dtype | None, scale: float
 ) -> Tensor:
-    """Return `out`, to which grad * scale is written, or added if `accumulate`.
+    """Write grad * scale to `out`, or add it if `accumulate`, and return `out`.
 
     If `out` is None, return grad * scale in `dtype`; None = the dtype of `grad`.
     """

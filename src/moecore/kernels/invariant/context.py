@@ -39,11 +39,11 @@ def is_batch_invariant() -> bool:
 
 @contextmanager
 def batch_invariant(device_type: str) -> Iterator[None]:
-    """Return a context in which the bits of a row of a matrix product do not depend on other rows.
+    """Return a context in which matmuls give each row bits that do not depend on the batch's rows.
 
     `device_type` is "cpu" or "cuda". A nested context changes nothing. The context holds for all
     threads of the process. Modules that were compiled by torch.compile or captured in CUDA graphs
-    keep their own products.
+    are not changed.
     """
     if device_type in _active:
         yield
@@ -66,22 +66,22 @@ def batch_invariant(device_type: str) -> Iterator[None]:
 
 
 class _TorchKernels(NamedTuple):
-    """Torch's kernels of a replaced operation and of `mm`, which take a `DispatchKeySet` first."""
+    """Torch's original kernels of a replaced operation and of `mm`; both take a keyset first."""
 
     kernel: Kernel  # of the operation
     mm: Kernel
 
     def compute_product(self, keyset: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return invariant_product(*args, **kwargs), computed on a CPU by `mm`."""
+        """Return invariant_product(*args, **kwargs); on a CPU it multiplies by torch's `mm`."""
         return invariant_product(*args, **kwargs, multiply=partial(self.mm, keyset))
 
 
 def _call_for_floats(
     replacement: Kernel, kernels: _TorchKernels, keyset: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `replacement` if x is float, otherwise torch's kernel: sums of integers are exact.
+    """Call `replacement` if x is float, otherwise torch's kernel, whose integer sums are exact.
 
-    All replacements below take torch's `kernels` and the `DispatchKeySet` of the call first.
+    `kernels` are torch's kernels, and `keyset` is the `DispatchKeySet` that they need.
     """
     if not x.is_floating_point():
         return kernels.kernel(keyset, x, *args, **kwargs)
@@ -128,9 +128,9 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Replace `aten::_grouped_mm`: multiply each group's rows of a, [rows, K], by its matrix of b.
+    """Replace `aten::_grouped_mm`: multiply each group's rows of a, [rows, K], by its matrix in b.
 
-    Torch's kernel computes 3-dim a, 2-dim b (weight gradients) and `offs` None.
+    Torch's kernel computes other cases: 3-dim a, 2-dim b (weight gradients) and `offs` None.
     """
     if a.ndim == 3 or b.ndim == 2 or offs is None:
         return kernels.kernel(keyset, a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
@@ -152,9 +152,9 @@ def _sum(
     dtype: torch.dtype | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """Return sums over the last dim, times `factor`, by a matrix product with ones.
+    """Return sums over the last dim, times `factor`, by a batch-invariant product with ones.
 
-    The replaced kernel computes other dims, 1-D tensors, empty tensors and fp64.
+    Torch's kernel computes other dims, 1-D tensors, empty tensors and fp64.
     """
     is_of_rows = x.ndim > 1 and dim is not None and list(dim) in ([-1], [x.ndim - 1])
     is_wide = x.dtype not in KERNEL_DTYPES or dtype not in (None, *KERNEL_DTYPES)
@@ -167,7 +167,7 @@ def _sum(
 
 
 def _mean(kernels: _TorchKernels, keyset: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the mean of each row by `_sum`."""
+    """Return the mean of each row by the batch-invariant `_sum`; other cases as in `_sum`."""
     return _sum(
         kernels, keyset, x, *args, **kwargs, factor=1 / max(1, x.shape[-1] if x.ndim else 1)
     )
@@ -176,7 +176,7 @@ def _mean(kernels: _TorchKernels, keyset: Any, x: Tensor, *args: Any, **kwargs: 
 def _compute_in_full_vectors(
     kernels: _TorchKernels, keyset: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Return the replaced elementwise function of x, which is padded to complete vectors."""
+    """Call torch's elementwise function on x, padded to a multiple of the CPU's vector length."""
     n = x.numel()
     vector = F.pad(x.flatten(), (0, -n % VECTORS), value=1.0)
     parts = [kernels.kernel(keyset, part, *args, **kwargs) for part in vector.split(SERIAL)]

@@ -67,7 +67,7 @@ def invariant_product_ref(
 
 @triton.jit
 def _add_product(a, b, total, WIDEN: tl.constexpr):
-    """Return total + a @ b, in fp32 without TF32. WIDEN: the interpreter cannot multiply bf16."""
+    """Return total + a @ b in fp32 without TF32. WIDEN converts bf16 first, for the interpreter."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:

@@ -24,9 +24,9 @@ from torch import Tensor
 
 
 class DeltaRule(NamedTuple):
-    """The tensors and options of one linear attention by a delta rule with decays.
+    """The inputs and options of a linear attention layer that uses a gated delta rule.
 
-    Documents are packed end to end along T. Fields are inputs of `gated_delta_rule`.
+    Documents are packed one after another along the tokens.
     """
 
     q_Thk: Tensor

@@ -35,7 +35,7 @@ PARAMETERS = {"initial_state", "output_final_state", "cu_seqlens"}
 
 
 def find_problem(rule: DeltaRule) -> str | None:
-    """Return a one-line reason why the package cannot compute this rule; None = it can."""
+    """Return why flash-linear-attention cannot compute this rule, in one line; None = it can."""
     if rule.k_Thk.shape[-1] > MAX_KEY_DIM:
         return f"key dims ({rule.k_Thk.shape[-1]}) must be <= {MAX_KEY_DIM} for {PACKAGE}"
     if rule.beta_TH is None and (rule.norm_qk or rule.g_THk.ndim == 3):
@@ -48,14 +48,14 @@ def find_problem(rule: DeltaRule) -> str | None:
 
 
 def find_convolution_problem(x_TD: Tensor) -> str | None:
-    """Return a one-line reason why the package cannot convolve these tokens; None = it can."""
+    """Return why flash-linear-attention cannot convolve the tokens, in one line; None = it can."""
     return _find_device_problem(x_TD) or _find_import_problem(*CONVOLUTION, x_TD.is_meta)
 
 
 def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_states_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return o_THv and each document's last state, as `gated_delta.gated_delta_rule` does."""
+    """Return outputs o_THv and each document's last state, computed by flash-linear-attention."""
     q, k, v, g, beta = rule[:5]
     rate_kwargs: dict[str, Any] = {}
     if beta is None:  # that function has a key head for each value head
@@ -84,7 +84,7 @@ def causal_convolution(
     previous_tokens_nwD: Tensor | None,
     apply_silu: bool,
 ) -> Tensor:
-    """Return the convolved tokens y_TD, as `convolution.causal_convolution` does."""
+    """Return the convolved tokens y_TD, computed by flash-linear-attention."""
     if x_TD.is_meta:
         return fla_on_meta.causal_convolution(x_TD, weight_DW, bias_D, previous_tokens_nwD)
     state_nDW = None if previous_tokens_nwD is None else F.pad(previous_tokens_nwD.mT, (1, 0))
@@ -100,21 +100,21 @@ def causal_convolution(
 
 
 def _get_function_name(rule: DeltaRule) -> tuple[str, str]:
-    """Return (module name, function name) of the package's function for a rule."""
+    """Return (module, function) of flash-linear-attention that computes this rule."""
     if rule.beta_TH is None:
         return RULE_WITHOUT_RATES
     return RULE_BY_CHANNEL if rule.g_THk.ndim == 3 else RULE
 
 
 def _find_device_problem(x: Tensor) -> str | None:
-    """Return why the package cannot compute on this device or dtype; None = it can."""
+    """Return why flash-linear-attention does not support x's device or dtype; None = it does."""
     if is_gpu(x) and x.dtype in HALVES:
         return None
     return f"tensors ({x.dtype} on {x.device.type}) must be of 16 bits on cuda for {PACKAGE}"
 
 
 def _find_triton_problem(rule: DeltaRule) -> str | None:
-    """Return why the installed Triton must not compile the rule on a Hopper GPU; None = it may."""
+    """Return why the installed Triton computes the rule wrongly on Hopper; None = it does not."""
     device = rule.v_THv.device
     if device.type == "meta" or rule.g_THk.ndim == 3 or not has_hopper_kernels(device):
         return None

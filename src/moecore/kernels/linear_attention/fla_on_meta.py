@@ -29,7 +29,7 @@ KEY_DIMS = 128  # dims of a key in one program of the backward
 
 
 class ScanSize(NamedTuple):
-    """The shape and the FLOPs of one recorded kernel launch of a delta rule."""
+    """The shape and the FLOPs of one recorded kernel launch of linear attention."""
 
     shape: tuple[int, int, int, int, int]  # documents, value heads, tokens of a document, k, v
     flops: int
@@ -38,10 +38,10 @@ class ScanSize(NamedTuple):
 def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_states_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return empty o_THv and states_nHkv on meta, and record the launches of the rule's kernels.
+    """Return empty outputs and last states on meta, and record the kernel launches of a dry run.
 
-    The rule has one decay per head. A rule with learning rates normalises queries and keys. A rule
-    without learning rates has queries and keys for each value head.
+    A rule with learning rates normalises queries and keys. A rule without has queries and keys for
+    each value head.
     """
     q, k, v, g, beta = rule[:5]
     assert rule.norm_qk == (beta is not None), "queries and keys are normed where there are rates"
@@ -54,15 +54,15 @@ def gated_delta_rule(
 def causal_convolution(
     x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, previous_tokens_nwD: Tensor | None
 ) -> Tensor:
-    """Return empty y_TD on meta; record the convolution's launches in forward and in backward."""
+    """Return an empty result on meta; record the convolution's launches in forward and backward."""
     return _ConvolutionOnMeta.apply(x_TD, weight_DW, bias_D, previous_tokens_nwD)  # type: ignore[no-any-return]
 
 
 class _Scan:
-    """The sizes T, H, k and v of one delta rule on meta, and its number of chunks.
+    """The sizes of one delta rule in a dry run: tokens T, heads H, dims k and v, and chunks.
 
-    The methods allocate the tensors of the rule's kernels, and record the launches with FLOPs.
-    `sums` are the running sums of the decays' logarithms g within chunks.
+    The methods allocate the empty outputs of the rule's kernels, and record the launches with
+    FLOPs. `decay_sums` are running sums of the decays' logarithms within chunks.
     """
 
     def __init__(self, k_Thk: Tensor, v_THv: Tensor, num_documents: int) -> None:
@@ -78,16 +78,16 @@ class _Scan:
         record_launch(kernel_name, ScanSize(self._shape, flops), *tensors)
 
     def record_output(self, *tensors: Tensor) -> None:
-        """Record the outputs' launch; `tensors` are q, k, values, states, sums and outputs."""
+        """Record the launch for outputs; `tensors`: q, k, values, states, decay sums, outputs."""
         self.record("chunk_fwd_kernel_o", *tensors, num_states=1, num_chunks=self.k + self.v)
 
     def recompute_w_u(
         self, k: Tensor, v: Tensor, beta: Tensor, decay_sums: Tensor, inverse_systems: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return empty w_THk and u_THv (see `gated_delta.py`), and record their launch.
+        """Return empty w [T, H, k] and u [T, H, v], and record the launch of the kernel for both.
 
-        `decay_sums` are the running sums of g, and `inverse_systems` [T, H, C] has each chunk's
-        inverse system.
+        u updates the state at each key, and w subtracts a part of the chunk's first state.
+        `inverse_systems` [T, H, chunk] has each chunk's inverse triangular matrix.
         """
         w, u = k.new_empty(self.T, self.H, self.k), torch.empty_like(v)
         tensors = k, v, beta, w, u, inverse_systems, decay_sums
@@ -103,10 +103,10 @@ class _Scan:
         initial_states: Tensor | None,
         final_states: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Record the launch; return empty chunk states [chunks, H, k, v] and values [T, H, v].
+        """Return empty first states [chunks, H, k, v] and new values [T, H, v]; record the launch.
 
-        The values are corrected by each chunk's first state. `initial_states` has the documents'
-        initial states; None = 0. `final_states` is the output for their final states.
+        `initial_states` are the documents' initial states; None = 0. `final_states` is the output
+        for their final states; None = not needed.
         """
         h, new = k.new_empty(self.num_chunks, self.H, self.k, self.v), torch.empty_like(u)
         tensors = k, u, w, new, decay_sums, h, initial_states, final_states
@@ -122,10 +122,10 @@ class _Scan:
         final_states: Any,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return the empty first state of each chunk, in `dtype`; record the launch.
+        """Return empty first states of the chunks, in `dtype`, for a rule without learning rates.
 
-        The rule has no learning rates. `initial_states` has the documents' initial states, or is
-        None. `final_states` is the output for their final states, or None.
+        Records the launch. `initial_states` are the documents' initial states; None = 0.
+        `final_states` is the output for their final states; None = not needed.
         """
         h = k.new_empty(self.num_chunks, self.H, self.k, self.v, dtype=dtype)
         self.record(
@@ -151,7 +151,7 @@ class _RuleOnMeta(torch.autograd.Function):
         initial_states: Tensor | None,
         num_documents: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return o and each document's final state; record the forward's kernels."""
+        """Return empty outputs and final states of the documents; record the forward's kernels."""
         inputs = [x.contiguous() for x in (q, k, v, g, beta)]
         (q, q_rstd), (k, k_rstd) = map(_normalise, inputs[:2])
         v, g, beta = inputs[2:]
@@ -184,8 +184,8 @@ def _compute_gradients(
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
     """Return ((dq, dk), [dv, dg, dbeta, dinitial]), all empty; record the backward's launches.
 
-    `saved_tensors` are q, k, v, sums of g, beta, A and initial. dq and dk are gradients of the
-    normalised q and k. `do` and `dfinal_states` are the gradients of outputs and final states.
+    `saved_tensors` are q, k, v, decay sums, beta, inverse systems and initial states. q and k are
+    normalised. `do` and `dfinal_states` are the gradients of outputs and final states.
     """
     q, k, v, sums, beta, A, initial = saved_tensors
     w, u = scan.recompute_w_u(k, v, beta, sums, A)
@@ -236,7 +236,7 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
         initial_states: Tensor | None,
         num_documents: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return o and each document's final state; record the forward's kernels."""
+        """Return empty outputs and final states of the documents; record the forward's kernels."""
         q, k, v, g = (x.contiguous() for x in (q, k, v, g))
         scan = _Scan(k, v, num_documents)
         sums = torch.empty_like(g, dtype=torch.float32)
@@ -274,7 +274,7 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
 
 
 def _normalise(x_Thk: Tensor) -> tuple[Tensor, Tensor]:
-    """Return empty x / |x| and fp32 1 / |x| [T, h], with norms over k; record the launch."""
+    """Return empty x / |x| and fp32 1 / |x|, with norms over the last dim; record the launch."""
     out, rstd = torch.empty_like(x_Thk), x_Thk.new_empty(x_Thk.shape[:2], dtype=torch.float32)
     record_launch("l2norm_fwd_kernel", x_Thk, out, rstd)
     return out, rstd

@@ -43,7 +43,7 @@ def gated_delta_rule_ref(
     )
 
     def split_into_chunks(x_THX: Tensor) -> Tensor:
-        """Return x_mHCX: the tokens of each chunk, in at least fp32, padded with zeros."""
+        """Return zero-padded chunks of x, [chunks, heads, chunk length, X], in at least fp32."""
         dtype = torch.promote_types(x_THX.dtype, torch.float32)
         filled = x_THX.new_zeros((num_chunks * CHUNK, *x_THX.shape[1:]), dtype=dtype)
         filled = filled.index_copy(0, places_T, x_THX.to(dtype))
@@ -60,7 +60,7 @@ def gated_delta_rule_ref(
     between = between.masked_fill(future_mask, -torch.inf).exp()
 
     def multiply_keys(x: Tensor) -> Tensor:
-        """Return decayed dot products [m, H, C, C] of tokens' x with the chunk's earlier keys."""
+        """Return decayed dot products of x with earlier keys, [chunks, heads, chunk, chunk]."""
         if decay.shape[-1] == 1:
             return (x @ k.mT) * between[..., 0]
         return (x[..., None, :] * k[..., None, :, :] * between).sum(-1)
@@ -100,9 +100,9 @@ def gated_delta_rule_ref(
 def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_states_nHkv: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of all queries, and the last state of each document.
+    """Return the outputs of linear attention by a gated delta rule, and each document's last state.
 
-    Differentiable once. `fla.py` synchronises the host once for each `cu_seqlens`.
+    Differentiable once. flash-linear-attention synchronises the host once for each `cu_seqlens`.
 
     Args:
         rule: tensors of any strides; q, k and v have one float dtype.

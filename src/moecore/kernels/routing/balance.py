@@ -64,7 +64,7 @@ PROGRAMS_PER_SM = 4
 
 @triton.jit
 def _compute_softmax(logits, column_mask):
-    """Return softmax [t, e] (0 in masked columns) and logsumexp [t]; masked logits must be -inf."""
+    """Return softmax (0 in masked columns) and logsumexp of rows; masked logits must be -inf."""
     top = tl.max(logits, axis=1)
     exps = tl.where(column_mask[None, :], tl.exp(logits - top[:, None]), 0.0)
     total = tl.sum(exps, axis=1)
@@ -73,7 +73,7 @@ def _compute_softmax(logits, column_mask):
 
 @triton.jit
 def _compute_scores(logits, column_mask, FUNCTION: tl.constexpr):
-    """Return scores [t, e] (0 in masked columns), their derivatives, and 1 / sum of scores [t]."""
+    """Return scores (0 in masked columns), their derivatives, and 1 / each row's sum of scores."""
     if FUNCTION == "sigmoid":
         scores = tl.sigmoid(logits)
         slopes = scores * (1.0 - scores)
@@ -90,7 +90,7 @@ def _mask_padding_rows(
     rows,  # int32 [t], in the sequence
     num_rows,
 ):
-    """Return bool [t]: True for `rows` of a sequence that exist and are not padding."""
+    """Return bool per row: True for `rows` of a sequence that exist and are not padding."""
     real = rows < num_rows
     if padding is not None:
         real = real & (tl.load(padding + first_row + rows, mask=real, other=1) == 0)
@@ -152,9 +152,9 @@ def balance_statistics_fwd_reduce_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Sum score_parts over the programs of a sequence, a block of experts per program.
+    """Sum score_parts over the programs of a sequence, for a block of experts.
 
-    The last program sums z_parts instead.
+    The last program of the launch sums z_parts instead.
     """
     program = tl.program_id(0)
     if program == tl.num_programs(0) - 1:  # the last program has z
@@ -189,7 +189,7 @@ def balance_statistics_bwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Write the gradient of one tile of logits to `dlogits`, 0 for padding."""
+    """Write the logits' gradient for one tile of tokens and experts; 0 for padding."""
     sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
@@ -226,7 +226,7 @@ def _make_constants(num_experts: int, score_function: str) -> dict[str, Any]:
 def _launch_statistics(
     logits_TE: Tensor, padding_mask_T: Tensor | None, num_sequences: int, score_function: str
 ) -> tuple[Tensor, Tensor]:
-    """Launch the forward kernels; return fp32 score_sums_BE of each sequence and 0-dim z_sum."""
+    """Launch the forward kernels; return each sequence's sums of scores, and sum of logsumexp^2."""
     (T, E), B = logits_TE.shape, num_sequences
     if not T:
         return logits_TE.new_zeros(B, E), logits_TE.new_zeros(())
@@ -254,7 +254,7 @@ def _launch_statistics_bwd(
     dz_sum: Tensor,
     score_function: str,
 ) -> Tensor:
-    """Launch the backward kernel; return dlogits_TE."""
+    """Launch the backward kernel; return the gradient of the logits."""
     (T, E), B = logits_TE.shape, dscore_sums_BE.shape[0]
     logits_TE = logits_TE.contiguous()
     dlogits_TE = torch.empty_like(logits_TE)
@@ -274,7 +274,7 @@ _balance_statistics_bwd = Op(
 
 
 def _backward(ctx: Any, dscore_sums_BE: Tensor, dz_sum: Tensor) -> tuple:
-    """Return the gradients of `_launch_statistics`'s arguments: only the logits have one."""
+    """Return the gradient of the logits, and None for the other inputs."""
     if not ctx.needs_input_grad[0]:
         return (None,) * 4
     grads = (dscore_sums_BE, dz_sum)
@@ -304,7 +304,7 @@ def balance_statistics(
     mask. Two kernels forward, one backward.
 
     Args:
-        logits_TE: [T, E] fp32, or fp64, which the reference computes on every device.
+        logits_TE: router logits of T tokens and E experts, fp32; plain PyTorch computes fp64.
         num_sequences: B. Without `sequences_T` a sequence has T / B consecutive tokens.
         score_function: "softmax", "sigmoid" or "sqrtsoftplus"; scores of the last two are divided
             by their sum.

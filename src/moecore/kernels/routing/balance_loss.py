@@ -63,8 +63,8 @@ def _load_counts(
 ):
     """Return the counts of BLOCK_B sequences from `first_sequence` on, and where they are stored.
 
-    The results are choices [b, e] in fp32, tokens [b], offsets [b, e] into [B, E], and a bool mask
-    [b, e].
+    The results are choices per expert [b, e] in fp32, tokens [b], flat offsets [b, e] of the
+    choices, and a bool mask [b, e].
     """
     rows = (first_sequence + tl.arange(0, BLOCK_B)).to(tl.int64)
     in_rows = rows < num_sequences
@@ -76,7 +76,7 @@ def _load_counts(
 
 @triton.jit
 def _load_global_shares(global_counts, columns, E: tl.constexpr):
-    """Return each expert's share of all choices in `global_counts`, fp32 [e]."""
+    """Return each expert's share of all choices of the global batch, fp32."""
     counts_E = tl.load(global_counts + columns, mask=columns < E, other=0)
     return counts_E.to(tl.float32) / _clamp_divisor(tl.sum(counts_E, axis=0))
 
@@ -183,7 +183,7 @@ def _launch_balance_loss(
     global_counts_E: Tensor | None,
     factors: list[float],
 ) -> Tensor:
-    """Launch the forward kernel; return [4], the losses of `balance_loss` times their factors."""
+    """Launch the forward kernel; return the four losses of `balance_loss` times their factors."""
     B, E = score_sums_BE.shape
     if not B:
         return z_sum.new_zeros(4)
@@ -214,7 +214,7 @@ _balance_loss_bwd = Op(
 
 
 def _backward(ctx: Any, dlosses: Tensor) -> tuple:
-    """Return the gradients of `_launch_balance_loss`'s arguments: of score_sums_BE and z_sum."""
+    """Return the gradients of score_sums_BE and z_sum, and None for the other inputs."""
     dscores, dz = _balance_loss_bwd(dlosses, *ctx.saved_tensors, *ctx.others)
     needs_scores, needs_z = ctx.needs_input_grad[:2]
     return dscores if needs_scores else None, dz if needs_z else None, None, None, None
@@ -237,14 +237,14 @@ def balance_loss(
     *,
     global_counts_E: Tensor | None = None,
 ) -> Tensor:
-    """Return fp32 [4]: the losses "micro_batch", "sequence", "global_batch" and "z".
+    """Return four load-balance losses, fp32: "micro_batch", "sequence", "global_batch" and "z".
 
     Each loss is the product of its factor and, in this order,
 
-        sum_e(N/T * S/T)
-        the mean over sequences with tokens of sum_e(n/t * s/t)
-        sum_e(g/sum(g) * S/T)
-        z_sum/T
+            sum_e(N/T * S/T)
+            the mean over sequences with tokens of sum_e(n/t * s/t)
+            sum_e(g/sum(g) * S/T)
+            z_sum/T
 
     A sequence has n choices of expert e, t tokens and the score sum s. N, T and S are the sums of
     n, t and s over sequences, and g are the global counts. A divisor of 0 becomes 1.
@@ -256,7 +256,8 @@ def balance_loss(
     Args:
         score_sums_BE, z_sum: fp32 or fp64, [B, E] and 0-dim, from `balance_statistics`.
         counts_BX: int64 [B, E + 1], from `count_experts_and_tokens`.
-        factors: one factor per loss, which includes the E / K or E of the loss's formula.
+        factors: one factor per loss, which includes the E / K (K choices per token) or E of its
+            formula.
         global_counts_E: int64 [E], contiguous; None = no global-batch loss (0).
     """
     E = score_sums_BE.shape[1]

@@ -31,9 +31,9 @@ BLOCK = 1024  # choices of one program
 
 
 class ClonePlan(NamedTuple):
-    """The clones: copies of busy experts on other ranks, which compute a range of their tokens.
+    """Which experts are cloned on which ranks, and the range of tokens that each clone computes.
 
-    Each rank has c places for clones, and place n is on rank n // c.
+    Each rank has a fixed number c of clones, maybe unused. Clone n is on rank n // c.
     """
 
     experts_N: Tensor  # int32, the expert; -1 = the place is empty
@@ -126,12 +126,12 @@ def _plan_clones_kernel(
 def plan_clones(
     loads_E: Tensor, *, num_ranks: int, clones_per_rank: int, min_share: float = 0.0
 ) -> ClonePlan:
-    """Return the experts to clone, their clones' ranks, and each clone's tokens. No host sync.
+    """Plan which busy experts are cloned on which ranks, and each clone's tokens. No host sync.
 
     Args:
         loads_E: int32, tokens of each expert, over all ranks; expert x is on rank x // (E / P).
         num_ranks: P; E is a multiple of P.
-        clones_per_rank: c, places for clones per rank.
+        clones_per_rank: maximum number of clones per rank.
         min_share: no clone gets fewer tokens than this share of a rank's mean.
 
     Example, two ranks of two experts, one clone each, loads [6, 2, 1, 1]: the mean is 5, so rank 1
@@ -152,7 +152,7 @@ def plan_clones(
 def assign_physical_ids_ref(
     ids_TK: Tensor, index_TK: Tensor, plan: ClonePlan, num_local_experts: int, clones_per_rank: int
 ) -> Tensor:
-    """Compute `assign_physical_ids`; index_TK = the index of each choice within its expert."""
+    """Compute `assign_physical_ids`; index_TK: each choice's number among its expert's choices."""
     block_TK = torch.div(ids_TK, num_local_experts, rounding_mode="floor")
     physical_TK = torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * clones_per_rank)
     for place, (x, start, stop) in enumerate(zip(*(t.tolist() for t in plan), strict=True)):
@@ -205,9 +205,9 @@ def assign_physical_ids(
     num_local_experts: int,
     clones_per_rank: int,
 ) -> Tensor:
-    """Return int32 [T, K]: the physical id of each choice's expert or of its clone. No host sync.
+    """Return each choice's physical id, int32 [T, K]: of its expert or of a clone. No host sync.
 
-    A rank has num_local_experts + clones_per_rank physical ids: its experts, then its places for
+    Each rank has num_local_experts + clones_per_rank physical ids: first its experts, then its
     clones.
 
     Args:
@@ -216,7 +216,7 @@ def assign_physical_ids(
         plan: which experts have clones, and which of an expert's choices a clone computes.
 
     Example, the plan of `plan_clones`, all ten choices on one rank: of expert 0's six tokens the
-    first three go to physical expert 0, the others to 5; expert 1 is 1, experts 2 and 3 are 3, 4.
+    first three have physical id 0, the others 5; expert 1 is 1, experts 2 and 3 are 3, 4.
     """
     E = counts_before_E.numel()
     index = build_index(

@@ -64,9 +64,9 @@ def expert_counts_fwd_kernel(
     BINS: tl.constexpr,  # power of two >= E
     BLOCK: tl.constexpr,
 ):
-    """Add the choices per expert in one block of a sequence's ids to `counts`.
+    """Add to `counts` the number of choices of each expert in one block of a sequence's ids.
 
-    If WIDTH > E, add the number of tokens to column E, too.
+    If WIDTH > E, column E receives the number of tokens, too.
     """
     block = tl.program_id(0) % num_blocks
     sequence = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -93,7 +93,7 @@ def expert_counts_fwd_kernel(
 def _add_counts(
     counts_BX: Tensor, ids_TK: Tensor, padding_mask_T: Tensor | None, num_experts: int
 ) -> None:
-    """Launch the kernel that adds the choices ids_TK per expert and sequence to counts_BX.
+    """Launch the kernel that adds each sequence's choices per expert to counts_BX.
 
     If counts_BX has E + 1 columns, the kernel adds the tokens without padding to the last column.
     """
@@ -113,9 +113,9 @@ _add_counts_op = Op("add_expert_counts", _add_counts, lambda *_: None, mutates_a
 
 
 def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
-    """Add each expert's number of choices to `counts_BE` (int64, contiguous) in place; one kernel.
+    """Add each sequence's number of choices per expert to `counts_BE` in place, by one kernel.
 
-    ids_TK are int32; -1 = dropped, not counted. Row b counts the b-th T / B tokens.
+    ids_TK are int32, -1 = dropped. counts_BE is int64, contiguous. Row b counts T / B tokens.
     """
     E = counts_BE.shape[1]
     if can_use_kernel(ids_TK) and E <= MAX_EXPERTS:
@@ -139,7 +139,7 @@ def count_experts_and_tokens(
     Example, B=2, E=3: ids [[0, 2], [2, -1], [1, 0], [-1, -1]] give [[1, 0, 2, 2], [1, 1, 0, 2]].
 
     Args:
-        ids_TK: int32 [T, K], expert ids; -1 = dropped or padding, not counted.
+        ids_TK: int32 expert ids, K per token; -1 = dropped or padding, not counted.
         num_sequences: B. Without `sequences_T` a sequence has T / B consecutive tokens.
         padding_mask_T: bool [T], True = padding, whose ids must be -1; None = no padding.
         sequences_T: int64 [T], each token's sequence; None = consecutive tokens. With

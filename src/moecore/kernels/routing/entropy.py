@@ -69,14 +69,14 @@ def _add_entropy_kernel(
 def add_entropy_(
     total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None = None
 ) -> None:
-    """Add the entropies and the number of tokens to total_2, in place. No host sync.
+    """Add the summed entropy of tokens' scores, and the number of tokens, to total_2. No host sync.
 
     Example, one token, softmax of two equal logits: total_2 gains [round(log(2) * 2^24), 1].
 
     Args:
-        total_2: int64 [2], contiguous: the entropy in units of 2^-24 nats, then the
+        total_2: int64 [2], contiguous, changed in place: entropy in units of 2^-24 nats, then the
             number of tokens.
-        logits_TE: any float dtype. An entropy of NaN counts as 0.
+        logits_TE: router logits, any float dtype. An entropy of NaN counts as 0.
         score_function: "softmax", "sigmoid" or "sqrtsoftplus"; scores of the last two are divided
             by their sum.
         padding_mask_T: True for tokens that are not counted; None = no padding.

@@ -24,7 +24,7 @@ TILE = 1024  # logits of one warp, which holds whole rows
 def compute_margin_range(bias_E: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lower end of the first histogram bin, and the width of a bin, for each layer.
 
-    `bias_E` is [..., E]. Both results are fp64 [..., 1].
+    `bias_E` [..., E] has the experts' biases of each layer. Both results are fp64 [..., 1].
     """
     low, high = (f(dim=-1, keepdim=True).double() for f in (bias_E.amin, bias_E.amax))
     return low - 1, (high + 2 - low) / NUM_BINS
@@ -162,7 +162,7 @@ def _even_bias_kernel(
     X_POW2: tl.constexpr,  # X up to a power of two
     E_POW2: tl.constexpr,  # E up to a power of two
 ):
-    """Write the even bias of one expert of one layer to `out_ptr`."""
+    """Write to `out_ptr` one expert's bias for an even load, in one layer."""
     row = tl.program_id(0).to(tl.int64)  # of [L * E]
     bins, columns = tl.arange(0, X_POW2), tl.arange(0, E_POW2)
     counts = tl.load(histogram_ptr + row * X + bins, mask=bins < X, other=0)
@@ -190,7 +190,7 @@ def compute_even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tenso
     interpolated within a bin. If no token was counted, the result is `bias_E`. No host sync.
 
     Args:
-        histogram_EX: int64 [..., E, X], from `add_margins_`.
+        histogram_EX: int64 [..., E, X], X bins per expert, from `add_margins_`.
         bias_E: fp32 [..., E], the bias that `add_margins_` received.
         top_k: number of experts per token, K.
     """

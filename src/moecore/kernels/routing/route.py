@@ -133,7 +133,7 @@ def _unflatten_options(flat_options: tuple[Any, ...]) -> RouteOptions:
 def run_route_kernel(
     logits_TE: Tensor, bias_E: Tensor | None, *flat_options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute `route` by its kernel without autograd; `flat_options` is from `flatten_options`."""
+    """Return expert ids and weights by `route`'s kernel; `flat_options`: see `flatten_options`."""
     return _launch_route(logits_TE, bias_E, None, _unflatten_options(flat_options))
 
 
@@ -155,7 +155,7 @@ def _launch_route(
 def _choose_forward_constants(
     E: int, K: int, options: RouteOptions, has_ids: bool
 ) -> tuple[int, dict[str, Any]]:
-    """Return `route_fwd_kernel`'s tokens per program and constants; `has_ids` = ids are inputs."""
+    """Return the forward kernel's tokens per program and constants; `has_ids`: ids are inputs."""
     G = options.num_groups if options.top_groups < options.num_groups else 1
     G_POW2, S_POW2, K_POW2 = (next_power_of_2(n) for n in (G, E // G, K))
     BLOCK_T = _count_tokens_per_program(FWD_TILE, max(G_POW2 * S_POW2, K_POW2))
@@ -169,7 +169,7 @@ def _choose_forward_constants(
 
 
 def _make_score_constants(score_function: str, is_post: bool, normalize: bool) -> dict[str, Any]:
-    """Return constants of both route kernels; `is_post` = weights are softmax of chosen logits."""
+    """Return both kernels' constants; `is_post` = weights are a softmax of the chosen logits."""
     options = dict(num_warps=1, enable_fp_fusion=False)  # Note [same bits] of scores.py
     return dict(FUNCTION=score_function, POST=is_post, NORMALIZE=normalize, **options)
 
@@ -191,7 +191,7 @@ def _route_bwd(
     normalize: bool,
     scale: float,
 ) -> Tensor:
-    """Return dlogits [T, E] of `route` and `route_weights`; an id of -1 has no gradient."""
+    """Return the gradient of the logits from the gradient of the weights; id -1 has no gradient."""
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
     dlogits_TE = logits_TE.new_empty(T, E)
     E_POW2 = next_power_of_2(E)
@@ -207,7 +207,7 @@ backward = Op("route_bwd", _route_bwd, lambda x_TE, *_: x_TE.new_empty(x_TE.shap
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save logits, ids and the options of `_route_bwd`; mark the ids as not differentiable."""
+    """Save logits, ids and options for backward; mark the ids as not differentiable."""
     ctx.save_for_backward(inputs[0], output[0])
     ctx.others = inputs[3:7]
     ctx.mark_non_differentiable(output[0])
@@ -215,7 +215,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return dlogits from the gradient of the weights (the last of `grads`), and nine Nones."""
+    """Return the logits' gradient, from the last of `grads`, and None for nine other inputs."""
     dlogits_TE = None
     if ctx.needs_input_grad[0] and grads[-1] is not None:
         dlogits_TE = backward(*ctx.saved_tensors, grads[-1], *ctx.others)
@@ -297,7 +297,7 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
 
 
 def _route_weights(logits_TE: Tensor, ids_TK: Tensor, *flat_options: Any) -> Tensor:
-    """Compute `route_weights` by the kernel without autograd; `flat_options`: `flatten_options`."""
+    """Return the weights of given expert ids by the kernel, without autograd."""
     return _launch_route(logits_TE, None, ids_TK, _unflatten_options(flat_options))[1]
 
 
@@ -319,8 +319,8 @@ def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> T
     Args:
         logits_TE: router logits, as in `route`.
         ids_TK: int32, distinct in a row; -1 = no choice.
-        options: the score and weight options. The numbers of groups are read too, because the
-            layout of groups decides the order of sums. Other options of the choice are not read.
+        options: only score and weight options and the numbers of groups are read. The groups decide
+            the order of sums.
     """
     is_small = logits_TE.dtype != torch.float64 and logits_TE.shape[1] <= MAX_EXPERTS
     if not (is_small and can_use_kernel(logits_TE)):

@@ -20,14 +20,14 @@ from moecore.kernels.routing.scores import (
 
 @triton.jit
 def _encode_sort_key(x):
-    """Return int32 keys in the order of fp32 x. Equal floats have equal keys; NaN is greatest."""
+    """Return int32 keys that sort as fp32 x does. Equal floats have equal keys; NaN is greatest."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def _decode_sort_key(key):
-    """Return the fp32 value of a key; a NaN for the key of excluded columns."""
+    """Return the fp32 value of a sort key; NaN for the key of excluded experts."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -58,7 +58,7 @@ def _exclude_groups(
     G_POW2: tl.constexpr,  # powers of two
     S_POW2: tl.constexpr,
 ):
-    """Return the keys, with -2**31 for experts outside of a token's TOP_GROUPS best groups."""
+    """Return sort keys, with -2**31 for experts outside of a token's TOP_GROUPS best groups."""
     keys = tl.reshape(keys, [BLOCK_T, G_POW2, S_POW2])
     columns = tl.arange(0, S_POW2)[None, None, :]
     rest, sums = keys, tl.zeros([BLOCK_T, G_POW2], dtype=tl.float32)
@@ -89,7 +89,7 @@ def _choose_experts(
     G_POW2: tl.constexpr,
     S_POW2: tl.constexpr,
 ):
-    """Return int32 [BLOCK_T, K_POW2], the experts of each token's K greatest keys, 0 past K."""
+    """Return the experts with each token's K greatest keys, int32, padded with 0 to K_POW2."""
     columns = tl.arange(0, G_POW2 * S_POW2)[None, :]
     slots = tl.arange(0, K_POW2)[None, :]
     choices = tl.zeros([BLOCK_T, K_POW2], dtype=tl.int32)
@@ -185,7 +185,7 @@ def route_bwd_kernel(
     K_POW2: tl.constexpr,
     E_POW2: tl.constexpr,
 ):
-    """Write dlogits of BLOCK_T tokens: all columns as if not chosen, then the K chosen again."""
+    """Write the gradient of BLOCK_T tokens' logits from the gradient of the K chosen weights."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     slots = tl.arange(0, K_POW2)[None, :]
     columns = tl.arange(0, E_POW2)[None, :]

@@ -19,9 +19,9 @@ from moecore.kernels.routing import router_logits as products
 
 
 class _RouteTokens(torch.autograd.Function):
-    """The autograd node of `route_tokens`.
+    """One autograd node for `router_logits` and `route`.
 
-    apply(x, weight, bias, selection, flatten_options(options)) -> logits, ids, weights.
+    apply(x, weight, bias, selection bias, *flat options) returns logits, expert ids, weights.
     """
 
     @staticmethod

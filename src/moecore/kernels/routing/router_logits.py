@@ -116,7 +116,7 @@ def _split_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Write the bf16 parts of one [BR, BC] block of the matrix to `out`."""
+    """Write a [BR, BC] block of a matrix to `out` as bf16 parts, whose sum is the fp32 value."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     column = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     real = (row < num_rows) & (column < COLUMNS)
@@ -129,7 +129,7 @@ def _split_kernel(
 
 @triton.jit
 def _add_product(a, b, total, WIDEN: tl.constexpr):
-    """Add a @ b to total; the interpreter cannot multiply bf16."""
+    """Return total + a @ b. WIDEN converts bf16 to fp32 first, for the interpreter."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:
@@ -156,7 +156,7 @@ def _product_kernel(
     CHUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Write one [BM, BN] tile of the sums over k of x[m, k] * b[n, k], in chunks of CHUNK terms."""
+    """Write a [BM, BN] tile of logits (GRADIENT: of weight's gradient), summed over bf16 parts."""
     # Forward: m is a token, n an expert, k runs over D. Gradient: m is a column of D, n an expert,
     # k runs over the tokens of one split.
     tiles_n: tl.constexpr = tl.cdiv(E, BN)
@@ -211,7 +211,7 @@ def _sum_splits_kernel(
     split_size,
     BLOCK: tl.constexpr,
 ):
-    """Write BLOCK elements of the sum of all splits, added in order and rounded once."""
+    """Sum partial sums [num_splits, split_size] over the splits, for BLOCK elements; round once."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     at = splits + index
@@ -222,7 +222,7 @@ def _sum_splits_kernel(
 
 
 def _split_into_parts(matrix: Tensor, part_ids: tuple[int, ...], *, side_by_side: bool) -> Tensor:
-    """Return the bf16 parts `part_ids` (0 hi, 1 mid, 2 lo) of a matrix in one matrix.
+    """Split an fp32 matrix into bf16 parts (0 hi, 1 mid, 2 lo); return `part_ids` in one matrix.
 
     The parts are side by side, or one below the other, and zeros pad each part in that dim.
     """
@@ -247,7 +247,7 @@ def _split_into_parts(matrix: Tensor, part_ids: tuple[int, ...], *, side_by_side
 
 @cache
 def _choose_tile(num_experts: int, num_parts: int) -> dict[str, Any]:
-    """Return the tile constants of `_product_kernel`; two or more parts halve its columns."""
+    """Return tile constants of `_product_kernel`; with two or more bf16 parts, half the columns."""
     BN = min(128 if num_parts == 1 else 64, max(16, next_power_of_2(num_experts)))
     return dict(BM=128, BN=BN, BK=64, CHUNK=CHUNK, WIDEN=INTERPRET, num_warps=8, num_stages=3)
 
@@ -384,7 +384,7 @@ def compute_router_dweight(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) 
 
 
 def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
-    """Return dx, dweight and dbias."""
+    """Return the gradients of tokens, weight and bias."""
     return compute_input_gradients(
         ctx.needs_input_grad, ctx.bias_dtype, dlogits_TE, *ctx.saved_tensors
     )

@@ -38,7 +38,7 @@ def compute_scores_ref(logits_TE: Tensor, score_function: str) -> Tensor:
 
 @triton.jit
 def sum_rows(x):
-    """Return [rows, 1], the sums of x [rows, a power of two] in one order: Note [same bits]."""
+    """Return sums of rows, [rows, 1], in an order that gives the same bits in every kernel."""
     if x.shape[1] > 1:
         x = sum_rows(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2))
     return x
@@ -81,7 +81,7 @@ def compute_scores(
     inverse_exp_sum,  # [rows, 1], 1 / sum of exp(logit - top); "softmax" only
     FUNCTION: tl.constexpr,
 ):
-    """Return the scores of fp32 logits, and each score's derivative by its logit.
+    """Return the scores of fp32 router logits, and each score's derivative by its logit.
 
     For "softmax" the second result is the scores. `max_logit` [rows, 1], the greatest logit, and
     `inverse_exp_sum` [rows, 1], 1 / sum of exp(logit - max_logit), are read only for "softmax".
@@ -103,9 +103,9 @@ def compute_scores_of_rows(
     logits,  # fp32 logits of whole rows; the caller masks what it gets in padding columns
     FUNCTION: tl.constexpr,
 ):
-    """Return the scores of full rows of logits, and `max_logit` and `inverse_exp_sum`.
+    """Return the scores of full rows of logits, each row's maximum, and 1 / its sum of exp.
 
-    The last two, [rows, 1] each, are arguments of `compute_scores`, and 0 unless FUNCTION is
+    Maximum and 1 / sum, [rows, 1] each, are arguments of `compute_scores`, and 0 unless FUNCTION is
     "softmax".
     """
     if FUNCTION != "softmax":
@@ -130,9 +130,9 @@ def load_token_scores(
     BLOCK_T: tl.constexpr,
     E_POW2: tl.constexpr,  # E up to a power of two
 ):
-    """Return scores [BLOCK_T, E_POW2], expert columns [1, E_POW2] and token mask [BLOCK_T, 1].
+    """Return scores [tokens, experts], expert indices [1, experts] and token mask [tokens, 1].
 
-    The mask is False for padding and for rows past num_tokens.
+    Experts are padded to E_POW2. The mask is False for padding and for rows past num_tokens.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     columns = tl.arange(0, E_POW2)[None, :]

@@ -67,7 +67,7 @@ class ActivationOptions(CheckedRecord):
 
     @property
     def constants(self) -> ActivationConstants:
-        """The activation as a compile-time argument of Triton kernels; `function` is left out."""
+        """The options as a compile-time argument of Triton kernels, without a Python `function`."""
         kind, limit, up_limit, alpha, _ = self.flat
         return ActivationConstants(kind, self.gated, limit, up_limit, alpha)
 
@@ -82,14 +82,14 @@ class ActivationOptions(CheckedRecord):
 def make_activation_options(
     activation_kind: str, limit: float, up_limit: float, alpha: float, interleaved: bool
 ) -> ActivationOptions:
-    """Return the options whose property `flat` is the tuple of these values. Cached."""
+    """Return the options of these values, which are the tuple `ActivationOptions.flat`. Cached."""
     return ActivationOptions(
         kind=activation_kind, limit=limit, up_limit=up_limit, alpha=alpha, interleaved=interleaved
     )
 
 
 def activate_rows(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return the activation [..., F] of FC1's output [..., C], in fp32, or in fp64 for fp64.
+    """Return the activation [..., F] of FC1's output, in fp32, or in fp64 for fp64.
 
     Plain differentiable PyTorch, which calls `options.function` if that is set.
     """
@@ -127,7 +127,7 @@ def _differentiate_ungated(h_RF: Tensor, activation_kind: str) -> Tensor:
 
 
 def split_columns(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
-    """Return views of the gate columns and of the up columns of FC1's output, [..., F] each."""
+    """Return views of the gate columns and of the up columns of FC1's output."""
     if options.interleaved:
         return h_RC[..., 0::2], h_RC[..., 1::2]
     gate, up = h_RC.chunk(2, dim=-1)
@@ -135,7 +135,7 @@ def split_columns(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Ten
 
 
 def differentiate_activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return the derivative of the activation by each column of h_RC (fp32 or fp64), like h_RC."""
+    """Return the activation's derivative by each entry of FC1's output, in the shape of h_RC."""
     if not options.gated:
         return _differentiate_ungated(h_RC, options.kind)
     gate, up = split_columns(h_RC, options)
@@ -210,7 +210,7 @@ def _make_row_mask(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
 def _launch_activation(
     h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat_options: Any
 ) -> Tensor:
-    """Return act(h) * weight, [R, F], by the kernel; `flat_options` is `ActivationOptions.flat`."""
+    """Return act(h) * weight of each row by the kernel; `flat_options` from `options.flat`."""
     options = make_activation_options(*flat_options)
     a_RF = _make_empty_output(h_RC, options.kind)
     R, F_ = a_RF.shape
@@ -230,7 +230,7 @@ def _launch_activation_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of h and weights, and act(h) * weight, by the kernel.
 
-    `flat` is `ActivationOptions.flat` and then whether to compute the last output.
+    `flat` is `ActivationOptions.flat`, then a flag: whether to compute act(h) * weight.
     """
     options, with_output = make_activation_options(*flat[:-1]), flat[-1]
     dh_RC, dweights_R, a_RF = _make_empty_gradients(h_RC, options.kind, with_output)
@@ -258,7 +258,7 @@ def _make_empty_output(h_RC: Tensor, activation_kind: str) -> Tensor:
 def _make_empty_gradients(
     h_RC: Tensor, activation_kind: str, has_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised dh, dweights and a; a has no elements unless `has_output`."""
+    """Return uninitialised gradients of h and weights, and output (empty unless `has_output`)."""
     a_RF = _make_empty_output(h_RC, activation_kind) if has_output else h_RC.new_empty(0)
     return h_RC.new_empty(h_RC.shape), h_RC.new_empty(h_RC.shape[0], dtype=torch.float32), a_RF
 
@@ -317,13 +317,13 @@ def weighted_activation_bwd(
 def weighted_activation(
     h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, options: ActivationOptions
 ) -> Tensor:
-    """Return act(h) times the weight of each expert row, [R, F], computed in fp32 and rounded once.
+    """Return act(h) times each expert row's routing weight, computed in fp32 and rounded once.
 
     Differentiable in h_RC and weights_R, which are saved for backward. No host sync.
 
     Args:
-        h_RC: FC1's output, [R, 2F] for activations with a gate, otherwise [R, F]; any float dtype;
-            copied if not contiguous.
+        h_RC: FC1's output of R rows, [R, 2F] for activations with a gate, otherwise [R, F]; any
+            float dtype; copied if not contiguous.
         weights_R: fp32 routing weight of each row; None means 1.
         num_rows: 0-dim int32 on the device. Rows from num_rows on are not read, and are zero in the
             result. None means R.

@@ -12,7 +12,7 @@ BWD_TILE = 1024
 
 
 class ActivationConstants(NamedTuple):
-    """The numbers of `ActivationOptions` as one compile-time argument of Triton kernels."""
+    """The options of an activation as one compile-time argument of Triton kernels."""
 
     KIND: str
     GATED: bool
@@ -23,7 +23,7 @@ class ActivationConstants(NamedTuple):
 
 @cache
 def choose_column_blocks(num_columns: int, tile_size: int) -> dict[str, int]:
-    """Return {BLOCK_R: rows, BLOCK_F: columns} of a program, whose product is `tile_size`.
+    """Return a program's tile {BLOCK_R: rows, BLOCK_F: columns}, of `tile_size` elements.
 
     BLOCK_F is a power of two that divides `num_columns` with little padding.
     """
@@ -152,9 +152,9 @@ def _load_gate_and_up(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Return the gate and up columns of `column_block`, fp32 [BLOCK_R, BLOCK_F], 0 if masked.
+    """Return a block of gate and of up columns, fp32 [BLOCK_R, BLOCK_F]; 0 where mask is False.
 
-    Without GATED, up is the gate.
+    Without GATED, both results are the same block.
     """
     columns = column_block * BLOCK_F + tl.arange(0, BLOCK_F)
     if INTERLEAVED:

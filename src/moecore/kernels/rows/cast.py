@@ -66,7 +66,7 @@ MAX_PARTS = 512  # parts whose largest magnitudes a program of a cast reads
 
 
 class _CastOptions(NamedTuple):
-    """Arguments of `quantise_matrix` other than tensors, in the order of the custom op's schema."""
+    """The arguments of `quantise_matrix` that are not tensors."""
 
     scale_kind: str
     fp8_format: str
@@ -80,7 +80,7 @@ Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 @functools.lru_cache(4096)
 def _compute_shapes(T: int, D: int, scale_kind: str) -> tuple[tuple[int, int], ...]:
-    """Return the shapes of values, scales, transposed values and transposed scales of [T, D]."""
+    """Return shapes of values and scales of a [T, D] matrix, then of its transpose's."""
     shapes = [compute_operand_shape(*sizes, scale_kind) for sizes in ((T, D), (D, T))]
     return tuple(x for s in shapes for x in (s, compute_scales_shape(*s, scale_kind)))
 
@@ -208,7 +208,7 @@ def _quantise_matrix_ref(
 
 
 def _make_empty_operands(x: Tensor, _: Any, __: Any, *options: Any) -> tuple[Tensor, ...]:
-    """Return uninitialised values, scales, transposed values, scales; [0] where not requested."""
+    """Return uninitialised outputs of `_launch_quantise` for tracing; [0] if not requested."""
     scale_kind, fp8_format, _, rowwise, columnwise = options
     T, D, outputs = math.prod(x.shape[:-1]), x.shape[-1], []
     for is_needed, shape in ((rowwise, (T, D)), (columnwise, (D, T))):
@@ -222,14 +222,14 @@ def _make_empty_operands(x: Tensor, _: Any, __: Any, *options: Any) -> tuple[Ten
 def _cast_without_none(
     x: Tensor, amax: Tensor | None, new_amax: Tensor | None, *options: Any
 ) -> Any:
-    """Return the outputs of `_launch_quantise`, with empty tensors for None (custom ops)."""
+    """Return the outputs of `_launch_quantise`; empty tensors replace None, for a custom op."""
     of_none = (DTYPES[options[1]], torch.float32)
     parts = enumerate(_launch_quantise(x, amax, new_amax, _CastOptions(*options)))
     return tuple(x.new_empty(0, dtype=of_none[i % 2]) if t is None else t for i, t in parts)
 
 
 def _count_parts(T: int, D: int, num_matrices: int) -> int:
-    """Return n, a power of two: the sets of tiles per matrix [T, D] in `compute_amax_parts`."""
+    """Return into how many parts `compute_amax_parts` divides a [T, D] matrix, a power of two."""
     tiles = cdiv(T, PART_ROWS) * cdiv(D, PART_COLUMNS)
     return next_power_of_2(min(tiles, max(MAX_PARTS // num_matrices, 1)))
 
@@ -237,14 +237,14 @@ def _count_parts(T: int, D: int, num_matrices: int) -> int:
 def compute_amax_parts(
     x: Tensor, ends_e: Tensor | None = None, past_amax: Tensor | None = None
 ) -> Tensor:
-    """Divide a matrix into n sets of tiles; return the largest magnitude in each set, fp32 [n].
+    """Divide a matrix into n parts; return the largest magnitude in each part, fp32 [n].
 
     Args:
-        x: [T, D], or matrices [e, T, D] with the result [e, n]. All rows have one stride. NaN is
-            ignored.
-        ends_e: running sum of the experts' rows. Rows from ends_e[-1] on are not read. None = all
-            rows.
-        past_amax: fp32 [1]. If it is not 0, all entries of the result are `past_amax`.
+        x: [T, D], or matrices [experts, T, D] with the result [experts, n]. All rows have one
+            stride. NaN is ignored.
+        ends_e: running sum of the experts' row counts. Rows from ends_e[-1] on are not read. None =
+            all rows.
+        past_amax: fp32 [1], amax of earlier steps. If it is not 0, all results are `past_amax`.
     """
     (T, D), matrices = x.shape[-2:], x.shape[:-2]
     num_matrices = matrices[0] if matrices else 1
@@ -258,7 +258,7 @@ def compute_amax_parts(
 
 
 def _launch_amax(x: Tensor, past_amax: Tensor | None) -> Tensor:
-    """Compute `compute_amax` without autograd; n is 1 if x has no kernel."""
+    """Compute `compute_amax` without autograd; one part if no kernel supports x."""
     x_TD = x if x.ndim == 2 else x.detach().reshape(-1, x.shape[-1])
     if has_cast_kernel(x):
         return compute_amax_parts(_make_contiguous(x_TD), None, past_amax)
@@ -313,7 +313,8 @@ def quantise_matrix(
 
     Args:
         x: [..., D], whose T rows are a matrix; bf16, fp16, fp32 or fp64.
-        scale_kind: elements of one scale: "tile" 1 x 128, "block" 128 x 128, "row" or "tensor".
+        scale_kind: the elements that share a scale: "tile" 1 x 128, "block" 128 x 128, "row",
+            "tensor".
         fp8_format: "e4m3" or "e5m2".
         power_of_two: whether scales are rounded up to powers of two.
         rowwise: whether to make the operand [T, D] that is summed over D.
@@ -338,7 +339,7 @@ def quantise_matrix(
 def compute_amax(x: Tensor, past_amax: Tensor | None = None) -> Tensor:
     """Return the largest magnitudes of n disjoint parts of x, fp32 [n]. No autograd, no host sync.
 
-    If `past_amax`, fp32 [1], is not 0, all entries are `past_amax` and x is not read.
+    If `past_amax`, fp32 [1], the amax of earlier steps, is not 0, all results are `past_amax`.
     """
     parts: Tensor = _amax_op(x.detach(), past_amax)
     return parts

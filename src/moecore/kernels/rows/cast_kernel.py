@@ -49,9 +49,9 @@ def amax_parts_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program i writes the amax of tiles i, i + PARTS, .. of a matrix, or *past_amax_ptr.
+    """Program i writes the amax of every PARTS-th tile of a matrix, from tile i on.
 
-    *past_amax_ptr is the amax of earlier steps (delayed scaling); 0 = none.
+    If *past_amax_ptr, the amax of earlier steps (delayed scaling), is not 0, it is written instead.
     """
     part, matrix = tl.program_id(0), tl.program_id(1)
     num_rows = T
@@ -82,7 +82,7 @@ def load_amax(partial_amax_ptr, PARTS: tl.constexpr):
 
 @triton.jit
 def record_amax(x, new_amax_ptr, HAS_AMAX: tl.constexpr):
-    """Raise *new_amax_ptr to x's largest finite magnitude (if not None); return x.
+    """Raise *new_amax_ptr (if not None) to x's largest finite magnitude; return x.
 
     With HAS_AMAX, infinities in the result are NaN.
     """
@@ -149,7 +149,7 @@ def locate_row_tile(
 
     The expert has rows [start, end). The tile begins `first` rows after `start`. An expert without
     rows has one tile. Past the last tile the expert is `num_experts`. `offsets_ptr` has the running
-    sum of the experts' rows; None = each expert has `rows_per_expert` rows.
+    sum of the experts' row counts; None = each expert has `rows_per_expert` rows.
     """
     if offsets_ptr is None:
         per_expert = tl.cdiv(rows_per_expert, BLOCK)
@@ -185,7 +185,7 @@ def amax_kernel(
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise the amax of columns (per expert), and with ROWS of rows, by one tile of x."""
+    """Raise amax_ptr to one tile's magnitudes: per expert and column, with ROWS also per row."""
     width = tl.cdiv(D, BLOCK)
     tile = tl.program_id(0) // width
     expert, start, end, first = locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)

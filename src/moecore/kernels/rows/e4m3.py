@@ -24,8 +24,7 @@ def compute_block_scale_ref(
 ) -> tuple[Tensor, Tensor]:
     """Return fp32 scales of blocks from their amax, and the reciprocals, NaN if amax is infinite.
 
-    A scale is amax / format_max, or the next power of two; `format_max`: the format's largest
-    value.
+    A scale is amax / format_max (the largest FP8 value), or if `power_of_two` rounded up to one.
     """
     scales = amax / torch.full_like(
         amax, format_max
@@ -56,7 +55,7 @@ def compute_block_scale(
     POWER_OF_TWO: tl.constexpr,
     E5M2: tl.constexpr = False,  # whether values are of E5M2, whose largest is 57344
 ):
-    """Return a block's scale and its reciprocal, which is NaN if amax is infinite."""
+    """Return a block's FP8 scale from its amax, and its reciprocal (NaN if amax is infinite)."""
     infinite = amax == float("inf")
     if POWER_OF_TWO:
         # 448 is 1.75 * 2^8 and 57344 1.75 * 2^15: a larger mantissa takes the next exponent.
@@ -168,7 +167,7 @@ prmt.b32 $3, t1, t3, 0x7632;
 
 @triton.jit
 def _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
-    """Multiply byte `byte` of four e4m3 words by the factors f0 to f3; return them in one word."""
+    """Return a word with byte number `byte` of words w0 to w3 (e4m3), multiplied by f0 to f3."""
     x0 = decode_e4m3((w0 >> (8 * byte)) & 0xFF).to(tl.float16) * f0
     x1 = decode_e4m3((w1 >> (8 * byte)) & 0xFF).to(tl.float16) * f1
     x2 = decode_e4m3((w2 >> (8 * byte)) & 0xFF).to(tl.float16) * f2
@@ -180,9 +179,9 @@ def _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
 
 @triton.jit
 def transpose_e4m3_words(w0, w1, w2, w3, f0, f1, f2, f3):
-    """Return four words: byte j of word i is byte i of word j times factor j, rounded in fp16.
+    """Transpose 4 x 4 e4m3 values in four int32 words, and multiply each input row by a factor.
 
-    w0 to w3 are int32 with four e4m3 of one row each, f0 to f3 their fp16 factors, at most 1.
+    w0 to w3 are rows of four e4m3 values; f0 to f3 are their fp16 factors, at most 1.
     """
     if INTERPRETED:
         words: tl.tuple = ()

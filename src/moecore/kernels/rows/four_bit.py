@@ -51,7 +51,7 @@ NF4 = (
 
 @dataclass(frozen=True, slots=True)
 class FourBitFormat:
-    """One 4-bit format: the values of the codes 0 to 15, and how values are grouped and packed."""
+    """A 4-bit format: the values of codes 0 to 15, the values per scale, the packing in bytes."""
 
     values: tuple[float, ...]
     group: int  # number of values that share a scale
@@ -60,7 +60,7 @@ class FourBitFormat:
 
     @property
     def bits(self) -> float:
-        """Bits per value, with the value's share of its group's scale."""
+        """Bits per value, including its share of the scale."""
         return 4 + 8 * self.scale_dtype.itemsize / self.group
 
 
@@ -71,9 +71,10 @@ FORMATS: dict[FrozenFormat, FourBitFormat] = {
 
 
 def make_empty_blocks(shape: tuple[int, ...], kind: FrozenFormat, device: torch.device) -> Blocks:
-    """Allocate the uninitialised blocks of a tensor [..., K] of this shape; K divides by a group.
+    """Allocate uninitialised 4-bit values and scales for a tensor of `shape` [..., K].
 
-    The values are uint8 [..., K / 2], and the scales [..., K / group].
+    The values are uint8 [..., K / 2], and the scales [..., K / group]. A group of values shares a
+    scale, and K must be divisible by its size.
     """
     fmt = FORMATS[kind]
     *rows, K = shape
@@ -84,10 +85,11 @@ def make_empty_blocks(shape: tuple[int, ...], kind: FrozenFormat, device: torch.
 
 
 def quantise(x: Tensor, kind: FrozenFormat) -> Blocks:
-    """Quantise x [..., K] to the nearest codes, halfway to the lower value. K divides by a group.
+    """Quantise x [..., K] to the nearest 4-bit values, halfway to the lower value.
 
-    NF4 multiplies by the reciprocal of the scale. MXFP4's scale is 2^(floor(log2(max |x|)) - 2),
-    which changes no value that is already a value of MXFP4. Zeros have the scale 0 or 2^-127.
+    K must be divisible by the number of values per scale. NF4 multiplies by the reciprocal of the
+    scale. MXFP4's scale is 2^(floor(log2(max |x|)) - 2), which changes no value that is already a
+    value of MXFP4. Zeros have the scale 0 or 2^-127.
     """
     fmt = FORMATS[kind]
     x_GV = x.float().unflatten(-1, (-1, fmt.group))
@@ -164,7 +166,7 @@ def dequantise_four_bit_kernel(
     HIGH_FIRST: tl.constexpr,
     E8M0: tl.constexpr,
 ):
-    """Dequantise GROUPS groups of 2 * PAIRS values."""
+    """Dequantise GROUPS groups of 2 * PAIRS values; each group shares a scale."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     inside = (group < num_groups)[:, None]
     at = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]

@@ -37,7 +37,7 @@ NO_PAGE, NO_ROOM = tl.constexpr(NONE), tl.constexpr(MISSING)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagePool:
-    """Fixed-size pages of device and host memory, and the lists of the ids of free pages."""
+    """Fixed-size pages of device and host memory, and lists of free pages that kernels change."""
 
     pages: Tensor  # uint8 [P, bytes of a page], uninitialised
     host_pages: Tensor  # uint8 [Q, bytes of a page] in host memory that the device can access
@@ -89,8 +89,8 @@ def return_pages_ref(page_table: Tensor, num_entries: int, pool: PagePool) -> No
 def take_pages_ref(page_table: Tensor, num_entries: int, num_pages: int, pool: PagePool) -> None:
     """Compute `take_pages` on the host: free a table's pages, then write new page ids to it.
 
-    The first num_entries words of `page_table` become page ids: MISSING if no page is free, and
-    NONE after `num_pages` entries.
+    The first `num_pages` of `num_entries` entries become page ids, or MISSING if no page is free.
+    The others become NONE.
     """
     return_pages_ref(page_table, num_entries, pool)
     P, state = pool.pages.shape[0], pool.state
@@ -140,9 +140,9 @@ def _load_state_word(state_ptr, WORD: tl.constexpr):
 
 @triton.jit
 def _free_pages_locked(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
-    """Free a table's pages; the caller has the lock and stores the result in the pool's state.
+    """Free a table's pages. The caller has the lock, and stores the results in the pool's state.
 
-    Returns the numbers of free device pages, free host pages, and pages in demand.
+    Returns how many device and host pages are free, and how many pages all tables requested.
     """
     state_ptr, free_ptr, num_pages, num_host = pool
     head, free = _load_state_word(state_ptr, HEAD), _load_state_word(state_ptr, FREE)
@@ -195,9 +195,9 @@ def take_pages(
     report_ptr,  # [NUM_WORDS] int32
     BLOCK: tl.constexpr,
 ):
-    """Free a table's pages, then write free page ids to it, under the lock. One program.
+    """Free a table's pages, then write `num_requested` free page ids to it. Only one program.
 
-    Entries are MISSING if no page is free, and NONE after the first `num_requested`.
+    Entries are MISSING if no page is free. Entries that are not requested are NONE.
     """
     # A table keeps its entries from one replay to the next. Its pages are freed before others are
     # taken, so a replayed forward whose backward did not run loses no page.
@@ -245,10 +245,7 @@ def _return_pages_kernel(
 
 
 def return_pages(page_table: Tensor, num_entries: int, pool: PagePool) -> None:
-    """Move a table's first num_entries page ids to the free lists, without a host sync.
-
-    The entries become NONE.
-    """
+    """Free the first num_entries pages of a table, whose entries become NONE. No host sync."""
     if not can_use_kernel(page_table):
         return_pages_ref(page_table, num_entries, pool)
     elif num_entries:

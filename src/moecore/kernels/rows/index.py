@@ -35,7 +35,7 @@ MAX_ROWS = 2**31 - 1  # row numbers are int32
 
 
 class ExpertIndex(NamedTuple):
-    """The order of expert rows, the copies of source rows (tokens) sorted by local expert."""
+    """Which expert rows (token copies sorted by local expert) belong to which token and expert."""
 
     row_ids_R: Tensor  # int32, source row of each expert row; 0 where there is none
     weights_R: Tensor  # fp32, weight of each expert row, differentiable; 0 where there is none
@@ -105,7 +105,7 @@ def _build_index_fwd_count_kernel(
     BINS: tl.constexpr,  # power of two >= NUM_LOCAL
     BLOCK_N: tl.constexpr,
 ):
-    """Count the pairs of each local expert in one block of pairs."""
+    """Count the choices of each local expert in one block of (token, choice) pairs."""
     block = tl.program_id(0).to(tl.int64)
     pairs = block * BLOCK_N + tl.arange(0, BLOCK_N)
     local = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) - first_expert
@@ -123,7 +123,7 @@ def _build_index_fwd_scan_kernel(
     NUM_LOCAL: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Replace an expert's counts by sums over earlier blocks, and write its total."""
+    """Replace one expert's counts per block by sums over earlier blocks, and write their total."""
     expert = tl.program_id(0)
     total = 0
     for start in range(0, num_blocks, BLOCK_B):
@@ -148,7 +148,7 @@ def _build_index_fwd_tally_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Count one expert's pairs in the blocks before each block of pairs, and in total."""
+    """Count one expert's (token, choice) pairs before each block of pairs, and in total."""
     expert = tl.program_id(0)
     total = 0
     for start in range(0, num_blocks, BLOCK_B):
@@ -175,7 +175,7 @@ def _build_index_fwd_layout_kernel(
     MULTIPLE: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write the running sum of padded totals, and zeros in the expert rows without a pair."""
+    """Write the running sum of padded row counts; write zeros to padding and unused expert rows."""
     pid = tl.program_id(0)
     experts = tl.arange(0, BINS)
     totals = tl.load(expert_counts_ptr + experts, mask=experts < NUM_LOCAL, other=0)
@@ -217,7 +217,7 @@ def _build_index_fwd_place_kernel(
     MULTIPLE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write the expert row of each pair of a block, and its source row and weight to this row."""
+    """Write each (token, choice) pair's expert row, and to this row the token and the weight."""
     block = tl.program_id(0).to(tl.int64)
     inside = tl.arange(0, BLOCK_N)
     pairs = block * BLOCK_N + inside
@@ -246,7 +246,7 @@ def _build_index_bwd_kernel(
     num_pairs,  # N
     BLOCK: tl.constexpr,
 ):
-    """Write the gradients of BLOCK pairs' weights, copied from their expert rows."""
+    """Write the gradients of BLOCK routing weights, copied from their expert rows."""
     pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slots = tl.load(slots_ptr + pairs, mask=pairs < num_pairs, other=-1)
     grads = tl.load(dweights_ptr + slots, mask=slots >= 0, other=0.0)
@@ -261,7 +261,7 @@ def _launch_build_index(
     row_multiple: int,
     max_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return row_ids_R, weights_R, slots_SK and offsets_e of `build_index`; R is `max_rows`."""
+    """Return the fields of `build_index`'s result, computed by kernels; `max_rows` expert rows."""
     N, R, e, device = ids_SK.numel(), max_rows, num_local_experts, ids_SK.device
     row_ids_R, weights_R, slots_SK, offsets_e = _make_empty(ids_SK, weights_SK, e, R)
     B = cdiv(N, BLOCK_N)
@@ -290,7 +290,7 @@ def _launch_build_index(
 
 
 def _launch_build_index_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
-    """Return weights_SK's gradient: dweights_R at each pair's expert row, 0 for a slot of -1."""
+    """Return weights_SK's gradient: dweights_R at each choice's expert row, 0 for slot -1."""
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
     args = (dweights_R.contiguous(), slots_SK, dweights_SK, slots_SK.numel())
     launch(_build_index_bwd_kernel, cdiv(slots_SK.numel(), 1024), *args, BLOCK=1024)
@@ -314,7 +314,7 @@ _build_index_bwd = Op(
 
 
 def _save_slots(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save slots_SK for backward."""
+    """Save the output slots_SK, the expert row of each choice, for backward."""
     ctx.save_for_backward(output[2])
     ctx.set_materialize_grads(False)  # the integer outputs would get zeros of their size
 
@@ -351,15 +351,15 @@ def build_index(
     differentiable in weights_SK; rows without a pair may have any gradient, even NaN.
 
     Args:
-        ids_SK: int32, global expert ids, distinct in a row; -1 = dropped; experts of other ranks
+        ids_SK: int32, K global expert ids per token, distinct; -1 = dropped; experts of other ranks
             are skipped.
         weights_SK: fp32 weight of each choice; weights of skipped choices are not read.
         first_expert: global id of the first local expert.
         num_local_experts: number of local experts, e.
         row_multiple: each expert's rows are padded up to a multiple of this, a power of two.
         max_pairs: an upper bound of the number of pairs of local experts; None = S * K. With
-            padding this bound gives R, see `compute_max_padded_rows`. If offsets_e[-1] > R, rows
-            past R were dropped, and experts must not use the index.
+            padding this bound gives R, the number of rows: see `compute_max_padded_rows`. If
+            offsets_e[-1] > R, rows past R were dropped, and experts must not use the index.
 
     Example, experts 2 and 3 of six, row_multiple 2, ids [[3, 0], [2, 3], [5, 3]]: expert 2 gets row
     1 and one row of padding, expert 3 rows 0, 1, 2 and one of padding, so row_ids_R is [1, 0, 0, 1,

@@ -50,7 +50,7 @@ TILE, NUM_WARPS = (16, 256), 4  # of one program: blocks of one row, and columns
 
 
 class _MicroscaleInput(NamedTuple):
-    """A tensor to quantise to MXFP8 or NVFP4: its rows, their order and their experts."""
+    """A tensor to quantise to MXFP8 or NVFP4, and the source and expert of each result row."""
 
     x_TK: Tensor
     shape: tuple[int, ...]  # of the operand before it is transposed: [M, K] or [e, N, K]
@@ -62,10 +62,10 @@ class _MicroscaleInput(NamedTuple):
     def launch(
         self, kernel: Any, scale_block: tuple[int, int], *tensors: Any, **constants: Any
     ) -> None:
-        """Launch a kernel of `microscaled_kernel.py`, one program per tile.
+        """Launch a kernel of `microscaled_kernel.py` on this input, one program per tile.
 
-        `scale_block` is rows and columns of one scale. `tensors` are the kernel's arguments after
-        x, sources and experts.
+        `scale_block` is (rows, columns) of one scale. `tensors` are the kernel's arguments after
+        x_ptr, source_rows_ptr and experts_ptr.
         """
         (rows, columns), (*lead, N, K), x_TK = scale_block, self.shape, self.x_TK
         M, below = prod(lead) * N, TILE[0] if rows == 1 else 1
@@ -85,7 +85,7 @@ class _MicroscaleInput(NamedTuple):
         )
 
     def compute_amax(self, scale_block: tuple[int, int]) -> Tensor:
-        """Return fp32 [num_scales]: each expert's, or matrix's, largest finite magnitude.
+        """Return the largest finite magnitude of each expert or matrix, fp32 [num_scales].
 
         `scale_block`, rows and columns of one scale, only decides the tile of a program.
         """
@@ -103,10 +103,11 @@ class _MicroscaleInput(NamedTuple):
         transposed: bool = False,
         stochastic: bool = False,
     ) -> Blocks:
-        """Quantise to one operand, emulated or packed; `scale_block` is the shape of one scale.
+        """Return the quantised operand, in packed bytes if `pack`, otherwise emulated in bf16.
 
-        `amax`, fp32 [num_scales], gives the tensor scales of "nvfp4" and is computed if None.
-        `transposed` needs `pack`. `stochastic` = stochastic rounding.
+        `scale_block` is (rows, columns) of one scale. `amax`, fp32 [num_scales], gives the tensor
+        scales of "nvfp4"; None = computed. `transposed` needs `pack`. `stochastic` = stochastic
+        rounding.
         """
         layout = (PACKED_ROWS, PACKED_COLUMNS)[transposed] if pack else VALUES
         is_nvfp4, new = recipe.scaling == "nvfp4", self.x_TK.new_empty

@@ -45,10 +45,10 @@ def _load_blocks(
     G: tl.constexpr,  # blocks of a program, one below the other
     B: tl.constexpr,  # blocks of a program, side by side
 ):
-    """Load G x B blocks of x; return their first rows, their block columns, their columns, and x.
+    """Load G x B blocks of x; return first rows [G], block columns [B], columns, and x's rows.
 
-    Shapes: first rows [G], block columns [B], columns [B, COLUMNS], and x as a tuple of ROWS fp32
-    tensors [G, B, COLUMNS], the i-th with row i of each block.
+    The columns are [B, COLUMNS]. x is a tuple of ROWS fp32 tensors [G, B, COLUMNS], the i-th with
+    row i of each block.
     """
     TILES: tl.constexpr = (K + B * COLUMNS - 1) // (B * COLUMNS)
     first = (tl.program_id(0) // TILES * G + tl.arange(0, G)).to(tl.int64) * ROWS
@@ -99,7 +99,7 @@ def finite_amax_kernel(
     G: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Raise each expert's entry of amax_ptr to the largest finite magnitude of G x B blocks."""
+    """Raise each expert's entry of amax_ptr to the largest finite magnitude of its blocks here."""
     first, _, _, x = _load_blocks(
         x_ptr, source_rows_ptr, T, M, row_stride, K, HADAMARD, ROWS, COLUMNS, G, B
     )
@@ -137,7 +137,7 @@ def _hash_uint32(x):  # uint32
 
 @triton.jit
 def _draw_uniform(x, rows, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLUMNS]
-    """Return fp32 draws in [0, 1) as `draw_uniform` does."""
+    """Return pseudorandom fp32 in [0, 1), hashes of position and value, as `draw_uniform` does."""
     of_row = _hash_uint32(rows.to(tl.uint32) + FIRST_DRAW)[:, None, None]
     of_place = _hash_uint32(of_row + columns.to(tl.uint32)[None, :, :])
     hashed = _hash_uint32(of_place ^ (x.to(tl.uint32, bitcast=True) >> 16))
@@ -146,7 +146,7 @@ def _draw_uniform(x, rows, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COL
 
 @triton.jit
 def compute_nvfp4_block_scale(amax, tensor_scale):  # fp32 of one number of dims
-    """Return E4M3 scales of blocks, as bits and fp32, from amax and the scale of the tensor."""
+    """Return NVFP4 block scales, E4M3 bits and fp32 values, from amax and the tensor's scale."""
     exact = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
     exact = tl.div_rn(exact, tl.broadcast_to(tensor_scale, amax.shape))
     code = tl.where(amax < float("inf"), to_e4m3(tl.minimum(exact, 448.0)), 0x7F)
@@ -204,7 +204,7 @@ def quantise_microscaled_kernel(
     G: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Quantise and write G x B blocks of one operand; program 0 writes the tensors' scales."""
+    """Quantise and write G x B blocks of an operand; program 0 also writes the tensors' scales."""
     E2M1: tl.constexpr = amax_ptr is not None
     if tl.program_id(0) == 0:
         for start in range(0, NUM_SCALES, 128):

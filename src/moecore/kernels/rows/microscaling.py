@@ -65,7 +65,7 @@ def _expand_scales(scales: Tensor) -> Tensor:
 
 
 def quantise_mxfp8(x: Tensor, scale_block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return float8_e4m3fn of x's shape, and fp32 scales [..., M / rows, K / columns].
+    """Quantise x to MXFP8: return E4M3 values of x's shape, and an fp32 scale per block.
 
     `scale_block` is (rows, columns) of one scale. Scales are powers of two.
     """
@@ -76,14 +76,14 @@ def quantise_mxfp8(x: Tensor, scale_block: tuple[int, int]) -> tuple[Tensor, Ten
 def quantise_nvfp4(
     x: Tensor, scale_block: tuple[int, int], tensor_scale: Tensor, draws: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return fp32 values rounded to E2M1, like x, and E4M3 scales [..., M / rows, K / columns].
+    """Quantise x to NVFP4: return fp32 values rounded to E2M1, and an E4M3 scale per block.
 
     Args:
-        x: [..., M, K], full blocks.
+        x: [..., M, K], divisible into blocks.
         scale_block: rows and columns of one scale.
         tensor_scale: fp32 scale of the tensor; broadcasts with the scales of blocks.
-        draws: random numbers in [0, 1), of x's shape. A value is rounded up if its distance
-            to the lower magnitude, in steps, exceeds the draw. None = to the nearest, ties to even.
+        draws: random numbers in [0, 1), of x's shape. A value is rounded up if its distance to the
+            lower magnitude, in steps, exceeds the draw. None = to the nearest, ties to even.
     """
     wide = _split_blocks(x.float(), scale_block)
     amax = wide.abs().amax((-3, -1), keepdim=True)
@@ -94,14 +94,14 @@ def quantise_nvfp4(
 
 
 def compute_nvfp4_scales(amax: Tensor, tensor_scale: Tensor) -> Tensor:
-    """Return E4M3 scales of blocks, (amax / 6) / tensor scale; NaN where amax is not finite."""
+    """Return NVFP4's E4M3 scales of blocks from their amax; NaN where amax is not finite."""
     # A GPU multiplies by the reciprocal of a number, so what divides is a tensor.
     exact_scales = amax / torch.full_like(amax, LARGEST_E2M1) / tensor_scale
     return exact_scales.clamp(max=MAX).masked_fill(~amax.isfinite(), torch.nan).to(FP8)
 
 
 def to_e2m1(x: Tensor, scale: Tensor, draws: Tensor | None = None) -> Tensor:
-    """Return x / scale rounded to E2M1, as fp32, 0 where scale is 0; draws: `quantise_nvfp4`."""
+    """Return x / scale rounded to E2M1, as fp32; 0 if scale is 0. `draws`: see `quantise_nvfp4`."""
     x = (x / scale).masked_fill(scale == 0, 0)
     magnitude = x.abs().clamp(max=LARGEST_E2M1)
     scale = torch.where(magnitude < 4, 1.0, 2.0).masked_fill(magnitude < 2, 0.5)
@@ -147,7 +147,7 @@ def unpack_matrices(weight: Blocks, recipe: Recipe, *, transposed: bool) -> Bloc
 
 
 def transpose_matrices(weight: Blocks) -> Blocks:
-    """Return packed NVFP4 matrices [e, N, K] as the packed operand [e, K, N] summed over N."""
+    """Transpose packed NVFP4 matrices [experts, N, K] to the packed operand summed over N."""
     values = weight.values
     codes = torch.stack((values & 15, values >> 4), -1).flatten(-2).mT
     low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
@@ -156,7 +156,7 @@ def transpose_matrices(weight: Blocks) -> Blocks:
 
 
 def draw_uniform(x_MK: Tensor) -> Tensor:
-    """Return fp32 draws in [0, 1), multiples of 2^-24, which depend only on position and value."""
+    """Return random fp32 numbers in [0, 1), which depend only on each value and its position."""
     rows, columns = (torch.arange(n, dtype=torch.int32, device=x_MK.device) for n in x_MK.shape)
     hashed = _hash_int32(_hash_int32(rows + SEED)[:, None] + columns)
     hashed = _hash_int32(hashed ^ (x_MK.float().view(torch.int32) >> 16 & 0xFFFF))
@@ -188,7 +188,7 @@ def apply_hadamard(x_PC: Tensor) -> Tensor:
 
 
 def compute_tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
-    """Return fp32 scales of tensors from their largest finite magnitudes; 1 for "mxfp8"."""
+    """Return tensors' fp32 scales from their largest finite magnitudes; 1 for "mxfp8"."""
     if recipe.scaling == "mxfp8":
         return torch.ones_like(amax)
     return compute_block_scale_ref(amax, recipe.power_of_two, LARGEST_E2M1 * MAX)[0]
@@ -201,7 +201,7 @@ def _quantise_blocks(
     tensor_scale: Tensor,
     draws: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return values and scales in the recipe's format; arguments as in `quantise_nvfp4`."""
+    """Return values and block scales in the recipe's format; arguments as in `quantise_nvfp4`."""
     if recipe.scaling == "mxfp8":
         return quantise_mxfp8(x, scale_block)
     return quantise_nvfp4(x, scale_block, tensor_scale, draws)
@@ -274,7 +274,10 @@ def quantise_microscaled_matrices_ref(
     pack: bool,
     transposed: bool,
 ) -> Blocks:
-    """Return an operand of `quantise_microscaled_matrices`; `scale_block` = shape of a scale."""
+    """Return one operand of `quantise_microscaled_matrices`, in plain PyTorch.
+
+    `scale_block` is (rows, columns) of one scale.
+    """
     w_eNK = w_eNK.float()
     amax_e = compute_finite_magnitude(w_eNK).amax((1, 2)) if amax_e is None else amax_e
     scales = compute_tensor_scales(amax_e, recipe)

@@ -47,7 +47,7 @@ def gather_rows_ref(
 
 
 def zero_rows_without_slot(x_RD: Tensor, slots_SK: Tensor) -> Tensor:
-    """Return a copy of expert rows with zeros in rows that no entry of slots_SK names (padding)."""
+    """Return a copy of expert rows with zeros in padding: rows that slots_SK does not contain."""
     R = x_RD.shape[0]
     named_R = torch.zeros(R + 1, dtype=torch.bool, device=x_RD.device)
     named_R[slots_SK.flatten().remainder(R + 1)] = True  # -1 is the spare row
@@ -96,8 +96,8 @@ def _gather_rows_fwd_kernel(
 ):
     """Gather rows of x to out_ptr, unchanged.
 
-    The first num_fill_programs programs write zeros to expert rows that no slot names, FILL_R rows
-    each. Every other program copies BLOCK_D columns of one source row to its expert rows.
+    The first num_fill_programs programs write zeros to padding, FILL_R expert rows each. Every
+    other program copies BLOCK_D columns of one token's row to its expert rows.
     """
     pid = tl.program_id(0)
     if pid < num_fill_programs:
@@ -141,7 +141,7 @@ def _load_expert_row(
     D: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Return columns of the expert row of a source row's choice k in fp32; 0 if there is no row."""
+    """Return columns of the expert row of a token's choice in fp32; 0 if it has no expert row."""
     slot = tl.load(slots_ptr + source_row * K + choice, mask=choice < K, other=-1).to(tl.int64)
     mask = (columns < D) & (slot >= 0)
     return tl.load(y_ptr + slot * D + columns, mask=mask, other=0.0).to(tl.float32)
@@ -156,7 +156,7 @@ def _sum_rows_fwd_kernel(
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write BLOCK_D columns of the sum of one source row's expert rows, added in fp32."""
+    """Write BLOCK_D columns of the sum of one token's expert rows, added in fp32."""
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0)
     source = (pid // BLOCKS).to(tl.int64)
@@ -179,7 +179,7 @@ def _sum_rows_fwd_kernel(
 def _launch_gather(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None, *, clear: bool
 ) -> Tensor:
-    """Return the gathered rows [R, D], by the kernel.
+    """Return each expert row's token row, [R, D], by the kernel.
 
     Rows from num_rows on are uninitialised, or zero if `clear`.
     """
@@ -206,7 +206,7 @@ def _launch_gather(
 
 
 def _launch_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
-    """Return [S, D], the sum of each source row's expert rows, by the kernel."""
+    """Return the sum of each token's expert rows, [S, D], by the kernel."""
     (S, K), D = slots_SK.shape, y_RD.shape[1]
     out_SD = y_RD.new_empty(S, D)
     block = choose_column_block(D, y_RD.element_size())
@@ -255,7 +255,7 @@ _sum_rows: Op[Tensor] = Op(
 def gather_rows(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None = None
 ) -> Tensor:
-    """Return the source row (token) of each expert row, [R, D]. No host sync.
+    """Return each expert row's source row (token), [R, D]. No host sync.
 
     Differentiable in x_SD; `sum_rows` is the gradient.
 
@@ -266,17 +266,17 @@ def gather_rows(
         num_rows: 0-dim int32 on the device, the expert rows in use; None means R.
 
     Returns:
-        x_SD[row_ids_R], and zeros in rows that no slot names: padding, and all rows from num_rows
-        on.
+        x_SD[row_ids_R], and zeros in rows that slots_SK does not contain: padding, and all rows
+        from num_rows on.
     """
     return _gather_rows(x_SD, row_ids_R, slots_SK, num_rows)
 
 
 def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor) -> Tensor:
-    """Return the source row of each expert row, [R, D]. No autograd, no host sync.
+    """Return each expert row's source row (token), [R, D]. No autograd, no host sync.
 
-    Arguments are as in `gather_rows`, but rows from num_rows on are uninitialised. x_SD has at
-    least one row, and is bf16, fp16 or fp32 on a GPU.
+    Arguments are as in `gather_rows`, but result rows from num_rows on are uninitialised. x_SD has
+    at least one row, and is bf16, fp16 or fp32 on a GPU.
     """
     return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=False)
 
@@ -284,15 +284,15 @@ def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows
 def sum_rows(
     y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None = None
 ) -> Tensor:
-    """Return the sum of the expert rows of each source row (token), [S, D] in the dtype of y_RD.
+    """Return the sum of each source row's (token's) expert rows, [S, D] in the dtype of y_RD.
 
     Differentiable in y_RD; `gather_rows` is the gradient. No host sync; the same bits in every run.
     Rows are added in fp32 (fp64 for fp64) in order of k and rounded once. A source row without
-    slots gives zero.
+    expert rows gives zero.
 
     Args:
-        y_RD: expert rows, any float dtype; copied if not contiguous. Rows that no slot names are
-            not read.
+        y_RD: expert rows, any float dtype; copied if not contiguous. Rows that slots_SK does not
+            contain are not read.
         row_ids_R, slots_SK, num_rows: as in `gather_rows`; the gradient needs all three.
 
     Example, S = 2, K = 2, R = 3: slots_SK [[0, 2], [1, -1]] gives [y0 + y2, y1].

@@ -67,7 +67,7 @@ def unpack_rows(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Ten
 
 @cache
 def _choose_program(dim: int) -> dict[str, int]:
-    """Return BLOCKS, the 128-column blocks of a program, and num_warps, for `dim` columns."""
+    """Return BLOCKS, the number of 128-column blocks of a program, and num_warps."""
     # The most scales, up to 16, that leave at most 1/8 idle.
     B = cdiv(dim, BLOCK)
     fits = (n for n in (16, 8, 4) if cdiv(B, n) * n * 8 <= B * 9)
@@ -111,7 +111,7 @@ def _gather_packed_rows_kernel(
     BLOCKS: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two
 ):
-    """Widen BLOCKS blocks of 128 columns of one source row, and write them to its expert rows."""
+    """Dequantise BLOCKS blocks of 128 columns of a token's row; write them to its expert rows."""
     PARTS: tl.constexpr = (D + BLOCKS * BLOCK - 1) // (BLOCKS * BLOCK)
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     blocks = tl.program_id(0) % PARTS * BLOCKS + tl.arange(0, BLOCKS)
@@ -153,7 +153,7 @@ def pack_rows(x_SD: Tensor) -> Tensor:
     """Quantise rows to e4m3 with one scale per 128 columns, in bytes. No autograd, no host sync.
 
     Args:
-        x_SD: bf16, fp16 or fp32, contiguous; D a multiple of `PACKED_COLUMNS`.
+        x_SD: rows of D columns, bf16, fp16 or fp32, contiguous; D a multiple of `PACKED_COLUMNS`.
 
     Returns:
         uint8 [S, W]: D values in e4m3, ceil(D / 128) scales in fp32, and undefined bytes up to a
@@ -170,11 +170,10 @@ def gather_packed_rows(
     slots_SK: Tensor,
     num_rows: Tensor | None,
 ) -> Tensor:
-    """Widen FP8 source rows to `dtype` and gather them in expert order, [R, D]. No autograd.
+    """Dequantise FP8 source rows to `dtype` and gather them in expert order, [R, D]. No autograd.
 
-    Values and scales are from `view_packed_rows`; the last three arguments are as in
-    `gather_rows`. Source rows without a slot are not read. Expert rows that no slot names are
-    uninitialised. No host sync.
+    Values and scales are from `view_packed_rows`; the last three arguments are as in `gather_rows`.
+    Source rows without an expert row are not read. Padding rows are uninitialised. No host sync.
     """
     (S, D), K, R = values_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     if not can_use_kernel(values_SD):

@@ -39,10 +39,10 @@ TAKE_WARPS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageLayout:
-    """The layout of several matrices' used rows in pages of a `PagePool`: sizes, no data.
+    """Which rows of several matrices are stored in pages of a `PagePool`, and how many fit a page.
 
-    A matrix is a uint8 buffer [S or R, B]. Its used rows are the source rows with a slot ("with a
-    list"), or the first expert rows.
+    A matrix is a uint8 buffer [rows, bytes]. Stored rows are either listed (tokens with an expert
+    row), or the first rows.
     """
 
     pool: PagePool
@@ -67,10 +67,10 @@ class PageLayout:
         source_rows: int,
         expert_rows: int,
     ) -> "PageLayout":
-        """Return the layout of `matrices`, each (bytes of a row, whether it has a list).
+        """Return the layout of `matrices`, each (bytes of a row, whether stored rows are listed).
 
-        A matrix with a list has `source_rows` rows and uses the rows with a slot. A matrix without
-        a list has `expert_rows` rows and uses the first rows.
+        A matrix with a list has `source_rows` rows, and stores tokens with an expert row. A matrix
+        without a list has `expert_rows` rows, and stores the first rows.
         """
         widths, has_list = zip(*matrices, strict=True)
         steps = [pool.page_bytes // width for width in widths]
@@ -98,7 +98,7 @@ class PageLayout:
         )
 
     def make_table(self) -> Tensor:
-        """Return a new page table without pages, int32. CUDA graphs must not capture this call."""
+        """Return a new int32 page table without pages. CUDA graphs must not capture this call."""
         num_listed = self.source_rows if any(self.has_list) else 0
         size = self.num_entries + 2 + num_listed
         return torch.full((size,), NONE, dtype=torch.int32, device=self.pool.pages.device)
@@ -152,9 +152,9 @@ def stash_or_restore_rows_ref(
 
 @triton.jit
 def _count_pages(num_rows, ROWS_PER_PAGE: tl.constexpr):
-    """Return how many pages num_rows rows of every matrix take.
+    """Return how many pages num_rows rows of several matrices take.
 
-    A page holds ROWS_PER_PAGE[m] rows of matrix m.
+    A page stores ROWS_PER_PAGE[m] rows of matrix m.
     """
     need = 0
     for m in tl.static_range(len(ROWS_PER_PAGE)):
@@ -184,7 +184,7 @@ def _take_rows_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List the rows with a slot in the table, then take pages for all used rows. One program."""
+    """List tokens with an expert row in the table; take pages for all stored rows. One program."""
     need = 0
     if slots_ptr is not None:
         count = 0
@@ -223,7 +223,7 @@ def _copy_matrix(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Copy this program's tiles of a matrix, unchanged; return the next matrix's table_ptr."""
+    """Copy this program's tiles of a matrix to or from pages; return the next one's table_ptr."""
     STEP: tl.constexpr = PAGE_BYTES // WIDTH
     WORD: tl.constexpr = tl.int32 if WIDTH % 4 == 0 else tl.int8
     WORD_BYTES: tl.constexpr = 4 if WIDTH % 4 == 0 else 1
@@ -288,7 +288,7 @@ def _copy_pages_kernel(
     BLOCKS_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy used rows of up to four matrices to their pages (STASH), or from their pages.
+    """Copy the stored rows of up to four matrices to their pages (STASH), or from their pages.
 
     The last program instead frees the pages of the table at released_table_ptr.
     """
@@ -311,14 +311,13 @@ def _copy_pages_kernel(
 def take_pages_for_rows(
     page_table: Tensor, layout: PageLayout, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> None:
-    """Take pages for the used rows, and write the list of these rows to the table. No host sync.
+    """Take pages for the rows to store, and write the rows' list to the table. No host sync.
 
     Args:
         page_table: from `layout.make_table()`, changed in place; its earlier pages are freed first.
-        slots_SK: int32. A source row is used if one of its slots is not negative. None if no matrix
-            has a list.
-        num_rows: 0-dim int32. The first num_rows of R rows are used. None if all matrices have a
-            list.
+        slots_SK: int32, each token's expert rows, -1 = none. Tokens with an expert row are stored.
+            None if no matrix has a list.
+        num_rows: 0-dim int32. The first num_rows rows are stored. None if all matrices have a list.
 
     Example: slots [[-1], [0], [7], [-1], [1]] give the list [1, 2, 4].
     """
@@ -353,10 +352,10 @@ def stash_or_restore_rows(
     stash: bool,
     released_table: tuple[Tensor, int] | None = None,
 ) -> None:
-    """Copy the used rows of matrices to their pages, or back to their positions. No host sync.
+    """Copy stored rows of matrices to their pages, or back to their positions. No host sync.
 
-    The table keeps its pages, and rows that are not used do not change. Rows without a page become
-    NaN when they are copied back.
+    The table keeps its pages, and rows that are not stored do not change. Rows for which no page
+    was free become NaN when they are copied back.
 
     Args:
         matrices: uint8, contiguous, in the order of the layout; None = skip this matrix.

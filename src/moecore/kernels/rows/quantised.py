@@ -56,14 +56,14 @@ def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:
 
 
 def quantise_row_blocks_ref(x_RK: Tensor, power_of_two: bool) -> Blocks:
-    """Quantise rows [R, K] with a scale per 1 x 128, in plain PyTorch; return a "tile" operand."""
+    """Quantise rows to an FP8 operand with a scale per 1 x 128, in plain PyTorch."""
     rows = quantise_rows_ref(x_RK, power_of_two=power_of_two)
     assert rows.scales is not None
     return Blocks(rows.values, _transpose_scales(rows.scales), "tile")
 
 
 def _transpose_scales(scales_RB: Tensor) -> Tensor:
-    """Return scales [R, B] as contiguous [B, R], with R padded to a multiple of 4."""
+    """Return scales [rows, blocks] as contiguous [blocks, rows], rows padded to a multiple of 4."""
     R = scales_RB.shape[0]
     return F.pad(scales_RB.T, (0, round_up(R, SCALE_ROWS) - R)).contiguous()
 
@@ -97,7 +97,7 @@ def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTil
 
 
 def _get_values_and_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
-    """Return values [S, D] and scales [S, D / 128] of FP8 rows; `Blocks` are a "tile" operand."""
+    """Return values [S, D] and scales [S, D / 128] of FP8 rows or of an operand of kind "tile"."""
     if isinstance(rows, Blocks):
         return rows.values, rows.scales.T[: rows.values.shape[0]]
     assert rows.scales is not None
@@ -119,9 +119,9 @@ def quantise_weights_ref(
 def _make_pair(
     values_eNK: Tensor | None, scales_eNK: Tensor, values_eKN: Tensor | None
 ) -> OperandPair:
-    """Return the operands of [e, N, K] and its transpose, which share scales; None = not made.
+    """Return the operands for a matrix and its transpose, which share scales; None = not made.
 
-    scales_eNK is [e, N / 128, K / 128].
+    scales_eNK [experts, N / 128, K / 128] has a scale per block of 128 x 128.
     """
     return OperandPair(
         None if values_eNK is None else Blocks(values_eNK, scales_eNK, "block"),
@@ -138,14 +138,14 @@ def check_multiple_of_128(dim_name: str, size: int) -> None:
 
 
 def make_empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> Blocks:
-    """Return an uninitialised "tile" operand, FP8 [num_rows, num_columns], on like's device."""
+    """Return an uninitialised FP8 operand, a scale per 1 x 128 elements, on like's device."""
     values = like.new_empty(num_rows, num_columns, dtype=FP8)
     scales_shape = (num_columns // BLOCK, round_up(num_rows, SCALE_ROWS))
     return Blocks(values, like.new_empty(scales_shape, dtype=torch.float32), "tile")
 
 
 def make_empty_rows(like_SD: Tensor) -> Rows:
-    """Return uninitialised FP8 rows of the shape of like_SD, which widen to its dtype."""
+    """Return uninitialised FP8 rows, a scale per 128 columns, with like_SD's shape and dtype."""
     S, D = like_SD.shape
     scales_SB = like_SD.new_empty(S, D // BLOCK, dtype=torch.float32)
     return Rows(torch.empty_like(like_SD, dtype=FP8), scales_SB, like_SD.dtype)
@@ -157,7 +157,7 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
     An infinity makes its 128 columns NaN; a NaN stays a NaN.
 
     Args:
-        x_SD: bf16, fp16 or fp32, contiguous; D a multiple of 128.
+        x_SD: rows of D columns, bf16, fp16 or fp32, contiguous; D a multiple of 128.
         power_of_two: whether scales are powers of two, as in `pack_rows`; otherwise amax / 448.
         num_rows: 0-dim int32 on the device; None means S. Rows from num_rows on are not read, and
             are uninitialised in the result.
@@ -179,14 +179,13 @@ def gather_row_blocks(
     """Gather FP8 rows in expert order and transpose their scales. No autograd, no host sync.
 
     Args:
-        rows: with scales; D a multiple of 128, rows maybe strided. Rows that no slot names are not
-            read.
+        rows: token rows with scales; D columns, a multiple of 128, rows maybe strided.
         row_ids_R, slots_SK, num_rows: as in `gather_rows`. If row_ids_R and slots_SK are None,
             `rows` are in expert order and contiguous, and the result shares their values.
 
     Returns:
-        A "tile" operand: values [R, D], scales [D / 128, R padded to 4]. Rows from num_rows on, and
-        values of rows that no slot names, are uninitialised.
+        FP8 operand with a scale per 1 x 128: values [R, D], scales [D / 128, R padded to 4]. Rows
+        from num_rows on, and values of padding rows, are uninitialised.
     """
     assert rows.scales is not None
     S, D = rows.values.shape

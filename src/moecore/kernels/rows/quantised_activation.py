@@ -80,7 +80,7 @@ def quantised_activation_bwd_ref(
 
 @triton.jit
 def load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide_dtype: tl.constexpr, C: tl.constexpr):
-    """Return column block `block` (128 columns) of `rows` of FC1's output h [R, C], in fp32.
+    """Return 128 columns (block number `block`) of `rows` of FC1's output h [R, C], in fp32.
 
     With h_scales_ptr, h is FP8, and values times scales are rounded to the dtype `wide_dtype`.
     """
@@ -151,7 +151,7 @@ def quantised_activation_bwd_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write dh and a in FP8 for BLOCK_R rows, and the sums of dweights over 128 columns each."""
+    """Write FP8 gradients of h, FP8 activations, and weight gradients per 128 columns, of rows."""
     BLOCKS: tl.constexpr = F // 128
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
@@ -223,8 +223,8 @@ def quantised_activation(
         quantise_h: whether h_RC is also returned in FP8, as by `quantise_rows`.
 
     Returns:
-        A "tile" operand [R, F], and FP8 h, or None without quantise_h. Rows from num_rows on are
-        uninitialised.
+        FP8 operand [R, F] with a scale per 1 x 128, and FP8 h, or None without quantise_h. Rows
+        from num_rows on are uninitialised.
     """
     R, C = h_RC.shape
     F = C // 2 if options.gated else C
@@ -261,12 +261,12 @@ def quantised_activation_bwd(
 
     Args:
         h: FC1's output, contiguous, in FP8 or not.
-        da_RF: gradient of the activation, contiguous, in the dtype of h.
+        da_RF: gradient of the activation times weight, contiguous, in the dtype of h.
         weights_R, num_rows, options, power_of_two: as in `quantised_activation`.
 
     Returns:
-        dh, FP8 [R, C]; dweights_R fp32, zero from num_rows on; the activation, FP8 [R, F]. FP8 rows
-            from num_rows on are uninitialised.
+        h's gradient in FP8; the weights' gradient in fp32, zero from num_rows on; the activation in
+        FP8 [R, F]. FP8 rows from num_rows on are uninitialised.
     """
     (R, C), F = h.values.shape, da_RF.shape[1]
     check_multiple_of_128("F", F)

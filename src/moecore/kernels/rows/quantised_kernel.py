@@ -27,7 +27,7 @@ def store_row_blocks(
     C: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Quantise x, 128 columns of rows, to e4m3; store values and one scale per row."""
+    """Quantise x, 128 columns (block number `block`) of rows, to e4m3; store it and row scales."""
     scale, inverse = compute_block_scale(tl.max(abs_without_nan(x), axis=1), POWER_OF_TWO)
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=row_mask[:, None])
@@ -81,10 +81,10 @@ def gather_row_blocks_kernel(
     SCALE_R: tl.constexpr,
     SCALE_B: tl.constexpr,
 ):
-    """Gather FP8 rows to out_ptr, unchanged, and their scales, transposed.
+    """Gather FP8 rows to out_ptr in expert order, unchanged, and their scales, transposed.
 
     The first num_scale_programs programs copy the scales of SCALE_R expert rows each. Every other
-    program copies BLOCK_D values of one source row to its expert rows.
+    program copies BLOCK_D values of one token's row to its expert rows.
     """
     pid = tl.program_id(0)
     if pid < num_scale_programs:
@@ -135,7 +135,7 @@ def _load_words(
 
 @triton.jit
 def _compute_scale_ratio(scale, target_scale):
-    """Return scale / target_scale as fp16 [rows, 1], which converts values to `target_scale`."""
+    """Return scale / target_scale as fp16 [rows, 1], the factor that rescales values."""
     return tl.div_rn(scale, target_scale).to(tl.float16)[:, None]
 
 
@@ -153,7 +153,7 @@ def tile_tokens_kernel(
     SCALES_W: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Store 128 columns of one row tile, transposed and rescaled to their largest scale."""
+    """Store 128 columns of 128 expert rows, transposed and rescaled to the largest row scale."""
     B: tl.constexpr = D // 128
     tile, block = tl.program_id(0) // B, tl.program_id(0) % B
     if tile < tl.load(map_ptr):
@@ -189,7 +189,7 @@ def quantise_weights_kernel(
     K: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Quantise one block of 128 x 128 to e4m3, in the layout of values_ptr, words_ptr or both."""
+    """Quantise a 128 x 128 block to e4m3; store it in values_ptr and/or transposed in words_ptr."""
     BLOCKS: tl.constexpr = K // 128
     pid = tl.program_id(0)
     row_block = (pid // BLOCKS).to(tl.int64)  # of [e * N / 128]

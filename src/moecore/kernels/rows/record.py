@@ -22,7 +22,7 @@ PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # scales of one program: 32 elements p
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A matrix [S, D] with one row per token, wide or in FP8 with one scale per 128 columns."""
+    """A matrix [S, D] with a row per token, unquantised or in FP8 with a scale per 128 columns."""
 
     values: Tensor  # [S, D] bf16, fp16, fp32 or fp64; float8_e4m3fn with scales, rows maybe strided
     scales: Tensor | None = None  # None, or fp32 [S, ceil(D / 128)]: factor of each 128 columns
@@ -38,21 +38,21 @@ class Rows:
     def from_bytes(
         cls, bytes_SW: Tensor, dim: int, dtype: torch.dtype, grad_handle_SD: Tensor | None = None
     ) -> Rows:
-        """View the result of `pack_rows` as FP8 rows of `dim` columns, which widen to `dtype`.
+        """View bytes from `pack_rows` as FP8 rows of `dim` columns, which matmuls use in `dtype`.
 
-        `grad_handle_SD` receives the gradient of the widened rows; None = no gradient.
+        `grad_handle_SD` is a tensor whose gradient will be the rows' gradient; None = no gradient.
         """
         return cls(*view_packed_rows(bytes_SW, dim), dtype, grad_handle_SD=grad_handle_SD)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which matmuls use the rows: for FP8 rows `wide_dtype`."""
+        """The dtype in which matmuls use the rows: for FP8 rows the dtype after widening."""
         return self.values.dtype if self.wide_dtype is None else self.wide_dtype
 
     def widen(self) -> Tensor:
-        """Return the rows [S, D] in `dtype`: values * scales, or `values` if there are no scales.
+        """Return the rows [S, D] in `dtype`: FP8 values * scales; `values` if there are no scales.
 
-        With scales, `grad_handle_SD` receives the gradient.
+        With scales, the rows' gradient becomes the gradient of `grad_handle_SD`.
         """
         if self.scales is None:
             return self.values
@@ -73,16 +73,16 @@ def _widen(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Widened(torch.autograd.Function):
-    """Autograd node of widened rows, whose gradient the handle receives."""
+    """Autograd node that widens FP8 rows; their gradient is returned for `grad_handle_SD`."""
 
     @staticmethod
     def forward(ctx: Any, grad_handle_SD: Tensor, values_SD: Tensor, scales_SB: Tensor) -> Tensor:
-        """Return the widened rows."""
+        """Return FP8 values times scales in the dtype of `grad_handle_SD`."""
         return _widen(values_SD, scales_SB, grad_handle_SD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of the rows as the gradient of the handle."""
+        """Return the gradient of the widened rows as the gradient of `grad_handle_SD`."""
         return grads[0], None, None
 
 
@@ -100,7 +100,7 @@ def _widen_rows_kernel(
     ROW_BLOCKS: tl.constexpr,  # B
     BLOCKS: tl.constexpr,
 ):
-    """Write the wide values of BLOCKS blocks of 128 columns, except in rows from num_rows on."""
+    """Write values times scales of BLOCKS blocks of 128 columns; skip rows from num_rows on."""
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = blocks < num_blocks
     if num_rows_ptr is not None:

@@ -54,7 +54,7 @@ def _rotary_kernel(
     BLOCK_N: tl.constexpr,  # >= n; 0 = no dims stay
     BLOCK_HALF: tl.constexpr,
 ):
-    """Rotate BLOCK_R heads of tokens; BACKWARD rotates back to the layout of the input."""
+    """Rotate BLOCK_R (token, head) vectors. BACKWARD: by negative angles, to the input's layout."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_mask = (rows < num_rows)[:, None]
     token, h = rows // H, rows % H

@@ -49,7 +49,7 @@ def _map_row_tiles_kernel(
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write one expert's entries of the map of row tiles, and its entry of ends_ptr."""
+    """Write one expert's row tiles to the map, and their running sum to ends_ptr."""
     experts = tl.arange(0, E_POW2)
     starts, ends, exists = load_expert_ranges(offsets_ptr, num_experts, E_POW2)
     tiles = tl.where(exists, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
@@ -77,7 +77,7 @@ class RowTiles(NamedTuple):
 
     @property
     def max_tiles(self) -> int:
-        """Length of the map in row tiles; map[0, 0], on the device, is the number in use."""
+        """The map's capacity in row tiles; map[0, 0], on the device, is the number in use."""
         return self.map.shape[0] - 1
 
 
@@ -98,10 +98,10 @@ def map_row_tiles_ref(offsets_e: Tensor, num_rows: int) -> RowTiles:
 
 
 def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
-    """Return the row tiles of all experts, as grouped matrix products read them. No host sync.
+    """Divide each expert's rows into tiles of up to 128 rows; return their map. No host sync.
 
-    `offsets_e` is the int32 running sum of the experts' rows, on the device. `num_rows` is the
-    length R of the row buffer, not the number of rows in use. Unused entries are uninitialised.
+    `offsets_e` is the int32 running sum of the experts' row counts, on the device. `num_rows` is
+    the length of the row buffer, not the number of rows in use. Unused entries are uninitialised.
     """
     if not can_use_kernel(offsets_e):
         return map_row_tiles_ref(offsets_e, num_rows)

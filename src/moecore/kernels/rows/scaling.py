@@ -56,7 +56,7 @@ LARGEST = {"e4m3": MAX, "e5m2": 57344.0}  # values
 
 
 class ScaleKind(NamedTuple):
-    """The shape of the elements that share a scale, for one kind of FP8 operand [M, K]."""
+    """The shape of the elements that share a scale, for one kind of FP8 matmul operand."""
 
     code: int  # constant of `cast_kernel`
     block: Block  # rows and columns of one scale
@@ -77,7 +77,7 @@ GATHERED_KINDS: dict[Block, str] = {(128, 128): "block", (None, None): "tensor",
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """One quantised operand of a matrix product: FP8 or packed values, and their scales."""
+    """A quantised matmul operand: FP8 or packed values, their scales, and the kind of scales."""
 
     values: Tensor  # float8, contiguous, the summed dim innermost; zero in the padding
     scales: Tensor  # fp32, of the shape that `kind` has in this file's table
@@ -91,7 +91,7 @@ class Blocks:
 
 
 class OperandPair(NamedTuple):
-    """The quantised operands of a matrix [T, D], or of one matrix per expert; None = not made."""
+    """A matrix (or a matrix per expert) quantised for sums over columns and for sums over rows."""
 
     rows: Blocks | None  # for sums over D
     columns: Blocks | None  # for sums over T; transposed
@@ -103,7 +103,7 @@ def get_values_and_scales(operand: Blocks | None) -> tuple[Tensor | None, Tensor
 
 
 def _make_blocks(tensors: Iterable[Tensor], scale_kind: Any) -> Blocks:
-    """Return the operand of `scale_kind` whose `Blocks.tensors` are `tensors`."""
+    """Rebuild an operand from `Blocks.tensors`' result and the kind of its scales."""
     values, scales, *amax = tensors
     return Blocks(values, scales, scale_kind, *amax)
 
@@ -145,9 +145,10 @@ def quantise_ref(
     fp8_format: str = "e4m3",
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return FP8 of x's shape and fp32 scales, which have size 1 in `amax_dim`, in plain PyTorch.
+    """Quantise x to FP8 with a scale per slice over `amax_dim`; return values and fp32 scales.
 
-    A scale follows from `amax`; None = the largest magnitude of x over `amax_dim`.
+    A scale follows from `amax`; None = the largest magnitude of x over `amax_dim`, in plain
+    PyTorch.
     """
     x = x.float()
     amax = abs_without_nan_ref(x).amax(amax_dim, keepdim=True) if amax is None else amax
@@ -175,7 +176,7 @@ def update_amax_ref_(x: Tensor, running_amax: Tensor) -> None:
 def cast_ref(
     x_TD: Tensor, amax: Tensor | None, scale_kind: str, fp8_format: str, power_of_two: bool
 ) -> Blocks:
-    """Quantise [T, D] to the operand that is summed over D, in plain PyTorch.
+    """Quantise a matrix to the FP8 operand summed over its columns, in plain PyTorch.
 
     `amax`, fp32 [n], scales a "tensor" operand by its largest entry; None = magnitudes of x.
     """
@@ -218,7 +219,7 @@ def matmul_ref(a: Blocks, b: Blocks) -> Tensor:
 
 
 def _view_scales_by_rows(operand: Blocks) -> Tensor:
-    """View an operand's scales with its rows, or blocks of 128 rows, as dim 0; drop padding."""
+    """View scales with the operand's rows, or blocks of 128 rows, as dim 0, without padding."""
     if operand.kind == "tile":
         return operand.scales.T
     if operand.kind == "block":

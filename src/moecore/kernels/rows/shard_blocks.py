@@ -39,7 +39,7 @@ TRANSPOSE_WARPS = 4
 
 
 class MatrixShard(NamedTuple):
-    """Position of a rank's shard [r, c] in the full matrix [R, C].
+    """Position of a rank's shard in the full matrix, whose rows are all dims but the last.
 
     Row i of the shard is row (i // run) * period + first_row + i % run of the matrix.
     """
@@ -78,7 +78,7 @@ class MatrixShard(NamedTuple):
         return cdiv(self.rows, BLOCK) * cdiv(self.columns, BLOCK)
 
     def compute_indices(self, shard: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the matrix's row indices [r] and column indices [c] of the shard `shard`."""
+        """Return the shard's row indices and column indices in the full matrix."""
         row = torch.arange(shard.numel() // max(self.part_columns, 1), device=shard.device)
         if self.run:
             row = row // self.run * self.period + self.first_row + row % self.run
@@ -86,7 +86,7 @@ class MatrixShard(NamedTuple):
 
 
 def view_as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
-    """View an all-gathered weight of experts as the operand [e, N, K] that is summed over K.
+    """View an all-gathered FP8 weight of experts as the operand [experts, N, K] summed over K.
 
     `shape` is the parameter's, with columns last. The other operand of the pair is None.
     """
@@ -99,7 +99,7 @@ def view_as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
 
 
 def make_dense_operand(weight: Blocks) -> Blocks:
-    """Return an all-gathered dense weight as an operand; a copy if K is not a multiple of 128."""
+    """Return an all-gathered FP8 linear weight as operand; a copy if K is no multiple of 128."""
     if weight.kind == "tensor":
         return Blocks(weight.values, weight.scales.view(1, 1), "tensor")
     bytes_NK, missing = weight.values.view(torch.uint8), -weight.values.shape[1] % BLOCK
@@ -139,9 +139,9 @@ def quantise_blocks_ref_(
 
 @triton.jit
 def locate_shard_tile(position, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return a program's tile row and tile column, element offsets into the shard, and a mask.
+    """Return a program's tile row, tile column, element offsets in the shard, and a mask.
 
-    `position` is a `MatrixShard`. The mask is False for elements on other ranks.
+    `position` is the shard's `MatrixShard`. The mask is False for elements on other ranks.
     """
     tiles = tl.cdiv(position.columns, COLUMNS)
     i, j = tl.program_id(0) // tiles, tl.program_id(0) % tiles

@@ -47,7 +47,7 @@ def count_matrices(shape: torch.Size) -> int:
 
 
 def _view_as_matrices(shard: Tensor, first_matrix: int, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a shard as one row per matrix, and the view of `amax` for these matrices.
+    """Return a shard as one row per matrix (expert), and the entries of `amax` for these matrices.
 
     `first_matrix` is the index of the shard's first matrix. `amax` has one entry per full matrix.
     """
@@ -56,7 +56,7 @@ def _view_as_matrices(shard: Tensor, first_matrix: int, amax: Tensor) -> tuple[T
 
 
 def write_matrix_amax_(shard: Tensor, first_matrix: int, amax: Tensor) -> None:
-    """Write a shard's largest magnitude in each full matrix to `amax`, fp32 [matrices].
+    """Write the largest magnitude of a shard in each expert's matrix to `amax`, fp32 [matrices].
 
     `first_matrix` is the index of the shard's first matrix. Matrices on other ranks get 0. NaN is
     ignored. No communication.
@@ -125,7 +125,7 @@ def square_amax_kernel(
     SIDE: tl.constexpr,  # rows and columns of a square
     COLUMNS: tl.constexpr,  # of a program, which has SIDE rows
 ):
-    """Write the shard's largest magnitude in each of a program's squares; 0 in empty squares."""
+    """Write the shard's largest magnitude in each 16 x 16 square of a tile; 0 on other ranks."""
     i, j, at, inside = locate_shard_tile(position, SIDE, COLUMNS)
     size = tl.abs(tl.load(shard_ptr + at, mask=inside, other=0.0).to(tl.float32))
     size = tl.where(size == size, size, float("inf"))
@@ -148,7 +148,7 @@ def pack_squares_kernel(
     SIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the scales of a program's squares, and the shard's values there in E2M1."""
+    """Write the scales of a tile's 16 x 16 squares, and this shard's values there in E2M1."""
     WIDE: tl.constexpr = COLUMNS // SIDE
     i, j, at, inside = locate_shard_tile(position, SIDE, COLUMNS)
     square, squares = j * WIDE + tl.arange(0, WIDE), position.columns // SIDE
@@ -172,16 +172,16 @@ def pack_squares_kernel(
 def _launch_square_kernel(
     kernel: object, position: MatrixShard, *args: object, **constants: object
 ) -> None:
-    """Launch one of the two kernels with one program per tile of the full matrix."""
+    """Launch a kernel on 16 x 16 squares with one program per tile of the full matrix."""
     grid = position.rows // SQUARE * cdiv(position.columns, TILE["COLUMNS"])
     launch(kernel, grid, *args, **constants, **TILE)
 
 
 def write_square_amax_(shard: Tensor, position: MatrixShard, amax: Tensor) -> None:
-    """Write a shard's largest magnitude in each 16 x 16 square to fp32 `amax` [R / 16, C / 16].
+    """Write a shard's largest magnitude in each 16 x 16 square of the full weight to fp32 `amax`.
 
-    `position` is the shard's position. A value that is not finite makes its square's entry
-    infinite. Squares on other ranks get 0. No communication.
+    `position` is the shard's position, and `amax` has an entry per square. A value that is not
+    finite makes its square's entry infinite. Squares on other ranks get 0. No communication.
     """
     if not shard.numel() or not can_use_kernel(shard):
         write_square_amax_ref_(shard, position, amax)
@@ -190,7 +190,7 @@ def write_square_amax_(shard: Tensor, position: MatrixShard, amax: Tensor) -> No
 
 
 def write_finite_amax_(shard: Tensor, first_matrix: int, amax: Tensor) -> None:
-    """Write a shard's largest finite magnitude in each full matrix to `amax`, fp32 [matrices].
+    """Write the largest finite magnitude of a shard in each expert's matrix to `amax`, fp32.
 
     `first_matrix` is the index of the shard's first matrix. Matrices on other ranks get 0. No
     communication.
@@ -211,12 +211,12 @@ def pack_shard_(
     codes: Tensor,
     recipe: Recipe,
 ) -> None:
-    """Quantise a shard to E2M1 `codes`, and write all block `scales`. No autograd, no host sync.
+    """Quantise a shard to E2M1 `codes`, and write all scales of blocks. No autograd, no host sync.
 
     Args:
         shard: the shard [r, c], contiguous, maybe without elements; c and its first column are
             even.
-        position: position of the shard in the full weight.
+        position: position of the shard in the full weight [R, C].
         square_amax: fp32 [R / 16, C / 16], largest magnitudes of the full weight's 16 x 16 squares.
         amax: fp32, largest finite magnitude of each matrix.
         scales: output, e4m3 [R / 16, C / 16].

@@ -57,14 +57,15 @@ def sparse_attention(
     """Return the attention output of queries that read at most `top_k` keys each. No host sync.
 
     Args:
-        heads: queries, latent keys and projections of attention.
-        spans: the keys that each query sees, at least one.
+        heads: queries, latent keys and projections of attention (MLA).
+        spans: the range of keys that each query may see, at least one key.
         scale: factor on the scores of attention.
-        sinks_H: score of each head's sink; divergences do not support sinks.
+        sinks_H: score of each head's sink; None = no sinks. Not with `returns_divergences`.
         indexer: the indexer's queries, keys and weights, for `top_k` and `returns_divergences`.
         top_k: number of keys that `indexer` selects; None = the keys `selected_tK`, or all keys.
         selected_tK: keys that an earlier call selected, such as of another layer.
-        returns_divergences: return divergences too, which have gradients only for `indexer`.
+        returns_divergences: also return KL divergences of the indexer from attention. They have
+            gradients only for `indexer`.
     """
     assert sinks_H is None or not returns_divergences
     places = indexer or _make_empty_indexer(heads.q_tHd)
@@ -80,7 +81,7 @@ def _make_empty_indexer(q_tHd: Tensor) -> IndexerHeads:
 
 
 class _SparseOptions(NamedTuple):
-    """The options of one `sparse_attention` call."""
+    """The softmax scale, the number of keys to select, and whether to return divergences."""
 
     scale: float
     width: int | None  # keys to select; None = none
@@ -88,7 +89,7 @@ class _SparseOptions(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """The queries [begin, end), which are computed together, and their slices of the tensors."""
+    """The queries [begin, end), which are computed together, and their part of the inputs."""
 
     begin: int
     end: int
@@ -108,7 +109,7 @@ def _split_into_chunks(
     keys_per_query: int | None,
     selects_keys: bool,
 ) -> Iterator[_Chunk]:
-    """Yield chunks of queries of bounded memory; on meta one chunk stands for all chunks.
+    """Split the queries into chunks whose memory is bounded; on meta one chunk represents all.
 
     `keys_per_query` = number of keys that a query reads; None = all. `selects_keys` = the indexer
     selects keys.
@@ -138,16 +139,16 @@ def _split_into_chunks(
 
 
 def _compute_latent_queries(heads: LatentHeads) -> Tensor:
-    """Return q_CHl: queries projected to the dims of latent keys, rotated dims unchanged."""
+    """Return queries projected to the dims of latent keys; rotary dims are unchanged."""
     n = heads.up_HnL.shape[1]
     q_HCL = heads.q_tHd[..., :n].transpose(0, 1) @ heads.up_HnL
     return torch.cat((q_HCL.transpose(0, 1), heads.q_tHd[..., n:]), dim=-1)
 
 
 def _compute_scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Tensor:
-    """Return scaled dot products [C, H, K] of queries and key rows, -inf for unseen keys.
+    """Return scaled scores [queries, heads, keys], -inf for keys that the query may not see.
 
-    `rows` is from `keys.select_rows`.
+    `rows` are the keys' vectors, from `keys.select_rows`.
     """
     scores_CHK = keys.compute_dot_products(q_CHl, rows).mul_(scale)
     return scores_CHK.masked_fill_(~keys.seen_CK[:, None], -torch.inf)
@@ -156,7 +157,7 @@ def _compute_scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Te
 class _SparseAttention(torch.autograd.Function):
     """The autograd node of `sparse_attention`.
 
-    apply(*LatentHeads, *IndexerHeads, selected, sinks, spans, options) -> *SparseOutput.
+    apply(*heads, *indexer, selected keys, sinks, spans, options) returns the `SparseOutput` fields.
     """
 
     @staticmethod
@@ -174,7 +175,7 @@ class _SparseAttention(torch.autograd.Function):
         spans: KeySpans,
         options: _SparseOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return o, the selected keys or None, and each query's KL divergence or None."""
+        """Return the output, the selected keys or None, and each query's KL divergence or None."""
         heads, index = LatentHeads(q, keys_Nl, up, down), IndexerHeads(q_thi, k_Ni, w_th)
         (t, H, _), (_, L, v), new_width = q.shape, down.shape, options.width
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -216,7 +217,7 @@ class _SparseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Return the gradients of `forward`'s tensors; `grads` are of o, keys and divergences."""
+        """Return the gradients of the inputs from those of output (`grads[0]`) and divergences."""
         do, _, dkl = grads
         *tensors, selected, sinks, o, lse = ctx.saved_tensors
         heads, index = LatentHeads(*tensors[:4]), IndexerHeads(*tensors[4:])

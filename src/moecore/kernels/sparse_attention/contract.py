@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 class LatentHeads(NamedTuple):
-    """The queries, latent keys and projections of attention (MLA), all of one dtype."""
+    """Queries, latent keys and up- and down-projections of latent attention (MLA), one dtype."""
 
     q_tHd: Tensor  # d = n + r, the last r dims rotated by position
     keys_Nl: Tensor  # l = L + r: latents, then rotated keys
@@ -41,7 +41,7 @@ class IndexerHeads(NamedTuple):
 
 
 class KeySpans(NamedTuple):
-    """The range of keys that each query sees: from `first_t` to `last_t`, both included."""
+    """The range of keys that each query may see: from `first_t` to `last_t`, both included."""
 
     first_t: Tensor  # int64, the first key of the query's document
     last_t: Tensor  # int64, the query's own key
@@ -58,7 +58,7 @@ class KeySpans(NamedTuple):
 
 
 class SparseOutput(NamedTuple):
-    """Outputs of `sparse_attention`: head outputs, selected keys, and the indexer's divergences."""
+    """Attention output, selected keys (or None), and KL divergence of the indexer (or None)."""
 
     o_tHv: Tensor
     selected_tK: Tensor | None  # int32, ascending, then -1; None = all keys were read

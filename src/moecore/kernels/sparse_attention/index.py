@@ -23,14 +23,14 @@ SELECTING = 4  # numbers that `select_keys` allocates per pair of query and key
 
 
 def compute_index_scores(indexer: IndexerHeads, keys: Keys) -> Tensor:
-    """Return indexer scores [C, K] of C queries and their keys, at least fp32; -inf if unseen."""
+    """Return indexer scores [queries, keys], at least fp32; -inf if unseen."""
     dots_ChK = keys.compute_dot_products(indexer.q_thi, keys.select_rows(indexer.k_Ni)).relu_()
     scores_CK = torch.einsum("chk,ch->ck", dots_ChK, indexer.w_th.to(dots_ChK.dtype))
     return scores_CK.masked_fill_(~keys.seen_CK, -torch.inf)
 
 
 def select_keys(scores_CS: Tensor, first_key: int, top_k: int) -> Tensor:
-    """Return int32 [C, top_k], the keys with the largest scores, ascending; -1 fills the end.
+    """Return the keys with the top_k largest scores, int32 [C, top_k], ascending; -1 fills the end.
 
     Column 0 of scores is key `first_key`. Among equal scores the earlier keys are selected, for any
     chunk size. `Tensor.topk` does not define this order, and scores of 0 are frequent.
@@ -52,7 +52,7 @@ def select_keys(scores_CS: Tensor, first_key: int, top_k: int) -> Tensor:
 
 
 def compute_divergence(p_CK: Tensor, scores_CK: Tensor) -> Tensor:
-    """Return [C], the KL divergence of p from softmax(scores); p is 0 where scores are -inf."""
+    """Return each query's KL divergence of p from softmax(scores); p is 0 where scores are -inf."""
     log_q_CK = scores_CK.log_softmax(-1).masked_fill(p_CK == 0, 0)
     return (torch.xlogy(p_CK, p_CK) - p_CK * log_q_CK).sum(-1)
 
@@ -60,10 +60,10 @@ def compute_divergence(p_CK: Tensor, scores_CK: Tensor) -> Tensor:
 def differentiate_divergence(
     dkl_C: Tensor, p_CK: Tensor, indexer: IndexerHeads, keys: Keys, dk_Ni: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of indexer queries [C, h, i] and weights [C, h], and update `dk_Ni`.
+    """Return the divergence's gradients of indexer queries and weights; add the keys' to `dk_Ni`.
 
-    The gradient of the indexer's keys is added to `dk_Ni` in place. `dkl_C` is the gradient of the
-    result of `compute_divergence`. `p_CK` has attention probabilities, averaged over heads.
+    `dkl_C` is the gradient of the result of `compute_divergence`. `p_CK` has attention
+    probabilities, averaged over heads.
     """
     rows = keys.select_rows(indexer.k_Ni)
     dots_ChK = keys.compute_dot_products(indexer.q_thi, rows)
@@ -79,7 +79,7 @@ def differentiate_divergence(
 
 
 def count_numbers_per_pair(indexer: IndexerHeads) -> int:
-    """Return how many fp32 numbers per query and key the scores and the selection allocate."""
+    """Return how many fp32 numbers per query and key the indexer's scores and selection need."""
     return SELECTING if _has_index_kernel(indexer) else max(SELECTING, indexer.q_thi.shape[1])
 
 
@@ -107,7 +107,7 @@ def _index_scores_kernel(
     BC: tl.constexpr,
     BS: tl.constexpr,
 ):
-    """Write the scores of BC queries and BS keys to `scores_ptr`, -inf for unseen keys."""
+    """Write indexer scores of BC queries and BS keys; -inf for keys that a query may not see."""
     rows = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
     columns = tl.program_id(1).to(tl.int64) * BS + tl.arange(0, BS)
     dims = tl.arange(0, DIM)
@@ -144,7 +144,7 @@ def _index_scores_kernel(
 
 
 def compute_span_scores(indexer: IndexerHeads, span: SpanOfKeys) -> Tensor:
-    """Return indexer scores [C, S] of C queries and a span's keys, -inf if unseen. No host sync."""
+    """Return indexer scores [queries, keys] of a range of keys; -inf if unseen. No host sync."""
     if not _has_index_kernel(indexer):
         return compute_index_scores(indexer, span)
     q_Chi, k_Si = indexer.q_thi.contiguous(), span.select_rows(indexer.k_Ni).contiguous()

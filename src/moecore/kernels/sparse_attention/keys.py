@@ -19,12 +19,12 @@ from moecore.kernels.common import is_gpu
 class Keys(Protocol):
     """The keys that a chunk of queries reads, and the matrix products with them.
 
-    A key's row is its vector in a tensor of all N keys, such as latents or indexer keys.
+    A key's row is its vector in a tensor of all keys, such as latents or indexer keys.
     """
 
     @property
     def seen_CK(self) -> Tensor:
-        """Bool [C, K], whether each query sees each of its K keys."""
+        """Bool [queries, keys], whether each query may see each of its keys."""
 
     def select_rows(self, x_ND: Tensor) -> Tensor:
         """Return the keys' rows of x: [keys, D], or [queries, keys, D] for keys per query."""
@@ -33,18 +33,18 @@ class Keys(Protocol):
         """Return dot products of queries and key rows, [queries, heads, keys], at least fp32."""
 
     def sum_weighted_rows(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """Return each query's sum over keys of p * row, [queries, heads, D], at least fp32."""
+        """Return each query's sum over its keys of p * row, [queries, heads, D], at least fp32."""
 
     def add_outer_products(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """For each pair (p_CxK, q_CxD), add p^T q to the keys' rows of total_ND, in place.
+        """For each pair (p, q) of [queries, heads, keys] and [queries, heads, dim], add p^T q.
 
-        The product sums over queries and x. If q has fewer columns than total_ND, only the first
-        columns change.
+        The product sums over queries and heads, and is added in place to the keys' rows of
+        total_ND. If q has fewer columns than total_ND, only the first columns change.
         """
 
 
 class SelectedKeys:
-    """`Keys` with K keys for each query, given by index [C, K]; -1 = no key."""
+    """`Keys` in which each query has its own list of key indices, [queries, keys]; -1 = no key."""
 
     def __init__(self, selected_CK: Tensor) -> None:
         self._selected_CK = selected_CK
@@ -52,7 +52,7 @@ class SelectedKeys:
 
     @cached_property
     def seen_CK(self) -> Tensor:
-        """Return bool [C, K], which entries are keys."""
+        """Return bool [queries, keys]: whether an entry is a key, not -1."""
         return self._selected_CK >= 0
 
     def select_rows(self, x_ND: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class SelectedKeys:
 
 
 class SpanOfKeys:
-    """`Keys` with one range [first, last) for all queries; a query sees its [first_C, last_C]."""
+    """`Keys` in which all queries share one range of keys, of which each sees a part."""
 
     def __init__(self, first_key: int, key_end: int, first_C: Tensor, last_C: Tensor) -> None:
         self.first, self.first_C, self.last_C = first_key, first_C, last_C
@@ -89,12 +89,12 @@ class SpanOfKeys:
 
     @cached_property
     def seen_CK(self) -> Tensor:
-        """Return bool [C, K], whether a key is between the query's `first_C` and `last_C`."""
+        """Return bool [queries, keys]: whether a key is in the query's part of the range."""
         keys = torch.arange(self._span.start, self._span.stop, device=self.first_C.device)
         return (keys >= self.first_C[:, None]) & (keys <= self.last_C[:, None])
 
     def select_rows(self, x_ND: Tensor) -> Tensor:
-        """Return rows [K, D], a view."""
+        """Return the rows of the range's keys in x, a view."""
         return x_ND[self._span]
 
     def compute_dot_products(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
