@@ -363,8 +363,8 @@ def cast_tensorwise(inputs: Inputs) -> Work:
 
 def cast_delayed(inputs: Inputs) -> Work:
     """T D b read; the values written in both layouts. The baseline computes no new amax."""
-    amax, seen = (inputs.x_TD.new_ones(1).float() for _ in range(2))
-    return _cast(inputs, "tensor", 4, amax=amax, seen=seen)
+    amax, new_amax = (inputs.x_TD.new_ones(1).float() for _ in range(2))
+    return _cast(inputs, "tensor", 4, amax=amax, new_amax=new_amax)
 
 
 def _linear(inputs: Inputs, scaling: Scaling, amax_history: int = 0) -> Work:
