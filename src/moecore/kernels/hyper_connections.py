@@ -139,7 +139,7 @@ def _save_collapse(ctx: Any, inputs: tuple[Any, ...], output: Collapsed) -> None
     ctx.others = inputs[4:6]
 
 
-def _make_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _make_empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return an uninitialised tensor like each of `tensors`."""
     return tuple(map(torch.empty_like, tensors))
 
@@ -182,7 +182,9 @@ def _collapse_backward(
     return dstreams_TND, dfn_MC, dbase_M, dscale_3
 
 
-_collapse_bwd = Op("collapse_streams_bwd", _collapse_backward, lambda *args: _make_like(*args[:4]))
+_collapse_bwd = Op(
+    "collapse_streams_bwd", _collapse_backward, lambda *args: _make_empty_like(*args[:4])
+)
 
 
 def _differentiate_collapse(
@@ -222,13 +224,15 @@ def _expand_backward(
     dout_TND: Tensor, streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of streams, sublayer output y and mixing weights."""
-    grads = _make_like(streams_TND, y_TD, weights_TW)
+    grads = _make_empty_like(streams_TND, y_TD, weights_TW)
     args = (dout_TND, streams_TND, y_TD, weights_TW, *grads)
     launch(expand_streams_bwd_kernel, len(y_TD), *args, **_make_constants(streams_TND))
     return grads  # type: ignore[return-value]
 
 
-_expand_bwd = Op("expand_streams_bwd", _expand_backward, lambda _, *tensors: _make_like(*tensors))
+_expand_bwd = Op(
+    "expand_streams_bwd", _expand_backward, lambda _, *tensors: _make_empty_like(*tensors)
+)
 _expand = Op(
     "expand_streams",
     _expand_forward,

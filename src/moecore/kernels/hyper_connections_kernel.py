@@ -11,7 +11,7 @@ def _normalise(matrix, eps, is_real, AXIS: tl.constexpr):
 
 @triton.jit
 def _normalise_bwd(d_normalised, normalised, matrix, eps, is_real, AXIS: tl.constexpr):
-    """Return the gradient of `matrix` from d_normalised, the gradient of `_normalise`'s result."""
+    """Return the gradient of `matrix` from `_normalise`'s; 0 where `is_real` is False."""
     d = (d_normalised - tl.sum(d_normalised * normalised, AXIS, keep_dims=True)) / (
         tl.sum(matrix, AXIS, keep_dims=True) + eps
     )

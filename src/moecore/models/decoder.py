@@ -255,7 +255,7 @@ class Decoder(nn.Module):
         check_stage_modules(self, self.stage_parts(), stage, len(self.mtp))
         if num_tokens is None and labels_BT is not None:
             num_tokens = count_labels(labels_BT)
-        num_states = self._count_input_states(stage, runs_mtp=self._runs_mtp(labels_BT))
+        num_states = self._count_normed_inputs(stage, runs_mtp=self._runs_mtp(labels_BT))
         check_hidden_states(hidden, stage, self._compute_hidden_shape(num_states, tokens_BT, cp))
         sequence = self.model.build_sequence(tokens_BT, padding_mask_BT, cu_seqlens, max_seqlen, cp)
         if num_states:
@@ -351,7 +351,7 @@ class Decoder(nn.Module):
         predictions it is [1 + k, B, T / (cp * tp), D]. No communication.
         """
         predicts = self._runs_mtp(inputs.get("labels_BT"))
-        num_states = self._count_input_states(stage, runs_mtp=predicts)
+        num_states = self._count_normed_inputs(stage, runs_mtp=predicts)
         return self._compute_hidden_shape(num_states, inputs["tokens_BT"], inputs.get("cp"))
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
@@ -377,10 +377,10 @@ class Decoder(nn.Module):
         """Whether multi-token prediction runs in any pipeline stage."""
         return labels_BT is not None and self.training and len(self.mtp) > 0
 
-    def _count_input_states(self, stage: Stage, *, runs_mtp: bool) -> int:
-        """Return the number of stacked normed states in a stage's input, or 0.
+    def _count_normed_inputs(self, stage: Stage, *, runs_mtp: bool) -> int:
+        """Return how many hidden states after the final norm are stacked in a stage's input.
 
-        The result is 0 if the input is a residual stream without the final norm. `runs_mtp` tells
+        The result is 0 if the input is a residual stream before the final norm. `runs_mtp` tells
         whether multi-token prediction runs.
         """
         modules_before = stage.mtp[0] if stage.mtp else len(self.mtp) if stage.loss else 0

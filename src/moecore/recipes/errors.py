@@ -53,7 +53,7 @@ def print_rank_error(error: Exception, rank: int) -> int:
 
 
 def sleep_unless_rank_0(rank: int) -> None:
-    """Sleep 10 s on ranks above 0 under torchrun or `launch`, which end them once rank 0 exits."""
+    """Sleep 10 s on ranks above 0, so that only rank 0 prints before the launcher ends all."""
     if rank > 0 and "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         time.sleep(RANK_0_PRINTS_S)
 

@@ -184,7 +184,7 @@ def _read_words(
         )
         aliases = [f"--{flag}" for flag in option.flags[1:]]
         arg = conf.arg(name=option.flag, aliases=aliases, help=option.text, help_behavior_hint=hint)
-        word: Any = Annotated[_make_word_hint(option.hint, option.default), arg]
+        word: Any = Annotated[_make_flag_annotation(option.hint, option.default), arg]
         word = conf.Positional[word] if option.spelling.is_positional else word
         tables.setdefault(option.table, {})[option.name] = word
     top = tables.pop("", {})
@@ -305,20 +305,20 @@ def _convert_value(value: Any, hint: Any) -> Any:
     return value
 
 
-def _make_word_hint(hint: Any, default: Any = None) -> Any:
+def _make_flag_annotation(hint: Any, default: Any = None) -> Any:
     """Return the type annotation from which tyro parses a flag of type `hint`.
 
     If `default` is None or missing, the annotation has no None. dtypes are read as strings.
     """
     if get_origin(hint) is Annotated:
-        return _make_word_hint(get_args(hint)[0], default)
+        return _make_flag_annotation(get_args(hint)[0], default)
     if get_origin(hint) in (Union, types.UnionType):
-        members = [_make_word_hint(member) for member in get_args(hint)]
+        members = [_make_flag_annotation(member) for member in get_args(hint)]
         if default in (None, MISSING):  # an option that is not set stays None
             members = [member for member in members if member is not type(None)]
         return bool if bool in members else Union[tuple(members)]  # noqa: UP007
     if get_origin(hint) is tuple:
-        return tuple[_make_word_hint(get_args(hint)[0]), ...]  # type: ignore[misc]
+        return tuple[_make_flag_annotation(get_args(hint)[0]), ...]  # type: ignore[misc]
     return str if hint is torch.dtype or hasattr(hint, "from_word") else hint
 
 

@@ -123,7 +123,7 @@ def _count_rows(sections: Stack) -> int:
 
 
 def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return how a gated delta net's tensors divide into heads; `counts` are for `tp` ranks."""
+    """Return how a gated delta net's tensors divide into heads; `counts` are of one rank."""
     k, v = (module.num_k_heads, module.head_k_dim), (module.num_v_heads, module.head_v_dim)
     per_head = (module.num_v_heads, 1)
     counts = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
@@ -148,7 +148,7 @@ def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return how Kimi delta attention's tensors divide into heads; `counts` are for `tp` ranks."""
+    """Return how Kimi delta attention's tensors divide into heads; `counts` are of one rank."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     counts = {n: getattr(module, n) // tp for n in ("num_heads", "qkv_dim")}
     linears = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
@@ -166,7 +166,7 @@ def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_mamba2_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return how a Mamba-2 mixer's tensors divide into heads; `counts` are for `tp` ranks."""
+    """Return how a Mamba-2 mixer's tensors divide into heads; `counts` are of one rank."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     group = (module.n_groups, module.ssm_state_size)  # of B, as of C
     channels = (x, group, group)

@@ -109,7 +109,7 @@ class RowReader:
                 )
             sequence = make_packed_sequence(cu_seqlens, longest, shape, device)
         elif longest is not None:
-            raise _make_missing_documents_error(longest)
+            raise _make_missing_cu_seqlens_error(longest)
         elif inputs.get("position_ids") is not None:
             raise ValueError(
                 "position_ids must be None after use_causal_attention without cu_seq_lens_q, "
@@ -257,7 +257,7 @@ class MaskReader:
                 cu_seqlens, inputs.get("max_seqlen"), shape, tokens.device
             )
         elif inputs.get("max_seqlen") is not None:
-            raise _make_missing_documents_error(inputs["max_seqlen"])
+            raise _make_missing_cu_seqlens_error(inputs["max_seqlen"])
         else:
             sequence = Sequence()
         mask = inputs.get("attention_mask")
@@ -432,7 +432,7 @@ def _get_first_argument(inputs: Kwargs, argument_names: tuple[str, ...]) -> Any:
     return next((inputs[name] for name in argument_names if inputs.get(name) is not None), None)
 
 
-def _make_missing_documents_error(max_seqlen: Any) -> ValueError:
+def _make_missing_cu_seqlens_error(max_seqlen: Any) -> ValueError:
     """Return the error for `max_seqlen` without `cu_seqlens`."""
     return ValueError(
         f"max_seqlen ({max_seqlen}) must come with cu_seqlens (None), of whose documents it is the "

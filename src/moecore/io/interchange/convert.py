@@ -313,7 +313,7 @@ def _plan_native_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[
 
 
 def _make_one_chunk_tensor(item: Item, collector: StoredCollector) -> NewTensor:
-    """Convert an item to a tensor to write whose only chunk is the full tensor."""
+    """Return `item` as a tensor to write in one chunk, whose values `collector` reads."""
     offsets = (0,) * len(item.shape)
     chunk = NewChunk(offsets, item.shape, lambda: collector.collect_tensor(item, 0))
     return NewTensor(item.shape, item.dtype, [chunk])

@@ -232,7 +232,7 @@ class EmulatedMatmuls(Matmuls):
         self.matrices.drop_matrices()
 
     @cached_property
-    def _rows_P(self) -> tuple[Tensor, Tensor]:
+    def _rows_and_experts_P(self) -> tuple[Tensor, Tensor]:
         """For each row of the padded layout, its expert row (-1 = padding) and expert, int64."""
         place_R, length = self.padded_rows.position_R, self.padded_rows.num_rows
         row_P = torch.arange(length, device=place_R.device)
@@ -243,7 +243,7 @@ class EmulatedMatmuls(Matmuls):
 
     def _quantise_transposed(self, rows: Tensor, *, is_gradient: bool) -> Blocks:
         """Quantise expert rows, padded per expert, to an operand of a weight gradient."""
-        source_P, expert_P = self._rows_P
+        source_P, expert_P = self._rows_and_experts_P
         return self._quantise_rows(
             rows, over_rows=True, is_gradient=is_gradient, source_rows_M=source_P, expert_M=expert_P
         )

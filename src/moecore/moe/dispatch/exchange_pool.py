@@ -225,7 +225,7 @@ class ExchangePool(BufferOwner):
         )
 
     def _count_balanced_rows(self, layout: ExchangeLayout) -> int:
-        """Return a rank's expert rows with even loads and the maximum of tokens on all ranks."""
+        """Return a rank's expert rows if loads are even and all ranks have the most tokens."""
         return layout.source_rows * layout.top_k // self.ep
 
     def _compare_options(self, x_TD: Tensor, top_k: int, num_programs: int) -> int:

@@ -74,13 +74,13 @@ class RankBatches(IterableDataset[Any]):
         self._facts: dict[str, Any] | None = None
         self.set_start(0, {}, {})
 
-    def set_start(self, row: int, cursors: Cursors, lengths: Mapping[str, int | None]) -> None:
-        """Set the position of the next iteration: row of the run, cursors and source lengths.
+    def set_start(self, row: int, cursors: Cursors, sizes: Mapping[str, int | None]) -> None:
+        """Set the position of the next iteration: row of the run, cursors and sizes of sources.
 
-        `cursors` has partition numbers as keys. `lengths` has the number of documents of each
-        source; None = unknown.
+        `cursors` has partition numbers as keys. `sizes` has the number of documents of
+        each source; None = unknown.
         """
-        self._first, self._cursors, self._lengths = row, dict(cursors), dict(lengths)
+        self._first, self._cursors, self._lengths = row, dict(cursors), dict(sizes)
 
     def get_option_facts(self) -> dict[str, Any]:
         """Return the options and source properties that decide the rows, by name (cached)."""
@@ -88,7 +88,7 @@ class RankBatches(IterableDataset[Any]):
             self._facts = collect_facts(self.sources, self._options)
         return self._facts
 
-    def collect_facts_of_rank(self) -> dict[str, Any]:
+    def get_values_equal_on_ranks(self) -> dict[str, Any]:
         """Return all values that must be equal on the data ranks, by name."""
         return {
             **self.get_option_facts(),
@@ -229,7 +229,7 @@ class PositionedLoader(Generic[Batch]):
         if self._has_checked_ranks:
             return
         if self._data_ranks > 1:
-            local_facts = self._batches.collect_facts_of_rank(), self._batches.data_rank
+            local_facts = self._batches.get_values_equal_on_ranks(), self._batches.data_rank
             facts, numbers = zip(*gather_objects(local_facts, self._group), strict=True)
             check_equal_facts(facts)
             missing = set(range(self._batches.data_ranks)) - set(numbers)
