@@ -47,6 +47,9 @@ SYSCALL.argtypes = (  # number, address, action, value, seconds
     *(ctypes.c_void_p, ctypes.c_int),
 )
 
+# Dispatch modes, as selective checkpointing, see no operation of a backend in C++.
+BELOW_MODES = torch._C._DisableTorchDispatch
+
 Form = tuple[int, tuple[int, ...], torch.dtype]  # first byte in a slot, shape, dtype
 Parts = list[Sequence[Tensor]]  # what each rank sent
 Op = dist.ReduceOp
@@ -204,7 +207,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if len(self.pending) == SLOTS:
             self.pending[0].wait()
         memory.all_reach(memory.size, self._begun + 1 - SLOTS)
-        memory.write(slot, sent)
+        with BELOW_MODES():
+            memory.write(slot, sent)
         self._begun += 1
         memory.raise_to(memory.rank, self._begun)
         self.pending.append(_Collective(self, self._begun, receive))
@@ -355,7 +359,7 @@ class _Collective(dist._Work):
             first = group.pending[0]
             memory.all_reach(0, first._number)
             slot = (first._number - 1) % SLOTS
-            with group.no_grad:
+            with group.no_grad, BELOW_MODES():
                 first._receive([memory.read(slot, rank) for rank in range(memory.size)])
             first._is_done = True
             group.pending.popleft()
