@@ -114,3 +114,15 @@ def test_gradient_checkpointing_recomputes_them(stock: Any, calls: list[int]) ->
     for name, tensor in want.items():
         apart = (found[name] - tensor).abs().max()
         assert apart <= 1e-5 * tensor.abs().max(), name
+
+
+def test_gradient_checkpointing_keeps_a_cache_without_gradients(stock: Any) -> None:
+    """Nothing is recomputed then: a token after cached ones is that of the full row."""
+    ids, model = batch(stock, 0)["input_ids"], fused(stock)
+    enable_checkpointing(model)
+    model.train()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache)
+        last = model(ids[:, -1:], past_key_values=cache).logits
+        torch.testing.assert_close(last, stock(ids).logits[:, -1:], rtol=1e-4, atol=1e-4)

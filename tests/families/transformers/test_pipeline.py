@@ -306,6 +306,7 @@ WRONG_INPUTS = [
     ({"use_cache": True}, "use_cache must be left out of a pipeline stage"),
     ({"inputs_embeds": torch.ones(2)}, "inputs_embeds must be left out of a pipeline stage"),
     ({"past_key_values": object()}, "past_key_values must be left out of a pipeline stage"),
+    ({"cache": object()}, "cache must be left out of a pipeline stage"),
 ]
 
 

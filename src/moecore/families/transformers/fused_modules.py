@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from moecore.base.torch_private import get_autocast_dtype
-from moecore.families.transformers.stock import is_stock_forward
+from moecore.families.transformers.stock import CACHES, is_stock_forward
 from moecore.kernels.hyper_connections import (
     CollapsedStreams,
     SinkhornOptions,
@@ -105,9 +105,11 @@ def _run_hyper_connected_layer(
     mixed = partial(_run_fused_hyper_connected_layer, layer, input_ids=input_ids)
     # Since transformers 5.23 the class checkpoints in its forward, before that in `__call__`.
     is_plain_call = type(layer).__call__ is nn.Module.__call__
-    if not (is_plain_call and layer.gradient_checkpointing and layer.training):
+    is_checkpointed = layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()
+    if not (is_plain_call and is_checkpointed):
         return mixed(hidden_states, **kwargs)
-    kwargs["past_key_values"] = None  # as the class does: to recompute would fill a cache twice
+    for name in CACHES:  # as the class does: a recompute would fill a cache twice
+        kwargs.pop(name, None)
     out = layer._gradient_checkpointing_func(partial(mixed, **kwargs), hidden_states)
     return out
 

@@ -22,7 +22,11 @@ from torch import Tensor, nn
 
 from moecore.attention.linear import attend_linear, causal_conv1d, scan_states
 from moecore.attention.sequence import Sequence
-from moecore.families.transformers.stock import find_names_in_forward, is_transformers_module
+from moecore.families.transformers.stock import (
+    find_names_in_forward,
+    has_cache,
+    is_transformers_module,
+)
 
 SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
 CONVOLUTION = "causal_conv1d_fn"
@@ -166,7 +170,7 @@ def _run_lightning_attention(
     if sequence is None or not _has_documents_or_ranks(sequence):
         result: tuple[Tensor, Any] = type(layer).forward(layer, hidden_states, *args, **kwargs)
         return result
-    _check_no_cache(kwargs.get("past_key_values") is not None)
+    _check_no_cache(has_cache(kwargs))
     of_heads = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (-1, 3 * layer.head_dim))
     q, k, v = of_heads.split(layer.head_dim, dim=-1)
     g_BTH = -layer.slope_rate.flatten().float().expand(q.shape[:3])
@@ -214,13 +218,12 @@ def _has_documents_or_ranks(sequence: Sequence | None) -> bool:
 
 def _check_no_layer_cache(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a short convolution layer: ValueError for documents with a cache."""
-    has_cache = kwargs.get("past_key_values") is not None
-    _check_no_cache(has_cache and _has_documents_or_ranks(kwargs.get(SEQUENCE)))
+    _check_no_cache(has_cache(kwargs) and _has_documents_or_ranks(kwargs.get(SEQUENCE)))
 
 
-def _check_no_cache(has_cache: bool) -> None:
+def _check_no_cache(has_state: bool) -> None:
     """Raise ValueError if a call passes or requests a recurrent state."""
-    if has_cache:
+    if has_state:
         raise ValueError(
             "use_cache (True) must be False for linear attention with documents or over cp ranks, "
             "which has no last state of a row: pass use_cache=False"

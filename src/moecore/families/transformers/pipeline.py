@@ -28,7 +28,12 @@ from torch import Tensor, nn
 from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.base.torch_private import sum_version_counters
 from moecore.families.transformers.rows import READER, RowReader
-from moecore.families.transformers.stock import get_text_decoder, list_towers, refuse_tower_inputs
+from moecore.families.transformers.stock import (
+    CACHES,
+    get_text_decoder,
+    list_towers,
+    refuse_tower_inputs,
+)
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import (
@@ -49,7 +54,7 @@ REFUSED = (
     "logits_to_keep",
     "output_hidden_states",
     "output_router_logits",
-    "past_key_values",
+    *CACHES,
     "use_cache",
 )
 

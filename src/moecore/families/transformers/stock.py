@@ -24,6 +24,7 @@ from moecore.moe.layer import LayerLayout
 OWNERS = ("transformers", "torch")
 WAY_OUT = "or pass an adapter of yours, see docs/extending.md"
 CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of the loss of a causal language model
+CACHES = ("past_key_values", "cache")  # arguments of forwards; the second since transformers 5.24
 LINEAR_MODULE = ("torch.nn.modules.linear",)
 ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
 
@@ -68,6 +69,11 @@ def bind_arguments(
     return dict(zip(get_forward_parameters(type(module).forward), args, strict=False)) | dict(
         kwargs
     )
+
+
+def has_cache(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a forward's keyword arguments have a cache of keys or states."""
+    return any(kwargs.get(name) is not None for name in CACHES)
 
 
 def find_names_in_forward(module: nn.Module) -> frozenset[str]:
