@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python -m tools.write_families
 
-It runs what tests/families/transformers/test_families.py runs.
+It runs what tests/families/transformers/test_families.py runs, and drops families that are not
+installed: run it with the newest transformers.
 """
 
 from tests.families.transformers.test_families import BEGIN, END, ROOT, run, table

@@ -26,6 +26,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 MODELS = Path(transformers.__file__).parent / "models"
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
+    "unpadded_vocab_size": 61,
     "hidden_size": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -159,7 +160,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm5_next": {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hy_v4": {"index_n_heads": 16, "indexer_types": ["full", "shared"]},
+    "hy_v4_vl": {
+        "text_config": {
+            "index_n_heads": 16,
+            "indexer_types": ["full", "shared"],
+            "rope_parameters": MROPE,
+            "hc_magnitude": 1.0,
+        }
+    },
     "hunyuan_v1_moe": {"head_dim": 8},
+    "inkling2_loop": {
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+        "loop_num_passes": 2,
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama4": {

@@ -30,6 +30,7 @@ from moecore.families.transformers.linear_attention import find_linear_layers
 from moecore.packing import PackedCollator
 from tests.families.transformers.family_models import (
     batch,
+    family_names,
     freeze_indexers,
     freeze_towers,
     tiny_model,
@@ -192,6 +193,7 @@ def test_documents_windows_and_sinks_are_those_of_transformers(name: str) -> Non
 
 LINEAR = ["qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "lfm2_moe", "minimax"]
 SPARSE = ["deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note", "hy_v4"]
+SPARSE += [name for name in ("hy_v4_vl",) if name in family_names()]
 CHUNKED = ["llama4"]
 TOWERS = ["qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe", "ernie4_5_vl_moe"]
 TOWERS += ["deepseek_ocr2", "step3p7", "unlimited_ocr"]

@@ -131,6 +131,7 @@ RECORDS: dict[str, RouterRecord] = {
             "Glm5NextTextMoE",
             "GlmMoeDsaMoE",
             "HYV4MoE",
+            "HYV4VLMoE",
             "KimiLinearMoE",
             "MiMoV2FlashMoE",
             "SolarOpenMoE",
@@ -167,10 +168,16 @@ RECORDS: dict[str, RouterRecord] = {
         layout=BIAS_OF_BLOCK, score_function="sigmoid", scale="router_scaling_factor"
     ),
     "HunYuanMoEV1Moe": RouterRecord(layout=replace(STACKED, router="gate.wg", shared="shared_mlp")),
-    "Inkling2SparseMoeBlock": RouterRecord(score_function=None, scale="routed_scaling_factor"),
+    **dict.fromkeys(
+        ("Inkling2LoopSparseMoeBlock", "Inkling2SparseMoeBlock"),
+        RouterRecord(score_function=None, scale="routed_scaling_factor"),
+    ),
     "JambaSparseMoeBlock": RouterRecord(layout=STACKED_ROUTER, normalize=False),
     "Kolibri1SparseMoeBlock": RouterRecord(
         score_function="sigmoid", score_order="post", normalize="norm_topk_prob"
+    ),
+    "LaraMiniSparseMoeBlock": RouterRecord(
+        layout=replace(STACKED, shared="shared_expert"), normalize="norm_topk_prob"
     ),
     "LongcatFlashMoE": RouterRecord(
         layout=replace(STACKED, router="router.classifier", bias_owner="router"),

@@ -5,6 +5,7 @@
     AXK2Attention            gates on outputs, which one linear computes together with queries
     Dots3NoteTextAttention   factors on latents, a norm of rotary keys, one gate per head
     HYV4Attention            shared keys, gates, sinks, rotary dims as two halves
+    HYV4VLAttention          as HYV4Attention, but rotary dims are pairs
 
 The stock forwards allocate scores and masks of all pairs of tokens. The replacement forward calls
 the layer's own projections, norms, rotary embeddings and indexer modules in the same order. It
@@ -36,9 +37,9 @@ from moecore.moe.aux_loss import AuxLoss
 # or their layers share keys and values.
 CLASSES = (
     *("DeepseekV32Attention", "GlmMoeDsaAttention", "AXK2Attention"),
-    *("Dots3NoteTextAttention", "HYV4Attention"),
+    *("Dots3NoteTextAttention", "HYV4Attention", "HYV4VLAttention"),
 )
-LAST_DIMS = ("HYV4Indexer",)  # indexers that rotate the last dims of queries and keys
+LAST_DIMS = ("HYV4Indexer", "HYV4VLIndexer")  # they rotate the last dims of queries and keys
 CONFIG = "_moecore_indexer"  # attribute of layers whose indexers are trained
 BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
@@ -71,7 +72,7 @@ def _run_sparse_attention(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     position_ids: Tensor | None = None,
     prev_topk_indices: Tensor | None = None,
     **kwargs: Any,
@@ -104,10 +105,9 @@ def _run_sparse_attention(
         with torch.set_grad_enabled(choice.returns_divergences):  # selected keys have no gradient
             of_tokens = x_BTD.detach(), q_a_BTA.detach()
             index = _compute_indexer_heads(layer.indexer, *of_tokens, position_embeddings)
-    if past_key_values is not None:
-        latent_BTL, turned_BT1r, index = _update_cache(
-            layer, past_key_values, latent_BTL, turned_BT1r, index
-        )
+    cache = kwargs.get("past_key_values", cache)  # its name before transformers 5.24
+    if cache is not None:
+        latent_BTL, turned_BT1r, index = _update_cache(layer, cache, latent_BTL, turned_BT1r, index)
     up_HnL, down_HLv = _split_kv_weight(layer)
     out = attend_sparse(
         LatentHeads(
@@ -237,8 +237,7 @@ def refuse_cached_keys(num_tokens: int, num_keys: int) -> None:
     if num_keys != num_tokens:
         raise ValueError(
             f"tokens ({num_tokens}) must be as many as their keys ({num_keys}) for "
-            "use_causal_attention, which has no mask for those of earlier forwards: pass no "
-            "past_key_values"
+            "use_causal_attention, which has no mask for those of earlier forwards: pass no cache"
         )
 
 

@@ -159,6 +159,7 @@ class BucketCollector(ErrorKeeper):
                 device = self.device if writer_rank is None else torch.device("cpu")
                 metas = [WeightMeta(item.name, item.dtype, item.shape) for item in items]
                 bucket = WeightBucket.empty(metas, device)
+                bucket.flat.zero_()  # rows of padding, which no model tensor has
                 parts = [
                     [
                         tensor if piece.view is None else tensor.new_empty(piece.shape)

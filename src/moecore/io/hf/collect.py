@@ -138,7 +138,7 @@ class StoredCollector:
 
     def collect_tensor(self, item: Item, writer_rank: int) -> Tensor:
         """Assemble the full Hugging Face tensor of an item; `writer_rank` is not used."""
-        tensor = torch.empty(item.shape, dtype=item.dtype, device="cpu")
+        tensor = torch.zeros(item.shape, dtype=item.dtype, device="cpu")  # with rows of padding
         for source, piece in item.parts:
             part = self.read(source, piece.get_box(self._tensors[source].shape))
             if piece.view is None:

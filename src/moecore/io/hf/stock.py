@@ -361,6 +361,8 @@ class _TraceMode(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         op = func.overloadpacket
+        if op is torch.ops.aten._to_copy:  # a cast to the dtype of a parameter, as loading does
+            return args[0]
         if op is torch.ops.aten.clone:
             return self.allocate_range(out.shape, inputs=[((0,) * out.ndim, args[0])])
         if op not in (torch.ops.aten.cat, torch.ops.aten.stack):
