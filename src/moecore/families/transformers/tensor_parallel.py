@@ -465,7 +465,16 @@ class GradientShareHooks:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if isinstance(head, AbsentModule):  # a pipeline stage whose gradient is received
             return output
-        return tree_map_only(Tensor, self._divide_grad, output)
+        return self._divide_grads(output)
+
+    def _divide_grads(self, output: Any) -> Any:
+        """Apply `_divide_grad` to the tensors of an output; in place if it is a mapping."""
+        # Some classes of transformers' outputs cannot be made again of the keys that they have.
+        if not isinstance(output, dict):
+            return tree_map_only(Tensor, self._divide_grad, output)
+        for key, value in output.items():
+            output[key] = self._divide_grads(value)
+        return output
 
     @property
     def _num_running_forwards(self) -> int:
