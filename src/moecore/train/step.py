@@ -165,10 +165,9 @@ class TrainStep:
         """Return the context of all micro-batches of a step, of which several may be in flight.
 
         Forwards and backwards may run in any order that is the same on all ranks, such as a
-        pipeline's schedule. If an FSDP module stays unsharded until its backward, its gradients
-        are reduced once, in its last backward after the last forward has begun. A forward may have
-        no backward. A global-batch balance loss counts micro-batches in the order of their
-        forwards.
+        pipeline's schedule. Gradients of an FSDP module that stays unsharded until its backward are
+        reduced once, in its last backward after the last forward has begun. A forward may have no
+        backward. A global-batch balance loss counts micro-batches in the order of their forwards.
 
         Args:
             forwards: forwards with gradients of each model in the step; None = num_micro_batches.
@@ -200,10 +199,9 @@ class TrainStep:
 
         Forward and backward alternate at exchanges: one computes during an exchange of the other.
         With dispatchers "local", "nvlink" and "nccl_ep" the backward instead follows the forward.
-        Gradients have the same bits. Every rank overlaps the same forwards and backwards. FSDP
-        modules that are resharded after each use ("optim_grads_params") are all-gathered again
-        whenever forward and backward need the same buffer. The forward runs in this thread, and the
-        backward in a second thread.
+        Gradients have the same bits. Every rank overlaps the same passes. FSDP modules of strategy
+        "optim_grads_params" are all-gathered again whenever forward and backward need the same
+        buffer. The forward runs in this thread, and the backward in a second thread.
 
         Raises:
             ValueError: when it is called outside of `micro_batches`.

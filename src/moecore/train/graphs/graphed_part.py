@@ -109,10 +109,7 @@ class GraphMemory:
         self._grads.clear()
 
     def choose_slot(self, graph_pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
-        """Return a slot (CUDA memory pool) that is free for a part's next forward.
-
-        `graph_pairs` maps slots to the graphs that the part has captured in them.
-        """
+        """Return a free CUDA memory pool for a part, whose graphs are `graph_pairs`, by pool."""
         pair = graph_pairs.get(self._current)
         if pair is not None and not pair.is_free:
             free = next((slot for slot in self.slots if slot.is_free), None)
