@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from moecore import Meshes, MoELayer, ParallelConfig, build_meshes, parallelize_moe
@@ -26,6 +28,7 @@ from moecore.rl import RouterReplay
 from tests.families.transformers.family_models import MODELS, batch, family_names, tiny_model
 from tests.helpers.grids import beside
 
+SINCE_5_24 = {"HYV4VLMoE", "Inkling2LoopSparseMoeBlock", "LaraMiniSparseMoeBlock"}
 BY_DAY = {
     "minimax_m2": "the block has the selection bias",
     "ernie4_5_moe": "a child of the gate has the selection bias, [1, E]",
@@ -225,4 +228,5 @@ def test_options_of_blocks(family: str, options: dict[str, Any]) -> None:
 
 def test_classes_exist() -> None:
     text = "".join((MODELS / n / f"modeling_{n}.py").read_text() for n in family_names())
-    assert [n for n in [*RECORDS, *OWN_ROUTERS] if f"class {n}(" not in text] == []
+    missing = {n for n in [*RECORDS, *OWN_ROUTERS] if f"class {n}(" not in text}
+    assert missing == (SINCE_5_24 if Version(transformers.__version__) < Version("5.24") else set())

@@ -348,8 +348,7 @@ class _TraceMode(DispatchMode):
     def allocate_range(self, shape: Sequence[int], file_name: str = "", inputs: Any = ()) -> Tensor:
         """Return a meta tensor of this shape at unused addresses, and record its address range.
 
-        `file_name` is the name of a file tensor. For a copy, `inputs` has the copied
-        tensors instead.
+        `file_name` is the name of a file tensor. For a copy, `inputs` has the copied tensors.
         """
         self._ranges.append(_Range(self._next, tuple(shape), file_name, tuple(inputs)))
         self._firsts.append(self._next)
@@ -361,8 +360,10 @@ class _TraceMode(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         op = func.overloadpacket
-        if op is torch.ops.aten._to_copy:  # a cast to the dtype of a parameter, as loading does
-            return args[0]
+        x = args[0] if args else None
+        is_same_shape = isinstance(x, Tensor) and isinstance(out, Tensor) and out.shape == x.shape
+        if is_same_shape and out.is_floating_point() and out.dtype != x.dtype:  # a cast, as in load
+            return x
         if op is torch.ops.aten.clone:
             return self.allocate_range(out.shape, inputs=[((0,) * out.ndim, args[0])])
         if op not in (torch.ops.aten.cat, torch.ops.aten.stack):
