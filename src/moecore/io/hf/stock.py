@@ -360,7 +360,7 @@ class _TraceMode(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         op = func.overloadpacket
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         is_same_shape = isinstance(x, Tensor) and isinstance(out, Tensor) and out.shape == x.shape
         if is_same_shape and out.is_floating_point() and out.dtype != x.dtype:  # a cast, as in load
             return x
