@@ -78,8 +78,8 @@ class Replicas:
 
     Raises:
         ValueError: if the loss is a sum; from `begin`, if a `QKClip` watches the model.
-        RuntimeError: from `begin` or `finish`, if this replica's lineage differs from that of the
-            other replicas: restart its processes.
+        RuntimeError: from `begin` or `finish`, if this replica's lineage differs from the lineage
+            of the other replicas: restart its processes.
 
     Example:
         replicas = Replicas(model, optimizer, step)
@@ -279,7 +279,7 @@ class Replicas:
 
 
 def _make_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors of one dtype with at most `BUCKET` bytes; a larger tensor is alone."""
+    """Yield lists of tensors of one dtype with at most `BUCKET` bytes, or of one larger tensor."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for x in tensors:
         by_dtype.setdefault(x.dtype, []).append(x)

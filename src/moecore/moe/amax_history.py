@@ -74,8 +74,8 @@ class AmaxHistory:
 
     def reset_current_amax(self) -> None:
         """Set the current step's amax of each operand to 0. No host sync."""
-        for seen in self.current_amax.values():
-            seen.zero_()
+        for amax in self.current_amax.values():
+            amax.zero_()
 
     def allocate_recorded_amax(self, device: torch.device) -> None:
         """Allocate zeros for the recorded amax of each operand, unless `recorded_amax` exists."""
@@ -124,7 +124,7 @@ def advance_amax_histories(
     """
     for history in histories:
         history.allocate_current_amax(device)
-    largest = torch.cat([seen for history in histories for seen in history.current_amax.values()])
+    largest = torch.cat([amax for history in histories for amax in history.current_amax.values()])
     if group is not None and group.size() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     if not isinstance(is_skipped, Tensor):
@@ -153,7 +153,7 @@ def push_amax(histories: Sequence[AmaxHistory], step_amax: Tensor) -> None:
         # in place, because CUDA graphs read these tensors
         foreach_copy_([h.recorded_amax[operand] for h, operand, _ in entries], after.unbind())
         foreach_copy_([h._past[operand] for h, operand, _ in entries], max_amax.split(1))
-    collected = [seen for history in histories for seen in history.current_amax.values()]
+    collected = [amax for history in histories for amax in history.current_amax.values()]
     if collected:
         foreach_copy_(collected, torch.zeros_like(torch.cat(collected)).split(1))
     _update_has_all_amax([history for history in histories if not history.has_all_amax])

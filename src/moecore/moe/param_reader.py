@@ -71,7 +71,7 @@ class ParamReader:
         # Storage -> weights and their copies, inside `exclude_from_activations`. References to the
         # tensors keep their storage keys unique.
         self._operands: dict[int, Tensor] = {}
-        self._widened: dict[int, Blocks] = {}  # storage of a dequantised weight -> its blocks
+        self._dequantised: dict[int, Blocks] = {}  # storage of a dequantised weight -> its blocks
         self._packs = False  # whether `_pack` is called for saved tensors
 
     def read(
@@ -89,9 +89,11 @@ class ParamReader:
             local = get_local_param(param, needs_values=needs_values)
         else:
             local = read_four_bit_values(blocks, dtype)
-            self._widened[get_storage_key(local)] = blocks
         if self._packs:
-            self._operands[get_storage_key(local)] = local
+            key = get_storage_key(local)
+            self._operands[key] = local
+            if blocks is not None and dtype is not None:
+                self._dequantised[key] = blocks
         return local if dtype is None else local.to(dtype)
 
     def read_fp8_blocks(self, param: nn.Parameter) -> Blocks | None:
@@ -142,12 +144,12 @@ class ParamReader:
         finally:
             self._packs = False
             self._operands.clear()
-            self._widened.clear()
+            self._dequantised.clear()
 
     def _pack(self, tensor: Tensor) -> Handle | None:
         """Return the object to save for backward in place of a weight; None for an activation."""
         key = get_storage_key(tensor)
-        if (blocks := self._widened.get(key)) is not None:
+        if (blocks := self._dequantised.get(key)) is not None:
             place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
             return _FourBitHandle(blocks, tensor.dtype, place)
         return TensorHandle(tensor) if key in self._operands else None

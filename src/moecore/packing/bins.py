@@ -4,7 +4,7 @@ Legend: N documents, b bins.
 
 First-fit decreasing puts each document, longest first, into the first bin that has the capacity.
 Each node of a tree over the bins has the largest remaining capacity of its bins, so a search takes
-log2(b) steps. The bin of a search takes as many documents of one length as fit.
+log2(b) steps. Documents of one length fill the bin of a search before the next search.
 
 Example, lengths 3 6 4 2 5 in bins of 8: 6 opens bin 0, 5 opens bin 1, 4 opens bin 2, 3 fits bin 1,
 and 2 fits bin 0, so the bins are [1, 3], [0, 4] and [2].

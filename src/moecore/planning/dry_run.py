@@ -112,7 +112,7 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
 def record_with_even_loads(run: TrainingRun, record_run: Callable[[TrainingRun], DryRun]) -> DryRun:
     """Return the dry run of `run`, with launches of a run in which all experts get equal tokens.
 
-    `record_run` makes a dry run. The memory is that of `run`; capacities may exceed even loads.
+    `record_run` makes a dry run. The result has the memory of `run`, with its capacities.
     """
     capacity_step = record_run(run)
     if run.with_even_loads == run:

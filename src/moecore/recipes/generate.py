@@ -151,7 +151,7 @@ class SampleOptions(CheckedRecord):
     """Samples of the model during the training, written to RUN_DIR/samples.jsonl.
 
     All ranks generate together, token by token, so the model stays sharded. Generation is greedy:
-    the tokens equal those of transformers' greedy `generate` on the export.
+    transformers' greedy `generate` on the export has equal tokens.
 
     Attributes:
         sample_prompts: the texts that the model continues.

@@ -2,7 +2,7 @@
 
 A row has chosen and rejected, each a text, a message or a list of messages. The prompt is a text or
 a list of messages. Without a prompt, the common first messages or characters of both are the
-prompt. The tokens equal those of TRL's DPOTrainer: a completion is the text after the longest
+prompt. TRL's DPOTrainer has equal tokens: a completion is the text after the longest
 common prefix of the tokens of the prompt and of the prompt with each completion.
 """
 

@@ -133,7 +133,7 @@ def test_bits_of_a_value() -> None:
 @kinds
 @pytest.mark.parametrize("shape", [(1, 1), (13, 5), (3, 43), (1, 64), (5, 13)], ids=str)
 def test_kernel_has_the_references_bits(kind: Any, shape: tuple[int, int], device: str) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="the kernel is compared with its reference")
     blocks = random_blocks(kind, *shape, device=device)
     if kind == "mxfp4":
         ends = torch.tensor([0, 1, 254, 255], dtype=torch.uint8, device=device)

@@ -159,7 +159,6 @@ class BucketCollector(ErrorKeeper):
                 device = self.device if writer_rank is None else torch.device("cpu")
                 metas = [WeightMeta(item.name, item.dtype, item.shape) for item in items]
                 bucket = WeightBucket.empty(metas, device)
-                bucket.flat.zero_()  # rows of padding, which no model tensor has
                 parts = [
                     [
                         tensor if piece.view is None else tensor.new_empty(piece.shape)
@@ -167,6 +166,9 @@ class BucketCollector(ErrorKeeper):
                     ]
                     for item, (_, tensor) in zip(items, bucket.tensors(), strict=True)
                 ]
+                for item, (_, tensor) in zip(items, bucket.tensors(), strict=True):
+                    if item.has_padding:
+                        tensor.zero_()
                 size = sum(map(count_bucket_bytes, items))
                 self.peak_bytes = max(self.peak_bytes, self._message.nbytes + size)
         copies = [

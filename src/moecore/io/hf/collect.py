@@ -41,6 +41,11 @@ class Item:
         """Bytes of the tensor's data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether the tensor has elements that no part stores, such as padded vocabulary rows."""
+        return sum(math.prod(piece.shape) for _, piece in self.parts) < math.prod(self.shape)
+
 
 class Collector(Protocol):
     """Protocol of classes that assemble Hugging Face tensors; ranks request the same tensors."""
@@ -138,7 +143,8 @@ class StoredCollector:
 
     def collect_tensor(self, item: Item, writer_rank: int) -> Tensor:
         """Assemble the full Hugging Face tensor of an item; `writer_rank` is not used."""
-        tensor = torch.zeros(item.shape, dtype=item.dtype, device="cpu")  # with rows of padding
+        make = torch.zeros if item.has_padding else torch.empty
+        tensor = make(item.shape, dtype=item.dtype, device="cpu")
         for source, piece in item.parts:
             part = self.read(source, piece.get_box(self._tensors[source].shape))
             if piece.view is None:

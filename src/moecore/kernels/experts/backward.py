@@ -104,8 +104,8 @@ def compute_gradients(
             experts.
         sinks: receive the gradients of w1 and w2 in place of autograd. Such a gradient is returned
             as None.
-        sender: receives gradients of rows and routing weights before those of the matrices are
-            computed.
+        sender: receives gradients of rows and routing weights before the gradients of the matrices
+            are computed.
     """
     grad = products.prepare_output_grad(dy, has_expert_rows=has_expert_rows, grad_flags=grad_flags)
     h = state.h

@@ -82,8 +82,8 @@ def _assign_layouts_to_buffers(
 ) -> Iterator[BufferPlan]:
     """Assign layouts round-robin to at most `max_buffers` buffers of `dtype`; yield their plans.
 
-    A layout is (unit, index in `unit.layouts`). `contents` is what the buffers contain: unsharded
-    "weights", or "sums" of gradients.
+    A layout is (unit, index in `unit.layouts`). The buffers contain unsharded "weights" or "sums"
+    of gradients (`contents`).
     """
     for first in range(min(max_buffers, len(layouts))):
         users = layouts[first::max_buffers]

@@ -78,7 +78,7 @@ def count_saved_bytes(
 
     The result is exact for eager code, except for attention kernels with other saved tensors and
     for uneven loads. A compiled region counts as if it were not compiled, because the
-    compiler decides what is saved.
+    compiler chooses the saved tensors.
 
     The model is plain or parallelized, on any device; its current recomputation and offload are
     ignored. `blocks` are its transformer blocks. `run_forward` calls a copy of the model on meta,

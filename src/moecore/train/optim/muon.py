@@ -268,9 +268,10 @@ class _MuonStep:
         """Update weights and state of the plan's parameters. Collective if matrices are sharded."""
         for chunk in self._split_local_matrices(plan):
             self._step_local_matrices(chunk, plan.outputs)
-        beside = plan.outputs.rounds if plan.outputs else [(None, None)] * len(plan.rounds)
-        for (process_group, matrix_round), (_, of_means) in zip(plan.rounds, beside, strict=True):
-            self._step_round(matrix_round, of_means, process_group)
+        means_rounds = plan.outputs.rounds if plan.outputs else [(None, None)] * len(plan.rounds)
+        rounds = zip(plan.rounds, means_rounds, strict=True)
+        for (process_group, matrix_round), (_, means_round) in rounds:
+            self._step_round(matrix_round, means_round, process_group)
 
     def _split_local_matrices(
         self, plan: MatrixPlan
@@ -299,10 +300,10 @@ class _MuonStep:
         for place, batch, blocks in chunk:
             views = self.views[place].slice_matrices(batch)
             update = self._update_momentum(views.grad, views.momentum)
-            beside = means_plan.local_blocks[place] if means_plan else blocks
-            for block, of_means in zip(blocks, beside, strict=True):
+            means_blocks = means_plan.local_blocks[place] if means_plan else blocks
+            for block_pair in zip(blocks, means_blocks, strict=True):
                 weight_block, means_block = (
-                    b._replace(place=0, batch=slice(None)) for b in (block, of_means)
+                    block._replace(place=0, batch=slice(None)) for block in block_pair
                 )
                 matrices.append(weight_block.read_from([update]))
                 targets.append((place, weight_block, means_block, views))

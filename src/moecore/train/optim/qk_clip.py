@@ -69,16 +69,16 @@ def _update_max_logits_by_block(
     size = max(1, BLOCK_NUMEL // (B * H * S))
     for start in range(0, T, size):
         stop = min(T, start + size)
-        seen = stop if positions_T is None else S
+        num_keys = stop if positions_T is None else S
         query_places_T1 = (keys_S if positions_T is None else positions_T)[start:stop, None]
         rows = q_BhgTd[..., start:stop, :].flatten(2, 3)
-        scores = (rows @ k_BhdS[..., :seen]).unflatten(2, (H // h, stop - start))
-        hidden = keys_S[:seen] > query_places_T1
+        scores = (rows @ k_BhdS[..., :num_keys]).unflatten(2, (H // h, stop - start))
+        hidden = keys_S[:num_keys] > query_places_T1
         if document_S is not None:
-            hidden |= document_S[query_places_T1] != document_S[:seen]
+            hidden |= document_S[query_places_T1] != document_S[:num_keys]
         scores.masked_fill_(hidden, -torch.inf)
         if padding_BS is not None:
-            is_padding = padding_BS[:, query_places_T1] | padding_BS[:, None, :seen]
+            is_padding = padding_BS[:, query_places_T1] | padding_BS[:, None, :num_keys]
             scores.masked_fill_(is_padding[:, None, None], -torch.inf)
         block_max_H = scores.amax((0, 3, 4)).flatten().float() * scale
         max_H.copy_(torch.maximum(max_H, block_max_H))
