@@ -34,9 +34,9 @@ ALONE = {
     "a rule of the router": ("extending", 4),
     "a precision by name": ("extending", 5),
     "an adapter of experts": ("extending", 0, 1),
-    "experts by name": ("transformers", 1),
-    "TRL": ("trainer", 1),
-    "documents of a Trainer": ("trainer", 0, 2, 3),
+    "experts by name": ("transformers", 6),
+    "TRL": ("transformers", 1),
+    "documents of a Trainer": ("transformers", 0, 2, 3),
 }
 
 

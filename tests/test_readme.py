@@ -16,8 +16,8 @@ ROOT = Path(__file__).parent.parent
 CHECKS = {
     ("README.md", 0): "done.norm.finite and len(done.metrics.tokens_per_expert) == 2",
     ("docs/torchtitan.md", 0): "done.norm.finite and loss.isfinite()",
-    ("docs/trainer.md", 0): "latest(args.output_dir + '/checkpoints').name == 'step-000004'",
-    ("docs/trainer.md", 4): "done.norm.finite and latest(root).name == 'step-000004'",
+    ("docs/transformers.md", 0): "latest(args.output_dir + '/checkpoints').name == 'step-000004'",
+    ("docs/transformers.md", 4): "done.norm.finite and latest(root).name == 'step-000004'",
 }
 
 

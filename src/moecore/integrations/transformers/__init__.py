@@ -1,4 +1,4 @@
-"""transformers' Trainer and TRL's (docs/trainer.md), and experts by name (docs/transformers.md)."""
+"""transformers' Trainer and TRL's, and experts by name (docs/transformers.md)."""
 
 from typing import TYPE_CHECKING, Any
 
