@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ ALONE = {
     "a corpus": ("pretraining", 0),
     "memory options": ("memory", 0),
     "object storage": ("object_storage", 0),
+    "memory of hosts": ("object_storage", 1),
     "an adapter": ("extending", 0),
     "an expert backend": ("extending", 3),
     "a rule of the router": ("extending", 4),
@@ -66,10 +68,12 @@ def worker(rank: int, device: torch.device, root: str, code: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_block_runs_alone(name: str, tiny: Path) -> None:
+def test_a_block_runs_alone(name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("trl", "datasets") if name == "TRL" else ():
         pytest.importorskip(module)
+    monkeypatch.setenv("MOECORE_HOST", f"pages-{os.getpid()}")
     run_ranks(1, worker, str(tiny), code_of(*ALONE[name]))
+    shutil.rmtree(f"/dev/shm/moecore-{os.getuid()}-pages-{os.getpid()}", ignore_errors=True)
 
 
 def test_the_block_of_context_parallelism_runs_on_two_ranks(tiny: Path) -> None:

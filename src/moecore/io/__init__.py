@@ -9,6 +9,7 @@ from moecore.base.lazy_names import make_lazy_getattr
 
 _NAMES = {
     "checkpoint.directory": "latest prune set_latest",
+    "checkpoint.host_memory": "connect_host_memory",
     "checkpoint.manifest": "read_manifest",
     "checkpoint.saver": "Saver",
     "checkpoint.store": "load save verify",
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from moecore.io.checkpoint.directory import latest as latest
     from moecore.io.checkpoint.directory import prune as prune
     from moecore.io.checkpoint.directory import set_latest as set_latest
+    from moecore.io.checkpoint.host_memory import connect_host_memory as connect_host_memory
     from moecore.io.checkpoint.manifest import read_manifest as read_manifest
     from moecore.io.checkpoint.saver import Saver as Saver
     from moecore.io.checkpoint.store import load as load
