@@ -227,13 +227,13 @@ def test_rows_that_do_not_fit_skip_the_step_of_all(monkeypatch, needed):
     from moecore.integrations.torchft import Replicas
 
     capacity = SimpleNamespace(
-        holders=[None, SimpleNamespace(compute_min_factor=lambda _: torch.tensor(needed))]
+        owners=[None, SimpleNamespace(compute_min_factor=lambda _: torch.tensor(needed))]
     )
     here, sent = object.__new__(Replicas), list[torch.Tensor]()
     here._records = [SimpleNamespace(capacity=None), SimpleNamespace(capacity=capacity)]
     here._model, here._device = nn.Linear(2, 2), torch.device("cpu")
     here._model(torch.ones(1, 2)).sum().backward()
-    monkeypatch.setattr(here, "_all_reduce", lambda tensors, op: sent.extend(tensors))
+    monkeypatch.setattr(here, "_all_reduce_over_replicas", lambda tensors, op: sent.extend(tensors))
     here._average_gradients()
     assert all(grad.isfinite().all() for grad in sent) == (needed == 0.0) and len(sent) == 3
 
