@@ -30,20 +30,12 @@ from moecore.moe.backends import ExpertBackend
 from moecore.parallel.choice import choose_meshes, start_default_group
 from moecore.parallel.fsdp.plan import ShardPlan
 from moecore.parallel.mesh import Meshes
+from moecore.parallel.model import phases
 from moecore.parallel.model.checks import check_layers, check_request
 from moecore.parallel.model.family import ADAPTER_FIX, Adapter
 from moecore.parallel.model.module_protocols import patch_module_protocols
 from moecore.parallel.model.parallel_state import PARALLEL_STATE, ParallelState
 from moecore.parallel.model.parameter_guards import mark_replaced_params
-from moecore.parallel.model.phases import (
-    apply_context_parallel,
-    apply_pipeline,
-    configure_moe_layers,
-    create_balance_state,
-    install_argument_checks,
-    resolve_dispatcher,
-    select_local_stages,
-)
 from moecore.parallel.model.plan import Layers, make_shard_plan, shard_over_ep_and_tp
 from moecore.parallel.model.request import LossConvention, Request, compare_models, compare_stages
 from moecore.parallel.model.shard_model import shard_model
@@ -123,14 +115,9 @@ def parallelize_moe(
 
 
 def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Return a decorator for a function of one dict, which callers call as they call `other`.
-
-    The function receives {name: argument}, with the defaults of `other`.
-    """
+    """Return a decorator for a function of {name: argument}, which is called as `other`."""
 
     def decorate(function: Any) -> Any:
-        """Give `function` the signature of `other`."""
-
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Any:
             bound = signature(other).bind(*args, **kwargs)
@@ -175,7 +162,6 @@ def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
 
 
 def _make_request(arguments: Mapping[str, Any]) -> Request:
-    """Return the arguments {name: value} of `parallelize_moe` as a `Request` with defaults."""
     values = {name: arguments[name] for name in arguments if name not in ("model", "adapters")}
     values |= dict(
         family=find_family(arguments["model"]),
@@ -190,11 +176,7 @@ def _make_request(arguments: Mapping[str, Any]) -> Request:
 
 
 def _set_dtypes(model: nn.Module, layers: Layers, request: Request) -> frozenset[str]:
-    """Cast the model for compute in `FSDPOptions.param_dtype`, and check its MoE layers.
-
-    Returns the names of tensors that stay in fp32. Raises a ValueError or NotImplementedError if a
-    layer cannot be sharded.
-    """
+    """Cast the model for compute in `FSDPOptions.param_dtype`; return names that stay in fp32."""
     fp32 = request.family.set_dtypes(model, request.fsdp.param_dtype)
     check_layers(model, layers, request)
     return fp32
@@ -203,12 +185,9 @@ def _set_dtypes(model: nn.Module, layers: Layers, request: Request) -> frozenset
 def _make_state(
     model: nn.Module, layers: Layers, fp32: frozenset[str], request: Request
 ) -> ParallelState:
-    """Remove other ranks' stages; return the `ParallelState` with the plan of the remaining model.
-
-    `layers` maps names to MoE layers. `fp32` has the names of tensors that stay in fp32.
-    """
+    """Remove other ranks' stages; return the state with the plan of the remaining model."""
     dtype = next(model.parameters()).dtype
-    layout, stages = select_local_stages(model, request)
+    layout, stages = phases.select_local_stages(model, request)
     local_modules = set(model.modules())
     layers = {name: layer for name, layer in layers.items() if layer in local_modules}
     plan = make_shard_plan(model, layers, request, fp32)
@@ -228,34 +207,27 @@ def _shard_over_tp_and_ep(model: nn.Module, state: ParallelState) -> None:
 
 
 def _enable_fp8(model: nn.Module, state: ParallelState) -> None:
-    """Set FP8 matrix products on the linears that `Precision` selects, in place.
-
-    `configure_moe_layers` sets the products of experts. Parameters do not change.
-    """
+    """Set FP8 products on the linears that `Precision` selects; parameters do not change."""
     if state.request.precision is not None:
         apply_precision(model, state.request.precision)
 
 
 def _add_indexer_losses(model: nn.Module, state: ParallelState) -> None:
-    """Add losses that train the indexers of sparse attention, in place, if `indexer` is given."""
     if state.request.indexer is not None:
         state.request.family.add_indexer_losses(model, state.request.indexer)
 
 
 def _defer_weight_gradients(model: nn.Module, state: ParallelState) -> None:
-    """Make linears and shared experts defer weight gradients, if the pipeline schedule has W."""
     pipeline = state.request.pipeline
     if state.layout is not None and pipeline is not None and pipeline.defers:
         defer_linears(model)
 
 
 def _shard_over_data_ranks(model: nn.Module, state: ParallelState) -> None:
-    """Shard parameters over data ranks, in place; store the engine that all-gathers them."""
     state.engine = shard_model(model, state.plan, state.request.meshes)
 
 
 def _store_frozen_experts(model: nn.Module, state: ParallelState) -> None:
-    """Store the frozen routed experts in 4 bits, in place, if `Precision.frozen` is set."""
     precision = state.request.precision
     if precision is not None and precision.frozen is not None:
         for layer in state.layers.values():
@@ -263,7 +235,6 @@ def _store_frozen_experts(model: nn.Module, state: ParallelState) -> None:
 
 
 def _fuse_loss(model: nn.Module, state: ParallelState) -> None:
-    """Make the model compute head and loss in chunks of tokens, if `MemoryOptions.fused_loss`."""
     precision = state.request.precision
     if state.request.memory.fused_loss:
         recipe = precision.recipe if precision is not None and precision.fp8_head else None
@@ -271,12 +242,12 @@ def _fuse_loss(model: nn.Module, state: ParallelState) -> None:
 
 
 PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
-    resolve_dispatcher,  # completes the plan
+    phases.resolve_dispatcher,  # completes the plan
     _shard_over_tp_and_ep,  # ep, etp and tp: layers and units read the local shapes
-    apply_context_parallel,  # before balance, whose groups it makes
+    phases.apply_context_parallel,  # before balance, whose groups it makes
     _add_indexer_losses,  # before balance, which sets the factors of their losses
     _enable_fp8,  # before `_defer_weight_gradients`, which looks for linears in FP8
-    configure_moe_layers,  # after `_shard_over_tp_and_ep`, whose local shapes choose products
+    phases.configure_moe_layers,  # after sharding over tp and ep: local shapes choose products
     _defer_weight_gradients,  # before sharding, because units look for linears that defer
     _shard_over_data_ranks,  # after changes of classes and parameters, before wrappers of forwards
     _store_frozen_experts,  # units have copied the values, and find the new parameters in forward
@@ -284,7 +255,7 @@ PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     apply_recompute_and_offload,  # around compiled modules
     apply_cuda_graphs,  # around recomputation and offload
     _fuse_loss,  # after `_enable_fp8`, which changes heads
-    create_balance_state,  # after exchanges and stash, whose capacities it checks
-    install_argument_checks,  # its hook runs before all other forward hooks
-    apply_pipeline,  # last: stages compare their shared parameters as sharded
+    phases.create_balance_state,  # after exchanges and stash, whose capacities it checks
+    phases.install_argument_checks,  # its hook runs before all other forward hooks
+    phases.apply_pipeline,  # last: stages compare their shared parameters as sharded
 )

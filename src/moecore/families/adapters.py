@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,9 +42,8 @@ def replace_blocks(
 ) -> dict[str, RoutedLayer]:
     """Replace each MoE block in place by its adapter's layer; return all MoE layers by name.
 
-    `adapters` maps a block's exact class to the user's adapter. `find_adapter` returns moecore's
-    adapter of any other module, or None. `get_refusal_reason` returns why a known block is not
-    supported (NotImplementedError), or None. An unknown MoE block raises a ValueError.
+    `adapters` are the user's, by exact class; `find_adapter` finds moecore's. A known block that is
+    not supported (`get_refusal_reason`) and an unknown MoE block raise errors.
     """
     adapters_of = _find_blocks(
         model, lambda block: adapters.get(type(block)) or find_adapter(block), get_refusal_reason
@@ -71,11 +69,7 @@ def replace_blocks(
 def _find_blocks(
     model: nn.Module, find_adapter: FindAdapter, get_refusal_reason: GetRefusalReason
 ) -> dict[str, Adapter]:
-    """Return qualified name -> adapter of each MoE block.
-
-    Raises errors for unsupported or unknown blocks with experts, see `replace_blocks`. Warns about
-    modules that look like a router with experts.
-    """
+    """Return {qualified name: adapter} of each MoE block; see `replace_blocks` for its errors."""
     adapters_of: dict[str, Adapter] = {}
     unknown: dict[str, str] = {}  # name -> class
     dense: dict[str, str] = {}
@@ -127,12 +121,7 @@ def _find_blocks(
 def _refuse_unknown_siblings(
     unadapted_blocks: Mapping[str, str], adapted_prefixes: Sequence[str]
 ) -> None:
-    """Raise ValueError if a list of layers has both adapted blocks and `unadapted_blocks`.
-
-    `unadapted_blocks` maps names of blocks that look like MoE blocks, but have no adapter, to their
-    classes. `adapted_prefixes` are the names of adapted blocks and layers, each with a dot at its
-    end.
-    """
+    """Raise ValueError if a list of layers has adapted and `unadapted_blocks` {name: class}."""
     paths = [name.rstrip(".").split(".") for name in adapted_prefixes]
     for name, class_name in unadapted_blocks.items():
         path = name.split(".")
@@ -149,13 +138,12 @@ def _refuse_unknown_siblings(
 
 
 def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
-    """Return the MoE layer to which `adapter` converts the block `name`; the model is unchanged.
-
-    ValueError if the result is no MoE layer, or if it lacks tensors or hooks of the block.
-    """
+    """Return the MoE layer to which `adapter` converts the block `name`; the model is unchanged."""
     block = model.get_submodule(name)
-    state = _get_state_tensors(block)
-    recorder = OriginRecorder(state)
+    in_state_dict = {id(tensor) for tensor in block.state_dict(keep_vars=True).values()}
+    block_tensors: dict[str, Tensor] = dict(block.named_parameters())
+    block_tensors |= {n: b for n, b in block.named_buffers() if id(b) in in_state_dict}
+    recorder = OriginRecorder(block_tensors)
     with recorder:
         layer = adapter(block, model)
     if not isinstance(layer, RoutedLayer):
@@ -165,21 +153,13 @@ def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
             "in a class of their own and register for it an adapter that returns RoutedExperts, "
             'see "Experts only" in docs/extending.md'
         )
-    if missing := _list_unused_tensors(block, layer, state, recorder):
+    if missing := _list_unused_tensors(block, layer, block_tensors, recorder):
         raise ValueError(
             f"adapter of {name} ({type(block).__name__}) must pass every parameter and buffer of "
             f"its block to the {type(layer).__name__}, which lacks {', '.join(missing[:MAX_NAMES])}"
             f"{_format_remaining(missing, MAX_NAMES)}: pass them to adopt, or delete them from the "
             "block before parallelize_moe if the model needs none of them"
         )
-    _refuse_hooks(name, block, layer)
-    layer.train(block.training)
-    _order_children(layer, block)
-    return layer
-
-
-def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
-    """Raise ValueError if block `name` has hooks that would not run in `layer`, its replacement."""
     layer_modules = set(layer.modules())
     for path, module in block.named_modules(prefix=name):
         hooks = [] if module in layer_modules else list_module_hooks(module)
@@ -188,13 +168,12 @@ def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
                 f"{path} must have no hooks, because a MoELayer takes its place: remove them, or "
                 "register them after parallelize_moe"
             )
-
-
-def _order_children(layer: RoutedLayer, block: nn.Module) -> None:
-    """Order the layer's children as in the block, because optimizer state dicts are positional."""
-    order = [name for name in block._modules if name in layer._modules]
-    for name in [*order, *(n for n in layer._modules if n not in order)]:
-        layer._modules[name] = layer._modules.pop(name)
+    layer.train(block.training)
+    # Children in the order of the block, because optimizer state dicts are positional.
+    order = [child for child in block._modules if child in layer._modules]
+    for child in [*order, *(n for n in layer._modules if n not in order)]:
+        layer._modules[child] = layer._modules.pop(child)
+    return layer
 
 
 def _is_dense_router_block(module: nn.Module) -> bool:
@@ -216,11 +195,7 @@ def _is_dense_router_block(module: nn.Module) -> bool:
 def _has_experts(
     modules: list[nn.Module], num_experts: int, dim: int, *, may_be_stacked: bool
 ) -> bool:
-    """Whether one of `modules` is a list of `num_experts` MLPs with input and output size `dim`.
-
-    If `may_be_stacked`, the MLPs may also be stacked in 3-D parameters [num_experts, ...] of
-    `modules`.
-    """
+    """Whether `modules` have a list, or 3-D stacks, of MLPs with `dim` inputs and outputs."""
     if num_experts < 2:
         return False
     for experts in modules:
@@ -254,39 +229,25 @@ def _format_remaining(names: list[str], num_listed: int = 1) -> str:
     return f" and {len(names) - num_listed} more" if len(names) > num_listed else ""
 
 
-@dataclass(frozen=True)
-class _TensorRange:
-    """A byte range [begin, end) of a storage, and the block tensors from which it was computed."""
-
-    begin: int
-    end: int
-    names: frozenset[str]
-
-
 class OriginRecorder(DispatchMode):
     """A torch dispatch mode that records from which block tensors each new tensor is computed.
 
-    An adapter may return a block's parameter itself, a view of the parameter, or a new tensor, such
-    as a stack of the matrices of all experts. `tensors` maps names to the block's tensors.
     `host_reads` has the names of block tensors whose values Python has read, such as by `item()`.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         # A weak reference keeps the key of a freed storage from being used again.
-        self._origins: dict[StorageWeakRef, list[_TensorRange]] = {}
+        # {storage: [(begin, end, names)]}: byte ranges, and the tensors they were computed from.
+        self._origins: dict[StorageWeakRef, list[tuple[int, int, frozenset[str]]]] = {}
         self.host_reads: frozenset[str] = frozenset()
         for name, tensor in tensors.items():
             self._add_origin(tensor, frozenset([name]))
 
     def find_origins(self, pytree: Any) -> frozenset[str]:
         """Return the names of the block tensors from which a pytree's tensors were computed."""
-        names = [
-            name
-            for tensor in _iterate_tensors(pytree)
-            for name in self._find_tensor_origins(tensor)
-        ]
-        return frozenset(names)
+        origins = (self._find_tensor_origins(tensor) for tensor in _iterate_tensors(pytree))
+        return frozenset[str]().union(*origins)
 
     @override
     def __torch_dispatch__(
@@ -311,24 +272,15 @@ class OriginRecorder(DispatchMode):
         return result
 
     def _add_origin(self, tensor: Tensor, names: frozenset[str]) -> None:
-        """Record that a tensor's memory was computed from the named block tensors."""
         if not names <= self._find_tensor_origins(tensor):
             key = StorageWeakRef(tensor.untyped_storage())
-            self._origins.setdefault(key, []).append(_TensorRange(*_get_byte_range(tensor), names))
+            self._origins.setdefault(key, []).append((*_get_byte_range(tensor), names))
 
     def _find_tensor_origins(self, tensor: Tensor) -> frozenset[str]:
-        """Return the names of the block tensors from which a tensor's memory was computed."""
         origins = self._origins.get(StorageWeakRef(tensor.untyped_storage()), ())
         begin, end = _get_byte_range(tensor)
-        overlaps = (origin.names for origin in origins if origin.begin < end and begin < origin.end)
+        overlaps = (names for start, stop, names in origins if start < end and begin < stop)
         return frozenset[str]().union(*overlaps)
-
-
-def _get_state_tensors(block: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a block by name."""
-    in_state_dict = {id(tensor) for tensor in block.state_dict(keep_vars=True).values()}
-    buffers = {name: b for name, b in block.named_buffers() if id(b) in in_state_dict}
-    return dict(block.named_parameters()) | buffers
 
 
 def _list_unused_tensors(
@@ -337,11 +289,9 @@ def _list_unused_tensors(
     block_tensors: Mapping[str, Tensor],
     recorder: OriginRecorder,
 ) -> list[str]:
-    """Return the names of block tensors from which no tensor of the layer was computed.
-
-    Empty tensors are excluded. Buffers whose values Python has read are excluded too, such as a
-    factor that the adapter wrote into the layer's config.
-    """
+    """Return the names of block tensors from which no tensor of the layer was computed."""
+    # Exceptions: empty tensors, and buffers whose values Python has read, such as a factor that the
+    # adapter wrote into the layer's config.
     placed = recorder.find_origins([*layer.parameters(), *layer.buffers()])
     layer_tensors = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
     read = recorder.host_reads - {name for name, _ in block.named_parameters()}
@@ -353,7 +303,6 @@ def _list_unused_tensors(
 
 
 def _iterate_tensors(pytree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a pytree."""
     return (leaf for leaf in tree_leaves(pytree) if isinstance(leaf, Tensor))
 
 

@@ -122,15 +122,11 @@ def _check_hash_table(table_name: str, table_VK: Tensor, num_experts: int) -> No
 
 
 def _get_class_name(module: nn.Module | None) -> str:
-    """Return the name of a module's class; "None" for None."""
     return "None" if module is None else type(module).__name__
 
 
 def _assign_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace a module's parameters and buffers by `tensors`, which maps names to tensors.
-
-    The tensors are not copied. Raises ValueError if names or shapes differ from the module's.
-    """
+    """Replace a module's parameters and buffers by `tensors` {name: tensor}, without a copy."""
     assert isinstance(module, Router | Experts)
     # A layout may name another module for the router's selection bias.
     bias_owner = module.bias_owner if isinstance(module, Router) else module

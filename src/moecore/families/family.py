@@ -14,6 +14,7 @@ from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.precision import Recipe
 from moecore.families.adapters import replace_blocks
 from moecore.families.fp32_modules import set_dtypes
+from moecore.families.transformers import lora, stock
 from moecore.families.transformers.attention import use_causal_attention
 from moecore.families.transformers.blocks import find_hf_adapter, get_refusal_reason
 from moecore.families.transformers.context import CausalContext
@@ -22,23 +23,10 @@ from moecore.families.transformers.fused_modules import LAYER, fuse_hyper_connec
 from moecore.families.transformers.guards import guard_models, refuse_accelerate, warn_about_cache
 from moecore.families.transformers.head import find_plain_heads, fuse_loss
 from moecore.families.transformers.log_probs import accept_log_prob_losses
-from moecore.families.transformers.lora import (
-    adapt_experts,
-    disable_adapters,
-    refuse_peft_methods,
-    unwrap_experts,
-    unwrap_peft,
-)
 from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.router_logits import refuse_lost_router_logits
 from moecore.families.transformers.rows import hook_moe_layers
 from moecore.families.transformers.sparse_attention import add_indexer_losses, find_sparse_attention
-from moecore.families.transformers.stock import (
-    find_outermost_models,
-    is_pretrained,
-    is_stock_forward,
-    is_transformers_module,
-)
 from moecore.families.transformers.tensor_parallel import TensorParallelTransformer
 from moecore.models.head import Head
 from moecore.moe.layer import RoutedLayer
@@ -59,10 +47,6 @@ class ProtocolFamily(Family):
 
     @override
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-        """Cast the tensors that must stay fp32 to fp32, in place; return their names.
-
-        `dtype` is the compute dtype; None = the dtype of the first fp16 or bf16 parameter.
-        """
         return set_dtypes(model, dtype)
 
     @override
@@ -82,12 +66,8 @@ class ProtocolFamily(Family):
     def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
-        """Make methods of accelerate, Trainer and peft that need full parameters raise errors.
-
-        `wrapper` is the caller's module, which is or contains `model`.
-        """
         refuse_accelerate(model)
-        refuse_peft_methods(wrapper)
+        lora.refuse_peft_methods(wrapper)
 
 
 class TransformersFamily(ProtocolFamily):
@@ -95,17 +75,16 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def unwrap_peft(self, model: nn.Module) -> nn.Module:
-        """Return the base model of a `PeftModel`, and any other model unchanged."""
-        return unwrap_peft(model)
+        return lora.unwrap_peft(model)
 
     @override
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
         """Replace MoE blocks in place by MoE layers with peft's LoRA; return {name: MoE layer}."""
-        with unwrap_experts(model) as wrapped:
+        with lora.unwrap_experts(model) as wrapped:
             layers = replace_blocks(model, adapters, find_hf_adapter, get_refusal_reason)
-            adapt_experts(wrapped, layers)
+            lora.adapt_experts(wrapped, layers)
         return layers
 
     @override
@@ -116,15 +95,11 @@ class TransformersFamily(ProtocolFamily):
         hook_vision_experts(model)
         accept_log_prob_losses(model)
         fuse_norms(model)
-        fuse_hyper_connections([m for m in model.modules() if is_stock_forward(m, LAYER)])
+        fuse_hyper_connections([m for m in model.modules() if stock.is_stock_forward(m, LAYER)])
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        """Return whether a forward's arguments have a token that is not padding.
-
-        The result is a 0-dim bool tensor if a mask [B, T] marks padding. Without such a mask the
-        result is a bool: whether no input tensor is empty.
-        """
+        """Return whether a token is not padding, as a 0-dim tensor if a mask [B, T] says so."""
         mask_BT = inputs.get("padding_mask")
         if mask_BT is not None:
             result: bool | Tensor = ~mask_BT.all()
@@ -152,12 +127,9 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def disable_adapters(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which LoRA adapters are disabled; ValueError without peft."""
-        return (
-            disable_adapters(model)
-            if unwrap_peft(model) is not model
-            else super().disable_adapters(model)
-        )
+        if lora.unwrap_peft(model) is model:
+            return super().disable_adapters(model)
+        return lora.disable_adapters(model)
 
     @override
     def make_staged_model(self, model: nn.Module) -> StagedModel:
@@ -167,14 +139,12 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def make_tensor_parallel_model(self, model: nn.Module) -> Any:
-        """Return an object with `apply_tensor_parallel`: the model, or a wrapper that shards it."""
-        return (
-            model if hasattr(model, "apply_tensor_parallel") else TensorParallelTransformer(model)
-        )
+        if hasattr(model, "apply_tensor_parallel"):
+            return model
+        return TensorParallelTransformer(model)
 
     @override
     def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
-        """Raise ValueError or NotImplementedError if `tp` ranks cannot shard the full model."""
         owner = self.make_tensor_parallel_model(model)
         if isinstance(owner, TensorParallelTransformer):
             owner.check_degree(tp)
@@ -197,7 +167,7 @@ class TransformersFamily(ProtocolFamily):
     @override
     def add_indexer_losses(self, model: nn.Module, config: IndexerConfig) -> None:
         """Make attention causal; add the loss that trains indexers (they select keys), in place."""
-        for outer in find_outermost_models(model):
+        for outer in stock.find_outermost_models(model):
             use_causal_attention(outer)
         add_indexer_losses(model, config)
 
@@ -208,10 +178,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
-        """Change `model` in place: head and training loss run together, in chunks of tokens.
-
-        `recipe` is the FP8 recipe of the head's products in the loss; None = the weight's dtype.
-        """
+        """Make head and training loss run together, in chunks of tokens, in place."""
         fuse_loss(model, recipe)
 
     @override
@@ -228,14 +195,12 @@ class TransformersFamily(ProtocolFamily):
 def find_family(model: nn.Module) -> Family:
     """Return `TransformersFamily` if any module is of transformers, otherwise `ProtocolFamily`."""
     of_transformers = any(
-        is_transformers_module(module) or is_pretrained(module) for module in model.modules()
+        stock.is_transformers_module(module) or stock.is_pretrained(module)
+        for module in model.modules()
     )
     return TransformersFamily() if of_transformers else ProtocolFamily()
 
 
 def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, RoutedLayer]:
-    """Replace MoE blocks in place by MoE layers; return {qualified name: MoE layer}.
-
-    `adapters` maps a class of blocks to a function (block, model) -> MoE layer.
-    """
+    """Replace MoE blocks in place by MoE layers; return {qualified name: MoE layer}."""
     return find_family(model).swap_blocks(model, adapters)

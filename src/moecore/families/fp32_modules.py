@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -35,30 +35,28 @@ def is_selection_bias(name: str) -> bool:
 def make_fp32_predicate(
     model: nn.Module | None, compute_dtype: torch.dtype | None
 ) -> Callable[[str], bool]:
-    """Return a predicate on tensor names: whether the tensor stays fp32 in 16-bit training.
-
-    `model` is a transformers model without adapters, or None for any other model. `compute_dtype`
-    is the compute dtype; None = the dtype of the first fp16 or bf16 parameter.
-    """
+    """Return a predicate on tensor names: whether the tensor stays fp32 in 16-bit training."""
     half = None if model is None else _find_half_dtype(model, compute_dtype)
     stocks = list(_make_stock_dtypes(model, half).values()) if model is not None and half else []
     return lambda name: is_selection_bias(name) or any(s.is_fp32(name) for s in stocks)
 
 
 def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-    """Cast tensors that `from_pretrained` keeps in fp32 to fp32, in place; return their names.
-
-    The result is empty unless the compute dtype `dtype` is fp16 or bf16. None = the dtype of the
-    model's first fp16 or bf16 parameter.
-    """
+    """Cast tensors that `from_pretrained` keeps in fp32 to fp32, in place; return their names."""
     # Buffers that transformers casts to the compute dtype, such as tables of decay rates, are cast
     # while their module runs. They are saved without the cast.
     half = _find_half_dtype(model, dtype)
     if half is None:
         return frozenset()
     stocks = _make_stock_dtypes(model, half)
-    fp32_names = _find_fp32_names(model, stocks)
-    for name, tensor in _get_named_tensors(model).items():
+    tensors = _get_named_tensors(model)
+    fp32_ids = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
+    for hf, stock in stocks.items():
+        hf_tensors = _get_named_tensors(hf)
+        for originals in (get_base_tensors(hf, hf_tensors), select_trained_copies(hf, hf_tensors)):
+            fp32_ids |= {id(t) for n, t in originals.items() if stock.is_fp32(n)}
+    fp32_names = frozenset(n for n, t in tensors.items() if id(t) in fp32_ids)
+    for name, tensor in tensors.items():
         if name in fp32_names and tensor.dtype in HALF_DTYPES:
             tensor.data = tensor.data.float()
     for hf, stock in stocks.items():
@@ -80,13 +78,11 @@ def _cast_buffers_in_forward(module: nn.Module, names: Sequence[str], dtype: tor
 
     def call_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A wrapper is bound to the module; a copy of the module has the forward of its class.
-        """Call the forward that the module had before this wrapper."""
         return (forward if self is module else partial(type(self).forward, self))(*args, **kwargs)
 
     function = forward.__func__ if is_class_forward else call_forward
 
     def forward_with_cast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward with cast buffers, then restore the buffers."""
         buffers = {name: self._buffers[name] for name in names}
         self._buffers.update({n: b.to(dtype) for n, b in buffers.items() if b is not None})
         try:
@@ -99,26 +95,8 @@ def _cast_buffers_in_forward(module: nn.Module, names: Sequence[str], dtype: tor
     module.forward = MethodType(forward_with_cast, module)
 
 
-def _find_fp32_names(model: nn.Module, stock_dtypes: Mapping[Any, _StockDtypes]) -> frozenset[str]:
-    """Return the names of the tensors of `model` that stay fp32 in 16-bit training.
-
-    The tensors are selection biases, and tensors of `stock_dtypes`, which has an entry for each
-    transformers model in `model`.
-    """
-    tensors = _get_named_tensors(model)
-    fp32_ids = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
-    for hf, stock in stock_dtypes.items():
-        hf_tensors = _get_named_tensors(hf)
-        for originals in (get_base_tensors(hf, hf_tensors), select_trained_copies(hf, hf_tensors)):
-            fp32_ids |= {id(t) for n, t in originals.items() if stock.is_fp32(n)}
-    return frozenset(n for n, t in tensors.items() if id(t) in fp32_ids)
-
-
 def _find_half_dtype(model: nn.Module, compute_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return `compute_dtype` if it is a 16-bit dtype, otherwise None.
-
-    `compute_dtype` None = the dtype of the model's first fp16 or bf16 parameter.
-    """
+    """Return `compute_dtype`, or if None that of the model's first 16-bit parameter, if 16-bit."""
     if compute_dtype is None:
         compute_dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), None)
     return compute_dtype if compute_dtype in HALF_DTYPES else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -142,8 +142,7 @@ class Replicas:
     @property
     def step(self) -> int:
         """Number of completed steps of the job; this replica may have missed some of them."""
-        current: int = self._manager.current_step()
-        return current
+        return int(self._manager.current_step())
 
     def begin(self) -> ReplicaPlace:
         """Begin a step with all connected replicas; wait for `min_replicas` of them. Collective."""
@@ -155,7 +154,10 @@ class Replicas:
         self._manager.start_quorum()
         replica = self._manager.participating_rank()
         assert replica is not None, "replicas that have been healed take part"
-        self._check_rank_lineages()
+        lineages = self._make_int64_tensor([self._lineage, -self._lineage])
+        dist.all_reduce(lineages, dist.ReduceOp.MAX)
+        if lineages[0] != -lineages[1]:  # this replica's ranks differ
+            raise RuntimeError(STRAY)
         self._place = ReplicaPlace(self.step, replica, self._manager.num_participants())
         return self._place
 
@@ -169,7 +171,11 @@ class Replicas:
         self._reduce_counts()
         # Over NCCL a replica that left fails no call; the aborted group reports it after a sync.
         failed = self._manager.errored() or self._group.errored()
-        is_lost = not failed and self._check_replica_lineages(lineages)
+        is_lost = False
+        if not failed and len(set(lineages)) > 1:
+            self._manager.report_error(RuntimeError(STRAY))
+            # The first of two lineages that are equally frequent.
+            is_lost = self._lineage != max(lineages, key=lineages.count)
         if not self._manager.should_commit():
             self._step.drop()
             if is_lost:
@@ -183,7 +189,6 @@ class Replicas:
         self._manager.shutdown()
 
     def _make_int64_tensor(self, numbers: list[int]) -> Tensor:
-        """Return integers as an int64 tensor on the model's device."""
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
     def _make_state(self) -> dict[str, Any]:
@@ -207,13 +212,6 @@ class Replicas:
         dist.all_reduce(total)
         return hash((first_step, int(total))) % (1 << LINEAGE_BITS)
 
-    def _check_rank_lineages(self) -> None:
-        """Raise RuntimeError if this replica's ranks have different lineages. Collective."""
-        lineages = self._make_int64_tensor([self._lineage, -self._lineage])
-        dist.all_reduce(lineages, dist.ReduceOp.MAX)
-        if lineages[0] != -lineages[1]:
-            raise RuntimeError(STRAY)
-
     def _gather_lineages(self) -> tuple[list[int], list[int]]:
         """Return each replica's lineage and random start id, both by replica index. Collective."""
         assert self._place is not None, "begin() comes before finish()"
@@ -222,17 +220,6 @@ class Replicas:
         self._all_reduce_over_replicas([ids_2R], dist.ReduceOp.SUM)
         lineages, start_ids = ids_2R.tolist()
         return lineages, start_ids
-
-    def _check_replica_lineages(self, lineages: list[int]) -> bool:
-        """Fail the vote on this step if lineages differ; return whether most replicas have another.
-
-        `lineages` has the lineage (hash of its history) of each replica in the step.
-        """
-        if len(set(lineages)) == 1:
-            return False
-        self._manager.report_error(RuntimeError(STRAY))
-        majority = max(lineages, key=lineages.count)  # the first, if two are equally frequent
-        return self._lineage != majority
 
     def _average_gradients(self) -> None:
         """Average gradients over replicas in place; missing gradients count as zeros. Host sync."""
@@ -244,16 +231,13 @@ class Replicas:
             if number and param.grad is None:
                 param.grad = torch.zeros_like(param)
         grads = [get_local_tensor(param.grad) for param in params if param.grad is not None]
-        self._mark_capacity_shortage([grad for grad in grads if grad.numel()])
-        self._all_reduce_over_replicas(grads, dist.ReduceOp.AVG)
-
-    def _mark_capacity_shortage(self, grads: list[Tensor]) -> None:
-        """If a dispatch buffer overflowed, write NaN to `grads[0]`: all replicas skip the step."""
         capacities = [record.capacity for record in self._records if record.capacity is not None]
         owners = [owner for record in capacities for owner in record.owners if owner is not None]
-        if owners and grads:
+        filled = [grad for grad in grads if grad.numel()]
+        if owners and filled:  # after an overflow of a dispatch buffer, all replicas skip the step
             shortage = torch.stack([owner.compute_min_factor(self._device) for owner in owners])
-            grads[0].masked_fill_(shortage.amax() > 0, torch.nan)
+            filled[0].masked_fill_(shortage.amax() > 0, torch.nan)
+        self._all_reduce_over_replicas(grads, dist.ReduceOp.AVG)
 
     def _reduce_counts(self) -> None:
         """Sum the MoE layers' token counts over replicas; average auxiliary losses, in place."""
@@ -269,19 +253,15 @@ class Replicas:
         self, tensors: Iterable[Tensor], op: dist.ReduceOp.RedOpType
     ) -> None:
         """All-reduce tensors over replicas, in place. An error fails the next vote."""
-        buckets = list(_make_buckets(tensors))
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for x in tensors:
+            by_dtype.setdefault(x.dtype, []).append(x)
+        buckets: list[list[Tensor]] = []
+        for group in by_dtype.values():
+            buckets += chunk_by_size(group, lambda x: x.nbytes, BUCKET)
         flats = [torch.cat([x.flatten() for x in bucket]) for bucket in buckets]
         works = [self._manager.allreduce(flat, reduce_op=op) for flat in flats]
         for bucket, flat, work in zip(buckets, flats, works, strict=True):
             work.wait()
             for x, part in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
                 x.copy_(part.view_as(x))
-
-
-def _make_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors of one dtype with at most `BUCKET` bytes, or of one larger tensor."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for x in tensors:
-        by_dtype.setdefault(x.dtype, []).append(x)
-    for group in by_dtype.values():
-        yield from chunk_by_size(group, lambda x: x.nbytes, BUCKET)

@@ -94,14 +94,12 @@ class MoECoreEngine(BaseEngine):
     @property
     def is_param_offload_enabled(self) -> bool:
         """Whether weights are on the host outside of `train_mode` and `eval_mode`."""
-        result: bool = self.engine_config.param_offload
-        return result
+        return bool(self.engine_config.param_offload)
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
         """Whether optimizer state is on the host outside of `train_mode`."""
-        result: bool = self.engine_config.optimizer_offload
-        return result
+        return bool(self.engine_config.optimizer_offload)
 
     def initialize(self) -> None:
         """Build, shard and load the model of `model_config`, and build its optimizer."""
@@ -130,7 +128,6 @@ class MoECoreEngine(BaseEngine):
         self.to("cpu", model=model, optimizer=optimizer, grad=model)
 
     def _make_lr_schedule(self, optimizer: AdamW) -> LRScheduler:
-        """Return verl's learning rate schedule for the optimizer config."""
         config = self.optimizer_config
         steps = config.lr_warmup_steps or 0
         if steps <= 0:
@@ -156,10 +153,7 @@ class MoECoreEngine(BaseEngine):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Loss | None, forward_only: bool = False
     ) -> Any:
-        """Run verl's batch `data` of this rank, with backward unless `forward_only`.
-
-        Returns verl's output dict, which has only log-probabilities if `loss_function` is None.
-        """
+        """Run verl's batch; return its output, only log-probabilities without a loss function."""
         group = self.get_data_parallel_group()
         num_tokens = data["loss_mask"].sum().to(self._meshes.device)
         dist.all_reduce(num_tokens, group=group)
@@ -183,11 +177,7 @@ class MoECoreEngine(BaseEngine):
         outputs: list[dict[str, Any]],
         num_micro_batches: int,
     ) -> dict[str, Any]:
-        """Return the model's forward arguments for one micro-batch `data`.
-
-        The arguments contain a loss, which calls verl's `loss_function`, appends verl's output to
-        `outputs`, and is multiplied by `num_micro_batches`, the number of micro-batches.
-        """
+        """Return forward arguments with a loss that calls verl's and appends its output."""
         data = data.to(self._meshes.device)
         tokens_N, cu_seqlens = data["input_ids"].values(), data["input_ids"].offsets()
         labels_N = tokens_N.roll(-1)
@@ -197,7 +187,6 @@ class MoECoreEngine(BaseEngine):
             raise ValueError(f"temperature ({temperature}) must be one number for a batch")
 
         def loss(log_probs_1N: Tensor, entropy_1N: Tensor | None) -> Tensor:
-            """Return verl's loss times the number of micro-batches; append the output."""
             named = {"log_probs": log_probs_1N, "entropy": entropy_1N}
             arguments = {
                 name: torch.nested.nested_tensor_from_jagged(numbers_1N[0], cu_seqlens)
@@ -210,9 +199,8 @@ class MoECoreEngine(BaseEngine):
                 total, metrics = loss_function(model_output=arguments, data=data, dp_group=group)
             output = {"model_output": detach_tree(arguments), "loss": float(total.detach())}
             outputs.append(output | {"metrics": metrics})
-            return (
-                total * num_micro_batches
-            )  # `TrainStep.forward_backward` averages over micro-batches
+            # `TrainStep.forward_backward` averages over micro-batches.
+            return total * num_micro_batches
 
         get = tensordict_utils.get_non_tensor_data
         return {
@@ -283,10 +271,7 @@ class MoECoreEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:
-        """Save model, optimizer and schedule, and keep the newest `max_ckpt_to_keep` (None = all).
-
-        `hdfs_path` is not used.
-        """
+        """Save model, optimizer and schedule, and keep `max_ckpt_to_keep` (None = all)."""
         keep, scheduler = max_ckpt_to_keep or 0, self.lr_scheduler
         save(local_path, global_step, self.module, self.optimizer, scheduler=scheduler, keep=keep)
 

@@ -90,11 +90,7 @@ def _attend_causally(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers: q, k, v [B, heads, T, d] -> ([B, T, heads, d], None).
-
-    `kwargs` are transformers' options, and a `Sequence` with document bounds and cp ranks. Raises
-    ValueError for options that are not supported.
-    """
+    """Attention function of transformers: q, k, v [B, heads, T, d] -> ([B, T, heads, d], None)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     refuse_cached_keys(query.shape[2], key.shape[2])
@@ -132,7 +128,6 @@ def _attend_causally(
 
 
 def _make_unsupported_error(option: str, value: Any) -> ValueError:
-    """Return the error for an attention option `option` that causal attention does not compute."""
     return ValueError(
         f"{option} ({value}) must be None for use_causal_attention, which does not compute it with "
         "documents, windows or sinks: leave the model's own attention"

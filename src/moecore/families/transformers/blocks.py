@@ -1,7 +1,5 @@
 """Adapters of transformers (>= 5) MoE blocks whose routing rule is one of `MoEConfig`.
 
-    find_hf_adapter    block -> its adapter: (block, model) -> MoELayer with moecore's router
-
 Blocks of other families keep their router: see `experts.py`. Parameter names, shapes and the order
 of stored weights do not change, so the model's checkpoints load, and an existing optimizer has the
 same parameters. Blocks are found by class name, without importing transformers.
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
 from moecore.families.adopt import adopt
+from moecore.families.transformers import stock
 from moecore.families.transformers.experts import (
     find_experts_adapter,
     get_used_parameters,
@@ -29,16 +28,11 @@ from moecore.families.transformers.router_records import (
     RECORDS,
     SCORES,
     STACKED,
+    MeanOutputLayer,
     PairOutputLayer,
     RouterRecord,
     TokenIdLayer,
-    get_layer_class,
     read_routing,
-)
-from moecore.families.transformers.stock import (
-    get_router,
-    is_transformers_module,
-    refuse_customised_block,
 )
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
@@ -72,12 +66,8 @@ REFUSED = {
 
 
 def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer] | None:
-    """Return the function that converts a transformers MoE block to a MoE layer, or None.
-
-    `module` may be a block or its experts module; None = it is neither. The function has the
-    arguments (module, model).
-    """
-    name = type(module).__name__ if is_transformers_module(module) else ""
+    """Return the adapter (module, model) -> MoE layer of a transformers block or its experts."""
+    name = type(module).__name__ if stock.is_transformers_module(module) else ""
     record = RECORDS.get(name)
     if record is not None and read_routing(module, record) is not None:
         return partial(_adopt_with_record, record=record)
@@ -88,24 +78,26 @@ def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer
 
 def get_refusal_reason(module: nn.Module) -> str | None:
     """Return why a transformers MoE block is not supported; None for any other module."""
-    return REFUSED.get(type(module).__name__) if is_transformers_module(module) else None
+    return REFUSED.get(type(module).__name__) if stock.is_transformers_module(module) else None
 
 
 def _adopt_softmax_block(block: Any, model: nn.Module, layout: LayerLayout = STACKED) -> MoELayer:
     """Convert a Qwen3-MoE, OLMoE or Mixtral block: softmax over all experts, then the best K."""
-    refuse_customised_block(block, layout)
+    stock.refuse_customised_block(block, layout)
     normalize = getattr(block.gate, "norm_topk_prob", True)  # Mixtral, Qwen3-VL, Qwen3.5 always do
     return _adopt_stacked(block, layout, top_k=block.gate.top_k, normalize_weights=normalize)
 
 
 def _adopt_with_record(block: Any, model: nn.Module, record: RouterRecord) -> MoELayer:
-    """Convert a block by the `RouterRecord` of its class."""
     experts = block.get_submodule(record.layout.experts)
     layout = replace(record.layout, expert_layout=read_layout(experts))
-    refuse_customised_block(block, layout, child_names=record.children)
+    stock.refuse_customised_block(block, layout, child_names=record.children)
     routing = read_routing(block, record)
     assert routing is not None
-    layer = _adopt_stacked(block, layout, layer_class=get_layer_class(block, record), **routing)
+    layer_class, combination = record.layer_class, "shared_expert_combination_strategy"
+    if getattr(block, combination, "") == "average" and hasattr(block, "shared_experts"):
+        layer_class = MeanOutputLayer
+    layer = _adopt_stacked(block, layout, layer_class=layer_class, **routing)
     for name in record.children:
         add_submodule(layer, name, block.get_submodule(name))
     return layer
@@ -113,7 +105,7 @@ def _adopt_with_record(block: Any, model: nn.Module, record: RouterRecord) -> Mo
 
 def _adopt_deepseek_v4(block: Any, model: nn.Module) -> MoELayer:
     """Convert a DeepSeek-V4 block: a selection bias, or in the first layers experts by token id."""
-    refuse_customised_block(block, DEEPSEEK_V4)
+    stock.refuse_customised_block(block, DEEPSEEK_V4)
     gate = block.gate
     routing: dict[str, Any] = {}
     if block.is_hash:
@@ -126,7 +118,7 @@ def _adopt_deepseek_v4(block: Any, model: nn.Module) -> MoELayer:
 
 def _adopt_gpt_oss(block: Any, model: nn.Module) -> MoELayer:
     """Convert a gpt-oss block: softmax over K chosen logits, biases, interleaved gate and up."""
-    refuse_customised_block(block, GPT_OSS)
+    stock.refuse_customised_block(block, GPT_OSS)
     routing = {"top_k": block.router.top_k, "score_order": "post"}
     routing["normalize_weights"] = True  # also where K = 1
     return _adopt_stacked(block, GPT_OSS, layer_class=PairOutputLayer, **routing)
@@ -134,7 +126,7 @@ def _adopt_gpt_oss(block: Any, model: nn.Module) -> MoELayer:
 
 def _adopt_llama4(block: Any, model: nn.Module) -> MoELayer:
     """Convert a Llama 4 block: the sigmoid of the top-1 logit scales the input; a shared expert."""
-    refuse_customised_block(block, LLAMA4)
+    stock.refuse_customised_block(block, LLAMA4)
     routing = {"top_k": block.router.top_k, "score_function": "sigmoid", "weights_on_input": True}
     return _adopt_stacked(block, LLAMA4, layer_class=PairOutputLayer, **routing)
 
@@ -142,19 +134,21 @@ def _adopt_llama4(block: Any, model: nn.Module) -> MoELayer:
 def _adopt_stacked(
     block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **router_fields: Any
 ) -> MoELayer:
-    """Convert a block, whose children `layout` names, to a `layer_class`.
-
-    `router_fields` has router fields of `MoEConfig`.
-    """
+    """Convert a block with these router fields of `MoEConfig` to a `layer_class`."""
     experts = block.get_submodule(layout.experts)
-    read = read_experts(experts, layout.expert_layout)
-    router_tensors = _get_router_tensors(block, layout)
-    fields = read.fields | {"dim": router_tensors["weight"].shape[1], **router_fields}
+    expert_fields, own_activation = read_experts(experts, layout.expert_layout)
+    router_tensors = _get_tensors(block.get_submodule(layout.router))
+    if layout.bias_owner is not None:
+        of_owner = _get_tensors(block.get_submodule(layout.bias_owner))
+        router_tensors |= {n: t for n, t in of_owner.items() if n == layout.expert_bias}
+    fields = expert_fields | {"dim": router_tensors["weight"].shape[1], **router_fields}
     fields["expert_bias"] = layout.expert_bias in router_tensors
     fields["router_bias"] = "bias" in router_tensors
-    latent = _get_latent_projections(block, layout)
-    if latent is not None:
-        fields["latent_dim"] = read.fields["dim"]
+    latent: tuple[nn.Module, nn.Module] | None = None
+    if layout.latent_down:
+        down, up = (block.get_submodule(n) for n in (layout.latent_down, layout.latent_up))
+        if not isinstance(down, nn.Identity):
+            latent, fields["latent_dim"] = (down, up), expert_fields["dim"]
     layer = adopt(
         MoEConfig(**fields),
         layout,
@@ -163,27 +157,10 @@ def _adopt_stacked(
         latent=latent,
         shared=getattr(block, layout.shared, None),
         shared_gate=getattr(block, layout.shared_gate) if layout.shared_gate else None,
-        own_activation=read.own_activation,
+        own_activation=own_activation,
         layer_class=layer_class,
     )
-    return record_logits(layer, get_router(block, layout))
-
-
-def _get_router_tensors(block: nn.Module, layout: LayerLayout) -> dict[str, Tensor]:
-    """Return a router's parameters and buffers by name, with the bias of `layout.bias_owner`."""
-    tensors = _get_tensors(block.get_submodule(layout.router))
-    if layout.bias_owner is not None:
-        of_owner = _get_tensors(block.get_submodule(layout.bias_owner))
-        tensors |= {n: t for n, t in of_owner.items() if n == layout.expert_bias}
-    return tensors
-
-
-def _get_latent_projections(block: Any, layout: LayerLayout) -> tuple[nn.Module, nn.Module] | None:
-    """Return the projections to and from the experts' dim; None if a block has none."""
-    if not layout.latent_down:
-        return None
-    down, up = (block.get_submodule(n) for n in (layout.latent_down, layout.latent_up))
-    return None if isinstance(down, nn.Identity) else (down, up)
+    return record_logits(layer, stock.get_router(block, layout))
 
 
 def _get_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -193,7 +170,7 @@ def _get_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _adopt_deepseek_v2(block: Any, model: nn.Module) -> MoELayer:
     """Convert a DeepSeek-V2 block: softmax, group-limited top-k if configured, shared experts."""
-    refuse_customised_block(block, STACKED)
+    stock.refuse_customised_block(block, STACKED)
     gate = block.gate
     routing = {"top_k": gate.top_k, "normalize_weights": False}
     routing["routed_scaling_factor"] = gate.routed_scaling_factor
@@ -205,22 +182,14 @@ def _adopt_deepseek_v2(block: Any, model: nn.Module) -> MoELayer:
 # Adapter -> classes of blocks whose code, including the router, is equal up to names.
 _BLOCK_CLASSES: dict[Callable[[Any, nn.Module], MoELayer], tuple[str, ...]] = {
     _adopt_softmax_block: (
-        "FlexOlmoSparseMoeBlock",
-        "MellumSparseMoeBlock",
-        "MiniMaxSparseMoeBlock",
-        "MixtralSparseMoeBlock",
-        "OlmoeSparseMoeBlock",
-        "Qwen3MoeSparseMoeBlock",
-        "Qwen3OmniMoeThinkerTextSparseMoeBlock",
-        "Qwen3VLMoeTextSparseMoeBlock",
+        *("FlexOlmoSparseMoeBlock", "MellumSparseMoeBlock", "MiniMaxSparseMoeBlock"),
+        *("MixtralSparseMoeBlock", "OlmoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock"),
+        *("Qwen3OmniMoeThinkerTextSparseMoeBlock", "Qwen3VLMoeTextSparseMoeBlock"),
     ),
     # And a shared expert with a sigmoid gate.
     partial(_adopt_softmax_block, layout=QWEN2_MOE): (
-        "Qwen2MoeSparseMoeBlock",
-        "Qwen3NextSparseMoeBlock",
-        "Qwen3OmniMoeTalkerTextSparseMoeBlock",
-        "Qwen3_5MoeSparseMoeBlock",
-        "Qwen4ExpTextSparseMoeBlock",
+        *("Qwen2MoeSparseMoeBlock", "Qwen3NextSparseMoeBlock", "Qwen3_5MoeSparseMoeBlock"),
+        *("Qwen3OmniMoeTalkerTextSparseMoeBlock", "Qwen4ExpTextSparseMoeBlock"),
     ),
     _adopt_deepseek_v2: ("DeepseekOcr2TextMoe", "DeepseekV2Moe", "UnlimitedOcrTextMoe"),
     _adopt_deepseek_v4: ("DeepseekV4SparseMoeBlock",),

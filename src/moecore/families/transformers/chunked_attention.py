@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.attention.sequence import Sequence, split_documents
-from moecore.families.transformers.stock import is_transformers_module
+from moecore.families.transformers.stock import find_modules
 
 CHUNKED = "chunked_attention"  # in a config's `layer_types`
 CLASS = "Llama4TextAttention"
@@ -26,15 +26,12 @@ CHUNK_SIZE, HAS_TEMPERATURE = "_moecore_chunk_size", "_moecore_has_temperature"
 
 def find_chunked_layers(model: nn.Module) -> list[Any]:
     """Return a model's Llama 4 attention modules whose attention is chunked."""
-    return [layer for layer in _find_attention_modules(model) if _is_chunked(layer)]
+    return [layer for layer in find_modules(model, CLASS) if _is_chunked(layer)]
 
 
 def use_chunked_attention(model: nn.Module) -> None:
-    """Disable chunk masks and query temperatures of Llama 4's layers, in place.
-
-    `split_into_chunks` and `scale_queries` compute them instead.
-    """
-    for layer in _find_attention_modules(model):
+    """Disable chunk masks and query temperatures of Llama 4, which the functions below compute."""
+    for layer in find_modules(model, CLASS):
         if _is_chunked(layer):
             setattr(layer, CHUNK_SIZE, layer.config.attention_chunk_size)
         if layer.attn_temperature_tuning and not layer.use_rope:
@@ -43,10 +40,7 @@ def use_chunked_attention(model: nn.Module) -> None:
 
 
 def split_into_chunks(layer: nn.Module, sequence: Sequence, q_BHTd: Tensor) -> Sequence:
-    """Return a copy of `sequence` whose documents are the layer's chunks, for queries `q_BHTd`.
-
-    A layer without chunked attention returns `sequence` unchanged.
-    """
+    """Return `sequence` with the layer's chunks, if it has chunks, as documents."""
     size: int | None = getattr(layer, CHUNK_SIZE, None)
     if size is None:
         return sequence
@@ -68,11 +62,5 @@ def scale_queries(layer: Any, sequence: Sequence, q_BHTd: Tensor) -> Tensor:
     return (q_BHTd * factors_BT[:, None, :, None]).to(q_BHTd.dtype)
 
 
-def _find_attention_modules(model: nn.Module) -> list[Any]:
-    """Return a model's Llama 4 attention modules."""
-    return [m for m in model.modules() if is_transformers_module(m) and type(m).__name__ == CLASS]
-
-
 def _is_chunked(layer: Any) -> bool:
-    """Whether the config gives a layer a chunked attention mask."""
     return bool(layer.config.layer_types[layer.layer_idx] == CHUNKED)

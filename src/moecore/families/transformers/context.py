@@ -18,6 +18,7 @@ from moecore.attention.context_parallel.local_tokens import ContextParallel
 from moecore.attention.sequence import Sequence
 from moecore.base.fields import quote
 from moecore.base.options.context import ContextOptions
+from moecore.families.transformers import stock
 from moecore.families.transformers.attention import use_causal_attention
 from moecore.families.transformers.chunked_attention import find_chunked_layers
 from moecore.families.transformers.head import IS_SCORED
@@ -25,12 +26,6 @@ from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.rows import READER, RowReader, get_shifted_labels, get_tokens
 from moecore.families.transformers.sparse_attention import find_sparse_attention
-from moecore.families.transformers.stock import (
-    CAUSAL_LOSS,
-    get_loss_name,
-    has_causal_loss,
-    is_stock,
-)
 from moecore.models.loss import count_labels
 from moecore.models.tensor_parallel import all_reduce_replicated
 
@@ -46,11 +41,7 @@ class CausalContext:
         self.model: Any = model
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return `options` with the communication method of attention for `cp` and `tp` ranks.
-
-        Raises NotImplementedError for a model that cannot shard rows, and ValueError for an
-        `options.way` that does not fit the model's attention.
-        """
+        """Return `options` with the communication method of attention for `cp` and `tp` ranks."""
         name, part = type(self.model).__name__, find_packing_problem(self.model)
         problem = None if part is None else f"{part} needs whole rows on a rank"
         if (problem := problem or _find_loss_problem(self.model)) is not None:
@@ -80,7 +71,9 @@ class CausalContext:
                 f"ContextOptions.way ({options.way!r}) must be 'allgather' or 'auto' for {name}, "
                 "whose queries read keys of any rank"
             )
-        if resolved.way in KEYS_TRAVEL and _has_windows(self.model):
+        owners = (self.model.config, *self.model.modules())
+        has_windows = any(getattr(owner, "sliding_window", None) is not None for owner in owners)
+        if resolved.way in KEYS_TRAVEL and has_windows:
             if options.way != "auto":
                 raise ValueError(
                     f"ContextOptions.way ({options.way!r}) must be 'a2a' or 'allgather' for "
@@ -105,9 +98,7 @@ class CausalContext:
         reader: RowReader = getattr(self.model, READER)
         return reader
 
-    def _shift_labels(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _shift_labels(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> stock.Arguments:
         """Forward pre-hook: build the `Sequence`; shift labels in full rows, then slice them."""
         _refuse_router_logits(kwargs.get("output_router_logits"))
         for field in ("logits_to_keep", "inputs_embeds"):
@@ -118,16 +109,23 @@ class CausalContext:
                 )
         reader: RowReader = getattr(self.model, READER)
         tokens = get_tokens(args, kwargs)
-        _refuse_unsliced_tensors(kwargs, tokens)
+        for name, value in kwargs.items():
+            is_of_rows = isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]
+            if is_of_rows and name not in SHARDED_INPUTS:
+                raise ValueError(
+                    f"{name} {tuple(value.shape)} must be left out under context parallelism, "
+                    "where a rank has a part of each row: of tensors of tokens only "
+                    f"{', '.join(SHARDED_INPUTS)} are cut"
+                )
         sequence = reader.build_sequence(tokens, kwargs)
         kwargs = {n: value for n, value in kwargs.items() if n != "cp"} | {SEQUENCE: sequence}
         if kwargs.get("labels") is None:
             return args, kwargs
-        if not hasattr(model, IS_SCORED) and not has_causal_loss(model):
+        if not hasattr(model, IS_SCORED) and not stock.has_causal_loss(model):
             raise ValueError(
                 f"loss_function ({quote(model.loss_function)}) must be transformers' "
-                f"{CAUSAL_LOSS} under context parallelism, where a rank has a part of each row: "
-                "set it back, or use cp=1"
+                f"{stock.CAUSAL_LOSS} under context parallelism, where a rank has a part of each "
+                "row: set it back, or use cp=1"
             )
         shifted_BT = get_shifted_labels(kwargs)
         if kwargs.get("num_items_in_batch") is None:
@@ -136,7 +134,7 @@ class CausalContext:
         return args, kwargs | {"labels": local_labels_BT, "shift_labels": local_labels_BT}
 
     def _all_reduce_loss(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> Any:
         """Forward hook: replace the output's loss by its sum over the cp ranks. Collective."""
         sequence: Sequence = kwargs[SEQUENCE]
@@ -152,26 +150,14 @@ class CausalContext:
 def _find_loss_problem(model: Any) -> str | None:
     """Return why a model's loss cannot be summed over cp ranks, or None if it can be summed."""
     function = model.loss_function
-    if get_loss_name(model) is None:
+    if stock.get_loss_name(model) is None:
         return "its forward has no loss of transformers' loss_function"
-    if not has_causal_loss(model):
+    if not stock.has_causal_loss(model):
         name = getattr(function, "__name__", type(function).__name__)
-        return f"its loss ({name}) is not {CAUSAL_LOSS}, that of a causal language model"
-    if "forward" in vars(model) or not is_stock(type(model).forward):
+        return f"its loss ({name}) is not {stock.CAUSAL_LOSS}, that of a causal language model"
+    if "forward" in vars(model) or not stock.is_stock(type(model).forward):
         return "its forward is not transformers' own, and may compute more than that loss"
     return None
-
-
-def _refuse_unsliced_tensors(inputs: Mapping[str, Any], tokens: Tensor) -> None:
-    """Raise ValueError for an input [B, T, ..] with the B, T of `tokens` that cp does not slice."""
-    for name, value in inputs.items():
-        is_of_rows = isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]
-        if is_of_rows and name not in SHARDED_INPUTS:
-            raise ValueError(
-                f"{name} {tuple(value.shape)} must be left out under context parallelism, where a "
-                f"rank has a part of each row: of tensors of tokens only "
-                f"{', '.join(SHARDED_INPUTS)} are cut"
-            )
 
 
 def _refuse_router_logits(output_router_logits: Any) -> None:
@@ -182,10 +168,3 @@ def _refuse_router_logits(output_router_logits: Any) -> None:
             "balance loss would see a rank's tokens alone: use "
             "parallelize_moe(moe={'balance': ...})"
         )
-
-
-def _has_windows(model: nn.Module) -> bool:
-    """Whether a model's config or any of its modules has a sliding window."""
-    windows = (getattr(module, "sliding_window", None) for module in model.modules())
-    of_config = getattr(getattr(model, "config", None), "sliding_window", None)
-    return of_config is not None or any(window is not None for window in windows)

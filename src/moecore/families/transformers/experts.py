@@ -1,8 +1,5 @@
 """Adapters of transformers' experts modules: any class with the common experts interface.
 
-    find_experts_adapter    experts module -> route_experts, or None
-    route_experts           experts module -> RoutedExperts with its parameters
-
 The interface (`transformers.integrations.moe`) is stacked matrices, an activation, and a forward
 with ids and weights as arguments. Flags on the module give the order of the matrices. Only this
 module is replaced. Router, shared experts and buffers of its block remain transformers modules.
@@ -13,7 +10,6 @@ Legend: E experts, D model dim, F hidden dim of an expert, C columns of FC1 (2F 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any, get_args
@@ -23,11 +19,7 @@ from torch import Tensor, nn
 
 from moecore.base.options.layer import Activation, MoEConfig
 from moecore.families.adopt import adopt_experts
-from moecore.families.transformers.stock import (
-    bind_arguments,
-    is_transformers_module,
-    refuse_customised_experts,
-)
+from moecore.families.transformers import stock
 from moecore.kernels.rows.activation import ActivationOptions, activate_rows
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.expert_layout import ExpertLayout
@@ -42,32 +34,19 @@ ACTIVATION = "act_fn"
 SLOPES, LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsDescription:
-    """Sizes and activation of an experts module of transformers, in moecore's options."""
-
-    fields: dict[str, Any]  # of `MoEConfig`: sizes, activation and biases
-    own_activation: OwnActivation | None  # the module's, if no activation of moecore equals it
-
-
 def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedExperts] | None:
     """Return `route_experts` for an experts module with transformers' interface, otherwise None."""
     is_known = all(hasattr(module, flag) for flag in FLAGS) or type(module).__name__ in UNFLAGGED
-    return route_experts if is_transformers_module(module) and is_known else None
+    return route_experts if stock.is_transformers_module(module) and is_known else None
 
 
 def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
-    """Return RoutedExperts with the parameters of an experts module; `model` is unused.
-
-    Raises NotImplementedError for a customised module.
-    """
-    refuse_customised_experts(experts, child_names=(ACTIVATION, "identity_expert"))
+    """Return RoutedExperts with the parameters of an experts module; `model` is unused."""
+    stock.refuse_customised_experts(experts, child_names=(ACTIVATION, "identity_expert"))
     layout = read_layout(experts)
-    read = read_experts(experts, layout)
-    config = MoEConfig(**read.fields, top_k=1)  # not used: the model's router chooses
-    return adopt_experts(
-        config, layout, get_used_parameters(experts), own_activation=read.own_activation
-    )
+    fields, activation = read_experts(experts, layout)
+    config = MoEConfig(**fields, top_k=1)  # not used: the model's router chooses
+    return adopt_experts(config, layout, get_used_parameters(experts), own_activation=activation)
 
 
 def read_layout(experts: Any) -> ExpertLayout:
@@ -95,10 +74,11 @@ def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
     return tensors
 
 
-def read_experts(experts: Any, layout: ExpertLayout) -> ExpertsDescription:
-    """Return sizes and activation of experts. `layout` has the names of their parameters.
+def read_experts(experts: Any, layout: ExpertLayout) -> tuple[dict[str, Any], OwnActivation | None]:
+    """Return sizes, activation and biases as fields of `MoEConfig`, and the module's activation.
 
-    NotImplementedError if an output column of the activation needs more than its gate and up.
+    The second result is None if an activation of moecore equals it. NotImplementedError for an
+    activation that mixes columns.
     """
     num_experts, sizes = len(getattr(experts, layout.w2)), getattr(experts, layout.w1).shape[1:]
     fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
@@ -121,7 +101,7 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ExpertsDescription:
         "fc1_bias": hasattr(experts, layout.b1),
         "fc2_bias": hasattr(experts, layout.b2),
     }
-    return ExpertsDescription(fields, options.function)
+    return fields, options.function
 
 
 def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
@@ -131,18 +111,22 @@ def read_activation(experts: Any, layout: ExpertLayout) -> ActivationOptions:
     """
     gated, interleaved = getattr(experts, "has_gate", True), layout.gate_up == "interleaved"
     activation = _get_stock_activation(experts, gated=gated)
-    options = _match_activation_options(activation, experts, gated, interleaved)
-    if options is not None:
-        return options
-    kind = "swiglu" if gated else "silu"  # has or has no gate, like the module's own
-    return ActivationOptions(kind=kind, function=activation)
+    h_RC = _make_activation_samples(gated)
+    reference = activation(h_RC)
+    limit, alpha = (_find_positive_attribute(experts, names) for names in (LIMITS, SLOPES))
+    for kind in get_args(Activation):
+        options = ActivationOptions(
+            kind=kind, limit=limit or 7.0, alpha=alpha or 1.702, interleaved=interleaved
+        )
+        if options.gated != gated:
+            continue
+        if torch.allclose(activate_rows(h_RC, options), reference, rtol=1e-6, atol=1e-7):
+            return options
+    return ActivationOptions(kind="swiglu" if gated else "silu", function=activation)
 
 
 def _get_stock_activation(experts: Any, *, gated: bool) -> Callable[[Tensor], Tensor]:
-    """Return the module's activation of FC1's output, without a reference to its matrices.
-
-    It maps [rows, FC1 columns] to [rows, hidden dim]. `gated`: the columns have gates and ups.
-    """
+    """Return the module's activation [rows, FC1 columns] -> [rows, hidden dim] without matrices."""
     # `copy.copy` calls constructors of FSDP2's classes, and fails for parametrized classes.
     shell: Any = object.__new__(type(experts))
     act = experts._modules.get(ACTIVATION)
@@ -160,46 +144,18 @@ def _get_stock_activation(experts: Any, *, gated: bool) -> Callable[[Tensor], Te
 
 
 def _apply_gated_activation(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) -> Tensor:
-    """Return act_fn(gate) * up, where gate and up are the first and second half of h's columns.
-
-    The experts of transformers releases without `_apply_gate` compute this function.
-    """
+    """Return act_fn(gate) * up of column halves, as releases without `_apply_gate` compute it."""
     gate, up = h_RC.chunk(2, dim=-1)
     return act_fn(gate) * up
 
 
-def _match_activation_options(
-    stock_activation: Callable[[Tensor], Tensor], experts: Any, gated: bool, interleaved: bool
-) -> ActivationOptions | None:
-    """Return the first moecore activation that equals `stock_activation` on samples, or None.
-
-    `gated`: the input has gate and up columns, which alternate if `interleaved`.
-    """
-    h_RC = _make_activation_samples(gated)
-    reference = stock_activation(h_RC)
-    limit, alpha = (_find_positive_attribute(experts, names) for names in (LIMITS, SLOPES))
-    for kind in get_args(Activation):
-        options = ActivationOptions(
-            kind=kind, limit=limit or 7.0, alpha=alpha or 1.702, interleaved=interleaved
-        )
-        if options.gated != gated:
-            continue
-        if torch.allclose(activate_rows(h_RC, options), reference, rtol=1e-6, atol=1e-7):
-            return options
-    return None
-
-
 def _find_positive_attribute(experts: Any, attribute_names: Sequence[str]) -> float | None:
-    """Return the first of these attributes of `experts` that is a positive number, or None."""
     values = (getattr(experts, name, None) for name in attribute_names)
     return next((v for v in values if isinstance(v, int | float) and 0 < v < inf), None)
 
 
 def _is_elementwise(activation: Callable[[Tensor], Tensor], gated: bool, interleaved: bool) -> bool:
-    """Whether each output column depends only on its own gate and up columns, tested on samples.
-
-    `gated`: the input has gate and up columns, which alternate if `interleaved`.
-    """
+    """Whether each output column depends only on its own gate and up columns, on samples."""
     h_RC = _make_activation_samples(gated)
     if not gated:
         return torch.equal(activation(h_RC[:, :3]), activation(h_RC)[:, :3])
@@ -218,7 +174,7 @@ def _make_activation_samples(gated: bool) -> Tensor:
 
 def has_vision_experts(block: nn.Module) -> bool:
     """Whether a block has separate MoE modules for text tokens and for image tokens."""
-    return is_transformers_module(block) and isinstance(
+    return stock.is_transformers_module(block) and isinstance(
         getattr(block, "vision_moe", None), nn.Module
     )
 
@@ -227,7 +183,7 @@ def get_image_mask(
     block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
     """Return the forward's argument [B, T] that is nonzero for image tokens; None = no images."""
-    return bind_arguments(block, args, kwargs).get("moe_mm_token_type_ids")
+    return stock.bind_arguments(block, args, kwargs).get("moe_mm_token_type_ids")
 
 
 def hook_vision_experts(model: nn.Module) -> None:
@@ -241,7 +197,7 @@ def _run_vision_experts_on_text(
     block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Forward hook: if no token is an image, run image experts on zero tokens; add 0 to output."""
-    hidden_BTD: Tensor = bind_arguments(block, args, kwargs)["hidden_states"]
+    hidden_BTD: Tensor = stock.bind_arguments(block, args, kwargs)["hidden_states"]
     kinds_BT = get_image_mask(block, args, kwargs)
     layers = (m for m in block.vision_moe.modules() if isinstance(m, RoutedLayer))
     is_local = all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers)

@@ -71,7 +71,6 @@ def is_rms_norm(module: nn.Module) -> bool:
 
 
 def _get_eps(module: nn.Module) -> float | None:
-    """Return the eps of a norm, or None if it has no float attribute of a known name."""
     return next((eps for n in EPS if isinstance(eps := getattr(module, n, None), float)), None)
 
 
@@ -129,11 +128,7 @@ def _run_fused_hyper_connected_layer(
 def _collapse_streams(
     connection: Any, hidden_streams: Tensor, *, fused: bool = False
 ) -> tuple[Tensor, CollapsedStreams] | tuple[Tensor, Tensor, Tensor]:
-    """Replacement forward of a hyper-connection: mix N residual streams to a sublayer's input.
-
-    With `fused`, return the input [B, T, D] and the state for `_expand_streams`. Otherwise return
-    the three results of the class's forward.
-    """
+    """Replacement forward that mixes N streams; `fused`: return [B, T, D] and streams to expand."""
     if not fused:
         parts: tuple[Tensor, Tensor, Tensor] = type(connection).forward(connection, hidden_streams)
         return parts

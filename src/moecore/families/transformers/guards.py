@@ -12,12 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.families.transformers.stock import (
-    bind_arguments,
-    get_forward_parameters,
-    is_pretrained,
-    is_transformers_module,
-)
+from moecore.families.transformers import stock
 
 # Arguments of `Decoder.forward` that transformers has under another name, or moecore elsewhere.
 NATIVE = {
@@ -31,13 +26,9 @@ NATIVE = {
 
 
 def guard_models(model: nn.Module) -> None:
-    """Guard `save_pretrained`, `generate` and `forward` of transformers models, in place.
-
-    `save_pretrained` raises instead of saving shards as full tensors. `generate` runs until all
-    ranks have finished, because ranks share experts. Forwards raise for arguments of `Decoder`.
-    """
+    """Make transformers models refuse to save shards and to accept arguments of `Decoder`."""
     for module in model.modules():
-        if is_pretrained(module):
+        if stock.is_pretrained(module):
             hf: Any = module
             hf.save_pretrained = partial(_save_pretrained, hf.save_pretrained)
             if hasattr(hf, "generate"):
@@ -53,10 +44,7 @@ def _save_pretrained(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call `save`, the class's `save_pretrained`, or raise NotImplementedError for sharded tensors.
-
-    `state_dict` must have full tensors, unless the keyword `distributed_checkpoint` is true.
-    """
+    """Call the class's `save`; refuse sharded tensors without `distributed_checkpoint`."""
     is_unsharded = state_dict and not any(isinstance(t, DTensor) for t in state_dict.values())
     if not is_unsharded and not kwargs.get("distributed_checkpoint"):
         raise NotImplementedError(
@@ -67,14 +55,12 @@ def _save_pretrained(
 
 
 def _run_generate(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `generate`, the model's method, with `synced_gpus` if there are several ranks."""
     kwargs.setdefault("synced_gpus", dist.is_initialized() and dist.get_world_size() > 1)
     return generate(*args, **kwargs)
 
 
 def _refuse_decoder_arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: raise ValueError for an argument of moecore's decoder."""
-    unknown = NATIVE.keys() - get_forward_parameters(type(module).forward).keys()
+    unknown = NATIVE.keys() - stock.get_forward_parameters(type(module).forward).keys()
     for name in sorted(kwargs.keys() & unknown):
         raise ValueError(
             f"{name} must be given as {NATIVE[name]} to {type(module).__name__}: it is an argument "
@@ -87,13 +73,13 @@ def warn_about_cache(model: nn.Module) -> None:
     # torch.compile recompiles a layer for each index in the cache, up to a limit of 8; further
     # layers run in eager mode. Activations that the cache references are not recomputed.
     for module in model.modules():
-        if is_transformers_module(module) and getattr(module, "base_model", None) is module:
+        if stock.is_transformers_module(module) and getattr(module, "base_model", None) is module:
             module.register_forward_pre_hook(_warn_if_cache_is_used, with_kwargs=True)
 
 
 def _warn_if_cache_is_used(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a base model: warn if it trains with a key/value cache."""
-    use_cache = bind_arguments(module, args, kwargs).get("use_cache")
+    use_cache = stock.bind_arguments(module, args, kwargs).get("use_cache")
     use_cache = getattr(module.config, "use_cache", False) if use_cache is None else use_cache
     if use_cache and module.training and torch.is_grad_enabled():
         warnings.warn(
@@ -132,5 +118,5 @@ class ShardedDeviceMap(Mapping[str, str]):
 def refuse_accelerate(model: nn.Module) -> None:
     """Make accelerate and Trainer raise an error if they receive a model or a model in it."""
     for module in model.modules():
-        if module is model or is_pretrained(module):
+        if module is model or stock.is_pretrained(module):
             module.hf_device_map = ShardedDeviceMap(type(module).__name__)  # type: ignore[assignment]

@@ -97,11 +97,7 @@ class Logits(Tensor):
         return logits
 
     def compute_values(self) -> Tensor:
-        """Return the values, a plain tensor; during the model's forward they are differentiable.
-
-        Raises ValueError after the forward, if gradients are enabled, the weight has changed or the
-        loss's backward has begun.
-        """
+        """Return the values, a plain tensor; during the model's forward they are differentiable."""
         source = self.source
         is_gone = source.is_over or sum_version_counters(source.weight) != source.version
         if source.has_ended and (is_gone or torch.is_grad_enabled()):
@@ -147,11 +143,6 @@ class Logits(Tensor):
         return func(*values[0], **values[1])
 
 
-def _convert_to_float(logits: Logits) -> Logits:
-    """`Tensor.float` of lazy logits: return lazy fp32 logits."""
-    return Logits.make_lazy(logits.source, logits.shape, torch.float32)
-
-
 def _view_as_rows(logits: Logits, *shape: Any) -> Logits | None:
     """Return lazy fp32 logits viewed as [-1, V]; None = values are needed for this view."""
     vocabulary = logits.shape[-1]
@@ -170,11 +161,7 @@ def _compute_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Return the mean or summed loss of [N, V] logits, computed in chunks of tokens.
-
-    `F.cross_entropy` calls this function with its own arguments for lazy logits. None = an option
-    needs the logits' values.
-    """
+    """`F.cross_entropy` of lazy logits [N, V] in chunks of tokens; None = it needs their values."""
     unsupported = (weight, size_average, reduce)
     is_plain = all(other is None for other in unsupported) and label_smoothing == 0.0
     is_known = reduction in ("mean", "sum") and ignore_index == IGNORE_INDEX
@@ -197,7 +184,7 @@ def _compute_cross_entropy(
 
 
 WITHOUT_VALUES: Mapping[Any, Callable[..., Tensor | None]] = {
-    Tensor.float: _convert_to_float,
+    Tensor.float: lambda logits: Logits.make_lazy(logits.source, logits.shape, torch.float32),
     Tensor.view: _view_as_rows,
     F.cross_entropy: _compute_cross_entropy,
 }
@@ -252,10 +239,7 @@ def find_plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
 
 
 def fuse_loss(model: nn.Module, recipe: Recipe | None) -> None:
-    """Change transformers models in place: head and loss run together, in chunks of tokens.
-
-    `recipe` is the FP8 recipe of the head's products in the loss; None = the dtype of its weight.
-    """
+    """Make head and loss run together, in chunks of tokens and with this FP8 recipe, in place."""
     for outer, head in find_plain_heads(model):
         head.__class__ = HeadWithoutLogits
         head.loss_recipe = recipe  # type: ignore[assignment]

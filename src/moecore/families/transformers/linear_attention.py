@@ -22,11 +22,7 @@ from torch import Tensor, nn
 
 from moecore.attention.linear import attend_linear, causal_conv1d, scan_states
 from moecore.attention.sequence import Sequence
-from moecore.families.transformers.stock import (
-    find_names_in_forward,
-    has_cache,
-    is_transformers_module,
-)
+from moecore.families.transformers import stock
 
 SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
 CONVOLUTION = "causal_conv1d_fn"
@@ -40,37 +36,26 @@ Function = Callable[..., Any]
 
 def find_linear_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules with linear attention: a recurrence of `RULES`, or lightning attention."""
-    return [m for m in model.modules() if find_linear_rule(m) or _is_lightning(m)]
+    rules = [module for module in model.modules() if find_linear_rule(module)]
+    return rules + stock.find_modules(model, LIGHTNING)
 
 
 def find_linear_rule(module: nn.Module) -> str | None:
     """Return the name of the recurrence that a module's forward calls; None = it calls none."""
-    call = find_names_in_forward(module)
+    call = stock.find_names_in_forward(module)
     return next((rule for rule in RULES if rule in call), None) if CONVOLUTION in call else None
 
 
-def find_short_convs(model: nn.Module) -> list[nn.Module]:
-    """Return the layers whose class is one of `SHORT_CONVOLUTIONS`."""
-    return [
-        m
-        for m in model.modules()
-        if is_transformers_module(m) and type(m).__name__ in SHORT_CONVOLUTIONS
-    ]
-
-
 def accept_sequence_argument(model: nn.Module) -> None:
-    """Make linear attention and short convolutions compute the documents of a `Sequence` argument.
-
-    This replaces global functions of the layers' Python modules, for all models of these modules.
-    """
-    convolutions = find_short_convs(model)
+    """Make linear attention and short convolutions read a `Sequence` argument, in all models."""
+    convolutions = stock.find_modules(model, *SHORT_CONVOLUTIONS)
     for layer in convolutions:
         layer.register_forward_pre_hook(_check_no_layer_cache, with_kwargs=True)
-    for layer in filter(_is_lightning, model.modules()):
+    for layer in stock.find_modules(model, LIGHTNING):
         layer.forward = MethodType(_run_lightning_attention, layer)
     for module in (*find_linear_layers(model), *convolutions):
         of_file = inspect.unwrap(type(module).forward).__globals__
-        for name in find_names_in_forward(module) & FUNCTIONS.keys():
+        for name in stock.find_names_in_forward(module) & FUNCTIONS.keys():
             if not hasattr(of_file[name], "stands_before"):
                 of_file[name] = _make_sequence_wrapper(of_file[name], FUNCTIONS[name])
 
@@ -83,14 +68,10 @@ def disable_fused_layer(module: nn.Module) -> None:
 
 
 def _make_sequence_wrapper(stock_function: Function, sequence_function: Function) -> Function:
-    """Return a wrapper: `sequence_function` for documents or cp ranks, otherwise `stock_function`.
-
-    `sequence_function` receives the call's `Sequence` before the arguments of `stock_function`.
-    """
+    """Return a wrapper that calls `sequence_function` for documents or cp ranks."""
 
     @wraps(stock_function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Call `sequence_function` if the call needs it, otherwise `stock_function`."""
         sequence: Sequence | None = kwargs.pop(SEQUENCE, None)
         if not _has_documents_or_ranks(sequence):
             return stock_function(*args, **kwargs)
@@ -108,10 +89,7 @@ def _convolve_sequence(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """Replacement of the short convolution for documents and cp ranks: [B, D, T] -> [B, D, T].
-
-    `activation` is a name in transformers' `ACT2FN`; None = no activation.
-    """
+    """Replacement of the short convolution for documents and cp ranks: [B, D, T] -> [B, D, T]."""
     is_silu = activation in SILU
     x_BTD = hidden_states.transpose(1, 2)
     y_BTD = causal_conv1d(x_BTD, weight, bias, sequence, apply_silu=is_silu)
@@ -136,41 +114,22 @@ def _attend_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Replacement of a chunked delta rule for documents and cp ranks; returns (output, None).
-
-    `g` has log decays, `beta` learning rates. Raises ValueError for a cache.
-    """
+    """Replacement of a chunked delta rule (log decays `g`, learning rates `beta`)."""
     _check_no_cache(initial_state is not None or output_final_state)
-    out = attend_linear(
-        query,
-        key,
-        value,
-        g,
-        beta,
-        sequence,
-        scale=key.shape[-1] ** -0.5,
-        norm_qk=use_qk_l2norm_in_kernel,
-    )
+    scale, norm_qk = key.shape[-1] ** -0.5, use_qk_l2norm_in_kernel
+    out = attend_linear(query, key, value, g, beta, sequence, scale=scale, norm_qk=norm_qk)
     return out, None
-
-
-def _is_lightning(module: nn.Module) -> bool:
-    """Whether a module is MiniMax's lightning attention."""
-    return is_transformers_module(module) and type(module).__name__ == LIGHTNING
 
 
 def _run_lightning_attention(
     layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    """Replacement forward of lightning attention for documents and cp ranks.
-
-    The state decays by exp(-slope) per token, and a token adds its key times its value.
-    """
+    """Replacement forward of lightning attention, whose state decays by exp(-slope) per token."""
     sequence: Sequence | None = kwargs.get(SEQUENCE)
     if sequence is None or not _has_documents_or_ranks(sequence):
         result: tuple[Tensor, Any] = type(layer).forward(layer, hidden_states, *args, **kwargs)
         return result
-    _check_no_cache(has_cache(kwargs))
+    _check_no_cache(stock.has_cache(kwargs))
     of_heads = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (-1, 3 * layer.head_dim))
     q, k, v = of_heads.split(layer.head_dim, dim=-1)
     g_BTH = -layer.slope_rate.flatten().float().expand(q.shape[:3])
@@ -195,10 +154,7 @@ def _scan_state_space(
     return_final_states: bool = False,
     **_: Any,
 ) -> Tensor:
-    """Replacement of `mamba2_chunk_scan`, with its arguments, for documents and cp ranks.
-
-    Returns [B, T, heads, dims]. Raises ValueError for a cache.
-    """
+    """Replacement of `mamba2_chunk_scan` for documents and cp ranks; [B, T, heads, dims]."""
     _check_no_cache(initial_states is not None or return_final_states)
     step_BTH = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step_BTH = (F.softplus(step_BTH) if dt_softplus else step_BTH).clamp(*dt_limit)
@@ -210,7 +166,6 @@ def _skip_fused_layer(*_args: Any, **_: Any) -> None:
 
 
 def _has_documents_or_ranks(sequence: Sequence | None) -> bool:
-    """Whether a call has packed documents or cp ranks, which stock functions do not compute."""
     return sequence is not None and (
         sequence.cu_seqlens is not None or sequence.local_tokens is not None
     )
@@ -218,11 +173,10 @@ def _has_documents_or_ranks(sequence: Sequence | None) -> bool:
 
 def _check_no_layer_cache(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a short convolution layer: ValueError for documents with a cache."""
-    _check_no_cache(has_cache(kwargs) and _has_documents_or_ranks(kwargs.get(SEQUENCE)))
+    _check_no_cache(stock.has_cache(kwargs) and _has_documents_or_ranks(kwargs.get(SEQUENCE)))
 
 
 def _check_no_cache(has_state: bool) -> None:
-    """Raise ValueError if a call passes or requests a recurrent state."""
     if has_state:
         raise ValueError(
             "use_cache (True) must be False for linear attention with documents or over cp ranks, "

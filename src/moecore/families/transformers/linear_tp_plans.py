@@ -50,11 +50,7 @@ class _LinearHeads:
 
 
 def plan_linear_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
-    """Return how a linear attention layer is sharded by heads, or why it is replicated.
-
-    `name` names the layer in errors. Raises ValueError if `tp` ranks can neither divide nor share
-    heads.
-    """
+    """Return how a linear attention layer is sharded by heads, or why it is replicated."""
     layer = LAYERS[find_linear_rule(module) or ""](module, tp)
     groups = [heads for heads, _ in layer.channels]
     if any(n % tp for n in layer.heads) or any(n % tp and tp % n for n in groups):
@@ -123,7 +119,6 @@ def _count_rows(sections: Stack) -> int:
 
 
 def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return how a gated delta net's tensors divide into heads; `counts` are of one rank."""
     k, v = (module.num_k_heads, module.head_k_dim), (module.num_v_heads, module.head_v_dim)
     per_head = (module.num_v_heads, 1)
     counts = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
@@ -148,7 +143,6 @@ def _read_delta_net_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return how Kimi delta attention's tensors divide into heads; `counts` are of one rank."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     counts = {n: getattr(module, n) // tp for n in ("num_heads", "qkv_dim")}
     linears = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
@@ -166,7 +160,6 @@ def _read_kimi_delta_heads(module: Any, tp: int) -> _LinearHeads:
 
 
 def _read_mamba2_heads(module: Any, tp: int) -> _LinearHeads:
-    """Return how a Mamba-2 mixer's tensors divide into heads; `counts` are of one rank."""
     x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     group = (module.n_groups, module.ssm_state_size)  # of B, as of C
     channels = (x, group, group)
@@ -229,10 +222,9 @@ def apply_gated_norm(
     eps: float,
     compute_mean: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return weight * h / sqrt(compute_mean(h^2) + eps), where h = x * silu(gate).
+    """Return weight * h / sqrt(compute_mean(h^2) + eps), where h = x * silu(gate), or x.
 
-    `compute_mean` maps fp32 squares to their mean over each element's group. If `gate` is None, h
-    is x. The result has the dtype of x.
+    `compute_mean` maps fp32 squares to their mean over each element's group.
     """
     h = x.float() if gate is None else x.float() * F.silu(gate.float())
     return weight * (h * torch.rsqrt(compute_mean(h.pow(2)) + eps)).to(x.dtype)

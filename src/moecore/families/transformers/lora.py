@@ -64,10 +64,7 @@ class _WrappedExperts:
 
 @contextmanager
 def unwrap_experts(model: nn.Module) -> Iterator[list[_WrappedExperts]]:
-    """Return a context in which the experts replace peft's wrappers of experts, in place.
-
-    Yields a record of each wrapped experts module. If the body raises, the wrappers are put back.
-    """
+    """Replace peft's wrappers of experts by the experts; put them back if the body raises."""
     wrappers = list(_find_wrapped_experts(model)) if "peft" in sys.modules else []
     for wrapper in wrappers:
         wrapper.parent._modules[wrapper.child] = wrapper.experts
@@ -80,11 +77,7 @@ def unwrap_experts(model: nn.Module) -> Iterator[list[_WrappedExperts]]:
 
 
 def adapt_experts(wrapped: list[_WrappedExperts], layers: Mapping[str, RoutedLayer]) -> None:
-    """Move LoRA matrices of peft's wrappers to `Experts.lora` of the MoE layers.
-
-    `wrapped` is the result of `unwrap_experts`. Raises ValueError or NotImplementedError for LoRA
-    that no layer supports.
-    """
+    """Move LoRA matrices of peft's `wrapped` experts to `Experts.lora` of the MoE layers."""
     places = {f"{name}.{m.get_part_name('experts')}".rstrip("."): m for name, m in layers.items()}
     for wrap in wrapped:
         layer = places.get(f"{wrap.block}.{wrap.child}")
@@ -116,10 +109,7 @@ def adapt_experts(wrapped: list[_WrappedExperts], layers: Mapping[str, RoutedLay
 
 
 def refuse_peft_methods(model: nn.Module) -> None:
-    """Make peft's methods that need full parameters raise NotImplementedError.
-
-    A forward raises a ValueError if adapters were added after this call.
-    """
+    """Make peft's methods that need full parameters, and adapters that are added later, raise."""
     _forbid_methods(model, REPLACED, "on a parallelized model, whose tensors are shards")
     # Users call get_peft_model on the outermost transformers model.
     outermost = next((m for m in model.modules() if is_pretrained(m)), None)
@@ -133,11 +123,7 @@ def refuse_unmerging(model: nn.Module) -> None:
 
 
 def _forbid_methods(model: nn.Module, alternatives: Mapping[str, str], context: str) -> None:
-    """Make methods of a PeftModel and its tuner raise NotImplementedError.
-
-    `alternatives` maps a method's name to the alternative. `context` says when calls are forbidden.
-    Both are part of the error text.
-    """
+    """Make methods {name: alternative} of a PeftModel and its tuner raise NotImplementedError."""
     for module in model.modules():
         if is_pretrained(module):
             return  # its children are layers
@@ -148,12 +134,10 @@ def _forbid_methods(model: nn.Module, alternatives: Mapping[str, str], context: 
 
 
 def _refuse_method(method: str, context: str, fix: str, /, *args: Any, **kwargs: Any) -> None:
-    """Raise NotImplementedError: peft's `method` must not be called `context`; use `fix`."""
     raise NotImplementedError(f"{method} of peft must not be called {context}: use {fix}")
 
 
 def _refuse_late_adapters(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook that raises if adapters were added after `parallelize_moe`."""
     if hasattr(module, "peft_config"):
         raise ValueError(
             f"adapters of {type(module).__name__} must be attached before parallelize_moe, or "
@@ -203,9 +187,8 @@ def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> di
         active = f"{path}.modules_to_save.{module.active_adapters[0]}"
         for name, tensor in tensors.items():
             if name.startswith(f"{active}."):
-                copy_of[_rename_without_peft(path + name.removeprefix(active), moved_prefixes)] = (
-                    tensor
-                )
+                original = path + name.removeprefix(active)
+                copy_of[_rename_without_peft(original, moved_prefixes)] = tensor
     return copy_of
 
 
@@ -253,10 +236,7 @@ def _find_wrapped_experts(model: nn.Module) -> Iterator[_WrappedExperts]:
 
 
 def _refuse_lora_on_matrices(name: str, wrappers: list[Any]) -> None:
-    """Raise NotImplementedError if LoRA is on a parameter with less than 3 dims, as of a router.
-
-    `wrappers` are peft's `ParamWrapper`s on the parameters of module `name`.
-    """
+    """Raise NotImplementedError if LoRA is on a parameter with less than 3 dims, as of a router."""
     for wrapper in wrappers:
         param = wrapper.get_param()
         if param.ndim < 3:
@@ -272,9 +252,7 @@ def _refuse_block_copy(name: str, wrapper: Any, model: nn.Module) -> None:
     block = model.get_submodule(name.rpartition(".")[0])
     siblings = [m for m in block.children() if m is not wrapper]
     parts = [*wrapper.modules(), *(p for m in siblings for p in (m, getattr(m, "base_layer", m)))]
-    if not hasattr(wrapper, "modules_to_save") or any(
-        _has_stacked_parameters(part) for part in parts
-    ):
+    if not hasattr(wrapper, "modules_to_save") or any(map(_has_stacked_parameters, parts)):
         raise NotImplementedError(
             f"{name} ({type(wrapper).__name__}) must not be of a MoE block or a part of one, nor "
             "of single tokens: take it out of LoraConfig.modules_to_save and "

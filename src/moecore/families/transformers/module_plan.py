@@ -17,11 +17,8 @@ Stack = tuple[tuple[int, int], ...]
 
 
 def iterate_local_rows(sections: Stack, rank: int, tp: int) -> Iterator[slice]:
-    """Yield the slice of matrix rows of a rank's heads in each section of `sections`.
-
-    A section is (number of heads, rows per head). If a section has fewer heads than `tp`, several
-    ranks have the same head.
-    """
+    """Yield the slice of matrix rows of a rank's heads in each section (heads, rows per head)."""
+    # If a section has fewer heads than `tp`, several ranks have the same head.
     # Example: 4 heads of 8 rows, then 1 head of 8 rows. Rank 1 of 2 has rows 16:32 and 32:40.
     start = 0
     for heads, size in sections:
@@ -32,41 +29,30 @@ def iterate_local_rows(sections: Stack, rank: int, tp: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
-    """How tp ranks shard one module: names of its linears and parameters by kind of sharding.
+    """How tp ranks shard one module: names of its linears and parameters by kind of sharding."""
 
-    Attributes:
-        columns: column-parallel linears; a rank computes a part of the outputs.
-        row: the row-parallel linear that reads these outputs; its outputs are all-reduced.
-        halves: column-parallel linears whose first half of rows are an MLP's gates, and second half
-            its ups. A rank has rows of both halves.
-        params_by_head: parameters that are sharded by heads.
-        norms: norms over the columns of all heads; these columns are all-gathered first.
-        shared: {name: elements of a head} of replicated linears with fewer key or value heads than
-            ranks. A rank uses the one head that its query heads read.
-        num_shared: number of key or value heads if there are fewer than ranks, otherwise 0.
-        stacks: replicated linears of queries, keys and values in one matrix. A rank multiplies
-            with the rows of its heads.
-        head_exchanges: column-parallel linears with several sections. All ranks have equally
-            many rows, and exchange outputs so that a rank receives the outputs of its heads.
-        local_reads: modules with replicated parameters; a rank reads the rows of its heads.
-        groups: {name: elements of a group} of gated norms whose groups span several ranks.
-        counts: {attribute: number on a rank} of attributes that count heads or columns.
-        buffers: {name: dim of heads} of replicated buffers; a rank reads the part of its heads.
-    """
-
-    columns: tuple[str, ...]
-    row: str
+    columns: tuple[str, ...]  # column-parallel linears; a rank computes a part of the outputs
+    row: str  # the row-parallel linear that reads these outputs; its outputs are all-reduced
+    # Column-parallel linears whose first half of rows are gates and second half ups of an MLP.
     halves: tuple[str, ...] = ()
-    params_by_head: tuple[str, ...] = ()
-    norms: tuple[str, ...] = ()
+    params_by_head: tuple[str, ...] = ()  # parameters that are sharded by heads
+    norms: tuple[str, ...] = ()  # norms over the columns of all heads, which are all-gathered first
+    # {name: elements of a head} of replicated linears with fewer key or value heads than ranks. A
+    # rank uses the one head that its query heads read.
     shared: Mapping[str, int] | None = None
-    num_shared: int = 0
+    num_shared: int = 0  # key or value heads if there are fewer than ranks, otherwise 0
+    # Replicated linears of queries, keys and values in one matrix; a rank reads rows of its heads.
     stacks: Mapping[str, Stack] | None = None
+    # Column-parallel linears with several sections. All ranks have equally many rows, and exchange
+    # outputs so that a rank receives the outputs of its heads.
     head_exchanges: Mapping[str, Stack] = field(default_factory=dict)
+    # Modules with replicated parameters; a rank reads the rows of its heads.
     local_reads: Mapping[str, Stack] = field(default_factory=dict)
+    # {name: elements of a group} of gated norms whose groups span several ranks.
     groups: Mapping[str, int] = field(default_factory=dict)
+    # {attribute: number on a rank} of attributes that count heads or columns.
     counts: Mapping[str, int] = field(default_factory=dict)
-    buffers: Mapping[str, int] | None = None
+    buffers: Mapping[str, int] | None = None  # {name: dim of heads} of replicated buffers
 
 
 def get_linears(module: nn.Module) -> dict[str, nn.Linear]:

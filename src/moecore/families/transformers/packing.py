@@ -16,17 +16,10 @@ from torch import Tensor, nn
 
 from moecore.base.torch_private import tree_map_only
 from moecore.families.adapters import CONVOLUTIONS
+from moecore.families.transformers import stock
 from moecore.families.transformers.chunked_attention import CHUNKED, find_chunked_layers
-from moecore.families.transformers.linear_attention import find_linear_layers, find_short_convs
+from moecore.families.transformers.linear_attention import SHORT_CONVOLUTIONS, find_linear_layers
 from moecore.families.transformers.sparse_attention import find_sparse_attention
-from moecore.families.transformers.stock import (
-    CAUSAL_LOSS,
-    find_names_in_forward,
-    get_loss_name,
-    get_text_decoder,
-    is_transformers_module,
-    list_tower_modules,
-)
 
 POSITIONS = "position_ids"  # argument of a rotary embedding
 
@@ -37,47 +30,39 @@ def find_longest_position_readers(model: nn.Module) -> Iterator[tuple[str, str, 
         kind = getattr(module, "rope_type", None)
         types = kind.values() if isinstance(kind, dict) else [kind]
         for rope_type in types:
-            if isinstance(rope_type, str) and _is_longest_position_reader(module, rope_type):
+            if not isinstance(rope_type, str) or rope_type == "default":
+                continue
+            # As transformers' dynamic_rope_update, or a class that reads the largest position.
+            is_dynamic = "dynamic" in rope_type or rope_type == "longrope"
+            if is_dynamic or "max" in stock.find_names_in_forward(module):
                 yield name, rope_type, module
                 break
-
-
-def _is_longest_position_reader(module: nn.Module, rope_type: str) -> bool:
-    """Whether a rotary embedding of `rope_type` depends on the longest position of the forward."""
-    if "dynamic" in rope_type or rope_type == "longrope":  # as transformers' dynamic_rope_update
-        return True
-    return rope_type != "default" and "max" in find_names_in_forward(module)
 
 
 class LongestPosition:
     """Hooks that pass the largest position of the full rows to a model's rotary embeddings."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._num_tokens: int | None = None
+        self.num_tokens: int | None = None  # of full rows; None = rows are not sharded
         for _, _, module in find_longest_position_readers(model):
             module.register_forward_pre_hook(self._append_position, with_kwargs=True)
             module.register_forward_hook(self._drop_position)
 
-    def set_num_tokens(self, num_tokens: int | None) -> None:
-        """Set the length of the full rows for the next forward; None = rows are not sharded."""
-        self._num_tokens = num_tokens
-
     def _append_position(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> stock.Arguments | None:
         """Forward pre-hook: append position T - 1 of the full rows if rows are sharded."""
-        if self._num_tokens is None:
+        if self.num_tokens is None:
             return None
         positions: Tensor = kwargs[POSITIONS] if POSITIONS in kwargs else args[1]
-        last = positions.new_full((*positions.shape[:-1], 1), self._num_tokens - 1)
+        last = positions.new_full((*positions.shape[:-1], 1), self.num_tokens - 1)
         extended = torch.cat((positions, last), dim=-1)
         if POSITIONS in kwargs:
             return args, kwargs | {POSITIONS: extended}
         return (args[0], extended, *args[2:]), kwargs
 
-    def _drop_position(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook: remove the angles of the appended position."""
-        if self._num_tokens is None:
+    def _drop_position(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.num_tokens is None:
             return None
         # Angles are [B, t, d]: a pair of cos and sin, or one complex tensor.
         return tree_map_only(Tensor, lambda x: x[..., :-1, :], output)
@@ -85,7 +70,7 @@ class LongestPosition:
 
 # Losses that are sums over tokens; transformers' other losses read, for example, a row's last
 # token.
-TOKEN_LOSSES = (CAUSAL_LOSS, "ForTokenClassification", "ForMaskedLMLoss")
+TOKEN_LOSSES = (stock.CAUSAL_LOSS, "ForTokenClassification", "ForMaskedLMLoss")
 UNSUPPORTED_FIELDS = ("attention_dropout", "attn_logit_softcapping")
 # Kinds of layers in which only softmax attention mixes tokens.
 KINDS = ("full_attention", "sliding_attention", "mlp", "moe")
@@ -99,24 +84,24 @@ SPARSE = ("indexed_attention", "deepseek_sparse_attention")  # the second: trans
 def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | None:
     """Return which part of a model forbids packed documents and cp, as text; None = no part.
 
-    `has_row_inputs`: whether `use_causal_attention` was called. Linear, sparse and chunked
-    attention and short convolutions then support documents. Image and audio encoders are ignored,
-    because forwards with their inputs raise errors.
+    `has_row_inputs`: whether `use_causal_attention` was called, which makes further kinds of layers
+    support documents, and refuses inputs of image and audio encoders.
     """
     config: Any = model.config
     text = config.get_text_config()
-    linear = find_linear_layers(model) if has_row_inputs else []
-    num_sparse = len(find_sparse_attention(model)) if has_row_inputs else 0
-    convolutions = find_short_convs(model) if has_row_inputs else []
-    row_layers = {LINEAR: len(linear), CONVOLUTION: len(convolutions)}
-    row_layers |= {CHUNKED: len(find_chunked_layers(model)) if has_row_inputs else 0}
-    references = [
-        m
-        for m in model.modules()
-        if type(m).__name__ == REFERENCE_CLASS and is_transformers_module(m)
-    ]
-    row_layers |= {REFERENCE: len(references) if has_row_inputs else 0}
-    row_layers |= dict.fromkeys(SPARSE, num_sparse)
+    row_layers: dict[str, int] = {}  # kind of layer -> number of layers that support documents
+    linear, convolutions, towers = list[nn.Module](), list[nn.Module](), set[nn.Module]()
+    if has_row_inputs:
+        linear = find_linear_layers(model)
+        convolutions = stock.find_modules(model, *SHORT_CONVOLUTIONS)
+        towers = stock.list_tower_modules(model)
+        row_layers = {
+            LINEAR: len(linear),
+            CONVOLUTION: len(convolutions),
+            CHUNKED: len(find_chunked_layers(model)),
+            REFERENCE: len(stock.find_modules(model, REFERENCE_CLASS)),
+            **dict.fromkeys(SPARSE, len(find_sparse_attention(model))),
+        }
     if (problem := find_unsupported_layer(model, row_layers)) is not None:
         return problem
     for owner, field in [
@@ -126,7 +111,6 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
         if getattr(owner, field, None):
             return f"{field} ({getattr(owner, field)})"
     linear_modules = {part for layer in (*linear, *convolutions) for part in layer.modules()}
-    towers = list_tower_modules(model) if has_row_inputs else set()
     for name, module in model.named_modules():
         if module in towers:
             continue
@@ -140,7 +124,7 @@ def find_one_document_problem(model: nn.Module) -> str | None:
     """Return which part of a model needs one document per row, as text; None = no part."""
     for name, rope_type, _ in find_longest_position_readers(model):
         return f"rope_type ({rope_type!r}) of {name}, which reads the longest position of all rows"
-    loss = get_loss_name(model)
+    loss = stock.get_loss_name(model)
     if loss is not None and loss not in TOKEN_LOSSES:
         return f"a head of whole rows ({loss} of {type(model).__name__})"
     return None
@@ -149,19 +133,14 @@ def find_one_document_problem(model: nn.Module) -> str | None:
 def find_unsupported_layer(
     model: nn.Module, row_layers: Mapping[str, int] | None = None
 ) -> str | None:
-    """Return the first layer whose kind forbids packed documents, as text; None = no layer.
-
-    Kinds are the entries of `layer_types` in the config. `row_layers` maps further kinds to the
-    number of layers with moecore's attention. Such a kind is supported if all its layers have
-    moecore's attention.
-    """
+    """Return the first layer of a kind without documents; `row_layers`: further kinds -> number."""
     hf: Any = model
     kinds = getattr(hf.config.get_text_config(), "layer_types", None) or ()
     row_kinds = (kind for kind, number in (row_layers or {}).items() if number == kinds.count(kind))
     known_kinds = (*KINDS, *row_kinds)
     for i, kind in enumerate(kinds):
         if kind not in known_kinds:
-            layers = getattr(get_text_decoder(hf), "layers", None)
+            layers = getattr(stock.get_text_decoder(hf), "layers", None)
             parts = layers[i].modules() if isinstance(layers, nn.ModuleList) else ()
             names = (type(part).__name__ for part in parts)
             mixer = next((f", {name}" for name in names if name.endswith(MIXERS)), "")

@@ -27,13 +27,8 @@ from torch import Tensor, nn
 
 from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.base.torch_private import sum_version_counters
+from moecore.families.transformers import stock
 from moecore.families.transformers.rows import READER, RowReader
-from moecore.families.transformers.stock import (
-    CACHES,
-    get_text_decoder,
-    list_towers,
-    refuse_tower_inputs,
-)
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import (
@@ -50,11 +45,8 @@ IS_CUT = "_moecore_is_cut"  # attribute of a model: this rank lacks some parts
 RUNS_STAGE = "_moecore_runs_stage"  # attribute of a model: a stage's forward is running
 LABELS = ("labels", "shift_labels", "log_prob_loss")
 REFUSED = (
-    "inputs_embeds",
-    "logits_to_keep",
-    "output_hidden_states",
-    "output_router_logits",
-    *CACHES,
+    *("inputs_embeds", "logits_to_keep", "output_hidden_states", "output_router_logits"),
+    *stock.CACHES,
     "use_cache",
 )
 
@@ -92,11 +84,7 @@ class StagedCausal:
         return parts
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the shape of the hidden states that a stage receives.
-
-        The shape is [B, T / cp, D] for the stage with the first layer. Later stages receive the
-        output of a layer, [B, T / cp, ...].
-        """
+        """Return the shape [B, T / cp, ...] of the hidden states that a stage receives."""
         cp = None if self._reader is None else self._reader.select_ranks(inputs.get("cp"))
         B, T = inputs["input_ids"].shape
         sizes = (self._hidden_size,) if 0 in stage.layers else getattr(self.model, SIZES)
@@ -104,9 +92,7 @@ class StagedCausal:
 
     @property
     def _hidden_size(self) -> int:
-        """The `hidden_size` D of the text config."""
-        width: int = self.model.config.get_text_config().hidden_size
-        return width
+        return int(self.model.config.get_text_config().hidden_size)
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Raise ValueError for a micro-batch that stages cannot run."""
@@ -118,15 +104,11 @@ class StagedCausal:
                 f"{name} must be left out of a pipeline stage, which has a part of the layers: "
                 "pass input_ids, and balance experts by parallelize_moe(moe={'balance': ...})"
             )
-        refuse_tower_inputs(self.model, inputs, "pipeline stages")
+        stock.refuse_tower_inputs(self.model, inputs, "pipeline stages")
         require_arguments(inputs, "input_ids", "labels or log_prob_loss")
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
-        """Run one stage on a micro-batch; return hidden states, or in the last stage the loss.
-
-        `hidden` is the previous stage's output, None in the first stage. Without labels, the last
-        stage returns logits. See `StagedModel`.
-        """
+        """Run one stage; return hidden states, or in the last stage loss or logits."""
         if hidden is not None and not (stage.layers or stage.loss):
             return hidden
         check_stage_modules(self, self.stage_parts(), stage, 0)
@@ -147,11 +129,7 @@ class StagedCausal:
 
     @contextmanager
     def _replace_other_stages(self, stage: Stage, hidden: Tensor | None) -> Iterator[list[Tensor]]:
-        """Return a context in which `AbsentModule` replaces the modules of other stages.
-
-        Hooks pass `hidden` to the stage's first module, and append the stage's output to the
-        yielded list.
-        """
+        """Replace other stages' modules by `AbsentModule`; yield a list of this stage's outputs."""
         parts, get = self.stage_parts(), self.get_submodule
         layers = _list_layer_names(self, parts)
         line = [parts.embedding, *layers, *parts.final_modules, parts.head]
@@ -162,7 +140,6 @@ class StagedCausal:
         with ExitStack() as ends:
 
             def hook(name: str, run: Callable[..., Any]) -> None:
-                """Register a forward hook until the context ends."""
                 ends.callback(get(name).register_forward_hook(run).remove)
 
             for name in line:
@@ -209,11 +186,6 @@ class _CallTrace:
     calls: list[tuple[str, Any, int]] = field(default_factory=list)
     error: Exception | None = None
 
-    @property
-    def part_names(self) -> list[str]:
-        """Names of the parts (embedding, layers, norm, head) that ran, in order."""
-        return [name for name, *_ in self.calls]
-
     def record_call(self, part_name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of the part `part_name`: record the call."""
         x = args[0] if args and isinstance(args[0], Tensor) else None
@@ -252,14 +224,9 @@ def _trace_calls(model: Any, stage_parts: StageParts) -> _CallTrace:
 
 
 def _trace_parts(model: Any, stage_parts: StageParts) -> tuple[StageParts, tuple[int, ...]]:
-    """Check a model by a run without embedding, layers and head; return parts in call order.
-
-    The second result is the shape of the layers' input after [B, T], such as (D,). Raises
-    NotImplementedError if the model computes anything between layers, or passes more than hidden
-    states between layers.
-    """
+    """Check a model by a run without its parts; return parts in call order, and the layers' [D]."""
     shell, layers = _trace_calls(model, stage_parts), _list_layer_names(model, stage_parts)
-    names, num_layers = shell.part_names, len(layers)
+    names, num_layers = [name for name, *_ in shell.calls], len(layers)
     early = next((name for name in names[:num_layers] if name not in layers), None)
     if early is not None:
         raise _make_refusal(model, f"it runs {early} in front of a layer")
@@ -288,34 +255,28 @@ def _trace_parts(model: Any, stage_parts: StageParts) -> tuple[StageParts, tuple
 
 
 def _get_first_result(results: Any) -> Tensor:
-    """Return the only or first result of a layer."""
     first: Tensor = results if isinstance(results, Tensor) else results[0]
     return first
 
 
 def _replace_first_result(results: Any, new_result: Tensor) -> Any:
-    """Return a layer's results with the first result replaced."""
     return new_result if isinstance(results, Tensor) else (new_result, *results[1:])
 
 
 def _list_layer_names(model: Any, stage_parts: StageParts) -> list[str]:
-    """Return the qualified names of the decoder layers, first to last."""
     return [
         f"{stage_parts.layers}.{i}" for i in range(len(model.get_submodule(stage_parts.layers)))
     ]
 
 
 def _find_parts(model: Any) -> StageParts:
-    """Return the names of embedding, layers, norm and head of a model.
-
-    Raises NotImplementedError if the model has parameters outside of them.
-    """
+    """Return the names of embedding, layers, norm and head, which have all parameters."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise _make_refusal(model, "has an encoder")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is None or head is None:
         raise _make_refusal(model, "has no embedding, or no head")
-    blocks = find_blocks(get_text_decoder(model))
+    blocks = find_blocks(stock.get_text_decoder(model))
     name_of = {module: name for name, module in model.named_modules()}
     owners = {name_of[block].rpartition(".")[0] for block in blocks}
     lists = [name for name in owners if isinstance(model.get_submodule(name), nn.ModuleList)]
@@ -328,7 +289,7 @@ def _find_parts(model: Any) -> StageParts:
     kinds = model.config.get_text_config().indexer_types if hand_on else ()
     parts = StageParts(
         embedding=name_of[embedding],
-        towers=tuple(list_towers(model)),
+        towers=tuple(stock.list_towers(model)),
         layers=lists[0],
         results=2 if hand_on else 1,
         bound_layers=frozenset(i for i, kind in enumerate(kinds) if kind == "shared"),
@@ -345,7 +306,6 @@ def _find_parts(model: Any) -> StageParts:
 
 
 def _make_refusal(model: nn.Module, problem: str) -> NotImplementedError:
-    """Return the error for a model that cannot be split into stages because of `problem`."""
     return NotImplementedError(
         f"model ({type(model).__name__}) must be embedding, layers, norm and head alone to be cut "
         f"to pipeline stages, but {problem}"

@@ -45,11 +45,7 @@ def _find_version_problem() -> str | None:
 def _check_router_logits(
     version_problem: str | None, module: Any, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Forward hook: raise NotImplementedError if requested router logits were not recorded.
-
-    `version_problem` is the error text for a transformers version that uses logits wrongly, or
-    None.
-    """
+    """Forward hook: raise NotImplementedError if requested router logits were not recorded."""
     layers_of = (m for m in module.modules() if isinstance(m, RoutedLayer))
     # transformers records no logits of layers with hash routing.
     recordable = [m for m in layers_of if m.config.assignment != "hash"]
@@ -73,8 +69,7 @@ class _LogitRecorder(nn.Module):
     """A module without parameters whose forward returns a `Router`'s logits to transformers' hooks.
 
     transformers hooks its router classes and records the first output, or Llama 4's second output.
-    `Router` returns a `Routing` instead. It therefore has a recorder, a subclass of the block's
-    router class, and calls it with each routing. The recorder returns the logits twice.
+    The recorder is a subclass of the block's router class and returns the logits twice.
     """
 
     def __init__(self) -> None:

@@ -10,8 +10,6 @@ For classes that add nothing, or that divide by at least 1e-12 (ERNIE), the quot
 all chosen scores of a token are below 1e-12.
 
 The layer classes have the forward's arguments or results of transformers' blocks.
-
-Legend: T tokens, D model dim.
 """
 
 from __future__ import annotations
@@ -81,28 +79,17 @@ MAX_NORM_MIN = 1e-12  # a larger bound of the sum of weights would change weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterRecord:
-    """The routing rule of a class of blocks. An option is an attribute of the router or block.
+    """The routing rule of a class of blocks. An option is an attribute of the router or block."""
 
-    Attributes:
-        layout: names of the block's parts, except those inside its experts module.
-        score_function: function of the logits, unless the router has `expert_selection_fn`; None =
-            the module `score_fn` of the router.
-        score_order: "pre" selects experts by score; "post" selects by logit, then scores them.
-        normalize: whether a token's weights are divided by their sum, or the option that says so.
-        scale: option with a factor on the weights or on the routed output; "" = 1.
-        ranks_groups: whether groups of experts are ranked by the sum of their two best scores.
-        layer_class: class of the layer, for blocks with another forward.
-        children: names of children that `layer_class` runs, beside the parts of `layout`.
-    """
-
-    layout: LayerLayout = STACKED
+    layout: LayerLayout = STACKED  # names of the block's parts, except inside its experts module
+    # Of the logits, unless the router has `expert_selection_fn`; None = the module `score_fn`.
     score_function: ScoreFunction | None = "softmax"
-    score_order: ScoreOrder = "pre"
-    normalize: bool | str = True
-    scale: str = ""
-    ranks_groups: bool = False
-    layer_class: type[MoELayer] = MoELayer
-    children: tuple[str, ...] = ()
+    score_order: ScoreOrder = "pre"  # "pre" selects by score; "post" selects by logit, then scores
+    normalize: bool | str = True  # whether weights are divided by their sum, or an option
+    scale: str = ""  # option with a factor on the weights or on the routed output; "" = 1
+    ranks_groups: bool = False  # whether groups are ranked by the sum of their two best scores
+    layer_class: type[MoELayer] = MoELayer  # for blocks with another forward
+    children: tuple[str, ...] = ()  # children that `layer_class` runs, beside parts of `layout`
 
 
 DEEPSEEK_V3 = RouterRecord(
@@ -118,23 +105,10 @@ MISTRAL_4 = replace(DEEPSEEK_V3, score_function="softmax")
 RECORDS: dict[str, RouterRecord] = {
     **dict.fromkeys(
         (
-            "BailingHybridMoE",
-            "BeamMoE",
-            "DeepseekV32MoE",
-            "DeepseekV3MoE",
-            "Dots1MoE",
-            "Dots3NoteTextMoE",
-            "ExaoneMoeSparseMoEBlock",
-            "Glm4MoeLiteMoE",
-            "Glm4MoeMoE",
-            "Glm4vMoeTextMoE",
-            "Glm5NextTextMoE",
-            "GlmMoeDsaMoE",
-            "HYV4MoE",
-            "HYV4VLMoE",
-            "KimiLinearMoE",
-            "MiMoV2FlashMoE",
-            "SolarOpenMoE",
+            *("BailingHybridMoE", "BeamMoE", "DeepseekV32MoE", "DeepseekV3MoE", "Dots1MoE"),
+            *("Dots3NoteTextMoE", "ExaoneMoeSparseMoEBlock", "Glm4MoeLiteMoE", "Glm4MoeMoE"),
+            *("Glm4vMoeTextMoE", "Glm5NextTextMoE", "GlmMoeDsaMoE", "HYV4MoE", "HYV4VLMoE"),
+            *("KimiLinearMoE", "MiMoV2FlashMoE", "SolarOpenMoE"),
         ),
         DEEPSEEK_V3,
     ),
@@ -223,7 +197,9 @@ def read_routing(block: Any, record: RouterRecord) -> dict[str, Any] | None:
     linear = block.get_submodule(record.layout.router)
     if linear is not router and type(linear) is not nn.Linear:  # such as one with LoRA
         return None
-    function = _read_score_function(router, record)
+    function = getattr(router, "expert_selection_fn", record.score_function)
+    if record.score_function is None:
+        function = SCORES.get(type(router.score_fn).__name__)
     if function is None:
         return None
     is_softmax_after_choice = (record.score_order, function) == ("post", "softmax")  # its sum is 1
@@ -242,20 +218,3 @@ def read_routing(block: Any, record: RouterRecord) -> dict[str, Any] | None:
     if record.ranks_groups:
         return routing | {"num_groups": num_groups, "top_groups": top_groups}
     return None if top_groups < num_groups else routing
-
-
-def get_layer_class(block: Any, record: RouterRecord) -> type[MoELayer]:
-    """Return the MoELayer class for a block: its record's class, or for Cohere `MeanOutputLayer`.
-
-    `MeanOutputLayer` averages the outputs of routed and shared experts.
-    """
-    is_mean = getattr(block, "shared_expert_combination_strategy", "") == "average"
-    return MeanOutputLayer if is_mean and hasattr(block, "shared_experts") else record.layer_class
-
-
-def _read_score_function(router: Any, record: RouterRecord) -> str | None:
-    """Return `MoEConfig.score_function` of a router; None if moecore lacks its function."""
-    if record.score_function is None:
-        return SCORES.get(type(router.score_fn).__name__)
-    function: str = getattr(router, "expert_selection_fn", record.score_function)
-    return function

@@ -31,6 +31,7 @@ from moecore.attention.context_parallel.local_tokens import (
 )
 from moecore.attention.sequence import Sequence, make_packed_sequence, shift_rows
 from moecore.base.torch_private import call_after_backward
+from moecore.families.transformers import stock
 from moecore.families.transformers.experts import get_image_mask, has_vision_experts
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.packing import (
@@ -38,14 +39,6 @@ from moecore.families.transformers.packing import (
     find_one_document_problem,
     find_packing_problem,
     find_unsupported_layer,
-)
-from moecore.families.transformers.stock import (
-    bind_arguments,
-    find_outermost_models,
-    get_base_model,
-    get_forward_parameters,
-    has_causal_loss,
-    refuse_tower_inputs,
 )
 from moecore.models.loss import IGNORE_INDEX, count_labels
 from moecore.moe.layer import MoELayer, RoutedLayer
@@ -68,7 +61,7 @@ class RowReader:
     def __init__(self, model: Any) -> None:
         self.cp: ContextParallel | None = None  # cp ranks; None = this rank has full rows
         self.groups: Mapping[int, ContextParallel] = {}  # cp of a forward -> its ranks
-        self._model, base = model, get_base_model(model)
+        self._model, base = model, stock.get_base_model(model)
         self._other = find_packing_problem(model) or find_one_document_problem(model)
         self._longest = LongestPosition(base)
         model.register_forward_pre_hook(_pass_divisor, with_kwargs=True)
@@ -90,11 +83,7 @@ class RowReader:
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
 
     def build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
-        """Return the `Sequence` of a forward: documents, padding and this cp rank's tokens.
-
-        `tokens` are the ids or embeddings of full rows. `inputs` are the forward's arguments by
-        name.
-        """
+        """Return a forward's documents, padding and local tokens; `tokens` are of full rows."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
         cu_seqlens = _get_first_argument(inputs, DOCUMENTS)
         longest = _get_first_argument(inputs, LONGEST)
@@ -117,7 +106,7 @@ class RowReader:
                 "each"
             )
         if cu_seqlens is not None or ranks is not None:
-            refuse_tower_inputs(
+            stock.refuse_tower_inputs(
                 self._model, inputs, "packed documents (cu_seqlens) and context parallelism (cp)"
             )
         if ranks is not None:
@@ -130,15 +119,10 @@ class RowReader:
         return replace(sequence, padding_mask_BT=mask_BT)
 
     def select_ranks(self, cp: int | None) -> ContextParallel | None:
-        """Return the cp ranks that share a forward's rows; None = rows are not sharded.
-
-        `cp` is the number of ranks that the caller passed to the forward; None = the default.
-        """
+        """Return the ranks that share rows for a forward's argument `cp`; None = full rows."""
         return select_cp_ranks(cp, self.cp, self.groups)
 
-    def _pass_sequence(
-        self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
-    ) -> tuple[tuple[Any, ...], Kwargs]:
+    def _pass_sequence(self, base: nn.Module, args: Any, kwargs: Kwargs) -> stock.Arguments:
         """Forward pre-hook: replace packing arguments by a `Sequence`; slice tokens over cp."""
         tokens = get_tokens(args, kwargs)
         sequence = kwargs.get(SEQUENCE) or self.build_sequence(tokens, kwargs)
@@ -148,7 +132,7 @@ class RowReader:
         if positions is None:
             positions = sequence.positions_BT
         B, T = tokens.shape[:2]
-        self._longest.set_num_tokens(None if sequence.local_tokens is None else T)
+        self._longest.num_tokens = None if sequence.local_tokens is None else T
         if sequence.local_tokens is not None:
             if positions is None:
                 positions = torch.arange(T, device=tokens.device)[None]
@@ -181,11 +165,8 @@ class MaskReader:
         for block in self._unchecked:
             block.register_forward_pre_hook(self._check_packed_rows, with_kwargs=True)
 
-    def _check_packed_rows(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        """Forward pre-hook: check once per block that packed documents do not attend to each other.
-
-        Raises ValueError, or warns if this cannot be determined.
-        """
+    def _check_packed_rows(self, block: nn.Module, args: Any, kwargs: Kwargs) -> None:
+        """Forward pre-hook: check once per block that documents do not attend to each other."""
         if block not in self._unchecked or not self._model.training or hasattr(self._model, READER):
             return
         self._unchecked.discard(block)
@@ -217,12 +198,12 @@ class MaskReader:
             )
 
     def _read_row_inputs(
-        self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
-    ) -> tuple[tuple[Any, ...], Kwargs] | None:
+        self, base: nn.Module, args: Any, kwargs: Kwargs
+    ) -> stock.Arguments | None:
         """Forward pre-hook: store the forward's `Sequence` and remove arguments of moecore."""
         if hasattr(self._model, READER):  # the RowReader passes padding too
             return None
-        inputs = bind_arguments(base, args, kwargs)
+        inputs = stock.bind_arguments(base, args, kwargs)
         tokens = _get_first_argument(inputs, TOKENS)
         if tokens is None:
             return None
@@ -230,11 +211,7 @@ class MaskReader:
         return args, {name: value for name, value in kwargs.items() if name not in ROW_INPUTS}
 
     def _build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
-        """Return the `Sequence` of a forward: documents and padding.
-
-        `tokens` are ids or embeddings. `inputs` are the forward's arguments by name. Raises
-        ValueError if the model's attention would mix documents.
-        """
+        """Return a forward's documents and padding; ValueError if attention would mix documents."""
         cu_seqlens, mask_BT = inputs.get("cu_seqlens"), inputs.get("padding_mask")
         if cu_seqlens is not None:
             of_documents = find_one_document_problem(self._model)
@@ -270,7 +247,6 @@ class MaskReader:
         return replace(sequence, padding_mask_BT=mask_BT)
 
     def _warn_of_padding(self, mask: Any) -> None:
-        """Warn once, in training, of a mask from which MoE layers cannot read padding."""
         has_layers = any(isinstance(m, RoutedLayer) for m in self._model.modules())
         if self._has_warned or not self._model.training or not has_layers:
             return
@@ -282,37 +258,29 @@ class MaskReader:
             stacklevel=2,
         )
 
-    def _hook_backward(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: make backward restore the `Sequence`, for MoE layers that it recomputes.
-
-        A hook on the output's gradient restores it. The forward itself forgets its `Sequence`.
-        """
+    def _hook_backward(self, base: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook: restore the `Sequence` in backward, for MoE layers that it recomputes."""
         sequence, self._state.sequence = getattr(self._state, "sequence", None), None
         if sequence is None or (sequence.padding_mask_BT is None and sequence.cu_seqlens is None):
             return
         hidden = output if isinstance(output, Tensor) else output[0]
-        if hidden.requires_grad:
-            hidden.register_hook(lambda _: self._restore_sequence(sequence))
+        if not hidden.requires_grad:
+            return
 
-    def _restore_sequence(self, sequence: Sequence) -> None:
-        """Make `sequence` the current `Sequence` until the end of the running backward."""
-        self._state.sequence = sequence
-        call_after_backward(self._clear_sequence)
+        def restore(_grad: Tensor) -> None:
+            self._state.sequence = sequence
+            call_after_backward(lambda: setattr(self._state, "sequence", None))
 
-    def _clear_sequence(self) -> None:
-        """Remove the current `Sequence`."""
-        self._state.sequence = None
+        hidden.register_hook(restore)
 
     def _pass_running_sequence(
-        self, select_tokens: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
-    ) -> tuple[Any, Kwargs] | None:
+        self, select_tokens: Choose, layer: nn.Module, args: Any, kwargs: Kwargs
+    ) -> stock.Arguments | None:
         """Forward pre-hook of a MoE layer: pass documents and padding of the model's forward."""
         sequence = getattr(self._state, "sequence", None)
-        return (
-            None
-            if sequence is None
-            else _add_document_arguments(sequence, select_tokens, layer, args, kwargs)
-        )
+        if sequence is None:
+            return None
+        return _add_document_arguments(sequence, select_tokens, layer, args, kwargs)
 
 
 def _attends_to_next(mask: Any, row: int, token_idx: int) -> bool:
@@ -330,8 +298,7 @@ class ModalityHooks:
         self._state = threading.local()
         block.register_forward_pre_hook(self._store_image_mask, with_kwargs=True)
 
-    def _store_image_mask(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        """Forward pre-hook of a block: store the mask of the image tokens of this forward."""
+    def _store_image_mask(self, block: nn.Module, args: Any, kwargs: Kwargs) -> None:
         self._state.kinds_BT = get_image_mask(block, args, kwargs)
 
     def select_text(self, x_BT: Tensor) -> Tensor:
@@ -356,17 +323,13 @@ def _make_token_selectors(base: nn.Module) -> dict[nn.Module, Choose]:
     return choose_of
 
 
-def _pass_divisor(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
-) -> tuple[tuple[Any, ...], Kwargs] | None:
-    """Forward pre-hook: pass the number of labels that divides the loss as `num_items_in_batch`.
-
-    The number is at least 1. None = the arguments are unchanged.
-    """
-    inputs = bind_arguments(model, args, kwargs)
+def _pass_divisor(model: nn.Module, args: Any, kwargs: Kwargs) -> stock.Arguments | None:
+    """Forward pre-hook: pass the number of labels, at least 1, as `num_items_in_batch`."""
+    inputs = stock.bind_arguments(model, args, kwargs)
     _refuse_lost_labels(inputs)
     number = _get_first_argument(inputs, ("num_items_in_batch", "num_tokens"))
-    if number is None and inputs.get("labels") is not None and _is_loss_divided_by_labels(model):
+    counts_labels = number is None and inputs.get("labels") is not None
+    if counts_labels and stock.has_extra_keywords(model) and stock.has_causal_loss(model):
         number = count_labels(get_shifted_labels(inputs))
     if number is None:
         return None
@@ -376,10 +339,7 @@ def _pass_divisor(
 
 
 def _refuse_lost_labels(inputs: Kwargs) -> None:
-    """Raise ValueError if a document spans rows, because labels are shifted within rows.
-
-    `inputs` are the forward's arguments by name. `cu_seqlens` on a GPU is not checked.
-    """
+    """Raise ValueError if a document on the CPU spans rows: labels are shifted within rows."""
     cu_seqlens, labels_BT = _get_first_argument(inputs, DOCUMENTS), inputs.get("labels")
     if labels_BT is None or cu_seqlens is None or inputs.get("shift_labels") is not None:
         return
@@ -396,21 +356,13 @@ def _refuse_lost_labels(inputs: Kwargs) -> None:
         )
 
 
-def _is_loss_divided_by_labels(model: Any) -> bool:
-    """Whether a model's loss is transformers' causal loss with the forward's extra arguments."""
-    hands_on = any(
-        p.kind is p.VAR_KEYWORD for p in get_forward_parameters(type(model).forward).values()
-    )
-    return hands_on and has_causal_loss(model)
-
-
 def get_shifted_labels(inputs: Kwargs) -> Tensor:
     """Return `shift_labels` [B, T] if passed, otherwise `labels` shifted left within rows."""
     shifted_BT: Tensor | None = inputs.get("shift_labels")
     return shift_rows(inputs["labels"], 1, IGNORE_INDEX) if shifted_BT is None else shifted_BT
 
 
-def get_tokens(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
+def get_tokens(args: Any, kwargs: Kwargs) -> Tensor:
     """Return a forward's token ids or embeddings; ValueError for a mask or several `args`."""
     if kwargs.get("attention_mask") is not None:
         raise ValueError(
@@ -428,12 +380,10 @@ def get_tokens(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
 
 
 def _get_first_argument(inputs: Kwargs, argument_names: tuple[str, ...]) -> Any:
-    """Return the first input of these names that is not None, or None."""
     return next((inputs[name] for name in argument_names if inputs.get(name) is not None), None)
 
 
 def _make_missing_cu_seqlens_error(max_seqlen: Any) -> ValueError:
-    """Return the error for `max_seqlen` without `cu_seqlens`."""
     return ValueError(
         f"max_seqlen ({max_seqlen}) must come with cu_seqlens (None), of whose documents it is the "
         "longest: pass both or neither"
@@ -447,7 +397,7 @@ def _list_entries(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _store_sequence(
-    layers: list[RoutedLayer], reader: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    layers: list[RoutedLayer], reader: nn.Module, args: Any, kwargs: Kwargs
 ) -> None:
     """Forward pre-hook of a block: store its `Sequence` argument on the MoE `layers` in it."""
     if SEQUENCE in kwargs:
@@ -456,8 +406,8 @@ def _store_sequence(
 
 
 def _pass_stored_sequence(
-    select_tokens: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
-) -> tuple[Any, Kwargs] | None:
+    select_tokens: Choose, layer: nn.Module, args: Any, kwargs: Kwargs
+) -> stock.Arguments | None:
     """Forward pre-hook of a MoE layer: pass documents and padding that its block has stored."""
     return _add_document_arguments(getattr(layer, SEQUENCE), select_tokens, layer, args, kwargs)
 
@@ -466,13 +416,10 @@ def _add_document_arguments(
     sequence: Sequence,
     select_tokens: Choose,
     layer: nn.Module,
-    args: tuple[Any, ...],
+    args: Any,
     kwargs: Kwargs,
-) -> tuple[Any, Kwargs] | None:
-    """Return a MoE layer's (args, kwargs) with documents and padding of `sequence`.
-
-    `select_tokens` selects the layer's tokens from [B, T]. None = the arguments are unchanged.
-    """
+) -> stock.Arguments | None:
+    """Return a MoE layer's (args, kwargs) with documents and padding; None = unchanged."""
     mask_BT = sequence.padding_mask_BT
     if isinstance(layer, MoELayer):
         keywords: Kwargs = {"cu_seqlens": sequence.cu_seqlens}
@@ -494,5 +441,5 @@ def hook_moe_layers(model: nn.Module) -> None:
         reader: RowReader | None = getattr(module, READER, None)
         if reader is not None:
             reader.hook_layers(module)
-    for module in find_outermost_models(model):
+    for module in stock.find_outermost_models(model):
         MaskReader(module)

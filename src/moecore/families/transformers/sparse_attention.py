@@ -28,7 +28,7 @@ from moecore.attention.sequence import Sequence
 from moecore.attention.sparse import KeyChoice, attend_sparse
 from moecore.base.options.indexer import IndexerConfig
 from moecore.families.transformers.linear_attention import SEQUENCE
-from moecore.families.transformers.stock import find_names_in_forward, is_transformers_module
+from moecore.families.transformers.stock import find_modules, find_names_in_forward
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
 from moecore.models.mla import compute_mean_divergence, make_key_choice
 from moecore.moe.aux_loss import AuxLoss
@@ -44,11 +44,9 @@ CONFIG = "_moecore_indexer"  # attribute of layers whose indexers are trained
 BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 
-def find_sparse_attention(model: nn.Module) -> list[nn.Module]:
+def find_sparse_attention(model: nn.Module) -> list[Any]:
     """Return a model's sparse attention modules, which attend only to keys an indexer selected."""
-    layers: list[Any] = [
-        m for m in model.modules() if is_transformers_module(m) and type(m).__name__ in CLASSES
-    ]
+    layers = find_modules(model, *CLASSES)
     return [layer for layer in layers if layer.indexer is not None or hasattr(layer, "skip_topk")]
 
 
@@ -60,8 +58,7 @@ def use_sparse_attention(model: nn.Module) -> None:
 
 def add_indexer_losses(model: nn.Module, config: IndexerConfig) -> None:
     """Add the auxiliary loss that `config` describes to each indexer of a model, in place."""
-    layers: list[Any] = find_sparse_attention(model)
-    for layer in layers:
+    for layer in find_sparse_attention(model):
         setattr(layer, CONFIG, config)
         if layer.indexer is not None:
             layer.aux_loss = AuxLoss()
@@ -79,9 +76,8 @@ def _run_sparse_attention(
 ) -> tuple[Any, ...]:
     """Replacement forward of the classes in `CLASSES`; `hidden_states` are [B, T, D].
 
-    `position_embeddings` are (cos, sin). `attention_mask` and `position_ids` are not used.
-    `prev_topk_indices` [B, T, K] are the keys of an earlier layer, for layers without indexer.
-    Return (output, None) and, if the class shares keys, the selected keys.
+    `prev_topk_indices` [B, T, K] are the keys of an earlier layer. Classes that share keys also
+    return the selected keys.
     """
     if layer.training and layer.attention_dropout:
         raise ValueError(
@@ -155,10 +151,7 @@ def _project_queries(layer: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor 
 
 
 def _choose_keys(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
-    """Return the `KeyChoice` of a layer: its indexer's keys, an earlier layer's keys, or all keys.
-
-    `selected_BTK` are the keys that an earlier layer selected.
-    """
+    """Return a layer's choice: its indexer's keys, an earlier layer's `selected_BTK`, or all."""
     config: IndexerConfig | None = getattr(layer, CONFIG, None)
     if layer.indexer is not None:
         return make_key_choice(config, layer, layer.indexer.index_topk)
@@ -175,10 +168,7 @@ def _choose_keys(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
 def _compute_indexer_heads(
     indexer: Any, x_BTD: Tensor, q_a_BTA: Tensor, cos_sin: tuple[Tensor, Tensor]
 ) -> IndexerHeads:
-    """Return an indexer's queries, keys and head weights.
-
-    `x_BTD` are hidden states, `q_a_BTA` compressed queries. `cos_sin` rotates queries and keys.
-    """
+    """Return an indexer's queries, keys and head weights from compressed queries `q_a_BTA`."""
     r, i = indexer.qk_rope_head_dim, indexer.head_dim
     q_BThi = indexer.wq_b(q_a_BTA).unflatten(-1, (indexer.n_heads, i))
     k_BT1i = indexer.k_norm(indexer.wk(x_BTD).to(indexer.k_norm.weight.dtype)).unsqueeze(2)
@@ -198,10 +188,7 @@ def _compute_indexer_heads(
 
 
 def _split_kv_weight(layer: Any) -> tuple[Tensor, Tensor]:
-    """Return the weights that project latents to keys and to values, for each head.
-
-    They are [heads, key dims without rotary, latent dim] and [heads, latent dim, value dim].
-    """
+    """Return the weights [H, n, L] and [H, L, v] that project latents to keys and to values."""
     # A product with the identity includes adapters, FP8 and tp.
     linear, L = layer.kv_b_proj, layer.kv_lora_rank
     dtype = layer.kv_a_layernorm.weight.dtype
@@ -218,10 +205,7 @@ def _update_cache(
     rotated_BT1r: Tensor,
     indexer_heads: IndexerHeads | None,
 ) -> tuple[Tensor, Tensor, IndexerHeads | None]:
-    """Append latents, rotated keys and the indexer's keys to a cache; return all cached entries.
-
-    Raises ValueError if the cache has tokens of an earlier forward.
-    """
+    """Append latents, rotated keys and the indexer's keys to an empty cache; return all entries."""
     number = layer.layer_idx
     latents, turned = cache.update(latent_BTL.unsqueeze(1), rotated_BT1r.transpose(1, 2), number)
     refuse_cached_keys(latent_BTL.shape[1], latents.shape[2])

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from moecore.moe.layer import LayerLayout
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a forward: positional, and by name
 OWNERS = ("transformers", "torch")
 WAY_OUT = "or pass an adapter of yours, see docs/extending.md"
 CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of the loss of a causal language model
@@ -37,6 +38,12 @@ def is_transformers_module(module: nn.Module) -> bool:
 def is_pretrained(module: nn.Module) -> bool:
     """Whether a module is a transformers `PreTrainedModel`."""
     return any(cls.__module__ == "transformers.modeling_utils" for cls in type(module).__mro__)
+
+
+def find_modules(model: nn.Module, *class_names: str) -> list[Any]:
+    """Return the modules of a model whose classes are these classes of transformers."""
+    named = (m for m in model.modules() if type(m).__name__ in class_names)
+    return [module for module in named if is_transformers_module(module)]
 
 
 def find_outermost_models(module: nn.Module) -> Iterator[Any]:
@@ -66,14 +73,19 @@ def bind_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return a forward's positional and keyword arguments by name, without defaults."""
-    return dict(zip(get_forward_parameters(type(module).forward), args, strict=False)) | dict(
-        kwargs
-    )
+    names = get_forward_parameters(type(module).forward)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def has_cache(kwargs: Mapping[str, Any]) -> bool:
     """Whether a forward's keyword arguments have a cache of keys or states."""
     return any(kwargs.get(name) is not None for name in CACHES)
+
+
+def has_extra_keywords(model: nn.Module) -> bool:
+    """Whether a model's forward has `**kwargs`."""
+    parameters = get_forward_parameters(type(model).forward).values()
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def find_names_in_forward(module: nn.Module) -> frozenset[str]:
@@ -83,10 +95,7 @@ def find_names_in_forward(module: nn.Module) -> frozenset[str]:
 
 
 def get_loss_name(model: Any) -> str | None:
-    """Return the name of a model's loss by its `loss_type`; None if its forward has no loss.
-
-    A `loss_function` that was set on the model is ignored.
-    """
+    """Return the name of a model's loss by its `loss_type`; None if its forward has no loss."""
     if "loss_function" not in find_names_in_forward(model):
         return None
     from transformers.loss.loss_utils import LOSS_MAPPING
@@ -118,10 +127,7 @@ def get_router(block: nn.Module, layout: LayerLayout) -> Any:
 def refuse_customised_block(
     block: nn.Module, layout: LayerLayout, child_names: tuple[str, ...] = ()
 ) -> None:
-    """Raise NotImplementedError if a block or its parts (`layout`) are not transformers' code.
-
-    `child_names` are the names of further children that the block's layer runs.
-    """
+    """Refuse a block with other code than transformers', or children that its layer would lose."""
     home = (type(block).__module__,)
     kind = type(block).__name__
     holder, _, linear = layout.router.rpartition(".")
@@ -165,11 +171,7 @@ def _refuse_custom_code(
     module_names: tuple[str, ...],
     child_names: tuple[str, ...] = (),
 ) -> None:
-    """Raise NotImplementedError unless a part's class is transformers' own and unpatched.
-
-    `part_name` names the part in errors. `module_names` are the allowed Python modules of its
-    class. `child_names` are the names of further child modules that are allowed.
-    """
+    """Refuse a part whose class is not in `module_names`, is patched or has other children."""
     cls = type(module)
     if cls.__module__ not in module_names:
         raise NotImplementedError(
@@ -190,7 +192,6 @@ def _refuse_custom_code(
 
 
 def _refuse_extra_member(owner_name: str, member_name: str) -> None:
-    """Raise NotImplementedError: `owner_name` has a tensor or child that would be lost."""
     raise NotImplementedError(
         f"{member_name} of {owner_name} must not exist, because moecore's layer would not run it: "
         f"remove it, {WAY_OUT}"
@@ -218,7 +219,6 @@ def is_stock(function: Any) -> bool:
 
 
 def _refuse_custom_implementation(experts: nn.Module, class_name: str) -> None:
-    """Raise NotImplementedError if `class_name` has a user's experts function in its config."""
     name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     module = sys.modules.get("transformers.integrations.moe")
     function = getattr(module, "ALL_EXPERTS_FUNCTIONS", {}).get(name)
@@ -252,16 +252,12 @@ def list_tower_modules(model: Any) -> set[nn.Module]:
 
 
 def list_towers(model: Any) -> list[str]:
-    """Return the qualified names of a multimodal model's encoders, projectors and resamplers.
-
-    They are the outermost modules with parameters outside of the text decoder.
-    """
+    """Return the names of the outermost modules with parameters outside of the text decoder."""
     base, decoder = get_base_model(model), get_text_decoder(model)
     names = {module: name for name, module in model.named_modules()}
     towers: list[str] = []
 
     def visit(module: nn.Module) -> None:
-        """Append the outermost modules with parameters outside of the decoder in `module`."""
         for child in module.children():
             if decoder in child.modules():
                 if child is not decoder:
@@ -275,12 +271,7 @@ def list_towers(model: Any) -> list[str]:
 
 
 def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], option_names: str) -> None:
-    """Raise ValueError for a forward argument that only a model's image or audio encoders use.
-
-    `inputs` are the forward's arguments by name. Multi-dimensional `position_ids` are refused too,
-    because they describe images. `option_names` names the options that need text-only rows, for the
-    error.
-    """
+    """Raise ValueError for an argument by name, or for 3-D `position_ids`, that only towers use."""
     base, decoder = get_base_model(model), get_text_decoder(model)
     if decoder is base:
         return

@@ -44,7 +44,7 @@ from moecore.families.transformers.module_plan import (
     list_output_linears,
     list_placements,
 )
-from moecore.families.transformers.stock import bind_arguments, find_outermost_models
+from moecore.families.transformers.stock import Arguments, bind_arguments, find_outermost_models
 from moecore.families.transformers.tp_plans import plan_modules
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchange_with_grad
@@ -81,14 +81,17 @@ class TensorParallelTransformer:
         GradientShareHooks(tp, self.model)
 
     def check_degree(self, tp: int) -> None:
-        """Raise an error for a full model that tp cannot shard.
-
-        Raises:
-            ValueError: for heads or hidden dims that tp does not divide, and for dropout or
-                jitter.
-            NotImplementedError: for a model without any module that can be sharded.
-        """
-        _check_dropout(self.model, tp)
+        """Raise ValueError or NotImplementedError for a full model that tp cannot shard."""
+        drawn = {f"{n}.p": m.p for n, m in self.model.named_modules() if isinstance(m, nn.Dropout)}
+        for outer in find_outermost_models(self.model):
+            fields = vars(outer.config.get_text_config()) if hasattr(outer, "config") else {}
+            drawn |= {n: x for n, x in fields.items() if "drop" in n or "jitter" in n}
+        for name, value in drawn.items():
+            if isinstance(value, float) and value > 0:
+                raise ValueError(
+                    f"{name} ({value}) must be 0 under ParallelConfig.tp ({tp}), whose ranks "
+                    "compute equal tokens: set it in the config"
+                )
         plans, replicated_types = plan_modules(self.model, tp)
         if not (plans or any(isinstance(m, MoELayer) for m in self.model.modules())):
             raise NotImplementedError(
@@ -98,33 +101,16 @@ class TensorParallelTransformer:
             )
 
 
-def _check_dropout(model: nn.Module, tp: int) -> None:
-    """Raise ValueError if the model has dropout or jitter above 0; the message names `tp`."""
-    drawn = {f"{n}.p": m.p for n, m in model.named_modules() if isinstance(m, nn.Dropout)}
-    for outer in find_outermost_models(model):
-        fields = vars(outer.config.get_text_config()) if hasattr(outer, "config") else {}
-        drawn |= {n: x for n, x in fields.items() if "drop" in n or "jitter" in n}
-    for name, value in drawn.items():
-        if isinstance(value, float) and value > 0:
-            raise ValueError(
-                f"{name} ({value}) must be 0 under ParallelConfig.tp ({tp}), whose ranks compute "
-                "equal tokens: set it in the config"
-            )
-
-
 def _hook_module(tp: TensorParallel, module: Any, plan: ModulePlan) -> None:
-    """Make a module's forward compute with this rank's shards, in place.
-
-    Adds the hooks and attributes that `plan` requires. Call after `_shard_parameters`.
-    """
+    """Make a module with sharded parameters compute with this rank's shards, in place."""
     row: Any = module.get_submodule(plan.row)
     if row.bias is None:
-        row.register_forward_hook(partial(_all_reduce_output, tp))
+        row.register_forward_hook(lambda _linear, _args, y: tp.all_reduce(y))
     else:
         row.__class__, row.tp = RowParallelLinear, tp
     for name in plan.norms:
         norm = module.get_submodule(name)
-        norm.register_forward_pre_hook(partial(_gather_input, tp))
+        norm.register_forward_pre_hook(lambda _norm, x: (tp.gather_last_dim(x[0]), *x[1:]))
         norm.register_forward_hook(partial(_slice_output, tp))
     for name, head_dim in (plan.shared or {}).items():
         linear = module.get_submodule(name)
@@ -160,31 +146,24 @@ def _hook_module(tp: TensorParallel, module: Any, plan: ModulePlan) -> None:
 def _replace_attributes(
     module: nn.Module, getters: Mapping[str, Callable[[nn.Module], Any]]
 ) -> None:
-    """Replace attributes of a module by properties, in place.
-
-    `getters` maps an attribute's name to a function that receives the module and returns the value.
-    """
+    """Replace attributes of a module by properties of {name: function of the module}, in place."""
     base, properties = type(module), {name: property(getter) for name, getter in getters.items()}
     module.__class__ = type(base.__name__, (base,), properties | {"__module__": base.__module__})
 
 
 def _slice_buffer(tp: TensorParallel, buffer_name: str, dim: int, module: nn.Module) -> Tensor:
-    """Return this tp rank's chunk, along `dim`, of the module's buffer `buffer_name`."""
     buffer = module._buffers[buffer_name]
     assert buffer is not None, "it has a number per head"
     return buffer.chunk(tp.size, dim)[tp.rank]
 
 
 class FullRowsLinear(nn.Linear):
-    """A linear with a replicated weight; this rank computes only a part of the output columns.
-
-    `rows` has the slices of weight rows (output columns) that this tp rank computes.
-    """
+    """A linear with a replicated weight; this rank computes only the output columns `rows`."""
 
     rows: list[slice]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., N] with the output columns of the slices `rows`, in their order."""
+        """Return the output columns of the slices `rows`, in their order."""
         bias = None if self.bias is None else torch.cat([self.bias[part] for part in self.rows])
         return F.linear(input, torch.cat([self.weight[part] for part in self.rows]), bias)
 
@@ -202,11 +181,7 @@ class LocalHeadsConfig:
 
 
 def _select_weight_rows(tp: TensorParallel, name: str, sections: Stack, module: nn.Module) -> Any:
-    """Return this tp rank's rows of a module's parameter; return a DTensor unchanged.
-
-    `sections` has (number of heads, rows per head) of each section of rows, such as q, k and v. The
-    parameter is a DTensor outside of the module's forward.
-    """
+    """Return this tp rank's rows of a module's parameter, in sections such as q, k and v."""
     param = module._parameters[name]
     if param is None or isinstance(param, DTensor):  # outside of forward, such as initialisation
         return param
@@ -216,9 +191,7 @@ def _select_weight_rows(tp: TensorParallel, name: str, sections: Stack, module: 
 class StackedRowsHook:
     """Forward hook of a column-parallel linear: all-to-all that gives each rank its heads' columns.
 
-    The linear shards its stacked rows contiguously, without regard to heads. `stack` has (number of
-    heads, rows per head) of each section of rows.
-
+    The linear shards its rows, which are in sections, contiguously and without regard to heads.
     Example: heads 0 and 1 have one row of q and two rows of v each. The linear has rows q0 q1 v0 v0
     v1 v1. Two ranks compute q0 q1 v0 and v0 v1 v1, and receive q0 v0 v0 and q1 v1 v1.
     """
@@ -238,10 +211,7 @@ class StackedRowsHook:
         self._receive_ranges = [find_common_ranges(maker, tp.rank) for maker in ranks]
 
     def __call__(self, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
-        """Exchange the local columns `y` for the columns of this rank's heads, [..., columns].
-
-        Backward sums the gradients of heads that several ranks share.
-        """
+        """Exchange local columns `y` for those of this rank's heads; backward sums gradients."""
         return run_and_save(exchange_with_grad, y, self._exchange_outputs, self._exchange_grads)  # type: ignore[no-any-return]
 
     def _exchange_outputs(self, y: Tensor) -> Tensor:
@@ -253,10 +223,7 @@ class StackedRowsHook:
         return result
 
     def _exchange_grads(self, grad: Tensor) -> Tensor:
-        """All-to-all of backward: return the gradient of the local columns, summed over ranks.
-
-        `grad` is the gradient of the columns of this rank's heads.
-        """
+        """All-to-all of backward: return the gradient of the local columns, summed over ranks."""
         grad_TN = grad.flatten(0, -2)
         widths = [b - a for maker in self._receive_ranges for a, b in maker]
         pieces = iter(grad_TN.split(widths, 1))
@@ -273,11 +240,7 @@ class StackedRowsHook:
     def _exchange_pieces(
         self, pieces: list[list[Tensor]], ranges: list[list[tuple[int, int]]]
     ) -> list[Tensor]:
-        """Send blocks of columns to each rank; return the received blocks, [T, columns] each.
-
-        `pieces` has the blocks [T, columns] to send to each rank. `ranges` has (start, stop) of the
-        blocks to receive from each rank; only their widths are used. Collective.
-        """
+        """Send `pieces` [T, columns] to each rank; return received blocks of the `ranges`."""
         send_buffer = torch.cat([piece.flatten() for to in pieces for piece in to])
         T = next(len(piece) for to in pieces for piece in to)
         receives = [sum(T * (b - a) for a, b in maker) for maker in ranges]
@@ -297,13 +260,9 @@ def _apply_group_norm(
     hidden_states: Tensor,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """Apply a gated RMS norm over groups of columns, each sharded over several tp ranks.
-
-    `hidden_states`, `gate` and the result have this rank's columns. Collective.
-    """
+    """Gated RMS norm of this rank's columns, whose groups span several tp ranks. Collective."""
 
     def mean(squares: Tensor) -> Tensor:
-        """Return the mean of squares over each group, whose columns several ranks have."""
         ranks = group_size // squares.shape[-1]
         sums = tp.gather_last_dim(squares.sum(-1, keepdim=True)).unflatten(-1, (-1, ranks))
         means: Tensor = sums[..., tp.rank // ranks, :].sum(-1, True) / group_size
@@ -318,19 +277,8 @@ class RowParallelLinear(nn.Linear):
     tp: TensorParallel
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the all-reduced output [..., out_features]; `input` is a slice. Collective."""
+        """Return the all-reduced output; `input` is a slice. Collective."""
         return self.tp.all_reduce(F.linear(input, self.weight)) + self.bias
-
-
-def _all_reduce_output(tp: TensorParallel, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
-    """Forward hook of a row-parallel linear without bias: return `y` all-reduced over tp."""
-    return tp.all_reduce(y)
-
-
-def _gather_input(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Forward pre-hook of a norm: all-gather the last dim of its first argument over tp."""
-    x, *rest = args
-    return tp.gather_last_dim(x), *rest
 
 
 def _slice_output(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
@@ -348,10 +296,7 @@ def _slice_head(head_idx: int, head_dim: int, _linear: nn.Module, _args: Any, y:
 def _shard_parameters(
     model: nn.Module, tp_mesh: DeviceMesh, placements: Mapping[tuple[nn.Module, str], Placement]
 ) -> None:
-    """Replace all parameters except routed experts by DTensors on `tp_mesh`, in place.
-
-    `placements` maps (module, parameter name) to a placement. Other parameters are replicated.
-    """
+    """Replace all parameters except routed experts by DTensors; others are replicated."""
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     expert_modules = {m for layer in layers for m in layer.get_part("experts").modules()}
     sharded_of = dict[nn.Parameter, nn.Parameter]()
@@ -368,10 +313,7 @@ def _shard_parameters(
 
 
 class TokenSliceHooks:
-    """Hooks that slice a MoE layer's input [B, T, D] or [T, D] over tp, and all-gather its output.
-
-    Padding, which is routed to no expert, makes the slices of T equal.
-    """
+    """Hooks that slice a MoE layer's padded input over tp in dim T, and all-gather its output."""
 
     def __init__(self, tp: TensorParallel, layer: RoutedLayer) -> None:
         self._tp, self._state = tp, threading.local()
@@ -383,7 +325,7 @@ class TokenSliceHooks:
 
     def _slice_inputs(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> Arguments:
         """Forward pre-hook: pad all per-token arguments and slice them to this tp rank's tokens."""
         inputs = bind_arguments(layer, args, kwargs)
         x = inputs.pop("x" if isinstance(layer, MoELayer) else "hidden_states")
@@ -432,10 +374,7 @@ class TokenSliceHooks:
         return (y, *output[1:]) if is_tuple else y
 
     def _gather_logits(self, recorder: nn.Module, _args: Any, logits: tuple[Tensor, ...]) -> Any:
-        """Forward hook of a module that transformers hooks for logits: all-gather [B * T, E].
-
-        If transformers records no router logits, they are returned unchanged.
-        """
+        """Forward hook of a module that transformers hooks for logits: all-gather [B * T, E]."""
         if len(recorder._forward_hooks) == 1:  # transformers records no logits
             return logits
         logits_TE = self._gather_rows(logits[0]).flatten(0, -2)
@@ -454,14 +393,12 @@ class GradientShareHooks:
                 outer.base_model.register_forward_pre_hook(self._refuse_base_call)
 
     def _count_running_forward(self, _model: nn.Module, _args: Any) -> None:
-        """Forward pre-hook: increase the number of running forwards of the model."""
         self._state.depth = self._num_running_forwards + 1
 
     def _divide_output_grads(self, model: nn.Module, _args: Any, output: Any) -> Any:
         """Forward hook: divide the output's gradient by tp, except in a stage without the head."""
-        self._state.depth = max(
-            self._num_running_forwards - 1, 0
-        )  # an earlier hook may have raised
+        # An earlier hook may have raised.
+        self._state.depth = max(self._num_running_forwards - 1, 0)
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if isinstance(head, AbsentModule):  # a pipeline stage whose gradient is received
             return output
@@ -478,14 +415,10 @@ class GradientShareHooks:
 
     @property
     def _num_running_forwards(self) -> int:
-        """Number of running (nested) forwards of the model in this thread."""
         return getattr(self._state, "depth", 0)
 
     def _refuse_base_call(self, base: nn.Module, _args: Any) -> None:
-        """Forward pre-hook of the base model: raise ValueError if the caller calls it directly.
-
-        A call is allowed in the forward of the full model, and without gradients.
-        """
+        """Forward pre-hook: refuse a call with gradients outside of the full model's forward."""
         if not self._num_running_forwards and torch.is_grad_enabled():
             raise ValueError(
                 f"{type(base).__name__} must be called by its whole model under tensor "
@@ -493,7 +426,6 @@ class GradientShareHooks:
             )
 
     def _divide_grad(self, x: Tensor) -> Tensor:
-        """Return `x`; backward divides the gradient of `x` by tp."""
         if not x.requires_grad:
             return x
         return exchange_with_grad(x, lambda x: x, lambda grad: grad / self._size)

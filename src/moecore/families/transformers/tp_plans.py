@@ -17,14 +17,10 @@ from typing import Any
 from torch import nn
 
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
+from moecore.families.transformers import stock
 from moecore.families.transformers.linear_attention import find_linear_rule
 from moecore.families.transformers.linear_tp_plans import plan_linear_attention
 from moecore.families.transformers.module_plan import ModulePlan, get_linears, list_lora_adapters
-from moecore.families.transformers.stock import (
-    find_names_in_forward,
-    is_transformers_module,
-    list_overridden_methods,
-)
 from moecore.moe.layer import MoELayer
 from moecore.parallel.fsdp.units import find_blocks
 
@@ -36,7 +32,6 @@ COUNTS = frozenset(("num_heads", "num_attention_heads", "num_key_value_heads"))
 # Linears of an MLP; the last linear reads an elementwise function of the outputs of the others.
 MLPS = (("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"), ("w1", "w3", "w2"))
 FUSED_MLPS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))  # gate above up
-
 
 # Attention with one linear whose rows are all queries, then all keys, then all values.
 STACKED = ("Phi3Attention", "Phi4MultimodalAttention")
@@ -59,7 +54,7 @@ def plan_modules(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModulePlan]
     layer_modules = {m for layer in layers for m in layer.modules()}
     for block in find_blocks(model):
         for module in block.modules():
-            if module in layer_modules or not is_transformers_module(module):
+            if module in layer_modules or not stock.is_transformers_module(module):
                 continue
             is_attention = not module._modules.keys().isdisjoint(OUTPUTS)
             make_plan = plan_attention if is_attention else plan_mlp
@@ -74,10 +69,7 @@ def plan_modules(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModulePlan]
 
 
 def plan_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
-    """Return how an attention module is sharded by heads, or the reason why it is replicated.
-
-    `name` names the module in errors. Raises ValueError if the numbers of heads do not fit `tp`.
-    """
+    """Return how an attention module is sharded by heads, or the reason why it is replicated."""
     if type(module).__name__ in FUSED_BY_HEAD:
         return _plan_qkv_by_head(name, module, tp)
     if type(module).__name__ in STACKED:
@@ -104,16 +96,16 @@ def plan_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
             return f"{child} ({linear.out_features} outputs) is not {H} heads"
     norms = tuple(n for n in ("q_norm", "k_norm") if _is_norm_over_all_heads(module, n, linears))
     problem = _find_sharding_problem(module, {*sizes, *OF_ALL_HEADS, row}, H)
-    if problem is None and linears[row].bias is not None and row in list_lora_adapters(module):
-        problem = f"{row} has a bias and adapters"
-    if problem is None and not linears.keys() & {"q_proj", "q_b_proj"}:
-        problem = "queries are made in another module"
-    if problem is None and not linears.keys() & {"k_proj", "kv_b_proj"}:
-        problem = "keys are those of another layer"
-    if problem is None and "k_norm" in norms and kv_heads % tp:
-        problem = "norm compares all key heads, of which there are fewer than ranks"
     if problem is not None:
         return problem
+    if linears[row].bias is not None and row in list_lora_adapters(module):
+        return f"{row} has a bias and adapters"
+    if not linears.keys() & {"q_proj", "q_b_proj"}:
+        return "queries are made in another module"
+    if not linears.keys() & {"k_proj", "kv_b_proj"}:
+        return "keys are those of another layer"
+    if "k_norm" in norms and kv_heads % tp:
+        return "norm compares all key heads, of which there are fewer than ranks"
     _check_head_counts(name, H, kv_heads, tp)
     shared = {} if kv_heads % tp == 0 else {"k_proj": key_dim, "v_proj": value_dim}
     columns = tuple(n for n in (*BY_HEAD, *BY_KV_HEAD) if n in linears and n not in shared)
@@ -158,11 +150,7 @@ def _plan_stacked_qkv(name: str, module: Any, tp: int) -> ModulePlan | str:
 
 
 def _list_gated_query_rows(module: Any, num_query_rows: int) -> tuple[int, ...]:
-    """Return (2 * num_query_rows,), the rows of `q_proj` with output gates; () = no gates.
-
-    `num_query_rows` is the number of rows without gates. Gates are possible only if transformers'
-    tp plan shards `q_proj` by columns.
-    """
+    """Return (2 * num_query_rows,), the rows of `q_proj` with output gates; () = no gates."""
     # The size does not show the order of gates, so transformers' tp plan must shard them by heads.
     plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
     is_by_head = any(n.endswith(".q_proj") and style == "colwise" for n, style in plan.items())
@@ -177,10 +165,7 @@ def _is_norm_over_all_heads(module: nn.Module, name: str, linears: Mapping[str, 
 
 
 def _find_sharding_problem(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
-    """Return why an attention module cannot be sharded by heads; None = it can.
-
-    `known_names` are the children and parameters whose sharding is known.
-    """
+    """Return why attention with other parts than `known_names` cannot be sharded by heads."""
     for child, part in module.named_children():
         is_norm = "Norm" in type(part).__name__ and not list(part.children())
         if not (child in known_names or is_norm) and next(part.parameters(), None) is not None:
@@ -188,7 +173,7 @@ def _find_sharding_problem(module: nn.Module, known_names: set[str], num_heads: 
     for child, tensor in (*module._parameters.items(), *module._buffers.items()):
         if child in module._buffers or (tensor is not None and tensor.shape != (num_heads,)):
             return f"{child} may not have an element per head"
-    for method in list_overridden_methods(type(module)):
+    for method in stock.list_overridden_methods(type(module)):
         code = getattr(inspect.unwrap(getattr(type(module), method)), "__code__", None)
         counts = COUNTS.intersection(getattr(code, "co_names", ()))
         if counts:
@@ -197,10 +182,7 @@ def _find_sharding_problem(module: nn.Module, known_names: set[str], num_heads: 
 
 
 def plan_mlp(name: str, module: nn.Module, tp: int) -> ModulePlan | None:
-    """Return how an MLP's hidden dim is sharded, or None if it is replicated.
-
-    Raises ValueError, with the MLP's `name`, if tp does not divide the hidden dim.
-    """
+    """Return how an MLP's hidden dim is sharded, or None if it is replicated."""
     parts = {n: m for n, m in module.named_children() if next(m.parameters(), None) is not None}
     names = next((names for names in (*MLPS, *FUSED_MLPS) if set(names) == parts.keys()), None)
     if names is None or any(p is not None for p in module._parameters.values()):
@@ -208,8 +190,15 @@ def plan_mlp(name: str, module: nn.Module, tp: int) -> ModulePlan | None:
     *columns, row = names
     halves = tuple(columns) if names in FUSED_MLPS else ()
     linears = get_linears(module)
-    if linears.keys() != parts.keys() or not all(_can_shard_halves(module, n) for n in halves):
+    if linears.keys() != parts.keys():
         return None
+    # Alternating columns (gate, up, gate, ..) are not halves. FSDP shards dim 1 of such a weight. A
+    # bias has no dim 1, and the dim 1 of a LoRA factor is small.
+    for child in halves:
+        linear = module.get_submodule(child)
+        has_halves = HAS_SEPARATE_PIECES and "chunk" in stock.find_names_in_forward(module)
+        if not has_halves or type(linear) is not nn.Linear or linear.bias is not None:
+            return None
     if linears[row].bias is not None and row in list_lora_adapters(module):
         return None
     size = linears[row].in_features
@@ -221,12 +210,3 @@ def plan_mlp(name: str, module: nn.Module, tp: int) -> ModulePlan | None:
             f"ParallelConfig.tp ({tp}): lower tp"
         )
     return ModulePlan(tuple(columns), row, halves)
-
-
-def _can_shard_halves(module: Any, linear_name: str) -> bool:
-    """Whether an MLP splits the output of linear `linear_name` into halves that can be sharded."""
-    # Alternating columns (gate, up, gate, ..) are not halves. FSDP shards dim 1 of such a weight. A
-    # bias has no dim 1, and the dim 1 of a LoRA factor is small.
-    linear = module.get_submodule(linear_name)
-    is_plain_linear = type(linear) is nn.Linear and linear.bias is None
-    return "chunk" in find_names_in_forward(module) and is_plain_linear and HAS_SEPARATE_PIECES

@@ -39,11 +39,7 @@ Layer = TypeVar("Layer", bound="TitanLayer")
 
 
 class TitanLayer(MoELayer):
-    """A MoELayer that replaces a torchtitan MoE block.
-
-    Each torchtitan version has a subclass `TitanMoE`, which sets the names of submodules and
-    parameters (`names`) and the supported classes by path in the block (`known_classes`).
-    """
+    """A MoELayer that replaces a torchtitan MoE block; each torchtitan version has a subclass."""
 
     names: ClassVar[LayerLayout]
     known_classes: ClassVar[Mapping[str, tuple[type, ...]]]
@@ -59,19 +55,12 @@ class TitanLayer(MoELayer):
     def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
         self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return this rank's output [sequences, local tokens, model dim]; `x` may be a DTensor.
-
-        `padding_mask` is True for padding. `cu_seqlens` is not used.
-        """
+        """Return this rank's output [sequences, local tokens, model dim]; `x` may be a DTensor."""
         return super().forward(x.to_local() if isinstance(x, DTensor) else x, padding_mask)
 
     @torch.no_grad()
     def init_parameters(self, initialisers: Fills, init_shared: Callable[[Any], Any]) -> None:
-        """Initialise all parameters in place, and the selection bias with zeros.
-
-        `initialisers` maps part ("experts", "router") -> parameter name -> initialiser.
-        `init_shared` receives the shared experts' module and initialises it.
-        """
+        """Initialise all parameters by part and name, and the selection bias with zeros."""
         for role, by_name in initialisers.items():
             for name, fill in by_name.items():
                 if (param := getattr(self.get_part(role), name)) is not None:
@@ -86,11 +75,7 @@ class TitanLayer(MoELayer):
 def adopt_block(
     layer_class: type[Layer], block: Any, model: nn.Module, *, update_bias: bool = True
 ) -> Layer:
-    """Return a `layer_class` with the parameters of a torchtitan MoE block; `model` is not used.
-
-    With `update_bias`, optimizer steps update the selection bias, if the block has a bias. Raises
-    NotImplementedError if a part of the block has an unknown class.
-    """
+    """Return a `layer_class` with the parameters of a torchtitan MoE block of known classes."""
     for path, classes in layer_class.known_classes.items():
         part = attrgetter(path)(block)
         if type(part) not in classes:

@@ -50,10 +50,7 @@ class DecoderArgs:
     even_load: bool = False  # the job's `debug.moe_force_load_balance`
 
     def update_from_config(self, config: Any, **_: Any) -> None:
-        """Set `hf_weights` and `even_load` from torchtitan's config, in place.
-
-        Raises ValueError if the config's sequences are longer than the decoder's `max_seq_len`.
-        """
+        """Set `hf_weights` and `even_load` from torchtitan's config, in place."""
         seq_len, max_seq_len = config.training.seq_len, self.decoder.max_seq_len
         if seq_len > max_seq_len:
             raise ValueError(
@@ -88,30 +85,22 @@ class LossDecoder(Decoder):
         labels: Tensor | None = None,
         **inputs: Any,
     ) -> Tensor:
-        """Return the loss summed over labels, divided by cp, or logits if there are no labels.
-
-        `positions` are not used, because `cu_seqlens` has the bounds of documents. `inputs` are
-        other arguments of `Decoder.forward`.
-        """
+        """Return the loss summed over labels, divided by cp, or logits if there are no labels."""
         if labels is None:
             return super().forward(tokens_BT, **inputs)
         return divide_by_cp(self, super().forward(tokens_BT, labels, num_tokens=1, **inputs))
 
 
 def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
-    """Return `positions` [B, T], `cu_seqlens` and `max_seqlen` of documents. Host sync on a GPU.
-
-    `starts_BT` (bool) is True for the first token of a document. Each row starts a document.
-    """
+    """Return `positions` [B, T], `cu_seqlens` and `max_seqlen` of documents. Host sync."""
     starts_BT = starts_BT.clone()
     starts_BT[:, 0] = True
     (first_n,) = starts_BT.flatten().nonzero(as_tuple=True)
     ends = first_n.new_tensor([starts_BT.numel()])
     cu_seqlens = torch.cat([first_n, ends])
+    positions_N = find_positions_in_documents(cu_seqlens, starts_BT.numel())
     return {
-        "positions": find_positions_in_documents(cu_seqlens, starts_BT.numel()).view(
-            starts_BT.shape
-        ),
+        "positions": positions_N.view(starts_BT.shape),
         "cu_seqlens": cu_seqlens.int(),
         "max_seqlen": int(cu_seqlens.diff().max()),
     }
@@ -140,11 +129,41 @@ class HFArgs:
         source = attrgetter(self.assets)(config) if self.source is None else self.source
         self.hf_config = _read_config(source, self.assets)
         self.hf_weights = get_moecore_options(config).hf_weights
-        _check_config(self.hf_config, config.training.seq_len)
+        seq_len, max_seq_len = config.training.seq_len, self.hf_config.max_position_embeddings
+        if seq_len > max_seq_len:
+            raise ValueError(
+                f"training.seq_len ({seq_len}) must be <= max_position_embeddings ({max_seq_len}) "
+                "of the model's config: shorten it"
+            )
+        for name, reason in (
+            (
+                "output_router_logits",
+                ", because its balance loss is not part of torchtitan's: give hf_spec or hf_job "
+                "balance=BalanceConfig(micro_batch_coef=...)",
+            ),
+            ("tie_word_embeddings", ": torchtitan makes two parameters of embedding and head"),
+        ):
+            if getattr(self.hf_config, name, False):
+                raise NotImplementedError(
+                    f"{name} (True) of the model's config must be False{reason}"
+                )
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return the number of parameters and the FLOPs per token of forward and backward."""
-        return _count_params_and_flops(self.hf_config, model, seq_len)
+        config, total, idle = self.hf_config, 0, 0.0
+        for name, param in model.named_parameters():
+            total += param.numel()
+            if ".experts." in name:
+                idle += param.numel() * (1 - config.num_experts_per_tok / param.shape[0])
+        table = config.vocab_size * config.hidden_size
+        key_dim = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        value_dim = getattr(config, "v_head_dim", key_dim)
+        key_dim = getattr(config, "qk_head_dim", key_dim)
+        heads = config.num_hidden_layers * config.num_attention_heads
+        attention = heads * (key_dim + value_dim) * seq_len
+        return total, int(6 * (total - idle - table) + 3 * attention)
 
 
 class HFModel(nn.Module):
@@ -186,11 +205,7 @@ class HFModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Return the loss summed over labels, divided by cp, or logits if there are no labels.
-
-        With `cu_seqlens`, `positions` [B, T] are the position ids, which restart at each document.
-        `max_seqlen` is not used.
-        """
+        """Return the loss summed over labels, divided by cp, or logits if there are no labels."""
         inputs: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": False}
         if cu_seqlens is not None:
             inputs["position_ids"] = positions
@@ -205,11 +220,7 @@ class HFModel(nn.Module):
 def _load_or_init_parameters(
     model: nn.Module, owner: nn.Module, hf_weights: str | None, init_from_seed: Callable[[int], Any]
 ) -> None:
-    """Load the directory `hf_weights` into `model`; if None, call `init_from_seed`.
-
-    `init_from_seed` receives torch's seed, identical on all pipeline stages. `owner` is the module
-    that `parallelize_moe` received.
-    """
+    """Load `hf_weights` into `model`, or initialise it from torch's seed, equal in all stages."""
     if hf_weights is None:
         seed = torch.tensor(torch.initial_seed() % 2**63, dtype=torch.int64, device="cpu")
         request = get_request(owner)
@@ -256,10 +267,7 @@ def parallelize_hf_model(
     balance: BalanceConfig | None,
     **_: Any,
 ) -> nn.Module:
-    """Replace an HFModel's MoE blocks, set their `balance` and shard the model: a parallelize_fn.
-
-    If `balance` is None, each block keeps its own. `job` is torchtitan's config.
-    """
+    """Replace an HFModel's MoE blocks, set `balance`, if given, and shard it: a parallelize_fn."""
     if parallel_dims.tp > 1:
         raise NotImplementedError(
             f"parallelism.tensor_parallel_degree ({parallel_dims.tp}) must be 1 for a Hugging Face "
@@ -274,10 +282,7 @@ def parallelize_hf_model(
 
 
 def _read_config(source: Source, option_name: str) -> Any:
-    """Return a copy of the transformers config `source`, or the config in the directory `source`.
-
-    `option_name` names the option in errors.
-    """
+    """Return a copy of a transformers config, or the config in a directory."""
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(source, PreTrainedConfig):
@@ -293,39 +298,3 @@ def _read_config(source: Source, option_name: str) -> Any:
             "download the model's repository there"
         )
     return AutoConfig.from_pretrained(source)
-
-
-def _check_config(config: Any, seq_len: int) -> None:
-    """Raise an error for too long sequences, router logits or tied embeddings."""
-    max_seq_len = config.max_position_embeddings
-    if seq_len > max_seq_len:
-        raise ValueError(
-            f"training.seq_len ({seq_len}) must be <= max_position_embeddings ({max_seq_len}) of "
-            "the model's config: shorten it"
-        )
-    for name, reason in (
-        (
-            "output_router_logits",
-            ", because its balance loss is not part of torchtitan's: give hf_spec or hf_job "
-            "balance=BalanceConfig(micro_batch_coef=...)",
-        ),
-        ("tie_word_embeddings", ": torchtitan makes two parameters of embedding and head"),
-    ):
-        if getattr(config, name, False):
-            raise NotImplementedError(f"{name} (True) of the model's config must be False{reason}")
-
-
-def _count_params_and_flops(config: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:
-    """Return the number of parameters and the FLOPs per token of forward and backward."""
-    total, idle = 0, 0.0
-    for name, param in model.named_parameters():
-        total += param.numel()
-        if ".experts." in name:
-            idle += param.numel() * (1 - config.num_experts_per_tok / param.shape[0])
-    table = config.vocab_size * config.hidden_size
-    key_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    value_dim = getattr(config, "v_head_dim", key_dim)
-    key_dim = getattr(config, "qk_head_dim", key_dim)
-    heads = config.num_hidden_layers * config.num_attention_heads
-    attention = heads * (key_dim + value_dim) * seq_len
-    return total, int(6 * (total - idle - table) + 3 * attention)

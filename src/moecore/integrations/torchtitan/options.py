@@ -143,13 +143,18 @@ def get_moecore_options(job_config: Any) -> Any:
 def make_parallelize_arguments(
     moecore_section: Any, parallel: ParallelConfig, **fsdp_fields: Any
 ) -> dict[str, Any]:
-    """Convert the section `moecore` of a job, `moecore_section`, to arguments of `parallelize_moe`.
-
-    The arguments do not include the balance, which is set on each layer. `fsdp_fields` has fields
-    of `FSDPOptions` from torchtitan's options. The section `moecore.fsdp` overrides `fsdp_fields`.
-    """
+    """Convert a job's section to arguments of `parallelize_moe`, without the balance."""
     keywords = read_arguments(moecore_section, "moecore", without=("dispatch", "moe", "fsdp"))
-    keywords["dispatch"] = _make_dispatch_options(moecore_section.dispatch, parallel)
+    section = moecore_section.dispatch
+    dispatch = read_arguments(section, "moecore.dispatch")
+    if dispatch["name"] != "nvlink" and not list_changed_fields(section.nvlink):
+        dispatch["nvlink"] = None
+    is_parallel = parallel.ep * parallel.etp > 1
+    if dispatch["name"] == "auto" and section.nvlink.row_factor is None and is_parallel:
+        dispatch["name"] = "alltoall"  # whose capacity has no limit
+    keywords["dispatch"] = replace_name_in_errors(
+        lambda: DispatchOptions(**dispatch), DispatchOptions, "moecore.dispatch"
+    )
     if not list_changed_fields(moecore_section.context):
         keywords["context"] = None
     keywords["pipeline"] = keywords["pipeline"] if parallel.pp > 1 else None
@@ -161,23 +166,6 @@ def make_parallelize_arguments(
     )
     moe = read_changed_arguments(moecore_section.moe, "moecore.moe")
     return keywords | {"moe": {name: value for name, value in moe.items() if name != "balance"}}
-
-
-def _make_dispatch_options(dispatch_section: Any, parallel: ParallelConfig) -> DispatchOptions:
-    """Return the `DispatchOptions` of a job's section `moecore.dispatch`.
-
-    With several expert ranks and no `nvlink.row_factor`, "alltoall" replaces the name "auto".
-    """
-    keywords = read_arguments(dispatch_section, "moecore.dispatch")
-    if keywords["name"] != "nvlink" and not list_changed_fields(dispatch_section.nvlink):
-        keywords["nvlink"] = None
-    is_parallel = parallel.ep * parallel.etp > 1
-    if keywords["name"] == "auto" and dispatch_section.nvlink.row_factor is None and is_parallel:
-        keywords["name"] = "alltoall"  # whose capacity has no limit
-    result: DispatchOptions = replace_name_in_errors(
-        lambda: DispatchOptions(**keywords), DispatchOptions, "moecore.dispatch"
-    )
-    return result
 
 
 NEEDS = {

@@ -62,10 +62,7 @@ def parallelize_titan_model(
     update_bias: bool,
     **_: Any,
 ) -> nn.Module:
-    """Replace a torchtitan model's MoE blocks and shard the model: a parallelize_fn.
-
-    `job` is torchtitan's config. With `update_bias`, optimizer steps update the selection biases.
-    """
+    """Replace a torchtitan model's MoE blocks and shard the model: a parallelize_fn."""
     check_job(job, parallel_dims, version, returns_loss=False)
     weights = get_moecore_options(job).hf_weights
     if weights is not None:
@@ -93,10 +90,7 @@ def parallelize_own_loss_model(
 def check_job(
     job: Any, parallel_dims: ParallelDims, version: Version, *, returns_loss: bool
 ) -> None:
-    """Raise NotImplementedError for options that a job must not set.
-
-    `returns_loss`: whether the model's forward returns its loss.
-    """
+    """Raise NotImplementedError for options that a job must not set."""
     tp, rules = parallel_dims.tp, version.rules(job, parallel_dims, returns_loss)
     rules += _list_titan_rules(job, parallel_dims)
     rules += _list_common_rules(job, parallel_dims, returns_loss)
@@ -115,12 +109,9 @@ def check_job(
 
 
 def _list_titan_rules(job: Any, parallel_dims: ParallelDims) -> list[Rule]:
-    """Return rules for torchtitan's models: (option, value, is an error, required value)."""
     training, seq_len = job.training, job.training.seq_len
-    offload, length = (
-        training.enable_cpu_offload,
-        f"a multiple of tensor parallelism ({parallel_dims.tp})",
-    )
+    offload = training.enable_cpu_offload
+    length = f"a multiple of tensor parallelism ({parallel_dims.tp})"
     rules = [
         ("training.enable_cpu_offload", True, offload, "False, or moecore.memory.offload set,"),
         ("training.seq_len", seq_len, seq_len % parallel_dims.tp != 0, length),
@@ -146,10 +137,7 @@ def _list_titan_rules(job: Any, parallel_dims: ParallelDims) -> list[Rule]:
 
 
 def _list_common_rules(job: Any, parallel_dims: ParallelDims, returns_loss: bool) -> list[Rule]:
-    """Return rules for all jobs: (option, value, is an error, required value).
-
-    `returns_loss`: whether the model's forward returns its loss.
-    """
+    """Return rules for all jobs: (option, value, is an error, required value)."""
     options, ac, degrees = get_moecore_options(job), job.activation_checkpoint, job.parallelism
     reshard, backend = degrees.fsdp_reshard_after_forward, job.compile.backend
     recomputes = _is_compiled_by_moecore(options, parallel_dims.pp)
@@ -162,22 +150,18 @@ def _list_common_rules(job: Any, parallel_dims: ParallelDims, returns_loss: bool
     suffix = "with moecore.memory or a pipeline,"
     no_strategy = "'default' with moecore.fsdp.dense_strategy or experts_strategy"
     own_mask = "False for torchtitan's own models, which have an attn_mask_type,"
-    documents = options.documents
+    documents, cp = options.documents, parallel_dims.cp
+    no_cp = cp > 1 and not returns_loss
     rules: list[Rule] = [
-        (
-            "parallelism.context_parallel_degree",
-            parallel_dims.cp,
-            parallel_dims.cp > 1 and not returns_loss,
-            requirement,
-        ),
+        ("parallelism.context_parallel_degree", cp, no_cp, requirement),
         ("activation_checkpoint", mode, recomputes and checkpoints, f"none {suffix}"),
         ("compile.backend", backend, recomputes and wrong_backend, f"'inductor' {suffix}"),
         ("parallelism.fsdp_reshard_after_forward", reshard, twice, no_strategy),
-        ("moecore.documents", True, documents and parallel_dims.cp > 1, "False with cp > 1"),
+        ("moecore.documents", True, documents and cp > 1, "False with cp > 1"),
         ("moecore.documents", True, documents and not returns_loss, own_mask),
     ]
     for name in list_changed_fields(options):
-        for part, size in (("context", parallel_dims.cp), ("pipeline", parallel_dims.pp)):
+        for part, size in (("context", cp), ("pipeline", parallel_dims.pp)):
             unused, degree = name.startswith(f"{part}.") and size == 1, f"{part}_parallel_degree"
             rules.append((f"moecore.{name}", "set", unused, f"absent where {degree} is 1"))
     return rules
@@ -194,10 +178,7 @@ def check_model(option_name: str, model_class: type, known_classes: Iterable[typ
 
 
 def refuse_custom_function(option_name: str, value: Any, known_values: Container[Any]) -> None:
-    """Raise NotImplementedError unless the value of a job's option is one of `known_values`.
-
-    moecore replaces the value of the field, so a custom value would be lost.
-    """
+    """Refuse a value of a job's option that moecore would replace, except `known_values`."""
     if value not in known_values:
         raise NotImplementedError(
             f"{option_name} ({value!r:.80}) must be torchtitan's own, because moecore's takes its "
@@ -241,9 +222,8 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
     if p.cp > 1 and p.pp == 1:  # before the hook that compares the arguments of cp ranks
         model.register_forward_pre_hook(_restore_full_rows, prepend=True, with_kwargs=True)
     if request["dispatch"].nvlink is not None and p.pp == 1:  # `finish_step` checks capacities
-        model.register_forward_pre_hook(
-            partial(_watch_training_forwards, get_capacity(model).owners)
-        )
+        owners = get_capacity(model).owners
+        model.register_forward_pre_hook(partial(_watch_training_forwards, owners))
     local = job.training.local_batch_size * meshes.data_ranks
     get_moe_state(model).set_num_micro_batches(max(1, job.training.global_batch_size // local))
     setattr(model, OPTIONS, options)
@@ -251,10 +231,7 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
 
 
 def _is_compiled_by_moecore(moecore_section: Any, pp: int) -> bool:
-    """Whether `parallelize_moe` compiles the blocks of a compiled job, and not torchtitan.
-
-    This is the case with pp > 1, or with options of the section `moecore.memory`.
-    """
+    """Whether `parallelize_moe` compiles the blocks of a compiled job, and not torchtitan."""
     return bool(list_changed_fields(moecore_section.memory)) or pp > 1
 
 
@@ -265,10 +242,7 @@ def _restore_full_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[A
 
 
 def _watch_training_forwards(buffer_owners: Sequence[BufferOwner | None], *_: Any) -> None:
-    """Forward pre-hook: in training, skip the step's update if a dispatch buffer overflows.
-
-    Without gradients, buffers have no capacity limit. None in `buffer_owners` is ignored.
-    """
+    """Forward pre-hook: in training, skip the step's update if a dispatch buffer overflows."""
     for holder in buffer_owners:
         if holder is not None:
             holder.watch = "skips" if torch.is_grad_enabled() else None

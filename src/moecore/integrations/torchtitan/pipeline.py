@@ -25,10 +25,7 @@ class StageSchedule:
         self.model = model
 
     def run_micro_batches(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Run forward and backward of micro-batches; return each micro-batch's loss divided by cp.
-
-        A micro-batch has the arguments of the model's forward by name.
-        """
+        """Run forward and backward of micro-batches by name; return losses divided by cp."""
         step = getattr(self.model, STEP, None)
         if step is None:  # in the first step, because the constructor runs before initialisation
             step = TrainStep(self.model, num_micro_batches=len(micro_batches))
@@ -38,10 +35,7 @@ class StageSchedule:
 
 
 class RowSchedule(StageSchedule):
-    """Schedule for torchtitan 0.2: splits a step into micro-batches of `micro_batch_rows` rows.
-
-    `data_group` is the process group of the data ranks (None = one data rank).
-    """
+    """Schedule for torchtitan 0.2: splits a step into micro-batches of `micro_batch_rows` rows."""
 
     def __init__(
         self, model: nn.Module, data_group: dist.ProcessGroup | None, *, micro_batch_rows: int
@@ -62,8 +56,7 @@ class RowSchedule(StageSchedule):
     ) -> None:
         """Run a step and append each micro-batch's summed loss to `losses`.
 
-        `rows_BT` and `labels` are this data rank's. Under cp, `tokens` has the full rows. With
-        `cu_seqlens`, documents begin where `positions` [B, T] are 0.
+        Under cp, `tokens` has the full rows. Documents begin where `positions` are 0.
         """
         all_rows_BT = rows_BT if tokens is None else tokens
         num_tokens = count_labels(labels)
@@ -93,11 +86,7 @@ class MicroBatchSchedule(StageSchedule):
         arg_mbs: list[tuple[Tensor]],
         **_: Any,
     ) -> None:
-        """Run a step and append each micro-batch's loss / global number of labels to `losses`.
-
-        `arg_mbs` and `kwarg_mbs` have the forward arguments of each micro-batch, and `loss_kwargs`
-        the global number of labels.
-        """
+        """Run a step and append each micro-batch's loss / global number of labels to `losses`."""
         num_tokens = loss_kwargs["global_valid_tokens"].long()
         micro_batches = []
         for (rows_BT,), keywords in zip(arg_mbs, kwarg_mbs, strict=True):
@@ -109,10 +98,7 @@ class MicroBatchSchedule(StageSchedule):
 
 
 def check_stages(model: nn.Module, pp: int) -> None:
-    """Raise NotImplementedError unless the model is a LossDecoder that can have pipeline stages.
-
-    Tied embeddings and MTP layers, which use parameters of two stages, are not supported.
-    """
+    """Raise NotImplementedError unless the model is a LossDecoder without MTP and ties."""
     if not isinstance(model, LossDecoder):
         raise NotImplementedError(
             f"parallelism.pipeline_parallel_degree ({pp}) must be 1 for {type(model).__name__}: "

@@ -47,10 +47,7 @@ def make_section(
 
 
 def call_section(section: Any, path: str) -> Any:
-    """Call the function from which a section was made with its fields; return the result.
-
-    `path`, such as "moecore.dispatch", names the section in errors.
-    """
+    """Call the function of a section with its fields; `path` names the section in errors."""
     source = getattr(section, SOURCE)[0]
     keywords = read_arguments(section, path)
     return replace_name_in_errors(lambda: source(**keywords), source, path)
@@ -67,17 +64,15 @@ def replace_name_in_errors(build_record: Callable[[], Any], source: Any, path: s
 def read_arguments(section: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return {name: value} of the arguments that a section's fields set for its function.
 
-    Fields in `without` are left out. A nested section becomes the result of its function, or None
-    if `enable` is False. `path` names the section in errors.
+    A nested section becomes the result of its function, or None if `enable` is False.
     """
     hints = getattr(section, SOURCE)[1]
     values = {}
     for name in (f.name for f in fields(section) if f.name in hints and f.name not in without):
         value, field_path = getattr(section, name), f"{path}.{name}"
         if is_dataclass(value):
-            values[name] = (
-                None if is_disabled(value, field_path) else call_section(value, field_path)
-            )
+            disabled = is_disabled(value, field_path)
+            values[name] = None if disabled else call_section(value, field_path)
         else:
             values[name] = _read_argument(value, hints[name], field_path)
     return values

@@ -26,12 +26,10 @@ def register_step_hooks(optimizers: Any, model_parts: list[nn.Module], *_: Any) 
     delayed = [part for part in model_parts if has_amax_history(part)]
 
     def before_step(*_: Any) -> None:
-        """Finish the step of the model parts without a TrainStep, and store their metrics."""
         plain = [part for part in model_parts if not hasattr(part, STEP)]
         setattr(optimizers, METRICS, [finish_step(part) for part in plain])
 
     def after_step(*_: Any) -> None:
-        """Finish the TrainSteps of model parts, store their metrics, and advance amax histories."""
         for part in model_parts:
             step: TrainStep | None = getattr(part, STEP, None)
             if step is not None:
@@ -53,7 +51,6 @@ def add_amax_to_state_dict(optimizers: Any, model_parts: list[nn.Module]) -> Non
     device = next(model_parts[0].parameters()).device
 
     def state_dict() -> dict[str, Any]:
-        """Return the state by name, with the amax histories of FP8."""
         # Names do not depend on the layout: DCP raises errors for names that a checkpoint lacks.
         entries = {f"{AMAX}degrees": _get_degrees(model_parts[0])}
         for name, history in histories.items():

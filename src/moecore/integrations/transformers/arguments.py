@@ -86,10 +86,8 @@ def check_model(model: nn.Module, args: TrainingArguments) -> None:
     if processes != args.world_size:
         fix = "build meshes with pp=1, and start all processes with torchrun"
         if args.device.type == "cpu" and not args.use_cpu and args.world_size == 1:
-            fix = (
-                "pass TrainingArguments(use_cpu=True), without which accelerate makes no process "
-                "group of ranks that have no GPU"
-            )
+            fix = "pass TrainingArguments(use_cpu=True), without which accelerate makes no process "
+            fix += "group of ranks that have no GPU"
         raise ValueError(
             f"data ranks times cp times tp ({processes}) must equal the processes of "
             f"TrainingArguments ({args.world_size}): {fix}"
@@ -102,10 +100,7 @@ def shards_rows(model: nn.Module) -> bool:
 
 
 def check_logits(trainer: Trainer, *, overrides_prediction: bool) -> None:
-    """Raise ValueError if an option or an override of a trainer reads the logits of full rows.
-
-    `overrides_prediction`: whether the trainer's class overrides `prediction_step`.
-    """
+    """Raise ValueError if an option or an override of a trainer reads the logits of full rows."""
     args, cp = trainer.args, get_moe_state(trainer.model).groups.cp
     function, smoothing = trainer.compute_loss_func, args.label_smoothing_factor
     class_name, own_loss = type(trainer).__name__, type(trainer).compute_loss

@@ -129,10 +129,7 @@ def _compute_experts(
     weights: ExpertWeights,
     activation: ActivationOptions,
 ) -> Tensor:
-    """Return [S, D]: for each row of `x_SD`, the weighted sum of the outputs of its K experts.
-
-    `weights_SK` has the weights, and `ids_SK` the experts. Ids outside of [0, E) are ignored.
-    """
+    """Return [S, D]: for each row of `x_SD`, the weighted sum of its experts in [0, E)."""
     rows = Rows(x_SD)
     index = build_index(
         ids_SK.to(torch.int32),
@@ -147,11 +144,8 @@ def _compute_experts(
     if isinstance(computation, ExpertMLPOptions):
         return expert_mlp(rows, weights, index, computation)
     # torch.compile can trace torch's grouped_mm only in bf16.
-    run = (
-        _run_computation_eager
-        if is_compiling and x_SD.dtype != torch.bfloat16
-        else _run_computation
-    )
+    is_eager = is_compiling and x_SD.dtype != torch.bfloat16
+    run = _run_computation_eager if is_eager else _run_computation
     return run(computation, ExpertInput(rows, index, None), weights, activation)
 
 
@@ -183,7 +177,6 @@ def _refuse_construction(cls: type[nn.Module]) -> None:
 
     @wraps(construct)
     def refuse_or_construct(self: nn.Module, config: Any) -> None:
-        """Construct an experts module; NotImplementedError if the config selects "moecore"."""
         if getattr(config, "_experts_implementation", None) == NAME:
             raise NotImplementedError(_format_quantised_error(cls))
         construct(self, config)
@@ -192,7 +185,6 @@ def _refuse_construction(cls: type[nn.Module]) -> None:
 
 
 def _format_quantised_error(cls: type) -> str:
-    """Return the error text for experts of a quantised class."""
     return (
         f"experts_implementation ({NAME!r}) must not go with quantised experts ({cls.__name__}): "
         "load the model with dequantize=True in its quantization config"

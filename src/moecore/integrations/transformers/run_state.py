@@ -34,9 +34,8 @@ def find_checkpoint_to_resume(
 ) -> AnyPath | None:
     """Return the checkpoint to resume from, or None for a new run. Collective.
 
-    `resume_from` is a directory or URL, True for the newest checkpoint in `root`, or None or False
-    for a new run. Raises ValueError if a new run would save (`will_save`) and `root` already has
-    checkpoints.
+    `resume_from` is a directory or URL; True = the newest checkpoint in `root`; None or False = a
+    new run, which must not save (`will_save`) next to older checkpoints.
     """
     newest = run_on_first_rank(lambda: latest(root))
     if resume_from is None or resume_from is False:
@@ -66,8 +65,7 @@ def read_state_text(path: AnyPath) -> str:
             f"resume_from_checkpoint ({path}) must be a checkpoint of MoETrainer: load any other "
             "with moecore.io.load before training"
         )
-    result: str = extra[STATE]
-    return result
+    return str(extra[STATE])
 
 
 def get_host_rng_state() -> Tensor:

@@ -31,10 +31,7 @@ def is_dynamic(model: nn.Module) -> bool:
 
 
 class ScheduledSteps:
-    """Runs `ScheduledBatch`es, each of one optimizer step, for a Trainer. Collective to construct.
-
-    ValueError if the trainer's collator or arguments do not fit `ContextOptions.dynamic`.
-    """
+    """Runs `ScheduledBatch`es, each of one step, for a Trainer. Collective to construct."""
 
     def __init__(self, trainer: Trainer) -> None:
         request = get_request(trainer.model)
@@ -60,7 +57,6 @@ class ScheduledSteps:
         self._check_equal_batches(batch)
 
         def run(batches: list[dict[str, Any]]) -> Tensor:
-            """Return the loss of each micro-batch."""
             return torch.stack([get_loss(model(**inputs)).float() for inputs in batches])
 
         return self._compute_mean_loss(batch, run)
@@ -88,7 +84,6 @@ class ScheduledSteps:
 
 
 def _check_trainer(trainer: Trainer, data_rank: int, num_data_ranks: int) -> None:
-    """Raise ValueError if the trainer's collator or arguments do not fit scheduled batches."""
     args, collator = trainer.args, trainer.data_collator
     if not isinstance(collator, ScheduledCollator):
         raise ValueError(

@@ -38,23 +38,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from moecore.base.failures import share_errors
-from moecore.integrations.transformers.arguments import (
-    check_accelerator,
-    check_logits,
-    check_model,
-    check_prediction,
-    check_trainer_arguments,
-    shards_rows,
-)
-from moecore.integrations.transformers.run_state import (
-    GENERATORS,
-    STATE,
-    encode_state,
-    find_checkpoint_to_resume,
-    get_host_rng_state,
-    read_state_text,
-    set_host_rng_state,
-)
+from moecore.integrations.transformers import arguments, run_state
+from moecore.integrations.transformers.run_state import GENERATORS, STATE
 from moecore.integrations.transformers.scheduled import ScheduledSteps, is_dynamic
 from moecore.io import Saver, export_hf, load, save_adapters
 from moecore.io.checkpoint.directory import CHECKPOINTS, make_step_path
@@ -105,17 +90,17 @@ class MoETrainer(Trainer):
 
     def _check_logits(self) -> None:
         """Raise ValueError if an option or override reads logits although cp shards rows."""
-        if shards_rows(self.model):
+        if arguments.shards_rows(self.model):
             is_overridden = type(self).prediction_step is not MoETrainer.prediction_step
-            check_logits(self, overrides_prediction=is_overridden)
+            arguments.check_logits(self, overrides_prediction=is_overridden)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check model and arguments (ValueError), then create the Accelerator."""
         with share_errors():
-            check_trainer_arguments(self.args)
-            check_model(self.model, self.args)
+            arguments.check_trainer_arguments(self.args)
+            arguments.check_model(self.model, self.args)
         super().create_accelerator_and_postprocess()
-        check_accelerator(self.accelerator)
+        arguments.check_accelerator(self.accelerator)
         self.accelerator.__class__ = ShardedAccelerator  # Trainer has no argument for it
         sources = 1 if is_dynamic(self.model) else get_moe_state(self.model).groups.data_ranks
         self.accelerator.copies = self.args.world_size // sources
@@ -137,14 +122,14 @@ class MoETrainer(Trainer):
             OSError: when a checkpoint could not be written.
         """
         saves = self.args.save_strategy != SaveStrategy.NO
-        self._checkpoint = find_checkpoint_to_resume(
+        self._checkpoint = run_state.find_checkpoint_to_resume(
             resume_from_checkpoint, self._root, will_save=saves
         )
         with ExitStack() as self._open:
             self._resume_directory = None
             if self._checkpoint is not None:
                 self._resume_directory = self._open.enter_context(TemporaryDirectory())
-                text = read_state_text(self._checkpoint)
+                text = run_state.read_state_text(self._checkpoint)
                 (Path(self._resume_directory) / "trainer_state.json").write_text(text)
             return super().train(self._resume_directory, *args, **kwargs)
 
@@ -164,8 +149,7 @@ class MoETrainer(Trainer):
 
     def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
         """Return the number of samples in a step; samples that cp and tp ranks share count once."""
-        result: int = super().get_total_train_batch_size(*args, **kwargs) // self.accelerator.copies
-        return result
+        return int(super().get_total_train_batch_size(*args, **kwargs) // self.accelerator.copies)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward of a micro-batch, or of a `ScheduledBatch`; return its loss."""
@@ -179,7 +163,7 @@ class MoETrainer(Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
         """Return loss, logits and labels of a batch; with a `ScheduledBatch`, only the loss."""
-        check_prediction(self.model, prediction_loss_only)
+        arguments.check_prediction(self.model, prediction_loss_only)
         if self._steps is not None:
             return self._steps.evaluate(inputs, model), None, None
         return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
@@ -222,19 +206,13 @@ class MoETrainer(Trainer):
             extra = load(self._checkpoint, self.model, self.optimizer, scheduler=self.lr_scheduler)
             owner.load_state_dict(extra)
             if args.process_index < len(extra[GENERATORS]):
-                set_host_rng_state(extra[GENERATORS][args.process_index])
+                run_state.set_host_rng_state(extra[GENERATORS][args.process_index])
             # Trainer loads the states of all generators after it has skipped batches.
             self._save_rng_state(self._resume_directory)
         if args.save_strategy != SaveStrategy.NO:
             keep, scheduler = args.save_total_limit or 0, self.lr_scheduler
             saver = Saver(self._root, self.model, self.optimizer, scheduler=scheduler, keep=keep)
             self._saver = self._open.enter_context(saver)
-
-    def _finish_step(self) -> None:
-        """Finish the TrainStep after Trainer's optimizer step, and raise errors of saves."""
-        self.result = self.accelerator.owner.finish()
-        if self._saver is not None:
-            self._saver.check()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count the tokens of a batch, also of a packed or scheduled batch."""
@@ -255,11 +233,13 @@ class MoETrainer(Trainer):
         step, state = self.state.global_step, self.state
         if state.best_global_step == step:
             state.best_model_checkpoint = str(make_step_path(self._root, step))
-        state.stateful_callbacks = _get_callback_states(
-            [*self.callback_handler.callbacks, self.control]
-        )
-        generators = gather(get_host_rng_state()[None].to(self.args.device))
-        extra = {STATE: encode_state(state), GENERATORS: generators.cpu()}
+        states: dict[str, list[Any]] = {}  # of callbacks by class name, in Trainer's format
+        for callback in (*self.callback_handler.callbacks, self.control):
+            if isinstance(callback, ExportableState):
+                states.setdefault(type(callback).__name__, []).append(callback.state())
+        state.stateful_callbacks = {n: s if len(s) > 1 else s[0] for n, s in states.items()}
+        generators = gather(run_state.get_host_rng_state()[None].to(self.args.device))
+        extra = {STATE: run_state.encode_state(state), GENERATORS: generators.cpu()}
         extra |= self.accelerator.owner.state_dict()
         self._saver.save(step, extra, wait=False)
 
@@ -283,15 +263,6 @@ def _add_token_counts(inputs: Any) -> Any:
     return inputs
 
 
-def _get_callback_states(callbacks: list[Any]) -> dict[str, Any]:
-    """Return the states of callbacks by class name, in Trainer's format."""
-    states: dict[str, Any] = {}
-    for callback in callbacks:
-        if isinstance(callback, ExportableState):
-            states.setdefault(type(callback).__name__, []).append(callback.state())
-    return {name: states if len(states) > 1 else states[0] for name, states in states.items()}
-
-
 class _RunCallback(TrainerCallback):
     """Calls a MoETrainer at the begin and end of a run and after each step."""
 
@@ -303,8 +274,11 @@ class _RunCallback(TrainerCallback):
         self._trainer._begin_run()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Finish the step."""
-        self._trainer._finish_step()
+        """Finish the TrainStep after Trainer's optimizer step, and raise errors of saves."""
+        trainer = self._trainer
+        trainer.result = trainer.accelerator.owner.finish()
+        if trainer._saver is not None:
+            trainer._saver.check()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Raise an error if the last step has lost tokens."""
@@ -320,20 +294,17 @@ class ShardedAccelerator(Accelerator):
     @property
     def num_processes(self) -> int:
         """Number of ranks with different data."""
-        result: int = super().num_processes // self.copies
-        return result
+        return int(super().num_processes // self.copies)
 
     @property
     def process_index(self) -> int:
         """Index of this rank among the ranks with different data."""
-        result: int = super().process_index // self.copies
-        return result
+        return int(super().process_index // self.copies)
 
     def gather(self, tensor: Any) -> Any:
         """All-gather along dim 0, with one copy of data that cp and tp ranks share. Collective."""
 
         def drop_copies(rows: Tensor) -> Tensor:
-            """Return the rows of the first rank of each group of ranks with equal rows."""
             first_copies: Tensor = rows.unflatten(0, (self.num_processes, self.copies, -1))[:, 0]
             return first_copies.flatten(0, 1)
 

@@ -18,7 +18,7 @@ from moecore.base.fields import check_value, quote
 from moecore.base.options.dispatch import DispatchOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import MoEOverrides
-from moecore.base.options.precision import FrozenFormat, Recipe
+from moecore.base.options.precision import FrozenFormat
 from moecore.base.torch_private import HAS_SEPARATE_PIECES, has_gradient_hooks
 from moecore.moe.backends import check_backend
 from moecore.moe.dispatch.wire import Wire
@@ -57,12 +57,7 @@ def check_stage_layout(
     bound_layers: Collection[int],
     request: Request,
 ) -> None:
-    """Raise a ValueError if a pipeline layout breaks one of three rules.
-
-    - No stage begins with a layer in `bound_layers`, which reads results of the previous layer.
-    - Each pp rank has a layer, the embedding or the head. `stage_ranks[i]` is the rank of stage i.
-    - A tuple of offload fractions has one entry per stage.
-    """
+    """Raise a ValueError if a stage begins with a layer in `bound_layers` or a rank has no part."""
     wrong = [s.layers[0] for s in layout.stages if s.layers and s.layers[0] in bound_layers]
     if wrong:
         raise ValueError(
@@ -90,8 +85,15 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
     """Raise a ValueError or NotImplementedError if the model's MoE layers cannot be sharded."""
     if request.meshes.parallel.tp > 1 and not is_tp_sharded(model):
         request.family.check_tensor_parallel(model, request.meshes.parallel.tp)
-    if not layers:
-        _check_without_moe_layers(request)
+    p = request.meshes.parallel
+    if not layers and p.ep * p.etp > 1:
+        raise ValueError(
+            f"ParallelConfig.ep ({p.ep}) and etp ({p.etp}) must be 1 for a model without MoE "
+            "layers: drop them, or register an adapter for its MoE blocks, see docs/extending.md"
+        )
+    if not layers and (request.moe or request.dispatch.nvlink is not None):
+        unused = "moe" if request.dispatch.nvlink is None else "DispatchOptions.nvlink"
+        warnings.warn(f"{unused} is not used: the model has no MoE layers", stacklevel=5)
     owners: dict[nn.Module, str] = {}
     for name, layer in layers.items():
         first = owners.setdefault(layer.get_part("experts"), name)
@@ -103,7 +105,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
     is_tied = make_tied_predicate(model)
     for name, layer in layers.items():
         _check_experts(name, layer, request.meshes)
-        if request.meshes.parallel.ep * request.meshes.parallel.etp > 1:
+        if p.ep * p.etp > 1:
             Wire(request.dispatch.fp8).check_dim(layer.config.expert_dim)
         if is_tied(layer.get_part("experts")):  # experts modules are sharded separately
             raise ValueError(
@@ -199,10 +201,7 @@ def _check_model_is_plain(model: nn.Module) -> None:
 
 
 def _check_pp_and_tp(model: nn.Module, request: Request) -> None:
-    """Raise a ValueError if pipeline, offload or dense options do not fit the degree pp.
-
-    Raises a NotImplementedError for tp > 1 if the model has no `apply_tensor_parallel`.
-    """
+    """Raise an error if options of the pipeline, offload or dense parts do not fit pp or tp."""
     p = request.meshes.parallel
     if p.pp > 1 and request.pipeline is None:
         raise ValueError(
@@ -246,7 +245,6 @@ GRAPHED_IN: dict[str, str] = {
 
 
 def _check_graphs(model: nn.Module, request: Request) -> None:
-    """Raise a ValueError if the model's blocks cannot be captured in CUDA graphs."""
     p, precision, conflict = request.meshes.parallel, request.precision, None
     repeated = [name for name, m in model.named_modules() if getattr(m, "runs", 1) != 1]
     degree, scopes = "tp" if p.tp > 1 else "cp", request.graph_scopes
@@ -271,10 +269,7 @@ def _check_graphs(model: nn.Module, request: Request) -> None:
 
 
 def _check_context(model: nn.Module, request: Request) -> None:
-    """Raise a ValueError if options of dynamic context parallelism do not fit cp or the loss.
-
-    Raises a NotImplementedError if the model does not support cp > 1.
-    """
+    """Raise an error if the model or the options do not support cp > 1 or dynamic cp."""
     cp, dynamic = request.meshes.parallel.cp, "ContextOptions.dynamic (True)"
     if cp == 1 and not request.is_dynamic:
         if request.context is not None:
@@ -303,10 +298,6 @@ def _check_context(model: nn.Module, request: Request) -> None:
 
 
 def _check_indexers(model: nn.Module, request: Request) -> None:
-    """Raise a ValueError if `request.indexer` is set but the model has no indexer.
-
-    Raises a NotImplementedError if `request.indexer` is set with tp > 1.
-    """
     if request.indexer is None:
         return
     if not request.family.find_indexers(model):
@@ -322,7 +313,6 @@ def _check_indexers(model: nn.Module, request: Request) -> None:
 
 
 def _check_fp8_head(model: nn.Module, request: Request) -> None:
-    """Raise a ValueError if `Precision.fp8_head` is set and the head cannot run in FP8."""
     precision, p = request.precision, request.meshes.parallel
     if precision is None or not precision.fp8_head:
         return
@@ -343,28 +333,8 @@ def _check_fp8_head(model: nn.Module, request: Request) -> None:
             )
 
 
-def _check_without_moe_layers(request: Request) -> None:
-    """Raise a ValueError for ep or etp > 1 in a model without MoE layers.
-
-    Options of MoE layers that have no effect cause a warning.
-    """
-    p = request.meshes.parallel
-    if p.ep * p.etp > 1:
-        raise ValueError(
-            f"ParallelConfig.ep ({p.ep}) and etp ({p.etp}) must be 1 for a model without MoE "
-            "layers: drop them, or register an adapter for its MoE blocks, see docs/extending.md"
-        )
-    unused = ["DispatchOptions.nvlink"] if request.dispatch.nvlink is not None else []
-    unused += ["moe"] if request.moe else []
-    if unused:
-        warnings.warn(f"{unused[0]} is not used: the model has no MoE layers", stacklevel=6)
-
-
 def _check_experts(layer_name: str, layer: RoutedLayer, meshes: Meshes) -> None:
-    """Raise a ValueError if a layer's experts are wrapped or not divisible by a degree.
-
-    Raises a NotImplementedError for etp > 1 if torch is too old for the layer's weight layout.
-    """
+    """Raise an error if a layer's experts are wrapped or do not divide by a degree."""
     p, config, experts = meshes.parallel, layer.config, layer.get_part("experts")
     is_native = isinstance(experts, Experts)
     layout_names = set(compute_expert_shapes(config, experts.layout)) if is_native else set()
@@ -397,15 +367,24 @@ def _check_experts(layer_name: str, layer: RoutedLayer, meshes: Meshes) -> None:
 
 
 def _check_layer_compute(layer_name: str, layer: RoutedLayer, request: Request) -> None:
-    """Raise a ValueError if an MoE layer does not support the request's backend or recipe."""
     experts, backend = layer.get_part("experts"), request.expert_backend
     recipe = request.find_recipe(layer_name, layer, "experts")
     recompute_fc1 = "expert_fc1" in request.memory.parts
     experts.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
     check_backend(backend, request.make_expert_spec(layer, recipe))
-    shared = request.find_recipe(layer_name, layer, "shared_experts")
-    if isinstance(layer.get_part("shared"), SharedExpert) and shared is not None:
-        _check_fp8_shared_experts(layer_name, layer.get_part("shared"), shared)
+    shared, shared_recipe = layer.get_part("shared"), None
+    if isinstance(shared, SharedExpert):
+        shared_recipe = request.find_recipe(layer_name, layer, "shared_experts")
+    if shared_recipe is not None:
+        problem = find_weight_problem(shared.w1, shared_recipe)
+        problem = problem or find_weight_problem(shared.w2, shared_recipe)
+        if shared_recipe.amax_history:
+            problem = "the layer keeps no history of amax"
+        if problem is not None:
+            raise ValueError(
+                f"{layer_name}: shared experts cannot be in FP8 ({shared_recipe.scaling}), because "
+                f"{problem}: leave them out of Precision.roles"
+            )
     if request.precision is not None and request.precision.frozen is not None:
         _check_frozen_experts(layer_name, layer, request.precision.frozen, request)
     layer.check_config(layer_name, request.make_layer_config(layer))
@@ -414,7 +393,6 @@ def _check_layer_compute(layer_name: str, layer: RoutedLayer, request: Request) 
 def _check_frozen_experts(
     name: str, layer: RoutedLayer, kind: FrozenFormat, request: Request
 ) -> None:
-    """Raise a ValueError if the experts of layer `name` cannot be stored in a 4-bit format."""
     experts, degrees = layer.get_part("experts"), asdict(request.meshes.parallel)
     problem = find_storage_problem(
         f"{name}.{layer.get_part_name('experts')}".strip("."), experts, kind, degrees
@@ -430,26 +408,10 @@ def _check_frozen_experts(
         raise ValueError(problem)
 
 
-def _check_fp8_shared_experts(layer_name: str, shared_expert: SharedExpert, recipe: Recipe) -> None:
-    """Raise a ValueError if a layer's shared experts cannot run in a recipe's FP8."""
-    w1, w2 = shared_expert.w1, shared_expert.w2
-    problem = find_weight_problem(w1, recipe) or find_weight_problem(w2, recipe)
-    if recipe.amax_history:
-        problem = "the layer keeps no history of amax"
-    if problem is not None:
-        raise ValueError(
-            f"{layer_name}: shared experts cannot be in FP8 ({recipe.scaling}), because {problem}: "
-            "leave them out of Precision.roles"
-        )
-
-
 def _check_routers(
     layers: Mapping[str, RoutedLayer], is_tied: Callable[[nn.Module], bool], options: FSDPOptions
 ) -> None:
-    """Raise a ValueError if a router has a separate unit and is also used by another module.
-
-    `layers` maps names to MoE layers. `is_tied` is the result of `make_tied_predicate`.
-    """
+    """Raise a ValueError if a router with a separate unit is also used by another module."""
     owned = {name: layer.get_part("router") for name, layer in layers.items()}
     for name, router in owned.items():
         is_shared = router is not None and (

@@ -151,15 +151,9 @@ def unscale_and_clip_(
 ) -> GradientNorm:
     """Divide gradients by the loss scale, clip them in place, and return the norm before clipping.
 
-    Args:
-        model: a parallelized or plain model, the same on every rank.
-        max_norm: a positive number; `math.inf` = only measure.
-        loss_scale: fp32 scalar on the device; None = 1. With a scale no warning is printed. The
-            norm is measured on unscaled gradients.
-        has_invalid_grads: device bool, True if this rank's gradients must not be used. If it is
-            True on any rank, the norm is nan on every rank.
-        skip_threshold: scalar on the device: gradients with a larger norm become None; None = no
-            limit.
+    The norm is of unscaled gradients, and nan if `has_invalid_grads` (a device bool) is True on any
+    rank. Gradients with a norm above `skip_threshold` (a device scalar) become None. `loss_scale`
+    is an fp32 device scalar; with a scale no warning is printed.
     """
     check_no_added_parameter(model)
     owner, stages = find_staged_module(model)
@@ -181,8 +175,7 @@ def clip_and_step(
 ) -> GradientNorm:
     """Unscale and clip gradients, step the optimizers, and return the norm before clipping.
 
-    A non-finite gradient, or a norm above `skip_threshold`, skips the step. The arguments except
-    `optimizers` are the arguments of `unscale_and_clip_`. No host sync if all optimizers are fused.
+    The arguments are those of `unscale_and_clip_`. No host sync if all optimizers are fused.
     """
     signals: dict[str, Tensor] = {}
     with annotate_range("moecore::clip"):
@@ -211,7 +204,6 @@ def clip_and_step(
 
 
 def _can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer reads `found_inf` and `grad_scale`, as fused optimizers do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused") for group in optimizer.param_groups
     )
@@ -233,7 +225,6 @@ def _check_optimizers(
 
 
 def _list_trained_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) of each parameter that is trainable or has a gradient."""
     # A parameter that was frozen after backward still has a gradient, and optimizers update it.
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]
 
@@ -245,15 +236,7 @@ def _compute_grad_norm(
     has_invalid_grads: Tensor | None,
     skip_threshold: Tensor | None,
 ) -> GradientNorm:
-    """Return the norm of all gradients over all ranks, divided by the loss scale. Collective.
-
-    Args:
-        params: (name, parameter) of this rank's trained parameters.
-        all_stages: the model's pipeline stages; None = no pipeline.
-        loss_scale: fp32 scalar on the device; None = 1.
-        has_invalid_grads: device bool; if it is True on any rank, the norm is nan.
-        skip_threshold: scalar on the device; a step with a larger norm is skipped.
-    """
+    """Return the norm of all gradients over all ranks, divided by the loss scale. Collective."""
     for _, param in params:
         redistribute_grad(param)
     names = [n for n, _ in params]
@@ -271,10 +254,7 @@ def _sum_squares(
     all_stages: AllStages | None,
     has_invalid_grads: Tensor | None,
 ) -> Tensor:
-    """Sum each gradient's squared norm over all ranks; return fp64 [parameters of all stages].
-
-    If `has_invalid_grads` is True on any rank, the first sum is nan on every rank. Collective.
-    """
+    """Sum squared norms over all ranks; fp64 [parameters of all stages], nan for invalid ones."""
     if all_stages is None and not params:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     if params:
@@ -317,7 +297,6 @@ def _compute_local_norms(params: list[nn.Parameter]) -> list[Tensor]:
 
 
 def _count_shards(param: Tensor) -> int:
-    """Return the number of shards into which a DTensor is split; 1 for other tensors."""
     shards = 1
     if isinstance(param, DTensor):
         for mesh_dim, placement in enumerate(param.placements):
@@ -332,11 +311,7 @@ def _scale_gradients(
     max_norm: float,
     loss_scale: Tensor | None,
 ) -> None:
-    """Clip and unscale all gradients in place, or set all to None if the step is skipped.
-
-    `norm` is the gradients' norm without the loss scale. Host sync. A skipped step without a loss
-    scale causes a warning with the names of non-finite gradients.
-    """
+    """Clip and unscale all gradients in place, or set all to None if the step is skipped."""
     if norm.is_skipped:
         if norm.non_finite and loss_scale is None:
             names = ", ".join(norm.non_finite[:5]) + (" and more" * (len(norm.non_finite) > 5))

@@ -27,10 +27,7 @@ ADAPTER_FIX = "pass adapters={MyBlock: fn}, whose key is the class itself"  # fo
 
 
 class Family(Protocol):
-    """The model-specific operations of moecore for one kind of model, except sharding.
-
-    The default methods are for models that have moecore's own attributes, such as `Decoder`.
-    """
+    """The model-specific operations of moecore; the defaults are for models such as `Decoder`."""
 
     def unwrap_peft(self, model: nn.Module) -> nn.Module:
         """Return the module to shard, which is inside a wrapper such as peft's `PeftModel`."""
@@ -39,10 +36,7 @@ class Family(Protocol):
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
-        """Replace MoE blocks by MoE layers in place; return {qualified name: MoE layer}.
-
-        `adapters` maps a class of MoE blocks to a function (block, model) -> MoE layer.
-        """
+        """Replace MoE blocks by MoE layers in place; return {qualified name: MoE layer}."""
 
     def copy_with_layers(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
@@ -56,10 +50,7 @@ class Family(Protocol):
         return
 
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-        """Cast a model in place for compute in `dtype`; return names of tensors that stay in fp32.
-
-        `dtype` None = the model keeps its dtype.
-        """
+        """Cast a model in place for compute in `dtype`; return names of tensors that stay fp32."""
 
     def make_staged_model(self, model: nn.Module) -> StagedModel:
         """Return the model's `StagedModel`; NotImplementedError if it has no pipeline stages."""
@@ -79,10 +70,7 @@ class Family(Protocol):
         return  # `Decoder.apply_tensor_parallel` checks its config
 
     def make_context_parallel_model(self, model: nn.Module) -> Any:
-        """Return the `ContextParallelModel` or `DynamicContextModel` of a model.
-
-        Any other object = the model does not support context parallelism.
-        """
+        """Return a `ContextParallelModel` or `DynamicContextModel`; other = cp is not supported."""
         return model
 
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -125,19 +113,12 @@ class Family(Protocol):
         """Return (vocabulary size, model dim) of each head whose loss is computed in chunks."""
 
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
-        """Change `model` in place: its forward computes head and loss in chunks of tokens.
-
-        `recipe` is the FP8 recipe of the head's products; None = no FP8.
-        """
+        """Change `model` in place: its forward computes head and loss in chunks of tokens."""
 
     def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
-        """Make methods that a parallelized model does not support raise errors, in place.
-
-        `wrapper` is the caller's module, which is or contains `model`. `warns_about_cache`: warn if
-        the model uses a key/value cache in training.
-        """
+        """Make methods of `model` and its `wrapper` that need full tensors raise errors."""
 
 
 def has_no_empty_tensor(inputs: Mapping[str, Any], *names: str) -> bool:
@@ -163,11 +144,7 @@ class ContextParallelModel(Protocol):
     """
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return the options with `way`, attention's communication between cp ranks, chosen.
-
-        Raises a ValueError if the model's heads do not allow the requested `way` with `cp` and `tp`
-        ranks.
-        """
+        """Return the options with `way` chosen; ValueError if the model's heads do not allow it."""
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
         """Make forwards receive full sequences and compute only this rank's slice."""

@@ -49,7 +49,6 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Deep-copy a parallelized model with this rank's shards, but without units."""
 
     def copy_param(param: nn.Parameter) -> nn.Parameter:
-        """Return a parameter with a copy of this rank's shard."""
         return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
     twins = copy_modules(model, copy_param, removes_wrappers=True)
@@ -88,7 +87,6 @@ def _reduce_for_copy(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
 
 
 def _refuse_forward(module: nn.Module, _args: Any) -> None:
-    """Raise a ValueError in the forward of a copy, which has no units to unshard."""
     raise ValueError(
         f"forward of {type(module).__name__} (a copy of a parallelized model) must run in the "
         "model itself, which gathers shards: call model.load_state_dict(copy.state_dict())"
@@ -122,12 +120,10 @@ def _run_as_forward(
     before = {"forward": attributes["forward"]} if "forward" in attributes else {}
 
     def restore() -> None:
-        """Restore the attribute "forward" of the module, or its absence."""
         attributes.pop("forward", None)
         attributes.update(before)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        """Restore the module's forward, which `method` may call, and call `method`."""
         restore()  # the method may call forward
         return method(*args, **kwargs)
 
@@ -174,13 +170,9 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
 
 
 def _reset_module(module: nn.Module, module_name: str, seed: int, std: float) -> None:
-    """Initialise an unsharded copy of a module, and copy this rank's shards to the module.
-
-    `seed` and `std` are the arguments of `init_modules`.
-    """
+    """Initialise an unsharded copy of a module, and copy this rank's shards to the module."""
 
     def make_empty(param: nn.Parameter) -> nn.Parameter:
-        """Return an uninitialised, unsharded parameter like `param`."""
         return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
 
     copies: Any = copy_modules(module, make_empty, removes_wrappers=True)
@@ -198,16 +190,12 @@ def _reset_module(module: nn.Module, module_name: str, seed: int, std: float) ->
 
 
 def _find_reset_method(module: nn.Module) -> Callable[[], None] | None:
-    """Return `reset_parameters` (or `_reset_parameters`) of a module; None = no such method."""
     reset: Any = getattr(module, "reset_parameters", None)
     return reset or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
 
 
 def _copy_local_shard(full_tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of `full_tensor`, as a DTensor with the placements of `like`.
-
-    If `like` is not a DTensor, `full_tensor` is returned without a copy. No communication.
-    """
+    """Return this rank's shard of `full_tensor`; `full_tensor` itself if `like` is no DTensor."""
     if not isinstance(like, DTensor):
         return full_tensor
     for dim, index in enumerate(compute_global_indices(like)):

@@ -92,11 +92,7 @@ def list_engines(model: nn.Module) -> list[UnitEngine]:
 
 
 def end_argument_comparison(model: nn.Module) -> Tensor | None:
-    """End a step's comparison of arguments between ranks; return whether the arguments differed.
-
-    The result is a 0-dim device bool. None = the step compared no contents on the device. No host
-    sync.
-    """
+    """End a step's comparison of arguments; return whether they differed, a 0-dim device bool."""
     flags = (r.arguments.end_step() for r in list_parallel_states(model) if r.arguments is not None)
     differences = [flag for flag in flags if flag is not None]
     return torch.stack(differences).any() if differences else None
@@ -133,10 +129,7 @@ def get_progress(model: nn.Module) -> Progress | None:
 
 
 def find_staged_module(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
-    """Return the submodule with pipeline stages and its `AllStages`; otherwise (`model`, None).
-
-    Raises a ValueError if two submodules have stages.
-    """
+    """Return the submodule with pipeline stages and its `AllStages`; otherwise (`model`, None)."""
     states = ((m, vars(m)[PARALLEL_STATE]) for m in model.modules() if PARALLEL_STATE in vars(m))
     owners = [(m, state.all_stages) for m, state in states if state.all_stages is not None]
     if len(owners) > 1:

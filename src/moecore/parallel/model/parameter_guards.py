@@ -77,13 +77,11 @@ def mark_replaced_params(params: Iterable[nn.Parameter]) -> None:
 
 @cache
 def _register_optimizer_hooks() -> None:
-    """Register the two hooks below on the steps of all optimizers."""
     register_optimizer_step_pre_hook(_check_no_replaced_params)
     register_optimizer_step_post_hook(_increment_versions)
 
 
 def _check_no_replaced_params(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Raise a ValueError before the step of an optimizer that has a replaced parameter."""
     # A parameter with a gradient is still used by another module.
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -92,7 +90,6 @@ def _check_no_replaced_params(optimizer: Optimizer, _args: Any, _kwargs: Any) ->
 
 
 def _increment_versions(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Increment the version counters of sharded parameters after an optimizer step."""
     # Fused and foreach steps, and kernels, do not increment versions.
     params = (p for group in optimizer.param_groups for p in group["params"])
     changed = [p for p in params if p.grad is not None and isinstance(p, DTensor)]
@@ -101,7 +98,6 @@ def _increment_versions(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _make_replaced_error(optimizer: Optimizer) -> ValueError:
-    """Return the error for an optimizer that was made before `parallelize_moe`."""
     return ValueError(
         f"optimizer ({type(optimizer).__name__}) must hold parameters of the model, which "
         "parallelize_moe and to_empty have replaced: make it of model.parameters() afterwards"

@@ -15,7 +15,6 @@ from torch import nn
 from moecore.attention.context_parallel.local_tokens import ContextParallel
 from moecore.base.options.dispatch import DISPATCHERS, NVLinkOptions
 from moecore.base.options.layer import MoEConfig
-from moecore.base.options.precision import Recipe
 from moecore.moe.aux_loss import list_aux_losses
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clones import Cloner
@@ -27,14 +26,13 @@ from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_local_peer_problem, find_peer_store_problem
-from moecore.moe.layer import MoELayer, RoutedLayer
+from moecore.moe.layer import MoELayer
 from moecore.moe.placement import ExpertPlacement, make_domain_placement
 from moecore.moe.records import Dispatcher
 from moecore.moe.shortage import BufferCapacities
 from moecore.moe.state import MoEState
 from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.mesh import (
-    DomainGroups,
     check_dispatch_domains,
     make_context_groups,
     make_domain_groups,
@@ -57,11 +55,7 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 def choose_dispatcher(request: Request) -> tuple[str, str]:
-    """Choose a dispatcher; return its name and the reason for the choice, as text.
-
-    The name is "auto" if the choice needs a test of the GPUs, which `resolve_dispatcher` makes.
-    Raises a ValueError if dispatcher "nvlink" is requested but known to be impossible.
-    """
+    """Return a dispatcher's name and the reason; "auto" if the choice needs a test of the GPUs."""
     meshes, name = request.meshes, request.dispatch.name
     num_ranks = meshes.parallel.ep * meshes.parallel.etp
     problem = find_local_peer_problem(num_ranks, meshes.device_type)
@@ -77,10 +71,7 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
 
 
 def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
-    """Test the GPUs' links, replace "auto" in the plan, and create the dispatcher's groups.
-
-    Raises a ValueError if the requested dispatcher cannot run. Collective.
-    """
+    """Test the GPUs' links, replace "auto" in the plan, and create groups. Collective."""
     request, plan = state.request, state.plan
     meshes, group = request.meshes, request.meshes.dispatch_group
     if group is None:
@@ -118,7 +109,6 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
 
 
 def _remove_advice(error_text: str) -> str:
-    """Return an error text without the fix after ": "."""
     return error_text.partition(": ")[0]
 
 
@@ -129,16 +119,19 @@ def _has_nvlink_request(request: Request) -> bool:
 
 
 def configure_moe_layers(model: nn.Module, state: ParallelState) -> None:
-    """Set config, expert backend, FP8 recipes, dispatcher and clones of each MoE layer, in place.
-
-    `state.exchanges` is set if ranks write to each other's memory. No communication.
-    """
+    """Set config, expert backend, FP8 recipes, dispatcher and clones of MoE layers, in place."""
     request, meshes = state.request, state.request.meshes
     if state.stores_in is not None:
+        nvlink = request.dispatch.nvlink
+        if state.domains is not None:  # a domain has rows of the tokens of all domains
+            nvlink, num_domains = nvlink or NVLinkOptions(), state.domains.across.size()
+            max_tokens = None if nvlink.max_tokens is None else nvlink.max_tokens * num_domains
+            # Copy engines would also copy empty rows for the tokens of other domains.
+            nvlink = replace(nvlink, max_tokens=max_tokens, overlap_weight_grads=False)
         state.exchanges = ExchangePool(
             state.stores_in,
             ep=meshes.parallel.ep,
-            options=_scale_nvlink_options(request.dispatch.nvlink, state.domains),
+            options=nvlink,
             fp8=request.dispatch.fp8,
             is_required=_has_nvlink_request(request),
         )
@@ -148,7 +141,13 @@ def configure_moe_layers(model: nn.Module, state: ParallelState) -> None:
         recipes = dict(layer_plan.recipes)
         layer.tracker.reset()  # forwards before `parallelize_moe` do not count
         layer.set_config(request.make_layer_config(layer))
-        _set_expert_backend(name, layer, request, recipes["experts"])
+        layer.get_part("experts").set_backend(
+            request.expert_backend,
+            recompute_fc1="expert_fc1" in request.memory.parts,
+            recipe=recipes["experts"],
+        )
+        if (problem := request.find_fp8_problem(name, layer)) is not None:
+            logger.info("precision leaves the experts of %r as they are: %s", name, problem)
         placement = _make_expert_placement(layer.config, request, (number, name))
         layer.dispatcher = _make_dispatcher(layer.config.num_experts, placement, state)
         peers = state.exchanges if state.domains is None else None  # only if it has all ranks
@@ -161,32 +160,6 @@ def configure_moe_layers(model: nn.Module, state: ParallelState) -> None:
             if recipe is not None:
                 products = make_linear_products(recipe), make_linear_products(recipe)
                 layer.get_part("shared").products = products
-
-
-def _scale_nvlink_options(
-    options: NVLinkOptions | None, domains: DomainGroups | None
-) -> NVLinkOptions | None:
-    """Return NVLink options for dispatch inside a domain, with `max_tokens` * number of domains.
-
-    `options` None = the defaults. `domains` None = `options` are returned unchanged.
-    """
-    if domains is None:
-        return options
-    options, num_domains = options or NVLinkOptions(), domains.across.size()
-    max_tokens = None if options.max_tokens is None else options.max_tokens * num_domains
-    # Copy engines would also copy empty rows for the tokens of other domains.
-    return replace(options, max_tokens=max_tokens, overlap_weight_grads=False)
-
-
-def _set_expert_backend(
-    layer_name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None
-) -> None:
-    """Set backend and FP8 recipe (None = no FP8) of a layer's experts; log why FP8 is not used."""
-    recompute_fc1, backend = "expert_fc1" in request.memory.parts, request.expert_backend
-    layer.get_part("experts").set_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
-    problem = request.find_fp8_problem(layer_name, layer)
-    if problem is not None:
-        logger.info("precision leaves the experts of %r as they are: %s", layer_name, problem)
 
 
 def _make_expert_placement(
@@ -283,10 +256,7 @@ def create_balance_state(model: nn.Module, state: ParallelState) -> None:
 
 
 def install_argument_checks(model: nn.Module, state: ParallelState) -> None:
-    """Install the forward hook that compares arguments of ranks with the same sequences.
-
-    With pipeline stages there is no hook, and `run_pipeline` compares arguments. Collective.
-    """
+    """Install the hook that compares arguments of ranks with the same sequences. Collective."""
     meshes = state.request.meshes
     stages = () if meshes.pipeline_groups is None else meshes.pipeline_groups[:1]
     of_rows = {0: meshes.micro_batch_group, **state.shared_by}
@@ -294,7 +264,7 @@ def install_argument_checks(model: nn.Module, state: ParallelState) -> None:
     if not any(groups.values()):
         return
     state.arguments = SharedArguments(groups, meshes.device_type)
-    if not stages:
+    if not stages:  # otherwise `run_pipeline` compares them
         hook = state.arguments.compare_in_pre_hook
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.copies import copy_modules, make_meta_parameter
-from moecore.base.options.fsdp import FSDPOptions, Strategy
+from moecore.base.options.fsdp import Strategy
 from moecore.base.options.precision import Recipe
 from moecore.base.params import clean_name
 from moecore.moe.experts import Experts
@@ -34,7 +34,6 @@ from moecore.parallel.fsdp.plan import (
 )
 from moecore.parallel.fsdp.units import (
     Prefetch,
-    Units,
     find_units,
     make_kind_lookup,
     plan_backward_prefetch,
@@ -51,10 +50,7 @@ Layers = Mapping[str, RoutedLayer]
 def make_shard_plan(
     model: nn.Module, layers: Layers, request: Request, fp32_names: Set[str]
 ) -> ShardPlan:
-    """Plan the sharding of a model without changing it; `layers` has its MoE layers by name.
-
-    `fp32_names` has the names of tensors that stay in fp32. No communication.
-    """
+    """Plan the sharding of a model with these MoE layers by name, without changing it."""
     copies = copy_modules(model, make_meta_parameter)
     twin = copies[model]
     twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
@@ -96,7 +92,6 @@ def has_unsharded_experts(meshes: Meshes) -> bool:
 
 
 def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
-    """Return the sizes and FP8 recipes of the MoE layer `name` as a `LayerPlan`."""
     config = layer.config
     return LayerPlan(
         name=name,
@@ -111,10 +106,7 @@ def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPl
 
 
 class _PlanBuilder:
-    """Builds the `UnitPlan`s and `ParamPlan`s of a model that is sharded over tp, ep and etp.
-
-    `recipes` maps names of parameters to the recipes of their FP8 all-gathers.
-    """
+    """Builds plans of a model that is sharded over tp, ep and etp; `recipes` are by parameter."""
 
     def __init__(
         self,
@@ -167,7 +159,6 @@ class _PlanBuilder:
         return owned
 
     def _plan_parameters(self) -> dict[str, ParamPlan]:
-        """Return {name: plan} for all parameters of the model."""
         named = self.model.named_modules()
         layers = {clean_name(n): m for n, m in named if isinstance(m, RoutedLayer)}
         kind_of = make_kind_lookup(self.model, layers)
@@ -191,10 +182,7 @@ class _PlanBuilder:
     def _plan_placements(
         self, param: nn.Parameter, experts: Experts | None
     ) -> tuple[AxisPlacement, ...]:
-        """Return a parameter's placements over data axes, followed by ep, etp and tp.
-
-        `experts` is the module that has the parameter; None = a dense parameter.
-        """
+        """Return placements over data axes, ep, etp and tp; `experts` has the parameter, if any."""
         inner: list[AxisPlacement] = []
         if isinstance(param, DTensor):
             axes = zip(_list_axes(param.device_mesh), param.placements, strict=True)
@@ -211,29 +199,32 @@ class _PlanBuilder:
             mesh, dim = self.meshes.expert_fsdp, choose_expert_dim(experts, param, self.meshes)
         *replicates, (axis, size) = _list_axes(mesh)
         if has_pieces and experts is None:
-            self._check_even_input_dim(param, size)
+            name = self.name_of[param]
+            recipe = self.recipes.get(name)
+            values_per_byte = 2 if recipe is not None and recipe.scaling == "nvfp4" else 1
+            if param.shape[1] % (size * values_per_byte):
+                raise ValueError(
+                    f"{name} {tuple(param.shape)} has gate above up, so its dim 1 must be a "
+                    f"multiple of {values_per_byte} times the ranks that shard it ({size}): choose "
+                    "another dp_shard, cp"
+                )
         if self.get_strategy(self.role_of[param]) == "no_shard":
             dim = None
         outer = [AxisPlacement(axis=name, size=n, dim=None) for name, n in replicates]
         return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
 
-    def _check_even_input_dim(self, param: nn.Parameter, num_ranks: int) -> None:
-        """Raise a ValueError unless dim 1 of `param` splits into `num_ranks` equal byte ranges."""
-        name = self.name_of[param]
-        recipe = self.recipes.get(name)
-        values_per_byte = 2 if recipe is not None and recipe.scaling == "nvfp4" else 1
-        if param.shape[1] % (num_ranks * values_per_byte):
-            raise ValueError(
-                f"{name} {tuple(param.shape)} has gate above up, so its dim 1 must be a multiple "
-                f"of {values_per_byte} times the ranks that shard it ({num_ranks}): choose another "
-                "dp_shard, cp"
-            )
-
     def plan_units(self) -> list[UnitPlan]:
         """Return the plans of all units, in the order of their first use in forward."""
-        model_units = self.model_units
-        unsharded_experts = set(model_units.experts if has_unsharded_experts(self.meshes) else ())
-        forward, backward = _plan_prefetch(self.model, model_units, self.options, unsharded_experts)
+        options, units = self.options, self.model_units
+        forward: Prefetch = {}
+        backward: Prefetch = {}
+        if options.prefetch_blocks:
+            unsharded = set(units.experts if has_unsharded_experts(self.meshes) else ())
+            groups = [[u for u in group if u not in unsharded] for group in units.first_use]
+            units = replace(units, first_use=groups)
+            num_units = -(-options.prefetch_blocks // options.blocks_per_unit)
+            forward = plan_forward_prefetch(self.model, units, num_units)
+            backward = plan_backward_prefetch(units, num_units)
         return [
             self._plan_unit(first, forward.get(first, ()), backward.get(first, ()))
             for first in sorted(self.owned, key=self._get_first_use)
@@ -252,11 +243,7 @@ class _PlanBuilder:
         forward_prefetch: Iterable[nn.Module],
         backward_prefetch: Iterable[nn.Module],
     ) -> UnitPlan:
-        """Return the plan of the unit that begins with `first_module`.
-
-        `forward_prefetch` and `backward_prefetch` are the first modules of the units that
-        `first_module` prefetches in each pass.
-        """
+        """Return the plan of a unit by its first module, and the units that it prefetches."""
         options = self.options
         role, modules, owned = self.owned[first_module]
         mesh: View = "expert" if role == "experts" else "dense"
@@ -301,10 +288,7 @@ class _PlanBuilder:
 
 
 def check_parameter_shapes(param_names: Mapping[nn.Parameter, str]) -> None:
-    """Raise a ValueError for 0-dim parameters and for empty trainable parameters.
-
-    `param_names` maps all parameters to their names.
-    """
+    """Raise a ValueError for 0-dim parameters and for empty trainable parameters."""
     for param, name in param_names.items():
         if not param.ndim:
             raise ValueError(
@@ -334,23 +318,7 @@ def get_dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _plan_prefetch(
-    model: nn.Module, model_units: Units, options: FSDPOptions, unsharded_modules: Set[nn.Module]
-) -> tuple[Prefetch, Prefetch]:
-    """Return the units that each unit prefetches: a map for forward, and a map for backward.
-
-    Keys and values are the units' first modules. Units in `unsharded_modules` are left out.
-    """
-    if not options.prefetch_blocks:
-        return {}, {}
-    groups = [[u for u in group if u not in unsharded_modules] for group in model_units.first_use]
-    units = replace(model_units, first_use=groups)
-    num_units = -(-options.prefetch_blocks // options.blocks_per_unit)
-    return plan_forward_prefetch(model, units, num_units), plan_backward_prefetch(units, num_units)
-
-
 def _list_axes(mesh: Any) -> list[tuple[str, int]]:
-    """Return name and size of each axis of a device mesh."""
     return [(name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names)]
 
 
@@ -364,11 +332,7 @@ def find_gather_recipes(
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> dict[str, Recipe]:
-    """Return {parameter name: recipe} of the parameters that are all-gathered in FP8.
-
-    `layers` maps names to MoE layers, and `linears` names of linears to their recipes. Raises a
-    ValueError if the options do not allow FP8 all-gathers.
-    """
+    """Return {parameter name: recipe} of the parameters that are all-gathered in FP8."""
     if not request.fsdp.fp8_param_gather:
         return {}
     read = dict(_find_fp8_parameters(model, layers, linears, request))
@@ -387,7 +351,17 @@ def find_gather_recipes(
     names = {param: name for name, param in model.named_parameters()}
     places = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
     for param in read:
-        _check_can_gather_in_fp8(names[param], param, places[param])
+        if param.dtype not in STORED_DTYPES:
+            raise ValueError(
+                f"{names[param]} ({param.dtype}) must be kept in fp32 or bf16 with {GATHER}: call "
+                "model.float()"
+            )
+        if places[param] > 1:
+            raise ValueError(
+                f"{names[param]} must not be tied to another parameter with {GATHER}, which leaves "
+                "its values to FP8 products alone: untie it, or leave it out by "
+                "Precision.overrides"
+            )
     return {names[param]: recipe for param, recipe in read.items()}
 
 
@@ -397,10 +371,7 @@ def _find_fp8_parameters(
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> Iterator[tuple[nn.Parameter, Recipe]]:
-    """Yield (parameter, recipe) of each weight that is read only by FP8 matmuls with this recipe.
-
-    `layers` maps names to MoE layers, and `linears` names of linears to their recipes.
-    """
+    """Yield (parameter, recipe) of each weight that is read only by FP8 matmuls with the recipe."""
     for name, layer in layers.items():
         recipe = _select_gatherable_recipe(request.find_recipe(name, layer, "experts"))
         if recipe is not None and not has_unsharded_experts(request.meshes):
@@ -427,10 +398,7 @@ def _find_fp8_parameters(
 def _check_byte_pairs(
     layer_name: str, experts: Experts, param: nn.Parameter, recipe: Recipe, meshes: Meshes
 ) -> None:
-    """Raise a ValueError if a shard of `param` ends inside a byte of two "nvfp4" values.
-
-    Other recipes pass. `layer_name` is the name of the MoE layer in the error.
-    """
+    """Raise a ValueError if a shard of `param` ends inside a byte of two "nvfp4" values."""
     size, ranks = experts.config.expert_dim, meshes.parallel.edp_shard
     shards_last_dim = choose_expert_dim(experts, param, meshes) == param.ndim - 1
     if recipe.scaling == "nvfp4" and shards_last_dim and size // ranks % 2:
@@ -442,23 +410,4 @@ def _check_byte_pairs(
 
 
 def _select_gatherable_recipe(recipe: Recipe | None) -> Recipe | None:
-    """Return the recipe if weights can be all-gathered in its FP8 format, otherwise None."""
     return recipe if recipe is not None and recipe.can_gather_weights else None
-
-
-def _check_can_gather_in_fp8(param_name: str, param: nn.Parameter, num_references: int) -> None:
-    """Raise a ValueError if a parameter cannot be all-gathered in FP8.
-
-    The dtype must be fp32 or bf16, and `num_references`, the number of modules' attributes that
-    refer to the parameter, must be 1.
-    """
-    if param.dtype not in STORED_DTYPES:
-        raise ValueError(
-            f"{param_name} ({param.dtype}) must be kept in fp32 or bf16 with {GATHER}: call "
-            "model.float()"
-        )
-    if num_references > 1:
-        raise ValueError(
-            f"{param_name} must not be tied to another parameter with {GATHER}, which leaves its "
-            "values to FP8 products alone: untie it, or leave it out by Precision.overrides"
-        )

@@ -72,7 +72,6 @@ class Request:
         return find_fp8_speed_problem(self.make_expert_spec(layer, recipe))
 
     def _select_recipe(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
-        """Return the recipe that `precision` selects for a role of a layer; None = no recipe."""
         if self.precision is None:
             return None
         part = layer.get_part_name("experts" if role == "experts" else "shared")
@@ -119,10 +118,7 @@ class Request:
         )
 
     def list_compared_arguments(self) -> dict[str, Any]:
-        """Return {name: value} of the arguments that ranks compare, without parallel degrees.
-
-        `build_meshes` has compared the degrees.
-        """
+        """Return {name: value} of the arguments that ranks compare, without parallel degrees."""
         records = ("family", "meshes", "moe", "dispatch", "dense", "fsdp", "memory")
         entries = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in records}
         entries |= {f"MoEConfig.{name}": value for name, value in self.moe.items()}

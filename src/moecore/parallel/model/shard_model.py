@@ -39,11 +39,7 @@ NOTHING = make_flat_layout("float32", "float32", "float32", None, (), 1)
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine:
-    """Shard a model's parameters over data ranks in place, and return the engine of its units.
-
-    The parameters must already be sharded over tp, ep and etp. The engine registers its hooks on
-    the units' modules.
-    """
+    """Shard parameters over data ranks, after tp, ep and etp, in place; return their engine."""
     streams, owners = UnitStreams(meshes.device_type), _find_owners(model)
     join = cache(concatenate_meshes)  # a mesh takes milliseconds; parameters share a few meshes
     units_of: dict[str, list[Unit]] = {}
@@ -59,7 +55,13 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
         for unit in units_of[unit_plan.name]:
             unit.prefetch_forward = [u for n in unit_plan.forward_prefetch for u in units_of[n]]
             unit.prefetch_backward = [u for n in unit_plan.backward_prefetch for u in units_of[n]]
-    _assign_buffers(plan, units_of, streams)
+    for buffer_plan in plan_buffers(plan):
+        users = [units_of[name][i] for name, i in buffer_plan.places]
+        is_weights, mark = buffer_plan.contents == "weights", streams.make_event()
+        dtype = users[0].dtype if is_weights else getattr(torch, buffer_plan.dtype)
+        shared_buffer = Buffer[Any](buffer_plan.numel, dtype, mark)
+        for unit in users:
+            (unit if is_weights else unit.gradients).buffer = shared_buffer
     root, *inner_units = [unit for unit_plan in plan.units for unit in units_of[unit_plan.name]]
     exchanges: dict[nn.Module, nn.Module] | None = None
     if meshes.parallel.pp == 1:  # otherwise a stage's forward runs a part of the modules
@@ -94,11 +96,7 @@ def _make_unit(
     streams: UnitStreams,
     join_meshes: Callable[..., DeviceMesh],
 ) -> Unit:
-    """Shard the parameters of one flat layout over the data ranks, and return their `Unit`.
-
-    `modules` are the unit's modules. `owners` maps each parameter name to all (module, attribute)
-    pairs that refer to it. `join_meshes` concatenates device meshes.
-    """
+    """Shard the parameters of one flat layout over the data ranks, and return their `Unit`."""
     mesh: DeviceMesh | None = meshes.dense_fsdp
     if unit_plan.mesh != "dense":
         mesh = None if has_unsharded_experts(meshes) else meshes.expert_fsdp
@@ -142,17 +140,3 @@ def _make_format(
     if shares and unit_plan.mesh == "dense" and meshes.parallel.tp > 1:
         tp_group = meshes.dense["tp"].get_group()
     return FORMATS[recipe.scaling](dtype, recipe, shard_group, tp_group)
-
-
-def _assign_buffers(plan: ShardPlan, units: dict[str, list[Unit]], streams: UnitStreams) -> None:
-    """Create the buffers that units share, and set them as `buffer` of units and `Gradients`.
-
-    `units` maps a unit plan's name to its units, one per layout.
-    """
-    for buffer_plan in plan_buffers(plan):
-        users = [units[name][i] for name, i in buffer_plan.places]
-        is_weights, mark = buffer_plan.contents == "weights", streams.make_event()
-        dtype = users[0].dtype if is_weights else getattr(torch, buffer_plan.dtype)
-        buffer = Buffer[Any](buffer_plan.numel, dtype, mark)
-        for unit in users:
-            (unit if is_weights else unit.gradients).buffer = buffer

@@ -77,10 +77,7 @@ class PipelineLayout:
         return _join_stage_letters([stage.letters for stage in self.stages])
 
     def format_table(self, pp: NumStages, rank_of: Sequence[int] | None = None) -> str:
-        """Return a table of layer indices with a row per pp rank and a column per chunk.
-
-        `rank_of` is `Schedule.rank_of`; None = stage s is on rank s % pp.
-        """
+        """Return a table of layer indices with a row per pp rank and a column per chunk."""
         chunks = self.chunks(pp)
         rank_of = rank_of or [stage % pp for stage in range(len(self.stages))]
         lines = [("pp rank", *(f"chunk {chunk}" for chunk in range(chunks)))]
@@ -101,7 +98,6 @@ class LayoutCosts(CheckedRecord):
     bound: frozenset[int] = frozenset()  # layers that cannot be the first layer of a stage
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of a broken rule."""
         if not self.layers:
             yield "layers", "have a cost per transformer layer: pass at least one"
         elif not self.bound <= {*range(1, len(self.layers))}:
@@ -227,7 +223,6 @@ def _expand_layout_text(text: str) -> str:
 
 
 def _raise_layout_error(text: str, relation: str, fix: str) -> None:
-    """Raise a ValueError: layout `text` must fulfil `relation`; the advice is `fix`."""
     raise ValueError(f"layout ({quote(text)}) must {relation}: {fix}")
 
 
@@ -264,7 +259,6 @@ def _make_layout(stage_letters: Sequence[str]) -> PipelineLayout:
     first = {letter: [0, *accumulate(s.count(letter) for s in stage_letters)] for letter in "tm"}
 
     def indices(letter: str, stage: int) -> tuple[int, ...]:
-        """Return the indices of the layers with `letter` in a stage."""
         return tuple(range(first[letter][stage], first[letter][stage + 1]))
 
     parsed = []
@@ -289,7 +283,6 @@ def _find_min_bottleneck(cu_costs: Sequence[float], num_stages: int) -> float:
     limits = sorted({cu_costs[j] - cu_costs[i] for i in range(last) for j in range(i + 1, last)})
 
     def suffices(max_cost: float) -> bool:
-        """Whether `num_stages` stages of cost <= `max_cost` contain all layers."""
         stages, start = 1, 0
         for end in range(1, last):
             if cu_costs[end] - cu_costs[start] > max_cost:
@@ -302,11 +295,7 @@ def _find_min_bottleneck(cu_costs: Sequence[float], num_stages: int) -> float:
 
 
 def _find_stage_borders(cu_costs: Sequence[float], num_stages: int, max_cost: float) -> list[int]:
-    """Return the borders of stages of cost <= `max_cost`: `num_stages` + 1 indices in the costs.
-
-    `cu_costs` has the cumulative costs from 0. Of several solutions, the last stage has the fewest
-    layers, and then the sum of squared stage costs is the least.
-    """
+    """Return the borders of stages of cost <= `max_cost`, with the least sum of squared costs."""
     last = len(cu_costs) - 1
     # Stage 0 has the embedding and the last stage has the loss, so both are not empty.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by end: sum of squares, start

@@ -39,11 +39,8 @@ def find_next_backwards(order: Sequence[Item]) -> list[Action | None]:
 
 
 def list_last_block_offloads(order: Sequence[Item]) -> list[bool]:
-    """Return, for each item of a rank's order, whether its forward offloads the last block.
-
-    False if the micro-batch's backward is the next backward after this item or after one of the two
-    following items. Also False for items without a forward.
-    """
+    """Return, for each item of a rank's order, whether its forward offloads the last block."""
+    # Not if the micro-batch's backward is the next backward of this item or the two items after it.
     backwards = find_next_backwards(order)
     flags = []
     for i, item in enumerate(order):
@@ -91,34 +88,26 @@ def offload_fractions(
     seconds = [size / bytes_per_second for size in sizes]
     fractions = [0.0] * schedule.num_stages
     for rank, spans in enumerate(simulate(schedule, costs).spans):
-        live_stages = _find_stages_with_direct_backward(schedule.orders[rank])
-        stages = [s for s, r in enumerate(schedule.rank_of) if r == rank and s not in live_stages]
+        order = schedule.orders[rank]
+        direct = {  # stages that run a backward directly after the forward of its micro-batch
+            action.stage
+            for item, backward in zip(order, find_next_backwards(order), strict=True)
+            for action in list_actions(item)
+            if backward is not None and action.kind == "F" and action[1:] == backward[1:]
+        }
+        stages = [s for s, r in enumerate(schedule.rank_of) if r == rank and s not in direct]
         fits = partial(_copies_fit_timeline, spans, fractions, seconds)
         for candidates in (stages, *([stage] for stage in stages)):
             _maximise_fractions(fractions, candidates, fits)
     return tuple(fractions)
 
 
-def _find_stages_with_direct_backward(order: Sequence[Item]) -> set[int]:
-    """Return the stages that run a backward directly after the forward of its micro-batch."""
-    return {
-        action.stage
-        for item, backward in zip(order, find_next_backwards(order), strict=True)
-        for action in list_actions(item)
-        if backward is not None and action.kind == "F" and action[1:] == backward[1:]
-    }
-
-
 def _maximise_fractions(
     fractions: list[float], stages: Sequence[int], is_feasible: Callable[[], bool]
 ) -> None:
-    """Set `fractions[s]` for s in `stages` to the largest common value that `is_feasible` allows.
-
-    The value is found by bisection. `is_feasible` reads `fractions`.
-    """
+    """Set `fractions[s]` for s in `stages` to the largest common feasible value, by bisection."""
 
     def fits_with(fraction: float) -> bool:
-        """Set the fractions of `stages`, and return whether they are feasible."""
         for stage in stages:
             fractions[stage] = fraction
         return is_feasible()
@@ -135,11 +124,7 @@ def _maximise_fractions(
 def _copies_fit_timeline(
     spans: Sequence[Span], fractions: Sequence[float], copy_seconds: Sequence[float]
 ) -> bool:
-    """Whether no item of a rank's timeline waits for the copies of these offload fractions.
-
-    `spans` are the rank's items without offload. `fractions` and `copy_seconds` are by stage: the
-    share that is offloaded, and the time to copy all saved bytes of a micro-batch.
-    """
+    """Whether no item of a rank's timeline waits for the copies of these offload fractions."""
     out = back = 0.0  # times at which the copy engines are free
     before = freed = copies_end = 0.0  # end of the last item, and of the last two items' copies
     offload_ends: dict[Place, float] = {}

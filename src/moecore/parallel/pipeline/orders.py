@@ -100,14 +100,9 @@ def make_order(turns: Turns) -> Iterator[Item]:
 
 
 def _make_loop_turns(shape: Shape, *, rounds: Sequence[int], warm_up: int, **options: Any) -> Turns:
-    """Return one rank's forwards and backwards in rounds of micro-batches, chunk after chunk.
-
-    `rounds[i]` is the number of micro-batches of round i. Stage s is on rank s % pp. `warm_up` is
-    the number of forwards before the first backward; `options` are other fields of `Turns`.
-    """
+    """Return the passes, chunk after chunk, in rounds of `rounds[i]` micro-batches."""
 
     def passes(chunks: Sequence[int]) -> list[Pass]:
-        """Return (stage, micro-batch) of all passes, round by round, with `chunks` in order."""
         return [
             (chunk * shape.pp + shape.rank, micro_batch)
             for end, size in zip(accumulate(rounds), rounds, strict=True)
@@ -124,8 +119,7 @@ def _make_interleaved_turns(
 ) -> Turns:
     """Return the turns of interleaved 1F1B, in rounds of at least pp micro-batches.
 
-    Each rank runs `warm_up_step` more warm-up forwards than the next rank, and `num_extra` further
-    warm-up forwards. `options` are other fields of `Turns`.
+    Each rank runs `warm_up_step` more warm-up forwards than the next rank, and `num_extra` more.
     """
     # In one turn a forward moves one rank up and a backward one rank down, so neighbours are two
     # turns apart; with one chunk a distance of one is enough. The first micro-batch of a round
@@ -141,8 +135,7 @@ def _make_interleaved_turns(
 def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
     """Return the turns of 1F1B if rank r has the stages r and 2 pp - 1 - r (V-shaped).
 
-    Stage s runs 2 pp - s forwards before its first backward. Each rank runs `num_extra` additional
-    warm-up forwards. `options` are other fields of `Turns`.
+    Stage s runs 2 pp - s forwards before its first backward, and each rank `num_extra` more.
     """
     pp, _, rank, num_micro_batches = shape
     steady = [0, 1] * num_micro_batches
@@ -150,7 +143,6 @@ def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
     backwards = [1] * (pp - rank) + steady
 
     def passes(chunks: list[int]) -> list[Pass]:
-        """Return (stage, micro-batch) of each pass, by chunk; None = no such micro-batch."""
         stages, numbers = (rank, 2 * pp - 1 - rank), (count(), count())
         pairs = ((stages[chunk], next(numbers[chunk])) for chunk in chunks)
         return [pass_ if pass_[1] < num_micro_batches else None for pass_ in pairs]

@@ -44,23 +44,13 @@ class StageOffload(Protocol):
     def offload_forward(
         self, *, offloads_last_block: bool, resident_input: Tensor | None
     ) -> AbstractContextManager[Any]:
-        """Return a context that offloads a forward's saved tensors, and yields their record.
-
-        `offloads_last_block` = the tensors of the stage's last block are offloaded too. The stage's
-        input `resident_input` is not offloaded.
-        """
+        """Return a context that offloads a forward's saved tensors, and yields their record."""
 
     def start_copy_back(self, chunk: Any) -> None:
-        """Start to copy a forward's offloaded tensors back to the device.
-
-        `chunk` is the value of the forward's `offload_forward` context.
-        """
+        """Start to copy the offloaded tensors of the record `chunk` back to the device."""
 
     def free_last_block(self, chunk: Any) -> None:
-        """Free the device memory of a forward's last block, if its host copy is complete.
-
-        `chunk` is the value of the forward's `offload_forward` context.
-        """
+        """Free the device memory of a forward's last block, if its host copy is complete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,23 +94,14 @@ def run_pipeline(
     scale_loss: Callable[[Tensor], Tensor],
     run_side_by_side: SideBySide,
 ) -> Tensor:
-    """Run forward and backward of all micro-batches; return their unscaled losses, fp32 [n].
-
-    `micro_batches` are keyword arguments of the model, equal on all stages. `scale_loss` scales a
-    loss before its backward. `run_side_by_side` runs a forward and a backward concurrently.
-    Collective over the pipeline ranks.
-    """
+    """Run forward and backward of all micro-batches; return unscaled losses [n]. Collective."""
     schedule = _check_and_schedule(pipeline, micro_batches)
     return _ScheduleRun(pipeline, schedule, micro_batches, scale_loss, run_side_by_side).run()
 
 
 @torch.no_grad()
 def forward_pipeline(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> Tensor:
-    """Run the forwards of all micro-batches without gradients; return their losses, fp32 [n].
-
-    `micro_batches` are keyword arguments of the model, equal on all stages. Collective over the
-    pipeline ranks.
-    """
+    """Run forwards of all micro-batches without gradients; return losses, fp32 [n]. Collective."""
     schedule = _check_and_schedule(pipeline, micro_batches)
     actions = ([a for item in order for a in list_actions(item)] for order in schedule.orders)
     forwards = tuple(tuple(a for a in order if a.kind == "F") for order in actions)
@@ -145,10 +126,7 @@ class _StageForward:
 
 
 class _ScheduleRun:
-    """Runs a schedule once on this rank, and stores the losses of its micro-batches.
-
-    `run_pipeline` has the arguments. `run_side_by_side` None = the schedule has no `Overlap`.
-    """
+    """Runs a schedule once on this rank, with the arguments of `run_pipeline`."""
 
     def __init__(
         self,
@@ -241,7 +219,6 @@ class _ScheduleRun:
         return output
 
     def _check_output(self, out: Tensor, action: Action) -> Tensor:
-        """Return a stage's output; ValueError if the next stage needs another shape or dtype."""
         shape = self._get_input_shape(action.stage + 1, action.micro_batch)
         if out.dtype != self._pipeline.dtype or tuple(out.shape) != shape:
             raise ValueError(
@@ -252,7 +229,6 @@ class _ScheduleRun:
         return out
 
     def _run_backward(self, action: Action) -> Tensor | None:
-        """Receive a stage's output gradient, run its backward and return the input gradient."""
         grad = self._transport.receive_input(action)
         forward = self._forwards.pop((action.stage, action.micro_batch))
         if forward.edge is not None:
@@ -260,7 +236,6 @@ class _ScheduleRun:
         return None if forward.hidden is None else forward.hidden.grad
 
     def _run_input_backward(self, action: Action) -> Tensor | None:
-        """Run a stage's backward with deferred weight gradients; return the input gradient."""
         deferred = self._deferred[action.stage, action.micro_batch] = WeightGradients()
         with self._engine.defer_weight_gradients(deferred):
             return self._run_backward(action)

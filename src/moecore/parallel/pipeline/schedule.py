@@ -39,10 +39,7 @@ class Schedule:
     orders: tuple[tuple[Item, ...], ...]  # the items of each rank, in order
 
     def list_dependencies(self, action: Action) -> list[Action]:
-        """Return the actions whose results `action` reads.
-
-        In the result, kind "D" means the stage's backward, split ("D") or not ("B").
-        """
+        """Return the actions whose results `action` reads; kind "D" means "B" or "D"."""
         kind, stage, micro_batch = action
         if kind == "F":
             return [Action("F", stage - 1, micro_batch)] if stage else []
@@ -185,7 +182,6 @@ class PipelineConfig(CheckedRecord):
     schedule: ScheduleName = "1f1b"
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of a broken rule."""
         if self.layout is not None and self.chunks is not None:
             yield "chunks", f"be None with a layout ({self.layout!r}), which has them: drop one"
 

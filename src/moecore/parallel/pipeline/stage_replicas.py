@@ -49,10 +49,7 @@ class AllStages:
         return self.num_holders[clean_name(param_name)] * (dist.get_world_size() // self.pp)
 
     def scatter_values(self, param_names: list[str], values: Tensor) -> Tensor:
-        """Return one value per parameter of all stages: `values[i]` for `param_names[i]`, or 0.
-
-        The parameters are in the order of the field `num_holders`. No communication.
-        """
+        """Return one value per entry of `num_holders`: `values[i]` for `param_names[i]`, or 0."""
         order = {name: i for i, name in enumerate(self.num_holders)}
         indices = [order[clean_name(name)] for name in param_names]
         index = torch.tensor(indices, dtype=torch.int64, device="cpu")
@@ -61,10 +58,7 @@ class AllStages:
 
 
 def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
-    """Gather the parameter names of all stages into an `AllStages`. Collective, host sync.
-
-    Raises a ValueError on every rank if copies of a parameter differ.
-    """
+    """Gather parameter names of all stages; ValueError if copies differ. Collective, host sync."""
     peers, device_type = meshes.dense.get_group("pp"), meshes.device_type
     named = {clean_name(name): param for name, param in model.named_parameters()}
     forms = gather_objects({name: _describe_parameter(p) for name, p in named.items()}, peers)
@@ -73,11 +67,14 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
     for pp_rank, forms_of_rank in enumerate(forms):
         for name in forms_of_rank:
             stages_of.setdefault(name, []).append(pp_rank)
-    groups = {}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of this rank, by the stages
+    size = meshes.stage_group.size()
     for stages in sorted({tuple(s) for s in stages_of.values() if len(s) > 1}):
-        group = _make_stage_copies_group(stages, meshes)
-        if meshes.pp_rank in stages:
-            groups[stages] = group
+        for i in range(size):  # the i-th ranks of the stages
+            ranks = [stage * size + i for stage in stages]
+            new_group: Any = dist.new_group(ranks, timeout=get_default_timeout())
+            if dist.get_rank() in ranks:
+                groups[stages] = new_group
     shared = {n: groups[tuple(s)] for n, s in stages_of.items() if tuple(s) in groups}
     different, problem = list[str](), None
     for group in groups.values():
@@ -99,21 +96,6 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
     )
 
 
-def _make_stage_copies_group(stages: tuple[int, ...], meshes: Meshes) -> Any:
-    """Create, for each index i, a group of the i-th ranks of the pipeline `stages`.
-
-    Returns this rank's group; None = this rank's stage is not in `stages`. Collective over the
-    world.
-    """
-    size, local_group = meshes.stage_group.size(), None
-    for i in range(size):
-        ranks = [stage * size + i for stage in stages]
-        group = dist.new_group(ranks, timeout=get_default_timeout())
-        if dist.get_rank() in ranks:
-            local_group = group
-    return local_group
-
-
 def redistribute_grad(param: nn.Parameter) -> None:
     """Redistribute `.grad` of a DTensor parameter to its placements, if they differ. Collective."""
     grad = param.grad
@@ -124,7 +106,6 @@ def redistribute_grad(param: nn.Parameter) -> None:
 
 
 def _describe_parameter(param: nn.Parameter) -> str:
-    """Describe, as text, the properties of a parameter that must be equal for all copies."""
     kind = "trained" if param.requires_grad else "frozen"
     memory = "on meta" if param.is_meta else "real"
     sharding = f"sharded as {param.placements}" if isinstance(param, DTensor) else "not sharded"
@@ -132,10 +113,7 @@ def _describe_parameter(param: nn.Parameter) -> str:
 
 
 def _find_unequal_copies(descriptions: list[dict[str, str]]) -> str | None:
-    """Return an error text if the copies of a parameter differ; None = all copies are equal.
-
-    `descriptions[i]` maps the parameter names of pp rank i to descriptions (`_describe_parameter`).
-    """
+    """Return an error text if a parameter's descriptions by pp rank differ, otherwise None."""
     first: dict[str, tuple[int, str]] = {}
     for pp_rank, forms_of_rank in enumerate(descriptions):
         for name, form in forms_of_rank.items():

@@ -29,10 +29,7 @@ from moecore.parallel.pipeline.layout import Stage
 
 
 class AbsentModule(nn.Module):
-    """A placeholder without parameters for a module of another rank's stage; returns its input.
-
-    `module` is the replaced module, `num_outputs` the number of its outputs.
-    """
+    """A placeholder without parameters for a module of another rank's stage; returns its input."""
 
     def __init__(self, module: nn.Module, *, num_outputs: int = 1) -> None:
         super().__init__()
@@ -89,10 +86,9 @@ class StagedModel(Protocol):
         """Replace the module of the model with the qualified name `target`."""
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
-        """Run the forward of one stage; return hidden states, or the loss (logits without labels).
+        """Run one stage; return hidden states, or the loss (logits without labels).
 
-        `hidden` is the output of the previous stage; None if the stage has the embedding. `inputs`
-        are keyword arguments of the model's forward, equal in every stage.
+        `hidden` is the output of the previous stage; None if the stage has the embedding.
         """
 
 
@@ -124,10 +120,7 @@ def remove_other_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
 def get_hidden_shape(
     model: StagedModel, stage: Stage, inputs: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Return the shape of a stage's input hidden states on this rank, for forward's `inputs`.
-
-    Raises a ValueError for the first stage and for empty stages. No communication.
-    """
+    """Return the local shape of a stage's input; ValueError for the first and empty stages."""
     if stage.embedding or not (stage.layers or stage.mtp or stage.loss):
         raise ValueError(
             f"stage ({stage.index}) must get hidden states and run something: nothing enters the "
@@ -160,11 +153,7 @@ def runs_final_norm(stage: Stage, num_mtp: int) -> bool:
 
 
 def check_stage_modules(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
-    """Raise a ValueError if this rank lacks a module of a stage, except in torch.compile.
-
-    `parts` has the names of the stages' modules. `num_mtp` is the model's number of
-    multi-token prediction modules.
-    """
+    """Raise a ValueError if this rank lacks a module of a stage, except in torch.compile."""
     if torch.compiler.is_compiling():
         return
     for name, module in _list_needed_modules(model, parts, stage, num_mtp):
@@ -176,10 +165,7 @@ def check_stage_modules(model: StagedModel, parts: StageParts, stage: Stage, num
 
 
 def require_arguments(inputs: Mapping[str, Any], *names: str) -> None:
-    """Raise a ValueError if `inputs`, a micro-batch's arguments, lack one of `names`.
-
-    The name "a or b" requires argument a or argument b.
-    """
+    """Raise a ValueError if a micro-batch lacks an argument; "a or b" requires one of two."""
     for name in names:
         if all(inputs.get(part) is None for part in name.split(" or ")):
             raise ValueError(
@@ -213,11 +199,7 @@ def check_hidden_states(
 def _list_needed_modules(
     model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of each module that a stage runs, or whose parameters the stage reads.
-
-    `parts` has the names of the stages' modules. `num_mtp` is the model's number of MTP
-    modules.
-    """
+    """Yield (name, module) of each module that a stage runs, or whose parameters it reads."""
     if stage.embedding or stage.mtp or (stage.loss and parts.tied):
         yield parts.embedding, model.get_submodule(parts.embedding)
     if stage.embedding:
@@ -233,7 +215,6 @@ def _list_needed_modules(
 
 
 def _check_stage_indices(stage: Stage, field: str, indices: Sequence[int], num_layers: int) -> None:
-    """Raise a ValueError, which names the stage's field, if an index is not below `num_layers`."""
     if any(not 0 <= index < num_layers for index in indices):
         raise ValueError(
             f"stage {stage.index} {field} ({indices}) must be of the {num_layers} of the model: "
@@ -242,5 +223,4 @@ def _check_stage_indices(stage: Stage, field: str, indices: Sequence[int], num_l
 
 
 def _count_entries(model: StagedModel, list_name: str) -> int:
-    """Return the number of modules in the model's ModuleList with this name."""
     return len(cast(nn.ModuleList, model.get_submodule(list_name)))

@@ -165,7 +165,6 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     chunks = 1 + max(box.chunk for box in rectangles)
 
     def shade(box: Box) -> tuple[float, ...]:
-        """Return the colour of a box: the colour of its kind, lighter for later chunks."""
         light = 0.6 * box.chunk / chunks
         return tuple(c + (1 - c) * light for c in colors.to_rgb(COLOURS[box.action.kind]))
 
@@ -210,7 +209,6 @@ class Costs(CheckedRecord):
     transfer: PositiveOrZero = 0.0  # message of hidden states, or their gradient, between ranks
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of each broken rule."""
         number = len(self.forward)
         if not number:
             yield "forward", "have a time per stage: pass at least one"
@@ -277,11 +275,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 def compute_spans(
     schedule: Schedule, get_duration: Callable[[Item], float], transfer_time: float
 ) -> tuple[tuple[Span, ...], ...]:
-    """Compute start and end of all items, and return the `Span`s of each rank by rank index.
-
-    An item starts when its rank is free and all its messages have arrived. `get_duration` maps an
-    item to its time. `transfer_time` is the time of a message between ranks.
-    """
+    """Return the `Span`s of each rank: an item starts when rank and messages are ready."""
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     ends: dict[Action, tuple[int, float]] = {}  # rank and end
     for rank, item in schedule.iterate_in_time_order():

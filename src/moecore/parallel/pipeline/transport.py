@@ -12,8 +12,8 @@ their tensors without a message.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -59,10 +59,7 @@ class _PostedMessage:
 
 @contextmanager
 def _explain_errors(operation: str, pp_rank: int) -> Iterator[None]:
-    """Return a context in which a RuntimeError of communication becomes a `PipelineError`.
-
-    The text of the error begins with `operation` and pipeline rank `pp_rank`.
-    """
+    """Return a context in which a RuntimeError of communication becomes a `PipelineError`."""
     try:
         yield
     except RuntimeError as error:
@@ -72,11 +69,7 @@ def _explain_errors(operation: str, pp_rank: int) -> Iterator[None]:
 
 
 class StageTransport:
-    """Sends and receives one pipeline rank's messages during one run of a schedule.
-
-    `direction_groups` are the communicators for messages to higher and to lower ranks. `shape_of`
-    maps a stage and a micro-batch to the shape of the stage's input. All messages have one dtype.
-    """
+    """Sends and receives one pipeline rank's messages of one dtype in one run of a schedule."""
 
     def __init__(
         self,
@@ -93,18 +86,23 @@ class StageTransport:
         self._inbox: dict[_Message, _PostedMessage] = {}
         self._local_messages: dict[_Message, Tensor] = {}  # for a neighbouring stage on this rank
         self._sends: list[_PostedMessage] = []
-        sources = set(schedule.rank_of) - {pp_rank}
-        self._indices = {source: _index_messages(schedule, source) for source in sources}
+        # The index in each other rank's order of the item that sends or reads a message.
+        self._sent_at = defaultdict[int, dict[_Message, int]](dict)
+        self._read_at = defaultdict[int, dict[_Message, int]](dict)
+        for source in set(schedule.rank_of) - {pp_rank}:
+            for i, item in enumerate(schedule.orders[source]):
+                for action in list_actions(item):
+                    if action.kind != "W":
+                        self._sent_at[source][_get_sent_message(action)] = i
+                    if (message := _get_needed_message(action, schedule.num_stages)) is not None:
+                        self._read_at[source][message] = i
         self._pending_receives = {  # in the order of the sends
-            source: deque(m for m in indices.sent_at if self._find_target_rank(m) == pp_rank)
-            for source, indices in self._indices.items()
+            source: deque(m for m in sent_at if self._find_target_rank(m) == pp_rank)
+            for source, sent_at in self._sent_at.items()
         }
 
     def receive_input(self, action: Action) -> Tensor | None:
-        """Receive the hidden states or gradient that an action reads; None = no such input.
-
-        The current stream waits for the message.
-        """
+        """Receive the tensor that an action reads, for the current stream; None = no such input."""
         message = _get_needed_message(action, self._schedule.num_stages)
         if message is None:
             return None
@@ -122,7 +120,7 @@ class StageTransport:
             receive.work.wait()
         # The source has read the messages of all its items up to the item that sent this message.
         # Without this a host far ahead of the GPU would hold sent tensors for a whole step.
-        item, read_at = self._indices[source].sent_at[message], self._indices[source].read_at
+        item, read_at = self._sent_at[source][message], self._read_at[source]
         self.wait_for_sends(lambda send: send.peer == source and read_at[send.message] <= item)
         return receive.tensor
 
@@ -150,7 +148,6 @@ class StageTransport:
         self._sends = [send for send in self._sends if not selects(send)]
 
     def _post_receive(self, message: _Message, source_rank: int) -> None:
-        """Post the receive of a message from pipeline rank `source_rank` into a new tensor."""
         stage = message.stage + 1 if message.is_forward else message.stage
         shape = self._shape_of(stage, message.micro_batch)
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -169,10 +166,7 @@ class StageTransport:
 def create_communicators(
     direction_groups: Groups, stage_ranks: Sequence[int], pp_rank: int, device: torch.device
 ) -> None:
-    """Create all communicators: send a number between the ranks of each two neighbouring stages.
-
-    `stage_ranks` has the rank of each stage. Collective over the pipeline ranks.
-    """
+    """Create all communicators: send a number between the ranks of each two neighbouring stages."""
     # A communicator must exist before the first message: see `StageTransport.receive`.
     neighbours = {pair for pair in pairwise(stage_ranks) if pair[0] != pair[1]}
     number = torch.zeros(1, device=device, dtype=torch.float32)
@@ -187,28 +181,8 @@ def create_communicators(
 
 
 def _choose_group(groups: Groups, source_rank: int, target_rank: int) -> dist.ProcessGroup:
-    """Return the communicator for messages from pipeline rank `source_rank` to `target_rank`."""
     up, down = groups
     return up if source_rank < target_rank else down
-
-
-class _MessageIndices(NamedTuple):
-    """The index in a rank's order of the item that sends (`sent_at`) or reads each message."""
-
-    sent_at: Mapping[_Message, int]
-    read_at: Mapping[_Message, int]
-
-
-def _index_messages(schedule: Schedule, pp_rank: int) -> _MessageIndices:
-    """Find the items of a rank that send and read messages; return their indices by message."""
-    sent_at, read_at = dict[_Message, int](), dict[_Message, int]()
-    for i, item in enumerate(schedule.orders[pp_rank]):
-        for action in list_actions(item):
-            if action.kind != "W":
-                sent_at[_get_sent_message(action)] = i
-            if (message := _get_needed_message(action, schedule.num_stages)) is not None:
-                read_at[message] = i
-    return _MessageIndices(sent_at, read_at)
 
 
 def _get_sent_message(action: Action) -> _Message:

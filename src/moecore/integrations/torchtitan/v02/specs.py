@@ -96,10 +96,6 @@ class TitanHFArgs(models.HFArgs, BaseModelArgs):
 def _list_version_rules(
     job: Any, parallel_dims: ParallelDims, returns_loss: bool
 ) -> list[parallelize.Rule]:
-    """Return rules for jobs of torchtitan 0.2: (option, value, is an error, required value).
-
-    `returns_loss`: whether the model's forward returns its loss.
-    """
     degrees, checkpoint, mode = job.parallelism, job.checkpoint, job.activation_checkpoint.mode
     backend, async_tp = degrees.expert_parallel_comm_backend, degrees.enable_async_tensor_parallel
     converters, replicas = job.model.converters, parallel_dims.dp_replicate
@@ -159,10 +155,7 @@ V02 = parallelize.Version(
 
 
 class LabelledDataLoader(BaseDataLoader):
-    """A data loader that adds labels to another loader's inputs, for models that return a loss.
-
-    It also adds the full rows under cp, and document boundaries with `moecore.documents`.
-    """
+    """Adds labels, full rows under cp, and document boundaries to another loader's inputs."""
 
     def __init__(self, loader: BaseDataLoader, job: Any, tokenizer: Any) -> None:
         self.loader = loader
@@ -192,7 +185,6 @@ def add_labels(build_loader: Callable[..., BaseDataLoader]) -> Callable[..., Bas
     """Wrap a build_dataloader_fn, so that it builds a `LabelledDataLoader`."""
 
     def build_labelled(**kwargs: Any) -> LabelledDataLoader:
-        """Build a data loader that returns labels with its inputs."""
         job, tokenizer = kwargs["job_config"], kwargs.get("tokenizer")
         return LabelledDataLoader(build_loader(**kwargs), job, tokenizer)
 
@@ -208,11 +200,7 @@ def build_pipeline_schedule(
     parallelize_fn: Callable[..., nn.Module],
     loss_fn: Any,
 ) -> Any:
-    """Shard a model: a pipelining_fn. Returns (schedule, [model], True, True).
-
-    The flags say that this rank has the first and the last stage. `device`, `args` and `loss_fn`
-    are not used.
-    """
+    """Shard a model: a pipelining_fn. Returns (schedule, [model], has first stage, has last)."""
     check_stages(model, parallel_dims.pp)
     model = parallelize_fn(model, parallel_dims, job)
     batch = parallel_dims.get_optional_mesh("batch")
@@ -305,14 +293,10 @@ class MuonContainer(titan_optimizer.OptimizersContainer):
 
 
 def _make_adamw_options(optimizer_config: Any, moecore_section: Any) -> dict[str, Any]:
-    """Return arguments of `AdamW` from torchtitan's optimizer config and the section `moecore`."""
-    betas, keywords = (
-        (optimizer_config.beta1, optimizer_config.beta2),
-        read_arguments(moecore_section.adamw, "moecore.adamw"),
-    )
+    keywords = read_arguments(moecore_section.adamw, "moecore.adamw")
     return dict(
         lr=optimizer_config.lr,
-        betas=betas,
+        betas=(optimizer_config.beta1, optimizer_config.beta2),
         eps=optimizer_config.eps,
         weight_decay=optimizer_config.weight_decay,
         **keywords,
@@ -322,10 +306,7 @@ def _make_adamw_options(optimizer_config: Any, moecore_section: Any) -> dict[str
 def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
 ) -> titan_optimizer.OptimizersContainer:
-    """Build the job's optimizers, with hooks that finish moecore's step of each model part.
-
-    moecore's AdamW or Muon replaces torchtitan's fused AdamW, unless torchft is enabled.
-    """
+    """Build the job's optimizers, with hooks that finish moecore's step of each model part."""
     options = getattr(model_parts[0], parallelize.OPTIONS, None) or MoECore()
     has_ft = ft_manager is not None and ft_manager.enabled
     changed_options = list_changed_fields(options.adamw) + list_changed_fields(options.muon)
@@ -348,7 +329,6 @@ def build_optimizers(
 
 
 def _is_fused_adamw(config: Any) -> bool:
-    """Whether the job's optimizer is fused AdamW without early steps in backward."""
     fused = (config.name, config.implementation) == ("AdamW", "fused")
     return fused and not config.early_step_in_backward
 

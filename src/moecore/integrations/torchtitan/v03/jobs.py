@@ -130,11 +130,7 @@ def hf_job(
 def _make_own_loss_job(
     flavor: str, model: BaseModel.Config, parallelize: Callable[..., nn.Module], *, seq_len: int
 ) -> OwnLossTrainer.Config:
-    """Return the job of a model whose forward returns its loss, with at most 4096 tokens a row.
-
-    `flavor` is the model's name in logs. `parallelize` is a parallelize_fn with the additional
-    argument `version`.
-    """
+    """Return the job of a model that returns its loss, with at most 4096 tokens a row."""
     spec = ModelSpec(
         name="moecore",
         flavor=flavor,

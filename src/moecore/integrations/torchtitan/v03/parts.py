@@ -40,10 +40,7 @@ from moecore.parallel.mesh import Meshes
 
 
 class MoETrainer(Trainer):
-    """torchtitan's trainer, whose config has a section `moecore`.
-
-    The model's parallelize_fn receives the config as the argument `job`.
-    """
+    """torchtitan's trainer, whose config has a section `moecore`; a parallelize_fn receives it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -164,10 +161,7 @@ class TitanMoE(TitanLayer, Module):
     def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
         self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return the block's output, with the placements of `x` if `x` is a DTensor.
-
-        `padding_mask` is True for padding. `cu_seqlens` is not used.
-        """
+        """Return the block's output, with the placements of `x` if `x` is a DTensor."""
         y_BtD = super().forward(x, padding_mask, cu_seqlens)
         if not isinstance(x, DTensor):
             return y_BtD
@@ -181,10 +175,7 @@ class TitanMoE(TitanLayer, Module):
 
 
 def make_titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> TitanMoE:
-    """Return a TitanMoE with the parameters and initialisers of a torchtitan MoE block.
-
-    `model` is not used. With `update_bias`, optimizer steps update the selection bias.
-    """
+    """Return a TitanMoE with the parameters and initialisers of a torchtitan MoE block."""
     layer = adopt_block(TitanMoE, block, model, update_bias=update_bias)
     parts = {"experts": block.routed_experts.inner_experts, "router": block.router.gate}
     layer.fills = {
@@ -195,10 +186,6 @@ def make_titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) ->
 
 
 def _list_version_rules(job: Any, parallel_dims: ParallelDims, returns_loss: bool) -> list[Rule]:
-    """Return rules for jobs of torchtitan 0.3: (option, value, is an error, required value).
-
-    `returns_loss`: whether the model's forward returns its loss.
-    """
     degrees, ac = job.parallelism, job.activation_checkpoint
     backend, sequence = degrees.spmd_backend, degrees.enable_sequence_parallel
     known_ac = ac is None or isinstance(ac, SelectiveAC.Config | FullAC.Config)
