@@ -149,10 +149,6 @@ class Alarms:
 
 
 def _compute_effective_expert_fraction(loads_E: list[float]) -> float:
-    """Return the effective number of experts divided by E, from the load of each expert.
-
-    The result is 1 for even loads or no tokens, and 1/E if one expert has all tokens:
-    `_compute_effective_expert_fraction([2, 2, 0, 0])` is 0.5.
-    """
+    """Return the effective number of experts divided by E: 1 for even loads, 1/E for one expert."""
     squares = sum(load * load for load in loads_E)
     return sum(loads_E) ** 2 / squares / len(loads_E) if squares else 1.0

@@ -17,7 +17,6 @@ from moecore.packing import (
     CorpusLoader,
     CorpusOptions,
     CorpusSource,
-    DocumentCost,
     JsonLines,
     MegatronDocuments,
     PackedBatch,
@@ -223,10 +222,7 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """A function from a document of a source to token ids.
-
-    A document is a mapping with column `field`, a text, or token ids, which are returned unchanged.
-    """
+    """A function from a document (a mapping with column `field`, a text or ids) to token ids."""
 
     tokenizer: Tokenizer
     field: str
@@ -243,40 +239,15 @@ class DocumentEncoder:
 
 
 def make_scheduled_corpus_steps(
-    sources: Sequence[CorpusSource],
-    options: CorpusOptions,
-    shape: BatchShape,
-    *,
-    max_tokens: int,
-    cost: DocumentCost,
-    data_rank: int,
-    workers: int,
+    sources: Sequence[CorpusSource], options: CorpusOptions, shape: BatchShape, **more: Any
 ) -> Steps[ScheduledBatch]:
-    """Return this data rank's steps of documents for --dynamic-cp: each micro-batch has its own cp.
-
-    `max_tokens` is the maximum number of tokens of a rank in a micro-batch. `cost` estimates a
-    document's work, which is balanced over the ranks. `workers` processes read ahead. A step has
-    the same documents as a step of `CorpusSteps`.
-    """
-    loader = ScheduledLoader(
-        sources,
-        options,
-        rows=shape.rows,
-        max_tokens=max_tokens,
-        cost=cost,
-        data_rank=data_rank,
-        data_ranks=shape.data_ranks,
-        workers=workers,
-    )
+    """Return this data rank's steps for --dynamic-cp; `more` are arguments of `ScheduledLoader`."""
+    loader = ScheduledLoader(sources, options, rows=shape.rows, data_ranks=shape.data_ranks, **more)
     return Steps(loader, lambda batch: batch)
 
 
 class CorpusSteps:
-    """A reader of packed rows of a corpus, one step of this data rank at a time.
-
-    `workers` processes read ahead. `sampler.state_dict()` is the position in the data, identical on
-    all ranks.
-    """
+    """A reader of packed rows of a corpus, one step of this data rank at a time."""
 
     def __init__(
         self,
@@ -285,7 +256,7 @@ class CorpusSteps:
         shape: BatchShape,
         *,
         data_rank: int,
-        workers: int,
+        workers: int,  # processes that read ahead
     ) -> None:
         self._shape = shape
         partitions = options.partitions or PARTITIONS_PER_ROW * shape.rows

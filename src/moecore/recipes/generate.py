@@ -165,7 +165,6 @@ class SampleOptions(CheckedRecord):
     sample_tokens: Count = 32
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if self.sample_every and not self.sample_prompts:
             yield "sample_every", "be 0 without sample_prompts: give a prompt"
 
@@ -198,10 +197,7 @@ def write_samples(
     step: int,
     num_tokens: int,
 ) -> list[str]:
-    """Continue each prompt, append the texts to a file on rank 0, and return them. Collective.
-
-    Lines of `step` and later steps are replaced.
-    """
+    """Continue each prompt, append the texts to a file on rank 0, and return them. Collective."""
     texts = []
     device = next(model.parameters()).device
     end = None if tokenizer.hf is None else tokenizer.hf.eos_token_id

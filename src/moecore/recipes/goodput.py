@@ -29,11 +29,7 @@ STEPS, LOST_STEPS, START, DOWN = "steps", "lost steps", "start", "down"
 
 
 class WallTime:
-    """The seconds of a run by category, which rank 0 measures and writes to a file.
-
-    `began` is the time at which the first start of the run began, in seconds since the epoch.
-    `seconds` maps each category to its seconds.
-    """
+    """The seconds of a run by category, since `began` (seconds since the epoch), in a file."""
 
     def __init__(self, path: Path, *, lost_seconds: float = 0.0) -> None:
         """Continue the file at `path`, if any; move `lost_seconds` from "steps" to "lost steps"."""

@@ -142,9 +142,7 @@ def convert_to_form(
 ) -> dict[str, Any]:
     """Return a row's columns in a form of chat.py, such as {"messages": .., "tools": ..}.
 
-    `row_format` "auto" selects the format by the names of the columns, and returns columns of an
-    unknown format unchanged. Error texts begin with `location`, the location of the row in its
-    file.
+    `row_format` "auto" returns columns of an unknown format unchanged. Errors name `location`.
     """
     formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
     kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)
@@ -157,14 +155,19 @@ def convert_to_form(
         messages = [*_make_system_message(columns), *_as_list(columns["conversations"], location)]
         return {"messages": [normalize_message(m) for m in messages], "tools": parse_tools(columns)}
     if kind == "alpaca":
-        return {"messages": list(_make_alpaca_messages(columns, location))}
+        pairs = _as_list(columns.get("history") or [], location)
+        request = "\n".join(filter(None, (columns["instruction"], columns.get("input"))))
+        messages = _make_system_message(columns)
+        for question, answer in (*pairs, (request, columns["output"])):
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": answer})
+        return {"messages": messages}
     if kind == "messages" and isinstance(columns["messages"], list):
         messages = [normalize_message(m) for m in columns["messages"]]
         return {"messages": messages, "tools": parse_tools(columns)}
     if kind == "completion":
-        return {name: columns[name] for name in ("prompt", "completion")} | {
-            "tools": parse_tools(columns)
-        }
+        pair = {name: columns[name] for name in ("prompt", "completion")}
+        return pair | {"tools": parse_tools(columns)}
     return {name: columns[name] for name in FORMATS["text"]} if kind == "text" else columns
 
 
@@ -179,16 +182,6 @@ def _make_system_message(columns: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a list with the system message of a row, or an empty list."""
     system = columns.get("system")
     return [{"role": "system", "content": system}] if system else []
-
-
-def _make_alpaca_messages(columns: dict[str, Any], location: str) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a row of format alpaca; errors begin with `location`."""
-    pairs = _as_list(columns.get("history") or [], location)
-    request = "\n".join(filter(None, (columns["instruction"], columns.get("input"))))
-    yield from _make_system_message(columns)
-    for request_text, answer in (*pairs, (request, columns["output"])):
-        yield {"role": "user", "content": request_text}
-        yield {"role": "assistant", "content": answer}
 
 
 def normalize_message(message: Any) -> Any:
