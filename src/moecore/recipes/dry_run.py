@@ -63,28 +63,24 @@ def make_planned_run(
     )
 
 
-def print_dry_run(
-    args: RunConfig, run: TrainingRun | None, print_first_batch: Callable[[], None]
-) -> int:
-    """Print options, plan and first batch; return 0 if the plan fits the memory, otherwise 1."""
+def print_plan(args: RunConfig, run: TrainingRun | None) -> int:
+    """Print options and plan; return 0 if the plan fits the memory, otherwise 1; None = no plan."""
     print(format_toml(args))
-    fits = True
     if run is None:
         print("no plan: moecore.planning does not model reference models yet")
-    else:
-        plan, gpu = plan_memory(run), get_gpu(args.gpu)
-        peak, memory = plan.largest.num_bytes, gpu.memory
-        pinned, host = plan.count_pinned_bytes(gpu), gpu.host_memory
-        print(f"plan for {run.num_gpus} {args.gpu}:")
-        print(plan.table())
-        refusal = find_time_refusal(run.precision, args.gpu)
-        print(refusal or plan_time(run, CostTable.of(args.gpu)).line)
-        if pinned:
-            print(f"pinned host memory of a server: {format_bytes(pinned)} of {format_bytes(host)}")
-        fits = peak <= memory and pinned <= host
-        verdict = "fits" if fits else "does not fit: moecore plan finds options that do"
-        print(f"peak memory {format_bytes(peak)} of {format_bytes(memory)}: {verdict}")
-    print_first_batch()
+        return 0
+    plan, gpu = plan_memory(run), get_gpu(args.gpu)
+    peak, memory = plan.largest.num_bytes, gpu.memory
+    pinned, host = plan.count_pinned_bytes(gpu), gpu.host_memory
+    print(f"plan for {run.num_gpus} {args.gpu}:")
+    print(plan.table())
+    refusal = find_time_refusal(run.precision, args.gpu)
+    print(refusal or plan_time(run, CostTable.of(args.gpu)).line)
+    if pinned:
+        print(f"pinned host memory of a server: {format_bytes(pinned)} of {format_bytes(host)}")
+    fits = peak <= memory and pinned <= host
+    verdict = "fits" if fits else "does not fit: moecore plan finds options that do"
+    print(f"peak memory {format_bytes(peak)} of {format_bytes(memory)}: {verdict}")
     return 0 if fits else 1
 
 

@@ -34,7 +34,7 @@ from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
 from moecore.recipes.data import BatchShape, make_batch_shape
-from moecore.recipes.dry_run import make_planned_run, print_batch, print_dry_run
+from moecore.recipes.dry_run import make_planned_run, print_batch, print_plan
 from moecore.recipes.examples import (
     Examples,
     compute_examples_digest,
@@ -277,17 +277,15 @@ def dry_run(args: FinetuneConfig) -> int:
     if args.objective == "sft":
         model = make_planned_model(args, args.model)
         training_run = make_planned_run(args, model, parallel, world_size)
-
-    def print_first_batch() -> None:
-        data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
-        print(f"data: {data.report}")
-        packed_rows = can_pack_documents(build_hf_model(config, args.model))
-        shape = make_batch_shape(args, parallel)
-        parts = [part for example in examples for part in example.parts]
-        steps = make_packed_steps(parts, shape, seed=args.seed, data_rank=0, packs=packed_rows)
-        print_batch(steps.next_batch(), read_tokenizer(args.model).decode)
-
-    return print_dry_run(args, training_run, print_first_batch)
+    code = print_plan(args, training_run)
+    data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
+    print(f"data: {data.report}")
+    packed_rows = can_pack_documents(build_hf_model(config, args.model))
+    shape = make_batch_shape(args, parallel)
+    parts = [part for example in examples for part in example.parts]
+    steps = make_packed_steps(parts, shape, seed=args.seed, data_rank=0, packs=packed_rows)
+    print_batch(steps.next_batch(), read_tokenizer(args.model).decode)
+    return code
 
 
 def make_planned_model(args: FinetuneConfig, config: HFConfig) -> TransformersModel:

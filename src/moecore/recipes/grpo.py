@@ -28,7 +28,7 @@ from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning import TransformersModel
 from moecore.recipes.data import make_batch_shape
-from moecore.recipes.dry_run import MAX_TOKENS, make_planned_run, print_dry_run
+from moecore.recipes.dry_run import MAX_TOKENS, make_planned_run, print_plan
 from moecore.recipes.files import find_model_directory
 from moecore.recipes.grpo_job import (
     Prompt,
@@ -216,18 +216,14 @@ def dry_run(args: GRPOConfig) -> int:
         parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))
         model = replace(TransformersModel.of(args.model), lora=args.lora)
         training_run = make_planned_run(training, model, parallel, world_size)
-
-    def print_first_batch() -> None:
-        prompts = read_run_prompts(args, read_tokenizer(args.model))
-        group = args.sampling.group
-        if training_run is not None:
-            print("the plan is without the sampler, a full copy of the model on each rank")
-        print(
-            f"{len(prompts)} prompts; a step has {args.batch_size} x {group} completions per rank"
-        )
-        print(f"first prompt: {prompts[0].content!r}, tokens {prompts[0].ids[:MAX_TOKENS]}")
-
-    return print_dry_run(args, training_run, print_first_batch)
+    code = print_plan(args, training_run)
+    prompts = read_run_prompts(args, read_tokenizer(args.model))
+    group = args.sampling.group
+    if training_run is not None:
+        print("the plan is without the sampler, a full copy of the model on each rank")
+    print(f"{len(prompts)} prompts; a step has {args.batch_size} x {group} completions per rank")
+    print(f"first prompt: {prompts[0].content!r}, tokens {prompts[0].ids[:MAX_TOKENS]}")
+    return code
 
 
 main = partial(

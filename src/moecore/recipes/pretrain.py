@@ -46,7 +46,7 @@ from moecore.recipes.decoder_config import (
     read_decoder_config,
     replace_rotary,
 )
-from moecore.recipes.dry_run import make_planned_run, print_batch, print_dry_run
+from moecore.recipes.dry_run import make_planned_run, print_batch, print_plan
 from moecore.recipes.generate import SampleOptions
 from moecore.recipes.loop import count_ranks, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
@@ -333,19 +333,16 @@ def dry_run(args: PretrainConfig) -> int:
     world_size = args.gpus or count_ranks(args)
     config, tokenizer = check_options(args, world_size)
     parallel = args.make_parallel_config(world_size, num_experts=get_moe_config(config).num_experts)
-
-    def print_first_batch() -> None:
-        rows = make_corpus_options(args, config, parallel.cp)
-        shape = make_batch_shape(args, parallel)
-        if args.tokens == "random":
-            batch = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=0).next_batch()
-        else:
-            sources, _ = read_sources(args, tokenizer)
-            batch = CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next_batch()
-        print_batch(batch, tokenizer.decode)
-
-    training_run = make_planned_run(args, config, parallel, world_size)
-    return print_dry_run(args.resolve(), training_run, print_first_batch)
+    code = print_plan(args.resolve(), make_planned_run(args, config, parallel, world_size))
+    rows = make_corpus_options(args, config, parallel.cp)
+    shape = make_batch_shape(args, parallel)
+    if args.tokens == "random":
+        batch = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=0).next_batch()
+    else:
+        sources, _ = read_sources(args, tokenizer)
+        batch = CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next_batch()
+    print_batch(batch, tokenizer.decode)
+    return code
 
 
 def run_rank(args: PretrainConfig) -> int:

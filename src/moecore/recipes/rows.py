@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moecore.base.fields import CheckedRecord
-from moecore.packing.corpus.files import strip_line
+from moecore.packing.corpus.files import BLANKS
 from moecore.recipes.files import format_option, is_dataset, open_dataset, read_text
 
 RowFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text"]
@@ -131,7 +131,7 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
                 yield Row(f"{name} row {number}", _remove_none(row))
         elif path.suffix == ".jsonl":
             for number, line in enumerate(read_text(path, option).split("\n"), start=1):
-                if text := strip_line(line):
+                if text := line.strip(BLANKS):
                     yield Row(f"{name} line {number}", text)
         else:
             yield Row(name, {"text": read_text(path, option)})

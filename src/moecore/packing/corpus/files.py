@@ -29,11 +29,11 @@ from moecore.packing.documents import Integers
 MAX_CHARS = 300  # characters of a path, a name or another library's error in a message
 
 
-def shorten_text(text: object, max_chars: int = MAX_CHARS) -> str:
-    """Return a text as one line of at most `max_chars` characters; "..." replaces the middle."""
+def shorten_text(text: object) -> str:
+    """Return a text as one line of at most `MAX_CHARS` characters; "..." replaces the middle."""
     line = " ".join(str(text).split())
-    half = (max_chars - 3) // 2
-    return line if len(line) <= max_chars else f"{line[:half]}...{line[-half:]}"
+    half = (MAX_CHARS - 3) // 2
+    return line if len(line) <= MAX_CHARS else f"{line[:half]}...{line[-half:]}"
 
 
 class SizedFile:
@@ -93,11 +93,6 @@ BLANKS = (
 )
 
 
-def strip_line(line: str) -> str:
-    """Return a line without blanks at its ends."""
-    return line.strip(BLANKS)
-
-
 class JsonLines:
     """The objects of a JSONL file in UTF-8: `lines[i]` is the i-th object, without empty lines.
 
@@ -139,7 +134,7 @@ class JsonLines:
             form = "a JSON object" if field is None else f"a JSON object with {quote(field)}"
             raise ValueError(
                 f"{self._file.short_path} line {line + 1} must be {form}, not "
-                f"{quote(strip_line(text))} (broken lines: {self.num_invalid}, empty lines: "
+                f"{quote(text.strip(BLANKS))} (broken lines: {self.num_invalid}, empty lines: "
                 f"{self.num_empty}): mend it, replace it by an empty line, which keeps the "
                 "number of lines, or set skip_invalid"
             )
@@ -264,7 +259,7 @@ _EMPTY = object()
 def _parse_line(line: bytes) -> Any:
     """Return the JSON value of a line; `_EMPTY` for a line of blanks, None if invalid."""
     try:
-        text = strip_line(line.decode())
+        text = line.decode().strip(BLANKS)
         return json.loads(text) if text else _EMPTY
     except (ValueError, RecursionError):  # UTF-8, JSON, integers of more than 4,300 digits
         return None
