@@ -259,10 +259,7 @@ def _fill_blocks(
 def _open_blocks(
     documents: Documents, remaining: RemainingDocuments, time_limit: float, min_ranks: int
 ) -> tuple[Blocks, float]:
-    """Open a block for each of the longest remaining documents, until no rank is idle.
-
-    Also return the least limit that opens these blocks.
-    """
+    """Open blocks for the longest documents until no rank is idle; also return the least limit."""
     blocks: Blocks = []
     min_limit = 0.0
     free = documents.ranks

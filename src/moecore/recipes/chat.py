@@ -108,10 +108,7 @@ class Example:
 
 
 def encode_record(record: Any, tokenizer: Any, *, seq_len: int, location: str) -> list[Example]:
-    """Return the examples of a data row, whose place in errors is `location`.
-
-    Only a row with "text" is split into pieces of `seq_len` tokens.
-    """
+    """Return the examples of a data row at `location`; only a text is split into pieces."""
     fields: Any = record if isinstance(record, dict) else {}
     messages, num_prompt = fields.get("messages"), 0
     prompt, completion, text = (fields.get(name) for name in ("prompt", "completion", "text"))

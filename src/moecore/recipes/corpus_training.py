@@ -85,10 +85,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
-        """Return "eval_loss/NAME" of each validation set and their mean "eval_loss"; {} = no sets.
-
-        A loss is in nats per label over all ranks. Collective.
-        """
+        """Return "eval_loss/NAME" of each set, in nats per label, and "eval_loss". Collective."""
         if not self.validation:
             return {}
         self.model.eval()

@@ -96,10 +96,7 @@ def load_model(path: Path) -> tuple[Any, Tokenizer]:
 
 
 def find_or_convert_directory(path: Path, target: Path) -> Path:
-    """Return the Hugging Face directory of a path, or convert the path's checkpoint to `target`.
-
-    config.json and the tokenizer are read from the model that the config.toml of the run names.
-    """
+    """Return the Hugging Face directory of a path, or convert the path's checkpoint to `target`."""
     for directory in (path, path / EXPORT):
         if (directory / "config.json").is_file():
             return directory

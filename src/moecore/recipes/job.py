@@ -125,8 +125,5 @@ class TrainingJob(ABC, Generic[BatchT]):
         return {}
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return further metrics of a step that took `seconds`.
-
-        `counts` is the sum of the batches' `count_labels_and_tokens` over all data ranks.
-        """
+        """Return more metrics of a step of `seconds`; `counts` are sums over all data ranks."""
         return {}

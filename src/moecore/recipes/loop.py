@@ -82,7 +82,7 @@ def run_command(
     """Start the ranks of a command, or run one rank under torchrun; return the exit status.
 
     `run_rank` is a function at the top of a module, which calls `run`. `check` raises ValueError
-    for options that a number of ranks cannot run, before any rank starts. `dry_run` runs --dry-run.
+    for options that a number of ranks cannot run.
     """
     is_rank = "RANK" in os.environ
     try:
@@ -117,10 +117,7 @@ def run(
     build_job: Callable[[ConfigT], TrainingJob[Any]],
     plan: Callable[[ConfigT], list[ConfigT]] = lambda args: [args],
 ) -> int:
-    """Build, train and finish the job of a command on this rank; return the exit status.
-
-    `build_job` makes the job of one stage. `plan` returns the options of each stage of the run.
-    """
+    """Build, train and finish the job of each stage on this rank; return the exit status."""
     try:
         check_environment()
     except ARGUMENT_ERRORS as error:

@@ -313,10 +313,7 @@ def parallelize(
     max_tokens: int | None = None,
     **options: Any,
 ) -> None:
-    """Shard a model in place by `parallelize_moe`, with the options of a run and `options`.
-
-    `max_tokens` is the maximum number of tokens of a rank, for dispatcher "nvlink".
-    """
+    """Shard a model in place by `parallelize_moe`, with the options of a run and `options`."""
     sharding = config.sharding
     parallelize_moe(
         model,

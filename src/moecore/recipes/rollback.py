@@ -110,10 +110,7 @@ def read_history(args: RunConfig, step: int) -> tuple[list[list[int]], list[floa
 
 
 def roll_back(args: RunConfig, spikes: SpikeStreak, left_out: LeftOut) -> None:
-    """Write which batches the next start from the last checkpoint leaves out. Collective.
-
-    Raises DivergedError on every rank after `MAX_ROLLBACKS` rollbacks to this checkpoint.
-    """
+    """Write which batches the next start from the last checkpoint leaves out. Collective."""
     last = spikes.last_step
     numbers = [left_out.find_batch(step) for step in (last - spikes.length + 1, last)]
     path = Path(args.run_dir, METRICS)

@@ -103,7 +103,7 @@ def check_equal_facts(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_stream_document_counts(lengths_of_ranks: Sequence[Mapping[str, int | None]]) -> None:
-    """Raise a CorpusError if ranks know different numbers (None = unknown) of a stream."""
+    """Raise a CorpusError if ranks know different lengths of a stream; None = not known yet."""
     firsts: dict[str, tuple[int, int]] = {}  # rank and length by name
     for rank, lengths in enumerate(lengths_of_ranks):
         for name, length in lengths.items():

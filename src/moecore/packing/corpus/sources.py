@@ -270,10 +270,7 @@ OrderedDocuments = IndexedDocuments | StreamedDocuments
 
 
 class DocumentReader:
-    """Reads and tokenizes a source's documents: `reader(ordinal)` returns token ids.
-
-    A document that several partitions read at a time is tokenized once.
-    """
+    """Reads and tokenizes a source's documents, once for all partitions, by `reader(ordinal)`."""
 
     def __init__(
         self, source: CorpusSource, documents: OrderedDocuments, vocab_size: int | None
