@@ -107,7 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(words: Sequence[str]) -> int:
-    """Run the command that the first words name; return its exit code."""
     name, subcommand = [*words[:2], "", ""][:2]
     commands = {name: text for group in GROUPS.values() for name, text in group.items()}
     if name in ("-h", "--help"):
@@ -152,7 +151,6 @@ def _raise_usage_error(word_kind: str, word: str, choices: dict[str, str]) -> No
 
 
 def _run_with_options(name: str, words: Sequence[str]) -> int:
-    """Run a command of `CONFIGS` with the options in `words`; return its exit code."""
     with _exit_at_interrupt():
         options, run = map(_import_object, CONFIGS[name])
         parse, usage_error = map(

@@ -285,7 +285,6 @@ def _open_blocks(
 
 
 def _add_document(documents: Documents, block: RankBlock, document_idx: int) -> None:
-    """Add a document to a block, with its time and tokens on the block's cp ranks."""
     block.documents.append(document_idx)
     block.load += documents.cost[block.cp][document_idx]
     block.tokens += documents.tokens[block.cp][document_idx]

@@ -38,18 +38,12 @@ class DocumentSchedule:
 
     Use `loss="sum"`, which sums gradients over ranks, and divide the loss sum of each micro-batch
     by `num_labels`. The gradient is then the gradient of the mean over all labels.
-
-    Attributes:
-        rounds: for each round, the groups in the order of their ranks.
-        num_labels: number of labels in the loss of the global batch.
-        time: time of the step: the sum over rounds of the slowest group's time and `fixed`.
-        lower_bound: a lower bound of the time of every schedule of these documents.
     """
 
-    rounds: tuple[tuple[DocumentGroup, ...], ...]
-    num_labels: int
-    time: float
-    lower_bound: float
+    rounds: tuple[tuple[DocumentGroup, ...], ...]  # of each round, in the order of their ranks
+    num_labels: int  # number of labels in the loss of the global batch
+    time: float  # of the step: the sum over rounds of the slowest group's time and `fixed`
+    lower_bound: float  # of the time of every schedule of these documents
 
     def select_rank_groups(self, rank: CountOrZero) -> tuple[DocumentGroup, ...]:
         """Return the group that contains a rank, for each round."""

@@ -185,7 +185,6 @@ def _remove_end_text(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return an error's text in one line of at most 200 characters."""
     text = " ".join(str(error).split()) or "no reason given"
     is_known = isinstance(error, ValueError | TypeError) or "jinja2" in type(error).__module__
     return (text if is_known else f"{type(error).__name__}: {text}")[:200]
@@ -294,7 +293,6 @@ def _encode_spans(tokenizer: Any, text: str, spans: list[Span]) -> Example:
 
 
 def _get_end_id(tokenizer: Any) -> int:
-    """Return the end-of-sequence id; ValueError if the tokenizer has none."""
     end: int | None = tokenizer.eos_token_id
     if end is None:
         raise ValueError("an answer must end with a token, and the tokenizer has no eos_token")

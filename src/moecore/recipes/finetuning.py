@@ -51,8 +51,11 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         """Print data, model and ranks, and the evaluation loss before the first step."""
         args, begin = self.args, describe_start(self, "from its weights")
         data = f"{len(self.examples)} examples" + ("" if self.packs else ", not packed")
-        notes = {"held out": len(self.held_out), "cut": self.data.num_cut}
-        notes["left out"] = len(self.data.problems)
+        notes = {
+            "held out": len(self.held_out),
+            "cut": self.data.num_cut,
+            "left out": len(self.data.problems),
+        }
         data += "".join(f", {count} {label}" for label, count in notes.items() if count)
         print_on_rank_0(f"data: {self.data.report}")
         print_on_rank_0(

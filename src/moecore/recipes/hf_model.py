@@ -91,7 +91,7 @@ def read_config(path: Path) -> Any:
 
 
 def load_weights(args: Any, model: nn.Module, device: str, *, cast: bool) -> None:
-    """Allocate a sharded model, load --model, in its dtype if `cast`, and init LoRA. Collective."""
+    """Allocate a sharded model, load --model (`cast` = of any dtype), and init LoRA. Collective."""
     model.to_empty(device=device)
     with name_option_in_errors("--model"), show_progress("loading weights", unit="B") as report:
         load_hf(args.model, model, cast=cast, progress=report)

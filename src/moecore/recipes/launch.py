@@ -160,7 +160,6 @@ def _end_ranks(ranks: ProcessContext) -> None:
 
 
 def _raise_terminated(*_: object) -> None:
-    """Signal handler: raise `Terminated`."""
     raise Terminated
 
 
@@ -172,7 +171,6 @@ def _start_rank(rank: int, run_rank: Callable[[Any], int], args: Any) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Wait until the launcher has ended, then end this rank."""
     # torch ends ranks by SIGINT, which may be ignored.
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "ranks are children"

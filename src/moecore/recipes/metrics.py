@@ -63,9 +63,7 @@ class LaunchedStep:
     ended: Moment
     loss: Tensor  # mean over ranks
     result: StepResult
-    counts: (
-        Tensor  # int64 [5], sums of `count_labels_and_tokens`, and the number of ranks that stop
-    )
+    counts: Tensor  # int64 [5], sums of `count_labels_and_tokens` and of ranks that stop
     ep: int
     expert_loads: bool  # whether the load of each expert is logged
     reader: torch.cuda.Stream | None  # on which the host reads, see `TrainingJob`
@@ -228,7 +226,6 @@ def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> 
 
 
 def _read_run_id(file: Path) -> str:
-    """Return the id of a logger's run from the first line of a file."""
     return next(read_lines(file), b"").decode()
 
 
@@ -241,5 +238,4 @@ def convert_to_json(config: Any) -> dict[str, Any]:
 
 
 def _convert_json_value(value: Any) -> Any:
-    """Return a dataclass as a dict, and any other value as text."""
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -22,17 +22,11 @@ NOT_DECAYED = (VECTOR, BIAS, EMBEDDING)  # kinds of parameters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamGroup(CheckedRecord):
-    """Options for the parameters whose names match a pattern.
+    """Options for the parameters whose names match a pattern."""
 
-    Attributes:
-        pattern: pattern of parameter names, as `fnmatch` reads it, such as "*.router.*".
-        lr_factor: factor on `OptimizerConfig.lr`.
-        weight_decay: decoupled weight decay; None = `OptimizerConfig.weight_decay`.
-    """
-
-    pattern: str
-    lr_factor: PositiveOrZero = 1.0
-    weight_decay: PositiveOrZero | None = None
+    pattern: str  # of parameter names, as `fnmatch` reads it, such as "*.router.*"
+    lr_factor: PositiveOrZero = 1.0  # on `OptimizerConfig.lr`
+    weight_decay: PositiveOrZero | None = None  # None = `OptimizerConfig.weight_decay`
 
     @classmethod
     def from_text(cls, text: str) -> ParamGroup:

@@ -222,7 +222,6 @@ def _suggest_name(name: str, known_names: Iterable[str], prefix: str = "") -> st
 
 
 def _unbox_message(box_text: str) -> str:
-    """Return the message in a box of tyro as one line."""
     lines = [line.strip("│ ") for line in box_text.splitlines()[1:]]
     end = next((i for i, line in enumerate(lines) if line.startswith(("─", "╰"))), len(lines))
     return f"{' '.join(' '.join(lines[:end]).split()).rstrip('.')[:400]}: see --help"
@@ -305,7 +304,6 @@ def _make_flag_annotation(hint: Any, default: Any = None) -> Any:
 
 
 def _format_default(value: Any) -> str:
-    """Return a default value as text for the help."""
     if isinstance(value, list | tuple):
         return " ".join(map(_format_default, value)) or "none"
     return str(value).removeprefix("torch.")

@@ -251,7 +251,6 @@ def _draw_map(
 
 
 def _import_if_installed(module_name: str) -> ModuleType | None:
-    """Return a module; None = it is not installed."""
     try:
         return importlib.import_module(module_name)
     except ImportError:

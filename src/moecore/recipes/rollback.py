@@ -67,7 +67,6 @@ class SpikeStreak:
         self._record_loss(metrics["loss"])
 
     def _record_loss(self, loss: float) -> None:
-        """Add a loss to the losses from which the limit for spikes is computed."""
         self._losses.record_norm(torch.tensor(loss, dtype=torch.float64, device="cpu"))
 
 

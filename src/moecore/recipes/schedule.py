@@ -195,17 +195,11 @@ Options = Mapping[str, Any]  # of a TOML file
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageLength(CheckedRecord):
-    """The name and the length of a stage.
+    """The name and the length of a stage."""
 
-    Attributes:
-        name: name in checkpoints and messages.
-        steps: number of optimizer steps; None = `tokens` sets the length.
-        tokens: tokens of all ranks, including padding, rounded up to full steps.
-    """
-
-    name: str
-    steps: Count | None = None
-    tokens: NumTokens | None = None
+    name: str  # in checkpoints and messages
+    steps: Count | None = None  # optimizer steps; None = `tokens` sets the length
+    tokens: NumTokens | None = None  # of all ranks, with padding, rounded up to full steps
 
     def _rules(self) -> Rules:
         if (self.steps is None) == (self.tokens is None):

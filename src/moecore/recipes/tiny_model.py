@@ -64,7 +64,6 @@ def write_tiny_model(out: Path, **sizes: int) -> None:
 
 
 def _write_lines(file: Path, rows: Iterable[object]) -> None:
-    """Write each row as a line of JSON to `file`."""
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 

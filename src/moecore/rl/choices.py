@@ -233,5 +233,4 @@ def _make_micro_batch(groups: BalanceGroups, num_sequences: int) -> MicroBatch:
 
 
 def _quote_names(names: Mapping[str, Any]) -> str:
-    """Return names in quotes, separated by commas."""
     return ", ".join(repr(name) for name in names)

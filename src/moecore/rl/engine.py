@@ -374,7 +374,6 @@ class Engine:
         return inputs | {"log_prob_loss": log_prob_loss}
 
     def _make_empty_scores(self, rollouts: Rollouts, entropy: bool) -> TokenScores:
-        """Return scores of zeros for the tokens of rollouts, with entropies if `entropy`."""
         zeros_N = torch.zeros_like(rollouts.tokens_N, dtype=torch.float32).to(self._meshes.device)
         return TokenScores(log_probs_N=zeros_N, entropy_N=zeros_N.clone() if entropy else None)
 

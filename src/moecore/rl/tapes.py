@@ -205,7 +205,6 @@ class TapeReplay:
         call_after_backward(lambda: remove_tapes(self._tapes))
 
     def _install_tapes(self) -> None:
-        """Make each router read its choices from this replay."""
         for router, tape in self._tapes.items():
             router.tape = tape
 
@@ -294,7 +293,6 @@ def check_no_active_tapes(routers: Mapping[str, Router]) -> None:
 
 
 def _check_not_capturing(device: torch.device) -> None:
-    """Raise NotImplementedError during a CUDA graph capture."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "record() and replay() must run without CUDA graph capture: a graph would repeat the "

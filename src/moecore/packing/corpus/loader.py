@@ -138,7 +138,6 @@ class RankBatches(IterableDataset[Any]):
             yield self._collate(rows), cursors, lengths
 
     def _find_row_index(self, batch_idx: int, row_idx: int) -> int:
-        """Return the index, in the run, of row `row_idx` of this rank's batch `batch_idx`."""
         return self._first + (batch_idx * self.data_ranks + self.data_rank) * self.rows + row_idx
 
     def _make_ordered_documents(
@@ -359,5 +358,4 @@ def _restore_sigchld_handler() -> Iterator[None]:
 
 
 def _identity(batch: Any) -> Any:
-    """Return the batch unchanged: the DataLoader's collate_fn."""
     return batch
