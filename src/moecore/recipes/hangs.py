@@ -112,14 +112,6 @@ class HangWatch:
         os._exit(1)
 
 
-class _SocketConnection(http.client.HTTPConnection):
-    """An HTTP connection to the Unix socket `host`."""
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.connect(self.host)
-
-
 def read_top_frame(thread: int) -> str:
     """Return 'File "a.py", line 3 in f', the top of the Python stack of the thread with this id."""
     with tempfile.TemporaryFile("w+") as file:
@@ -137,7 +129,10 @@ def read_flight_recorder() -> list[dict[str, Any]]:
         server: Any = worker_main()
         with server:
             for handler in RECORDERS:
-                connection = _SocketConnection(os.environ[SOCKET], timeout=GRACE_S / 2)
+                connection = http.client.HTTPConnection("worker")
+                connection.sock = socket.socket(socket.AF_UNIX)
+                connection.sock.settimeout(GRACE_S / 2)
+                connection.sock.connect(os.environ[SOCKET])
                 connection.request("POST", f"/handler/{handler}")
                 response = connection.getresponse()
                 content = response.read()
