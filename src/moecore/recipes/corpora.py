@@ -239,10 +239,12 @@ class DocumentEncoder:
 
 
 def make_scheduled_corpus_steps(
-    sources: Sequence[CorpusSource], options: CorpusOptions, shape: BatchShape, **more: Any
+    sources: Sequence[CorpusSource], options: CorpusOptions, shape: BatchShape, **arguments: Any
 ) -> Steps[ScheduledBatch]:
-    """Return this data rank's steps for --dynamic-cp; `more` are arguments of `ScheduledLoader`."""
-    loader = ScheduledLoader(sources, options, rows=shape.rows, data_ranks=shape.data_ranks, **more)
+    """Return this data rank's steps for --dynamic-cp; `arguments` are for `ScheduledLoader`."""
+    loader = ScheduledLoader(
+        sources, options, rows=shape.rows, data_ranks=shape.data_ranks, **arguments
+    )
     return Steps(loader, lambda batch: batch)
 
 

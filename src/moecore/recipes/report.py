@@ -102,8 +102,8 @@ class RunReport:
         self.file.write(json.dumps({"step": step, **pack_loads(metrics)}).encode() + b"\n")
         for logger in self.loggers:
             logger.log(metrics, step)
-        shown = [entry for entry in BAR_METRICS if entry[0] in metrics]
-        postfix = {label: format(metrics[name], spec) for name, label, spec in shown}
+        entries = [entry for entry in BAR_METRICS if entry[0] in metrics]
+        postfix = {label: format(metrics[name], spec) for name, label, spec in entries}
         if self.bar is not None:
             self.bar.set_postfix(postfix, refresh=False)
             self.bar.update()
