@@ -37,31 +37,20 @@ PARTITIONS_PER_ROW = 8  # so many workers of a rank tokenize documents of their 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceOptions(CheckedRecord):
-    """A source of documents: PATH,key=value,... or a table of a TOML file.
+    """A source of documents: PATH,key=value,... or a table of a TOML file."""
 
-    Attributes:
-        path: a .jsonl file; the prefix of Megatron's .bin and .idx; a .parquet file; a
-            directory of `save_to_disk`; hf:NAME, a data set of the Hugging Face hub or of
-            another directory; python:, the sources of the Python standard library, to try a
-            command; or any other file, which is one document.
-        weight: share of the rows, relative to the sum of all weights.
-        name: name in metrics, errors and positions; "" = see `name_sources`.
-        field: column of a row, or key of a line, with the text or the token ids.
-        split: split of a Hugging Face data set.
-        config: configuration of a Hugging Face data set that has several; "" = its only one.
-        stream: read hf:NAME without storing it.
-        skip_invalid: leave out lines of a .jsonl file that are not objects with the field.
-            Metrics count these lines as bad_lines.
-    """
-
+    # A .jsonl file; the prefix of Megatron's .bin and .idx; a .parquet file; a directory of
+    # `save_to_disk`; hf:NAME, a data set of the Hugging Face hub or of another directory; python:,
+    # the sources of the Python standard library, to try a command; or any other file, which is one
+    # document.
     path: str
-    weight: Positive = 1.0
-    name: str = ""
-    field: str = "text"
-    split: str = "train"
-    config: str = ""
-    stream: bool = False
-    skip_invalid: bool = False
+    weight: Positive = 1.0  # share of the rows, relative to the sum of all weights
+    name: str = ""  # in metrics, errors and positions; "" = see `name_sources`
+    field: str = "text"  # column of a row, or key of a line, with the text or the token ids
+    split: str = "train"  # of a Hugging Face data set
+    config: str = ""  # of a Hugging Face data set that has several; "" = its only one
+    stream: bool = False  # read hf:NAME without storing it
+    skip_invalid: bool = False  # leave out lines that are no objects with the field: bad_lines
 
     @classmethod
     def from_word(cls, word: str) -> SourceOptions:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from moecore.base.progress import show_progress
+from moecore.base.torch_private import patch_attributes
 from moecore.io import latest, load
 from moecore.io.checkpoint.directory import CHECKPOINTS
 from moecore.io.checkpoint.manifest import read_manifest
@@ -52,8 +53,11 @@ def resume(
     saved_facts = run_on_first_rank(lambda: read_manifest(newest).facts)
     saved_stage = saved_facts.extra.get("stage")
     begins_stage = stage.is_previous_stage(saved_facts.step, saved_stage)
+    rotary: AbstractContextManager[None] = nullcontext()
+    if begins_stage and saved_facts.config is not None and isinstance(model, Decoder):
+        rotary = patch_attributes(model, config=replace_rotary(model.config, saved_facts.config))
     with (
-        use_rotary(saved_facts.config, model) if begins_stage else nullcontext(),
+        rotary,  # of the stage before, which the checkpoint has
         show_progress(f"loading {newest.name}", unit="B") as report,
     ):
         extra = load(newest, model, optimizers, progress=report)
@@ -75,22 +79,6 @@ def resume(
                 "those, or another --run-dir"
             ) from None
     return int(extra["step"])
-
-
-@contextmanager
-def use_rotary(
-    config_fields: Mapping[str, object] | None, model: torch.nn.Module
-) -> Iterator[None]:
-    """Return a context in which a `Decoder` has the rotary embedding of another config's fields."""
-    if config_fields is None or not isinstance(model, Decoder):
-        yield
-        return
-    config = model.config
-    model.config = replace_rotary(config, config_fields)
-    try:
-        yield
-    finally:
-        model.config = config
 
 
 def read_latest_step(args: RunConfig) -> int:
