@@ -171,32 +171,28 @@ def read_tokenizer(path: Path) -> Any:
 
 def export_run(job: TrainingJob[Any]) -> None:
     """Export the model to RUN_DIR/export, unless an earlier start has done this. Collective."""
-    args, target = job.args, job.args.run_dir / EXPORT
+    args, hf, target = job.args, job.model, job.args.run_dir / EXPORT
     if job.start < args.steps or not target.exists():
         if args.lora is not None:
-            save_adapters(job.model, args.run_dir / ADAPTERS)
-            merge_adapters(job.model)
-        export_model(job.model, args.model, target)
+            save_adapters(hf, args.run_dir / ADAPTERS)
+            merge_adapters(hf)
+        options = {"config": args.model, "dtype": read_config(args.model).dtype}
+
+        def write(draft: Path, report: Report) -> None:
+            try:
+                export_hf(hf, draft, progress=report, **options)
+            except (
+                NotImplementedError
+            ):  # nothing is written then: gpt-oss is only published stacked
+                export_hf(hf, draft, progress=report, layout="fused", **options)
+
+        def complete(draft: Path) -> None:
+            if not (args.model / "generation_config.json").is_file():
+                hf.generation_config.save_pretrained(draft)
+            copy_files(args.model, draft)
+
+        write_export(target, write, complete)
     print_on_rank_0(f"{target} is ready for from_pretrained")
-
-
-def export_model(hf: Any, source: Path, target: Path) -> None:
-    """Write a model with the config, tokenizer and dtype of directory `source`. Collective."""
-    options = {"config": source, "dtype": read_config(source).dtype}
-
-    def write(draft: Path, report: Report) -> None:
-        """Write weights and config to `draft`. Collective."""
-        try:
-            export_hf(hf, draft, progress=report, **options)
-        except NotImplementedError:  # nothing is written then: gpt-oss is only published stacked
-            export_hf(hf, draft, progress=report, layout="fused", **options)
-
-    def complete(draft: Path) -> None:
-        if not (source / "generation_config.json").is_file():
-            hf.generation_config.save_pretrained(draft)
-        copy_files(source, draft)
-
-    write_export(target, write, complete)
 
 
 def write_export(
