@@ -262,7 +262,7 @@ def test_files_are_cut_and_counted(tokenizer: Any, tmp_path: Path) -> None:
     found = examples_module.read_examples([chats, plain], tokenizer, seq_len=prompt + 3)
     first, second = found.examples
     assert len(first.tokens_T) == prompt + 3 and first.num_answers == 3
-    assert second.is_answer_T.all() and found.num_cut == 1 and found.num_empty == 2
+    assert second.is_answer_T.all() and found.num_cut == 1 and len(found.problems) == 2
     with pytest.raises(ValueError, match=r"--data .*a.jsonl\) must have a token to learn: none of"):
         examples_module.read_examples([chats], tokenizer, seq_len=prompt)
 

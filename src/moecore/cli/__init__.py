@@ -107,7 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(words: Sequence[str]) -> int:
-    """Run the command that the first words name; return its exit code."""
     name, subcommand = [*words[:2], "", ""][:2]
     commands = {name: text for group in GROUPS.values() for name, text in group.items()}
     if name in ("-h", "--help"):
@@ -137,19 +136,13 @@ def _run_command(words: Sequence[str]) -> int:
 
 
 def _list_commands(texts: dict[str, str], group: str = "") -> str:
-    """Return a line of text for each command in `texts`, which maps a name to the help text.
-
-    `group` is the first word of subcommands.
-    """
+    """Return a line for each command in `texts`; `group` is the first word of subcommands."""
     prefix = f"moecore {group} " if group else ""
     return "\n".join(f"  {prefix}{name:<11} {text}" for name, text in texts.items())
 
 
 def _raise_usage_error(word_kind: str, word: str, choices: dict[str, str]) -> NoReturn:
-    """Raise a UsageError for a word `word` that is not a key of `choices`; suggest a close key.
-
-    `word_kind` describes the word in the error, such as "COMMAND".
-    """
+    """Raise a UsageError for a word that is not a key of `choices`; suggest a close key."""
     close = difflib.get_close_matches(word[:80], choices, n=1)
     hint = f"did you mean {close[0]}?" if close else "see --help"
     raise _import_object("base.command_options:UsageError")(
@@ -158,7 +151,6 @@ def _raise_usage_error(word_kind: str, word: str, choices: dict[str, str]) -> No
 
 
 def _run_with_options(name: str, words: Sequence[str]) -> int:
-    """Run a command of `CONFIGS` with the options in `words`; return its exit code."""
     with _exit_at_interrupt():
         options, run = map(_import_object, CONFIGS[name])
         parse, usage_error = map(

@@ -41,15 +41,10 @@ TooLong = Literal["raise", "cut"]
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """An assignment of documents to bins: `bins[i]` is int64, the document indices of bin i.
+    """An assignment of documents to bins: `bins[i]` is int64, the document indices of bin i."""
 
-    Attributes:
-        documents: int64 [N], the document indices of bin 0, then of bin 1, and so on.
-        offsets: int64 [b + 1]; bin i is `documents[offsets[i] : offsets[i + 1]]`.
-    """
-
-    documents: Integers
-    offsets: Integers
+    documents: Integers  # int64 [N], the document indices of bin 0, then of bin 1, and so on
+    offsets: Integers  # int64 [b + 1]; bin i is `documents[offsets[i] : offsets[i + 1]]`
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -175,28 +170,21 @@ def _cut_long_documents(
 def _pack_windows(
     pieces: Iterator[tuple[Document, int]], bin_tokens: int, window_documents: int
 ) -> Iterator[list[Document]]:
-    """Pack (document, length) pairs, `window_documents` at a time; yield the documents of bins."""
+    """Yield the documents of bins; a full window yields the first bin and the fullest half."""
     window_pieces = list(islice(pieces, window_documents))
     while window_pieces:
-        bins = list(pack_lengths([length for _, length in window_pieces], bin_tokens))
-        full_bins = sorted(bins, key=itemgetter(0))  # by the document that waits longest
+        lengths = [length for _, length in window_pieces]
+        # The first bin has the document that waits longest.
+        bins = sorted(pack_lengths(lengths, bin_tokens), key=itemgetter(0))
         if len(window_pieces) == window_documents:
-            full_bins = _select_fullest_bins(full_bins, [length for _, length in window_pieces])
-        for bin_ in full_bins:
+            tokens = [sum(lengths[i] for i in bin_) for bin_ in bins]
+            fullest = sorted(range(1, len(bins)), key=lambda b: (-tokens[b], b))
+            bins = [bins[b] for b in sorted([0, *fullest[: (len(bins) - 1) // 2]])]
+        for bin_ in bins:
             yield [window_pieces[i][0] for i in bin_]
-        indices = {int(i) for bin_ in full_bins for i in bin_}
+        indices = {int(i) for bin_ in bins for i in bin_}
         window_pieces = [piece for i, piece in enumerate(window_pieces) if i not in indices]
         window_pieces.extend(islice(pieces, window_documents - len(window_pieces)))
-
-
-def _select_fullest_bins(bins: list[Integers], lengths: list[int]) -> list[Integers]:
-    """Return half of `bins`, in their order: the first bin and the fullest bins.
-
-    A bin has document indices, and `lengths[i]` is the number of tokens of document i.
-    """
-    tokens = [sum(lengths[i] for i in bin_) for bin_ in bins]
-    fullest = sorted(range(1, len(bins)), key=lambda b: (-tokens[b], b))
-    return [bins[b] for b in sorted([0, *fullest[: (len(bins) - 1) // 2]])]
 
 
 WINDOW = 4096  # documents that are packed together, enough to fill the bins
@@ -325,13 +313,9 @@ class PackedBatchSampler:
         return settings | {"documents": digest}
 
     def _get_bins(self, epoch: int) -> Bins:
-        """Return the bins of an epoch, which are packed at the first call."""
-        if self._epoch_bins is None or self._epoch_bins[0] != epoch:
-            self._epoch_bins = (epoch, self._pack_epoch(epoch))
-        return self._epoch_bins[1]
-
-    def _pack_epoch(self, epoch: int) -> Bins:
-        """Pack the documents of an epoch; return the bins in the order in which they are used."""
+        """Return the bins of an epoch in the order of their use; the first call packs them."""
+        if self._epoch_bins is not None and self._epoch_bins[0] == epoch:
+            return self._epoch_bins[1]
         count = len(self._lengths)
         order = self._shuffle_indices("documents", epoch, count)
         bins: list[Integers] = []
@@ -340,13 +324,12 @@ class PackedBatchSampler:
             window_bins = pack_lengths(self._lengths[ids], self._bin_tokens)
             bins.extend(ids[numbers] for numbers in sorted(window_bins, key=itemgetter(0)))
         bins = [bins[i] for i in self._shuffle_indices("bins", epoch, len(bins))]
-        return Bins(np.concatenate(bins), np.cumsum([0, *map(len, bins)]))
+        epoch_bins = Bins(np.concatenate(bins), np.cumsum([0, *map(len, bins)]))
+        self._epoch_bins = (epoch, epoch_bins)
+        return epoch_bins
 
     def _shuffle_indices(self, purpose: str, epoch: int, num_indices: int) -> Integers:
-        """Return int64 0 .. num_indices - 1, shuffled if `shuffle` is set.
-
-        The seed of the shuffle is a hash of the sampler's seed, the text `purpose` and `epoch`.
-        """
+        """Return int64 0 .. num_indices - 1, shuffled if `shuffle` is set."""
         if not self._shuffle:
             return np.arange(num_indices)
         generator = torch.Generator().manual_seed(hash_values(self._seed, purpose, epoch) >> 1)

@@ -88,7 +88,6 @@ class PackedCollator(CheckedRecord):
     pad_id: CountOrZero = 0
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if self.row_tokens % self.multiple:
             yield "row_tokens", f"be a multiple of multiple ({self.multiple}): round it up"
         if self.rows * self.row_tokens >= 2**31:
@@ -109,17 +108,6 @@ class PackedCollator(CheckedRecord):
                 `rows` rows or exceed `max_documents`.
         """
         check_arguments(PackedCollator.__call__, locals())
-        return build_batch(
-            self._assign_to_rows(documents),
-            row_tokens=self.row_tokens,
-            multiple=self.multiple,
-            shift_labels=self.shift_labels,
-            pad_id=self.pad_id,
-            max_documents=self.max_documents,
-        )
-
-    def _assign_to_rows(self, documents: Sequence[Document]) -> Rows:
-        """Assign documents to rows in their order; ValueError if they need more than `rows`."""
         rows, row, row_length = [list[Piece]() for _ in range(self.rows)], 0, 0
         for number, document in enumerate(documents):
             piece = read_document(document, number)
@@ -134,7 +122,14 @@ class PackedCollator(CheckedRecord):
                 )
             rows[row].append(piece)
             row_length += length
-        return rows
+        return build_batch(
+            rows,
+            row_tokens=self.row_tokens,
+            multiple=self.multiple,
+            shift_labels=self.shift_labels,
+            pad_id=self.pad_id,
+            max_documents=self.max_documents,
+        )
 
 
 def build_batch(
@@ -192,10 +187,7 @@ def build_batch(
 
 
 def read_document(document: Document, document_idx: int) -> Piece:
-    """Return a document's ids and labels as one `Piece`, whose arrays may share its memory.
-
-    Raises a ValueError for invalid values; `document_idx` is the document's index in the error.
-    """
+    """Return a document's ids and labels, which may share its memory; ValueError if invalid."""
     name = f"documents[{document_idx}]"
     length = count_document_tokens(document, name)
     if not length:
@@ -226,10 +218,7 @@ def _read_token_values(
 
 
 def _convert_to_int64(values: Any, value_name: str) -> Integers:
-    """Return a list, array or tensor of integers as int64, which may share its memory.
-
-    Raises a ValueError for other objects. `value_name` is the name of the object in the error.
-    """
+    """Return integers as int64, which may share memory; ValueError for other objects."""
     try:
         array = np.asarray(values) if isinstance(values, list) else values
         tensor = torch.as_tensor(array, device="cpu")

@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -185,16 +185,11 @@ class DocumentCost(CheckedRecord):
     linear: PositiveOrZero = 20_000.0
     exchange: PositiveOrZero = 750.0
     fixed: PositiveOrZero = 2e7
+    max_cp: ClassVar[int | None] = None  # the largest cp of the cost model; None = no limit
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if not self.quadratic and not self.linear:
             yield "quadratic", f"be > 0 with linear ({self.linear}): give one of them"
-
-    @property
-    def max_cp(self) -> int | None:
-        """The largest cp of the cost model. None = no limit."""
-        return None
 
     def estimate(self, lengths_N: Integers, cp: int) -> Costs:
         """Return the time of each document on each of its `cp` ranks, float64 [documents]."""
@@ -223,7 +218,6 @@ class MeasuredCost(CheckedRecord):
     fixed: PositiveOrZero = 0.0
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if not self.lengths or any(a >= b for a, b in pairwise(self.lengths)):
             yield "lengths", "ascend, with at least one: sort the table"
         if not self.seconds or set(self.seconds) != {1 << i for i in range(len(self.seconds))}:

@@ -50,8 +50,7 @@ Blocks = list[RankBlock]
 class Documents:
     """The documents of a global batch, longest first, and their times on 1, 2, 4, ... ranks.
 
-    `max_tokens` limits a rank's micro-batch. Raises a ValueError if a document exceeds this limit
-    even on the largest number of ranks.
+    Raises a ValueError if a document exceeds `max_tokens` even on the largest number of ranks.
     """
 
     def __init__(self, lengths_N: Integers, ranks: int, max_tokens: int, cost: Cost) -> None:
@@ -90,17 +89,6 @@ class Documents:
         """Return the least number of rounds in which all ranks can process `num_tokens` tokens."""
         return -(-num_tokens // (self.ranks * self.max_tokens))
 
-    def compute_min_remaining_time(self, longest_idx: int, work: float, num_tokens: int) -> float:
-        """Return a lower bound of the time of the remaining documents.
-
-        `longest_idx` is the index of the longest remaining document. `work` (time summed over
-        ranks) and `num_tokens` are totals of the remaining documents.
-        """
-        if longest_idx == len(self):
-            return 0.0
-        fixed = self.count_min_rounds(num_tokens) * self.fixed
-        return max(work / self.ranks, self.min_costs[longest_idx]) + fixed
-
     def compute_min_step_time(self) -> float:
         """Return a lower bound of the step time of every schedule."""
         fixed = self.count_min_rounds(self.all_tokens) * self.fixed
@@ -116,10 +104,7 @@ class Documents:
         return low + fixed
 
     def _compute_min_work(self, max_time: float) -> Costs:
-        """Return float64 [documents]: the least cp * (time on cp ranks) of each document.
-
-        Only values of cp with a time of at most `max_time` count; inf = no such cp.
-        """
+        """Return each document's least cp * (time on cp ranks), of times <= `max_time`, or inf."""
         ranks_1 = np.array(self.cps)[:, None]
         costs = np.where(self._rank_costs <= max_time, self._rank_costs * ranks_1, np.inf)
         return costs.min(axis=0)  # type: ignore[no-any-return]
@@ -129,20 +114,14 @@ class Documents:
         return sum(self.work[i] for i in document_idxs), sum(self.lengths[i] for i in document_idxs)
 
     def find_first_fitting(self, cp: int, max_time: float, max_tokens: int) -> int:
-        """Return the index of the longest document, taken or not, that fits; `len(self)` if none.
-
-        A document fits if each of `cp` ranks takes at most `max_time` time and `max_tokens` tokens.
-        """
+        """Return the longest document, taken or not, that fits `cp` ranks; `len(self)` if none."""
         return max(
             bisect_left(self._cost_up[cp], -max_time), bisect_left(self._tokens_up[cp], -max_tokens)
         )
 
 
 class RemainingDocuments:
-    """The documents that no earlier round and no block of the current trial has taken.
-
-    A document is its index in `Documents`, longest first; `count` is the number of documents.
-    """
+    """The indices of documents that no round has taken; `trial` has those of the tried round."""
 
     def __init__(self, count: int) -> None:
         self._next = list(range(count + 1))
@@ -170,11 +149,10 @@ class RemainingDocuments:
         """Mark a document as taken by the round that is tried; `trial.clear()` undoes the marks."""
         self.trial[document_idx] = document_idx + 1
 
-    def commit_trial(self) -> None:
-        """Remove the documents that the tried round has taken from the remaining documents."""
-        for index in self.trial:
+    def remove_documents(self, document_idxs: list[int]) -> None:
+        """Remove the documents that a round has taken."""
+        for index in document_idxs:
             self._next[index] = index + 1
-        self.trial.clear()
 
 
 def make_rounds(documents: Documents) -> list[Blocks]:
@@ -208,57 +186,45 @@ class _RoundSearch:
                 best = (share, blocks)
             if share > GOOD_SCORE:
                 break
-        self._remove_documents([i for block in best[1] for i in block.documents])
+        document_idxs = [i for block in best[1] for i in block.documents]
+        self.remaining.remove_documents(document_idxs)
+        work, tokens = self.documents.sum_work_and_tokens(document_idxs)
+        self._work, self._tokens = self._work - work, self._tokens - tokens
         return best[1]
 
     def _try_time_limits(self) -> Iterator[Blocks]:
         """Yield rank groups with documents for each time limit that changes them."""
-        limits = self._list_time_limits()
-        for min_ranks in self.documents.cps:
-            min_limit = np.inf
-            for limit in limits:
-                if limit <= min_limit:
-                    trial = self.documents, self.remaining, limit, min_ranks
-                    blocks, min_limit = _fill_blocks(*trial)
-                    yield blocks
-
-    def _remove_documents(self, document_idxs: list[int]) -> None:
-        """Remove documents that a round has taken, with their work and tokens."""
-        for index in document_idxs:
-            self.remaining.take_document(index)
-        self.remaining.commit_trial()
-        work, tokens = self.documents.sum_work_and_tokens(document_idxs)
-        self._work, self._tokens = self._work - work, self._tokens - tokens
-
-    def _compute_min_remaining_time(self, work: float, num_tokens: int) -> float:
-        """Return a lower bound of the remaining time after a round of this work and tokens."""
-        longest = self.remaining.find_first(0)
-        return self.documents.compute_min_remaining_time(
-            longest, self._work - work, self._tokens - num_tokens
-        )
-
-    def _list_time_limits(self) -> list[float]:
-        """Return the time limits to try for the next round, in descending order."""
         documents, longest = self.documents, self.remaining.find_first(0)
         mean = self._work / (documents.ranks * documents.count_min_rounds(max(self._tokens, 1)))
         cps = (cp for cp in documents.cps if documents.tokens[cp][longest] <= documents.max_tokens)
         loads = [documents.cost[cp][longest] for cp in cps]
-        # The limits include the mean round time of the remaining work, and a quarter of this time.
+        # The limits descend to a quarter of the mean round time of the remaining work.
         low, high = max(mean / 4, min(loads)), max(*loads, mean) * 1.01
         limits = [high]
         while limits[-1] > low * GROWTH:
             limits.append(limits[-1] / GROWTH)
-        return [*limits, low * 1.0001]
+        limits.append(low * 1.0001)
+        for min_ranks in documents.cps:
+            min_limit = np.inf
+            for limit in limits:
+                if limit <= min_limit:
+                    blocks, min_limit = _fill_blocks(documents, self.remaining, limit, min_ranks)
+                    yield blocks
+
+    def _compute_min_remaining_time(self, work: float, num_tokens: int) -> float:
+        """Return a lower bound of the remaining time after a round of this work and tokens."""
+        documents, longest = self.documents, self.remaining.find_first(0)
+        if longest == len(documents):
+            return 0.0
+        fixed = documents.count_min_rounds(self._tokens - num_tokens) * documents.fixed
+        mean = (self._work - work) / documents.ranks
+        return max(mean, documents.min_costs[longest]) + fixed
 
 
 def _fill_blocks(
     documents: Documents, remaining: RemainingDocuments, time_limit: float, min_ranks: int
 ) -> tuple[Blocks, float]:
-    """Assign documents to rank groups (blocks); return them and the least limit that gives them.
-
-    Each block has a time of at most `time_limit` and at least `min_ranks` ranks, if so many are
-    idle. Their documents are marked as taken.
-    """
+    """Assign documents to blocks; return the blocks, and the least limit that gives them."""
     time_limit *= 1 + ROUNDING
     blocks, min_limit = _open_blocks(documents, remaining, time_limit, min_ranks)
     heap = [(block.load, i) for i, block in enumerate(blocks)]
@@ -273,18 +239,27 @@ def _fill_blocks(
             _add_document(documents, block, idx)
             heapq.heappush(heap, (block.load, i))
     min_limit = max([min_limit, *(block.load for block in blocks)]) * (1 + ROUNDING)
-    _assign_idle_ranks(documents, blocks)
+    # Idle ranks double the cp of the slowest blocks, and form empty blocks otherwise.
+    free = documents.ranks - sum(block.cp for block in blocks)
+    max_cp = documents.cps[-1]
+    while free:
+        doubling = [block for block in blocks if block.cp <= free and block.cp < max_cp]
+        if not doubling:
+            blocks.extend(RankBlock(max_cp) for _ in range(free // max_cp))
+            break
+        block = max(doubling, key=lambda block: block.load)
+        free -= block.cp
+        indices, block.cp = block.documents, 2 * block.cp
+        block.documents, block.load, block.tokens = [], 0.0, 0
+        for index in indices:
+            _add_document(documents, block, index)
     return blocks, min_limit
 
 
 def _open_blocks(
     documents: Documents, remaining: RemainingDocuments, time_limit: float, min_ranks: int
 ) -> tuple[Blocks, float]:
-    """Return rank groups (blocks), one per longest remaining document, until no ranks are idle.
-
-    Each has the fewest ranks, at least `min_ranks`, that meet `time_limit`. Also returns the least
-    limit that admits these documents: their largest time on the most ranks that each could use.
-    """
+    """Open blocks for the longest documents until no rank is idle; also return the least limit."""
     blocks: Blocks = []
     min_limit = 0.0
     free = documents.ranks
@@ -310,24 +285,6 @@ def _open_blocks(
 
 
 def _add_document(documents: Documents, block: RankBlock, document_idx: int) -> None:
-    """Add a document to a block, with its time and tokens on the block's cp ranks."""
     block.documents.append(document_idx)
     block.load += documents.cost[block.cp][document_idx]
     block.tokens += documents.tokens[block.cp][document_idx]
-
-
-def _assign_idle_ranks(documents: Documents, blocks: Blocks) -> None:
-    """Double the cp of the slowest blocks, in place; idle ranks that remain form empty blocks."""
-    free = documents.ranks - sum(block.cp for block in blocks)
-    max_cp = documents.cps[-1]
-    while free:
-        doubling = [block for block in blocks if block.cp <= free and block.cp < max_cp]
-        if not doubling:
-            blocks.extend(RankBlock(max_cp) for _ in range(free // max_cp))
-            return
-        block = max(doubling, key=lambda block: block.load)
-        free -= block.cp
-        indices, block.cp = block.documents, 2 * block.cp
-        block.documents, block.load, block.tokens = [], 0.0, 0
-        for index in indices:
-            _add_document(documents, block, index)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from moecore.base.fields import Count, CountOrZero, check_arguments
 from moecore.packing.documents import DocumentCost, Lengths, MeasuredCost, as_lengths
-from moecore.packing.rounds import Blocks, Documents, make_rounds
+from moecore.packing.rounds import Documents, make_rounds
 
 DEFAULT_COST = DocumentCost()
 
@@ -38,18 +38,12 @@ class DocumentSchedule:
 
     Use `loss="sum"`, which sums gradients over ranks, and divide the loss sum of each micro-batch
     by `num_labels`. The gradient is then the gradient of the mean over all labels.
-
-    Attributes:
-        rounds: for each round, the groups in the order of their ranks.
-        num_labels: number of labels in the loss of the global batch.
-        time: time of the step: the sum over rounds of the slowest group's time and `fixed`.
-        lower_bound: a lower bound of the time of every schedule of these documents.
     """
 
-    rounds: tuple[tuple[DocumentGroup, ...], ...]
-    num_labels: int
-    time: float
-    lower_bound: float
+    rounds: tuple[tuple[DocumentGroup, ...], ...]  # of each round, in the order of their ranks
+    num_labels: int  # number of labels in the loss of the global batch
+    time: float  # of the step: the sum over rounds of the slowest group's time and `fixed`
+    lower_bound: float  # of the time of every schedule of these documents
 
     def select_rank_groups(self, rank: CountOrZero) -> tuple[DocumentGroup, ...]:
         """Return the group that contains a rank, for each round."""
@@ -100,9 +94,17 @@ def schedule_documents(
     documents = Documents(lengths_N, ranks, max_tokens, cost)
     labels, rounds = labels_N.tolist(), make_rounds(documents)
     times = [max(block.load for block in blocks) + cost.fixed for blocks in rounds]
-    ordered_rounds = [rounds[i] for i in order_by_rise_and_fall(times)]
+    group_rounds = []
+    for blocks in (rounds[i] for i in order_by_rise_and_fall(times)):
+        groups, first = [], 0
+        for block in blocks:
+            numbers = tuple(documents.order[i] for i in block.documents)
+            total = sum(labels[i] for i in numbers)
+            groups.append(DocumentGroup(first, block.cp, numbers, block.tokens, block.load, total))
+            first += block.cp
+        group_rounds.append(tuple(groups))
     return DocumentSchedule(
-        rounds=tuple(_make_groups(blocks, documents.order, labels) for blocks in ordered_rounds),
+        rounds=tuple(group_rounds),
         num_labels=int(labels_N.sum()),
         time=sum(times),
         lower_bound=documents.compute_min_step_time(),
@@ -112,27 +114,9 @@ def schedule_documents(
 def order_by_rise_and_fall(costs: Sequence[float]) -> list[int]:
     """Return an order of micro-batches whose costs first rise to the largest and then fall.
 
-    Consecutive micro-batches then have similar costs. The cheapest micro-batches are at both ends,
-    in the warm-up and cool-down of a pipeline. Costs are finite numbers, such as sums of squared
-    lengths. Example: [4, 1, 3, 2] gives [1, 2, 0, 3].
+    The cheapest micro-batches are at both ends, in the warm-up and cool-down of a pipeline.
+    Example: [4, 1, 3, 2] gives [1, 2, 0, 3].
     """
     check_arguments(order_by_rise_and_fall, locals())
     rising = sorted(range(len(costs)), key=lambda i: (costs[i], i))
     return rising[0::2] + rising[1::2][::-1]
-
-
-def _make_groups(
-    blocks: Blocks, document_idxs: list[int], num_labels: list[int]
-) -> tuple[DocumentGroup, ...]:
-    """Return a round's groups, with consecutive ranks from rank 0, from its rank blocks.
-
-    `document_idxs` maps a block's document numbers to the caller's indices. `num_labels[i]` is the
-    number of labels of the caller's document i.
-    """
-    groups, first = [], 0
-    for block in blocks:
-        numbers = tuple(document_idxs[i] for i in block.documents)
-        total = sum(num_labels[i] for i in numbers)
-        groups.append(DocumentGroup(first, block.cp, numbers, block.tokens, block.load, total))
-        first += block.cp
-    return tuple(groups)

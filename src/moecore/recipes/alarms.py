@@ -57,7 +57,6 @@ class Alarms:
         return [f"alarm at step {step}: {line}" for line in lines]
 
     def _check_loss(self, metrics: Metrics) -> Iterator[str]:
-        """Yield the alarm if the loss is far above the previous losses."""
         loss, before, was_high = metrics["loss"], [*self._losses], self._is_high
         if not math.isfinite(loss) or "reward" in metrics:
             return
@@ -74,7 +73,6 @@ class Alarms:
             )
 
     def _check_experts(self, metrics: Metrics) -> Iterator[str]:
-        """Yield a line for each layer whose experts have had no token for `IDLE_STEPS` steps."""
         for layer in list_moe_layers(metrics):
             new = []
             for e, load in enumerate(get_expert_loads(metrics, layer)):
@@ -86,7 +84,6 @@ class Alarms:
                 yield f"no token of {IDLE_STEPS} steps has chosen experts {names} of {layer}"
 
     def _check_gradient(self, metrics: Metrics) -> Iterator[str]:
-        """Yield the alarm if the step was skipped because of its gradient norm."""
         norm = metrics.get("grad_norm", 0.0)
         if not math.isfinite(norm):
             if "loss_scale" not in metrics:
@@ -96,7 +93,6 @@ class Alarms:
             yield f"{spike}, so the step was skipped"
 
     def _check_collapse(self, metrics: Metrics) -> Iterator[str]:
-        """Yield the alarm if layers had uneven loads over the last `BLOCK_STEPS` steps."""
         for layer in list_moe_layers(metrics):
             if loads_E := get_expert_loads(metrics, layer):
                 sums_E = self._block.setdefault(layer, [0.0] * len(loads_E))
@@ -125,7 +121,6 @@ class Alarms:
         )
 
     def _check_first_steps(self, step: int, metrics: Metrics) -> Iterator[str]:
-        """Yield the alarm about large gradients or rising losses in the first steps."""
         norm, loss = metrics.get("grad_norm", math.nan), metrics["loss"]
         if step > FIRST_STEPS or "reward" in metrics or not math.isfinite(norm + loss):
             return
@@ -149,10 +144,6 @@ class Alarms:
 
 
 def _compute_effective_expert_fraction(loads_E: list[float]) -> float:
-    """Return the effective number of experts divided by E, from the load of each expert.
-
-    The result is 1 for even loads or no tokens, and 1/E if one expert has all tokens:
-    `_compute_effective_expert_fraction([2, 2, 0, 0])` is 0.5.
-    """
+    """Return the effective number of experts divided by E: 1 for even loads, 1/E for one expert."""
     squares = sum(load * load for load in loads_E)
     return sum(loads_E) ** 2 / squares / len(loads_E) if squares else 1.0

@@ -40,21 +40,13 @@ PROBES = ("a", "0", ".")  # a vocabulary of text has an id for one of them
 
 @dataclass(frozen=True, slots=True)
 class BorderTokens:
-    """The special tokens before and after the text of a document.
+    """The special tokens before and after the text of a document."""
 
-    Attributes:
-        begin: tokens that the tokenizer adds before a text, such as `<s>` of Llama and Gemma.
-        end: tokens that the tokenizer adds after a text, and the end-of-sequence token.
-    """
-
-    begin: tuple[int, ...]
-    end: tuple[int, ...]
+    begin: tuple[int, ...]  # such as `<s>` of Llama and Gemma
+    end: tuple[int, ...]  # with the end-of-sequence token
 
     def find_content(self, ids: Sequence[int]) -> slice:
-        """Return the slice of token ids without the begin tokens and end tokens around the text.
-
-        `BorderTokens((1,), (2,)).find_content([1, 3, 4, 2, 2])` is `slice(1, 3)`.
-        """
+        """Return the slice of token ids without the begin tokens and end tokens around the text."""
         start, stop = 0, len(ids)
         n = len(self.begin)
         while n and tuple(ids[start : start + n]) == self.begin:
@@ -110,37 +102,38 @@ class Example:
         """The number of labels that the loss counts; the first token is not predicted."""
         return int(self.is_answer_T[1:].sum())
 
-    def cut(self, seq_len: int) -> Example:
-        """Return the example with its first `seq_len` tokens."""
-        return Example(self.tokens_T[:seq_len], self.is_answer_T[:seq_len])
+    def cut(self, stop: int, *, start: int = 0) -> Example:
+        """Return the example with the tokens [start, stop)."""
+        return Example(self.tokens_T[start:stop], self.is_answer_T[start:stop])
 
 
 def encode_record(record: Any, tokenizer: Any, *, seq_len: int, location: str) -> list[Example]:
-    """Return the examples of a data row: a chat, a prompt with its completion, or a text.
-
-    Only a row with "text" is split into pieces of `seq_len` tokens. `location` names the row in
-    errors.
-    """
+    """Return the examples of a data row at `location`; only a text is split into pieces."""
     fields: Any = record if isinstance(record, dict) else {}
     messages, num_prompt = fields.get("messages"), 0
     prompt, completion, text = (fields.get(name) for name in ("prompt", "completion", "text"))
     if not is_chat(messages) and is_chat(prompt) and is_chat(completion):
         messages, num_prompt = [*prompt, *completion], len(prompt)
     if is_chat(messages):
-        return _encode_chat(
-            tokenizer, messages, fields.get("tools"), location, num_prompt=num_prompt
-        )
+        return _encode_chat(tokenizer, messages, fields.get("tools"), location, num_prompt)
     try:
         if isinstance(prompt, str) and isinstance(completion, str):
             return [_encode_completion(tokenizer, prompt, completion)]
         if isinstance(text, str):
-            return _cut_into_pieces(_encode_completion(tokenizer, "", text), seq_len)
+            example = _encode_completion(tokenizer, "", text)
+            # Adjacent pieces share one token.
+            starts = range(0, max(1, len(example.tokens_T) - 1), max(1, seq_len - 1))
+            return [example.cut(start + seq_len, start=start) for start in starts]
     except Exception as error:  # of any kind, such as for half of a surrogate pair
         raise ValueError(
             f"{location} must be text that the tokenizer of --model encodes: "
             f"{_describe_error(error)}"
         ) from None
-    raise ValueError(f"{location} must be a JSON object with {FORMS}: {_describe_row(record)}")
+    description = f"it is of type {type(record).__name__}"
+    if isinstance(record, dict):
+        names = format_path(", ".join(sorted(map(str, record))) or "nothing")
+        description = f"it has {names}, of other types or names"
+    raise ValueError(f"{location} must be a JSON object with {FORMS}: {description}")
 
 
 def is_chat(messages: Any) -> bool:
@@ -148,14 +141,6 @@ def is_chat(messages: Any) -> bool:
     return isinstance(messages, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
     )
-
-
-def _describe_row(record: Any) -> str:
-    """Return error text with the column names of a row, or its type if the row is not a dict."""
-    if isinstance(record, dict):
-        names = format_path(", ".join(sorted(map(str, record))) or "nothing")
-        return f"it has {names}, of other types or names"
-    return f"it is of type {type(record).__name__}"
 
 
 def _encode_completion(tokenizer: Any, prompt: str, completion: str) -> Example:
@@ -169,25 +154,10 @@ def _encode_completion(tokenizer: Any, prompt: str, completion: str) -> Example:
     )
 
 
-def _cut_into_pieces(example: Example, seq_len: int) -> list[Example]:
-    """Split an example into pieces of `seq_len` tokens; adjacent pieces share one token."""
-    tokens_T, is_answer_T = example.tokens_T, example.is_answer_T
-    starts = range(0, max(1, len(tokens_T) - 1), max(1, seq_len - 1))
-    return [Example(tokens_T[s : s + seq_len], is_answer_T[s : s + seq_len]) for s in starts]
-
-
 def _encode_chat(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    tools: Any,
-    location: str,
-    *,
-    num_prompt: int = 0,
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Any, location: str, num_prompt: int
 ) -> list[Example]:
-    """Return one example of a chat, or one per answer if the template rewrites earlier turns.
-
-    The first `num_prompt` messages are not learned. `tools` are JSON schemas for the chat template.
-    """
+    """Return one example of a chat, or one per answer if the template rewrites earlier turns."""
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{location} must have no messages, because the tokenizer of --model has no chat "
@@ -215,7 +185,6 @@ def _remove_end_text(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return an error's text in one line of at most 200 characters."""
     text = " ".join(str(error).split()) or "no reason given"
     is_known = isinstance(error, ValueError | TypeError) or "jinja2" in type(error).__module__
     return (text if is_known else f"{type(error).__name__}: {text}")[:200]
@@ -257,16 +226,15 @@ def _tokenize_marked_chat(
 def _find_answer_ends(
     tokenizer: Any, ids: list[int], is_answer: list[bool]
 ) -> list[tuple[int, int | None]]:
-    """Return for each run of learned tokens the position of its last token and of its end token.
+    """Return the last position of each run of learned tokens, and the position of its end token.
 
-    The end token is a special token at the end of the run, or the first special token before the
-    next run. Its position is None if there is no such token.
+    The end token is a special token at the end of the run, or the first one before the next run.
     """
     special_ids, ends = get_special_ids(tokenizer), list[tuple[int, int | None]]()
     groups = groupby(range(len(ids)), key=lambda t: is_answer[t])
     runs = [list(run) for learned, run in groups if learned]
     for run, after in zip(runs, [*runs[1:], [len(ids)]], strict=True):
-        last = _trim_after_special_token(tokenizer, ids, run, special_ids)[-1]
+        last = _trim_after_special_token(tokenizer, ids, run)[-1]
         places = [last, *range(run[-1] + 1, after[0])]
         ends.append((run[-1], next((t for t in places if ids[t] in special_ids), None)))
     return ends
@@ -277,8 +245,7 @@ def _encode_by_prefixes(
 ) -> list[Example]:
     """Return the examples of a chat, for a template that does not mark learned tokens.
 
-    An answer is the text that the template adds to the rendering of the earlier messages. The first
-    `num_prompt` messages are not learned.
+    An answer is the text that the template adds to the rendering of the earlier messages.
     """
 
     def render(turns: list[dict[str, Any]], *, prompt: bool = False) -> str:
@@ -326,7 +293,6 @@ def _encode_spans(tokenizer: Any, text: str, spans: list[Span]) -> Example:
 
 
 def _get_end_id(tokenizer: Any) -> int:
-    """Return the end-of-sequence id; ValueError if the tokenizer has none."""
     end: int | None = tokenizer.eos_token_id
     if end is None:
         raise ValueError("an answer must end with a token, and the tokenizer has no eos_token")
@@ -338,24 +304,18 @@ def _tokenize_spans(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
     is_answer = [False] * len(ids)
-    special_ids = get_special_ids(tokenizer)
     for start, end in spans:
         inside = [t for t, (a, b) in enumerate(offsets) if a < end and b > start and b > a]
-        for t in _trim_after_special_token(tokenizer, ids, inside, special_ids):
+        for t in _trim_after_special_token(tokenizer, ids, inside):
             is_answer[t] = True
     return ids, is_answer
 
 
-def _trim_after_special_token(
-    tokenizer: Any, ids: list[int], positions: list[int], special_ids: set[int]
-) -> list[int]:
-    """Drop white space after the last special token from `positions`, ascending indices of `ids`.
-
-    If other text follows the last special token, all positions are returned.
-    """
+def _trim_after_special_token(tokenizer: Any, ids: list[int], positions: list[int]) -> list[int]:
+    """Drop white space after the last special token from `positions`, indices of `ids`."""
     for count in range(len(positions), 0, -1):
         token = ids[positions[count - 1]]
-        if token in special_ids:
+        if token in get_special_ids(tokenizer):
             return positions[:count]
         if tokenizer.decode([token]).strip():
             break

@@ -17,7 +17,6 @@ from moecore.packing import (
     CorpusLoader,
     CorpusOptions,
     CorpusSource,
-    DocumentCost,
     JsonLines,
     MegatronDocuments,
     PackedBatch,
@@ -38,31 +37,20 @@ PARTITIONS_PER_ROW = 8  # so many workers of a rank tokenize documents of their 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceOptions(CheckedRecord):
-    """A source of documents: PATH,key=value,... or a table of a TOML file.
+    """A source of documents: PATH,key=value,... or a table of a TOML file."""
 
-    Attributes:
-        path: a .jsonl file; the prefix of Megatron's .bin and .idx; a .parquet file; a
-            directory of `save_to_disk`; hf:NAME, a data set of the Hugging Face hub or of
-            another directory; python:, the sources of the Python standard library, to try a
-            command; or any other file, which is one document.
-        weight: share of the rows, relative to the sum of all weights.
-        name: name in metrics, errors and positions; "" = see `name_sources`.
-        field: column of a row, or key of a line, with the text or the token ids.
-        split: split of a Hugging Face data set.
-        config: configuration of a Hugging Face data set that has several; "" = its only one.
-        stream: read hf:NAME without storing it.
-        skip_invalid: leave out lines of a .jsonl file that are not objects with the field.
-            Metrics count these lines as bad_lines.
-    """
-
+    # A .jsonl file; the prefix of Megatron's .bin and .idx; a .parquet file; a directory of
+    # `save_to_disk`; hf:NAME, a data set of the Hugging Face hub or of another directory; python:,
+    # the sources of the Python standard library, to try a command; or any other file, which is one
+    # document.
     path: str
-    weight: Positive = 1.0
-    name: str = ""
-    field: str = "text"
-    split: str = "train"
-    config: str = ""
-    stream: bool = False
-    skip_invalid: bool = False
+    weight: Positive = 1.0  # share of the rows, relative to the sum of all weights
+    name: str = ""  # in metrics, errors and positions; "" = see `name_sources`
+    field: str = "text"  # column of a row, or key of a line, with the text or the token ids
+    split: str = "train"  # of a Hugging Face data set
+    config: str = ""  # of a Hugging Face data set that has several; "" = its only one
+    stream: bool = False  # read hf:NAME without storing it
+    skip_invalid: bool = False  # leave out lines that are no objects with the field: bad_lines
 
     @classmethod
     def from_word(cls, word: str) -> SourceOptions:
@@ -223,10 +211,7 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """A function from a document of a source to token ids.
-
-    A document is a mapping with column `field`, a text, or token ids, which are returned unchanged.
-    """
+    """A function from a document (a mapping with column `field`, a text or ids) to token ids."""
 
     tokenizer: Tokenizer
     field: str
@@ -243,40 +228,17 @@ class DocumentEncoder:
 
 
 def make_scheduled_corpus_steps(
-    sources: Sequence[CorpusSource],
-    options: CorpusOptions,
-    shape: BatchShape,
-    *,
-    max_tokens: int,
-    cost: DocumentCost,
-    data_rank: int,
-    workers: int,
+    sources: Sequence[CorpusSource], options: CorpusOptions, shape: BatchShape, **arguments: Any
 ) -> Steps[ScheduledBatch]:
-    """Return this data rank's steps of documents for --dynamic-cp: each micro-batch has its own cp.
-
-    `max_tokens` is the maximum number of tokens of a rank in a micro-batch. `cost` estimates a
-    document's work, which is balanced over the ranks. `workers` processes read ahead. A step has
-    the same documents as a step of `CorpusSteps`.
-    """
+    """Return this data rank's steps for --dynamic-cp; `arguments` are for `ScheduledLoader`."""
     loader = ScheduledLoader(
-        sources,
-        options,
-        rows=shape.rows,
-        max_tokens=max_tokens,
-        cost=cost,
-        data_rank=data_rank,
-        data_ranks=shape.data_ranks,
-        workers=workers,
+        sources, options, rows=shape.rows, data_ranks=shape.data_ranks, **arguments
     )
     return Steps(loader, lambda batch: batch)
 
 
 class CorpusSteps:
-    """A reader of packed rows of a corpus, one step of this data rank at a time.
-
-    `workers` processes read ahead. `sampler.state_dict()` is the position in the data, identical on
-    all ranks.
-    """
+    """A reader of packed rows of a corpus, one step of this data rank at a time."""
 
     def __init__(
         self,
@@ -285,7 +247,7 @@ class CorpusSteps:
         shape: BatchShape,
         *,
         data_rank: int,
-        workers: int,
+        workers: int,  # processes that read ahead
     ) -> None:
         self._shape = shape
         partitions = options.partitions or PARTITIONS_PER_ROW * shape.rows

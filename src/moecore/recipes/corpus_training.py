@@ -34,18 +34,12 @@ from moecore.recipes.schedule import is_due
 
 @dataclass(kw_only=True)
 class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
-    """The job of `moecore pretrain` and `moecore train`: a `Decoder` on a corpus.
-
-    Attributes:
-        batches: the reader of the training data; `Steps` with --dynamic-cp.
-        validation: this data rank's batch of each validation set, by name.
-        bad_lines: number of lines that the sources leave out.
-    """
+    """The job of `moecore pretrain` and `moecore train`: a `Decoder` on a corpus."""
 
     batches: CorpusSteps | RandomSteps | Steps[ScheduledBatch]
     tokenizer: Tokenizer
-    validation: dict[str, StepBatch | ScheduledBatch]
-    bad_lines: int
+    validation: dict[str, StepBatch | ScheduledBatch]  # this data rank's, by name of the set
+    bad_lines: int  # number of lines that the sources leave out
 
     chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
 
@@ -53,7 +47,6 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         super().__post_init__()
 
         def run_micro_batches(num_labels: Tensor, *tensors: Tensor) -> Tensor:
-            """Run micro-batches, which the CUDA graph captures; return the summed loss."""
             inputs = make_decoder_inputs(num_labels, tensors, self.args.seq_len)
             return self.owner.forward_backward(inputs).sum()
 
@@ -87,18 +80,12 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return self.run_micro_batches(num_labels, *tensors)
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return "padding_share", and "mfu" if the device's peak TFLOP/s is known.
-
-        `counts` is the step's `count_labels_and_tokens` over all data ranks.
-        """
+        """Return "padding_share", and "mfu" if the device's peak TFLOP/s is known."""
         return compute_padding_and_mfu(counts, seconds, self.model.config, self.peak_tflops)
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
-        """Return "eval_loss/NAME" of each validation set and their mean "eval_loss"; {} = no sets.
-
-        A loss is in nats per label over all ranks. Collective.
-        """
+        """Return "eval_loss/NAME" of each set, in nats per label, and "eval_loss". Collective."""
         if not self.validation:
             return {}
         self.model.eval()
@@ -154,10 +141,8 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         if not self.args.hf_config:
             return
         if self.start < self.args.steps or not target.exists():
-            options: Any = {"dtype": self.args.get_compute_dtype(self.device)}
-            options["config"] = export_config(
-                self.args.hf_config, self.args.rotary, self.model.config
-            )
+            config = export_config(self.args.hf_config, self.args.rotary, self.model.config)
+            options: Any = {"dtype": self.args.get_compute_dtype(self.device), "config": config}
 
             def complete(draft: Path) -> None:
                 if self.tokenizer.hf is not None:
@@ -174,11 +159,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
 def make_decoder_inputs(
     num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int
 ) -> list[dict[str, Any]]:
-    """Return the keyword arguments of the decoder's forward, a dict for each micro-batch.
-
-    `tensors` is the result of `StepBatch.list_tensors`: tokens, labels, padding, document bounds.
-    `num_labels` divides the loss. Documents have at most `seq_len` tokens.
-    """
+    """Return each micro-batch's arguments of the decoder, from `StepBatch.list_tensors`."""
     tensors = tuple(tensors)
     names = ["tokens_BT", "labels_BT"]
     of_all: dict[str, Any] = {"num_tokens": num_labels}

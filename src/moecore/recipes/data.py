@@ -30,21 +30,13 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchShape:
-    """The shape of the batch of one optimizer step, over all data ranks.
+    """The shape of the batch of one optimizer step, over all data ranks."""
 
-    Attributes:
-        data_ranks: ranks with different data.
-        grad_accum: micro-batches per step.
-        batch_size: rows per data rank and micro-batch.
-        seq_len: tokens of a row.
-        cp: ranks that share a row; documents are padded to a multiple of 2 * cp.
-    """
-
-    data_ranks: int
-    grad_accum: int
-    batch_size: int
-    seq_len: int
-    cp: int = 1
+    data_ranks: int  # with different data
+    grad_accum: int  # micro-batches of a step
+    batch_size: int  # rows of a data rank and micro-batch
+    seq_len: int  # tokens of a row
+    cp: int = 1  # ranks that share a row; documents are padded to a multiple of 2 * cp
 
     @property
     def rows(self) -> int:
@@ -75,22 +67,14 @@ def scan_stdlib() -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
-    """The batch of one data rank and one step, on the CPU.
+    """The batch of one data rank and one step, on the CPU."""
 
-    Attributes:
-        tokens_ABT: int64 ids.
-        labels_ABT: int64; a label is the next token, or -100 if the loss does not count it.
-        padding_ABT: bool, True = padding; None = each row is one document without padding.
-        cu_seqlens_An: int32, document bounds of each micro-batch. The last bound is repeated up
-            to a length that most steps share. None if `padding_ABT` is None.
-        num_labels: int64 scalar, the number of labels other than -100.
-    """
-
-    tokens_ABT: Tensor
-    labels_ABT: Tensor
-    padding_ABT: Tensor | None = None
+    tokens_ABT: Tensor  # int64 ids
+    labels_ABT: Tensor  # int64; the next token, or -100 if the loss does not count it
+    padding_ABT: Tensor | None = None  # bool, True = padding; None = rows of one full document
+    # int32, document bounds of each micro-batch; the last one is repeated to a common length.
     cu_seqlens_An: Tensor | None = None
-    num_labels: Tensor
+    num_labels: Tensor  # int64 scalar, the number of labels other than -100
 
     def list_tensors(self) -> tuple[Tensor, ...]:
         """Return tokens and labels, and padding and document bounds unless they are None."""
@@ -98,10 +82,7 @@ class StepBatch:
         return tuple(tensor for tensor in tensors if tensor is not None)
 
     def count_labels_and_tokens(self) -> Tensor:
-        """Return int64 [4]: labels, tokens without padding, token pairs, and tokens with padding.
-
-        The number of token pairs is the sum of the squared lengths of documents.
-        """
+        """Return int64 [4]: labels, tokens without padding, squared lengths, all tokens."""
         if self.padding_ABT is None or self.cu_seqlens_An is None:
             lengths = torch.full(
                 self.tokens_ABT.shape[:2], self.tokens_ABT.shape[2], dtype=torch.int64, device="cpu"
@@ -114,11 +95,7 @@ class StepBatch:
 
 
 class Steps(Generic[StepT]):
-    """An endless reader of this data rank's batches, epoch after epoch.
-
-    A batch is `collate(item)` of the next item of `sampler`, whose state is the position in the
-    data.
-    """
+    """An endless reader of this data rank's batches: `collate(item)` of each item of `sampler`."""
 
     def __init__(self, sampler: Any, collate: Callable[[Any], StepT]) -> None:
         self.sampler, self._collate = sampler, collate
@@ -130,13 +107,9 @@ class Steps(Generic[StepT]):
 
 
 class PackedSteps(Steps[StepBatch]):
-    """A reader of packed documents; an epoch has each document once over all data ranks.
+    """A reader of packed documents, in their order if `seed` is None.
 
-    Args:
-        documents: documents of all ranks, as `PackedCollator` reads them.
-        lengths: tokens of each document, at most as many as a row has.
-        seed: the seed of the order; None = the order of `documents`.
-        packs: False = a row has one document, and its padding belongs to that document.
+    `packs` False = a row has one document, and its padding belongs to that document.
     """
 
     def __init__(
@@ -173,20 +146,17 @@ class PackedSteps(Steps[StepBatch]):
         """Return the batch of one step from the documents at the indices `document_idxs`."""
         rows = self._collator([self._documents[number] for number in document_idxs])
         size = (self._shape.grad_accum, self._shape.batch_size, self._shape.seq_len)
+        # The bounds of the documents of each micro-batch.
+        tokens, length = self._shape.batch_size * self._shape.seq_len, self._max_documents + 1
+        shifted = (rows["cu_seqlens"] - i * tokens for i in range(self._shape.grad_accum))
+        parts = (bounds[(bounds >= 0) & (bounds <= tokens)] for bounds in shifted)
         return StepBatch(
             tokens_ABT=rows["input_ids"].view(size),
             labels_ABT=rows["labels"].view(size),
             padding_ABT=rows["padding_mask"].view(size),
-            cu_seqlens_An=self._find_document_bounds(rows["cu_seqlens"]),
+            cu_seqlens_An=torch.stack([repeat_last_bound(part, length) for part in parts]).int(),
             num_labels=rows["num_tokens"],
         )
-
-    def _find_document_bounds(self, cu_seqlens: Tensor) -> Tensor:
-        """Return the document bounds of each micro-batch, int32 [grad_accum, max_documents + 1]."""
-        tokens, number = self._shape.batch_size * self._shape.seq_len, self._max_documents + 1
-        shifted = (cu_seqlens - i * tokens for i in range(self._shape.grad_accum))
-        parts = (borders[(borders >= 0) & (borders <= tokens)] for borders in shifted)
-        return torch.stack([repeat_last_bound(borders, number) for borders in parts]).int()
 
 
 def repeat_last_bound(cu_seqlens_n: Tensor, length: int) -> Tensor:

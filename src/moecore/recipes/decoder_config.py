@@ -34,7 +34,6 @@ class RotaryOptions(CheckedRecord):
     max_length: Count | None = None
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if (self.yarn_factor is None) != (self.yarn_length is None):
             yield "yarn_factor", f"be given with yarn_length ({self.yarn_length}): give both"
 
@@ -100,20 +99,13 @@ def read_decoder_config(path: Path) -> DecoderConfig:
 
 
 def export_config(hf_config: Path, rotary: RotaryOptions, config: DecoderConfig) -> dict[str, Any]:
-    """Return the config.json of an export: the fields of --hf-config, with [rotary] if it is set.
-
-    `config` is the decoder config that has the resolved rotary embedding.
-    """
+    """Return the config.json of an export: that of --hf-config, with [rotary] if it is set."""
     values = read_config(find_config(hf_config))
     return dict(values) if rotary == RotaryOptions() else add_rotary_fields(values, config)
 
 
 def choose_balance(moe: MoEConfig) -> dict[str, Any]:
-    """Return the default fields of [balance] for a model's MoE config.
-
-    A model without an expert bias gets the global-batch loss. A model with a sigmoid bias gets the
-    quantile update.
-    """
+    """Return the default fields of [balance]: a global-batch loss, or the quantile update."""
     if not moe.expert_bias:
         return {"micro_batch_coef": 0.0, "global_batch_coef": 0.05}
     if moe.score_function == "sigmoid" and moe.top_groups == moe.num_groups:

@@ -22,10 +22,7 @@ ENVIRONMENT = {  # variable -> the values that the option accepts; the first is 
 
 
 def use_deterministic_algorithms() -> None:
-    """Select deterministic algorithms in this process.
-
-    ValueError if an environment variable of `ENVIRONMENT` has a nondeterministic value.
-    """
+    """Select deterministic algorithms; ValueError if the environment excludes them."""
     for name, values in ENVIRONMENT.items():
         value = os.environ.setdefault(name, values[0])
         if value not in values:

@@ -33,10 +33,7 @@ def make_planned_run(
     parallel: ParallelConfig,
     num_gpus: int,
 ) -> TrainingRun:
-    """Return the `TrainingRun` that `moecore.planning` plans for the options of a recipe.
-
-    The run is in bf16 on `num_gpus` GPUs of type `args.gpu`. `parallel` has its degrees.
-    """
+    """Return the run in bf16 that `moecore.planning` plans for the options of a recipe."""
     if isinstance(model, DecoderConfig):
         model = replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
     dispatch, domain = args.make_dispatch_options(), count_domain_ranks(args.gpu, num_gpus)
@@ -66,36 +63,25 @@ def make_planned_run(
     )
 
 
-def print_dry_run(
-    args: RunConfig, run: TrainingRun | None, print_first_batch: Callable[[], None]
-) -> int:
-    """Print the options and the plan of `run`, call `print_first_batch`, return the exit status.
-
-    `run` None = no plan. The status is 1 if the plan does not fit the memory, otherwise 0.
-    """
+def print_plan(args: RunConfig, run: TrainingRun | None) -> int:
+    """Print options and plan; return 0 if the plan fits the memory, otherwise 1; None = no plan."""
     print(format_toml(args))
     if run is None:
         print("no plan: moecore.planning does not model reference models yet")
-    fits = run is None or print_plan(args, run)
-    print_first_batch()
-    return 0 if fits else 1
-
-
-def print_plan(args: RunConfig, run: TrainingRun) -> bool:
-    """Print memory by kind and the time of a step; return whether GPU and host memory suffice."""
+        return 0
     plan, gpu = plan_memory(run), get_gpu(args.gpu)
     peak, memory = plan.largest.num_bytes, gpu.memory
     pinned, host = plan.count_pinned_bytes(gpu), gpu.host_memory
     print(f"plan for {run.num_gpus} {args.gpu}:")
     print(plan.table())
-    time = find_time_refusal(run.precision, args.gpu) or plan_time(run, CostTable.of(args.gpu)).line
-    print(time)
-    fits = peak <= memory and pinned <= host
+    refusal = find_time_refusal(run.precision, args.gpu)
+    print(refusal or plan_time(run, CostTable.of(args.gpu)).line)
     if pinned:
         print(f"pinned host memory of a server: {format_bytes(pinned)} of {format_bytes(host)}")
+    fits = peak <= memory and pinned <= host
     verdict = "fits" if fits else "does not fit: moecore plan finds options that do"
     print(f"peak memory {format_bytes(peak)} of {format_bytes(memory)}: {verdict}")
-    return fits
+    return 0 if fits else 1
 
 
 def print_batch(batch: StepBatch, decode: Callable[[list[int]], str]) -> None:

@@ -43,11 +43,8 @@ def print_error(error: Exception | str, exit_code: int = 2) -> int:
 
 
 def print_rank_error(error: Exception, rank: int) -> int:
-    """Print an error that all ranks raise, if possible only on rank 0; return exit status 2.
-
-    An OSError, such as a missing file, may be on one rank only and is printed at once.
-    """
-    if not isinstance(error, OSError):
+    """Print an error that all ranks raise, if possible only on rank 0; return exit status 2."""
+    if not isinstance(error, OSError):  # such as a missing file, which may be on one rank only
         sleep_unless_rank_0(rank)
     return print_error(error)
 
@@ -59,14 +56,10 @@ def sleep_unless_rank_0(rank: int) -> None:
 
 
 def print_run_error(error: Exception, args: Any, *, saves_memory: str = SAVES_MEMORY) -> int:
-    """Print why a run ended on this rank and a remedy; return 2 if memory ran out, otherwise 1.
-
-    All ranks raise the OSError of a failed save and `DivergedError`, so only rank 0 prints these
-    errors. `saves_memory` is text with the options that lower the memory.
-    """
+    """Print why a run ended on this rank and a remedy; return 2 if memory ran out, otherwise 1."""
     rank, line = int(os.environ["RANK"]), str(error)
     restart = "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
-    if isinstance(error, OSError | DivergedError):
+    if isinstance(error, OSError | DivergedError):  # of a failed save, or of spikes: on all ranks
         sleep_unless_rank_0(rank)
     if isinstance(error, OSError):
         place = f"--run-dir ({args.run_dir})"

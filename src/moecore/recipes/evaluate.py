@@ -52,11 +52,7 @@ def run_evaluate(args: EvaluateConfig) -> int:
 
 
 def iterate_documents(source: Any, seq_len: int, max_documents: int | None) -> Iterator[Tensor]:
-    """Yield int64 ids [1, T] of the first `max_documents` documents, each cut to `seq_len` tokens.
-
-    Documents with fewer than two tokens count for `max_documents`, and are not yielded. None = no
-    limit.
-    """
+    """Yield int64 ids [1, T] of the first `max_documents` documents, at most `seq_len` each."""
     for i, document in enumerate(track_progress(source.documents, "evaluating", unit="documents")):
         if i == max_documents:
             return

@@ -29,21 +29,12 @@ RowEncoder = Callable[[Row, Any, int, DatasetOptions, ColumnNames], Sequence[Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examples:
-    """The training examples of data files, and counts of rows and of examples that are left out.
+    """The training examples of data files, and counts of rows and examples that are left out."""
 
-    Attributes:
-        examples: examples of at most seq_len tokens, each with an answer.
-        num_rows: number of rows of the files, with rows that are left out.
-        num_cut: number of examples that were cut to seq_len tokens.
-        num_empty: number of examples without a learned token among the first seq_len tokens.
-        problems: why rows or examples are left out, a text with the row's location for each.
-    """
-
-    examples: list[Any]
-    num_rows: int
-    num_cut: int
-    num_empty: int
-    problems: list[str]
+    examples: list[Any]  # of at most seq_len tokens, each with an answer
+    num_rows: int  # with rows that are left out
+    num_cut: int  # number of examples that were cut to seq_len tokens
+    problems: list[str]  # why rows or examples are left out, with their locations
 
     @property
     def report(self) -> str:
@@ -64,11 +55,7 @@ def count_tokens(example: Any) -> int:
 def encode_row(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, column_names: ColumnNames
 ) -> list[Example]:
-    """Return the examples of one row: of a chat, of a prompt with its completion, or of a text.
-
-    `column_names` has the names of the row's columns. Texts are split into pieces of `seq_len`
-    tokens.
-    """
+    """Return the examples of one row: a chat, a prompt with its completion, or pieces of a text."""
     record = convert_to_form(row.select_columns(column_names), options.format, row.location)
     return chat.encode_record(record, tokenizer, seq_len=seq_len, location=row.location)
 
@@ -85,9 +72,7 @@ def read_examples(
 ) -> Examples:
     """Return the examples of the files, in order, cut to at most `seq_len` tokens.
 
-    `encode` converts a row to examples. `options` None and `columns` None = the defaults. Raises
-    ValueError, with the flag `option`, if no example has an answer, or if a row cannot be encoded
-    and `options.skip_invalid` is not set.
+    ValueError if no example has an answer, or a row is invalid and `skip_invalid` is not set.
     """
     options, names = options or DatasetOptions(), columns or ColumnNames()
     examples, problems, invalid = list[Any](), list[str](), list[str]()
@@ -119,11 +104,7 @@ def read_examples(
             "tokens: raise --seq-len, or look at the roles"
         )
     return Examples(
-        examples=examples,
-        num_rows=num_rows,
-        num_cut=num_cut,
-        num_empty=num_empty,
-        problems=invalid + problems,
+        examples=examples, num_rows=num_rows, num_cut=num_cut, problems=invalid + problems
     )
 
 
@@ -133,10 +114,7 @@ IGNORED = -100  # label of a token that is not learned
 def make_packed_steps(
     examples: Sequence[Example], shape: BatchShape, *, seed: int | None, data_rank: int, packs: bool
 ) -> PackedSteps:
-    """Return this data rank's packed steps of examples.
-
-    `seed` None = the order of `examples`. `packs`: whether a row may have several examples.
-    """
+    """Return this data rank's packed steps; `seed` None = the order of `examples`."""
     documents, lengths = _make_documents(examples)
     return PackedSteps(documents, lengths, shape, seed=seed, data_rank=data_rank, packs=packs)
 
@@ -144,10 +122,7 @@ def make_packed_steps(
 def make_scheduled_steps(
     examples: Sequence[Example], shape: BatchShape, *, seed: int | None, collator: ScheduledCollator
 ) -> Steps[ScheduledBatch]:
-    """Return this data rank's steps for --dynamic-cp.
-
-    `collator` makes a batch from the examples of a step. `seed` None = the order of `examples`.
-    """
+    """Return this data rank's steps for --dynamic-cp; `seed` None = the order of `examples`."""
     documents, lengths = _make_documents(examples)
     sampler = PackedBatchSampler(
         lengths, shape.seq_len, rows=shape.rows, seed=seed or 0, shuffle=seed is not None

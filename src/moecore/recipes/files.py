@@ -17,10 +17,7 @@ SIZELESS_BYTES = 1 << 20  # read of a file that reports a size of 0, such as tho
 
 
 def read_text(path: Path, option: str, *, max_bytes: int | None = None) -> str:
-    """Return the UTF-8 text of a regular file; ValueErrors name the flag `option` and the path.
-
-    `max_bytes` None = the host's memory. A FIFO or device is refused.
-    """
+    """Return the UTF-8 text of a regular file; ValueErrors name the flag `option` and the path."""
     name = format_option(option, path)
     host_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = host_memory if max_bytes is None else max_bytes

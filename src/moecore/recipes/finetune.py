@@ -14,7 +14,7 @@ and chat.py make the examples, finetuning.py has the job, and loop.py the steps.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
 from moecore.recipes.data import BatchShape, make_batch_shape
-from moecore.recipes.dry_run import make_planned_run, print_batch, print_dry_run
+from moecore.recipes.dry_run import make_planned_run, print_batch, print_plan
 from moecore.recipes.examples import (
     Examples,
     compute_examples_digest,
@@ -121,11 +121,7 @@ def check_objective(args: FinetuneConfig) -> None:
 def make_step_reader(
     args: FinetuneConfig, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
 ) -> Callable[..., Any]:
-    """Return a function of (examples, shape, seed) that returns this data rank's steps.
-
-    `packs` = a row may have several documents. `decoder` estimates the work of a document for
-    --dynamic-cp; None = unknown.
-    """
+    """Return a function of (examples, shape, seed) that returns this data rank's steps."""
     if args.objective == "dpo":
         return partial(make_preference_steps, data_rank=meshes.data_rank)
     if args.sharding.dynamic_cp is None:
@@ -140,10 +136,7 @@ def make_step_reader(
 
 
 def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[Any], list[Any]]:
-    """Read --data and return (all examples with counts, training examples, evaluation examples).
-
-    Evaluation examples are from --eval-data or --eval-share. ValueError for ids >= `vocab_size`.
-    """
+    """Return (all examples of --data, training examples, evaluation examples)."""
     read = partial(
         read_examples,
         encode=encode_row if args.objective == "sft" else encode_preference,
@@ -234,10 +227,7 @@ def build_model(
     *,
     is_reference: bool = False,
 ) -> Any:
-    """Shard a model on meta in place, load the weights of --model, and return it. Collective.
-
-    Raises ValueError if options need packed sequences, which the model does not support.
-    """
+    """Shard a model on meta in place, load the weights of --model, and return it. Collective."""
     longest = args.sharding.dynamic_cp
     needs_packing = longest is not None or args.cuda_graph
     if needs_packing and (other := find_packing_problem(model)) is not None:
@@ -254,11 +244,7 @@ def build_model(
 
 
 def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
-    """Check options for `world_size` ranks; return the options and the transformers config.
-
-    The returned options have the local directory of `model`, which is downloaded if --model is a
-    name of the hub. ValueError for options that `world_size` ranks cannot run.
-    """
+    """Check options for `world_size` ranks; return them with a local `model`, and its config."""
     args = replace(args, model=find_model_directory(args.model))
     config = read_config(args.model)
     parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))
@@ -277,13 +263,6 @@ def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig
 parse_arguments = partial(parse, FinetuneConfig, prog="moecore finetune")
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run `moecore finetune` with the words of a command line; return the exit status."""
-    return run_command(
-        parse_arguments, words, run_rank=run_rank, check=check_options, dry_run=dry_run
-    )
-
-
 def run_rank(args: FinetuneConfig) -> int:
     """Train and export on this rank; return the exit status."""
     return run(args, build_job)
@@ -298,21 +277,23 @@ def dry_run(args: FinetuneConfig) -> int:
     if args.objective == "sft":
         model = make_planned_model(args, args.model)
         training_run = make_planned_run(args, model, parallel, world_size)
-
-    def print_first_batch() -> None:
-        """Read the data, and print its counts and the first batch."""
-        data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
-        print(f"data: {data.report}")
-        packed_rows = can_pack_documents(build_hf_model(config, args.model))
-        shape = make_batch_shape(args, parallel)
-        parts = [part for example in examples for part in example.parts]
-        steps = make_packed_steps(parts, shape, seed=args.seed, data_rank=0, packs=packed_rows)
-        print_batch(steps.next_batch(), read_tokenizer(args.model).decode)
-
-    return print_dry_run(args, training_run, print_first_batch)
+    code = print_plan(args, training_run)
+    data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
+    print(f"data: {data.report}")
+    packed_rows = can_pack_documents(build_hf_model(config, args.model))
+    shape = make_batch_shape(args, parallel)
+    parts = [part for example in examples for part in example.parts]
+    steps = make_packed_steps(parts, shape, seed=args.seed, data_rank=0, packs=packed_rows)
+    print_batch(steps.next_batch(), read_tokenizer(args.model).decode)
+    return code
 
 
 def make_planned_model(args: FinetuneConfig, config: HFConfig) -> TransformersModel:
     """Return the model that `moecore.planning` plans for these options and a config.json."""
     model = TransformersModel.of(config)
     return replace(model, recompute=args.recompute, lora=args.lora)
+
+
+main = partial(
+    run_command, parse_arguments, run_rank=run_rank, check=check_options, dry_run=dry_run
+)

@@ -26,23 +26,15 @@ from moecore.rl import DPO, Engine, Rollouts
 
 @dataclass(kw_only=True)
 class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
-    """The job of `moecore finetune`: a model of a Hugging Face directory on chats.
-
-    Attributes:
-        examples, held_out: the training examples and the evaluation examples.
-        data: all examples of --data with counts of rows, for messages.
-        packs: whether rows have several documents.
-        decoder: the config for counts of FLOPs; None = unknown.
-        read: a function of (examples, shape, seed) that returns `Steps`.
-    """
+    """The job of `moecore finetune`: a model of a Hugging Face directory on chats."""
 
     batches: Steps[StepBatch | ScheduledBatch]
-    examples: list[Any]
-    held_out: list[Any]
-    data: Examples
-    packs: bool
-    decoder: DecoderConfig | None
-    read: Callable[..., Steps[Any]]
+    examples: list[Any]  # that are trained
+    held_out: list[Any]  # that are evaluated
+    data: Examples  # all examples of --data with counts of rows, for messages
+    packs: bool  # whether rows have several documents
+    decoder: DecoderConfig | None  # the config for counts of FLOPs; None = unknown
+    read: Callable[..., Steps[Any]]  # of (examples, shape, seed)
 
     saves_memory = "add --recompute, lower --seq-len"
     chosen_by = "--data, --seq-len, --eval-every and --cp"
@@ -51,7 +43,6 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         super().__post_init__()
 
         def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
-            """Run micro-batches, which dim 0 of `tensors` stacks; return the loss."""
             return self.run_micro_batches(num_labels, zip(*tensors, strict=True))
 
         self.graph = GraphedStep(train_on, self.model) if self.args.cuda_graph else None
@@ -126,10 +117,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         return self.owner.compute_losses(inputs).sum()
 
     def compute_metrics(self, token_counts: list[int], seconds: float) -> Metrics:
-        """Return "answer_tokens", "padding_share" and, if FLOPs and peak are known, "mfu".
-
-        `token_counts` is `StepBatch.count_labels_and_tokens` over all data ranks of the step.
-        """
+        """Return "answer_tokens", "padding_share" and, if FLOPs and peak are known, "mfu"."""
         shares = compute_padding_and_mfu(token_counts, seconds, self.decoder, self.peak_tflops)
         return {"answer_tokens": token_counts[0], **shares}
 
@@ -139,10 +127,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
 
 def iterate_micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
-    """Yield each micro-batch's tensors on the device, without the micro-batch dimension A.
-
-    If `job.packs` is False, the rows are cut to the longest document of the micro-batch.
-    """
+    """Yield each micro-batch's tensors on the device, without the micro-batch dimension A."""
     for parts in zip(*batch.list_tensors(), strict=True):
         if not job.packs:  # rows end with the longest of their documents
             T = int((~parts[2]).sum(1).max().clamp(min=1))
@@ -152,12 +137,9 @@ def iterate_micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Te
 
 @dataclass(kw_only=True)
 class PreferenceTuning(FineTuning):
-    """The job of objective "dpo": pairs of a chosen and a rejected answer to one prompt.
+    """The job of objective "dpo": pairs of a chosen and a rejected answer to one prompt."""
 
-    `reference` is the frozen model; None = the trained model without its LoRA adapters.
-    """
-
-    reference: Any
+    reference: Any  # the frozen model; None = the trained model without its LoRA adapters
 
     unit = "pair"
 
@@ -172,13 +154,20 @@ class PreferenceTuning(FineTuning):
         self._metrics: Metrics = {}
 
     def forward_backward(self, num_labels: Tensor, batch: Any) -> Tensor:
-        """Run forward and backward; return the mean loss over all pairs, divided by the data ranks.
-
-        `num_labels` is not used.
-        """
+        """Run forward and backward; return the mean loss over all pairs, divided by data ranks."""
         rollouts = self.add_reference_log_probs(batch)
         result = self.engine.forward_backward(rollouts, self.objective)
-        self._metrics = self.compute_rewards(rollouts, result.scores.log_probs_N)
+        # Means of TRL's metrics, such as "rewards/chosen", over the pairs of all ranks.
+        log_ratios_i2 = self.objective.compute_log_ratios(result.scores.log_probs_N, rollouts)
+        rewards_i2 = self.objective.beta * log_ratios_i2
+        margins_i = rewards_i2[:, 0] - rewards_i2[:, 1]
+        sums = torch.stack([*rewards_i2.sum(0), margins_i.sum(), (margins_i > 0).sum()])
+        sums = torch.cat([sums, sums.new_full((1,), len(margins_i))])
+        dist.all_reduce(sums)
+        *totals, num_pairs = sums.tolist()
+        names = ("chosen", "rejected", "margins", "accuracies")
+        pairs = zip(names, totals, strict=True)
+        self._metrics = {f"rewards/{name}": total / num_pairs for name, total in pairs}
         return result.loss / self.meshes.data_ranks  # every rank has the mean
 
     def add_reference_log_probs(self, batch: PreferenceBatch) -> Rollouts:
@@ -188,21 +177,6 @@ class PreferenceTuning(FineTuning):
             ref_log_probs_N=scores.log_probs_N,
             response_mask_N=batch.rollouts.response_mask_N.to(self.device),
         )
-
-    def compute_rewards(self, rollouts: Rollouts, log_probs_N: Tensor) -> Metrics:
-        """Return the means of TRL's metrics, such as "rewards/chosen", over pairs. Collective.
-
-        `log_probs_N` are the policy's log-probabilities of the tokens of `rollouts`.
-        """
-        rewards_i2 = self.objective.beta * self.objective.compute_log_ratios(log_probs_N, rollouts)
-        margins_i = rewards_i2[:, 0] - rewards_i2[:, 1]
-        sums = torch.stack([*rewards_i2.sum(0), margins_i.sum(), (margins_i > 0).sum()])
-        sums = torch.cat([sums, sums.new_full((1,), len(margins_i))])
-        dist.all_reduce(sums)
-        *totals, num_pairs = sums.tolist()
-        names = ("chosen", "rejected", "margins", "accuracies")
-        pairs = zip(names, totals, strict=True)
-        return {f"rewards/{name}": total / num_pairs for name, total in pairs}
 
     def get_data_metrics(self) -> Metrics:
         """Return the rewards of the last step's pairs."""

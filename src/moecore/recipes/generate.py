@@ -96,10 +96,7 @@ def load_model(path: Path) -> tuple[Any, Tokenizer]:
 
 
 def find_or_convert_directory(path: Path, target: Path) -> Path:
-    """Return the Hugging Face directory of a path, or convert the path's checkpoint to `target`.
-
-    config.json and the tokenizer are read from the model that the config.toml of the run names.
-    """
+    """Return the Hugging Face directory of a path, or convert the path's checkpoint to `target`."""
     for directory in (path, path / EXPORT):
         if (directory / "config.json").is_file():
             return directory
@@ -165,7 +162,6 @@ class SampleOptions(CheckedRecord):
     sample_tokens: Count = 32
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if self.sample_every and not self.sample_prompts:
             yield "sample_every", "be 0 without sample_prompts: give a prompt"
 
@@ -198,10 +194,7 @@ def write_samples(
     step: int,
     num_tokens: int,
 ) -> list[str]:
-    """Continue each prompt, append the texts to a file on rank 0, and return them. Collective.
-
-    Lines of `step` and later steps are replaced.
-    """
+    """Continue each prompt, append the texts to a file on rank 0, and return them. Collective."""
     texts = []
     device = next(model.parameters()).device
     end = None if tokenizer.hf is None else tokenizer.hf.eos_token_id

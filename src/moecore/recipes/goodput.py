@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -29,17 +29,19 @@ STEPS, LOST_STEPS, START, DOWN = "steps", "lost steps", "start", "down"
 
 
 class WallTime:
-    """The seconds of a run by category, which rank 0 measures and writes to a file.
-
-    `began` is the time at which the first start of the run began, in seconds since the epoch.
-    `seconds` maps each category to its seconds.
-    """
+    """The seconds of a run by category, since `began` (seconds since the epoch), in a file."""
 
     def __init__(self, path: Path, *, lost_seconds: float = 0.0) -> None:
         """Continue the file at `path`, if any; move `lost_seconds` from "steps" to "lost steps"."""
         process_start, start_end = find_process_start(), time.time()
         self.path, self._next_save = path, 0.0
-        self.began, ended, self.seconds = _read_file(path) or (process_start, process_start, {})
+        self.began, ended, self.seconds = process_start, process_start, dict[str, float]()
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # no valid file
+            if path.stat().st_size <= MAX_BYTES:
+                content = json.loads(path.read_bytes())
+                seconds = {str(use): float(value) for use, value in content["seconds"].items()}
+                began, ended = float(content["began"]), float(content["ended"])
+                self.began, self.seconds = began, seconds
         self.add(DOWN, max(0.0, process_start - ended))
         self.add(START, max(0.0, start_end - max(process_start, ended)))
         lost_seconds = min(lost_seconds, self.seconds.get(STEPS, 0.0))
@@ -81,18 +83,6 @@ class WallTime:
         categories = sorted((self.seconds | {"other": other}).items(), key=lambda item: -item[1])
         parts = ", ".join(f"{name} {value:,.1f} s" for name, value in categories if value >= 0.05)
         return f"goodput {self.compute_goodput():.1%} of {total:,.0f} s: {parts}"
-
-
-def _read_file(path: Path) -> tuple[float, float, dict[str, float]] | None:
-    """Return (first start, last write, {category: seconds}) of a file; None = no valid file."""
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            return None
-        content = json.loads(path.read_bytes())
-        seconds = {str(use): float(value) for use, value in content["seconds"].items()}
-        return float(content["began"]), float(content["ended"]), seconds
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
 
 
 @cache

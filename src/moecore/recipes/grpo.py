@@ -12,7 +12,6 @@ same arguments continues from its last checkpoint. RUN_DIR/export is the trained
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning import TransformersModel
 from moecore.recipes.data import make_batch_shape
-from moecore.recipes.dry_run import MAX_TOKENS, make_planned_run, print_dry_run
+from moecore.recipes.dry_run import MAX_TOKENS, make_planned_run, print_plan
 from moecore.recipes.files import find_model_directory
 from moecore.recipes.grpo_job import (
     Prompt,
@@ -185,11 +184,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
 
 
 def check_options(args: GRPOConfig, world_size: int) -> tuple[GRPOConfig, Any]:
-    """Check options for `world_size` ranks; return the options and the transformers config.
-
-    The returned options have the local directory of `model`, which is downloaded if --model is a
-    name of the hub.
-    """
+    """Check options for `world_size` ranks; return them with a local `model`, and its config."""
     args = replace(args, model=find_model_directory(args.model))
     config = read_config(args.model)
     args.make_parallel_config(world_size, num_experts=count_experts(config))
@@ -198,13 +193,6 @@ def check_options(args: GRPOConfig, world_size: int) -> tuple[GRPOConfig, Any]:
 
 
 parse_arguments = partial(parse, GRPOConfig, prog="moecore grpo")
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Run `moecore grpo` with the words of a command line; return the exit status."""
-    return run_command(
-        parse_arguments, words, run_rank=run_rank, check=check_options, dry_run=dry_run
-    )
 
 
 def run_rank(args: GRPOConfig) -> int:
@@ -228,16 +216,16 @@ def dry_run(args: GRPOConfig) -> int:
         parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))
         model = replace(TransformersModel.of(args.model), lora=args.lora)
         training_run = make_planned_run(training, model, parallel, world_size)
+    code = print_plan(args, training_run)
+    prompts = read_run_prompts(args, read_tokenizer(args.model))
+    group = args.sampling.group
+    if training_run is not None:
+        print("the plan is without the sampler, a full copy of the model on each rank")
+    print(f"{len(prompts)} prompts; a step has {args.batch_size} x {group} completions per rank")
+    print(f"first prompt: {prompts[0].content!r}, tokens {prompts[0].ids[:MAX_TOKENS]}")
+    return code
 
-    def print_first_batch() -> None:
-        """Read the prompts, and print their number and the first prompt."""
-        prompts = read_run_prompts(args, read_tokenizer(args.model))
-        group = args.sampling.group
-        if training_run is not None:
-            print("the plan is without the sampler, a full copy of the model on each rank")
-        print(
-            f"{len(prompts)} prompts; a step has {args.batch_size} x {group} completions per rank"
-        )
-        print(f"first prompt: {prompts[0].content!r}, tokens {prompts[0].ids[:MAX_TOKENS]}")
 
-    return print_dry_run(args, training_run, print_first_batch)
+main = partial(
+    run_command, parse_arguments, run_rank=run_rank, check=check_options, dry_run=dry_run
+)

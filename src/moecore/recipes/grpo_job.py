@@ -67,15 +67,9 @@ def load_reward(path: str) -> Reward:
 
 
 def call_reward(
-    reward: Reward,
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    columns: Mapping[str, Sequence[Any]],
+    reward: Reward, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Any]
 ) -> Tensor:
-    """Return the reward of each completion, fp32 [n]; RewardError unless all are finite.
-
-    `columns` are further keyword arguments of `reward`, with an item per completion.
-    """
+    """Return the reward of each completion, fp32 [n]; RewardError unless all are finite."""
     if not completions:
         return torch.zeros(0, dtype=torch.float32, device="cpu")
     try:
@@ -189,18 +183,14 @@ class Samples:
 
 @dataclass(kw_only=True)
 class Reinforcement(TrainingJob[Samples]):
-    """The job of `moecore grpo`: a policy on prompts, and its sampler, a full copy of the model.
-
-    `reference` is the model of the KL penalty. None = there is no penalty, or the reference is the
-    policy without its LoRA adapters.
-    """
+    """The job of `moecore grpo`: a policy on prompts, and its sampler, a full copy of the model."""
 
     batches: Steps[list[Prompt]]
     sampler: Any
     tokenizer: Any
     reward: Reward
     sampling: SamplingOptions
-    reference: Any
+    reference: Any  # of the KL penalty; None = none, or the policy without its LoRA adapters
 
     unit = "token"
     chosen_by = "--data and --batch-size"
@@ -227,11 +217,14 @@ class Reinforcement(TrainingJob[Samples]):
         )
 
     def next_batch(self, step: int) -> Samples:
-        """Sample completions and score them; random numbers depend on step, seed and rank."""
+        """Sync the sampler, sample completions and score them. Collective."""
         key = f"{self.args.seed}/{step}/{self.meshes.data_rank}"
         torch.manual_seed(make_generator(key).initial_seed())
         prompts = [p for p in self.batches.next_batch() for _ in range(self.sampling.group)]
-        self.sync_sampler()
+        state = self.sampler.state_dict()
+        with torch.no_grad():
+            for name, tensor in self.weights:  # with merged LoRA adapters
+                state[name].copy_(tensor)
         self.engine.offload("all")
         responses = self.sample_completions([prompt.ids for prompt in prompts]) if prompts else []
         self.engine.onload("all")
@@ -266,13 +259,6 @@ class Reinforcement(TrainingJob[Samples]):
         self._metrics = {"reward": mean, "reward_std": max(squares / number - mean**2, 0.0) ** 0.5}
         return rewards_n
 
-    @torch.no_grad()
-    def sync_sampler(self) -> None:
-        """Copy the policy's weights, with merged LoRA adapters, to the sampler. Collective."""
-        state = self.sampler.state_dict()
-        for name, tensor in self.weights:
-            state[name].copy_(tensor)
-
     def sample_completions(self, prompts: Sequence[list[int]]) -> list[list[int]]:
         """Sample a completion of each prompt; return its token ids up to an end token, if any."""
         T = max(map(len, prompts))
@@ -295,10 +281,7 @@ class Reinforcement(TrainingJob[Samples]):
         return [cut_after_end(response, self._ends) for response in output_nT[:, T:].tolist()]
 
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
-        """Run forward and backward; return the mean loss over all ranks, divided by the data ranks.
-
-        `num_labels` is not used.
-        """
+        """Run forward and backward; return the mean loss over all ranks, divided by data ranks."""
         rollouts = batch.rollouts
         if self.objective.kl_coef:
             scores = self.engine.reference_log_probs(rollouts)

@@ -50,8 +50,7 @@ Record = Mapping[str, Any]
 class HangWatch:
     """Watches the phases of this rank's steps, and ends all ranks when a phase does not end.
 
-    `timeout` is in seconds; None = nine tenths of the process group's timeout. The phase "data" has
-    no timeout, because a rank that reads waits for no other rank.
+    `timeout` is in seconds; None = nine tenths of the process group's timeout.
     """
 
     def __init__(self, timeout: float | None) -> None:
@@ -82,6 +81,7 @@ class HangWatch:
         with suppress(dist.DistError):  # the rank or launcher of the store has ended
             while not self._is_over.wait(min(POLL_S, self._timeout / 10)):
                 phase, seconds = self._phase, time.monotonic() - self._since
+                # A rank that reads its data waits for no other rank.
                 if phase not in ("", DATA) and seconds > self._timeout:
                     store.set(KEY, "")
                 if store.check([KEY]):
@@ -90,7 +90,16 @@ class HangWatch:
     def _end(self, store: dist.Store) -> None:
         """Write this rank's record; on one rank, print the report of all; end this process."""
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        store.set(f"{KEY}/{rank}", json.dumps(self._make_record(rank)))
+        record = {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "step": self._step,
+            "phase": self._phase,
+            "seconds": time.monotonic() - self._since,
+            "frame": read_top_frame(self._main),
+            **summarize_collectives(read_flight_recorder()),
+        }
+        store.set(f"{KEY}/{rank}", json.dumps(record))
         deadline = time.monotonic() + GRACE_S
         is_reporter = store.add(f"{KEY}/reporters", 1) == 1
         keys = [f"{KEY}/{r}" for r in range(num_ranks)] if is_reporter else [f"{KEY}/end"]
@@ -101,26 +110,6 @@ class HangWatch:
             print(format_report(records, num_ranks, self._timeout), file=sys.stderr, flush=True)
             store.set(f"{KEY}/end", "")
         os._exit(1)
-
-    def _make_record(self, rank: int) -> Record:
-        """Return this rank's phase, its seconds, the top of its stack, and its collectives."""
-        return {
-            "rank": rank,
-            "host": socket.gethostname(),
-            "step": self._step,
-            "phase": self._phase,
-            "seconds": time.monotonic() - self._since,
-            "frame": read_top_frame(self._main),
-            **summarize_collectives(read_flight_recorder()),
-        }
-
-
-class _SocketConnection(http.client.HTTPConnection):
-    """An HTTP connection to the Unix socket `host`."""
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.connect(self.host)
 
 
 def read_top_frame(thread: int) -> str:
@@ -140,7 +129,10 @@ def read_flight_recorder() -> list[dict[str, Any]]:
         server: Any = worker_main()
         with server:
             for handler in RECORDERS:
-                connection = _SocketConnection(os.environ[SOCKET], timeout=GRACE_S / 2)
+                connection = http.client.HTTPConnection("worker")
+                connection.sock = socket.socket(socket.AF_UNIX)
+                connection.sock.settimeout(GRACE_S / 2)
+                connection.sock.connect(os.environ[SOCKET])
                 connection.request("POST", f"/handler/{handler}")
                 response = connection.getresponse()
                 content = response.read()
@@ -151,8 +143,7 @@ def read_flight_recorder() -> list[dict[str, Any]]:
 def summarize_collectives(entries: Sequence[Record]) -> dict[str, Any]:
     """Return "last", a map of group to its last number, and "waits", the first open collective.
 
-    "waits" is [group, number, operation], or None if all collectives are complete. A group is named
-    by its backend, its name and its description.
+    "waits" is [group, number, operation], or None if all collectives are complete.
     """
     last: dict[str, int] = {}
     waits = None

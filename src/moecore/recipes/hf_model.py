@@ -56,13 +56,9 @@ def make_causal_lm_inputs(
 ) -> dict[str, Any]:
     """Return the forward arguments of a causal language model for one micro-batch.
 
-    The loss is the sum of the cross-entropy over labels, divided by `num_tokens`.
-
-    Args:
-        num_tokens: int64 scalar, the labels of the step over all data ranks.
-        tokens_BT, labels_BT: int64; a label is the next token, or -100.
-        padding_BT: bool, True = padding, which is not routed; causal attention needs no mask.
-        cu_seqlens: document bounds; None = each row is one document.
+    The loss is the sum of the cross-entropy over labels (the next token, or -100), divided by
+    `num_tokens`. Padding (True) is not routed; causal attention needs no mask. `cu_seqlens` None =
+    each row is one document.
     """
     inputs: dict[str, Any] = {"input_ids": tokens_BT, "labels": labels_BT}
     inputs |= {"shift_labels": labels_BT, "padding_mask": padding_BT, "num_tokens": num_tokens}
@@ -95,11 +91,7 @@ def read_config(path: Path) -> Any:
 
 
 def load_weights(args: Any, model: nn.Module, device: str, *, cast: bool) -> None:
-    """Allocate a sharded model on `device`, load --model, and initialize LoRA. Collective.
-
-    `args` are options with `model`, `lora` and `seed`. `cast` = weights of other dtypes are
-    converted to the model's dtype.
-    """
+    """Allocate a sharded model, load --model (`cast` = of any dtype), and init LoRA. Collective."""
     model.to_empty(device=device)
     with name_option_in_errors("--model"), show_progress("loading weights", unit="B") as report:
         load_hf(args.model, model, cast=cast, progress=report)
@@ -179,38 +171,28 @@ def read_tokenizer(path: Path) -> Any:
 
 def export_run(job: TrainingJob[Any]) -> None:
     """Export the model to RUN_DIR/export, unless an earlier start has done this. Collective."""
-    args, target = job.args, job.args.run_dir / EXPORT
+    args, hf, target = job.args, job.model, job.args.run_dir / EXPORT
     if job.start < args.steps or not target.exists():
         if args.lora is not None:
-            save_adapters(job.model, args.run_dir / ADAPTERS)
-            merge_adapters(job.model)
-        export_model(job.model, args.model, target)
+            save_adapters(hf, args.run_dir / ADAPTERS)
+            merge_adapters(hf)
+        options = {"config": args.model, "dtype": read_config(args.model).dtype}
+
+        def write(draft: Path, report: Report) -> None:
+            try:
+                export_hf(hf, draft, progress=report, **options)
+            except (
+                NotImplementedError
+            ):  # nothing is written then: gpt-oss is only published stacked
+                export_hf(hf, draft, progress=report, layout="fused", **options)
+
+        def complete(draft: Path) -> None:
+            if not (args.model / "generation_config.json").is_file():
+                hf.generation_config.save_pretrained(draft)
+            copy_files(args.model, draft)
+
+        write_export(target, write, complete)
     print_on_rank_0(f"{target} is ready for from_pretrained")
-
-
-def export_model(hf: Any, source: Path, target: Path) -> None:
-    """Write a trained transformers model to a directory that transformers loads. Collective.
-
-    config.json, tokenizer and dtype are those of `source`, the directory of the original model.
-    Each expert has separate tensors with published names, except in gpt-oss, whose published
-    tensors are stacks of all experts.
-    """
-    options = {"config": source, "dtype": read_config(source).dtype}
-
-    def write(draft: Path, report: Report) -> None:
-        """Write weights and config to `draft`. Collective."""
-        try:
-            export_hf(hf, draft, progress=report, **options)
-        except NotImplementedError:  # nothing is written then: gpt-oss is only published stacked
-            export_hf(hf, draft, progress=report, layout="fused", **options)
-
-    def complete(draft: Path) -> None:
-        """Write tokenizer and generation config to `draft`."""
-        if not (source / "generation_config.json").is_file():
-            hf.generation_config.save_pretrained(draft)
-        copy_files(source, draft)
-
-    write_export(target, write, complete)
 
 
 def write_export(
@@ -218,8 +200,7 @@ def write_export(
 ) -> None:
     """Write a directory `target`: call `write` on all ranks, then `complete` on rank 0. Collective.
 
-    Both functions write to a temporary directory, whose path is their first argument. `write` also
-    gets a progress report. The temporary directory then replaces `target`.
+    Both functions write to a temporary directory, which then replaces `target`.
     """
     draft = target.with_name(f".{target.name}.draft")
     run_on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
@@ -227,7 +208,6 @@ def write_export(
         write(draft, report)
 
     def replace_target() -> None:
-        """Complete the draft directory and move it to `target`."""
         complete(draft)
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)

@@ -16,11 +16,7 @@ SYSTEM = Path("/sys")
 
 
 def bind_to_gpu(sysfs_root: Path = SYSTEM) -> set[int] | None:
-    """Bind this process to the CPUs of its GPU's NUMA node and return them.
-
-    None = no GPU or an unknown node; then nothing is changed. `sysfs_root` is the directory of
-    sysfs.
-    """
+    """Bind this process to the CPUs of its GPU's NUMA node; return them, or None if unknown."""
     if not torch.cuda.is_available():
         return None
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -34,10 +30,7 @@ def bind_to_gpu(sysfs_root: Path = SYSTEM) -> set[int] | None:
 
 
 def find_numa_cpus(pci_address: str, sysfs_root: Path = SYSTEM) -> set[int]:
-    """Return the CPUs of the NUMA node of PCI device `pci_address`, such as "0000:1b:00.0".
-
-    The set is empty if the node is unknown. `sysfs_root` is the directory of sysfs.
-    """
+    """Return the CPUs of the NUMA node of a PCI device such as "0000:1b:00.0"; empty = unknown."""
     try:
         node = int((sysfs_root / "bus/pci/devices" / pci_address / "numa_node").read_text())
         ranges = (sysfs_root / f"devices/system/node/node{node}/cpulist").read_text().strip()

@@ -22,6 +22,7 @@ from moecore.recipes.resume import print_option_changes, resume
 from moecore.recipes.rollback import LeftOut, SpikeStreak, read_history
 from moecore.recipes.schedule import StepSizes, TrainingStage, plan_stage
 from moecore.recipes.stragglers import Stragglers
+from moecore.train.loss_scale import DynamicLossScale
 from moecore.train.step import TrainStep
 
 
@@ -37,35 +38,16 @@ BatchT = TypeVar("BatchT", bound=StepData)
 
 @dataclass(kw_only=True)
 class TrainingJob(ABC, Generic[BatchT]):
-    """One rank's part of a run, which loads the last checkpoint if there is one.
+    """One rank's part of a run, which loads the last checkpoint if there is one."""
 
-    Attributes:
-        args: the options, of a subclass of `RunConfig`.
-        model: the parallelized model with its weights.
-        optimizers: the optimizers of the model's trained parameters.
-        shape: the shape of a step's batch over all data ranks.
-        config: the config of the model, for its checkpoints.
-        facts: values that must equal the values in a checkpoint that is loaded.
-        batches: the reader of the data.
-        owner: the `TrainStep` of the optimizer steps.
-        toml: the options of the run as TOML.
-        start: the step of the loaded checkpoint; 0 = no checkpoint.
-        left_out: the numbers of batches on which the run does not train, because of spikes.
-        spikes: the number of consecutive spikes before the next step.
-        stragglers: the comparison of the times of phases over ranks.
-        hangs: the phase of this rank, and the thread that ends a step that hangs.
-        reader: a CUDA stream that copies metrics to the host, so that the copies do not wait
-            for kernels of later steps. None on other devices.
-    """
-
-    args: Any
+    args: Any  # of a subclass of `RunConfig`
     meshes: Meshes
-    model: Any
+    model: Any  # parallelized, with its weights
     optimizers: list[torch.optim.Optimizer]
     shape: BatchShape
-    config: Any
-    facts: Mapping[str, object]
-    batches: Any
+    config: Any  # of the model, for its checkpoints
+    facts: Mapping[str, object]  # that must equal those of a checkpoint that is loaded
+    batches: Any  # the reader of the data
 
     unit = "token"  # the loss is a mean over these units of text
     saves_memory = SAVES_MEMORY  # options that lower the memory of a step
@@ -81,23 +63,26 @@ class TrainingJob(ABC, Generic[BatchT]):
         self.stage: TrainingStage = args.stage or plan_stage(
             args, {}, StepSizes([]), 0, rows=self.shape.rows
         )
+        dtype = args.get_compute_dtype(self.device)
         self.owner = TrainStep(
             self.model,
             self.optimizers,
             max_norm=args.optimizer.max_norm,
             num_micro_batches=args.grad_accum,
-            loss_scale=args.make_loss_scale(self.device),
+            loss_scale=DynamicLossScale() if dtype == torch.float16 else None,
             skip_spikes=args.skip_spikes,
         )
         restored = self.model, self.optimizers, self.facts, self.owner, self.batches.sampler
         self.toml = format_toml((args.run or args).resolve())
         print_option_changes(args, self.toml)
+        # The step of the loaded checkpoint; 0 = no checkpoint.
         self.start = resume(args, *restored, stage=self.stage, chosen_by=self.chosen_by)
+        # The batches without training because of spikes, and the consecutive spikes so far.
         ranges, losses = run_on_first_rank(lambda: read_history(args, self.start))
         self.left_out, self.spikes = LeftOut(ranges), SpikeStreak(args.skip_spikes, losses)
         self.stragglers, self.hangs = Stragglers(self.device), HangWatch(args.hang_timeout)
+        # Copies of metrics to the host on this stream do not wait for kernels of later steps.
         self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
-        dtype = args.get_compute_dtype(self.device)
         self.peak_tflops = args.peak_tflops or find_peak_tflops(self.device, dtype)
 
     @abstractmethod
@@ -140,8 +125,5 @@ class TrainingJob(ABC, Generic[BatchT]):
         return {}
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return further metrics of a step that took `seconds`.
-
-        `counts` is the sum of the batches' `count_labels_and_tokens` over all data ranks.
-        """
+        """Return more metrics of a step of `seconds`; `counts` are sums over all data ranks."""
         return {}

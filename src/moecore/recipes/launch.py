@@ -118,30 +118,21 @@ def _wait_for_ranks(ranks: ProcessContext) -> int:
         if error.exit_code > 0:
             return error.exit_code
         rank = error.error_index
-        cause = (
-            ": the host may have too little memory" if error.exit_code == -signal.SIGKILL else ""
-        )
+        is_killed = error.exit_code == -signal.SIGKILL
+        cause = ": the host may have too little memory" if is_killed else ""
         print(f"moecore: error: rank {rank} ended by {error.signal_name}{cause}", file=sys.stderr)
         return 1
     except torch.multiprocessing.ProcessRaisedException:
         # A rank that left has printed why; the others raise when they miss it.
-        codes = [process.exitcode for process in ranks.processes]
-        exit_codes: list[int] = [
-            code
-            for code, trace in zip(codes, ranks.error_files, strict=True)
-            if code > 0 and not os.path.exists(trace)
-        ]
-        if not exit_codes:
-            raise
-        return exit_codes[0]
+        for process, trace in zip(ranks.processes, ranks.error_files, strict=True):
+            if process.exitcode > 0 and not os.path.exists(trace):
+                return int(process.exitcode)
+        raise
     return 0
 
 
 def _stop_ranks(ranks: ProcessContext, signal_number: int) -> int:
-    """Wait until ranks that train have ended their step and saved, or a second signal arrives.
-
-    Return 128 + `signal_number`, the signal, or 0 if all ranks have finished their work.
-    """
+    """Wait for ranks to save, or a second signal; return 128 + the signal, 0 = all finished."""
     for process in ranks.processes:
         process.terminate()  # SIGTERM: a terminal has sent SIGINT to all processes already
     try:
@@ -169,7 +160,6 @@ def _end_ranks(ranks: ProcessContext) -> None:
 
 
 def _raise_terminated(*_: object) -> None:
-    """Signal handler: raise `Terminated`."""
     raise Terminated
 
 
@@ -181,7 +171,6 @@ def _start_rank(rank: int, run_rank: Callable[[Any], int], args: Any) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Wait until the launcher has ended, then end this rank."""
     # torch ends ranks by SIGINT, which may be ignored.
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "ranks are children"

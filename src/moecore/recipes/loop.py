@@ -73,7 +73,7 @@ MOST_NAN = 10  # steps in turn without a finite loss; each is skipped, so weight
 
 def run_command(
     parse_arguments: Callable[[Sequence[str] | None], ConfigT],
-    words: Sequence[str] | None,
+    words: Sequence[str] | None = None,
     *,
     run_rank: Callable[[ConfigT], int],
     check: Callable[[ConfigT, int], object],
@@ -82,7 +82,7 @@ def run_command(
     """Start the ranks of a command, or run one rank under torchrun; return the exit status.
 
     `run_rank` is a function at the top of a module, which calls `run`. `check` raises ValueError
-    for options that a number of ranks cannot run, before any rank starts. `dry_run` runs --dry-run.
+    for options that a number of ranks cannot run.
     """
     is_rank = "RANK" in os.environ
     try:
@@ -117,11 +117,7 @@ def run(
     build_job: Callable[[ConfigT], TrainingJob[Any]],
     plan: Callable[[ConfigT], list[ConfigT]] = lambda args: [args],
 ) -> int:
-    """Build, train and finish the job of a command on this rank; return the exit status.
-
-    `build_job` makes the job of one stage. `plan` returns the options of each stage of the run; by
-    default the run has one stage.
-    """
+    """Build, train and finish the job of each stage on this rank; return the exit status."""
     try:
         check_environment()
     except ARGUMENT_ERRORS as error:
@@ -134,7 +130,11 @@ def run(
                 f"--ranks ({args.ranks}) must equal torchrun's ({world_size}): drop it"
             )
         check_rollback(stages := plan(args))
-        stages = list_remaining_stages(stages)
+        if len(stages) > 1:  # without those that the newest checkpoint has completed
+            if not dist.is_initialized():  # one rank reads the directory for all
+                start_process_group("cuda" if torch.cuda.is_available() else "cpu")
+            step = run_on_first_rank(lambda: read_latest_step(stages[0]))
+            stages = [stage for stage in stages[:-1] if stage.steps > step] + stages[-1:]
     except ARGUMENT_ERRORS as error:
         return print_rank_error(error, int(os.environ["RANK"]))
     for stage_args in stages:
@@ -147,24 +147,10 @@ def run(
     return 0
 
 
-def list_remaining_stages(stages: list[ConfigT]) -> list[ConfigT]:
-    """Return the stages that the newest checkpoint has not completed, at least the last stage."""
-    if len(stages) == 1:
-        return stages
-    if not dist.is_initialized():  # one rank reads the directory for all
-        start_process_group("cuda" if torch.cuda.is_available() else "cpu")
-    step = run_on_first_rank(lambda: read_latest_step(stages[0]))
-    return [stage for stage in stages[:-1] if stage.steps > step] + stages[-1:]
-
-
 def run_stage(
     args: ConfigT, build_job: Callable[[ConfigT], TrainingJob[Any]], *, is_last: bool
 ) -> int:
-    """Build the job of one stage and train it; return the exit status.
-
-    After the training the job is finished if `is_last`, otherwise closed. `ROLLED_BACK` = the stage
-    must run again, from its last checkpoint.
-    """
+    """Build the job of one stage and train it; return the exit status, or `ROLLED_BACK`."""
     code = 0
     try:
         job = build_job(args)
@@ -292,10 +278,7 @@ def measure_wall_time(report: RunReport | None, category: str) -> AbstractContex
 
 
 def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> LaunchedStep:
-    """Launch one optimizer step, without waiting for a GPU; metrics are read from the result.
-
-    All ranks receive `stops`, the request to end the run, with the counts of the step.
-    """
+    """Launch one optimizer step, without waiting for a GPU; `stops` is sent to all ranks."""
     args, began = job.args, Moment(job.device)
     lr = args.optimizer.lr * job.stage.compute_rate_factor(args.schedule, step)
     for group in (group for optimizer in job.optimizers for group in optimizer.param_groups):
@@ -347,20 +330,16 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
 def report_steps(
     job: TrainingJob[Any], queue: deque[LaunchedStep], report: RunReport | None, *, pending: int = 0
 ) -> None:
-    """Wait for all but the newest `pending` steps of `queue`, remove and report them.
-
-    `report` is None on ranks above 0. Raises DivergedError after ten consecutive steps without a
-    finite loss.
-    """
+    """Remove and report all but the newest `pending` steps of `queue`, on rank 0 in `report`."""
     while len(queue) > pending:
         launched = queue.popleft()
         step = launched.step
         job.hangs.enter(step, METRICS)
-        metrics, times_RP = launched.read_metrics(), launched.read_times()
+        metrics, (all_counts, times_RP) = launched.read_metrics(), launched.read_counts_and_times()
         job.hangs.enter(step, "")
         if launched.timer is not None:
             job.stragglers.times = launched.timer.read()
-        *counts, num_stops = launched.read_counts()
+        *counts, num_stops = all_counts
         job.is_stopping |= num_stops > 0
         seconds = launched.began.seconds_until(launched.ended)
         metrics |= {"step_seconds": seconds, "tokens_per_second": counts[1] / seconds}

@@ -10,8 +10,8 @@ import resource
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
@@ -55,67 +55,38 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchedStep:
-    """An optimizer step whose kernels a GPU may still execute.
-
-    Attributes:
-        began, fetched, ended: when the host requests the data, when all ranks have their data,
-            and when the step is complete.
-        loss: mean over ranks, on the device.
-        result: the step's norms and expert loads, on the device.
-        counts: int64 [5] on the device, sums over all data ranks: `count_labels_and_tokens` of
-            the batch, and the number of ranks that stop.
-        ep: number of ranks that share a layer's experts.
-        expert_loads: whether the load of each expert is logged.
-        reader: the stream on which the host reads, see `TrainingJob`.
-        timer: the times of the step's phases on this rank; None = the step is not measured.
-        times_RP: an earlier step's times of phases on all ranks, on the device, see `Stragglers`.
-        extra: further metrics, such as those of an evaluation after the step.
-    """
+    """An optimizer step whose kernels a GPU may still execute; its tensors are on the device."""
 
     step: int
-    began: Moment
-    fetched: Moment
+    began: Moment  # the host requests the data
+    fetched: Moment  # all ranks have their data
     ended: Moment
-    loss: Tensor
+    loss: Tensor  # mean over ranks
     result: StepResult
-    counts: Tensor
+    counts: Tensor  # int64 [5], sums of `count_labels_and_tokens` and of ranks that stop
     ep: int
-    expert_loads: bool
-    reader: torch.cuda.Stream | None
-    timer: Any = None
-    times_RP: Tensor | None = None
-    extra: Metrics = field(default_factory=dict)
-
-    def read_counts(self) -> list[int]:
-        """Wait for this step, not for later ones; return its counts of labels and tokens."""
-        with self._wait_for_step():
-            counts: list[int] = self.counts.tolist()
-        return counts
-
-    def read_times(self) -> list[list[float]] | None:
-        """Wait for this step, not for later ones; return seconds by rank and phase, or None."""
-        with self._wait_for_step():
-            return None if self.times_RP is None else self.times_RP.tolist()
+    expert_loads: bool  # whether the load of each expert is logged
+    reader: torch.cuda.Stream | None  # on which the host reads, see `TrainingJob`
+    timer: Any = None  # of the step's phases on this rank; None = the step is not measured
+    times_RP: Tensor | None = None  # times of an earlier step on all ranks, see `Stragglers`
+    extra: Metrics = field(default_factory=dict)  # such as those of an evaluation after the step
 
     def read_metrics(self) -> Metrics:
         """Wait for this step, not for later steps; return its metrics, identical on all ranks."""
-        with self._wait_for_step():
-            values = {"loss": self.loss.item(), **self.result.to_dict()}
-        loads = {
-            layer: get_expert_loads(values, layer)
-            for layer in self.result.metrics.tokens_per_expert
-        }
-        if loads:  # else a dense model, or a pipeline stage without MoE layers
-            rank_loads = [compute_rank_load(of_E, self.ep) for of_E in loads.values()]
-            values["rank_load_max_over_mean"] = sum(rank_loads) / len(rank_loads)
-        return values | self.extra
-
-    @contextmanager
-    def _wait_for_step(self) -> Iterator[None]:
-        """Wait for the step; return a context in which reads use the stream `reader`."""
         self.ended.wait_for_gpu()
         with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
-            yield
+            values = {"loss": self.loss.item(), **self.result.to_dict()}
+        layers = self.result.metrics.tokens_per_expert
+        if layers:  # else a dense model, or a pipeline stage without MoE layers
+            loads = [compute_rank_load(get_expert_loads(values, name), self.ep) for name in layers]
+            values["rank_load_max_over_mean"] = sum(loads) / len(loads)
+        return values | self.extra
+
+    def read_counts_and_times(self) -> tuple[list[int], list[list[float]]]:
+        """Wait for this step; return its counts, and seconds by rank and phase, [] = unknown."""
+        self.ended.wait_for_gpu()
+        with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
+            return self.counts.tolist(), [] if self.times_RP is None else self.times_RP.tolist()
 
 
 def get_expert_loads(metrics: Metrics, layer: str) -> list[float]:
@@ -137,10 +108,7 @@ def drop_expert_loads(metrics: Metrics) -> Metrics:
 
 
 def compute_rank_load(loads_E: list[float], ep: int) -> float:
-    """Return the largest load of the `ep` ranks, divided by their mean load.
-
-    `loads_E` has the load of each expert. Each rank has E / ep consecutive experts.
-    """
+    """Return the largest load of the `ep` ranks, of E / ep experts each, over their mean load."""
     num_local = len(loads_E) // ep
     ranks = [sum(loads_E[first : first + num_local]) for first in range(0, len(loads_E), num_local)]
     return max(ranks) / max(sum(ranks) / ep, 1e-9)
@@ -160,10 +128,7 @@ def measure_peak_memory(device: torch.device) -> Metrics:
 def compute_padding_and_mfu(
     counts: list[int], seconds: float, config: DecoderConfig | None, peak_tflops: float | None
 ) -> Metrics:
-    """Return "padding_share" and, if the model's FLOPs and the peak TFLOP/s are known, "mfu".
-
-    `counts` is `StepBatch.count_labels_and_tokens` over all data ranks of a step of `seconds`.
-    """
+    """Return "padding_share" and, if the model's FLOPs and the peak TFLOP/s are known, "mfu"."""
     _, tokens, pairs, size = counts
     metrics = {"padding_share": 1 - tokens / size}
     if config is not None and peak_tflops:
@@ -219,65 +184,48 @@ class Logger(NamedTuple):
 
 
 def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> list[Logger]:
-    """Return the loggers that the options `config` of a run select.
-
-    `tensorboard` is the module; None = no TensorBoard. The run has completed `start` steps.
-    """
+    """Return the loggers of a run after `start` steps; `tensorboard` None = without it."""
     options: LoggerOptions = config.logging
     loggers: list[Logger] = []
     if tensorboard is not None:
-        loggers.append(_open_tensorboard(tensorboard, str(config.run_dir / "tensorboard"), start))
+        # Existing events after step `start` are hidden.
+        folder = str(config.run_dir / "tensorboard")
+        writer = tensorboard.SummaryWriter(folder, purge_step=start + 1)
+
+        def log(metrics: Metrics, step: int) -> None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+
+        loggers.append(Logger(log, writer.close))
+    # The id of a run of W&B or MLflow is in the run directory, so that a later start continues it.
     if options.wandb:
-        loggers.append(_open_wandb(options.wandb, config))
+        file = config.run_dir / WANDB_ID
+        if not file.exists():
+            file.write_text(uuid.uuid4().hex)
+        run = importlib.import_module("wandb").init(
+            project=options.wandb,
+            name=config.run_dir.name,
+            dir=config.run_dir,
+            id=_read_run_id(file),
+            resume="allow",
+            config=convert_to_json(config),
+        )
+        loggers.append(Logger(run.log, run.finish))
     if options.mlflow:
-        loggers.append(_open_mlflow(options.mlflow, config))
+        mlflow: Any = importlib.import_module("mlflow")
+        mlflow.set_experiment(options.mlflow)
+        file = config.run_dir / MLFLOW_ID
+        if file.exists():
+            mlflow.start_run(run_id=_read_run_id(file))
+        else:
+            run = mlflow.start_run(run_name=config.run_dir.name)
+            file.write_text(run.info.run_id)
+            mlflow.log_params(convert_to_json(config))  # parameters of MLflow cannot change later
+        loggers.append(Logger(mlflow.log_metrics, mlflow.end_run))
     return loggers
 
 
-def _open_tensorboard(module: ModuleType, folder: str, start: int) -> Logger:
-    """Return a TensorBoard logger for `folder`; existing events after step `start` are hidden."""
-    writer = module.SummaryWriter(folder, purge_step=start + 1)
-
-    def log(metrics: Metrics, step: int) -> None:
-        """Write each metric of a step."""
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
-
-    return Logger(log, writer.close)
-
-
-def _open_wandb(project: str, config: Any) -> Logger:
-    """Return a logger of the W&B run whose id is in the run directory, or of a new W&B run."""
-    file = config.run_dir / WANDB_ID
-    if not file.exists():
-        file.write_text(uuid.uuid4().hex)
-    run = importlib.import_module("wandb").init(
-        project=project,
-        name=config.run_dir.name,
-        dir=config.run_dir,
-        id=_read_run_id(file),
-        resume="allow",
-        config=convert_to_json(config),
-    )
-    return Logger(run.log, run.finish)
-
-
-def _open_mlflow(experiment: str, config: Any) -> Logger:
-    """Return a logger of the MLflow run whose id is in the run directory, or of a new run."""
-    mlflow: Any = importlib.import_module("mlflow")
-    mlflow.set_experiment(experiment)
-    file = config.run_dir / MLFLOW_ID
-    if file.exists():
-        mlflow.start_run(run_id=_read_run_id(file))
-    else:
-        run = mlflow.start_run(run_name=config.run_dir.name)
-        file.write_text(run.info.run_id)
-        mlflow.log_params(convert_to_json(config))  # a parameter of MLflow cannot change later
-    return Logger(mlflow.log_metrics, mlflow.end_run)
-
-
 def _read_run_id(file: Path) -> str:
-    """Return the id of a logger's run from the first line of a file."""
     return next(read_lines(file), b"").decode()
 
 
@@ -290,5 +238,4 @@ def convert_to_json(config: Any) -> dict[str, Any]:
 
 
 def _convert_json_value(value: Any) -> Any:
-    """Return a dataclass as a dict, and any other value as text."""
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -22,17 +22,11 @@ NOT_DECAYED = (VECTOR, BIAS, EMBEDDING)  # kinds of parameters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamGroup(CheckedRecord):
-    """Options for the parameters whose names match a pattern.
+    """Options for the parameters whose names match a pattern."""
 
-    Attributes:
-        pattern: pattern of parameter names, as `fnmatch` reads it, such as "*.router.*".
-        lr_factor: factor on `OptimizerConfig.lr`.
-        weight_decay: decoupled weight decay; None = `OptimizerConfig.weight_decay`.
-    """
-
-    pattern: str
-    lr_factor: PositiveOrZero = 1.0
-    weight_decay: PositiveOrZero | None = None
+    pattern: str  # of parameter names, as `fnmatch` reads it, such as "*.router.*"
+    lr_factor: PositiveOrZero = 1.0  # on `OptimizerConfig.lr`
+    weight_decay: PositiveOrZero | None = None  # None = `OptimizerConfig.weight_decay`
 
     @classmethod
     def from_text(cls, text: str) -> ParamGroup:
@@ -89,12 +83,9 @@ class OptimizerConfig(CheckedRecord):
     base_width: Count | None = None
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if self.optimizer == "muon" and self.master_remainder:
-            yield (
-                "master_remainder",
-                "be False with optimizer 'muon', which needs fp32 weights: drop it",
-            )
+            rule = "be False with optimizer 'muon', which needs fp32 weights: drop it"
+            yield "master_remainder", rule
         if self.muon_beta2 is not None and self.optimizer != "muon":
             yield "muon_beta2", "be None without optimizer 'muon': drop it"
         for text in self.param_groups:
@@ -103,11 +94,7 @@ class OptimizerConfig(CheckedRecord):
     def build_optimizers(
         self, model: nn.Module, width_rates: WidthRates | None = None
     ) -> list[torch.optim.Optimizer]:
-        """Return the optimizers of all trained parameters of a parallelized model.
-
-        `width_rates` scales learning rates by width; None = no scaling. All ranks return equal
-        param groups, and some groups have no parameters.
-        """
+        """Return the optimizers of all trained parameters, with equal param groups on all ranks."""
         assignment = assign_matrices(model)
         is_muon = self.optimizer == "muon"
         trained = [decision.param for decision in assignment.decisions.values()]
@@ -142,10 +129,7 @@ class OptimizerConfig(CheckedRecord):
     def _split_param_groups(
         self, optimizer: torch.optim.Optimizer, names_and_kinds: dict[nn.Parameter, tuple[str, str]]
     ) -> None:
-        """Split the single param group of an optimizer in place, by the rules of `param_groups`.
-
-        `names_and_kinds` maps a parameter to its name and its kind, such as "router".
-        """
+        """Split the single param group of an optimizer in place, by the rules of `param_groups`."""
         rules = [ParamGroup.from_text(text) for text in self.param_groups]
         rules += [ParamGroup(pattern="*"), ParamGroup(pattern="*", lr_factor=self.router_lr_factor)]
         (group,) = optimizer.param_groups

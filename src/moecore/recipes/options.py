@@ -35,7 +35,6 @@ from moecore.parallelize import parallelize_moe
 from moecore.recipes.metrics import LoggerOptions
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.schedule import LearningRateSchedule, TrainingStage
-from moecore.train.loss_scale import DynamicLossScale
 from moecore.train.spikes import SpikeOptions
 
 DEGREES = tuple(field.name for field in fields(ParallelConfig))
@@ -141,10 +140,6 @@ class RunConfig:
         """Return the dtype of activations on a device."""
         return DTYPES[self.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
 
-    def make_loss_scale(self, device: torch.device) -> DynamicLossScale | None:
-        """Return the loss scale of fp16, and None for other dtypes."""
-        return DynamicLossScale() if self.get_compute_dtype(device) == torch.float16 else None
-
 
 def get_moe_config(config: DecoderConfig) -> MoEConfig:
     """Return the config of a decoder's MoE layers; ValueError for a dense decoder."""
@@ -215,10 +210,7 @@ class ShardedConfig(RunConfig):
         return replace(self.memory, stash=stash)
 
     def make_pipeline_options(self) -> PipelineConfig | None:
-        """Return the options of pipeline stages; None = --pp is 1.
-
-        Raises ValueError for options of [pipeline] without stages.
-        """
+        """Return the options of pipeline stages, None if --pp is 1; ValueError if some are set."""
         pp = self.parallel.get("pp")
         if self.get_degree("pp") > 1:
             return self.pipeline or PipelineConfig()
@@ -249,10 +241,7 @@ class ShardedConfig(RunConfig):
         return replace(self.fsdp, param_dtype=dtype)
 
     def make_dispatch_options(self, max_tokens: int | None = None) -> DispatchOptions:
-        """Return the options of token dispatch.
-
-        `max_tokens` is the maximum number of tokens of a rank, for an `NVLinkOptions` without it.
-        """
+        """Return the options of token dispatch; `max_tokens` is for `NVLinkOptions` without it."""
         nvlink, name = self.nvlink, self.sharding.dispatcher
         if max_tokens is not None and (nvlink or name in ("auto", "nvlink", "hierarchical")):
             nvlink = nvlink or NVLinkOptions()
@@ -283,43 +272,36 @@ class ShardedConfig(RunConfig):
 
     def check_seq_len(self, parallel: ParallelConfig) -> None:
         """Raise ValueError if --seq-len or --dynamic-cp does not fit tp, cp and the data ranks."""
-        if self.sharding.dynamic_cp is not None:
-            self._check_dynamic_cp(self.sharding.dynamic_cp, parallel)
-        cp, tp = parallel.cp, parallel.tp
+        cp, tp, max_tokens = parallel.cp, parallel.tp, self.sharding.dynamic_cp
+        if max_tokens is not None:
+            name, multiple = f"--dynamic-cp ({max_tokens})", math.lcm(2, tp)
+            if cp > 1:
+                raise ValueError(
+                    f"{name} must go with --cp ({cp}) = 1, because each micro-batch has its own "
+                    "cp: drop one of them"
+                )
+            if TILE % tp or max_tokens < 1 or max_tokens % multiple:
+                raise ValueError(
+                    f"{name} must be a multiple of {multiple} with --tp ({tp}), a power of two: "
+                    "round it"
+                )
+            ranks = parallel.dp_replicate * parallel.dp_shard
+            largest = ranks & -ranks
+            if self.seq_len % (chunks := get_length_multiple(largest)):
+                raise ValueError(
+                    f"--seq-len ({self.seq_len}) must be a multiple of {chunks}, two chunks of "
+                    f"each of {largest} data ranks, with {name}: round it up"
+                )
+            if self.seq_len > largest * max_tokens:
+                raise ValueError(
+                    f"{name} must be >= what each of {largest} data ranks holds of --seq-len "
+                    f"({self.seq_len}): raise it, or lower --seq-len"
+                )
         multiple = cp * math.lcm(2, tp) if cp > 1 else tp
         if self.seq_len % multiple:
             raise ValueError(
                 f"--seq-len ({self.seq_len}) must be a multiple of {multiple} with --cp {cp} and "
                 f"--tp {tp}: use {-(-self.seq_len // multiple) * multiple}"
-            )
-
-    def _check_dynamic_cp(self, max_tokens: int, parallel: ParallelConfig) -> None:
-        """Raise ValueError if --dynamic-cp (`max_tokens`) does not fit the degrees or --seq-len.
-
-        `max_tokens` is the maximum number of tokens of a rank in a micro-batch. cp must be 1.
-        """
-        name, p = f"--dynamic-cp ({max_tokens})", parallel
-        if p.cp > 1:
-            raise ValueError(
-                f"{name} must go with --cp ({p.cp}) = 1, because each micro-batch has its own cp: "
-                "drop one of them"
-            )
-        multiple, ranks = math.lcm(2, p.tp), p.dp_replicate * p.dp_shard
-        if TILE % p.tp or max_tokens < 1 or max_tokens % multiple:
-            raise ValueError(
-                f"{name} must be a multiple of {multiple} with --tp ({p.tp}), a power of two: "
-                "round it"
-            )
-        largest = ranks & -ranks
-        if self.seq_len % get_length_multiple(largest):
-            raise ValueError(
-                f"--seq-len ({self.seq_len}) must be a multiple of {get_length_multiple(largest)}, "
-                f"two chunks of each of {largest} data ranks, with {name}: round it up"
-            )
-        if self.seq_len > largest * max_tokens:
-            raise ValueError(
-                f"{name} must be >= what each of {largest} data ranks holds of --seq-len "
-                f"({self.seq_len}): raise it, or lower --seq-len"
             )
 
 
@@ -331,11 +313,7 @@ def parallelize(
     max_tokens: int | None = None,
     **options: Any,
 ) -> None:
-    """Shard a model in place by `parallelize_moe`, with the options of a run.
-
-    `max_tokens` is the maximum number of tokens of a rank, for dispatcher "nvlink". `options` are
-    further arguments of `parallelize_moe`.
-    """
+    """Shard a model in place by `parallelize_moe`, with the options of a run and `options`."""
     sharding = config.sharding
     parallelize_moe(
         model,

@@ -47,8 +47,6 @@ MAX_CONFIG_BYTES = 1 << 24
 FILE = "config"  # the field with the path of the TOML file; `make_unsaved_field` in such a command
 ConfigT = TypeVar("ConfigT")
 Flags: Any = TypedDict  # whose fields are made at run time
-
-
 Values = dict[CommandOption, Any]
 
 
@@ -97,15 +95,15 @@ def parse_toml_content(
     options: Sequence[CommandOption], content: Mapping[str, Any], prefix: str
 ) -> Values:
     """Return the values of a TOML file's `content` by option; errors begin with `prefix`."""
-    by_key = {_convert_to_snake_case(flag): option for option in options for flag in option.flags}
+    by_key = {flag.replace("-", "_"): option for option in options for flag in option.flags}
     by_key |= {option.key: option for option in options}
     by_key = {key: option for key, option in by_key.items() if key != FILE}
     values: Values = {}
     keys: dict[CommandOption, str] = {}
     for key, value in flatten_tables(content):
-        option = by_key.get(_convert_to_snake_case(key))
+        option = by_key.get(key.replace("-", "_"))
         if option is None:
-            hint = _suggest_name(_convert_to_snake_case(key), by_key)
+            hint = _suggest_name(key.replace("-", "_"), by_key)
             raise ValueError(f"{prefix} must have no {format_path(key)}, which no flag has: {hint}")
         if option in keys:
             pair = f"{keys[option]} and {key}"
@@ -179,9 +177,8 @@ def _read_words(
         ]
     tables: dict[str, dict[str, Any]] = {}
     for option in options:
-        hint = (
-            f"(default: {_format_default(option.default)})" if option.default is not MISSING else ""
-        )
+        has_default = option.default is not MISSING
+        hint = f"(default: {_format_default(option.default)})" if has_default else ""
         aliases = [f"--{flag}" for flag in option.flags[1:]]
         arg = conf.arg(name=option.flag, aliases=aliases, help=option.text, help_behavior_hint=hint)
         word: Any = Annotated[_make_flag_annotation(option.hint, option.default), arg]
@@ -219,16 +216,12 @@ def _make_flags_class(name: str, hints: dict[str, Any], record: Any) -> Any:
 
 
 def _suggest_name(name: str, known_names: Iterable[str], prefix: str = "") -> str:
-    """Return a hint for an unknown name: use the most similar of `known_names`, or remove it.
-
-    `prefix`, such as "--", precedes the similar name in the hint.
-    """
+    """Return a hint for an unknown name: use the most similar known name, or remove it."""
     close = difflib.get_close_matches(name[:80], sorted(known_names), n=1, cutoff=0.7)
     return f"did you mean {prefix}{close[0]}?" if close else "remove it"
 
 
 def _unbox_message(box_text: str) -> str:
-    """Return the message in a box of tyro as one line."""
     lines = [line.strip("│ ") for line in box_text.splitlines()[1:]]
     end = next((i for i, line in enumerate(lines) if line.startswith(("─", "╰"))), len(lines))
     return f"{' '.join(' '.join(lines[:end]).split()).rstrip('.')[:400]}: see --help"
@@ -244,32 +237,26 @@ def _build_command(
     arguments = tables.pop("", {})
     hints = get_type_hints(command, include_extras=True)
     for item in fields(command):  # type: ignore[arg-type]
-        default, table = get_field_default(item), tables.get(item.name)
-        if table is not None:
-            arguments[item.name] = _build_record(item.name, hints[item.name], default, table)
+        default, record_values = get_field_default(item), tables.get(item.name)
+        if record_values is not None and isinstance(default, dict):
+            arguments[item.name] = record_values
+        elif record_values is not None and is_dataclass(default):
+            record: Any = default
+            arguments[item.name] = replace(record, **record_values)
+        elif record_values is not None:
+            table = find_table(hints[item.name])
+            assert table is not None and table.record is not None
+            for part in fields(table.record):
+                if part.name not in record_values and get_field_default(part) is MISSING:
+                    raise ValueError(
+                        f"[{item.name}] ({record_values}) must have {part.name}: give it too"
+                    )
+            arguments[item.name] = table.record(**record_values)
         elif item.name not in arguments and default is MISSING:
             names = [option.name.upper() for option in options if option.spelling.is_positional]
             name = names[0] if item.name.upper() in names else f"--{make_flag_name(item.name)}"
             raise ValueError(f"{name} must be set: give it")
     return command(**arguments)
-
-
-def _build_record(name: str, hint: Any, default: Any, values: dict[str, Any]) -> Any:
-    """Return the record of table `name`, whose field has type `hint` and default `default`.
-
-    `values` replace the fields of the default. ValueError if a field has no value.
-    """
-    table = find_table(hint)
-    assert table is not None and table.record is not None
-    if isinstance(default, dict):
-        return values
-    if is_dataclass(default):
-        record: Any = default
-        return replace(record, **values)
-    for item in fields(table.record):
-        if item.name not in values and get_field_default(item) is MISSING:
-            raise ValueError(f"[{name}] ({values}) must have {item.name}: give it too")
-    return table.record(**values)
 
 
 def _check_and_convert(field_name: str, value: Any, hint: Any) -> Any:
@@ -279,11 +266,8 @@ def _check_and_convert(field_name: str, value: Any, hint: Any) -> Any:
     except ValueError as error:
         raise ValueError(f"{field_name} ({quote(value)}) must be valid: {error}") from None
     check_value(field_name, converted, hint)
-    return (
-        float(converted)
-        if type(converted) is int and int not in list_hint_members(hint)
-        else converted
-    )
+    is_float = type(converted) is int and int not in list_hint_members(hint)
+    return float(converted) if is_float else converted
 
 
 def _convert_value(value: Any, hint: Any) -> Any:
@@ -306,10 +290,7 @@ def _convert_value(value: Any, hint: Any) -> Any:
 
 
 def _make_flag_annotation(hint: Any, default: Any = None) -> Any:
-    """Return the type annotation from which tyro parses a flag of type `hint`.
-
-    If `default` is None or missing, the annotation has no None. dtypes are read as strings.
-    """
+    """Return the type from which tyro parses a flag; no None if `default` is None or missing."""
     if get_origin(hint) is Annotated:
         return _make_flag_annotation(get_args(hint)[0], default)
     if get_origin(hint) in (Union, types.UnionType):
@@ -322,13 +303,7 @@ def _make_flag_annotation(hint: Any, default: Any = None) -> Any:
     return str if hint is torch.dtype or hasattr(hint, "from_word") else hint
 
 
-def _convert_to_snake_case(name: str) -> str:
-    """Replace "-" by "_"."""
-    return name.replace("-", "_")
-
-
 def _format_default(value: Any) -> str:
-    """Return a default value as text for the help."""
     if isinstance(value, list | tuple):
         return " ".join(map(_format_default, value)) or "none"
     return str(value).removeprefix("torch.")

@@ -63,10 +63,7 @@ class PreferenceBatch:
 def make_preference_steps(
     pairs: Sequence[Preference], shape: BatchShape, *, seed: int | None, data_rank: int
 ) -> Steps[PreferenceBatch]:
-    """Return this data rank's steps of pairs, of grad_accum * batch_size pairs each.
-
-    `seed` sets the order of pairs; None = the order of `pairs`.
-    """
+    """Return this data rank's steps of pairs; `seed` None = the order of `pairs`."""
     sampler = PackedBatchSampler(
         [1] * len(pairs),
         1,
@@ -78,7 +75,6 @@ def make_preference_steps(
     )
 
     def build_batch(numbers: list[int]) -> PreferenceBatch:
-        """Return the batch of the pairs with these indices."""
         parts = [part for number in numbers for part in pairs[number].parts]
         lengths = torch.tensor(
             [0, *(len(part.tokens_T) for part in parts)], dtype=torch.int64, device="cpu"
@@ -97,10 +93,7 @@ def make_preference_steps(
 def encode_preference(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, column_names: ColumnNames
 ) -> list[Preference]:
-    """Return [preference], the preferred and the rejected completion of a row's prompt.
-
-    `seq_len` and `options` are not used.
-    """
+    """Return [preference], the preferred and the rejected completion of a row's prompt."""
     columns = row.select_columns(column_names)
     prompt, *completions = (
         _as_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected")
@@ -118,7 +111,10 @@ def encode_preference(
                 f"{row.location} must have {column_names.prompt} in the form of its completions, "
                 "text or messages, or completions that begin with the prompt: correct the row"
             )
-        prompt, *completions = _split_shared_prompt(*completions)
+        preferred, rejected = completions
+        count = count_common_prefix(preferred, rejected)
+        count -= count > 0 and preferred[count - 1] == " "
+        prompt, completions = preferred[:count], [preferred[count:], rejected[count:]]
     try:
         if is_text:
             prompt_ids, *ids = _tokenize_texts(tokenizer, prompt, completions)
@@ -131,27 +127,20 @@ def encode_preference(
     num_prompt = min(count_common_prefix(prompt_ids, tokens) for tokens in ids)
     if not num_prompt:
         raise ValueError(f"{row.location} must have a prompt before both completions: add one")
-    preferred, rejected = (
+    examples = [
         Example(
             torch.tensor(tokens, dtype=torch.int32, device="cpu"),
             torch.arange(len(tokens), device="cpu") >= num_prompt,
         )
         for tokens in ids
-    )
-    return [Preference(preferred, rejected)]
+    ]
+    return [Preference(*examples)]
 
 
 def _as_messages(value: Any) -> Any:
     """Return one message or a list of messages as a list, and other values unchanged."""
     messages = [value] if isinstance(value, dict) else value
     return list(map(normalize_message, messages)) if isinstance(messages, list) else value
-
-
-def _split_shared_prompt(preferred: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return the common prefix of the preferred and rejected completion, and the rest of each."""
-    count = count_common_prefix(preferred, rejected)
-    count -= count > 0 and preferred[count - 1] == " "
-    return preferred[:count], preferred[count:], rejected[count:]
 
 
 def _tokenize_texts(tokenizer: Any, prompt: str, completions: Sequence[str]) -> Iterator[list[int]]:
@@ -171,7 +160,6 @@ def _tokenize_chats(
     """Yield ids of the prompt, ending with an answer's beginning, and with each completion."""
 
     def render(messages: list[Any], *, is_prompt: bool = False) -> list[int]:
-        """Return a chat's token ids; `is_prompt` adds the beginning of an answer."""
         ids: list[int] = tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=is_prompt, return_dict=True
         )["input_ids"]

@@ -12,7 +12,6 @@ number of ranks. corpus_training.py has the job, loop.py the steps, and corpora.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +46,7 @@ from moecore.recipes.decoder_config import (
     read_decoder_config,
     replace_rotary,
 )
-from moecore.recipes.dry_run import make_planned_run, print_batch, print_dry_run
+from moecore.recipes.dry_run import make_planned_run, print_batch, print_plan
 from moecore.recipes.generate import SampleOptions
 from moecore.recipes.loop import count_ranks, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
@@ -210,11 +209,7 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
 def read_sources(
     args: PretrainConfig, tokenizer: Tokenizer
 ) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Open the corpus; return (training sources, evaluation sources).
-
-    With --tokens random both lists are empty. Without --validation, evaluation sources are the last
-    documents of each training source.
-    """
+    """Open the corpus; return (training sources, evaluation sources)."""
     if args.tokens == "random":
         return [], []
     sources = [open_source(options, tokenizer) for options in args.data]
@@ -232,10 +227,9 @@ def make_corpus_options(args: PretrainConfig, config: DecoderConfig, cp: int) ->
 
 def compute_width_rates(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
     """Return factors of initial weights and learning rates; None = --base-width is not set."""
-    width = args.optimizer.base_width
-    if width is None:
+    if args.optimizer.base_width is None:
         return None
-    base = at_width(config, width)
+    base = at_width(config, args.optimizer.base_width)
     return width_rates(Decoder(config, device="meta"), Decoder(base, device="meta"))
 
 
@@ -257,10 +251,7 @@ def build_model(
 
 
 def check_options(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig, Tokenizer]:
-    """Return the model's config and the tokenizer of --tokenizer.
-
-    ValueError for options that exclude each other, or that `world_size` ranks cannot run.
-    """
+    """Check options for `world_size` ranks; return the model's config and the tokenizer."""
     is_random, max_tokens = args.tokens == "random", args.sharding.dynamic_cp
     if not (args.data or is_random):
         raise ValueError("--data ([]) must have at least one source: name a file")
@@ -304,13 +295,6 @@ def check_options(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig,
 parse_arguments = partial(parse, PretrainConfig, prog="moecore pretrain")
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run `moecore pretrain` with the words of a command line; return the exit status."""
-    return run_command(
-        parse_arguments, words, run_rank=run_rank, check=check_stages, dry_run=dry_run_stages
-    )
-
-
 def resolve_stages(args: PretrainConfig, world_size: int | None = None) -> list[PretrainConfig]:
     """Return each stage's options, with its steps; `world_size` None = WORLD_SIZE."""
     num_ranks = world_size or int(os.environ["WORLD_SIZE"])
@@ -327,15 +311,11 @@ def resolve_stages(args: PretrainConfig, world_size: int | None = None) -> list[
 
 
 def check_stages(args: PretrainConfig, world_size: int) -> None:
-    """Raise ValueError for options that `world_size` ranks cannot run.
-
-    The models of all stages must be equal, except for their rotary embedding.
-    """
+    """Raise ValueError for options that `world_size` ranks cannot run, and for unequal models."""
     configs = [check_options(options, world_size)[0] for options in args.stages or [args]]
     for config, table in zip(configs, args.stage_tables, strict=False):
-        if changes := find_decoder_differences(
-            replace_rotary(config, asdict(configs[0])), configs[0]
-        ):
+        config = replace_rotary(config, asdict(configs[0]))  # the only part that may differ
+        if changes := find_decoder_differences(config, configs[0]):
             raise ValueError(
                 f"{changes[0].name} ({changes[0].value}) of stage {table['name']!r} must be "
                 f"{changes[0].reference}, as in the first stage: stages may differ in [rotary]"
@@ -353,22 +333,23 @@ def dry_run(args: PretrainConfig) -> int:
     world_size = args.gpus or count_ranks(args)
     config, tokenizer = check_options(args, world_size)
     parallel = args.make_parallel_config(world_size, num_experts=get_moe_config(config).num_experts)
-
-    def print_first_batch() -> None:
-        """Print the first batch of rank 0."""
-        rows = make_corpus_options(args, config, parallel.cp)
-        shape = make_batch_shape(args, parallel)
-        if args.tokens == "random":
-            batch = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=0).next_batch()
-        else:
-            sources, _ = read_sources(args, tokenizer)
-            batch = CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next_batch()
-        print_batch(batch, tokenizer.decode)
-
-    training_run = make_planned_run(args, config, parallel, world_size)
-    return print_dry_run(args.resolve(), training_run, print_first_batch)
+    code = print_plan(args.resolve(), make_planned_run(args, config, parallel, world_size))
+    rows = make_corpus_options(args, config, parallel.cp)
+    shape = make_batch_shape(args, parallel)
+    if args.tokens == "random":
+        batch = RandomSteps(config.vocab_size, shape, seed=args.seed, data_rank=0).next_batch()
+    else:
+        sources, _ = read_sources(args, tokenizer)
+        batch = CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next_batch()
+    print_batch(batch, tokenizer.decode)
+    return code
 
 
 def run_rank(args: PretrainConfig) -> int:
     """Train and export on this rank; return the exit status."""
     return run(args, build_job, resolve_stages)
+
+
+main = partial(
+    run_command, parse_arguments, run_rank=run_rank, check=check_stages, dry_run=dry_run_stages
+)

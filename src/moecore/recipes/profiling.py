@@ -36,7 +36,6 @@ def trace_steps(args: RunConfig) -> Iterator[Callable[[], None]]:
     steps = schedule(wait=SETTLING - 1, warmup=1, active=args.profile, repeat=1)
 
     def write(profiler: profile) -> None:
-        """Write the trace to RUN_DIR."""
         profiler.export_chrome_trace(str(args.run_dir / TRACE))
 
     with profile(activities=kinds, schedule=steps, on_trace_ready=write) as profiler:

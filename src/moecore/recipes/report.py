@@ -65,8 +65,7 @@ NAMES = {
 class RunReport:
     """Writes a run's progress bar, metrics, curves and alarms, on rank 0.
 
-    `start` is the number of steps that earlier starts of the run completed. `unit` is the
-    text unit over which a loss is a mean, such as "byte".
+    Earlier starts completed `start` steps. A loss is a mean over units of text such as "byte".
     """
 
     def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:
@@ -91,17 +90,9 @@ class RunReport:
         self.alarms = Alarms()
 
     def log(
-        self,
-        step: int,
-        metrics: Metrics,
-        *,
-        expert_loads: bool = True,
-        alarms: Sequence[str] = (),
+        self, step: int, metrics: Metrics, *, expert_loads: bool = True, alarms: Sequence[str] = ()
     ) -> None:
-        """Write a step's metrics; print its alarms and `alarms`, lines of text.
-
-        `expert_loads` False omits expert loads.
-        """
+        """Write a step's metrics; print its alarms and `alarms`, lines of text."""
         for line in [*self.alarms.find_alarms(step, metrics), *alarms]:
             print(line, flush=True) if self.bar is None else self.bar.write(line)
         metrics = metrics if expert_loads else drop_expert_loads(metrics)
@@ -111,11 +102,8 @@ class RunReport:
         self.file.write(json.dumps({"step": step, **pack_loads(metrics)}).encode() + b"\n")
         for logger in self.loggers:
             logger.log(metrics, step)
-        postfix = {
-            label: format(metrics[name], spec)
-            for name, label, spec in BAR_METRICS
-            if name in metrics
-        }
+        entries = [entry for entry in BAR_METRICS if entry[0] in metrics]
+        postfix = {label: format(metrics[name], spec) for name, label, spec in entries}
         if self.bar is not None:
             self.bar.set_postfix(postfix, refresh=False)
             self.bar.update()
@@ -212,13 +200,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def draw_curves(figure_module: ModuleType, metrics_path: Path, loss_unit: str = "byte") -> None:
-    """Draw loss or reward, load and two heat maps of loads over the steps into curves.png.
-
-    `metrics_path` is the path of metrics.jsonl, and curves.png is written to the same folder. One
-    map shows the busiest expert of each layer. The other map shows all experts of the layer with
-    the least even loads. `figure_module` is the module matplotlib.figure. `loss_unit` is the loss's
-    unit of text.
-    """
+    """Draw loss or reward, load and two heat maps of loads into curves.png beside the metrics."""
     lines, _ = read_metrics(metrics_path)
     steps = [line["step"] for line in lines]
     canvas = figure_module.Figure(figsize=(11, 6.5), layout="constrained")
@@ -236,47 +218,31 @@ def draw_curves(figure_module: ModuleType, metrics_path: Path, loss_unit: str = 
     load.plot(steps, [line.get(LOAD, math.nan) for line in lines], linewidth=1)
     load.axhline(1.0, color="gray", linewidth=0.8, linestyle=":")
     load.set(ylabel="busiest expert / mean\n(worst layer)", xlabel="step")
-    _draw_maps(canvas, layers, experts, lines)
+    names = list_moe_layers(lines[-1]) if lines else []
+    keys = {f"expert_load/{name}" for name in names}
+    full_lines = [line for line in lines if keys and keys <= line.keys()]
+    rows = [[line[f"expert_load/{name}"] for line in full_lines] for name in names]
+    _draw_map(canvas, layers, full_lines, rows, vmin=1.0)
+    short = [name.partition("layers.")[2].removesuffix(".mlp") for name in names]
+    layers.set(ylabel="MoE layer", title="busiest expert / mean")
+    if len(names) <= MOST_TICKS:
+        layers.set_yticks(range(len(names)), short)
+    if names:
+        least_even = max(range(len(names)), key=lambda i: sum(rows[i]))
+        key = f"expert_loads/{names[least_even]}"
+        expert_lines = [line for line in full_lines if key in line]
+        by_expert = list(map(list, zip(*(line[key] for line in expert_lines), strict=True)))
+        _draw_map(canvas, experts, expert_lines, by_expert, vmin=0.0, vmax=2.0, cmap="RdBu_r")
+        title = f"load of each expert / mean, layer {short[least_even]}"
+        experts.set(ylabel="expert", title=title)
     experts.set(xlabel="step")
     canvas.savefig(metrics_path.with_name(CURVES), dpi=110)
-
-
-def _draw_maps(figure: Any, layer_axes: Any, expert_axes: Any, lines: list[dict[str, Any]]) -> None:
-    """Draw heat maps of expert loads into two axes of the figure `figure`.
-
-    Axes `layer_axes` show the load of each layer's busiest expert. Axes `expert_axes` show the
-    loads of the experts of the layer with the least even loads. `lines` are the records of
-    metrics.jsonl.
-    """
-    names = list_moe_layers(lines[-1]) if lines else []
-    full_lines = [
-        line for line in lines if names and all(f"expert_load/{n}" in line for n in names)
-    ]
-    rows = [[line[f"expert_load/{name}"] for line in full_lines] for name in names]
-    _draw_map(figure, layer_axes, full_lines, rows, vmin=1.0)
-    short = [name.partition("layers.")[2].removesuffix(".mlp") for name in names]
-    layer_axes.set(ylabel="MoE layer", title="busiest expert / mean")
-    if len(names) <= MOST_TICKS:
-        layer_axes.set_yticks(range(len(names)), short)
-    least_even = max(range(len(names)), key=lambda i: sum(rows[i]), default=None)
-    if least_even is None:
-        return
-    key = f"expert_loads/{names[least_even]}"
-    expert_lines = [line for line in full_lines if key in line]
-    loads = [line[key] for line in expert_lines]
-    by_expert = list(map(list, zip(*loads, strict=True)))
-    _draw_map(figure, expert_axes, expert_lines, by_expert, vmin=0.0, vmax=2.0, cmap="RdBu_r")
-    expert_axes.set(ylabel="expert", title=f"load of each expert / mean, layer {short[least_even]}")
 
 
 def _draw_map(
     figure: Any, axes: Any, lines: list[dict[str, Any]], rows: list[list[float]], **style: Any
 ) -> None:
-    """Draw a heat map into `axes` of the figure `figure`; draw nothing for fewer than two `lines`.
-
-    `lines` are records of metrics.jsonl, one per step. `rows[i][j]` is the load of layer or expert
-    i at step j. `style` are arguments of `pcolormesh`.
-    """
+    """Draw a map of `rows[i][j]`, the load of layer or expert i in line j, from two lines on."""
     if len(lines) < 2:
         return
     steps = [line["step"] for line in lines]
@@ -285,7 +251,6 @@ def _draw_map(
 
 
 def _import_if_installed(module_name: str) -> ModuleType | None:
-    """Return a module; None = it is not installed."""
     try:
         return importlib.import_module(module_name)
     except ImportError:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from moecore.base.progress import show_progress
+from moecore.base.torch_private import patch_attributes
 from moecore.io import latest, load
 from moecore.io.checkpoint.directory import CHECKPOINTS
 from moecore.io.checkpoint.manifest import read_manifest
@@ -31,42 +32,35 @@ from moecore.train.step import TrainStep
 def resume(
     args: RunConfig,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
+    optimizers: list[torch.optim.Optimizer],
     facts: Mapping[str, object],
-    owner: TrainStep | None = None,
-    sampler: Stateful | None = None,
-    stage: TrainingStage | None = None,
-    chosen_by: str = "--data",
+    owner: TrainStep,
+    sampler: Stateful,
+    *,
+    stage: TrainingStage,
+    chosen_by: str,
 ) -> int:
-    """Load a run's newest checkpoint; return the checkpoint's step, or 0 without a checkpoint.
+    """Load a run's newest checkpoint, if any; return its step, or 0 without one. Collective.
 
-    The call is collective. If the checkpoint ends the stage before `stage`, the run's data and
-    rotary embedding may differ from the checkpoint's.
-
-    Args:
-        model, optimizer: loaded in place.
-        facts: name -> value that must equal the value of this name in the checkpoint.
-        owner: the `TrainStep` whose state is loaded, if given.
-        sampler: the sampler whose position in the data is loaded, if given.
-        stage: the stage that the run continues or begins; None = the run has no stages.
-        chosen_by: names of the options that determine the training rows, for errors.
-
-    Raises:
-        ValueError: for a checkpoint of another run.
+    Raises ValueError unless the checkpoint has `facts` and a position in the same data, which the
+    options `chosen_by` determine. If the checkpoint ends the stage before `stage`, the data and the
+    rotary embedding may differ.
     """
     # On one rank: a slow file system may show another one, or none, to another rank.
     newest = run_on_first_rank(lambda: latest(get_checkpoint_dir(args)))
     if newest is None:
         return 0
     saved_facts = run_on_first_rank(lambda: read_manifest(newest).facts)
-    begins_stage = stage is not None and stage.is_previous_stage(
-        saved_facts.step, saved_facts.extra.get("stage")
-    )
+    saved_stage = saved_facts.extra.get("stage")
+    begins_stage = stage.is_previous_stage(saved_facts.step, saved_stage)
+    rotary: AbstractContextManager[None] = nullcontext()
+    if begins_stage and saved_facts.config is not None and isinstance(model, Decoder):
+        rotary = patch_attributes(model, config=replace_rotary(model.config, saved_facts.config))
     with (
-        use_rotary(saved_facts.config, model) if begins_stage else nullcontext(),
+        rotary,  # of the stage before, which the checkpoint has
         show_progress(f"loading {newest.name}", unit="B") as report,
     ):
-        extra = load(newest, model, optimizer, progress=report)
+        extra = load(newest, model, optimizers, progress=report)
     if not {"step", *facts} <= extra.keys():
         raise ValueError(f"--run-dir ({newest}) must be this script's: use another one")
     for name, value in facts.items():
@@ -75,39 +69,16 @@ def resume(
                 f"{name} ({value}) must be {extra[name]} as in {newest}, which this run would "
                 "continue: use that, or another --run-dir"
             )
-    if owner is not None:
-        owner.load_state_dict(extra)
-    if sampler is not None:
-        try:
-            sampler.load_state_dict(extra.get("data", {}))
-        except ValueError as error:
-            if begins_stage:  # with data or rows of another length, which begin at the beginning
-                return int(extra["step"])
+    owner.load_state_dict(extra)
+    try:
+        sampler.load_state_dict(extra.get("data", {}))
+    except ValueError as error:
+        if not begins_stage:  # else with data or rows of another length, from the beginning
             raise ValueError(
                 f"{chosen_by} must be as in {newest}, which this run would continue ({error}): use "
                 "those, or another --run-dir"
             ) from None
     return int(extra["step"])
-
-
-@contextmanager
-def use_rotary(
-    config_fields: Mapping[str, object] | None, model: torch.nn.Module
-) -> Iterator[None]:
-    """Return a context in which a `Decoder` has the rotary embedding of another config.
-
-    `config_fields` are the fields of the other config. With None, or with a model of another class,
-    the model does not change.
-    """
-    if config_fields is None or not isinstance(model, Decoder):
-        yield
-        return
-    config = model.config
-    model.config = replace_rotary(config, config_fields)
-    try:
-        yield
-    finally:
-        model.config = config
 
 
 def read_latest_step(args: RunConfig) -> int:
@@ -154,7 +125,6 @@ def print_option_changes(args: RunConfig, toml: str) -> None:
     path = args.run_dir / CONFIG
 
     def compare() -> None:
-        """Print the options that changed, if a checkpoint and an older config.toml exist."""
         if not path.exists() or latest(get_checkpoint_dir(args)) is None:
             return
         try:

@@ -67,7 +67,6 @@ class SpikeStreak:
         self._record_loss(metrics["loss"])
 
     def _record_loss(self, loss: float) -> None:
-        """Add a loss to the losses from which the limit for spikes is computed."""
         self._losses.record_norm(torch.tensor(loss, dtype=torch.float64, device="cpu"))
 
 
@@ -110,30 +109,24 @@ def read_history(args: RunConfig, step: int) -> tuple[list[list[int]], list[floa
 
 
 def roll_back(args: RunConfig, spikes: SpikeStreak, left_out: LeftOut) -> None:
-    """Write which batches the next start from the last checkpoint leaves out. Collective.
-
-    Raises DivergedError on every rank after `MAX_ROLLBACKS` rollbacks to this checkpoint.
-    """
+    """Write which batches the next start from the last checkpoint leaves out. Collective."""
     last = spikes.last_step
     numbers = [left_out.find_batch(step) for step in (last - spikes.length + 1, last)]
-    run_on_first_rank(lambda: write_left_out(args, read_latest_step(args), numbers))
-
-
-def write_left_out(args: RunConfig, step: int, numbers: list[int]) -> None:
-    """Write `numbers`, the first and last batch to skip, to a step's line in metrics.jsonl.
-
-    Raises DivergedError after `MAX_ROLLBACKS` rollbacks to this step, or without this line.
-    """
     path = Path(args.run_dir, METRICS)
-    lines, _ = read_metrics(path)
-    all_ranges = (line.setdefault(LEFT_OUT, []) for line in lines if line["step"] == step)
-    ranges = next(all_ranges, None)
-    if ranges is None or len(ranges) >= MAX_ROLLBACKS:
-        raise DivergedError(
-            f"spikes must end after {MAX_ROLLBACKS} rollbacks to step {step}, whose line {path} "
-            "must have: lower --lr, or raise --skip-spikes-factor"
-        )
-    ranges.append(numbers)
-    write_metrics(path, lines)
-    batches = " to ".join(map(str, numbers))
-    print(f"rollback to step {step} because of spikes: leaving out batches {batches}", flush=True)
+
+    def write_left_out() -> None:
+        step, (lines, _) = read_latest_step(args), read_metrics(path)
+        all_ranges = (line.setdefault(LEFT_OUT, []) for line in lines if line["step"] == step)
+        ranges = next(all_ranges, None)
+        if ranges is None or len(ranges) >= MAX_ROLLBACKS:
+            raise DivergedError(
+                f"spikes must end after {MAX_ROLLBACKS} rollbacks to step {step}, whose line "
+                f"{path} must have: lower --lr, or raise --skip-spikes-factor"
+            )
+        ranges.append(numbers)
+        write_metrics(path, lines)
+        batches = " to ".join(map(str, numbers))
+        text = f"rollback to step {step} because of spikes: leaving out batches {batches}"
+        print(text, flush=True)
+
+    run_on_first_rank(write_left_out)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moecore.base.fields import CheckedRecord
-from moecore.packing.corpus.files import strip_line
+from moecore.packing.corpus.files import BLANKS
 from moecore.recipes.files import format_option, is_dataset, open_dataset, read_text
 
 RowFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text"]
@@ -131,7 +131,7 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
                 yield Row(f"{name} row {number}", _remove_none(row))
         elif path.suffix == ".jsonl":
             for number, line in enumerate(read_text(path, option).split("\n"), start=1):
-                if text := strip_line(line):
+                if text := line.strip(BLANKS):
                     yield Row(f"{name} line {number}", text)
         else:
             yield Row(name, {"text": read_text(path, option)})
@@ -140,12 +140,7 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
 def convert_to_form(
     columns: dict[str, Any], row_format: RowFormat, location: str
 ) -> dict[str, Any]:
-    """Return a row's columns in a form of chat.py, such as {"messages": .., "tools": ..}.
-
-    `row_format` "auto" selects the format by the names of the columns, and returns columns of an
-    unknown format unchanged. Error texts begin with `location`, the location of the row in its
-    file.
-    """
+    """Return a row's columns in a form of chat.py, or unchanged if "auto" finds no format."""
     formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
     kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)
     if kind is None and row_format != "auto":
@@ -157,14 +152,19 @@ def convert_to_form(
         messages = [*_make_system_message(columns), *_as_list(columns["conversations"], location)]
         return {"messages": [normalize_message(m) for m in messages], "tools": parse_tools(columns)}
     if kind == "alpaca":
-        return {"messages": list(_make_alpaca_messages(columns, location))}
+        pairs = _as_list(columns.get("history") or [], location)
+        request = "\n".join(filter(None, (columns["instruction"], columns.get("input"))))
+        messages = _make_system_message(columns)
+        for question, answer in (*pairs, (request, columns["output"])):
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": answer})
+        return {"messages": messages}
     if kind == "messages" and isinstance(columns["messages"], list):
         messages = [normalize_message(m) for m in columns["messages"]]
         return {"messages": messages, "tools": parse_tools(columns)}
     if kind == "completion":
-        return {name: columns[name] for name in ("prompt", "completion")} | {
-            "tools": parse_tools(columns)
-        }
+        pair = {name: columns[name] for name in ("prompt", "completion")}
+        return pair | {"tools": parse_tools(columns)}
     return {name: columns[name] for name in FORMATS["text"]} if kind == "text" else columns
 
 
@@ -179,16 +179,6 @@ def _make_system_message(columns: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a list with the system message of a row, or an empty list."""
     system = columns.get("system")
     return [{"role": "system", "content": system}] if system else []
-
-
-def _make_alpaca_messages(columns: dict[str, Any], location: str) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a row of format alpaca; errors begin with `location`."""
-    pairs = _as_list(columns.get("history") or [], location)
-    request = "\n".join(filter(None, (columns["instruction"], columns.get("input"))))
-    yield from _make_system_message(columns)
-    for request_text, answer in (*pairs, (request, columns["output"])):
-        yield {"role": "user", "content": request_text}
-        yield {"role": "assistant", "content": answer}
 
 
 def normalize_message(message: Any) -> Any:

@@ -48,7 +48,6 @@ class LearningRateSchedule(CheckedRecord):
     min_lr_ratio: Share = 0.1
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if self.warmup_steps is not None and self.warmup_tokens is not None:
             yield "warmup_tokens", f"be None with warmup_steps ({self.warmup_steps}): drop one"
         if self.decay_steps is not None and self.lr_schedule != "wsd":
@@ -57,13 +56,13 @@ class LearningRateSchedule(CheckedRecord):
     def compute_factor(
         self, step: int, *, num_steps: int, count_steps: Callable[[int], int]
     ) -> float:
-        """Return the learning rate of step `step` divided by the peak rate.
-
-        `num_steps` is the number of steps that the schedule covers, unless `schedule_steps` is set.
-        `count_steps` returns the number of steps that read a number of tokens.
-        """
+        """Return a step's learning rate over the peak; `count_steps` converts tokens to steps."""
         total = self.schedule_steps or num_steps
-        warmup = self._count_warmup_steps(total, count_steps)
+        warmup = self.warmup_steps
+        if self.warmup_tokens is not None:
+            warmup = count_steps(self.warmup_tokens)
+        elif warmup is None:
+            warmup = max(1, round(0.05 * total), min(self.min_warmup_steps, total // 3))
         if step <= warmup:
             return step / warmup
         if self.lr_schedule == "constant":
@@ -74,14 +73,6 @@ class LearningRateSchedule(CheckedRecord):
             begin = max(warmup, total - (self.decay_steps or max(1, round(0.1 * total))))
         share = min(1.0, max(0, step - begin) / max(1, total - begin))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * SHAPES[shape](share)
-
-    def _count_warmup_steps(self, num_steps: int, count_steps: Callable[[int], int]) -> int:
-        """Return how many of `num_steps` are warm-up; `count_steps` converts tokens to steps."""
-        if self.warmup_tokens is not None:
-            return count_steps(self.warmup_tokens)
-        if self.warmup_steps is None:
-            return max(1, round(0.05 * num_steps), min(self.min_warmup_steps, num_steps // 3))
-        return self.warmup_steps
 
 
 def is_due(step: int, *, every: int, last_step: int) -> bool:
@@ -108,22 +99,15 @@ class BatchRamp(CheckedRecord):
     ramp_tokens: NumTokens | None = None
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         names = ("ramp_start", "ramp_increment", "ramp_tokens")
         missing = [name for name in names if getattr(self, name) is None]
         names_set = ", ".join(name for name in names if name not in missing)
         if missing and names_set:
-            yield (
-                missing[0],
-                f"be given with {names_set}: give all three options of [batch] or none",
-            )
+            rule = f"be given with {names_set}: give all three options of [batch] or none"
+            yield missing[0], rule
 
     def check_multiples(self, *, rows: int, micro_batch_rows: int) -> None:
-        """Raise ValueError unless all sizes of the ramp are multiples of `micro_batch_rows`.
-
-        `micro_batch_rows` is the number of rows of a micro-batch over all data ranks. `rows` is the
-        number of rows of a step after the ramp, which increments must reach exactly.
-        """
+        """Raise ValueError unless increments of whole micro-batches reach `rows` exactly."""
         if self.ramp_start is None or self.ramp_increment is None:
             return
         for name in ("ramp_start", "ramp_increment"):
@@ -182,11 +166,7 @@ class StepSizes:
 def iterate_equal_steps(
     ramp: BatchRamp, *, first_step: int, rows: int, seq_len: int, tokens_before: int
 ) -> Iterator[EqualSteps]:
-    """Yield the ranges of steps with equal rows, from step `first_step` on.
-
-    `rows` is the number of rows of a step after the ramp, and `seq_len` the number of tokens of a
-    row. `tokens_before` is the number of tokens that the run reads before step `first_step`.
-    """
+    """Yield the ranges of steps with equal rows; `rows` is their number after the ramp."""
     if ramp.ramp_start is None or ramp.ramp_increment is None or ramp.ramp_tokens is None:
         yield EqualSteps(first_step, rows, seq_len)
         return
@@ -215,44 +195,27 @@ Options = Mapping[str, Any]  # of a TOML file
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageLength(CheckedRecord):
-    """The name and the length of a stage.
+    """The name and the length of a stage."""
 
-    Attributes:
-        name: name in checkpoints and messages.
-        steps: number of optimizer steps; None = `tokens` sets the length.
-        tokens: tokens of all ranks, including padding, rounded up to full steps.
-    """
-
-    name: str
-    steps: Count | None = None
-    tokens: NumTokens | None = None
+    name: str  # in checkpoints and messages
+    steps: Count | None = None  # optimizer steps; None = `tokens` sets the length
+    tokens: NumTokens | None = None  # of all ranks, with padding, rounded up to full steps
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if (self.steps is None) == (self.tokens is None):
             yield "steps", f"be given without tokens ({self.tokens}), or tokens alone: give one"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingStage:
-    """A stage of a run, with its range of steps and their sizes.
+    """A stage of a run, with its range of steps and their sizes."""
 
-    Attributes:
-        name: name of the stage; "" = the run has no stages.
-        begin: number of steps of the stages before this stage.
-        end: the number of its last step.
-        last: the number of the run's last step.
-        has_schedule: True = the learning rate follows a schedule over the steps of this stage;
-            False = the run's schedule covers all steps of the run.
-        sizes: rows and tokens of the run's steps up to this stage's end.
-    """
-
-    name: str
-    begin: int
-    end: int
-    last: int
-    has_schedule: bool
-    sizes: StepSizes
+    name: str  # "" = the run has no stages
+    begin: int  # number of steps of the stages before this stage
+    end: int  # the number of its last step
+    last: int  # the number of the run's last step
+    has_schedule: bool  # the learning rate follows a schedule over this stage, not over the run
+    sizes: StepSizes  # of the run's steps up to this stage's end
 
     def compute_rate_factor(self, schedule: LearningRateSchedule, step: int) -> float:
         """Return the learning rate of step `step` under `schedule`, divided by the peak."""
@@ -277,11 +240,7 @@ class TrainingStage:
         }
 
     def is_previous_stage(self, step: int, saved_name: str | None) -> bool:
-        """Return whether a checkpoint of the stage `saved_name` ends the stage before this stage.
-
-        The result is False for this stage's own checkpoint. `step` is the checkpoint's step.
-        ValueError for a checkpoint of another stage whose step is not `begin`.
-        """
+        """Return whether this checkpoint ends the stage before; ValueError for another stage's."""
         if (saved_name or "") == self.name:
             return False
         if step != self.begin:
@@ -369,11 +328,7 @@ def plan_stage(
     rows: int,
     ramp: BatchRamp = NO_RAMP,
 ) -> TrainingStage:
-    """Return the stage with options `args` that begins after step `start`.
-
-    `table` is the stage's TOML table, {} for a run without stages. `step_sizes` are the sizes of
-    earlier steps. `rows` is the number of rows of a step after `ramp`.
-    """
+    """Return the stage that begins after step `start`; `table` is its TOML table, or {}."""
     tokens = step_sizes.count_tokens_through(start)
     parts = iterate_equal_steps(
         ramp, first_step=start + 1, rows=rows, seq_len=args.seq_len, tokens_before=tokens

@@ -71,7 +71,6 @@ class PhaseTimer:
 
             @wraps(function)
             def call(*args: Any, **kwargs: Any) -> Any:
-                """Call `function`; record when it began and ended if the phase waits for it."""
                 if not is_waiting():
                     return function(*args, **kwargs)
                 began = Moment(device)
@@ -111,9 +110,8 @@ class Stragglers:
         """All-gather phase times; return fp32 seconds [ranks, phases], or None without times."""
         if self.times is None:
             return None
-        times_P = copy_to_device(
-            torch.tensor(self.times, dtype=torch.float32, device=CPU), self._device
-        )
+        times_P = torch.tensor(self.times, dtype=torch.float32, device=CPU)
+        times_P = copy_to_device(times_P, self._device)
         self.times, times_of_ranks = None, times_P.new_empty(dist.get_world_size() * len(PHASES))
         all_gather_single(times_of_ranks, times_P)
         return times_of_ranks.view(-1, len(PHASES))
@@ -122,15 +120,12 @@ class Stragglers:
         """Return one line for each rank that is slow in `NUM_IN_A_ROW` measurements.
 
         The line names the phase with the largest excess: a host that is late in one phase also
-        launches the kernels of the next phase late. The line is repeated only after a measurement
-        in which the rank was not slow in this phase.
+        launches the kernels of the next phase late.
         """
         medians_P = [median_low(times_R) for times_R in zip(*times_RP, strict=True)]
         limit, lines = THRESHOLDS[self._device.type] * sum(medians_P), list[str]()
         for rank, times_P in enumerate(times_RP):
-            excess_P = [
-                seconds - median for seconds, median in zip(times_P, medians_P, strict=True)
-            ]
+            excess_P = [time - median for time, median in zip(times_P, medians_P, strict=True)]
             largest = max(excess_P)
             for phase, excess, median in zip(PHASES, excess_P, medians_P, strict=True):
                 is_slow = excess == largest > limit

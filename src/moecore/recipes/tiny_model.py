@@ -47,24 +47,24 @@ TEMPLATE = """\
 
 def write_tiny_model(out: Path, **sizes: int) -> None:
     """Write a model, a tokenizer, chats and pairs to a new directory; `sizes`: config fields."""
-    check_path_is_new(out)
     pairs = list(islice(iterate_questions(), NUM_QUESTIONS))
     tokenizer = make_tokenizer(pairs)
     make_model(tokenizer, **sizes).save_pretrained(out)
     tokenizer.save_pretrained(out)
     _write_lines(out / CHATS, ({"messages": chat} for chat in _make_chats(pairs)))
-    _write_lines(out / PAIRS, _make_preferences(pairs))
+    preferences = [
+        {
+            "prompt": [{"role": "user", "content": question}],
+            "chosen": [{"role": "assistant", "content": answer}],
+            "rejected": [{"role": "assistant", "content": " ".join(answer.split()[::-1])}],
+        }
+        for question, answer in pairs
+    ]
+    _write_lines(out / PAIRS, preferences)
 
 
 def _write_lines(file: Path, rows: Iterable[object]) -> None:
-    """Write each row as a line of JSON to `file`."""
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-
-
-def check_path_is_new(out: Path) -> None:
-    """Raise ValueError if a path exists."""
-    if os.path.lexists(out):
-        raise ValueError(f"OUT ({out}) must not exist yet: choose another, or remove it")
 
 
 def iterate_questions() -> Iterator[tuple[str, str]]:
@@ -91,16 +91,6 @@ def _make_chats(pairs: list[tuple[str, str]]) -> Iterator[list[dict[str, str]]]:
             for role, content in zip(("user", "assistant"), pair, strict=True)
         ]
         first += count
-
-
-def _make_preferences(pairs: list[tuple[str, str]]) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Yield {"prompt", "chosen", "rejected"} of `pairs`; rejected answers have reversed words."""
-    for question, answer in pairs:
-        yield {
-            "prompt": [{"role": "user", "content": question}],
-            "chosen": [{"role": "assistant", "content": answer}],
-            "rejected": [{"role": "assistant", "content": " ".join(answer.split()[::-1])}],
-        }
 
 
 def make_tokenizer(pairs: list[tuple[str, str]]) -> Any:
@@ -178,10 +168,9 @@ def reward_sum(
     A correct first digit adds 0.5. A completion of exactly one digit adds 0.5. `sum` has the
     correct sum of each prompt.
     """
-    pairs = zip(completions, sum, strict=True)
     return [
         ((text[:1] == str(right)) + (len(text) == 1 and text.isdigit())) / 2
-        for text, right in pairs
+        for text, right in zip(completions, sum, strict=True)
     ]
 
 
@@ -201,7 +190,8 @@ class TinyModelConfig:
 def run_tiny_model(args: TinyModelConfig) -> int:
     """Write a tiny model and data for it to `args.out`; return 0."""
     out = args.out
-    check_path_is_new(out)
+    if os.path.lexists(out):
+        raise ValueError(f"OUT ({out}) must not exist yet: choose another, or remove it")
     if args.task == "sums":
         write_sums_model(out)
         print(f"{out} has a tiny Qwen3-MoE, {out / PROMPTS} sums to train it on")

@@ -16,7 +16,6 @@ step. docs/performance.md has the speed of this command:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,13 +59,11 @@ class TrainConfig(PretrainConfig):
 parse_arguments = partial(parse, TrainConfig, prog="moecore train")
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run `moecore train` with the words of a command line; return the exit status."""
-    return run_command(
-        parse_arguments, words, run_rank=run_rank, check=check_stages, dry_run=dry_run_stages
-    )
-
-
 def run_rank(args: PretrainConfig) -> int:
     """Train and save on this rank; return the exit status."""
     return run(args, build_job, resolve_stages)
+
+
+main = partial(
+    run_command, parse_arguments, run_rank=run_rank, check=check_stages, dry_run=dry_run_stages
+)

@@ -45,10 +45,7 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
 
 
 def check_expert_ids(tensor_name: str, ids_TK: Tensor, config: MoEConfig) -> None:
-    """Raise ValueError unless each token has distinct expert ids, or -1, in `ids_TK`. Host sync.
-
-    `tensor_name` names the tensor in error texts. `config` is the layer's config.
-    """
+    """Raise ValueError unless each token has distinct expert ids, or -1, in `ids_TK`. Host sync."""
     K, E = config.choices_per_token, config.num_candidates
     if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
         raise ValueError(
@@ -82,10 +79,7 @@ def check_expert_ids(tensor_name: str, ids_TK: Tensor, config: MoEConfig) -> Non
 def check_weights(
     weights: Mapping[str, Sequence[Tensor]], choices: Mapping[str, Sequence[Tensor]]
 ) -> None:
-    """Raise ValueError unless each recorded expert id has a finite weight >= 0. Host sync.
-
-    Both arguments map a layer name to one [tokens, experts per token] tensor per forward.
-    """
+    """Raise ValueError unless each recorded expert id has a finite weight >= 0. Host sync."""
     counts = [{name: len(entries) for name, entries in of.items()} for of in (weights, choices)]
     if counts[0] != counts[1]:
         raise ValueError(
@@ -98,11 +92,7 @@ def check_weights(
 
 
 def check_entry_weights(tensor_name: str, weights_TK: Tensor, ids_TK: Tensor) -> None:
-    """Raise ValueError unless weights are finite and >= 0 for each id that is not -1. Host sync.
-
-    Weights must be floating point, with the shape of the ids. `tensor_name` names the weights in
-    errors.
-    """
+    """Raise ValueError unless weights are finite and >= 0 for each id that is not -1. Host sync."""
     if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
         raise ValueError(
             f"{tensor_name} ({weights_TK.dtype} {tuple(weights_TK.shape)}) must be floating "
@@ -161,11 +151,9 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
 def convert_from_engine_indices(
     indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
 ) -> dict[str, Tensor]:
-    """Convert an inference engine's expert ids to this rank's {layer name: int32 ids [T, K]}.
+    """Convert an engine's expert ids (-1 = no choice) to this rank's {layer name: int32 [T, K]}.
 
-    `indices_BSLK` has the engine's ids by sequence, token, layer and choice; -1 = no choice.
-    `engine_layers` names each of the engine's layers; None skips a layer. ValueError if an argument
-    is invalid.
+    `engine_layers` names each of the engine's layers; None skips a layer.
     """
     ids_BSLK = indices_BSLK
     try:
@@ -209,11 +197,7 @@ def convert_from_engine_indices(
 def convert_to_engine_indices(
     choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer], batch_size: int
 ) -> list[Tensor]:
-    """Return each recorded forward's expert ids, int32 [B, S, L, K]. Collective over tp and cp.
-
-    The dims are sequences, tokens, layers and experts per token. `choices` maps a layer name to
-    this rank's ids [tokens, K] per forward. `batch_size` is B.
-    """
+    """Return each recorded forward's ids, int32 [B, S, L, K]. Collective over tp and cp."""
     check_choices(choices, layers)
     forwards = {name: len(choices[name]) for name in layers}
     if len(set(forwards.values())) > 1:
@@ -249,5 +233,4 @@ def _make_micro_batch(groups: BalanceGroups, num_sequences: int) -> MicroBatch:
 
 
 def _quote_names(names: Mapping[str, Any]) -> str:
-    """Return names in quotes, separated by commas."""
     return ", ".join(repr(name) for name in names)

@@ -23,17 +23,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.failures import publish_errors, share_call_errors, share_errors
-from moecore.base.fields import Count, check_arguments, quote
+from moecore.base.fields import Count, check_arguments
 from moecore.base.rank_checks import check_equal
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.fsdp.progress import check_grad_enabled
 from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.rl.invariance import check_batch_invariance, use_batch_invariance
 from moecore.rl.micro_batches import RolloutRow, RowLimits, assign_sequences, build_row
-from moecore.rl.objectives import Mean, Objective
+from moecore.rl.objectives import Objective, check_losses
 from moecore.rl.rollouts import PER_TOKEN, Rollouts
 from moecore.rl.routes import RoutedLayers
-from moecore.rl.totals import Totals, gather_totals, sum_over_data_ranks
+from moecore.rl.totals import (
+    Totals,
+    check_token_ids,
+    compute_shares,
+    compute_totals,
+    gather_totals,
+    sum_over_data_ranks,
+)
 from moecore.train.memory.training_offload import PartOrAll, TrainingOffload
 from moecore.train.step import TrainStep
 
@@ -43,32 +50,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
-    """Log-probabilities, entropies and routes of the tokens of rollouts; on the device, detached.
+    """Values of the tokens of rollouts, on the device and detached; None = not requested."""
 
-    Attributes:
-        log_probs_N: fp32 [N], of each response token given the tokens before it; 0 elsewhere.
-        entropy_N: fp32 [N], of each response token's distribution, in nats; None = not requested.
-        routes_NLK: int32 [N, L, K], each token's experts in each MoE layer; None = not requested.
-    """
-
-    log_probs_N: Tensor
-    entropy_N: Tensor | None
-    routes_NLK: Tensor | None = None
+    log_probs_N: Tensor  # fp32, of response tokens given the tokens before them; 0 elsewhere
+    entropy_N: Tensor | None  # fp32, of each response token's distribution, in nats
+    routes_NLK: Tensor | None = None  # int32, each token's experts in each MoE layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveResult:
-    """Result of `Engine.forward_backward`.
+    """Result of `Engine.forward_backward`."""
 
-    Attributes:
-        loss: fp32 scalar, the objective's mean over the global batch, equal on every rank.
-        scores: of this data-parallel rank's tokens, by the policy of this forward.
-        num_micro_batches: of each rank.
-    """
-
-    loss: Tensor
-    scores: TokenScores
-    num_micro_batches: int
+    loss: Tensor  # fp32 scalar, the mean over the global batch, equal on every rank
+    scores: TokenScores  # of this data-parallel rank's tokens, by the policy of this forward
+    num_micro_batches: int  # of each rank
 
 
 class Engine:
@@ -146,7 +141,8 @@ class Engine:
         check_equal({"reference is None": reference is None}, self._meshes.device_type)
         self._reference = None if reference is None else TrainStep(reference)
         steps = [step, *filter(None, [self._reference])]
-        sizes = [_get_vocab_size(part.model) for part in steps]
+        states = [(part.model, get_parallel_state(part.model)) for part in steps]
+        sizes = [of.request.family.get_vocab_size(part) for part, of in states if of is not None]
         self._vocab_size = min(filter(None, sizes), default=None)
         self._offloads = [TrainingOffload(part.model, part.optimizers) for part in steps]
 
@@ -223,7 +219,7 @@ class Engine:
             number = self.step.num_micro_batches = totals.num_micro_batches
             is_mean = self._request.loss == "mean"
             factor = number * self._meshes.data_ranks if is_mean else 1
-            shares_N = _compute_shares(rollouts, objective.mean, totals, factor)
+            shares_N = compute_shares(rollouts, objective.mean, totals, factor)
             shares_N = shares_N.to(self._meshes.device)
             scores = self._make_empty_scores(rollouts, objective.entropy)
             micro_batches = [
@@ -305,11 +301,7 @@ class Engine:
         entropy: bool,
         routes: bool = False,
     ) -> tuple[list[RolloutRow], Totals]:
-        """Check rollouts; return this rank's packed rows and the global totals. Collective.
-
-        `objective` determines which fields are required; None = log-probabilities only. `entropy`
-        and `routes` = the caller requests entropies and routes.
-        """
+        """Check rollouts; return this rank's packed rows and the global totals. Collective."""
         with self._raise_on_all_ranks("rollouts"):
             for name in () if objective is None else objective.needs:
                 if getattr(rollouts, name) is None:
@@ -317,12 +309,12 @@ class Engine:
                         f"Rollouts.{name} (None) must be given for {type(objective).__name__}: "
                         "pass rollouts.replace(...)"
                     )
-            _check_token_ids(rollouts.tokens_N, self._vocab_size)
+            check_token_ids(rollouts.tokens_N, self._vocab_size)
             if routes or rollouts.routes_NLK is not None:
                 self._layers.check_routes(rollouts)
             group_size = 1 if objective is None else objective.group_size
             assignments = assign_sequences(rollouts, self._limits, group_size)
-            local_totals = _compute_totals(rollouts, len(assignments), group_size)
+            local_totals = compute_totals(rollouts, len(assignments), group_size)
         global_entries: dict[str, Any] = {"the objective": type(objective).__name__}
         global_entries["entropy"] = entropy
         for name in getattr(objective, "__dataclass_fields__", ()):
@@ -360,7 +352,6 @@ class Engine:
         """
 
         def loss(log_probs_BT: Tensor, entropy_BT: Tensor | None) -> Tensor:
-            """Write the row's log-probabilities to `scores`; return the row's part of the loss."""
             log_probs_N = row.scatter_to_tokens(log_probs_BT)
             entropy_N = None if entropy_BT is None else row.scatter_to_tokens(entropy_BT)
             scores.log_probs_N[row.token_idx_N] = log_probs_N.detach()
@@ -369,7 +360,7 @@ class Engine:
             if objective is None or shares_N is None:
                 return log_probs_N.new_zeros(())
             loss_N = objective(log_probs_N, entropy_N, row.rollouts)
-            _check_losses(type(objective).__name__, loss_N, log_probs_N)
+            check_losses(type(objective).__name__, loss_N, log_probs_N)
             # Tokens outside of responses and tokens of weight 0 have a share of 0.
             return (loss_N.where(shares_N > 0, 0) * shares_N).sum()
 
@@ -383,7 +374,6 @@ class Engine:
         return inputs | {"log_prob_loss": log_prob_loss}
 
     def _make_empty_scores(self, rollouts: Rollouts, entropy: bool) -> TokenScores:
-        """Return scores of zeros for the tokens of rollouts, with entropies if `entropy`."""
         zeros_N = torch.zeros_like(rollouts.tokens_N, dtype=torch.float32).to(self._meshes.device)
         return TokenScores(log_probs_N=zeros_N, entropy_N=zeros_N.clone() if entropy else None)
 
@@ -394,105 +384,3 @@ class Engine:
                 if numbers_N is not None:
                     dist.all_reduce(numbers_N, group=self._pipeline.groups[0])
         return scores
-
-
-def _get_vocab_size(model: nn.Module) -> int | None:
-    """Return the vocabulary size of a parallelized model; None if it is not known."""
-    state = get_parallel_state(model)
-    return None if state is None else state.request.family.get_vocab_size(model)
-
-
-def _check_token_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
-    """Raise ValueError for a token id that is negative or >= `vocab_size` (None = not known)."""
-    if not len(tokens_N):
-        return
-    min_id, max_id = (int(x) for x in tokens_N.aminmax())
-    if min_id < 0 or (vocab_size is not None and max_id >= vocab_size):
-        raise ValueError(
-            f"Rollouts.tokens_N ({min_id} to {max_id}) must be in [0, vocab_size {vocab_size}): "
-            "use the tokenizer of this model"
-        )
-
-
-def _check_losses(objective: str, loss_N: object, log_probs_N: Tensor) -> None:
-    """Raise ValueError unless `objective` returned a differentiable loss `loss_N` per token."""
-    if not isinstance(loss_N, Tensor):
-        raise ValueError(
-            f"{objective} returned {quote(loss_N)}, which must be a tensor: return a loss per token"
-        )
-    if loss_N.shape != log_probs_N.shape:
-        raise ValueError(
-            f"{objective} returned {tuple(loss_N.shape)}, which must be one loss per token "
-            f"{tuple(log_probs_N.shape)}: means are taken by the engine"
-        )
-    if not loss_N.is_floating_point() or loss_N.device != log_probs_N.device:
-        raise ValueError(
-            f"{objective} returned {loss_N.dtype} on {loss_N.device}, which must be floating "
-            f"on {log_probs_N.device}: compute losses from log_probs_N"
-        )
-    if log_probs_N.requires_grad and not loss_N.requires_grad:
-        raise ValueError(
-            f"{objective} returned losses without a gradient, which must depend on "
-            "log_probs_N or entropy_N: do not detach them"
-        )
-
-
-def _compute_weights(rollouts: Rollouts) -> Tensor:
-    """Return each token's weight in a mean of losses, fp64 [N] on the CPU; 0 outside responses."""
-    mask_N = rollouts.response_mask_N.cpu()
-    weights_N = rollouts.weights_N
-    unit_weights_N = torch.ones_like(mask_N, dtype=torch.float64)
-    return (unit_weights_N if weights_N is None else weights_N.cpu().double()).where(mask_N, 0)
-
-
-def _sum_weights_by_sequence(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
-    """Return the sum of the token weights of each sequence, fp64 [sequences]."""
-    sums_n = weights_N.new_zeros(rollouts.num_sequences)
-    return sums_n.index_add(0, rollouts.sequence_N.cpu(), weights_N)
-
-
-def _compute_totals(rollouts: Rollouts, num_micro_batches: int, group_size: int) -> Totals:
-    """Return the totals of this rank's rollouts; ValueError for invalid values or weights.
-
-    Values of responses must be finite, and weights >= 0. With `group_size` > 1, each sequence must
-    have a positive weight.
-    """
-    for name in PER_TOKEN:
-        value_N = getattr(rollouts, name)
-        if value_N is None:
-            continue
-        mask_N = rollouts.response_mask_N.to(value_N.device)
-        # In fp32, in which objectives read them: 1e308 of fp64 is infinite there.
-        if not bool((value_N.float().isfinite() | ~mask_N).all()):
-            raise ValueError(
-                f"Rollouts.{name} must be finite in responses, as fp32: leave out sequences "
-                "without numbers"
-            )
-    weights_N = _compute_weights(rollouts)
-    if bool((weights_N < 0).any()):
-        raise ValueError("Rollouts.weights_N must be >= 0 in responses: clamp them")
-    num_responses = int((_sum_weights_by_sequence(rollouts, weights_N) > 0).sum())
-    if group_size > 1 and num_responses < rollouts.num_sequences:
-        raise ValueError(
-            f"rollouts ({num_responses} responses with a weight) must have one in each sequence "
-            f"({rollouts.num_sequences}) where sequences belong together: leave pairs out"
-        )
-    return Totals(
-        num_micro_batches=num_micro_batches,
-        weight=float(weights_N.sum()),
-        num_responses=num_responses,
-    )
-
-
-def _compute_shares(rollouts: Rollouts, mean: Mean, totals: Totals, loss_factor: float) -> Tensor:
-    """Return `loss_factor` times each token's weight in the global mean of losses, fp32 [N].
-
-    `mean` is "token" or "sequence", and `totals` are the totals of the global batch.
-    """
-    weights_N = _compute_weights(rollouts)
-    if mean == "token":
-        # This order, because a factor over weights of 1e-308 overflows.
-        return (weights_N / totals.weight * loss_factor).float()
-    of_sequence_N = _sum_weights_by_sequence(rollouts, weights_N)[rollouts.sequence_N.cpu()]
-    shares_N = torch.where(weights_N > 0, weights_N / of_sequence_N, 0)
-    return (shares_N * (loss_factor / totals.num_responses)).float()

@@ -25,10 +25,7 @@ SAME_ORDER = 2  # choices: their sum is the same in either order
 
 @contextmanager
 def use_batch_invariance(layers: Mapping[str, RoutedLayer], device_type: str) -> Iterator[None]:
-    """Return a context with batch-invariant kernels on the devices of type `device_type`.
-
-    In the context, `layers` (name -> layer) add the outputs of experts in the order of choices.
-    """
+    """Return a context with batch-invariant kernels and sums of experts in choice order."""
     with ExitStack() as undo:
         undo.enter_context(batch_invariant(device_type))
         for layer in layers.values():
@@ -69,9 +66,17 @@ def _find_invariance_obstacles(
         fix = "be another one, because it adds experts where they are,"
         yield "DispatchOptions.name", "'nvlink'", fix
     for name, layer in state.layers.items():
-        yield from _find_layer_obstacles(name, layer)
-    config = getattr(model, "config", None)
-    types = getattr(config, "layer_types", None) or ()
+        config, suffix = layer.config, f"of layer {name!r}"
+        if config.capacity is not None:
+            yield f"capacity {suffix}", config.capacity, "be None, because it compares tokens,"
+        if config.assignment != "learned":
+            yield f"assignment {suffix}", repr(config.assignment), "be 'learned'"
+        if config.balance.bias_per_micro_batch:
+            yield f"bias_per_micro_batch {suffix}", True, "be False"
+        if config.router_jitter:
+            yield f"router_jitter {suffix}", config.router_jitter, "be 0"
+    model_config = getattr(model, "config", None)
+    types = getattr(model_config, "layer_types", None) or ()
     if "linear_attention" in types:
         yield "layer_types", "'linear_attention'", "have attention alone"
     for module in find_sparse_attention(model):
@@ -79,24 +84,7 @@ def _find_invariance_obstacles(
     for name, rope_type, _ in find_longest_position_readers(model):
         fix = "have angles that do not depend on the longest sequence of a row, as 'yarn' has,"
         yield f"rope_type of {name!r}", repr(rope_type), fix
-    if linear := getattr(config, "linear_attention", None):
+    if linear := getattr(model_config, "linear_attention", None):
         yield "linear_attention", linear, "be None"
-    if sparse := getattr(getattr(config, "mla", None), "sparse", None):
+    if sparse := getattr(getattr(model_config, "mla", None), "sparse", None):
         yield "mla.sparse", sparse, "be None, because keys are scored in chunks of tokens,"
-
-
-def _find_layer_obstacles(layer_name: str, layer: RoutedLayer) -> Iterator[tuple[str, Any, str]]:
-    """Yield (name, value, requirement as text) of each option that rules out batch invariance."""
-    config = layer.config
-    if config.capacity is not None:
-        yield (
-            f"capacity of layer {layer_name!r}",
-            config.capacity,
-            "be None, because it compares tokens,",
-        )
-    if config.assignment != "learned":
-        yield f"assignment of layer {layer_name!r}", repr(config.assignment), "be 'learned'"
-    if config.balance.bias_per_micro_batch:
-        yield f"bias_per_micro_batch of layer {layer_name!r}", True, "be False"
-    if config.router_jitter:
-        yield f"router_jitter of layer {layer_name!r}", config.router_jitter, "be 0"

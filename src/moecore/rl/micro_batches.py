@@ -32,17 +32,11 @@ from moecore.rl.rollouts import PER_TOKEN, Rollouts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLimits:
-    """Length limits of the row of a micro-batch.
+    """Length limits of the row of a micro-batch."""
 
-    Attributes:
-        max_tokens: maximum number of tokens of a row, before cp and tp split the row.
-        sequence_unit: each sequence is padded to a multiple of this number of tokens.
-        row_unit: each row is padded to a multiple of this number of tokens.
-    """
-
-    max_tokens: int
-    sequence_unit: int
-    row_unit: int
+    max_tokens: int  # of a row, before cp and tp split the row
+    sequence_unit: int  # each sequence is padded to a multiple of this number of tokens
+    row_unit: int  # each row is padded to a multiple of this number of tokens
 
     @classmethod
     def from_parallel(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
@@ -85,32 +79,18 @@ def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutRow:
-    """A micro-batch of rollouts as one packed row, on the device of the model.
+    """A micro-batch of rollouts as one packed row, on the device of the model."""
 
-    Attributes:
-        rollouts: the sequences of the micro-batch; values outside of responses are 0.
-        token_idx_N: int64 [N], the index of each token among the tokens of all rollouts.
-        batch: the packed row, [1, T].
-        labels_BT: int64 [1, T], the response token that each position predicts; -100 elsewhere.
-        rows_M: int64 [M], positions in the row that predict a response token.
-        tokens_M: int64 [M], the index in `rollouts` of each predicted token.
-        local_token_idx_T: int64 [T], the index in `rollouts` of the token at each position; -1 =
-            padding.
-    """
-
-    rollouts: Rollouts
-    token_idx_N: Tensor
-    batch: PackedBatch
-    labels_BT: Tensor
-    rows_M: Tensor
-    tokens_M: Tensor
-    local_token_idx_T: Tensor
+    rollouts: Rollouts  # the sequences of the micro-batch; values outside of responses are 0
+    token_idx_N: Tensor  # int64, the index of each token among the tokens of all rollouts
+    batch: PackedBatch  # the packed row, [1, T]
+    labels_BT: Tensor  # int64 [1, T], the response token that each position predicts, or -100
+    rows_M: Tensor  # int64, positions in the row that predict a response token
+    tokens_M: Tensor  # int64, the index in `rollouts` of each predicted token
+    local_token_idx_T: Tensor  # int64, the index in `rollouts` of each position; -1 = padding
 
     def scatter_to_tokens(self, values_BT: Tensor) -> Tensor:
-        """Return [N]: for each token, the value of `values_BT` at the position that predicts it.
-
-        `values_BT` is [1, T]. A token that no position predicts has the value 0.
-        """
+        """Return [N]: the value at the position of [1, T] that predicts the token, or 0."""
         values_N = values_BT.new_zeros(len(self.token_idx_N))
         return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
 
@@ -147,8 +127,14 @@ def build_row(
     batch["input_ids"] = ids_T[None]
     for name in ("input_ids", "position_ids", "padding_mask"):
         batch[name] = batch[name].to(device)
+    names = ("tokens_N", "response_mask_N", "routes_NLK", "route_weights_NLK")
+    values = {name: getattr(selection, name) for name in names}
+    changes = {name: value.to(device) for name, value in values.items() if value is not None}
+    for name in PER_TOKEN:
+        if (value_N := getattr(selection, name)) is not None:
+            changes[name] = value_N.to(device).float().where(changes["response_mask_N"], 0)
     return RolloutRow(
-        rollouts=_move_to_device(selection, device),
+        rollouts=selection.replace(**changes),
         token_idx_N=rollouts.find_token_indices(sequence_idxs).to(device),
         batch=batch,
         labels_BT=labels_T[None].to(device),
@@ -156,18 +142,3 @@ def build_row(
         tokens_M=next_T[rows_M].to(device),
         local_token_idx_T=token_idx_T.to(device),
     )
-
-
-def _move_to_device(rollouts: Rollouts, device: torch.device) -> Rollouts:
-    """Copy rollouts to `device`; values per token become fp32, and 0 outside of responses."""
-    mask_N = rollouts.response_mask_N.to(device)
-    changes = {"tokens_N": rollouts.tokens_N.to(device), "response_mask_N": mask_N}
-    for name in PER_TOKEN:
-        value_N = getattr(rollouts, name)
-        if value_N is not None:
-            changes[name] = value_N.to(device).float().where(mask_N, 0)
-    for name in ("routes_NLK", "route_weights_NLK"):
-        value_NLK = getattr(rollouts, name)
-        if value_NLK is not None:
-            changes[name] = value_NLK.to(device)
-    return rollouts.replace(**changes)

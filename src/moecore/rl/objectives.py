@@ -26,6 +26,7 @@ from moecore.base.fields import (
     PositiveOrZero,
     Rules,
     check_arguments,
+    quote,
 )
 from moecore.rl.rollouts import Rollouts
 
@@ -64,6 +65,29 @@ class Objective(Protocol):
 
         `log_probs_N` have gradients. `entropy_N` are in nats, with gradients; None = not computed.
         """
+
+
+def check_losses(objective: str, loss_N: object, log_probs_N: Tensor) -> None:
+    """Raise ValueError unless `objective` returned a differentiable loss `loss_N` per token."""
+    if not isinstance(loss_N, Tensor):
+        raise ValueError(
+            f"{objective} returned {quote(loss_N)}, which must be a tensor: return a loss per token"
+        )
+    if loss_N.shape != log_probs_N.shape:
+        raise ValueError(
+            f"{objective} returned {tuple(loss_N.shape)}, which must be one loss per token "
+            f"{tuple(log_probs_N.shape)}: means are taken by the engine"
+        )
+    if not loss_N.is_floating_point() or loss_N.device != log_probs_N.device:
+        raise ValueError(
+            f"{objective} returned {loss_N.dtype} on {loss_N.device}, which must be floating "
+            f"on {log_probs_N.device}: compute losses from log_probs_N"
+        )
+    if log_probs_N.requires_grad and not loss_N.requires_grad:
+        raise ValueError(
+            f"{objective} returned losses without a gradient, which must depend on "
+            "log_probs_N or entropy_N: do not detach them"
+        )
 
 
 def estimate_kl(
@@ -242,7 +266,6 @@ class OwnObjective(CheckedRecord):
     group_size: Count = 1
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule."""
         field_names = Rollouts.__dataclass_fields__
         if any(name not in field_names for name in self.needs):
             yield "needs", f"be fields of Rollouts ({', '.join(field_names)}): name those"

@@ -13,7 +13,7 @@ Legend: T tokens of this rank, K experts per token, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -169,15 +169,35 @@ class RouterReplay:
                 entry is selected.
         """
         arguments = locals()
-        with self._raise_errors_on_all_ranks():
+        group = next(iter(self.layers.values())).tracker.groups.global_batch
+        with nullcontext() if group is None else share_errors(group):
             check_arguments(RouterReplay.replay, arguments)
             check_choices(choices, self.layers)
             if weights is not None:
                 check_weights(weights, choices)
-            self._check_unrecorded(unrecorded)
+            for name, layer in self.layers.items():
+                if unrecorded == "route" and layer.config.assignment == "expert_choice":
+                    raise NotImplementedError(
+                        f"unrecorded ('route') must be 'drop' for layer {name!r}, where experts "
+                        "choose and a row of -1 is a choice: leave it out with RouterReplay(model, "
+                        "layers=...)"
+                    )
             check_no_active_tapes(self._routers)
-        records = _copy_choices_to_devices(choices, self.layers)
-        device_weights = None if weights is None else _copy_weights_to_devices(weights, records)
+        records: Choices = {}
+        for name, layer in self.layers.items():
+            to = (layer.get_part("router").weight.device, torch.int32)
+            records[name] = [ids.to(*to, copy=True).contiguous() for ids in choices[name]]
+        device_weights: dict[str, list[Tensor]] | None = None
+        if weights is not None:  # 0 for an id -1, and -1 in a row whose ids are all -1
+            device_weights = {
+                name: [
+                    weights_TK.to(ids.device, torch.float32)
+                    .masked_fill(ids < 0, 0)
+                    .masked_fill((ids < 0).all(1, keepdim=True), -1)
+                    for weights_TK, ids in zip(weights[name], every, strict=True)
+                ]
+                for name, every in records.items()
+            }
         run = TapeReplay(
             self.model, self._routers, records, device_weights, fills_missing=unrecorded == "route"
         )
@@ -190,12 +210,6 @@ class RouterReplay:
             run.end_replay()
         if strict:
             run.check_complete()
-
-    def _raise_errors_on_all_ranks(self) -> AbstractContextManager[None]:
-        """Return a context whose errors are raised on all data-parallel ranks."""
-        layer = next(iter(self.layers.values()))
-        group = layer.tracker.groups.global_batch
-        return nullcontext() if group is None else share_errors(group)
 
     def select(self, forward: CountOrZero | None) -> None:
         """Let forwards use entry `forward` of each layer's list until `replay` ends.
@@ -251,41 +265,3 @@ class RouterReplay:
         """
         check_arguments(RouterReplay.to_engine, locals())
         return convert_to_engine_indices(choices, self.layers, batch_size)
-
-    def _check_unrecorded(self, unrecorded: str) -> None:
-        """Raise NotImplementedError for unrecorded="route" if experts choose tokens in a layer."""
-        for name, layer in self.layers.items():
-            if unrecorded == "route" and layer.config.assignment == "expert_choice":
-                raise NotImplementedError(
-                    f"unrecorded ('route') must be 'drop' for layer {name!r}, where experts choose "
-                    "and a row of -1 is a choice: leave it out with RouterReplay(model, layers=...)"
-                )
-
-
-def _copy_weights_to_devices(
-    weights: Mapping[str, Sequence[Tensor]], choices: Choices
-) -> dict[str, list[Tensor]]:
-    """Return fp32 copies of weights on the devices of their ids; `choices` has the ids.
-
-    The weight of an id -1 is 0. If all ids of a row are -1, all weights of the row are -1.
-    """
-    return {
-        name: [
-            weights_TK.to(ids.device, torch.float32)
-            .masked_fill(ids < 0, 0)
-            .masked_fill((ids < 0).all(1, keepdim=True), -1)
-            for weights_TK, ids in zip(weights[name], every, strict=True)
-        ]
-        for name, every in choices.items()
-    }
-
-
-def _copy_choices_to_devices(
-    choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]
-) -> Choices:
-    """Return contiguous int32 copies of choices, on the devices of their routers."""
-    copies: Choices = {}
-    for name, layer in layers.items():
-        to = (layer.get_part("router").weight.device, torch.int32)
-        copies[name] = [ids.to(*to, copy=True).contiguous() for ids in choices[name]]
-    return copies

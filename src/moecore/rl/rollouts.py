@@ -70,7 +70,6 @@ class Rollouts(CheckedRecord):
     temperature: Positive = 1.0
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule."""
         shape = tuple(self.tokens_N.shape)
         if len(shape) != 1 or self.tokens_N.dtype != torch.int64:
             yield "tokens_N", f"be int64 [N], found {shape}: lay sequences end to end"

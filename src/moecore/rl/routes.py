@@ -34,16 +34,10 @@ from moecore.rl.rollouts import Rollouts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedLayers:
-    """The MoE layers of a model whose expert choices ("routes") rollouts record and replay.
+    """The MoE layers of a model whose expert choices ("routes") rollouts record and replay."""
 
-    Attributes:
-        configs: name -> config of the MoE layers of all pipeline stages, in the order of the model.
-        replay: recorder of the MoE layers of this rank's stages; None if there is no MoE layer.
-        meshes: the device meshes of the model.
-    """
-
-    configs: Mapping[str, MoEConfig]
-    replay: RouterReplay | None
+    configs: Mapping[str, MoEConfig]  # by name, of all pipeline stages in the model's order
+    replay: RouterReplay | None  # of this rank's stages; None = they have no MoE layer
     meshes: Meshes
 
     @classmethod
@@ -132,10 +126,7 @@ class RoutedLayers:
     def _make_local_choices(
         self, rollout_rows: Sequence[RolloutRow], token_values: Sequence[Tensor | None]
     ) -> dict[str, list[Tensor]]:
-        """Return this rank's part of the routes or their weights: {layer: [tokens, K] per row}.
-
-        `token_values[i]` is [tokens, layers, K], in the token order of `rollout_rows[i].rollouts`.
-        """
+        """Return this rank's part of `token_values` ([tokens, L, K] per row): {layer: [T, K]}."""
         local_choices = {name: list[Tensor]() for name, _, _ in self._iterate_local_layers()}
         for row, values_NLK in zip(rollout_rows, token_values, strict=True):
             assert values_NLK is not None, "all rows are of the same rollouts"

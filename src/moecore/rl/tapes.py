@@ -118,12 +118,9 @@ class TapeReplay:
         replayed_entries = set(self._replayed_entries[layer_name])
 
         def rewind() -> None:
-            """Reset the layer's replay position and its record of replayed entries."""
             del self._calls[layer_name][calls:]
-            self._replayed_entries[layer_name], self._next[layer_name] = (
-                set(replayed_entries),
-                next_entry,
-            )
+            self._replayed_entries[layer_name] = set(replayed_entries)
+            self._next[layer_name] = next_entry
 
         return rewind
 
@@ -139,8 +136,21 @@ class TapeReplay:
 
     def take_entry_idx(self, layer_name: str) -> int | None:
         """Return which recorded entry this call of a layer replays; None = the replay has ended."""
-        if is_inside_backward():
-            return self._find_recomputed_entry(layer_name)
+        if is_inside_backward():  # the entry that the recomputed forward replayed: Note [pairing]
+            while self._entered_nodes:
+                _mark_upstream_nodes(self._entered_nodes.pop())
+            forward, calls = _get_tape_forward(get_current_node()), self._calls[layer_name]
+            hits = [i for call_forward, i in calls if call_forward and call_forward is forward]
+            if len(hits) == 1:
+                return hits[0]
+            if self.selected is not None:
+                return self.selected
+            raise NotImplementedError(
+                f"recompute of layer {layer_name!r} must belong to one call in a forward of the "
+                f"replayed {type(self.model).__name__}, and matches {len(hits)}: call "
+                "select(forward) before its backward, or use plain use_reentrant=False "
+                "checkpointing"
+            )
         if not self._hooks:  # a late backward failed and left the tapes behind
             remove_tapes(self._tapes)
             return None
@@ -158,22 +168,6 @@ class TapeReplay:
         self._calls[layer_name].append((self._current_forward, index))
         self._replayed_entries[layer_name].add(index)
         return index
-
-    def _find_recomputed_entry(self, layer_name: str) -> int:
-        """Return the recorded entry that the recomputed forward replayed first: Note [pairing]."""
-        while self._entered_nodes:
-            _mark_upstream_nodes(self._entered_nodes.pop())
-        node_forward = _get_tape_forward(get_current_node())
-        hits = [i for forward, i in self._calls[layer_name] if forward and forward is node_forward]
-        if len(hits) == 1:
-            return hits[0]
-        if self.selected is not None:
-            return self.selected
-        raise NotImplementedError(
-            f"recompute of layer {layer_name!r} must belong to one call in a forward of the "
-            f"replayed {type(self.model).__name__}, and matches {len(hits)}: call select(forward) "
-            "before its backward, or use plain use_reentrant=False checkpointing"
-        )
 
     @torch.compiler.disable
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
@@ -211,7 +205,6 @@ class TapeReplay:
         call_after_backward(lambda: remove_tapes(self._tapes))
 
     def _install_tapes(self) -> None:
-        """Make each router read its choices from this replay."""
         for router, tape in self._tapes.items():
             router.tape = tape
 
@@ -229,8 +222,7 @@ class _ReplayTape:
         """Return recorded ids int32 [T, K] and weights fp32 [T, K] or None, for this call.
 
         None = the replay has ended, and the router chooses. `choose` returns the router's ids, for
-        tokens whose recorded ids are all -1. ValueError if no entry remains or T is not
-        `num_tokens`.
+        tokens whose recorded ids are all -1.
         """
         _check_not_capturing(device)
         index = self.replay.take_entry_idx(self.name)
@@ -301,7 +293,6 @@ def check_no_active_tapes(routers: Mapping[str, Router]) -> None:
 
 
 def _check_not_capturing(device: torch.device) -> None:
-    """Raise NotImplementedError during a CUDA graph capture."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "record() and replay() must run without CUDA graph capture: a graph would repeat the "

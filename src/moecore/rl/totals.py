@@ -20,21 +20,17 @@ from moecore.base.attributes import describe_function, describe_value
 from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import all_gather_single
 from moecore.parallel.mesh import Meshes
+from moecore.rl.objectives import Mean
+from moecore.rl.rollouts import PER_TOKEN, Rollouts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """Totals of a batch: of one data-parallel rank, or of the global batch.
+    """Totals of a batch: of one data-parallel rank, or of the global batch."""
 
-    Attributes:
-        num_micro_batches: of each rank; in the global totals, the maximum over ranks.
-        weight: sum of the weights of response tokens.
-        num_responses: number of sequences with a positive weight.
-    """
-
-    num_micro_batches: int
-    weight: float
-    num_responses: int
+    num_micro_batches: int  # of each rank; in the global totals, the maximum over ranks
+    weight: float  # sum of the weights of response tokens
+    num_responses: int  # number of sequences with a positive weight
 
 
 def gather_totals(
@@ -47,14 +43,9 @@ def gather_totals(
 ) -> Totals:
     """Return the totals of the global batch. Collective over the world, with a host sync.
 
-    Args:
-        local_totals: totals of this rank's rollouts; None if this rank has a `problem`.
-        problem: the error text of this rank; None = no error.
-        global_entries: name -> value that must be equal on all ranks.
-        shared_entries: name -> value that must be equal on the ranks of one data-parallel rank.
-
-    Raises:
-        ValueError: on every rank, if a rank has a problem or if entries differ between ranks.
+    `local_totals` is None if this rank has the error text `problem`. The values of
+    `global_entries` must be equal on all ranks, and those of `shared_entries` on the ranks of one
+    data-parallel rank; otherwise every rank raises a ValueError.
     """
     totals = local_totals or Totals(num_micro_batches=0, weight=0.0, num_responses=0)
     weight = torch.tensor(totals.weight, dtype=torch.float64, device="cpu").view(torch.int64)
@@ -102,3 +93,69 @@ def sum_over_data_ranks(local_value: Tensor, meshes: Meshes) -> Tensor:
     total = local_value.clone() if not any(inner) else torch.zeros_like(local_value)
     dist.all_reduce(total)
     return total
+
+
+def check_token_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
+    """Raise ValueError for a token id that is negative or >= `vocab_size` (None = not known)."""
+    if not len(tokens_N):
+        return
+    min_id, max_id = (int(x) for x in tokens_N.aminmax())
+    if min_id < 0 or (vocab_size is not None and max_id >= vocab_size):
+        raise ValueError(
+            f"Rollouts.tokens_N ({min_id} to {max_id}) must be in [0, vocab_size {vocab_size}): "
+            "use the tokenizer of this model"
+        )
+
+
+def compute_totals(rollouts: Rollouts, num_micro_batches: int, group_size: int) -> Totals:
+    """Return the totals of this rank's rollouts; ValueError for invalid values or weights."""
+    for name in PER_TOKEN:
+        value_N = getattr(rollouts, name)
+        if value_N is None:
+            continue
+        mask_N = rollouts.response_mask_N.to(value_N.device)
+        # In fp32, in which objectives read them: 1e308 of fp64 is infinite there.
+        if not bool((value_N.float().isfinite() | ~mask_N).all()):
+            raise ValueError(
+                f"Rollouts.{name} must be finite in responses, as fp32: leave out sequences "
+                "without numbers"
+            )
+    weights_N = _compute_weights(rollouts)
+    if bool((weights_N < 0).any()):
+        raise ValueError("Rollouts.weights_N must be >= 0 in responses: clamp them")
+    num_responses = int((_sum_weights_by_sequence(rollouts, weights_N) > 0).sum())
+    if group_size > 1 and num_responses < rollouts.num_sequences:
+        raise ValueError(
+            f"rollouts ({num_responses} responses with a weight) must have one in each sequence "
+            f"({rollouts.num_sequences}) where sequences belong together: leave pairs out"
+        )
+    return Totals(
+        num_micro_batches=num_micro_batches,
+        weight=float(weights_N.sum()),
+        num_responses=num_responses,
+    )
+
+
+def compute_shares(rollouts: Rollouts, mean: Mean, totals: Totals, loss_factor: float) -> Tensor:
+    """Return `loss_factor` times each token's weight in the global mean of losses, fp32 [N]."""
+    weights_N = _compute_weights(rollouts)
+    if mean == "token":
+        # This order, because a factor over weights of 1e-308 overflows.
+        return (weights_N / totals.weight * loss_factor).float()
+    of_sequence_N = _sum_weights_by_sequence(rollouts, weights_N)[rollouts.sequence_N.cpu()]
+    shares_N = torch.where(weights_N > 0, weights_N / of_sequence_N, 0)
+    return (shares_N * (loss_factor / totals.num_responses)).float()
+
+
+def _compute_weights(rollouts: Rollouts) -> Tensor:
+    """Return each token's weight in a mean of losses, fp64 [N] on the CPU; 0 outside responses."""
+    mask_N = rollouts.response_mask_N.cpu()
+    weights_N = rollouts.weights_N
+    unit_weights_N = torch.ones_like(mask_N, dtype=torch.float64)
+    return (unit_weights_N if weights_N is None else weights_N.cpu().double()).where(mask_N, 0)
+
+
+def _sum_weights_by_sequence(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
+    """Return the sum of the token weights of each sequence, fp64 [sequences]."""
+    sums_n = weights_N.new_zeros(rollouts.num_sequences)
+    return sums_n.index_add(0, rollouts.sequence_N.cpu(), weights_N)

@@ -357,10 +357,10 @@ def resumed(root: Path, rank: int, model: torch.nn.Module, optimizer: torch.opti
         (root / "checkpoints" / "latest").write_text("damaged")
     else:
         resume.latest = _no_space
+    args = SimpleNamespace(run_dir=root, checkpoint_dir=None, seed=0)
+    rest: Any = (None, None)  # TrainStep and sampler, which the error comes before
     return error_of(
-        lambda: resume.resume(
-            SimpleNamespace(run_dir=root, checkpoint_dir=None, seed=0), model, optimizer, {}
-        )
+        lambda: resume.resume(args, model, [optimizer], {}, *rest, stage=None, chosen_by="")
     )
 
 

@@ -29,24 +29,18 @@ from moecore.packing.documents import Integers
 MAX_CHARS = 300  # characters of a path, a name or another library's error in a message
 
 
-def shorten_text(text: object, max_chars: int = MAX_CHARS) -> str:
-    """Return a text as one line of at most `max_chars` characters; "..." replaces the middle."""
+def shorten_text(text: object) -> str:
+    """Return a text as one line of at most `MAX_CHARS` characters; "..." replaces the middle."""
     line = " ".join(str(text).split())
-    half = (max_chars - 3) // 2
-    return line if len(line) <= max_chars else f"{line[:half]}...{line[-half:]}"
+    half = (MAX_CHARS - 3) // 2
+    return line if len(line) <= MAX_CHARS else f"{line[:half]}...{line[-half:]}"
 
 
 class SizedFile:
-    """A regular file that is read with `os.pread`. A file that has become shorter is an error.
+    """A regular file that is read with `os.pread`; SIGBUS would end a process that maps a file.
 
-    If another process truncated a memory-mapped file, SIGBUS would end this process.
-
-    Args:
-        path: the path; symbolic links are followed.
-        size: the number of bytes that the file must have; None = any number.
-
-    Raises:
-        ValueError: if the file cannot be opened or read, is not regular, or has another size.
+    `size` is the number of bytes that the file must have; None = any number. A ValueError is raised
+    if the file cannot be opened or read, is not regular, or has become shorter.
     """
 
     def __init__(self, path: str | os.PathLike[str], size: int | None = None) -> None:
@@ -99,11 +93,6 @@ BLANKS = (
 )
 
 
-def strip_line(line: str) -> str:
-    """Return a line without blanks at its ends."""
-    return line.strip(BLANKS)
-
-
 class JsonLines:
     """The objects of a JSONL file in UTF-8: `lines[i]` is the i-th object, without empty lines.
 
@@ -139,7 +128,16 @@ class JsonLines:
         invalid = _concatenate_line_numbers([part.invalid for part in parts], firsts)
         self.num_empty, self.num_invalid = len(empty), len(invalid)
         if self.num_invalid and not skip_invalid:
-            self._raise_invalid_line(int(invalid[0]), field)
+            line = int(invalid[0])
+            start, stop = self._starts[line : line + 2].tolist()
+            text = self._file.read(start, min(stop - start, 200)).decode(errors="replace")
+            form = "a JSON object" if field is None else f"a JSON object with {quote(field)}"
+            raise ValueError(
+                f"{self._file.short_path} line {line + 1} must be {form}, not "
+                f"{quote(text.strip(BLANKS))} (broken lines: {self.num_invalid}, empty lines: "
+                f"{self.num_empty}): mend it, replace it by an empty line, which keeps the "
+                "number of lines, or set skip_invalid"
+            )
         skipped_lines = np.sort(np.concatenate([empty, invalid]))
         # The number of documents before each skipped line.
         self._documents_before = skipped_lines - np.arange(len(skipped_lines))
@@ -178,18 +176,6 @@ class JsonLines:
         num_gaps = np.searchsorted(self._documents_before, document_idx, side="right")
         return document_idx + int(num_gaps)
 
-    def _raise_invalid_line(self, line_idx: int, field: str | None) -> None:
-        """Raise a ValueError for line `line_idx`, from 0, which is not an object with `field`."""
-        start, stop = self._starts[line_idx : line_idx + 2].tolist()
-        text = self._file.read(start, min(stop - start, 200)).decode(errors="replace")
-        expected_form = "a JSON object" if field is None else f"a JSON object with {quote(field)}"
-        raise ValueError(
-            f"{self._file.short_path} line {line_idx + 1} must be {expected_form}, not "
-            f"{quote(strip_line(text))} (broken lines: {self.num_invalid}, empty lines: "
-            f"{self.num_empty}): mend it, replace it by an empty line, which keeps the "
-            "number of lines, or set skip_invalid"
-        )
-
 
 class _LineRange(NamedTuple):
     """The lines that begin in a range of bytes; the range's first line has number 0."""
@@ -203,21 +189,13 @@ class _LineRange(NamedTuple):
 def _concatenate_line_numbers(
     range_line_numbers: list[array[int]], range_first_lines: list[int]
 ) -> Integers:
-    """Convert line numbers in byte ranges to line numbers in the file; return int64 [numbers].
-
-    `range_line_numbers[i]` are line numbers in range i. `range_first_lines[i]` is the number in the
-    file of the first line that begins in range i.
-    """
+    """Return int64 line numbers in the file, from numbers in ranges with these first lines."""
     pairs = zip(range_line_numbers, range_first_lines, strict=True)
     return np.concatenate([np.frombuffer(part, np.int64) + first for part, first in pairs])
 
 
 def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
-    """Parse ranges of `PART` bytes of a file in processes; return each range's lines, in order.
-
-    `field` is a field that each object must have; None = any object. Raises a ValueError if a
-    process was killed.
-    """
+    """Parse ranges of `PART` bytes of a file in processes; return each range's lines, in order."""
     tasks = [(file, start, field) for start in range(0, file.size, PART)] or [(file, 0, field)]
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     cores = len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdecimal() else 1)
@@ -281,7 +259,7 @@ _EMPTY = object()
 def _parse_line(line: bytes) -> Any:
     """Return the JSON value of a line; `_EMPTY` for a line of blanks, None if invalid."""
     try:
-        text = strip_line(line.decode())
+        text = line.decode().strip(BLANKS)
         return json.loads(text) if text else _EMPTY
     except (ValueError, RecursionError):  # UTF-8, JSON, integers of more than 4,300 digits
         return None

@@ -11,6 +11,7 @@ workers read the same partition, and each worker skips the rows of the other wor
 
 from __future__ import annotations
 
+import hashlib
 import math
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +27,12 @@ from moecore.base.fields import Count, CountOrZero, check_arguments, quote
 from moecore.base.rank_checks import gather_objects
 from moecore.packing.collate import PackedBatch, Rows, build_batch
 from moecore.packing.corpus.files import shorten_text
-from moecore.packing.corpus.partitions import Partition, RowShape
+from moecore.packing.corpus.partitions import Partition
 from moecore.packing.corpus.position import (
     Cursors,
     check_equal_facts,
     check_stream_document_counts,
     collect_facts,
-    hash_position,
     merge_states,
     parse_state,
 )
@@ -51,11 +51,7 @@ PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one
 
 
 class RankBatches(IterableDataset[Any]):
-    """A dataset of one data rank that yields (batch, cursors after the batch, source lengths).
-
-    A batch is the result of `collate` for `rows` rows. Cursors, the positions in the sources, have
-    partition numbers as keys. Lengths, the numbers of documents, have source names as keys.
-    """
+    """A data rank's batches: (batch, cursors after it by partition, lengths by source name)."""
 
     def __init__(
         self,
@@ -75,11 +71,7 @@ class RankBatches(IterableDataset[Any]):
         self.set_start(0, {}, {})
 
     def set_start(self, row: int, cursors: Cursors, sizes: Mapping[str, int | None]) -> None:
-        """Set the position of the next iteration: row of the run, cursors and sizes of sources.
-
-        `cursors` has partition numbers as keys. `sizes` has the number of documents of
-        each source; None = unknown.
-        """
+        """Set the position of the next iteration; `sizes` None = unknown numbers of documents."""
         self._first, self._cursors, self._lengths = row, dict(cursors), dict(sizes)
 
     def get_option_facts(self) -> dict[str, Any]:
@@ -90,6 +82,8 @@ class RankBatches(IterableDataset[Any]):
 
     def get_values_equal_on_ranks(self) -> dict[str, Any]:
         """Return all values that must be equal on the data ranks, by name."""
+        cursors = sorted((n, list(map(tuple, entry))) for n, entry in self._cursors.items())
+        position = repr((cursors, self._lengths)).encode()
         return {
             **self.get_option_facts(),
             **{f"weight of {s.name}": s.weight for s in self.sources},
@@ -98,7 +92,7 @@ class RankBatches(IterableDataset[Any]):
             "rows of a batch": self.rows,
             "data_ranks": self.data_ranks,
             "rows before this batch": self._first,
-            "position": hash_position(self._cursors, self._lengths),
+            "position": hashlib.sha256(position).hexdigest()[:16],
         }
 
     def __iter__(self) -> Iterator[Any]:
@@ -111,11 +105,15 @@ class RankBatches(IterableDataset[Any]):
         """Yield (batch, cursors, source lengths); worker i of n has the batches i, i + n, ..."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        partition_ids = self._find_worker_partitions(worker, workers)
+        period = self.partitions // math.gcd(self.partitions, workers * self.data_ranks * self.rows)
+        numbers = range(worker, worker + period * workers, workers)
+        indices = (self._find_row_index(n, b) for n in numbers for b in range(self.rows))
+        partition_ids = frozenset(index % self.partitions for index in indices)
         readers: dict[str, DocumentReader] = {}
         for i, source in enumerate(self.sources):
             documents = self._make_ordered_documents(i, source, partition_ids)
             readers[source.name] = DocumentReader(source, documents, self._options.vocab_size)
+        weights = {source.name: source.weight for source in self.sources}
         partitions: dict[int, Partition] = {}
         for number in range(worker, 2**62, workers):
             row_ids = [self._find_row_index(number, b) for b in range(self.rows)]
@@ -123,7 +121,14 @@ class RankBatches(IterableDataset[Any]):
             for row in row_ids:
                 partition_id = row % self.partitions
                 if partition_id not in partitions:
-                    partitions[partition_id] = self._make_partition(partition_id, readers)
+                    partitions[partition_id] = Partition(
+                        partition_id,
+                        readers,
+                        weights,
+                        self._cursors.get(partition_id),
+                        self._options,
+                        partitions=self.partitions,
+                    )
                 while partitions[partition_id].rows < row // self.partitions:
                     partitions[partition_id].make_next_row()  # another rank's or worker's row
                 rows.append(partitions[partition_id].make_next_row())
@@ -132,43 +137,13 @@ class RankBatches(IterableDataset[Any]):
             lengths = {name: reader.documents.length for name, reader in readers.items()}
             yield self._collate(rows), cursors, lengths
 
-    def _make_partition(
-        self, partition_id: int, readers: Mapping[str, DocumentReader]
-    ) -> Partition:
-        """Return a partition at its start position; `readers` has source names as keys."""
-        options = self._options
-        return Partition(
-            partition_id,
-            readers,
-            {source.name: source.weight for source in self.sources},
-            self._cursors.get(partition_id),
-            rule=options.documents,
-            shape=RowShape(options.row_tokens, options.multiple, options.window),
-            partitions=self.partitions,
-            seed=options.seed,
-        )
-
     def _find_row_index(self, batch_idx: int, row_idx: int) -> int:
-        """Return the index, in the run, of row `row_idx` of this rank's batch `batch_idx`."""
         return self._first + (batch_idx * self.data_ranks + self.data_rank) * self.rows + row_idx
-
-    def _find_worker_partitions(self, worker_idx: int, num_workers: int) -> frozenset[int]:
-        """Return the indices of the partitions that worker `worker_idx` of `num_workers` reads."""
-        period = self.partitions // math.gcd(
-            self.partitions, num_workers * self.data_ranks * self.rows
-        )
-        numbers = range(worker_idx, worker_idx + period * num_workers, num_workers)
-        return frozenset(
-            self._find_row_index(n, b) % self.partitions for n in numbers for b in range(self.rows)
-        )
 
     def _make_ordered_documents(
         self, source_idx: int, source: CorpusSource, partition_ids: frozenset[int]
     ) -> OrderedDocuments:
-        """Return the documents of `source` by ordinal, for the partitions `partition_ids`.
-
-        `source_idx` is the index of the source in `sources`.
-        """
+        """Return the documents of a source by ordinal, for the partitions `partition_ids`."""
         options = self._options
         key = hash_values(options.seed, "order", source.name) if options.shuffle else None
         if source.is_indexed:
@@ -212,8 +187,27 @@ class PositionedLoader(Generic[Batch]):
         """Return the next batch; the position to save is then after this batch."""
         self._check_ranks_agree()
         if self._batch_iterator is None:
-            self._batch_iterator = self._start_workers()
-        batch, cursors, lengths = self._receive_batch(self._batch_iterator)
+            loader = DataLoader(
+                self._batches,
+                batch_size=None,
+                num_workers=self._workers,
+                collate_fn=_identity,
+                generator=torch.Generator(),  # torch's default generator is part of a run's state
+                prefetch_factor=2 if self._workers else None,
+            )
+            with _restore_sigchld_handler(), torch.device("cpu"):  # `iter` draws a seed on the CPU
+                self._batch_iterator = iter(loader)
+        try:
+            batch, cursors, lengths = next(self._batch_iterator)
+        except (RuntimeError, OSError, EOFError) as error:
+            text = shorten_text(error)
+            if not self._workers or text.startswith("Caught "):  # an error that a worker raised
+                raise
+            self.close()
+            raise CorpusError(
+                f"a data worker of this rank has ended ({type(error).__name__}: {text}): look for "
+                "a lack of memory or a file that was changed, then go on from the last checkpoint"
+            ) from error
         if isinstance(batch, CorpusError):
             self.close()
             raise batch
@@ -240,33 +234,6 @@ class PositionedLoader(Generic[Batch]):
                     "give each rank its number"
                 )
         self._has_checked_ranks = True
-
-    def _start_workers(self) -> Iterator[Any]:
-        """Return an iterator over a DataLoader that runs `RankBatches` in worker processes."""
-        loader = DataLoader(
-            self._batches,
-            batch_size=None,
-            num_workers=self._workers,
-            collate_fn=_identity,
-            generator=torch.Generator(),  # torch's default generator is part of a run's state
-            prefetch_factor=2 if self._workers else None,
-        )
-        with _restore_sigchld_handler(), torch.device("cpu"):  # `iter` draws a seed on the CPU
-            return iter(loader)
-
-    def _receive_batch(self, batches: Iterator[Any]) -> Any:
-        """Return the DataLoader's next item; CorpusError if a worker process has ended."""
-        try:
-            return next(batches)
-        except (RuntimeError, OSError, EOFError) as error:
-            text = shorten_text(error)
-            if not self._workers or text.startswith("Caught "):  # an error that a worker raised
-                raise
-            self.close()
-            raise CorpusError(
-                f"a data worker of this rank has ended ({type(error).__name__}: {text}): look for "
-                "a lack of memory or a file that was changed, then go on from the last checkpoint"
-            ) from error
 
     def close(self) -> None:
         """End the workers. The next `next` starts new workers at the current position."""
@@ -391,5 +358,4 @@ def _restore_sigchld_handler() -> Iterator[None]:
 
 
 def _identity(batch: Any) -> Any:
-    """Return the batch unchanged: the DataLoader's collate_fn."""
     return batch

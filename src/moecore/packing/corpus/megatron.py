@@ -112,10 +112,7 @@ class MegatronDocuments:
         )
 
     def _check_document_starts(self, num_sequences: int, num_starts: int, digest: Any) -> None:
-        """Raise a ValueError unless document starts ascend from 0 to `num_sequences`.
-
-        `num_starts` is the number of document starts. `digest` is updated with the document starts.
-        """
+        """Raise a ValueError unless starts ascend from 0 to `num_sequences`; update `digest`."""
         last = 0
         for first, count in _split_into_blocks(num_starts):
             block = self._read_index_entries(self._borders, "<i8", first, count)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from typing_extensions import override
@@ -25,7 +25,7 @@ from typing_extensions import override
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.bins import pack_lengths
 from moecore.packing.collate import Piece
-from moecore.packing.corpus.sources import BITS_64, DocumentReader, Rule
+from moecore.packing.corpus.sources import BITS_64, CorpusOptions, DocumentReader
 from moecore.packing.documents import Integers, cut_lengths, hash_values
 
 
@@ -43,9 +43,9 @@ class RowPacker(ABC):
     """Base class: packs the documents of one source and partition into rows, from `cursor` on."""
 
     def __init__(
-        self, documents: DocumentReader, shape: RowShape, cursor: Cursor, *, partitions: int
+        self, documents: DocumentReader, options: CorpusOptions, cursor: Cursor, *, partitions: int
     ) -> None:
-        self._documents, self._shape, self._partitions = documents, shape, partitions
+        self._documents, self._options, self._partitions = documents, options, partitions
         self.cursor = cursor
 
     @abstractmethod
@@ -53,11 +53,7 @@ class RowPacker(ABC):
         """Return the document pieces of the next row, and advance `cursor`."""
 
     def _check_window_unchanged(self, num_tokens: int, max_offset: int) -> None:
-        """Raise a CorpusError if the resumed document or window has changed.
-
-        `num_tokens` is the number of tokens of the document or window. `max_offset` is the largest
-        possible `cursor.offset`.
-        """
+        """Raise a CorpusError if the resumed document or window has changed."""
         cursor = self.cursor
         if cursor.rows and (num_tokens != cursor.tokens or cursor.offset > max_offset):
             self._documents.raise_error(
@@ -80,7 +76,7 @@ class SplitPacker(RowPacker):
             document = self._documents(ordinal)
             self._check_window_unchanged(len(document), len(document))
         pieces: list[Piece] = []
-        remaining = self._shape.tokens
+        remaining, multiple = self._options.row_tokens, self._options.multiple
         while remaining:
             if offset >= len(document):
                 ordinal, offset = ordinal + self._partitions, 0
@@ -88,7 +84,7 @@ class SplitPacker(RowPacker):
                 continue
             piece = cut_piece(document, offset, offset + remaining)
             offset += len(piece.ids)
-            remaining -= self._shape.pad_length(len(piece.ids))
+            remaining -= -(-len(piece.ids) // multiple) * multiple
             pieces.append(piece)
         self._document = document
         self.cursor = Cursor(rows + 1, ordinal, offset, credit, len(document))
@@ -109,7 +105,7 @@ class WholePacker(RowPacker):
             window = self._read_window(ordinal)
             self._check_window_unchanged(window.tokens, len(window))
         while offset >= len(window):
-            ordinal, offset = ordinal + self._partitions * self._shape.window, 0
+            ordinal, offset = ordinal + self._partitions * self._options.window, 0
             self._window = None  # frees the window before the next window is read
             window = self._read_window(ordinal)
         self._window = window
@@ -118,22 +114,22 @@ class WholePacker(RowPacker):
 
     def _read_window(self, first_ordinal: int) -> _Window:
         """Read and pack the next documents of this partition, from `first_ordinal` on."""
-        ordinals = range(
-            first_ordinal, first_ordinal + self._partitions * self._shape.window, self._partitions
-        )
-        return _Window([self._documents(ordinal) for ordinal in ordinals], self._shape)
+        numbers = range(self._options.window)
+        ordinals = (first_ordinal + number * self._partitions for number in numbers)
+        return _Window([self._documents(ordinal) for ordinal in ordinals], self._options)
 
 
 class _Window:
     """Documents that are packed together, as rows in the order of their first documents."""
 
-    def __init__(self, documents: Sequence[Integers], shape: RowShape) -> None:
-        self._documents, self._row_tokens = documents, shape.tokens
+    def __init__(self, documents: Sequence[Integers], options: CorpusOptions) -> None:
+        self._documents, self._row_tokens = documents, options.row_tokens
         lengths = np.array([len(document) for document in documents])
         self.tokens = int(lengths.sum())
         # A piece is stored as its document and its start, because a long document has many pieces.
-        self._document, self._start, piece_lengths = cut_lengths(lengths, shape.tokens)
-        self._rows = pack_lengths(shape.pad_length(piece_lengths), shape.tokens)
+        self._document, self._start, piece_lengths = cut_lengths(lengths, options.row_tokens)
+        padded_lengths = -(-piece_lengths // options.multiple) * options.multiple
+        self._rows = pack_lengths(padded_lengths, options.row_tokens)
         firsts = self._rows.documents[self._rows.offsets[:-1]]
         self._order = np.argsort(firsts, kind="stable")
 
@@ -150,18 +146,6 @@ class _Window:
         ]
 
 
-class RowShape(NamedTuple):
-    """Tokens per row, the multiple to which documents are padded, and documents per window."""
-
-    tokens: int
-    multiple: int
-    window: int
-
-    def pad_length(self, length: Any) -> Any:
-        """Return a length, or an array of lengths, rounded up to `multiple`."""
-        return -(-length // self.multiple) * self.multiple
-
-
 def cut_piece(document: Integers, start: int, stop: int) -> Piece:
     """Return a view of tokens [start, stop) of a document; the last label is token `stop`."""
     after = int(document[stop]) if stop < len(document) else IGNORE_INDEX
@@ -174,29 +158,24 @@ class Partition:
     The next row is from the source with the largest credit: its share of the rows minus its rows.
     So a source of share w has about n * w of n rows; the difference is less than the number of
     sources. Initial credits are pseudo-random, so partitions do not change sources all at once.
-    `number` is the partition's index, and `rule` is `CorpusOptions.documents`. `documents` and
-    `weights` have source names as keys. `cursors` has the start of each source; None = its
-    beginning.
     """
 
     def __init__(
         self,
-        number: int,
+        number: int,  # the index of the partition
         documents: Mapping[str, DocumentReader],  # by the name of the source
         weights: Mapping[str, float],  # by the name of the source
         cursors: Sequence[Cursor] | None,  # None = the start of each source
+        options: CorpusOptions,
         *,
-        rule: Rule,
-        shape: RowShape,
         partitions: int,
-        seed: int,
     ) -> None:
-        packer: type[RowPacker] = SplitPacker if rule == "split" else WholePacker
-        phases = [hash_values(seed, "phase", name, number) / BITS_64 for name in documents]
+        packer: type[RowPacker] = SplitPacker if options.documents == "split" else WholePacker
+        phases = [hash_values(options.seed, "phase", name, number) / BITS_64 for name in documents]
         mean, total = sum(phases) / len(phases), sum(weights.values())
         starts = cursors or [Cursor(0, number, 0, phase - mean, 0) for phase in phases]
         self._sources = [
-            packer(reader, shape, Cursor(*cursor), partitions=partitions)
+            packer(reader, options, Cursor(*cursor), partitions=partitions)
             for reader, cursor in zip(documents.values(), starts, strict=True)
         ]
         self._shares = [weight / total for weight in weights.values()]

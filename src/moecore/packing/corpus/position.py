@@ -59,21 +59,17 @@ def collect_facts(sources: Sequence[CorpusSource], options: CorpusOptions) -> di
     facts |= {f"name of source {i}": source.name for i, source in enumerate(sources)}
     facts |= {name: getattr(options, name) for name in ROW_OPTIONS}
     for source in sources:
-        source_facts = _collect_source_facts(source)
-        facts |= {f"{fact} of {source.name}": value for fact, value in source_facts.items()}
+        is_indexed, name = source.is_indexed, source.name
+        # Not `_fingerprint` of Hugging Face data sets: it is random where a `map` cannot be hashed.
+        fingerprint = getattr(source.documents, "fingerprint", None)
+        facts |= {
+            f"number of documents of {name}": len(source.documents) if is_indexed else None,
+            f"fingerprint of {name}": None if fingerprint is None else shorten_text(fingerprint),
+            f"tokens of sampled documents of {name}": (
+                _hash_sampled_tokens(source) if is_indexed else None
+            ),
+        }
     return facts
-
-
-def _collect_source_facts(source: CorpusSource) -> dict[str, Any]:
-    """Return a source's length, fingerprint and digest of sampled tokens by name; None = absent."""
-    documents = source.documents
-    # Not `_fingerprint` of Hugging Face data sets: it is random where a `map` cannot be hashed.
-    fingerprint = getattr(documents, "fingerprint", None)
-    return {
-        "number of documents": len(documents) if source.is_indexed else None,
-        "fingerprint": None if fingerprint is None else shorten_text(fingerprint),
-        "tokens of sampled documents": _hash_sampled_tokens(source) if source.is_indexed else None,
-    }
 
 
 def _hash_sampled_tokens(source: CorpusSource) -> str:
@@ -93,12 +89,6 @@ def _hash_sampled_tokens(source: CorpusSource) -> str:
     return digest.hexdigest()[:16]
 
 
-def hash_position(cursors: Cursors, lengths: Mapping[str, int | None]) -> str:
-    """Return a hash, 16 hex digits, of cursors and source lengths."""
-    text = repr((sorted((n, list(map(tuple, c))) for n, c in cursors.items()), dict(lengths)))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def check_equal_facts(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
     """Raise a CorpusError if options or source properties of ranks differ (`collect_facts`)."""
     for name in facts_of_ranks[0]:
@@ -113,10 +103,7 @@ def check_equal_facts(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_stream_document_counts(lengths_of_ranks: Sequence[Mapping[str, int | None]]) -> None:
-    """Raise a CorpusError if two ranks know different numbers of documents of a stream.
-
-    `lengths_of_ranks[i]` maps source names to rank i's numbers; None = not known yet.
-    """
+    """Raise a CorpusError if ranks know different lengths of a stream; None = not known yet."""
     firsts: dict[str, tuple[int, int]] = {}  # rank and length by name
     for rank, lengths in enumerate(lengths_of_ranks):
         for name, length in lengths.items():
@@ -150,12 +137,14 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def parse_state(
     state: Mapping[str, Any], facts: Mapping[str, Any], sources: Sequence[CorpusSource]
 ) -> Position:
-    """Return the position in a `state_dict` of a loader with these facts and sources.
-
-    `facts` is the result of `collect_facts`. Raises a ValueError for the state of another loader
-    and for other objects.
-    """
-    values = _convert_to_json(state)
+    """Return the position in a `state_dict`; ValueError unless it has these facts and sources."""
+    try:
+        values = json.loads(json.dumps(dict(state), allow_nan=False))  # tuples become lists
+    except (TypeError, ValueError, RecursionError):
+        values = {}
+    if set(values) != set(FIELDS):
+        relation = f"must be a state_dict(), JSON with {', '.join(FIELDS)}: pass one"
+        raise ValueError(f"state ({quote(state)}) {relation}")
     for name, annotation in FIELDS.items():
         check_value(f"state[{name!r}]", values[name], annotation)
     _check_facts(values["facts"], facts)
@@ -167,24 +156,25 @@ def parse_state(
         if number in cursors:
             raise ValueError(f"state['cursors'] (two of partition {number}) {_NO_STATE}")
         cursors[number] = of_sources
-    _check_row_counts(cursors, rows, partitions)
-    _check_lengths(values["lengths"], sources)
+    for number in {*range(min(rows, partitions)), *cursors}:
+        expected_rows = max(0, -(-(rows - number) // partitions))
+        cursor_rows = sum(cursor.rows for cursor in cursors.get(number, []))
+        if cursor_rows != expected_rows:
+            raise ValueError(
+                f"state['cursors'] ({cursor_rows} rows of partition {number}) must have "
+                f"{expected_rows}, as of {rows} rows in {partitions} partitions: pass the "
+                "state_dict() of all data ranks"
+            )
+    source_lengths = {s.name: len(s.documents) if s.is_indexed else None for s in sources}
+    for name, length in values["lengths"].items():
+        if name not in source_lengths or (
+            source_lengths[name] is not None and length not in (None, source_lengths[name])
+        ):
+            raise ValueError(f"state['lengths'] ({quote(values['lengths'])}) {_NO_STATE}")
     return Position(rows, partitions, cursors, values["lengths"])
 
 
 _NO_STATE = "must be that of a state_dict(): pass one, of all data ranks"
-
-
-def _convert_to_json(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state in JSON types (tuples are lists); ValueError unless fields are `FIELDS`."""
-    try:
-        values = json.loads(json.dumps(dict(state), allow_nan=False))
-    except (TypeError, ValueError, RecursionError):
-        values = {}
-    if set(values) != set(FIELDS):
-        relation = f"must be a state_dict(), JSON with {', '.join(FIELDS)}: pass one"
-        raise ValueError(f"state ({quote(state)}) {relation}")
-    return dict(values)
 
 
 def _check_facts(state_facts: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -203,11 +193,7 @@ def _check_facts(state_facts: Mapping[str, Any], facts: Mapping[str, Any]) -> No
 def _parse_cursors(
     entry: Any, num_partitions: int, ordinal_step: int, num_sources: int
 ) -> tuple[int, list[Cursor]]:
-    """Return partition and cursors of an entry of state["cursors"]; ValueError if invalid.
-
-    `num_partitions` and `num_sources` are total numbers. `ordinal_step` is the difference of two
-    consecutive ordinals of a partition.
-    """
+    """Return partition and cursors of an entry of state["cursors"]; ValueError if invalid."""
     credit = Annotated[float, Bound(">=", -num_sources - 1), Bound("<=", num_sources + 1)]
     kinds: tuple[Any, ...] = (Number, Number, Number, credit, Number)
     try:
@@ -228,29 +214,3 @@ def _parse_cursors(
     if not is_valid:
         raise ValueError(f"state['cursors'] ({quote(entry)}) {_NO_STATE}")
     return number, cursors
-
-
-def _check_row_counts(cursors: Cursors, num_rows: int, num_partitions: int) -> None:
-    """Raise a ValueError unless each partition has its share of the run's first `num_rows` rows.
-
-    `cursors` has partition numbers as keys. `num_partitions` is the number of partitions.
-    """
-    for number in {*range(min(num_rows, num_partitions)), *cursors}:
-        expected_rows = max(0, -(-(num_rows - number) // num_partitions))
-        cursor_rows = sum(cursor.rows for cursor in cursors.get(number, []))
-        if cursor_rows != expected_rows:
-            raise ValueError(
-                f"state['cursors'] ({cursor_rows} rows of partition {number}) must have "
-                f"{expected_rows}, as of {num_rows} rows in {num_partitions} partitions: pass the "
-                "state_dict() of all data ranks"
-            )
-
-
-def _check_lengths(lengths: Mapping[str, Any], sources: Sequence[CorpusSource]) -> None:
-    """Raise a ValueError if `lengths` (by source) has an unknown source or a wrong length."""
-    source_lengths = {s.name: len(s.documents) if s.is_indexed else None for s in sources}
-    for name, length in lengths.items():
-        if name not in source_lengths or (
-            source_lengths[name] is not None and length not in (None, source_lengths[name])
-        ):
-            raise ValueError(f"state['lengths'] ({quote(lengths)}) {_NO_STATE}")

@@ -27,7 +27,6 @@ from moecore.base.rank_checks import find_difference
 from moecore.base.streams import copy_to_device
 from moecore.packing.collate import (
     PackedBatch,
-    Piece,
     Rows,
     build_batch,
     get_length_multiple,
@@ -36,7 +35,7 @@ from moecore.packing.collate import (
 from moecore.packing.corpus.loader import PositionedLoader, RankBatches, check_sources
 from moecore.packing.corpus.sources import CorpusError, CorpusOptions, CorpusSource
 from moecore.packing.documents import Document, DocumentCost, MeasuredCost
-from moecore.packing.schedule import DEFAULT_COST, DocumentGroup, schedule_documents
+from moecore.packing.schedule import DEFAULT_COST, schedule_documents
 
 TILE = 128  # a rank's micro-batch has a multiple of TILE tokens: few shapes, full tiles of FP8
 # Argument of a forward -> field of a `PackedBatch`.
@@ -49,29 +48,20 @@ TRANSFORMERS = {name: name for name in NAMES} | {"shift_labels": "labels"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledBatch:
-    """A step of one data rank: a micro-batch for each round of the schedule, on the CPU.
+    """A step of one data rank: a micro-batch for each round of the schedule, on the CPU."""
 
-    Attributes:
-        micro_batches: the full row [1, cp * tokens] of this rank's group, for each round.
-        cps: number of ranks of this rank's group, for each round.
-        is_first: whether this rank is the first of its group, for each round.
-        num_labels: number of labels of the step in the loss, over all ranks.
-        num_tokens: tokens of the step over all ranks, without padding.
-        digest: SHA-256 of the documents and the schedule of all ranks.
-    """
-
-    micro_batches: tuple[PackedBatch, ...]
-    cps: tuple[int, ...]
-    is_first: tuple[bool, ...]
-    num_labels: int
-    num_tokens: int
-    digest: str
+    micro_batches: tuple[PackedBatch, ...]  # the full row [1, cp * tokens] of this rank's groups
+    cps: tuple[int, ...]  # number of ranks of this rank's groups
+    is_first: tuple[bool, ...]  # whether this rank is the first of its groups
+    num_labels: int  # of the step in the loss, over all ranks
+    num_tokens: int  # of the step over all ranks, without padding
+    digest: str  # SHA-256 of the documents and the schedule of all ranks
 
     def count_labels_and_tokens(self) -> Tensor:
         """Return int64 [4]: labels, tokens without padding, squared lengths, tokens with padding.
 
-        The sums over data ranks are the step's counts. The first rank of a group counts the group's
-        documents, and each rank counts its own tokens with padding.
+        The sums over data ranks are the step's counts, so only the first rank of a group counts the
+        group's documents.
         """
         totals = torch.zeros(4, dtype=torch.int64, device="cpu")
         for batch, cp, is_first in zip(self.micro_batches, self.cps, self.is_first, strict=True):
@@ -97,8 +87,12 @@ class ScheduledBatch:
         shared |= {"use_cache": False} if transformers else {}
         inputs: list[dict[str, Any]] = []
         for batch, cp in zip(self.micro_batches, self.cps, strict=True):
-            tensors = {name: _move_if_tensor(batch[key], device) for name, key in names.items()}  # type: ignore[literal-required]
-            inputs.append(tensors | shared | {"cp": cp})
+            arguments: dict[str, Any] = {**shared, "cp": cp}
+            for name, key in names.items():
+                value = batch[key]  # type: ignore[literal-required]
+                is_tensor = isinstance(value, Tensor)
+                arguments[name] = copy_to_device(value, device) if is_tensor else value
+            inputs.append(arguments)
         return inputs
 
     def compute_local_loss(self, losses: Tensor) -> Tensor:
@@ -139,7 +133,6 @@ class ScheduledCollator(CheckedRecord):
     data_ranks: Count = 1
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if self.data_rank >= self.data_ranks:
             yield "data_rank", f"be < data_ranks ({self.data_ranks}): take both from the meshes"
         if self.max_group_ranks > 1 and self.max_tokens % 2:
@@ -162,10 +155,11 @@ class ScheduledCollator(CheckedRecord):
         """
         check_arguments(ScheduledCollator.__call__, locals())
         pieces = [read_document(document, number) for number, document in enumerate(documents)]
-        return self.schedule_pieces(pieces)
+        return self.schedule_rows([pieces])
 
-    def schedule_pieces(self, pieces: Sequence[Piece]) -> ScheduledBatch:
-        """Return this rank's batch of a step; all ranks pass equal `pieces`, one per document."""
+    def schedule_rows(self, rows: Rows) -> ScheduledBatch:
+        """Return this rank's batch of the pieces in all rows of a step, equal on all ranks."""
+        pieces = [piece for row in rows for piece in row]
         lengths = [len(piece.ids) for piece in pieces]
         plan = schedule_documents(
             lengths,
@@ -182,39 +176,24 @@ class ScheduledCollator(CheckedRecord):
             digest.update(b"" if piece.labels is None else piece.labels.tobytes())
         multiple = get_length_multiple(self.max_group_ranks)
         longest = -(-max(lengths) // multiple) * multiple
+        micro_batches = []
+        for group in groups:
+            tokens = min(self.max_tokens, max(1, -(-group.tokens // TILE)) * TILE)
+            micro_batch = build_batch(
+                [[pieces[i] for i in group.documents]],
+                row_tokens=tokens * group.cp,
+                multiple=get_length_multiple(group.cp),
+                max_padding_tokens=longest,  # more could exceed the model's positions
+            )
+            micro_batches.append(micro_batch)
         return ScheduledBatch(
-            micro_batches=tuple(self._make_micro_batch(group, pieces, longest) for group in groups),
+            micro_batches=tuple(micro_batches),
             cps=tuple(group.cp for group in groups),
             is_first=tuple(group.first_rank == self.data_rank for group in groups),
             num_labels=plan.num_labels,
             num_tokens=sum(lengths),
             digest=digest.hexdigest(),
         )
-
-    def schedule_rows(self, rows: Rows) -> ScheduledBatch:
-        """Return this rank's batch of the documents in all rows of a step."""
-        return self.schedule_pieces([piece for row in rows for piece in row])
-
-    def _make_micro_batch(
-        self, group: DocumentGroup, pieces: Sequence[Piece], max_padding_tokens: int
-    ) -> PackedBatch:
-        """Return a group's documents as one row.
-
-        A padding document has at most `max_padding_tokens` tokens, because a longer one could
-        exceed the model's positions.
-        """
-        tokens = min(self.max_tokens, max(1, -(-group.tokens // TILE)) * TILE)
-        return build_batch(
-            [[pieces[i] for i in group.documents]],
-            row_tokens=tokens * group.cp,
-            multiple=get_length_multiple(group.cp),
-            max_padding_tokens=max_padding_tokens,
-        )
-
-
-def _move_if_tensor(value: Any, device: torch.device | str) -> Any:
-    """Return a tensor's copy on a device, or another value as it is."""
-    return copy_to_device(value, device) if isinstance(value, Tensor) else value
 
 
 class ScheduledLoader(PositionedLoader[ScheduledBatch]):
@@ -258,7 +237,22 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
         collator = ScheduledCollator(
             max_tokens=max_tokens, cost=cost, data_rank=data_rank, data_ranks=data_ranks
         )
-        _check_row_tokens(options, collator)
+        if options.multiple > 1:
+            relation = "must be 1: groups pad to their own cp"
+            raise ValueError(f"CorpusOptions.multiple ({options.multiple}) {relation}")
+        largest, row_tokens = collator.max_group_ranks, options.row_tokens
+        multiple = get_length_multiple(largest)
+        if row_tokens % multiple:
+            raise ValueError(
+                f"row_tokens ({row_tokens}) must be a multiple of {multiple}, two chunks of each "
+                f"of {largest} ranks, the most of a group: round it up"
+            )
+        if row_tokens // largest > max_tokens:
+            raise ValueError(
+                f"max_tokens ({max_tokens}) must be >= {row_tokens // largest}, what each of "
+                f"{largest} ranks, the most of a group, holds of a document of row_tokens "
+                f"({row_tokens}): raise it, or use shorter rows or more ranks"
+            )
         batches = RankBatches(sources, options, rows, 0, 1, collator.schedule_rows)
         super().__init__(batches, workers, data_ranks=data_ranks)
         if data_ranks > 1 and dist.is_initialized():
@@ -276,24 +270,3 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
                     "and cost"
                 )
         return batch
-
-
-def _check_row_tokens(options: CorpusOptions, collator: ScheduledCollator) -> None:
-    """Raise a ValueError if `multiple` is not 1, or the largest group cannot compute a full row."""
-    largest, max_tokens = collator.max_group_ranks, collator.max_tokens
-    row_tokens = options.row_tokens
-    if options.multiple > 1:
-        relation = "must be 1: groups pad to their own cp"
-        raise ValueError(f"CorpusOptions.multiple ({options.multiple}) {relation}")
-    multiple = get_length_multiple(largest)
-    if row_tokens % multiple:
-        raise ValueError(
-            f"row_tokens ({row_tokens}) must be a multiple of {multiple}, two chunks of each of "
-            f"{largest} ranks, the most of a group: round it up"
-        )
-    if row_tokens // largest > max_tokens:
-        raise ValueError(
-            f"max_tokens ({max_tokens}) must be >= {row_tokens // largest}, what each of {largest} "
-            f"ranks, the most of a group, holds of a document of row_tokens ({row_tokens}): raise "
-            "it, or use shorter rows or more ranks"
-        )

@@ -63,7 +63,6 @@ class CorpusSource(CheckedRecord):
     weight: Positive = 1.0
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         is_text = isinstance(self.documents, str | bytes)
         if is_text or not (isinstance(self.documents, Iterable) or self.is_indexed):
             yield "documents", "have items by index or be iterable: pass a list or a dataset"
@@ -108,7 +107,6 @@ class CorpusOptions(CheckedRecord):
     partitions: Partitions | None = None
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if self.row_tokens % self.multiple:
             yield "row_tokens", f"be a multiple of multiple ({self.multiple}): round it up"
 
@@ -142,19 +140,13 @@ def _hash_integer(integer: int) -> int:
 
 
 def find_epoch_start(ordinal: int, num_documents: int, num_partitions: int) -> int:
-    """Return the index of the first document of an ordinal's epoch if documents are not shuffled.
-
-    `num_documents` is the number of documents. The module docstring has an example.
-    """
+    """Return the first document of an ordinal's epoch, for documents that are not shuffled."""
     counts = num_documents, num_partitions
     return ordinal // math.lcm(*counts) % math.gcd(*counts)
 
 
 class IndexedDocuments:
-    """The documents of an indexed dataset by ordinal, which counts documents over all epochs.
-
-    The seed `key` selects a permutation for each epoch; None = the dataset's order.
-    """
+    """The documents of an indexed dataset by ordinal; `key` None = the dataset's order."""
 
     def __init__(self, documents: Any, key: int | None, *, partitions: int) -> None:
         self._documents, self._key, self.length = documents, key, len(documents)
@@ -177,16 +169,6 @@ class StreamedDocuments:
     The stream is read and shuffled in blocks. Documents that are read before they are taken are
     buffered, and documents of other processes' partitions are discarded. Each epoch calls `iter`. A
     method `skip` of the iterable, as of Hugging Face streaming datasets, makes resuming faster.
-
-    Args:
-        documents: the iterable.
-        key: seed of the shuffles; None = the order of the stream.
-        block: number of documents that are shuffled together.
-        first: the smallest ordinal that is taken.
-        last: the largest ordinal that was read before the position was saved; -1 = none.
-        partitions: number of partitions.
-        partition_ids: the partitions whose ordinals are taken.
-        length: documents of an epoch; None = unknown until the first epoch ends.
     """
 
     def __init__(
@@ -217,10 +199,7 @@ class StreamedDocuments:
         return number, lambda: document
 
     def _iterate_from_ordinal(self, ordinal: int) -> Iterator[tuple[int, int, Any]]:
-        """Yield (ordinal, index in the stream, document) without end, from this ordinal on.
-
-        Raises a ValueError for an epoch without documents, or of another length than the first.
-        """
+        """Yield (ordinal, index in the stream, document) without end, from this ordinal on."""
         while True:
             epoch, inside = divmod(ordinal, self.length) if self.length else (0, ordinal)
             begin, read = ordinal - inside, inside - inside % self._block
@@ -291,11 +270,7 @@ OrderedDocuments = IndexedDocuments | StreamedDocuments
 
 
 class DocumentReader:
-    """Reads and tokenizes a source's documents: `reader(ordinal)` returns token ids.
-
-    `documents` finds documents by ordinal. Ids must be below `vocab_size`; None = any id. A
-    document that several partitions read at a time is tokenized once.
-    """
+    """Reads and tokenizes a source's documents, once for all partitions, by `reader(ordinal)`."""
 
     def __init__(
         self, source: CorpusSource, documents: OrderedDocuments, vocab_size: int | None
@@ -347,10 +322,7 @@ def describe_location(documents: Any, document_idx: int) -> str:
 
 
 def tokenize_document(source: CorpusSource, document: Any, vocab_size: int | None) -> Integers:
-    """Return a document's token ids as a 1-D array of the smallest unsigned dtype.
-
-    Raises a ValueError for other values than integers from 0 to `vocab_size` - 1 (None = any).
-    """
+    """Return token ids as a 1-D array of the smallest unsigned dtype; ValueError for others."""
     ids = document if source.tokenize is None else source.tokenize(document)
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
