@@ -54,7 +54,7 @@ from moecore.moe.backends import (
 )
 from moecore.moe.clone_weights import concatenate_clones
 from moecore.moe.expert_layout import ExpertLayout, compute_expert_shapes
-from moecore.moe.low_rank import LowRank, SlicePart
+from moecore.moe.low_rank import LowRank
 from moecore.moe.param_reader import ParamReader
 from moecore.moe.records import ExpertInput, UnsummedRows
 from moecore.moe.stored_weights import get_four_bit_blocks, move_stored_parameter
@@ -339,8 +339,8 @@ class Experts(nn.Module):
             w2_eDF=w2_eDF,
             b1_eC=b1_eC,
             b2_eD=b2_eD,
-            update1=self._slice_lora(self.layout.w1, dtype, slice_outputs=self._slice_lora_b),
-            update2=self._slice_lora(self.layout.w2, dtype, slice_inputs=self._slice_lora_a),
+            update1=self._slice_lora("w1", dtype),
+            update2=self._slice_lora("w2", dtype),
             sinks=(self._make_grad_sink("w1", w1_eCD), self._make_grad_sink("w2", w2_eDF)),
             quantised=self._quantise(w1_eCD, w2_eDF),
             magnitudes=magnitudes,
@@ -381,32 +381,22 @@ class Experts(nn.Module):
             return self.reader.read(param, needs_values=False)
         return self.reader.read(param, dtype=dtype)
 
-    def _slice_lora(
-        self,
-        param_name: str,
-        dtype: torch.dtype,
-        *,
-        slice_inputs: SlicePart = lambda a_erI: a_erI,
-        slice_outputs: SlicePart = lambda b_eOr: b_eOr,
-    ) -> LowRankUpdate | None:
-        """Return this rank's slices of the LoRA update of matrix `param_name`; None = no LoRA."""
-        if param_name not in self.lora_updates:
+    def _slice_lora(self, role: str, dtype: torch.dtype) -> LowRankUpdate | None:
+        """Return this rank's slices of the LoRA update of matrix `role`; None = no LoRA."""
+        name = getattr(self.layout, role)
+        if name not in self.lora_updates:
             return None
-        return self.lora_updates[param_name].make_local_update(
-            lambda param: self.reader.read(param, dtype=dtype),
-            slice_inputs=slice_inputs,
-            slice_outputs=slice_outputs,
-        )
 
-    def _slice_lora_b(self, b_eCr: Tensor) -> Tensor:
-        """Return this etp rank's output rows of FC1's LoRA B, in the order of its slice of w1."""
-        halves = 1 + (self.config.gated and not self._is_interleaved)
-        by_half = b_eCr.unflatten(1, (halves, self.etp_size, -1))
-        return by_half[:, :, self.etp_rank].flatten(1, 2)  # type: ignore[no-any-return]
+        def slice_pair(a_erI: Tensor, b_eOr: Tensor) -> tuple[Tensor, Tensor]:
+            """Return this etp rank's columns of FC2's A, or its rows of FC1's B as in w1."""
+            if role == "w2":
+                return a_erI.unflatten(2, (self.etp_size, -1))[:, :, self.etp_rank], b_eOr
+            halves = 1 + (self.config.gated and not self._is_interleaved)
+            by_half = b_eOr.unflatten(1, (halves, self.etp_size, -1))
+            return a_erI, by_half[:, :, self.etp_rank].flatten(1, 2)
 
-    def _slice_lora_a(self, a_erF: Tensor) -> Tensor:
-        """Return this etp rank's columns of FC2's LoRA A."""
-        return a_erF.unflatten(2, (self.etp_size, -1))[:, :, self.etp_rank]  # type: ignore[no-any-return]
+        read = partial(self.reader.read, dtype=dtype)
+        return self.lora_updates[name].make_local_update(read, slice_pair)
 
 
 def _declare_used_rows(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager[None]:
