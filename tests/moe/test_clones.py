@@ -228,11 +228,11 @@ def staying(*, over_peers: bool) -> Stays:
     x = torch.randn(64, D, requires_grad=True)
 
     def note(name: str) -> None:
-        assert layer.cloner is not None and layer.cloner._plan is not None
-        plan, _ = layer.cloner._plan._get_tensors(x.device)
+        assert layer.cloner is not None and layer.cloner.plan is not None
+        plan, _ = layer.cloner.plan._get_tensors(x.device)
         plans[name] = plan.experts_N.tolist()
         if not over_peers:
-            assert layer.cloner._plan.experts == plans[name]
+            assert layer.cloner.plan.experts == plans[name]
 
     def step(name: str, skipped: Any = False) -> list[Tensor]:
         y = layer(x)
@@ -257,7 +257,7 @@ def staying(*, over_peers: bool) -> Stays:
     step("kept for two more")
     step("planned anew")
     assert layer.cloner is not None
-    layer.cloner.drop_plan()
+    layer.cloner.plan.clear()
     step("planned after a load")
     found = Stays(plans=plans, clones=clones, same=same and torch.equal(evaluated, again[0]))
     everyone = of_blocks(found)

@@ -147,7 +147,7 @@ def layers() -> dict[str, Any]:
         good = good and all(torch.equal(a, b) for a, b in zip(replayed, eager, strict=True))
         for a, b in zip(eager, step(plain, x), strict=True):
             errors.append(float((a - b).float().norm() / b.float().norm()))
-    counted = cloned.cloner.counts(x.device)  # type: ignore[union-attr]
+    counted = cloned.cloner.get_counts(x.device)  # type: ignore[union-attr]
     dist.all_reduce(counted)
     pool.wait_and_raise_errors()
     return {"good": good, "errors": max(errors), "counted": counted.tolist()}

@@ -52,8 +52,9 @@ def attend(
     this rank's tokens, and the call is collective.
     """
     if sequence.cache is not None:
-        options: Any = dict(scale=scale, window=window, sinks_H=sinks_H)
-        return sequence.cache.attend(q_BTHd, k_BThd, v_BThv, **options)
+        return sequence.cache.attend(
+            q_BTHd, k_BThd, v_BThv, scale=scale, window=window, sinks_H=sinks_H
+        )
     cp = 1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
     if window is not None and window >= (sequence.max_seqlen or q_BTHd.shape[1] * cp):
         window = None
@@ -90,12 +91,17 @@ def _attend_over_ranks(
     window: int | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Return o_BtHv of `attend` with cp > 1, by all-to-all, ring or all-gather. Collective.
-
-    The groups of `local_tokens.cp` select the communication.
-    """
-    cp = local_tokens.cp
-    _check_heads_and_keys(local_tokens, q, k)
+    """Return o_BtHv of `attend`, by the communication of `local_tokens.cp`. Collective."""
+    cp, heads = local_tokens.cp, k.shape[2]
+    if cp.a2a is not None and heads % cp.a2a.size():
+        raise ValueError(
+            f"key/value heads ({heads}) must be a multiple of the ranks that exchange them "
+            f"({cp.a2a.size()}): use another ContextOptions.way"
+        )
+    if k.shape[1] != q.shape[1] and not (cp.gathers and k.shape[1] == q.shape[1] * cp.size):
+        raise ValueError(
+            f"keys ({k.shape[1]}) must be as many as queries ({q.shape[1]}): pass this rank's"
+        )
     if cp.a2a is not None:
         q, k, v = scatter_heads((q, k, v), cp.a2a, local_tokens.a2a_layout)
         if sinks_H is not None:
@@ -111,21 +117,6 @@ def _attend_over_ranks(
         full_sequence = replace(sequence, local_tokens=None)
         o = attend(q, k, v, full_sequence, scale=scale, window=window, sinks_H=sinks_H)
     return o if cp.a2a is None else gather_heads(o, cp.a2a, local_tokens.a2a_layout)
-
-
-def _check_heads_and_keys(local_tokens: LocalTokens, q: Tensor, k: Tensor) -> None:
-    """Raise a ValueError if an all-to-all cannot split k's heads, or k has a wrong token count."""
-    cp, heads = local_tokens.cp, k.shape[2]
-    if cp.a2a is not None and heads % cp.a2a.size():
-        raise ValueError(
-            f"key/value heads ({heads}) must be a multiple of the ranks that exchange them "
-            f"({cp.a2a.size()}): use another ContextOptions.way"
-        )
-    tokens = (q.shape[1] * cp.size,) if cp.gathers else ()
-    if k.shape[1] not in (q.shape[1], *tokens):
-        raise ValueError(
-            f"keys ({k.shape[1]}) must be as many as queries ({q.shape[1]}): pass this rank's"
-        )
 
 
 def _attention_forward(
@@ -147,7 +138,6 @@ def _attention_forward(
 
 
 def _fake_forward(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale):  # type: ignore[no-untyped-def]
-    """Return empty o and lse in the shapes and dtypes of `_attention_forward`'s results."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     B, T, H, _ = q.shape
     return q.new_empty(B, T, H, v.shape[-1]), q.new_empty(B, H, T, dtype=dtype)
@@ -177,7 +167,6 @@ def _attention_backward(
 
 
 def _fake_backward(do, q, k, v, o, lse, sinks, *options):  # type: ignore[no-untyped-def]
-    """Return empty tensors in the shapes and dtypes of `_attention_backward`'s results."""
     dsinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return (*(x.new_empty(x.shape) for x in (q, k, v)), dsinks)
 
@@ -186,7 +175,6 @@ _attention_bwd = Op("attention_bwd", _attention_backward, _fake_backward)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save `_attention_forward`'s arguments and results, `inputs` and `output`, for backward."""
     q, k, v, sinks, cu_seqlens, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens)
     ctx.mark_non_differentiable(output[1])

@@ -12,13 +12,10 @@ from torch import Tensor
 
 
 class KVCache:
-    """The keys and values of all tokens so far, per attention layer, for generation.
+    """The keys and values of all `length` tokens of earlier forwards, per attention layer.
 
     Rows are not packed. The n-th call of `attend` in a forward belongs to the n-th layer. The class
     is plain because FSDP's mixed precision casts the tensors of tuples and dataclasses.
-
-    Attributes:
-        length: tokens of earlier forwards.
     """
 
     def __init__(self) -> None:
@@ -42,8 +39,7 @@ class KVCache:
     ) -> Tensor:
         """Append the next layer's keys and values; return the attention to all keys of this layer.
 
-        The result [B, T, H, v] is causal, and 0 for padding. `scale` multiplies scores, `window`
-        limits keys (None = all), and `sinks_H` has an extra score per head (None = off).
+        The result [B, T, H, v] is causal, and 0 for padding. The options are those of `attend`.
         """
         T, N = q_BTHd.shape[1], self._num_tokens
         k_BShd, v_BShv = k_BThd[:, :N], v_BThv[:, :N]
@@ -65,24 +61,16 @@ class KVCache:
                 q_BHNd, k_BhSd, v_BhSv, attn_mask=mask_NS, scale=scale, enable_gqa=True
             )
         else:
-            y_BHNv = _attend_with_sinks(q_BHNd, k_BhSd, v_BhSv, mask_NS, scale, sinks_H)
+            # `sinks_H` is one more score in each head's fp32 softmax.
+            num_groups = q_BHNd.shape[1] // k_BhSd.shape[1]
+            k_BHSd, v_BHSv = (x.repeat_interleave(num_groups, dim=1) for x in (k_BhSd, v_BhSv))
+            scores_BHNS = q_BHNd.float() @ k_BHSd.float().mT * scale
+            scores_BHNS = scores_BHNS.masked_fill(~mask_NS, -torch.inf)
+            sinks_BHN1 = sinks_H.float().view(-1, 1, 1).expand(*scores_BHNS.shape[:3], 1)
+            weights_BHNS = torch.cat((scores_BHNS, sinks_BHN1), dim=-1).softmax(-1)[..., :-1]
+            y_BHNv = (weights_BHNS @ v_BHSv.float()).to(v_BHSv.dtype)
         return F.pad(y_BHNv.transpose(1, 2), (0, 0, 0, 0, 0, T - N))
 
     def end_forward(self) -> None:
         """Add the tokens of the forward to `length`."""
         self.length += self._num_tokens
-
-
-def _attend_with_sinks(
-    q_BHNd: Tensor, k_BhSd: Tensor, v_BhSv: Tensor, mask_NS: Tensor, scale: float, sinks_H: Tensor
-) -> Tensor:
-    """Return attention [B, H, N, v]; `sinks_H` is one more score in each head's fp32 softmax.
-
-    `mask_NS` is True where a query reads a key.
-    """
-    H, h = q_BHNd.shape[1], k_BhSd.shape[1]
-    k_BHSd, v_BHSv = (x.repeat_interleave(H // h, dim=1) for x in (k_BhSd, v_BhSv))
-    scores_BHNS = (q_BHNd.float() @ k_BHSd.float().mT * scale).masked_fill(~mask_NS, -torch.inf)
-    sinks_BHN1 = sinks_H.float().view(-1, 1, 1).expand(*scores_BHNS.shape[:3], 1)
-    weights_BHNS = torch.cat((scores_BHNS, sinks_BHN1), dim=-1).softmax(-1)[..., :-1]
-    return (weights_BHNS @ v_BHSv.float()).to(v_BHSv.dtype)

@@ -35,9 +35,8 @@ def attend_linear(
 ) -> Tensor:
     """Return o_BTHv: each token's query applied to the state of its document up to this token.
 
-    `g_BTHk` has logarithms of decays, and `beta_BTH` learning rates (None = no correction by the
-    delta rule). `scale` multiplies queries. `norm_qk` divides queries and keys by their L2 norms.
-    With cp > 1 the tensors have only this rank's tokens, and the call is collective.
+    `g_BTHk` has logarithms of decays, and `beta_BTH` learning rates (None = no delta rule).
+    `norm_qk` divides queries and keys by their L2 norms. Collective with cp > 1.
     """
     q, k, v, g = (x.flatten(0, 1) for x in (q_BThk, k_BThk, v_BTHv, g_BTHk))
     beta = None if beta_BTH is None else beta_BTH.flatten(0, 1)
@@ -62,9 +61,8 @@ def scan_states(
     """Return the outputs y_BTHv of a state space model with inputs x (Mamba-2, arXiv:2405.21060).
 
     Each token updates the state, S = exp(step * rate) S + step * B x^T, and has y = C S + D x. This
-    is linear attention with queries C and keys B, without the delta rule's correction. Steps are
-    fp32 or fp64, and rates are negative. `D_H` None = no term D x. With cp > 1 the tensors have
-    only this rank's tokens, and the call is collective.
+    is linear attention with queries C and keys B, without the delta rule. Steps are fp32 or fp64,
+    and rates are negative. Collective with cp > 1.
     """
     values_BTHv = (x_BTHv * steps_BTH[..., None]).to(x_BTHv.dtype)
     rule = C_BThk, B_BThk, values_BTHv, steps_BTH * rates_H, None, sequence
@@ -76,11 +74,7 @@ def scan_states(
 def causal_conv1d(
     x_BTD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, sequence: Sequence, *, apply_silu: bool
 ) -> Tensor:
-    """Return y_BTD: a causal depthwise convolution within documents, then SiLU if `apply_silu`.
-
-    The last of the W taps is for the token itself. `bias_D` None = no bias. With cp > 1 x has only
-    this rank's tokens, and the call is collective.
-    """
+    """Return y_BTD: a causal depthwise convolution per document, then SiLU if `apply_silu`."""
     inputs = x_BTD.flatten(0, 1), weight_DW, bias_D
     if sequence.local_tokens is not None:
         pieces = sequence.local_tokens.make_local_chunks(x_BTD.device)
@@ -103,6 +97,5 @@ def _get_cu_seqlens(sequence: Sequence, x_BTX: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def _make_cached_cu_seqlens(B: int, T: int, device: torch.device) -> Tensor:
-    """Return int32 [B + 1], the `cu_seqlens` of B rows of T tokens. Cached."""
     # With the same tensor in every layer and step, `fla.py` reads it on the host only once.
     return make_row_cu_seqlens(B, B * T, device)

@@ -58,18 +58,13 @@ class RotaryTable:
         return torch.cat((turned, x_BTHd[..., d:]), dim=-1)
 
     def rotate_pairs(self, x_BTHw: Tensor) -> Tensor:
-        """Return x with each pair (2i, 2i + 1) of its last d dims rotated in fp32 (DeepSeek).
-
-        The d dims of the result are reordered: the first dim of each pair, then each second dim.
-        """
-        # A reordering of dims that is equal for q and k does not change their scores.
+        """Return x with each pair (2i, 2i + 1) of its last d dims rotated in fp32 (DeepSeek)."""
+        # The d dims of the result are reordered: the first dim of each pair, then each second dim.
+        # A reordering that is equal for q and k does not change their scores.
         return self._rotate_dims(x_BTHw, interleaved=True)
 
     def _rotate_dims(self, x_BTHw: Tensor, interleaved: bool) -> Tensor:
-        """Return x with its last d dims rotated in pairs.
-
-        Pairs are (2i, 2i + 1) if `interleaved`, otherwise (i, i + d / 2).
-        """
+        """Return x, rotated in pairs (2i, 2i + 1) if `interleaved`, otherwise (i, i + d / 2)."""
         if self.is_shared:
             return rotary(x_BTHw, self.cos_Td, self.sin_Td, interleaved=interleaved)
         one_row = x_BTHw.flatten(0, 1)[None]
@@ -155,7 +150,20 @@ def make_packed_sequence(
             "pass the first token of each document, and the number of tokens"
         )
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        max_seqlen = _resolve_max_seqlen(cu_seqlens.tolist(), max_seqlen, num_tokens)
+        borders = cu_seqlens.tolist()
+        lengths = [end - start for start, end in pairwise(borders)]
+        ends = (borders[0], borders[-1]) if lengths else None
+        if ends != (0, num_tokens) or min(lengths) < 0:
+            raise ValueError(
+                f"cu_seqlens (first and last {ends}) must rise from 0 to the number of tokens "
+                f"({num_tokens}): give padding a document of its own"
+            )
+        if max_seqlen is not None and max_seqlen < max(lengths):
+            raise ValueError(
+                f"max_seqlen ({max_seqlen}) must be >= the longest document ({max(lengths)}): "
+                "raise it or leave it out"
+            )
+        max_seqlen = max(lengths) if max_seqlen is None else max_seqlen
     cu_seqlens = cu_seqlens.to(device, torch.int32)
     return Sequence(
         cu_seqlens=cu_seqlens,
@@ -186,22 +194,3 @@ def split_documents(
     num_chunks = min(num_documents + num_tokens // max_length, num_tokens)
     cu_seqlens = F.pad(starts[:num_chunks], (0, 1), value=num_tokens)
     return replace(sequence, cu_seqlens=cu_seqlens, max_seqlen=max_length)
-
-
-def _resolve_max_seqlen(cu_seqlens: list[int], max_seqlen: int | None, num_tokens: int) -> int:
-    """Return `max_seqlen`; None = the length of the longest document.
-
-    Raises a ValueError if `cu_seqlens` does not rise from 0 to `num_tokens`, or if a document is
-    longer than `max_seqlen`.
-    """
-    lengths = [end - start for start, end in pairwise(cu_seqlens)]
-    ends = (cu_seqlens[0], cu_seqlens[-1]) if lengths else None
-    if ends != (0, num_tokens) or min(lengths) < 0:
-        raise ValueError(
-            f"cu_seqlens (first and last {ends}) must rise from 0 to the number of tokens "
-            f"({num_tokens}): give padding a document of its own"
-        )
-    if max_seqlen is not None and max_seqlen < max(lengths):
-        relation = f"must be >= the longest document ({max(lengths)}): raise it or leave it out"
-        raise ValueError(f"max_seqlen ({max_seqlen}) {relation}")
-    return max(lengths) if max_seqlen is None else max_seqlen

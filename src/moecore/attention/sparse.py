@@ -47,11 +47,9 @@ def attend_sparse(
 ) -> SparseOutput:
     """Return o_BTHv, the selected keys and the indexer's KL divergences for this rank's tokens.
 
-    All tensors are [B, T, ...] of this rank's tokens. Selected keys are int32 [B, T, K], indices
-    into the tokens of all full rows; -1 fills unused entries. `indexer` may be None if `choice` has
-    neither `top_k` nor `returns_divergences`. `sinks_H` has an extra score per head in the softmax;
-    None = off. With cp > 1 the call is collective: forward all-gathers keys, and backward reduces
-    their gradients over the cp ranks.
+    Selected keys are int32 [B, T, K], indices into the tokens of all full rows; -1 fills unused
+    entries. `indexer` may be None if `choice` has neither `top_k` nor `returns_divergences`. With
+    cp > 1 the call is collective: forward all-gathers keys, and backward reduces their gradients.
     """
     dtype = get_autocast_dtype(heads.q_tHd)
     if dtype is not None:  # as products do
@@ -62,11 +60,20 @@ def attend_sparse(
     if indexer is not None:
         q, k, w = indexer
         indexer = IndexerHeads(q.flatten(0, 1), _gather_keys(k, sequence), w.flatten(0, 1))
+    # The range of keys, in full rows, that each local query sees in its document.
+    stride = 1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
+    full_T, device = T * stride, heads.q_tHd.device
+    places_BT = sequence.positions_BT
+    if places_BT is None:
+        places_BT = torch.arange(full_T, device=device).expand(B, full_T)
+    tokens_BT = torch.arange(B * full_T, device=device).view(B, full_T)
+    local_t = sequence.slice_local(tokens_BT).flatten()
+    first_t = local_t - sequence.slice_local(places_BT).flatten()
     selected_BTK = choice.selected_BTK
     out: SparseOutput = run_product(
         sparse_attention,
         flat,
-        _make_key_spans(sequence, B, T, heads.q_tHd.device),
+        KeySpans(first_t, local_t, stride, sequence.max_seqlen or full_T),
         scale=scale,
         sinks_H=sinks_H,
         indexer=indexer,
@@ -81,18 +88,3 @@ def _gather_keys(x_BTX: Tensor, sequence: Sequence) -> Tensor:
     """Return x of all tokens of the full rows, [N, ...], all-gathered over the cp ranks."""
     local_tokens = sequence.local_tokens
     return (x_BTX if local_tokens is None else local_tokens.gather(x_BTX)).flatten(0, 1)
-
-
-def _make_key_spans(sequence: Sequence, B: int, T: int, device: torch.device) -> KeySpans:
-    """Return the range of keys, in full rows, that each local query sees in its document.
-
-    `B` and `T` are the sizes of the local rows.
-    """
-    stride = 1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
-    T *= stride
-    places_BT = sequence.positions_BT
-    if places_BT is None:
-        places_BT = torch.arange(T, device=device).expand(B, T)
-    own_t = sequence.slice_local(torch.arange(B * T, device=device).view(B, T)).flatten()
-    first_t = own_t - sequence.slice_local(places_BT).flatten()
-    return KeySpans(first_t, own_t, stride, sequence.max_seqlen or T)

@@ -80,11 +80,8 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Run a stage's blocks on this rank's tokens; the last block is followed by the final norm.
 
-        Args:
-            tokens_BT: ids of full rows. A stage with the embedding embeds this rank's tokens.
-            sequence: from `build_sequence`; None = each row of tokens is one document.
-            hidden: output of the previous stage, the input of a stage without the embedding.
-            stage: None = all blocks.
+        `tokens_BT` has full rows. `hidden` is the output of the previous stage, for a stage without
+        the embedding. `stage` None = all blocks.
         """
         stage = self.full_stage if stage is None else stage
         if sequence is None:
@@ -103,11 +100,10 @@ class Backbone(nn.Module):
         max_seqlen: int | None = None,
         cp: int | None = None,
     ) -> Sequence:
-        """Build the record that blocks read: document bounds, padding mask and rotary table.
+        """Build the record that blocks read, of this rank's tokens: documents, mask, rotary table.
 
-        The arguments, of full rows, are as in `Decoder.forward`: the mask is True for padding, and
-        `cu_seqlens` None = each row is one document. The record has only this rank's tokens. Raises
-        a ValueError for documents that are longer than `max_seq_len`.
+        The arguments, of full rows, are as in `Decoder.forward`. Raises a ValueError for documents
+        that are longer than `max_seq_len`.
         """
         ranks = self.select_cp_ranks(cp)
         (B, T), device = tokens_BT.shape, tokens_BT.device

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from moecore.attention.sequence import Sequence
-from moecore.base.options.layer import MoEConfig
 from moecore.models.config import DecoderConfig, GatedDeltaConfig, Mamba2Config
 from moecore.models.layers import MLP, Attention, RMSNorm
 from moecore.models.linear_attention import GatedDeltaNet, LinearAttention, Mamba2
@@ -56,13 +55,15 @@ class Block(nn.Module):
         if self.feedforward == "dense":
             self.mlp: nn.Module = MLP(config, dtype=dtype)
         elif self.feedforward == "moe":
-            self.mlp = MoELayer(_select_moe_config(config, layer_idx), dtype=dtype, runs=runs)
+            assert config.moe is not None
+            moe = config.moe
+            moe_idx = sum(config.get_feedforward(i) == "moe" for i in range(layer_idx))
+            if moe_idx < config.hash_layers:  # the first MoE layers route by token id
+                moe = moe.by_token_id(config.vocab_size)
+            self.mlp = MoELayer(moe, dtype=dtype, runs=runs)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the residual stream of this rank's tokens after the layer.
-
-        `sequence` has the document bounds, the padding mask and the rotary table.
-        """
+        """Return the residual stream of this rank's tokens after the layer."""
         if self.mixer is not None:
             x_BTD = self.attend(x_BTD, sequence)
         if self.feedforward is None:
@@ -98,14 +99,6 @@ class Block(nn.Module):
     def eager_parts(self) -> tuple[str, ...]:
         """Names of the submodules that run eagerly, outside of the compiled methods."""
         return ("post_attention_layernorm", "mlp") if self.feedforward == "moe" else ()
-
-
-def _select_moe_config(config: DecoderConfig, layer_idx: int) -> MoEConfig:
-    """Return a layer's MoE config; the first `hash_layers` MoE layers route by token id."""
-    assert config.moe is not None
-    before = sum(config.get_feedforward(i) == "moe" for i in range(layer_idx))
-    by_id = before < config.hash_layers
-    return config.moe.by_token_id(config.vocab_size) if by_id else config.moe
 
 
 class MTPLayer(nn.Module):
@@ -147,8 +140,8 @@ class MTPLayer(nn.Module):
     def forward(self, h_BTD: Tensor, e_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return h_k, the normed output of module k, for this rank's tokens.
 
-        `h_BTD` is the normed h_(k-1), and `e_BTD` has the embeddings of the tokens k positions
-        later. The padding mask of `sequence` also covers the tokens without a target.
+        `e_BTD` has the embeddings of the tokens k positions later. The padding mask of `sequence`
+        also covers the tokens without a target.
         """
         eh_BTD = torch.cat((self.enorm(e_BTD), self.hnorm(h_BTD)), dim=-1)
         h_BTD = self.block(self.eh_proj(eh_BTD), sequence)

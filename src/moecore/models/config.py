@@ -59,7 +59,6 @@ class YarnConfig(CheckedRecord):
     truncate: bool = True
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of each broken rule."""
         if self.beta_slow > self.beta_fast:
             yield "beta_slow", f"be <= beta_fast ({self.beta_fast!r}): keep 1 and 32 if unsure"
 
@@ -74,7 +73,6 @@ class YarnConfig(CheckedRecord):
         return self._compute_mscale(self.mscale_all_dim) ** 2
 
     def _compute_mscale(self, mscale: float) -> float:
-        """Return YaRN's scale of cos and sin for `factor`."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
@@ -124,7 +122,6 @@ class MLAConfig(CheckedRecord):
     sparse: SparseKeysConfig | None = None
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of each broken rule."""
         if self.qk_rope_head_dim % 2:
             yield "qk_rope_head_dim", "be even, because rotary embedding turns pairs: use even dims"
         if self.sparse is not None and not self.q_lora_rank:
@@ -166,7 +163,6 @@ class LinearAttentionConfig(CheckedRecord):
     conv_size: Count = 4
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of each broken rule."""
         if self.num_v_heads % self.num_k_heads:
             yield "num_k_heads", f"divide num_v_heads ({self.num_v_heads}): choose a divisor"
         for name in ("head_k_dim", "head_v_dim"):
@@ -298,15 +294,22 @@ class DecoderConfig(CheckedRecord):
     ce_chunk_tokens: Count = 2048
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of each broken rule."""
         if self.pattern:
             yield from self._pattern_rules()
         yield from self._attention_rules()
         if self.mla is not None:
             yield from self._mla_rules(self.mla)
         yield from self._layer_rules()
-        yield from self._linear_rules()
-        yield from self._mtp_rules()
+        modules = f"num_mtp_layers ({self.num_mtp_layers})"
+        if bool(self.mtp_loss_coef) != bool(self.num_mtp_layers):
+            yield "mtp_loss_coef", f"be > 0 with {modules} > 0 and 0 without: set it to 0.3 or 0"
+        if self.mtp_detached and not self.num_mtp_layers:
+            yield "mtp_detached", "be False with num_mtp_layers (0), which has no losses: drop it"
+        if self.mtp_repeats > 1 and self.num_mtp_layers != 1:
+            yield "mtp_repeats", f"be 1 with {modules}, because it repeats one module: use 1 module"
+        if self.num_predictions >= self.max_seq_len:
+            name = "num_mtp_layers" if self.mtp_repeats == 1 else "mtp_repeats"
+            yield name, f"be < max_seq_len ({self.max_seq_len}), or there is no target: lower it"
         if self.moe is not None and self.moe.dim != self.dim:
             yield "moe.dim", f"equal dim ({self.dim}): build MoEConfig with the decoder's dim"
         if self.moe is not None and self.moe.assignment == "hash":
@@ -314,8 +317,8 @@ class DecoderConfig(CheckedRecord):
         if self.hash_layers and self.hash_layers >= self.num_moe_layers:
             yield "hash_layers", f"be < the number of MoE layers ({self.num_moe_layers}): lower it"
 
+    # Each of these yields the field and the error text of its broken rules.
     def _pattern_rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule of a config with a pattern."""
         letters = "".join((*MIXERS, *FEEDFORWARDS))
         if set(self.pattern) - set(letters) or len(self.pattern) != self.num_layers:
             number = f"each of num_layers ({self.num_layers})"
@@ -329,7 +332,6 @@ class DecoderConfig(CheckedRecord):
             yield "num_mtp_layers", "be 0 with pattern, whose last layer is half a block: drop it"
 
     def _attention_rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule of heads, rotary embedding and windows."""
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"divide num_heads ({self.num_heads}): choose a divisor"
         if self.head_dim % 2:
@@ -353,7 +355,6 @@ class DecoderConfig(CheckedRecord):
             yield "max_seq_len", f"be <= {limit} {value}: raise the factor or lower it"
 
     def _mla_rules(self, mla: MLAConfig) -> Rules:
-        """Yield (field, error text) of each field that latent attention does not allow."""
         if self.num_kv_heads != self.num_heads:
             yield "num_kv_heads", f"equal num_heads ({self.num_heads}) with mla: set it so"
         if self.head_dim != mla.qk_head_dim:
@@ -378,21 +379,7 @@ class DecoderConfig(CheckedRecord):
         if mla.yarn is not None:
             yield from self._yarn_rules("mla.yarn", mla.yarn)
 
-    def _mtp_rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule of multi-token prediction."""
-        modules = f"num_mtp_layers ({self.num_mtp_layers})"
-        if bool(self.mtp_loss_coef) != bool(self.num_mtp_layers):
-            yield "mtp_loss_coef", f"be > 0 with {modules} > 0 and 0 without: set it to 0.3 or 0"
-        if self.mtp_detached and not self.num_mtp_layers:
-            yield "mtp_detached", "be False with num_mtp_layers (0), which has no losses: drop it"
-        if self.mtp_repeats > 1 and self.num_mtp_layers != 1:
-            yield "mtp_repeats", f"be 1 with {modules}, because it repeats one module: use 1 module"
-        if self.num_predictions >= self.max_seq_len:
-            name = "num_mtp_layers" if self.mtp_repeats == 1 else "mtp_repeats"
-            yield name, f"be < max_seq_len ({self.max_seq_len}), or there is no target: lower it"
-
     def _layer_rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule of dense and MoE layers."""
         if self.moe is None and self.dense_layers:
             yield "dense_layers", "be () with moe (None), where all layers are dense: drop it"
         yield from self._index_rules("dense_layers", self.dense_layers)
@@ -407,16 +394,6 @@ class DecoderConfig(CheckedRecord):
             )
         if not self.num_dense_layers and self.mlp_hidden_dim:
             yield "mlp_hidden_dim", "be 0 with dense_layers (()), where no layer reads it: drop it"
-
-    def _index_rules(self, name: str, indices: tuple[int, ...]) -> Rules:
-        """Yield (field, error text) if layer `indices`, the value of field `name`, are wrong."""
-        if list(indices) != sorted(set(indices)):
-            yield name, "rise without repeats: sort it"
-        if indices and indices[-1] >= self.num_layers:
-            yield name, f"lie in [0, num_layers ({self.num_layers})): drop the others"
-
-    def _linear_rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule of linear attention."""
         yield from self._index_rules("linear_layers", self.linear_layers)
         mixers = [self.get_mixer(i) for i in range(self.num_layers)]
         name = "pattern" if self.pattern else "linear_layers"
@@ -425,6 +402,13 @@ class DecoderConfig(CheckedRecord):
         if ("linear" in mixers) != (self.linear_attention is not None):
             layers = "layers ('M')" if self.pattern else "layers"
             yield name, f"name {layers} with linear_attention and none without: give both or none"
+
+    def _index_rules(self, name: str, indices: tuple[int, ...]) -> Rules:
+        """Yield (field, error text) if layer `indices`, the value of field `name`, are wrong."""
+        if list(indices) != sorted(set(indices)):
+            yield name, "rise without repeats: sort it"
+        if indices and indices[-1] >= self.num_layers:
+            yield name, f"lie in [0, num_layers ({self.num_layers})): drop the others"
 
     @property
     def num_predictions(self) -> int:

@@ -131,7 +131,11 @@ class Decoder(nn.Module):
             key = clean_name(path)
             if isinstance(module, MoELayer):
                 module.init_weights(std=INIT_STD, key=key, seed=seed)
-                for weight in _list_residual_weights(module):
+                w2 = getattr(module.get_part("experts"), module.layout.expert_layout.w2)
+                residual = [module.latent.w_up if module.config.latent_dim else w2]
+                if module.config.shared_hidden_dim:
+                    residual.append(module.get_part("shared").w2)
+                for weight in residual:
                     get_local_tensor(weight).mul_(scale)
             elif isinstance(module, RMSNorm):
                 get_local_tensor(module.weight).fill_(0.0 if module.zero_centered else 1.0)
@@ -265,24 +269,6 @@ class Decoder(nn.Module):
             states = [self.model(tokens_BT, sequence, hidden=hidden, stage=stage)]
             if not runs_final_norm(stage, self.config.num_mtp_layers):
                 return states[0]
-        rows = (tokens_BT, labels_BT, num_tokens, padding_mask_BT)
-        return self._run_head_and_mtp(states, stage, *rows, sequence, log_prob_loss)
-
-    def _run_head_and_mtp(
-        self,
-        states: list[Tensor],
-        stage: Stage,
-        tokens_BT: Tensor,
-        labels_BT: Tensor | None,
-        num_tokens: Tensor | int | None,
-        padding_mask_BT: Tensor | None,
-        sequence: Sequence,
-        log_prob_loss: LogProbLoss | None,
-    ) -> Tensor:
-        """Run the head and MTP modules; return the loss, logits or next stage's input.
-
-        `states` are normed hidden states of this rank's tokens.
-        """
         if stage.loss:
             args = (states[0], labels_BT, num_tokens, self._tied_weight, sequence)
             out = self.lm_head(*args, log_prob_loss)
@@ -306,10 +292,9 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor | None,
         sequence: Sequence,
     ) -> list[Tensor]:
-        """Run this stage's multi-token prediction modules; return the head's losses.
+        """Append the output of this stage's multi-token prediction modules to `states`.
 
-        Each module's output is appended to `states`. Tokens, labels and mask have full rows.
-        Without the head the list of losses is empty.
+        Return the losses; [] in a stage without the head. Tokens, labels and mask have full rows.
         """
         if padding_mask_BT is None:
             padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
@@ -363,10 +348,7 @@ class Decoder(nn.Module):
     def _compute_hidden_shape(
         self, num_states: int, tokens_BT: Tensor, cp: int | None
     ) -> tuple[int, ...]:
-        """Return this rank's shape of `num_states` stacked hidden states: [num_states, B, t, D].
-
-        t is T / (cp * tp). For 0 states, return the shape of one residual stream, [B, t, D].
-        """
+        """Return [num_states, B, T / (cp * tp), D], or [B, T / (cp * tp), D] for 0 states."""
         B, T = tokens_BT.shape
         ranks, tp = self.model.select_cp_ranks(cp), self.model.tp
         num_ranks = (1 if ranks is None else ranks.size) * (1 if tp is None else tp.size)
@@ -378,11 +360,7 @@ class Decoder(nn.Module):
         return labels_BT is not None and self.training and len(self.mtp) > 0
 
     def _count_normed_inputs(self, stage: Stage, *, runs_mtp: bool) -> int:
-        """Return how many hidden states after the final norm are stacked in a stage's input.
-
-        The result is 0 if the input is a residual stream before the final norm. `runs_mtp` tells
-        whether multi-token prediction runs.
-        """
+        """Return how many normed hidden states a stage's input stacks; 0 = a residual stream."""
         modules_before = stage.mtp[0] if stage.mtp else len(self.mtp) if stage.loss else 0
         if not (modules_before and runs_mtp):
             return min(modules_before, 1)
@@ -390,7 +368,6 @@ class Decoder(nn.Module):
 
     @property
     def _tied_weight(self) -> Tensor | None:
-        """The embedding table if the head uses it, otherwise None."""
         return self.model.embed_tokens.weight if self.config.tie_embeddings else None
 
     @torch.no_grad()
@@ -431,10 +408,7 @@ class Decoder(nn.Module):
         return tokens_BT
 
     def _compute_last_logits(self, window_BT: Tensor, cache: KVCache | None) -> Tensor:
-        """Return the logits [B, V] of the last of T tokens; pads the tokens for cp and tp.
-
-        `cache` has the keys and values of earlier tokens; None = no cache.
-        """
+        """Return the logits [B, V] of the last of T tokens; pads the tokens for cp and tp."""
         T, tp, cp = window_BT.shape[1], self.model.tp, self.model.cp
         multiple = (1 if tp is None else tp.size) * (1 if cp is None else 2 * cp.size)
         padding = -T % multiple
@@ -484,12 +458,3 @@ class Decoder(nn.Module):
                 f"padding_mask {tuple(mask.shape)} ({mask.dtype}) must be torch.bool with the "
                 f"shape of tokens {tuple(tokens_BT.shape)}: True where there is padding"
             )
-
-
-def _list_residual_weights(layer: MoELayer) -> list[nn.Parameter]:
-    """Return an MoE layer's last matrices: w2 or the latent's w_up, and the shared expert's w2."""
-    w2 = getattr(layer.get_part("experts"), layer.layout.expert_layout.w2)
-    weights = [layer.latent.w_up if layer.config.latent_dim else w2]
-    if layer.config.shared_hidden_dim:
-        weights.append(layer.get_part("shared").w2)
-    return weights

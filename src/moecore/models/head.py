@@ -45,8 +45,8 @@ class Head(nn.Module):
     ) -> Tensor:
         """Return the fp32 loss, divided by `num_tokens`, or without labels the logits [B, T, V].
 
-        Labels have full rows. `log_prob_loss` replaces the cross-entropy and has its own labels.
-        `is_detached` = the weight gets no gradient. Results are equal on all cp and tp ranks.
+        Labels have full rows. `is_detached` = the weight gets no gradient. Results are equal on all
+        cp and tp ranks.
         """
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None, "a tied head is called with the embedding table"

@@ -83,13 +83,11 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary embedding.
 
-    A token attends to at most `window` keys, its own key included; None = all keys under the causal
-    mask. Sinks are replicated over tp, and each rank reads the sinks of its heads. The output bias
-    is added after the reduce-scatter over tp. With gates `q_proj` returns each head's query,
-    followed by the head's gate.
-
-    If `observe_scores` is not None, every forward calls `observe_scores` with the rotated queries
-    and keys, the sequence and the scale.
+    A token attends to at most `window` keys, its own key included; None = all. Sinks are replicated
+    over tp, and each rank reads the sinks of its heads. The output bias is added after the
+    reduce-scatter over tp. With gates `q_proj` returns each head's query, followed by the head's
+    gate. Every forward calls `observe_scores`, unless it is None, with the rotated queries and
+    keys.
     """
 
     observe_scores: ScoreObserver | None = None
@@ -122,14 +120,21 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm.from_config(config, k_norm_dim, over_tp=over_tp, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the attention output of this rank's normed tokens, in the shape of x.
-
-        `sequence` has the document bounds, the rotary table and a cache of keys and values.
-        """
-        q_BTHd, k_BThd, v_BThd, gate_BTHd = self._project_qkv(x_BTD)
+        """Return the attention output of this rank's normed tokens, in the shape of x."""
+        d = self.config.head_dim
+        q, k, v = apply_column_linears(x_BTD, (self.q_proj, self.k_proj, self.v_proj), self.tp)
+        gate_BTHd: Tensor | None = None
+        if self.config.attention_gate:
+            q_BTHd, gate_BTHd = q.unflatten(-1, (-1, 2 * d)).chunk(2, dim=-1)
+            q = q_BTHd.flatten(2)
+        if self.config.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BTHd, k_BThd, v_BThd = (x.unflatten(-1, (-1, d)) for x in (q, k, v))
+        if self.config.qk_norm == "head":
+            q_BTHd, k_BThd = self.q_norm(q_BTHd), self.k_norm(k_BThd)
         if sequence.rotary is not None:
             q_BTHd, k_BThd = sequence.rotary.rotate(q_BTHd), sequence.rotary.rotate(k_BThd)
-        scale = self.config.head_dim**-0.5
+        scale = d**-0.5
         if self.observe_scores is not None:
             self.observe_scores(q_BTHd, k_BThd, sequence, scale)
         sinks_H = None if self.sinks is None else get_local_param(self.sinks)
@@ -144,25 +149,6 @@ class Attention(nn.Module):
         if self.o_bias is not None:
             y_BTD = y_BTD + get_local_param(self.o_bias).to(y_BTD.dtype)
         return y_BTD
-
-    def _project_qkv(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Project all T tokens; return unrotated queries and keys, values, and gates or None."""
-        q, k, v = apply_column_linears(x_BTD, (self.q_proj, self.k_proj, self.v_proj), self.tp)
-        gate_BTHd = None
-        if self.config.attention_gate:
-            q_BTHd, gate_BTHd = q.unflatten(-1, (-1, 2 * self.config.head_dim)).chunk(2, dim=-1)
-            q = q_BTHd.flatten(2)
-        if self.config.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q_BTHd, k_BThd = self._split_heads(q), self._split_heads(k)
-        if self.config.qk_norm == "head":
-            q_BTHd, k_BThd = self.q_norm(q_BTHd), self.k_norm(k_BThd)
-        return q_BTHd, k_BThd, self._split_heads(v), gate_BTHd
-
-    def _split_heads(self, x: Tensor) -> Tensor:
-        """Split the last dim of x into heads: [..., H * d] -> [..., H, d]."""
-        heads: Tensor = x.unflatten(-1, (-1, self.config.head_dim))
-        return heads
 
 
 class MLP(nn.Module):
@@ -189,18 +175,16 @@ class MLP(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Apply the MLP to this rank's tokens; return the same shape and dtype."""
-        return apply_row_linear(self._compute_hidden(x_BTD), self.down_proj, self.tp)
-
-    def _compute_hidden(self, x_BTD: Tensor) -> Tensor:
-        """Return the activations before `down_proj` for all T tokens, [B, T, F]."""
         if not self.is_gated:
             (up_BTF,) = apply_column_linears(x_BTD, (self.up_proj,), self.tp)
-            return F.relu(up_BTF).square()
+            return apply_row_linear(F.relu(up_BTF).square(), self.down_proj, self.tp)
         gate_BTF, up_BTF = apply_column_linears(x_BTD, (self.gate_proj, self.up_proj), self.tp)
-        if self.limited is not None:
+        if self.limited is None:
+            h_BTF = F.silu(gate_BTF) * up_BTF
+        else:
             h_NC = torch.cat((gate_BTF, up_BTF), dim=-1).flatten(0, -2)
-            return weighted_activation(h_NC, None, None, self.limited).view_as(up_BTF)
-        return F.silu(gate_BTF) * up_BTF
+            h_BTF = weighted_activation(h_NC, None, None, self.limited).view_as(up_BTF)
+        return apply_row_linear(h_BTF, self.down_proj, self.tp)
 
 
 def build_rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable | None:
@@ -225,7 +209,6 @@ def _compute_yarn_factors(dim: int, theta: float, yarn: YarnConfig, device: torc
     # and the i that turns beta_slow times, rounded up if `truncate`.
 
     def find_index(turns: float) -> float:
-        """Return the frequency index that turns `turns` times."""
         length = yarn.original_max_seq_len / (2 * math.pi * turns)
         return dim * math.log(length) / (2 * math.log(theta))
 

@@ -74,10 +74,7 @@ class LinearAttention(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=dtype))
 
     def apply_convolution(self, xs_BTC: Sizes[Tensor], sequence: Sequence) -> list[Tensor]:
-        """Apply the short convolution and silu to each tensor of this rank's channels.
-
-        Input and result have one tensor per kind of channels, in the order of `sizes`.
-        """
+        """Apply the short convolution and silu to local channels, one tensor per kind."""
         bias = None if self.conv1d.bias is None else self._slice_channels(self.conv1d.bias)
         filters = self._slice_channels(self.conv1d.weight).squeeze(1), bias
         mixed_BTC = causal_conv1d(torch.cat(list(xs_BTC), -1), *filters, sequence, apply_silu=True)
@@ -97,7 +94,6 @@ class LinearAttention(nn.Module):
         return full_param if self.tp is None else full_param.chunk(self.tp.size)[self.tp.rank]
 
     def _slice_channels(self, param: Tensor) -> Tensor:
-        """Return this tp rank's channels of a convolution parameter."""
         full_param = get_local_param(param)
         if self.tp is None:
             return full_param

@@ -31,7 +31,7 @@ from torch import Tensor
 from moecore.base.fields import CheckedRecord, Count, Positive, check_arguments
 from moecore.kernels.common import disable_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, softmax_gradient_
-from moecore.models.loss import RowStatistics, combine_row_statistics, find_matmul_dtype
+from moecore.models.loss import combine_row_statistics, find_matmul_dtype
 from moecore.moe.dispatch.collectives import all_gather_rows
 from moecore.precision.head import add_product_, mm_with_dtype
 
@@ -70,8 +70,7 @@ class LogProbLoss(CheckedRecord):
     ) -> Tensor:
         """Return the loss of this rank's hidden states. The head is sharded over `group`.
 
-        `labels_Bt` has the labels of this rank's tokens, -100 = none. `gather_full_rows` gathers
-        local tokens [B, t, X] to full rows [B, T, X].
+        `gather_full_rows` gathers local tokens [B, t, X] to full rows [B, T, X].
         """
         options: Any = dict(temperature=self.temperature, entropy=self.entropy, group=group)
         args = hidden_BtD.flatten(0, 1), weight_VD, labels_Bt.flatten()
@@ -81,11 +80,7 @@ class LogProbLoss(CheckedRecord):
     def compute_from_logits(
         self, logits_BtV: Tensor, labels_Bt: Tensor, gather_full_rows: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Return the loss of full-vocabulary logits, which a model may change after its head.
-
-        `labels_Bt` has the labels of this rank's tokens, -100 = none. `gather_full_rows` gathers
-        local tokens [B, t, X] to full rows [B, T, X].
-        """
+        """Return the loss of full-vocabulary logits, which a model may change after its head."""
         x_NV = logits_BtV.flatten(0, 1)
         x_NV = x_NV.to(torch.promote_types(x_NV.dtype, torch.float32)) / self.temperature
         labels_N = labels_Bt.flatten()
@@ -175,7 +170,6 @@ class _LinearLogProbs(torch.autograd.Function):
         dtype: torch.dtype,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities [N], and entropies [N] or None; save statistics per token."""
         ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk_tokens, dtype
         hidden_MD, weight_WD = hidden_ND.to(dtype), weight_VD.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -190,14 +184,20 @@ class _LinearLogProbs(torch.autograd.Function):
                 log_probs_N[part] = rows.compute_label_log_probs()
                 local_labels_N[part], highs_N[part], sums_N[part], _ = rows
                 if entropy_N is not None:
-                    entropy_N[part] = _compute_entropy_(x_CV, rows, group)
+                    x_CV.sub_(rows.highs_C[:, None])
+                    weighted_C = x_CV.exp().mul_(x_CV).sum(1)
+                    if group is not None:
+                        weighted_GC = all_gather_rows(weighted_C, group)
+                        weighted_C = weighted_GC.unflatten(0, (group.size(), -1)).sum(0)
+                    entropy_C = rows.sums_C.log() - weighted_C / rows.sums_C
+                    is_skipped_C = rows.local_labels_C == IGNORE_INDEX
+                    entropy_N[part] = entropy_C.masked_fill(is_skipped_C, 0)
                 del x_CV  # before the next chunk's are made
         ctx.save_for_backward(hidden_ND, weight_VD, local_labels_N, highs_N, sums_N, entropy_N)
         return log_probs_N, None if entropy_N is None else entropy_N.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        """Recompute the logits by chunks; return the gradients of hidden states and weight."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(
                 "create_graph (True) must be False for linear_log_probs, which makes logits anew "
@@ -236,18 +236,6 @@ def _compute_logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) ->
     return x_CV if temperature == 1.0 else x_CV.div_(temperature)
 
 
-def _compute_entropy_(
-    logits_CV: Tensor, row_statistics: RowStatistics, group: dist.ProcessGroup | None
-) -> Tensor:
-    """Return each token's entropy [C] in nats over `group`'s vocabulary. Overwrites the logits."""
-    logits_CV.sub_(row_statistics.highs_C[:, None])
-    weighted_C = logits_CV.exp().mul_(logits_CV).sum(1)
-    if group is not None:
-        weighted_C = all_gather_rows(weighted_C, group).unflatten(0, (group.size(), -1)).sum(0)
-    entropy_C = row_statistics.sums_C.log() - weighted_C / row_statistics.sums_C
-    return entropy_C.masked_fill(row_statistics.local_labels_C == IGNORE_INDEX, 0)
-
-
 def _compute_logits_grad_(
     logits_CV: Tensor,  # used up
     dtype: torch.dtype,
@@ -256,11 +244,9 @@ def _compute_logits_grad_(
     sums_C: Tensor,
     *token_grads: Tensor,  # [C]: gradients of log p; or H, and gradients of log p and H
 ) -> tuple[Tensor, Tensor]:
-    """Return a chunk's unscaled gradient of logits [C, V], and a factor per token [C, 1].
+    """Return a chunk's unscaled gradient of logits [C, V], and its factor per token [C, 1].
 
-    The product of both results is the gradient. The logits are overwritten. `maxima_C` and `sums_C`
-    are the softmax's maximum and sum per token. `token_grads` [C] are the gradients of
-    log-probabilities, or entropies, gradients of log-probabilities and gradients of entropies.
+    The logits are overwritten. `maxima_C` and `sums_C` are the softmax's maximum and sum per token.
     """
     if len(token_grads) == 1:
         d_logits_CV = softmax_gradient_(logits_CV, local_labels_C, maxima_C, sums_C, dtype)

@@ -129,7 +129,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         recipe: Recipe | None,
     ) -> Tensor:
-        """Return the loss summed over labels; with `needs_grads`, save both inputs' gradients."""
         ctx.hidden_dtype, ctx.weight_dtype = hidden_ND.dtype, weight_VD.dtype
         hidden_ND, weight_VD = hidden_ND.to(product_dtype), weight_VD.to(product_dtype)
         dtype = torch.promote_types(product_dtype, torch.float32)
@@ -154,7 +153,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the saved gradients of hidden states and weight, times the incoming gradient."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(
                 "create_graph (True) must be False for linear_cross_entropy, which keeps gradients "
@@ -178,10 +176,9 @@ def _compute_chunk_loss_(
     is_first_chunk: bool,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return a chunk's summed loss, and compute the chunk's gradients.
+    """Return a chunk's summed loss, overwrite d_hidden_CD, and add to d_weight_VD.
 
-    d_hidden_CD is overwritten. The weight's gradient is added to d_weight_VD, or overwrites
-    d_weight_VD if `is_first_chunk`. None = not computed. `group` shards the vocabulary.
+    d_weight_VD is overwritten if `is_first_chunk`. None = not computed.
     """
     # All tensors as large as the logits are freed on return, before the next chunk.
     want = d_hidden_CD is not None or d_weight_VD is not None
@@ -219,10 +216,7 @@ class RowStatistics(NamedTuple):
 def combine_row_statistics(
     logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None
 ) -> RowStatistics:
-    """Return softmax statistics over the vocabulary, from this rank's logits [C, V]. Collective.
-
-    `labels_C` are global ids or -100. `group` None = this rank has all logits.
-    """
+    """Return softmax statistics over the vocabulary, from this rank's logits [C, V]. Collective."""
     V = logits_CV.shape[1]
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     counts_C = labels_C != IGNORE_INDEX

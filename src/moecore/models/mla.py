@@ -66,10 +66,7 @@ class Indexer(nn.Module):
         self.weights_proj = Linear(config.dim, self.num_heads, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, q_BTQ: Tensor, rotary: RotaryTable) -> IndexerHeads:
-        """Return the indexer's queries, keys and head weights for all T tokens.
-
-        `x_BTD` has this tp rank's tokens, and the query latents `q_BTQ` have all T tokens.
-        """
+        """Return queries, keys and head weights of all T tokens; `x_BTD` has this rank's tokens."""
         k_BTi, w_BTh = self.k_norm(self.wk(x_BTD)), self.weights_proj(x_BTD)
         if self.tp is not None:
             kw_BTX = self.tp.gather_tokens(torch.cat((k_BTi, w_BTh), dim=-1))
@@ -81,22 +78,14 @@ class Indexer(nn.Module):
 
 
 def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> KeyChoice:
-    """Return which keys a layer's attention reads, and whether the layer's indexer learns.
-
-    Attention reads `top_k` keys, or all keys in the stage "warm_up" of `config`. The indexer does
-    not learn without `config`, in eval mode, or without gradients.
-    """
+    """Return the keys that a layer reads, all in warm-up, and whether its indexer learns."""
     learns = config is not None and layer.training and torch.is_grad_enabled()
     is_warm_up = config is not None and config.stage == "warm_up"
     return KeyChoice(top_k=None if is_warm_up else top_k, returns_divergences=learns)
 
 
 def compute_mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
-    """Return the sum of this rank's divergences, divided by the tokens of all cp ranks, 0-dim.
-
-    `divergence_BT` has each token's KL divergence of the indexer's choice from attention. Padding
-    counts neither in the sum nor in the number of tokens.
-    """
+    """Return this rank's summed divergences / the tokens of all cp ranks, without padding."""
     mask_BT, local_tokens = sequence.padding_mask_BT, sequence.local_tokens
     if mask_BT is None:
         cp = 1 if local_tokens is None else local_tokens.cp.size
@@ -134,11 +123,14 @@ class LatentAttention(nn.Module):
         self.indexer = None if mla.sparse is None else Indexer(config, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the attention output of this rank's normed tokens, in the shape of x.
-
-        The rotary table of `sequence` has `qk_rope_head_dim` dims.
-        """
-        q_BTQ, c_BTC, k_BTr = self._compute_latents(x_BTD)
+        """Return the attention output of this rank's normed tokens, in the shape of x."""
+        C, r = self.mla.kv_lora_rank, self.mla.qk_rope_head_dim
+        q_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD)) if self.mla.q_lora_rank else x_BTD
+        c_BTC, k_BTr = self.kv_a_proj_with_mqa(x_BTD).split((C, r), dim=-1)
+        c_BTC = self.kv_a_layernorm(c_BTC)
+        if self.tp is not None:
+            latents_BTX = self.tp.gather_tokens(torch.cat((q_BTQ, c_BTC, k_BTr), dim=-1))
+            q_BTQ, c_BTC, k_BTr = latents_BTX.split((q_BTQ.shape[-1], C, r), dim=-1)
         if self.indexer is not None:
             y_BTHv = self._attend_sparsely(self.indexer, x_BTD, q_BTQ, c_BTC, k_BTr, sequence)
             return apply_row_linear(y_BTHv.flatten(2), self.o_proj, self.tp)
@@ -166,11 +158,7 @@ class LatentAttention(nn.Module):
         k_BTr: Tensor,
         sequence: Sequence,
     ) -> Tensor:
-        """Return the attention y_BTHv over selected keys; its backward also trains the indexer.
-
-        `x_BTD` has this tp rank's tokens. The latents `q_BTQ` and `c_BTC` and the unrotated shared
-        keys `k_BTr` have all T tokens.
-        """
+        """Return the attention y_BTHv over selected keys; its backward also trains the indexer."""
         rotary, mla = sequence.rotary, self.mla
         assert rotary is not None and mla.sparse is not None
         choice = make_key_choice(self.indexer_config, self, mla.sparse.top_k)
@@ -189,31 +177,12 @@ class LatentAttention(nn.Module):
             return y_BTHv
         assert self.indexer_config is not None
         loss = self.indexer_config.loss_coef * compute_mean_divergence(out.divergence_t, sequence)
-        y_BTHv = self.aux_loss.attach_loss(y_BTHv, loss)
-        return y_BTHv
-
-    def _compute_latents(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query latents, key/value latents and unrotated shared keys of all T tokens.
-
-        Without a query latent (q_lora_rank 0), the first result is x of all T tokens.
-        """
-        C, r = self.mla.kv_lora_rank, self.mla.qk_rope_head_dim
-        q_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD)) if self.mla.q_lora_rank else x_BTD
-        c_BTC, k_BTr = self.kv_a_proj_with_mqa(x_BTD).split((C, r), dim=-1)
-        c_BTC = self.kv_a_layernorm(c_BTC)
-        if self.tp is None:
-            return q_BTQ, c_BTC, k_BTr
-        latents_BTX = self.tp.gather_tokens(torch.cat((q_BTQ, c_BTC, k_BTr), dim=-1))
-        q_BTQ, c_BTC, k_BTr = latents_BTX.split((q_BTQ.shape[-1], C, r), dim=-1)
-        return q_BTQ, c_BTC, k_BTr
+        return self.aux_loss.attach_loss(y_BTHv, loss)  # type: ignore[no-any-return]
 
     def _compute_heads(
         self, q_BTQ: Tensor, c_BTC: Tensor, k_BTr: Tensor, sequence: Sequence
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project latents to queries, keys and values of heads; rotate queries and keys.
-
-        `q_BTQ` has query latents, `c_BTC` key/value latents, and `k_BTr` keys that all heads share.
-        """
+        """Project latents to queries, keys and values of heads; rotate queries and keys."""
         rotary, local_tokens = sequence.rotary, sequence.local_tokens
         assert rotary is not None, "a decoder's sequence has a rotary table"
         n, r, v = self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim, self.mla.v_head_dim

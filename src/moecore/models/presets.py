@@ -126,7 +126,6 @@ def _build_decoder(sizes: Triple, heads: Triple, moe: MoEConfig, **fields: Any) 
 
 
 def _build_moe(dim: int, hidden_dim: int, num_experts: int, top_k: int, **fields: Any) -> MoEConfig:
-    """Return a `MoEConfig` with these sizes; `top_k` experts per token."""
     sizes: Any = dict(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, top_k=top_k)
     return MoEConfig(**sizes, **fields)
 
@@ -165,10 +164,7 @@ _CONFIGS["qwen3-235b-a22b"] = _build_qwen3(4096, 94, 64, 1536)
 
 
 def _build_qwen3_next(sizes: Triple, heads: Triple, moe: MoEConfig, **fields: Any) -> DecoderConfig:
-    """Return a config with attention in every fourth layer and linear attention in the others.
-
-    `sizes` is (vocabulary, dim, layers), and `heads` is (query, key/value heads, dim of a head).
-    """
+    """Return a config with attention in every fourth layer and linear attention in the others."""
     return _build_decoder(
         sizes,
         heads,
@@ -198,10 +194,7 @@ _CONFIGS["qwen3-next-80b-a3b"] = _build_qwen3_next(
 def _build_nemotron_h(
     pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **fields: Any
 ) -> DecoderConfig:
-    """Return the config of a Nemotron-H, with one layer per letter of `pattern`.
-
-    `sizes` is (vocabulary, dim), and `heads` is (query, key/value heads, dim of a head).
-    """
+    """Return the config of a Nemotron-H of `sizes` (vocabulary, dim), one layer per letter."""
     return _build_decoder(
         (*sizes, len(pattern)),
         heads,
@@ -292,10 +285,6 @@ _CONFIGS["kimi-k2"] = _build_decoder(
 def _build_deepseek_v2(
     sizes: Triple, num_heads: int, q_lora_rank: int, moe: MoEConfig, mlp_hidden_dim: int
 ) -> DecoderConfig:
-    """Return the config of a DeepSeek-V2 with sizes (vocabulary, dim, layers).
-
-    `mlp_hidden_dim` is the hidden dim of its one dense layer.
-    """
     yarn = replace(_V3_YARN, mscale=0.707, mscale_all_dim=0.707)
     return _build_decoder(
         sizes,
@@ -319,7 +308,6 @@ _CONFIGS["deepseek-v2-lite"] = _build_deepseek_v2((102_400, 2048, 27), 16, 0, _L
 def _build_glm_45(
     dim: int, num_layers: int, num_dense_layers: int, moe: MoEConfig, **fields: Any
 ) -> DecoderConfig:
-    """Return the config of a GLM-4.5, whose first `num_dense_layers` layers are dense."""
     return _build_decoder(
         (151_552, dim, num_layers),
         (96, 8, 128),
@@ -354,7 +342,6 @@ _CONFIGS["qwen2-57b-a14b"] = _build_decoder(
 
 
 def _build_gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
-    """Return the config of a gpt-oss with these numbers of layers and experts."""
     experts: Any = dict(activation="clamped_swiglu", fc1_bias=True, fc2_bias=True)
     return _build_decoder(
         (201_088, 2880, num_layers),

@@ -85,10 +85,10 @@ class TensorParallel:
         return parts_GNv.transpose(0, 1).reshape(*x_BTv.shape[:-1], -1)
 
     def find_local_rows(self, ids_BT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Map token ids to rows of this rank's vocabulary shard; return rows and a bool mask.
+        """Map token ids to rows of this rank's shard of `num_rows` rows; return rows and a mask.
 
-        The mask is True for ids of other shards, whose row is 0. A shard has `num_rows` rows. On
-        CPUs an id outside of the vocabulary raises a ValueError. No communication.
+        The bool mask is True for ids of other shards, whose row is 0. On CPUs an id outside of the
+        vocabulary raises a ValueError. No communication.
         """
         size = num_rows * self.size
         exists_BT = (ids_BT >= 0) & (ids_BT < size)
@@ -109,16 +109,12 @@ class TensorParallel:
         return y_BtD
 
     def gather_replicated(self, x_BtD: Tensor) -> Tensor:
-        """All-gather x_BtD along dim 1 to x_BTD, from which all ranks compute identical results.
-
-        Backward takes this rank's slice of the gradient.
-        """
+        """All-gather x_BtD to x_BTD, which all ranks use identically; backward takes a slice."""
         gather = partial(_all_gather, group=self.group)
         x_BTD: Tensor = run_and_save(exchange_with_grad, x_BtD, gather, self.slice_local_tokens)
         return x_BTD
 
     def _check_divisible(self, x_BT: Tensor) -> None:
-        """Raise a ValueError if the length of dim 1 is not a multiple of tp. No communication."""
         if x_BT.shape[1] % self.size:
             raise ValueError(
                 f"sequence length ({x_BT.shape[1]}) must be a multiple of tp ({self.size}): "
@@ -133,10 +129,7 @@ class TensorParallel:
 
 
 def all_reduce_replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce `x` over a group, and return the sum, which all ranks must use identically.
-
-    Backward is the identity, because every rank computes the same gradient of the sum.
-    """
+    """All-reduce `x`, which all ranks then use identically. Backward is the identity."""
     add = partial(_all_reduce, group=group)
     total: Tensor = run_and_save(exchange_with_grad, x, add, lambda grad: grad)
     return total
@@ -145,8 +138,7 @@ def all_reduce_replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: DeviceMesh) -> None:
     """Shard the dense parameters of a decoder over the 1-D `tp_mesh` in place. No communication.
 
-    Routed experts do not change. Raises a ValueError if tp does not divide heads or dims, or for
-    parameters that are DTensors already.
+    Raises a ValueError if tp does not divide heads or dims, or for parameters that are DTensors.
     """
     # The weight and bias of a module with `tp_shard_dim` are sharded along this dim, and factors of
     # peft's LoRA as their linear. Other parameters become replicated DTensors, except routed
@@ -175,11 +167,7 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
 
 
 def _find_lora_shard_dims(model: nn.Module, tp: int) -> dict[nn.Module, int | None]:
-    """Map the modules A and B of peft's LoRA to the dim that tp shards; None = replicated.
-
-    Raises a NotImplementedError for adapters other than LoRA of linears without DoRA and biases,
-    and a ValueError for dropout, whose masks would differ between ranks.
-    """
+    """Map the modules A and B of peft's LoRA to the dim that tp shards; None = replicated."""
     dims = dict[nn.Module, int | None]()
     for path, module in model.named_modules():
         if not is_tuner_layer(module):

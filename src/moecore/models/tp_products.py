@@ -59,12 +59,9 @@ MIN_SLICE_BYTES = 32 << 20
 class SlicedExchange(NamedTuple):
     """Two collectives over one sequence that call the caller's matmul for each rank's slice.
 
-    Attributes:
-        all_gather: all_gather(x_tD, consume, x_TD, group) all-gathers x_tD into x_TD, and
-            calls consume(slice_tD, rank) for each rank's slice.
-        all_to_all: all_to_all(produce, parts_TD, group) calls produce(rank, slice_tD)
-            for each rank. produce fills the slice to send to that rank. The slices received
-            are written to parts_TD.
+    all_gather(x_tD, consume, x_TD, group) all-gathers x_tD into x_TD, and calls consume(slice_tD,
+    rank) for each rank's slice. all_to_all(produce, parts_TD, group) calls produce(rank, slice_tD),
+    which fills the slice to send to that rank. The received slices are written to parts_TD.
     """
 
     all_gather: Callable[[Tensor, Callable[[Tensor, int], None], Tensor, dist.ProcessGroup], None]
@@ -97,10 +94,7 @@ WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
 
 
 def compute_workspace_bytes(launch_name: str, num_ranks: int, exchange_bytes: int) -> int:
-    """Return the bytes of symmetric memory that a rank needs for a collective in slices.
-
-    `launch_name` is `GATHER_SLICES` or `SEND_SLICES`. A rank sends and receives `exchange_bytes`.
-    """
+    """Return a rank's symmetric memory for a launch in slices that exchanges `exchange_bytes`."""
     return WORKSPACE_SLICES[launch_name] * exchange_bytes // (2 * (num_ranks - 1))
 
 
@@ -288,7 +282,6 @@ class _ColumnProducts(torch.autograd.Function):
     def forward(
         ctx: Any, call: _SlicedProducts, x_BtD: Tensor, *weights_ND: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return all y_BTN; save the gathered x_BTD and the weights for backward."""
         x_BTD, ys_BTN = call.gather_and_multiply(x_BtD, [w_ND.t() for w_ND in weights_ND])
         _, wants_x, *wants_weights = ctx.needs_input_grad
         saved_weights = weights_ND if wants_x else [None] * len(weights_ND)
@@ -299,7 +292,6 @@ class _ColumnProducts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys_BTN: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x_BtD, reduce-scattered, and of the weights."""
         call, (x_BTD, *weights_ND) = ctx.call, ctx.saved_tensors
         _, wants_x, *wants_weights = ctx.needs_input_grad
         dys_BTN = tuple(dy_BTN.contiguous() for dy_BTN in dys_BTN)
@@ -316,7 +308,6 @@ class _RowProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _SlicedProducts, x_BTN: Tensor, weight_DN: Tensor) -> Tensor:
-        """Return the reduce-scattered y_BtD; save x_BTN and the weight for backward."""
         _, wants_x, wants_weight = ctx.needs_input_grad
         ctx.save_for_backward(x_BTN if wants_weight else None, weight_DN if wants_x else None)
         ctx.call = call
@@ -325,7 +316,6 @@ class _RowProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BtD: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x_BTN and of the weight."""
         call, (x_BTN, weight_DN) = ctx.call, ctx.saved_tensors
         weights_DN = [] if weight_DN is None else [weight_DN]
         dy_BTD, dxs_BTN = call.gather_and_multiply(dy_BtD, weights_DN)

@@ -52,11 +52,7 @@ class AmaxHistory:
         return self._past.get(operand)
 
     def get_current_amax(self, device: torch.device, *, training: bool) -> dict[str, Tensor]:
-        """Return {operand: fp32 [1]}, the amax of the current step, which kernels raise in place.
-
-        The result is {} if `training` is False or gradients are disabled. Under torch.compile the
-        result is also {} before `allocate_current_amax`.
-        """
+        """Return {operand: fp32 [1]}, the step's amax, which kernels raise in place; {} = none."""
         if not (training and torch.is_grad_enabled()):
             return {}
         # {} under torch.compile before the tensors exist: a graph cannot allocate tensors that its
@@ -86,10 +82,7 @@ class AmaxHistory:
             self._past[operand] = torch.zeros(1, device=device, dtype=torch.float32)
 
     def load_recorded_amax(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Restore the recorded amax from `state`, operand -> fp32 [n], newest first. Host sync.
-
-        Steps that exceed `num_steps` are dropped. An operand without saved amax has no amax.
-        """
+        """Restore the recorded amax from `state`, operand -> fp32 [n], newest first. Host sync."""
         if not (state or self.recorded_amax):
             return
         self.allocate_recorded_amax(device)
@@ -119,8 +112,8 @@ def advance_amax_histories(
 ) -> None:
     """All-reduce (MAX) the current step's amax over a group, and record it in the histories.
 
-    All ranks pass the histories in the same order, for one all-reduce; `group` None = one rank. If
-    the step is skipped (`is_skipped`, bool or a scalar on the device), no amax is recorded.
+    All ranks pass the histories in the same order, for one all-reduce. A skipped step records no
+    amax.
     """
     for history in histories:
         history.allocate_current_amax(device)
@@ -134,10 +127,7 @@ def advance_amax_histories(
 
 @torch.no_grad()
 def push_amax(histories: Sequence[AmaxHistory], step_amax: Tensor) -> None:
-    """Record a step's amax as the newest step of each history, and set the current amax to 0.
-
-    `step_amax` is fp32, one entry per history and operand, in order; 0 = no amax.
-    """
+    """Record fp32 `step_amax`, by history and operand, as the newest step; reset the current."""
     # The number of launches does not depend on the number of histories. No host sync.
     of_length: dict[int, list[tuple[AmaxHistory, str, Tensor]]] = {}
     values = iter(step_amax.split(1))
@@ -156,13 +146,10 @@ def push_amax(histories: Sequence[AmaxHistory], step_amax: Tensor) -> None:
     collected = [amax for history in histories for amax in history.current_amax.values()]
     if collected:
         foreach_copy_(collected, torch.zeros_like(torch.cat(collected)).split(1))
-    _update_has_all_amax([history for history in histories if not history.has_all_amax])
-
-
-def _update_has_all_amax(histories: Sequence[AmaxHistory]) -> None:
-    """Set `has_all_amax` of histories whose operands all have an amax, by asynchronous copies."""
+    # The host learns by asynchronous copies which histories have an amax of all operands.
     for history in histories:
-        history.poll_pending_copy()
+        if not history.has_all_amax:
+            history.poll_pending_copy()
     unknown = [h for h in histories if not h.has_all_amax and h._pending_copy is None]
     if not unknown:
         return

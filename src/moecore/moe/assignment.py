@@ -38,10 +38,7 @@ def register_assignment(name: str, rule: AssignmentRule) -> None:
 
 
 def choose_by_sinkhorn(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -> Tensor:
-    """Return int64 [N, K]: each token's best experts by scores that Sinkhorn's iterations balance.
-
-    Padding (True in the mask, None = no padding) has ids, too, but changes no other token's ids.
-    """
+    """Return int64 [N, K]: each token's best experts by scores that Sinkhorn's rule balances."""
     # The scores are the matrix exp(logits) with alternately scaled rows and columns, so that every
     # row sums to 1 and every column to N / E: BASE layers (arXiv:2103.16716), with Sinkhorn's
     # iterations (arXiv:2202.01169). The sums of columns exclude padding. A single token has equal
@@ -89,13 +86,8 @@ def mask_choices_within_capacity(
 ) -> Tensor:
     """Return bool [N, K]: True for the choices that remain if each expert takes `capacity` choices.
 
-    Args:
-        ids_NK: expert ids, -1 = no choice, which is False in the result.
-        weights_NK: the routing weights of the choices.
-        drop_order: which choices of a full expert are dropped: the choices with the lowest weights
-            ("probability"), or the last choices in the order of `tokens_N` ("position").
-        tokens_N: int64, the token indices in their order. This order also decides between equal
-            weights.
+    Choices with the lowest weights ("probability"), or the last in the order of `tokens_N`
+    ("position"), are dropped. This order also decides between equal weights. The id -1 is False.
     """
     # Example, capacity 1, ids [[0], [0], [1]], weights [[.2], [.7], [.5]]: "probability" leaves
     # tokens 1 and 2, "position" leaves tokens 0 and 2.

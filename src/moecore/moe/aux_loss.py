@@ -27,13 +27,6 @@ class LossFactors:
         # `MoEState.announce_micro_batches` has not been called in this step.
         self.token_weight: Tensor | None = None
 
-    def apply_token_weight(self, losses: Tensor) -> Tensor:
-        """Return losses times `token_weight`; None = 1.
-
-        The weight is the number of micro-batches over the number of micro-batches with tokens.
-        """
-        return losses if self.token_weight is None else losses * self.token_weight
-
     def compute_losses_grad(self, losses: Tensor) -> Tensor:
         """Return the gradient of each loss: `gradient_scale` times the loss scale. No host sync."""
         grad = torch.full_like(losses, self.gradient_scale)
@@ -59,19 +52,14 @@ class AuxLoss(LossFactors):
 
     @torch.compiler.disable  # its backward counts on the host
     def attach_loss(self, y: Tensor, loss: Tensor) -> Tensor:
-        """Return y, whose backward adds `loss` to `total` and runs the loss's backward.
+        """Return y, whose backward adds `loss`, a scalar, to `total` and runs the loss's backward.
 
-        `loss` is a scalar, computed from this rank's tokens. Raises ValueError for fp16 without a
-        loss scale.
+        Raises ValueError for fp16 without a loss scale.
         """
         self.check_loss_scale(y)
-        return _AttachLoss.apply(y, self.apply_token_weight(loss), self)  # type: ignore[no-any-return]
-
-    def add_to_total(self, loss: Tensor) -> None:
-        """Add a micro-batch's loss, a scalar, to the step's total."""
-        if self.total is None or self.total.device != loss.device:
-            self.total = torch.zeros_like(loss, dtype=torch.float32)
-        self.total += loss
+        if self.token_weight is not None:
+            loss = loss * self.token_weight
+        return _AttachLoss.apply(y, loss, self)  # type: ignore[no-any-return]
 
     def get_step_total(self, device: torch.device) -> Tensor:
         """Return the loss summed over the step's backwards, fp32 [1]."""
@@ -91,17 +79,17 @@ class _AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, owner: AuxLoss) -> Tensor:
-        """Return a detached y; save the loss, and `owner`, whose `total` the backward changes."""
         ctx.owner = owner
         ctx.save_for_backward(loss)
         return y.detach()  # not a view, as balance's
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return the gradient of y unchanged, and of the loss; add the loss to the total."""
-        (loss,) = ctx.saved_tensors
-        ctx.owner.add_to_total(loss)
-        return grads[0], ctx.owner.compute_losses_grad(loss), None
+        (loss,), owner = ctx.saved_tensors, ctx.owner
+        if owner.total is None or owner.total.device != loss.device:
+            owner.total = torch.zeros_like(loss, dtype=torch.float32)
+        owner.total += loss
+        return grads[0], owner.compute_losses_grad(loss), None
 
 
 def list_aux_losses(model: nn.Module) -> dict[str, AuxLoss]:

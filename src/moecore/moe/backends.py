@@ -39,7 +39,6 @@ from moecore.kernels.common import warn_on_fallback
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, LowRankUpdate, ProductsName
 from moecore.kernels.experts.products import find_products_problem, make_recipe_error
 from moecore.kernels.rows.activation import ActivationOptions, activate_rows, weighted_activation
-from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.records import ExpertInput, convert_to_summed_input
 
@@ -64,7 +63,6 @@ def register_expert_backend(name: str, computation: Computation) -> None:
     check_arguments(register_expert_backend, locals())
 
     def compute(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
-        """Return `computation` of the input, [S, D], with unpacked, differentiable rows."""
         return computation(convert_to_summed_input(inp), weights, options)
 
     EXPERT_BACKENDS.register(name, compute)
@@ -86,11 +84,7 @@ def check_backend(backend: str, spec: ExpertSpec) -> None:
 def find_backend_computation(
     backend: str, spec: ExpertSpec, *, needs_autograd: bool
 ) -> Computation | None:
-    """Return the function with which a backend computes experts; None = the fused `expert_mlp`.
-
-    `needs_autograd` = experts have biases or the model's own activation. Warns if "auto" multiplies
-    experts one by one.
-    """
+    """Return a backend's function that computes experts; None = the fused `expert_mlp`."""
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
     may_group = backend == "auto" and spec.recipe is None and is_floating
     if may_group and (problem := spec.find_grouped_problem()) is not None:
@@ -102,10 +96,7 @@ def find_backend_computation(
 def _compute_under_autograd(
     inp: ExpertInput, weights: ExpertWeights, activation_options: ActivationOptions
 ) -> Tensor:
-    """Return y_SD by torch's grouped_mm, row moves and activation under autograd.
-
-    Experts may have biases or an activation of their own.
-    """
+    """Return y_SD by torch's grouped_mm, row moves and activation under autograd."""
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     check_backend("torch", ExpertSpec.from_weights(inp.rows, weights, activation_options))
@@ -140,10 +131,9 @@ def _compute_under_autograd(
 def _compute_grouped_matmul(
     x_RI: Tensor, w_eOI: Tensor, lora_update: LowRankUpdate | None, offs: Tensor
 ) -> Tensor:
-    """Return [R, O]: each of R rows with I inputs times its expert's matrix of O outputs.
+    """Return [R, O]: x @ (w + b @ a)^T with each row's expert, with b @ a from `lora_update`.
 
-    The product is x @ (w + b @ a)^T, with b @ a from `lora_update` (None = no update). Expert i
-    has rows up to offs[i]; rows from offs[-1] on are uninitialised.
+    Expert i has rows up to offs[i]; rows from offs[-1] on are uninitialised.
     """
     y_RO = grouped_mm(x_RI, w_eOI.transpose(1, 2), offs=offs)
     if lora_update is None:
@@ -158,7 +148,12 @@ def _compute_expert_by_expert(
     """Return y_SD, computed by one matmul per expert and matrix: the reference. One host sync."""
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
-    stops = _read_expert_row_ends(index)
+    e, R = index.offsets_e.shape[0], index.row_ids_R.shape[0]
+    if index.offsets_e.is_meta:  # loads are even
+        record_host_wait()
+        stops = [R * i // e for i in range(1, e + 1)]
+    else:
+        stops = index.offsets_e.tolist()
     parts = []
     for i, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
         x_RD = gather_rows_by_index(rows_SD, index.row_ids_R[start:stop])
@@ -184,22 +179,10 @@ ExpertBackend = Annotated[
 ]
 
 
-def _read_expert_row_ends(index: ExpertIndex) -> list[int]:
-    """Return the end of each expert's rows. One host sync; on meta, equal loads are assumed."""
-    e, R = index.offsets_e.shape[0], index.row_ids_R.shape[0]
-    if not index.offsets_e.is_meta:
-        return index.offsets_e.tolist()
-    record_host_wait()
-    return [R * i // e for i in range(1, e + 1)]
-
-
 def _compute_expert_matrix(w_eOI: Tensor, update: LowRankUpdate | None, expert_idx: int) -> Tensor:
-    """Return expert `expert_idx`'s matrix [outputs, inputs], with its LoRA update (if not None)."""
-    return (
-        w_eOI[expert_idx]
-        if update is None
-        else w_eOI[expert_idx] + update.b_eOr[expert_idx] @ update.a_erI[expert_idx]
-    )
+    if update is None:
+        return w_eOI[expert_idx]
+    return w_eOI[expert_idx] + update.b_eOr[expert_idx] @ update.a_erI[expert_idx]
 
 
 class _GatherOrSumRows(torch.autograd.Function):
@@ -210,14 +193,12 @@ class _GatherOrSumRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row_ids_R: Tensor, num_sums: int | None) -> Tensor:
-        """Return x[row_ids_R], or sums of x's rows if `num_sums` is given; save the index."""
         ctx.save_for_backward(row_ids_R)
         ctx.num_sums = x.shape[0] if num_sums is None else None
         return _gather_or_sum_rows(x, row_ids_R, num_sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of x: sums of rows after a gather, a gather after sums."""
         return _gather_or_sum_rows(grads[0], ctx.saved_tensors[0], ctx.num_sums), None, None
 
 

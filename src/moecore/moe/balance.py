@@ -62,10 +62,7 @@ class BalanceGroups:
     weight: int = 1  # data ranks for which the auxiliary losses of a micro-batch count
 
     def select_cp_groups(self, cp: int | None) -> BalanceGroups:
-        """Return the groups of a forward over `cp` context parallel ranks; None = the default cp.
-
-        Raises ValueError if no group has `cp` ranks.
-        """
+        """Return the groups of a forward over `cp` ranks; None = the default cp."""
         if cp in (None, self.cp):
             return self
         if cp not in self.by_cp:
@@ -154,7 +151,6 @@ class LoadTracker(LossFactors):
         self.reset()
 
     def _check_config(self, config: MoEConfig) -> None:
-        """Raise ValueError for a global-batch loss of a layer that runs several times."""
         # The order of its runs depends on the order of backwards.
         if self.runs > 1 and (coef := config.balance.global_batch_coef):
             raise ValueError(
@@ -174,11 +170,7 @@ class LoadTracker(LossFactors):
     def attach_losses(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y, whose backward adds the gradient of the auxiliary losses and counts choices.
-
-        `routing` has the logits and expert ids, `micro_batch` the sequences, and `bias_E` the
-        selection bias. Without gradients, y is unchanged.
-        """
+        """Return y, whose backward adds the auxiliary losses' gradient and counts choices."""
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y
         attach: Any = self._attach_losses
@@ -189,7 +181,6 @@ class LoadTracker(LossFactors):
     # Dynamo would guard on the Python state, which changes with every micro-batch, and recompile.
     @torch.compiler.disable
     def _attach_losses_uncompiled(self, *args: Any) -> Tensor:
-        """Call `_attach_losses` outside of a compiled graph."""
         return self._attach_losses(*args)
 
     def _attach_losses(
@@ -245,8 +236,7 @@ class LoadTracker(LossFactors):
     def _add_forward_counts(self, ids_TK: Tensor) -> Tensor:
         """Add this forward's choices to the step's counts; return the counts before the addition.
 
-        The global-batch loss reads the returned counts. A recomputed forward adds nothing, and
-        returns the counts that the oldest forward without a backward has read.
+        A recomputed forward adds nothing, and returns what the oldest forward in flight has read.
         """
         if is_inside_backward():
             self._reused_E = self._priors_E[0]
@@ -259,11 +249,7 @@ class LoadTracker(LossFactors):
         return prior_E
 
     def _start_forward_in_flight(self) -> None:
-        """Count this forward as one that waits for its backward, unless a backward recomputes it.
-
-        Raises NotImplementedError for a recomputed forward with a global-batch loss, if several
-        forwards wait for a backward without `allow_forwards_in_flight`.
-        """
+        """Count this forward as one in flight, unless a backward recomputes it."""
         # Activation checkpointing recomputes a forward inside backward. "global_batch" reads the
         # counts so far, which differ from the first run's if other forwards are in flight.
         coef = self.config.balance.global_batch_coef
@@ -277,7 +263,6 @@ class LoadTracker(LossFactors):
             )
 
     def _move_counts_to_device(self, device: torch.device) -> None:
-        """Copy the counts to `device`, if the layer was moved to this device."""
         counts = self.counts
         if counts is not None and counts.choices_E.device != device:
             self.counts = LoadCounts.make_zeros(self.config, device)
@@ -285,11 +270,7 @@ class LoadTracker(LossFactors):
                 new.copy_(old)
 
     def _end_forward_in_flight(self, prior_counts_E: Tensor | None) -> None:
-        """Drop the counts `prior_counts_E` that a forward has read, because its backward runs now.
-
-        Raises NotImplementedError if the recomputation of the forward has read other counts. None =
-        the forward has read no counts.
-        """
+        """Drop the counts (None = no counts) that a forward has read: its backward runs now."""
         if prior_counts_E is None:
             return
         reused_E, self._reused_E = self._reused_E, None
@@ -304,12 +285,7 @@ class LoadTracker(LossFactors):
     def commit_counts(
         self, losses: Tensor | None, prior_counts_E: Tensor | None, choice_tensors: tuple[Any, ...]
     ) -> None:
-        """Add a micro-batch's losses and counts to the step's totals.
-
-        `choice_tensors` are chosen expert ids, ids within capacity, ids of the best scores or None,
-        logits, selection bias and padding mask. `prior_counts_E` has the counts of earlier
-        micro-batches that the forward has read, or is None.
-        """
+        """Add a micro-batch's losses and `observed` tensors of `_attach_losses` to the totals."""
         ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = choice_tensors
         self.num_in_flight = max(0, self.num_in_flight - 1)
         self._end_forward_in_flight(prior_counts_E)
@@ -318,7 +294,15 @@ class LoadTracker(LossFactors):
         else:
             self.num_micro_batches += 1
             if self.num_micro_batches == self.runs + 1 and not self.has_steps:
-                self._warn_if_steps_never_end()
+                # Biases would never move, and counts would grow over all steps.
+                for name in ("bias_update_rate", "global_batch_coef"):
+                    if value := getattr(self.config.balance, name):
+                        warnings.warn(
+                            f"BalanceConfig.{name} ({value}) needs the end of each step, which "
+                            "this loop does not have: run it in TrainStep(model).micro_batch(), "
+                            "and call finish() after the optimizer",
+                            stacklevel=2,
+                        )
         counts = self.counts = self.counts or LoadCounts.make_zeros(self.config, ids_TK.device)
         add_expert_counts(counts.choices_E[None], ids_TK)
         if counts.capacity_choices_E is not None:
@@ -333,21 +317,8 @@ class LoadTracker(LossFactors):
             score_options = (self.config.top_k, self.config.score_function)
             add_margins_(counts.margins_EX, logits_TE, bias_E, *score_options, padding_mask_T)
 
-    def _warn_if_steps_never_end(self) -> None:
-        """Warn that no code ends steps, so biases never move and counts grow over all steps."""
-        balance = self.config.balance
-        for name in ("bias_update_rate", "global_batch_coef"):
-            if value := getattr(balance, name):
-                warnings.warn(
-                    f"BalanceConfig.{name} ({value}) needs the end of each step, which this loop "
-                    "does not have: run it in TrainStep(model).micro_batch(), and call finish() "
-                    "after the optimizer",
-                    stacklevel=2,
-                )
-
 
 def _is_capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph captures the tensor's device."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -363,7 +334,6 @@ class _AttachLosses(torch.autograd.Function):
         prior_counts_E: Tensor | None,
         *choice_tensors: Any,
     ) -> Tensor:
-        """Return y; save losses and `choice_tensors` for `tracker.commit_counts` in backward."""
         ctx.tracker, ctx.prior_counts_E, ctx.is_committed = tracker, prior_counts_E, False
         ctx.save_for_backward(losses, *choice_tensors)
         # Not a view: units hook their outputs, and an in-place add to a view drops the hook.
@@ -371,7 +341,6 @@ class _AttachLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Commit the counts; return the gradient of y unchanged, and of the losses."""
         losses, *observed = ctx.saved_tensors
         if torch.is_grad_enabled() and ctx.needs_input_grad[1]:
             raise NotImplementedError(
@@ -407,19 +376,10 @@ def compute_balance_losses(
     """Return this rank's part of the auxiliary losses, fp32 [4] in order of `LOSS_NAMES`.
 
     The losses, with coefficients, are the sum of the parts over `groups.micro_batch`. Collective.
-
-    Args:
-        routing: logits and padding mask of this rank's tokens.
-        ids_TK: the expert ids to count.
-        num_sequences: number of sequences of the micro-batch.
-        config: has the coefficients of the losses and the score function.
-        groups: ranks that share the micro-batch, and ranks of the global batch.
-        prior_counts_E: this rank's counts of earlier micro-batches of the step, for the
-            global-batch loss.
-        sequence_ids_T: each token's sequence; None = `num_sequences` of equal length.
-        token_weight: a factor on the losses; None = number of ranks / number of ranks with tokens.
-        ranks_with_tokens: an output list. Without `token_weight`, the number of ranks with tokens
-            is appended.
+    `ids_TK` are the expert ids to count. The global-batch loss adds `prior_counts_E`, this rank's
+    counts of earlier micro-batches. `sequence_ids_T` None = sequences of equal length.
+    `token_weight` None = the number of ranks / the number of ranks with tokens; the latter is then
+    appended to `ranks_with_tokens`.
     """
     assert routing.logits_TE is not None, "only moecore's routers have balance losses"
     balance, E, K = config.balance, config.num_candidates, config.top_k

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,18 +31,40 @@ from moecore.kernels.experts.contract import (
 from moecore.kernels.grouped.wgrad import scale_and_store_grad
 from moecore.kernels.rows.scaling import OperandPair
 from moecore.moe.clones import AnyClones, view_as_sendable_dtype
+from moecore.moe.param_reader import RecomputedView
 
 
 @contextmanager
 def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[ExpertWeights]:
-    """Return a context with the local experts' weights followed by local clones'. Collective.
-
-    A clone is a copy of another rank's busy expert. For backward, the weights of experts and of
-    clones are saved as two tensors.
-    """
-    memory = _CloneConcatenator(clones)
-    extended = _add_clone_weights(weights, memory)
-    with use_packer(memory.pack):
+    """Return a context with the local experts' weights followed by local clones'. Collective."""
+    concatenator, quantised = _CloneConcatenator(clones), weights.quantised
+    updates = [u for u in (weights.update1, weights.update2) if u is not None]
+    matrices = [weights.w1_eCD, weights.w2_eDF]
+    sinks = [
+        None if sink is None else _CloneGradSink(sink, clones, matrix.dtype)
+        for sink, matrix in zip(weights.sinks, matrices, strict=True)
+    ]
+    uses = [_TensorUse(quantised is None, sink) for sink in sinks]
+    small_tensors = [b for b in (weights.b1_eC, weights.b2_eD) if b is not None]
+    small_tensors += [t for u in updates for t in (u.a_erI, u.b_eOr)]
+    # Transposed matrices are views of contiguous memory; that memory is sent and concatenated.
+    is_view = [not m.is_contiguous() and h.has_values for m, h in zip(matrices, uses, strict=True)]
+    contiguous = [m.transpose(1, 2) if v else m for m, v in zip(matrices, is_view, strict=True)]
+    uses += [_TensorUse()] * len(small_tensors)
+    tensors = iter(_AppendClones.apply(concatenator, tuple(uses), *contiguous, *small_tensors))
+    w1, w2 = (w.transpose(1, 2) if v else w for v, w in zip(is_view, tensors, strict=False))
+    extended = replace(  # the fields are in the order of `tensors`
+        weights,
+        w1_eCD=w1,
+        w2_eDF=w2,
+        b1_eC=None if weights.b1_eC is None else next(tensors),
+        b2_eD=None if weights.b2_eD is None else next(tensors),
+        update1=weights.update1 and LowRankUpdate(next(tensors), next(tensors)),
+        update2=weights.update2 and LowRankUpdate(next(tensors), next(tensors)),
+        sinks=(sinks[0], sinks[1]),
+        quantised=None if quantised is None else _append_clone_matrices(quantised, concatenator),
+    )
+    with use_packer(concatenator.pack):
         yield extended
 
 
@@ -64,21 +87,9 @@ class _CloneConcatenator:
     def pack(self, tensor: Tensor) -> Handle | None:
         """Return the parts to save for backward in place of `tensor`; None = save the tensor."""
         parts = self._parts.get(get_storage_key(tensor))
-        return None if parts is None else _ConcatenationHandle(tensor, *parts[1:])
-
-
-class _ConcatenationHandle:
-    """The two parts that are saved for backward instead of a view of a concatenated tensor."""
-
-    __slots__ = ("_parts", "_view")
-
-    def __init__(self, tensor: Tensor, local_part: Tensor, clones: Tensor) -> None:
-        self._parts = local_part, clones
-        self._view = tensor.shape, tensor.stride(), tensor.storage_offset()
-
-    def unpack(self) -> Tensor:
-        """Concatenate the parts again, and return the saved view of the result."""
-        return _concatenate(*self._parts).as_strided(*self._view)
+        if parts is None:
+            return None
+        return RecomputedView.from_view(tensor, partial(_concatenate, *parts[1:]))
 
 
 def _concatenate(*parts: Tensor) -> Tensor:
@@ -98,8 +109,7 @@ class _AppendClones(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Append n clones' weights to each tensor [e, ...] of e experts; return [e + n, ...] each.
 
-        `tensor_uses` says for each tensor whether matmuls read it. Otherwise its result is
-        uninitialised, with strides of 0.
+        The result of a tensor without `has_values` is uninitialised, with strides of 0.
         """
         ctx.clones, ctx.uses = concatenator.clones, tensor_uses
         ctx.set_materialize_grads(False)
@@ -138,10 +148,7 @@ class _TensorUse(NamedTuple):
 
 
 class _CloneGradSink:
-    """Adds the clones' weight gradients to their experts', and passes the sum to the experts' sink.
-
-    A sink (`GradSink`) receives a weight's gradient in place of autograd.
-    """
+    """A `GradSink` that adds clones' gradients to their experts', and passes on the sum."""
 
     def __init__(self, sink: GradSink, clones: AnyClones, dtype: torch.dtype) -> None:
         self._sink, self._clones, self._dtype = sink, clones, dtype
@@ -155,8 +162,7 @@ class _CloneGradSink:
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
         """Compute the gradient, add all ranks' clones to their experts in fp32, and store the sum.
 
-        compute(*operands, target) returns the gradient of e experts and n clones. Returns [e + n,
-        ...] with zeros for the clones, or None if the experts' sink stores the sum. Collective.
+        Returns [e + n, ...] with zeros for the clones, or None if the experts' sink stores the sum.
         """
         wide = torch.promote_types(self._dtype, torch.float32)
         (sums,) = self._clones.add_clone_grads_([compute(*operands, GradTarget(dtype=wide))])
@@ -175,37 +181,6 @@ def _write_grad(grad: Tensor, dtype: torch.dtype, grad_target: GradTarget) -> Te
     """Write a gradient to `grad_target` and return it; a new tensor has `dtype` by default."""
     return scale_and_store_grad(
         grad, grad_target.out, grad_target.accumulate, grad_target.dtype or dtype, grad_target.scale
-    )
-
-
-def _add_clone_weights(weights: ExpertWeights, concatenator: _CloneConcatenator) -> ExpertWeights:
-    """Fetch the weights of local clones, and append them to the local experts'. Collective."""
-    clones, quantised = concatenator.clones, weights.quantised
-    updates = [u for u in (weights.update1, weights.update2) if u is not None]
-    matrices = [weights.w1_eCD, weights.w2_eDF]
-    sinks = [
-        None if sink is None else _CloneGradSink(sink, clones, matrix.dtype)
-        for sink, matrix in zip(weights.sinks, matrices, strict=True)
-    ]
-    uses = [_TensorUse(quantised is None, sink) for sink in sinks]
-    small_tensors = [b for b in (weights.b1_eC, weights.b2_eD) if b is not None]
-    small_tensors += [t for u in updates for t in (u.a_erI, u.b_eOr)]
-    # Transposed matrices are views of contiguous memory; that memory is sent and concatenated.
-    is_view = [not m.is_contiguous() and h.has_values for m, h in zip(matrices, uses, strict=True)]
-    contiguous = [m.transpose(1, 2) if v else m for m, v in zip(matrices, is_view, strict=True)]
-    uses += [_TensorUse()] * len(small_tensors)
-    tensors = iter(_AppendClones.apply(concatenator, tuple(uses), *contiguous, *small_tensors))
-    w1, w2 = (w.transpose(1, 2) if v else w for v, w in zip(is_view, tensors, strict=False))
-    return replace(  # the fields are in the order of `tensors`
-        weights,
-        w1_eCD=w1,
-        w2_eDF=w2,
-        b1_eC=None if weights.b1_eC is None else next(tensors),
-        b2_eD=None if weights.b2_eD is None else next(tensors),
-        update1=weights.update1 and LowRankUpdate(next(tensors), next(tensors)),
-        update2=weights.update2 and LowRankUpdate(next(tensors), next(tensors)),
-        sinks=(sinks[0], sinks[1]),
-        quantised=None if quantised is None else _append_clone_matrices(quantised, concatenator),
     )
 
 

@@ -59,10 +59,10 @@ class Cloner:
         self.options = options
         self._placement, self._group, self._exchanges = placement, group, exchanges
         self._counts_2: Tensor | None = None  # never reallocated: CUDA graphs write to it
-        self._plan: PeriodicPlan | None = None
+        self.plan: PeriodicPlan | None = None
         if options.refresh != "forward":
             sizes: Any = dict(min_share=options.min_share, reads_on_host=self.waits_on_host)
-            self._plan = PeriodicPlan(placement, options.refresh, **sizes)
+            self.plan = PeriodicPlan(placement, options.refresh, **sizes)
 
     @property
     def waits_on_host(self) -> bool:
@@ -80,28 +80,13 @@ class Cloner:
         if self._counts_2 is not None:
             self._counts_2.zero_()
 
-    def update_periodic_plan(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
-        """Update the `PeriodicPlan`, if there is one, from each expert's tokens on all ranks.
-
-        A skipped optimizer step changes no plan.
-        """
-        if self._plan is not None:
-            self._plan.update_from_loads(loads_E, is_skipped=is_skipped)
-
-    def drop_plan(self) -> None:
-        """Clear the `PeriodicPlan`, if there is one, until the end of the next step."""
-        if self._plan is not None:
-            self._plan.clear()
-
     @torch.compiler.disable
     def place_clones(
         self, routing: Routing, pairs: Pairs | None, *, training: bool
     ) -> tuple[Routing, AnyClones | None]:
         """Plan a forward's clones; return the routing with physical ids, and the clones or None.
 
-        Physical ids number the experts and clones of all ranks. None = no rank has a clone.
-        `training`: `get_counts` includes this forward. `pairs` runs another micro-batch during
-        collectives. Collective, except with a `PeriodicPlan`.
+        `training`: `get_counts` includes this forward. Collective, except with a `PeriodicPlan`.
         """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
@@ -110,20 +95,32 @@ class Cloner:
         sizes = dict(num_local_experts=p.num_local, clones_per_rank=p.num_clones)
         routing = replace(routing, physical_TK=assign_physical_ids(ids_TK, before_E, plan, **sizes))
         if training and torch.is_grad_enabled() and not is_inside_backward():
-            self._count_clones(plan.experts_N)
-        return routing, self._make_clones(plan.experts_N, pairs)
+            is_clone_c = plan.experts_N.view(p.ep, -1)[dist.get_rank(self._group)] >= 0
+            counts_2 = self.get_counts(ids_TK.device)
+            counts_2[0] += is_clone_c.sum()
+            counts_2[1] += 1
+        if self._exchanges is not None:
+            sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
+            places = ClonePlaces(experts_N=plan.experts_N, **sizes)
+            return routing, PeerClones(self._exchanges.get_clone_exchange(ids_TK.device), places)
+        # Host sync without a `PeriodicPlan`.
+        experts = plan.experts_N.tolist() if self.plan is None else self.plan.experts
+        has_clones = max(experts) >= 0
+        return routing, Clones.from_plan(experts, p, self._group, pairs) if has_clones else None
 
     def _make_clone_plan(self, ids_TK: Tensor, pairs: Pairs | None) -> tuple[ClonePlan, Tensor]:
-        """Return the plan of clones, and int32 [E]: each expert's tokens on lower ranks.
-
-        `ids_TK` are this rank's chosen expert ids. `pairs` runs another micro-batch during the
-        collective; None = nothing overlaps.
-        """
+        """Return the plan of clones, and int32 [E]: each expert's tokens on lower ranks."""
         p = self._placement
-        if self._plan is not None:
+        if self.plan is not None:
             none_E = torch.zeros(p.num_experts, dtype=torch.int32, device=ids_TK.device)
-            return self._plan.divide_choices(ids_TK), none_E
-        counts_GE = self._gather_counts(ids_TK, pairs)
+            return self.plan.divide_choices(ids_TK), none_E
+        local_counts_1E = _count_tokens(ids_TK, p.num_experts)
+        if self._exchanges is None:
+            counts_GE = local_counts_1E.new_empty(p.group.size(), p.num_experts)
+            run_collectives(all_gather_single, [counts_GE], [local_counts_1E], pairs, group=p.group)
+        else:
+            clone_exchange = self._exchanges.get_clone_exchange(ids_TK.device)
+            counts_GE = clone_exchange.all_gather_row(local_counts_1E)
         plan = plan_clones(
             counts_GE.sum(0, dtype=torch.int32),
             num_ranks=p.ep,
@@ -131,37 +128,6 @@ class Cloner:
             min_share=self.options.min_share,
         )
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
-
-    def _make_clones(self, clone_experts_N: Tensor, pairs: Pairs | None) -> AnyClones | None:
-        """Return the clones of a plan; None = no rank has a clone.
-
-        `clone_experts_N` has the expert of each slot for a clone, for all ranks; -1 = empty. Host
-        sync unless the dispatcher is "nvlink" or there is a `PeriodicPlan`.
-        """
-        p = self._placement
-        if self._exchanges is not None:
-            sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
-            places = ClonePlaces(experts_N=clone_experts_N, **sizes)
-            return PeerClones(self._exchanges.get_clone_exchange(clone_experts_N.device), places)
-        experts = clone_experts_N.tolist() if self._plan is None else self._plan.experts
-        return None if max(experts) < 0 else Clones.from_plan(experts, p, self._group, pairs)
-
-    def _count_clones(self, clone_experts_N: Tensor) -> None:
-        """Count one forward and this rank's clones, from the expert of each slot (-1 = empty)."""
-        is_clone_c = clone_experts_N.view(self._placement.ep, -1)[dist.get_rank(self._group)] >= 0
-        counts_2 = self.get_counts(clone_experts_N.device)
-        counts_2[0] += is_clone_c.sum()
-        counts_2[1] += 1
-
-    def _gather_counts(self, ids_TK: Tensor, pairs: Pairs | None) -> Tensor:
-        """Return int64 [G, E]: each rank's number of tokens for each expert. Collective."""
-        p = self._placement
-        local_counts_1E = _count_tokens(ids_TK, p.num_experts)
-        if self._exchanges is not None:
-            return self._exchanges.get_clone_exchange(ids_TK.device).all_gather_row(local_counts_1E)
-        counts_GE = local_counts_1E.new_empty(p.group.size(), p.num_experts)
-        run_collectives(all_gather_single, [counts_GE], [local_counts_1E], pairs, group=p.group)
-        return counts_GE
 
     def add_clones_to_input(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
         """Return `inp` with `clones`, and row offsets of only this rank's experts and clones."""
@@ -190,10 +156,7 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return which experts' weights this rank sends and receives for the clones of a plan.
-
-        `clone_experts` has the expert of each slot for a clone, rank by rank; -1 = empty.
-        """
+        """Return the clones of a plan with the expert of each slot of all ranks; -1 = empty."""
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         # rank 0 sends its expert 0 to rank 2. Rank 0 receives expert 3 from rank 1 and expert 4
         # from rank 2, so its order is [1, 0].
@@ -228,8 +191,8 @@ class Clones:
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Add the gradients of all ranks' clones to their experts' gradients; return [e, ...].
 
-        Each of `grads`, [e + n, ...], has the gradients of this rank's e experts, and then of its n
-        clones. Sums are in place, in fp32 and rounded once. Collective.
+        Each of `grads`, [e + n, ...], has this rank's e experts, then its n clones. Sums are in
+        place, in fp32 and rounded once. Collective.
         """
         n = self.num_local_clones
         expert_grads = [grad[: grad.shape[0] - n] for grad in grads]
@@ -249,14 +212,10 @@ class Clones:
 
     @property
     def _is_in_order(self) -> bool:
-        """Whether this rank's clones are received in the order of its slots for clones."""
         return self.order == tuple(range(self.num_local_clones))
 
     def _exchange(self, tensors: Sequence[Tensor], num_rows: int, to_experts: bool) -> list[Tensor]:
-        """All-to-all the rows of each tensor, one row per expert; return `num_rows` received rows.
-
-        `to_experts` = from clones to the experts' ranks, otherwise from experts to clones.
-        """
+        """All-to-all one row per expert, to experts or to clones; return `num_rows` rows each."""
         splits = [list(self.receive_splits), list(self.send_splits)]
         receive, send = reversed(splits) if to_experts else splits
         outs = [t.new_empty((num_rows, *t.shape[1:])) for t in tensors]
@@ -290,11 +249,7 @@ class PeerClones:
 
     @torch.no_grad()
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Add the gradients of all ranks' clones to their experts' gradients; return [e, ...].
-
-        Each of `grads`, [e + n, ...], has this rank's e experts, then its n slots for clones. Sums
-        are in place only for contiguous gradients.
-        """
+        """As `Clones.add_clone_grads_`, but sums are in place only for contiguous gradients."""
         return self.exchange.add_clone_grads_(grads, self.places)
 
 
@@ -318,8 +273,7 @@ class PeriodicPlan:
 
     The plan is identical on all ranks. Each rank sends the plan's share of its tokens to each
     clone, without the counts of other ranks. Checkpoints do not contain the plan, so a resumed run
-    has clones after its first step. `min_share` is `CloneOptions.min_share`. With `reads_on_host`
-    the host reads each new plan. N is the number of slots for clones on all ranks.
+    has clones after its first step. N is the number of slots for clones on all ranks.
     """
 
     def __init__(
@@ -355,8 +309,7 @@ class PeriodicPlan:
     def update_from_loads(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
         """Make a plan from a step's loads, if the last plan was used for `num_steps` steps.
 
-        `loads_E` has each expert's tokens on all ranks. A skipped step (bool, or a scalar on the
-        device) changes no plan. Host sync only if `reads_on_host`.
+        A skipped step (bool, or a scalar on the device) changes no plan.
         """
         if is_skipped is True:
             return
@@ -375,7 +328,6 @@ class PeriodicPlan:
             self.experts = plan.experts_N.tolist()
 
     def _get_tensors(self, device: torch.device) -> tuple[ClonePlan, Tensor]:
-        """Return the plan's tensors and the loads of its experts, allocated at the first call."""
         if self._plan is None or self._loads_N is None:
             empty_N = torch.full((len(self.experts),), -1, dtype=torch.int32, device=device)
             self._plan = ClonePlan(empty_N, empty_N.clone(), empty_N.clone())

@@ -40,7 +40,6 @@ class ExpertLayout(CheckedRecord):
     gate_up: GateUp = "split"
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule."""
         if self.transposed and self.gate_up in ("split", "separate"):
             yield (
                 "transposed",

@@ -54,7 +54,7 @@ from moecore.moe.backends import (
 )
 from moecore.moe.clone_weights import concatenate_clones
 from moecore.moe.expert_layout import ExpertLayout, compute_expert_shapes
-from moecore.moe.low_rank import LowRank, SlicePart
+from moecore.moe.low_rank import LowRank
 from moecore.moe.param_reader import ParamReader
 from moecore.moe.records import ExpertInput, UnsummedRows
 from moecore.moe.stored_weights import get_four_bit_blocks, move_stored_parameter
@@ -153,11 +153,20 @@ class Experts(nn.Module):
         submesh = mesh[dims]  # once: it takes a millisecond
 
         def shard(owner: nn.Module, name: str, etp: Placement) -> None:
-            """Shard a parameter of `owner` over "ep" in dim 0 and over "etp" by placement `etp`."""
             placements = {"ep": Shard(0), "etp": etp}
             shard_parameter(owner, name, submesh, tuple(placements[n] for n in dims))
 
-        for role, dim in self._get_hidden_dims().items():
+        # The dim that etp shards, by role.
+        split = int(self.config.gated and self.layout.gate_up == "split")
+        transposed = self.layout.transposed
+        hidden_dims = {"w1": 2 if transposed else 1 + split, "w2": 1 if transposed else 2}
+        if self.is_separate:
+            hidden_dims["w3"] = 1
+        if self.config.fc1_bias:
+            hidden_dims["b1"] = 1 + split
+        if self.config.fc2_bias:
+            hidden_dims["b2"] = 1
+        for role, dim in hidden_dims.items():
             is_strided = role in ("w1", "b1") and self.is_strided
             etp = StridedShard(dim, split_factor=2) if is_strided else Shard(dim)
             shard(self, getattr(self.layout, role), etp)
@@ -186,19 +195,6 @@ class Experts(nn.Module):
         """Whether gate and up of FC1 are two parameters."""
         return self.config.gated and self.layout.gate_up == "separate"
 
-    def _get_hidden_dims(self) -> dict[str, int]:
-        """Return the index of the dim that etp shards, by role ("w1"), for existing parameters."""
-        split = int(self.config.gated and self.layout.gate_up == "split")
-        transposed = self.layout.transposed
-        dims = {"w1": 2 if transposed else 1 + split, "w2": 1 if transposed else 2}
-        if self.is_separate:
-            dims["w3"] = 1
-        if self.config.fc1_bias:
-            dims["b1"] = 1 + split
-        if self.config.fc2_bias:
-            dims["b2"] = 1
-        return dims
-
     def get_model_dim_idx(self, param: nn.Parameter) -> int | None:
         """Return the index of a matrix's model dim D; None for a bias."""
         transposed = self.layout.transposed
@@ -216,10 +212,7 @@ class Experts(nn.Module):
         return {n: 1 if self.layout.transposed else getattr(self, n).ndim - 1 for n in names}
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Draw weights from N(0, std^2), and set biases to 0.
-
-        The values depend only on `key` (the module's name), `seed` and parameter names.
-        """
+        """Draw weights from N(0, std^2) by `key`, `seed` and parameter names; biases are 0."""
         for name, parameter in self.named_parameters(recurse=False):
             if name in (self.layout.b1, self.layout.b2):
                 nn.init.zeros_(parameter)
@@ -239,10 +232,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, inp: ExpertInput) -> Tensor | UnsummedRows:
-        """Return y_SD, each row's sum over local experts; `UnsummedRows` if `inp.unsummed` is set.
-
-        Sums are in fp32 and rounded once, to the dtype of `inp.rows`.
-        """
+        """Return y_SD, each row's sum over local experts; `UnsummedRows` with `inp.unsummed`."""
         with self.reader.exclude_from_activations():
             weights = self._prepare_weights(inp.rows.dtype)
             context = NOTHING if inp.clones is None else concatenate_clones(weights, inp.clones)
@@ -300,7 +290,6 @@ class Experts(nn.Module):
 
     @property
     def _has_bias(self) -> bool:
-        """Whether FC1 or FC2 has a bias."""
         return self.config.fc1_bias or self.config.fc2_bias
 
     @property
@@ -321,36 +310,41 @@ class Experts(nn.Module):
 
     @property
     def _is_interleaved(self) -> bool:
-        """Whether FC1's gate and up columns alternate."""
         return self.config.gated and self.layout.gate_up == "interleaved"
 
     def _prepare_weights(self, dtype: torch.dtype) -> ExpertWeights:
         """Return this rank's weights for the kernels, cast to `dtype` unless a recipe is set."""
-        config = self.config
-        w1_eCD, sink1 = self._read_fc1_eCD(dtype)
+        config, transposed, history = self.config, self.layout.transposed, self.history
+        w1 = self._read_param("w1", dtype)
+        if self.is_separate:
+            w1_eCD = torch.cat([w1, self._read_param("w3", dtype)], dim=1)
+        else:
+            w1_eCD = w1.transpose(1, 2) if transposed else w1.flatten(1, -2)
         w2_eDF = self._read_param("w2", dtype)
-        if self.layout.transposed:
+        if transposed:
             w2_eDF = w2_eDF.transpose(1, 2)
+        b1_eC = self._read_param("b1", dtype).flatten(1) if config.fc1_bias else None
+        b2_eD = None
+        if config.fc2_bias:  # zeros outside this etp rank's slice of D, for the sum over etp
+            b2_eD = self._read_param("b2", dtype)
+            before = self.etp_rank * b2_eD.shape[1]
+            b2_eD = F.pad(b2_eD, (before, config.expert_dim - before - b2_eD.shape[1]))
+        magnitudes = None
+        if history is not None:
+            current: Any = history.get_current_amax(w1_eCD.device, training=self.training)
+            past = {operand: history.get_max_amax(operand) for operand in OPERANDS}
+            magnitudes = Magnitudes(past, history.has_all_amax, current)
         return ExpertWeights(
             w1_eCD=w1_eCD,
             w2_eDF=w2_eDF,
-            b1_eC=self._read_param("b1", dtype).flatten(1) if config.fc1_bias else None,
-            b2_eD=self._read_fc2_bias(dtype) if config.fc2_bias else None,
-            update1=self._slice_lora(self.layout.w1, dtype, slice_outputs=self._slice_lora_b),
-            update2=self._slice_lora(self.layout.w2, dtype, slice_inputs=self._slice_lora_a),
-            sinks=(sink1, self._make_grad_sink("w2", w2_eDF)),
+            b1_eC=b1_eC,
+            b2_eD=b2_eD,
+            update1=self._slice_lora("w1", dtype),
+            update2=self._slice_lora("w2", dtype),
+            sinks=(self._make_grad_sink("w1", w1_eCD), self._make_grad_sink("w2", w2_eDF)),
             quantised=self._quantise(w1_eCD, w2_eDF),
-            magnitudes=self._get_amax_tensors(w1_eCD.device),
+            magnitudes=magnitudes,
         )
-
-    def _get_amax_tensors(self, device: torch.device) -> Magnitudes | None:
-        """Return the recorded and current amax of expert rows; None without delayed FP8 scaling."""
-        history = self.history
-        if history is None:
-            return None
-        current: Any = history.get_current_amax(device, training=self.training)
-        past = {operand: history.get_max_amax(operand) for operand in OPERANDS}
-        return Magnitudes(past, history.has_all_amax, current)
 
     def _quantise(self, w1_eCD: Tensor, w2_eDF: Tensor) -> tuple[OperandPair, OperandPair] | None:
         """Return both matrices quantised by the recipe; None = no recipe, or kernels quantise."""
@@ -374,17 +368,9 @@ class Experts(nn.Module):
         w1, w2 = operands
         return None if w1 is None or w2 is None else (w1, w2)
 
-    def _read_fc1_eCD(self, dtype: torch.dtype) -> tuple[Tensor, GradSink | None]:
-        """Return FC1's weights [experts, columns, model dim], and their `GradSink` or None."""
-        w1 = self._read_param("w1", dtype)
-        if self.is_separate:
-            return torch.cat([w1, self._read_param("w3", dtype)], dim=1), None
-        w1_eCD = w1.transpose(1, 2) if self.layout.transposed else w1.flatten(1, -2)
-        return w1_eCD, self._make_grad_sink("w1", w1_eCD)
-
     def _make_grad_sink(self, role: str, matrices: Tensor) -> GradSink | None:
         """Return the receiver of weight `role`'s gradient in place of autograd; None = autograd."""
-        if self.layout.transposed:
+        if self.layout.transposed or (role == "w1" and self.is_separate):
             return None
         return find_sink(getattr(self, getattr(self.layout, role)), matrices.shape)
 
@@ -395,48 +381,26 @@ class Experts(nn.Module):
             return self.reader.read(param, needs_values=False)
         return self.reader.read(param, dtype=dtype)
 
-    def _slice_lora(
-        self,
-        param_name: str,
-        dtype: torch.dtype,
-        *,
-        slice_inputs: SlicePart = lambda a_erI: a_erI,
-        slice_outputs: SlicePart = lambda b_eOr: b_eOr,
-    ) -> LowRankUpdate | None:
-        """Return this rank's slices of the LoRA update of matrix `param_name`; None = no LoRA.
-
-        `slice_inputs` slices the last dim of A, and `slice_outputs` slices dim 1 of B.
-        """
-        if param_name not in self.lora_updates:
+    def _slice_lora(self, role: str, dtype: torch.dtype) -> LowRankUpdate | None:
+        """Return this rank's slices of the LoRA update of matrix `role`; None = no LoRA."""
+        name = getattr(self.layout, role)
+        if name not in self.lora_updates:
             return None
-        return self.lora_updates[param_name].make_local_update(
-            lambda param: self.reader.read(param, dtype=dtype),
-            slice_inputs=slice_inputs,
-            slice_outputs=slice_outputs,
-        )
 
-    def _slice_lora_b(self, b_eCr: Tensor) -> Tensor:
-        """Return this etp rank's output rows of FC1's LoRA B, in the order of its slice of w1."""
-        halves = 1 + (self.config.gated and not self._is_interleaved)
-        by_half = b_eCr.unflatten(1, (halves, self.etp_size, -1))
-        return by_half[:, :, self.etp_rank].flatten(1, 2)  # type: ignore[no-any-return]
+        def slice_pair(a_erI: Tensor, b_eOr: Tensor) -> tuple[Tensor, Tensor]:
+            """Return this etp rank's columns of FC2's A, or its rows of FC1's B as in w1."""
+            if role == "w2":
+                return a_erI.unflatten(2, (self.etp_size, -1))[:, :, self.etp_rank], b_eOr
+            halves = 1 + (self.config.gated and not self._is_interleaved)
+            by_half = b_eOr.unflatten(1, (halves, self.etp_size, -1))
+            return a_erI, by_half[:, :, self.etp_rank].flatten(1, 2)
 
-    def _slice_lora_a(self, a_erF: Tensor) -> Tensor:
-        """Return this etp rank's columns of FC2's LoRA A."""
-        return a_erF.unflatten(2, (self.etp_size, -1))[:, :, self.etp_rank]  # type: ignore[no-any-return]
-
-    def _read_fc2_bias(self, dtype: torch.dtype) -> Tensor:
-        """Return b2 [e, D] with zeros outside this etp rank's slice of D, for the sum over etp."""
-        b2_eD = self._read_param("b2", dtype)
-        before = self.etp_rank * b2_eD.shape[1]
-        return F.pad(b2_eD, (before, self.config.expert_dim - before - b2_eD.shape[1]))
+        read = partial(self.reader.read, dtype=dtype)
+        return self.lora_updates[name].make_local_update(read, slice_pair)
 
 
 def _declare_used_rows(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager[None]:
-    """Return a context that tells saved-tensor hooks which rows of buffers have data.
-
-    `is_quantised` = experts save quantised rows instead of the received rows.
-    """
+    """Return a context that tells saved-tensor hooks which rows of buffers have data."""
     # Packers know a matrix by its length. If R is S, they know the source rows by their storage,
     # unless experts save quantised rows instead.
     if (inp.unsummed is None and inp.balanced is None) or torch.compiler.is_compiling():
@@ -461,10 +425,7 @@ def make_activation_options(
     interleaved: bool = False,
     own_activation: Callable[[Tensor], Tensor] | None = None,
 ) -> ActivationOptions:
-    """Return the options of the activation `own_activation`, None = the config's activation.
-
-    `interleaved` = gate and up columns alternate.
-    """
+    """Return the activation's options; `own_activation` None = the config's activation."""
     return ActivationOptions(
         kind=config.activation,
         limit=config.activation_limit,

@@ -126,7 +126,9 @@ class RoutedLayer(nn.Module):
 
     def _run_experts(self, expert_input: ExpertInput) -> Any:
         """Run the experts; return each received row's sum, or expert rows that combine sums."""
-        raise NotImplementedError
+        if isinstance(self, Experts):  # `RoutedExperts`, whose own `forward` is the layer's
+            return Experts.forward(self, expert_input)
+        return self.get_part("experts")(expert_input)
 
     def _run_routed_experts(
         self, rows_TL: Tensor, routing: Routing, *, is_saved_elsewhere: bool = False
@@ -138,8 +140,17 @@ class RoutedLayer(nn.Module):
         zero_weights_T1: Tensor | None = None
         if self.config.zero_experts:
             routing, zero_weights_T1 = split_zero_experts(routing, self.config.num_experts)
+        multiple, dispatcher = self.get_part("experts").rows_multiple, self.dispatcher
         with annotate_range("moecore::dispatch"):
-            expert_input = self._dispatch(rows_TL, routing)
+            if multiple > 1:
+                routing = replace(routing, rows_multiple=multiple)
+            if self.cloner is None:
+                expert_input = dispatcher.dispatch(rows_TL, routing)
+            else:
+                place_clones = self.cloner.place_clones
+                routing, clones = place_clones(routing, dispatcher.pairs, training=self.training)
+                expert_input = dispatcher.dispatch(rows_TL, routing)
+                expert_input = self.cloner.add_clones_to_input(expert_input, clones)
         rows = expert_input.rows
         if is_saved_elsewhere and rows.values is rows_TL:
             saved_rows = Rows(rows.values, rows.scales, rows.wide_dtype, is_saved_elsewhere=True)
@@ -147,29 +158,15 @@ class RoutedLayer(nn.Module):
         with annotate_range("moecore::experts"):
             y_SL = self._run_experts(expert_input)
         with annotate_range("moecore::combine"):
-            y_TL = self.dispatcher.combine(y_SL, expert_input.plan)
+            y_TL = dispatcher.combine(y_SL, expert_input.plan)
         if zero_weights_T1 is None:
             return y_TL
         return (y_TL + rows_TL * zero_weights_T1).to(y_TL.dtype)
 
-    def _dispatch(self, rows_TL: Tensor, routing: Routing) -> ExpertInput:
-        """Dispatch rows by `routing`; return the input of local experts and local clones."""
-        multiple, dispatcher = self.get_part("experts").rows_multiple, self.dispatcher
-        if multiple > 1:
-            routing = replace(routing, rows_multiple=multiple)
-        if self.cloner is None:
-            return dispatcher.dispatch(rows_TL, routing)
-        place_clones = self.cloner.place_clones
-        routing, clones = place_clones(routing, dispatcher.pairs, training=self.training)
-        return self.cloner.add_clones_to_input(dispatcher.dispatch(rows_TL, routing), clones)
-
     def _track_load(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y. In training, y's backward counts loads and adds auxiliary losses' gradients.
-
-        `bias_E` is the router's selection bias, or None. In eval mode, the backward of y warns.
-        """
+        """Return y, whose backward counts loads and auxiliary losses, or warns in eval mode."""
         if not self.training:
             if y.requires_grad and not torch.compiler.is_compiling():
                 y.register_hook(_warn_about_eval_mode)
@@ -275,10 +272,6 @@ class MoELayer(RoutedLayer, BiasOwner):
             module = None if module is None else module._modules.get(name)
         return module
 
-    def _run_experts(self, expert_input: ExpertInput) -> Any:
-        """Run the child "experts"; return each received row's sum, or expert rows."""
-        return self.get_part("experts")(expert_input)
-
     def forward(
         self,
         x: Tensor,
@@ -322,39 +315,25 @@ class MoELayer(RoutedLayer, BiasOwner):
             tokens_TD = x_TD.masked_fill(micro_batch.padding_mask_T[:, None], 0)
         with annotate_range("moecore::router"):
             routing = router(tokens_TD, micro_batch)
-        rows_TL, routing = self._make_routed_rows(cast_to_autocast(tokens_TD), routing)
+        rows_TL = cast_to_autocast(tokens_TD)
+        if self.config.latent_dim:
+            down = self.layout.latent_down
+            rows_TL = (self.get_submodule(down) if down else self.latent.project_down)(rows_TL)
+        if self.config.weights_on_input:
+            weights_T1 = routing.weights_TK  # K is 1; the experts then multiply by 1
+            rows_TL = (rows_TL * weights_T1).to(rows_TL.dtype)
+            routing = replace(routing, weights_TK=torch.ones_like(weights_T1))
         is_saved_elsewhere = rows_TL is tokens_TD and router.weight.requires_grad
         y_TL = self._run_routed_experts(rows_TL, routing, is_saved_elsewhere=is_saved_elsewhere)
-        y_TD = self._project_up(y_TL) if self.config.latent_dim else y_TL
+        y_TD = y_TL
+        if self.config.latent_dim:
+            up = self.layout.latent_up
+            y_TD = (self.get_submodule(up) if up else self.latent.project_up)(y_TL)
         if shared.y_TD is not None:
             y_TD = y_TD + shared.wait_for_output()
         y = y_TD.to(x.dtype)
         y = y if x.ndim == 2 else y.view(x.shape)
         return self._track_load(y, routing, micro_batch, router.selection_bias)
-
-    def _make_routed_rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-        """Return the rows to dispatch, [T, D] or [T, latent dim], and their routing.
-
-        With `weights_on_input` the rows are multiplied by their weights, and the weights become 1.
-        """
-        rows_TL = self._project_down(rows_TD) if self.config.latent_dim else rows_TD
-        if not self.config.weights_on_input:
-            return rows_TL, routing
-        weights_T1 = routing.weights_TK  # K is 1; the experts then multiply by 1
-        rows_TL = (rows_TL * weights_T1).to(rows_TL.dtype)
-        return rows_TL, replace(routing, weights_TK=torch.ones_like(weights_T1))
-
-    def _project_down(self, x_TD: Tensor) -> Tensor:
-        """Return tokens projected to the latent dim, [T, L]."""
-        name = self.layout.latent_down
-        project = self.get_submodule(name) if name else self.latent.project_down
-        return project(x_TD)
-
-    def _project_up(self, y_TL: Tensor) -> Tensor:
-        """Return the routed experts' sums projected to the model dim, [T, D]."""
-        name = self.layout.latent_up
-        project = self.get_submodule(name) if name else self.latent.project_up
-        return project(y_TL)
 
     def _run_shared_experts(self, x_TD: Tensor) -> Tensor | None:
         """Return the shared expert's output, [T, D]; None without a shared expert."""
@@ -377,8 +356,7 @@ def _iterate_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", child
 
 
-def _warn_about_eval_mode(_: Tensor) -> None:
-    """Warn that a layer in eval mode has no balance loss and counts no load; a backward hook."""
+def _warn_about_eval_mode(_: Tensor) -> None:  # a backward hook
     warnings.warn(
         "a MoELayer in eval mode balances and counts nothing, but gets gradients: call "
         "model.train() before training (from_pretrained gives models in eval mode)",

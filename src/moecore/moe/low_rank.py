@@ -20,7 +20,7 @@ from moecore.kernels.experts.contract import LowRankUpdate
 
 ALIGNMENT = 16  # bytes of a row, which grouped products ask for
 Read = Callable[[nn.Parameter], Tensor]
-SlicePart = Callable[[Tensor], Tensor]
+SlicePair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class LowRank(nn.Module):
@@ -45,25 +45,22 @@ class LowRank(nn.Module):
         """Names of the LoRA adapters that forward uses, in order."""
         return list(self.lora_A)
 
-    def make_local_update(
-        self, read: Read, *, slice_inputs: SlicePart, slice_outputs: SlicePart
-    ) -> LowRankUpdate | None:
+    def make_local_update(self, read: Read, slice_pair: SlicePair) -> LowRankUpdate | None:
         """Return this rank's A and B of all adapters together; None = no adapter. Differentiable.
 
-        `read` returns the local experts' part of a parameter. `slice_inputs` slices A [e, r, I] to
-        this rank's part of I, and `slice_outputs` slices B [e, O, r] to this rank's part of O.
+        `read` returns the local experts' part of a parameter. `slice_pair` slices A [e, r, I] and
+        B [e, O, r] to this rank's part of the matrix.
         """
         pairs = [(read(self.lora_A[n]), read(self.lora_B[n]), self.scaling[n]) for n in self.in_use]
         if not pairs:
             return None
-        a_erI = slice_inputs(_concatenate([a for a, _, _ in pairs], dim=1)).contiguous()
-        b_eOr = slice_outputs(_concatenate([b * s for _, b, s in pairs], dim=2)).contiguous()
+        parts_a, parts_b = [a for a, _, _ in pairs], [b * s for _, b, s in pairs]
+        if len(pairs) == 1:  # torch.cat copies a single tensor, too
+            a_erI, b_eOr = slice_pair(parts_a[0], parts_b[0])
+        else:
+            a_erI, b_eOr = slice_pair(torch.cat(parts_a, dim=1), torch.cat(parts_b, dim=2))
+        a_erI, b_eOr = a_erI.contiguous(), b_eOr.contiguous()
         missing = -a_erI.shape[1] % (ALIGNMENT // a_erI.element_size())
         if missing:
             a_erI, b_eOr = F.pad(a_erI, (0, 0, 0, missing)), F.pad(b_eOr, (0, missing))
         return LowRankUpdate(a_erI, b_eOr)
-
-
-def _concatenate(parts: list[Tensor], dim: int) -> Tensor:
-    """Concatenate along `dim`; a single tensor is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # which copies one, too

@@ -131,7 +131,6 @@ def _compute_drop_rates(layer_numbers: dict[str, LayerNumbers]) -> dict[str, flo
 
 
 def _prefix_metric_name(metric_name: str, values_by_layer: dict[str, float]) -> dict[str, float]:
-    """Return {"<name>/<layer>": value} for `values_by_layer`, {layer: value}."""
     return {f"{metric_name}/{layer}": value for layer, value in values_by_layer.items()}
 
 

@@ -51,11 +51,7 @@ class MicroBatch:
         cp: int,
         token_ids: Tensor | None,
     ) -> MicroBatch:
-        """Return the micro-batch of a layer's input x [T, D] or [B, T, D].
-
-        The mask and `token_ids` have the shape of x without D. `group` and `cp` are fields of the
-        result. Raises ValueError for a wrong shape or dtype of the mask or `cu_seqlens`.
-        """
+        """Return the micro-batch of a layer's input x [T, D] or [B, T, D]."""
         if padding_mask is not None:
             if padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool:
                 raise ValueError(
@@ -128,11 +124,7 @@ class MicroBatch:
         return self.all_gather_rows(self.padding_mask_T.to(torch.uint8)).bool()
 
     def find_sequence_ids(self, num_tokens: int) -> tuple[int, Tensor | None]:
-        """Return the number of sequences, and int64 [T], the sequence index of each local token.
-
-        Without `cu_seqlens`, the second value is None: all sequences have the same length.
-        `num_tokens` is T.
-        """
+        """Return the number of sequences, and each token's sequence [T]; None = equal lengths."""
         if self.cu_seqlens is None:
             return self.num_sequences, None
         documents_N = find_document_ids(self.cu_seqlens, num_tokens * self.num_ranks)
@@ -148,13 +140,18 @@ def sort_by_position(
 ) -> Tensor:
     """Return int64 [N]: indices of `num_tokens` tokens, sorted by position in their sequence.
 
-    Tokens of equal position are in the order of their sequences. Padding (True in the mask) does
-    not count in positions. `cu_seqlens`, int32 [n + 1], bounds the sequences; None =
-    `num_sequences` of equal length. Example, two sequences of two tokens: 0 2 1 3. With token 2 as
-    padding: 2 0 3 1.
+    Tokens of equal position are in the order of their sequences. Padding does not count in
+    positions. `cu_seqlens` None = `num_sequences` of equal length. Example, two sequences of two
+    tokens: 0 2 1 3. With token 2 as padding: 2 0 3 1.
     """
     if cu_seqlens is not None:
-        return _sort_documents_by_position(num_tokens, cu_seqlens, padding_mask_N)
+        if padding_mask_N is None:
+            padding_mask_N = torch.zeros(num_tokens, dtype=torch.bool, device=device)
+        real_N = ~padding_mask_N
+        count_N = real_N.cumsum(0)
+        before_N = count_N - real_N.long()
+        starts_N = cu_seqlens[find_document_ids(cu_seqlens, num_tokens)]
+        return (count_N - before_N[starts_N]).sort(stable=True).indices
     B = max(num_sequences, 1)
     if padding_mask_N is None:
         return torch.arange(num_tokens, device=device).view(B, num_tokens // B).t().flatten()
@@ -162,26 +159,13 @@ def sort_by_position(
     return positions_BT.flatten().sort(stable=True).indices
 
 
-def _sort_documents_by_position(
-    num_tokens: int, cu_seqlens: Tensor, padding_mask_N: Tensor | None
-) -> Tensor:
-    """Return `sort_by_position` for the documents that `cu_seqlens` bounds."""
-    if padding_mask_N is None:
-        padding_mask_N = torch.zeros(num_tokens, dtype=torch.bool, device=cu_seqlens.device)
-    real_N = ~padding_mask_N
-    count_N = real_N.cumsum(0)
-    before_N = count_N - real_N.long()
-    starts_N = cu_seqlens[find_document_ids(cu_seqlens, num_tokens)]
-    return (count_N - before_N[starts_N]).sort(stable=True).indices
-
-
 def compute_capacity(
     factor: float, num_tokens: int, top_k: int, num_experts: int, padding_mask_N: Tensor | None
 ) -> tuple[int, Tensor | int]:
     """Return the token limit per expert, factor * num_tokens * top_k / num_experts, rounded up.
 
-    The first limit, for buffer sizes, counts padding. The second limit is without padding: an int64
-    scalar tensor with a mask (no host sync), otherwise equal to the first limit.
+    The first limit, for buffer sizes, counts padding. The second is without padding: an int64
+    scalar tensor with a mask (no host sync), otherwise the first limit.
     """
     per_token = factor * top_k / num_experts
     max_tokens = math.ceil(num_tokens * per_token - ROUNDING)

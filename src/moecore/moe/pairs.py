@@ -45,14 +45,10 @@ class PairedModel(Protocol):
 
 
 class Pairs:
-    """Runs a forward and another micro-batch's backward in two threads, which alternate.
-
-    They alternate at exchanges of tokens between ranks: one computes while the other waits.
-    `can_alternate` = some layer has such exchanges.
-    """
+    """Runs a forward and another micro-batch's backward in two threads, which alternate."""
 
     def __init__(self, models: Sequence[PairedModel]) -> None:
-        self.can_alternate = True
+        self.can_alternate = True  # whether some layer has exchanges, at which they alternate
         self._models = models
         self._pair: _Pair | None = None
         self._early_stream: torch.cuda.Stream | None = None
@@ -83,37 +79,25 @@ class Pairs:
         with ExitStack() as stack:
             for model in self._models:
                 stack.enter_context(model.alternate_passes())
-            return self._run_alternately(forward, backward, stream)
-
-    def _run_alternately(
-        self,
-        forward: Callable[[], T],
-        backward: Callable[[], None],
-        stream: torch.cuda.Stream | None,
-    ) -> T:
-        """Run the backward on `stream` in a second thread; return the value of the forward."""
-        pair = self._pair = _Pair(self._models)
-        # The backward occupies autograd's thread of the device, so the forward must call autograd
-        # in its own thread (`set_multithreading_enabled(False)`).
-        thread = Thread(target=pair.run_backward, args=(backward, stream), daemon=True)
-        try:
-            thread.start()
-            result = pair.run_forward(forward)
-            thread.join()
-        finally:
-            self._pair = None
-        if pair.error is not None:
-            raise pair.error
-        value, rng_states = result
-        set_rng_states(rng_states)
-        return value  # type: ignore[no-any-return]
+            pair = self._pair = _Pair(self._models)
+            # The backward occupies autograd's thread of the device, so the forward must call
+            # autograd in its own thread (`set_multithreading_enabled(False)`).
+            thread = Thread(target=pair.run_backward, args=(backward, stream), daemon=True)
+            try:
+                thread.start()
+                result = pair.run_forward(forward)
+                thread.join()
+            finally:
+                self._pair = None
+            if pair.error is not None:
+                raise pair.error
+            value, rng_states = result
+            set_rng_states(rng_states)
+            return value
 
     @contextmanager
     def launch_on_side_stream(self, *, waits_for_current: bool = False) -> Iterator[None]:
-        """Return a context that launches on a side stream.
-
-        `waits_for_current` = the side stream first waits for the current stream.
-        """
+        """Return a context that launches on a side stream, which may first wait for this stream."""
         if not torch.cuda.is_initialized():
             yield
             return
@@ -148,6 +132,7 @@ class _Pair:
         self.error: BaseException | None = None  # the first exception of either side
         self._models = models
         self._forward, self._backward = _Side(is_backward=False), _Side(is_backward=True)
+        self._other = {self._forward: self._backward, self._backward: self._forward}
         self._holder = self._forward
         self._state_lock = Lock()  # guards `_holder`, `is_running` and `error`
 
@@ -167,7 +152,10 @@ class _Pair:
         side.turn.acquire()
         try:
             if self.error is None:
-                with _use_stream(stream):
+                with ExitStack() as stack:
+                    if stream is not None:  # None = there is no GPU
+                        stack.enter_context(torch.cuda.device(stream.device))
+                        stack.enter_context(torch.cuda.stream(stream))
                     backward()
         except BaseException as error:
             self._set_error(error)
@@ -176,18 +164,16 @@ class _Pair:
 
     def give_back_baton(self) -> None:
         """If the other thread has yielded early, let it run before this thread's next exchange."""
-        if self._get_other_side(self._holder).is_early:
+        if self._other[self._holder].is_early:
             self.hand_over_baton()
 
     def hand_over_baton(self, *, is_early: bool = False) -> None:
-        """Let the other thread run until it yields or ends.
-
-        With `is_early`, the other thread yields before its next exchange.
-        """
+        """Let the other thread run until it yields or ends, or early, to its next exchange."""
         side = self._holder
-        other = self._get_other_side(side)
+        other = self._other[side]
         with self._state_lock:
-            self._raise_if_other_failed()
+            if self.error is not None:
+                raise _OtherFailed
             if not other.is_running:
                 return
             # Activation checkpointing sets the generators in backward, so each side has its states.
@@ -197,28 +183,18 @@ class _Pair:
             other.turn.release()
         side.turn.acquire()
         side.is_early = False
-        self._raise_if_other_failed()
+        if self.error is not None:
+            raise _OtherFailed
         set_rng_states(rng_states)
         for model in self._models:
             model.unshard_pass(side.is_backward)
 
-    def _get_other_side(self, side: _Side) -> _Side:
-        """Return the state of the backward for the forward, and of the forward for the backward."""
-        return self._forward if side is self._backward else self._backward
-
-    def _raise_if_other_failed(self) -> None:
-        """Raise `_OtherFailed` if the other thread has raised an exception."""
-        if self.error is not None:
-            raise _OtherFailed
-
     def _set_error(self, error: BaseException) -> None:
-        """Store an exception, unless the other thread has stored one before."""
         with self._state_lock:
             self.error = self.error or error
 
     def _end_side(self, side: _Side) -> None:
-        """Mark a thread as ended, and let the other thread run if it has not ended."""
-        other = self._get_other_side(side)
+        other = self._other[side]
         with self._state_lock:
             side.is_running = False
             if self._holder is side and other.is_running:  # not so after an interrupt
@@ -253,10 +229,7 @@ def run_exchanges(
 
 
 def read_numbers(collective: Callable[..., Any], output: Tensor, pairs: Pairs | None = None) -> Any:
-    """Run a collective, and return the `output` that it writes, as a list. Host sync.
-
-    `pairs` runs another micro-batch until the host has the numbers; None = nothing overlaps.
-    """
+    """Run a collective that writes `output`; return `output` as a list. Host sync."""
     pair = None if pairs is None else pairs.running_pair
     if pairs is None or pair is None:
         collective()
@@ -267,16 +240,6 @@ def read_numbers(collective: Callable[..., Any], output: Tensor, pairs: Pairs | 
         on_host = HostCopyOfTensor(output)
     pair.hand_over_baton(is_early=True)
     return on_host.read().tolist()
-
-
-@contextmanager
-def _use_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Return a context in which this thread launches on `stream`; None = there is no GPU."""
-    if stream is None:
-        yield
-        return
-    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-        yield
 
 
 def get_rng_states() -> list[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -43,16 +44,20 @@ def _make_version_key(param: Tensor) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _FourBitHandle:
-    """The 4-bit blocks that are saved for backward in place of a dequantised weight or its view."""
+class RecomputedView:
+    """A view of a tensor that is saved for backward as the function that makes the tensor again."""
 
-    blocks: Blocks
-    dtype: torch.dtype
+    make: Callable[[], Tensor]
     place: tuple[Sequence[int], Sequence[int], int]  # size, stride and offset of the view
 
+    @classmethod
+    def from_view(cls, view: Tensor, make: Callable[[], Tensor]) -> RecomputedView:
+        """Return what to save in place of `view` of the tensor that `make` returns."""
+        return cls(make, (view.size(), view.stride(), int(view.storage_offset())))
+
     def unpack(self) -> Tensor:
-        """Return the weight, dequantised again."""
-        return read_four_bit_values(self.blocks, self.dtype).as_strided(*self.place)
+        """Make the tensor again; return the view."""
+        return self.make().as_strided(*self.place)
 
 
 class ParamReader:
@@ -107,10 +112,7 @@ class ParamReader:
     def get_quantised_weights(
         self, key: Hashable, params: Sequence[nn.Parameter], quantise: Callable[[], T]
     ) -> T | None:
-        """Return `params` quantised: the copy cached as `key` if valid, otherwise quantise().
-
-        Returns None without `caches_copies`.
-        """
+        """Return `params` quantised, cached as `key` if valid; None without `caches_copies`."""
         if not self.keep:
             return None
         before, copy = self._copies.pop(key, (None, None))
@@ -126,10 +128,7 @@ class ParamReader:
         return cast(T, copy)
 
     def exclude_from_activations(self) -> AbstractContextManager[None]:
-        """Return a context in which saved weights and their copies do not count as activations.
-
-        Autograd saves the blocks of a weight that `read` has dequantised.
-        """
+        """Return a context in which saved weights and their copies do not count as activations."""
         if torch.compiler.is_compiling() or not (self.dequantises or is_packing()):
             return NOTHING
         return self._pack_saved_weights()
@@ -150,8 +149,8 @@ class ParamReader:
         """Return the object to save for backward in place of a weight; None for an activation."""
         key = get_storage_key(tensor)
         if (blocks := self._dequantised.get(key)) is not None:
-            place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            return _FourBitHandle(blocks, tensor.dtype, place)
+            read_values = partial(read_four_bit_values, blocks, tensor.dtype)
+            return RecomputedView.from_view(tensor, read_values)
         return TensorHandle(tensor) if key in self._operands else None
 
     def start_micro_batch(self, *, is_last: bool) -> None:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,6 +70,7 @@ class ExpertPlacement:
     num_groups: int = 1
     top_groups: int = 1
     layer: tuple[int, str] = (0, "the layer")  # its number and name in the model
+    num_domains: int = 1  # H, see `DomainPlacement`
 
     @property
     def num_local(self) -> int:
@@ -105,20 +105,12 @@ class ExpertPlacement:
 
     def compute_reach_probability(self, top_k: int, num_experts: int) -> float:
         """Return the probability that a token chooses any of a block of `num_experts` experts."""
+        num_all = self.num_domains * self.num_experts
         groups = self.num_groups, self.top_groups
-        return compute_choice_probability(top_k, self._num_all, num_experts, *groups)
-
-    @property
-    def _num_all(self) -> int:
-        """Number of experts of the layer, on all ranks."""
-        return self.num_experts
+        return compute_choice_probability(top_k, num_all, num_experts, *groups)
 
     def count_balanced(self, num_tokens: int, top_k: int) -> BalancedRows:
-        """Return the numbers of a rank's source and expert rows with even loads.
-
-        A source row is a received token, and an expert row is a received token for one local
-        expert. Each rank has `num_tokens` tokens.
-        """
+        """Return a rank's source and expert rows with even loads and `num_tokens` per rank."""
         num_source_rows = self.group.size() * self.compute_balanced_tokens(num_tokens, top_k)
         return BalancedRows(num_source_rows, self.compute_balanced_rows(num_tokens, top_k))
 
@@ -131,24 +123,21 @@ class ExpertPlacement:
     def build_index(
         self, ids_SK: Tensor, weights_SK: Tensor, routing: Routing, num_rows: int
     ) -> ExpertIndex:
-        """Return the index that sorts received rows by local expert, with `num_rows` expert rows.
-
-        `ids_SK` are the physical ids of the received rows' choices.
-        """
-        sizes: Any = dict(
+        """Return the index of `num_rows` expert rows, which sorts received rows by local expert."""
+        return build_index(
+            ids_SK,
+            weights_SK,
             first_expert=self.first_physical,
             num_local_experts=self.num_physical,
             max_pairs=num_rows,
+            row_multiple=routing.rows_multiple,
         )
-        return build_index(ids_SK, weights_SK, **sizes, row_multiple=routing.rows_multiple)
 
     def find_unsummed(
         self, rows: Rows, index: ExpertIndex, routing: Routing
     ) -> UnsummedInput | None:
-        """Return the record for experts that sum no rows, if ranks have one expert; otherwise None.
-
-        Each received row then has one choice, and rows are in expert order.
-        """
+        """Return the record for experts that sum no rows, for one expert per rank, or None."""
+        # Each received row then has one choice, and rows are in expert order.
         # Example, expert 1 of two, received ids [[1, 0], [0, 1]]: row_ids_R [0, 1], slots_SK [[0,
         # -1], [-1, 1]]. Padding of rows adds expert rows or source rows without a choice.
         leaf_SD = rows.values if rows.grad_handle_SD is None else rows.grad_handle_SD
@@ -166,8 +155,6 @@ class DomainPlacement(ExpertPlacement):
     `group`, `num_experts` and `ep` describe the domain. Each received row has at least one choice
     in the domain.
     """
-
-    num_domains: int  # H
 
     @property
     def num_domain_experts(self) -> int:
@@ -195,27 +182,16 @@ class DomainPlacement(ExpertPlacement):
             num_tokens * (compute(top_k, self.num_local) / compute(top_k, self.num_experts))
         )
 
-    @property
-    def _num_all(self) -> int:
-        """Number of experts of all domains."""
-        return self.num_domains * self.num_experts
-
 
 def make_domain_placement(
     placement: ExpertPlacement, domain_group: dist.ProcessGroup, num_domains: int
 ) -> DomainPlacement:
-    """Return the placement of this rank's domain, whose ranks are the group `domain_group`.
-
-    The ranks of `placement` form `num_domains` domains.
-    """
-    return DomainPlacement(
+    """Return the placement of this rank's domain, one of `num_domains`, in `domain_group`."""
+    domain_fields = {field.name: getattr(placement, field.name) for field in fields(placement)}
+    domain_fields |= dict(
         group=domain_group,
         num_experts=placement.num_experts // num_domains,
         ep=placement.ep // num_domains,
-        etp=placement.etp,
-        num_clones=placement.num_clones,
-        num_groups=placement.num_groups,
-        top_groups=placement.top_groups,
-        layer=placement.layer,
         num_domains=num_domains,
     )
+    return DomainPlacement(**domain_fields)

@@ -194,21 +194,16 @@ class Dispatcher(Protocol):
 
 
 class _RouteGradToHandle(torch.autograd.Function):
-    """Returns rows unchanged. Backward returns their gradient as the gradient of another tensor.
-
-    Each received row's gradient [S, D] is written to one row of that gradient [R, D].
-    """
+    """Identity on rows [S, D], whose gradient becomes the gradient [R, D] of a handle."""
 
     @staticmethod
     def forward(ctx: Any, grad_handle_RD: Tensor, rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
-        """Return a view of `rows_SD`, whose gradient becomes the gradient of `grad_handle_RD`."""
         ctx.num_rows = grad_handle_RD.shape[0]
         ctx.save_for_backward(slots_SK)
         return rows_SD.view_as(rows_SD)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return [R, D], with the gradient of each received row in one row and zeros elsewhere."""
         (drows_SD,), R = grads, ctx.num_rows
         slots_S = ctx.saved_tensors[0].amax(1)
         slots_S = slots_S.where(slots_S >= 0, R)  # one row more, for source rows without a slot
@@ -217,10 +212,7 @@ class _RouteGradToHandle(torch.autograd.Function):
 
 
 def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
-    """Return `inp` with unpacked, differentiable rows, for experts that sum per received row.
-
-    Raises ValueError if the dispatcher does not save the rows (`NVLinkOptions.keep_rows`).
-    """
+    """Return `inp` with unpacked, differentiable rows, for experts that sum per received row."""
     if inp.unsummed is None:
         return inp if inp.rows.scales is None else inp.replace_rows(Rows(inp.rows.widen()))
     if inp.unsummed.refetch is not None:

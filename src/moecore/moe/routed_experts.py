@@ -23,7 +23,7 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts, OwnActivation
 from moecore.moe.layer import RoutedLayer, cast_to_autocast
 from moecore.moe.micro_batch import MicroBatch
-from moecore.moe.records import ExpertInput, Routing
+from moecore.moe.records import Routing
 
 
 class RoutedExperts(RoutedLayer, Experts):
@@ -71,10 +71,6 @@ class RoutedExperts(RoutedLayer, Experts):
         """Run the forward for zero tokens, without the hooks of this module; return its output."""
         choices_0K = x_0D.new_zeros(0, self.config.top_k, requires_grad=x_0D.requires_grad)
         return self.forward(x_0D, choices_0K.detach().int(), choices_0K)
-
-    def _run_experts(self, expert_input: ExpertInput) -> Any:
-        """Run the experts; return each received row's sum, or expert rows."""
-        return Experts.forward(self, expert_input)
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor

@@ -110,10 +110,7 @@ class Router(BiasOwner):
         return is_rule_local and self._get_capacity_factor() is None and not has_micro_batch_bias
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Draw the weight from N(0, std^2), zero the biases, and draw the hash table uniformly.
-
-        The values depend only on `key` (the router's name) and `seed`, not on the parallel layout.
-        """
+        """Draw the weight from N(0, std^2), zero the biases, and draw the hash table uniformly."""
         init_normal_(self.weight, std=std, key=f"{key}.weight", seed=seed)
         for tensor in (self.bias, self.selection_bias):
             if tensor is not None:
@@ -127,23 +124,30 @@ class Router(BiasOwner):
                 rows_vK.copy_(scores_vE.topk(rows_vK.shape[1]).indices)
 
     def forward(self, x_TD: Tensor, micro_batch: MicroBatch | None = None) -> Routing:
-        """Return the routing of x_TD. `micro_batch` None = one sequence, only on this rank.
-
-        Collective unless `is_collective_free`. No host sync. Raises ValueError for assignment
-        "hash" without token ids.
-        """
+        """Return the routing of x_TD. Collective unless `is_collective_free`. No host sync."""
         micro_batch = micro_batch or MicroBatch()
-        if self.config.router_jitter and self.training:
-            width = self.config.router_jitter
+        config, width = self.config, self.config.router_jitter
+        if width and self.training:
             x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - width, 1 + width)
+        is_fused = (
+            config.assignment == "learned"
+            and config.router_dtype != "float64"
+            and self.tape is None
+            and self.forced_ids is None
+            and not (self.training and config.balance.bias_per_micro_batch)
+        )
         with disable_autocast(x_TD):
-            if self._can_route_fused:
-                weight_ED, bias_E = self._read_weight_and_bias()
+            weight_ED = get_local_param(self.weight)
+            bias_E = None if self.bias is None else get_local_param(self.bias)
+            if is_fused:
                 inputs = (self.selection_bias, self.options)
                 logits_TE, ids_TK, weights_TK = route_tokens(x_TD, weight_ED, bias_E, *inputs)
             else:
-                logits_TE = self._compute_logits(x_TD)
+                if config.router_dtype == "float64":
+                    logits_TE = router_logits_ref(x_TD, weight_ED, bias_E, dtype=torch.float64)
+                else:
+                    logits_TE = router_logits(x_TD, weight_ED, bias_E)
                 ids_TK, weights_TK = self._get_choices(logits_TE, micro_batch)
             if micro_batch.padding_mask_T is not None:
                 ids_TK = ids_TK.masked_fill(micro_batch.padding_mask_T[:, None], -1)
@@ -157,30 +161,8 @@ class Router(BiasOwner):
             chosen_ids_TK=ids_TK,
             padding_mask_T=micro_batch.padding_mask_T,
             capacity=capacity,
-            pad=self.config.capacity is not None and self.config.capacity.pad,
+            pad=config.capacity is not None and config.capacity.pad,
         )
-
-    @property
-    def _can_route_fused(self) -> bool:
-        """Whether `route_tokens` computes logits and choice, in one autograd node."""
-        config = self.config
-        if self.tape is not None or self.forced_ids is not None:
-            return False
-        if config.assignment != "learned" or config.router_dtype == "float64":
-            return False
-        return not (self.training and config.balance.bias_per_micro_batch)
-
-    def _read_weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """Return the local weight [E, D], and the bias [E] or None."""
-        bias = self.bias
-        return get_local_param(self.weight), None if bias is None else get_local_param(bias)
-
-    def _compute_logits(self, x_TD: Tensor) -> Tensor:
-        """Return logits [T, E] in fp32, or in fp64 by `config.router_dtype`."""
-        weight_ED, bias_E = self._read_weight_and_bias()
-        if self.config.router_dtype == "float64":
-            return router_logits_ref(x_TD, weight_ED, bias_E, dtype=torch.float64)
-        return router_logits(x_TD, weight_ED, bias_E)
 
     def _get_choices(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return int32 ids and fp32 weights [T, K], recorded by a `ChoiceTape` or chosen now."""
@@ -206,7 +188,11 @@ class Router(BiasOwner):
             ids_TK = self.forced_ids(T, E, self.config.top_k, logits_TE.device)
             return ids_TK, route_weights(logits_TE, ids_TK, options)
         if choice == "learned" or (choice == "sinkhorn" and not self.training):
-            return route(logits_TE, self._get_selection_bias(logits_TE, micro_batch), options)
+            bias_E = self.selection_bias
+            if bias_E is not None and self.training and self.config.balance.bias_per_micro_batch:
+                compute: Any = compute_micro_batch_bias
+                bias_E = compute(logits_TE, bias_E, self.config, micro_batch)
+            return route(logits_TE, bias_E, options)
         with torch.no_grad():
             if choice == "hash":
                 ids_TK = self._look_up_ids(logits_TE, micro_batch.token_ids_T)
@@ -227,14 +213,6 @@ class Router(BiasOwner):
                 "pass the ids that were embedded"
             )
         return F.embedding(token_ids_T, table_VK).int()  # indexing would accept the id -1
-
-    def _get_selection_bias(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor | None:
-        """Return the selection bias: the buffer, or a bias computed for this micro-batch."""
-        bias_E = self.selection_bias
-        if bias_E is None or not (self.training and self.config.balance.bias_per_micro_batch):
-            return bias_E
-        compute: Any = compute_micro_batch_bias
-        return compute(logits_TE, bias_E, self.config, micro_batch)  # type: ignore[no-any-return]
 
     def _assign_experts(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
         """Return ids [T, K] by a rule that compares tokens: Sinkhorn, expert choice or a user's."""
@@ -290,11 +268,7 @@ class Router(BiasOwner):
 def compute_micro_batch_bias(
     logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch
 ) -> Tensor:
-    """Return a bias, fp32 [E], with which this micro-batch has even loads. No host sync.
-
-    `bias_E` is the current selection bias. Histograms of how far scores are from being chosen are
-    all-reduced over the ranks of the micro-batch.
-    """
+    """Return a bias, fp32 [E], with which this micro-batch has even loads. Collective."""
     histogram_EX = logits_TE.new_zeros(config.num_candidates, NUM_BINS, dtype=torch.int64)
     score_options = (config.top_k, config.score_function)
     add_margins_(histogram_EX, logits_TE, bias_E, *score_options, micro_batch.padding_mask_T)
@@ -311,7 +285,6 @@ def choose_best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor
 
 
 def _make_route_options(config: MoEConfig) -> RouteOptions:
-    """Return the options of the kernel that chooses experts, from a layer's config."""
     return RouteOptions(
         top_k=config.top_k,
         score_function=config.score_function,

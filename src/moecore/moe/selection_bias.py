@@ -22,16 +22,11 @@ class BiasOwner(nn.Module):
         self.bias_name = name
         self.register_buffer(name, bias_E)
 
-    @property
-    def _stored_bias(self) -> Tensor | None:
-        """The selection bias, fp32 [E]; None without a bias."""
-        return self._buffers.get(self.bias_name)
-
     def _apply(self, fn: Any, recurse: bool = True) -> BiasOwner:
         """Apply `fn` to parameters and buffers, but leave the selection bias in fp32."""
-        bias = self._stored_bias
+        bias = self._buffers.get(self.bias_name)
         super()._apply(fn, recurse)
-        new_bias = self._stored_bias
+        new_bias = self._buffers.get(self.bias_name)
         if bias is not None and new_bias is not None and new_bias.dtype != bias.dtype:
             self._buffers[self.bias_name] = bias.to(new_bias.device)
         return self

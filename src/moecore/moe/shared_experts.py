@@ -26,7 +26,6 @@ from moecore.moe.experts import make_activation_options
 def _make_matrix(
     *shape: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> nn.Parameter:
-    """Return an uninitialised parameter."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
 

@@ -62,10 +62,7 @@ class ShortageCounters:
         return self.reported_num_rows / self.even
 
     def clear(self, *, device: bool = True, host: bool = True) -> None:
-        """Set the counts on the device and the report on the host to 0.
-
-        Call with `host` only if the report was read, or if the device has run all earlier launches.
-        """
+        """Set the counts and the report to 0; clear `host` only after the report was read."""
         if host:
             self.report.zero_()
         if device:
@@ -102,10 +99,7 @@ class BufferOwner(ABC):
         """Wait for the device, which writes the reports. Host sync."""
 
     def raise_reported_errors(self, *, includes_shortages: bool = True) -> None:
-        """Raise an error, once, for a too small buffer that the host knows of. No host sync.
-
-        With `includes_shortages` False, only a subclass raises its other errors.
-        """
+        """Raise an error, once, for a too small buffer that the host knows of. No host sync."""
         for shortage in self.shortages if includes_shortages else ():
             if shortage.reported_num_rows:
                 error = self.make_error(shortage)
@@ -162,7 +156,6 @@ class BufferCapacities:
         self._device = device
 
     def _list_owners(self) -> list[BufferOwner]:
-        """Return the owners that are not None."""
         return [owner for owner in self.owners if owner is not None]
 
     def raise_reported_errors(self) -> None:

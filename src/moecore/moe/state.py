@@ -115,18 +115,12 @@ class MoEState:
             other.loss_scale = self._loss_scale
 
     def finish_step(self, *, is_skipped: bool | Tensor = False) -> MoEMetrics:
-        """Check the step, all-reduce its counts, update the selection biases and clear the counts.
-
-        If the step was `is_skipped` (bool or a scalar on the device), biases do not change.
-        """
+        """Check the step, all-reduce and clear its counts, and update the selection biases."""
         self.check_step()
         return self.reduce_step(is_skipped=is_skipped)
 
     def start_micro_batch(self, *, is_last: bool, in_flight: bool = False) -> None:
-        """Prepare all layers for a micro-batch; its quantised weights are cached unless `is_last`.
-
-        `in_flight` = several forwards may run before the first backward.
-        """
+        """Prepare all layers; the micro-batch's quantised weights are cached unless `is_last`."""
         for layer in self.layers.values():
             layer.get_part("experts").reader.start_micro_batch(is_last=is_last)
             if in_flight:
@@ -174,12 +168,21 @@ class MoEState:
             counts[name] = layer.tracker.counts or LoadCounts.make_zeros(config, device)
         metrics = self._sum_over_ranks(counts)
         if is_skipped is not True:
-            for names in _group_layers_by_bias_options(self.layers):
+            # Layers whose bias updates have equal options are updated together.
+            groups: dict[Any, list[str]] = {}
+            for name, layer in self.layers.items():
+                config = layer.config
+                rate = config.balance.bias_update_rate
+                if rate and any(p.requires_grad for p in layer.get_part("router").parameters()):
+                    options = (config.balance.bias_update, rate)
+                    key = (config.num_candidates, config.top_k, *options)
+                    groups.setdefault(key, []).append(name)
+            for names in groups.values():
                 self._update_biases(names, counts, metrics.tokens_per_expert, is_skipped)
         for name, layer in self.layers.items():
-            if layer.cloner is not None:
+            if layer.cloner is not None and layer.cloner.plan is not None:
                 loads_E = metrics.tokens_per_expert[name][: layer.config.num_experts]
-                layer.cloner.update_periodic_plan(loads_E, is_skipped=is_skipped)
+                layer.cloner.plan.update_from_loads(loads_E, is_skipped=is_skipped)
         self._reset_layers()
         return metrics
 
@@ -248,18 +251,12 @@ class MoEState:
             indexer_losses=split("indexers", torch.float32, shares),
         )
 
-    def _check_num_micro_batches(self, sum_of_numbers: float, sum_of_squares: float) -> None:
-        """Raise ValueError if the number of micro-batches differs between ranks.
-
-        `sum_of_numbers` is the sum of the ranks' numbers, and `sum_of_squares` is the sum of their
-        squares.
-        """
-        group = self.groups.global_batch
-        ranks = 1 if group is None else group.size()
-        if sum_of_squares * ranks != sum_of_numbers**2:
+    def _check_num_micro_batches(self, total: float, total_of_squares: float) -> None:
+        ranks = dist.get_world_size(self.groups.global_batch)
+        if total_of_squares * ranks != total**2:
             raise ValueError(
                 f"num_micro_batches ({self.num_micro_batches} on rank {dist.get_rank()}, "
-                f"{sum_of_numbers / ranks:g} in the mean of {ranks} ranks) must be the same on all "
+                f"{total / ranks:g} in the mean of {ranks} ranks) must be the same on all "
                 "ranks that share it: set TrainStep.num_micro_batches to one number on every rank"
             )
 
@@ -270,11 +267,7 @@ class MoEState:
         choices: Mapping[str, Tensor],
         is_skipped: bool | Tensor,
     ) -> None:
-        """Update the selection biases of the layers `names`, whose options are equal, in place.
-
-        `counts` and `choices` have layer names as keys. `choices` has each expert's choices on all
-        ranks. A skipped step moves no bias.
-        """
+        """Update the selection biases of the layers `names`, whose options are equal, in place."""
         config = self.layers[names[0]].config
         rate = config.balance.bias_update_rate
         biases = [self.layers[name].get_part("router").selection_bias for name in names]
@@ -294,23 +287,7 @@ class MoEState:
         foreach_add_(biases, list(move_LE))
 
     def _reset_layers(self) -> None:
-        """Drop the counts, losses and quantised weights of all layers since the last step."""
         for other in self._aux_losses.values():
             other.reset()
         for layer in self.layers.values():
             layer.drop_step_state()
-
-
-def _group_layers_by_bias_options(layers: Mapping[str, Any]) -> list[list[str]]:
-    """Return lists of names of layers whose bias updates have equal options.
-
-    Layers with a frozen router, or without bias updates, are not in a list.
-    """
-    groups: dict[Any, list[str]] = {}
-    for name, layer in layers.items():
-        config = layer.config
-        rate = config.balance.bias_update_rate
-        if rate and any(p.requires_grad for p in layer.get_part("router").parameters()):
-            bias_options = (config.balance.bias_update, rate)
-            groups.setdefault((config.num_candidates, config.top_k, *bias_options), []).append(name)
-    return list(groups.values())

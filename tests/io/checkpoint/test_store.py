@@ -531,8 +531,8 @@ def test_load_drops_a_plan_of_clones_which_is_not_saved(tmp_path, no_group_left)
     group: Any = None
     place = ExpertPlacement(group=group, num_experts=2, ep=2, etp=1, num_clones=1)
     model.cloner = Cloner(place, group, CloneOptions(per_rank=1, refresh=5))
-    model.cloner.update_periodic_plan(torch.tensor([9, 3]), is_skipped=False)
-    plan = model.cloner._plan
+    model.cloner.plan.update_from_loads(torch.tensor([9, 3]), is_skipped=False)
+    plan = model.cloner.plan
     assert plan is not None and plan.experts == [-1, 0]
     path = save(tmp_path, 2, model, optimizer)
     assert stored_shapes(path) == stored_shapes(plain) and plan.experts == [-1, 0]

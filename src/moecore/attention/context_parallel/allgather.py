@@ -17,8 +17,7 @@ Source: context parallelism of Llama 3 (arXiv:2407.21783).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,52 +32,25 @@ from moecore.kernels.attention import (
 )
 
 
-class _KeyBlock(NamedTuple):
-    """One attention call: half of the local queries, and each document's first chunks of keys."""
-
-    half: Half
-    num_chunks: int
-    mask: AttentionMask
-
-
-def _iterate_key_blocks(local_tokens: LocalTokens, window: int | None) -> Iterator[_KeyBlock]:
-    """Yield the `_KeyBlock` of the early local queries, then of the late local queries.
-
-    `window` limits the keys per query; None = all.
-    """
+def _list_key_blocks(
+    local_tokens: LocalTokens, window: int | None
+) -> list[tuple[Half, int, AttentionMask]]:
+    """Return each half of the local queries, its number of first chunks of keys, and the mask."""
     rank, last = local_tokens.cp.rank, 2 * local_tokens.cp.size - 1
-    halves: tuple[tuple[Half, int], ...] = (("early", rank), ("late", last - rank))
-    for half, chunk in halves:
-        yield _KeyBlock(half, chunk + 1, local_tokens.layout.make_mask(1, chunk + 1, window=window))
+    halves: tuple[tuple[Half, int], ...] = (("early", rank + 1), ("late", last - rank + 1))
+    make_mask = local_tokens.layout.make_mask
+    return [(half, num, make_mask(1, num, window=window)) for half, num in halves]
 
 
 def _gather_kv(local_tokens: LocalTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """All-gather the local keys and values k and v, without autograd.
-
-    Return the keys and the values of full rows, [B, T, ...] each.
-    """
+    """All-gather local k and v to full rows [B, T, ...] each, without autograd."""
     kv = local_tokens.gather_values(torch.cat((k.flatten(2), v.flatten(2)), dim=-1))
     ks, vs = kv.split((k[0, 0].numel(), v[0, 0].numel()), dim=-1)
     return ks.unflatten(2, k.shape[2:]), vs.unflatten(2, v.shape[2:])
 
 
-def _reduce_kv_grads(
-    local_tokens: LocalTokens, dk: Tensor, dv: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Reduce-scatter the gradients dk and dv [B, T, ...] of full rows over the cp ranks.
-
-    Return the gradients of the local tokens. `k` and `v` only give the shapes of the results.
-    """
-    B, T = k.shape[0], k.shape[1] * local_tokens.cp.size
-    dkv = torch.cat((dk.flatten(2), dv.flatten(2)), dim=-1).view(B, T, -1)
-    dk, dv = local_tokens.reduce_scatter_values(dkv).split((k[0, 0].numel(), v[0, 0].numel()), -1)
-    return dk.reshape(k.shape), dv.reshape(v.shape)
-
-
 class GatherAttention(torch.autograd.Function):
     """The autograd node of causal attention of this rank's queries to the keys of full rows.
-
-    apply(q_BtHd, k, v, sinks_H, local_tokens, window, scale) -> o_BtHv.
 
     If keys and values are local, [B, t, ...], forward all-gathers them. If they are full rows in
     order, [B, T, ...], their gradients contain only the contribution of this rank's queries.
@@ -103,7 +75,7 @@ class GatherAttention(torch.autograd.Function):
         o = q.new_empty(*qs.shape[:3], v.shape[-1])
         dtype = torch.promote_types(q.dtype, torch.float32)
         lse = q.new_empty(qs.shape[0], H, qs.shape[1], dtype=dtype)
-        for half, num, mask in _iterate_key_blocks(local_tokens, window):
+        for half, num, mask in _list_key_blocks(local_tokens, window):
             k_first, v_first = (layout.select_first_chunks(x, num) for x in (ks, vs))
             q_half = layout.select_half(qs, half)
             o_half, lse_half = attention_forward(q_half, k_first, v_first, mask, scale)
@@ -126,17 +98,20 @@ class GatherAttention(torch.autograd.Function):
         do, qs, os, ks, vs = (layout.flatten_rows(x) for x in (grads[0], q, o, ks, vs))
         dq = torch.empty_like(qs, memory_format=torch.contiguous_format)
         dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (ks, vs))
-        for half, num, mask in _iterate_key_blocks(local_tokens, ctx.window):
+        for half, num, mask in _list_key_blocks(local_tokens, ctx.window):
             k_first, v_first = (layout.select_first_chunks(x, num) for x in (ks, vs))
             do_half, q_half, o_half = (layout.select_half(x, half) for x in (do, qs, os))
             lse_half = layout.select_half(lse, half, dim=2)
-            dq_half, *dkv = attention_backward(
+            dq_half, *dkv_first = attention_backward(
                 do_half, q_half, k_first, v_first, o_half, lse_half, mask, ctx.scale
             )
             layout.write_half(dq, half, dq_half)
-            for total, part in zip((dk, dv), dkv, strict=True):
+            for total, part in zip((dk, dv), dkv_first, strict=True):
                 layout.add_first_chunks(total, num, part)
         dsinks = None if sinks is None else compute_sinks_grad(do, os, lse, sinks)
         if not is_unsharded:
-            dk, dv = _reduce_kv_grads(local_tokens, dk, dv, k, v)
-        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), dsinks, None, None, None
+            dkv = torch.cat((dk.flatten(2), dv.flatten(2)), dim=-1)
+            dkv = dkv.view(k.shape[0], k.shape[1] * local_tokens.cp.size, -1)
+            widths = k[0, 0].numel(), v[0, 0].numel()
+            dk, dv = local_tokens.reduce_scatter_values(dkv).split(widths, dim=-1)
+        return dq.view(q.shape), dk.reshape(k.shape), dv.reshape(v.shape), dsinks, None, None, None

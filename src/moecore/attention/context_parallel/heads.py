@@ -12,7 +12,6 @@ Source: DeepSpeed-Ulysses (arXiv:2309.14509).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,31 +26,30 @@ from moecore.base.torch_private import skips_communication
 def scatter_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
 ) -> tuple[Tensor, ...]:
-    """Return each tensor [B, t, H, d] as [B, T, H / G, d]: all tokens, but only this rank's heads.
-
-    Collective over `group`, which has G ranks. `layout` is the order of tokens on these ranks.
-    """
+    """Return each tensor [B, t, H, d] as [B, T, H / G, d], this rank's heads. Collective."""
     return run_and_save(_HeadExchange.apply, group, layout, True, *tensors)  # type: ignore[no-any-return]
 
 
 def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: ChunkLayout) -> Tensor:
-    """Return x [B, T, H / G, d] as [B, t, H, d]: all heads, for this rank's tokens. Collective.
-
-    `layout` is the order of tokens on the G ranks of `group`.
-    """
+    """Return x [B, T, H / G, d] as [B, t, H, d], this rank's tokens. Collective."""
     return run_and_save(_HeadExchange.apply, group, layout, False, x_BThd)[0]  # type: ignore[no-any-return]
 
 
-def _run_all_to_alls(
-    tensors: tuple[Tensor, ...],
-    group: dist.ProcessGroup,
-    pack: Callable[[Tensor], Tensor],
-    unpack: Callable[[Tensor], Tensor],
+def _exchange_heads(
+    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout, is_scatter: bool
 ) -> tuple[Tensor, ...]:
-    """Send `pack(x)` [G, ...] of each tensor by an all-to-all; return `unpack(received)` of each.
+    """Run `scatter_heads`, or its inverse. The packing of a tensor overlaps the last all-to-all."""
 
-    The packing of a tensor overlaps the all-to-all of the previous tensor.
-    """
+    def split_heads(x_BtHd: Tensor) -> Tensor:
+        """Return [G, B, t, H / G, d], the heads of each rank."""
+        return x_BtHd.unflatten(2, (group.size(), -1)).movedim(2, 0)  # type: ignore[no-any-return]
+
+    def join_heads(x_GBthd: Tensor) -> Tensor:
+        return x_GBthd.movedim(0, 2).flatten(2, 3)
+
+    pack, unpack = (
+        (split_heads, layout.join_ranks) if is_scatter else (layout.split_by_rank, join_heads)
+    )
     outputs: list[Tensor] = []
     pending: tuple[dist.Work, Tensor, Tensor] | None = None
     for x in (*tensors, None):
@@ -71,41 +69,17 @@ def _run_all_to_alls(
     return tuple(outputs)
 
 
-def _exchange_heads(
-    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout, is_scatter: bool
-) -> tuple[Tensor, ...]:
-    """Run `scatter_heads` if `is_scatter`, otherwise `gather_heads`. Collective, no autograd."""
-
-    def split_heads(x_BtHd: Tensor) -> Tensor:
-        """Return [G, B, t, H / G, d], the heads of each rank."""
-        return x_BtHd.unflatten(2, (group.size(), -1)).movedim(2, 0)  # type: ignore[no-any-return]
-
-    def join_heads(x_GBthd: Tensor) -> Tensor:
-        """Return [B, t, H, d] from the heads of each rank."""
-        return x_GBthd.movedim(0, 2).flatten(2, 3)
-
-    pack, unpack = (
-        (split_heads, layout.join_ranks) if is_scatter else (layout.split_by_rank, join_heads)
-    )
-    return _run_all_to_alls(tensors, group, pack, unpack)
-
-
 class _HeadExchange(torch.autograd.Function):
-    """The autograd node of `_exchange_heads`, whose backward runs the inverse exchange.
-
-    apply(group, layout, is_scatter, *tensors) -> the exchanged tensors.
-    """
+    """The autograd node of `_exchange_heads`, whose backward runs the inverse exchange."""
 
     @staticmethod
     def forward(
         ctx: Any, group: dist.ProcessGroup, layout: ChunkLayout, is_scatter: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return tensors with all tokens of some heads if `is_scatter`, otherwise the inverse."""
         ctx.inverse_args = group, layout, not is_scatter
         # No views, to which a model's code could not write in place.
         return tuple(x.detach() for x in _exchange_heads(tensors, group, layout, is_scatter))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return the gradients of the tensors, by the inverse exchange."""
         return None, None, None, *_exchange_heads(grads, *ctx.inverse_args)

@@ -28,10 +28,13 @@ from torch import Tensor
 
 from moecore.attention.context_parallel.states import LocalChunks
 from moecore.base.regions import run_and_save
-from moecore.base.torch_private import all_gather_single, skips_communication
 from moecore.kernels.attention import AttentionMask
 from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, find_document_ids, make_row_cu_seqlens
-from moecore.moe.dispatch.collectives import exchange_with_grad
+from moecore.moe.dispatch.collectives import (
+    all_gather_rows,
+    exchange_with_grad,
+    reduce_scatter_rows,
+)
 
 Half = Literal["all", "early", "late"]
 
@@ -98,10 +101,7 @@ class ChunkLayout:
             self.select_half(x_BtX, half, dim).copy_(values_BCX)
 
     def select_first_chunks(self, x_BTX: Tensor, num_chunks: int) -> Tensor:
-        """Return the tokens of each document's first `num_chunks` chunks from flattened full rows.
-
-        A document has two chunks per cp rank. `x_BTX` is a result of `flatten_rows`.
-        """
+        """Return the tokens of each document's first chunks from a result of `flatten_rows`."""
         if self._cu_seqlens is None:
             return x_BTX[:, : num_chunks * (x_BTX.shape[1] // (2 * self.size))]
         return x_BTX[:, self._find_first_chunks(num_chunks)]
@@ -121,11 +121,7 @@ class ChunkLayout:
         causal: bool = True,
         window: int | None = None,
     ) -> AttentionMask:
-        """Return the mask of attention between chunks of each document.
-
-        `num_query_chunks` and `num_key_chunks` are numbers of chunks per document. `window` limits
-        the keys per query; None = all.
-        """
+        """Return the mask of attention between numbers of chunks of each document."""
         if self._cu_seqlens is None:
             return AttentionMask(causal=causal, window=window)
         return AttentionMask(
@@ -137,21 +133,17 @@ class ChunkLayout:
             max_length_k=self._max_chunk * num_key_chunks,
         )
 
-    @property
-    def _packed_cu_seqlens(self) -> Tensor:
-        """The packed documents' `cu_seqlens`; an AssertionError if each row is one document."""
-        assert self._cu_seqlens is not None, "rows have no index"
-        return self._cu_seqlens
-
     @cached_property
     def _chunk_cu_seqlens(self) -> Tensor:
         """int32 [n + 1], the `cu_seqlens` of one chunk of each document."""
-        return self._packed_cu_seqlens // (2 * self.size)
+        assert self._cu_seqlens is not None, "rows have no index"
+        return self._cu_seqlens // (2 * self.size)
 
     @cached_property
     def _token_ids(self) -> Tensor:
         """int64 [G, B * t], the indices of each rank's tokens among the B * T tokens."""
-        return assign_tokens_to_cp_ranks(self._packed_cu_seqlens, self._num_tokens, self.size)
+        assert self._cu_seqlens is not None, "rows have no index"
+        return assign_tokens_to_cp_ranks(self._cu_seqlens, self._num_tokens, self.size)
 
     @cached_property
     def _inverse_token_ids(self) -> Tensor:
@@ -172,12 +164,13 @@ class ChunkLayout:
 
     def _find_first_chunks(self, num_chunks: int) -> Tensor:
         """Return int64 [B * C * num_chunks], the token indices of `select_first_chunks`. Cached."""
+        assert self._cu_seqlens is not None, "rows have no index"
         if num_chunks not in self._first_chunk_ids:
             borders = self._chunk_cu_seqlens.long()
             num = self._num_tokens // (2 * self.size) * num_chunks
             documents = find_document_ids(borders * num_chunks, num)
             places = torch.arange(num, device=borders.device) - borders[documents] * num_chunks
-            self._first_chunk_ids[num_chunks] = self._packed_cu_seqlens[documents] + places
+            self._first_chunk_ids[num_chunks] = self._cu_seqlens[documents] + places
         return self._first_chunk_ids[num_chunks]
 
 
@@ -211,19 +204,14 @@ class ContextParallel:
 def select_cp_ranks(
     cp_size: int | None, default: ContextParallel | None, groups: Mapping[int, ContextParallel]
 ) -> ContextParallel | None:
-    """Return the cp groups of a forward over `cp_size` ranks: `default` or `groups[cp_size]`.
-
-    `default` are the default groups (None = 1 cp rank), which are used if `cp_size` is None
-    or their size. `groups` maps each size of a dynamic cp to its groups. Raises a ValueError for
-    any other `cp_size`.
-    """
+    """Return `groups[cp_size]`, or `default` (None = 1 cp rank) for None or its size."""
     size = 1 if default is None else default.size
     if cp_size in (None, size):
         return default
     if cp_size not in groups:
-        fix = "parallelize with ContextOptions(dynamic=True), and plan for its data ranks"
         raise ValueError(
-            f"cp ({cp_size}) must be one of {[size, *groups]}, which have groups of ranks: {fix}"
+            f"cp ({cp_size}) must be one of {[size, *groups]}, which have groups of ranks: "
+            "parallelize with ContextOptions(dynamic=True), and plan for its data ranks"
         )
     return groups[cp_size]
 
@@ -232,17 +220,9 @@ class LocalTokens:
     """This cp rank's share of the tokens of one forward, with collectives over the cp ranks.
 
     The class is plain because FSDP's mixed precision casts tensors in tuples and dataclasses.
-
-    Args:
-        cp: groups of this rank.
-        shape: B and T of the full rows. T must be a multiple of 2 * cp.
-        cu_seqlens: documents packed into all rows, on the device of the tokens. Their lengths must
-            be multiples of 2 * cp (`check_document_lengths`). None = each row is one document.
-        max_seqlen: an upper bound of document lengths.
-
-    Attributes:
-        layout: the order of tokens on all cp ranks.
-        a2a_layout: the order of tokens within the group of an all-to-all.
+    `shape` is (B, T) of the full rows. `cu_seqlens` describes documents that are packed into all
+    rows, whose lengths must be multiples of 2 * cp; None = each row is one document. `layout` is
+    the order of tokens on all cp ranks, and `a2a_layout` within the group of an all-to-all.
     """
 
     def __init__(
@@ -254,8 +234,9 @@ class LocalTokens:
     ) -> None:
         (B, T), ring = shape, 1 if cp.ring is None else cp.ring.size()
         if T % (2 * cp.size):
-            relation = f"must be a multiple of 2 * cp ({2 * cp.size}): pad the rows"
-            raise ValueError(f"sequence length ({T}) {relation}")
+            raise ValueError(
+                f"sequence length ({T}) must be a multiple of 2 * cp ({2 * cp.size}): pad the rows"
+            )
         self.cp = cp
         self._shape, self._cu_seqlens = shape, cu_seqlens
         self._local_chunks: LocalChunks | None = None
@@ -287,37 +268,26 @@ class LocalTokens:
     @torch.compiler.disable
     def gather(self, x_BtX: Tensor) -> Tensor:
         """Return full rows, all-gathered; backward sums gradients over cp ranks. Collective."""
-        functions = self.gather_values, self.reduce_scatter_values
-        return run_and_save(exchange_with_grad, x_BtX, *functions)  # type: ignore[no-any-return]
+        back = self.reduce_scatter_values
+        return run_and_save(exchange_with_grad, x_BtX, self.gather_values, back)  # type: ignore[no-any-return]
 
     def gather_replicated(self, x_BtX: Tensor) -> Tensor:
         """Return full rows, all-gathered; backward slices a gradient that is equal on cp ranks."""
-        functions = self.gather_values, self.slice_local
-        return run_and_save(exchange_with_grad, x_BtX, *functions)  # type: ignore[no-any-return]
+        back = self.slice_local
+        return run_and_save(exchange_with_grad, x_BtX, self.gather_values, back)  # type: ignore[no-any-return]
 
     def gather_values(self, x_BtX: Tensor) -> Tensor:
         """Return full rows x_BTX, all-gathered in token order, without autograd. Collective."""
-        size = self.cp.size
-        out = x_BtX.new_empty((size * x_BtX.shape[0], *x_BtX.shape[1:]))
-        if not skips_communication(out):
-            all_gather_single(out, x_BtX.contiguous(), group=self.cp.group)
-        return self.layout.join_ranks(out.unflatten(0, (size, x_BtX.shape[0])))
+        rows = all_gather_rows(x_BtX, self.cp.group)
+        return self.layout.join_ranks(rows.unflatten(0, (self.cp.size, x_BtX.shape[0])))
 
     def reduce_scatter_values(self, x_BTX: Tensor) -> Tensor:
         """Return x_BtX: this rank's tokens of x_BTX, summed over ranks in fp32. Collective."""
-        # A reduce-scatter of NCCL sends as many bytes, and would round at each rank.
-        send_buffer = self.layout.split_by_rank(x_BTX).contiguous()
-        recv_buffer = torch.empty_like(send_buffer)
-        dist.all_to_all_single(recv_buffer, send_buffer, group=self.cp.group)
-        dtype = torch.promote_types(x_BTX.dtype, torch.float32)
-        return recv_buffer.sum(0, dtype=dtype).to(x_BTX.dtype)
+        return reduce_scatter_rows(self.layout.split_by_rank(x_BTX).flatten(0, 1), self.cp.group)
 
 
 def check_document_lengths(cu_seqlens: Tensor, cp_size: int) -> None:
-    """Raise a ValueError if a document's length is not a multiple of 2 * cp_size.
-
-    If `cu_seqlens` is on a GPU, nothing is checked.
-    """
+    """Raise a ValueError if a document length on the CPU is no multiple of 2 * cp_size."""
     if cu_seqlens.device.type != "cpu":
         return
     lengths = cu_seqlens.diff().tolist()

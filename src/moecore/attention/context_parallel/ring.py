@@ -49,10 +49,7 @@ class _RingBlock(NamedTuple):
 
 
 def select_ring_block(layout: ChunkLayout, rank: int, source_rank: int) -> _RingBlock:
-    """Return the attention call in which `rank` reads the keys of the rank `source_rank`.
-
-    `layout` is the order of tokens on the ranks of the ring.
-    """
+    """Return the attention call in which `rank` reads the keys of the rank `source_rank`."""
     if source_rank == rank:
         return _RingBlock("all", "all", layout.make_mask(2, 2))
     if source_rank < rank:
@@ -61,10 +58,7 @@ def select_ring_block(layout: ChunkLayout, rank: int, source_rank: int) -> _Ring
 
 
 def split_local_block(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]:
-    """Return the attention calls on local keys, for the first and for the last backward step.
-
-    Each step overlaps a transfer. With more than 4 ranks all calls are in the last step.
-    """
+    """Return the attention calls on local keys, for the first and for the last backward step."""
     # The first block overlaps the first send of keys, the last blocks overlap the last send of
     # gradients. Without a first block, 1 / (3 * (G - 1)) of the traffic is exposed: 0.33 in a ring
     # of 2, 0.11 of 4, 0.05 of 8. Three small blocks take longer than one: 6% at 8 ranks and 65,536
@@ -84,7 +78,6 @@ class _RingTransfer(NamedTuple):
     works: list[dist.Work]
 
     def wait_for_tensor(self) -> Tensor:
-        """Wait for send and receive; return the received tensor."""
         for work in self.works:
             work.wait()
         return self.recv_buffer
@@ -105,10 +98,7 @@ def _send_to_next(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
 
 
 def _iterate_ring(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield (source, flat keys and values of rank `source`) for each rank of a ring. Collective.
-
-    `kv` has the keys and values of the local tokens (`_pack_kv`), which are yielded first.
-    """
+    """Yield (source, flat keys and values of rank `source`), local ones first. Collective."""
     G, rank = group.size(), group.rank()
     for step in range(G):
         travelling = _send_to_next(kv, group) if step < G - 1 else None
@@ -117,61 +107,22 @@ def _iterate_ring(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, T
             kv = travelling.wait_for_tensor()
 
 
-def _pack_kv(k: Tensor, v: Tensor) -> Tensor:
-    """Return a copy of keys, then values, in one flat tensor."""
-    return torch.cat((k.reshape(-1), v.reshape(-1)))
-
-
 def _unpack_kv(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return views of the flat `kv` in the shapes of k and v, whose values are not read."""
     ks, vs = kv.split((k.numel(), v.numel()))
     return ks.view(k.shape), vs.view(v.shape)
 
 
-class _LocalQueries(NamedTuple):
-    """The tensors of the local queries in backward, and `dq`, which accumulates their gradient."""
-
-    layout: ChunkLayout
-    scale: float
-    do: Tensor
-    q: Tensor
-    o: Tensor
-    lse: Tensor
-    dq: Tensor
-
-    def run_block_backward(self, block: _RingBlock, ks: Tensor, vs: Tensor) -> list[Tensor]:
-        """Run one attention call's backward; return [dk, dv] of its keys, and add dq to `self.dq`.
-
-        `ks` and `vs` have all keys and values of a rank, of which the call reads one half or both.
-        """
-        queries, keys, mask = block
-        do, q, o = (self.layout.select_half(x, queries) for x in (self.do, self.q, self.o))
-        lse = self.layout.select_half(self.lse, queries, dim=2)
-        k, v = (self.layout.select_half(x, keys) for x in (ks, vs))
-        dq, *dkv = attention_backward(do, q, k, v, o, lse, mask, self.scale)
-        _add_half(self.layout, self.dq, queries, dq)
-        return dkv
-
-
-def _add_half(layout: ChunkLayout, total: Tensor, half: Half, part: Tensor) -> None:
-    """Add `part`, which has only the tokens of `half`, to these tokens of `total`, in place."""
-    layout.write_half(total, half, layout.select_half(total, half) + part)
-
-
-def _add_kv_grads(
-    layout: ChunkLayout, totals: tuple[Tensor, Tensor], half: Half, parts: list[Tensor]
+def _add_half(
+    layout: ChunkLayout, totals: tuple[Tensor, ...], half: Half, parts: list[Tensor]
 ) -> None:
-    """Add `parts`, dk and dv of the tokens of `half`, to these tokens of `totals`, in place."""
+    """Add `parts`, which have only the tokens of `half`, to these tokens of `totals`, in place."""
     for total, part in zip(totals, parts, strict=True):
-        _add_half(layout, total, half, part)
+        layout.write_half(total, half, layout.select_half(total, half) + part)
 
 
 class RingAttention(torch.autograd.Function):
-    """The autograd node of causal attention of local queries to the keys of all ranks of a ring.
-
-    apply(q_BtHd, k_Bthd, v_Bthv, sinks_H, layout, group, scale) -> o_BtHv. Collective over `group`,
-    the ranks of the ring.
-    """
+    """The autograd node of causal attention of local queries to the keys of all ranks of a ring."""
 
     @staticmethod
     def forward(
@@ -187,7 +138,8 @@ class RingAttention(torch.autograd.Function):
         """Return o_BtHv, merged over the keys of all ranks."""
         qs, ks, vs = (layout.flatten_rows(x) for x in (q, k, v))
         o, lse = q, q
-        for source, kv in _iterate_ring(_pack_kv(ks, vs), group):
+        local_kv = torch.cat((ks.reshape(-1), vs.reshape(-1)))
+        for source, kv in _iterate_ring(local_kv, group):
             queries, keys, mask = select_ring_block(layout, group.rank(), source)
             k_half, v_half = (layout.select_half(x, keys) for x in _unpack_kv(kv, ks, vs))
             q_half = layout.select_half(qs, queries)
@@ -213,27 +165,39 @@ class RingAttention(torch.autograd.Function):
         layout, group, scale = ctx.options
         do, qs, ks, vs, os = (layout.flatten_rows(x) for x in (grads[0], q, k, v, o))
         dq = torch.zeros_like(qs, dtype=lse.dtype, memory_format=torch.contiguous_format)
-        rank, local_kv = group.rank(), _pack_kv(ks, vs)
-        local_queries = _LocalQueries(layout, scale, do, qs, os, lse, dq)
+        rank, local_kv = group.rank(), torch.cat((ks.reshape(-1), vs.reshape(-1)))
+
+        def run_block_backward(block: _RingBlock, ks: Tensor, vs: Tensor) -> list[Tensor]:
+            """Add one attention call's gradient of queries to dq; return [dk, dv] of its keys."""
+            queries, keys, mask = block
+            do_half, q_half, o_half = (layout.select_half(x, queries) for x in (do, qs, os))
+            lse_half = layout.select_half(lse, queries, dim=2)
+            k_half, v_half = (layout.select_half(x, keys) for x in (ks, vs))
+            dq_half, *dkv = attention_backward(
+                do_half, q_half, k_half, v_half, o_half, lse_half, mask, scale
+            )
+            _add_half(layout, (dq,), queries, [dq_half])
+            return dkv
+
         first, last = split_local_block(layout)
         travelling, parts = None, []
         for source, kv in _iterate_ring(local_kv, group):
             if source == rank:
-                parts = [(b.keys, local_queries.run_block_backward(b, ks, vs)) for b in first]
+                parts = [(b.keys, run_block_backward(b, ks, vs)) for b in first]
                 continue
             block = select_ring_block(layout, rank, source)
-            new = local_queries.run_block_backward(block, *_unpack_kv(kv, ks, vs))
+            new = run_block_backward(block, *_unpack_kv(kv, ks, vs))
             if travelling is None:
                 dkv = torch.zeros_like(local_kv, dtype=lse.dtype)
             else:
                 dkv = travelling.wait_for_tensor()
-            _add_kv_grads(layout, _unpack_kv(dkv, ks, vs), block.keys, new)
+            _add_half(layout, _unpack_kv(dkv, ks, vs), block.keys, new)
             travelling = _send_to_next(dkv, group)
         assert travelling is not None, "a ring has other ranks"
-        parts += [(b.keys, local_queries.run_block_backward(b, ks, vs)) for b in last]
+        parts += [(b.keys, run_block_backward(b, ks, vs)) for b in last]
         dk, dv = _unpack_kv(travelling.wait_for_tensor(), ks, vs)
         for keys, new in parts:
-            _add_kv_grads(layout, (dk, dv), keys, new)
+            _add_half(layout, (dk, dv), keys, new)
         dsinks = None if sinks is None else compute_sinks_grad(do, os, lse, sinks)
         grads_qkv = (x.to(like.dtype).view(like.shape) for x, like in ((dq, q), (dk, k), (dv, v)))
         return *grads_qkv, dsinks, None, None, None

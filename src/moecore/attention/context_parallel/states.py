@@ -40,10 +40,7 @@ MAX_GROUPS = 1023  # groups that torch's grouped product supports
 
 @dataclass(frozen=True)
 class LocalChunks:
-    """This rank's two chunks of each document: early and late, document by document.
-
-    `cu_seqlens` [n + 1] describes the full documents. `group` has the cp ranks.
-    """
+    """This rank's two chunks of each document: early and late, document by document."""
 
     group: dist.ProcessGroup
     cu_seqlens: Tensor
@@ -107,21 +104,18 @@ class LocalChunks:
 
     def _exchange_states(self, x_G: Tensor) -> Tensor:
         """All-to-all [G, ...] along the first dim; backward sends gradients by an all-to-all."""
-        return exchange_with_grad(x_G, self._run_all_to_all, self._run_all_to_all)
 
-    def _run_all_to_all(self, send_buffer: Tensor) -> Tensor:
-        """All-to-all along the first dim, without autograd; return the received tensor."""
-        recv_buffer = torch.empty_like(send_buffer, memory_format=torch.contiguous_format)
-        if not skips_communication(send_buffer):
-            dist.all_to_all_single(recv_buffer, send_buffer.contiguous(), group=self.group)
-        return recv_buffer
+        def run_all_to_all(send_buffer: Tensor) -> Tensor:
+            recv_buffer = torch.empty_like(send_buffer, memory_format=torch.contiguous_format)
+            if not skips_communication(send_buffer):
+                dist.all_to_all_single(recv_buffer, send_buffer.contiguous(), group=self.group)
+            return recv_buffer
+
+        return exchange_with_grad(x_G, run_all_to_all, run_all_to_all)
 
 
 def run_rule_over_ranks(rule: DeltaRule, chunks: LocalChunks) -> Tensor:
-    """Return the outputs o_tHv of a delta rule for the local tokens of sharded documents.
-
-    The tensors of `rule` have the local tokens, which `chunks` describes. Collective.
-    """
+    """Return the outputs o_tHv of a delta rule for the local tokens of `chunks`. Collective."""
     v_tHv, k = rule.v_THv, rule.k_Thk.shape[-1]
     (_, H, v), num = v_tHv.shape, len(chunks.chunk_cu_seqlens) - 1
     dtype = torch.promote_types(v_tHv.dtype, torch.float32)
@@ -136,11 +130,7 @@ def run_rule_over_ranks(rule: DeltaRule, chunks: LocalChunks) -> Tensor:
 
 
 def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, chunk_cu_seqlens: Tensor) -> Tensor:
-    """Return the part of each token's output that the state before its chunk causes, [t, H, v].
-
-    `r_tHk` is multiplied by the state of its chunk in `states_PHkv`. `chunk_cu_seqlens` has each
-    chunk's first token.
-    """
+    """Return [t, H, v]: each token's row of `r_tHk` times the state before the token's chunk."""
     (t, H, k), num, v = r_tHk.shape, len(states_PHkv), states_PHkv.shape[-1]
     multiple = 16 // r_tHk.element_size()  # strides of grouped_mm are multiples of 16 bytes
     if k % multiple or v % multiple:
@@ -163,10 +153,7 @@ def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, chunk_cu_seqlens: 
 def causal_conv1d_over_ranks(
     x_tD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, chunks: LocalChunks, *, apply_silu: bool
 ) -> Tensor:
-    """Return y_tD, the causal convolution (`causal_conv1d`) of sharded documents. Collective.
-
-    `x_tD` has the local tokens, which `chunks` describes. `apply_silu`: apply SiLU to the result.
-    """
+    """Return y_tD, the `causal_conv1d` of sharded documents, for local tokens. Collective."""
     past = chunks.gather_previous_tokens(x_tD, weight_DW.shape[1] - 1)
     inputs, cu_seqlens = (x_tD, weight_DW, bias_D), chunks.chunk_cu_seqlens
     return causal_convolution(*inputs, cu_seqlens, previous_tokens_nwD=past, apply_silu=apply_silu)

@@ -182,8 +182,9 @@ def load(
     verify_files(path, manifest, verify, meter)
     drop_step(model)
     for layer in model.modules():
-        if isinstance(layer, RoutedLayer) and layer.cloner is not None:
-            layer.cloner.drop_plan()  # a checkpoint has no plan
+        cloner = layer.cloner if isinstance(layer, RoutedLayer) else None
+        if cloner is not None and cloner.plan is not None:
+            cloner.plan.clear()  # a checkpoint has no plan
     _recompute_buffers(path, model)
     amax = allocate_amax_load_target(model, manifest)
     extra = _read_into_objects(path, manifest, view, comparison, amax, meter, strict=strict)

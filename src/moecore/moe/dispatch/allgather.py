@@ -4,13 +4,10 @@ Legend: T local tokens, C maximum tokens of any rank, D model dim, K experts per
 the group (ep * etp), S = G * C source rows.
 
 This dispatcher is faster than all-to-all if nearly every token needs nearly every rank (K >= ep),
-because rows are not sorted before they are sent. One host sync per forward (`_exchange_counts`),
-none in backward.
+because rows are not sorted before they are sent. One host sync per forward, none in backward.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +23,6 @@ from moecore.moe.dispatch.collectives import (
 )
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
-
-
-@dataclass(frozen=True, slots=True)
-class AllGatherPlan:
-    """Record of one dispatch, which its combine reads: how many of a rank's C rows are tokens."""
-
-    num_tokens: int
 
 
 class AllGatherDispatcher(Dispatcher):
@@ -61,7 +51,10 @@ class AllGatherDispatcher(Dispatcher):
             note = self.layer_check.encode_layer(x_TD)
             local_counts = F.pad(F.pad(pairs_P, (1, 0), value=note), (1, 0), value=T)
             if not x_TD.is_meta:
-                C, num_rows = _exchange_counts(local_counts, p, self.layer_check)
+                counts = all_gather_rows(local_counts[None], p.group).tolist()
+                self.layer_check.check_encoded_layers([row[1] for row in counts])
+                block = p.first_physical // p.num_physical
+                C, num_rows = max(row[0] for row in counts), sum(row[2 + block] for row in counts)
         pad = (0, 0, 0, C - T)
         tensors = (
             F.pad(x_TD, pad),
@@ -70,22 +63,8 @@ class AllGatherDispatcher(Dispatcher):
         )
         rows_SD, weights_SK, ids_SK = all_gather_tensors(tensors, p.group, self.pairs)
         index = p.build_index(ids_SK, weights_SK, routing, num_rows)
-        return ExpertInput(Rows(rows_SD), index, AllGatherPlan(T))
+        return ExpertInput(Rows(rows_SD), index, T)
 
-    def combine(self, y_SD: Tensor, plan: AllGatherPlan) -> Tensor:
-        """Reduce-scatter the partial sums y_SD in fp32, and return this rank's y_TD."""
-        return reduce_scatter_rows(y_SD, self.placement.group, self.pairs)[: plan.num_tokens]
-
-
-def _exchange_counts(
-    local_counts: Tensor, placement: ExpertPlacement, layer_check: LayerCheck
-) -> tuple[int, int]:
-    """Return the largest number of tokens of any rank, and this rank's number of expert rows.
-
-    `local_counts` has this rank's number of tokens, a number that identifies the layer, and its
-    choices of each ep rank's experts. Collective, host sync.
-    """
-    counts = all_gather_rows(local_counts[None], placement.group).tolist()
-    layer_check.check_encoded_layers([row[1] for row in counts])
-    block = placement.first_physical // placement.num_physical
-    return max(row[0] for row in counts), sum(row[2 + block] for row in counts)
+    def combine(self, y_SD: Tensor, plan: int) -> Tensor:
+        """Reduce-scatter the partial sums y_SD in fp32, and return y_TD of this rank's T tokens."""
+        return reduce_scatter_rows(y_SD, self.placement.group, self.pairs)[:plan]

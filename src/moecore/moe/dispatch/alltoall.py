@@ -10,7 +10,7 @@ Legend: T local tokens, D model dim, K experts per token, P expert blocks (ep), 
 group (ep * etp), M rows sent, S source rows (received), R expert rows.
 
 Sums run over the ranks in order, so every run computes the same bits. A forward has one host sync,
-for the split sizes (`_exchange_counts`). Backward has no host sync.
+for the split sizes. Backward has no host sync.
 """
 
 from __future__ import annotations
@@ -88,9 +88,8 @@ class TokenExchange:
     ) -> tuple[ReceivedRows, int]:
         """Send rows; return received rows, and the number of choices for local experts.
 
-        `send_order` orders the rows. `pairs` runs another micro-batch meanwhile; None = nothing
-        overlaps. On meta, `balanced_counts` replaces received counts: rows from each rank, and
-        choices for local experts. One host sync.
+        `pairs` runs another micro-batch meanwhile. On meta, `balanced_counts` replaces received
+        counts: rows from each rank, and choices for local experts. One host sync.
         """
         # In a pair the rows are gathered before the other side computes. M is then the maximum:
         # rows after the sent rows are uninitialised and not read.
@@ -102,8 +101,17 @@ class TokenExchange:
             num_choices = balanced_counts[1]
             record_host_wait()
         else:
-            counts = _exchange_counts(counts_G3, self.group, self.layer_check, pairs)
-            send_splits, receive_splits, num_choices = counts
+            # Collectives with uneven splits take the splits from the host.
+            all_counts_2G3 = counts_G3.repeat(2, 1, 1)
+            send_counts_G3, recv_counts_G3 = all_counts_2G3
+            start = partial(
+                dist.all_to_all_single, recv_counts_G3, send_counts_G3, group=self.group
+            )
+            send_counts, recv_counts = read_numbers(start, all_counts_2G3, pairs)
+            tokens, choices, notes = zip(*recv_counts, strict=True)
+            self.layer_check.check_encoded_layers(notes)
+            send_splits, receive_splits = [n for n, _, _ in send_counts], list(tokens)
+            num_choices = sum(choices)
         if pairs is None:
             token_ids_M = token_ids_M[: sum(send_splits)]
             send_rows = self._gather_send_rows(x_TD, routing, token_ids_M, slots_TG)
@@ -119,11 +127,7 @@ class TokenExchange:
         rows_per_rank: int,
         pairs: Pairs | None,
     ) -> ReceivedRows:
-        """Send tokens to ranks in blocks of `rows_per_rank` rows; return the received rows.
-
-        Token t is sent to rank g if `is_sent_GT[g, t]`. Further rows of a block are padding.
-        `pairs` runs another micro-batch meanwhile; None = nothing overlaps.
-        """
+        """Send tokens in padded blocks of `rows_per_rank` rows per rank; return received rows."""
         self._sizes.check_num_tokens(x_TD.shape[0], x_TD.device)
         token_ids_M, slots_TG, is_row_M = assign_padded_rows(is_sent_GT, rows_per_rank)
         splits = [rows_per_rank] * self.group.size()
@@ -139,11 +143,7 @@ class TokenExchange:
         slots_TG: Tensor,
         is_row_M: Tensor | None = None,
     ) -> _RowsToSend:
-        """Gather the M rows to send, with their tokens' expert ids and weights from `routing`.
-
-        `token_ids_M` has the token of each row, `slots_TG` the row of each token and rank (-1 = not
-        sent). `is_row_M` is False for padding; None = no padding.
-        """
+        """Gather the M rows to send, with their tokens' ids and weights; padding has the id -1."""
         words_MN, rows_MD = self.wire.gather_send_rows(x_TD, token_ids_M, slots_TG)
         weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
         ids_MK = routing.destinations_TK.index_select(0, token_ids_M)
@@ -155,11 +155,7 @@ class TokenExchange:
     def _send_rows(
         self, send_rows: _RowsToSend, plan: AllToAllPlan, pairs: Pairs | None, *, may_overlap: bool
     ) -> ReceivedRows:
-        """All-to-all the gathered rows by the splits of `plan`, and return the received rows.
-
-        `pairs` runs another micro-batch meanwhile; None = nothing overlaps. `may_overlap` lets a
-        side stream start the collectives early.
-        """
+        """All-to-all the gathered rows by the splits of `plan`, and return the received rows."""
         num_source_rows = sum(plan.receive_splits)
         collectives = _make_collectives(plan, num_source_rows, self.group, pairs)
         leaf_SD, ids_SK, weights_SK, words_SW = _SendRowsAndIds.apply(
@@ -176,12 +172,10 @@ class TokenExchange:
         to_tokens, to_experts = _make_collectives(plan, S, self.group, pairs)
 
         def return_rows(y_SD: Tensor) -> Tensor:
-            """Send rows to their tokens' ranks, and return each token's sum [T, D]."""
             (y_MD,) = to_tokens((y_SD,))
             return sum_rows(y_MD, *row_map)
 
         def send(grads_TW: Tensor) -> Tensor:
-            """Send packed gradients of tokens to their experts' ranks; return the received rows."""
             words_SW: Tensor = to_experts((gather_fp8_rows(grads_TW, *row_map),))[0]
             return words_SW
 
@@ -239,11 +233,7 @@ class AllToAllDispatcher(Dispatcher):
         return ExpertInput(*parts, receiver=source.plan.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, encoded_layer: int) -> SendOrder:
-        """Sort tokens by destination rank; return the order of the rows to send, and counts.
-
-        `ids_TK` are physical expert ids. Ranks compare `encoded_layer` to check that all run one
-        layer.
-        """
+        """Sort tokens by destination rank; return the order of the rows to send, and counts."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = mask_choices_by_block(ids_TK, p.num_physical, p.ep)
         num_rows = T * min(p.ep, K) * p.etp
@@ -264,70 +254,43 @@ class _RowsToSend(NamedTuple):
     words_MW: Tensor | None  # packed rows
 
 
-def _exchange_counts(
-    counts_G3: Tensor, group: dist.ProcessGroup, layer_check: LayerCheck, pairs: Pairs | None
-) -> tuple[list[int], list[int], int]:
-    """All-to-all counts; return send splits, receive splits and the number of expert rows.
-
-    `counts_G3` has for each rank the rows to send, the choices of its experts, and a number that
-    identifies the layer. Host sync.
-    """
-    # Collectives with uneven splits take the splits from the host.
-    all_counts_2G3 = counts_G3.repeat(2, 1, 1)
-    send_counts_G3, recv_counts_G3 = all_counts_2G3
-    start = partial(dist.all_to_all_single, recv_counts_G3, send_counts_G3, group=group)
-    send_counts, recv_counts = read_numbers(start, all_counts_2G3, pairs)
-    tokens, choices, notes = zip(*recv_counts, strict=True)
-    layer_check.check_encoded_layers(notes)
-    return [n for n, _, _ in send_counts], list(tokens), sum(choices)
-
-
-def _all_to_all(
-    num_out_rows: int,
-    receive_splits: list[int],
-    send_splits: list[int],
-    group: dist.ProcessGroup,
-    pairs: Pairs | None,
-    inputs: Sequence[Tensor | None],
-    *,
-    may_overlap: bool = False,
-) -> list[Any]:
-    """All-to-all the first rows of each input; return one output [num_out_rows, ...] per input.
-
-    Rows after the received rows are uninitialised. `pairs` runs another micro-batch meanwhile, and
-    `may_overlap` lets a side stream start early.
-    """
-    may_overlap = may_overlap and pairs is not None and pairs.running_pair is not None
-    with pairs.launch_on_side_stream() if may_overlap and pairs is not None else nullcontext():
-        outs = [None if x is None else x.new_empty((num_out_rows, *x.shape[1:])) for x in inputs]
-    recv_buffers = [None if out is None else out[: sum(receive_splits)] for out in outs]
-    send_buffers = [None if x is None else x[: sum(send_splits)] for x in inputs]
-    run_collectives(
-        dist.all_to_all_single,
-        recv_buffers,
-        send_buffers,
-        pairs,
-        may_overlap=may_overlap,
-        output_split_sizes=receive_splits,
-        input_split_sizes=send_splits,
-        group=group,
-    )
-    for out in outs:
-        if may_overlap and out is not None and out.is_cuda:
-            out.record_stream(torch.cuda.current_stream())
-    return outs
-
-
 def _make_collectives(
     plan: AllToAllPlan, num_source_rows: int, group: dist.ProcessGroup, pairs: Pairs | None
 ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-    """Return two all-to-alls of rows: back to the tokens' ranks, and to the experts' ranks.
+    """Return two all-to-alls: of M rows back to the tokens' ranks, and to the experts' ranks.
 
-    The first returns M rows, as sent by `plan`, and the second `num_source_rows` rows.
+    They send the first rows of each input. Further rows of the outputs are uninitialised.
     """
+
+    def run_all_to_all(
+        num_rows: int,
+        receive_splits: list[int],
+        send_splits: list[int],
+        inputs: Sequence[Tensor | None],
+        *,
+        may_overlap: bool = False,
+    ) -> list[Any]:
+        may_overlap = may_overlap and pairs is not None and pairs.running_pair is not None
+        with pairs.launch_on_side_stream() if may_overlap and pairs is not None else nullcontext():
+            outs = [None if x is None else x.new_empty((num_rows, *x.shape[1:])) for x in inputs]
+        run_collectives(
+            dist.all_to_all_single,
+            [None if out is None else out[: sum(receive_splits)] for out in outs],
+            [None if x is None else x[: sum(send_splits)] for x in inputs],
+            pairs,
+            may_overlap=may_overlap,
+            output_split_sizes=receive_splits,
+            input_split_sizes=send_splits,
+            group=group,
+        )
+        for out in outs:
+            if may_overlap and out is not None and out.is_cuda:
+                out.record_stream(torch.cuda.current_stream())
+        return outs
+
     M, splits = plan.token_ids_M.shape[0], (plan.receive_splits, plan.send_splits)
-    to_experts = partial(_all_to_all, num_source_rows, *splits, group, pairs)
-    return partial(_all_to_all, M, *splits[::-1], group, pairs), to_experts
+    to_tokens = partial(run_all_to_all, M, *splits[::-1])
+    return to_tokens, partial(run_all_to_all, num_source_rows, *splits)
 
 
 class _SendRowsAndIds(torch.autograd.Function):
@@ -347,8 +310,7 @@ class _SendRowsAndIds(torch.autograd.Function):
         """Send rows, ids and weights; return received rows, ids and weights [S, K], and FP8 rows.
 
         FP8 `words_MW` are sent instead of `rows_MD` if not None. The first result then has no
-        values, only the rows' gradient. `ids_and_weights` is int32. Gradients of the weights go to
-        `weights_MK`. `collectives` send to tokens' and to experts' ranks.
+        values, only the rows' gradient.
         """
         ctx.collectives, (_, send) = collectives, collectives
         tensors = (rows_MD if words_MW is None else words_MW, ids_and_weights)
@@ -363,7 +325,6 @@ class _SendRowsAndIds(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Send the gradients of received rows and weights back to the tokens' ranks."""
         drows_SD, _, dweights_SK, _ = drop_unneeded_grads(grads, ctx.needs_input_grad)
         drows_MD, dweights_MK = exchange_tensors((drows_SD, dweights_SK), *ctx.collectives)
         return drows_MD, None, dweights_MK, *(None,) * 4

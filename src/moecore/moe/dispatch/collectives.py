@@ -72,10 +72,7 @@ class LayerCheck:
         return self._layer << 6 | dtype << 2 | torch.is_grad_enabled() << 1 | self.joins
 
     def check_encoded_layers(self, encoded_layers: Sequence[int]) -> None:
-        """Raise ValueError on all ranks if layer, dtype or grad mode differ between ranks.
-
-        `encoded_layers` has the `encode_layer` of each rank. Sets `is_skipped`.
-        """
+        """Raise ValueError on all ranks if layer, dtype or grad mode differ; set `is_skipped`."""
         self.is_skipped = all(n & 1 for n in encoded_layers)
         if len({n >> 1 for n in encoded_layers}) > 1:
             notes = [(n >> 6, n >> 2 & 15, n >> 1 & 1) for n in encoded_layers]
@@ -97,7 +94,6 @@ class _ExchangeWithGrad(torch.autograd.Function):
         forward_collective: Callable[[Tensor], Tensor],
         backward_collective: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return forward_collective(x), and store `backward_collective` for backward."""
         ctx.back = backward_collective
         # A model's code may write to the result in place, which autograd refuses for a view or an
         # input that a function returns. `detach` shares the memory and is no view.
@@ -105,17 +101,16 @@ class _ExchangeWithGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return backward_collective(gradient)."""
         return ctx.back(grads[0]), None, None
 
 
 class _ExchangeTensors(torch.autograd.Function):
     """Runs one collective on tensors in forward, and another on their gradients in backward."""
 
-    # torch.compile drops `ctx` if `forward` has one parameter less than arguments: hence `*args`.
+    # torch.compile drops `ctx` if `forward` has one parameter less than arguments: hence `*args`,
+    # both collectives and the inputs.
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
-        """Return forward_collective(inputs); `args` are both collectives and the inputs."""
         collective, opposite, *xs = args
         ctx.collectives = opposite, collective
         outs = tuple(collective(xs))
@@ -124,7 +119,6 @@ class _ExchangeTensors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the backward collective on the gradients; differentiable."""
         needed_grads = drop_unneeded_grads(grads, ctx.needs_input_grad[2:])
         return None, None, *_ExchangeTensors.apply(*ctx.collectives, *needed_grads)
 
@@ -134,10 +128,7 @@ def exchange_tensors(
     forward_collective: TensorCollective,
     backward_collective: TensorCollective,
 ) -> tuple[Any, ...]:
-    """Return forward_collective(inputs); backward runs `backward_collective` on the gradients.
-
-    Both functions map None to None.
-    """
+    """Return forward_collective(inputs); backward runs `backward_collective` on the gradients."""
     return _ExchangeTensors.apply(forward_collective, backward_collective, *inputs)  # type: ignore[no-any-return]
 
 
@@ -173,11 +164,7 @@ def run_collectives(
     may_overlap: bool = False,
     **arguments: Any,
 ) -> None:
-    """Run `collective(out, x, **arguments)` for each output and input, concurrently.
-
-    An input that is None has no collective. `pairs` runs another micro-batch meanwhile; None =
-    nothing overlaps. `may_overlap` lets a side stream start early.
-    """
+    """Run `collective(out, x, **arguments)` concurrently for each output and input, if not None."""
     starts = [
         partial(collective, out, x.contiguous(), **arguments)
         for out, x in zip(outputs, inputs, strict=True)
@@ -209,23 +196,21 @@ def _sum_over_ranks(
         for y_S in ys_S
     ]
     run_collectives(dist.all_to_all_single, pieces, ys_S, pairs, group=group)
-    return [None if x_S is None else _sum_parts(x_S, group.size()) for x_S in pieces]
-
-
-def _sum_parts(x_S: Tensor, num_parts: int) -> Tensor:
-    """Return the sum of `num_parts` equal blocks of dim 0, in order, in fp32, rounded once."""
-    parts_GC = x_S.unflatten(0, (num_parts, x_S.shape[0] // num_parts))
-    wide = torch.promote_types(x_S.dtype, torch.float32)
-    return parts_GC.sum(0, dtype=wide).to(x_S.dtype)  # type: ignore[no-any-return]
+    sums_C: list[Any] = []
+    for x_S in pieces:
+        if x_S is None:
+            sums_C.append(None)
+            continue
+        parts_GC = x_S.unflatten(0, (group.size(), x_S.shape[0] // group.size()))
+        wide = torch.promote_types(x_S.dtype, torch.float32)
+        sums_C.append(parts_GC.sum(0, dtype=wide).to(x_S.dtype))
+    return sums_C
 
 
 def all_gather_tensors(
     xs_C: Sequence[Tensor], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> tuple[Tensor, ...]:
-    """All-gather each [C, ...] of G ranks to [G * C, ...] concurrently. Differentiable.
-
-    `pairs` runs another micro-batch during the collectives; None = nothing overlaps.
-    """
+    """All-gather each [C, ...] of G ranks to [G * C, ...] concurrently. Differentiable."""
     options: Any = dict(group=group, pairs=pairs)
     return exchange_tensors(
         xs_C, partial(_gather_from_ranks, **options), partial(_sum_over_ranks, **options)
@@ -240,11 +225,7 @@ def all_gather_rows(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
 def reduce_scatter_rows(
     y_S: Tensor, group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> Tensor:
-    """Reduce-scatter blocks of C rows: rank g receives the sum of block g. Backward all-gathers.
-
-    Sums are in fp32 and in rank order. `pairs` runs another micro-batch meanwhile; None = nothing
-    overlaps.
-    """
+    """Reduce-scatter blocks of C rows, in fp32 and in rank order. Backward all-gathers."""
     options: Any = dict(group=group, pairs=pairs)
     gather, add = partial(_gather_from_ranks, **options), partial(_sum_over_ranks, **options)
     return exchange_tensors((y_S,), add, gather)[0]  # type: ignore[no-any-return]

@@ -65,10 +65,7 @@ class ExchangeMap(NamedTuple):
 def raise_if_rank_missed_timeout(
     buffer: PeerBuffer, group: dist.ProcessGroup, operation_names: Sequence[str]
 ) -> None:
-    """Raise `ExchangeError` if the host sees that a rank missed the buffer's timeout. No host sync.
-
-    `operation_names` are the names of the buffer's two operations in the message.
-    """
+    """Raise `ExchangeError` if a rank missed the buffer's timeout, as the host sees it."""
     # The error stays until `ExchangePool.close` and new buffers, because the operations that the
     # late rank missed are unknown. Until then no operation waits for any rank.
     error = int(buffer.report[ERROR_WORD])
@@ -112,10 +109,7 @@ class Exchange:
     def dispatch_tokens(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, placement: ExpertPlacement
     ) -> kernels.DispatchedRows:
-        """Send tokens, ids and weights to the experts' ranks; return the received source rows.
-
-        `ids_TK` are physical ids of `placement`.
-        """
+        """Send tokens, ids and weights to the experts' ranks; return the received source rows."""
         sizes: Any = dict(num_local_experts=placement.num_physical, etp=placement.etp)
         tensors = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self._change_slot_state(SlotEvent.OPERATION)
@@ -137,10 +131,9 @@ class Exchange:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the sum [T, D] of each token's rows on all ranks that received the token.
 
-        Row r of y_RD belongs to received row s if `row_map.slots_SN[s]` contains r.
-        `grads_and_slots` has the gradients of expert rows' weights [R], and the expert row of each
-        received row's choice [S, K]. The gradients of routing weights [T, K] are then also
-        returned, otherwise None.
+        `row_map.slots_SN[s]` has the rows of received row s. With the gradients of expert rows'
+        weights [R] and the expert row of each received row's choice [S, K], the gradients of
+        routing weights [T, K] are also returned, otherwise None.
         """
         if grads_and_slots is not None:
             grads_and_slots = (grads_and_slots[0].contiguous(), grads_and_slots[1])
@@ -164,11 +157,7 @@ class Exchange:
     def finish_copies(
         self, sums_SD: Tensor, row_map: ExchangeMap, grads_and_slots: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Make the current stream wait for all copies; return `combine_rows` of the copied sums.
-
-        `row_map` is the map of the dispatch. `grads_and_slots` has the gradients of expert rows'
-        weights [R], and the expert row of each received row's choice [S, K].
-        """
+        """Make the current stream wait for all copies; return `combine_rows` of the copied sums."""
         self._wait_for_stream(sums_SD)
         self._change_slot_state(SlotEvent.READ)
         return self._reduce_copies(sums_SD, row_map, grads_and_slots)
@@ -181,7 +170,6 @@ class Exchange:
         return self._stream
 
     def _wait_for_stream(self, x: Tensor) -> None:
-        """Make the current stream wait for the copy stream."""
         current = get_current_stream(x.device)
         assert current is not None
         current.wait_stream(self._stream)
@@ -238,12 +226,10 @@ class MetaExchange(Exchange):
         """Return meta sums [T, D], gradients [T, K] or None; record the launch for the dry run."""
         self._record_operation(REDUCE, y_RD)
         T = row_map.peers_T.shape[0]
-        weights_TK = (
-            None
-            if grads_and_slots is None
-            else grads_and_slots[0].new_empty(T, grads_and_slots[1].shape[1])
-        )
-        return y_RD.new_empty(T, y_RD.shape[1]), weights_TK
+        sums_TD = y_RD.new_empty(T, y_RD.shape[1])
+        if grads_and_slots is None:
+            return sums_TD, None
+        return sums_TD, grads_and_slots[0].new_empty(T, grads_and_slots[1].shape[1])
 
     def dispatch_rows(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
         """Return `num_rows` meta rows, and record the launch for the dry run."""
@@ -264,19 +250,13 @@ class MetaExchange(Exchange):
         return sums_TD, dweights_R.new_empty(T, slots_SK.shape[1])
 
     def _record_operation(self, operation_name: str, rows: Tensor) -> None:
-        """Record the launch of operation `operation_name`, which sends rows like `rows`."""
         self._change_slot_state(SlotEvent.OPERATION)
         self._record_launch(operation_name, rows)
 
     def _record_launch(self, launch_name: str, rows: Tensor, num_tokens: int | None = None) -> None:
-        """Record an operation that exchanges `num_tokens` rows like `rows` with each other rank.
-
-        None = the number of tokens with even loads.
-        """
-        ranks, T = (
-            self.layout.num_ranks,
-            self._tokens_per_peer if num_tokens is None else num_tokens,
-        )
+        """Record an exchange of `num_tokens` rows (None = even loads) with each other rank."""
+        ranks = self.layout.num_ranks
+        T = self._tokens_per_peer if num_tokens is None else num_tokens
         record_launch(launch_name, ranks, 2 * (ranks - 1) * T * rows.shape[1] * rows.itemsize)
 
     def limit_rows(self, offsets_e: Tensor, max_rows: int) -> Tensor:
@@ -299,21 +279,13 @@ class CloneExchange:
         return rows_GE
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
-        """Send the weights [e, ...] of e local experts to their clones; return this rank's clones.
-
-        `places` has the expert of each of the c slots for clones of each rank. Each result is [c,
-        ...], with zeros in empty slots.
-        """
+        """Send experts' weights [e, ...] to clones; return clones [c, ...], 0 in empty slots."""
         return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
     def add_clone_grads_(self, grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
-        """Add the gradients of all ranks' clones to their experts' gradients; return [e, ...].
-
-        Each of `grads`, [e + c, ...], has this rank's e experts, then its c slots for clones.
-        `places` has the expert of each slot on all ranks.
-        """
-        add_, buffer = clone_kernels.add_clone_grads_, self.buffer
-        return [add_(buffer, grad.contiguous(), places) for grad in grads]
+        """Add clones' gradients, the last c of [e + c, ...], to their experts'; return [e, ...]."""
+        add_ = clone_kernels.add_clone_grads_
+        return [add_(self.buffer, grad.contiguous(), places) for grad in grads]
 
     def raise_if_rank_late(self) -> None:
         """Raise `ExchangeError` if the host sees that a rank missed the timeout. No host sync."""

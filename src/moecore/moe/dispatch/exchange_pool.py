@@ -93,10 +93,10 @@ class ExchangePool(BufferOwner):
         )
 
     def get_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Return the exchange for K = `top_k` choices and rows of the width and dtype of x_TD.
+        """Return the exchange for `top_k` choices and rows of the width and dtype of x_TD.
 
-        Collective at the first use, which allocates the exchange. Raises ValueError for rows that
-        stores cannot send, and for tokens above the capacity in a step that is not rerun.
+        Collective at the first use. Raises ValueError for rows that stores cannot send, and for
+        tokens above the capacity in a step that is not rerun.
         """
         problem = find_unsendable_row_problem(x_TD)
         if problem is not None:
@@ -142,10 +142,7 @@ class ExchangePool(BufferOwner):
         return (*self.token_exchanges, *([] if self._clones is None else [self._clones]))
 
     def raise_reported_errors(self, *, includes_shortages: bool = True) -> None:
-        """Raise `ExchangeError` for a late rank or a too small buffer that the host knows of.
-
-        With `includes_shortages` False, small buffers raise no error. No host sync.
-        """
+        """Raise `ExchangeError` for a late rank or a too small buffer that the host knows of."""
         for resource in self.all_exchanges:
             resource.raise_if_rank_late()
         super().raise_reported_errors(includes_shortages=includes_shortages)
@@ -172,10 +169,7 @@ class ExchangePool(BufferOwner):
         self._clones = None
 
     def _make_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Allocate an exchange for K = `top_k` choices and rows like x_TD, on all ranks.
-
-        Raises ValueError for tokens on a CPU. Collective.
-        """
+        """Allocate an exchange for K = `top_k` choices and rows like x_TD. Collective."""
         if not x_TD.is_cuda:
             raise ValueError(
                 f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "
@@ -188,33 +182,27 @@ class ExchangePool(BufferOwner):
         # An evaluation may be first, but a training step cannot write tensors of inference mode.
         with device_of(x_TD), torch.inference_mode(False):
             buffer = make_exchange_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
-        balanced = self._count_balanced_rows(layout)
+        balanced = layout.source_rows * layout.top_k // self.ep
         return Exchange(buffer, self.group, self.options, balanced_rows=balanced)
 
     def _make_clone_exchange(self, device: torch.device) -> CloneExchange:
-        """Allocate the exchange of clones on all ranks. Raises RuntimeError in a graph capture."""
         _raise_if_capturing_graph()
         with torch.cuda.device(device), torch.inference_mode(False):
             buffer = make_clone_buffer(self.group, device, self.options.timeout_s)
             return CloneExchange(buffer, self.group)
 
     def _make_meta_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Return a meta exchange for K = `top_k` and rows of the width and dtype of x_TD."""
         max_tokens = self.options.max_tokens or x_TD.shape[0]
         layout = self._make_layout(x_TD, top_k, max_tokens, self._programs or 1)
         none = torch.empty(0, dtype=torch.int32, device="meta")
         words: Any = dict(bases=none, state=none, report=none, timeout_ns=0)
         buffer = SymmetricBuffer(layout=layout, rank=dist.get_rank(self.group), **words)
-        balanced = self._count_balanced_rows(layout)
+        balanced = layout.source_rows * layout.top_k // self.ep
         return MetaExchange(buffer, self.group, self.options, balanced_rows=balanced)
 
     def _make_layout(
         self, x_TD: Tensor, top_k: int, max_tokens: int, num_programs: int
     ) -> ExchangeLayout:
-        """Return the buffer layout for rows like x_TD and launches of `num_programs` programs.
-
-        A rank has at most `max_tokens` tokens, each with `top_k` choices.
-        """
         return ExchangeLayout(
             num_ranks=self.group.size(),
             max_tokens=max(1, max_tokens),
@@ -224,15 +212,8 @@ class ExchangePool(BufferOwner):
             sums_slot=self.options.overlap_weight_grads,
         )
 
-    def _count_balanced_rows(self, layout: ExchangeLayout) -> int:
-        """Return a rank's expert rows if loads are even and all ranks have the most tokens."""
-        return layout.source_rows * layout.top_k // self.ep
-
     def _compare_options(self, x_TD: Tensor, top_k: int, num_programs: int) -> int:
-        """Compare options between ranks; return the largest token count. Collective, host sync.
-
-        Raises ValueError if options, programs, K, or row width or dtype differ between ranks.
-        """
+        """Return the largest token count; ValueError if options differ. Collective, host sync."""
         options, (T, D) = self.options, x_TD.shape
         flags = (options.overlap_weight_grads, options.keep_rows, self.wire.fp8)
         sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), num_programs)
@@ -252,9 +233,8 @@ class ExchangePool(BufferOwner):
 class TokenCapacity(BufferOwner):
     """The capacity of a pool's buffers, in tokens of one rank and forward.
 
-    A longer forward sends only its first tokens, and the step is then repeated with larger buffers.
-    If `NVLinkOptions.row_factor` is not a number, or the step cannot be repeated, `get_exchange`
-    raises ValueError instead.
+    A longer forward sends only its first tokens, and the step is repeated with larger buffers. If
+    the step cannot be repeated, `get_exchange` raises ValueError instead.
     """
 
     option = "NVLinkOptions.max_tokens"
@@ -317,7 +297,6 @@ def find_unsendable_row_problem(x_TD: Tensor) -> str | None:
 
 
 def _raise_if_capturing_graph() -> None:
-    """Raise RuntimeError if the current stream captures a CUDA graph, which cannot allocate."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the buffers of dispatcher ('nvlink') must be made before a graph is captured: run "
@@ -326,11 +305,7 @@ def _raise_if_capturing_graph() -> None:
 
 
 def split_programs(num_programs: int) -> dict[str, int]:
-    """Divide the Triton programs of a launch into senders and receivers.
-
-    Returns the fields `num_push` (senders), `num_receive` and `rounds` of `ExchangeLayout`, by
-    name.
-    """
+    """Divide a launch's Triton programs into senders and receivers: `ExchangeLayout` fields."""
     is_small = num_programs < FEW_PROGRAMS
     push = max(1, num_programs * 5 // 12) if is_small else num_programs // 2
     return dict(num_push=push, num_receive=num_programs - push, rounds=16 if is_small else 8)

@@ -102,11 +102,7 @@ class HierarchicalDispatcher(Dispatcher):
         return ExpertInput(*parts, receiver=inp.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, encoded_layer: int) -> SendOrder:
-        """Sort tokens by domain; return the order of the rows to send to domains, and counts.
-
-        `ids_TK` are physical expert ids. Ranks compare `encoded_layer` to check that all run one
-        layer.
-        """
+        """Sort tokens by domain; return the order of the rows to send to domains, and counts."""
         (T, K), H = ids_TK.shape, self._across.group.size()
         return build_send_order(
             mask_choices_by_block(ids_TK, self.domain.num_domain_experts, H),
@@ -117,11 +113,7 @@ class HierarchicalDispatcher(Dispatcher):
     def _dispatch_in_domain(
         self, rows_AD: Tensor, received_rows: ReceivedRows, routing: Routing
     ) -> ExpertInput:
-        """Dispatch received rows to the ranks of this domain, and return the experts' input.
-
-        `rows_AD` are the rows of `received_rows`, unpacked from FP8. The input's `plan` is the plan
-        of the inner dispatcher.
-        """
+        """Dispatch received rows, unpacked, to this domain's ranks; return the experts' input."""
         H, inside, outer = self._across.group.size(), self._inside, self._across.layer_check
         weights_AK, domain = received_rows.weights_SK, dist.get_rank(self._across.group)
         ids_AK = self.domain.convert_to_domain_ids(received_rows.ids_SK, domain)

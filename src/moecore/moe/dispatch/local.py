@@ -39,14 +39,15 @@ class LocalDispatcher(Dispatcher):
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Return x_TD as source rows, without a copy, and an index of at most T * K expert rows."""
         ids_TK, E = routing.expert_ids_TK, self.num_experts
-        length = min(ids_TK.numel(), E * routing.max_rows_per_expert)
-        sizes: Any = dict(
+        index = build_index(
+            ids_TK,
+            routing.weights_TK,
             first_expert=0,
             num_local_experts=E,
             row_multiple=routing.rows_multiple,
-            max_pairs=length,
+            max_pairs=min(ids_TK.numel(), E * routing.max_rows_per_expert),
         )
-        return ExpertInput(Rows(x_TD), build_index(ids_TK, routing.weights_TK, **sizes), None)
+        return ExpertInput(Rows(x_TD), index, None)
 
     def combine(self, y_SD: Tensor, plan: None) -> Tensor:
         """Return y_SD unchanged: the experts have summed over each token's experts."""
@@ -54,10 +55,7 @@ class LocalDispatcher(Dispatcher):
 
 
 class ChoiceDispatcher:
-    """Dispatches each choice of an expert as a token, so that sums do not depend on ep.
-
-    `inner` is the dispatcher that sends the rows. Each token has `num_choices` choices.
-    """
+    """Dispatches each choice of an expert as a token, so that sums do not depend on ep."""
 
     def __init__(self, inner: Dispatcher, num_choices: int) -> None:
         self.inner, self.num_choices = inner, num_choices

@@ -56,7 +56,6 @@ def find_nccl_ep_problem(group: dist.ProcessGroup, device_type: str) -> str | No
 
 
 def _find_local_nccl_ep_problem(device_type: str) -> str | None:
-    """Return the reason why this process cannot run NCCL EP, or None."""
     if device_type != "cuda":
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
     capability = torch.cuda.get_device_capability()
@@ -73,18 +72,11 @@ def _find_local_nccl_ep_problem(device_type: str) -> str | None:
         text = "none" if versions is None else str(versions.version)
         min_version = ".".join(map(str, MIN_NCCL))
         return f"must have NCCL {min_version} or later loaded (here {text}): {INSTALL}"
-    if _find_nvcc() is None:
+    names, home = ("NCCL_EP_JIT_NVCC", "NVCC"), os.environ.get("CUDA_HOME")
+    path = None if home is None else str(Path(home) / "bin")
+    if not any(map(os.environ.get, names)) and shutil.which("nvcc", path=path) is None:
         return "must find nvcc, which compiles its kernels at first use: set CUDA_HOME"
     return None
-
-
-def _find_nvcc() -> str | None:
-    """Return the path of nvcc from NCCL_EP_JIT_NVCC, NVCC, CUDA_HOME or PATH. None = not found."""
-    for name in ("NCCL_EP_JIT_NVCC", "NVCC"):
-        if os.environ.get(name):
-            return os.environ[name]
-    home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc", path=None if home is None else str(Path(home) / "bin"))
 
 
 class EPGroups:
@@ -100,10 +92,7 @@ class EPGroups:
         self._groups: dict[tuple[int, int, int], EPGroup] = {}
 
     def get_group(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
-        """Return the NCCL EP group for `num_experts` experts on all ranks, and rows of `row_bytes`.
-
-        The first use is collective. `max_tokens` is the largest number of tokens of any rank.
-        """
+        """Return the group for experts and rows of `row_bytes`. Collective at its first use."""
         # Powers of two, so that few groups are created if the number of tokens changes.
         num_tokens = min(MAX_TOKENS, max(MIN_TOKENS, 1 << (max_tokens - 1).bit_length()))
         key = (num_experts, row_bytes, num_tokens)
@@ -138,10 +127,7 @@ class EPGroups:
 
 
 class EPGroup:
-    """One NCCL EP group, and its idle handles. A handle stores the routing of one call.
-
-    A rank has `num_local_experts` experts, and at most `max_tokens` tokens per call.
-    """
+    """One NCCL EP group, and its idle handles. A handle stores the routing of one call."""
 
     def __init__(self, group: Any, num_local_experts: int, max_tokens: int) -> None:
         self.num_tokens, self.num_local = max_tokens, num_local_experts
@@ -149,10 +135,7 @@ class EPGroup:
         self._idle = defaultdict[int, list[Any]](list)  # by the choices of a token
 
     def exchange_routing(self, ids_TK: Tensor, max_tokens: int) -> ForwardHandles:
-        """Exchange the physical ids of all ranks' tokens; return this forward's handles. Host sync.
-
-        `max_tokens` is the largest number of tokens of any rank, and decides the number of chunks.
-        """
+        """Exchange physical ids with all ranks; return this forward's handles. Host sync."""
         from nccl import ep
 
         chunks = [ids_TK[i : i + self.num_tokens] for i in range(0, max_tokens, self.num_tokens)]
@@ -243,10 +226,7 @@ class ForwardHandles:
         return dy_SD
 
     def compute_token_grads(self, dx_SD: Tensor, dweights_SK: Tensor) -> tuple[Tensor, Tensor]:
-        """Run dispatch's backward: return gradients of tokens [T, D] and routing weights [T, K].
-
-        The arguments are the gradients of received rows and of their weights.
-        """
+        """Run dispatch's backward: return gradients of tokens [T, D] and routing weights [T, K]."""
         T = sum(self.tokens)
         dx_TD = dx_SD.new_empty(T, dx_SD.shape[1])
         dweights_TK = dweights_SK.new_empty(T, self.top_k)
@@ -261,11 +241,7 @@ class ForwardHandles:
     def _iterate_chunks(
         self, token_tensors: tuple[Tensor, ...], row_tensors: tuple[Tensor, ...]
     ) -> Iterator[tuple[Any, Any, list[Any], list[Any]]]:
-        """Yield the module `ep`, a chunk's handle, and `ep.Tensor`s of its tokens and of its rows.
-
-        Tensors in `token_tensors` are split by tokens of a chunk, and in `row_tensors` by received
-        rows.
-        """
+        """Yield module `ep`, a chunk's handle, and `ep.Tensor`s of its tokens and of its rows."""
         if not self.handles:
             return
         from nccl import ep
@@ -365,7 +341,6 @@ class _EPDispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: Tensor, weights_TK: Tensor, handles: ForwardHandles
     ) -> tuple[Tensor, ...]:
-        """Send tokens; return received rows [S, D], local expert ids and weights [S, K]."""
         rows_SD, ids_SK, weights_SK = handles.dispatch(x_TD.contiguous(), weights_TK.contiguous())
         ctx.handles = handles
         ctx.like = rows_SD.shape, rows_SD.dtype, rows_SD.device
@@ -375,7 +350,6 @@ class _EPDispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None]:
-        """Return the gradients of tokens [T, D] and routing weights [T, K]. Collective."""
         # Every rank takes part, so missing gradients become zeros.
         (drows_SD, _, dweights_SK), (shape, dtype, device) = grads, ctx.like
         if drows_SD is None:

@@ -59,9 +59,8 @@ class NVLinkPlan:
 class NVLinkDispatcher(Dispatcher):
     """Stores each token once into the memory of every rank that owns one of its experts."""
 
-    waits_on_host = (
-        False  # with row_factor "exact" it waits, but then `_count_local_choices` refuses graphs
-    )
+    # With row_factor "exact" it waits, but then `_build_index` refuses graphs.
+    waits_on_host = False
     can_alternate = False
 
     def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
@@ -87,8 +86,8 @@ class NVLinkDispatcher(Dispatcher):
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Send tokens to experts' ranks; return the experts' input. One host sync at first use.
 
-        With `NVLinkOptions.row_factor` "exact" each call has one host sync. No collective. Source
-        rows of tokens that this rank does not receive are uninitialised.
+        With `NVLinkOptions.row_factor` "exact" each call has one host sync. Source rows of tokens
+        that this rank does not receive are uninitialised.
         """
         if self._is_sent_by_alltoall(x_TD, routing):
             return self._alltoall.dispatch(x_TD, routing)
@@ -110,22 +109,30 @@ class NVLinkDispatcher(Dispatcher):
         plan = NVLinkPlan(exchange, x_TD.dtype, len(x_TD), row_map, wire.make_receiver())
         refetch = None
         if not exchange.options.keep_rows:
-            fetch = partial(_repeat_dispatch, exchange, wire)
+
+            def fetch(x_TD: Tensor, peers_T: Tensor, places_S: Tensor) -> Rows:
+                """Send the dispatch's tokens a second time, and return the same received rows."""
+                row_map = ExchangeMap(peers_T, places_S, places_S[:, None])
+                num_rows = exchange.layout.source_rows
+                rows_SN = exchange.dispatch_rows(wire.pack_rows(x_TD), row_map, num_rows)
+                return wire.wrap_received_rows(rows_SN, x_TD)
+
             refetch = Refetch(fetch, (tokens[0].detach(), outputs.peers_T, outputs.places_S))
+        # With even loads.
+        layout = exchange.layout
+        num_tokens = self.placement.compute_balanced_tokens(layout.max_tokens, layout.top_k)
+        expert_rows = None if self.has_row_count_sync else exchange.balanced_rows
         return ExpertInput(
             wire.wrap_received_rows(outputs.rows_SN, x_TD),
             ExpertIndex(*outputs[4:]),
             plan,
             UnsummedInput(outputs.grad_handle_RD, sender, refetch),
-            self._count_balanced_rows(exchange),
+            BalancedRows(layout.num_ranks * num_tokens, expert_rows),
             receiver=plan.receiver,
         )
 
     def _is_sent_by_alltoall(self, x_TD: Tensor, routing: Routing) -> bool:
-        """Whether the all-to-all dispatcher sends these tokens. The result is equal on all ranks.
-
-        Raises ValueError if stores cannot send the tokens and `ExchangePool.is_required` is True.
-        """
+        """Whether the all-to-all dispatcher sends these tokens. All ranks have the same result."""
         # With `is_required`, all-to-all sends tokens if the capacity is limited and no step reads
         # shortages. Otherwise it sends tokens that stores cannot send, and the tokens of forwards
         # outside of a step that is rerun and of a CUDA graph.
@@ -142,13 +149,6 @@ class NVLinkDispatcher(Dispatcher):
         if not pool.is_required:
             return problem is not None or watch not in ("reruns", "graph")
         return pool.capacity_factor is not None and watch is None
-
-    def _count_balanced_rows(self, exchange: Exchange) -> BalancedRows:
-        """Return how many source rows and expert rows are used if all experts have even loads."""
-        layout = exchange.layout
-        source = self.placement.compute_balanced_tokens(layout.max_tokens, layout.top_k)
-        expert = None if self.has_row_count_sync else exchange.balanced_rows
-        return BalancedRows(layout.num_ranks * source, expert)
 
     @torch.compiler.disable
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan | AllToAllPlan) -> Tensor:
@@ -180,54 +180,37 @@ def _build_index(
 ) -> ExpertIndex:
     """Return the index that sorts the received `choices` by local expert of `placement`.
 
-    It has R rows. With `NVLinkOptions.row_factor` "exact", R is the number of choices. With a
-    number and `has_row_limit`, R is at most this number times the rows of even loads. Otherwise R
-    suffices for any routing. Each expert's rows are padded to a multiple of `row_multiple`.
+    With `NVLinkOptions.row_factor` "exact", its number of rows is the number of choices. With a
+    number and `has_row_limit`, it is at most this number times the rows of even loads. Otherwise it
+    suffices for any routing.
     """
-    owned = dict(first_expert=placement.first_physical, num_local_experts=placement.num_physical)
-    num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, placement.num_physical)
+    first, number = placement.first_physical, placement.num_physical
+    num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, number)
     factor = exchange.options.row_factor
     if factor == "exact":
-        num_rows = _count_local_choices(
-            exchange,
-            choices.ids_SK,
-            first_expert=placement.first_physical,
-            num_local_experts=placement.num_physical,
-        )
+        ids_SK = choices.ids_SK
+        if ids_SK.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "NVLinkOptions.row_factor ('exact') must be a number while a CUDA graph is captured"
+            )
+        if ids_SK.is_meta:  # choices have no values, so loads are even
+            num_rows = exchange.balanced_rows
+        else:  # host sync
+            num_rows = int(((ids_SK >= first) & (ids_SK < first + number)).sum())
     elif factor is not None and has_row_limit:
         num_rows = min(num_rows, math.ceil(factor * exchange.balanced_rows))
     index = build_index(
-        choices.ids_SK, choices.weights_SK, **owned, row_multiple=row_multiple, max_pairs=num_rows
+        choices.ids_SK,
+        choices.weights_SK,
+        first_expert=first,
+        num_local_experts=number,
+        row_multiple=row_multiple,
+        max_pairs=num_rows,
     )
     if factor not in (None, "exact") and has_row_limit:
         limited = exchange.limit_rows(index.offsets_e, index.row_ids_R.shape[0])
         index = index._replace(offsets_e=limited)
     return index
-
-
-def _count_local_choices(
-    exchange: Exchange, ids_SK: Tensor, *, first_expert: int, num_local_experts: int
-) -> int:
-    """Return how many entries of `ids_SK` are ids of local experts. Host sync."""
-    if ids_SK.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "NVLinkOptions.row_factor ('exact') must be a number while a CUDA graph is captured"
-        )
-    if ids_SK.is_meta:  # choices have no values, so loads are even
-        return exchange.balanced_rows
-    return int(((ids_SK >= first_expert) & (ids_SK < first_expert + num_local_experts)).sum())
-
-
-def _repeat_dispatch(
-    exchange: Exchange, wire: Wire, x_TD: Tensor, peers_T: Tensor, places_S: Tensor
-) -> Rows:
-    """Send a dispatch's tokens a second time, and return the same received rows.
-
-    `peers_T` has the ranks of each token, and `places_S` the index of each received row, -1 = none.
-    """
-    row_map = ExchangeMap(peers_T, places_S, places_S[:, None])
-    rows_SN = exchange.dispatch_rows(wire.pack_rows(x_TD), row_map, exchange.layout.source_rows)
-    return wire.wrap_received_rows(rows_SN, x_TD)
 
 
 class _GradSender:
@@ -248,9 +231,7 @@ class _GradSender:
     ) -> None:
         """Sum expert rows' gradients per source row, and start to copy sums to the tokens' ranks.
 
-        `drows_RD` and `dweights_R` are the gradients of expert rows and of their weights. The other
-        arguments are fields of the `ExpertIndex`. If the buffer is in use (`Exchange.can_copy`),
-        nothing is sent, and the dispatch's backward sends all gradients.
+        If the buffer is in use, nothing is sent, and the dispatch's backward sends all gradients.
         """
         self._sent_grads = None
         if self._exchange.can_copy():
@@ -262,11 +243,7 @@ class _GradSender:
     def finish_sending(
         self, grads: tuple[Tensor | None, Tensor | None], row_map: ExchangeMap
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Wait for the copies, and return the gradients of tokens [T, D] and weights [T, K].
-
-        Returns None if `start_sending` started no copies. `row_map` is the dispatch's map. Raises
-        RuntimeError if `grads` are not the unchanged gradients that `start_sending` received.
-        """
+        """Wait for copies; return gradients of tokens and routing weights; None = no copies."""
         entry, self._sent_grads = self._sent_grads, None
         if entry is None:
             return None
@@ -285,7 +262,6 @@ class _GradSender:
 
 
 def _get_versions(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Return the version counters of the tensors that are not None."""
     return tuple(sum_version_counters(t) for t in tensors if t is not None)
 
 
@@ -317,7 +293,6 @@ class _Dispatch(torch.autograd.Function):
         sender: _GradSender | None,
         make_index: Callable[[DispatchedRows], ExpertIndex],
     ) -> tuple[Tensor, ...]:
-        """Send tokens and choices; return `_DispatchOutputs`, with index `make_index(choices)`."""
         choices = exchange.dispatch_tokens(wire.pack_rows(x_TD), ids_TK, weights_TK, placement)
         index = make_index(choices)
         grad_handle_RD = make_row_handle(x_TD, index.row_ids_R.shape[0])
@@ -332,7 +307,6 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of tokens [T, D] and routing weights [T, K]."""
         row_map = ExchangeMap(*ctx.saved_tensors)
         outputs = _DispatchOutputs(*grads)
         drows_RD, dweights_R = outputs.grad_handle_RD, outputs.weights_R
@@ -355,18 +329,15 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, plan: NVLinkPlan, row_map: ExchangeMap) -> Tensor:
-        """Return y_TD, the sum of each token's rows y_RD on all ranks."""
         ctx.exchange, ctx.num_rows, ctx.receiver = plan.exchange, y_RD.shape[0], plan.receiver
         ctx.save_for_backward(*row_map)
         return plan.exchange.combine_rows(y_RD, row_map)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Send the gradient dy_TD to the ranks of each token; return dy_RD."""
         row_map = ExchangeMap(*ctx.saved_tensors)
 
         def send(rows_TN: Tensor) -> Tensor:
-            """Send each token's gradient row to the token's ranks; return the received rows."""
             return ctx.exchange.dispatch_rows(rows_TN, row_map, ctx.num_rows)  # type: ignore[no-any-return]
 
         dy_RD = None if ctx.receiver is None else ctx.receiver.exchange_as_fp8(grads[0], send)

@@ -45,10 +45,7 @@ def _allocate_peer_memory(
     device: torch.device,
     timeout_s: float,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Allocate memory for `layout`; return views of all ranks' memory, and `PeerBuffer` fields.
-
-    Collective. `timeout_s` is the number of seconds that operations wait for another rank.
-    """
+    """Allocate memory; return views of all ranks' memory, and `PeerBuffer` fields. Collective."""
     size = (layout.num_bytes,)
     memory, handle = allocate_symmetric_memory(layout.num_bytes, group, device)
     memory.zero_()  # the flags
@@ -91,7 +88,16 @@ def find_peer_store_problem(group: dist.ProcessGroup, device_type: str) -> str |
 
 def find_peer_access_problem(group: dist.ProcessGroup) -> str | None:
     """Return the reason why a group's GPUs cannot read each other's memory, or None. Collective."""
-    problem = _find_local_access_problem(group) or _find_allocation_problem(group)
+    problem = _find_local_access_problem(group)
+    if problem is None:
+        try:
+            device = torch.device("cuda", torch.cuda.current_device())
+            allocate_symmetric_memory(1024, group, device)
+        except RuntimeError as error:
+            problem = (
+                "must have torch's symmetric memory, which fails here "
+                f"({str(error).splitlines()[0]}): use 'alltoall'"
+            )
     return next((p for p in gather_objects(problem, group) if p), None)
 
 
@@ -119,15 +125,4 @@ def _find_local_access_problem(group: dist.ProcessGroup) -> str | None:
         if peer != device and not torch.cuda.can_device_access_peer(device, peer):
             me = dist.get_global_rank(group, dist.get_rank(group))
             return f"must have peer access from rank {me} to rank {rank}: use 'alltoall'"
-    return None
-
-
-def _find_allocation_problem(group: dist.ProcessGroup) -> str | None:
-    """Try to allocate symmetric memory; return the reason of a failure, or None. Collective."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    try:
-        allocate_symmetric_memory(1024, group, device)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        return f"must have torch's symmetric memory, which fails here ({reason}): use 'alltoall'"
     return None

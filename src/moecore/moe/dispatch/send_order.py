@@ -20,10 +20,7 @@ class SendOrder(NamedTuple):
 
 
 def mask_choices_by_block(ids_TK: Tensor, experts_per_block: int, num_blocks: int) -> Tensor:
-    """Return bool [P, T, K]: whether choice k of token t is an expert of block p.
-
-    P = `num_blocks`. Each block has `experts_per_block` consecutive physical ids.
-    """
+    """Return bool [P, T, K]: whether choice k of token t is one of the physical ids of block p."""
     block_TK = torch.div(ids_TK, experts_per_block, rounding_mode="floor")
     return block_TK == torch.arange(num_blocks, device=ids_TK.device)[:, None, None]
 
@@ -31,11 +28,7 @@ def mask_choices_by_block(ids_TK: Tensor, experts_per_block: int, num_blocks: in
 def build_send_order(
     is_in_block_PTK: Tensor, num_rows: int, encoded_layer: int, *, ranks_per_block: int = 1
 ) -> SendOrder:
-    """Return the order of the rows to send to P expert blocks, each on `ranks_per_block` ranks.
-
-    `is_in_block_PTK` says which choices are in each block. `num_rows` is the maximum number of
-    rows. Ranks compare `encoded_layer` to check that all run one layer.
-    """
+    """Return the order of at most `num_rows` rows to send to P expert blocks."""
     is_sent_GT = is_in_block_PTK.any(-1).repeat_interleave(ranks_per_block, 0)
     choices_G = is_in_block_PTK.sum((1, 2)).repeat_interleave(ranks_per_block)
     order = assign_send_rows(is_sent_GT, num_rows)
@@ -46,19 +39,15 @@ def build_send_order(
 def assign_send_rows(is_sent_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Number the rows to send, rank by rank; return each row's token, and each token's rows.
 
-    Token t is sent to rank g if `is_sent_GT[g, t]`. The first result is [num_rows], 0 if a row is
-    unused. The second is [T, G], -1 if a token is not sent to a rank. No host sync.
+    The first result is [num_rows], 0 if a row is unused. The second is [T, G], -1 if a token is not
+    sent to a rank.
     """
     slots_GT = (is_sent_GT.flatten().cumsum(0) - 1).view(is_sent_GT.shape)
     return _order_rows(is_sent_GT, slots_GT, num_rows, unused_token_id=0)
 
 
 def assign_padded_rows(is_sent_GT: Tensor, rows_per_rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Assign `rows_per_rank` rows to each rank; return token_ids_M, slots_TG and bool [M].
-
-    The results are each row's token, the row of each token and rank (-1 = not sent), and whether a
-    row has a token. Token t is sent to rank g if `is_sent_GT[g, t]`.
-    """
+    """Assign `rows_per_rank` rows to each rank; return token_ids_M, slots_TG and bool [M]."""
     # Example, three tokens, two ranks, 2 rows each, is_sent [[1, 0, 1], [0, 1, 0]]: token_ids_M [0,
     # 2, 1, 0], slots_TG [[0, -1], [-1, 2], [1, -1]], used rows [1, 1, 1, 0].
     G = is_sent_GT.shape[0]
@@ -71,11 +60,7 @@ def assign_padded_rows(is_sent_GT: Tensor, rows_per_rank: int) -> tuple[Tensor, 
 def _order_rows(
     is_sent_GT: Tensor, slots_GT: Tensor, num_rows: int, *, unused_token_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the token of each of `num_rows` rows, and the row of each token and rank, int32.
-
-    If `is_sent_GT[g, t]`, token t is sent to rank g as row `slots_GT[g, t]`. The token of an unused
-    row is `unused_token_id`; the row of a token that is not sent is -1.
-    """
+    """Return each row's token, and each token's rows [T, G] (-1 = not sent), int32."""
     G, T = is_sent_GT.shape
     tokens_T = torch.arange(T, dtype=torch.int32, device=is_sent_GT.device)
     # Tokens that are not sent are written to one spare row past the end.

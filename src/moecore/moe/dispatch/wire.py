@@ -41,11 +41,7 @@ class Wire:
     def gather_send_rows(
         self, x_TD: Tensor, token_ids_M: Tensor, slots_TG: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        """Gather the rows to send: (packed FP8 rows, stand-in), or (None, rows) without FP8.
-
-        `token_ids_M` has the token of each row, and `slots_TG` the row of each token and rank. The
-        stand-in is a tensor without values, which has the rows' gradient in autograd.
-        """
+        """Gather the rows to send: (FP8 rows, gradient handle), or (None, rows) without FP8."""
         row_map = (token_ids_M, slots_TG)
         if not self.fp8:
             return None, gather_rows(x_TD, *row_map)
@@ -59,11 +55,7 @@ class Wire:
     def wrap_received_rows(
         self, rows_SN: Tensor, like: Tensor, grad_handle_SD: Tensor | None = None
     ) -> Rows:
-        """Return received rows as `Rows` of the width and dtype of `like`; FP8 rows stay packed.
-
-        `grad_handle_SD` is a tensor without values that has the FP8 rows' gradient; None = no
-        gradient.
-        """
+        """Return received rows of the width and dtype of `like`; FP8 rows stay packed."""
         if not self.fp8:
             return Rows(rows_SN)
         return Rows.from_bytes(rows_SN, like.shape[1], like.dtype, grad_handle_SD)
@@ -95,8 +87,8 @@ class Receiver:
     def exchange_as_fp8(self, dy_TD: Tensor, exchange: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Send gradients dy as FP8 rows by `exchange`; return a stand-in for the received rows.
 
-        `take_packed_grads` returns the rows. In a two-level dispatch, the first level returns
-        unpacked rows instead of a stand-in. None = experts accept no FP8, and dy is not sent.
+        In a two-level dispatch, the first level returns unpacked rows instead. None = experts
+        accept no FP8, and dy is not sent.
         """
         if not (self.next or self).accepts_packed_grads:
             return None
