@@ -185,11 +185,7 @@ def _update_block(
     MASKED: tl.constexpr,  # whether the blocks may exceed numel
     SPLIT: tl.constexpr,  # whether weights are bf16 bits (int16) and int16 remainders
 ):
-    """Apply AdamW in place to blocks of a parameter's weights and moments; uint8 moments are FP8.
-
-    `pointers` has the addresses of the parameter's tensors. `factors` has the scalars of the AdamW
-    formula. `seed` seeds stochastic rounding. SPLIT: a weight is bf16 bits and an int16 remainder.
-    """
+    """Apply AdamW in place to blocks of a parameter's weights and moments (uint8 = FP8)."""
     weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr = pointers
     scale, rest1, rest2, eps, decay, rate, growth = factors
     MOMENT_BLOCK: tl.constexpr = _MOMENT_BLOCK
@@ -250,11 +246,7 @@ def _adamw_kernel(
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):
-    """Update NUM_BLOCKS blocks of one parameter in place by AdamW.
-
-    `table_ptr` has the addresses of each parameter's tensors (`_make_address_table`).
-    `tensor_ids_ptr` has the index of the parameter that each program updates.
-    """
+    """Update NUM_BLOCKS blocks of one parameter in place by AdamW."""
     pid = tl.program_id(0)
     if found_inf_ptr is not None:
         if tl.load(found_inf_ptr) > 0:
@@ -318,13 +310,12 @@ def adamw_(
 ) -> None:
     """Update weights and moments in place, in fp32 (fp64 for fp64 tensors); no host sync.
 
-    Contiguous GPU tensors, with one dtype each of weights, gradients and moments, are updated in
-    one launch. Contiguous fp32 or fp64 CPU tensors are updated by torch's fused AdamW, and other
-    tensors by plain PyTorch, on a GPU with a warning. bf16 and FP8 moments are stochastically
-    rounded, and weights are rounded to nearest (`adamw_formats.py`).
+    GPU tensors are updated in one launch if they are contiguous, with one dtype each of weights,
+    gradients and moments. Torch's fused AdamW updates contiguous fp32 or fp64 CPU tensors, and
+    plain PyTorch all others, on a GPU with a warning. bf16 and FP8 moments are stochastically
+    rounded.
 
     Args:
-        tensors: on one device.
         grad_scale: fp32 scalar, divides the gradients; None = 1.
         found_inf: fp32 scalar; > 0 leaves everything unchanged; None = 0.
     """

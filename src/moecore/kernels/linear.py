@@ -51,15 +51,15 @@ class LinearProducts(ABC):
     ) -> Tensor:
         """Return x [..., K] @ weight^T + bias. If they are DTensors, local tensors are multiplied.
 
-        `training` is the module's mode. In eval mode FP8 products record no largest magnitudes.
+        In eval mode (`training` False) FP8 products record no largest magnitudes.
         """
 
 
 def linear(args: tuple[Any, ...], products: type[LinearProducts], sink: GradSink | None) -> Tensor:
     """Return x @ weight^T + bias as one autograd node, computed by the functions of `products`.
 
-    `args` are x, weight, bias, then further arguments of `products.forward`. `sink` may compute the
-    weight's gradient after backward. None = autograd gets the weight's gradient.
+    `args` are those of `products.forward`. `sink` may compute the weight's gradient after backward;
+    None = autograd gets it.
     """
     y: Tensor = _LinearFunction.apply(*args, products, sink)
     return y

@@ -59,8 +59,7 @@ def record_launches_on_meta(
 
     The context calls `on_launch` with each kernel's name and arguments. Meta stands for a Hopper
     GPU, and with `has_block_scales` for one that also multiplies MXFP8 and NVFP4 (Blackwell).
-    `num_peers` ranks can access each other's memory. Outputs are allocated on meta, so dispatch
-    modes can count them.
+    `num_peers` ranks can access each other's memory.
     """
     settings = _set_meta_settings(
         on_launch=on_launch, num_peers=num_peers, is_gpu=True, has_block_scales=has_block_scales

@@ -21,7 +21,7 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 def make_setup_context(saved_inputs: slice, option_inputs: slice = slice(0)) -> Callable[..., None]:
     """Return an `Op`'s `setup_context`, which saves inputs[saved_inputs] for backward.
 
-    It also stores inputs[option_inputs], which are not tensors, as `ctx.others`.
+    It stores inputs[option_inputs], which are not tensors, as `ctx.others`.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -38,19 +38,14 @@ class Op(Generic[Out]):
     Plain eager calls use the first form. Both have the same bits, saved tensors and errors.
 
     Args:
-        name: name of the custom op.
+        name: `custom` is the custom op `moecore::<name>`.
         forward: the computation; its annotations are the schema. Outputs share no memory with
-            inputs. Each tensor is an argument, not an element of a list.
-        fake: takes the arguments of `forward` and returns empty outputs of the right shapes and
-            dtypes.
-        setup_context: setup_context(ctx, inputs, output), as in `autograd.Function`; see
-            `make_setup_context`.
+            inputs, and each tensor is an argument, not an element of a list.
+        fake: takes the arguments of `forward` and returns empty outputs.
+        setup_context: as in `autograd.Function`; see `make_setup_context`.
         backward: backward(ctx, *grads); None = not differentiable.
         mutates_args: names of the arguments written to; not together with `backward`.
         schema: replaces the annotations of a forward with `*args`.
-
-    Attributes:
-        custom: the custom op `moecore::<name>`.
     """
 
     def __init__(
@@ -117,11 +112,7 @@ def _make_function(
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether an op can skip its custom op and call its `autograd.Function` for this tensor.
-
-    The tensor must have no subclass and no lazy negation, and must not be on meta unless in a dry
-    run.
-    """
+    """Return whether a tensor, not of a subclass and not traced, needs no custom op."""
     return (
         type(tensor) in PLAIN_TYPES
         and (not tensor.is_meta or is_inside_custom_ops())

@@ -119,10 +119,7 @@ def _locate_slot(
     element_dtype,
     CONST: tl.constexpr,  # CloneConstants
 ):
-    """Return the address of slot `slot_idx` on rank `peer_rank`, as a pointer to `element_dtype`.
-
-    Even and odd values of `operation_idx` select the first and the second set of slots.
-    """
+    """Return a pointer to slot `slot_idx` on rank `peer_rank`, of the set of this operation."""
     base = tl.load(buffer.bases + AT_ROWS * CONST.G + peer_rank)
     at = base + (operation_idx % 2).to(tl.int64) * CONST.SET_BYTES + slot_idx * CONST.SLOT_BYTES
     return tl.multiple_of(at.to(tl.pointer_type(element_dtype)), 16)
@@ -264,10 +261,7 @@ def _receive_grads_kernel(
 
 
 def split_into_pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
-    """Yield ranges of the columns of `rows` [experts, W], each of which fits a slot of the buffer.
-
-    A rank has `num_clones` slots per operation.
-    """
+    """Yield ranges of the columns of `rows` [experts, W], each of which fits a slot."""
     width, max_width = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
     for start in range(0, width, max_width):
         yield ClonePiece(width, start, min(max_width, width - start))
@@ -281,10 +275,7 @@ def _launch_clone_kernel(
     clone_places: ClonePlaces,
     piece: ClonePiece,
 ) -> None:
-    """Launch `kernel` for one piece of `expert_rows`: weights or gradients, one row per expert.
-
-    `waits_for_flags` = the kernel waits for flags, up to the buffer's timeout.
-    """
+    """Launch `kernel` for one piece of `expert_rows`: weights or gradients, one row per expert."""
     layout = buffer.layout
     const = CloneConstants(
         G=layout.num_ranks,
@@ -318,8 +309,8 @@ receive_grads = partial(_launch_clone_kernel, _receive_grads_kernel, True)
 def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: ClonePlaces) -> Tensor:
     """Copy weights from the experts' ranks to this rank's clones; return them. Collective.
 
-    `expert_weights` has this rank's experts, in any dtype. `clone_places` has the expert that each
-    clone copies. The result is [clones, ...]; a clone without an expert is zeros. No host sync.
+    `expert_weights` are this rank's, in any dtype. A clone without an expert is zeros. No host
+    sync.
     """
     out = expert_weights.new_empty(clone_places.num_clones, *expert_weights.shape[1:])
     rows_eW = _view_as_words(expert_weights.contiguous())
@@ -333,10 +324,8 @@ def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: Clon
 def add_clone_grads_(buffer: CloneBuffer, grads: Tensor, clone_places: ClonePlaces) -> Tensor:
     """Add the gradients of all ranks' clones to their experts' gradients, in place. Collective.
 
-    `grads` [experts + clones, ...], contiguous, in one of `SUM_DTYPES`, has first this rank's
-    experts, then its clones. `clone_places` has the expert that each clone copies. Returns the
-    experts' part of `grads`. Sums are in fp32, in the order of clones, and rounded once. No host
-    sync.
+    `grads` [experts + clones, ...] is contiguous, of one of `SUM_DTYPES`. Returns the experts'
+    part. Sums are in fp32, in the order of clones, and rounded once. No host sync.
     """
     home_eW, clones_cW = _view_rows(grads).split((clone_places.num_local, clone_places.num_clones))
     for piece in split_into_pieces(buffer.layout, home_eW, clone_places.num_clones):

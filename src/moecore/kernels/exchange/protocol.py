@@ -28,11 +28,7 @@ def find_peers(
     block_experts,  # experts of one block
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Write a bit mask per token of a chunk: bit g = rank g has one of the token's experts.
-
-    `peers_ptr` receives int64 masks. Each group of expert tensor parallel ranks has `block_experts`
-    experts.
-    """
+    """Write a bit mask per token of a chunk: bit g = rank g has one of the token's experts."""
     CHUNK: tl.constexpr = CONST.CHUNK
     tokens = chunk_idx * CHUNK + tl.arange(0, CHUNK)
     bits = tl.zeros([CHUNK], dtype=tl.int64)
@@ -88,10 +84,7 @@ def _find_late_rank(
     expected_flag,
     SPIN: tl.constexpr,
 ):
-    """Return a rank whose flag is not yet `expected_flag`; -1 = all flags have arrived.
-
-    `addresses` has one flag's address per thread, and `ranks` the rank that raises the flag.
-    """
+    """Return a rank whose flag is not yet `expected_flag`; -1 = all flags have arrived."""
     # One flag per thread, and a maximum over all threads: all warps must see the same number, or
     # they would diverge before a barrier.
     if SPIN:
@@ -132,8 +125,7 @@ def wait_for_flags(
 ):
     """Wait for a chunk's flags from NUM_RANKS ranks; return whether all flags arrive in time.
 
-    The ranks begin with `first_rank`. After a timeout, a late rank and OPERATION_KIND (0 dispatch,
-    1 combine) are recorded in the buffer's state.
+    After a timeout, a late rank and OPERATION_KIND are recorded in the buffer's state.
     """
     ranks = first_rank + tl.arange(0, CONST.THREADS) % NUM_RANKS
     flags = (operation_idx % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk_idx

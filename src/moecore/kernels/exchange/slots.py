@@ -30,11 +30,7 @@ def list_row_slots(
     TILE: tl.constexpr,  # rows of a tile
     BLOCK_N: tl.constexpr,  # at most 32
 ):
-    """List the expert rows (slots >= 0) of each received row in this program's scratch memory.
-
-    `slots_ptr` has N slots per row, -1 = unused. `source_rows` are the received rows. `list_idx` is
-    the list index of the first.
-    """
+    """List the expert rows (slots >= 0) of each received row in this program's scratch memory."""
     TILES: tl.constexpr = ROWS // TILE
     entries = used_slots_ptr + WIDTH + list_idx + tl.arange(0, ROWS)
     depths = tl.zeros([TILES], dtype=tl.int32)
@@ -88,11 +84,7 @@ def _load_rows_of_slot(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the n-th expert row of each received row, from y; zeros if there are fewer.
-
-    n is `slot_number`. `entry_ptrs` points to the first listed expert row of each received row.
-    `tile_depth` is the largest number of expert rows of a row in this tile.
-    """
+    """Return the n-th expert row of each received row, from y; zeros if there are fewer."""
     slot = tl.load(entry_ptrs + slot_number * WIDTH, mask=slot_number < tile_depth, other=-1).to(
         tl.int64
     )
@@ -110,12 +102,7 @@ def push_sums(
     first_row,  # int64, row of this rank's token 0 in every peer's slot
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Sum the expert rows of each (token, peer) pair of a chunk; store sums in peers' buffers.
-
-    `used_slots_ptr` lists the rows of y of each pair. `places_ptr` is -1 for a pair without expert
-    rows. `bases_ptr` has the addresses of the peers' buffers. `first_row` is the row that receives
-    the sum of token 0.
-    """
+    """Sum the expert rows of each (token, peer) pair of a chunk; store sums in peers' buffers."""
     element = y_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
     PAIRS: tl.constexpr = CONST.PAIRS
@@ -156,11 +143,7 @@ def copy_to_slots(
     source_rows,  # [CHUNK] int64, source rows
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy each received row of a chunk from the buffer to all of its expert rows in `out_ptr`.
-
-    `used_slots_ptr` lists the expert rows of `source_rows`. `places` is -1 where no row was
-    received.
-    """
+    """Copy each received row of a chunk from the buffer to all of its expert rows in `out_ptr`."""
     D: tl.constexpr = CONST.D
     CHUNK: tl.constexpr = CONST.CHUNK
     depth = tl.load(used_slots_ptr)

@@ -173,10 +173,7 @@ class GradientSender(Protocol):
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Start to send gradients of expert rows and routing weights (None = no gradient).
-
-        The last three arguments map expert rows to tokens, as in `RowMap`.
-        """
+        """Start to send gradients of expert rows and routing weights (None = no gradient)."""
 
 
 class GradientReceiver(Protocol):
@@ -258,10 +255,7 @@ class ExpertSpec:
         activation: ActivationOptions,
         recipe: Recipe | None = None,
     ) -> ExpertSpec:
-        """Return the spec of these rows and weights.
-
-        Without a recipe, `dtypes` has the dtypes of rows and weights; with one, only of rows.
-        """
+        """Return the spec; with a recipe, `dtypes` has only the dtype of the rows."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         of_weights = () if recipe is not None else (w1_eCD.dtype, w2_eDF.dtype)
         return cls(
@@ -316,10 +310,7 @@ class ExpertSpec:
         products_name: str,
         fix: str = "set FSDPOptions.param_dtype",
     ) -> str | None:
-        """Return an error text if rows and weights do not share an allowed dtype, or None.
-
-        The text names the backend `products_name`, and `fix`, what the user should do.
-        """
+        """Return an error text if rows and weights do not share an allowed dtype, or None."""
         if self.dtypes is None or any(self.dtypes == {dtype} for dtype in allowed_dtypes):
             return None
         names = ", ".join(sorted(map(str, self.dtypes)))

@@ -21,10 +21,7 @@ from moecore.kernels.grouped.wgrad import grouped_wgrad
 
 
 class LowRankProducts:
-    """The LoRA part of one matrix's matmuls, and the gradients of LoRA's A and B.
-
-    `update` None = no LoRA: addends are None. `has_kernels` = moecore's kernels multiply.
-    """
+    """The LoRA part of one matrix's matmuls and its gradients; `update` None = addends are None."""
 
     def __init__(
         self, update: LowRankUpdate | None, offsets_e: Tensor, *, has_kernels: bool

@@ -51,7 +51,6 @@ class QuantisedMatrices:
         quantise: Callable[..., OperandPair],  # (w_eNK, *, rows, columns)
         unpack: Callable[[Blocks, bool], Blocks],  # (all-gathered matrix, is_transposed)
     ) -> None:
-        """`quantise` makes operands of local matrices, `unpack` one of an all-gathered matrix."""
         self.dtypes = {"w1": weights.w1_eCD.dtype, "w2": weights.w2_eDF.dtype}
         self._weights: ExpertWeights | None = weights
         self._quantise, self._unpack = quantise, unpack
@@ -94,7 +93,6 @@ class ScaledMatmuls(Matmuls):
         self._other_layouts: dict[tuple[Operand, bool], Blocks] = {}
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return expert rows times their experts' w1 or w2 (as `operand` says), in their dtype."""
         matrix = self.matrices.get_operand(*MATRICES[operand])
         a = self._quantise(operand, rows_RK)
         return scaled_gemm(a, matrix, self.offsets_e, rows_RK.dtype)
@@ -102,7 +100,6 @@ class ScaledMatmuls(Matmuls):
     def compute_weight_grad(
         self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
     ) -> Tensor:
-        """Return dy^T x over each expert's rows, the gradient of w1 or w2, written to `target`."""
         dy = self._quantise("dh" if role == "w1" else "dy", dy_RN, columnwise=True)
         x = self._quantise("x" if role == "w1" else "a", x_RK, columnwise=True)
         grad_eNK = scaled_wgrad(dy, x, self._padded_e, dy_RN.dtype)
@@ -110,7 +107,6 @@ class ScaledMatmuls(Matmuls):
         return scale_and_store_grad(grad_eNK, target.out, target.accumulate, dtype, target.scale)
 
     def drop_weights(self) -> None:
-        """Free the matrices w1 and w2, which `compute_weight_grad` does not read."""
         self.matrices.drop_matrices()
 
     @cached_property
@@ -119,10 +115,10 @@ class ScaledMatmuls(Matmuls):
         return pad_offsets(self.offsets_e)
 
     def _quantise(self, operand: Operand, rows: Tensor, *, columnwise: bool = False) -> Blocks:
-        """Quantise expert rows: FC1's or FC2's input or output gradient, which `operand` names.
+        """Quantise expert rows to sum over columns, or with `columnwise` over rows.
 
-        The result is for sums over columns, or with `columnwise` over rows. If backward also reads
-        the other layout, one pass makes both, and the other one is cached for the next call.
+        If backward also reads the other layout, one pass makes both; the next call returns the
+        other.
         """
         layout = self._other_layouts.pop((operand, columnwise), None)
         if layout is not None:
@@ -162,10 +158,7 @@ class ScaledMatmuls(Matmuls):
 
 
 def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise each expert's matrix to FP8 with one scale per row or per matrix, by the recipe.
-
-    `layouts`: `rowwise` makes the operand summed over columns, `columnwise` the transposed one.
-    """
+    """Quantise matrices with a scale per row or matrix, to the operands that `layouts` requests."""
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return quantise_expert_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
 
@@ -197,7 +190,6 @@ class EmulatedMatmuls(Matmuls):
         self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return expert rows times their experts' w1 or w2 (as `operand` says), in their dtype."""
         role, is_backward = MATRICES[operand]
         b = self.matrices.get_operand(role, is_backward)
         if not rows_RK.shape[0]:
@@ -211,7 +203,6 @@ class EmulatedMatmuls(Matmuls):
     def compute_weight_grad(
         self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
     ) -> Tensor:
-        """Return dy^T x over each expert's rows, the gradient of w1 or w2, written to `target`."""
         dy = self._quantise_transposed(dy_RN, is_gradient=True)
         x = self._quantise_transposed(x_RK, is_gradient=False)
         offsets_e, dtype = self.padded_rows.offsets_e, target.dtype or self.matrices.dtypes[role]
@@ -228,7 +219,6 @@ class EmulatedMatmuls(Matmuls):
         return scale_and_store_grad(grad_eNK, target.out, target.accumulate, dtype, target.scale)
 
     def drop_weights(self) -> None:
-        """Free the matrices w1 and w2, which `compute_weight_grad` does not read."""
         self.matrices.drop_matrices()
 
     @cached_property
@@ -252,11 +242,7 @@ class EmulatedMatmuls(Matmuls):
 def quantise_matrices_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
-    """Quantise each expert's matrix to MXFP8 or NVFP4.
-
-    `rowwise` makes the operand summed over columns, `columnwise` the one over rows. Values are
-    packed bytes if the device can multiply them, otherwise bf16 (fp32 on a CPU).
-    """
+    """Quantise matrices to MXFP8 or NVFP4; bytes if the device multiplies those, otherwise wide."""
     is_packed = has_block_scaled_kernels(w_eNK.device)
     return quantise_microscaled_matrices(
         w_eNK, recipe, rowwise=rowwise, columnwise=columnwise, pack=is_packed

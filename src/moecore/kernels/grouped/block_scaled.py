@@ -61,11 +61,7 @@ def _load_operand(
     ROWS: tl.constexpr,  # rows of a scale
     CONST: tl.constexpr,  # BlockScaledConstants
 ):
-    """Return packed values [rows, BLOCK_K / P] and block scales [rows, BLOCK_K / B] of an operand.
-
-    P values are packed in a byte, and B values share a scale. The columns begin at `k_start`.
-    Columns from `k_end` on are 0, and so are rows whose `row_mask` is False.
-    """
+    """Return packed values [rows, BLOCK_K / P] and block scales [rows, BLOCK_K / B]."""
     P: tl.constexpr = CONST.P
     B: tl.constexpr = CONST.B
     BLOCK_K: tl.constexpr = CONST.BLOCK_K
@@ -190,11 +186,9 @@ def block_scaled_gemm(
     """Return each expert row times its expert's matrix, [R, N] in `dtype`. No autograd, no sync.
 
     Args:
-        a: R rows of K columns in expert order, as `quantise_microscaled(pack=True)` packs them.
-        b: matrices [experts, N, K], as `quantise_microscaled_matrices(pack=True)` packs them for
-            sums over K.
-        offsets_e: int32 on the device, running sum of the experts' row counts. Result rows past
-            offsets_e[-1] are uninitialised.
+        a: R rows in expert order, as `quantise_microscaled(pack=True)` packs them.
+        b: matrices [experts, N, K], as `quantise_microscaled_matrices(pack=True)` packs them.
+        offsets_e: int32, running sum of the experts' row counts. Later rows are uninitialised.
         recipe: of both operands.
     """
     (R, bytes_K), (e, N, _) = a.values.shape, b.values.shape
@@ -231,12 +225,8 @@ def block_scaled_wgrad(
     Args:
         x, y: [M, W] and [N, W], transposed expert rows, as `quantise_microscaled(over_rows=True,
             pack=True)` packs them, each expert's rows padded with zeros to full blocks.
-        offsets_e: int32 on the device, running sum of the experts' padded row counts, at most W.
-        recipe: of both operands.
-        out: contiguous [experts, M, N], overwritten by the result; None = a new tensor.
-        accumulate: whether the result is added to `out` instead, in fp32.
-        dtype: dtype of a new result, None = fp32.
-        scale: factor on the fp32 sum, before it is added and rounded once.
+        offsets_e: int32, running sum of the experts' padded row counts, at most W.
+        out, accumulate, dtype, scale: as for `grouped_wgrad`; dtype None = fp32.
     """
     (M, bytes_W), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
     out = x.scales.new_empty(e, M, N, dtype=dtype or torch.float32) if out is None else out

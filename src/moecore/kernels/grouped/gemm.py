@@ -96,10 +96,7 @@ def _store_tile(
     row_stride,
     ADD: tl.constexpr = False,
 ):
-    """Store `tile` at `rows` and at columns from `first_column` on, or with ADD add it in fp32.
-
-    Rows whose row_mask is False and columns from num_columns on are skipped.
-    """
+    """Store `tile` at `rows` and at columns from `first_column` on, or with ADD add it in fp32."""
     columns = first_column + tl.arange(0, tile.shape[1])
     mask = row_mask[:, None] & (columns < num_columns)[None, :]
     at = out_ptr + rows[:, None] * row_stride + columns[None, :]
@@ -125,10 +122,7 @@ def _grouped_gemm_fwd_kernel(
     E_POW2: tl.constexpr,
     TILE: tl.constexpr,  # TileConfig
 ):
-    """Write each expert row of a times its expert's matrix b, [rows, N], to out_ptr.
-
-    With GATHER, row_ids_ptr selects the rows of a. With ADD, the product is added to out_ptr.
-    """
+    """Write each expert row of a times its expert's matrix b, [rows, N], to out_ptr."""
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_K: tl.constexpr = TILE.BLOCK_K

@@ -139,11 +139,7 @@ def _store_activation_bwd(
     F,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Store a tile's dh, act(h) * weight and sums of routing-weight gradients; load the next h.
-
-    `total_MN` is the gradient of the activation. `staging` has shared memory for it and for h.
-    `location` has the positions of this tile and of the next.
-    """
+    """Store a tile's dh, act(h) * weight and sums of routing-weight gradients; load the next h."""
     weights_ptr, out_ptr, dh_ptr, dweights_ptr = outputs
     row, end, column, has_next, next_row, next_column = location
     ACT: gl.constexpr = CONST.ACT
@@ -203,10 +199,7 @@ def _multiply_tiles(
     N,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Warp group GROUP (0 or 1): compute every other tile, and store it by `_store_activation_bwd`.
-
-    `turn_barriers` are the barriers by which the two groups alternate.
-    """
+    """Warp group GROUP: compute every other tile, and store it by `_store_activation_bwd`."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     N = N // 8 * 8  # as above
@@ -387,7 +380,7 @@ def pingpong_activation_bwd(
     Args:
         dy: [R, D] rows in expert order, or with `row_ids_R` a row per token; bf16 or fp16,
             contiguous.
-        w2_eDF: a matrix [D, F] per expert, contiguous; D and F multiples of 8.
+        w2_eDF: contiguous; D and F multiples of 8.
         tiles: from `map_row_tiles` of `offsets_e`, the running sum of the experts' row counts.
         h_RC, weights_R: FC1's output [R, 2F], contiguous; fp32 routing weight of each row.
         options: a gated activation, not interleaved.

@@ -184,8 +184,8 @@ def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
     """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on a GPU.
 
     `a` has rows [R, K] in expert order, `b` has matrices [experts, N, K], both FP8 with a scale per
-    row. K and N are multiples of 16. `offsets_e` is the running sum of the experts' row counts.
-    `dtype` is the result's, bf16 on a GPU. Rows past offsets_e[-1] are uninitialised.
+    row; K and N are multiples of 16. `dtype` is bf16 on a GPU. Rows past offsets_e[-1] are
+    uninitialised.
     """
     if _uses_reference(a, b):
         return scaled_gemm_ref(a, b, offsets_e, dtype)
@@ -210,9 +210,8 @@ def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype
 def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each expert's weight gradient x y^T over its columns, [experts, M, N]; 0 without rows.
 
-    x [M, P] and y [N, P] are transposed expert rows, `columns` of `quantise_expert_rows`.
-    `offsets_e` is the running sum of the experts' padded row counts, at most P. `dtype` is bf16 on
-    a GPU. No autograd; no host sync on a GPU.
+    x [M, P] and y [N, P] are `columns` of `quantise_expert_rows`, and `offsets_e` the running sum
+    of padded row counts, at most P. `dtype` is bf16 on a GPU. No autograd; no host sync on a GPU.
     """
     if _uses_reference(x, y):
         return scaled_wgrad_ref(x, y, offsets_e, dtype)

@@ -145,8 +145,7 @@ def quantise_expert_rows_ref(
 def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past_amax: Tensor) -> Tensor:
     """Return fp32 [n], whose largest entry gives the FP8 scale of all expert rows. No host sync.
 
-    If `past_amax`, fp32 [1], the largest magnitude of earlier steps, is not 0, all entries are
-    `past_amax`. Otherwise the entries are the largest magnitudes of rows in use.
+    All entries are `past_amax`, fp32 [1], the largest magnitude of earlier steps, if that is not 0.
     """
     if has_cast_kernel(x_RD):
         x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
@@ -345,12 +344,11 @@ def quantise_expert_rows(
     """Quantise expert rows to FP8 matmul operands, one or both layouts. No autograd, no host sync.
 
     Args:
-        x_RD: R rows of D columns, bf16, fp16 or fp32; D a multiple of 16. Rows past the last
-            expert's are not read, and are uninitialised in the result.
+        x_RD: bf16, fp16 or fp32; D a multiple of 16. Rows past the last expert's are not read, and
+            are uninitialised in the result.
         offsets_e: int32, the running sum of the experts' row counts.
         padded_e: from `pad_offsets`; None without `columnwise`.
         per_row: whether each row has a scale; otherwise all expert rows have one.
-        power_of_two: whether scales are powers of two.
         fp8_format: "e4m3" or "e5m2".
         rowwise: whether to make [R, D] with scales [R], for sums over D.
         columnwise: whether to make the transpose [D, padded rows] with scales [experts, D], for
@@ -379,8 +377,7 @@ def quantise_expert_matrices(
     """Quantise each expert's matrix to E4M3, with one scale per row or one per matrix.
 
     `w` is bf16, fp16 or fp32 [experts, N, D]; N and D are multiples of 16. `rowwise` requests [e,
-    N, D] with scales [e, N], `columnwise` the transpose [e, D, N] with scales [e, D]. No autograd,
-    no host sync.
+    N, D] with scales [e, N], `columnwise` the transpose [e, D, N] with scales [e, D]. No host sync.
     """
     w = w.detach().contiguous()
     if not has_cast_kernel(w):

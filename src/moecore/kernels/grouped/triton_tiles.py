@@ -35,10 +35,7 @@ def locate_tile(
     BLOCK_M: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Return (expert, first row, column tile) of output tile `tile_idx`.
-
-    `num_column_tiles` is the number of column tiles, `row_tiles` the result of `count_row_tiles`.
-    """
+    """Return (expert, first row, column tile) of output tile `tile_idx`."""
     starts, tiles, sums, total = row_tiles
     width = GROUP_M * num_column_tiles
     first = tile_idx // width * GROUP_M

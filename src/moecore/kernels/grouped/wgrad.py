@@ -181,11 +181,7 @@ def _multiply_tiles(
     scale,  # factor on the sums
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Multiplying warps: compute x^T y of every tile; store the product, or with CONST.ADD add it.
-
-    `out` is (shared memory, TMA descriptor, pointer) of the output. `ring` has the stages with
-    blocks of x and y.
-    """
+    """Multiplying warps: compute x^T y of every tile, and store it, or with CONST.ADD add it."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -248,10 +244,7 @@ def sm90_bf16_grouped_wgrad_kernel(
     scale,  # fp32, of every product
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write each expert's x^T y to out_desc, or with CONST.ADD add the product to out_ptr.
-
-    With CONST.GATHER, row_ids_ptr selects the rows of x.
-    """
+    """Write each expert's x^T y to out_desc, or with CONST.ADD add the product to out_ptr."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -321,15 +314,14 @@ def grouped_wgrad(
     Args:
         x: [R, M] rows in expert order, or with `row_ids_R` token rows; bf16 or fp16, contiguous; M
             a multiple of 8.
-        y_RN: [R, N] rows in expert order, dtype of x, contiguous; N a multiple of 8. Up to 63 rows
-            past an expert's last row are multiplied by 0. So they must be finite: rows past
-            offsets_e[-1] may not be uninitialised, and a NaN or infinity in one expert's first rows
-            also reaches the expert before it.
+        y_RN: rows in expert order, dtype of x, contiguous; N a multiple of 8. Up to 63 rows past an
+            expert's last row are multiplied by 0. So they must be finite: rows past offsets_e[-1]
+            may not be uninitialised, and a NaN or infinity in one expert's first rows also reaches
+            the expert before it.
         offsets_e: int32 on the device, running sum of the experts' row counts, at most R.
         row_ids_R: int32, the row of x that each expert row reads; None = x is in expert order.
         transposed: return [e, N, M] instead of [e, M, N].
-        out: fp32 or bf16, contiguous, of the output's shape, overwritten by the result; None = a
-            new tensor.
+        out: fp32 or bf16, contiguous, of the output's shape, overwritten; None = a new tensor.
         accumulate: whether the result is added to `out` instead, in fp32.
         dtype: dtype of a new result, fp32 or None for the dtype of x.
         scale: factor on the fp32 sum, before it is added and rounded.

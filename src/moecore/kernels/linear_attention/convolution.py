@@ -33,10 +33,8 @@ def causal_convolution(
     Args:
         x_TD: any float dtype, which is the dtype of y.
         weight_DW: the filter of each channel. The last tap multiplies the token itself.
-        bias_D: a bias per channel; None = 0.
         cu_seqlens: int32 [n + 1]: the index of each document's first token, then T.
         previous_tokens_nwD: the w = W - 1 tokens before each document, in order; None = zeros.
-        apply_silu: whether silu is applied to the result.
     """
     with disable_autocast(x_TD):
         if fla.find_convolution_problem(x_TD) is None:

@@ -110,10 +110,7 @@ def balance_statistics_fwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Write one program's partial sums over tokens: scores per expert, and logsumexp^2.
-
-    A program reads every num_parts-th tile of tokens of one sequence.
-    """
+    """Write one program's partial sums over tokens: scores per expert, and logsumexp^2."""
     program = tl.program_id(0)
     sequence = program // num_parts
     cols = tl.arange(0, BLOCK_E)
@@ -152,10 +149,7 @@ def balance_statistics_fwd_reduce_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Sum score_parts over the programs of a sequence, for a block of experts.
-
-    The last program of the launch sums z_parts instead.
-    """
+    """Sum score_parts over the programs of a sequence, for a block of experts."""
     program = tl.program_id(0)
     if program == tl.num_programs(0) - 1:  # the last program has z
         z_sums = tl.zeros([BLOCK_P], tl.float32)
@@ -304,14 +298,12 @@ def balance_statistics(
     mask. Two kernels forward, one backward.
 
     Args:
-        logits_TE: router logits of T tokens and E experts, fp32; plain PyTorch computes fp64.
+        logits_TE: fp32; plain PyTorch computes fp64.
         num_sequences: B. Without `sequences_T` a sequence has T / B consecutive tokens.
-        score_function: "softmax", "sigmoid" or "sqrtsoftplus"; scores of the last two are divided
-            by their sum.
+        score_function: scores other than "softmax" are divided by their sum.
         padding_mask_T: bool [T], True = padding, which is in no sum and has gradient 0, even if its
             logits are NaN. None = no padding.
-        sequences_T: int64 [T], each token's sequence; None = consecutive tokens. With
-            `sequences_T`, plain PyTorch computes the sums instead of the kernels.
+        sequences_T: int64 [T], each token's sequence; only plain PyTorch computes with it.
     """
     check_padding_mask(padding_mask_T, logits_TE.shape[0])
     is_small = logits_TE.dtype == torch.float32 and logits_TE.shape[1] <= MAX_EXPERTS

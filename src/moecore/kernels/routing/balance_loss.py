@@ -61,11 +61,7 @@ def _clamp_divisor(count):
 def _load_counts(
     counts, first_sequence, num_sequences, columns, E: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """Return the counts of BLOCK_B sequences from `first_sequence` on, and where they are stored.
-
-    The results are choices per expert [b, e] in fp32, tokens [b], flat offsets [b, e] of the
-    choices, and a bool mask [b, e].
-    """
+    """Return choices per expert [b, e] in fp32, tokens [b], and the choices' offsets and mask."""
     rows = (first_sequence + tl.arange(0, BLOCK_B)).to(tl.int64)
     in_rows = rows < num_sequences
     inside = in_rows[:, None] & (columns < E)[None, :]
@@ -254,11 +250,10 @@ def balance_loss(
     backward.
 
     Args:
-        score_sums_BE, z_sum: fp32 or fp64, [B, E] and 0-dim, from `balance_statistics`.
-        counts_BX: int64 [B, E + 1], from `count_experts_and_tokens`.
-        factors: one factor per loss, which includes the E / K (K choices per token) or E of its
-            formula.
-        global_counts_E: int64 [E], contiguous; None = no global-batch loss (0).
+        score_sums_BE, z_sum: from `balance_statistics`, fp32 or fp64.
+        counts_BX: from `count_experts_and_tokens`.
+        factors: one per loss, which includes the E / K or E of its formula.
+        global_counts_E: int64, contiguous; None = no global-batch loss (0).
     """
     E = score_sums_BE.shape[1]
     is_small = score_sums_BE.dtype == torch.float32 and E <= MAX_EXPERTS

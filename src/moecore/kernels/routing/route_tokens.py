@@ -19,10 +19,7 @@ from moecore.kernels.routing import router_logits as products
 
 
 class _RouteTokens(torch.autograd.Function):
-    """One autograd node for `router_logits` and `route`.
-
-    apply(x, weight, bias, selection bias, *flat options) returns logits, expert ids, weights.
-    """
+    """apply(x, weight, bias, selection bias, flat options) returns logits, expert ids, weights."""
 
     @staticmethod
     def forward(
@@ -71,7 +68,7 @@ def route_tokens(
     """Return the router logits [T, E], and the expert ids and weights [T, K] from `route`.
 
     `bias_E` is added to the logits. `selection_bias_E` is `route`'s bias, which only affects the
-    choice. None = no such bias. Dtypes and shapes as in `router_logits` and `route`.
+    choice.
     """
     tensors = [t for t in (x_TD, weight_ED, bias_E, selection_bias_E) if t is not None]
     can_fuse = (

@@ -81,11 +81,7 @@ def compute_scores(
     inverse_exp_sum,  # [rows, 1], 1 / sum of exp(logit - top); "softmax" only
     FUNCTION: tl.constexpr,
 ):
-    """Return the scores of fp32 router logits, and each score's derivative by its logit.
-
-    For "softmax" the second result is the scores. `max_logit` [rows, 1], the greatest logit, and
-    `inverse_exp_sum` [rows, 1], 1 / sum of exp(logit - max_logit), are read only for "softmax".
-    """
+    """Return the scores of fp32 logits, and their derivatives (for "softmax" the scores)."""
     if FUNCTION == "sigmoid":
         # exp(89) is already inf, and its score 0.
         s = 1.0 / (1.0 + compute_exp(tl.minimum(-logits, 89.0, propagate_nan=tl.PropagateNan.ALL)))
@@ -103,11 +99,7 @@ def compute_scores_of_rows(
     logits,  # fp32 logits of whole rows; the caller masks what it gets in padding columns
     FUNCTION: tl.constexpr,
 ):
-    """Return the scores of full rows of logits, each row's maximum, and 1 / its sum of exp.
-
-    Maximum and 1 / sum, [rows, 1] each, are arguments of `compute_scores`, and 0 unless FUNCTION is
-    "softmax".
-    """
+    """Return the scores of full rows, each row's maximum, and 1 / its sum of exp."""
     if FUNCTION != "softmax":
         top = tl.zeros([logits.shape[0], 1], dtype=tl.float32)
         factor = top
@@ -130,10 +122,7 @@ def load_token_scores(
     BLOCK_T: tl.constexpr,
     E_POW2: tl.constexpr,  # E up to a power of two
 ):
-    """Return scores [tokens, experts], expert indices [1, experts] and token mask [tokens, 1].
-
-    Experts are padded to E_POW2. The mask is False for padding and for rows past num_tokens.
-    """
+    """Return scores [tokens, experts], expert indices [1, experts] and token mask [tokens, 1]."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     columns = tl.arange(0, E_POW2)[None, :]
     row_mask = rows < num_tokens

@@ -89,10 +89,7 @@ def make_activation_options(
 
 
 def activate_rows(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return the activation [..., F] of FC1's output, in fp32, or in fp64 for fp64.
-
-    Plain differentiable PyTorch, which calls `options.function` if that is set.
-    """
+    """Return the activation [..., F] of FC1's output, in at least fp32; differentiable PyTorch."""
     h_RC = h_RC.to(torch.promote_types(h_RC.dtype, torch.float32))
     if options.function is not None:
         return options.function(h_RC)
@@ -228,10 +225,7 @@ def _launch_activation(
 def _launch_activation_bwd(
     h_RC: Tensor, da_RF: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of h and weights, and act(h) * weight, by the kernel.
-
-    `flat` is `ActivationOptions.flat`, then a flag: whether to compute act(h) * weight.
-    """
+    """Return gradients of h and weights, and act(h) * weight if the last of `flat` is True."""
     options, with_output = make_activation_options(*flat[:-1]), flat[-1]
     dh_RC, dweights_R, a_RF = _make_empty_gradients(h_RC, options.kind, with_output)
     R, F_ = da_RF.shape
@@ -301,13 +295,8 @@ def weighted_activation_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `weighted_activation`, and its recomputed output, in one pass.
 
-    Not differentiable. No host sync; the same bits in every run. da_RF is the gradient of the
-    output. Other arguments are as in `weighted_activation`.
-
-    Returns:
-        dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of the weights (also if weights_R
-        is None); a_RF, the forward's output. Rows from num_rows on are not read, and are zero in
-        the results.
+    Not differentiable. No host sync; the same bits in every run. dweights_R is fp32, also if
+    weights_R is None. Rows from num_rows on are not read, and are zero in the results.
     """
     if h_RC.dtype in KERNEL_DTYPES and can_use_kernel(h_RC, da_RF):
         return _weighted_activation_bwd(h_RC, da_RF, weights_R, num_rows, *options.flat, True)
@@ -322,8 +311,7 @@ def weighted_activation(
     Differentiable in h_RC and weights_R, which are saved for backward. No host sync.
 
     Args:
-        h_RC: FC1's output of R rows, [R, 2F] for activations with a gate, otherwise [R, F]; any
-            float dtype; copied if not contiguous.
+        h_RC: FC1's output, any float dtype; copied if not contiguous.
         weights_R: fp32 routing weight of each row; None means 1.
         num_rows: 0-dim int32 on the device. Rows from num_rows on are not read, and are zero in the
             result. None means R.

@@ -179,10 +179,7 @@ def _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
 
 @triton.jit
 def transpose_e4m3_words(w0, w1, w2, w3, f0, f1, f2, f3):
-    """Transpose 4 x 4 e4m3 values in four int32 words, and multiply each input row by a factor.
-
-    w0 to w3 are rows of four e4m3 values; f0 to f3 are their fp16 factors, at most 1.
-    """
+    """Transpose 4 x 4 e4m3 values, rows w0 to w3 times their fp16 factors f0 to f3, at most 1."""
     if INTERPRETED:
         words: tl.tuple = ()
         for byte in tl.static_range(4):

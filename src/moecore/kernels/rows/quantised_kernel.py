@@ -81,11 +81,7 @@ def gather_row_blocks_kernel(
     SCALE_R: tl.constexpr,
     SCALE_B: tl.constexpr,
 ):
-    """Gather FP8 rows to out_ptr in expert order, unchanged, and their scales, transposed.
-
-    The first num_scale_programs programs copy the scales of SCALE_R expert rows each. Every other
-    program copies BLOCK_D values of one token's row to its expert rows.
-    """
+    """Copy scales of SCALE_R expert rows, transposed, or BLOCK_D values of a token to its rows."""
     pid = tl.program_id(0)
     if pid < num_scale_programs:
         rows = pid.to(tl.int64) * SCALE_R + tl.arange(0, SCALE_R)

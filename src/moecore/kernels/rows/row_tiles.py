@@ -18,10 +18,7 @@ MAP_FIELDS = 4  # int32 words of a row tile: expert, first row, end of the exper
 
 @triton.jit
 def load_expert_ranges(offsets_ptr, num_experts, E_POW2: tl.constexpr):
-    """Return (starts, ends, exists) [E_POW2]: each expert's rows, and whether the expert exists.
-
-    `offsets_ptr` has the running sum of the experts' rows.
-    """
+    """Return (starts, ends, exists) [E_POW2]: each expert's rows, and whether the expert exists."""
     experts = tl.arange(0, E_POW2)
     exists = experts < num_experts
     ends = tl.load(offsets_ptr + experts, mask=exists, other=0)

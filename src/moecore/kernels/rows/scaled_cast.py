@@ -38,8 +38,7 @@ def _scaled_cast_kernel(
 def scaled_cast(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     """Return x * scale cast to a dtype, contiguous. Not differentiable.
 
-    The product is computed in fp32, or in fp64 for fp64 tensors. A tensor scale [] is read on its
-    device.
+    The product is in fp32 (fp64 for fp64 tensors). A tensor scale [] is read on its device.
     """
     if not can_use_kernel(x) or torch.float64 in (x.dtype, dtype) or torch.compiler.is_compiling():
         return scaled_cast_ref(x, dtype, scale)

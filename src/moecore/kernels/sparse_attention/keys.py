@@ -17,10 +17,7 @@ from moecore.kernels.common import is_gpu
 
 
 class Keys(Protocol):
-    """The keys that a chunk of queries reads, and the matrix products with them.
-
-    A key's row is its vector in a tensor of all keys, such as latents or indexer keys.
-    """
+    """The keys that a chunk of queries reads, and the matrix products with their rows (vectors)."""
 
     @property
     def seen_CK(self) -> Tensor:
@@ -36,10 +33,10 @@ class Keys(Protocol):
         """Return each query's sum over its keys of p * row, [queries, heads, D], at least fp32."""
 
     def add_outer_products(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """For each pair (p, q) of [queries, heads, keys] and [queries, heads, dim], add p^T q.
+        """Add p^T q, summed over queries and heads, of each pair to the keys' rows of total_ND.
 
-        The product sums over queries and heads, and is added in place to the keys' rows of
-        total_ND. If q has fewer columns than total_ND, only the first columns change.
+        p is [queries, heads, keys], q [queries, heads, dim], whose columns are the first of
+        total_ND.
         """
 
 
