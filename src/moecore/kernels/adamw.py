@@ -127,7 +127,12 @@ def adamw_ref_(
         g, step = row.grad.to(wide), row.step
         if grad_scale is not None:
             g = g / grad_scale
-        w, m, v = _decode_state_ref(row, wide)
+        w, m, v = row.weight, row.exp_avg, row.exp_avg_sq
+        if row.remainder is not None:
+            w = join_master_ref(w, row.remainder)
+        if row.exponents is not None:
+            m, v = decode_moments_ref(m.reshape(-1), v.reshape(-1), row.exponents)
+        w, m, v = w.to(wide), m.to(wide).view(w.shape), v.to(wide).view(w.shape)
         m = m + (g - m) * (1 - beta1)
         v = v + (g * g - v) * (1 - beta2)
         logs = map(_compute_log, options.betas)
@@ -140,16 +145,6 @@ def adamw_ref_(
             if found_inf is not None:
                 new = torch.where(found_inf > 0, old, new)
             old.copy_(new)
-
-
-def _decode_state_ref(param: ParamTensors, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a parameter's fp32 master weight, first moment and second moment, cast to `dtype`."""
-    w, m, v = param.weight, param.exp_avg, param.exp_avg_sq
-    if param.remainder is not None:
-        w = join_master_ref(w, param.remainder)
-    if param.exponents is not None:
-        m, v = decode_moments_ref(m.reshape(-1), v.reshape(-1), param.exponents)
-    return w.to(dtype), m.to(dtype).view(w.shape), v.to(dtype).view(w.shape)
 
 
 def _encode_state_ref(

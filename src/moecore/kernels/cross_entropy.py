@@ -92,10 +92,7 @@ def _make_first_columns(CONST: tl.constexpr):
 
 
 @triton.jit
-def _reduce_max_and_sum(
-    logits_row,  # pointer to [V]
-    CONST: tl.constexpr,
-):
+def _reduce_max_and_sum(logits_row, CONST: tl.constexpr):
     """Return max(x), and the sum of exp(x - max(x)): NaN for a NaN or +inf in the row."""
     V: tl.constexpr = CONST.V
     LANES: tl.constexpr = CONST.LANES
@@ -202,13 +199,8 @@ def _cross_entropy_kernel(
 
 
 @triton.jit
-def _row_statistics_kernel(
-    logits,  # [C, V], contiguous
-    labels,  # [C] int64
-    statistics,  # [C, 3] fp32, out
-    CONST: tl.constexpr,
-):
-    """Write one row's maximum, its sum of exp(x - maximum), and its logit in the label's column."""
+def _row_statistics_kernel(logits, labels, statistics, CONST: tl.constexpr):
+    """Write a row's `softmax_statistics`: maximum, sum of exp, and logit in the label's column."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     high, total, label_logit = 0.0, 1.0, 0.0

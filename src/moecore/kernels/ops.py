@@ -25,7 +25,6 @@ def make_setup_context(saved_inputs: slice, option_inputs: slice = slice(0)) -> 
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save the selected inputs in `ctx`."""
         ctx.save_for_backward(*inputs[saved_inputs])
         ctx.others = inputs[option_inputs]
 
@@ -59,7 +58,6 @@ class Op(Generic[Out]):
         mutates_args: tuple[str, ...] = (),
         schema: str | None = None,
     ) -> None:
-        """Register the custom op, and make the `autograd.Function`."""
         assert not (mutates_args and backward), name
         registered: Any = torch.library.custom_op(
             f"moecore::{name}", forward, mutates_args=mutates_args, schema=schema
@@ -68,7 +66,21 @@ class Op(Generic[Out]):
         self._apply: Callable[..., Out] | None = None
         if backward is not None:
             registered.register_autograd(backward, setup_context=setup_context)
-            self._apply = _make_function(name, forward, setup_context, backward).apply
+            # Forward also saves: with a separate `setup_context`, torch would bind the arguments to
+            # the signature at every call.
+
+            def forward_and_save(ctx: Any, *args: Any) -> Any:
+                output = forward(*args)
+                if setup_context is not None:
+                    setup_context(ctx, args, output)
+                return output
+
+            methods: Any = dict(
+                forward=staticmethod(forward_and_save), backward=staticmethod(backward)
+            )
+            # Profiles show the name of the custom op.
+            function: Any = type(f"moecore::{name}", (torch.autograd.Function,), methods)
+            self._apply = function.apply
         self.custom: Callable[..., Out] = getattr(torch.ops.moecore, name).default
         self._forward = forward
         parameters = list(inspect.signature(forward).parameters)
@@ -91,24 +103,6 @@ class Op(Generic[Out]):
         if mutated:
             torch.autograd.graph.increment_version(mutated)
         return self._forward(*args)
-
-
-def _make_function(
-    name: str, forward: Callable[..., Any], setup_context: Any, backward: Callable[..., Any]
-) -> type[torch.autograd.Function]:
-    """Return an operation as an `autograd.Function`; profiles show the name of the custom op."""
-    # Forward also saves: with a separate `setup_context`, torch would bind the arguments to the
-    # signature at every call.
-
-    def forward_and_save(ctx: Any, *args: Any) -> Any:
-        """Return the outputs of `forward`, and call `setup_context`."""
-        output = forward(*args)
-        if setup_context is not None:
-            setup_context(ctx, args, output)
-        return output
-
-    methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(backward)}
-    return type(f"moecore::{name}", (torch.autograd.Function,), methods)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -88,7 +88,6 @@ class _Address(NamedTuple):
     address: int
 
     def data_ptr(self) -> int:
-        """Return the address."""
         return self.address
 
 

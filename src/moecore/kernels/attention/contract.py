@@ -54,7 +54,6 @@ class AttentionMask(CheckedRecord):
     max_length_k: CountOrZero | None = None  # an upper bound of the keys of a document
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of each broken rule."""
         if self.window is not None and not self.causal:
             yield "window", "be None without causal: set causal=True"
         for name in ("cu_seqlens_k", "max_length_q", "max_length_k"):

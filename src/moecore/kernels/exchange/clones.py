@@ -111,14 +111,7 @@ class CloneConstants(NamedTuple):
 
 
 @triton.jit
-def _locate_slot(
-    buffer,  # ExchangePointers
-    peer_rank,
-    slot_idx,
-    operation_idx,  # n
-    element_dtype,
-    CONST: tl.constexpr,  # CloneConstants
-):
+def _locate_slot(buffer, peer_rank, slot_idx, operation_idx, element_dtype, CONST: tl.constexpr):
     """Return a pointer to slot `slot_idx` on rank `peer_rank`, of the set of this operation."""
     base = tl.load(buffer.bases + AT_ROWS * CONST.G + peer_rank)
     at = base + (operation_idx % 2).to(tl.int64) * CONST.SET_BYTES + slot_idx * CONST.SLOT_BYTES
@@ -127,12 +120,7 @@ def _locate_slot(
 
 @triton.jit
 def _copy_piece(
-    from_ptr,
-    to_ptr,
-    num_elements,
-    has_source,  # else zeros are written
-    CACHE: tl.constexpr,
-    CONST: tl.constexpr,  # CloneConstants
+    from_ptr, to_ptr, num_elements, has_source, CACHE: tl.constexpr, CONST: tl.constexpr
 ):
     """Copy this program's part of `num_elements` elements; write zeros if not `has_source`."""
     BLOCK: tl.constexpr = CONST.BLOCK
@@ -144,15 +132,8 @@ def _copy_piece(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _store_weights_kernel(
-    rows_ptr,  # [e, W] words
-    experts_ptr,  # [N] int32
-    buffer,  # ExchangePointers
-    piece,  # ClonePiece
-    rank,
-    CONST: tl.constexpr,  # CloneConstants
-):
-    """Store part of the local experts' weights in slots of the clones' ranks, and raise flags."""
+def _store_weights_kernel(rows_ptr, experts_ptr, buffer, piece, rank, CONST: tl.constexpr):
+    """Store part of rows [e, W] in slots of the clones' ranks, and raise flags."""
     operation = tl.load(buffer.state + OPERATION)
     element = rows_ptr.dtype.element_ty
     first = rank // CONST.ETP * CONST.NUM_LOCAL
@@ -168,15 +149,9 @@ def _store_weights_kernel(
 
 @triton.jit(do_not_specialize=["rank", "timeout_ns"])
 def _receive_weights_kernel(
-    out_ptr,  # [c, W] words, out
-    experts_ptr,  # [N] int32
-    buffer,  # ExchangePointers
-    piece,  # ClonePiece
-    rank,
-    timeout_ns,  # nanoseconds
-    CONST: tl.constexpr,  # CloneConstants
+    out_ptr, experts_ptr, buffer, piece, rank, timeout_ns, CONST: tl.constexpr
 ):
-    """Wait for this program's flags, then copy part of the clones' weights to out_ptr."""
+    """Wait for this program's flags, then copy part of the clones' weights to out_ptr, [c, W]."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = out_ptr.dtype.element_ty
@@ -195,15 +170,8 @@ def _receive_weights_kernel(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _store_grads_kernel(
-    grads_ptr,  # [c, W], of the clones
-    experts_ptr,  # [N] int32
-    buffer,  # ExchangePointers
-    piece,  # ClonePiece
-    rank,
-    CONST: tl.constexpr,  # CloneConstants
-):
-    """Store part of the local clones' gradients in this rank's slots; raise flags on all ranks."""
+def _store_grads_kernel(grads_ptr, experts_ptr, buffer, piece, rank, CONST: tl.constexpr):
+    """Store part of the local clones' gradients, [c, W], in this rank's slots; raise flags."""
     operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty
     from_ptr = grads_ptr + piece.start
@@ -217,15 +185,9 @@ def _store_grads_kernel(
 
 @triton.jit(do_not_specialize=["rank", "timeout_ns"])
 def _receive_grads_kernel(
-    grads_ptr,  # [e, W], of this rank's experts; added to
-    experts_ptr,  # [N] int32
-    buffer,  # ExchangePointers
-    piece,  # ClonePiece
-    rank,
-    timeout_ns,  # nanoseconds
-    CONST: tl.constexpr,  # CloneConstants
+    grads_ptr, experts_ptr, buffer, piece, rank, timeout_ns, CONST: tl.constexpr
 ):
-    """Wait for this program's flags from all ranks, then add clones' gradients to grads_ptr."""
+    """Wait for this program's flags, then add clones' gradients to those of experts, [e, W]."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty

@@ -23,11 +23,7 @@ class RowChunk(NamedTuple):
 
 
 @triton.jit
-def locate_pairs(
-    pair_ids,  # int32, of [CHUNK, G]
-    chunk,  # RowChunk
-    CONST: tl.constexpr,  # ExchangeConstants
-):
+def locate_pairs(pair_ids, chunk, CONST: tl.constexpr):
     """Return the token, the rank and whether it exists, of (token, rank) pairs of a chunk."""
     token = chunk.number * CONST.CHUNK + pair_ids // CONST.G
     exists = (pair_ids < CONST.CHUNK * CONST.G) & (token < chunk.max_tokens)
@@ -101,26 +97,15 @@ def push_rows(
 
 
 @triton.jit
-def locate_source_rows(
-    source_rank,  # rank that sent the rows
-    chunk_idx,
-    max_tokens,  # C
-    CHUNK: tl.constexpr,
-):
+def locate_source_rows(source_rank, chunk_idx, max_tokens, CHUNK: tl.constexpr):
     """Return the buffer rows of a chunk's tokens, int64 [CHUNK], and whether each token exists."""
     tokens = chunk_idx * CHUNK + tl.arange(0, CHUNK)
     return source_rank.to(tl.int64) * max_tokens + tokens, tokens < max_tokens
 
 
 @triton.jit
-def copy_rows(
-    slot_ptr,  # slot of the buffer
-    out_ptr,  # [R, D]
-    out_rows,  # [CHUNK] int32, output row of each row, -1 = not copied
-    source_rows,  # [CHUNK] int64, source rows
-    CONST: tl.constexpr,  # ExchangeConstants
-):
-    """Copy a chunk's received rows from the buffer at `slot_ptr` to `out_ptr`."""
+def copy_rows(slot_ptr, out_ptr, out_rows, source_rows, CONST: tl.constexpr):
+    """Copy received rows at `slot_ptr` to `out_rows` of `out_ptr`, -1 = not copied."""
     from_ptrs, to_ptrs = slot_ptr + source_rows * CONST.D, out_ptr + out_rows.to(tl.int64) * CONST.D
     _move_rows(from_ptrs, to_ptrs, out_rows >= 0, CONST.D, CONST.RECEIVE_D, CONST.TILES, ".cg")
 
@@ -171,14 +156,7 @@ def push_choices(
 
 
 @triton.jit
-def _find_sent_pairs(
-    destinations_ptr,  # [T] int64 ranks by bit, or [S] int32 places with REDUCE
-    tokens,  # int32
-    peers,  # int32
-    exists,  # bool
-    chunk,  # RowChunk
-    REDUCE: tl.constexpr,
-):
+def _find_sent_pairs(destinations_ptr, tokens, peers, exists, chunk, REDUCE: tl.constexpr):
     """Return whether this rank sends a row to the peer, bool per (token, peer) pair."""
     if REDUCE:
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
@@ -224,16 +202,9 @@ def receive_choices(
 
 @triton.jit
 def _load_partial_sums(
-    region_ptr,  # region of the buffer
-    peer,  # rank that sent the sums; from G on the result is 0
-    rank_bits,  # [TILE_ROWS] int64 ranks that hold a sum, by bit
-    first_rows,  # [TILE_ROWS] int, place of token in the part of rank 0
-    max_tokens,  # C
-    columns,  # [BLOCK] int
-    G: tl.constexpr,
-    N: tl.constexpr,
+    region_ptr, peer, rank_bits, first_rows, max_tokens, columns, G: tl.constexpr, N: tl.constexpr
 ):
-    """Return the tile of sums that rank `peer` sent, in fp32; zeros for tokens without a sum."""
+    """Return the sums that rank `peer` sent, fp32; 0 for tokens without one and from rank G on."""
     has = (((rank_bits >> peer) & 1) != 0) & (peer < G)
     mask = has[:, None] & (columns < N)[None, :]
     offsets = (first_rows + peer * max_tokens).to(tl.int64)[:, None] * N + columns[None, :]

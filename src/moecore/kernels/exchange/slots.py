@@ -55,12 +55,7 @@ def list_row_slots(
 
 
 @triton.jit
-def list_pair_slots(
-    slots_ptr,  # [S, N] int32
-    used_slots_ptr,  # [1 + N, WIDTH] int32, out, of this program
-    chunk,  # RowChunk
-    CONST: tl.constexpr,  # ExchangeConstants
-):
+def list_pair_slots(slots_ptr, used_slots_ptr, chunk, CONST: tl.constexpr):
     """List the expert rows of all (token, peer) pairs of a chunk in `used_slots_ptr`."""
     tl.debug_barrier()  # the last list has been read
     ROWS: tl.constexpr = CONST.LIST_PAIRS
@@ -76,15 +71,9 @@ def list_pair_slots(
 
 @triton.jit
 def _load_rows_of_slot(
-    y_ptr,  # [R, D]
-    entry_ptrs,  # [ROWS] pointers to the first slot of each row
-    slot_number,  # which slot
-    tile_depth,  # of the tile
-    columns,  # [BLOCK_D]
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
+    y_ptr, entry_ptrs, slot_number, tile_depth, columns, D: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Return the n-th expert row of each received row, from y; zeros if there are fewer."""
+    """Return the row of y in each listed row's slot `slot_number`; 0 from `tile_depth` on."""
     slot = tl.load(entry_ptrs + slot_number * WIDTH, mask=slot_number < tile_depth, other=-1).to(
         tl.int64
     )
@@ -93,15 +82,7 @@ def _load_rows_of_slot(
 
 
 @triton.jit
-def push_sums(
-    y_ptr,  # [R, D]
-    places_ptr,  # [S] int32
-    used_slots_ptr,  # slots of the chunk's pairs
-    bases_ptr,  # [4, G] int64
-    chunk,  # RowChunk
-    first_row,  # int64, row of this rank's token 0 in every peer's slot
-    CONST: tl.constexpr,  # ExchangeConstants
-):
+def push_sums(y_ptr, places_ptr, used_slots_ptr, bases_ptr, chunk, first_row, CONST: tl.constexpr):
     """Sum the expert rows of each (token, peer) pair of a chunk; store sums in peers' buffers."""
     element = y_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
@@ -135,14 +116,7 @@ def push_sums(
 
 
 @triton.jit
-def copy_to_slots(
-    slot_ptr,  # slot of the buffer
-    out_ptr,  # [R, D]
-    used_slots_ptr,  # slots of the chunk's rows
-    places,  # [CHUNK] int32, -1 = a hole
-    source_rows,  # [CHUNK] int64, source rows
-    CONST: tl.constexpr,  # ExchangeConstants
-):
+def copy_to_slots(slot_ptr, out_ptr, used_slots_ptr, places, source_rows, CONST: tl.constexpr):
     """Copy each received row of a chunk from the buffer to all of its expert rows in `out_ptr`."""
     D: tl.constexpr = CONST.D
     CHUNK: tl.constexpr = CONST.CHUNK

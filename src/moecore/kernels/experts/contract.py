@@ -42,8 +42,7 @@ FP8_PRODUCTS: dict[RecipeBackend, tuple[ProductsName, ...]] = {
 LEAVE_OUT = "leave them out of Precision.roles, or by an override"
 
 
-@dataclass(frozen=True, slots=True)
-class GradTarget:
+class GradTarget(NamedTuple):
     """Where a weight's gradient is written: into `out`, added to `out`, or into a new tensor."""
 
     # contiguous, of the weight's shape, fp32 or bf16; None = a new tensor
@@ -219,7 +218,6 @@ class ExpertMLPOptions(CheckedRecord):
     recipe: Recipe | None = None
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of each broken rule."""
         if self.recipe is not None and self.products not in FP8_PRODUCTS[self.recipe.backend]:
             names = " or ".join(map(repr, FP8_PRODUCTS[self.recipe.backend]))
             yield "products", f"be {names} with a recipe ({self.recipe.scaling}): use it"

@@ -102,7 +102,7 @@ class BlockwiseProducts(Products):
 
     def fc2(self, a: _Fp8Operand) -> Tensor:
         y_RD = self._multiply(self._get_fp8_operand(a), "a", a.dtype)
-        return self.low2.add_product(y_RD, self.low2.compute_forward_addend(a.wide))
+        return self.low2.add_product(y_RD, self.low2.compute_addend(a.wide))
 
     def recompute_h(self, rows: Rows) -> Rows:
         h_RC = self._multiply_fc1(rows)
@@ -131,7 +131,7 @@ class BlockwiseProducts(Products):
         num_rows = self.row_map.num_rows
         ids_R, slots_SK = (None, None) if dy.is_unsummed else self.row_map[:2]
         da_RF = self._multiply(gather_row_blocks(dy.rows, ids_R, slots_SK, num_rows), "dy", h.dtype)
-        da_RF = self.low2.add_product(da_RF, self.low2.compute_backward_addend(dy.wide))
+        da_RF = self.low2.add_product(da_RF, self.low2.compute_addend(dy.wide, is_backward=True))
         operands = (da_RF, self.weights_R, num_rows, self.activation)
         if self.low1.update or self.low2.update:
             dh_RC, dweights_R, a_RF = weighted_activation_bwd(widen_rows(h, num_rows), *operands)
@@ -143,7 +143,7 @@ class BlockwiseProducts(Products):
 
     def fc1_dgrad(self, dh: _Fp8Operand) -> Tensor:
         dx_RD = self._multiply(self._get_fp8_operand(dh), "dh", dh.dtype)
-        return self.low1.add_product(dx_RD, self.low1.compute_backward_addend(dh.wide))
+        return self.low1.add_product(dx_RD, self.low1.compute_addend(dh.wide, is_backward=True))
 
     def fc1_wgrad(self, rows: Rows, dh: _Fp8Operand, target: GradTarget) -> Tensor:
         x = tile_tokens(rows, self.row_map.row_ids_R, self.tiles)
@@ -174,7 +174,7 @@ class BlockwiseProducts(Products):
         """Return FC1's output x @ w1^T, with the LoRA update of w1, from FP8 token rows x."""
         h_RC = self._multiply(gather_row_blocks(rows, *self.row_map), "x", rows.dtype)
         x = self._widen_rows(rows) if self.low1.update else None
-        return self.low1.add_product(h_RC, self.low1.compute_forward_addend(x))
+        return self.low1.add_product(h_RC, self.low1.compute_addend(x))
 
     def _widen_rows(self, rows: Rows) -> ProductSource:
         """Return FP8 token rows in 16 bits or fp32; strided (dispatched) rows in expert order."""
@@ -215,9 +215,8 @@ class BlockwiseProducts(Products):
     ) -> Tensor:
         """Return each expert's x^T y, written to `target`; a new tensor has `dtype`."""
         x, y = (tile_tokens(z, None, self.tiles) if z.kind == "tile" else z for z in (x, y))
-        out, adds, scale = target.out, target.accumulate, target.scale
-        dtype = target.dtype or dtype
-        return fp8_wgrad(x, y, self.tiles, out=out, accumulate=adds, dtype=dtype, scale=scale)
+        target = target._replace(dtype=target.dtype or dtype)
+        return fp8_wgrad(x, y, self.tiles, **target._asdict())
 
 
 def quantise_weights_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:

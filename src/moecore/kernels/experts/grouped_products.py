@@ -72,7 +72,7 @@ class TorchMatmuls(Matmuls):
             grad = grouped_mm(dy.t(), x, offs=self.offsets_e)
         else:
             grad = dy.new_zeros(self.offsets_e.shape[0], dy.shape[1], x.shape[1])
-        return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
+        return scale_and_store_grad(grad, *target)
 
     def drop_weights(self) -> None:
         del self.w1_eCD, self.w2_eDF
@@ -151,5 +151,5 @@ class GroupedProducts(Products):
         low = self.low1 if role == "w1" else self.low2
         if low.update is None:
             return out_RN
-        compute = low.compute_backward_addend if is_backward else low.compute_forward_addend
-        return low.add_product(out_RN, compute(ProductSource(rows_RK, None)))
+        rows = ProductSource(rows_RK, None)
+        return low.add_product(out_RN, low.compute_addend(rows, is_backward=is_backward))

@@ -103,8 +103,8 @@ class ScaledMatmuls(Matmuls):
         dy = self._quantise("dh" if role == "w1" else "dy", dy_RN, columnwise=True)
         x = self._quantise("x" if role == "w1" else "a", x_RK, columnwise=True)
         grad_eNK = scaled_wgrad(dy, x, self._padded_e, dy_RN.dtype)
-        dtype = target.dtype or self.matrices.dtypes[role]
-        return scale_and_store_grad(grad_eNK, target.out, target.accumulate, dtype, target.scale)
+        target = target._replace(dtype=target.dtype or self.matrices.dtypes[role])
+        return scale_and_store_grad(grad_eNK, *target)
 
     def drop_weights(self) -> None:
         self.matrices.drop_matrices()
@@ -198,25 +198,29 @@ class EmulatedMatmuls(Matmuls):
         a = self._quantise_rows(rows_RK, expert_M=expert_R, is_gradient=is_backward)
         if self.is_packed:
             return block_scaled_gemm(a, b, self.offsets_e, self.recipe, dtype)
-        return _multiply_emulated(a, b, self.offsets_e, expert_R, dtype)
+        b_eKN = b.values.transpose(1, 2)
+        if has_hopper_kernels(b_eKN.device):
+            out_RN = grouped_gemm(a.values, b_eKN, self.offsets_e, dtype=torch.float32)
+        else:
+            out_RN = grouped_mm(a.values, b_eKN, offs=self.offsets_e)
+        scales = a.scales[:-1] * b.scales
+        return (out_RN * scales[expert_R.clamp(max=scales.shape[0] - 1), None]).to(dtype)
 
     def compute_weight_grad(
         self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
     ) -> Tensor:
         dy = self._quantise_transposed(dy_RN, is_gradient=True)
         x = self._quantise_transposed(x_RK, is_gradient=False)
-        offsets_e, dtype = self.padded_rows.offsets_e, target.dtype or self.matrices.dtypes[role]
+        offsets_e = self.padded_rows.offsets_e
+        target = target._replace(dtype=target.dtype or self.matrices.dtypes[role])
         if self.is_packed:
-            out, adds, scale = target.out, target.accumulate, target.scale
-            return block_scaled_wgrad(
-                dy, x, offsets_e, self.recipe, out=out, accumulate=adds, dtype=dtype, scale=scale
-            )
+            return block_scaled_wgrad(dy, x, offsets_e, self.recipe, **target._asdict())
         source, other = (x, dy) if role == "w1" else (dy, x)
         grad_eNK = grouped_wgrad(
             source.values, other.values, offsets_e, transposed=role == "w1", dtype=torch.float32
         )
         grad_eNK = grad_eNK * (source.scales * other.scales)[:-1, None, None]
-        return scale_and_store_grad(grad_eNK, target.out, target.accumulate, dtype, target.scale)
+        return scale_and_store_grad(grad_eNK, *target)
 
     def drop_weights(self) -> None:
         self.matrices.drop_matrices()
@@ -254,16 +258,3 @@ def _unpack_emulated(recipe: Recipe, is_packed: bool, matrix: Blocks, transposed
     if not is_packed:
         return unpack_matrices(matrix, recipe, transposed=transposed)
     return transpose_matrices(matrix) if transposed else matrix
-
-
-def _multiply_emulated(
-    a: Blocks, b: Blocks, offsets_e: Tensor, expert_R: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return each expert row times its expert's matrix, both emulated in bf16, as `dtype`."""
-    b_eKN = b.values.transpose(1, 2)
-    if has_hopper_kernels(b_eKN.device):
-        out_RN = grouped_gemm(a.values, b_eKN, offsets_e, dtype=torch.float32)
-    else:
-        out_RN = grouped_mm(a.values, b_eKN, offs=offsets_e)
-    scales = a.scales[:-1] * b.scales
-    return (out_RN * scales[expert_R.clamp(max=scales.shape[0] - 1), None]).to(dtype)

@@ -87,7 +87,7 @@ class TEMatmuls(Matmuls):
             grad.zero_()
         if is_direct:
             return out  # type: ignore[return-value]
-        return scale_and_store_grad(grad, out, target.accumulate, target.dtype, target.scale)
+        return scale_and_store_grad(grad, *target)
 
     def drop_weights(self) -> None:
         del self.w1_eCD, self.w2_eDF

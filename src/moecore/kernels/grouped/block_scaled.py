@@ -25,9 +25,9 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import count_sms, launch, next_power_of_2, tl, triton
-from moecore.kernels.grouped.triton_tiles import count_row_tiles, locate_tile
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled_kernel import compute_nvfp4_tensor_scale
+from moecore.kernels.rows.row_tiles import count_row_tiles, locate_tile
 from moecore.kernels.rows.scaling import Blocks
 
 NUM_WARPS = 8

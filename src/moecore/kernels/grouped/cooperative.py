@@ -101,15 +101,7 @@ def _load_blocks(a_desc, b_desc, K, N, location, k, ring, stage_idx, barrier, CO
 
 
 @gluon.jit
-def _store_activation(
-    weights_ptr,  # [R] fp32
-    h_ptr,  # [R, 2F], out
-    out_ptr,  # [R, F], out
-    staging,  # shared memory with gate and up of h, and barriers
-    tiles,  # RowTiling
-    N,
-    CONST: gl.constexpr,  # GroupedConstants
-):
+def _store_activation(weights_ptr, h_ptr, out_ptr, staging, tiles, N, CONST: gl.constexpr):
     """Epilogue warps: store all tiles' weighted activation, and FC1's output of partial tiles."""
     N = N // 8 * 8  # as in _multiply_tiles
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
@@ -147,16 +139,7 @@ def _store_activation(
 
 
 @gluon.jit
-def _multiply_tiles(
-    GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
-    outputs,  # TMA descriptor of h (None without an activation), pointer and descriptor of out
-    staging,  # shared memory and barriers, see above
-    ring,  # Ring
-    tiles,  # RowTiling
-    K,
-    N,
-    CONST: gl.constexpr,  # GroupedConstants
-):
+def _multiply_tiles(GROUP: gl.constexpr, outputs, staging, ring, tiles, K, N, CONST: gl.constexpr):
     """Multiplying warps: store half of every tile's rows, or stage them for `_store_activation`."""
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     BLOCK_N: gl.constexpr = CONST.BLOCK_N

@@ -78,16 +78,7 @@ def _store_rows(out_ptr, out_desc, out_smem, x, first_row, row_end, first_column
 
 
 @gluon.jit
-def _multiply_tiles(
-    GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
-    scales,  # LoadedScales
-    out,  # (pointer, TMA descriptor, shared memory) of the output
-    ring,  # Ring
-    tiles,  # RowTiling
-    K,
-    N,
-    CONST: gl.constexpr,  # GroupedConstants
-):
+def _multiply_tiles(GROUP: gl.constexpr, scales, out, ring, tiles, K, N, CONST: gl.constexpr):
     """Warp group GROUP (0 or 1): compute and store its half of the columns of every tile."""
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2

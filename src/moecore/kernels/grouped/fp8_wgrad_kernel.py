@@ -45,16 +45,7 @@ def _store_block(out_ptr, out_desc, out_smem, x, expert, first_row, first_column
 
 @gluon.jit
 def _multiply_tiles(
-    GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
-    scales,  # pointers to the scales of x and of y
-    out,  # (pointer, TMA descriptor, shared memory) of the gradient
-    ends_ptr,  # [e] int32, running sum of the experts' row tiles
-    ring,  # Ring
-    tiles,  # WeightTiling
-    M,
-    N,
-    scale,  # factor on the sums
-    CONST: gl.constexpr,  # GroupedConstants
+    GROUP: gl.constexpr, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST: gl.constexpr
 ):
     """Warp group GROUP (0 or 1): compute and store (or add) half of the columns of every tile."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M

@@ -32,7 +32,7 @@ from moecore.kernels.common import (
     tl,
     triton,
 )
-from moecore.kernels.grouped.triton_tiles import count_row_tiles, locate_tile
+from moecore.kernels.rows.row_tiles import count_row_tiles, locate_tile
 from moecore.kernels.rows.scaling import ALIGNED, Blocks
 
 PROGRAM = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 4, "num_warps": 8}

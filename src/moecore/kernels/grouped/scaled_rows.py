@@ -97,11 +97,6 @@ def pad_rows(offsets_e: Tensor, num_rows: int, row_multiple: int = ALIGNED) -> P
     return PaddedRows(expert_R, position_R.where(expert_R < e, length), ends_e, length)
 
 
-def pad_offsets_ref(offsets_e: Tensor) -> Tensor:
-    """Compute `pad_offsets` in plain PyTorch."""
-    return pad_rows(offsets_e, 0).offsets_e
-
-
 def quantise_expert_rows_ref(
     x_RD: Tensor,
     offsets_e: Tensor,
@@ -130,7 +125,11 @@ def quantise_expert_rows_ref(
         values, scales = quantise_ref(x_RD, -1, power_of_two, fp8_format, amax)
         of_rows = Blocks(values, scales.flatten().expand(R).contiguous(), "row")
     if columnwise:
-        amax_eD = _compute_column_amax(x_RD, layout) if amax is None else amax
+        amax_eD = amax
+        if amax is None:  # of each expert's columns; the last entry is of unused rows
+            expert_RD = layout.expert_R[:, None].expand_as(x_RD)
+            none_eD = x_RD.new_zeros(offsets_e.shape[0] + 1, D)
+            amax_eD = none_eD.scatter_reduce_(0, expert_RD, abs_without_nan_ref(x_RD), "amax")
         amax_eD = amax_eD.expand(offsets_e.shape[0] + 1, D)
         amax_eD, largest = amax_eD.contiguous(), LARGEST[fp8_format]
         scales_eD, inverse_eD = compute_block_scale_ref(amax_eD, power_of_two, largest)
@@ -155,13 +154,6 @@ def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past_amax: Tensor) -> Tens
     return choose_amax_ref(past_amax, amax)
 
 
-def _compute_column_amax(x_RD: Tensor, layout: PaddedRows) -> Tensor:
-    """Return the amax of each expert's columns, fp32 [experts + 1, columns]; last: unused rows."""
-    expert_RD = layout.expert_R[:, None].expand_as(x_RD)
-    none_eD = x_RD.new_zeros(layout.offsets_e.shape[0] + 1, x_RD.shape[1])
-    return none_eD.scatter_reduce_(0, expert_RD, abs_without_nan_ref(x_RD), "amax")
-
-
 def quantise_expert_matrices_ref(
     w: Tensor, *, per_row: bool, power_of_two: bool, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
@@ -180,11 +172,7 @@ def quantise_expert_matrices_ref(
 
 @triton.jit(do_not_specialize=["num_experts"])
 def pad_offsets_kernel(
-    offsets_ptr,  # [e] int32
-    padded_offsets_ptr,  # [e] int32, out
-    num_experts,
-    E_POW2: tl.constexpr,
-    MULTIPLE: tl.constexpr,
+    offsets_ptr, padded_offsets_ptr, num_experts, E_POW2: tl.constexpr, MULTIPLE: tl.constexpr
 ):
     """Write the running sum of row counts, each padded to a positive multiple of MULTIPLE."""
     experts = tl.arange(0, E_POW2)
@@ -269,7 +257,7 @@ def quantise_experts_kernel(
 def pad_offsets(offsets_e: Tensor) -> Tensor:
     """Return int32 [e], the running sum of row counts, each padded to a positive multiple of 16."""
     if not can_use_kernel(offsets_e):
-        return pad_offsets_ref(offsets_e)
+        return pad_rows(offsets_e, 0).offsets_e
     padded_e, e = torch.empty_like(offsets_e), offsets_e.shape[0]
     e_pow2 = next_power_of_2(e)
     launch(pad_offsets_kernel, 1, offsets_e, padded_e, e, E_POW2=e_pow2, MULTIPLE=ALIGNED)

@@ -155,14 +155,7 @@ def _begin_step(ring, step_idx, CONST: gl.constexpr):
 
 
 @gluon.jit
-def load_row_tiles(
-    LOAD_STEP: gl.constexpr,  # see below
-    operands,  # tuple that LOAD_STEP reads
-    ring,  # Ring that LOAD_STEP fills
-    tiling,  # RowTiling
-    K,
-    CONST: gl.constexpr,  # GroupedConstants
-):
+def load_row_tiles(LOAD_STEP: gl.constexpr, operands, ring, tiling, K, CONST: gl.constexpr):
     """Loading warp: call LOAD_STEP for each block of the K columns of each tile."""
     step = 0
     for tile in range(gl.program_id(0), tiling.num_rows * tiling.num_columns, gl.num_programs(0)):

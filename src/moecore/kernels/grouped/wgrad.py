@@ -63,14 +63,7 @@ CONST = GroupedConstants(
 
 @gluon.jit
 def _load_gathered_tiles(
-    x_ptr,  # [S, M]
-    y_desc,  # [R, N] as blocks [BLOCK_K, BLOCK_N]
-    row_ids_ptr,  # [R] int32
-    offsets_ptr,  # [e] int32
-    ring,
-    tiles,
-    M,
-    CONST: gl.constexpr,  # GroupedConstants
+    x_ptr, y_desc, row_ids_ptr, offsets_ptr, ring, tiles, M, CONST: gl.constexpr
 ):
     """Loading warps: fill the ring with rows of x, gathered by id, and with rows of y by TMA."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
@@ -171,16 +164,7 @@ def _add_tile(out_ptr, total_MN, row_tile, column_tile, M, N, TRANSPOSED: gl.con
 
 
 @gluon.jit
-def _multiply_tiles(
-    offsets_ptr,  # [e] int32, running sum of the experts' rows
-    ring,  # Ring
-    tiles,  # WeightTiling
-    out,  # shared memory [1, BLOCK_M, BLOCK_N] and TMA descriptor (None with ADD), and pointer
-    M,
-    N,
-    scale,  # factor on the sums
-    CONST: gl.constexpr,  # GroupedConstants
-):
+def _multiply_tiles(offsets_ptr, ring, tiles, out, M, N, scale, CONST: gl.constexpr):
     """Multiplying warps: compute x^T y of every tile, and store it, or with CONST.ADD add it."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N

@@ -84,12 +84,7 @@ def _compute_scores(logits, column_mask, FUNCTION: tl.constexpr):
 
 
 @triton.jit
-def _mask_padding_rows(
-    padding,  # uint8 [B * num_rows], 1 = padding; None = there is none
-    first_row,  # int64, first row of the sequence
-    rows,  # int32 [t], in the sequence
-    num_rows,
-):
+def _mask_padding_rows(padding, first_row, rows, num_rows):
     """Return bool per row: True for `rows` of a sequence that exist and are not padding."""
     real = rows < num_rows
     if padding is not None:
@@ -267,21 +262,17 @@ _balance_statistics_bwd = Op(
 )
 
 
-def _backward(ctx: Any, dscore_sums_BE: Tensor, dz_sum: Tensor) -> tuple:
-    """Return the gradient of the logits, and None for the other inputs."""
-    if not ctx.needs_input_grad[0]:
-        return (None,) * 4
-    grads = (dscore_sums_BE, dz_sum)
-    dlogits_TE = _balance_statistics_bwd(*ctx.saved_tensors, *grads, *ctx.others)
-    return dlogits_TE, None, None, None
-
-
 _balance_statistics = Op(
     "balance_statistics",
     _launch_statistics,
     lambda x_TE, _, B, function: (x_TE.new_empty(B, x_TE.shape[1]), x_TE.new_empty(())),
     setup_context=make_setup_context(slice(2), slice(3, 4)),
-    backward=_backward,
+    backward=lambda ctx, *grads: (
+        _balance_statistics_bwd(*ctx.saved_tensors, *grads, *ctx.others),
+        None,
+        None,
+        None,
+    ),
 )
 
 

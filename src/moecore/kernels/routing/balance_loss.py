@@ -7,8 +7,6 @@ Forward and backward are one program each, which reads [B, E] a few times. The o
 only on shapes, so equal inputs give equal bits.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -209,19 +207,17 @@ _balance_loss_bwd = Op(
 )
 
 
-def _backward(ctx: Any, dlosses: Tensor) -> tuple:
-    """Return the gradients of score_sums_BE and z_sum, and None for the other inputs."""
-    dscores, dz = _balance_loss_bwd(dlosses, *ctx.saved_tensors, *ctx.others)
-    needs_scores, needs_z = ctx.needs_input_grad[:2]
-    return dscores if needs_scores else None, dz if needs_z else None, None, None, None
-
-
 _balance_loss = Op(
     "balance_loss",
     _launch_balance_loss,
     lambda score_sums_BE, z_sum, *_: z_sum.new_empty(4),
     setup_context=make_setup_context(slice(2, 4), slice(4, 5)),
-    backward=_backward,
+    backward=lambda ctx, dlosses: (
+        *_balance_loss_bwd(dlosses, *ctx.saved_tensors, *ctx.others),
+        None,
+        None,
+        None,
+    ),
 )
 
 

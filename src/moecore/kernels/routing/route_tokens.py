@@ -30,7 +30,6 @@ class _RouteTokens(torch.autograd.Function):
         selection_bias_E: Tensor | None,
         flat_options: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits, ids and weights by both kernels; save x, weight, logits and ids."""
         logits_TE = products.run_logits_kernel(x_TD, weight_ED, bias_E)
         ids_TK, weights_TK = routes.run_route_kernel(logits_TE, selection_bias_E, *flat_options)
         ctx.save_for_backward(x_TD, weight_ED, logits_TE, ids_TK)
@@ -42,7 +41,6 @@ class _RouteTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return dx, dweight and dbias from the gradients of logits and weights."""
         dlogits_TE, _, dweights_TK = grads
         x_TD, weight_ED, logits_TE, ids_TK = ctx.saved_tensors
         if dweights_TK is not None:

@@ -62,18 +62,15 @@ class _RouterLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        """Return the logits x @ weight^T + bias."""
         return F.linear(x_TD, weight_ED, bias_E)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save x if the weight needs a gradient, and the weight if x needs a gradient."""
         (x_TD, weight_ED, _), (need_dx, need_dweight, _) = inputs, ctx.needs_input_grad
         ctx.save_for_backward(x_TD if need_dweight else None, weight_ED if need_dx else None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return dx, dweight and dbias, computed without autocast."""
         x_TD, weight_ED = ctx.saved_tensors
         need_dx, need_dweight, need_dbias = ctx.needs_input_grad
         dlogits_TE = grads[0]
@@ -204,13 +201,7 @@ def _product_kernel(
 
 
 @triton.jit
-def _sum_splits_kernel(
-    splits,  # [num_splits, size] fp32
-    out,  # out, [size], any float dtype
-    num_splits,
-    split_size,
-    BLOCK: tl.constexpr,
-):
+def _sum_splits_kernel(splits, out, num_splits, split_size, BLOCK: tl.constexpr):
     """Sum partial sums [num_splits, split_size] over the splits, for BLOCK elements; round once."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)

@@ -75,13 +75,12 @@ def compute_sqrtsoftplus(x):
 
 
 @triton.jit
-def compute_scores(
-    logits,  # fp32 logits
-    max_logit,  # [rows, 1], greatest logit; "softmax" only
-    inverse_exp_sum,  # [rows, 1], 1 / sum of exp(logit - top); "softmax" only
-    FUNCTION: tl.constexpr,
-):
-    """Return the scores of fp32 logits, and their derivatives (for "softmax" the scores)."""
+def compute_scores(logits, max_logit, inverse_exp_sum, FUNCTION: tl.constexpr):
+    """Return the scores of fp32 logits, and their derivatives (for "softmax" the scores).
+
+    Only "softmax" reads max_logit and inverse_exp_sum, 1 / sum of exp(logit - max_logit), [rows,
+    1].
+    """
     if FUNCTION == "sigmoid":
         # exp(89) is already inf, and its score 0.
         s = 1.0 / (1.0 + compute_exp(tl.minimum(-logits, 89.0, propagate_nan=tl.PropagateNan.ALL)))
@@ -95,11 +94,8 @@ def compute_scores(
 
 
 @triton.jit
-def compute_scores_of_rows(
-    logits,  # fp32 logits of whole rows; the caller masks what it gets in padding columns
-    FUNCTION: tl.constexpr,
-):
-    """Return the scores of full rows, each row's maximum, and 1 / its sum of exp."""
+def compute_scores_of_rows(logits, FUNCTION: tl.constexpr):
+    """Return `compute_scores` of full rows, and max_logit and inverse_exp_sum, 0 if not read."""
     if FUNCTION != "softmax":
         top = tl.zeros([logits.shape[0], 1], dtype=tl.float32)
         factor = top

@@ -112,17 +112,6 @@ def activate_rows(h_RC: Tensor, options: ActivationOptions) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-def _differentiate_ungated(h_RF: Tensor, activation_kind: str) -> Tensor:
-    """Return the elementwise derivative at h_RF of an activation without a gate."""
-    grad_RF = torch.ones_like(h_RF)
-    if activation_kind == "gelu":
-        return torch.ops.aten.gelu_backward(grad_RF, h_RF)  # type: ignore[no-any-return]
-    if activation_kind == "silu":
-        return torch.ops.aten.silu_backward(grad_RF, h_RF)  # type: ignore[no-any-return]
-    # A NaN keeps the slope of the right side, as in torch.
-    return torch.where(h_RF <= 0, 0, grad_RF) if activation_kind == "relu" else 2 * F.relu(h_RF)
-
-
 def split_columns(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
     """Return views of the gate columns and of the up columns of FC1's output."""
     if options.interleaved:
@@ -134,7 +123,13 @@ def split_columns(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Ten
 def differentiate_activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
     """Return the activation's derivative by each entry of FC1's output, in the shape of h_RC."""
     if not options.gated:
-        return _differentiate_ungated(h_RC, options.kind)
+        grad_RF = torch.ones_like(h_RC)
+        if options.kind == "gelu":
+            return torch.ops.aten.gelu_backward(grad_RF, h_RC)  # type: ignore[no-any-return]
+        if options.kind == "silu":
+            return torch.ops.aten.silu_backward(grad_RF, h_RC)  # type: ignore[no-any-return]
+        # A NaN keeps the slope of the right side, as in torch.
+        return torch.where(h_RC <= 0, 0, grad_RF) if options.kind == "relu" else 2 * F.relu(h_RC)
     gate, up = split_columns(h_RC, options)
     _, limit, up_limit, alpha, _ = options.flat
     if options.kind == "swiglu":

@@ -71,11 +71,7 @@ def _clamp(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def activate_with_gradients(
-    gate,  # fp32, any shape
-    up,  # fp32, same shape; ignored without a gate
-    ACT: tl.constexpr,  # ActivationConstants
-):
+def activate_with_gradients(gate, up, ACT: tl.constexpr):
     """Return the activation and its derivatives by gate and by up (0 without a gate), in fp32."""
     KIND: tl.constexpr = ACT.KIND
     LIMIT: tl.constexpr = ACT.LIMIT

@@ -50,12 +50,8 @@ def abs_without_nan(x):  # fp32
 
 
 @triton.jit
-def compute_block_scale(
-    amax,  # fp32, no NaN
-    POWER_OF_TWO: tl.constexpr,
-    E5M2: tl.constexpr = False,  # whether values are of E5M2, whose largest is 57344
-):
-    """Return a block's FP8 scale from its amax, and its reciprocal (NaN if amax is infinite)."""
+def compute_block_scale(amax, POWER_OF_TWO: tl.constexpr, E5M2: tl.constexpr = False):
+    """Return the FP8 scale of amax (no NaN), and its reciprocal (NaN if amax is infinite)."""
     infinite = amax == float("inf")
     if POWER_OF_TWO:
         # 448 is 1.75 * 2^8 and 57344 1.75 * 2^15: a larger mantissa takes the next exponent.

@@ -163,13 +163,8 @@ def _free_pages_locked(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def free_pages(
-    table_ptr,  # [N] int32, becomes NONE
-    num_entries,  # N
-    pool,  # state [NUM_WORDS] int32, free ids [P + Q] int32, P, Q
-    BLOCK: tl.constexpr,
-):
-    """Free a table's pages under the lock of the free lists. Only one program may call this."""
+def free_pages(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
+    """Free a table's pages under the lock. `pool`: state, free ids, P, Q. Only one program."""
     state_ptr = pool[0]
     _lock_free_lists(state_ptr)
     free, host_free, demand = _free_pages_locked(table_ptr, num_entries, pool, BLOCK)
@@ -180,15 +175,8 @@ def free_pages(
 
 
 @triton.jit
-def take_pages(
-    table_ptr,  # [N] int32, in, out: its page ids are freed, then overwritten
-    num_entries,  # N
-    num_requested,  # pages, at most N
-    pool,  # as in `free_pages`
-    report_ptr,  # [NUM_WORDS] int32
-    BLOCK: tl.constexpr,
-):
-    """Free a table's pages, then write `num_requested` free page ids to it. Only one program."""
+def take_pages(table_ptr, num_entries, num_requested, pool, report_ptr, BLOCK: tl.constexpr):
+    """Free a table's pages, then write free page ids to its first `num_requested` entries."""
     # A table keeps its entries from one replay to the next. Its pages are freed before others are
     # taken, so a replayed forward whose backward did not run loses no page.
     state_ptr, free_ptr, num_pages, num_host = pool

@@ -129,13 +129,7 @@ def _gather_rows_fwd_kernel(
 
 @triton.jit
 def _load_expert_row(
-    y_ptr,  # [R, D]
-    slots_ptr,  # [S, K] int32, -1 = none
-    source_row,  # int64 scalar, source row
-    choice,  # choice; zeros come back from K on
-    columns,  # [BLOCK_D] int
-    D: tl.constexpr,
-    K: tl.constexpr,
+    y_ptr, slots_ptr, source_row, choice, columns, D: tl.constexpr, K: tl.constexpr
 ):
     """Return columns of the expert row of a token's choice in fp32; 0 if it has no expert row."""
     slot = tl.load(slots_ptr + source_row * K + choice, mask=choice < K, other=-1).to(tl.int64)

@@ -183,12 +183,7 @@ def quantised_activation_bwd_kernel(
 
 @triton.jit(do_not_specialize=["num_expert_rows"])
 def sum_parts_kernel(
-    parts_ptr,  # [parts, R] fp32
-    num_rows_ptr,  # 0-dim int32, or None for R
-    out_ptr,  # [R] fp32, out
-    num_expert_rows,  # R
-    PARTS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    parts_ptr, num_rows_ptr, out_ptr, num_expert_rows, PARTS: tl.constexpr, BLOCK_R: tl.constexpr
 ):
     """Sum [PARTS, R] over the first dim in order, for BLOCK_R rows; write 0 from num_rows on."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)

@@ -71,12 +71,10 @@ class _Widened(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad_handle_SD: Tensor, values_SD: Tensor, scales_SB: Tensor) -> Tensor:
-        """Return FP8 values times scales in the dtype of `grad_handle_SD`."""
         return _widen(values_SD, scales_SB, grad_handle_SD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of the widened rows as the gradient of `grad_handle_SD`."""
         return grads[0], None, None
 
 

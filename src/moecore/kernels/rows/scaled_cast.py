@@ -19,14 +19,7 @@ def scaled_cast_ref(x: Tensor, out_dtype: torch.dtype, scale: float | Tensor) ->
 
 
 @triton.jit
-def _scaled_cast_kernel(
-    x_ptr,  # [numel]
-    y_ptr,  # [numel], out
-    numel,
-    scale,  # fp32, or a pointer to one
-    ON_DEVICE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _scaled_cast_kernel(x_ptr, y_ptr, numel, scale, ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr):
     """Write BLOCK elements of x * scale; `scale` is a pointer if ON_DEVICE, otherwise a number."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < numel, other=0.0).to(tl.float32)

@@ -150,14 +150,8 @@ def locate_shard_tile(position, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def block_amax_kernel(
-    shard_ptr,  # [r, c]
-    amax_ptr,  # fp32 [R / 128, stride], out
-    position,  # MatrixShard
-    amax_stride,
-    BLOCK: tl.constexpr,
-):
-    """Write the shard's largest magnitude in one 128 x 128 block; 0 if it has no element there."""
+def block_amax_kernel(shard_ptr, amax_ptr, position, amax_stride, BLOCK: tl.constexpr):
+    """Write a shard's largest magnitude in a 128 x 128 block, 0 if none, to [R / 128, stride]."""
     i, j, at, inside = locate_shard_tile(position, BLOCK, BLOCK)
     x = tl.load(shard_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(amax_ptr + i * amax_stride + j, tl.max(tl.max(abs_without_nan(x), 1), 0))
@@ -183,14 +177,8 @@ def quantise_blocks_kernel(
 
 
 @triton.jit
-def transpose_values_kernel(
-    words_ptr,  # [e, N, K / 4] int32
-    out_ptr,  # [e, K, M / 4] int32, out
-    N: tl.constexpr,
-    K: tl.constexpr,
-    M: tl.constexpr,  # N rounded up
-):
-    """Copy one block of 128 x 128 FP8 bytes, transposed and unchanged; 0 past N."""
+def transpose_values_kernel(words_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr, M: tl.constexpr):
+    """Copy 128 x 128 FP8 bytes of words [e, N, K / 4], transposed, to [e, K, M / 4]; 0 past N."""
     row_blocks, column_blocks = tl.cdiv(M, 128), tl.cdiv(K, 128)
     pid = tl.program_id(0)
     j, pid = pid % column_blocks, pid // column_blocks

@@ -109,13 +109,7 @@ def pack_shard_ref_(
 
 
 @triton.jit
-def square_amax_kernel(
-    shard_ptr,  # [r, c]
-    amax_ptr,  # fp32 [R / SIDE, C / SIDE], out
-    position,  # MatrixShard
-    SIDE: tl.constexpr,  # rows and columns of a square
-    COLUMNS: tl.constexpr,  # of a program, which has SIDE rows
-):
+def square_amax_kernel(shard_ptr, amax_ptr, position, SIDE: tl.constexpr, COLUMNS: tl.constexpr):
     """Write the shard's largest magnitude in each 16 x 16 square of a tile; 0 on other ranks."""
     i, j, at, inside = locate_shard_tile(position, SIDE, COLUMNS)
     size = tl.abs(tl.load(shard_ptr + at, mask=inside, other=0.0).to(tl.float32))
