@@ -277,7 +277,8 @@ class _ScaledInput(NamedTuple):
 
     def fill(self, out: OperandPair, amax: Tensor | None, new_amax: Tensor | None) -> OperandPair:
         """Quantise by kernels into `out` and return it; amax as in `quantise_expert_rows`."""
-        x, offsets_e, e, formats = self.x, self.offsets_e, self.num_experts, self.formats
+        x, offsets_e, e = self.x, self.offsets_e, self.num_experts
+        formats = dict(E5M2=self.fp8_format == "e5m2", POWER_OF_TWO=self.power_of_two)
         outputs = [t for side in out for t in get_values_and_scales(side)]
         if INTERPRET:
             outputs = [view_as_bytes(t) for t in outputs]
@@ -301,11 +302,6 @@ class _ScaledInput(NamedTuple):
         constants = dict(PARTS=parts, HAS_AMAX=has_amax, **formats, **shared)
         launch(quantise_experts_kernel, grid, *args, **constants)
         return out
-
-    @property
-    def formats(self) -> dict[str, Any]:
-        """The kernels' compile-time arguments: FP8 format, and whether scales are powers of two."""
-        return dict(E5M2=self.fp8_format == "e5m2", POWER_OF_TWO=self.power_of_two)
 
 
 def _make_empty_blocks(
