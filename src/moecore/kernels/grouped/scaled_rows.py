@@ -125,13 +125,12 @@ def quantise_expert_rows_ref(
         values, scales = quantise_ref(x_RD, -1, power_of_two, fp8_format, amax)
         of_rows = Blocks(values, scales.flatten().expand(R).contiguous(), "row")
     if columnwise:
-        amax_eD = amax
         if amax is None:  # of each expert's columns; the last entry is of unused rows
             expert_RD = layout.expert_R[:, None].expand_as(x_RD)
             none_eD = x_RD.new_zeros(offsets_e.shape[0] + 1, D)
-            amax_eD = none_eD.scatter_reduce_(0, expert_RD, abs_without_nan_ref(x_RD), "amax")
-        amax_eD = amax_eD.expand(offsets_e.shape[0] + 1, D)
-        amax_eD, largest = amax_eD.contiguous(), LARGEST[fp8_format]
+            amax = none_eD.scatter_reduce_(0, expert_RD, abs_without_nan_ref(x_RD), "amax")
+        amax_eD = amax.expand(offsets_e.shape[0] + 1, D).contiguous()
+        largest = LARGEST[fp8_format]
         scales_eD, inverse_eD = compute_block_scale_ref(amax_eD, power_of_two, largest)
         values_RD = encode_fp8_ref(x_RD, inverse_eD[layout.expert_R], fp8_format)
         values_PD = x_RD.new_zeros(layout.num_rows + 1, D, dtype=torch.uint8)
