@@ -314,8 +314,7 @@ class ExpertSpec:
         names = ", ".join(sorted(map(str, self.dtypes)))
         return (
             f"dtype of the experts ({names}) must be {' or '.join(map(str, allowed_dtypes))} "
-            f"for {products_name}: "
-            f"convert the model, or {fix}"
+            f"for {products_name}: convert the model, or {fix}"
         )
 
     def find_fp8_size_problem(self, size_multiple: int) -> str | None:
@@ -324,8 +323,7 @@ class ExpertSpec:
             if size is not None and size % size_multiple:
                 return (
                     f"MoEConfig.{name} ({size}) must be a multiple of {size_multiple} "
-                    f"for experts in "
-                    f"this FP8: {LEAVE_OUT}"
+                    f"for experts in this FP8: {LEAVE_OUT}"
                 )
         return None
 

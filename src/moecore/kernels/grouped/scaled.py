@@ -155,19 +155,15 @@ def mixed_format_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dty
     return out_eMN
 
 
-def needs_reference(x: Tensor) -> bool:
-    """Return whether a tensor is on a CPU, where torch has no grouped FP8 matmul."""
-    return x.device.type == "cpu"
-
-
 def _has_mixed_formats(a: Blocks, b: Blocks) -> bool:
     """Return whether one operand is E4M3 and one E5M2, which torch's matmul does not support."""
     return a.values.dtype != b.values.dtype
 
 
 def _uses_reference(a: Blocks, b: Blocks) -> bool:
-    """Return whether the plain PyTorch references multiply these operands."""
-    return needs_reference(b.values) and not (_has_mixed_formats(a, b) and can_use_kernel(b.values))
+    """Return whether the references multiply: on a CPU, where torch has no grouped FP8 matmul."""
+    has_kernel = _has_mixed_formats(a, b) and can_use_kernel(b.values)
+    return b.values.device.type == "cpu" and not has_kernel
 
 
 def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
