@@ -185,11 +185,8 @@ def block_scaled_gemm(
 ) -> Tensor:
     """Return each expert row times its expert's matrix, [R, N] in `dtype`. No autograd, no sync.
 
-    Args:
-        a: R rows in expert order, as `quantise_microscaled(pack=True)` packs them.
-        b: matrices [experts, N, K], as `quantise_microscaled_matrices(pack=True)` packs them.
-        offsets_e: int32, running sum of the experts' row counts. Later rows are uninitialised.
-        recipe: of both operands.
+    `quantise_microscaled` and `quantise_microscaled_matrices` pack `a`, R rows in expert order, and
+    b, [experts, N, K]. Rows past offsets_e[-1], the running sum of row counts, are uninitialised.
     """
     (R, bytes_K), (e, N, _) = a.values.shape, b.values.shape
     out_RN = a.values.new_empty(R, N, dtype=dtype)
@@ -222,11 +219,10 @@ def block_scaled_wgrad(
 ) -> Tensor:
     """Return each expert's weight gradient x y^T over its columns, or `out`. No autograd, no sync.
 
-    Args:
-        x, y: [M, W] and [N, W], transposed expert rows, as `quantise_microscaled(over_rows=True,
-            pack=True)` packs them, each expert's rows padded with zeros to full blocks.
-        offsets_e: int32, running sum of the experts' padded row counts, at most W.
-        out, accumulate, dtype, scale: as for `grouped_wgrad`; dtype None = fp32.
+    `quantise_microscaled(over_rows=True, pack=True)` packs x [M, W] and y [N, W], with each
+    expert's rows padded with zeros to full blocks. offsets_e is the running sum of these row
+    counts, at most W. `out`, `accumulate`, `dtype` (None = fp32) and `scale` are as for
+    `grouped_wgrad`.
     """
     (M, bytes_W), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
     out = x.scales.new_empty(e, M, N, dtype=dtype or torch.float32) if out is None else out

@@ -108,12 +108,9 @@ def fp8_wgrad(
     """Return each expert's weight gradient [M, N], the sum of x[r]^T y[r] over its rows r.
 
     Summed in fp32 and rounded once; zero (nothing added) for an expert without rows.
-    Bit-reproducible. No autograd; no host sync on Hopper.
-
-    Args:
-        x, y: row tiles from `tile_tokens`, [tiles, M, 128] and [tiles, N, 128]; M and N multiples
-            of 128.
-        out, accumulate, dtype, scale: as for `grouped_wgrad`.
+    Bit-reproducible. No autograd; no host sync on Hopper. x and y are row tiles from `tile_tokens`,
+    [tiles, M, 128] and [tiles, N, 128]; M and N are multiples of 128. `out`, `accumulate`, `dtype`
+    and `scale` are as for `grouped_wgrad`.
     """
     if not has_hopper_kernels(tiles.map.device):
         return scale_and_store_grad(fp8_wgrad_ref(x, y, tiles), out, accumulate, dtype, scale)

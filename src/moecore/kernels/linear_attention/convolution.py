@@ -30,11 +30,9 @@ def causal_convolution(
 ) -> Tensor:
     """Return y_TD: each channel's causal convolution over W tokens within a document.
 
-    Args:
-        x_TD: any float dtype, which is the dtype of y.
-        weight_DW: the filter of each channel. The last tap multiplies the token itself.
-        cu_seqlens: int32 [n + 1]: the index of each document's first token, then T.
-        previous_tokens_nwD: the w = W - 1 tokens before each document, in order; None = zeros.
+    x_TD has any float dtype, which is the dtype of y. The last tap of weight_DW multiplies the
+    token itself. cu_seqlens, int32 [n + 1], is each document's first token, then T.
+    previous_tokens_nwD are the w = W - 1 tokens before each document, in order; None = zeros.
     """
     with disable_autocast(x_TD):
         if fla.find_convolution_problem(x_TD) is None:

@@ -128,13 +128,11 @@ def count_experts_and_tokens(
 ) -> Tensor:
     """Return int64 [B, E + 1]: per sequence, the choices of each expert, then the number of tokens.
 
-    Tokens whose choices were all dropped are counted, padding is not. A memset and one kernel.
+    Ids are int32; -1 = dropped or padding, not counted. Tokens whose choices were all dropped are
+    counted, padding is not. Sequences and padding are as for `balance_statistics`. A memset and one
+    kernel.
 
     Example, B=2, E=3: ids [[0, 2], [2, -1], [1, 0], [-1, -1]] give [[1, 0, 2, 2], [1, 1, 0, 2]].
-
-    Args:
-        ids_TK: int32 expert ids; -1 = dropped or padding, not counted.
-        num_sequences, padding_mask_T, sequences_T: as for `balance_statistics`.
     """
     B, E, T = num_sequences, num_experts, ids_TK.shape[0]
     check_padding_mask(padding_mask_T, T)

@@ -116,13 +116,9 @@ def add_margins_(
     """Count each token's margin for each expert in the experts' histograms, in place. No host sync.
 
     The margin of a token and an expert is the bias with which the token would just choose the
-    expert.
-
-    Args:
-        histogram_EX: int64, contiguous: X bins per expert. A margin of NaN counts in bin 0.
-        logits_TE, bias_E: fp32; the bias with which the tokens choose.
-        score_function: name of a function whose scores are in [0, 1].
-        padding_mask_T: True for tokens that are not counted; None = no padding.
+    expert. histogram_EX is int64, contiguous, X bins per expert; a margin of NaN counts in bin 0.
+    Logits and bias are fp32, and the score function's scores are in [0, 1]. Padding (True) is not
+    counted.
     """
     if not can_use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         add_margins_ref(histogram_EX, logits_TE, bias_E, top_k, score_function, padding_mask_T)

@@ -169,16 +169,12 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
 def gather_row_blocks(
     rows: Rows, row_ids_R: Tensor | None, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> Blocks:
-    """Gather FP8 rows in expert order and transpose their scales. No autograd, no host sync.
+    """Gather FP8 rows in expert order to an operand of kind "tile". No autograd, no host sync.
 
-    Args:
-        rows: token rows with scales; D columns, a multiple of 128, rows maybe strided.
-        row_ids_R, slots_SK, num_rows: as in `gather_rows`. If row_ids_R and slots_SK are None,
-            `rows` are in expert order and contiguous, and the result shares their values.
-
-    Returns:
-        An operand of kind "tile". Rows from num_rows on, and values of padding rows, are
-        uninitialised.
+    `rows` are token rows with scales, maybe strided; D is a multiple of 128. Other arguments are as
+    in `gather_rows`. If row_ids_R and slots_SK are None, `rows` are in expert order and contiguous,
+    and the result shares their values. Rows from num_rows on, and values of padding rows, are
+    uninitialised.
     """
     assert rows.scales is not None
     S, D = rows.values.shape

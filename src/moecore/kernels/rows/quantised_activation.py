@@ -207,15 +207,11 @@ def quantised_activation(
 ) -> tuple[Blocks, Rows | None]:
     """Return act(h) * weight of each row in FP8, quantised from fp32. No autograd, no host sync.
 
-    Args:
-        h_RC: FC1's output, bf16, fp16 or fp32, contiguous, gate columns first; F a multiple of 128.
-        weights_R, num_rows: as in `weighted_activation`; weights are contiguous.
-        power_of_two: whether scales are powers of two; otherwise amax / 448.
-        quantise_h: whether h_RC is also returned in FP8, as by `quantise_rows`.
-
-    Returns:
-        FP8 operand [R, F] of kind "tile", and FP8 h, or None without quantise_h. Rows from num_rows
-        on are uninitialised.
+    The results are an operand [R, F] of kind "tile", and h in FP8 as by `quantise_rows`, or None
+    unless `quantise_h`. Rows from num_rows on are uninitialised. h_RC, FC1's output, is bf16, fp16
+    or fp32, contiguous, gate columns first; F is a multiple of 128. weights_R (contiguous) and
+    num_rows are as in `weighted_activation`. Scales are powers of two if `power_of_two`, otherwise
+    amax / 448.
     """
     R, C = h_RC.shape
     F = C // 2 if options.gated else C

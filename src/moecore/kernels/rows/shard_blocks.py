@@ -227,11 +227,9 @@ def quantise_blocks_(
 ) -> None:
     """Write the FP8 values of a shard, and the scales of all blocks. No autograd, no host sync.
 
-    Args:
-        amax: fp32 of `position.scales_shape`, largest magnitudes of the full matrix's blocks.
-        scales: output, likewise. The padding of the last dim is not written.
-        values: output, uint8, contiguous, one byte per element of the shard.
-        power_of_two: whether scales are powers of two; otherwise amax / 448.
+    `amax`, the largest magnitudes of the full matrix's blocks, and `scales` are fp32 of
+    `position.scales_shape`; the padding of the last dim of `scales` is not written. `values` is
+    uint8, contiguous. Scales are powers of two if `power_of_two`, otherwise amax / 448.
     """
     if not can_use_kernel(scales):
         quantise_blocks_ref_(shard, position, amax, scales, values, power_of_two=power_of_two)

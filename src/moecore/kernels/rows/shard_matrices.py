@@ -197,13 +197,10 @@ def pack_shard_(
 ) -> None:
     """Quantise a shard to E2M1 `codes`, and write all scales of blocks. No autograd, no host sync.
 
-    Args:
-        shard: contiguous, maybe without elements; c and its first column are even.
-        square_amax: fp32 [R / 16, C / 16], largest magnitudes of the full weight's 16 x 16 squares.
-        amax: fp32, largest finite magnitude of each matrix.
-        scales: output, e4m3 [R / 16, C / 16].
-        codes: output, uint8 [r * c / 2], two values in a byte.
-        recipe: an "nvfp4" recipe.
+    The shard is contiguous, maybe without elements; c and its first column are even. `square_amax`
+    is fp32 [R / 16, C / 16], and `amax`, the largest finite magnitude of each matrix, fp32. The
+    outputs are `scales`, e4m3 [R / 16, C / 16], and `codes`, uint8 [r * c / 2], two values in a
+    byte.
     """
     if not can_use_kernel(scales):
         pack_shard_ref_(shard, position, square_amax, amax, scales, codes, recipe)
