@@ -127,7 +127,12 @@ def adamw_ref_(
         g, step = row.grad.to(wide), row.step
         if grad_scale is not None:
             g = g / grad_scale
-        w, m, v = _decode_state_ref(row, wide)
+        w, m, v = row.weight, row.exp_avg, row.exp_avg_sq
+        if row.remainder is not None:
+            w = join_master_ref(w, row.remainder)
+        if row.exponents is not None:
+            m, v = decode_moments_ref(m.reshape(-1), v.reshape(-1), row.exponents)
+        w, m, v = w.to(wide), m.to(wide).view(w.shape), v.to(wide).view(w.shape)
         m = m + (g - m) * (1 - beta1)
         v = v + (g * g - v) * (1 - beta2)
         logs = map(_compute_log, options.betas)
@@ -140,16 +145,6 @@ def adamw_ref_(
             if found_inf is not None:
                 new = torch.where(found_inf > 0, old, new)
             old.copy_(new)
-
-
-def _decode_state_ref(param: ParamTensors, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a parameter's fp32 master weight, first moment and second moment, cast to `dtype`."""
-    w, m, v = param.weight, param.exp_avg, param.exp_avg_sq
-    if param.remainder is not None:
-        w = join_master_ref(w, param.remainder)
-    if param.exponents is not None:
-        m, v = decode_moments_ref(m.reshape(-1), v.reshape(-1), param.exponents)
-    return w.to(dtype), m.to(dtype).view(w.shape), v.to(dtype).view(w.shape)
 
 
 def _encode_state_ref(
@@ -185,11 +180,7 @@ def _update_block(
     MASKED: tl.constexpr,  # whether the blocks may exceed numel
     SPLIT: tl.constexpr,  # whether weights are bf16 bits (int16) and int16 remainders
 ):
-    """Apply AdamW in place to blocks of a parameter's weights and moments; uint8 moments are FP8.
-
-    `pointers` has the addresses of the parameter's tensors. `factors` has the scalars of the AdamW
-    formula. `seed` seeds stochastic rounding. SPLIT: a weight is bf16 bits and an int16 remainder.
-    """
+    """Apply AdamW in place to blocks of a parameter's weights and moments (uint8 = FP8)."""
     weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr = pointers
     scale, rest1, rest2, eps, decay, rate, growth = factors
     MOMENT_BLOCK: tl.constexpr = _MOMENT_BLOCK
@@ -250,11 +241,7 @@ def _adamw_kernel(
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):
-    """Update NUM_BLOCKS blocks of one parameter in place by AdamW.
-
-    `table_ptr` has the addresses of each parameter's tensors (`_make_address_table`).
-    `tensor_ids_ptr` has the index of the parameter that each program updates.
-    """
+    """Update NUM_BLOCKS blocks of one parameter in place by AdamW."""
     pid = tl.program_id(0)
     if found_inf_ptr is not None:
         if tl.load(found_inf_ptr) > 0:
@@ -318,13 +305,12 @@ def adamw_(
 ) -> None:
     """Update weights and moments in place, in fp32 (fp64 for fp64 tensors); no host sync.
 
-    Contiguous GPU tensors, with one dtype each of weights, gradients and moments, are updated in
-    one launch. Contiguous fp32 or fp64 CPU tensors are updated by torch's fused AdamW, and other
-    tensors by plain PyTorch, on a GPU with a warning. bf16 and FP8 moments are stochastically
-    rounded, and weights are rounded to nearest (`adamw_formats.py`).
+    GPU tensors are updated in one launch if they are contiguous, with one dtype each of weights,
+    gradients and moments. Torch's fused AdamW updates contiguous fp32 or fp64 CPU tensors, and
+    plain PyTorch all others, on a GPU with a warning. bf16 and FP8 moments are stochastically
+    rounded.
 
     Args:
-        tensors: on one device.
         grad_scale: fp32 scalar, divides the gradients; None = 1.
         found_inf: fp32 scalar; > 0 leaves everything unchanged; None = 0.
     """

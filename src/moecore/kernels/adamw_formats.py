@@ -88,15 +88,10 @@ def count_moment_blocks(numel: int) -> int:
 def encode_moments_ref(
     m: Tensor, v: Tensor, random_bits: Tensor | int = NEAREST | NEAREST << 16
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise AdamW's moments to FP8: return uint8 codes [N] of m and v, and uint8 exponents.
+    """Quantise AdamW's moments, fp32 [N], v >= 0, to FP8: return uint8 codes [N] and exponents.
 
-    Each block of 128 elements has the scale 2^(exponent - 127) per moment: exponents are [ceil(N /
-    128), 2].
-
-    Args:
-        m, v: first and second moment, fp32 [N], v >= 0.
-        random_bits: int64 [N], low 16 bits for m, next 16 for v; the default rounds both to
-            nearest.
+    The uint8 exponents are [ceil(N / 128), 2]; a scale is 2^(exponent - 127). `random_bits`, int64
+    [N], has 16 bits for m in its low half, then 16 for v; the default rounds to nearest.
     """
     random_bits = torch.as_tensor(random_bits, device=m.device)
     first, m_scales = _compute_scales_ref(m, FIRST_BIAS)
@@ -112,10 +107,7 @@ def encode_moments_ref(
 
 
 def _compute_scales_ref(x: Tensor, exponent_bias: int) -> tuple[Tensor, Tensor]:
-    """Return block exponents, uint8, and the power-of-two scale of each element of x, fp32 [N].
-
-    `exponent_bias` is the exponent bias of the FP8 format.
-    """
+    """Return block exponents, uint8, and the power-of-two scale of each element of x, fp32 [N]."""
     numel = x.numel()
     size = torch.where(x.isfinite(), x, 0).abs()
     size = torch.nn.functional.pad(size, (0, -numel % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
@@ -180,10 +172,7 @@ def round_stochastically(x, random_bits):  # fp32; uint32 of 16 bits
 
 @triton.jit
 def _compute_exponents(x, EXPONENT_BIAS: tl.constexpr):  # fp32 [ROWS, MOMENT_BLOCK]
-    """Return the exponent of each row's scale 2^(exponent - 127), int32 [rows].
-
-    x is fp32 [rows, 128]. EXPONENT_BIAS is the exponent bias of the FP8 format.
-    """
+    """Return the exponent of each row's scale 2^(exponent - 127), int32 [rows]."""
     size = tl.abs(x)
     bits = tl.max(tl.where(size < float("inf"), size, 0.0), 1).to(tl.int32, bitcast=True)
     return tl.maximum((bits + 0x001FFFFF >> 23) - (EXPONENT_BIAS + 1), EXPONENT_BIAS + 3)
@@ -219,8 +208,7 @@ def _encode_moment(
 def encode_moments(m, v, random_bits):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
     """Quantise AdamW's moments m and v to FP8: uint8 codes of each, and int16 exponents per row.
 
-    An exponent has m's exponent in the low byte and v's in the high byte. `random_bits` has 16 bits
-    for m in its low half, and 16 bits for v in its high half.
+    The low byte of an exponent is m's, the high byte v's. Likewise the halves of `random_bits`.
     """
     first = _compute_exponents(m, _FIRST)
     inverse = _compute_scale(254 - first)[:, None]

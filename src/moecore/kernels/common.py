@@ -67,11 +67,10 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def can_use_kernel(*tensors: Tensor) -> bool:
-    """Return whether Triton kernels can run on these tensors.
+    """Return whether Triton kernels can run on these tensors: on CUDA, or interpreted on a CPU.
 
-    Kernels can run on CUDA tensors, and with TRITON_INTERPRET=1 on CPU tensors. In a dry run, meta
-    tensors may stand for CUDA tensors. Then the result is True if autograd is enabled (custom ops
-    need no kernel) or if launches are recorded.
+    In a dry run, meta tensors may stand for CUDA tensors. Then the result is True if autograd is
+    enabled (custom ops need no kernel) or if launches are recorded.
     """
     if tensors[0].is_meta:
         return meta_settings.is_gpu and (
@@ -91,7 +90,7 @@ def warn_on_fallback(tensor: Tensor, operation: str) -> None:
 def can_skip_row_masks(num_rows: Tensor, max_rows: int) -> bool:
     """Return whether `num_rows`, a CPU scalar, is at least `max_rows`, so that no row needs a mask.
 
-    False while compiling, or if `num_rows` is on another device, where reading it synchronises.
+    False while compiling, or on another device, where reading it would synchronise.
     """
     if torch.compiler.is_compiling() or type(num_rows) is not Tensor:  # a fake one has no value
         return False
@@ -137,7 +136,6 @@ def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
 def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants: Any) -> None:
     """Launch a Triton kernel on the device of its first tensor argument, unless the grid is empty.
 
-    `grid` = programs along dim 0, or dims 0 and 1. `args` are the kernel's other parameters.
     `constants` are the kernel's `tl.constexpr` parameters and Triton's launch options.
     """
     grid = (grid, 1) if isinstance(grid, int) else grid
@@ -183,10 +181,7 @@ def make_gluon_descriptor(tensor: Tensor, block_shape: tuple[int, ...]) -> Any:
 
 @functools.cache
 def _choose_shared_layout(dtype: torch.dtype, block_shape: tuple[int, ...]) -> Any:
-    """Return Gluon's default shared-memory layout of a block of this shape and dtype.
-
-    A dtype other than E4M3, bf16 and fp16 gets the layout of fp32.
-    """
+    """Return Gluon's default shared-memory layout of a block; other dtypes have that of fp32."""
     dtypes = {
         torch.float8_e4m3fn: gl.float8e4nv,
         torch.bfloat16: gl.bfloat16,

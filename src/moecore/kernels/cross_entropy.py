@@ -76,10 +76,7 @@ class CrossEntropyConstants(NamedTuple):
 
 @cache
 def _make_constants(num_columns: int, power_of_two: bool = True) -> dict[str, Any]:
-    """Return the argument CONST and the launch option num_warps, for rows of `num_columns` logits.
-
-    `power_of_two` restricts FP8 scales to powers of two.
-    """
+    """Return the argument CONST and the launch option num_warps for rows of `num_columns`."""
     # Four fp32 neighbours are one load of 16 bytes, which rows of other lengths are not aligned to.
     width = 4 if num_columns % 4 == 0 else 1
     lanes = min(MAX_LANES, max(32, next_power_of_2(cdiv(num_columns, width))))
@@ -95,10 +92,7 @@ def _make_first_columns(CONST: tl.constexpr):
 
 
 @triton.jit
-def _reduce_max_and_sum(
-    logits_row,  # pointer to [V]
-    CONST: tl.constexpr,
-):
+def _reduce_max_and_sum(logits_row, CONST: tl.constexpr):
     """Return max(x), and the sum of exp(x - max(x)): NaN for a NaN or +inf in the row."""
     V: tl.constexpr = CONST.V
     LANES: tl.constexpr = CONST.LANES
@@ -127,11 +121,7 @@ def _write_gradient(
     inverse_exp_sum,  # 1 / the sum of exp(x - row_max), fp32
     CONST: tl.constexpr,
 ):
-    """Write softmax(x) - (column == label), the gradient of one row's logits x, to d_logits_row.
-
-    `row_max` is max(x), and `inverse_exp_sum` is 1 / sum(exp(x - row_max)). If `scales` is not
-    None, the gradient is FP8, and column `row_idx` of `scales` receives a scale per 128 logits.
-    """
+    """Write softmax(x) - (column == label), the gradient of one row's logits x, to d_logits_row."""
     V: tl.constexpr = CONST.V
     STEP: tl.constexpr = CONST.LANES * CONST.WIDTH
     columns, label = _make_first_columns(CONST), label.to(tl.int32)
@@ -209,13 +199,8 @@ def _cross_entropy_kernel(
 
 
 @triton.jit
-def _row_statistics_kernel(
-    logits,  # [C, V], contiguous
-    labels,  # [C] int64
-    statistics,  # [C, 3] fp32, out
-    CONST: tl.constexpr,
-):
-    """Write one row's maximum, its sum of exp(x - maximum), and its logit in the label's column."""
+def _row_statistics_kernel(logits, labels, statistics, CONST: tl.constexpr):
+    """Write a row's `softmax_statistics`: maximum, sum of exp, and logit in the label's column."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     high, total, label_logit = 0.0, 1.0, 0.0
@@ -259,11 +244,7 @@ def _launch_cross_entropy(
     in_place: bool,
     power_of_two: bool,
 ) -> Tensor:
-    """Return fp32 losses [C], and write the gradient to d_logits_CV unless it is None.
-
-    With `in_place`, the gradient overwrites the logits. If `scales` is not None, the gradient is
-    FP8, and its scales are written to `scales`.
-    """
+    """Return fp32 losses [C]; write the gradient to the logits (`in_place`) or d_logits_CV."""
     C, V = logits_CV.shape
     losses_C = logits_CV.new_empty(C, dtype=torch.float32)
     # A 16-bit gradient could lie in the memory of its fp32 logits. That would take a barrier per
@@ -290,10 +271,10 @@ def cross_entropy_(
 
     Args:
         logits_CV: [tokens, vocabulary], any float dtype, overwritten: the gradient may use its
-            memory. Copied when not contiguous. Plain PyTorch computes fp64 on every device.
-        labels_C: int64 in [0, V), or -100: the row is not read, its loss and gradient are 0. Any
-            other label makes the loss and the row of the gradient NaN in the kernel, and raises an
-            error in plain PyTorch.
+            memory. Copied when not contiguous.
+        labels_C: int64 in [0, V), or -100: the row is not read, its loss and gradient are 0. For
+            any other label, the kernel's loss and row of the gradient are NaN, and plain PyTorch
+            raises an error.
         grad_dtype: dtype of the gradient; None = no gradient.
 
     Returns:
@@ -316,8 +297,7 @@ def cross_entropy_blocks(
 ) -> tuple[Tensor, Blocks]:
     """Return the loss summed over rows, and its FP8 gradient: one scale per 128 columns of a row.
 
-    Arguments are as for `cross_entropy_`, but logits are contiguous bf16, fp16 or fp32 with V a
-    multiple of 128, and are not changed. `power_of_two` restricts scales to powers of two.
+    Logits are contiguous bf16, fp16 or fp32, with V a multiple of 128, and are not changed.
     """
     if not can_use_kernel(logits_CV):
         loss, d_logits_CV = cross_entropy_ref_(logits_CV.float().clone(), labels_C, torch.float32)
@@ -375,11 +355,7 @@ def _launch_softmax_gradient(
     scales: Tensor | None,
     power_of_two: bool,
 ) -> None:
-    """Write softmax(x) - (column == label) of each row to d_logits_CV; None = overwrite the logits.
-
-    If `scales` is not None, the gradient is FP8, and its scales are written to `scales`.
-    `power_of_two` restricts scales to powers of two.
-    """
+    """Write each row's gradient to d_logits_CV; None = overwrite the logits."""
     C, V = logits_CV.shape
     d, stride = d_logits_CV, 0 if scales is None else scales.stride(0)
     d = logits_CV if d is None else d
@@ -398,14 +374,9 @@ _softmax_gradient_op = Op(
 def softmax_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     """Return softmax statistics of each row's columns on this rank; the caller combines ranks.
 
-    Args:
-        logits_CV: as for `cross_entropy_`, but not changed.
-        labels_C: int64; -100 = the row is not read; other labels outside [0, V) = another rank has
-            the column.
-
-    Returns:
-        [C, 3], fp32 (fp64 for fp64 logits): the maximum, the sum of exp(x - maximum), and the logit
-        of the label, 0 on other ranks. Rows that are not read have 0, 1 and 0.
+    The result is [C, 3], fp32 (fp64 for fp64 logits): the maximum, the sum of exp(x - maximum), and
+    the logit of the label, 0 if another rank has its column. A row of label -100 is not read: 0, 1,
+    0.
     """
     if logits_CV.dtype not in KERNEL_DTYPES or not can_use_kernel(logits_CV):
         return softmax_statistics_ref(logits_CV, labels_C)
@@ -417,10 +388,8 @@ def softmax_gradient_(
 ) -> Tensor:
     """Return the gradient exp(x - row_max) / sum - (column == label), [C, V] in `dtype`.
 
-    Args:
-        logits_CV, labels_C: as for `softmax_statistics`; logits are overwritten.
-        row_max_C, sums_C: each row's maximum and sum of exp(x - maximum) over the full vocabulary,
-            in the statistics' dtype.
+    Logits are overwritten. row_max_C and sums_C are over the full vocabulary, in the statistics'
+    dtype.
     """
     kernel_dtypes = logits_CV.dtype in KERNEL_DTYPES and dtype in KERNEL_DTYPES
     if not (kernel_dtypes and can_use_kernel(logits_CV)):
@@ -435,11 +404,7 @@ def softmax_gradient_(
 def softmax_gradient_blocks(
     logits_CV: Tensor, labels_C: Tensor, row_max_C: Tensor, sums_C: Tensor, *, power_of_two: bool
 ) -> Blocks:
-    """Return the gradient of `softmax_gradient_` in FP8, with a scale per 128 columns of a row.
-
-    Other arguments are as for `softmax_gradient_`. `power_of_two` restricts scales to powers of
-    two.
-    """
+    """Return the gradient of `softmax_gradient_` in FP8, with a scale per 128 columns of a row."""
     numbers = (labels_C, row_max_C, sums_C)
     if not can_use_kernel(logits_CV):
         d_logits_CV = softmax_gradient_ref_(logits_CV.float().clone(), *numbers, torch.float32)

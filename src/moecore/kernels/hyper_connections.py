@@ -66,8 +66,7 @@ def collapse_streams_ref(
 ) -> tuple[Tensor, Tensor]:
     """Compute `collapse_streams` in plain PyTorch, in fp32 (fp64 for fp64 streams).
 
-    Returns the sublayer's input in the streams' dtype, and per token the unrounded mixing weights:
-    one per stream for the output, then N * N between streams.
+    Returns the sublayer's input, and per token the unrounded mixing weights [W].
     """
     (T, N, _), eps = streams_TND.shape, options.eps
     wide_TND = streams_TND.to(torch.promote_types(streams_TND.dtype, torch.float32))
@@ -123,8 +122,8 @@ def _collapse_forward(
 ) -> Collapsed:
     """Return sublayer input, mixing weights, raw mixes, 1 / RMS per token, and gradient carrier.
 
-    Raw mixes are products of streams and `fn`, not divided by the RMS. The carrier [T, N, D] has no
-    values: in backward its gradient is the streams' gradient from `_expand_forward`.
+    Raw mixes are not divided by the RMS. The carrier has no values: in backward its gradient is the
+    streams' gradient from `_expand_forward`.
     """
     x_TD, weights_TW, _, r_T, grad_carrier_TND = _make_empty_collapsed(streams_TND, fn_MC)
     raw_TM = router_logits(streams_TND.flatten(1), fn_MC)
@@ -158,11 +157,7 @@ def _collapse_backward(
     eps: float,
     needs_dfn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of streams, fn (uninitialised unless needs_dfn), base and scale.
-
-    raw_TM and r_T are raw mixes and 1 / RMS. dx_TD, dweights_TW and dgrad_carrier_TND are the
-    gradients of the outputs of `_collapse_forward`.
-    """
+    """Return gradients of streams, fn (uninitialised unless needs_dfn), base and scale."""
     (T, N, D), M, new = streams_TND.shape, len(fn_MC), raw_TM.new_empty
     pre_TN, draw_TM, factor_T, sums_T2M = new(T, N), new(T, M), new(T), new(T, 2, M)
     inputs = (streams_TND, raw_TM, r_T, base_M, scale_3, dx_TD, dweights_TW)
@@ -210,10 +205,7 @@ _collapse = Op(
 def _expand_forward(
     streams_TND: Tensor, grad_carrier_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
 ) -> Tensor:
-    """Return the residual streams [tokens, streams, dim] after a sublayer with output y_TD.
-
-    grad_carrier_TND is not read: its gradient in backward is the gradient of the streams.
-    """
+    """Return the streams after a sublayer with output y_TD; the gradient carrier is not read."""
     out_TND = torch.empty_like(streams_TND)
     args = (streams_TND, y_TD, weights_TW, out_TND)
     launch(expand_streams_fwd_kernel, len(y_TD), *args, **_make_constants(streams_TND))
@@ -248,14 +240,10 @@ def collapse_streams(
     """Return a sublayer's input [T, D] from N residual streams, and a record for `expand_streams`.
 
     Computed in fp32, rounded once to the dtype of streams. The kernels are differentiable once,
-    plain PyTorch (CPUs, fp64) any number of times. No host sync; the same bits in every run.
-
-    Args:
-        streams_TND: residual streams, any float dtype; copied when not contiguous.
-        fn_MC, base_M: projection of a token's N * D stream values to M = (2 + N) * N mixing logits,
-            and their bias; any float dtype.
-        scale_3: factors of the logits of input, output and stream-to-stream weights, any float
-            dtype.
+    plain PyTorch (CPUs, fp64) any number of times. No host sync; the same bits in every run. All
+    tensors have any float dtype. fn_MC and base_M project a token's N * D stream values to M = (2 +
+    N) * N mixing logits, and scale_3 has the factors of the logits of input, output and
+    stream-to-stream weights.
     """
     plain = torch.compiler.is_compiling() or not can_use_kernel(streams_TND, fn_MC)
     if plain or streams_TND.dtype not in KERNEL_DTYPES:
@@ -275,10 +263,9 @@ def collapse_streams(
 
 
 def expand_streams(y_TD: Tensor, collapsed: CollapsedStreams) -> Tensor:
-    """Return the residual streams [T, N, D] after a sublayer with output y_TD.
+    """Return the residual streams [T, N, D] after a sublayer with output y_TD, any float dtype.
 
-    fp32 inside, rounded once to the streams' dtype. y_TD has any float dtype. `collapsed` is from
-    `collapse_streams`. Differentiable as `collapse_streams` is.
+    fp32 inside, rounded once to the streams' dtype. Differentiable as `collapse_streams` is.
     """
     streams_TND, weights_TW = collapsed.streams_TND, collapsed.weights_TW
     if collapsed.grad_carrier_TND is None:

@@ -96,10 +96,7 @@ def _differentiate_mixes(
     num_mixes,
     GROUP: tl.constexpr,
 ):
-    """Store gradients of raw mixes, base and scale from dlogits; return the gradient of 1 / RMS.
-
-    `mix_ids` has the indices of the group's mixes; `is_real` is False in padding.
-    """
+    """Store gradients of raw mixes, base and scale from dlogits; return the gradient of 1 / RMS."""
     raw = tl.load(raw_ptr + mix_ids, mask=is_real, other=0.0)
     dmixes = dlogits * tl.load(scale_ptr + GROUP)
     tl.store(draw_ptr + mix_ids, dmixes * inverse_rms, mask=is_real)
@@ -129,11 +126,7 @@ def collapse_streams_bwd_mixes_kernel(
     N_POW2: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write one token's gradients of raw mixes, base and scale.
-
-    Also writes pre_ptr and factor_ptr, coefficients with which `collapse_streams_bwd_kernel`
-    computes the streams' gradient.
-    """
+    """Write one token's gradients of raw mixes, base and scale, and pre_ptr and factor_ptr."""
     t = tl.program_id(0).to(tl.int64)
     M: tl.constexpr = 2 * N + N * N
     n, d = tl.arange(0, N_POW2), tl.arange(0, BLOCK_D)

@@ -51,15 +51,15 @@ class LinearProducts(ABC):
     ) -> Tensor:
         """Return x [..., K] @ weight^T + bias. If they are DTensors, local tensors are multiplied.
 
-        `training` is the module's mode. In eval mode FP8 products record no largest magnitudes.
+        In eval mode (`training` False) FP8 products record no largest magnitudes.
         """
 
 
 def linear(args: tuple[Any, ...], products: type[LinearProducts], sink: GradSink | None) -> Tensor:
     """Return x @ weight^T + bias as one autograd node, computed by the functions of `products`.
 
-    `args` are x, weight, bias, then further arguments of `products.forward`. `sink` may compute the
-    weight's gradient after backward. None = autograd gets the weight's gradient.
+    `args` are those of `products.forward`. `sink` may compute the weight's gradient after backward;
+    None = autograd gets it.
     """
     y: Tensor = _LinearFunction.apply(*args, products, sink)
     return y
@@ -88,12 +88,10 @@ class _DifferentiableOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor) -> Tensor:
-        """Return the gradient unchanged."""
         return grad.view_as(grad)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Tensor:
-        """Raise a NotImplementedError."""
         raise NotImplementedError(
             "linears in FP8 have no second derivatives: leave them out by an override of Precision"
         )
@@ -104,7 +102,6 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        """Return y = x @ weight^T + bias; `products.setup_context` saves tensors for backward."""
         *inputs, products, sink = args
         y: Tensor = products.forward(*inputs)
         products.setup_context(ctx, inputs, y)
@@ -126,14 +123,12 @@ class PlainProducts(LinearProducts):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
-        """Return x @ weight^T + bias. `training` has no effect."""
         if self.defers and is_plain_eager():
             y: Tensor = run_product(self._multiply, x, weight, bias)
             return y
         return F.linear(x, get_local_param(weight), None if bias is None else get_local_param(bias))
 
     def __repr__(self) -> str:
-        """Return the name of the products."""
         return "plain products"
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -154,7 +149,6 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, y: Tensor) -> None:
-        """Save x if the weight needs a gradient, and the weight if x needs a gradient."""
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         x, weight_NK, _ = inputs
         ctx.save_for_backward(x if wants_weight else None, weight_NK if wants_x else None)
@@ -162,7 +156,6 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def compute_gradients(ctx: Any, dy: Tensor) -> Gradients:
-        """Return dx, operands (dy, x) of `compute_weight_grad`, and dbias; None if not needed."""
         x, weight_NK = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         dy_TN = dy.reshape(-1, dy.shape[-1])
@@ -173,7 +166,4 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def compute_weight_grad(dy_TN: Tensor, x_TK: Tensor, target: GradTarget) -> Tensor:
-        """Return dy^T @ x, [N, K], written to `target`, or added to it if `target.accumulate`."""
-        return scale_and_store_grad(
-            dy_TN.t().mm(x_TK), target.out, target.accumulate, target.dtype, target.scale
-        )
+        return scale_and_store_grad(dy_TN.t().mm(x_TK), *target)

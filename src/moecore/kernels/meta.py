@@ -59,14 +59,28 @@ def record_launches_on_meta(
 
     The context calls `on_launch` with each kernel's name and arguments. Meta stands for a Hopper
     GPU, and with `has_block_scales` for one that also multiplies MXFP8 and NVFP4 (Blackwell).
-    `num_peers` ranks can access each other's memory. Outputs are allocated on meta, so dispatch
-    modes can count them.
+    `num_peers` ranks can access each other's memory.
     """
     settings = _set_meta_settings(
         on_launch=on_launch, num_peers=num_peers, is_gpu=True, has_block_scales=has_block_scales
     )
-    with settings, enter_custom_ops(), _record_launches():
-        yield
+    with settings, enter_custom_ops():
+        if JITFunction is None:  # under the interpreter kernels are of another class
+            yield
+            return
+        run = JITFunction.run
+
+        def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            """Record a launch, or launch the kernel if this thread records nothing."""
+            if meta_settings.on_launch is None:
+                return run(self, *args, grid=grid, warmup=warmup, **options)
+            return record_launch(self.fn.__name__, *args)
+
+        JITFunction.run = record
+        try:
+            yield
+        finally:
+            JITFunction.run = run
 
 
 def get_num_meta_peers() -> int:
@@ -88,24 +102,3 @@ def record_launch(name: str, *args: Any, **_: Any) -> None:
     """Report a kernel launch to the active `record_launches_on_meta`; without one, do nothing."""
     if meta_settings.on_launch is not None:
         meta_settings.on_launch(name, args)
-
-
-@contextmanager
-def _record_launches() -> Iterator[None]:
-    """Return a context in which Triton kernels of this thread are recorded, not launched."""
-    if JITFunction is None:  # under the interpreter kernels are of another class
-        yield
-        return
-    run = JITFunction.run
-
-    def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        """Record a launch, or launch the kernel if this thread records nothing."""
-        if meta_settings.on_launch is None:
-            return run(self, *args, grid=grid, warmup=warmup, **options)
-        return record_launch(self.fn.__name__, *args)
-
-    JITFunction.run = record
-    try:
-        yield
-    finally:
-        JITFunction.run = run

@@ -21,11 +21,10 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 def make_setup_context(saved_inputs: slice, option_inputs: slice = slice(0)) -> Callable[..., None]:
     """Return an `Op`'s `setup_context`, which saves inputs[saved_inputs] for backward.
 
-    It also stores inputs[option_inputs], which are not tensors, as `ctx.others`.
+    It stores inputs[option_inputs], which are not tensors, as `ctx.others`.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save the selected inputs in `ctx`."""
         ctx.save_for_backward(*inputs[saved_inputs])
         ctx.others = inputs[option_inputs]
 
@@ -38,19 +37,14 @@ class Op(Generic[Out]):
     Plain eager calls use the first form. Both have the same bits, saved tensors and errors.
 
     Args:
-        name: name of the custom op.
+        name: `custom` is the custom op `moecore::<name>`.
         forward: the computation; its annotations are the schema. Outputs share no memory with
-            inputs. Each tensor is an argument, not an element of a list.
-        fake: takes the arguments of `forward` and returns empty outputs of the right shapes and
-            dtypes.
-        setup_context: setup_context(ctx, inputs, output), as in `autograd.Function`; see
-            `make_setup_context`.
+            inputs, and each tensor is an argument, not an element of a list.
+        fake: takes the arguments of `forward` and returns empty outputs.
+        setup_context: as in `autograd.Function`; see `make_setup_context`.
         backward: backward(ctx, *grads); None = not differentiable.
         mutates_args: names of the arguments written to; not together with `backward`.
         schema: replaces the annotations of a forward with `*args`.
-
-    Attributes:
-        custom: the custom op `moecore::<name>`.
     """
 
     def __init__(
@@ -64,7 +58,6 @@ class Op(Generic[Out]):
         mutates_args: tuple[str, ...] = (),
         schema: str | None = None,
     ) -> None:
-        """Register the custom op, and make the `autograd.Function`."""
         assert not (mutates_args and backward), name
         registered: Any = torch.library.custom_op(
             f"moecore::{name}", forward, mutates_args=mutates_args, schema=schema
@@ -73,7 +66,21 @@ class Op(Generic[Out]):
         self._apply: Callable[..., Out] | None = None
         if backward is not None:
             registered.register_autograd(backward, setup_context=setup_context)
-            self._apply = _make_function(name, forward, setup_context, backward).apply
+            # Forward also saves: with a separate `setup_context`, torch would bind the arguments to
+            # the signature at every call.
+
+            def forward_and_save(ctx: Any, *args: Any) -> Any:
+                output = forward(*args)
+                if setup_context is not None:
+                    setup_context(ctx, args, output)
+                return output
+
+            methods: Any = dict(
+                forward=staticmethod(forward_and_save), backward=staticmethod(backward)
+            )
+            # Profiles show the name of the custom op.
+            function: Any = type(f"moecore::{name}", (torch.autograd.Function,), methods)
+            self._apply = function.apply
         self.custom: Callable[..., Out] = getattr(torch.ops.moecore, name).default
         self._forward = forward
         parameters = list(inspect.signature(forward).parameters)
@@ -98,30 +105,8 @@ class Op(Generic[Out]):
         return self._forward(*args)
 
 
-def _make_function(
-    name: str, forward: Callable[..., Any], setup_context: Any, backward: Callable[..., Any]
-) -> type[torch.autograd.Function]:
-    """Return an operation as an `autograd.Function`; profiles show the name of the custom op."""
-    # Forward also saves: with a separate `setup_context`, torch would bind the arguments to the
-    # signature at every call.
-
-    def forward_and_save(ctx: Any, *args: Any) -> Any:
-        """Return the outputs of `forward`, and call `setup_context`."""
-        output = forward(*args)
-        if setup_context is not None:
-            setup_context(ctx, args, output)
-        return output
-
-    methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(backward)}
-    return type(f"moecore::{name}", (torch.autograd.Function,), methods)
-
-
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether an op can skip its custom op and call its `autograd.Function` for this tensor.
-
-    The tensor must have no subclass and no lazy negation, and must not be on meta unless in a dry
-    run.
-    """
+    """Return whether a tensor is no subclass, not negated lazily, and real or of a dry run."""
     return (
         type(tensor) in PLAIN_TYPES
         and (not tensor.is_meta or is_inside_custom_ops())

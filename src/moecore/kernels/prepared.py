@@ -66,11 +66,7 @@ class Descriptor:
     _encoded: tuple[Any, ...] | None = None
 
     def encoded(self) -> tuple[Any, ...]:
-        """Return this descriptor's arguments for Triton's C launcher.
-
-        The tuple is empty before Triton has launched a kernel with the same dtype, block and
-        layout.
-        """
+        """Return the arguments for Triton's C launcher; () before a first launch with this kind."""
         if self._encoded is None:
             meta = _METAS.get(self.kind)
             if meta is None:
@@ -92,7 +88,6 @@ class _Address(NamedTuple):
     address: int
 
     def data_ptr(self) -> int:
-        """Return the address."""
         return self.address
 
 
@@ -124,8 +119,7 @@ def launch_prepared(
 ) -> bool:
     """Launch a kernel from the cache that `store_launch` fills; return whether it was cached.
 
-    If the result is False, the caller must launch by Triton. `constants` are constexpr parameters
-    and launch options.
+    If the result is False, the caller must launch by Triton.
     """
     if not (IS_SUPPORTED and _has_no_launch_hooks(kernel)):
         return False
@@ -138,10 +132,7 @@ def launch_prepared(
 def store_launch(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled_kernel: Any
 ) -> None:
-    """Cache `compiled_kernel`, launched by Triton, so that `launch_prepared` can repeat the launch.
-
-    `args` and `constants` of the launch give the key. Unsupported launches are not cached.
-    """
+    """Cache `compiled_kernel`, launched by Triton, for `launch_prepared`, if it is supported."""
     if (
         not (IS_SUPPORTED and _has_no_launch_hooks(kernel))
         or type(compiled_kernel) is not CompiledKernel
@@ -201,11 +192,7 @@ def _has_no_launch_hooks(kernel: Any) -> bool:
 
 
 def _generate_launch_functions(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
-    """Generate functions that compute a launch's cache key and launch, for the types of `args`.
-
-    Return None if no argument is a tensor, a type is not supported, or a parameter is a constexpr
-    or annotated.
-    """
+    """Return generated (read, launch) for the types of `args`; None = a type is not supported."""
     reads, key, values, device = [], [], [], None
     for i, (arg, param) in enumerate(zip(args, kernel.params, strict=False)):
         name, kind = f"a{i}", type(arg)

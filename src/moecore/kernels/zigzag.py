@@ -40,8 +40,8 @@ def make_row_cu_seqlens(num_rows: int, num_tokens: int, device: torch.device) ->
 def assign_tokens_to_cp_ranks(cu_seqlens: Tensor, num_tokens: int, cp_size: int) -> Tensor:
     """Return each context-parallel rank's token indices: int64 [cp_size, num_tokens / cp_size].
 
-    A rank gets two chunks of each document, in ascending order. No host sync. Each document's
-    length must be 0 or a multiple of 2 * cp_size, which is not checked.
+    The indices ascend. No host sync. Each document's length must be a multiple of 2 * cp_size,
+    which is not checked.
     """
     num_local = num_tokens // cp_size
     cu_seqlens = cu_seqlens.long()

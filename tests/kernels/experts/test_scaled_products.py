@@ -197,7 +197,7 @@ def test_torch_takes_these_layouts(per_row: bool, monkeypatch: pytest.MonkeyPatc
         return real(*(arg.to("meta") for arg in args), **how)
 
     monkeypatch.setattr(scaled, "scaled_grouped_mm", on_meta)
-    monkeypatch.setattr(scaled, "needs_reference", lambda _: False)
+    monkeypatch.setattr(scaled, "_uses_reference", lambda *_: False)
     how: dict[str, Any] = {"per_row": per_row, "power_of_two": True}
     offsets_e = torch.tensor([3, 3, 20], dtype=torch.int32)
     x, y = torch.randn(22, 32).bfloat16(), torch.randn(22, 48).bfloat16()

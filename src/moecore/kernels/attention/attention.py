@@ -43,10 +43,8 @@ def attention_forward(
     """Return the attention output of queries over keys and values. No autograd, no host sync.
 
     Args:
-        q_BTHd: [batch, queries, heads, head dim], any float dtype, any strides; may have no
-            queries.
-        k_BShd, v_BShv: as q, with S keys. The number of query heads H is a multiple of the number
-            of key heads h.
+        q_BTHd: any float dtype, any strides; may have no queries.
+        k_BShd, v_BShv: as q. H is a multiple of h.
         mask: the keys that each query sees.
         scale: factor on the dot products of queries and keys.
 
@@ -72,16 +70,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values. No autograd, no host sync.
 
-    Args:
-        do_BTHv: gradient of the attention output.
-        o_BTHv: attention output over all keys, also keys of other calls, and the attention sinks.
-        lse_BHT: log-sum-exp of each query's scores over the same keys, fp32; -inf if it sees no
-            key.
-        mask, scale: as for `attention_forward`.
-
-    Returns:
-        dq, dk and dv in the shapes and dtypes of q, k and v. dq is the contribution of these keys;
-        the caller sums dq over its calls.
+    o_BTHv and lse_BHT (fp32) are over all keys, also keys of other calls, and the attention sinks:
+    note "final o and lse". dq is the contribution of these keys; the caller sums it over its calls.
     """
     _check_shapes(q_BTHd, k_BShd, v_BShv)
     with disable_autocast(q_BTHd):

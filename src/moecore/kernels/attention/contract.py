@@ -38,7 +38,7 @@ from moecore.kernels.common import is_gpu
 class AttentionMask(CheckedRecord):
     """The keys that each query may see. The default is causal attention within each row.
 
-    The values of `cu_seqlens`, the documents' offsets in packed rows, are not checked.
+    The values of `cu_seqlens` are not checked.
     """
 
     causal: bool = True  # no key after the query: note "alignment"
@@ -54,7 +54,6 @@ class AttentionMask(CheckedRecord):
     max_length_k: CountOrZero | None = None  # an upper bound of the keys of a document
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of each broken rule."""
         if self.window is not None and not self.causal:
             yield "window", "be None without causal: set causal=True"
         for name in ("cu_seqlens_k", "max_length_q", "max_length_k"):
@@ -103,10 +102,9 @@ class AttentionKernel(Protocol):
 def merge_blocks(
     first_o: Tensor, first_lse: Tensor, second_o: Tensor, second_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention results of the same queries over two disjoint sets of keys.
+    """Merge (o_BTHv, lse_BHT) of the same queries over two disjoint sets of keys.
 
-    Returns the output o_BTHv and the log-sum-exp lse_BHT of scores, in first_lse's dtype. o is NaN
-    for a query that sees no key in either set.
+    The output is NaN for a query that sees no key in either set.
     """
     lse = torch.logaddexp(first_lse, second_lse)
     old, new = ((part - lse).exp().transpose(1, 2)[..., None] for part in (first_lse, second_lse))

@@ -55,10 +55,7 @@ def make_bool_mask(mask: AttentionMask, T: int, S: int, device: torch.device) ->
 def _list_separate_parts(
     mask: AttentionMask, q: Tensor, k: Tensor
 ) -> list[tuple[int, AttentionMask]] | None:
-    """Return (number of tokens, mask) of each row or document that is computed separately.
-
-    None = one call computes all rows.
-    """
+    """Return (tokens, mask) of each row or document to compute separately; None = one call."""
     (B, T), cu_q, cu_k = q.shape[:2], mask.cu_seqlens_q, mask.cu_seqlens_k
     if cu_q is None or cu_k is None or k.shape[1] != T or not B * T:
         return None
@@ -77,10 +74,7 @@ def _list_separate_parts(
 def _split_block(
     block: QKVBlock, parts: list[tuple[int, AttentionMask]], *tensors: Tensor
 ) -> Iterator[Any]:
-    """Split the inputs by tokens into `parts`; yield (inputs, *other tensors) of each part.
-
-    `parts` is from `_list_separate_parts`. `tensors`, [B, T, ...], are the other tensors to split.
-    """
+    """Split the inputs and `tensors` [B, T, ...] into `parts`; yield (inputs, *tensors) of each."""
     lengths, masks = zip(*parts, strict=True)
     tokens = [x.flatten(0, 1)[None].split(lengths, dim=1) for x in (*block[:3], *tensors)]
     for mask, q, k, v, *rest in zip(masks, *tokens, strict=True):
@@ -100,9 +94,9 @@ def _compute_scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> 
 
 
 def _group_heads(x_BTHx: Tensor, num_kv_heads: int, mask: AttentionMask) -> Tensor:
-    """Return heads grouped by key/value head, [B, T, kv heads, heads per kv head, dim].
+    """Return heads in at least fp32, [B, T, kv heads, heads per kv head, dim].
 
-    The result has at least fp32. Rows with packed documents are joined to one row, [1, B * T, ...].
+    Rows with packed documents are joined to one row, [1, B * T, ...].
     """
     x = x_BTHx.to(torch.promote_types(x_BTHx.dtype, torch.float32))
     x = x.flatten(0, 1)[None] if mask.is_packed else x

@@ -111,18 +111,8 @@ class CloneConstants(NamedTuple):
 
 
 @triton.jit
-def _locate_slot(
-    buffer,  # ExchangePointers
-    peer_rank,
-    slot_idx,
-    operation_idx,  # n
-    element_dtype,
-    CONST: tl.constexpr,  # CloneConstants
-):
-    """Return the address of slot `slot_idx` on rank `peer_rank`, as a pointer to `element_dtype`.
-
-    Even and odd values of `operation_idx` select the first and the second set of slots.
-    """
+def _locate_slot(buffer, peer_rank, slot_idx, operation_idx, element_dtype, CONST: tl.constexpr):
+    """Return a pointer to slot `slot_idx` on rank `peer_rank`, of the set of this operation."""
     base = tl.load(buffer.bases + AT_ROWS * CONST.G + peer_rank)
     at = base + (operation_idx % 2).to(tl.int64) * CONST.SET_BYTES + slot_idx * CONST.SLOT_BYTES
     return tl.multiple_of(at.to(tl.pointer_type(element_dtype)), 16)
@@ -130,12 +120,7 @@ def _locate_slot(
 
 @triton.jit
 def _copy_piece(
-    from_ptr,
-    to_ptr,
-    num_elements,
-    has_source,  # else zeros are written
-    CACHE: tl.constexpr,
-    CONST: tl.constexpr,  # CloneConstants
+    from_ptr, to_ptr, num_elements, has_source, CACHE: tl.constexpr, CONST: tl.constexpr
 ):
     """Copy this program's part of `num_elements` elements; write zeros if not `has_source`."""
     BLOCK: tl.constexpr = CONST.BLOCK
@@ -147,15 +132,8 @@ def _copy_piece(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _store_weights_kernel(
-    rows_ptr,  # [e, W] words
-    experts_ptr,  # [N] int32
-    buffer,  # ExchangePointers
-    piece,  # ClonePiece
-    rank,
-    CONST: tl.constexpr,  # CloneConstants
-):
-    """Store part of the local experts' weights in slots of the clones' ranks, and raise flags."""
+def _store_weights_kernel(rows_ptr, experts_ptr, buffer, piece, rank, CONST: tl.constexpr):
+    """Store part of rows [e, W] in slots of the clones' ranks, and raise flags."""
     operation = tl.load(buffer.state + OPERATION)
     element = rows_ptr.dtype.element_ty
     first = rank // CONST.ETP * CONST.NUM_LOCAL
@@ -171,15 +149,9 @@ def _store_weights_kernel(
 
 @triton.jit(do_not_specialize=["rank", "timeout_ns"])
 def _receive_weights_kernel(
-    out_ptr,  # [c, W] words, out
-    experts_ptr,  # [N] int32
-    buffer,  # ExchangePointers
-    piece,  # ClonePiece
-    rank,
-    timeout_ns,  # nanoseconds
-    CONST: tl.constexpr,  # CloneConstants
+    out_ptr, experts_ptr, buffer, piece, rank, timeout_ns, CONST: tl.constexpr
 ):
-    """Wait for this program's flags, then copy part of the clones' weights to out_ptr."""
+    """Wait for this program's flags, then copy part of the clones' weights to out_ptr, [c, W]."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = out_ptr.dtype.element_ty
@@ -198,15 +170,8 @@ def _receive_weights_kernel(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _store_grads_kernel(
-    grads_ptr,  # [c, W], of the clones
-    experts_ptr,  # [N] int32
-    buffer,  # ExchangePointers
-    piece,  # ClonePiece
-    rank,
-    CONST: tl.constexpr,  # CloneConstants
-):
-    """Store part of the local clones' gradients in this rank's slots; raise flags on all ranks."""
+def _store_grads_kernel(grads_ptr, experts_ptr, buffer, piece, rank, CONST: tl.constexpr):
+    """Store part of the local clones' gradients, [c, W], in this rank's slots; raise flags."""
     operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty
     from_ptr = grads_ptr + piece.start
@@ -220,15 +185,9 @@ def _store_grads_kernel(
 
 @triton.jit(do_not_specialize=["rank", "timeout_ns"])
 def _receive_grads_kernel(
-    grads_ptr,  # [e, W], of this rank's experts; added to
-    experts_ptr,  # [N] int32
-    buffer,  # ExchangePointers
-    piece,  # ClonePiece
-    rank,
-    timeout_ns,  # nanoseconds
-    CONST: tl.constexpr,  # CloneConstants
+    grads_ptr, experts_ptr, buffer, piece, rank, timeout_ns, CONST: tl.constexpr
 ):
-    """Wait for this program's flags from all ranks, then add clones' gradients to grads_ptr."""
+    """Wait for this program's flags, then add clones' gradients to those of experts, [e, W]."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty
@@ -264,10 +223,7 @@ def _receive_grads_kernel(
 
 
 def split_into_pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
-    """Yield ranges of the columns of `rows` [experts, W], each of which fits a slot of the buffer.
-
-    A rank has `num_clones` slots per operation.
-    """
+    """Yield ranges of the columns of `rows` [experts, W], each of which fits a slot."""
     width, max_width = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
     for start in range(0, width, max_width):
         yield ClonePiece(width, start, min(max_width, width - start))
@@ -281,10 +237,7 @@ def _launch_clone_kernel(
     clone_places: ClonePlaces,
     piece: ClonePiece,
 ) -> None:
-    """Launch `kernel` for one piece of `expert_rows`: weights or gradients, one row per expert.
-
-    `waits_for_flags` = the kernel waits for flags, up to the buffer's timeout.
-    """
+    """Launch `kernel` for one piece of `expert_rows`: weights or gradients, one row per expert."""
     layout = buffer.layout
     const = CloneConstants(
         G=layout.num_ranks,
@@ -318,8 +271,8 @@ receive_grads = partial(_launch_clone_kernel, _receive_grads_kernel, True)
 def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: ClonePlaces) -> Tensor:
     """Copy weights from the experts' ranks to this rank's clones; return them. Collective.
 
-    `expert_weights` has this rank's experts, in any dtype. `clone_places` has the expert that each
-    clone copies. The result is [clones, ...]; a clone without an expert is zeros. No host sync.
+    `expert_weights` are this rank's, in any dtype. A clone without an expert is zeros. No host
+    sync.
     """
     out = expert_weights.new_empty(clone_places.num_clones, *expert_weights.shape[1:])
     rows_eW = _view_as_words(expert_weights.contiguous())
@@ -333,10 +286,8 @@ def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: Clon
 def add_clone_grads_(buffer: CloneBuffer, grads: Tensor, clone_places: ClonePlaces) -> Tensor:
     """Add the gradients of all ranks' clones to their experts' gradients, in place. Collective.
 
-    `grads` [experts + clones, ...], contiguous, in one of `SUM_DTYPES`, has first this rank's
-    experts, then its clones. `clone_places` has the expert that each clone copies. Returns the
-    experts' part of `grads`. Sums are in fp32, in the order of clones, and rounded once. No host
-    sync.
+    `grads` [experts + clones, ...] is contiguous, of one of `SUM_DTYPES`. Returns the experts'
+    part. Sums are in fp32, in the order of clones, and rounded once. No host sync.
     """
     home_eW, clones_cW = _view_rows(grads).split((clone_places.num_local, clone_places.num_clones))
     for piece in split_into_pieces(buffer.layout, home_eW, clone_places.num_clones):

@@ -105,10 +105,7 @@ def _spread_kernel(
     HALF: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Send local rows and expert choices to peers, or copy received ones to outputs, by program id.
-
-    `lists_ptr` is scratch memory. `HALF` "push" only sends, and "receive" only receives.
-    """
+    """Send local rows and choices to peers, or copy received ones to outputs, by program id."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     slot = (operation % 2).to(tl.int64) * CONST.G * max_tokens
@@ -176,10 +173,7 @@ def _reduce_kernel(
     HAS_SUMS: tl.constexpr,  # rows came by `copy_sums_to_peers`
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Send sums of expert rows to the tokens' ranks, or add the received sums, by program id.
-
-    `lists_ptr` is scratch memory. `HALF` "push" only sends, and "receive" only receives.
-    """
+    """Send sums of expert rows to the tokens' ranks, or add the received sums, by program id."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     slot = (operation % 2).to(tl.int64) * CONST.G * max_tokens
@@ -277,8 +271,8 @@ def dispatch_rows(
 ) -> Tensor:
     """Send tokens' rows to the ranks in peers_T; return [num_rows, D] in expert order. Collective.
 
-    peers_T (bit g = rank g) and places_S (received rows) are fields of `DispatchedRows`. slots_SN,
-    int32, contiguous, has each received row's output rows, -1 = none. Others are uninitialised.
+    peers_T and places_S are fields of `DispatchedRows`. slots_SN, int32, contiguous, has each
+    received row's output rows, -1 = none. Others are uninitialised.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     ptrs = Ptrs(view_int32(x_TD), peers_T, places_S, slots_SN, view_int32(out_RD))
@@ -328,7 +322,6 @@ def combine_rows(
         choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots [S,
             K], the expert row of each choice. The gradients are returned to the tokens' ranks.
         has_sums: `copy_sums_to_peers` has sent the sums y_RD [S, D]; slots_SN has their rows.
-        half: as for `dispatch_rows_and_choices`.
 
     Returns:
         Sums [T, D], zero for a token sent to no rank; gradients of weights [T, K] fp32 or None.
@@ -386,11 +379,10 @@ def _limit_rows_kernel(
 
 
 def limit_rows(offsets_e: Tensor, max_rows: int, state: Tensor, host_report: Tensor) -> Tensor:
-    """Clamp offsets to a buffer's `max_rows` and return them; record the rows needed. No host sync.
+    """Clamp offsets, int32 running sums, to `max_rows` and return them. No host sync.
 
-    `offsets_e` is the int32 running sum of the experts' row counts. If its last entry exceeds
-    `max_rows`, word NEEDED_ROWS of `state` (device) and `host_report` (host memory) is raised to
-    it.
+    If the last entry exceeds `max_rows`, word NEEDED_ROWS of `state` (device) and `host_report`
+    (host memory) is raised to it.
     """
     if not can_use_kernel(offsets_e):
         return limit_rows_ref(offsets_e, max_rows, state, host_report)

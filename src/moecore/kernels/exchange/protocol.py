@@ -20,19 +20,8 @@ from moecore.kernels.exchange.buffer import AT_FLAGS, ERROR, ERROR_BEFORE, FINIS
 
 
 @triton.jit
-def find_peers(
-    ids_ptr,  # [T, K] int32
-    peers_ptr,  # [T] int64, out
-    chunk_idx,
-    num_tokens,  # T
-    block_experts,  # experts of one block
-    CONST: tl.constexpr,  # ExchangeConstants
-):
-    """Write a bit mask per token of a chunk: bit g = rank g has one of the token's experts.
-
-    `peers_ptr` receives int64 masks. Each group of expert tensor parallel ranks has `block_experts`
-    experts.
-    """
+def find_peers(ids_ptr, peers_ptr, chunk_idx, num_tokens, block_experts, CONST: tl.constexpr):
+    """Write a bit mask per token of a chunk: bit g = rank g has one of the token's experts."""
     CHUNK: tl.constexpr = CONST.CHUNK
     tokens = chunk_idx * CHUNK + tl.arange(0, CHUNK)
     bits = tl.zeros([CHUNK], dtype=tl.int64)
@@ -50,15 +39,8 @@ def find_peers(
 
 
 @triton.jit
-def raise_flags(
-    bases_ptr,  # [4, G] int64
-    operation_idx,  # n
-    chunk_idx,
-    num_chunks,
-    rank,
-    CONST: tl.constexpr,  # G, and the power of two BLOCK_G
-):
-    """Set the flag of chunk `chunk_idx` on every rank, after all stores of this program."""
+def raise_flags(bases_ptr, operation_idx, chunk_idx, num_chunks, rank, CONST: tl.constexpr):
+    """Set flag `chunk_idx` of this rank on every rank, after all stores of this program."""
     G: tl.constexpr = CONST.G
     BLOCK_G: tl.constexpr = CONST.BLOCK_G
     flag = (operation_idx % 2 * G + rank).to(tl.int64) * num_chunks + chunk_idx
@@ -82,16 +64,8 @@ def _read_timer(lanes):
 
 
 @triton.jit
-def _find_late_rank(
-    addresses,  # [THREADS] int64, of flags
-    ranks,  # [THREADS] int32, the ranks that raise these flags
-    expected_flag,
-    SPIN: tl.constexpr,
-):
-    """Return a rank whose flag is not yet `expected_flag`; -1 = all flags have arrived.
-
-    `addresses` has one flag's address per thread, and `ranks` the rank that raises the flag.
-    """
+def _find_late_rank(addresses, ranks, expected_flag, SPIN: tl.constexpr):
+    """Return one of `ranks` whose flag at `addresses` is not `expected_flag`; -1 = all are."""
     # One flag per thread, and a maximum over all threads: all warps must see the same number, or
     # they would diverge before a barrier.
     if SPIN:
@@ -109,10 +83,7 @@ def _find_late_rank(
 
 
 @triton.jit
-def get_remaining_time(
-    buffer,  # ExchangePointers
-    timeout_ns,  # nanoseconds
-):
+def get_remaining_time(buffer, timeout_ns):
     """Return the time to wait in ns, int64: `timeout_ns`, or 0 after a failed operation."""
     return tl.where(tl.load(buffer.state + ERROR_BEFORE) == 0, timeout_ns, 0).to(tl.int64)
 
@@ -132,8 +103,7 @@ def wait_for_flags(
 ):
     """Wait for a chunk's flags from NUM_RANKS ranks; return whether all flags arrive in time.
 
-    The ranks begin with `first_rank`. After a timeout, a late rank and OPERATION_KIND (0 dispatch,
-    1 combine) are recorded in the buffer's state.
+    After a timeout, a late rank and OPERATION_KIND are recorded in the buffer's state.
     """
     ranks = first_rank + tl.arange(0, CONST.THREADS) % NUM_RANKS
     flags = (operation_idx % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk_idx
@@ -157,10 +127,7 @@ def wait_for_flags(
 
 
 @triton.jit
-def finish_operation(
-    state_ptr,  # [NUM_WORDS] int32
-    operation_idx,  # n
-):
+def finish_operation(state_ptr, operation_idx):
     """Increment the operation counter if this is the last program of the launch to finish."""
     tl.debug_barrier()
     ticket = tl.atomic_add(state_ptr + FINISHED, 1, sem="acq_rel", scope="gpu")

@@ -23,15 +23,8 @@ class RowChunk(NamedTuple):
 
 
 @triton.jit
-def locate_pairs(
-    pair_ids,  # int32, of [CHUNK, G]
-    chunk,  # RowChunk
-    CONST: tl.constexpr,  # ExchangeConstants
-):
-    """Return the token, the rank and whether it exists, of (token, rank) pairs of a chunk.
-
-    Pairs are numbered from 0 in each chunk, and `pair_ids` has the numbers.
-    """
+def locate_pairs(pair_ids, chunk, CONST: tl.constexpr):
+    """Return the token, the rank and whether it exists, of (token, rank) pairs of a chunk."""
     token = chunk.number * CONST.CHUNK + pair_ids // CONST.G
     exists = (pair_ids < CONST.CHUNK * CONST.G) & (token < chunk.max_tokens)
     return token, (pair_ids % CONST.G + token + chunk.rank) % CONST.G, exists
@@ -86,13 +79,7 @@ def push_rows(
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Store a chunk's rows in peers' buffers, at most one row per token and peer.
-
-    `destinations_ptr` has a bit mask of peers per token. With REDUCE, it has instead the row of
-    `rows_ptr` to send for each (peer, token), -1 = none. `bases_ptr` has the addresses of the
-    peers' buffers, to which `region_offset` bytes are added. `first_row` is the row there of token
-    0.
-    """
+    """Store a chunk's rows in peers' buffers, at most one row per token and peer."""
     element = rows_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
     for start in range(0, CONST.CHUNK * CONST.G, CONST.PAIRS):
@@ -110,32 +97,15 @@ def push_rows(
 
 
 @triton.jit
-def locate_source_rows(
-    source_rank,  # rank that sent the rows
-    chunk_idx,
-    max_tokens,  # C
-    CHUNK: tl.constexpr,
-):
-    """Return the buffer rows of a chunk's tokens, int64 [CHUNK], and whether each token exists.
-
-    The chunk was sent by rank `source_rank`.
-    """
+def locate_source_rows(source_rank, chunk_idx, max_tokens, CHUNK: tl.constexpr):
+    """Return the buffer rows of a chunk's tokens, int64 [CHUNK], and whether each token exists."""
     tokens = chunk_idx * CHUNK + tl.arange(0, CHUNK)
     return source_rank.to(tl.int64) * max_tokens + tokens, tokens < max_tokens
 
 
 @triton.jit
-def copy_rows(
-    slot_ptr,  # slot of the buffer
-    out_ptr,  # [R, D]
-    out_rows,  # [CHUNK] int32, output row of each row, -1 = not copied
-    source_rows,  # [CHUNK] int64, source rows
-    CONST: tl.constexpr,  # ExchangeConstants
-):
-    """Copy a chunk's received rows from the buffer at `slot_ptr` to `out_ptr`.
-
-    `source_rows` are rows of the buffer, `out_rows` the output row of each, -1 = not copied.
-    """
+def copy_rows(slot_ptr, out_ptr, out_rows, source_rows, CONST: tl.constexpr):
+    """Copy received rows at `slot_ptr` to `out_rows` of `out_ptr`, -1 = not copied."""
     from_ptrs, to_ptrs = slot_ptr + source_rows * CONST.D, out_ptr + out_rows.to(tl.int64) * CONST.D
     _move_rows(from_ptrs, to_ptrs, out_rows >= 0, CONST.D, CONST.RECEIVE_D, CONST.TILES, ".cg")
 
@@ -157,11 +127,7 @@ def push_choices(
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Store a chunk's expert ids and weights in peers' buffers; id -1 if no row is sent.
-
-    With REDUCE only gradients of weights are stored. `destinations_ptr` is as for `push_rows`.
-    `first_row` is the row in each peer's buffer that receives token 0.
-    """
+    """Store a chunk's ids and weights in peers' buffers; with REDUCE only weights' gradients."""
     G: tl.constexpr = CONST.G
     K: tl.constexpr = CONST.K
     for start in range(0, CONST.CHUNK * G, CONST.CHOICE_PAIRS):
@@ -190,18 +156,8 @@ def push_choices(
 
 
 @triton.jit
-def _find_sent_pairs(
-    destinations_ptr,  # [T] int64 ranks by bit, or [S] int32 places with REDUCE
-    tokens,  # int32
-    peers,  # int32
-    exists,  # bool
-    chunk,  # RowChunk
-    REDUCE: tl.constexpr,
-):
-    """Return whether this rank sends a row to the peer, bool per (token, peer) pair.
-
-    `destinations_ptr` has a bit mask of peers per token, or with REDUCE a row per pair, -1 = none.
-    """
+def _find_sent_pairs(destinations_ptr, tokens, peers, exists, chunk, REDUCE: tl.constexpr):
+    """Return whether this rank sends a row to the peer, bool per (token, peer) pair."""
     if REDUCE:
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
         return tl.load(destinations_ptr + rows, mask=exists, other=-1) >= 0
@@ -221,12 +177,7 @@ def receive_choices(
     rank,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy a chunk's expert ids and weights from the buffer to `out_ptrs`; return received rows.
-
-    The result, also stored in `places_ptr`, is the row's index, or -1 if no row was sent.
-    `first_slot_row` is the buffer's first row for this operation. If `has_arrived` is False, no row
-    was sent.
-    """
+    """Copy a chunk's ids and weights to `out_ptrs`; return received rows, -1 = no row was sent."""
     K: tl.constexpr = CONST.K
     CHUNK: tl.constexpr = CONST.CHUNK
     ids_base = tl.load(bases_ptr + AT_IDS * CONST.G + rank).to(tl.pointer_type(tl.int32))
@@ -251,20 +202,9 @@ def receive_choices(
 
 @triton.jit
 def _load_partial_sums(
-    region_ptr,  # region of the buffer
-    peer,  # rank that sent the sums; from G on the result is 0
-    rank_bits,  # [TILE_ROWS] int64 ranks that hold a sum, by bit
-    first_rows,  # [TILE_ROWS] int, place of token in the part of rank 0
-    max_tokens,  # C
-    columns,  # [BLOCK] int
-    G: tl.constexpr,
-    N: tl.constexpr,
+    region_ptr, peer, rank_bits, first_rows, max_tokens, columns, G: tl.constexpr, N: tl.constexpr
 ):
-    """Return the tile of sums that rank `peer` sent, in fp32; zeros for tokens without a sum.
-
-    `rank_bits` has a bit per rank that sent a sum of the token. `first_rows` is the row of the
-    token's sum from rank 0.
-    """
+    """Return the sums that rank `peer` sent, fp32; 0 for tokens without one and from rank G on."""
     has = (((rank_bits >> peer) & 1) != 0) & (peer < G)
     mask = has[:, None] & (columns < N)[None, :]
     offsets = (first_rows + peer * max_tokens).to(tl.int64)[:, None] * N + columns[None, :]
@@ -283,11 +223,7 @@ def add_partial_sums(
     BLOCK: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Add the sums that ranks sent for a chunk's tokens, in fp32 and rank order, into `out_ptr`.
-
-    `peers_ptr` has a bit per rank that sent a sum. `first_slot_row` is the buffer's first row for
-    this operation.
-    """
+    """Add the sums that ranks sent for a chunk's tokens, in fp32 and rank order, into `out_ptr`."""
     G: tl.constexpr = CONST.G
     max_tokens = chunk.max_tokens
     for start in range(0, CONST.CHUNK, TILE_ROWS):

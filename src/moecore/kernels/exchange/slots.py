@@ -30,11 +30,7 @@ def list_row_slots(
     TILE: tl.constexpr,  # rows of a tile
     BLOCK_N: tl.constexpr,  # at most 32
 ):
-    """List the expert rows (slots >= 0) of each received row in this program's scratch memory.
-
-    `slots_ptr` has N slots per row, -1 = unused. `source_rows` are the received rows. `list_idx` is
-    the list index of the first.
-    """
+    """List the expert rows (slots >= 0) of each received row in this program's scratch memory."""
     TILES: tl.constexpr = ROWS // TILE
     entries = used_slots_ptr + WIDTH + list_idx + tl.arange(0, ROWS)
     depths = tl.zeros([TILES], dtype=tl.int32)
@@ -59,12 +55,7 @@ def list_row_slots(
 
 
 @triton.jit
-def list_pair_slots(
-    slots_ptr,  # [S, N] int32
-    used_slots_ptr,  # [1 + N, WIDTH] int32, out, of this program
-    chunk,  # RowChunk
-    CONST: tl.constexpr,  # ExchangeConstants
-):
+def list_pair_slots(slots_ptr, used_slots_ptr, chunk, CONST: tl.constexpr):
     """List the expert rows of all (token, peer) pairs of a chunk in `used_slots_ptr`."""
     tl.debug_barrier()  # the last list has been read
     ROWS: tl.constexpr = CONST.LIST_PAIRS
@@ -80,19 +71,9 @@ def list_pair_slots(
 
 @triton.jit
 def _load_rows_of_slot(
-    y_ptr,  # [R, D]
-    entry_ptrs,  # [ROWS] pointers to the first slot of each row
-    slot_number,  # which slot
-    tile_depth,  # of the tile
-    columns,  # [BLOCK_D]
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
+    y_ptr, entry_ptrs, slot_number, tile_depth, columns, D: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Return the n-th expert row of each received row, from y; zeros if there are fewer.
-
-    n is `slot_number`. `entry_ptrs` points to the first listed expert row of each received row.
-    `tile_depth` is the largest number of expert rows of a row in this tile.
-    """
+    """Return the row of y in each listed row's slot `slot_number`; 0 from `tile_depth` on."""
     slot = tl.load(entry_ptrs + slot_number * WIDTH, mask=slot_number < tile_depth, other=-1).to(
         tl.int64
     )
@@ -101,21 +82,8 @@ def _load_rows_of_slot(
 
 
 @triton.jit
-def push_sums(
-    y_ptr,  # [R, D]
-    places_ptr,  # [S] int32
-    used_slots_ptr,  # slots of the chunk's pairs
-    bases_ptr,  # [4, G] int64
-    chunk,  # RowChunk
-    first_row,  # int64, row of this rank's token 0 in every peer's slot
-    CONST: tl.constexpr,  # ExchangeConstants
-):
-    """Sum the expert rows of each (token, peer) pair of a chunk; store sums in peers' buffers.
-
-    `used_slots_ptr` lists the rows of y of each pair. `places_ptr` is -1 for a pair without expert
-    rows. `bases_ptr` has the addresses of the peers' buffers. `first_row` is the row that receives
-    the sum of token 0.
-    """
+def push_sums(y_ptr, places_ptr, used_slots_ptr, bases_ptr, chunk, first_row, CONST: tl.constexpr):
+    """Sum the expert rows of each (token, peer) pair of a chunk; store sums in peers' buffers."""
     element = y_ptr.dtype.element_ty
     D: tl.constexpr = CONST.D
     PAIRS: tl.constexpr = CONST.PAIRS
@@ -148,19 +116,8 @@ def push_sums(
 
 
 @triton.jit
-def copy_to_slots(
-    slot_ptr,  # slot of the buffer
-    out_ptr,  # [R, D]
-    used_slots_ptr,  # slots of the chunk's rows
-    places,  # [CHUNK] int32, -1 = a hole
-    source_rows,  # [CHUNK] int64, source rows
-    CONST: tl.constexpr,  # ExchangeConstants
-):
-    """Copy each received row of a chunk from the buffer to all of its expert rows in `out_ptr`.
-
-    `used_slots_ptr` lists the expert rows of `source_rows`. `places` is -1 where no row was
-    received.
-    """
+def copy_to_slots(slot_ptr, out_ptr, used_slots_ptr, places, source_rows, CONST: tl.constexpr):
+    """Copy each received row of a chunk from the buffer to all of its expert rows in `out_ptr`."""
     D: tl.constexpr = CONST.D
     CHUNK: tl.constexpr = CONST.CHUNK
     depth = tl.load(used_slots_ptr)

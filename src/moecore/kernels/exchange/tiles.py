@@ -68,10 +68,9 @@ def count_tiles(layout: ExchangeLayout, row_format: RowFormat) -> int:
 def choose_move_tile(
     layout: ExchangeLayout, row_format: RowFormat, max_rows: int, min_rows: int = 1
 ) -> tuple[int, int]:
-    """Return (rows, columns) of the tiles in which a kernel copies rows.
+    """Return (rows, columns) of the tiles in which a kernel copies rows: `count_tiles` at once.
 
-    A tile has at most `max_rows` rows, rounded up to a power of two, and so few columns that
-    `min_rows` rows fit. A program loads `count_tiles` tiles at once.
+    A tile has at most `max_rows` rows, rounded up to a power of two, and at least `min_rows`.
     """
     # Example, 3584 words, one tile: 32 rows of 512 of many rows, 8 of 2048 of eight. Four tiles: 64
     # rows of 128.
@@ -111,8 +110,7 @@ def make_exchange_constants(
 ) -> ExchangeConstants:
     """Return the constants of the combine kernel if `is_reduce`, otherwise of the dispatch kernel.
 
-    `num_slots` is the maximum number of expert rows per received row. `etp` ranks share each
-    expert.
+    `num_slots` is the maximum number of expert rows per received row.
     """
     block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
     block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
@@ -153,11 +151,7 @@ def make_exchange_constants(
 def _choose_tile(
     row_format: RowFormat, num_bytes: int, max_rows: int, min_rows: int = 1
 ) -> tuple[int, int]:
-    """Return (rows, columns) of a tile of at most `num_bytes` bytes.
-
-    The last tile of a row has few columns beyond the row's end. A tile has `min_rows` rows or more,
-    and at most `max_rows`, rounded up to a power of two.
-    """
+    """Return (rows, columns) of a tile of at most `num_bytes`, with few columns past a row."""
     D, elements = row_format.count, num_bytes // row_format.itemsize
     sizes = [n // row_format.itemsize for n in (8192, 4096, 2048, 1024, 512)]
     fits = (n for n in sizes if n * min_rows <= elements and cdiv(D, n) * n * 8 <= D * 9)

@@ -67,10 +67,7 @@ class SavedState:
         quantised: tuple[OperandPair, OperandPair] | None = None,
         magnitudes: Magnitudes | None = None,
     ) -> SavedState:
-        """Rebuild the state from `list_saved_tensors`' result; products compute in `dtype`.
-
-        `quantised` weights and `magnitudes` (amax for FP8 scaling) are not in the list.
-        """
+        """Rebuild the state from `list_saved_tensors`' result; products compute in `dtype`."""
         x, x_scales, h, h_scales, w1_eCD, w2_eDF, *tail = tensors
         matrices: Any = dict(w1_eCD=w1_eCD, w2_eDF=w2_eDF)
         weights = ExpertWeights(**matrices, quantised=quantised, magnitudes=magnitudes)
@@ -96,16 +93,13 @@ def compute_gradients(
 
     Args:
         products: for the same index and weights as in forward. Its weights are freed at the end.
-        state: the saved tensors. Its rows may be None if FC1 is not recomputed and neither w1 nor
-            its LoRA update has a gradient.
-        dy: gradient of the output, contiguous: a row per token, or a row per expert row if
-            `has_expert_rows`, maybe in FP8. The gradient of the input has the same rows.
-        has_expert_rows: whether the dispatcher, not this function, sums the rows of a token's
-            experts.
-        sinks: receive the gradients of w1 and w2 in place of autograd. Such a gradient is returned
-            as None.
-        sender: receives gradients of rows and routing weights before the gradients of the matrices
-            are computed.
+        state: its rows may be None if FC1 is not recomputed and w1 and its LoRA update have no
+            gradient.
+        dy: contiguous, maybe in FP8. The gradient of the input has the same rows.
+        has_expert_rows: whether dy has expert rows, which the dispatcher sums, not tokens.
+        sinks: receive the gradients of w1 and w2 in place of autograd, which gets None.
+        sender: receives gradients of rows and routing weights before those of the matrices are
+            computed.
     """
     grad = products.prepare_output_grad(dy, has_expert_rows=has_expert_rows, grad_flags=grad_flags)
     h = state.h

@@ -81,17 +81,12 @@ class Products(Protocol):
     ) -> Any:
         """Return `dy`, the gradient of FC2's output, in the format that the methods below read.
 
-        `dy` has a row per token, or a row per expert row if `has_expert_rows`. It is a tensor, or
-        FP8 `Rows` if `accepts_packed_grads`. `grad_flags` names the gradients that backward
-        computes.
+        `dy` has a row per token, or per expert row if `has_expert_rows`. It is a tensor, or FP8
+        `Rows` if `accepts_packed_grads`. `grad_flags` names the gradients that backward computes.
         """
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
-        """Return the gradient of FC1's output, the gradient of routing weights, and the activation.
-
-        `dy` is from `prepare_output_grad`, and `h` is FC1's output. The gradient of routing weights
-        is fp32.
-        """
+        """Return gradients of FC1's output and of routing weights (fp32), and the activation."""
 
     def fc1_dgrad(self, dh: Any) -> Tensor:
         """Return `dh` @ w1, the gradient of FC1's input, with a row per expert row."""

@@ -42,8 +42,7 @@ FP8_PRODUCTS: dict[RecipeBackend, tuple[ProductsName, ...]] = {
 LEAVE_OUT = "leave them out of Precision.roles, or by an override"
 
 
-@dataclass(frozen=True, slots=True)
-class GradTarget:
+class GradTarget(NamedTuple):
     """Where a weight's gradient is written: into `out`, added to `out`, or into a new tensor."""
 
     # contiguous, of the weight's shape, fp32 or bf16; None = a new tensor
@@ -173,10 +172,7 @@ class GradientSender(Protocol):
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Start to send gradients of expert rows and routing weights (None = no gradient).
-
-        The last three arguments map expert rows to tokens, as in `RowMap`.
-        """
+        """Start to send gradients of expert rows and routing weights (None = no gradient)."""
 
 
 class GradientReceiver(Protocol):
@@ -222,7 +218,6 @@ class ExpertMLPOptions(CheckedRecord):
     recipe: Recipe | None = None
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of each broken rule."""
         if self.recipe is not None and self.products not in FP8_PRODUCTS[self.recipe.backend]:
             names = " or ".join(map(repr, FP8_PRODUCTS[self.recipe.backend]))
             yield "products", f"be {names} with a recipe ({self.recipe.scaling}): use it"
@@ -258,10 +253,7 @@ class ExpertSpec:
         activation: ActivationOptions,
         recipe: Recipe | None = None,
     ) -> ExpertSpec:
-        """Return the spec of these rows and weights.
-
-        Without a recipe, `dtypes` has the dtypes of rows and weights; with one, only of rows.
-        """
+        """Return the spec; with a recipe, `dtypes` has only the dtype of the rows."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         of_weights = () if recipe is not None else (w1_eCD.dtype, w2_eDF.dtype)
         return cls(
@@ -316,17 +308,13 @@ class ExpertSpec:
         products_name: str,
         fix: str = "set FSDPOptions.param_dtype",
     ) -> str | None:
-        """Return an error text if rows and weights do not share an allowed dtype, or None.
-
-        The text names the backend `products_name`, and `fix`, what the user should do.
-        """
+        """Return an error text if rows and weights do not share an allowed dtype, or None."""
         if self.dtypes is None or any(self.dtypes == {dtype} for dtype in allowed_dtypes):
             return None
         names = ", ".join(sorted(map(str, self.dtypes)))
         return (
             f"dtype of the experts ({names}) must be {' or '.join(map(str, allowed_dtypes))} "
-            f"for {products_name}: "
-            f"convert the model, or {fix}"
+            f"for {products_name}: convert the model, or {fix}"
         )
 
     def find_fp8_size_problem(self, size_multiple: int) -> str | None:
@@ -335,8 +323,7 @@ class ExpertSpec:
             if size is not None and size % size_multiple:
                 return (
                     f"MoEConfig.{name} ({size}) must be a multiple of {size_multiple} "
-                    f"for experts in "
-                    f"this FP8: {LEAVE_OUT}"
+                    f"for experts in this FP8: {LEAVE_OUT}"
                 )
         return None
 

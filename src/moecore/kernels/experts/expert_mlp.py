@@ -69,10 +69,7 @@ class _ExpertMLP(torch.autograd.Function):
         unsummed: UnsummedInput | None,
         receiver: GradientReceiver | None,
     ) -> Tensor:
-        """Return the sum of each token's experts, or with `unsummed` the output of each expert row.
-
-        Arguments before `rows` may have gradients.
-        """
+        """Return each token's sum, or with `unsummed` each expert row's output."""
         products = make_products(options, index, weights)
         ctx.index_cache = products.index_cache  # a few kB, so saved-tensor hooks may ignore it
         x = products.prepare_rows(rows)
@@ -151,10 +148,8 @@ def expert_mlp(
     `unsummed.sender`, `unsummed.refetch` and quantised weights are not used.
 
     Args:
-        rows: tokens [S, D], D the model dim. The gradient of FP8 rows is the gradient of
-            `rows.grad_handle_SD`.
+        rows: tokens [S, D]. The gradient of FP8 rows is the gradient of `rows.grad_handle_SD`.
         weights: this rank's experts, without biases.
-        index: the token and the routing weight of each expert row (copy of a token for one expert).
         options: `products` must be a name that `choose_products` returned, not "auto".
         unsummed: passed by a dispatcher that sums the expert rows itself. Their gradient is then
             the gradient of `unsummed.grad_handle_RD`.

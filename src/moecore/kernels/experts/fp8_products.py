@@ -83,7 +83,6 @@ class BlockwiseProducts(Products):
         recipe: Recipe,
         index_cache: RowTiles | None = None,
     ) -> None:
-        """Prepare products of one batch; `index_cache`: its row tiles, None = compute them."""
         has_kernels = has_hopper_kernels(index.row_ids_R.device)
         super().__init__(index, activation, weights, has_kernels=has_kernels)
         self.recipe = recipe
@@ -95,34 +94,29 @@ class BlockwiseProducts(Products):
         self.index_cache = self.tiles = index_cache or map_row_tiles(index.offsets_e, length)
 
     def prepare_rows(self, rows: Rows) -> Rows:
-        """Return token rows quantised to FP8; rows that were dispatched in FP8 are unchanged."""
         return rows if rows.scales is not None else self._quantise_rows(rows.values)
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, _Fp8Operand]:
-        """Return (FC1's output, or None unless `saves_h`; the weighted activation in FP8)."""
         h_format = self.recipe.hidden_format if saves_h else None
         return self._activate(self._multiply_fc1(rows), h_format)
 
     def fc2(self, a: _Fp8Operand) -> Tensor:
-        """Return `a` @ w2^T, FC2's output for each expert row, in the dtype of the source rows."""
         y_RD = self._multiply(self._get_fp8_operand(a), "a", a.dtype)
-        return self.low2.add_product(y_RD, self.low2.compute_forward_addend(a.wide))
+        return self.low2.add_product(y_RD, self.low2.compute_addend(a.wide))
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return FC1's output before the activation, in FP8 if `hidden_format` is "fp8"."""
         h_RC = self._multiply_fc1(rows)
         if self.recipe.hidden_format == "wide":
             return Rows(h_RC)
         return self._quantise_rows(h_RC, self.row_map.num_rows)
 
     def recompute_activation(self, h: Rows) -> _Fp8Operand:
-        """Return the activation of FC1's output `h`, times the routing weights, in FP8."""
         return self._activate(widen_rows(h, self.row_map.num_rows), None)[1]
 
     def prepare_output_grad(
         self, dy: Tensor | Rows, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> _OutputGrads:
-        """Return `dy`, the gradient of FC2's output, in FP8; packed `dy` is returned unchanged."""
+        """Return `dy` in FP8; packed `dy` is returned unchanged."""
         if isinstance(dy, Rows):
             return _OutputGrads(dy, has_expert_rows)
         rows = self._quantise_rows(dy, self.row_map.num_rows if has_expert_rows else None)
@@ -130,17 +124,14 @@ class BlockwiseProducts(Products):
         return _OutputGrads(rows, has_expert_rows, wide if self.low2.update else None)
 
     def activation_bwd(self, dy: _OutputGrads, h: Rows) -> tuple[_Fp8Operand, Tensor, _Fp8Operand]:
-        """Return the gradient of FC1's output, the gradient of routing weights, and the activation.
+        """Return dh, dweights and the activation; dh and the activation are in FP8.
 
-        `dy` is the gradient of FC2's output, and `h` FC1's output. The gradient of routing weights
-        is fp32. Without LoRA, the other two results are FP8. With LoRA, the gradient of `h` is both
-        in FP8 and in the rows' dtype. The activation is then in the rows' dtype, quantised on first
-        use.
+        With LoRA dh is also wide, and the activation is only wide, quantised when it is first read.
         """
         num_rows = self.row_map.num_rows
         ids_R, slots_SK = (None, None) if dy.is_unsummed else self.row_map[:2]
         da_RF = self._multiply(gather_row_blocks(dy.rows, ids_R, slots_SK, num_rows), "dy", h.dtype)
-        da_RF = self.low2.add_product(da_RF, self.low2.compute_backward_addend(dy.wide))
+        da_RF = self.low2.add_product(da_RF, self.low2.compute_addend(dy.wide, is_backward=True))
         operands = (da_RF, self.weights_R, num_rows, self.activation)
         if self.low1.update or self.low2.update:
             dh_RC, dweights_R, a_RF = weighted_activation_bwd(widen_rows(h, num_rows), *operands)
@@ -151,17 +142,14 @@ class BlockwiseProducts(Products):
         return _Fp8Operand(out[0], h.dtype), out[1], _Fp8Operand(out[2], h.dtype)
 
     def fc1_dgrad(self, dh: _Fp8Operand) -> Tensor:
-        """Return `dh` @ w1, the gradient of FC1's input, with a row per expert row."""
         dx_RD = self._multiply(self._get_fp8_operand(dh), "dh", dh.dtype)
-        return self.low1.add_product(dx_RD, self.low1.compute_backward_addend(dh.wide))
+        return self.low1.add_product(dx_RD, self.low1.compute_addend(dh.wide, is_backward=True))
 
     def fc1_wgrad(self, rows: Rows, dh: _Fp8Operand, target: GradTarget) -> Tensor:
-        """Return w1's gradient from FC1's input and output gradient `dh`, written to `target`."""
         x = tile_tokens(rows, self.row_map.row_ids_R, self.tiles)
         return self._compute_wgrad(self._get_fp8_operand(dh), x, target, self.matrices.dtypes["w1"])
 
     def fc2_wgrad(self, dy: _OutputGrads, a: _Fp8Operand, target: GradTarget) -> Tensor:
-        """Return w2's gradient from FC2's input `a` and output gradient, written to `target`."""
         ids_R = None if dy.is_unsummed else self.row_map.row_ids_R
         dy_tiles = tile_tokens(dy.rows, ids_R, self.tiles)
         return self._compute_wgrad(
@@ -169,15 +157,12 @@ class BlockwiseProducts(Products):
         )
 
     def fc1_update_grad(self, rows: Rows, dh: _Fp8Operand) -> LowRankUpdate:
-        """Return gradients of w1's LoRA A and B, from FC1's input and output gradient."""
         return self.low1.compute_grads(self._widen_rows(rows), dh.wide)
 
     def fc2_update_grad(self, dy: _OutputGrads, a: _Fp8Operand) -> LowRankUpdate:
-        """Return gradients of w2's LoRA A and B, from FC2's input and output gradient."""
         return self.low2.compute_grads(a.wide, dy.wide)
 
     def drop_weights(self) -> None:
-        """Free matrices and LoRA updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
         del self.low1, self.low2
         self.matrices.drop_matrices()
 
@@ -189,7 +174,7 @@ class BlockwiseProducts(Products):
         """Return FC1's output x @ w1^T, with the LoRA update of w1, from FP8 token rows x."""
         h_RC = self._multiply(gather_row_blocks(rows, *self.row_map), "x", rows.dtype)
         x = self._widen_rows(rows) if self.low1.update else None
-        return self.low1.add_product(h_RC, self.low1.compute_forward_addend(x))
+        return self.low1.add_product(h_RC, self.low1.compute_addend(x))
 
     def _widen_rows(self, rows: Rows) -> ProductSource:
         """Return FP8 token rows in 16 bits or fp32; strided (dispatched) rows in expert order."""
@@ -230,16 +215,12 @@ class BlockwiseProducts(Products):
     ) -> Tensor:
         """Return each expert's x^T y, written to `target`; a new tensor has `dtype`."""
         x, y = (tile_tokens(z, None, self.tiles) if z.kind == "tile" else z for z in (x, y))
-        out, adds, scale = target.out, target.accumulate, target.scale
-        dtype = target.dtype or dtype
-        return fp8_wgrad(x, y, self.tiles, out=out, accumulate=adds, dtype=dtype, scale=scale)
+        target = target._replace(dtype=target.dtype or dtype)
+        return fp8_wgrad(x, y, self.tiles, **target._asdict())
 
 
 def quantise_weights_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise each expert's matrix to FP8 with a scale per 128 x 128 block.
-
-    `layouts`: `rowwise` makes the operand summed over columns, `columnwise` the transposed one.
-    """
+    """Quantise each expert's matrix with a scale per 128 x 128, to the operands of `layouts`."""
     w_eNK = w_eNK.detach().contiguous()
     return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)
 

@@ -43,11 +43,7 @@ class Matmuls(Protocol):
     wants: GradFlags | None = None  # the gradients that the running backward computes
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return each expert row in `rows_RK` times its expert's w1 or w2.
-
-        `operand` says which rows and which matrix: "x" w1 and "a" w2 in forward, "dy" w2 and "dh"
-        w1 in backward.
-        """
+        """Return rows times their experts' w1 or w2; `operand` names the rows: see `MATRICES`."""
 
     def compute_weight_grad(self, dy: Tensor, x: Tensor, role: Role, target: GradTarget) -> Tensor:
         """Return each expert's dy^T x, the gradient of w1 or w2 (`role`), written to `target`."""
@@ -64,7 +60,6 @@ class TorchMatmuls(Matmuls):
         self.offsets_e = index.offsets_e
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return expert rows times their experts' w1 or w2 (as `operand` says)."""
         role, is_backward = MATRICES[operand]
         w_eNK = self.w1_eCD if role == "w1" else self.w2_eDF
         b_eKN = w_eNK if is_backward else w_eNK.transpose(1, 2)
@@ -73,15 +68,13 @@ class TorchMatmuls(Matmuls):
         return grouped_mm(rows_RK, b_eKN, offs=self.offsets_e)
 
     def compute_weight_grad(self, dy: Tensor, x: Tensor, role: Role, target: GradTarget) -> Tensor:
-        """Return dy^T x over each expert's rows, by `grouped_mm`, written to `target`."""
         if x.shape[0]:
             grad = grouped_mm(dy.t(), x, offs=self.offsets_e)
         else:
             grad = dy.new_zeros(self.offsets_e.shape[0], dy.shape[1], x.shape[1])
-        return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
+        return scale_and_store_grad(grad, *target)
 
     def drop_weights(self) -> None:
-        """Free w1 and w2, which their gradients do not need."""
         del self.w1_eCD, self.w2_eDF
 
 
@@ -99,16 +92,13 @@ class GroupedProducts(Products):
         self.matmuls, self.index_cache = matmuls, matmuls.index_cache
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Tensor]:
-        """Return (FC1's output, or None unless `saves_h`; the activation times routing weights)."""
         h = self.recompute_h(rows)
         return h if saves_h else None, self.recompute_activation(h)
 
     def fc2(self, a_RF: Tensor) -> Tensor:
-        """Return `a_RF` @ w2^T, FC2's output for each expert row."""
         return self._multiply(a_RF, "a")
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return FC1's output before the activation, including the LoRA update of w1."""
         return Rows(self._multiply(self._gather_by_expert(rows), "x"))
 
     def prepare_output_grad(
@@ -123,37 +113,27 @@ class GroupedProducts(Products):
         return dy
 
     def activation_bwd(self, dy_RD: Tensor, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients of FC1's output h and of routing weights, and the activation.
-
-        `dy_RD` is the gradient of FC2's output. The gradient of routing weights is fp32.
-        """
         da_RF, num_rows = self._multiply(dy_RD, "dy"), self.row_map.num_rows
         return weighted_activation_bwd(h.values, da_RF, self.weights_R, num_rows, self.activation)
 
     def fc1_dgrad(self, dh_RC: Tensor) -> Tensor:
-        """Return `dh_RC` @ w1, the gradient of FC1's input, with a row per expert row."""
         return self._multiply(dh_RC, "dh")
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
-        """Return w1's gradient from FC1's input `rows` and output gradient, written to `target`."""
         return self.matmuls.compute_weight_grad(dh_RC, self._gather_by_expert(rows), "w1", target)
 
     def fc2_wgrad(self, dy_RD: Tensor, a_RF: Tensor, target: GradTarget) -> Tensor:
-        """Return w2's gradient from FC2's input `a_RF` and output gradient, written to `target`."""
         return self.matmuls.compute_weight_grad(dy_RD, a_RF, "w2", target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
-        """Return gradients of w1's LoRA A and B, from FC1's input and output gradient."""
         x = ProductSource(self._gather_by_expert(rows), None)
         return self.low1.compute_grads(x, ProductSource(dh_RC, None, is_finite=True))
 
     def fc2_update_grad(self, dy_RD: Tensor, a_RF: Tensor) -> LowRankUpdate:
-        """Return gradients of w2's LoRA A and B, from FC2's input and output gradient."""
         a = ProductSource(a_RF, None, is_finite=True)
         return self.low2.compute_grads(a, ProductSource(dy_RD, None))
 
     def drop_weights(self) -> None:
-        """Free matrices and LoRA updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
         del self.low1, self.low2
         self.matmuls.drop_weights()
 
@@ -171,5 +151,5 @@ class GroupedProducts(Products):
         low = self.low1 if role == "w1" else self.low2
         if low.update is None:
             return out_RN
-        compute = low.compute_backward_addend if is_backward else low.compute_forward_addend
-        return low.add_product(out_RN, compute(ProductSource(rows_RK, None)))
+        rows = ProductSource(rows_RK, None)
+        return low.add_product(out_RN, low.compute_addend(rows, is_backward=is_backward))

@@ -21,31 +21,25 @@ from moecore.kernels.grouped.wgrad import grouped_wgrad
 
 
 class LowRankProducts:
-    """The LoRA part of one matrix's matmuls, and the gradients of LoRA's A and B.
-
-    `update` None = no LoRA: addends are None. `has_kernels` = moecore's kernels multiply.
-    """
+    """The LoRA part of one matrix's matmuls and its gradients; `update` None = addends are None."""
 
     def __init__(
         self, update: LowRankUpdate | None, offsets_e: Tensor, *, has_kernels: bool
     ) -> None:
         self.update, self._offsets_e, self._has_kernels = update, offsets_e, has_kernels
-        self._forward: Addend | None = None
-        self._backward: Addend | None = None
+        self._addends: dict[bool, Addend] = {}  # by whether it is of the backward
 
-    def compute_forward_addend(self, x: ProductSource | None) -> Addend | None:
-        """Return (x A^T, B^T), whose product is added to x W^T; cached. None = no LoRA."""
-        if self.update is not None and self._forward is None:
+    def compute_addend(
+        self, rows: ProductSource | None, *, is_backward: bool = False
+    ) -> Addend | None:
+        """Return (x A^T, B^T), or in backward (dy B, A), to add their product; None = no LoRA."""
+        if self.update is not None and is_backward not in self._addends:
             a_erI, b_eOr = self.update
-            u_Rr = self._multiply(x, a_erI.transpose(1, 2))
-            self._forward = Addend(u_Rr, b_eOr.transpose(1, 2))
-        return self._forward
-
-    def compute_backward_addend(self, dy: ProductSource | None) -> Addend | None:
-        """Return (dy B, A), whose product is added to the gradient dy W; cached. None = no LoRA."""
-        if self.update is not None and self._backward is None:
-            self._backward = Addend(self._multiply(dy, self.update.b_eOr), self.update.a_erI)
-        return self._backward
+            first, second = b_eOr, a_erI
+            if not is_backward:
+                first, second = a_erI.transpose(1, 2), b_eOr.transpose(1, 2)
+            self._addends[is_backward] = Addend(self._multiply(rows, first), second)
+        return self._addends.get(is_backward)
 
     def add_product(self, out_RN: Tensor, addend: Addend | None) -> Tensor:
         """Add the product of the addend's two factors to `out_RN` in place, and return it."""
@@ -57,7 +51,7 @@ class LowRankProducts:
 
     def compute_grads(self, x: ProductSource | None, dy: ProductSource | None) -> LowRankUpdate:
         """Return LoRA's gradients of A and B from the matmul's input x and output gradient dy."""
-        u, v = self.compute_forward_addend(x), self.compute_backward_addend(dy)
+        u, v = self.compute_addend(x), self.compute_addend(dy, is_backward=True)
         assert u is not None and v is not None and x is not None and dy is not None
         u_Rr, v_Rr = (ProductSource(addend.rows_Rr, None, is_finite=True) for addend in (u, v))
         return LowRankUpdate(self._sum_outer_products(v_Rr, x), self._sum_outer_products(dy, u_Rr))

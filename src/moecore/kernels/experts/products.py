@@ -91,8 +91,7 @@ def make_products(
 ) -> Products:
     """Return the `Products` of `options.products`, a name that `choose_products` returned.
 
-    `index_cache` is the attribute of another `Products` object for the same options and index,
-    which saves recomputing it; None = compute it.
+    `index_cache` is the attribute of another object for the same index; None = compute it.
     """
     activation, recipe = options.activation, options.recipe
     matmuls: Matmuls

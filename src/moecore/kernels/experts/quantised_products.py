@@ -51,7 +51,6 @@ class QuantisedMatrices:
         quantise: Callable[..., OperandPair],  # (w_eNK, *, rows, columns)
         unpack: Callable[[Blocks, bool], Blocks],  # (all-gathered matrix, is_transposed)
     ) -> None:
-        """`quantise` makes operands of local matrices, `unpack` one of an all-gathered matrix."""
         self.dtypes = {"w1": weights.w1_eCD.dtype, "w2": weights.w2_eDF.dtype}
         self._weights: ExpertWeights | None = weights
         self._quantise, self._unpack = quantise, unpack
@@ -94,7 +93,6 @@ class ScaledMatmuls(Matmuls):
         self._other_layouts: dict[tuple[Operand, bool], Blocks] = {}
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return expert rows times their experts' w1 or w2 (as `operand` says), in their dtype."""
         matrix = self.matrices.get_operand(*MATRICES[operand])
         a = self._quantise(operand, rows_RK)
         return scaled_gemm(a, matrix, self.offsets_e, rows_RK.dtype)
@@ -102,15 +100,13 @@ class ScaledMatmuls(Matmuls):
     def compute_weight_grad(
         self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
     ) -> Tensor:
-        """Return dy^T x over each expert's rows, the gradient of w1 or w2, written to `target`."""
         dy = self._quantise("dh" if role == "w1" else "dy", dy_RN, columnwise=True)
         x = self._quantise("x" if role == "w1" else "a", x_RK, columnwise=True)
         grad_eNK = scaled_wgrad(dy, x, self._padded_e, dy_RN.dtype)
-        dtype = target.dtype or self.matrices.dtypes[role]
-        return scale_and_store_grad(grad_eNK, target.out, target.accumulate, dtype, target.scale)
+        target = target._replace(dtype=target.dtype or self.matrices.dtypes[role])
+        return scale_and_store_grad(grad_eNK, *target)
 
     def drop_weights(self) -> None:
-        """Free the matrices w1 and w2, which `compute_weight_grad` does not read."""
         self.matrices.drop_matrices()
 
     @cached_property
@@ -119,10 +115,10 @@ class ScaledMatmuls(Matmuls):
         return pad_offsets(self.offsets_e)
 
     def _quantise(self, operand: Operand, rows: Tensor, *, columnwise: bool = False) -> Blocks:
-        """Quantise expert rows: FC1's or FC2's input or output gradient, which `operand` names.
+        """Quantise expert rows to sum over columns, or with `columnwise` over rows.
 
-        The result is for sums over columns, or with `columnwise` over rows. If backward also reads
-        the other layout, one pass makes both, and the other one is cached for the next call.
+        If backward also reads the other layout, one pass makes both; the next call returns the
+        other.
         """
         layout = self._other_layouts.pop((operand, columnwise), None)
         if layout is not None:
@@ -162,10 +158,7 @@ class ScaledMatmuls(Matmuls):
 
 
 def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise each expert's matrix to FP8 with one scale per row or per matrix, by the recipe.
-
-    `layouts`: `rowwise` makes the operand summed over columns, `columnwise` the transposed one.
-    """
+    """Quantise matrices with a scale per row or matrix, to the operands that `layouts` requests."""
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return quantise_expert_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
 
@@ -197,7 +190,6 @@ class EmulatedMatmuls(Matmuls):
         self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return expert rows times their experts' w1 or w2 (as `operand` says), in their dtype."""
         role, is_backward = MATRICES[operand]
         b = self.matrices.get_operand(role, is_backward)
         if not rows_RK.shape[0]:
@@ -206,29 +198,31 @@ class EmulatedMatmuls(Matmuls):
         a = self._quantise_rows(rows_RK, expert_M=expert_R, is_gradient=is_backward)
         if self.is_packed:
             return block_scaled_gemm(a, b, self.offsets_e, self.recipe, dtype)
-        return _multiply_emulated(a, b, self.offsets_e, expert_R, dtype)
+        b_eKN = b.values.transpose(1, 2)
+        if has_hopper_kernels(b_eKN.device):
+            out_RN = grouped_gemm(a.values, b_eKN, self.offsets_e, dtype=torch.float32)
+        else:
+            out_RN = grouped_mm(a.values, b_eKN, offs=self.offsets_e)
+        scales = a.scales[:-1] * b.scales
+        return (out_RN * scales[expert_R.clamp(max=scales.shape[0] - 1), None]).to(dtype)
 
     def compute_weight_grad(
         self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
     ) -> Tensor:
-        """Return dy^T x over each expert's rows, the gradient of w1 or w2, written to `target`."""
         dy = self._quantise_transposed(dy_RN, is_gradient=True)
         x = self._quantise_transposed(x_RK, is_gradient=False)
-        offsets_e, dtype = self.padded_rows.offsets_e, target.dtype or self.matrices.dtypes[role]
+        offsets_e = self.padded_rows.offsets_e
+        target = target._replace(dtype=target.dtype or self.matrices.dtypes[role])
         if self.is_packed:
-            out, adds, scale = target.out, target.accumulate, target.scale
-            return block_scaled_wgrad(
-                dy, x, offsets_e, self.recipe, out=out, accumulate=adds, dtype=dtype, scale=scale
-            )
+            return block_scaled_wgrad(dy, x, offsets_e, self.recipe, **target._asdict())
         source, other = (x, dy) if role == "w1" else (dy, x)
         grad_eNK = grouped_wgrad(
             source.values, other.values, offsets_e, transposed=role == "w1", dtype=torch.float32
         )
         grad_eNK = grad_eNK * (source.scales * other.scales)[:-1, None, None]
-        return scale_and_store_grad(grad_eNK, target.out, target.accumulate, dtype, target.scale)
+        return scale_and_store_grad(grad_eNK, *target)
 
     def drop_weights(self) -> None:
-        """Free the matrices w1 and w2, which `compute_weight_grad` does not read."""
         self.matrices.drop_matrices()
 
     @cached_property
@@ -252,11 +246,7 @@ class EmulatedMatmuls(Matmuls):
 def quantise_matrices_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
-    """Quantise each expert's matrix to MXFP8 or NVFP4.
-
-    `rowwise` makes the operand summed over columns, `columnwise` the one over rows. Values are
-    packed bytes if the device can multiply them, otherwise bf16 (fp32 on a CPU).
-    """
+    """Quantise matrices to MXFP8 or NVFP4; bytes if the device multiplies those, otherwise wide."""
     is_packed = has_block_scaled_kernels(w_eNK.device)
     return quantise_microscaled_matrices(
         w_eNK, recipe, rowwise=rowwise, columnwise=columnwise, pack=is_packed
@@ -268,16 +258,3 @@ def _unpack_emulated(recipe: Recipe, is_packed: bool, matrix: Blocks, transposed
     if not is_packed:
         return unpack_matrices(matrix, recipe, transposed=transposed)
     return transpose_matrices(matrix) if transposed else matrix
-
-
-def _multiply_emulated(
-    a: Blocks, b: Blocks, offsets_e: Tensor, expert_R: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return each expert row times its expert's matrix, both emulated in bf16, as `dtype`."""
-    b_eKN = b.values.transpose(1, 2)
-    if has_hopper_kernels(b_eKN.device):
-        out_RN = grouped_gemm(a.values, b_eKN, offsets_e, dtype=torch.float32)
-    else:
-        out_RN = grouped_mm(a.values, b_eKN, offs=offsets_e)
-    scales = a.scales[:-1] * b.scales
-    return (out_RN * scales[expert_R.clamp(max=scales.shape[0] - 1), None]).to(dtype)

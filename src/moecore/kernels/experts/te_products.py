@@ -46,7 +46,7 @@ class TEMatmuls(Matmuls):
         recipe: Recipe | None = None,
         index_cache: list[int] | None = None,
     ) -> None:
-        """Prepare matmuls; `index_cache` is each expert's row count, None = read it (host sync)."""
+        """`index_cache` is each expert's row count; None = read it (host sync)."""
         self.recipe, self.saturates = recipe, recipe is not None
         self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
         self.dtypes = {"w1": weights.w1_eCD.dtype, "w2": weights.w2_eDF.dtype}
@@ -54,10 +54,7 @@ class TEMatmuls(Matmuls):
         self._matrices: dict[Operand, Any] = {}  # by what is multiplied by them
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return expert rows times w1 or w2 (as `operand` says) of their experts.
-
-        Rows of the buffer that are not in use are undefined in the result.
-        """
+        """Return expert rows times w1 or w2. Unused rows of the buffer are undefined in it."""
         role, is_backward = MATRICES[operand]
         w_eNK = self.w1_eCD if role == "w1" else self.w2_eDF
         if operand not in self._matrices:
@@ -75,7 +72,6 @@ class TEMatmuls(Matmuls):
     def compute_weight_grad(
         self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
     ) -> Tensor:
-        """Return dy^T x over each expert's rows, the gradient of w1 or w2, written to `target`."""
         out, dtype = target.out, target.dtype or self.dtypes[role]
         is_direct = out is not None and target.scale == 1.0 and out.dtype in ACCUMULATED
         adds = is_direct and target.accumulate
@@ -91,18 +87,14 @@ class TEMatmuls(Matmuls):
             grad.zero_()
         if is_direct:
             return out  # type: ignore[return-value]
-        return scale_and_store_grad(grad, out, target.accumulate, target.dtype, target.scale)
+        return scale_and_store_grad(grad, *target)
 
     def drop_weights(self) -> None:
-        """Free the matrices w1 and w2, which `compute_weight_grad` does not read."""
         del self.w1_eCD, self.w2_eDF
         self._matrices.clear()
 
     def _make_operands(self, matrix: Tensor, operand: te.Operand, *, over_rows: bool) -> Any:
-        """Split rows, or with `operand` "weight" matrices, by expert; quantise each by the recipe.
-
-        `over_rows` = the product sums over rows, not over columns.
-        """
+        """Split rows, or matrices ("weight"), by expert, and quantise each by the recipe."""
         splits = [matrix.shape[1]] * matrix.shape[0] if operand == "weight" else self.splits
         x_RK = matrix.reshape(-1, matrix.shape[-1])[: sum(splits)]
         if self.recipe is None:

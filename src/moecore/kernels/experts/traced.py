@@ -94,10 +94,7 @@ def _list_updates(op_args: Any) -> tuple[Any, ...]:
 
 
 def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the forward on the custom op's flat arguments.
-
-    Returns the experts' output, then values and scales of FC1's output; empty if not saved.
-    """
+    """Return the experts' output, and values and scales of FC1's output, empty if not saved."""
     args = _Inputs(*flat)
     state: Any = _make_state(args)
     products = make_products(_make_expert_options(args), state.index, state.weights)
@@ -198,11 +195,7 @@ def run_traced_backward(
     has_expert_rows: bool,
     grad_flags: GradFlags,
 ) -> Grads:
-    """Compute the gradients that `grad_flags` requests by the custom op, and return them.
-
-    `dy` has a row per token, or per expert row if `has_expert_rows`. Raises ValueError for delayed
-    scaling.
-    """
+    """Return the gradients that `grad_flags` requests, by the custom op."""
     weights, index = state.weights, state.index
     _raise_if_delayed_scaling(weights, options.recipe)
     rows = Rows(dy.new_empty(0)) if state.rows is None else state.rows
@@ -223,11 +216,7 @@ def run_traced_expert_mlp(
     index: ExpertIndex,
     options: ExpertMLPOptions,
 ) -> Tensor:
-    """Compute the experts' output by the custom op, which compilers can trace, and return it.
-
-    The output has a row per token. With `grad_handle_RD` it has expert rows, which the dispatcher
-    sums. Raises ValueError for delayed scaling.
-    """
+    """Return the tokens' outputs by the custom op, or with `grad_handle_RD` the expert rows'."""
     _raise_if_delayed_scaling(weights, options.recipe)
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.list_updates())
     handle = rows.grad_handle_SD if grad_handle_RD is None else grad_handle_RD

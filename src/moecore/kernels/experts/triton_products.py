@@ -58,7 +58,6 @@ class TritonProducts(Products):
         weights: ExpertWeights,
         index_cache: RowTiles | None = None,
     ) -> None:
-        """Prepare products of a batch; `index_cache`: row tiles, None = compute them on Hopper."""
         super().__init__(index, activation, weights, has_kernels=True)
         self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
         self.hidden_dim = weights.w2_eDF.shape[2]
@@ -68,33 +67,36 @@ class TritonProducts(Products):
         self.index_cache = self.tiles = index_cache
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Tensor]:
-        """Return (FC1's output, or None unless `saves_h`; the activation times routing weights)."""
         x = self._choose_source(rows, "fc1")
-        h_RC, a_RF = self._multiply_fc1(x, self.low1.compute_forward_addend(x))
+        addend = self.low1.compute_addend(x)
+        if self.activation.gated and self.tiles is not None and x.row_ids_R is None:
+            h_RC, a_RF = cooperative_activation(
+                x.rows, self.w1_eCD, self.tiles, self.weights_R, self.activation, addend=addend
+            )
+        elif self.activation.gated and x.row_ids_R is not None and addend is None:
+            h_RC, a_RF = grouped_gemm_activation(
+                x.rows, self.w1_eCD, x.row_ids_R, self.weights_R, self.offsets_e, self.activation
+            )
+        else:
+            h_RC = self._multiply(x, self.w1_eCD.transpose(1, 2), addend)
+            a_RF = self.recompute_activation(Rows(h_RC))
         return Rows(h_RC) if saves_h else None, a_RF
 
     def fc2(self, a_RF: Tensor) -> Tensor:
-        """Return `a_RF` @ w2^T, FC2's output for each expert row."""
         a = ProductSource(a_RF, None)
-        return self._multiply(a, self.w2_eDF.transpose(1, 2), self.low2.compute_forward_addend(a))
+        return self._multiply(a, self.w2_eDF.transpose(1, 2), self.low2.compute_addend(a))
 
     def recompute_h(self, rows: Rows) -> Rows:
-        """Return FC1's output before the activation, including the LoRA update of w1."""
         x, b_eDC = self._choose_source(rows, "recompute"), self.w1_eCD.transpose(1, 2)
-        return Rows(self._multiply(x, b_eDC, self.low1.compute_forward_addend(x)))
+        return Rows(self._multiply(x, b_eDC, self.low1.compute_addend(x)))
 
     def prepare_output_grad(
         self, dy: Tensor, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> ProductSource:
-        """Return FC2's output gradient `dy`, with each row's token unless it has expert rows."""
         return ProductSource(dy, None) if has_expert_rows else self._choose_source(Rows(dy), "dy")
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients of FC1's output h and of routing weights, and the activation.
-
-        `dy` is the gradient of FC2's output. The gradient of routing weights is fp32.
-        """
-        addend = self.low2.compute_backward_addend(dy)
+        addend = self.low2.compute_addend(dy, is_backward=True)
         if self.tiles is not None and self.activation.gated and dy.rows.shape[0]:
             operands = (dy.rows, self.w2_eDF, self.tiles, h.values, self.weights_R, self.offsets_e)
             options: Any = dict(row_ids_R=dy.row_ids_R, addend=addend)
@@ -105,29 +107,26 @@ class TritonProducts(Products):
         )
 
     def fc1_dgrad(self, dh_RC: Tensor) -> Tensor:
-        """Return `dh_RC` @ w1, the gradient of FC1's input, with a row per expert row."""
         dh = ProductSource(dh_RC, None)
-        return self._multiply(dh, self.w1_eCD, self.low1.compute_backward_addend(dh))
+        return self._multiply(dh, self.w1_eCD, self.low1.compute_addend(dh, is_backward=True))
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
-        """Return w1's gradient from FC1's input `rows` and output gradient, written to `target`."""
-        return self._compute_wgrad(self._choose_source(rows, "wgrad"), dh_RC, True, target)
+        x = self._choose_source(rows, "wgrad")
+        options: Any = dict(row_ids_R=x.row_ids_R, transposed=True, **target._asdict())
+        return grouped_wgrad(x.rows, dh_RC, self.offsets_e, **options)
 
     def fc2_wgrad(self, dy: ProductSource, a_RF: Tensor, target: GradTarget) -> Tensor:
-        """Return w2's gradient from FC2's input `a_RF` and output gradient, written to `target`."""
-        return self._compute_wgrad(dy, a_RF, False, target)
+        options: Any = dict(row_ids_R=dy.row_ids_R, **target._asdict())
+        return grouped_wgrad(dy.rows, a_RF, self.offsets_e, **options)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
-        """Return gradients of w1's LoRA A and B, from FC1's input and output gradient."""
         dh = ProductSource(dh_RC, None, is_finite=True)
         return self.low1.compute_grads(self._choose_source(rows, "wgrad"), dh)
 
     def fc2_update_grad(self, dy: ProductSource, a_RF: Tensor) -> LowRankUpdate:
-        """Return gradients of w2's LoRA A and B, from FC2's input and output gradient."""
         return self.low2.compute_grads(ProductSource(a_RF, None, is_finite=True), dy)
 
     def drop_weights(self) -> None:
-        """Free matrices and LoRA updates; only `fc1_wgrad` and `fc2_wgrad` may run after."""
         del self.w1_eCD, self.w2_eDF, self.low1, self.low2
 
     def _choose_source(self, rows: Rows, matmul: Use) -> ProductSource:
@@ -144,41 +143,12 @@ class TritonProducts(Products):
             return ProductSource(gather_used_rows(rows.values, *self.row_map), None)
         return ProductSource(rows.values, self.row_map.row_ids_R)
 
-    def _multiply_fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
-        """Return FC1's output and the weighted activation; `addend`: the LoRA part or None."""
-        if self.activation.gated and self.tiles is not None and x.row_ids_R is None:
-            return cooperative_activation(
-                x.rows, self.w1_eCD, self.tiles, self.weights_R, self.activation, addend=addend
-            )
-        if self.activation.gated and x.row_ids_R is not None and addend is None:
-            return grouped_gemm_activation(
-                x.rows, self.w1_eCD, x.row_ids_R, self.weights_R, self.offsets_e, self.activation
-            )
-        h_RC = self._multiply(x, self.w1_eCD.transpose(1, 2), addend)
-        return h_RC, self.recompute_activation(Rows(h_RC))
-
     def _multiply(self, source: ProductSource, b_eKN: Tensor, addend: Addend | None) -> Tensor:
         """Return each expert row times its expert's matrix, plus `addend` (LoRA part or None)."""
         if self.tiles is not None and source.row_ids_R is None:
             return cooperative_gemm(source.rows, b_eKN, self.tiles, addend=addend)
         out_RN = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
         return self.low1.add_product(out_RN, addend)
-
-    def _compute_wgrad(
-        self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
-    ) -> Tensor:
-        """Return source^T y over each expert's rows, or if `transposed` y^T source, in `target`."""
-        return grouped_wgrad(
-            source.rows,
-            y_RN,
-            self.offsets_e,
-            row_ids_R=source.row_ids_R,
-            transposed=transposed,
-            out=target.out,
-            accumulate=target.accumulate,
-            dtype=target.dtype,
-            scale=target.scale,
-        )
 
 
 def find_triton_problem(spec: ExpertSpec) -> str | None:

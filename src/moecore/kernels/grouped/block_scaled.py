@@ -25,9 +25,9 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import count_sms, launch, next_power_of_2, tl, triton
-from moecore.kernels.grouped.triton_tiles import count_row_tiles, locate_tile
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled_kernel import compute_nvfp4_tensor_scale
+from moecore.kernels.rows.row_tiles import count_row_tiles, locate_tile
 from moecore.kernels.rows.scaling import Blocks
 
 NUM_WARPS = 8
@@ -61,11 +61,7 @@ def _load_operand(
     ROWS: tl.constexpr,  # rows of a scale
     CONST: tl.constexpr,  # BlockScaledConstants
 ):
-    """Return packed values [rows, BLOCK_K / P] and block scales [rows, BLOCK_K / B] of an operand.
-
-    P values are packed in a byte, and B values share a scale. The columns begin at `k_start`.
-    Columns from `k_end` on are 0, and so are rows whose `row_mask` is False.
-    """
+    """Return packed values [rows, BLOCK_K / P] and block scales [rows, BLOCK_K / B]."""
     P: tl.constexpr = CONST.P
     B: tl.constexpr = CONST.B
     BLOCK_K: tl.constexpr = CONST.BLOCK_K
@@ -189,13 +185,8 @@ def block_scaled_gemm(
 ) -> Tensor:
     """Return each expert row times its expert's matrix, [R, N] in `dtype`. No autograd, no sync.
 
-    Args:
-        a: R rows of K columns in expert order, as `quantise_microscaled(pack=True)` packs them.
-        b: matrices [experts, N, K], as `quantise_microscaled_matrices(pack=True)` packs them for
-            sums over K.
-        offsets_e: int32 on the device, running sum of the experts' row counts. Result rows past
-            offsets_e[-1] are uninitialised.
-        recipe: of both operands.
+    `quantise_microscaled` and `quantise_microscaled_matrices` pack `a`, R rows in expert order, and
+    b, [experts, N, K]. Rows past offsets_e[-1], the running sum of row counts, are uninitialised.
     """
     (R, bytes_K), (e, N, _) = a.values.shape, b.values.shape
     out_RN = a.values.new_empty(R, N, dtype=dtype)
@@ -228,15 +219,10 @@ def block_scaled_wgrad(
 ) -> Tensor:
     """Return each expert's weight gradient x y^T over its columns, or `out`. No autograd, no sync.
 
-    Args:
-        x, y: [M, W] and [N, W], transposed expert rows, as `quantise_microscaled(over_rows=True,
-            pack=True)` packs them, each expert's rows padded with zeros to full blocks.
-        offsets_e: int32 on the device, running sum of the experts' padded row counts, at most W.
-        recipe: of both operands.
-        out: contiguous [experts, M, N], overwritten by the result; None = a new tensor.
-        accumulate: whether the result is added to `out` instead, in fp32.
-        dtype: dtype of a new result, None = fp32.
-        scale: factor on the fp32 sum, before it is added and rounded once.
+    `quantise_microscaled(over_rows=True, pack=True)` packs x [M, W] and y [N, W], with each
+    expert's rows padded with zeros to full blocks. offsets_e is the running sum of these row
+    counts, at most W. `out`, `accumulate`, `dtype` (None = fp32) and `scale` are as for
+    `grouped_wgrad`.
     """
     (M, bytes_W), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
     out = x.scales.new_empty(e, M, N, dtype=dtype or torch.float32) if out is None else out

@@ -68,11 +68,7 @@ EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
 @gluon.jit
 def _load_step(operands, location, k, ring, stage_idx, barrier, CONST: gl.constexpr):
-    """Loading warp: start TMA loads of blocks of a and b, or of the LoRA part, into a stage.
-
-    `location` is (expert, row, row end, column tile), and `barrier` is signalled when the loads
-    arrive. `k` counts the summed columns, first of a, then of the LoRA part.
-    """
+    """Loading warp: start loads of a step's blocks of a and b, or then of the LoRA part."""
     if CONST.ADDEND:
         a_desc, b_desc, K, N, u_desc, m_desc, rank = operands
         first = gl.cdiv(K, CONST.BLOCK_K) * CONST.BLOCK_K
@@ -89,11 +85,7 @@ def _load_step(operands, location, k, ring, stage_idx, barrier, CONST: gl.conste
 
 @gluon.jit
 def _load_blocks(a_desc, b_desc, K, N, location, k, ring, stage_idx, barrier, CONST: gl.constexpr):
-    """Start TMA loads of columns from `k` on, of a tile's rows and of its expert's matrix.
-
-    `location` is (expert, row, row end, column tile). `barrier` is signalled when the loads into
-    stage `stage_idx` of `ring` arrive.
-    """
+    """Start TMA loads of columns from `k` on, of a tile's rows and of its expert's matrix."""
     expert, row, _, n = location
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
     b = ring.b.index(stage_idx)
@@ -109,15 +101,7 @@ def _load_blocks(a_desc, b_desc, K, N, location, k, ring, stage_idx, barrier, CO
 
 
 @gluon.jit
-def _store_activation(
-    weights_ptr,  # [R] fp32
-    h_ptr,  # [R, 2F], out
-    out_ptr,  # [R, F], out
-    staging,  # shared memory with gate and up of h, and barriers
-    tiles,  # RowTiling
-    N,
-    CONST: gl.constexpr,  # GroupedConstants
-):
+def _store_activation(weights_ptr, h_ptr, out_ptr, staging, tiles, N, CONST: gl.constexpr):
     """Epilogue warps: store all tiles' weighted activation, and FC1's output of partial tiles."""
     N = N // 8 * 8  # as in _multiply_tiles
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
@@ -155,20 +139,8 @@ def _store_activation(
 
 
 @gluon.jit
-def _multiply_tiles(
-    GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
-    outputs,  # TMA descriptor of h (None without an activation), pointer and descriptor of out
-    staging,  # shared memory and barriers, see above
-    ring,  # Ring
-    tiles,  # RowTiling
-    K,
-    N,
-    CONST: gl.constexpr,  # GroupedConstants
-):
-    """Multiplying warps: store the product for half of every tile's rows; `ring` has a and b.
-
-    With an activation, the product is staged in shared memory for `_store_activation`.
-    """
+def _multiply_tiles(GROUP: gl.constexpr, outputs, staging, ring, tiles, K, N, CONST: gl.constexpr):
+    """Multiplying warps: store half of every tile's rows, or stage them for `_store_activation`."""
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
@@ -247,8 +219,6 @@ def sm90_bf16_grouped_kernel(
     """Write each row of a times its expert's matrix b, [rows, N], to out_ptr.
 
     With CONST.ACT, h_ptr receives the product h (gate and up columns), and out_ptr act(h) * weight.
-    u_desc and m_desc are the two factors of the LoRA part, whose product is added, over `rank`
-    columns.
     """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
@@ -356,11 +326,9 @@ def cooperative_gemm(
     uninitialised.
 
     Args:
-        a_RK: R rows in expert order, bf16 or fp16, contiguous.
-        b_eKN: a matrix per expert, contiguous, or the transpose of a contiguous [e, N, K]. K and N
-            are multiples of 8.
-        tiles: from `map_row_tiles` of these rows.
-        addend: LoRA part, whose product is added before the result is rounded; None = no LoRA.
+        a_RK: R rows in expert order, bf16 or fp16, contiguous; `tiles` is their `map_row_tiles`.
+        b_eKN: contiguous, or the transpose of a contiguous [e, N, K]. K and N are multiples of 8.
+        addend: LoRA part, added before the result is rounded; None = no LoRA.
     """
     out_RN = a_RK.new_empty(a_RK.shape[0], b_eKN.shape[2])
     if out_RN.numel():
@@ -382,10 +350,9 @@ def cooperative_activation(
     Rows past the last expert's are uninitialised. `options` is a gated activation, not interleaved.
 
     Args:
-        x_RD: R rows in expert order, bf16 or fp16, contiguous; `tiles` is their `map_row_tiles`.
+        x_RD, tiles, addend: as for `cooperative_gemm`.
         w1_eCD: [experts, 2F, D] gate rows then up rows, contiguous; D and F multiples of 8.
         weights_R: fp32 routing weight of each expert row.
-        addend: LoRA part, whose product is added to h before it is rounded; None = no LoRA.
     """
     R, C = x_RD.shape[0], w1_eCD.shape[1]
     h_RC, a_RF = x_RD.new_empty(R, C), x_RD.new_empty(R, C // 2)

@@ -62,11 +62,9 @@ def fp8_gemm(
     uninitialised.
 
     Args:
-        a: R rows in expert order, of kind "tile" (scale per 128 columns); K columns, a multiple of
-            128.
-        b: one matrix of every expert, [e, N, K], of kind "block" (128 x 128); N a multiple of 128.
+        a: R rows in expert order, of kind "tile"; `tiles` is their `map_row_tiles`.
+        b: one matrix of every expert, [e, N, K], of kind "block"; N and K multiples of 128.
         offsets_e: int32, running sum of the experts' row counts. Only the reference reads it.
-        tiles: from `map_row_tiles` of these rows.
         dtype: dtype of the result, bf16 or fp16 on a GPU.
     """
     (R, K), N, device = a.values.shape, b.values.shape[1], b.values.device
@@ -110,17 +108,9 @@ def fp8_wgrad(
     """Return each expert's weight gradient [M, N], the sum of x[r]^T y[r] over its rows r.
 
     Summed in fp32 and rounded once; zero (nothing added) for an expert without rows.
-    Bit-reproducible. No autograd; no host sync on Hopper.
-
-    Args:
-        x, y: transposed row tiles from `tile_tokens`, [tiles, M, 128] and [tiles, N, 128]; M and N
-            multiples of 128.
-        tiles: the row tiles of both.
-        out: fp32 or bf16, contiguous [experts, M, N], overwritten by the result; None = a new
-            tensor.
-        accumulate: whether the result is added to `out` instead.
-        dtype: dtype of a new result.
-        scale: factor on the fp32 sum, before it is added and rounded.
+    Bit-reproducible. No autograd; no host sync on Hopper. x and y are row tiles from `tile_tokens`,
+    [tiles, M, 128] and [tiles, N, 128]; M and N are multiples of 128. `out`, `accumulate`, `dtype`
+    and `scale` are as for `grouped_wgrad`.
     """
     if not has_hopper_kernels(tiles.map.device):
         return scale_and_store_grad(fp8_wgrad_ref(x, y, tiles), out, accumulate, dtype, scale)

@@ -78,21 +78,8 @@ def _store_rows(out_ptr, out_desc, out_smem, x, first_row, row_end, first_column
 
 
 @gluon.jit
-def _multiply_tiles(
-    GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
-    scales,  # LoadedScales
-    out,  # (pointer, TMA descriptor, shared memory) of the output
-    ring,  # Ring
-    tiles,  # RowTiling
-    K,
-    N,
-    CONST: gl.constexpr,  # GroupedConstants
-):
-    """Warp group GROUP (0 or 1): compute and store its half of the columns of every tile.
-
-    `out` is (pointer, TMA descriptor, shared memory) of the output. `ring` has the stages with
-    blocks of a and b.
-    """
+def _multiply_tiles(GROUP: gl.constexpr, scales, out, ring, tiles, K, N, CONST: gl.constexpr):
+    """Warp group GROUP (0 or 1): compute and store its half of the columns of every tile."""
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
@@ -158,10 +145,7 @@ def sm90_fp8_grouped_nt_kernel(
     b_stride_k,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write each row of a times its expert's b^T, [rows, N], to out_ptr.
-
-    map_ptr has the map of row tiles. Each persistent program writes every num_programs-th tile.
-    """
+    """Write each row of a times its expert's b^T, [rows, N], to out_ptr."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

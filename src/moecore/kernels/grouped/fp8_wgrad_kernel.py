@@ -28,11 +28,7 @@ from moecore.kernels.grouped.skeleton import (
 def _load_step(
     operands, row_tile, column_tile, tile, ring, stage_idx, barrier, CONST: gl.constexpr
 ):
-    """Start TMA loads of 128 expert rows of x and y into stage `stage_idx`; `barrier` = arrival.
-
-    `tile` is the index of the 128 rows. `row_tile` and `column_tile` select the columns of x and y,
-    which are rows and columns of the gradient.
-    """
+    """Start TMA loads of row tile `tile` of x and y, of the columns of one tile of the gradient."""
     x_desc, y_desc, M, N = operands
     tma_load(x_desc, [tile * M + row_tile * CONST.BLOCK_M, 0], barrier, ring.a.index(stage_idx))
     tma_load(y_desc, [tile * N + column_tile * CONST.BLOCK_N, 0], barrier, ring.b.index(stage_idx))
@@ -49,21 +45,9 @@ def _store_block(out_ptr, out_desc, out_smem, x, expert, first_row, first_column
 
 @gluon.jit
 def _multiply_tiles(
-    GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
-    scales,  # pointers to the scales of x and of y
-    out,  # (pointer, TMA descriptor, shared memory) of the gradient
-    ends_ptr,  # [e] int32, running sum of the experts' row tiles
-    ring,  # Ring
-    tiles,  # WeightTiling
-    M,
-    N,
-    scale,  # factor on the sums
-    CONST: gl.constexpr,  # GroupedConstants
+    GROUP: gl.constexpr, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST: gl.constexpr
 ):
-    """Warp group GROUP (0 or 1): compute and store (or add) half of the columns of every tile.
-
-    `out` is (pointer, TMA descriptor or None to add, shared memory) of the gradient.
-    """
+    """Warp group GROUP (0 or 1): compute and store (or add) half of the columns of every tile."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     HALF_M: gl.constexpr = BLOCK_M // 2
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
@@ -130,10 +114,7 @@ def sm90_fp8_grouped_wgrad_kernel(
     scale,  # fp32, of every product
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write each expert's gradient x^T y to out_ptr, or add it if out_desc is None.
-
-    ends_ptr has the running sum of the experts' numbers of row tiles, which have 128 rows.
-    """
+    """Write each expert's gradient x^T y to out_ptr, or add it if out_desc is None."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

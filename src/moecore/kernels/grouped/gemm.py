@@ -9,7 +9,7 @@ Letters: R expert rows (length), S source rows, e experts, M N K the sizes of on
 (M rows of an expert), D model dim, F hidden dim, C = 2F columns of a gated FC1.
 
 One persistent program per multiprocessor computes tiles of BLOCK_M x BLOCK_N, in the order of
-`triton_tiles.py`. TMA loads weights and contiguous rows, asynchronous copies load gathered rows.
+`rows/row_tiles.py`. TMA loads weights and contiguous rows, asynchronous copies load gathered rows.
 Bytes moved at least: R * K + e * N * K + R * N elements; 2 * R * N * K floating-point operations.
 """
 
@@ -27,10 +27,10 @@ from moecore.kernels.common import (
     tl,
     triton,
 )
-from moecore.kernels.grouped.triton_tiles import count_row_tiles, locate_tile
 from moecore.kernels.prepared import make_descriptor
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_ref
 from moecore.kernels.rows.activation_kernel import activate
+from moecore.kernels.rows.row_tiles import count_row_tiles, locate_tile
 
 
 def grouped_gemm_ref(
@@ -87,19 +87,9 @@ SMALL = TileConfig(BLOCK_M=16, BLOCK_N=32, BLOCK_K=16, GROUP_M=2, NUM_WARPS=4)
 
 @triton.jit
 def _store_tile(
-    out_ptr,
-    tile,  # [BLOCK_M, columns]
-    rows,  # int64
-    row_mask,
-    first_column,  # first column
-    num_columns,
-    row_stride,
-    ADD: tl.constexpr = False,
+    out_ptr, tile, rows, row_mask, first_column, num_columns, row_stride, ADD: tl.constexpr = False
 ):
-    """Store `tile` at `rows` and at columns from `first_column` on, or with ADD add it in fp32.
-
-    Rows whose row_mask is False and columns from num_columns on are skipped.
-    """
+    """Store `tile` at `rows` and at columns from `first_column` on, or with ADD add it in fp32."""
     columns = first_column + tl.arange(0, tile.shape[1])
     mask = row_mask[:, None] & (columns < num_columns)[None, :]
     at = out_ptr + rows[:, None] * row_stride + columns[None, :]
@@ -125,10 +115,7 @@ def _grouped_gemm_fwd_kernel(
     E_POW2: tl.constexpr,
     TILE: tl.constexpr,  # TileConfig
 ):
-    """Write each expert row of a times its expert's matrix b, [rows, N], to out_ptr.
-
-    With GATHER, row_ids_ptr selects the rows of a. With ADD, the product is added to out_ptr.
-    """
+    """Write each expert row of a times its expert's matrix b, [rows, N], to out_ptr."""
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_K: tl.constexpr = TILE.BLOCK_K

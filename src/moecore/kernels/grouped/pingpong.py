@@ -71,18 +71,11 @@ ROWS_PER_SUM = 1024
 
 
 @gluon.jit
-def _load_tiles(
-    a_ptr,  # [S or R, K]
-    a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
-    b_desc,  # [e * K, N] as blocks [BLOCK_K, BLOCK_N]
-    row_ids_ptr,  # [R] int32; unused without GATHER
-    addend,  # descriptors like those of contiguous a and of b, and the columns that they sum; or ()
-    ring,
-    tiles,
-    K,
-    CONST: gl.constexpr,  # GroupedConstants
-):
-    """Loading warps: fill the ring with blocks of a, b and the LoRA part for all tiles."""
+def _load_tiles(a_ptr, a_desc, b_desc, row_ids_ptr, addend, ring, tiles, K, CONST: gl.constexpr):
+    """Loading warps: fill the ring with blocks of a, b and the LoRA part for all tiles.
+
+    `addend` has the descriptors of the LoRA part's factors and the number of summed columns, or ().
+    """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -139,11 +132,7 @@ def _store_activation_bwd(
     F,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Store a tile's dh, act(h) * weight and sums of routing-weight gradients; load the next h.
-
-    `total_MN` is the gradient of the activation. `staging` has shared memory for it and for h.
-    `location` has the positions of this tile and of the next.
-    """
+    """Store a tile's dh, act(h) * weight and sums of routing-weight gradients; load the next h."""
     weights_ptr, out_ptr, dh_ptr, dweights_ptr = outputs
     row, end, column, has_next, next_row, next_column = location
     ACT: gl.constexpr = CONST.ACT
@@ -192,21 +181,9 @@ def _store_activation_bwd(
 
 @gluon.jit
 def _multiply_tiles(
-    GROUP: gl.constexpr,  # 0 or 1: the number of this warp group
-    turn_barriers,  # two barriers per group: it may multiply, it may store
-    staging,  # shared memory of da and h, and barriers
-    ring,  # Ring
-    tiles,  # RowTiling
-    outputs,  # pointers (weights, out, dh, dweights)
-    R,
-    K,
-    N,
-    CONST: gl.constexpr,  # GroupedConstants
+    GROUP: gl.constexpr, turn_barriers, staging, ring, tiles, outputs, R, K, N, CONST: gl.constexpr
 ):
-    """Warp group GROUP (0 or 1): compute every other tile, and store it by `_store_activation_bwd`.
-
-    `turn_barriers` are the barriers by which the two groups alternate.
-    """
+    """Warp group GROUP: compute every other tile, and store it by `_store_activation_bwd`."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     N = N // 8 * 8  # as above
@@ -262,7 +239,7 @@ def _multiply_tiles(
 def sm90_bf16_grouped_nn_act_bwd_kernel(
     a_ptr,  # [S or R, K]
     a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
-    b_desc,  # see _load_tiles
+    b_desc,  # [e * K, N] as blocks [BLOCK_K, BLOCK_N]
     row_ids_ptr,  # [R] int32; unused without GATHER
     map_ptr,  # see `rows/row_tiles.py`
     weights_ptr,  # [R] fp32
@@ -270,8 +247,8 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
     out_ptr,  # [R, F], out; rows past the last offset stay as they are, in all outputs
     dh_ptr,  # [R, 2F], out
     dweights_ptr,  # [column tiles, R] fp32, out
-    u_desc,  # of an addend, see _load_tiles; None without, as the next two
-    m_desc,
+    u_desc,  # of an addend, in blocks like those of a_desc; None without, as the next two
+    m_desc,  # in blocks like those of b_desc
     rank,
     R,
     K,
@@ -387,7 +364,7 @@ def pingpong_activation_bwd(
     Args:
         dy: [R, D] rows in expert order, or with `row_ids_R` a row per token; bf16 or fp16,
             contiguous.
-        w2_eDF: a matrix [D, F] per expert, contiguous; D and F multiples of 8.
+        w2_eDF: contiguous; D and F multiples of 8.
         tiles: from `map_row_tiles` of `offsets_e`, the running sum of the experts' row counts.
         h_RC, weights_R: FC1's output [R, 2F], contiguous; fp32 routing weight of each row.
         options: a gated activation, not interleaved.

@@ -32,7 +32,7 @@ from moecore.kernels.common import (
     tl,
     triton,
 )
-from moecore.kernels.grouped.triton_tiles import count_row_tiles, locate_tile
+from moecore.kernels.rows.row_tiles import count_row_tiles, locate_tile
 from moecore.kernels.rows.scaling import ALIGNED, Blocks
 
 PROGRAM = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 4, "num_warps": 8}
@@ -155,19 +155,15 @@ def mixed_format_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dty
     return out_eMN
 
 
-def needs_reference(x: Tensor) -> bool:
-    """Return whether a tensor is on a CPU, where torch has no grouped FP8 matmul."""
-    return x.device.type == "cpu"
-
-
 def _has_mixed_formats(a: Blocks, b: Blocks) -> bool:
     """Return whether one operand is E4M3 and one E5M2, which torch's matmul does not support."""
     return a.values.dtype != b.values.dtype
 
 
 def _uses_reference(a: Blocks, b: Blocks) -> bool:
-    """Return whether the plain PyTorch references multiply these operands."""
-    return needs_reference(b.values) and not (_has_mixed_formats(a, b) and can_use_kernel(b.values))
+    """Return whether the references multiply: on a CPU, where torch has no grouped FP8 matmul."""
+    has_kernel = _has_mixed_formats(a, b) and can_use_kernel(b.values)
+    return b.values.device.type == "cpu" and not has_kernel
 
 
 def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
@@ -184,8 +180,8 @@ def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
     """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on a GPU.
 
     `a` has rows [R, K] in expert order, `b` has matrices [experts, N, K], both FP8 with a scale per
-    row. K and N are multiples of 16. `offsets_e` is the running sum of the experts' row counts.
-    `dtype` is the result's, bf16 on a GPU. Rows past offsets_e[-1] are uninitialised.
+    row; K and N are multiples of 16. `dtype` is bf16 on a GPU. Rows past offsets_e[-1] are
+    uninitialised.
     """
     if _uses_reference(a, b):
         return scaled_gemm_ref(a, b, offsets_e, dtype)
@@ -210,9 +206,8 @@ def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype
 def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each expert's weight gradient x y^T over its columns, [experts, M, N]; 0 without rows.
 
-    x [M, P] and y [N, P] are transposed expert rows, `columns` of `quantise_expert_rows`.
-    `offsets_e` is the running sum of the experts' padded row counts, at most P. `dtype` is bf16 on
-    a GPU. No autograd; no host sync on a GPU.
+    x [M, P] and y [N, P] are `columns` of `quantise_expert_rows`, and `offsets_e` the running sum
+    of padded row counts, at most P. `dtype` is bf16 on a GPU. No autograd; no host sync on a GPU.
     """
     if _uses_reference(x, y):
         return scaled_wgrad_ref(x, y, offsets_e, dtype)

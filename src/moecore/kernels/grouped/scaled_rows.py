@@ -97,11 +97,6 @@ def pad_rows(offsets_e: Tensor, num_rows: int, row_multiple: int = ALIGNED) -> P
     return PaddedRows(expert_R, position_R.where(expert_R < e, length), ends_e, length)
 
 
-def pad_offsets_ref(offsets_e: Tensor) -> Tensor:
-    """Compute `pad_offsets` in plain PyTorch."""
-    return pad_rows(offsets_e, 0).offsets_e
-
-
 def quantise_expert_rows_ref(
     x_RD: Tensor,
     offsets_e: Tensor,
@@ -130,9 +125,12 @@ def quantise_expert_rows_ref(
         values, scales = quantise_ref(x_RD, -1, power_of_two, fp8_format, amax)
         of_rows = Blocks(values, scales.flatten().expand(R).contiguous(), "row")
     if columnwise:
-        amax_eD = _compute_column_amax(x_RD, layout) if amax is None else amax
-        amax_eD = amax_eD.expand(offsets_e.shape[0] + 1, D)
-        amax_eD, largest = amax_eD.contiguous(), LARGEST[fp8_format]
+        if amax is None:  # of each expert's columns; the last entry is of unused rows
+            expert_RD = layout.expert_R[:, None].expand_as(x_RD)
+            none_eD = x_RD.new_zeros(offsets_e.shape[0] + 1, D)
+            amax = none_eD.scatter_reduce_(0, expert_RD, abs_without_nan_ref(x_RD), "amax")
+        amax_eD = amax.expand(offsets_e.shape[0] + 1, D).contiguous()
+        largest = LARGEST[fp8_format]
         scales_eD, inverse_eD = compute_block_scale_ref(amax_eD, power_of_two, largest)
         values_RD = encode_fp8_ref(x_RD, inverse_eD[layout.expert_R], fp8_format)
         values_PD = x_RD.new_zeros(layout.num_rows + 1, D, dtype=torch.uint8)
@@ -145,8 +143,7 @@ def quantise_expert_rows_ref(
 def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past_amax: Tensor) -> Tensor:
     """Return fp32 [n], whose largest entry gives the FP8 scale of all expert rows. No host sync.
 
-    If `past_amax`, fp32 [1], the largest magnitude of earlier steps, is not 0, all entries are
-    `past_amax`. Otherwise the entries are the largest magnitudes of rows in use.
+    All entries are `past_amax`, fp32 [1], the largest magnitude of earlier steps, if that is not 0.
     """
     if has_cast_kernel(x_RD):
         x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
@@ -154,13 +151,6 @@ def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past_amax: Tensor) -> Tens
     is_used = torch.arange(len(x_RD), device=x_RD.device) < offsets_e[-1]
     amax = compute_amax_ref(torch.where(is_used[:, None], x_RD.detach(), 0))
     return choose_amax_ref(past_amax, amax)
-
-
-def _compute_column_amax(x_RD: Tensor, layout: PaddedRows) -> Tensor:
-    """Return the amax of each expert's columns, fp32 [experts + 1, columns]; last: unused rows."""
-    expert_RD = layout.expert_R[:, None].expand_as(x_RD)
-    none_eD = x_RD.new_zeros(layout.offsets_e.shape[0] + 1, x_RD.shape[1])
-    return none_eD.scatter_reduce_(0, expert_RD, abs_without_nan_ref(x_RD), "amax")
 
 
 def quantise_expert_matrices_ref(
@@ -181,11 +171,7 @@ def quantise_expert_matrices_ref(
 
 @triton.jit(do_not_specialize=["num_experts"])
 def pad_offsets_kernel(
-    offsets_ptr,  # [e] int32
-    padded_offsets_ptr,  # [e] int32, out
-    num_experts,
-    E_POW2: tl.constexpr,
-    MULTIPLE: tl.constexpr,
+    offsets_ptr, padded_offsets_ptr, num_experts, E_POW2: tl.constexpr, MULTIPLE: tl.constexpr
 ):
     """Write the running sum of row counts, each padded to a positive multiple of MULTIPLE."""
     experts = tl.arange(0, E_POW2)
@@ -270,7 +256,7 @@ def quantise_experts_kernel(
 def pad_offsets(offsets_e: Tensor) -> Tensor:
     """Return int32 [e], the running sum of row counts, each padded to a positive multiple of 16."""
     if not can_use_kernel(offsets_e):
-        return pad_offsets_ref(offsets_e)
+        return pad_rows(offsets_e, 0).offsets_e
     padded_e, e = torch.empty_like(offsets_e), offsets_e.shape[0]
     e_pow2 = next_power_of_2(e)
     launch(pad_offsets_kernel, 1, offsets_e, padded_e, e, E_POW2=e_pow2, MULTIPLE=ALIGNED)
@@ -290,7 +276,8 @@ class _ScaledInput(NamedTuple):
 
     def fill(self, out: OperandPair, amax: Tensor | None, new_amax: Tensor | None) -> OperandPair:
         """Quantise by kernels into `out` and return it; amax as in `quantise_expert_rows`."""
-        x, offsets_e, e, formats = self.x, self.offsets_e, self.num_experts, self.formats
+        x, offsets_e, e = self.x, self.offsets_e, self.num_experts
+        formats = dict(E5M2=self.fp8_format == "e5m2", POWER_OF_TWO=self.power_of_two)
         outputs = [t for side in out for t in get_values_and_scales(side)]
         if INTERPRET:
             outputs = [view_as_bytes(t) for t in outputs]
@@ -314,11 +301,6 @@ class _ScaledInput(NamedTuple):
         constants = dict(PARTS=parts, HAS_AMAX=has_amax, **formats, **shared)
         launch(quantise_experts_kernel, grid, *args, **constants)
         return out
-
-    @property
-    def formats(self) -> dict[str, Any]:
-        """The kernels' compile-time arguments: FP8 format, and whether scales are powers of two."""
-        return dict(E5M2=self.fp8_format == "e5m2", POWER_OF_TWO=self.power_of_two)
 
 
 def _make_empty_blocks(
@@ -345,12 +327,11 @@ def quantise_expert_rows(
     """Quantise expert rows to FP8 matmul operands, one or both layouts. No autograd, no host sync.
 
     Args:
-        x_RD: R rows of D columns, bf16, fp16 or fp32; D a multiple of 16. Rows past the last
-            expert's are not read, and are uninitialised in the result.
+        x_RD: bf16, fp16 or fp32; D a multiple of 16. Rows past the last expert's are not read, and
+            are uninitialised in the result.
         offsets_e: int32, the running sum of the experts' row counts.
         padded_e: from `pad_offsets`; None without `columnwise`.
         per_row: whether each row has a scale; otherwise all expert rows have one.
-        power_of_two: whether scales are powers of two.
         fp8_format: "e4m3" or "e5m2".
         rowwise: whether to make [R, D] with scales [R], for sums over D.
         columnwise: whether to make the transpose [D, padded rows] with scales [experts, D], for
@@ -379,8 +360,7 @@ def quantise_expert_matrices(
     """Quantise each expert's matrix to E4M3, with one scale per row or one per matrix.
 
     `w` is bf16, fp16 or fp32 [experts, N, D]; N and D are multiples of 16. `rowwise` requests [e,
-    N, D] with scales [e, N], `columnwise` the transpose [e, D, N] with scales [e, D]. No autograd,
-    no host sync.
+    N, D] with scales [e, N], `columnwise` the transpose [e, D, N] with scales [e, D]. No host sync.
     """
     w = w.detach().contiguous()
     if not has_cast_kernel(w):

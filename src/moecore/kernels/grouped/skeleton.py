@@ -155,18 +155,8 @@ def _begin_step(ring, step_idx, CONST: gl.constexpr):
 
 
 @gluon.jit
-def load_row_tiles(
-    LOAD_STEP: gl.constexpr,  # see below
-    operands,  # tuple that LOAD_STEP reads
-    ring,  # Ring that LOAD_STEP fills
-    tiling,  # RowTiling
-    K,
-    CONST: gl.constexpr,  # GroupedConstants
-):
-    """Loading warp: for each tile of this program, call LOAD_STEP for each block of the K columns.
-
-    LOAD_STEP(operands, location, k, ring, stage_idx, barrier, CONST) starts one step's loads.
-    """
+def load_row_tiles(LOAD_STEP: gl.constexpr, operands, ring, tiling, K, CONST: gl.constexpr):
+    """Loading warp: call LOAD_STEP for each block of the K columns of each tile."""
     step = 0
     for tile in range(gl.program_id(0), tiling.num_rows * tiling.num_columns, gl.num_programs(0)):
         place = locate_output_tile(tile, tiling, CONST.GROUP_M)
@@ -186,11 +176,7 @@ def load_weight_tiles(
     ROWS_PER_STEP: gl.constexpr,  # rows, or row tiles, of a step
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warp: for each tile of this program, call LOAD_STEP for each block of its rows.
-
-    LOAD_STEP(operands, row_tile, column_tile, row, ring, stage_idx, barrier, CONST) starts the
-    loads of ROWS_PER_STEP rows. `ends_ptr` has the running sum of the experts' rows.
-    """
+    """Loading warp: for each tile of this program, call LOAD_STEP for each block of its rows."""
     step = 0
     for tile in range(gl.program_id(0), tiling.num_tiles, gl.num_programs(0)):
         expert, m, n = locate_weight_tile(tile, tiling, CONST.GROUP_M)
@@ -241,8 +227,7 @@ def store_weight_block(
 ):
     """Copy x to shared memory; TMA stores it at (expert, first_row, first_column) of the gradients.
 
-    With TRANSPOSED, out_smem and out_desc have the transposed layout, but x, `first_row` and
-    `first_column` do not.
+    With TRANSPOSED, only out_smem and out_desc have the transposed layout.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]

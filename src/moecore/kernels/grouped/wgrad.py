@@ -63,14 +63,7 @@ CONST = GroupedConstants(
 
 @gluon.jit
 def _load_gathered_tiles(
-    x_ptr,  # [S, M]
-    y_desc,  # [R, N] as blocks [BLOCK_K, BLOCK_N]
-    row_ids_ptr,  # [R] int32
-    offsets_ptr,  # [e] int32
-    ring,
-    tiles,
-    M,
-    CONST: gl.constexpr,  # GroupedConstants
+    x_ptr, y_desc, row_ids_ptr, offsets_ptr, ring, tiles, M, CONST: gl.constexpr
 ):
     """Loading warps: fill the ring with rows of x, gathered by id, and with rows of y by TMA."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
@@ -171,21 +164,8 @@ def _add_tile(out_ptr, total_MN, row_tile, column_tile, M, N, TRANSPOSED: gl.con
 
 
 @gluon.jit
-def _multiply_tiles(
-    offsets_ptr,  # [e] int32, running sum of the experts' rows
-    ring,  # Ring
-    tiles,  # WeightTiling
-    out,  # shared memory [1, BLOCK_M, BLOCK_N] and TMA descriptor (None with ADD), and pointer
-    M,
-    N,
-    scale,  # factor on the sums
-    CONST: gl.constexpr,  # GroupedConstants
-):
-    """Multiplying warps: compute x^T y of every tile; store the product, or with CONST.ADD add it.
-
-    `out` is (shared memory, TMA descriptor, pointer) of the output. `ring` has the stages with
-    blocks of x and y.
-    """
+def _multiply_tiles(offsets_ptr, ring, tiles, out, M, N, scale, CONST: gl.constexpr):
+    """Multiplying warps: compute x^T y of every tile, and store it, or with CONST.ADD add it."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -248,10 +228,7 @@ def sm90_bf16_grouped_wgrad_kernel(
     scale,  # fp32, of every product
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write each expert's x^T y to out_desc, or with CONST.ADD add the product to out_ptr.
-
-    With CONST.GATHER, row_ids_ptr selects the rows of x.
-    """
+    """Write each expert's x^T y to out_desc, or with CONST.ADD add the product to out_ptr."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -321,15 +298,14 @@ def grouped_wgrad(
     Args:
         x: [R, M] rows in expert order, or with `row_ids_R` token rows; bf16 or fp16, contiguous; M
             a multiple of 8.
-        y_RN: [R, N] rows in expert order, dtype of x, contiguous; N a multiple of 8. Up to 63 rows
-            past an expert's last row are multiplied by 0. So they must be finite: rows past
-            offsets_e[-1] may not be uninitialised, and a NaN or infinity in one expert's first rows
-            also reaches the expert before it.
+        y_RN: rows in expert order, dtype of x, contiguous; N a multiple of 8. Up to 63 rows past an
+            expert's last row are multiplied by 0. So they must be finite: rows past offsets_e[-1]
+            may not be uninitialised, and a NaN or infinity in one expert's first rows also reaches
+            the expert before it.
         offsets_e: int32 on the device, running sum of the experts' row counts, at most R.
         row_ids_R: int32, the row of x that each expert row reads; None = x is in expert order.
         transposed: return [e, N, M] instead of [e, M, N].
-        out: fp32 or bf16, contiguous, of the output's shape, overwritten by the result; None = a
-            new tensor.
+        out: fp32 or bf16, contiguous, of the output's shape, overwritten; None = a new tensor.
         accumulate: whether the result is added to `out` instead, in fp32.
         dtype: dtype of a new result, fp32 or None for the dtype of x.
         scale: factor on the fp32 sum, before it is added and rounded.

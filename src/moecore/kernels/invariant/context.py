@@ -42,8 +42,7 @@ def batch_invariant(device_type: str) -> Iterator[None]:
     """Return a context in which matmuls give each row bits that do not depend on the batch's rows.
 
     `device_type` is "cpu" or "cuda". A nested context changes nothing. The context holds for all
-    threads of the process. Modules that were compiled by torch.compile or captured in CUDA graphs
-    are not changed.
+    threads of the process, except modules that were compiled or captured in CUDA graphs.
     """
     if device_type in _active:
         yield
@@ -79,10 +78,7 @@ class _TorchKernels(NamedTuple):
 def _call_for_floats(
     replacement: Kernel, kernels: _TorchKernels, keyset: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `replacement` if x is float, otherwise torch's kernel, whose integer sums are exact.
-
-    `kernels` are torch's kernels, and `keyset` is the `DispatchKeySet` that they need.
-    """
+    """Call `replacement` if x is float, otherwise torch's kernel, whose integer sums are exact."""
     if not x.is_floating_point():
         return kernels.kernel(keyset, x, *args, **kwargs)
     return replacement(kernels, keyset, x, *args, **kwargs)
@@ -128,10 +124,7 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Replace `aten::_grouped_mm`: multiply each group's rows of a, [rows, K], by its matrix in b.
-
-    Torch's kernel computes other cases: 3-dim a, 2-dim b (weight gradients) and `offs` None.
-    """
+    """Replace `aten::_grouped_mm` of rows [rows, K]; torch's kernel computes weight gradients."""
     if a.ndim == 3 or b.ndim == 2 or offs is None:
         return kernels.kernel(keyset, a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
     if has_hopper_kernels(a.device) and a.dtype != torch.float32:
@@ -152,10 +145,7 @@ def _sum(
     dtype: torch.dtype | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """Return sums over the last dim, times `factor`, by a batch-invariant product with ones.
-
-    Torch's kernel computes other dims, 1-D tensors, empty tensors and fp64.
-    """
+    """Return sums of rows, times `factor`, by a product with ones; other cases by torch."""
     is_of_rows = x.ndim > 1 and dim is not None and list(dim) in ([-1], [x.ndim - 1])
     is_wide = x.dtype not in KERNEL_DTYPES or dtype not in (None, *KERNEL_DTYPES)
     if not is_of_rows or not x.numel() or is_wide:

@@ -161,12 +161,9 @@ def invariant_product(
     Args:
         a: [M, K] or [B, M, K]; on a GPU bf16, fp16 or fp32, on a CPU any float dtype.
         b: [K, N] or [B, K, N], the dtype of a.
-        addend: a tensor that broadcasts to the result; None, or beta 0, = nothing is added.
-        dtype: dtype of the result; None = the dtype of a.
+        addend: broadcasts to the result; not read if beta is 0.
+        dtype: dtype of the result, which is contiguous; None = the dtype of a.
         multiply: on a CPU, the matmul of one row [1, K] and b [K, N], both in fp32 or fp64.
-
-    Returns:
-        [M, N] or [B, M, N], contiguous.
 
     Raises:
         NotImplementedError: on a GPU, for another dtype.
@@ -195,10 +192,7 @@ def invariant_product(
 
 
 def _align_strides(x: Tensor) -> Tensor:
-    """Return x, copied unless its matrices are row- or column-major and aligned to 16 bytes.
-
-    A matrix of one row or column gets the strides of a contiguous larger matrix.
-    """
+    """Return x, copied unless its matrices are row- or column-major and aligned to 16 bytes."""
     by_rows, by_columns = x.stride(2) == 1, x.stride(1) == 1 and x.shape[1] > 1
     if x.data_ptr() % 16 or not (by_rows or by_columns):
         x = x.clone(memory_format=torch.contiguous_format)

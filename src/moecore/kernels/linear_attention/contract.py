@@ -24,10 +24,7 @@ from torch import Tensor
 
 
 class DeltaRule(NamedTuple):
-    """The inputs and options of a linear attention layer that uses a gated delta rule.
-
-    Documents are packed one after another along the tokens.
-    """
+    """The inputs of a gated delta rule, of documents packed one after another."""
 
     q_Thk: Tensor
     k_Thk: Tensor

@@ -30,40 +30,24 @@ def causal_convolution(
 ) -> Tensor:
     """Return y_TD: each channel's causal convolution over W tokens within a document.
 
-    Args:
-        x_TD: any float dtype, which is the dtype of y.
-        weight_DW: the filter of each channel. The last tap multiplies the token itself.
-        bias_D: a bias per channel; None = 0.
-        cu_seqlens: int32 [n + 1]: the index of each document's first token, then T.
-        previous_tokens_nwD: the w = W - 1 tokens before each document, in order; None = zeros.
-        apply_silu: whether silu is applied to the result.
+    x_TD has any float dtype, which is the dtype of y. The last tap of weight_DW multiplies the
+    token itself. cu_seqlens, int32 [n + 1], is each document's first token, then T.
+    previous_tokens_nwD are the w = W - 1 tokens before each document, in order; None = zeros.
     """
     with disable_autocast(x_TD):
         if fla.find_convolution_problem(x_TD) is None:
             return fla.causal_convolution(
                 x_TD, weight_DW, bias_D, cu_seqlens, previous_tokens_nwD, apply_silu
             )
-        return _convolve(x_TD, weight_DW, bias_D, cu_seqlens, previous_tokens_nwD, apply_silu)
-
-
-def _convolve(
-    x_TD: Tensor,
-    weight_DW: Tensor,
-    bias_D: Tensor | None,
-    cu_seqlens: Tensor,
-    previous_tokens_nwD: Tensor | None,
-    apply_silu: bool,
-) -> Tensor:
-    """Compute `causal_convolution` by one `F.conv1d`, with W - 1 tokens before each document."""
-    (T, D), w, num = x_TD.shape, weight_DW.shape[1] - 1, len(cu_seqlens) - 1
-    ends_T = torch.arange(T, device=x_TD.device) + find_document_ids(cu_seqlens, T) * w
-    long = x_TD.new_zeros(T + num * w, D, dtype=weight_DW.dtype)
-    long = long.index_copy(0, ends_T + w, x_TD.to(long.dtype))
-    if previous_tokens_nwD is not None:
-        firsts_n = cu_seqlens[:-1].long() + torch.arange(num, device=x_TD.device) * w
-        places_nw = firsts_n[:, None] + torch.arange(w, device=x_TD.device)
-        before = previous_tokens_nwD.flatten(0, 1).to(long.dtype)
-        long = long.index_copy(0, places_nw.flatten(), before)
-    y_1DL = F.conv1d(long.T[None], weight_DW[:, None], bias_D, groups=D)
-    y_TD = y_1DL[0].T[ends_T]
-    return (F.silu(y_TD) if apply_silu else y_TD).to(x_TD.dtype)
+        (T, D), w, num = x_TD.shape, weight_DW.shape[1] - 1, len(cu_seqlens) - 1
+        ends_T = torch.arange(T, device=x_TD.device) + find_document_ids(cu_seqlens, T) * w
+        long = x_TD.new_zeros(T + num * w, D, dtype=weight_DW.dtype)
+        long = long.index_copy(0, ends_T + w, x_TD.to(long.dtype))
+        if previous_tokens_nwD is not None:
+            firsts_n = cu_seqlens[:-1].long() + torch.arange(num, device=x_TD.device) * w
+            places_nw = firsts_n[:, None] + torch.arange(w, device=x_TD.device)
+            before = previous_tokens_nwD.flatten(0, 1).to(long.dtype)
+            long = long.index_copy(0, places_nw.flatten(), before)
+        y_1DL = F.conv1d(long.T[None], weight_DW[:, None], bias_D, groups=D)
+        y_TD = y_1DL[0].T[ends_T]
+        return (F.silu(y_TD) if apply_silu else y_TD).to(x_TD.dtype)

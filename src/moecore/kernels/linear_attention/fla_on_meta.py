@@ -38,11 +38,7 @@ class ScanSize(NamedTuple):
 def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_states_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return empty outputs and last states on meta, and record the kernel launches of a dry run.
-
-    A rule with learning rates normalises queries and keys. A rule without has queries and keys for
-    each value head.
-    """
+    """Return empty outputs and last states on meta, and record the launches of a dry run."""
     q, k, v, g, beta = rule[:5]
     assert rule.norm_qk == (beta is not None), "queries and keys are normed where there are rates"
     states = initial_states_nHkv, len(cu_seqlens) - 1
@@ -59,11 +55,7 @@ def causal_convolution(
 
 
 class _Scan:
-    """The sizes of one delta rule in a dry run: tokens T, heads H, dims k and v, and chunks.
-
-    The methods allocate the empty outputs of the rule's kernels, and record the launches with
-    FLOPs. `decay_sums` are running sums of the decays' logarithms within chunks.
-    """
+    """The sizes of one delta rule in a dry run: tokens T, heads H, dims k and v, and chunks."""
 
     def __init__(self, k_Thk: Tensor, v_THv: Tensor, num_documents: int) -> None:
         (self.T, self.H, self.v), self.k = v_THv.shape, k_Thk.shape[2]
@@ -84,11 +76,7 @@ class _Scan:
     def recompute_w_u(
         self, k: Tensor, v: Tensor, beta: Tensor, decay_sums: Tensor, inverse_systems: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return empty w [T, H, k] and u [T, H, v], and record the launch of the kernel for both.
-
-        u updates the state at each key, and w subtracts a part of the chunk's first state.
-        `inverse_systems` [T, H, chunk] has each chunk's inverse triangular matrix.
-        """
+        """Return empty w [T, H, k] and u [T, H, v]; record the launch of the kernel for both."""
         w, u = k.new_empty(self.T, self.H, self.k), torch.empty_like(v)
         tensors = k, v, beta, w, u, inverse_systems, decay_sums
         self.record("recompute_w_u_fwd_kernel", *tensors, num_chunks=self.k + self.v)
@@ -103,11 +91,7 @@ class _Scan:
         initial_states: Tensor | None,
         final_states: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Return empty first states [chunks, H, k, v] and new values [T, H, v]; record the launch.
-
-        `initial_states` are the documents' initial states; None = 0. `final_states` is the output
-        for their final states; None = not needed.
-        """
+        """Return empty first states [chunks, H, k, v] and new values; record the launch."""
         h, new = k.new_empty(self.num_chunks, self.H, self.k, self.v), torch.empty_like(u)
         tensors = k, u, w, new, decay_sums, h, initial_states, final_states
         self.record("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", *tensors, num_states=2)
@@ -122,11 +106,7 @@ class _Scan:
         final_states: Any,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return empty first states of the chunks, in `dtype`, for a rule without learning rates.
-
-        Records the launch. `initial_states` are the documents' initial states; None = 0.
-        `final_states` is the output for their final states; None = not needed.
-        """
+        """Return empty first states in `dtype`, of a rule without rates; record the launch."""
         h = k.new_empty(self.num_chunks, self.H, self.k, self.v, dtype=dtype)
         self.record(
             "chunk_fwd_kernel_h", k, v, h, decay_sums, initial_states, final_states, num_states=1
@@ -135,10 +115,7 @@ class _Scan:
 
 
 class _RuleOnMeta(torch.autograd.Function):
-    """Records the launches of a rule with learning rates, forward and backward.
-
-    apply(q, k, v, g, beta, initial states or None, number of documents) -> outputs, last states.
-    """
+    """apply(q, k, v, g, beta, initial states or None, num_documents) -> outputs, last states."""
 
     @staticmethod
     def forward(
@@ -151,7 +128,6 @@ class _RuleOnMeta(torch.autograd.Function):
         initial_states: Tensor | None,
         num_documents: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return empty outputs and final states of the documents; record the forward's kernels."""
         inputs = [x.contiguous() for x in (q, k, v, g, beta)]
         (q, q_rstd), (k, k_rstd) = map(_normalise, inputs[:2])
         v, g, beta = inputs[2:]
@@ -172,7 +148,6 @@ class _RuleOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs; record the backward's kernels."""
         q, q_rstd, k, k_rstd, *rest = ctx.saved_tensors
         do, dlast = (grad.contiguous() for grad in grads)
         (dq, dk), rest = _compute_gradients(ctx.scan, (q, k, *rest), do, dlast)
@@ -182,11 +157,7 @@ class _RuleOnMeta(torch.autograd.Function):
 def _compute_gradients(
     scan: _Scan, saved_tensors: Sequence[Any], do: Tensor, dfinal_states: Tensor
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
-    """Return ((dq, dk), [dv, dg, dbeta, dinitial]), all empty; record the backward's launches.
-
-    `saved_tensors` are q, k, v, decay sums, beta, inverse systems and initial states. q and k are
-    normalised. `do` and `dfinal_states` are the gradients of outputs and final states.
-    """
+    """Return ((dq, dk), [dv, dg, dbeta, dinitial]), all empty; record the backward's launches."""
     q, k, v, sums, beta, A, initial = saved_tensors
     w, u = scan.recompute_w_u(k, v, beta, sums, A)
     h, new = scan.compute_states(k, w, u, sums, initial, None)
@@ -221,10 +192,7 @@ def _compute_gradients(
 
 
 class _RuleWithoutRatesOnMeta(torch.autograd.Function):
-    """Records the launches of a rule without learning rates, forward and backward.
-
-    apply(q, k, v, g, initial states or None, number of documents) -> outputs, last states.
-    """
+    """apply(q, k, v, g, initial states or None, num_documents) -> outputs, last states."""
 
     @staticmethod
     def forward(
@@ -236,7 +204,6 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
         initial_states: Tensor | None,
         num_documents: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return empty outputs and final states of the documents; record the forward's kernels."""
         q, k, v, g = (x.contiguous() for x in (q, k, v, g))
         scan = _Scan(k, v, num_documents)
         sums = torch.empty_like(g, dtype=torch.float32)
@@ -251,7 +218,6 @@ class _RuleWithoutRatesOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs; record the backward's kernels."""
         scan, (q, k, v, sums, initial) = ctx.scan, ctx.saved_tensors
         do, dlast = (grad.contiguous() for grad in grads)
         h = scan.compute_plain_states(k, v, sums, initial, None, torch.float32)
@@ -295,14 +261,10 @@ def _sum_over_value_heads(grad_THk: Tensor, x_Thk: Tensor) -> Tensor:
 
 
 class _ConvolutionOnMeta(torch.autograd.Function):
-    """Records the launches of the package's short convolution, forward and backward.
-
-    apply(x, weight, bias or None, tokens before documents or None) -> y.
-    """
+    """apply(x, weight, bias or None, tokens before documents or None) -> y."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, previous_tokens: Any) -> Tensor:
-        """Return y in the shape of x; record the forward's kernel."""
         ctx.save_for_backward(x, weight, bias, previous_tokens)
         y = x.new_empty(x.shape)
         record_launch("causal_conv1d_fwd_kernel", x, y, weight, bias, previous_tokens)
@@ -310,7 +272,6 @@ class _ConvolutionOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs; record the backward's kernels."""
         x, weight, bias, before = ctx.saved_tensors
         y = x.new_empty(x.shape)  # recomputed, before the activation
         record_launch("causal_conv1d_fwd_kernel", x, y, weight, bias, before)

@@ -105,13 +105,10 @@ def gated_delta_rule(
     Differentiable once. flash-linear-attention synchronises the host once for each `cu_seqlens`.
 
     Args:
-        rule: tensors of any strides; q, k and v have one float dtype.
+        rule: tensors of any strides; q, k and v have one float dtype, which is that of the outputs.
         cu_seqlens: int32 [n + 1]: each document's first token, then T. Documents may be empty.
-        initial_states_nHkv: each document's state before its first token, fp32 (fp64 for fp64);
-            None = 0.
-
-    Returns:
-        o_THv in the dtype of q, and states_nHkv in fp32 (fp64 for fp64).
+        initial_states_nHkv: each document's state before its first token, fp32 (fp64 for fp64), as
+            the last states; None = 0.
     """
     with disable_autocast(rule.v_THv):
         if (reason := fla.find_problem(rule)) is None:

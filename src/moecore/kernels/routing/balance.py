@@ -84,12 +84,7 @@ def _compute_scores(logits, column_mask, FUNCTION: tl.constexpr):
 
 
 @triton.jit
-def _mask_padding_rows(
-    padding,  # uint8 [B * num_rows], 1 = padding; None = there is none
-    first_row,  # int64, first row of the sequence
-    rows,  # int32 [t], in the sequence
-    num_rows,
-):
+def _mask_padding_rows(padding, first_row, rows, num_rows):
     """Return bool per row: True for `rows` of a sequence that exist and are not padding."""
     real = rows < num_rows
     if padding is not None:
@@ -110,10 +105,7 @@ def balance_statistics_fwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Write one program's partial sums over tokens: scores per expert, and logsumexp^2.
-
-    A program reads every num_parts-th tile of tokens of one sequence.
-    """
+    """Write one program's partial sums over tokens: scores per expert, and logsumexp^2."""
     program = tl.program_id(0)
     sequence = program // num_parts
     cols = tl.arange(0, BLOCK_E)
@@ -152,10 +144,7 @@ def balance_statistics_fwd_reduce_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Sum score_parts over the programs of a sequence, for a block of experts.
-
-    The last program of the launch sums z_parts instead.
-    """
+    """Sum score_parts over the programs of a sequence, for a block of experts."""
     program = tl.program_id(0)
     if program == tl.num_programs(0) - 1:  # the last program has z
         z_sums = tl.zeros([BLOCK_P], tl.float32)
@@ -273,21 +262,17 @@ _balance_statistics_bwd = Op(
 )
 
 
-def _backward(ctx: Any, dscore_sums_BE: Tensor, dz_sum: Tensor) -> tuple:
-    """Return the gradient of the logits, and None for the other inputs."""
-    if not ctx.needs_input_grad[0]:
-        return (None,) * 4
-    grads = (dscore_sums_BE, dz_sum)
-    dlogits_TE = _balance_statistics_bwd(*ctx.saved_tensors, *grads, *ctx.others)
-    return dlogits_TE, None, None, None
-
-
 _balance_statistics = Op(
     "balance_statistics",
     _launch_statistics,
     lambda x_TE, _, B, function: (x_TE.new_empty(B, x_TE.shape[1]), x_TE.new_empty(())),
     setup_context=make_setup_context(slice(2), slice(3, 4)),
-    backward=_backward,
+    backward=lambda ctx, *grads: (
+        _balance_statistics_bwd(*ctx.saved_tensors, *grads, *ctx.others),
+        None,
+        None,
+        None,
+    ),
 )
 
 
@@ -304,14 +289,12 @@ def balance_statistics(
     mask. Two kernels forward, one backward.
 
     Args:
-        logits_TE: router logits of T tokens and E experts, fp32; plain PyTorch computes fp64.
+        logits_TE: fp32; plain PyTorch computes fp64.
         num_sequences: B. Without `sequences_T` a sequence has T / B consecutive tokens.
-        score_function: "softmax", "sigmoid" or "sqrtsoftplus"; scores of the last two are divided
-            by their sum.
+        score_function: scores other than "softmax" are divided by their sum.
         padding_mask_T: bool [T], True = padding, which is in no sum and has gradient 0, even if its
             logits are NaN. None = no padding.
-        sequences_T: int64 [T], each token's sequence; None = consecutive tokens. With
-            `sequences_T`, plain PyTorch computes the sums instead of the kernels.
+        sequences_T: int64 [T], each token's sequence; only plain PyTorch computes with it.
     """
     check_padding_mask(padding_mask_T, logits_TE.shape[0])
     is_small = logits_TE.dtype == torch.float32 and logits_TE.shape[1] <= MAX_EXPERTS

@@ -7,8 +7,6 @@ Forward and backward are one program each, which reads [B, E] a few times. The o
 only on shapes, so equal inputs give equal bits.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -61,11 +59,7 @@ def _clamp_divisor(count):
 def _load_counts(
     counts, first_sequence, num_sequences, columns, E: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """Return the counts of BLOCK_B sequences from `first_sequence` on, and where they are stored.
-
-    The results are choices per expert [b, e] in fp32, tokens [b], flat offsets [b, e] of the
-    choices, and a bool mask [b, e].
-    """
+    """Return choices per expert [b, e] in fp32, tokens [b], and the choices' offsets and mask."""
     rows = (first_sequence + tl.arange(0, BLOCK_B)).to(tl.int64)
     in_rows = rows < num_sequences
     inside = in_rows[:, None] & (columns < E)[None, :]
@@ -213,19 +207,17 @@ _balance_loss_bwd = Op(
 )
 
 
-def _backward(ctx: Any, dlosses: Tensor) -> tuple:
-    """Return the gradients of score_sums_BE and z_sum, and None for the other inputs."""
-    dscores, dz = _balance_loss_bwd(dlosses, *ctx.saved_tensors, *ctx.others)
-    needs_scores, needs_z = ctx.needs_input_grad[:2]
-    return dscores if needs_scores else None, dz if needs_z else None, None, None, None
-
-
 _balance_loss = Op(
     "balance_loss",
     _launch_balance_loss,
     lambda score_sums_BE, z_sum, *_: z_sum.new_empty(4),
     setup_context=make_setup_context(slice(2, 4), slice(4, 5)),
-    backward=_backward,
+    backward=lambda ctx, dlosses: (
+        *_balance_loss_bwd(dlosses, *ctx.saved_tensors, *ctx.others),
+        None,
+        None,
+        None,
+    ),
 )
 
 
@@ -254,11 +246,10 @@ def balance_loss(
     backward.
 
     Args:
-        score_sums_BE, z_sum: fp32 or fp64, [B, E] and 0-dim, from `balance_statistics`.
-        counts_BX: int64 [B, E + 1], from `count_experts_and_tokens`.
-        factors: one factor per loss, which includes the E / K (K choices per token) or E of its
-            formula.
-        global_counts_E: int64 [E], contiguous; None = no global-batch loss (0).
+        score_sums_BE, z_sum: from `balance_statistics`, fp32 or fp64.
+        counts_BX: from `count_experts_and_tokens`.
+        factors: one per loss, which includes the E / K or E of its formula.
+        global_counts_E: int64, contiguous; None = no global-batch loss (0).
     """
     E = score_sums_BE.shape[1]
     is_small = score_sums_BE.dtype == torch.float32 and E <= MAX_EXPERTS

@@ -31,7 +31,7 @@ BLOCK = 1024  # choices of one program
 
 
 class ClonePlan(NamedTuple):
-    """Which experts are cloned on which ranks, and the range of tokens that each clone computes.
+    """Which experts are cloned, and the range of tokens that each clone computes.
 
     Each rank has a fixed number c of clones, maybe unused. Clone n is on rank n // c.
     """
@@ -128,11 +128,8 @@ def plan_clones(
 ) -> ClonePlan:
     """Plan which busy experts are cloned on which ranks, and each clone's tokens. No host sync.
 
-    Args:
-        loads_E: int32, tokens of each expert, over all ranks; expert x is on rank x // (E / P).
-        num_ranks: P; E is a multiple of P.
-        clones_per_rank: maximum number of clones per rank.
-        min_share: no clone gets fewer tokens than this share of a rank's mean.
+    `loads_E` (int32) counts tokens over all ranks; expert x is on rank x // (E / num_ranks). No
+    clone gets fewer tokens than the share `min_share` of a rank's mean.
 
     Example, two ranks of two experts, one clone each, loads [6, 2, 1, 1]: the mean is 5, so rank 1
     clones expert 0 for its last 3 tokens: experts_N [-1, 0], starts_N [0, 3], stops_N [0, 6].
@@ -208,12 +205,8 @@ def assign_physical_ids(
     """Return each choice's physical id, int32 [T, K]: of its expert or of a clone. No host sync.
 
     Each rank has num_local_experts + clones_per_rank physical ids: first its experts, then its
-    clones.
-
-    Args:
-        ids_TK: int32 expert ids; -1 = dropped, which is -1 in the result, too.
-        counts_before_E: int32, the number of choices of each expert on all ranks before this rank.
-        plan: which experts have clones, and which of an expert's choices a clone computes.
+    clones. -1 = dropped, in ids_TK and in the result. counts_before_E, int32, counts the choices of
+    each expert on all ranks before this rank.
 
     Example, the plan of `plan_clones`, all ten choices on one rank: of expert 0's six tokens the
     first three have physical id 0, the others 5; expert 1 is 1, experts 2 and 3 are 3, 4.

@@ -64,10 +64,7 @@ def expert_counts_fwd_kernel(
     BINS: tl.constexpr,  # power of two >= E
     BLOCK: tl.constexpr,
 ):
-    """Add to `counts` the number of choices of each expert in one block of a sequence's ids.
-
-    If WIDTH > E, column E receives the number of tokens, too.
-    """
+    """Add to `counts` the number of choices of each expert in one block of a sequence's ids."""
     block = tl.program_id(0) % num_blocks
     sequence = (tl.program_id(0) // num_blocks).to(tl.int64)
     position = block * BLOCK + tl.arange(0, BLOCK)
@@ -93,10 +90,7 @@ def expert_counts_fwd_kernel(
 def _add_counts(
     counts_BX: Tensor, ids_TK: Tensor, padding_mask_T: Tensor | None, num_experts: int
 ) -> None:
-    """Launch the kernel that adds each sequence's choices per expert to counts_BX.
-
-    If counts_BX has E + 1 columns, the kernel adds the tokens without padding to the last column.
-    """
+    """Launch the kernel; column E of counts_BX, if it has E + 1, receives the tokens, too."""
     (B, width), (T, K) = counts_BX.shape, ids_TK.shape
     if not T * K:
         return
@@ -134,16 +128,11 @@ def count_experts_and_tokens(
 ) -> Tensor:
     """Return int64 [B, E + 1]: per sequence, the choices of each expert, then the number of tokens.
 
-    Tokens whose choices were all dropped are counted, padding is not. A memset and one kernel.
+    Ids are int32; -1 = dropped or padding, not counted. Tokens whose choices were all dropped are
+    counted, padding is not. Sequences and padding are as for `balance_statistics`. A memset and one
+    kernel.
 
     Example, B=2, E=3: ids [[0, 2], [2, -1], [1, 0], [-1, -1]] give [[1, 0, 2, 2], [1, 1, 0, 2]].
-
-    Args:
-        ids_TK: int32 expert ids, K per token; -1 = dropped or padding, not counted.
-        num_sequences: B. Without `sequences_T` a sequence has T / B consecutive tokens.
-        padding_mask_T: bool [T], True = padding, whose ids must be -1; None = no padding.
-        sequences_T: int64 [T], each token's sequence; None = consecutive tokens. With
-            `sequences_T`, plain PyTorch counts instead of the kernel.
     """
     B, E, T = num_sequences, num_experts, ids_TK.shape[0]
     check_padding_mask(padding_mask_T, T)

@@ -71,15 +71,10 @@ def add_entropy_(
 ) -> None:
     """Add the summed entropy of tokens' scores, and the number of tokens, to total_2. No host sync.
 
-    Example, one token, softmax of two equal logits: total_2 gains [round(log(2) * 2^24), 1].
+    total_2 is int64, contiguous; the entropy is in units of 2^-24 nats, and counts as 0 if it is
+    NaN. Logits have any float dtype. Scores other than "softmax" are divided by their sum.
 
-    Args:
-        total_2: int64 [2], contiguous, changed in place: entropy in units of 2^-24 nats, then the
-            number of tokens.
-        logits_TE: router logits, any float dtype. An entropy of NaN counts as 0.
-        score_function: "softmax", "sigmoid" or "sqrtsoftplus"; scores of the last two are divided
-            by their sum.
-        padding_mask_T: True for tokens that are not counted; None = no padding.
+    Example, one token, softmax of two equal logits: total_2 gains [round(log(2) * 2^24), 1].
     """
     if not can_use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))

@@ -22,10 +22,7 @@ TILE = 1024  # logits of one warp, which holds whole rows
 
 
 def compute_margin_range(bias_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower end of the first histogram bin, and the width of a bin, for each layer.
-
-    `bias_E` [..., E] has the experts' biases of each layer. Both results are fp64 [..., 1].
-    """
+    """Return the lower end of the first bin, and the width of a bin, both fp64 [..., 1]."""
     low, high = (f(dim=-1, keepdim=True).double() for f in (bias_E.amin, bias_E.amax))
     return low - 1, (high + 2 - low) / NUM_BINS
 
@@ -119,15 +116,9 @@ def add_margins_(
     """Count each token's margin for each expert in the experts' histograms, in place. No host sync.
 
     The margin of a token and an expert is the bias with which the token would just choose the
-    expert.
-
-    Args:
-        histogram_EX: int64, contiguous: X bins per expert. A margin of NaN counts in bin 0.
-        logits_TE: fp32 router logits.
-        bias_E: fp32, the bias with which the tokens choose.
-        top_k: number of experts per token.
-        score_function: name of a function whose scores are in [0, 1].
-        padding_mask_T: True for tokens that are not counted; None = no padding.
+    expert. histogram_EX is int64, contiguous, X bins per expert; a margin of NaN counts in bin 0.
+    Logits and bias are fp32, and the score function's scores are in [0, 1]. Padding (True) is not
+    counted.
     """
     if not can_use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         add_margins_ref(histogram_EX, logits_TE, bias_E, top_k, score_function, padding_mask_T)
@@ -188,11 +179,7 @@ def compute_even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tenso
 
     The share is approximate, because other experts' biases change too, and because the quantile is
     interpolated within a bin. If no token was counted, the result is `bias_E`. No host sync.
-
-    Args:
-        histogram_EX: int64 [..., E, X], X bins per expert, from `add_margins_`.
-        bias_E: fp32 [..., E], the bias that `add_margins_` received.
-        top_k: number of experts per token, K.
+    `histogram_EX` [..., E, X] and `bias_E` [..., E] are those of `add_margins_`.
     """
     if not can_use_kernel(bias_E):
         return compute_even_bias_ref(histogram_EX, bias_E, top_k)

@@ -259,10 +259,9 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
     be exchanged.
 
     Args:
-        logits_TE: [T, E], any float dtype, computed in fp32; fp64 is computed in plain PyTorch.
-        bias_E: [E] fp32, added to the selection scores ("pre": to the scores, "post": to the
-            logits) and not to the weights; no gradient. None = no bias.
-        options: scores, groups and weights.
+        logits_TE: any float dtype, computed in fp32; fp64 is computed in plain PyTorch.
+        bias_E: fp32, added to the selection scores ("pre": to the scores, "post": to the logits)
+            and not to the weights; no gradient. None = no bias.
 
     Returns:
         Expert ids [T, K] int32, best first, and weights [T, K] fp32, differentiable in the logits.
@@ -314,13 +313,9 @@ _route_weights_op = Op(
 def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> Tensor:
     """Return the weights [T, K] of given expert ids, with the bits of `route` for ids from `route`.
 
-    fp32, differentiable in the logits; no host sync.
-
-    Args:
-        logits_TE: router logits, as in `route`.
-        ids_TK: int32, distinct in a row; -1 = no choice.
-        options: only score and weight options and the numbers of groups are read. The groups decide
-            the order of sums.
+    fp32, differentiable in the logits; no host sync. Ids are int32, distinct in a row; -1 = no
+    choice. Only score and weight options and the numbers of groups, which decide the order of sums,
+    are read.
     """
     is_small = logits_TE.dtype != torch.float64 and logits_TE.shape[1] <= MAX_EXPERTS
     if not (is_small and can_use_kernel(logits_TE)):

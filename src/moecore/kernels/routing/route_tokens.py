@@ -19,10 +19,7 @@ from moecore.kernels.routing import router_logits as products
 
 
 class _RouteTokens(torch.autograd.Function):
-    """One autograd node for `router_logits` and `route`.
-
-    apply(x, weight, bias, selection bias, *flat options) returns logits, expert ids, weights.
-    """
+    """apply(x, weight, bias, selection bias, flat options) returns logits, expert ids, weights."""
 
     @staticmethod
     def forward(
@@ -33,7 +30,6 @@ class _RouteTokens(torch.autograd.Function):
         selection_bias_E: Tensor | None,
         flat_options: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits, ids and weights by both kernels; save x, weight, logits and ids."""
         logits_TE = products.run_logits_kernel(x_TD, weight_ED, bias_E)
         ids_TK, weights_TK = routes.run_route_kernel(logits_TE, selection_bias_E, *flat_options)
         ctx.save_for_backward(x_TD, weight_ED, logits_TE, ids_TK)
@@ -45,7 +41,6 @@ class _RouteTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return dx, dweight and dbias from the gradients of logits and weights."""
         dlogits_TE, _, dweights_TK = grads
         x_TD, weight_ED, logits_TE, ids_TK = ctx.saved_tensors
         if dweights_TK is not None:
@@ -71,7 +66,7 @@ def route_tokens(
     """Return the router logits [T, E], and the expert ids and weights [T, K] from `route`.
 
     `bias_E` is added to the logits. `selection_bias_E` is `route`'s bias, which only affects the
-    choice. None = no such bias. Dtypes and shapes as in `router_logits` and `route`.
+    choice.
     """
     tensors = [t for t in (x_TD, weight_ED, bias_E, selection_bias_E) if t is not None]
     can_fuse = (

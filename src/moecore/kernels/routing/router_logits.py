@@ -62,18 +62,15 @@ class _RouterLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        """Return the logits x @ weight^T + bias."""
         return F.linear(x_TD, weight_ED, bias_E)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save x if the weight needs a gradient, and the weight if x needs a gradient."""
         (x_TD, weight_ED, _), (need_dx, need_dweight, _) = inputs, ctx.needs_input_grad
         ctx.save_for_backward(x_TD if need_dweight else None, weight_ED if need_dx else None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return dx, dweight and dbias, computed without autocast."""
         x_TD, weight_ED = ctx.saved_tensors
         need_dx, need_dweight, need_dbias = ctx.needs_input_grad
         dlogits_TE = grads[0]
@@ -204,13 +201,7 @@ def _product_kernel(
 
 
 @triton.jit
-def _sum_splits_kernel(
-    splits,  # [num_splits, size] fp32
-    out,  # out, [size], any float dtype
-    num_splits,
-    split_size,
-    BLOCK: tl.constexpr,
-):
+def _sum_splits_kernel(splits, out, num_splits, split_size, BLOCK: tl.constexpr):
     """Sum partial sums [num_splits, split_size] over the splits, for BLOCK elements; round once."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -222,10 +213,7 @@ def _sum_splits_kernel(
 
 
 def _split_into_parts(matrix: Tensor, part_ids: tuple[int, ...], *, side_by_side: bool) -> Tensor:
-    """Split an fp32 matrix into bf16 parts (0 hi, 1 mid, 2 lo); return `part_ids` in one matrix.
-
-    The parts are side by side, or one below the other, and zeros pad each part in that dim.
-    """
+    """Return bf16 parts (0 hi, 1 mid, 2 lo) of a matrix, padded with zeros, in one matrix."""
     # Each part is padded with zeros to a multiple of 8 in the stacked dim.
     rows, columns = matrix.shape
     out_rows, out_columns = rows, columns
@@ -256,11 +244,7 @@ def _choose_tile(num_experts: int, num_parts: int) -> dict[str, Any]:
 def _make_product_constants(
     dim: int, num_experts: int, num_parts: int, padded_experts: int, gradient_stride: int
 ) -> dict[str, Any]:
-    """Return the compile-time constants of `_product_kernel`.
-
-    `num_parts` counts bf16 parts, `padded_experts` includes padding. `gradient_stride` is the
-    row stride of dlogits; 0 = the forward's product.
-    """
+    """Return the constants of `_product_kernel`; gradient_stride 0 = the forward's product."""
     return _choose_tile(num_experts, num_parts) | dict(
         D=dim,
         E=num_experts,
@@ -423,10 +407,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     their precision. Other dtypes, and CPU tensors, are widened to fp32 and multiplied by torch. On
     CUDA `torch.backends.cuda.matmul.allow_tf32` then decides the precision. No host sync;
     bit-identical between runs. Gradients have the dtypes of the inputs; the gradient of the bias is
-    summed in fp32.
-
-    Args:
-        x_TD, weight_ED, bias_E: any float dtypes; copied if not contiguous. bias_E None = 0.
+    summed in fp32. Arguments are copied if not contiguous.
     """
     check_logits_shapes(x_TD, weight_ED, bias_E)
     if has_logits_kernel(x_TD, weight_ED):

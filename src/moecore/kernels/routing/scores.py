@@ -75,16 +75,11 @@ def compute_sqrtsoftplus(x):
 
 
 @triton.jit
-def compute_scores(
-    logits,  # fp32 logits
-    max_logit,  # [rows, 1], greatest logit; "softmax" only
-    inverse_exp_sum,  # [rows, 1], 1 / sum of exp(logit - top); "softmax" only
-    FUNCTION: tl.constexpr,
-):
-    """Return the scores of fp32 router logits, and each score's derivative by its logit.
+def compute_scores(logits, max_logit, inverse_exp_sum, FUNCTION: tl.constexpr):
+    """Return the scores of fp32 logits, and their derivatives (for "softmax" the scores).
 
-    For "softmax" the second result is the scores. `max_logit` [rows, 1], the greatest logit, and
-    `inverse_exp_sum` [rows, 1], 1 / sum of exp(logit - max_logit), are read only for "softmax".
+    Only "softmax" reads max_logit and inverse_exp_sum, 1 / sum of exp(logit - max_logit), [rows,
+    1].
     """
     if FUNCTION == "sigmoid":
         # exp(89) is already inf, and its score 0.
@@ -99,15 +94,8 @@ def compute_scores(
 
 
 @triton.jit
-def compute_scores_of_rows(
-    logits,  # fp32 logits of whole rows; the caller masks what it gets in padding columns
-    FUNCTION: tl.constexpr,
-):
-    """Return the scores of full rows of logits, each row's maximum, and 1 / its sum of exp.
-
-    Maximum and 1 / sum, [rows, 1] each, are arguments of `compute_scores`, and 0 unless FUNCTION is
-    "softmax".
-    """
+def compute_scores_of_rows(logits, FUNCTION: tl.constexpr):
+    """Return `compute_scores` of full rows, and max_logit and inverse_exp_sum, 0 if not read."""
     if FUNCTION != "softmax":
         top = tl.zeros([logits.shape[0], 1], dtype=tl.float32)
         factor = top
@@ -130,10 +118,7 @@ def load_token_scores(
     BLOCK_T: tl.constexpr,
     E_POW2: tl.constexpr,  # E up to a power of two
 ):
-    """Return scores [tokens, experts], expert indices [1, experts] and token mask [tokens, 1].
-
-    Experts are padded to E_POW2. The mask is False for padding and for rows past num_tokens.
-    """
+    """Return scores [tokens, experts], expert indices [1, experts] and token mask [tokens, 1]."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     columns = tl.arange(0, E_POW2)[None, :]
     row_mask = rows < num_tokens

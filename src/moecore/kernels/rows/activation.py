@@ -89,10 +89,7 @@ def make_activation_options(
 
 
 def activate_rows(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return the activation [..., F] of FC1's output, in fp32, or in fp64 for fp64.
-
-    Plain differentiable PyTorch, which calls `options.function` if that is set.
-    """
+    """Return the activation [..., F] of FC1's output, in at least fp32; differentiable PyTorch."""
     h_RC = h_RC.to(torch.promote_types(h_RC.dtype, torch.float32))
     if options.function is not None:
         return options.function(h_RC)
@@ -115,17 +112,6 @@ def activate_rows(h_RC: Tensor, options: ActivationOptions) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-def _differentiate_ungated(h_RF: Tensor, activation_kind: str) -> Tensor:
-    """Return the elementwise derivative at h_RF of an activation without a gate."""
-    grad_RF = torch.ones_like(h_RF)
-    if activation_kind == "gelu":
-        return torch.ops.aten.gelu_backward(grad_RF, h_RF)  # type: ignore[no-any-return]
-    if activation_kind == "silu":
-        return torch.ops.aten.silu_backward(grad_RF, h_RF)  # type: ignore[no-any-return]
-    # A NaN keeps the slope of the right side, as in torch.
-    return torch.where(h_RF <= 0, 0, grad_RF) if activation_kind == "relu" else 2 * F.relu(h_RF)
-
-
 def split_columns(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
     """Return views of the gate columns and of the up columns of FC1's output."""
     if options.interleaved:
@@ -137,7 +123,13 @@ def split_columns(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Ten
 def differentiate_activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
     """Return the activation's derivative by each entry of FC1's output, in the shape of h_RC."""
     if not options.gated:
-        return _differentiate_ungated(h_RC, options.kind)
+        grad_RF = torch.ones_like(h_RC)
+        if options.kind == "gelu":
+            return torch.ops.aten.gelu_backward(grad_RF, h_RC)  # type: ignore[no-any-return]
+        if options.kind == "silu":
+            return torch.ops.aten.silu_backward(grad_RF, h_RC)  # type: ignore[no-any-return]
+        # A NaN keeps the slope of the right side, as in torch.
+        return torch.where(h_RC <= 0, 0, grad_RF) if options.kind == "relu" else 2 * F.relu(h_RC)
     gate, up = split_columns(h_RC, options)
     _, limit, up_limit, alpha, _ = options.flat
     if options.kind == "swiglu":
@@ -228,10 +220,7 @@ def _launch_activation(
 def _launch_activation_bwd(
     h_RC: Tensor, da_RF: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of h and weights, and act(h) * weight, by the kernel.
-
-    `flat` is `ActivationOptions.flat`, then a flag: whether to compute act(h) * weight.
-    """
+    """Return gradients of h and weights, and act(h) * weight if the last of `flat` is True."""
     options, with_output = make_activation_options(*flat[:-1]), flat[-1]
     dh_RC, dweights_R, a_RF = _make_empty_gradients(h_RC, options.kind, with_output)
     R, F_ = da_RF.shape
@@ -301,13 +290,8 @@ def weighted_activation_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `weighted_activation`, and its recomputed output, in one pass.
 
-    Not differentiable. No host sync; the same bits in every run. da_RF is the gradient of the
-    output. Other arguments are as in `weighted_activation`.
-
-    Returns:
-        dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of the weights (also if weights_R
-        is None); a_RF, the forward's output. Rows from num_rows on are not read, and are zero in
-        the results.
+    Not differentiable. No host sync; the same bits in every run. dweights_R is fp32, also if
+    weights_R is None. Rows from num_rows on are not read, and are zero in the results.
     """
     if h_RC.dtype in KERNEL_DTYPES and can_use_kernel(h_RC, da_RF):
         return _weighted_activation_bwd(h_RC, da_RF, weights_R, num_rows, *options.flat, True)
@@ -322,8 +306,7 @@ def weighted_activation(
     Differentiable in h_RC and weights_R, which are saved for backward. No host sync.
 
     Args:
-        h_RC: FC1's output of R rows, [R, 2F] for activations with a gate, otherwise [R, F]; any
-            float dtype; copied if not contiguous.
+        h_RC: FC1's output, any float dtype; copied if not contiguous.
         weights_R: fp32 routing weight of each row; None means 1.
         num_rows: 0-dim int32 on the device. Rows from num_rows on are not read, and are zero in the
             result. None means R.

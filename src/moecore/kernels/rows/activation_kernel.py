@@ -23,10 +23,7 @@ class ActivationConstants(NamedTuple):
 
 @cache
 def choose_column_blocks(num_columns: int, tile_size: int) -> dict[str, int]:
-    """Return a program's tile {BLOCK_R: rows, BLOCK_F: columns}, of `tile_size` elements.
-
-    BLOCK_F is a power of two that divides `num_columns` with little padding.
-    """
+    """Return a program's BLOCK_R rows and BLOCK_F columns, a power of two with little padding."""
     fits = (n for n in (512, 256, 128) if -(-num_columns // n) * n * 8 <= num_columns * 9)
     block_F = next(fits, min(128, max(16, next_power_of_2(num_columns))))
     return {"BLOCK_R": tile_size // block_F, "BLOCK_F": block_F}
@@ -74,11 +71,7 @@ def _clamp(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def activate_with_gradients(
-    gate,  # fp32, any shape
-    up,  # fp32, same shape; ignored without a gate
-    ACT: tl.constexpr,  # ActivationConstants
-):
+def activate_with_gradients(gate, up, ACT: tl.constexpr):
     """Return the activation and its derivatives by gate and by up (0 without a gate), in fp32."""
     KIND: tl.constexpr = ACT.KIND
     LIMIT: tl.constexpr = ACT.LIMIT
@@ -152,10 +145,7 @@ def _load_gate_and_up(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Return a block of gate and of up columns, fp32 [BLOCK_R, BLOCK_F]; 0 where mask is False.
-
-    Without GATED, both results are the same block.
-    """
+    """Return a block of gate and of up columns, fp32; without GATED twice the same; 0 if masked."""
     columns = column_block * BLOCK_F + tl.arange(0, BLOCK_F)
     if INTERLEAVED:
         h_columns = column_block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)

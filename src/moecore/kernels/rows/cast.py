@@ -88,10 +88,7 @@ def _compute_shapes(T: int, D: int, scale_kind: str) -> tuple[tuple[int, int], .
 def _launch_quantise(
     x: Tensor, amax: Tensor | None, new_amax: Tensor | None, options: _CastOptions
 ) -> Parts:
-    """Quantise a matrix as `quantise_matrix` does, by kernels if possible.
-
-    Return values, scales, transposed values and their scales; None for an operand not requested.
-    """
+    """Return values, scales, transposed values and their scales; None = not requested."""
     kind, fmt, power_of_two, rows, columns = options
     if not has_cast_kernel(x) or not (rows or columns or new_amax is not None):
         return _quantise_matrix_ref(x, amax, new_amax, options)
@@ -163,14 +160,10 @@ def launch_cast_rows(
     E5M2: bool,
     POWER_OF_TWO: bool,
 ) -> None:
-    """Quantise each row of x [T, D] with one scale per row, by a kernel.
+    """Quantise each row of x [T, D] with one scale per row, by a kernel, to `values` and `scales`.
 
-    Args:
-        x_TD: matrix with row stride `row_stride`.
-        ends_e: running sum of the rows of `num_experts` experts. Rows from ends_e[-1] on are
-            skipped. None = all rows, and `values` has the rows of x padded to a multiple of 16.
-        values: output, FP8 or uint8: E5M2 if `E5M2`, otherwise E4M3.
-        scales: output, fp32, one per row.
+    `ends_e` is the running sum of the experts' rows; later rows are skipped. None = all rows, and
+    `values` has the rows of x padded to a multiple of 16.
     """
     columns = min(next_power_of_2(round_up(D, ALIGNED)), ROW_ELEMENTS)
     rows = ROW_ELEMENTS // columns
@@ -239,12 +232,9 @@ def compute_amax_parts(
 ) -> Tensor:
     """Divide a matrix into n parts; return the largest magnitude in each part, fp32 [n].
 
-    Args:
-        x: [T, D], or matrices [experts, T, D] with the result [experts, n]. All rows have one
-            stride. NaN is ignored.
-        ends_e: running sum of the experts' row counts. Rows from ends_e[-1] on are not read. None =
-            all rows.
-        past_amax: fp32 [1], amax of earlier steps. If it is not 0, all results are `past_amax`.
+    x is [T, D], or [experts, T, D] with the result [experts, n]; all rows have one stride. NaN is
+    ignored. Rows from ends_e[-1] (running sum of row counts) on are not read. If `past_amax`, fp32
+    [1], the amax of earlier steps, is not 0, all results are `past_amax`.
     """
     (T, D), matrices = x.shape[-2:], x.shape[:-2]
     num_matrices = matrices[0] if matrices else 1
@@ -313,8 +303,7 @@ def quantise_matrix(
 
     Args:
         x: [..., D], whose T rows are a matrix; bf16, fp16, fp32 or fp64.
-        scale_kind: the elements that share a scale: "tile" 1 x 128, "block" 128 x 128, "row",
-            "tensor".
+        scale_kind: a key of `SCALE_KINDS`: the elements that share a scale.
         fp8_format: "e4m3" or "e5m2".
         power_of_two: whether scales are rounded up to powers of two.
         rowwise: whether to make the operand [T, D] that is summed over D.
@@ -337,9 +326,6 @@ def quantise_matrix(
 
 
 def compute_amax(x: Tensor, past_amax: Tensor | None = None) -> Tensor:
-    """Return the largest magnitudes of n disjoint parts of x, fp32 [n]. No autograd, no host sync.
-
-    If `past_amax`, fp32 [1], the amax of earlier steps, is not 0, all results are `past_amax`.
-    """
+    """Compute `compute_amax_parts` of all rows of x. No autograd, no host sync."""
     parts: Tensor = _amax_op(x.detach(), past_amax)
     return parts

@@ -49,10 +49,7 @@ def amax_parts_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program i writes the amax of every PARTS-th tile of a matrix, from tile i on.
-
-    If *past_amax_ptr, the amax of earlier steps (delayed scaling), is not 0, it is written instead.
-    """
+    """Program i writes the amax of every PARTS-th tile of a matrix, from tile i on."""
     part, matrix = tl.program_id(0), tl.program_id(1)
     num_rows = T
     if ends_ptr is not None:
@@ -82,10 +79,7 @@ def load_amax(partial_amax_ptr, PARTS: tl.constexpr):
 
 @triton.jit
 def record_amax(x, new_amax_ptr, HAS_AMAX: tl.constexpr):
-    """Raise *new_amax_ptr (if not None) to x's largest finite magnitude; return x.
-
-    With HAS_AMAX, infinities in the result are NaN.
-    """
+    """Raise *new_amax_ptr to x's largest finite magnitude; return x, with HAS_AMAX inf as NaN."""
     if new_amax_ptr is not None:
         largest = abs_without_nan(x)
         largest = tl.where(largest < float("inf"), largest, 0.0)
@@ -145,11 +139,10 @@ def cast_rows_kernel(
 def locate_row_tile(
     tile_idx, offsets_ptr, num_experts, rows_per_expert, E_POW2: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return (expert, start, end, first) of tile number `tile_idx` of BLOCK rows.
+    """Return (expert, start, end, first): its rows [start, end), and where the tile begins in them.
 
-    The expert has rows [start, end). The tile begins `first` rows after `start`. An expert without
-    rows has one tile. Past the last tile the expert is `num_experts`. `offsets_ptr` has the running
-    sum of the experts' row counts; None = each expert has `rows_per_expert` rows.
+    An expert without rows has one tile. Past the last tile the expert is `num_experts`. offsets_ptr
+    None = each expert has `rows_per_expert` rows.
     """
     if offsets_ptr is None:
         per_expert = tl.cdiv(rows_per_expert, BLOCK)

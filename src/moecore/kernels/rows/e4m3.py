@@ -50,12 +50,8 @@ def abs_without_nan(x):  # fp32
 
 
 @triton.jit
-def compute_block_scale(
-    amax,  # fp32, no NaN
-    POWER_OF_TWO: tl.constexpr,
-    E5M2: tl.constexpr = False,  # whether values are of E5M2, whose largest is 57344
-):
-    """Return a block's FP8 scale from its amax, and its reciprocal (NaN if amax is infinite)."""
+def compute_block_scale(amax, POWER_OF_TWO: tl.constexpr, E5M2: tl.constexpr = False):
+    """Return the FP8 scale of amax (no NaN), and its reciprocal (NaN if amax is infinite)."""
     infinite = amax == float("inf")
     if POWER_OF_TWO:
         # 448 is 1.75 * 2^8 and 57344 1.75 * 2^15: a larger mantissa takes the next exponent.
@@ -179,10 +175,7 @@ def _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
 
 @triton.jit
 def transpose_e4m3_words(w0, w1, w2, w3, f0, f1, f2, f3):
-    """Transpose 4 x 4 e4m3 values in four int32 words, and multiply each input row by a factor.
-
-    w0 to w3 are rows of four e4m3 values; f0 to f3 are their fp16 factors, at most 1.
-    """
+    """Transpose 4 x 4 e4m3 values, rows w0 to w3 times their fp16 factors f0 to f3, at most 1."""
     if INTERPRETED:
         words: tl.tuple = ()
         for byte in tl.static_range(4):

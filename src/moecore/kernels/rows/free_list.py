@@ -87,11 +87,7 @@ def return_pages_ref(page_table: Tensor, num_entries: int, pool: PagePool) -> No
 
 
 def take_pages_ref(page_table: Tensor, num_entries: int, num_pages: int, pool: PagePool) -> None:
-    """Compute `take_pages` on the host: free a table's pages, then write new page ids to it.
-
-    The first `num_pages` of `num_entries` entries become page ids, or MISSING if no page is free.
-    The others become NONE.
-    """
+    """Compute `take_pages` on the host: free a table's pages, then write new page ids to it."""
     return_pages_ref(page_table, num_entries, pool)
     P, state = pool.pages.shape[0], pool.state
     rings = [(HEAD_WORD, FREE_WORD, 0, P)]
@@ -140,10 +136,7 @@ def _load_state_word(state_ptr, WORD: tl.constexpr):
 
 @triton.jit
 def _free_pages_locked(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
-    """Free a table's pages. The caller has the lock, and stores the results in the pool's state.
-
-    Returns how many device and host pages are free, and how many pages all tables requested.
-    """
+    """Free a table's pages, with the lock; return free device and host pages, and the demand."""
     state_ptr, free_ptr, num_pages, num_host = pool
     head, free = _load_state_word(state_ptr, HEAD), _load_state_word(state_ptr, FREE)
     host_head, host_free = (
@@ -170,13 +163,8 @@ def _free_pages_locked(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def free_pages(
-    table_ptr,  # [N] int32, becomes NONE
-    num_entries,  # N
-    pool,  # state [NUM_WORDS] int32, free ids [P + Q] int32, P, Q
-    BLOCK: tl.constexpr,
-):
-    """Free a table's pages under the lock of the free lists. Only one program may call this."""
+def free_pages(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
+    """Free a table's pages under the lock. `pool`: state, free ids, P, Q. Only one program."""
     state_ptr = pool[0]
     _lock_free_lists(state_ptr)
     free, host_free, demand = _free_pages_locked(table_ptr, num_entries, pool, BLOCK)
@@ -187,18 +175,8 @@ def free_pages(
 
 
 @triton.jit
-def take_pages(
-    table_ptr,  # [N] int32, in, out: its page ids are freed, then overwritten
-    num_entries,  # N
-    num_requested,  # pages, at most N
-    pool,  # as in `free_pages`
-    report_ptr,  # [NUM_WORDS] int32
-    BLOCK: tl.constexpr,
-):
-    """Free a table's pages, then write `num_requested` free page ids to it. Only one program.
-
-    Entries are MISSING if no page is free. Entries that are not requested are NONE.
-    """
+def take_pages(table_ptr, num_entries, num_requested, pool, report_ptr, BLOCK: tl.constexpr):
+    """Free a table's pages, then write free page ids to its first `num_requested` entries."""
     # A table keeps its entries from one replay to the next. Its pages are freed before others are
     # taken, so a replayed forward whose backward did not run loses no page.
     state_ptr, free_ptr, num_pages, num_host = pool

@@ -51,10 +51,7 @@ class ExpertIndex(NamedTuple):
 
 
 def compute_max_padded_rows(num_rows: int, num_experts: int, row_multiple: int) -> int:
-    """Return an upper bound of the number of rows after each expert's rows are padded.
-
-    `num_rows` is the number of rows before padding, over all experts.
-    """
+    """Return an upper bound of the number of rows after each expert's rows are padded."""
     # Example, 5 rows of 2 experts, multiple 4: 1 and 4 take 8, 2 and 3 take 8; 12 is enough.
     return cdiv(num_rows + num_experts * (row_multiple - 1), row_multiple) * row_multiple
 
@@ -239,14 +236,8 @@ def _build_index_fwd_place_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _build_index_bwd_kernel(
-    dweights_ptr,  # [R] fp32
-    slots_ptr,  # [N] int32, -1 = none
-    dpairs_ptr,  # [N] fp32, out: gradient of each pair's row, 0 without a row
-    num_pairs,  # N
-    BLOCK: tl.constexpr,
-):
-    """Write the gradients of BLOCK routing weights, copied from their expert rows."""
+def _build_index_bwd_kernel(dweights_ptr, slots_ptr, dpairs_ptr, num_pairs, BLOCK: tl.constexpr):
+    """Write BLOCK pairs' gradients [N]: those of their expert rows [R], or 0 for slot -1."""
     pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slots = tl.load(slots_ptr + pairs, mask=pairs < num_pairs, other=-1)
     grads = tl.load(dweights_ptr + slots, mask=slots >= 0, other=0.0)
@@ -355,7 +346,6 @@ def build_index(
             are skipped.
         weights_SK: fp32 weight of each choice; weights of skipped choices are not read.
         first_expert: global id of the first local expert.
-        num_local_experts: number of local experts, e.
         row_multiple: each expert's rows are padded up to a multiple of this, a power of two.
         max_pairs: an upper bound of the number of pairs of local experts; None = S * K. With
             padding this bound gives R, the number of rows: see `compute_max_padded_rows`. If

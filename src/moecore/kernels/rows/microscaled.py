@@ -62,11 +62,7 @@ class _MicroscaleInput(NamedTuple):
     def launch(
         self, kernel: Any, scale_block: tuple[int, int], *tensors: Any, **constants: Any
     ) -> None:
-        """Launch a kernel of `microscaled_kernel.py` on this input, one program per tile.
-
-        `scale_block` is (rows, columns) of one scale. `tensors` are the kernel's arguments after
-        x_ptr, source_rows_ptr and experts_ptr.
-        """
+        """Launch a kernel on this input; `scale_block` is (rows, columns) of one scale."""
         (rows, columns), (*lead, N, K), x_TK = scale_block, self.shape, self.x_TK
         M, below = prod(lead) * N, TILE[0] if rows == 1 else 1
         launch(
@@ -85,10 +81,7 @@ class _MicroscaleInput(NamedTuple):
         )
 
     def compute_amax(self, scale_block: tuple[int, int]) -> Tensor:
-        """Return the largest finite magnitude of each expert or matrix, fp32 [num_scales].
-
-        `scale_block`, rows and columns of one scale, only decides the tile of a program.
-        """
+        """Return the largest finite magnitude of each expert or matrix, fp32 [num_scales]."""
         amax = self.x_TK.new_zeros(self.num_scales, dtype=torch.float32)
         self.launch(finite_amax_kernel, scale_block, amax)
         return amax
@@ -106,8 +99,7 @@ class _MicroscaleInput(NamedTuple):
         """Return the quantised operand, in packed bytes if `pack`, otherwise emulated in bf16.
 
         `scale_block` is (rows, columns) of one scale. `amax`, fp32 [num_scales], gives the tensor
-        scales of "nvfp4"; None = computed. `transposed` needs `pack`. `stochastic` = stochastic
-        rounding.
+        scales of "nvfp4"; None = computed. `transposed` needs `pack`.
         """
         layout = (PACKED_ROWS, PACKED_COLUMNS)[transposed] if pack else VALUES
         is_nvfp4, new = recipe.scaling == "nvfp4", self.x_TK.new_empty
@@ -169,8 +161,6 @@ def quantise_microscaled(
             x's row i, and with `over_rows` zeros fill the last block.
         expert_M: int64, the expert of each row, or e if it has none; the rows of a block have one
             expert. None = one scale for all rows.
-        num_experts: e.
-        pack: whether values and scales of blocks are bytes, with the summed dim innermost.
     """
     if not has_cast_kernel(x_TK):
         order: Any = dict(source_rows_M=source_rows_M, expert_M=expert_M, num_experts=num_experts)

@@ -47,8 +47,7 @@ def _load_blocks(
 ):
     """Load G x B blocks of x; return first rows [G], block columns [B], columns, and x's rows.
 
-    The columns are [B, COLUMNS]. x is a tuple of ROWS fp32 tensors [G, B, COLUMNS], the i-th with
-    row i of each block.
+    The columns are [B, COLUMNS]. x is a tuple of ROWS fp32 tensors [G, B, COLUMNS].
     """
     TILES: tl.constexpr = (K + B * COLUMNS - 1) // (B * COLUMNS)
     first = (tl.program_id(0) // TILES * G + tl.arange(0, G)).to(tl.int64) * ROWS
@@ -72,10 +71,7 @@ def _load_blocks(
 
 @triton.jit
 def _find_experts(experts_ptr, first_rows, M, rows_per_expert):
-    """Return the expert of each block, from the first row of each block.
-
-    Without experts_ptr, each expert has rows_per_expert consecutive rows.
-    """
+    """Return the expert of each block; without experts_ptr, each has rows_per_expert rows."""
     if experts_ptr is not None:
         return tl.load(experts_ptr + first_rows, mask=first_rows < M, other=0)
     else:
@@ -164,10 +160,7 @@ def encode_e2m1(magnitude, sign_bit):  # as `to_e2m1` returns them
 
 @triton.jit
 def to_e2m1(x, scale, uniform_draw):  # fp32; scale of the block times scale of the tensor
-    """Round x / scale to E2M1; return the magnitude in fp32, and the sign in bit 31 of int32.
-
-    `uniform_draw` in [0, 1) rounds stochastically; None = to the nearest.
-    """
+    """Round x / scale to E2M1; return the magnitude in fp32, and the sign in bit 31 of int32."""
     x = tl.where(scale > 0.0, tl.div_rn(x, scale), 0.0)  # 0 where the scale is NaN, too
     size = tl.minimum(tl.abs(x), 6.0)
     unit = tl.where(size < 4.0, tl.where(size < 2.0, 0.5, 1.0), 2.0)

@@ -65,10 +65,7 @@ def _expand_scales(scales: Tensor) -> Tensor:
 
 
 def quantise_mxfp8(x: Tensor, scale_block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Quantise x to MXFP8: return E4M3 values of x's shape, and an fp32 scale per block.
-
-    `scale_block` is (rows, columns) of one scale. Scales are powers of two.
-    """
+    """Return E4M3 values of x's shape, and an fp32 power of two per `scale_block`."""
     values, scales = quantise_ref(_split_blocks(x, scale_block), (-3, -1), power_of_two=True)
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
 
@@ -76,14 +73,11 @@ def quantise_mxfp8(x: Tensor, scale_block: tuple[int, int]) -> tuple[Tensor, Ten
 def quantise_nvfp4(
     x: Tensor, scale_block: tuple[int, int], tensor_scale: Tensor, draws: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise x to NVFP4: return fp32 values rounded to E2M1, and an E4M3 scale per block.
+    """Return fp32 values of x's shape, rounded to E2M1, and an E4M3 scale per `scale_block`.
 
-    Args:
-        x: [..., M, K], divisible into blocks.
-        scale_block: rows and columns of one scale.
-        tensor_scale: fp32 scale of the tensor; broadcasts with the scales of blocks.
-        draws: random numbers in [0, 1), of x's shape. A value is rounded up if its distance to the
-            lower magnitude, in steps, exceeds the draw. None = to the nearest, ties to even.
+    `tensor_scale`, fp32, broadcasts with the scales of blocks. `draws` has random numbers in [0,
+    1): a value is rounded up if its distance to the lower magnitude, in steps, exceeds the draw.
+    None = to the nearest, ties to even.
     """
     wide = _split_blocks(x.float(), scale_block)
     amax = wide.abs().amax((-3, -1), keepdim=True)
@@ -137,8 +131,8 @@ def unpack_e2m1(packed_bytes: Tensor) -> Tensor:
 def unpack_matrices(weight: Blocks, recipe: Recipe, *, transposed: bool) -> Blocks:
     """Unpack all-gathered NVFP4 matrices [e, N, K] to a bf16 operand (fp32 on CPUs).
 
-    The operand has values times block scales, and fp32 tensor scales [e]. Its shape is [e, N, K],
-    or [e, K, N] (a view) if `transposed`. Matmuls sum over its last dim.
+    The operand has values times block scales, and fp32 tensor scales [e]; [e, K, N] if
+    `transposed`.
     """
     assert weight.amax is not None, "they were gathered by it"
     wide = _dequantise(unpack_e2m1(weight.values), weight.scales, recipe.weight_block)
@@ -173,8 +167,7 @@ def _hash_int32(x: Tensor) -> Tensor:
 def apply_hadamard(x_PC: Tensor) -> Tensor:
     """Return the Hadamard transform of each 16 rows, with fixed signs, in fp32.
 
-    The rows are multiplied by their signs, then by an orthogonal Hadamard matrix. So x^T y, summed
-    over rows, does not change if both x and y are transformed.
+    It is orthogonal: x^T y, summed over rows, does not change if both x and y are transformed.
     """
     P, C = x_PC.shape
     # Made on the device: graphs capture no copies from the host.
@@ -274,10 +267,7 @@ def quantise_microscaled_matrices_ref(
     pack: bool,
     transposed: bool,
 ) -> Blocks:
-    """Return one operand of `quantise_microscaled_matrices`, in plain PyTorch.
-
-    `scale_block` is (rows, columns) of one scale.
-    """
+    """Return one operand of `quantise_microscaled_matrices`, in plain PyTorch."""
     w_eNK = w_eNK.float()
     amax_e = compute_finite_magnitude(w_eNK).amax((1, 2)) if amax_e is None else amax_e
     scales = compute_tensor_scales(amax_e, recipe)

@@ -94,11 +94,7 @@ def _gather_rows_fwd_kernel(
     FILL_D: tl.constexpr,
     CLEAR: tl.constexpr,  # zeros from num_rows on; else those rows stay as they are
 ):
-    """Gather rows of x to out_ptr, unchanged.
-
-    The first num_fill_programs programs write zeros to padding, FILL_R expert rows each. Every
-    other program copies BLOCK_D columns of one token's row to its expert rows.
-    """
+    """Zero FILL_R rows without a slot, or copy BLOCK_D columns of one token's row to its rows."""
     pid = tl.program_id(0)
     if pid < num_fill_programs:
         # Rows that no slot names: padding below num_rows, and all rows from there on.
@@ -133,13 +129,7 @@ def _gather_rows_fwd_kernel(
 
 @triton.jit
 def _load_expert_row(
-    y_ptr,  # [R, D]
-    slots_ptr,  # [S, K] int32, -1 = none
-    source_row,  # int64 scalar, source row
-    choice,  # choice; zeros come back from K on
-    columns,  # [BLOCK_D] int
-    D: tl.constexpr,
-    K: tl.constexpr,
+    y_ptr, slots_ptr, source_row, choice, columns, D: tl.constexpr, K: tl.constexpr
 ):
     """Return columns of the expert row of a token's choice in fp32; 0 if it has no expert row."""
     slot = tl.load(slots_ptr + source_row * K + choice, mask=choice < K, other=-1).to(tl.int64)
@@ -179,10 +169,7 @@ def _sum_rows_fwd_kernel(
 def _launch_gather(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None, *, clear: bool
 ) -> Tensor:
-    """Return each expert row's token row, [R, D], by the kernel.
-
-    Rows from num_rows on are uninitialised, or zero if `clear`.
-    """
+    """Return each expert row's token row; from num_rows on uninitialised, or zero if `clear`."""
     (S, D), K, R = x_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     out_RD = x_SD.new_empty(R, D)
     if not R or not D:
@@ -257,26 +244,22 @@ def gather_rows(
 ) -> Tensor:
     """Return each expert row's source row (token), [R, D]. No host sync.
 
-    Differentiable in x_SD; `sum_rows` is the gradient.
+    Differentiable in x_SD; `sum_rows` is the gradient. Rows that slots_SK does not contain are
+    zeros: padding, and all rows from num_rows on.
 
     Args:
         x_SD: source rows, any float dtype; copied if not contiguous.
         row_ids_R: int32, source row of each expert row, in [0, S) below num_rows.
         slots_SK: int32, expert row of each source row's k-th choice, distinct; -1 = none.
         num_rows: 0-dim int32 on the device, the expert rows in use; None means R.
-
-    Returns:
-        x_SD[row_ids_R], and zeros in rows that slots_SK does not contain: padding, and all rows
-        from num_rows on.
     """
     return _gather_rows(x_SD, row_ids_R, slots_SK, num_rows)
 
 
 def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor) -> Tensor:
-    """Return each expert row's source row (token), [R, D]. No autograd, no host sync.
+    """Return `gather_rows` without autograd, uninitialised from num_rows on. No host sync.
 
-    Arguments are as in `gather_rows`, but result rows from num_rows on are uninitialised. x_SD has
-    at least one row, and is bf16, fp16 or fp32 on a GPU.
+    x_SD has at least one row, and is bf16, fp16 or fp32 on a GPU.
     """
     return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=False)
 
@@ -287,13 +270,9 @@ def sum_rows(
     """Return the sum of each source row's (token's) expert rows, [S, D] in the dtype of y_RD.
 
     Differentiable in y_RD; `gather_rows` is the gradient. No host sync; the same bits in every run.
-    Rows are added in fp32 (fp64 for fp64) in order of k and rounded once. A source row without
-    expert rows gives zero.
-
-    Args:
-        y_RD: expert rows, any float dtype; copied if not contiguous. Rows that slots_SK does not
-            contain are not read.
-        row_ids_R, slots_SK, num_rows: as in `gather_rows`; the gradient needs all three.
+    Rows are added in fp32 (fp64 for fp64) in order of k and rounded once. y_RD is copied if not
+    contiguous, and rows that slots_SK does not contain are not read. Other arguments are as in
+    `gather_rows`; the gradient needs all three.
 
     Example, S = 2, K = 2, R = 3: slots_SK [[0, 2], [1, -1]] gives [y0 + y2, y1].
     """
@@ -327,8 +306,8 @@ def _copy_first_rows_kernel(
 def copy_first_rows(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
     """Copy the first num_rows rows of `source_RB` to `target_RB`; later rows do not change.
 
-    Both matrices are uint8 [R, B], contiguous, on the GPU or in pinned host memory. Few programs
-    copy, because PCIe is slow. num_rows is 0-dim int32 on the GPU.
+    Both matrices are uint8, contiguous, on the GPU or in pinned host memory. Few programs copy,
+    because PCIe is slow. num_rows is 0-dim int32 on the GPU.
     """
     row_bytes = source_RB.shape[1]
     if not can_use_kernel(num_rows) or row_bytes % 4:

@@ -152,12 +152,9 @@ _pack_rows = Op("pack_rows", _launch_pack, _make_empty_bytes)
 def pack_rows(x_SD: Tensor) -> Tensor:
     """Quantise rows to e4m3 with one scale per 128 columns, in bytes. No autograd, no host sync.
 
-    Args:
-        x_SD: rows of D columns, bf16, fp16 or fp32, contiguous; D a multiple of `PACKED_COLUMNS`.
-
-    Returns:
-        uint8 [S, W]: D values in e4m3, ceil(D / 128) scales in fp32, and undefined bytes up to a
-        multiple of 16. An infinity makes its 128 columns NaN; a NaN stays a NaN.
+    Rows are bf16, fp16 or fp32, contiguous; D a multiple of `PACKED_COLUMNS`. The result, uint8 [S,
+    W], has D values, ceil(D / 128) scales in fp32, and undefined bytes up to a multiple of 16. An
+    infinity makes its 128 columns NaN; a NaN stays a NaN.
     """
     return _pack_rows(x_SD.detach())
 
@@ -173,7 +170,7 @@ def gather_packed_rows(
     """Dequantise FP8 source rows to `dtype` and gather them in expert order, [R, D]. No autograd.
 
     Values and scales are from `view_packed_rows`; the last three arguments are as in `gather_rows`.
-    Source rows without an expert row are not read. Padding rows are uninitialised. No host sync.
+    Padding rows are uninitialised. No host sync.
     """
     (S, D), K, R = values_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     if not can_use_kernel(values_SD):

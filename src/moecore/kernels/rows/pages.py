@@ -67,11 +67,7 @@ class PageLayout:
         source_rows: int,
         expert_rows: int,
     ) -> "PageLayout":
-        """Return the layout of `matrices`, each (bytes of a row, whether stored rows are listed).
-
-        A matrix with a list has `source_rows` rows, and stores tokens with an expert row. A matrix
-        without a list has `expert_rows` rows, and stores the first rows.
-        """
+        """Return the layout of matrices, each (bytes of a row, whether its rows are listed)."""
         widths, has_list = zip(*matrices, strict=True)
         steps = [pool.page_bytes // width for width in widths]
         lengths = [source_rows if listed else expert_rows for listed in has_list]
@@ -152,10 +148,7 @@ def stash_or_restore_rows_ref(
 
 @triton.jit
 def _count_pages(num_rows, ROWS_PER_PAGE: tl.constexpr):
-    """Return how many pages num_rows rows of several matrices take.
-
-    A page stores ROWS_PER_PAGE[m] rows of matrix m.
-    """
+    """Return how many pages num_rows rows of several matrices take."""
     need = 0
     for m in tl.static_range(len(ROWS_PER_PAGE)):
         need += (num_rows + ROWS_PER_PAGE[m] - 1) // ROWS_PER_PAGE[m]
@@ -288,10 +281,7 @@ def _copy_pages_kernel(
     BLOCKS_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the stored rows of up to four matrices to their pages (STASH), or from their pages.
-
-    The last program instead frees the pages of the table at released_table_ptr.
-    """
+    """Copy up to four matrices to (STASH) or from pages; the last program frees the other table."""
     if tl.program_id(0) < PROGRAMS:
         listed, first = (tl.load(table_ptr + num_entries), tl.load(table_ptr + num_entries + 1))
         order_ptr, at_ptr = table_ptr + num_entries + 2, table_ptr
@@ -313,11 +303,9 @@ def take_pages_for_rows(
 ) -> None:
     """Take pages for the rows to store, and write the rows' list to the table. No host sync.
 
-    Args:
-        page_table: from `layout.make_table()`, changed in place; its earlier pages are freed first.
-        slots_SK: int32, each token's expert rows, -1 = none. Tokens with an expert row are stored.
-            None if no matrix has a list.
-        num_rows: 0-dim int32. The first num_rows rows are stored. None if all matrices have a list.
+    The table's earlier pages are freed first. slots_SK (int32, -1 = none) lists the tokens with an
+    expert row; None if no matrix has a list. The first num_rows (0-dim int32) rows are stored; None
+    if all matrices have a list.
 
     Example: slots [[-1], [0], [7], [-1], [1]] give the list [1, 2, 4].
     """
@@ -352,15 +340,13 @@ def stash_or_restore_rows(
     stash: bool,
     released_table: tuple[Tensor, int] | None = None,
 ) -> None:
-    """Copy stored rows of matrices to their pages, or back to their positions. No host sync.
+    """Copy stored rows of matrices to their pages (`stash`), or back. No host sync.
 
-    The table keeps its pages, and rows that are not stored do not change. Rows for which no page
-    was free become NaN when they are copied back.
+    The table, from `take_pages_for_rows`, keeps its pages, and rows that are not stored do not
+    change. Rows for which no page was free become NaN when they are copied back.
 
     Args:
         matrices: uint8, contiguous, in the order of the layout; None = skip this matrix.
-        page_table, layout: as in `take_pages_for_rows`, which was called before.
-        stash: whether rows are copied to pages; otherwise pages to rows.
         released_table: a table of the same pool and its num_entries, whose pages the same launch
             frees. No other kernel may read these pages any more.
     """

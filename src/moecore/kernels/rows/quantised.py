@@ -119,10 +119,7 @@ def quantise_weights_ref(
 def _make_pair(
     values_eNK: Tensor | None, scales_eNK: Tensor, values_eKN: Tensor | None
 ) -> OperandPair:
-    """Return the operands for a matrix and its transpose, which share scales; None = not made.
-
-    scales_eNK [experts, N / 128, K / 128] has a scale per block of 128 x 128.
-    """
+    """Return the operands for a matrix and its transpose, which share scales; None = not made."""
     return OperandPair(
         None if values_eNK is None else Blocks(values_eNK, scales_eNK, "block"),
         None if values_eKN is None else Blocks(values_eKN, scales_eNK.transpose(1, 2), "block"),
@@ -154,13 +151,9 @@ def make_empty_rows(like_SD: Tensor) -> Rows:
 def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None = None) -> Rows:
     """Return rows in FP8 with one scale per 128 columns. No autograd, no host sync.
 
-    An infinity makes its 128 columns NaN; a NaN stays a NaN.
-
-    Args:
-        x_SD: rows of D columns, bf16, fp16 or fp32, contiguous; D a multiple of 128.
-        power_of_two: whether scales are powers of two, as in `pack_rows`; otherwise amax / 448.
-        num_rows: 0-dim int32 on the device; None means S. Rows from num_rows on are not read, and
-            are uninitialised in the result.
+    Rows are bf16, fp16 or fp32, contiguous; D a multiple of 128. An infinity makes its 128 columns
+    NaN; a NaN stays a NaN. Rows from num_rows (0-dim int32 on the device; None = all) on are not
+    read, and are uninitialised in the result.
     """
     S, D = x_SD.shape
     check_multiple_of_128("D", D)
@@ -176,16 +169,12 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
 def gather_row_blocks(
     rows: Rows, row_ids_R: Tensor | None, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> Blocks:
-    """Gather FP8 rows in expert order and transpose their scales. No autograd, no host sync.
+    """Gather FP8 rows in expert order to an operand of kind "tile". No autograd, no host sync.
 
-    Args:
-        rows: token rows with scales; D columns, a multiple of 128, rows maybe strided.
-        row_ids_R, slots_SK, num_rows: as in `gather_rows`. If row_ids_R and slots_SK are None,
-            `rows` are in expert order and contiguous, and the result shares their values.
-
-    Returns:
-        FP8 operand with a scale per 1 x 128: values [R, D], scales [D / 128, R padded to 4]. Rows
-        from num_rows on, and values of padding rows, are uninitialised.
+    `rows` are token rows with scales, maybe strided; D is a multiple of 128. Other arguments are as
+    in `gather_rows`. If row_ids_R and slots_SK are None, `rows` are in expert order and contiguous,
+    and the result shares their values. Rows from num_rows on, and values of padding rows, are
+    uninitialised.
     """
     assert rows.scales is not None
     S, D = rows.values.shape
@@ -257,9 +246,8 @@ def quantise_weights(
 ) -> OperandPair:
     """Quantise matrices to FP8, one scale per 128 x 128 block, to both operands of FP8 matmuls.
 
-    w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. `rowwise` requests the
-    operand [e, N, K], and `columnwise` the transposed operand [e, K, N]. One pass writes both. No
-    autograd, no host sync.
+    w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. One pass writes both
+    operands, [e, N, K] (`rowwise`) and [e, K, N] (`columnwise`). No autograd, no host sync.
     """
     e, N, K = w_eNK.shape
     check_multiple_of_128("N", N)

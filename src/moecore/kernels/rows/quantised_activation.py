@@ -80,10 +80,7 @@ def quantised_activation_bwd_ref(
 
 @triton.jit
 def load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide_dtype: tl.constexpr, C: tl.constexpr):
-    """Return 128 columns (block number `block`) of `rows` of FC1's output h [R, C], in fp32.
-
-    With h_scales_ptr, h is FP8, and values times scales are rounded to the dtype `wide_dtype`.
-    """
+    """Return 128 columns of h [R, C] in fp32; FP8 h is widened and rounded to `wide_dtype`."""
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     h = tl.load(h_ptr + at, mask=row_mask[:, None], other=0)
     if h_scales_ptr is not None:
@@ -186,12 +183,7 @@ def quantised_activation_bwd_kernel(
 
 @triton.jit(do_not_specialize=["num_expert_rows"])
 def sum_parts_kernel(
-    parts_ptr,  # [parts, R] fp32
-    num_rows_ptr,  # 0-dim int32, or None for R
-    out_ptr,  # [R] fp32, out
-    num_expert_rows,  # R
-    PARTS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    parts_ptr, num_rows_ptr, out_ptr, num_expert_rows, PARTS: tl.constexpr, BLOCK_R: tl.constexpr
 ):
     """Sum [PARTS, R] over the first dim in order, for BLOCK_R rows; write 0 from num_rows on."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -215,16 +207,11 @@ def quantised_activation(
 ) -> tuple[Blocks, Rows | None]:
     """Return act(h) * weight of each row in FP8, quantised from fp32. No autograd, no host sync.
 
-    Args:
-        h_RC: FC1's output, bf16, fp16 or fp32, contiguous: [R, 2F] with gate columns first for
-            activations with a gate, otherwise [R, F]; F a multiple of 128.
-        weights_R, num_rows: as in `weighted_activation`; weights are contiguous.
-        power_of_two: whether scales are powers of two; otherwise amax / 448.
-        quantise_h: whether h_RC is also returned in FP8, as by `quantise_rows`.
-
-    Returns:
-        FP8 operand [R, F] with a scale per 1 x 128, and FP8 h, or None without quantise_h. Rows
-        from num_rows on are uninitialised.
+    The results are an operand [R, F] of kind "tile", and h in FP8 as by `quantise_rows`, or None
+    unless `quantise_h`. Rows from num_rows on are uninitialised. h_RC, FC1's output, is bf16, fp16
+    or fp32, contiguous, gate columns first; F is a multiple of 128. weights_R (contiguous) and
+    num_rows are as in `weighted_activation`. Scales are powers of two if `power_of_two`, otherwise
+    amax / 448.
     """
     R, C = h_RC.shape
     F = C // 2 if options.gated else C
@@ -257,16 +244,9 @@ def quantised_activation_bwd(
 ) -> tuple[Blocks, Tensor, Blocks]:
     """Return gradients of h and weights, and act(h) * weight recomputed. No autograd, no host sync.
 
-    The same bits in every run.
-
-    Args:
-        h: FC1's output, contiguous, in FP8 or not.
-        da_RF: gradient of the activation times weight, contiguous, in the dtype of h.
-        weights_R, num_rows, options, power_of_two: as in `quantised_activation`.
-
-    Returns:
-        h's gradient in FP8; the weights' gradient in fp32, zero from num_rows on; the activation in
-        FP8 [R, F]. FP8 rows from num_rows on are uninitialised.
+    The same bits in every run. h (in FP8 or not) and da_RF are contiguous and of one dtype.
+    Gradients of h and the activation are operands of kind "tile", uninitialised from num_rows on.
+    The gradient of weights is fp32, zero from num_rows on.
     """
     (R, C), F = h.values.shape, da_RF.shape[1]
     check_multiple_of_128("F", F)

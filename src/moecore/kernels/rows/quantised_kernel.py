@@ -81,11 +81,7 @@ def gather_row_blocks_kernel(
     SCALE_R: tl.constexpr,
     SCALE_B: tl.constexpr,
 ):
-    """Gather FP8 rows to out_ptr in expert order, unchanged, and their scales, transposed.
-
-    The first num_scale_programs programs copy the scales of SCALE_R expert rows each. Every other
-    program copies BLOCK_D values of one token's row to its expert rows.
-    """
+    """Copy scales of SCALE_R expert rows, transposed, or BLOCK_D values of a token to its rows."""
     pid = tl.program_id(0)
     if pid < num_scale_programs:
         rows = pid.to(tl.int64) * SCALE_R + tl.arange(0, SCALE_R)
@@ -114,15 +110,7 @@ def gather_row_blocks_kernel(
 
 
 @triton.jit
-def _load_words(
-    words_ptr,  # [S, D / 4] int32, from the first of the columns on
-    scales_ptr,  # [S] fp32, of these columns
-    row_ids_ptr,  # [R] int32, or None: S == R
-    rows,  # int64
-    row_end,  # rows from there on are 0
-    W,  # words from one row to the next
-    SCALES_W: tl.constexpr,
-):
+def _load_words(words_ptr, scales_ptr, row_ids_ptr, rows, row_end, W, SCALES_W: tl.constexpr):
     """Return FP8 words [rows, 32] (int32, four values each) and scales [rows]; 0 past row_end."""
     row_mask = rows < row_end
     sources = rows

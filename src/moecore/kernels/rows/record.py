@@ -38,10 +38,7 @@ class Rows:
     def from_bytes(
         cls, bytes_SW: Tensor, dim: int, dtype: torch.dtype, grad_handle_SD: Tensor | None = None
     ) -> Rows:
-        """View bytes from `pack_rows` as FP8 rows of `dim` columns, which matmuls use in `dtype`.
-
-        `grad_handle_SD` is a tensor whose gradient will be the rows' gradient; None = no gradient.
-        """
+        """View bytes from `pack_rows` as FP8 rows, which matmuls use in `dtype`."""
         return cls(*view_packed_rows(bytes_SW, dim), dtype, grad_handle_SD=grad_handle_SD)
 
     @property
@@ -50,10 +47,7 @@ class Rows:
         return self.values.dtype if self.wide_dtype is None else self.wide_dtype
 
     def widen(self) -> Tensor:
-        """Return the rows [S, D] in `dtype`: FP8 values * scales; `values` if there are no scales.
-
-        With scales, the rows' gradient becomes the gradient of `grad_handle_SD`.
-        """
+        """Return the rows [S, D] in `dtype`; their gradient becomes that of `grad_handle_SD`."""
         if self.scales is None:
             return self.values
         if self.grad_handle_SD is None:
@@ -77,12 +71,10 @@ class _Widened(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad_handle_SD: Tensor, values_SD: Tensor, scales_SB: Tensor) -> Tensor:
-        """Return FP8 values times scales in the dtype of `grad_handle_SD`."""
         return _widen(values_SD, scales_SB, grad_handle_SD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of the widened rows as the gradient of `grad_handle_SD`."""
         return grads[0], None, None
 
 
@@ -116,8 +108,7 @@ def widen_rows(rows: Rows, num_rows: Tensor | None = None) -> Tensor:
     """Return FP8 rows [R, C] in their wide dtype, by a kernel on a GPU. No autograd, no host sync.
 
     Rows without scales are returned unchanged. Rows and scales are contiguous, C a multiple of 128.
-    num_rows is 0-dim int32 on the device; None means R. Rows from num_rows on are not read, and are
-    uninitialised in the result.
+    Rows from num_rows (0-dim int32 on the device; None = R) on are not read, and are uninitialised.
     """
     if rows.scales is None or not can_use_kernel(rows.values):
         return rows.widen()

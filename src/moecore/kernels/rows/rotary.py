@@ -143,7 +143,7 @@ def rotary(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, interleaved: bool 
 
     Returns:
         Shape and dtype of x, contiguous on a GPU: the first n dims unchanged, the first dim of
-            every pair, then the second dim of every pair.
+        every pair, then the second dim of every pair.
     """
     plain = torch.compiler.is_compiling() or not can_use_kernel(x_BTHw)
     if plain or torch.float64 in (x_BTHw.dtype, cos_Td.dtype):

@@ -1,4 +1,8 @@
-"""The map of row tiles, from which Gluon kernels of grouped products read their tiles' rows.
+"""The tiles of expert rows, and the order of output tiles, in kernels of grouped products.
+
+Row tiles start at each expert's first row, so a tile never mixes experts. Gluon kernels read a map
+of row tiles. Programs of Triton kernels compute their tiles from the offsets of the experts' rows,
+in groups of GROUP_M row tiles, which share weights in L2.
 
 Letters: R expert rows (length), e experts. A map is int32 [1 + max row tiles, MAP_FIELDS] on the
 device. Its first word is the number of row tiles. The row of each tile has the tile's expert, its
@@ -13,20 +17,49 @@ from torch import Tensor
 from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
 
 BLOCK_M = 128  # rows of a tile
+NO_TILE = tl.constexpr(2147483647)
 MAP_FIELDS = 4  # int32 words of a row tile: expert, first row, end of the expert's rows, unused
 
 
 @triton.jit
 def load_expert_ranges(offsets_ptr, num_experts, E_POW2: tl.constexpr):
-    """Return (starts, ends, exists) [E_POW2]: each expert's rows, and whether the expert exists.
-
-    `offsets_ptr` has the running sum of the experts' rows.
-    """
+    """Return (starts, ends, exists) [E_POW2]: each expert's rows, and whether the expert exists."""
     experts = tl.arange(0, E_POW2)
     exists = experts < num_experts
     ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
     starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
     return starts, ends, exists
+
+
+@triton.jit
+def count_row_tiles(offsets_ptr, num_experts, E_POW2: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return each expert's first row, number of row tiles, their running sum, and their total."""
+    starts, ends, exists = load_expert_ranges(offsets_ptr, num_experts, E_POW2)
+    tiles = tl.where(exists, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
+    sums = tl.where(exists, tl.cumsum(tiles, 0), NO_TILE)
+    return starts, tiles, sums, tl.sum(tiles, 0)
+
+
+@triton.jit
+def locate_tile(
+    tile_idx,  # number of the tile
+    num_column_tiles,  # column tiles
+    row_tiles,  # from count_row_tiles
+    E_POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Return (expert, first row, column tile) of output tile `tile_idx`."""
+    starts, tiles, sums, total = row_tiles
+    width = GROUP_M * num_column_tiles
+    first = tile_idx // width * GROUP_M
+    size = tl.minimum(total - first, GROUP_M)
+    inside = tile_idx % width
+    row_tile = first + inside % size
+    expert = tl.sum((sums <= row_tile).to(tl.int32), 0)
+    rows = starts + (row_tile - sums + tiles) * BLOCK_M
+    row = tl.sum(tl.where(tl.arange(0, E_POW2) == expert, rows, 0), 0)
+    return expert, row, inside // size
 
 
 @triton.jit

@@ -19,14 +19,7 @@ def scaled_cast_ref(x: Tensor, out_dtype: torch.dtype, scale: float | Tensor) ->
 
 
 @triton.jit
-def _scaled_cast_kernel(
-    x_ptr,  # [numel]
-    y_ptr,  # [numel], out
-    numel,
-    scale,  # fp32, or a pointer to one
-    ON_DEVICE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _scaled_cast_kernel(x_ptr, y_ptr, numel, scale, ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr):
     """Write BLOCK elements of x * scale; `scale` is a pointer if ON_DEVICE, otherwise a number."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < numel, other=0.0).to(tl.float32)
@@ -38,8 +31,7 @@ def _scaled_cast_kernel(
 def scaled_cast(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     """Return x * scale cast to a dtype, contiguous. Not differentiable.
 
-    The product is computed in fp32, or in fp64 for fp64 tensors. A tensor scale [] is read on its
-    device.
+    The product is in fp32 (fp64 for fp64 tensors). A tensor scale [] is read on its device.
     """
     if not can_use_kernel(x) or torch.float64 in (x.dtype, dtype) or torch.compiler.is_compiling():
         return scaled_cast_ref(x, dtype, scale)

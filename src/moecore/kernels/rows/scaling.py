@@ -145,11 +145,7 @@ def quantise_ref(
     fp8_format: str = "e4m3",
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantise x to FP8 with a scale per slice over `amax_dim`; return values and fp32 scales.
-
-    A scale follows from `amax`; None = the largest magnitude of x over `amax_dim`, in plain
-    PyTorch.
-    """
+    """Return FP8 values of x, and fp32 scales from `amax`, or from x's own over `amax_dim`."""
     x = x.float()
     amax = abs_without_nan_ref(x).amax(amax_dim, keepdim=True) if amax is None else amax
     scales, inverse = compute_block_scale_ref(amax, power_of_two, LARGEST[fp8_format])
@@ -157,10 +153,7 @@ def quantise_ref(
 
 
 def encode_fp8_ref(x: Tensor, inverse_scales: Tensor, fp8_format: str) -> Tensor:
-    """Return x * inverse_scales, saturated, as FP8 of format `fp8_format`; infinities become NaN.
-
-    x is fp32, and `inverse_scales` has the reciprocals of the scales.
-    """
+    """Return fp32 x * inverse_scales, saturated, as FP8; infinities become NaN."""
     values = x * inverse_scales
     del inverse_scales  # which may be as large
     values.clamp_(-LARGEST[fp8_format], LARGEST[fp8_format]).masked_fill_(x.isinf(), torch.nan)
@@ -203,8 +196,7 @@ def cast_ref(
 def matmul_ref(a: Blocks, b: Blocks) -> Tensor:
     """Return a @ b^T in fp32, for a dense operand a [M, K] and b [N, K].
 
-    If scales change along K, each 128 columns are multiplied separately, and the products are
-    added.
+    If scales change along K, each 128 columns are multiplied separately, then added.
     """
     a_MK, b_NK = a.values.float(), b.values.float()
     (M, K), N = a_MK.shape, b_NK.shape[0]

@@ -55,11 +55,7 @@ class MatrixShard(NamedTuple):
 
     @classmethod
     def from_slice(cls, shape: torch.Size, dim: int, start: int, size: int) -> MatrixShard:
-        """Return the position of a parameter's slice `start` to `start + size` of dim `dim`.
-
-        `shape` is the full parameter's. Its last dim has the columns of the matrix, all other dims
-        the rows.
-        """
+        """Return the position of a slice along `dim` of a full parameter of this `shape`."""
         rows, columns = shape[:-1].numel(), shape[-1]
         if dim == len(shape) - 1:
             return cls(rows, columns, rows, rows, 0, first_column=start, part_columns=size)
@@ -88,7 +84,7 @@ class MatrixShard(NamedTuple):
 def view_as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
     """View an all-gathered FP8 weight of experts as the operand [experts, N, K] summed over K.
 
-    `shape` is the parameter's, with columns last. The other operand of the pair is None.
+    `shape` is the parameter's, with columns last.
     """
     scales, values_eNK = weight.scales, weight.values.view(*shape[:2], -1)
     if weight.kind == "block":
@@ -139,10 +135,7 @@ def quantise_blocks_ref_(
 
 @triton.jit
 def locate_shard_tile(position, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return a program's tile row, tile column, element offsets in the shard, and a mask.
-
-    `position` is the shard's `MatrixShard`. The mask is False for elements on other ranks.
-    """
+    """Return tile row, tile column, offsets in the shard, and a mask, False on other ranks."""
     tiles = tl.cdiv(position.columns, COLUMNS)
     i, j = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row = i.to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -157,14 +150,8 @@ def locate_shard_tile(position, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def block_amax_kernel(
-    shard_ptr,  # [r, c]
-    amax_ptr,  # fp32 [R / 128, stride], out
-    position,  # MatrixShard
-    amax_stride,
-    BLOCK: tl.constexpr,
-):
-    """Write the shard's largest magnitude in one 128 x 128 block; 0 if it has no element there."""
+def block_amax_kernel(shard_ptr, amax_ptr, position, amax_stride, BLOCK: tl.constexpr):
+    """Write a shard's largest magnitude in a 128 x 128 block, 0 if none, to [R / 128, stride]."""
     i, j, at, inside = locate_shard_tile(position, BLOCK, BLOCK)
     x = tl.load(shard_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(amax_ptr + i * amax_stride + j, tl.max(tl.max(abs_without_nan(x), 1), 0))
@@ -190,14 +177,8 @@ def quantise_blocks_kernel(
 
 
 @triton.jit
-def transpose_values_kernel(
-    words_ptr,  # [e, N, K / 4] int32
-    out_ptr,  # [e, K, M / 4] int32, out
-    N: tl.constexpr,
-    K: tl.constexpr,
-    M: tl.constexpr,  # N rounded up
-):
-    """Copy one block of 128 x 128 FP8 bytes, transposed and unchanged; 0 past N."""
+def transpose_values_kernel(words_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr, M: tl.constexpr):
+    """Copy 128 x 128 FP8 bytes of words [e, N, K / 4], transposed, to [e, K, M / 4]; 0 past N."""
     row_blocks, column_blocks = tl.cdiv(M, 128), tl.cdiv(K, 128)
     pid = tl.program_id(0)
     j, pid = pid % column_blocks, pid // column_blocks
@@ -223,11 +204,8 @@ def transpose_values_kernel(
 def write_block_amax_(shard: Tensor, position: MatrixShard, amax: Tensor) -> None:
     """Write a shard's largest magnitude, NaN ignored, in each block of the full matrix.
 
-    Args:
-        shard: the shard: bf16 or fp32, contiguous, r * c elements, maybe 0.
-        position: position of the shard in the full matrix.
-        amax: output, fp32 of `position.scales_shape`. A block without elements of the shard gets 0.
-            The padding of the last dim is not written.
+    The shard is bf16 or fp32, contiguous, maybe empty. `amax` is fp32 of `position.scales_shape`: 0
+    in a block without elements of the shard, not written in the padding of the last dim.
     """
     if not shard.numel():
         amax[:, : cdiv(position.columns, BLOCK)].zero_()
@@ -249,12 +227,9 @@ def quantise_blocks_(
 ) -> None:
     """Write the FP8 values of a shard, and the scales of all blocks. No autograd, no host sync.
 
-    Args:
-        shard, position: as in `write_block_amax_`.
-        amax: fp32 of `position.scales_shape`, largest magnitudes of the full matrix's blocks.
-        scales: output, fp32 of `position.scales_shape`. The padding of the last dim is not written.
-        values: output, uint8, contiguous, one byte per element of the shard.
-        power_of_two: whether scales are powers of two; otherwise amax / 448.
+    `amax`, the largest magnitudes of the full matrix's blocks, and `scales` are fp32 of
+    `position.scales_shape`; the padding of the last dim of `scales` is not written. `values` is
+    uint8, contiguous. Scales are powers of two if `power_of_two`, otherwise amax / 448.
     """
     if not can_use_kernel(scales):
         quantise_blocks_ref_(shard, position, amax, scales, values, power_of_two=power_of_two)
@@ -284,9 +259,8 @@ def transpose_values(values_eNK: Tensor, row_multiple: int = 1) -> Tensor:
 def transpose_operand(weight: Blocks, num_columns: int) -> Blocks:
     """Transpose the FP8 operand [N, K] of a dense linear: return [K, N], to be summed over N.
 
-    Both have one scale per tensor, or per block of 128 x 128 with the input's K padded to a
-    multiple of 128. `num_columns` is K without padding; N and `num_columns` are multiples of 16. No
-    autograd.
+    Blocks of 128 x 128 have the input's K padded to a multiple of 128. `num_columns` is K without
+    padding; N and `num_columns` are multiples of 16. No autograd.
     """
     if weight.kind == "tensor":
         return Blocks(transpose_values(weight.values[None])[0], weight.scales, "tensor")

@@ -47,10 +47,7 @@ def count_matrices(shape: torch.Size) -> int:
 
 
 def _view_as_matrices(shard: Tensor, first_matrix: int, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a shard as one row per matrix (expert), and the entries of `amax` for these matrices.
-
-    `first_matrix` is the index of the shard's first matrix. `amax` has one entry per full matrix.
-    """
+    """Return a shard as one row per matrix, and the entries of `amax` for these matrices."""
     rows = shard.reshape(count_matrices(shard.shape), -1)
     return rows, amax[first_matrix : first_matrix + rows.shape[0]]
 
@@ -58,8 +55,7 @@ def _view_as_matrices(shard: Tensor, first_matrix: int, amax: Tensor) -> tuple[T
 def write_matrix_amax_(shard: Tensor, first_matrix: int, amax: Tensor) -> None:
     """Write the largest magnitude of a shard in each expert's matrix to `amax`, fp32 [matrices].
 
-    `first_matrix` is the index of the shard's first matrix. Matrices on other ranks get 0. NaN is
-    ignored. No communication.
+    Matrices on other ranks get 0. NaN is ignored. No communication.
     """
     amax.zero_()
     if shard.numel():
@@ -70,15 +66,10 @@ def write_matrix_amax_(shard: Tensor, first_matrix: int, amax: Tensor) -> None:
 def quantise_shard_(
     shard: Tensor, first: int, amax: Tensor, scales: Tensor, values: Tensor, *, power_of_two: bool
 ) -> None:
-    """Quantise a shard to E4M3 with one scale per full matrix, into `values` and `scales`.
+    """Quantise a shard to E4M3 with one scale per full matrix, into flat uint8 `values`.
 
-    Args:
-        shard: the shard of a weight.
-        first: index of the shard's first matrix.
-        amax: fp32, the largest magnitude of each full matrix.
-        scales: output, fp32, one per full matrix.
-        values: output, flat uint8, one byte per element of the shard.
-        power_of_two: whether scales are powers of two; otherwise amax / 448.
+    `first` is the index of the shard's first matrix. `amax` and the output `scales` are fp32, one
+    per full matrix. Scales are powers of two if `power_of_two`, otherwise amax / 448.
     """
     scales.copy_(compute_block_scale_ref(amax, power_of_two)[0])
     if shard.numel():
@@ -118,13 +109,7 @@ def pack_shard_ref_(
 
 
 @triton.jit
-def square_amax_kernel(
-    shard_ptr,  # [r, c]
-    amax_ptr,  # fp32 [R / SIDE, C / SIDE], out
-    position,  # MatrixShard
-    SIDE: tl.constexpr,  # rows and columns of a square
-    COLUMNS: tl.constexpr,  # of a program, which has SIDE rows
-):
+def square_amax_kernel(shard_ptr, amax_ptr, position, SIDE: tl.constexpr, COLUMNS: tl.constexpr):
     """Write the shard's largest magnitude in each 16 x 16 square of a tile; 0 on other ranks."""
     i, j, at, inside = locate_shard_tile(position, SIDE, COLUMNS)
     size = tl.abs(tl.load(shard_ptr + at, mask=inside, other=0.0).to(tl.float32))
@@ -180,8 +165,8 @@ def _launch_square_kernel(
 def write_square_amax_(shard: Tensor, position: MatrixShard, amax: Tensor) -> None:
     """Write a shard's largest magnitude in each 16 x 16 square of the full weight to fp32 `amax`.
 
-    `position` is the shard's position, and `amax` has an entry per square. A value that is not
-    finite makes its square's entry infinite. Squares on other ranks get 0. No communication.
+    A value that is not finite makes its square's entry infinite. Squares on other ranks get 0. No
+    communication.
     """
     if not shard.numel() or not can_use_kernel(shard):
         write_square_amax_ref_(shard, position, amax)
@@ -192,8 +177,7 @@ def write_square_amax_(shard: Tensor, position: MatrixShard, amax: Tensor) -> No
 def write_finite_amax_(shard: Tensor, first_matrix: int, amax: Tensor) -> None:
     """Write the largest finite magnitude of a shard in each expert's matrix to `amax`, fp32.
 
-    `first_matrix` is the index of the shard's first matrix. Matrices on other ranks get 0. No
-    communication.
+    Matrices on other ranks get 0. No communication.
     """
     amax.zero_()
     if shard.numel():
@@ -213,15 +197,10 @@ def pack_shard_(
 ) -> None:
     """Quantise a shard to E2M1 `codes`, and write all scales of blocks. No autograd, no host sync.
 
-    Args:
-        shard: the shard [r, c], contiguous, maybe without elements; c and its first column are
-            even.
-        position: position of the shard in the full weight [R, C].
-        square_amax: fp32 [R / 16, C / 16], largest magnitudes of the full weight's 16 x 16 squares.
-        amax: fp32, largest finite magnitude of each matrix.
-        scales: output, e4m3 [R / 16, C / 16].
-        codes: output, uint8 [r * c / 2], two values in a byte.
-        recipe: an "nvfp4" recipe.
+    The shard is contiguous, maybe without elements; c and its first column are even. `square_amax`
+    is fp32 [R / 16, C / 16], and `amax`, the largest finite magnitude of each matrix, fp32. The
+    outputs are `scales`, e4m3 [R / 16, C / 16], and `codes`, uint8 [r * c / 2], two values in a
+    byte.
     """
     if not can_use_kernel(scales):
         pack_shard_ref_(shard, position, square_amax, amax, scales, codes, recipe)

@@ -59,9 +59,8 @@ def sparse_attention(
     Args:
         heads: queries, latent keys and projections of attention (MLA).
         spans: the range of keys that each query may see, at least one key.
-        scale: factor on the scores of attention.
         sinks_H: score of each head's sink; None = no sinks. Not with `returns_divergences`.
-        indexer: the indexer's queries, keys and weights, for `top_k` and `returns_divergences`.
+        indexer: for `top_k` and `returns_divergences`.
         top_k: number of keys that `indexer` selects; None = the keys `selected_tK`, or all keys.
         selected_tK: keys that an earlier call selected, such as of another layer.
         returns_divergences: also return KL divergences of the indexer from attention. They have
@@ -109,11 +108,7 @@ def _split_into_chunks(
     keys_per_query: int | None,
     selects_keys: bool,
 ) -> Iterator[_Chunk]:
-    """Split the queries into chunks whose memory is bounded; on meta one chunk represents all.
-
-    `keys_per_query` = number of keys that a query reads; None = all. `selects_keys` = the indexer
-    selects keys.
-    """
+    """Split the queries into chunks of bounded memory; on meta one chunk represents all."""
     (t, H, _), (N, key_dim) = heads.q_tHd.shape, heads.keys_Nl.shape
     reach = min(N, spans.longest if spans.stride == 1 else 3 * spans.longest // 2)
     num_heads = max(H, indexer.q_thi.shape[1])
@@ -146,19 +141,13 @@ def _compute_latent_queries(heads: LatentHeads) -> Tensor:
 
 
 def _compute_scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Tensor:
-    """Return scaled scores [queries, heads, keys], -inf for keys that the query may not see.
-
-    `rows` are the keys' vectors, from `keys.select_rows`.
-    """
+    """Return scaled scores [queries, heads, keys], -inf for keys that the query may not see."""
     scores_CHK = keys.compute_dot_products(q_CHl, rows).mul_(scale)
     return scores_CHK.masked_fill_(~keys.seen_CK[:, None], -torch.inf)
 
 
 class _SparseAttention(torch.autograd.Function):
-    """The autograd node of `sparse_attention`.
-
-    apply(*heads, *indexer, selected keys, sinks, spans, options) returns the `SparseOutput` fields.
-    """
+    """apply(*heads, *indexer, selected, sinks, spans, options) -> the `SparseOutput` fields."""
 
     @staticmethod
     def forward(
@@ -175,7 +164,6 @@ class _SparseAttention(torch.autograd.Function):
         spans: KeySpans,
         options: _SparseOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the output, the selected keys or None, and each query's KL divergence or None."""
         heads, index = LatentHeads(q, keys_Nl, up, down), IndexerHeads(q_thi, k_Ni, w_th)
         (t, H, _), (_, L, v), new_width = q.shape, down.shape, options.width
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -217,7 +205,6 @@ class _SparseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Return the gradients of the inputs from those of output (`grads[0]`) and divergences."""
         do, _, dkl = grads
         *tensors, selected, sinks, o, lse = ctx.saved_tensors
         heads, index = LatentHeads(*tensors[:4]), IndexerHeads(*tensors[4:])

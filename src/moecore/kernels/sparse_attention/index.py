@@ -62,8 +62,7 @@ def differentiate_divergence(
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence's gradients of indexer queries and weights; add the keys' to `dk_Ni`.
 
-    `dkl_C` is the gradient of the result of `compute_divergence`. `p_CK` has attention
-    probabilities, averaged over heads.
+    `p_CK` has attention probabilities, averaged over heads.
     """
     rows = keys.select_rows(indexer.k_Ni)
     dots_ChK = keys.compute_dot_products(indexer.q_thi, rows)

@@ -8,7 +8,6 @@ Legend: C queries of a chunk, N keys, K keys that a query reads, x heads, D dims
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,35 +15,8 @@ from torch import Tensor
 from moecore.kernels.common import is_gpu
 
 
-class Keys(Protocol):
-    """The keys that a chunk of queries reads, and the matrix products with them.
-
-    A key's row is its vector in a tensor of all keys, such as latents or indexer keys.
-    """
-
-    @property
-    def seen_CK(self) -> Tensor:
-        """Bool [queries, keys], whether each query may see each of its keys."""
-
-    def select_rows(self, x_ND: Tensor) -> Tensor:
-        """Return the keys' rows of x: [keys, D], or [queries, keys, D] for keys per query."""
-
-    def compute_dot_products(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Return dot products of queries and key rows, [queries, heads, keys], at least fp32."""
-
-    def sum_weighted_rows(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """Return each query's sum over its keys of p * row, [queries, heads, D], at least fp32."""
-
-    def add_outer_products(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """For each pair (p, q) of [queries, heads, keys] and [queries, heads, dim], add p^T q.
-
-        The product sums over queries and heads, and is added in place to the keys' rows of
-        total_ND. If q has fewer columns than total_ND, only the first columns change.
-        """
-
-
 class SelectedKeys:
-    """`Keys` in which each query has its own list of key indices, [queries, keys]; -1 = no key."""
+    """The keys of a chunk if each query has its own list, [queries, keys]; -1 = no key."""
 
     def __init__(self, selected_CK: Tensor) -> None:
         self._selected_CK = selected_CK
@@ -60,15 +32,19 @@ class SelectedKeys:
         return x_ND.index_select(0, self._places).view(*self._selected_CK.shape, -1)
 
     def compute_dot_products(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Return queries times their keys' rows, by one matrix product per query."""
+        """Return q times each query's rows, [queries, heads, keys], at least fp32."""
         return multiply_in_fp32(q_CxD, rows.transpose(1, 2))
 
     def sum_weighted_rows(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """Return weighted sums of each query's rows, by one matrix product per query."""
+        """Return each query's sum of p * row, [queries, heads, D], at least fp32."""
         return multiply_in_fp32(p_CxK, rows)
 
     def add_outer_products(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add p^T q to the selected rows of total; not deterministic on GPUs by default."""
+        """Add p^T q, summed over heads, of each pair to the selected rows of total, in place.
+
+        p is [queries, heads, keys], q [queries, heads, dim], with the first columns of total. Not
+        deterministic on GPUs by default.
+        """
         rows = None
         for p_CxK, q_CxD in pairs:
             part = multiply_in_fp32(p_CxK.transpose(1, 2), q_CxD)
@@ -81,7 +57,7 @@ class SelectedKeys:
 
 
 class SpanOfKeys:
-    """`Keys` in which all queries share one range of keys, of which each sees a part."""
+    """The keys of a chunk if all queries share one range of keys, of which each sees a part."""
 
     def __init__(self, first_key: int, key_end: int, first_C: Tensor, last_C: Tensor) -> None:
         self.first, self.first_C, self.last_C = first_key, first_C, last_C
@@ -98,18 +74,21 @@ class SpanOfKeys:
         return x_ND[self._span]
 
     def compute_dot_products(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Return queries times the span's rows, by one matrix product for all queries."""
+        """Return q times the span's rows, [queries, heads, keys], at least fp32."""
         return multiply_in_fp32(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])  # type: ignore[no-any-return]
 
     def sum_weighted_rows(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """Return weighted sums of the span's rows, by one matrix product for all queries."""
+        """Return sums of p * row over the span, [queries, heads, D], at least fp32."""
         return multiply_in_fp32(p_CxK.flatten(0, 1), rows).unflatten(0, p_CxK.shape[:2])  # type: ignore[no-any-return]
 
     def add_outer_products(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add the sum over queries, p^T q, to the span's rows of total."""
+        """Add p^T q, summed over queries and heads, of each pair to the span's rows of total."""
         for p_CxK, q_CxD in pairs:
             rows = multiply_in_fp32(p_CxK.flatten(0, 1).T, q_CxD.flatten(0, 1))
             total_ND[self._span, : rows.shape[-1]] += rows
+
+
+Keys = SelectedKeys | SpanOfKeys
 
 
 def multiply_in_fp32(a: Tensor, b: Tensor) -> Tensor:
