@@ -29,7 +29,6 @@ LONG = {
     "moe/experts.py",
     "parallel/doctor.py",
     "parallel/fsdp/engine.py",
-    "parallel/fsdp/gradients.py",
     "parallel/mesh.py",
     "parallel/model/checks.py",
     "parallel/model/plan.py",

@@ -82,15 +82,11 @@ def _can_change_results(name: str, value: Any) -> bool:
 
 
 def _is_numpy_value(value: Any) -> bool:
-    """Whether a value is a NumPy array or scalar."""
     return type(value).__module__ == "numpy" and hasattr(value, "tolist")
 
 
 def _flatten_value(path: str, value: Any, depth: int) -> dict[str, Any]:
-    """Return {path: description} of a value at `path`; a mapping or config has one path per field.
-
-    `depth` is the number of mappings and configs around the value.
-    """
+    """Return {path: description} of a value; a mapping or config has one path per field."""
     values = value if isinstance(value, Mapping) else _read_fields(value)
     if values is None or depth > MAX_DEPTH:
         return {path: describe_value(value, depth)}
@@ -118,8 +114,7 @@ def _read_fields(value: Any) -> dict[str, Any] | None:
 
 
 def _read_field(record: Any, name: str) -> Any:
-    """Return the value of a record's field, or None if reading the field raises an error."""
-    # Configs of transformers whose layers differ raise an error for some fields.
+    """Return a field of a record; None if it raises, as in some configs of transformers."""
     try:
         return getattr(record, name, None)
     except Exception:
@@ -127,10 +122,7 @@ def _read_field(record: Any, name: str) -> Any:
 
 
 def describe_value(value: Any, depth: int = 0) -> Any:
-    """Return a description of a value; equal values of ranks have descriptions of equal `repr`.
-
-    `depth` is the number of mappings, lists and configs around the value.
-    """
+    """Return a description of a value; equal values of ranks have descriptions of equal `repr`."""
     if isinstance(value, str) and DEVICE.fullmatch(value):
         return Verbatim("a device")
     if value is None or type(value) in ATOMS or isinstance(value, torch.dtype):
@@ -160,7 +152,6 @@ def describe_value(value: Any, depth: int = 0) -> Any:
 
 
 def _get_class_name(cls: type) -> Verbatim:
-    """Return the module and qualified name of a class."""
     return Verbatim(f"{cls.__module__}.{cls.__qualname__}")
 
 
@@ -170,8 +161,7 @@ def describe_function(
     """Return a callable's qualified name, with a hash of its code if it is a nested function.
 
     A callable object without a name is described by the name of its class. Tensors, lists, sets and
-    mappings in a closure are part of the hash if `reads_data`. `depth` is the number of containers
-    around the callable.
+    mappings in a closure are part of the hash if `reads_data`.
     """
     name = getattr(value, "__qualname__", None)
     if not isinstance(name, str):
@@ -188,11 +178,7 @@ def describe_function(
 
 
 def _list_constants(function: FunctionType, depth: int, *, reads_data: bool) -> Iterator[Any]:
-    """Yield descriptions of a function's default arguments and its closure variables.
-
-    Tensors, lists, sets and mappings are left out unless `reads_data`. `depth` is the number of
-    containers around the function.
-    """
+    """Yield descriptions of a function's default arguments and its closure variables."""
     yield describe_value([function.__defaults__, function.__kwdefaults__], depth + 1)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:

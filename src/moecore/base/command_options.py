@@ -26,55 +26,34 @@ class UsageError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Metadata of an `Annotated` field whose value is a dataclass: how its fields become options.
+    """Metadata of an `Annotated` field whose value is a dataclass: how they become options."""
 
-    Attributes:
-        record: the dataclass; None = the annotated type.
-        without: names of fields that are not options.
-        prefix: whether flags begin with the name of the annotated field.
-    """
-
-    record: type | None = None
-    without: tuple[str, ...] = ()
-    prefix: bool = False
+    record: type | None = None  # the dataclass; None = the annotated type
+    without: tuple[str, ...] = ()  # names of fields that are not options
+    prefix: bool = False  # whether flags begin with the name of the annotated field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spelling:
-    """Metadata of an `Annotated` field: how a command line spells its option.
+    """Metadata of an `Annotated` field: how a command line spells its option."""
 
-    Attributes:
-        is_positional: whether the option is a word without a flag.
-        alias: a second name of the field, as a flag and as a key; None = there is none.
-    """
-
-    is_positional: bool = False
-    alias: str | None = None
+    is_positional: bool = False  # whether the option is a word without a flag
+    alias: str | None = None  # a second name of the field, as a flag and as a key
 
 
 POSITIONAL = Spelling(is_positional=True)
 
 
 class CommandOption(NamedTuple):
-    """One option of a command: a command-line flag, which is also a key of a TOML file.
+    """One option of a command: a command-line flag, which is also a key of a TOML file."""
 
-    Attributes:
-        table: the command's field whose dataclass has this option; "" = the command itself.
-        name: name of the field.
-        flag: flag without hyphens in front.
-        hint: the annotation of the field.
-        default: `MISSING` if the value depends on other options or must be set.
-        text: help text.
-        is_saved: whether RUN_DIR/config.toml has the option.
-    """
-
-    table: str
-    name: str
-    flag: str
-    hint: Any
-    default: Any
-    text: str
-    is_saved: bool
+    table: str  # the command's field whose dataclass has this option; "" = the command itself
+    name: str  # of the field
+    flag: str  # without hyphens in front
+    hint: Any  # the annotation of the field
+    default: Any  # `MISSING` if the value depends on other options or must be set
+    text: str  # help text
+    is_saved: bool  # whether RUN_DIR/config.toml has the option
 
     @property
     def spelling(self) -> Spelling:
@@ -133,10 +112,7 @@ def list_options(command: Any) -> tuple[CommandOption, ...]:
 def _list_table_options(
     field: dataclasses.Field[Any], table: Table, is_saved: bool
 ) -> Iterator[CommandOption]:
-    """Yield an option for each field of the dataclass that is the type of a command's `field`.
-
-    `is_saved` = RUN_DIR/config.toml has these options.
-    """
+    """Yield an option for each field of the dataclass that is the type of a command's `field`."""
     record: Any = table.record
     default, texts = get_field_default(field), read_field_texts(record)
     hints = get_type_hints(record, include_extras=True)
@@ -181,7 +157,6 @@ def list_hint_members(hint: Any) -> list[Any]:
 
 
 def _has_record(hint: Any) -> bool:
-    """Whether an annotation is a dataclass or contains one."""
     return is_dataclass(hint) or any(_has_record(part) for part in get_args(hint))
 
 

@@ -21,10 +21,7 @@ class _FabricInfo(ctypes.Structure):
 
 
 def read_nvlink_domain_id(uuid: str | None = None) -> str | None:
-    """Return the id of a GPU's multi-host NVLink domain; None = the GPU is in no domain.
-
-    `uuid` identifies the GPU; None = the current device.
-    """
+    """Return the id of a GPU's multi-host NVLink domain or None; `uuid` None = the current GPU."""
     uuid = uuid or str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

@@ -55,13 +55,14 @@ def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
     except RankError:
         raise
     except Exception as error:
-        if _get_store() is None:
+        store = _get_store()
+        if store is None:
             raise
         if _is_transport_error(error):
             raise RankError(explain_transport_error(activity, error)) from error
         if is_written and not hasattr(error, "is_published"):  # else an inner context wrote it
             error.is_published = True  # type: ignore[attr-defined]
-            _write_error_record(activity, error, is_transport_error=False)
+            _write_error_record(store, activity, error, is_transport_error=False)
         raise
 
 
@@ -108,7 +109,6 @@ def share_call_errors(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function`; share the error with all ranks if the arguments are wrong."""
         try:
             parameters.bind(*args, **kwargs)
         except TypeError:
@@ -120,10 +120,7 @@ def share_call_errors(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def run_and_share_errors(action: Callable[[], T], group: Group = None) -> T:
-    """Run a local action and return its result, or raise the first failed rank's error.
-
-    Collective: each rank of the group must call this function.
-    """
+    """Return `action()`, or raise the first failed rank's error on all ranks. Collective."""
     with share_errors(group):
         return action()
 
@@ -147,26 +144,24 @@ def make_sendable(error: Exception) -> Exception:
 
 
 def explain_transport_errors(activity: str) -> AbstractContextManager[None]:
-    """Return a context that converts transport errors to `RankError`; other errors are re-raised.
-
-    `activity` describes the body in errors.
-    """
+    """Return a context that converts transport errors in `activity` to `RankError`."""
     return publish_errors(activity, is_written=False)
 
 
 def explain_transport_error(activity: str, error: Exception) -> str:
-    """Return a message that explains this rank's transport error with other ranks' errors.
-
-    Waits at most `GRACE_S` seconds for the records that other ranks write to the store.
-    """
-    if _get_store() is None:
+    """Return a transport error's text with the errors of other ranks, within `GRACE_S` seconds."""
+    store = _get_store()
+    if store is None:
         return str(error)
-    _write_error_record(activity, error, is_transport_error=True)
+    _write_error_record(store, activity, error, is_transport_error=True)
     deadline, records = time.monotonic() + GRACE_S, list[dict[str, Any]]()
     with suppress(dist.DistError):  # the rank of the store may be the one that has ended
         while time.monotonic() < deadline and not (records and not records[0]["waits"]):
             time.sleep(0.05)
-            records = _read_error_records()
+            texts = [store.get(f"{KEY}/{n}") for n in range(1, store.add(KEY, 0) + 1)]
+            records = [json.loads(text) for text in texts if text]
+            records = [record for record in records if record["rank"] != dist.get_rank()]
+            records.sort(key=lambda record: record["waits"])  # transport errors are last
     status, cause = f"rank {dist.get_rank()} runs {activity}", " ".join(str(error).split())[:SHORT]
     fix = "give every rank the same forwards, micro-batches and steps"
     recorded_ranks = {dist.get_rank(), *(record["rank"] for record in records)}
@@ -217,26 +212,13 @@ def _is_transport_error(error: BaseException | None) -> bool:
     return False
 
 
-def _write_error_record(activity: str, error: Exception, *, is_transport_error: bool) -> None:
+def _write_error_record(
+    store: dist.Store, activity: str, error: Exception, *, is_transport_error: bool
+) -> None:
     """Write this rank's error to the store; `is_transport_error` = another rank failed before."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
     record = dict(rank=dist.get_rank(), activity=activity, error=text, waits=is_transport_error)
-    store = _get_store()
-    assert store is not None, "callers have asked"
     with suppress(dist.DistError):  # the rank of the store may be the one that has ended
         number = store.add(KEY, 1)
         _local_records.append((store, number))
         store.set(f"{KEY}/{number}", json.dumps(record))
-
-
-def _read_error_records() -> list[dict[str, Any]]:
-    """Return the error records of other ranks, with the records of transport errors last.
-
-    Keys: rank, activity, error (text) and waits, as `_write_error_record` writes them.
-    """
-    store = _get_store()
-    assert store is not None, "callers have asked"
-    texts = [store.get(f"{KEY}/{n}") for n in range(1, store.add(KEY, 0) + 1)]
-    records = [json.loads(record) for record in texts if record]
-    records = [record for record in records if record["rank"] != dist.get_rank()]
-    return sorted(records, key=lambda record: record["waits"])

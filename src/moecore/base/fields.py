@@ -162,34 +162,29 @@ def format_name(name: object) -> str:
 
 
 def _check_value(name: str, value: object, check: _ValueCheck) -> None:
-    """Raise a ValueError that names the argument if its value does not pass `check`."""
     if not check.allows(value):
         raise ValueError(f"{name} ({quote(value)}) must be {check.name(value)}: {check.fix}")
 
 
 def _raise_field_error(record: Any, name: str, relation: str) -> None:
-    """Raise the ValueError for a record's field; `relation` is the text after "must"."""
     value = reduce(getattr, name.split("."), record)
     raise ValueError(f"{type(record).__name__}.{name} ({quote(value)}) must {relation}")
 
 
 @cache
 def _list_field_checks(record: Any) -> list[tuple[str, _ValueCheck]]:
-    """Return name and check of each field of a record class."""
     hints = get_type_hints(record, include_extras=True)
     return [(field.name, _make_check(hints[field.name])) for field in fields(record)]
 
 
 @cache
 def _list_argument_checks(function: Callable[..., Any]) -> list[tuple[str, _ValueCheck]]:
-    """Return name and check of each annotated argument of a function."""
     hints = get_type_hints(function, include_extras=True)
     return [(n, _make_check(h)) for n, h in hints.items() if n != "return" and h is not Any]
 
 
 @cache
 def _make_check(hint: Any) -> _ValueCheck:
-    """Return the check for an annotation, including the markers of `Annotated`."""
     notes: list[Any] = []
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)
@@ -292,7 +287,6 @@ def _make_number_check(number_type: type, bounds: list[Bound]) -> _ValueCheck:
         noun = "a number"
 
     def is_number(value: object) -> bool:
-        """Whether a value is a number of this type; a bool is not a number."""
         return isinstance(value, classes) and not isinstance(value, bool)
 
     def is_exact(value: Any) -> bool:
@@ -300,11 +294,9 @@ def _make_number_check(number_type: type, bounds: list[Bound]) -> _ValueCheck:
         return number_type is int or isinstance(value, float) or abs(value) <= EXACT
 
     def allows(value: Any) -> bool:  # no NaN; Python compares an int of any length with a float
-        """Whether a value is a number within all bounds."""
         return is_number(value) and is_exact(value) and low <= value <= high
 
     def name(value: Any) -> str:
-        """Return the noun of valid numbers for the error about `value`."""
         is_too_large = is_number(value) and abs(value) > MAX_ABS[number_type]
         shown_bounds = [b for b in bounds if b.limit != math.inf]
         shown_bounds += implied if is_too_large else []
@@ -332,7 +324,6 @@ def _make_choice_check(choices: Collection[Any]) -> _ValueCheck:
     """Return the check that a value is one of the choices and has the type of a choice."""
 
     def name(_: object) -> str:
-        """Return the noun of valid values: the list of choices."""
         listed = ", ".join(repr(choice) for choice in choices)
         return f"one of {listed}" if len(choices) > 1 else listed
 
@@ -342,10 +333,7 @@ def _make_choice_check(choices: Collection[Any]) -> _ValueCheck:
 
 
 def _make_union_check(checks: list[_ValueCheck]) -> _ValueCheck:
-    """Return the check for a union: a value must pass one of `checks`."""
-
     def convert(value: Any) -> Any:
-        """Convert a value by the first check that allows it."""
         return next(kind for kind in checks if kind.allows(value)).convert(value)
 
     return _ValueCheck(
@@ -362,14 +350,12 @@ def _make_tuple_check(args: tuple[Any, ...]) -> _ValueCheck:
     is_open = Ellipsis in args
 
     def allows(value: Any) -> bool:
-        """Whether a value is a tuple of valid length and items."""
         if not isinstance(value, tuple) or not (is_open or len(value) == len(kinds)):
             return False
         item_kinds = kinds * len(value) if is_open else kinds
         return all(kind.allows(item) for kind, item in zip(item_kinds, value, strict=True))
 
     def name(value: Any) -> str:
-        """Return the noun of valid tuples."""
         items = kinds[0].name(None)
         return f"a tuple, each {items}" if is_open else f"a tuple of {len(kinds)}, each {items}"
 

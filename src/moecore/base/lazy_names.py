@@ -13,7 +13,6 @@ def make_lazy_getattr(package: str, names: Mapping[str, str]) -> Callable[[str],
     homes = {name: module for module, line in names.items() for name in line.split()}
 
     def find(name: str) -> Any:
-        """Import the package's attribute `name`: an object of a module, or a module."""
         if name in homes:
             return getattr(import_module(f"{package}.{homes[name]}"), name)
         if not name.startswith("_"):  # a module of the package

@@ -58,7 +58,6 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, param: DTensor) -> Tensor:
-        """Return a DTensor's local tensor."""
         ctx.set_materialize_grads(False)
         ctx.param = param
         local = get_local_tensor(param)
@@ -66,7 +65,6 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        """Return the gradient as a DTensor, partial where the parameter is replicated."""
         if grad is None:
             return None
         param, placements = ctx.param, make_grad_placements(ctx.param.placements)
@@ -105,11 +103,7 @@ def make_grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ..
 
 
 def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
-    """Fill a parameter in place with N(0, std^2) values that do not depend on its sharding.
-
-    No communication. The values depend only on `key`, usually the parameter's name, on `seed` and
-    on the device type.
-    """
+    """Fill a parameter with N(0, std^2) from `key`, `seed` and device type, for any sharding."""
     # A generator seeded by (seed, key, block) draws each block of about `BLOCK_NUMEL` values along
     # dim 0 of the global tensor. A rank draws only the blocks of its shard.
     _fill_shard(param, key, seed, lambda values, g: values.normal_(0.0, std, generator=g))
@@ -124,10 +118,9 @@ def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> No
 def _fill_shard(
     param: Tensor, key: str, seed: int, fill_: Callable[[Tensor, torch.Generator], Tensor]
 ) -> None:
-    """Fill a shard in place with its part of global values that do not depend on sharding.
+    """Fill a shard with its part of global values, which follow from `key` and `seed` alone.
 
-    The values follow from `key` and `seed`. `fill_` receives a block of global rows in fp32, and
-    the generator that draws its values.
+    `fill_` receives a block of global rows in fp32, and the generator that draws its values.
     """
     local = get_local_tensor(param)
     if local.numel() == 0:
@@ -154,11 +147,7 @@ def _fill_shard(
 
 
 def compute_global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
-    """Return, for each dim of a parameter, the global indices of a rank's shard.
-
-    The indices are sorted, int64 and on the CPU. `coordinate` is the rank's position in the device
-    mesh; None = this rank.
-    """
+    """Return a shard's global indices per dim, sorted int64 on the CPU; None = this rank."""
     # Example: [8] over (edp_shard=2, ep=2) with placements (_StridedShard(0, split_factor=2),
     # Shard(0)): ep splits first, so rank (edp 1, ep 0) holds [2, 3].
     indices = [torch.arange(n, device="cpu") for n in param.shape]

@@ -58,7 +58,6 @@ class ProgressLines:
         print_line(f"{self._label}: {numbers}, {seconds - self._start:.0f} s")
 
     def _format_number(self, number: int) -> str:
-        """Return a number with its unit."""
         if self._unit == "B":
             return format_bytes(number)
         return f"{number} {self._unit}".rstrip()
@@ -72,7 +71,9 @@ def show_progress(label: str, *, unit: str = "", as_lines: bool = False) -> Iter
     the progress is text lines, never a tqdm bar.
     """
     tqdm = None if as_lines or not sys.stderr.isatty() else _import_tqdm()
-    if not _is_first_rank():
+    is_initialized = dist.is_available() and dist.is_initialized()
+    rank = str(dist.get_rank()) if is_initialized else os.environ.get("RANK", "0")
+    if rank != "0":
         yield lambda count, total: None
     elif tqdm is None:
         yield ProgressLines(label, unit).report
@@ -90,23 +91,13 @@ def show_progress(label: str, *, unit: str = "", as_lines: bool = False) -> Iter
 def track_progress(
     items: Iterable[T], label: str, *, total: int = 0, unit: str = "", as_lines: bool = False
 ) -> Iterator[T]:
-    """Yield the items and show the number done on stderr; `total` 0 = `len(items)`.
-
-    `unit` is the unit of the numbers. With `as_lines` the progress is text lines, never a tqdm bar.
-    """
+    """Yield the items and show the number done (`show_progress`); `total` 0 = `len(items)`."""
     total = total or (len(items) if isinstance(items, Sized) else 0)
     with show_progress(label, unit=unit, as_lines=as_lines) as report:
         report(0, total)
         for number, item in enumerate(items, start=1):
             yield item
             report(number, total)
-
-
-def _is_first_rank() -> bool:
-    """Whether this process is rank 0, the only rank that shows progress."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"
 
 
 def print_line(line: str) -> None:
@@ -118,7 +109,6 @@ def print_line(line: str) -> None:
 
 
 def _import_tqdm() -> ModuleType | None:
-    """Import tqdm, give it a thread lock and return it; None if tqdm is not installed."""
     try:
         import tqdm
     except ImportError:

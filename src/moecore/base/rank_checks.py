@@ -59,10 +59,9 @@ def find_difference(
 ) -> str | None:
     """Compare entries between ranks and return an error text for the first difference, or None.
 
-    `entries` maps names to values, which are compared by their `repr`. The text has the value of
-    this rank and of the first rank with a different value. Collective over `group`, with a host
-    sync. With several groups, a rank without a difference in its groups returns the text of another
-    rank.
+    Values are compared by their `repr`. The text has the value of this rank and of the first rank
+    with a different value. Collective, with a host sync. With several groups, a rank without a
+    difference in its groups returns the text of another rank.
     """
     if not isinstance(group, tuple):
         return _find_in_group(entries, device_type, group)
@@ -109,13 +108,8 @@ def check_collective_headers(
 ) -> None:
     """Raise a ValueError if the ranks of a group called a collective with different numbers.
 
-    No communication: the caller has gathered the numbers.
-
-    Args:
-        collective_name: name of the collective in the error.
-        numbers_by_rank: for each rank in group order, one number per entry of `formatters`.
-        formatters: name of each number -> function that formats the number for the error.
-        group: the group whose ranks are named in the error.
+    No communication. `numbers_by_rank` has, for each rank in group order, one number per entry of
+    `formatters`: name of the number -> function that formats it for the error.
     """
     for i, (name, show) in enumerate(formatters.items()):
         values = [numbers[i] for numbers in numbers_by_rank]
@@ -139,10 +133,7 @@ def list_field_entries(record: Any) -> dict[str, Any]:
 def list_training_entries(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """Return parameter names, `requires_grad` and optimizer options as entries for `check_equal`.
-
-    Ranks that share parameters compare these entries.
-    """
+    """Return parameter names, `requires_grad` and optimizer options for `check_equal`."""
     params = dict(model.named_parameters())
     names = {param: name for name, param in params.items()}
     return {
@@ -157,21 +148,8 @@ def describe_optimizers(
 ) -> dict[str, Any]:
     """Return optimizer classes and options as entries for `check_equal`.
 
-    `names` maps parameters to names. None leaves out values of single parameters, which pipeline
-    stages do not share.
+    Without `names`, values of single parameters, which pipeline stages do not share, are left out.
     """
-    options = _list_optimizer_options(optimizers, names)
-    return {
-        "classes of optimizers": [type(optimizer).__name__ for optimizer in optimizers],
-        "names of optimizers' options": list(options),
-        "value": options,
-    }
-
-
-def _list_optimizer_options(
-    optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str] | None
-) -> dict[str, Any]:
-    """Return {path: value} of optimizer options; `names` None = no values of single parameters."""
     options: dict[str, Any] = {}
     for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
@@ -183,7 +161,11 @@ def _list_optimizer_options(
         for path, record in records.items():
             keys = [key for key in record if names is not None or key not in OF_PARAMETERS]
             options |= {f"{prefix}.{path}{key}": record[key] for key in keys}
-    return options
+    return {
+        "classes of optimizers": [type(optimizer).__name__ for optimizer in optimizers],
+        "names of optimizers' options": list(options),
+        "value": options,
+    }
 
 
 def make_comparable(value: Any) -> Any:
@@ -200,11 +182,7 @@ def make_comparable(value: Any) -> Any:
 def check_equal_weights(
     tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
 ) -> None:
-    """Raise a ValueError on every rank if weights differ between ranks. Collective.
-
-    `tensors` maps names to weights. DTensors are not compared. Ranks exchange checksums on
-    `device_type`.
-    """
+    """Raise a ValueError on every rank if {name: weight} differ between ranks. Collective."""
     # DTensors are left out: each tp rank has a different shard.
     plain_tensors = {n: t for n, t in tensors.items() if not isinstance(t, DTensor)}
     different, problem = find_differing_tensors(plain_tensors, device_type, group=group), None
@@ -221,10 +199,7 @@ def check_equal_weights(
 def find_differing_tensors(
     tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
 ) -> list[str]:
-    """Return the names of the tensors that differ between ranks. Collective.
-
-    `tensors` maps names to tensors. All ranks return equal names. Checksums are on `device_type`.
-    """
+    """Return the names of tensors that differ between ranks, equal on all ranks. Collective."""
     if not _has_peers(group):
         return []
     real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}
@@ -314,7 +289,6 @@ def _format_value(value: Any) -> str:
 
 
 def _hash_text(text: str) -> int:
-    """Return a 56-bit SHA-256 hash of a text."""
     digest = hashlib.sha256(text.encode(errors="backslashreplace")).digest()
     return int.from_bytes(digest[:7], "little")
 
@@ -328,7 +302,6 @@ def find_differences(values: Tensor, group: Groups) -> list[int]:
 
 
 def _has_peers(group: Group) -> bool:
-    """Whether a group has more than one rank."""
     return dist.is_initialized() and dist.get_world_size(group) > 1
 
 

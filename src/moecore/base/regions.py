@@ -57,10 +57,7 @@ def is_in_region() -> bool:
 
 @contextmanager
 def intercept_products(region: Region, *, has_products: bool) -> Iterator[None]:
-    """Return a context whose operations belong to `region`, in this thread.
-
-    With `has_products` a torch function mode passes torch's matrix products to the region.
-    """
+    """Return a context of `region`, which receives torch's matrix products if `has_products`."""
     _state.region = region
     try:
         with _InterceptProducts() if has_products else nullcontext():
@@ -73,7 +70,6 @@ class _InterceptProducts(TorchFunctionMode):
     """Passes matrix products, attention and random generators of torch calls to the region."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a torch function; the region saves results of the functions in `PRODUCTS`."""
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None and _state.region is not None:
             _state.region.save_generator(kwargs["generator"])
@@ -81,20 +77,14 @@ class _InterceptProducts(TorchFunctionMode):
 
 
 def run_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return function(*args, **kwargs), a matrix product; save it if a recompute region is active.
-
-    Inside `recompute_products` the result is not saved.
-    """
+    """Return function(*args, **kwargs), a matrix product; save it if a region is active."""
     if _state.is_recomputing:
         return function(*args, **kwargs)
     return run_and_save(function, *args, **kwargs)
 
 
 def run_and_save(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return function(*args, **kwargs), and save the result if a recompute region is active.
-
-    The region's recomputation in backward returns the saved result.
-    """
+    """Return function(*args, **kwargs), which an active region saves for its recomputation."""
     region = _state.region
     if region is None or region.is_running_product:
         return function(*args, **kwargs)

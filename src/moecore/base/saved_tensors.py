@@ -126,8 +126,7 @@ def use_packer(
 def mark_used_rows(*rows: UsedRows) -> Iterator[None]:
     """Return a context in which packers know which rows of padded, saved matrices have data.
 
-    The records replace the records of an outer context. `find_used_rows` returns the first record
-    that matches a tensor.
+    The records replace those of an outer context; the first that matches a tensor is used.
     """
     before, _packers.rows = _packers.rows, rows
     try:
@@ -138,10 +137,7 @@ def mark_used_rows(*rows: UsedRows) -> Iterator[None]:
 
 
 def _install_pack_hook() -> AbstractContextManager[Any]:
-    """Return a context that installs `pack_tensor` as autograd's pack hook.
-
-    The context does nothing if no packer is active or hooks are already installed.
-    """
+    """Install `pack_tensor` in a context, unless no packer or another hook is active."""
     if get_saved_tensor_hooks() is not None or not is_packing():
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(pack_tensor, methodcaller("unpack"))

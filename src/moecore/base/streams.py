@@ -90,11 +90,7 @@ class DryQueues:
         self.length = 0  # number of launched operations
 
     def launch_operation(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Launch an operation on the current stream and return its dependencies.
-
-        The result is two sets of operation numbers: operations that the stream waits for, and
-        operations that the host waited for since the last launch.
-        """
+        """Launch an operation; return the operations that its stream and the host wait for."""
         dependencies = self.current.dependencies, self.host_dependencies
         self.current.dependencies, self.host_dependencies = frozenset({self.length}), frozenset()
         self.length += 1
@@ -146,7 +142,6 @@ def get_current_stream(device: torch.device | str) -> Stream | None:
 
 @cache
 def _get_cuda_stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
-    """Return the `torch.cuda.Stream` for the ids of a `torch.Stream`."""
     # A `torch.Stream` ignores `wait` of a `torch.cuda.Event` without an error, and does not equal a
     # `torch.cuda.Stream`. `torch.cuda.current_stream` makes the same object at each call.
     ids = dict(stream_id=stream_id, device_index=device_index, device_type=device_type)
@@ -214,11 +209,7 @@ class HostCopyOfTensor:
 
 
 def start_host_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
-    """Start copying one-element GPU tensors to the host; return a function that waits for them.
-
-    The function returns a dict of all `values`, in which Python floats replace the GPU tensors.
-    Other values are unchanged.
-    """
+    """Start to copy one-element GPU tensors; return a function of all values, with floats."""
     on_gpu = {key: x for key, x in values.items() if isinstance(x, Tensor) and x.is_cuda}
     if not on_gpu:
         return lambda: dict(values)

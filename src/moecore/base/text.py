@@ -34,19 +34,13 @@ class TableRow:
 
 
 def format_axes(axes: Iterable[tuple[str, int | None]]) -> str:
-    """Return text such as "ep: dim 0, tp: replicated" for (mesh axis, sharded dim) pairs.
-
-    A dim of None means replicated. Without pairs the text is "whole".
-    """
+    """Return "ep: dim 0, tp: replicated" for (mesh axis, dim or None) pairs, or "whole"."""
     texts = (f"{axis}: {'replicated' if dim is None else f'dim {dim}'}" for axis, dim in axes)
     return ", ".join(texts) or "whole"
 
 
 def merge_table_rows(rows: Iterable[TableRow]) -> list[TableRow]:
-    """Return table rows grouped by kind, at most `MAX_ROWS` of each kind.
-
-    If a kind has more rows, its smallest rows are merged into one row.
-    """
+    """Return table rows by kind, `MAX_ROWS` of each; the smallest rows of a kind are merged."""
     of_kind: dict[str, list[TableRow]] = {}
     for row in rows:
         of_kind.setdefault(row.kind, []).append(row)
@@ -81,10 +75,7 @@ def format_bytes(number: float) -> str:
 
 
 def _format_number(number: float, units: Iterable[tuple[str, float]], suffix: str) -> str:
-    """Return a number as text, divided by the first unit that is not larger than the number.
-
-    `units` are (name, size) pairs. A number smaller than every unit is followed by `suffix`.
-    """
+    """Return a number in the first of `units`, (name, size), that is not larger than the number."""
     texts = (f"{number / size:.3g} {unit}" for unit, size in units if abs(number) >= size)
     return next(texts, f"{number:.0f}{suffix}")
 

@@ -91,7 +91,6 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that torch.compile stays enabled under this mode."""
         return False
 
 
@@ -141,11 +140,7 @@ def patch_attributes(target: Any, **new_values: Any) -> Iterator[None]:
 
 
 def enter_custom_ops() -> AbstractContextManager[None]:
-    """Return a context in which dispatch modes intercept operations inside custom ops.
-
-    Only a dry run uses the context. Outside of this context a mode intercepts one operation per
-    custom op of moecore.
-    """
+    """Return a context of a dry run in which dispatch modes intercept operations in custom ops."""
     return patch_attributes(_dry, inside=True)
 
 
@@ -269,7 +264,7 @@ def list_module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 def count_gradient_hooks(param: Tensor) -> int:
     """Return the number of a parameter's hooks, before and after gradient accumulation."""
-    return len(param._backward_hooks or ()) + len(_get_accumulate_hooks(param))
+    return len(param._backward_hooks or ()) + len(param._post_accumulate_grad_hooks or ())
 
 
 def has_gradient_hooks(param: Tensor) -> bool:
@@ -279,7 +274,7 @@ def has_gradient_hooks(param: Tensor) -> bool:
 
 def has_accumulate_hooks(param: Tensor) -> bool:
     """Whether a parameter has hooks of `register_post_accumulate_grad_hook`."""
-    return bool(_get_accumulate_hooks(param))
+    return bool(param._post_accumulate_grad_hooks)
 
 
 def has_tensor_hooks(param: Tensor) -> bool:
@@ -299,11 +294,6 @@ def call_accumulate_hooks(param: Tensor) -> None:
     """Call the parameter's `register_post_accumulate_grad_hook` hooks without autograd."""
     for hook in (param._post_accumulate_grad_hooks or {}).values():
         hook(param)
-
-
-def _get_accumulate_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]]:
-    """Return the parameter's hooks of `register_post_accumulate_grad_hook`."""
-    return param._post_accumulate_grad_hooks or {}
 
 
 def get_storage_key(x: Tensor) -> int:
@@ -347,10 +337,7 @@ def set_timeout_to_default(group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def wrap_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Return a context in which `wrap` wraps each method that starts or awaits a collective.
-
-    The methods are those of `dist.ProcessGroup` and of `dist.Work`, for all groups and threads.
-    """
+    """Return a context in which `wrap` wraps the methods of all groups that start or await work."""
     wait = vars(dist.Work)["wait"]  # `getattr` would return a function that is no method
     methods: list[tuple[type, str, Any]] = [(dist.Work, "wait", wait)]
     for name, method in vars(dist.ProcessGroup).items():
@@ -371,10 +358,7 @@ def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
 
 
 def choose_small_tensor_device_type(group: dist.ProcessGroup | None) -> str:
-    """Return the device type for small tensors: "cpu" if the group has a CPU backend.
-
-    Otherwise return the device type of the group's first backend.
-    """
+    """Return "cpu" if the group has a CPU backend, otherwise its first backend's device type."""
     names = _get_backends(group or dist.group.WORLD)  # type: ignore[arg-type]
     return "cpu" if "cpu" in names else next(iter(names))
 

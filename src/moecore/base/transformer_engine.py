@@ -108,9 +108,7 @@ def quantise(
 ) -> Any:
     """Return Transformer Engine's record of a quantised operand: FP8 or FP4 values and scales.
 
-    `operand` is the role of x. The matmul sums over its rows if `over_rows`, otherwise over its
-    columns. `scale` is a fixed factor for "tensorwise". With `scale`, the maximum of |x| is written
-    to `amax_out`.
+    The matmul sums over the rows of x if `over_rows`, otherwise over its columns.
     """
     with torch.no_grad():
         if scale is not None:
@@ -126,11 +124,7 @@ def quantise(
 def quantise_experts(
     x_RK: Tensor, splits: list[int], recipe: Recipe, operand: Operand, *, over_rows: bool
 ) -> list[Any]:
-    """Quantise each expert's rows and return one `quantise` result per expert.
-
-    `splits` has the number of rows of each expert, in order; `x_RK` has the rows of all experts.
-    The matmul sums over rows if `over_rows`, otherwise over columns.
-    """
+    """Quantise each expert's rows, in `splits`; return one `quantise` result per expert."""
     quantizers = _make_quantizers(recipe, operand, over_rows, len(splits), x_RK.device)
     with torch.no_grad():
         x_RK = _cast_for_quantizer(x_RK, recipe)
@@ -159,11 +153,9 @@ def multiply_quantised_experts(
     *,
     accumulates: bool = False,  # add to `out`
 ) -> None:
-    """Write each expert's matrix product of `a` and `b` to `out`, or add it if `accumulates`.
+    """Write each expert's matrix product (`multiply_quantised`) to `out`, or add it.
 
-    `a` and `b` have one result of `quantise` per expert, and `splits` has each expert's number of
-    rows. The product is b @ a^T for "TN", b @ a for "NN" and b^T @ a for "NT". `out` is a list of
-    one tensor with all experts' rows, or for "NT" of one matrix per expert.
+    `out` is a list of one tensor with all experts' rows, or for "NT" of one matrix per expert.
     """
     # For "NT" the product of an expert without rows is zero.
     import_transformer_engine().products.general_grouped_gemm(
@@ -189,10 +181,7 @@ def _cast_for_quantizer(x_RK: Tensor, recipe: Recipe) -> Tensor:
 def _make_quantizers(
     recipe: Recipe, operand: Operand, over_rows: bool, num_quantizers: int, device: torch.device
 ) -> list[Any]:
-    """Return one quantizer per expert; quantizers without state are one shared object.
-
-    `over_rows`: the matmul sums over the operand's rows.
-    """
+    """Return one quantizer per expert; quantizers without state are one shared object."""
     if recipe.scaling != "tensorwise":
         return [_make_block_quantizer(recipe, operand, over_rows, device)] * num_quantizers
     # Each quantizer has its own buffers for scale and amax.
@@ -210,10 +199,7 @@ def _make_quantizers(
 def _make_block_quantizer(
     recipe: Recipe, operand: Operand, over_rows: bool, device: torch.device
 ) -> Any:
-    """Return Transformer Engine's block quantizer for an operand; the quantizer has no state.
-
-    `over_rows`: the matmul sums over the operand's rows.
-    """
+    """Return Transformer Engine's block quantizer for an operand; the quantizer has no state."""
     te, is_weight = import_transformer_engine().pytorch, operand == "weight"
     # Weights have square blocks, whose rowwise operand is always needed.
     usage: Any = dict(rowwise=is_weight or not over_rows, columnwise=over_rows)

@@ -144,10 +144,7 @@ class SharedArguments:
         self.compare_arguments(named, None)
 
     def end_step(self) -> Tensor | None:
-        """End the step; return whether ranks' tensor contents differed, a 0-dim device bool.
-
-        None = the step compared no contents of device tensors.
-        """
+        """Return whether ranks' contents differed, a 0-dim device bool; None = no comparison."""
         checks, self._checks_of_step = self._checks_of_step, []
         if not checks:
             return None
@@ -166,11 +163,7 @@ class SharedArguments:
             raise ValueError(problem + ADVICE)
 
     def _compare_entries(self, entries: Mapping[str, Any], cp: int) -> str | None:
-        """Compare `repr(entries)`, and differences found by earlier forwards, between ranks.
-
-        `cp` is a key of `groups_by_cp`. Returns the start of an error text, or None if all ranks
-        agree. Collective.
-        """
+        """Compare entries and earlier results between ranks; return an error text or None."""
         groups = self._host_groups[cp]
         if not groups:
             return None
@@ -189,12 +182,7 @@ class SharedArguments:
     def _compare_contents(
         self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]
     ) -> None:
-        """Launch the comparison of {name: tensor} between ranks: all-reduce the checksums.
-
-        The all-reduces over all `groups`, one after the other, reach every rank to compare; () = no
-        comparison. All ranks must pass the same names. Collective. During the capture of a CUDA
-        graph nothing is compared.
-        """
+        """All-reduce checksums of {name: tensor} over `groups`; () = none. Collective, no wait."""
         if not groups or _is_capturing(tensors.values()):
             return  # a replay would compare with no rank
         with torch.no_grad():
@@ -209,10 +197,7 @@ class SharedArguments:
             self._checks_of_step.append(comparison)
 
     def _has_difference(self) -> bool:
-        """Whether a complete comparison found different contents.
-
-        False during the capture of a CUDA graph. No host sync.
-        """
+        """Whether a complete comparison found different contents. No host sync."""
         if _is_capturing(check.bounds for check in self._unread_checks):
             return False
         for check in self._unread_checks:
@@ -243,10 +228,7 @@ def _is_capturing(tensors: Iterable[Tensor]) -> bool:
 
 
 def _describe_value(arg: Any, arg_name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a nested description of the argument `arg_name`, whose `repr` ranks compare.
-
-    Device tensors in `arg` are added to `tensors`, with keys such as "x[0]".
-    """
+    """Return a nested description for ranks to compare; add device tensors to `tensors` by name."""
     if isinstance(arg, Mapping):
         items = ((make_comparable(key), entry) for key, entry in arg.items())
         return {key: _describe_value(item, f"{arg_name}[{key!r}]", tensors) for key, item in items}

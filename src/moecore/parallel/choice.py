@@ -48,7 +48,6 @@ def choose_meshes(expert_counts: Iterable[int]) -> Meshes:
 
 
 def _get_device_type() -> str:
-    """Return "cuda" if a GPU is available, otherwise "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -83,7 +83,6 @@ def find_problems(facts: Sequence[RankFacts]) -> list[str]:
 
 
 def _find_differences(facts: Sequence[RankFacts]) -> Iterator[str]:
-    """Yield an error line per version, environment variable or option that differs by rank."""
     for kind in ("versions", "environment"):
         of_ranks = [getattr(rank_facts, kind) for rank_facts in facts]
         for name in sorted({name for values in of_ranks for name in values}):
@@ -103,7 +102,6 @@ def _find_differences(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 
 def _find_host_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
-    """Yield an error line per problem of a host or of an NVLink domain across hosts."""
     for fabric, ranks in _group_ranks([rank_facts.fabric for rank_facts in facts]).items():
         if fabric is not None and ranks[-1] - ranks[0] >= len(ranks):
             yield (
@@ -121,10 +119,7 @@ def _find_host_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
 def _find_single_host_problems(
     facts: Sequence[RankFacts], ranks: Sequence[int], rank0_facts: RankFacts
 ) -> Iterator[str]:
-    """Yield an error line per problem of one host's ranks, clock, memory, disk and GPU access.
-
-    `facts[i]` describes the host's rank `ranks[i]`, and `rank0_facts` describes global rank 0.
-    """
+    """Yield an error line per problem of one host; `facts[i]` describes its rank `ranks[i]`."""
     name = facts[0].name
     if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))):
         yield (
@@ -167,7 +162,6 @@ def _find_single_host_problems(
 
 
 def _find_rank_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
-    """Yield an error line per problem of a rank: unreadable facts, limits, GPU memory, NCCL."""
     num_hosts = len({rank_facts.host for rank_facts in facts})
     for rank, rank_facts in enumerate(facts):
         for failure in rank_facts.failures:
@@ -198,7 +192,6 @@ def _find_rank_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 
 def _find_link_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
-    """Yield an error line per rank that receives messages at less than half of the median rate."""
     for link in ("inside a host", "between hosts"):
         rates = {rank: f.rates[link] for rank, f in enumerate(facts) if link in f.rates}
         median = statistics.median(rates.values()) if rates else 0.0
@@ -211,7 +204,6 @@ def _find_link_problems(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 
 def _group_ranks(rank_values: Sequence[T]) -> dict[T, list[int]]:
-    """Map each distinct value to its ranks in order; `rank_values[i]` is the value of rank i."""
     ranks_of: dict[T, list[int]] = {}
     for rank, value in enumerate(rank_values):
         ranks_of.setdefault(value, []).append(rank)
@@ -227,25 +219,19 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _list_present_values(facts: Sequence[RankFacts], field: str) -> list[Any]:
-    """Return the values of the attribute `field` of all facts, without None."""
     return [value for row in facts if (value := getattr(row, field)) is not None]
 
 
 def _format_error(error: Exception) -> str:
-    """Return an error's text as one line of at most `MAX_ERROR_CHARS` characters."""
     return " ".join(str(error).split())[:MAX_ERROR_CHARS] or type(error).__name__
 
 
 def _format_gib(num_bytes: int) -> str:
-    """Format a number of bytes in GiB."""
     return f"{num_bytes / 2**30:.3g} GiB"
 
 
 def run_doctor(args: Any) -> int:
-    """Run `moecore doctor`: print problems of this job's hosts; return the exit status, 0 or 1.
-
-    `args` has the command's options `timeout`, in seconds, and `checkpoints`. Collective.
-    """
+    """Print problems of this job's hosts; return the exit status, 0 or 1. Collective."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     rule = f"ranks must find each other within {args.timeout} s"
     with _convert_collective_errors(rule), _discard_stderr_on_error():
@@ -256,22 +242,17 @@ def run_doctor(args: Any) -> int:
             facts = gather_objects(_collect_facts(device_type, args.checkpoints))
         lines = find_problems(facts)
         if dist.get_rank() == 0:
-            _print_report(facts, lines)
+            for line in lines:
+                print(escape_unprintable(line), file=sys.stderr)
+            names = ", ".join(dict.fromkeys(rank_facts.name for rank_facts in facts))
+            about = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
+            print(f"{len(facts)} rank(s) on {names}: {about}")
+            print(f"{len(lines) or 'no'} problem(s) found")
         with _convert_collective_errors(rule):
             dist.barrier()
     finally:
         dist.destroy_process_group()
     return int(bool(lines))  # equal on all ranks, because torchrun waits for ranks of other hosts
-
-
-def _print_report(facts: Sequence[RankFacts], problems: Sequence[str]) -> None:
-    """Print the problem lines to stderr, and a summary of hosts and versions to stdout."""
-    for line in problems:
-        print(escape_unprintable(line), file=sys.stderr)
-    names = ", ".join(dict.fromkeys(rank_facts.name for rank_facts in facts))
-    about = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
-    print(f"{len(facts)} rank(s) on {names}: {about}")
-    print(f"{len(problems) or 'no'} problem(s) found")
 
 
 @contextmanager
@@ -288,7 +269,6 @@ def _convert_collective_errors(error_prefix: str) -> Iterator[None]:
 
 @contextmanager
 def _discard_stderr_on_error() -> Iterator[None]:
-    """Return a context that delays output to stderr, and discards the output on an exception."""
     # c10d logs each failed attempt to connect, and these lines would hide the error's one line.
     # An environment variable sets the level of this log, but only before torch is imported.
     sys.stderr.flush()
@@ -318,10 +298,7 @@ class _FactReader:
         default: T,
         condition: str = "readable by this rank",
     ) -> T:
-        """Return function(); if function() fails, return `default` and record a failure.
-
-        The failure says that `fact` must be `condition`.
-        """
+        """Return function(); if it fails, return `default`: `fact` must be `condition`."""
         try:
             return function()
         except (OSError, ValueError, RuntimeError) as error:
@@ -340,8 +317,13 @@ def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
     hosts, names = zip(*gather_objects(local_key), strict=True)
     disk, sees = _measure_checkpoint_disk(facts, checkpoints, names[0])
     dist.barrier()
+    clock, peer_problem = time.time(), None
+    for ranks in _group_ranks(hosts).values() if is_gpu else ():
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks and len(ranks) > 1:
+            peer_problem = find_peer_store_problem(group, device_type)
     return RankFacts(
-        clock=time.time(),
+        clock=clock,
         host=hosts[dist.get_rank()],
         name=socket.gethostname(),
         ranks_per_host=facts.read_fact(
@@ -366,13 +348,12 @@ def _collect_facts(device_type: str, checkpoints: Path | None) -> RankFacts:
         disk=disk,
         sees_checkpoints=sees,
         failures=tuple(facts.failures),
-        peers=_find_peer_problem(hosts, device_type),
+        peers=peer_problem,
         rates=_measure_receive_rates(hosts, device_type),
     )
 
 
 def _read_versions(device_type: str) -> dict[str, str]:
-    """Return the versions of Python, packages, CUDA and NCCL, and the GPU's name."""
     versions = {"moecore": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -389,15 +370,11 @@ def _read_versions(device_type: str) -> dict[str, str]:
 def _measure_checkpoint_disk(
     reader: _FactReader, directory: Path | None, file_name: str
 ) -> tuple[int | None, bool]:
-    """Return a directory's free bytes, and whether this rank sees rank 0's file `file_name` there.
-
-    Free bytes None = no directory, or a directory that this rank cannot write. Collective.
-    """
+    """Return free bytes (None = unknown), and whether this rank sees rank 0's file. Collective."""
     shown_path = f"--checkpoints ({quote(str(directory))})"
     rule = "a directory that every rank can write"
 
     def write_file() -> bool:
-        """Write a temporary file to the directory; rank 0 also creates `file_name`."""
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory) as file:
@@ -420,22 +397,8 @@ def _measure_checkpoint_disk(
     return reader.read_fact(shown_path, lambda: shutil.disk_usage(directory).free, None, rule), sees
 
 
-def _find_peer_problem(hosts: Sequence[str], device_type: str) -> str | None:
-    """Return why a host's GPUs lack peer access, or None; rank i is on `hosts[i]`. Collective."""
-    problem = None
-    for ranks in _group_ranks(hosts).values() if device_type == "cuda" else ():
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks and len(ranks) > 1:
-            problem = find_peer_store_problem(group, device_type)
-    return problem
-
-
 def _measure_receive_rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
-    """Return this rank's receive rates, in bytes per second, inside a host and between hosts.
-
-    Each rank sends to the next rank of a ring. `hosts[i]` is the host of rank i. The keys are
-    "inside a host" and "between hosts". Collective.
-    """
+    """Return this rank's receive rates in a ring, in bytes per second, by link. Collective."""
     rank, rates = dist.get_rank(), dict[str, float]()
     by_host = list(_group_ranks(hosts).values())
     by_index = [[r for r in ranks if r is not None] for ranks in zip_longest(*by_host)]

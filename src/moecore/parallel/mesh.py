@@ -76,7 +76,6 @@ class ParallelConfig(CheckedRecord):
     etp: Degree = 1
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of each broken rule."""
         for view, names in (("dense", DENSE_DIMS), ("expert", EXPERT_DIMS)):
             open_names = [name for name in names if getattr(self, name) == -1]
             if len(open_names) > 1:
@@ -148,12 +147,17 @@ class Meshes:
     reason: str | None = None
 
     def __repr__(self) -> str:
-        """Return both meshes as text: axis sizes > 1, and this rank's coordinates."""
         if not dist.is_initialized():
             return f"Meshes({self.parallel}, whose process group is destroyed)"
         ranks = f"Meshes({self.device_type}, rank {dist.get_rank()} of {dist.get_world_size()}"
-        views = (("dense ", self.dense), ("expert", self.expert))
-        return "\n".join([ranks, *(f"  {name} {_format_mesh(mesh)}" for name, mesh in views)]) + ")"
+        lines = [ranks]
+        for view, mesh in (("dense ", self.dense), ("expert", self.expert)):
+            axes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+            sizes = {name: size for name, size in axes if size > 1}
+            text = " ".join(f"{name}={size}" for name, size in sizes.items())
+            place = " ".join(f"{name}={mesh.get_local_rank(name)}" for name in sizes)
+            lines.append(f"  {view} {text}, this rank {place}" if sizes else f"  {view} one rank")
+        return "\n".join(lines) + ")"
 
     @property
     def data_ranks(self) -> int:
@@ -245,11 +249,7 @@ def build_meshes(
 
 
 def _resolve_ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> int:
-    """Return `ranks_per_domain`; if None, return the number of ranks per host (LOCAL_WORLD_SIZE).
-
-    If LOCAL_WORLD_SIZE does not divide the world size, the result is the world size. Raises a
-    ValueError if `ranks_per_domain` does not divide the world size.
-    """
+    """Return `ranks_per_domain`; if None, the ranks per host if they divide the world."""
     if ranks_per_domain is None:
         host_size = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
         return host_size if world_size % host_size == 0 else world_size
@@ -289,10 +289,7 @@ def make_domain_groups(meshes: Meshes) -> DomainGroups:
 
 
 def check_dispatch_domains(meshes: Meshes) -> None:
-    """Raise a ValueError if the domains of the meshes cannot split the ep * etp dispatch ranks.
-
-    Dispatcher "hierarchical" needs at least two domains of at least two ranks.
-    """
+    """Raise a ValueError unless >= 2 domains of >= 2 ranks split the ep * etp dispatch ranks."""
     p, domain_size = meshes.parallel, meshes.ranks_per_domain
     relation = None
     if domain_size == 1 or p.ep * p.etp <= domain_size:
@@ -309,10 +306,7 @@ def check_dispatch_domains(meshes: Meshes) -> None:
 
 
 def make_context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Create the cp group, and the group of cp x tp ranks, of `cp` consecutive data ranks.
-
-    The groups are for dynamic context parallelism. The second group is cp-major. Collective.
-    """
+    """Create the cp group and the cp x tp group of `cp` consecutive data ranks. Collective."""
     size, tp = dist.get_world_size(), meshes.parallel.tp
     view = _make_mesh(meshes.device_type, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
     group = _make_inner_axes_group(view, ("cp", "tp"))
@@ -323,11 +317,7 @@ def make_context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dis
 def split_context_group(
     meshes: Meshes, cp: int, inner_size: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Split groups of `cp` ranks; return this rank's inner and outer group. Collective.
-
-    The inner group has `inner_size` consecutive cp ranks, the outer group every `inner_size`-th cp
-    rank.
-    """
+    """Split groups of `cp` ranks; return the inner (consecutive) and outer group. Collective."""
     tp, size = meshes.parallel.tp, dist.get_world_size()
     sizes = (size // (cp * tp), cp // inner_size, inner_size, tp)
     view = _make_mesh(meshes.device_type, sizes, ("data", "cp_outer", "cp_inner", "tp"))
@@ -368,15 +358,6 @@ def _make_mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...])
     return view
 
 
-def _format_mesh(mesh: DeviceMesh) -> str:
-    """Return text with the axes of a mesh whose size is not 1, and this rank's coordinates."""
-    sizes = {n: s for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if s > 1}
-    if not sizes:
-        return "one rank"
-    size_text = " ".join(f"{name}={size}" for name, size in sizes.items())
-    return f"{size_text}, this rank {' '.join(f'{n}={mesh.get_local_rank(n)}' for n in sizes)}"
-
-
 def start_process_group(device_type: str, timeout: timedelta | None = None) -> None:
     """Initialise the default process group, of one rank if torchrun's RANK is not set.
 
@@ -400,10 +381,7 @@ def start_process_group(device_type: str, timeout: timedelta | None = None) -> N
 def read_launcher_number(
     name: str, default: int, *, min_value: int = 1, max_value: int = 2**31 - 1
 ) -> int:
-    """Return a launcher's environment variable as an int, or `default` if it is not set.
-
-    Raises a ValueError if the value is not between `min_value` and `max_value`.
-    """
+    """Return a launcher's variable as an int, or `default`; ValueError if out of range."""
     text = os.environ.get(name)
     if text is None:
         return default
@@ -445,10 +423,7 @@ def _make_inner_axes_group(mesh: DeviceMesh, names: tuple[str, str]) -> dist.Pro
 def _make_stage_groups(
     world_mesh: DeviceMesh, dense_mesh: DeviceMesh, parallel: ParallelConfig
 ) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
-    """Return this stage's group, and two groups of the pp ranks (None if pp is 1).
-
-    Collective if pp > 1. `world_mesh` is a 1-D mesh of all ranks, and `dense_mesh` the dense mesh.
-    """
+    """Return this stage's group, and two groups of the pp ranks (None if pp is 1). Collective."""
     if parallel.pp == 1:
         return world_mesh.get_group(), None
     sizes = (parallel.pp, world_mesh.size() // parallel.pp)

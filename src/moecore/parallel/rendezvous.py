@@ -19,11 +19,7 @@ COUNTER = " ranks"  # suffix of a key: the counter of the ranks that wait for th
 
 
 def join_store(timeout: timedelta | None) -> tuple[dist.Store, int, int]:
-    """Return the launcher's store for `init_process_group`, this rank and the world size.
-
-    `timeout` None = torch's default. Raises a ValueError on every rank if a rank has another world
-    size than rank 0.
-    """
+    """Return the launcher's store, this rank and the world size; ValueError if sizes differ."""
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     store: dist.Store
     store, rank, world_size = next(dist.rendezvous("env://", **options))

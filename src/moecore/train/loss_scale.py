@@ -47,7 +47,6 @@ class DynamicLossScale(CheckedRecord):
     growth_interval: Count = 2000
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of each broken rule."""
         if not _is_power_of_two(self.initial):
             yield "initial", "be a power of two, which rounds no gradient: use 2.0**16"
 
@@ -102,11 +101,7 @@ def is_fp16(model: nn.Module) -> bool:
 
 
 def check_loss_scale(model: nn.Module, loss_scale: DynamicLossScale | None) -> None:
-    """Raise ValueError if a required loss scale is missing, or if a loss scale is not allowed.
-
-    fp16 compute requires a loss scale. Trained fp16 weights and FP8 recipes with an amax history do
-    not allow a loss scale.
-    """
+    """Raise ValueError if a required loss scale is missing, or if a loss scale is not allowed."""
     if loss_scale is None:
         if is_fp16(model):
             raise ValueError(
@@ -129,5 +124,4 @@ def check_loss_scale(model: nn.Module, loss_scale: DynamicLossScale | None) -> N
 
 
 def _is_power_of_two(value: float) -> bool:
-    """Return whether a positive number is a power of two."""
     return math.frexp(value)[0] == 0.5

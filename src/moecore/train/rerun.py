@@ -22,7 +22,7 @@ from moecore.moe.aux_loss import list_aux_losses
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.pairs import get_rng_states, set_rng_states
 from moecore.moe.records import ChoiceTape
-from moecore.moe.shortage import BufferCapacities, BufferOwner, Watch, compute_next_factor
+from moecore.moe.shortage import BufferCapacities, Watch, compute_next_factor
 from moecore.parallel.model.parallel_state import list_engines, list_parallel_states
 from moecore.precision.amax import drop_amax
 
@@ -48,19 +48,13 @@ class Reruns:
         self._is_limited_on_any_rank = bool(flag.item())
         self._reduces_early = not any(h is not None and h.is_known_late for h in self._holders)
         self._is_running = False  # whether all of a step runs, perhaps again
-        # The factor that any rank needed of each holder.
-        self._factors: HostCopyOfTensor | None = None
+        self._factors: HostCopyOfTensor | None = None  # that any rank needed of each holder
 
     def run_until_rows_fit(
         self, run_step: Callable[[], T], drop_step: Callable[[], None], tapes: Sequence[ChoiceTape]
     ) -> T:
-        """Call `run_step` until token rows fit on all ranks; return the result of the last call.
-
-        Each repetition first calls `drop_step`, rewinds `tapes` (recorded router choices), restores
-        random states, and enlarges buffers.
-        """
-        # If any rank has a limited capacity, each run has one all-reduce, for which the host waits.
-        # Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.
+        """Call `run_step` until token rows fit on all ranks; return the last result."""
+        # Each run has one all-reduce, for which the host waits. Layers in CUDA graphs have none.
         is_graphed = any(capacity.is_graphed for capacity in self._capacities)
         if is_graphed or not self._is_limited_on_any_rank:
             return run_step()
@@ -79,9 +73,17 @@ class Reruns:
             for rewind in rewinders:
                 rewind()
             set_rng_states(before)
-            for holder, factor in zip(self._holders, factors, strict=True):
-                if holder is not None:
-                    _enlarge_buffers(holder, factor)
+            for holder, needed_factor in zip(self._holders, factors, strict=True):
+                if holder is None:
+                    continue
+                holder.wait_for_reports()  # a backward may still run
+                holder.clear_counters()
+                if needed_factor:
+                    factor = compute_next_factor(needed_factor)
+                    if get_rank_or_zero() == 0:
+                        text = "%s (%s) was too small: the step runs again with %s"
+                        logger.warning(text, holder.option, holder.capacity_factor, factor)
+                    holder.set_capacity_factor(factor)
 
     def start_capacity_all_reduce(self) -> None:
         """After a step's last forward, start to all-reduce needed capacities. Collective."""
@@ -103,7 +105,7 @@ class Reruns:
             yield
 
     def raise_visible_errors(self, *, skips: bool) -> None:
-        """Raise an ExchangeError if the host already sees an error. No host sync.
+        """Raise an ExchangeError that the host already sees. No host sync.
 
         With `skips`, too many rows are not an error, because the step is skipped.
         """
@@ -136,19 +138,6 @@ class Reruns:
         if dist.is_initialized():
             dist.all_reduce(factors, dist.ReduceOp.MAX)
         return HostCopyOfTensor(factors)
-
-
-def _enlarge_buffers(buffer_owner: BufferOwner, capacity_factor: float) -> None:
-    """Resize buffers for `capacity_factor` (0 = keep), and clear row counts. Host sync."""
-    buffer_owner.wait_for_reports()  # a backward may still run
-    buffer_owner.clear_counters()
-    if not capacity_factor:
-        return
-    new_factor = compute_next_factor(capacity_factor)
-    if get_rank_or_zero() == 0:
-        text = "%s (%s) was too small: the step runs again with %s"
-        logger.warning(text, buffer_owner.option, buffer_owner.capacity_factor, new_factor)
-    buffer_owner.set_capacity_factor(new_factor)
 
 
 def drop_step(model: nn.Module) -> None:

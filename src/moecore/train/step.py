@@ -292,7 +292,6 @@ class TrainStep:
             return self._reruns.run_until_rows_fit(run, self.drop, tapes)
 
     def _run_micro_batches(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Run forward and backward of all micro-batches; return fp32 [n], the undivided losses."""
         self.announce(micro_batches)
         pipeline = self._pipeline
         if pipeline is None:

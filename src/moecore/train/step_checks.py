@@ -42,10 +42,7 @@ def check_step_arguments(
 def compare_ranks(
     entries: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer], request: Request
 ) -> None:
-    """Raise ValueError on all ranks if ranks differ in entries, optimizers or trained parameters.
-
-    `entries` maps a name to a value that must be equal on all ranks.
-    """
+    """Raise ValueError on all ranks if {name: value}, optimizers or trained parameters differ."""
     meshes = request.meshes
     check_equal(entries, meshes.device_type)
     trained = list_training_entries(model, optimizers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,7 +31,6 @@ class ContextOptions(CheckedRecord):
     dynamic: bool = False
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule."""
         if self.a2a_ranks is not None and self.way != "a2a+p2p":
             yield "a2a_ranks", f"be None with way ({self.way!r}): only 'a2a+p2p' reads it"
 
@@ -55,7 +53,17 @@ class ContextOptions(CheckedRecord):
             way = "p2p" if ranks == 1 else "a2a" if ranks == cp else "a2a+p2p"
         if way == "a2a+p2p":
             ranks = math.gcd(cp, num_kv_heads) if ranks is None else ranks
-            for problem in _find_ring_a2a_problems(cp, num_kv_heads, ranks):
+            problem = None
+            if ranks in (1, cp):
+                problem = (
+                    f"be more than 1 and less than cp ({cp}): use 'p2p' or 'a2a', or another cp"
+                )
+            elif cp % ranks:
+                problem = f"divide cp ({cp}): choose another number"
+            elif num_kv_heads % ranks:
+                heads = f"the key/value heads of a tp rank ({num_kv_heads})"
+                problem = f"divide {heads}: choose another number"
+            if problem is not None:
                 raise ValueError(f"ContextOptions.a2a_ranks ({ranks}) must {problem}")
             return ContextOptions(way=way, a2a_ranks=ranks)
         if way == "a2a" and num_kv_heads % cp:
@@ -68,32 +76,13 @@ class ContextOptions(CheckedRecord):
 
 
 def _choose_a2a_ranks(cp: int, num_heads: int, num_kv_heads: int) -> int:
-    """Return the number of ranks per all-to-all for which all-to-alls and rings send the least.
-
-    The number divides `cp` and `num_kv_heads`. The arguments have the query heads and the key/value
-    heads of one tp rank.
-    """
+    """Return the number of ranks per all-to-all for which all-to-alls and rings send the least."""
     max_ranks = math.gcd(cp, num_kv_heads)
     # An all-to-all of A ranks sends (A - 1) / A of H query and h key/value heads of a token each
     # way. A ring of cp / A ranks sends h heads cp / A - 1 times in forward and in backward, and
     # their gradients, which are twice as wide.
 
     def count_sent_heads(A: int) -> float:
-        """Return the heads that a rank sends per token, with `A` ranks per all-to-all."""
         return (A - 1) / A * (num_heads + num_kv_heads) + 2 * (cp // A - 1) * num_kv_heads
 
     return min((A for A in range(1, max_ranks + 1) if max_ranks % A == 0), key=count_sent_heads)
-
-
-def _find_ring_a2a_problems(cp: int, num_kv_heads: int, a2a_ranks: int) -> Iterator[str]:
-    """Yield "relation: fix" for each rule of "a2a+p2p" that `a2a_ranks` breaks.
-
-    `a2a_ranks` is the number of ranks per all-to-all. `num_kv_heads` is the number of key/value
-    heads of one tp rank.
-    """
-    if a2a_ranks in (1, cp):
-        yield f"be more than 1 and less than cp ({cp}): use 'p2p' or 'a2a', or another cp"
-    if cp % a2a_ranks:
-        yield f"divide cp ({cp}): choose another number"
-    if num_kv_heads % a2a_ranks:
-        yield f"divide the key/value heads of a tp rank ({num_kv_heads}): choose another number"

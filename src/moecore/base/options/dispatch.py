@@ -90,7 +90,6 @@ class DispatchOptions(CheckedRecord):
     clones: CloneOptions | None = None
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule."""
         names = "'nvlink', 'hierarchical' or 'auto': drop it"
         if self.nvlink is not None and self.name not in ("auto", "nvlink", "hierarchical"):
             yield "nvlink", f"go with name ({self.name!r}) = {names}"

@@ -86,7 +86,6 @@ class BalanceConfig(CheckedRecord):
     bias_per_micro_batch: bool = False
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule."""
         if self.bias_update == "quantile" and not 0 < self.bias_update_rate <= 1:
             yield "bias_update_rate", 'lie in (0, 1] with bias_update ("quantile"): use 1.0'
         if self.bias_per_micro_batch and self.bias_update != "quantile":
@@ -230,7 +229,6 @@ class MoEConfig(CheckedRecord):
     balance: Balance = field(default_factory=BalanceConfig)
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule."""
         yield from self._group_rules()
         if self.score_order == "post":
             yield from self._post_score_rules()
@@ -244,7 +242,6 @@ class MoEConfig(CheckedRecord):
             yield from self._bias_rules()
 
     def _group_rules(self) -> Rules:
-        """Yield (field, text) of broken relations of groups, top_k and the number of experts."""
         E, G, top_groups = self.num_experts, self.num_groups, self.top_groups
         size, ranks_groups = E // G, top_groups < G
         if self.top_k > self.num_candidates:
@@ -263,7 +260,6 @@ class MoEConfig(CheckedRecord):
             yield "top_k", f"{relation}: raise top_groups or lower top_k"
 
     def _post_score_rules(self) -> Rules:
-        """Yield (field, text) of each field that does not fit score_order "post"."""
         if self.score_function == "sqrtsoftplus":
             yield "score_order", f"be 'pre' with score_function ({self.score_function!r}): drop it"
         if self.score_function != "softmax":
@@ -276,7 +272,6 @@ class MoEConfig(CheckedRecord):
             yield "top_k", f"be > 1 with score_order ('post'), or {relation} = True: use 'pre'"
 
     def _assignment_rules(self) -> Rules:
-        """Yield (field, text) of each field that needs `assignment` to be "learned"."""
         rule = f"assignment ({self.assignment!r})"
         is_expert_choice = self.assignment == "expert_choice"
         if self.expert_bias:
@@ -291,7 +286,6 @@ class MoEConfig(CheckedRecord):
             yield "score_order", f"be 'pre' with {rule}: use score_order='pre'"
 
     def _expert_rules(self) -> Rules:
-        """Yield (field, text) of invalid activations and latent, shared and zero experts."""
         if self.weights_on_input and self.choices_per_token > 1:
             relation = f"not top_k ({self.top_k}) and assignment ({self.assignment!r})"
             yield "weights_on_input", f"go with one expert per token, {relation}: use top_k=1"
@@ -316,7 +310,6 @@ class MoEConfig(CheckedRecord):
                 yield "zero_experts", f"be 0 with {name} ({value!r}): drop one"
 
     def _bias_rules(self) -> Rules:
-        """Yield (field, text) of each field that does not fit `balance.bias_update_rate` > 0."""
         if not self.expert_bias:
             relation = "go with expert_bias (False) = True: set expert_bias=True"
             yield "balance.bias_update_rate", relation
@@ -365,7 +358,6 @@ class MoEConfig(CheckedRecord):
 
     @property
     def _num_candidates_text(self) -> str:
-        """Text for errors with the number of experts that a token can choose."""
         return f"num_experts{' + zero_experts' * (self.zero_experts > 0)} ({self.num_candidates})"
 
     @property

@@ -78,7 +78,6 @@ class MemoryOptions(CheckedRecord):
     fused_loss: bool = True
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule."""
         for name, parts in (("recompute", self.parts), ("offload", self.offload)):
             if len(set(parts)) < len(parts):
                 yield name, "have each part once: drop the repeated one"

@@ -87,7 +87,6 @@ class Recipe(CheckedRecord):
     backend: RecipeBackend = "moecore"
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule."""
         rule = f"scaling ({self.scaling!r})"
         if self.scaling == "mxfp8" and not self.power_of_two:
             yield "power_of_two", f"be True with {rule}, whose scales are E8M0: drop it"
@@ -231,7 +230,6 @@ class Precision(CheckedRecord):
     frozen: FrozenFormat | None = None
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule."""
         recipe = self.recipe
         if self.fp8_head and (recipe is None or not recipe.reads_blocks):
             name = "recipe (None)" if recipe is None else recipe.describe()

@@ -80,11 +80,7 @@ def _assign_layouts_to_buffers(
     layouts: Sequence[tuple[UnitPlan, int]],
     max_buffers: int,
 ) -> Iterator[BufferPlan]:
-    """Assign layouts round-robin to at most `max_buffers` buffers of `dtype`; yield their plans.
-
-    A layout is (unit, index in `unit.layouts`). The buffers contain unsharded "weights" or "sums"
-    of gradients (`contents`).
-    """
+    """Assign layouts (unit, index) round-robin to at most `max_buffers` buffers."""
     for first in range(min(max_buffers, len(layouts))):
         users = layouts[first::max_buffers]
         numel = 0

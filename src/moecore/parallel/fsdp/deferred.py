@@ -36,11 +36,7 @@ class WeightProduct(NamedTuple):
         compute_grad: ComputeGrad,
         operands: tuple[Any, ...],
     ) -> WeightProduct:
-        """Return the deferred product for the weight gradient of parameter `param_idx` of a unit.
-
-        `compute_grad(*operands, target)` returns the gradient, of shape `grad_shape`, or writes it
-        to `target`. The product's `stream` is the current stream, which made the operands.
-        """
+        """Return the product; its `stream` is the current stream, which made the operands."""
         device = next(iterate_tensors(operands)).device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         return cls(param_idx, grad_shape, compute_grad, operands, stream)
@@ -63,15 +59,15 @@ class WeightGradients:
     """
 
     def __init__(self) -> None:
-        self._products: dict[object, deque[WeightProduct]] = {}
-        self._run: Callable[[], None] = lambda: None
+        self.products: dict[object, deque[WeightProduct]] = {}  # by the `Gradients` of a unit
+        self.compute_and_reduce: Callable[[], None] = lambda: None  # set by the `UnitEngine`
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the stored operands occupy; each storage counts once."""
         storages = {
             get_storage_key(tensor): tensor.untyped_storage().nbytes()
-            for products in self._products.values()
+            for products in self.products.values()
             for product in products
             for tensor in iterate_tensors(product.operands)
         }
@@ -83,27 +79,15 @@ class WeightGradients:
         All ranks must call `run` in the same order of micro-batches and stages, between forwards
         and backwards, inside `TrainStep.micro_batch`.
         """
-        self._run()
+        self.compute_and_reduce()
 
     def drop(self) -> None:
         """Discard the stored matrix products and their operands. No communication."""
-        self._products.clear()
-
-    def bind_run_function(self, compute_and_reduce: Callable[[], None]) -> None:
-        """Set the function that `run` calls, which computes and reduces the gradients."""
-        self._run = compute_and_reduce
+        self.products.clear()
 
     def store_product(self, unit_gradients: object, product: WeightProduct) -> None:
         """Append `product` to the matmuls stored for the unit with these `Gradients`."""
-        self._products.setdefault(unit_gradients, deque()).append(product)
-
-    def has_products(self, unit_gradients: object) -> bool:
-        """Return whether matmuls are stored for the unit with these `Gradients`."""
-        return unit_gradients in self._products
-
-    def pop_products(self, unit_gradients: object) -> deque[WeightProduct]:
-        """Remove and return the matmuls stored for a unit's `Gradients`, in stored order."""
-        return self._products.pop(unit_gradients, deque())
+        self.products.setdefault(unit_gradients, deque()).append(product)
 
 
 def iterate_tensors(nested: Any) -> Iterator[Tensor]:

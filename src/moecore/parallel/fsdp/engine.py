@@ -178,7 +178,7 @@ class UnitEngine:
 
         The backwards must be called without `inputs`. Use `deferred` with this engine only.
         """
-        deferred.bind_run_function(partial(self._compute_deferred_in_step, deferred))
+        deferred.compute_and_reduce = partial(self._compute_deferred_in_step, deferred)
         if deferred not in self._deferred:
             self._deferred.append(deferred)
         for unit in self.units:
@@ -200,7 +200,7 @@ class UnitEngine:
         self._check_no_failed_backward()
         self._in_backward = True
         for unit in reversed(self.units):
-            products = deferred.pop_products(unit.gradients)
+            products = deferred.products.pop(unit.gradients, None)
             if products:
                 unit.gradients.compute_deferred(products)
                 self._reduce_grads(unit)
@@ -290,8 +290,18 @@ class UnitEngine:
         if not (unit.is_in_use or unit.options.is_resident):
             unit.reshard()
         self._depth -= 1
-        if not self._depth:
-            self._root_post_forward(module, has_failed=has_failed)
+        if self._depth:
+            return output
+        self._outermost_run = None
+        if module is self._root and torch.is_grad_enabled():
+            self._pending_forwards = max(0, self._pending_forwards - 1)
+        if not self._in_step and (has_failed or not torch.is_grad_enabled()):
+            self.reshard()
+            return output
+        for other in self.units:
+            other.register_params(unsharded=False)
+            if other.state is State.UNSHARDING and not self._is_shared(other):
+                other.reshard()  # prefetched for a module that did not run
         return output
 
     def _root_pre_forward(self) -> None:
@@ -311,7 +321,6 @@ class UnitEngine:
         self._streams.sync_gather_stream()
 
     def _check_no_failed_backward(self) -> None:
-        """Raise a RuntimeError if an earlier backward ended in an exception."""
         if self._in_backward:
             raise RuntimeError(
                 "the last backward ended in an exception: gradients, counts and gathered weights "
@@ -319,26 +328,12 @@ class UnitEngine:
             )
 
     def _check_micro_batch_is_open(self, caller: str) -> None:
-        """Raise a ValueError that names `caller` if the TrainStep has no open micro-batch."""
         progress = self.progress()
         if progress is not None and not progress.is_open:
             raise ValueError(
                 f"{caller} must run within `with step.micro_batch():` of the model's TrainStep: "
                 "finish() counts micro-batches and ends their communication"
             )
-
-    def _root_post_forward(self, module: nn.Module, *, has_failed: bool) -> None:
-        """End an outermost forward, failed or not: register sharded parameters for the caller."""
-        self._outermost_run = None
-        if module is self._root and torch.is_grad_enabled():
-            self._pending_forwards = max(0, self._pending_forwards - 1)
-        if not self._in_step and (has_failed or not torch.is_grad_enabled()):
-            self.reshard()
-            return
-        for unit in self.units:
-            unit.register_params(unsharded=False)
-            if unit.state is State.UNSHARDING and not self._is_shared(unit):
-                unit.reshard()  # prefetched for a module that did not run
 
     def _unshard_for_use(self, unit: Unit, prefetched_units: Sequence[Unit]) -> None:
         """Unshard a unit, register its parameters, and launch all-gathers of `prefetched_units`."""
@@ -362,7 +357,6 @@ class UnitEngine:
         """Return nested outputs, with a view in place of each output that is also an input."""
 
         def as_output(leaf: Tensor) -> Tensor:
-            """Return a view of `leaf` if it is also an input of `run`, otherwise `leaf`."""
             boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
             return leaf if boundary is None or run not in boundary.ends else leaf.view_as(leaf)
 
@@ -463,7 +457,7 @@ class UnitEngine:
         """Reduce a unit's gradients, or accumulate them if later backwards will add gradients."""
         grads, is_last = unit.gradients, True
         if unit.options.accumulates and self._is_shared(unit):
-            has_products = any(deferred.has_products(grads) for deferred in self._deferred)
+            has_products = any(grads in deferred.products for deferred in self._deferred)
             is_last = not (self._expects_grads(unit) or has_products)
         grads.reduces = is_last
         with publish_errors(f"the reduction of {unit.options.name}"):
@@ -479,22 +473,19 @@ class UnitEngine:
 
 
 def _requires_grad(leaf: Any) -> bool:
-    """Whether a value is a tensor that requires a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _list_leaves(nested: Any) -> list[Any]:
-    """Return the leaves of nested containers, such as (args, kwargs), in order."""
     return [nested] if isinstance(nested, Tensor) else tree_leaves(nested)
 
 
 def _cast_floating_tensors(nested: Any, dtype: torch.dtype | None) -> Any:
     """Return nested containers with floating point tensors cast to a dtype; None = no cast."""
-    if dtype is None or not any(_needs_cast(leaf, dtype) for leaf in _list_leaves(nested)):
+
+    def needs_cast(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
+
+    if dtype is None or not any(map(needs_cast, _list_leaves(nested))):
         return nested
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if _needs_cast(x, dtype) else x, nested)
-
-
-def _needs_cast(leaf: Any, dtype: torch.dtype) -> bool:
-    """Whether a value is a floating point tensor of a different dtype."""
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if needs_cast(x) else x, nested)

@@ -54,9 +54,8 @@ class CastFormat:
         self.dtype = dtype  # dtype of the unit's buffer
 
     def make_unsharded(self, params: Sequence[UnitParam], views: Sequence[Tensor]) -> list[Tensor]:
-        """Set `params[i].unsharded` to a parameter with the memory of `views[i]`.
+        """Make `params[i].unsharded` of `views[i]`: a view of the unit's buffer, or the shard.
 
-        `views[i]` is a view of the unit's buffer, or the shard of a unit without a buffer.
         Returns the tensors whose version counters autograd checks.
         """
         pairs = zip(params, views, strict=True)
@@ -81,22 +80,17 @@ class QuantisedFormat(ABC):
         shard_group: dist.ProcessGroup | None,  # ranks with the other shards; None = one shard
         tp_group: dist.ProcessGroup | None = None,  # tp ranks whose parts of a matrix share a scale
     ) -> None:
-        self._dtype, self._recipe, self._group, self._tp_group = (
-            dtype,
-            recipe,
-            shard_group,
-            tp_group,
-        )
+        self._dtype, self._recipe = dtype, recipe
+        self._group, self._tp_group = shard_group, tp_group
         # amax of all blocks, then of all matrices
         self._amax = torch.empty(0, dtype=torch.float32, device="cpu")
         self._matrix_amax = self._amax  # the view of the matrices' amax
         self._shard_scalings: list[_ShardScaling] = []
 
     def make_unsharded(self, params: Sequence[UnitParam], views: Sequence[Tensor]) -> list[Tensor]:
-        """Set `params[i].unsharded` to a placeholder whose quantised values are in `views[i]`.
+        """Make `params[i].unsharded`, one NaN with the parameter's shape, of values in `views[i]`.
 
-        The placeholder is one NaN, expanded to the parameter's shape. Returns the tensors whose
-        version counters autograd checks.
+        Returns the tensors whose version counters autograd checks.
         """
         self._shard_scalings = self._make_shard_scalings(params)
         versioned_tensors = list[Tensor]()
@@ -111,8 +105,7 @@ class QuantisedFormat(ABC):
     def write_shards(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
         """Quantise this rank's shard of `params[i]` into `local_views[i]` of the unit's buffer.
 
-        The scales are computed from the amax of each block and matrix, which is all-reduced over
-        the sharding ranks, and over the tp ranks if tp shards a matrix.
+        The amax of each block and matrix is all-reduced over all ranks that have a part of it.
         """
         shards = [param.shard.contiguous() for param in params]
         for shard, scaling in zip(shards, self._shard_scalings, strict=True):
@@ -124,7 +117,6 @@ class QuantisedFormat(ABC):
             self._quantise_shard(shard, scaling, values)
 
     def _make_shard_scalings(self, params: Sequence[UnitParam]) -> list[_ShardScaling]:
-        """Allocate amax and scales of all parameters, and return a `_ShardScaling` for each."""
         places = []  # of the shards in the unsharded parameters, viewed as matrices
         for param in params:
             dim = param.slot.dim
@@ -169,22 +161,18 @@ class BlockFormat(QuantisedFormat):
 
     @override
     def _get_blocks_shape(self, shard: MatrixShard) -> tuple[int, int]:
-        """Return the shape of the scales of 128 x 128 blocks of the full matrix, with padding."""
         return shard.scales_shape
 
     @override
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
-        """Return `Blocks` of the FP8 values in `memory` and of the block scales in `scaling`."""
         return Blocks(memory.view(FP8), scaling.scales.data, "block")
 
     @override
     def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
-        """Write the amax of each 128 x 128 block of the shard to `scaling.of_blocks`."""
         write_block_amax_(shard, scaling.place, scaling.of_blocks)
 
     @override
     def _quantise_shard(self, shard: Tensor, scaling: _ShardScaling, values: Tensor) -> None:
-        """Write the scales of all blocks to `scaling`, the shard's FP8 values to `values`."""
         operands = shard, scaling.place, scaling.of_blocks, scaling.scales, values
         quantise_blocks_(*operands, power_of_two=self._recipe.power_of_two)
 
@@ -194,26 +182,19 @@ class MatrixFormat(QuantisedFormat):
 
     @override
     def _get_blocks_shape(self, shard: MatrixShard) -> tuple[int, int]:
-        """Return (0, 0), because a matrix has one scale and is not divided into blocks."""
-        return (0, 0)
+        return (0, 0)  # a matrix has one scale and is not divided into blocks
 
     @override
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
-        """Return `Blocks` of the FP8 values in `memory` and of the matrix scales in `scaling`.
-
-        The `Blocks` also have the matrices' amax if `scaling` has an amax history.
-        """
         amax = None if scaling.history is None else scaling.of_matrices.data
         return Blocks(memory.view(FP8), scaling.scales.data, "tensor", amax)
 
     @override
     def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
-        """Write the amax of each matrix of the shard to `scaling.of_matrices`."""
         write_matrix_amax_(shard, scaling.first, scaling.of_matrices)
 
     @override
     def _quantise_shard(self, shard: Tensor, scaling: _ShardScaling, values: Tensor) -> None:
-        """Write the scales of all matrices to `scaling`, the shard's FP8 values to `values`."""
         past = None if scaling.history is None else scaling.history.get_max_amax("weight")
         amax = scaling.of_matrices
         if past is not None:  # all ranks must use the same scale, also if one skipped the linear
@@ -229,23 +210,19 @@ class PackedFormat(QuantisedFormat):
 
     @override
     def _get_blocks_shape(self, shard: MatrixShard) -> tuple[int, int]:
-        """Return the numbers of rows and columns of 16 x 16 blocks in the full matrix."""
         return shard.rows // SQUARE, shard.columns // SQUARE
 
     @override
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
-        """Return `Blocks` of the packed values in `memory`, and of scales and amax in `scaling`."""
         return Blocks(memory, scaling.scales.data, "packed", scaling.of_matrices.data)
 
     @override
     def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
-        """Write the shard's amax by 16 x 16 block and by matrix, in place, to `scaling`."""
         write_square_amax_(shard, scaling.place, scaling.of_blocks)
         write_finite_amax_(shard, scaling.first, scaling.of_matrices)
 
     @override
     def _quantise_shard(self, shard: Tensor, scaling: _ShardScaling, values: Tensor) -> None:
-        """Write the scales of all blocks to `scaling`, the shard's packed values to `values`."""
         amax = scaling.of_blocks, scaling.of_matrices
         pack_shard_(shard, scaling.place, *amax, scaling.scales, values, self._recipe)
 

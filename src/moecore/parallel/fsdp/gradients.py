@@ -58,10 +58,8 @@ class Gradients:
     ) -> None:
         self.reduces = True  # whether the next `reduce` communicates, or only accumulates
         self._accumulates = options.accumulates
-        # Memory of the sums, which units share; None = new memory for each reduction.
-        self.buffer: Buffer[Gradients] | None = None
-        # Stores products of weight gradients; None = products are computed in backward.
-        self.deferred: WeightGradients | None = None
+        self.buffer: Buffer[Gradients] | None = None  # shared sums; None = new for each reduction
+        self.deferred: WeightGradients | None = None  # None = products are computed in backward
         self._params, self._layout, self._streams = list(params), layout, streams
         self._transport, self._replicas = transport, list(replicas)
         self.spans_ranks = transport is not None or bool(replicas)  # whether ranks sum gradients
@@ -82,16 +80,16 @@ class Gradients:
         self._buffer_views: UnitViews | None = None  # views of `buffer`
         self._num_flags = 3 * len(self._params)
         self._trained_before: set[int] | None = None  # trained parameters at the last reduction
-        self._sizes = [*_list_gap_and_shard_sizes(layout), self._num_flags]
+        sizes = list[int]()  # of the reduced flat tensor: gap, shard, gap, shard, .., gap, flags
+        for slot in layout.slots:
+            sizes += [slot.shard_offset - sum(sizes), slot.shard_numel]
+        self._sizes = [*sizes, layout.shard_numel - sum(sizes), self._num_flags]
         self._flags: dict[Any, Tensor] = {}  # flags of the last reduction
         # Parameters with a gradient only on other ranks -> whether kernels divided it there.
         self._remote_grads: dict[int, bool] = {}
 
     def make_sink(self, param_idx: int, grad_shape: torch.Size) -> GradSink | None:
-        """Return the object through which kernels write parameter `param_idx`'s gradient.
-
-        Kernels write the gradient in `grad_shape`. None = no gradient is needed.
-        """
+        """Return the object through which kernels write a gradient; None = none is needed."""
         unsharded = self._params[param_idx].unsharded
         if unsharded is None or not (unsharded.requires_grad and torch.is_grad_enabled()):
             return None
@@ -100,12 +98,7 @@ class Gradients:
     def compute_and_accumulate(
         self, param_idx: int, grad_shape: torch.Size, compute_grad: ComputeGrad, *operands: Any
     ) -> Tensor | None:
-        """Compute the gradient of parameter `param_idx` and add it to the sums, or defer both.
-
-        `compute_grad(*operands, target)` returns the gradient, which has `grad_shape`, or writes it
-        to `target`. Returns the gradient for autograd if the sums cannot be written, otherwise
-        None.
-        """
+        """Add a gradient to the sums, or defer it; return it to autograd if the sums are in use."""
         if self.defer_matmul(param_idx, grad_shape, compute_grad, *operands):
             return None
         target = self._choose_target(param_idx, grad_shape)
@@ -113,22 +106,25 @@ class Gradients:
             return compute_grad(*operands, GradTarget())
         if target.out is not None:
             torch.autograd.graph.increment_version(target.out)
-        self._record_kernel_grad(param_idx, compute_grad(*operands, target))
+        grad = compute_grad(*operands, target)
+        self._kernel_grads.add(param_idx)
+        param = self._params[param_idx]
+        if not self._is_direct:
+            if param_idx not in self._filled:
+                self._divided.add(param_idx)
+            self._filled.add(param_idx)
+        elif param.sharded.grad is None or has_tensor_hooks(param.sharded):
+            param.accumulate_grad(grad.view(param.shard.shape))  # else the kernel has added it
         return None
 
     def defer_matmul(
         self, param_idx: int, grad_shape: torch.Size, compute_grad: ComputeGrad, *operands: Any
     ) -> bool:
-        """Store the matmul of parameter `param_idx`'s gradient; return False if deferral is off.
-
-        `compute_grad(*operands, target)` returns the gradient, of shape `grad_shape`, or writes it
-        to `target`.
-        """
+        """Store the matmul of a gradient (`WeightProduct`); return False if deferral is off."""
         if self.deferred is None:
             return False
-        self.deferred.store_product(
-            self, WeightProduct.from_operands(param_idx, grad_shape, compute_grad, operands)
-        )
+        product = WeightProduct.from_operands(param_idx, grad_shape, compute_grad, operands)
+        self.deferred.store_product(self, product)
         self._deferred_grads.add(param_idx)
         return True
 
@@ -151,33 +147,24 @@ class Gradients:
                 param.add_grad(grad)
 
     def _choose_target(self, param_idx: int, grad_shape: torch.Size) -> GradTarget | None:
-        """Return where a kernel writes parameter `param_idx`'s gradient, viewed as `grad_shape`.
-
-        None = the kernel must return the gradient to autograd.
-        """
-        if self._is_direct:
-            return self._make_shard_target(self._params[param_idx], grad_shape)
-        sums = self._acquire_sums()
-        if sums is None:
-            return None
-        adds = param_idx in self._filled
-        scale = 1.0 if adds and param_idx not in self._divided else 1.0 / self.divisor
-        return GradTarget(sums.parameters[param_idx].view(grad_shape), accumulate=adds, scale=scale)
-
-    def _record_kernel_grad(self, param_idx: int, grad: Tensor) -> None:
-        """Record that a kernel has computed the gradient of parameter `param_idx`.
-
-        If the unit has no sums, `grad` is also added to `.grad` of the shard, unless the kernel has
-        added it.
-        """
-        self._kernel_grads.add(param_idx)
-        param = self._params[param_idx]
+        """Return where a kernel writes a gradient; None = the kernel returns it to autograd."""
+        param, scale = self._params[param_idx], 1.0 / self.divisor
         if not self._is_direct:
-            if param_idx not in self._filled:
-                self._divided.add(param_idx)
-            self._filled.add(param_idx)
-        elif param.sharded.grad is None or has_tensor_hooks(param.sharded):
-            param.accumulate_grad(grad.view(param.shard.shape))
+            sums = self._acquire_sums()
+            if sums is None:
+                return None
+            adds = param_idx in self._filled
+            scale = 1.0 if adds and param_idx not in self._divided else scale
+            out = sums.parameters[param_idx].view(grad_shape)
+            return GradTarget(out, accumulate=adds, scale=scale)
+        grad = param.sharded.grad
+        if grad is None or has_tensor_hooks(param.sharded):
+            return GradTarget(dtype=param.dtype, scale=scale)
+        local = get_local_tensor(grad)
+        fits = local.dtype == param.dtype and local.is_contiguous() and not grad.requires_grad
+        if not fits or local.shape != param.shard.shape:
+            return None
+        return GradTarget(local.view(grad_shape), accumulate=True, scale=scale)
 
     def is_complete(self) -> bool:
         """Whether the running backward will compute no further gradient of the unit."""
@@ -192,10 +179,7 @@ class Gradients:
 
     @torch.no_grad()
     def reduce_to_shards(self) -> None:
-        """Add a backward's gradients to the sums, and reduce the sums to `.grad` of the shards.
-
-        If `self.reduces` is False, the sums are not reduced. Collective.
-        """
+        """Add gradients to the sums; if `reduces`, reduce them to `.grad` of shards. Collective."""
         grads = dict[int, Tensor]()
         for i, param in enumerate(self._params):
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -213,14 +197,19 @@ class Gradients:
         if not (has_sums and (grads or self.reduces)):
             return
         sums = self._acquire_sums() or self._allocate_sums()
-        self._add_to_sums(sums, grads)
+        new = [i for i in grads if i not in self._filled]
+        copy_all([sums.parameters[i] for i in new], [grads[i] for i in new])
+        for i in self._filled.intersection(grads):
+            alpha = 1.0 / self.divisor if i in self._divided else 1.0
+            sums.parameters[i].add_(grads[i], alpha=alpha)
+        self._filled.update(grads)
+        grads.clear()  # frees the gradients before the reduction
         if self.reduces:
             self._trained_before = trained
             self._reduce_sums(sums, trained.difference(deferred_grads, self._filled))
             self._release_sums()
 
     def _list_trained_idxs(self) -> set[int]:
-        """Return the indices of the parameters that require a gradient."""
         return {i for i, param in enumerate(self._params) if param.sharded.requires_grad}
 
     def drop_unreduced(self) -> None:
@@ -236,20 +225,6 @@ class Gradients:
         if self.buffer is not None:
             self.buffer.last_use.clear()
 
-    def _make_shard_target(self, param: UnitParam, view_shape: torch.Size) -> GradTarget | None:
-        """Return the target through which a kernel writes a shard's `.grad`, as `view_shape`.
-
-        None = the existing `.grad` cannot be written, for example because of its dtype.
-        """
-        scale, grad = 1.0 / self.divisor, param.sharded.grad
-        if grad is None or has_tensor_hooks(param.sharded):
-            return GradTarget(dtype=param.dtype, scale=scale)
-        local = get_local_tensor(grad)
-        fits = local.dtype == param.dtype and local.is_contiguous() and not grad.requires_grad
-        if not fits or local.shape != param.shard.shape:
-            return None
-        return GradTarget(local.view(view_shape), accumulate=True, scale=scale)
-
     def _acquire_sums(self) -> UnitViews | None:
         """Return views of memory for the sums; None while another unit uses the shared buffer."""
         if self._sums is None:
@@ -264,37 +239,22 @@ class Gradients:
         return self._sums
 
     def _allocate_sums(self) -> UnitViews:
-        """Allocate an uninitialised flat tensor of sums; return each parameter's views of it."""
         numel = self._layout.buffer_numel + self._num_flags
         return self._make_sum_views(torch.empty(numel, dtype=self.dtype, device=self._device))
 
     def _make_sum_views(self, flat_sums: Tensor) -> UnitViews:
-        """Return each parameter's views of a flat tensor of sums."""
         return make_views(self._params, flat_sums, self._layout.unsharded_numel)
 
     @property
     def _device(self) -> torch.device:
-        """Device of the shards."""
         return self._params[0].shard.device
-
-    def _add_to_sums(self, sums: UnitViews, grads: dict[int, Tensor]) -> None:
-        """Copy {parameter index: gradient} to the sums, or add to existing sums; clear `grads`."""
-        new = [i for i in grads if i not in self._filled]
-        copy_all([sums.parameters[i] for i in new], [grads[i] for i in new])
-        for i in self._filled.intersection(grads):
-            alpha = 1.0 / self.divisor if i in self._divided else 1.0
-            sums.parameters[i].add_(grads[i], alpha=alpha)
-        self._filled.update(grads)
-        grads.clear()
 
     def _reduce_sums(self, sums: UnitViews, missing_params: set[int]) -> None:
         """Reduce-scatter and all-reduce the sums, and accumulate into `.grad` of the shards.
 
-        Collective. This rank sends zeros for the parameters in `missing_params`, because other
-        ranks may have their gradients. Three flags per parameter are also summed: whether a rank
-        has a gradient, whether kernels have divided the gradient, and whether the parameter is
-        trained. If parameters are missing, the host waits for the flags. If no rank has a gradient
-        of a parameter, its `.grad` is not changed.
+        Collective. This rank sends zeros for `missing_params`, because other ranks may have their
+        gradients. The flags of `_make_param_flags` are also summed, and the host waits for them if
+        parameters are missing. Without a gradient on any rank, `.grad` is not changed.
         """
         streams, indices = self._streams, sorted(self._filled | missing_params)
         regions = [sums.regions[i] for i in indices]
@@ -349,7 +309,6 @@ class Gradients:
                 param.accumulate_grad_with_hooks(part.view(param.shard.shape))
 
     def _check_trained_on_all_ranks(self, ranks_by_param: Sequence[float]) -> None:
-        """Raise a ValueError if `ranks_by_param[i]` ranks, but not all, train parameter i."""
         num_ranks = self._layout.ranks if self._transport is not None else 1
         num_ranks *= math.prod(group.size() for group in self._replicas)
         unequal = [i for i, ranks in enumerate(ranks_by_param) if 0 < ranks < num_ranks]
@@ -362,11 +321,7 @@ class Gradients:
             )
 
     def _make_param_flags(self) -> Tensor:
-        """Return the flags that the reduction sums, 0 or 1, in a flat tensor [ranks * 3 * params].
-
-        For each rank it has one flag per parameter for "has a gradient", then for "a kernel has
-        divided the gradient", then for "is trained".
-        """
+        """Return flags [ranks, 3, params]: has a gradient, a kernel has divided it, is trained."""
         trained = frozenset(self._list_trained_idxs())
         key = frozenset(self._filled), frozenset(self._divided), trained
         if key not in self._flags:
@@ -391,12 +346,8 @@ class Gradients:
             self.buffer.holder = None
 
     def _accumulate_unreduced(self, grads: dict[int, Tensor], kernel_params: set[int]) -> None:
-        """Add {parameter index: gradient}, divided by the divisor, to `.grad` of the shards.
-
-        Kernels have already written the gradients of the parameters `kernel_params`. The function
-        only calls the post-accumulate-grad hooks of these parameters.
-        """
-        for i in kernel_params.difference(grads):
+        """Add {parameter index: gradient} / divisor to `.grad` of the shards; call all hooks."""
+        for i in kernel_params.difference(grads):  # whose gradients kernels have written
             call_accumulate_hooks(self._params[i].sharded)
         if not grads:
             return
@@ -424,11 +375,7 @@ class _ParamGradSink:
         self._node = get_gradient_edge(param).node
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Compute the gradient and add it to the unit's sums, or return it for autograd.
-
-        `compute(*operands, target)` writes the gradient to `target` or returns it. The result is
-        None if the gradient was added or deferred.
-        """
+        """Compute a gradient and add it to the sums, or defer it, or return it for autograd."""
         if not self._may_take_gradient():
             return compute(*operands, GradTarget())
         return self._gradients.compute_and_accumulate(self._index, self._shape, compute, *operands)
@@ -446,11 +393,3 @@ class _ParamGradSink:
             and not (torch.is_grad_enabled() or has_gradient_hooks(self._param))
             and will_run_node(self._node)
         )
-
-
-def _list_gap_and_shard_sizes(layout: FlatLayout) -> list[int]:
-    """Return the sizes of a flat shard's parts: padding, shard, padding, shard, .., padding."""
-    sizes = list[int]()
-    for slot in layout.slots:
-        sizes += [slot.shard_offset - sum(sizes), slot.shard_numel]
-    return [*sizes, layout.shard_numel - sum(sizes)]

@@ -41,14 +41,8 @@ class UnitParam:
     """One parameter of a unit (FSDP2's parameter group): its sharded and its unsharded form.
 
     The constructor replaces the parameter of `owners` by this rank's shard on `device_type`. No
-    communication.
-
-    Args:
-        slot: position of the parameter in the unit's flat buffers.
-        owners: all (module, attribute name) pairs that refer to the parameter.
-        mesh: axes of the data ranks, the sharding axis last; None = only this rank has it.
-        is_sharded: whether the last axis of `mesh` shards the parameter, or replicates it.
-        join_meshes: function that concatenates two device meshes.
+    communication. `mesh` has the axes of the data ranks, the sharding axis last; None = only this
+    rank has the parameter. `is_sharded` False = the last axis replicates it.
     """
 
     def __init__(
@@ -101,10 +95,7 @@ class UnitParam:
         return self.shard.dtype
 
     def refresh_sharded_param(self) -> bool:
-        """Read the module's current sharded parameter; return whether its memory is new.
-
-        Raises a ValueError if the parameter is not a DTensor of the same global shape.
-        """
+        """Read the module's current sharded parameter; return whether its memory is new."""
         module, attribute = self.owners[0]
         param, shard = module._parameters[attribute], self.shard
         if param is self.sharded:
@@ -138,10 +129,7 @@ class UnitParam:
         return [self.unsharded, get_local_tensor(self.unsharded)]
 
     def pop_grad(self, unsharded_param: nn.Parameter) -> Tensor:
-        """Return the local gradient of the unsharded parameter, and set its `.grad` to None.
-
-        If the parameter is replicated over tp, the gradient is all-reduced over the tp ranks.
-        """
+        """Pop the local gradient of the unsharded parameter, all-reduced over tp if replicated."""
         grad, unsharded_param.grad = unsharded_param.grad, None
         assert grad is not None, "the caller passes a parameter that has a gradient"
         if self._inner is None:
@@ -162,7 +150,6 @@ class UnitParam:
         unsharded.grad = grad if unsharded.grad is None else unsharded.grad + grad
 
     def _wrap_as_dtensor(self, grad: Tensor) -> DTensor:
-        """Wrap a local gradient as a DTensor, Partial over axes that replicate the parameter."""
         assert self._inner is not None, "the parameter has no inner mesh"
         mesh, placements = self._inner
         return make_dtensor(grad, mesh, make_grad_placements(placements), like=self.sharded)
@@ -173,10 +160,7 @@ class UnitParam:
         call_accumulate_hooks(self.sharded)
 
     def accumulate_grad(self, grad: Tensor) -> None:
-        """Apply the sharded parameter's tensor hooks to a local gradient; add it to `.grad`.
-
-        If `.grad` is None, the gradient becomes `.grad` without a copy.
-        """
+        """Apply tensor hooks to a local gradient; add it to `.grad`, or make it `.grad` if None."""
         if has_tensor_hooks(self.sharded):
             grad = apply_tensor_hooks(self.sharded, make_dtensor_like(grad, self.sharded))
             grad = get_local_tensor(grad)
@@ -201,9 +185,8 @@ def _make_placements(
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return mesh and placements of the sharded form of `param`: data axes, then tp, ep, etp.
 
-    `dim` is the dim that the last axis of the data mesh shards; None = replicated.
-    `data_mesh` None = only this rank has the parameter. `join_meshes` concatenates two
-    meshes.
+    The last axis of `data_mesh` shards `dim`; None = replicated. `data_mesh` None = only this rank
+    has the parameter.
     """
     inner = param.device_mesh if isinstance(param, DTensor) else None
     before = param.placements if isinstance(param, DTensor) else ()

@@ -67,19 +67,9 @@ class ParamPlan:
         """Elements of the unsharded parameter."""
         return math.prod(self.shape)
 
-    @property
-    def data_placement(self) -> AxisPlacement | None:
-        """The placement that shards the parameter over data ranks; None = not sharded."""
-        return next((p for p in self.placements if p.axis in DATA_AXES and p.dim is not None), None)
-
     def local_shape(self, coordinate: Coordinate | None = None) -> tuple[int, ...]:
         """Return the shape of a rank's shard; `coordinate` = {axis: index}, None = rank 0."""
         return _compute_local_shape(self.shape, self.placements, coordinate or {})
-
-    def all_gathered_shape(self) -> tuple[int, ...]:
-        """Return the shape with which a rank computes, after the all-gather over data ranks."""
-        inner = [p for p in self.placements if p.axis not in DATA_AXES]
-        return _compute_local_shape(self.shape, inner, {})
 
     def num_bytes(self, coordinate: Coordinate | None = None) -> int:
         """Return the bytes of a rank's shard; `coordinate` = {axis: index}, None = rank 0."""
@@ -301,12 +291,8 @@ def make_flat_layouts(
 ) -> tuple[FlatLayout, ...]:
     """Group a unit's parameters by dtypes and recipe, and return a flat layout for each group.
 
-    Args:
-        params: the unit's parameters, which are sharded over `num_ranks` ranks.
-        gather_dtype: dtype of the all-gather; None = the dtype of each parameter.
-        reduce_dtype: dtype of the reduction of gradients.
-        recipes: recipes of parameters that are all-gathered in FP8, by name.
-        fp32_names: names of parameters that are all-gathered in their dtype and reduced in fp32.
+    `gather_dtype` None = the dtype of each parameter. `recipes` maps names of parameters that are
+    all-gathered in FP8. Parameters in `fp32_names` keep their dtype and are reduced in fp32.
     """
     groups: dict[tuple[str, str, str, Recipe | None], list[ParamPlan]] = {}
     for param in params:
@@ -328,16 +314,14 @@ def make_flat_layout(
     params: Iterable[ParamPlan],
     num_ranks: int,
 ) -> FlatLayout:
-    """Assign offsets to parameters, in the unit's order, and return their `FlatLayout`.
-
-    All parameters have `dtype`, are all-gathered in dtype `gather_dtype` over `num_ranks` ranks,
-    and have gradients that are reduced in dtype `reduce_dtype`. `recipe` quantises the all-gather;
-    None = a cast.
-    """
+    """Assign offsets to parameters of these dtypes, in order, and return their `FlatLayout`."""
     slots, offset = [], 0
     for param in params:
-        placement, shape = param.data_placement, list(param.all_gathered_shape())
-        dim = 0 if placement is None or placement.dim is None else placement.dim
+        of_data = [p for p in param.placements if p.axis in DATA_AXES]
+        dim = next((p.dim for p in of_data if p.dim is not None), 0)
+        # The shape with which a rank computes, after the all-gather over data ranks.
+        inner = [p for p in param.placements if p.axis not in DATA_AXES]
+        shape = list(_compute_local_shape(param.shape, inner, {}))
         unsharded_numel, shape[dim] = math.prod(shape), -(-shape[dim] // num_ranks)
         numel = math.prod(shape)
         slots.append(

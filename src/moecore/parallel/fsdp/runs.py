@@ -114,7 +114,6 @@ class ForwardVisit:
             return arguments
 
         def record(x: Tensor) -> Tensor:
-            """Record and return a view of an activation; return other tensors unchanged."""
             if not x.requires_grad or isinstance(x, nn.Parameter):
                 return x
             view = x.view_as(x)

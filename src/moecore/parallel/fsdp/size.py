@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
 
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.parallel.fsdp.buffers import plan_buffers
-from moecore.parallel.fsdp.plan import ShardPlan, UnitPlan, UnitRole
+from moecore.parallel.fsdp.plan import ShardPlan, UnitRole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +60,12 @@ def compute_rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
                 role=role,
                 parameters=sum(p.num_bytes(coordinate) for p in role_params),
                 gradients=sum(p.num_bytes(coordinate) for p in role_params if p.trainable),
-                unsharded=sum(_count_unsharded_bytes(unit) for unit in units),
+                unsharded=sum(
+                    layout.unsharded_numel // layout.values_per_byte * _get_itemsize(layout.gathers)
+                    for unit in units
+                    for layout in unit.layouts
+                    if layout.has_buffer
+                ),
             )
         )
     trained = {param.name for param in plan.params if param.trainable}
@@ -71,32 +75,16 @@ def compute_rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
         roles=tuple(roles),
         weights=weights,
         sums=sum(buffer.num_bytes for buffer in buffers) - weights,
-        accumulated=sum(_count_sum_bytes(u, trained) for u in plan.units if u.accumulates),
-    )
-
-
-def _count_unsharded_bytes(unit: UnitPlan) -> int:
-    """Return the bytes of a unit's buffers of unsharded parameters, with padding."""
-    return sum(
-        layout.unsharded_numel // layout.values_per_byte * _get_itemsize(layout.gathers)
-        for layout in unit.layouts
-        if layout.has_buffer
-    )
-
-
-def _count_sum_bytes(unit: UnitPlan, trained_names: Set[str]) -> int:
-    """Return the bytes of a unit's gradient sums, without sums that become `.grad`.
-
-    `trained_names` has the names of all trainable parameters.
-    """
-    return sum(
-        layout.buffer_numel * _get_itemsize(layout.reduces)
-        for layout in unit.layouts
-        if any(slot.param in trained_names for slot in layout.slots)
-        and (layout.ranks > 1 or layout.dtype != layout.reduces)
+        accumulated=sum(
+            layout.buffer_numel * _get_itemsize(layout.reduces)
+            for unit in plan.units
+            if unit.accumulates
+            for layout in unit.layouts
+            if any(slot.param in trained for slot in layout.slots)
+            and (layout.ranks > 1 or layout.dtype != layout.reduces)
+        ),
     )
 
 
 def _get_itemsize(dtype_name: str) -> int:
-    """Return the bytes per element of the dtype with a name such as "bfloat16"."""
     return int(getattr(torch, dtype_name).itemsize)

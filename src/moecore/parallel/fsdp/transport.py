@@ -49,10 +49,7 @@ class CoalescedTransport:
         self._gather.asyncOp = self._reduce.asyncOp = False
 
     def all_gather(self, regions: Tensors, shards: Tensors, header: RankHeader) -> list[RankHeader]:
-        """All-gather each shard [n] into the tensor [ranks * n] at its index in `regions`.
-
-        `header` is ignored and the result is [], because the host would wait for headers.
-        """
+        """All-gather each shard [n] into the tensor [ranks * n] at its index in `regions`."""
         work = self._group.allgather_into_tensor_coalesced(regions, shards, self._gather)
         if work is not None:
             work.wait()
@@ -72,11 +69,7 @@ class PackedTransport:
         self._group, self.host_reads = group, device_type == "cpu"
 
     def all_gather(self, regions: Tensors, shards: Tensors, header: RankHeader) -> list[RankHeader]:
-        """All-gather all shards in one message, and copy them to `regions` at their indices.
-
-        On CPUs the message also has `header`, numbers that ranks compare. Returns the headers of
-        all ranks, or [] on other devices.
-        """
+        """All-gather all shards in one message; on CPUs return the `header` of all ranks, too."""
         numbers = header if self.host_reads and not shards[0].is_meta else []
         words = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         shards = [*shards, words.to(shards[0].device).view(shards[0].dtype)]
@@ -178,7 +171,6 @@ class UnitStreams:
         return use_stream(self._reduce)
 
     def _get_current_stream(self) -> Stream:
-        """Return the GPU's current stream, on which the caller's operations run."""
         stream = get_current_stream(self.device_type)
         assert stream is not None, "only a GPU has streams"
         return stream

@@ -167,23 +167,18 @@ class UnevenRanks:
         return [run for visit in self._outermost_visits for run in visit.runs]
 
     def _record_backward_start(self, visit: ForwardVisit) -> None:
-        """Record that a forward's backward has begun, and drop the forward's graph edges."""
         visit.is_in_backward = True
         visit.inputs.clear()
         visit.outputs.clear()
 
     def _issue_skipped_forwards(self, parent: ForwardVisit, end_idx: int) -> None:
-        """Issue the forward collectives of skipped children of `parent` before index `end_idx`."""
         if parent.joins:
             for node in parent.node.children[parent.next : end_idx]:
                 self._issue_skipped_forward(node, parent)
             parent.next = max(parent.next, end_idx)
 
     def _issue_skipped_forward(self, node: ModuleNode, parent: ForwardVisit) -> None:
-        """Issue the forward collectives of a skipped module and of its submodules.
-
-        `parent` is the record of the enclosing module's forward.
-        """
+        """Issue the forward collectives of a skipped module and of its submodules."""
         visit = ForwardVisit(node, parent, parent.forward_idx, is_skipped=True)
         parent.children.append(visit)
         units, is_recompute = _list_units(node), is_inside_backward()
@@ -229,10 +224,7 @@ class UnevenRanks:
             self._end_backward(visit)
 
     def _end_backward(self, visit: ForwardVisit) -> None:
-        """End a forward's backward. If the backward has not begun, issue its collectives.
-
-        If no rank can run the backward, the record `visit` is dropped without collectives.
-        """
+        """End a forward's backward; issue its collectives if only other ranks may run it."""
         node = visit.node
         if visit.is_in_backward:
             for run in visit.runs.copy():
@@ -291,10 +283,6 @@ class UnevenRanks:
             self._reshard_if_unused(unit, visit.forward_idx)
 
     def _run_empty_forward(self, layer: ExchangeLayer, experts_unit: Unit) -> EmptyRun:
-        """Run a skipped MoE layer on zero tokens; return its input and output for backward.
-
-        The input has the dtype and device of `experts_unit`.
-        """
         needs_grad = self._has_trained_predecessor(layer)
         shape = 0, layer.config.dim
         x_0D = torch.zeros(shape, dtype=experts_unit.dtype, device=experts_unit.device)
@@ -309,7 +297,6 @@ class UnevenRanks:
             layer_check.joins = False
 
     def _run_empty_backward(self, node: ModuleNode, empty_run: EmptyRun, forward_idx: int) -> None:
-        """Run the zero-token backward of a node's MoE layer, in model forward `forward_idx`."""
         assert node.layer is not None, "it has run"
         inputs = [empty_run.x_0D] if empty_run.x_0D.requires_grad else []
         inner_units = list[tuple[nn.Module, Unit]]()
@@ -332,10 +319,7 @@ class UnevenRanks:
     def _run_zero_backward(
         self, node: ModuleNode, outputs: Sequence[Output], inputs: Sequence[GradientEdge]
     ) -> None:
-        """Run a module's backward from `outputs` to `inputs` with zero gradients.
-
-        The dispatchers in the module thus join the communication of other ranks' backwards.
-        """
+        """Run a backward with zero gradients, so that dispatchers join other ranks' backwards."""
         edges = [output.edge for output in outputs]
         zeros = [torch.zeros(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
         experts, dense = list[Tensor](), list[Tensor]()
@@ -352,10 +336,7 @@ class UnevenRanks:
     def _run_backward(
         self, outputs: Sequence[Any], zero_grads: Sequence[Tensor], inputs: Sequence[Any]
     ) -> None:
-        """Run a backward from `outputs`, with gradients `zero_grads`, to `inputs`.
-
-        Also ends each module's backward that begins in this call.
-        """
+        """Run a backward with zero gradients; end the backwards of modules that begin in it."""
         outside = len(self._active)
         # The graph is retained, because a later backward of the same forward may need it.
         torch.autograd.backward(outputs, zero_grads, retain_graph=True, inputs=inputs)
@@ -379,11 +360,7 @@ def _add_child_nodes(
     experts_by_layer: Mapping[nn.Module, nn.Module],
     visited_modules: set[nn.Module],
 ) -> None:
-    """Add the modules with hooks inside `module` as descendants of `node`, in place.
-
-    `module_units` has the units of each module with hooks. `experts_by_layer` maps MoE layers to
-    experts. `visited_modules` has the modules that are in the tree, and is extended.
-    """
+    """Add modules with hooks inside `module` to the tree; `visited_modules` are in it already."""
     for child in module.children():
         if child in visited_modules:
             continue

@@ -54,14 +54,9 @@ class State(enum.Enum):
 class Unit:
     """Parameters that are unsharded, resharded and reduced together, like `FSDPParamGroup`.
 
-    The parameters have one dtype and mesh, and are used by the forward of `modules`.
-
-    Args:
-        layout: offsets of the parameters in the flat shard and the unsharded buffer.
-        format: conversion of shards to the values that are all-gathered.
-        shard_group: ranks over which the parameters are sharded; None = they are not sharded.
-        replicas: groups over which gradients are all-reduced after the reduce-scatter.
-        streams: streams for the all-gathers and reductions of all units of the model.
+    The parameters have one dtype and mesh, and are used by the forward of `modules`. `format`
+    converts shards to the values that are all-gathered over `shard_group` (None = not sharded).
+    After the reduce-scatter gradients are all-reduced over the groups of `replicas`.
     """
 
     def __init__(
@@ -181,26 +176,19 @@ class Unit:
             disable_dispatch_modes(),
             publish_errors(f"the all-gather of {self.options.name}"),
         ):
-            self._all_gather()
+            if not self._versioned_tensors:
+                self._make_unsharded()
+                self._streams.sync_gather_stream()  # the current stream may still use new memory
+            if self.buffer is not None and self._views is not None:
+                with self._streams.use_gather_stream() if self.is_sharded else nullcontext():
+                    self.buffer.last_use.wait()
+                    self._fill_buffer(self._views)
+                    self._unshard_event.record()
+            set_version_counters(self._versioned_tensors, self._unsharded_versions)
         self.state = State.UNSHARDING
 
-    def _all_gather(self) -> None:
-        """Launch the all-gather into the buffer; the first call creates unsharded parameters."""
-        if not self._versioned_tensors:
-            self._make_unsharded()
-            self._streams.sync_gather_stream()  # new memory: the current stream may still use it
-        if self.buffer is not None and self._views is not None:
-            with self._streams.use_gather_stream() if self.is_sharded else nullcontext():
-                self.buffer.last_use.wait()
-                self._fill_buffer(self._views)
-                self._unshard_event.record()
-        set_version_counters(self._versioned_tensors, self._unsharded_versions)
-
     def can_unshard(self) -> bool:
-        """Whether a prefetch may take the shared buffer from the unit that uses the buffer.
-
-        A prefetch may not, if that unit is in use or its all-gather is not complete (UNSHARDING).
-        """
+        """Whether a prefetch may take the buffer: its user is not in use and not UNSHARDING."""
         holder = None if self.buffer is None else self.buffer.holder
         if holder is None or holder is self:
             return True
@@ -243,10 +231,7 @@ class Unit:
         return [b for b in (self.buffer, self.gradients.buffer) if b is not None]
 
     def _acquire_buffer(self) -> None:
-        """Reshard the unit that uses the shared buffer, and take the buffer.
-
-        Raises a RuntimeError if forwards of both units run now.
-        """
+        """Take the shared buffer and reshard its user; RuntimeError if both units run."""
         if self.buffer is None:
             return
         holder = self.buffer.holder
@@ -284,7 +269,8 @@ class Unit:
         header = [] if self.header is None else self.header.make_header(self)
         headers = self._transport.all_gather(views.regions, views.padded_local, header)
         if headers and self.header is not None and self._group is not None:
-            self.header.check_headers(self, headers, self._group)
+            collective = f"the all-gather of {self.options.name}"
+            check_collective_headers(collective, headers, self.header.formatters, self._group)
         for param, region, data in zip(params, views.regions, views.parameters, strict=True):
             if param.is_strided:
                 *outer, last = param.shard_shape
@@ -306,7 +292,7 @@ class CollectiveHeader:
         self._index = {unit: index for index, unit in enumerate(units)}
         self._forward_numbers = [0, 0, 0, 0]
         names = [unit.options.name for unit in units]
-        self._describe: dict[str, Callable[[int], str]] = {
+        self.formatters: dict[str, Callable[[int], str]] = {
             "the unit": names.__getitem__,
             "torch.is_grad_enabled()": lambda n: str(bool(n)),
             "model.training": lambda n: str(bool(n)),
@@ -316,10 +302,7 @@ class CollectiveHeader:
         }
 
     def begin_forward(self, progress: Progress | None) -> None:
-        """Set the numbers that all headers of one model forward contain.
-
-        The numbers are grad mode, training mode, autocast dtype, and micro-batch in `progress`.
-        """
+        """Set the numbers that all headers of one model forward contain."""
         autocast, micro_batch = None, 0
         if torch.is_autocast_enabled(self._device_type):
             autocast = torch.get_autocast_dtype(self._device_type)
@@ -333,11 +316,3 @@ class CollectiveHeader:
         trained = bytes(param.sharded.requires_grad for param in unit.params)
         checksum = (sum(trained) << 32) + zlib.crc32(trained)
         return [self._index[unit], *self._forward_numbers, checksum]
-
-    def check_headers(
-        self, unit: Unit, headers: Sequence[Sequence[int]], shard_group: dist.ProcessGroup
-    ) -> None:
-        """Raise a ValueError on all ranks of a group if their `headers` for a unit differ."""
-        check_collective_headers(
-            f"the all-gather of {unit.options.name}", headers, self._describe, shard_group
-        )

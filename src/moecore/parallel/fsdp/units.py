@@ -49,10 +49,24 @@ def find_units(model: nn.Module, options: FSDPOptions) -> Units:
     in_blocks = {layer for stack in stacks for layer in stack}
     stacks.append([m for m in layers if m not in in_blocks])
     groups = _group_blocks(model, blocks, options.blocks_per_unit)
-    routers = [unit for stack in stacks for unit in _separate_routers(stack, options)]
+    # Routers that mixed precision must not cast. A unit per router would double the host time. The
+    # gradients of one unit for all routers are unsharded until the first block's backward: 430 MB
+    # for DeepSeek-V3.
+    routers: list[list[nn.Module]] = []
+    for stack in stacks:
+        routers_by_dtype: dict[torch.dtype, list[nn.Module]] = {}
+        for router in (m.get_part("router") for m in stack):
+            if router is not None and is_in_router_unit(router, options):
+                routers_by_dtype.setdefault(router.weight.dtype, []).append(router)
+        routers += routers_by_dtype.values()
     heads = find_heads(model, blocks)
     first_routers = {unit[0] for unit in routers}
-    parts = [[group[0], *_list_first_modules(group, first_routers)] for group in groups]
+    parts = []
+    for group in groups:
+        inner = _list_moe_layers(group)
+        routers_of_group = [m.get_part("router") for m in inner]
+        first = [router for router in routers_of_group if router in first_routers]
+        parts.append([group[0], *first, *(m.get_part("experts") for m in inner)])
     place = {module: i for i, module in enumerate(model.modules())}
     return Units(
         blocks=blocks,
@@ -76,7 +90,6 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     is_dense = not _list_moe_layers([model])
 
     def visit(module: nn.Module) -> None:
-        """Append the blocks in `module` to `blocks`, in order."""
         if not is_dense and not _list_moe_layers([module]):
             return
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -98,10 +111,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the output heads that become separate units, in module order.
-
-    A head has the attribute `is_fsdp_head`, comes after a block, and has no tied parameters.
-    """
+    """Return the untied heads (`is_fsdp_head`) behind a block, which become units, in order."""
     # In the root unit no compute would hide a head's all-gather and reduction. A separate unit is
     # all-gathered while the last block runs, is resident, and is reduced first. Only the forward of
     # the head may read its weight, as in `moecore.models`. Heads of other models belong to the
@@ -126,7 +136,6 @@ def make_tied_predicate(model: nn.Module) -> Callable[[nn.Module], bool]:
         parents.update(module.children())
 
     def is_tied(block: nn.Module) -> bool:
-        """Whether `block` shares a parameter with a module outside of it."""
         inner = (module for module in block.modules() if module is not block)
         has_ties = any(holders[id(p)] > 1 for p in block.parameters())
         has_ties |= any(parents[module] > 1 for module in inner)
@@ -141,7 +150,6 @@ def _is_shared_outside(block: nn.Module, model: nn.Module) -> bool:
     reached: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> bool:
-        """Whether `module`, or a module in it outside of `block`, has a parameter of `block`."""
         if module is block or module in reached:
             return False
         reached.add(module)
@@ -196,7 +204,6 @@ def plan_backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    """Whether a module or a submodule has a parameter."""
     return next(module.parameters(), None) is not None
 
 
@@ -223,38 +230,12 @@ def _find_outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
     return list_of
 
 
-def _separate_routers(layers: list[RoutedLayer], options: FSDPOptions) -> list[list[nn.Module]]:
-    """Return the routers that mixed precision must not cast, one list (a unit) per dtype."""
-    # A unit per router would double the host time. The gradients of one unit for all routers are
-    # unsharded until the first block's backward: 430 MB for DeepSeek-V3.
-    of_dtype: dict[torch.dtype, list[nn.Module]] = {}
-    for router in (m.get_part("router") for m in layers):
-        if router is not None and is_in_router_unit(router, options):
-            of_dtype.setdefault(router.weight.dtype, []).append(router)
-    return list(of_dtype.values())
-
-
 def _list_moe_layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
-    """Return the MoE layers in the blocks."""
     return [m for block in blocks for m in block.modules() if isinstance(m, RoutedLayer)]
 
 
-def _list_first_modules(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Module]:
-    """Return the first modules of the units in these blocks: routers, then each layer's experts.
-
-    `first_routers` has the first module of each unit of routers.
-    """
-    layers = _list_moe_layers(blocks)
-    parts = [m.get_part("router") for m in layers if m.get_part("router") in first_routers]
-    return [*parts, *(m.get_part("experts") for m in layers)]
-
-
 def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
-    """Return a function that maps a parameter name to its kind, such as "attention" or "other".
-
-    `layers` maps module names to the model's MoE layers. Names have no prefixes of wrappers such as
-    torch.compile's.
-    """
+    """Return a function that maps a clean parameter name to its kind, such as "attention"."""
     roles: dict[str, str] = {}
     kinds = {"router": "router", "experts": "experts", "shared": "shared experts"}
     for name, layer in layers.items():
@@ -269,23 +250,19 @@ def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Cal
     modules = {clean_name(name): module for name, module in model.named_modules()}
 
     def kind_of(param: str) -> str:
-        """Return the kind of the parameter with this name, from its innermost known module."""
         *path, leaf = param.split(".")
         if any("lora_" in part for part in [*path, leaf]):
             return "LoRA"
         prefixes = [".".join(path[:n]) for n in range(len(path), -1, -1)]  # innermost first
         for prefix in prefixes:
-            kind = roles.get(prefix) or _find_param_kind(modules.get(prefix), prefix)
-            if kind is not None:
-                return kind
+            module = modules.get(prefix)
+            if prefix in roles:
+                return roles[prefix]
+            if getattr(module, "is_fsdp_head", False) or prefix.endswith("lm_head"):
+                return "head"
+            for word, kind in WORDS.items():
+                if word in type(module).__name__.lower():
+                    return kind
         return "other"
 
     return kind_of
-
-
-def _find_param_kind(module: nn.Module | None, module_name: str) -> str | None:
-    """Return the kind of a module's parameters by its class or name, such as "norms", or None."""
-    class_name = type(module).__name__.lower()
-    if getattr(module, "is_fsdp_head", False) or module_name.endswith("lm_head"):
-        return "head"
-    return next((kind for word, kind in WORDS.items() if word in class_name), None)

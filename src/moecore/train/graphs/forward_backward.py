@@ -145,26 +145,22 @@ class GraphedForwardBackward:
             self._capacity.enlarge_buffers()
         if self._captured is not None:
             return self._captured.replay(inputs)
+        run = self._forward_backward
         with self._capacity.enter_graph():
-            return self._run_before_replay(inputs)
-
-    def _run_before_replay(self, inputs: Inputs) -> Any:
-        """Run a warm-up call, or capture the graph and replay it; return the outputs."""
-        device_inputs = tuple(x.to(self._device, non_blocking=True, copy=True) for x in inputs)
-        if self._num_warm_up_calls < self._warm_up:
-            is_last = self._num_warm_up_calls == self._warm_up - 1
-            run = self._forward_backward
-            outputs = _call_without_syncs(run, device_inputs) if is_last else run(*device_inputs)
-            self._num_warm_up_calls += 1
-            self._inputs = device_inputs
-            return outputs
-        _check_inputs(device_inputs, self._inputs)
-        self._captured = _capture_step(
-            self._forward_backward, self._model, self._state, device_inputs
-        )
-        self._capacity.graph_steps = SkippedSteps()
-        self._inputs = ()
-        return self._captured.replay(inputs)
+            device_inputs = tuple(x.to(self._device, non_blocking=True, copy=True) for x in inputs)
+            if self._num_warm_up_calls < self._warm_up:
+                if self._num_warm_up_calls == self._warm_up - 1:
+                    outputs = _call_without_syncs(run, device_inputs)
+                else:
+                    outputs = run(*device_inputs)
+                self._num_warm_up_calls += 1
+                self._inputs = device_inputs
+                return outputs
+            _check_inputs(device_inputs, self._inputs)
+            self._captured = _capture_step(run, self._model, self._state, device_inputs)
+            self._capacity.graph_steps = SkippedSteps()
+            self._inputs = ()
+            return self._captured.replay(inputs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +178,6 @@ class _CapturedStep:
     num_in_step: int  # micro-batches of a `TrainStep` that the graph runs
 
     def replay(self, inputs: Inputs) -> Any:
-        """Copy inputs, replay the graph, set `.grad` of parameters; return copies of outputs."""
         record = get_parallel_state(self.model)
         if record is not None and record.arguments is not None:  # a replay runs no model hook
             named = {f"inputs[{place}]": x for place, x in enumerate(inputs)}
@@ -244,7 +239,6 @@ def _capture_step(
 def _capture_graph(
     forward_backward: Callable[..., Any], inputs: Inputs
 ) -> tuple[torch.cuda.CUDAGraph, Any, Exception | None]:
-    """Return the captured graph, the function's outputs, and the capture's error or None."""
     graph, outputs, first = torch.cuda.CUDAGraph(), None, None
     gc.collect()  # the free of a dead model may wait for the GPU, which breaks a capture
     collects = gc.isenabled()
@@ -287,7 +281,6 @@ def _call_without_syncs(forward_backward: Callable[..., Any], inputs: Inputs) ->
 
 
 def _find_capture_problem(sync_warnings: list[warnings.WarningMessage], outputs: Any) -> str:
-    """Return an error text if there are warnings of host syncs or invalid outputs, otherwise ""."""
     if sync_warnings:
         return (
             f"forward_backward must not wait for the GPU in a CUDA graph, but does in "
@@ -310,7 +303,6 @@ def _find_capture_problem(sync_warnings: list[warnings.WarningMessage], outputs:
 
 
 def _check_no_tapes_or_gradients(model: nn.Module, moe_state: MoEState) -> None:
-    """Raise NotImplementedError if routers record or replay, ValueError if gradients exist."""
     for name, layer in moe_state.layers.items():
         router = layer.get_part("router")
         if router is not None and router.tape is not None:
@@ -328,7 +320,6 @@ def _check_no_tapes_or_gradients(model: nn.Module, moe_state: MoEState) -> None:
 
 
 def _check_inputs(inputs: Inputs, expected_inputs: Inputs) -> None:
-    """Raise ValueError unless `inputs` have the shapes and dtypes of `expected_inputs`."""
     kinds = [(tuple(x.shape), x.dtype) for x in inputs]
     expected_kinds = [(tuple(x.shape), x.dtype) for x in expected_inputs]
     if kinds != expected_kinds:
@@ -366,7 +357,6 @@ def _check_dispatchers(moe_state: MoEState) -> None:
 
 
 def _get_gpu_device(model: nn.Module) -> torch.device:
-    """Return the device of a model; raise ValueError if it is not a GPU."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise ValueError(
@@ -377,7 +367,6 @@ def _get_gpu_device(model: nn.Module) -> torch.device:
 
 
 def _drop_fp8_copies(moe_state: MoEState) -> None:
-    """Drop the FP8 copies of expert weights; the next forward quantises the weights again."""
     for layer in moe_state.layers.values():
         layer.get_part("experts").reader.drop_copies()
 
@@ -428,8 +417,7 @@ def _list_facts(
 ) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Yield (key, value, owner) of each host-side value that a captured graph relies on.
 
-    A key is like ("requires_grad", module, tensor). `owner` is the object whose address is the
-    value; None = the value is no address.
+    `owner` is the object whose address is the value; None = the value is no address.
     """
     yield ("the number of micro-batches of a step",), moe_state.num_micro_batches, None
     for name, module in model.named_modules():

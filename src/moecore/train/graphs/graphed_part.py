@@ -59,14 +59,12 @@ class _GraphSlot:
 
     @property
     def pool(self) -> Any:
-        """The handle of the CUDA memory pool in which the slot's graphs are captured."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
     @property
     def is_free(self) -> bool:
-        """Whether no forward in this slot still needs its backward."""
         self._turns = [turn for turn in self._turns if _has_pending_backward(turn)]
         return not self._turns
 
@@ -78,7 +76,6 @@ class _GraphSlot:
 
 
 def _has_pending_backward(pending_ref: weakref.ref[_PendingBackward]) -> bool:
-    """Return whether the forward behind `pending_ref` exists and still needs its backward."""
     turn = pending_ref()
     return turn is not None and not turn.has_ended
 
@@ -141,12 +138,8 @@ class _CallSignature(NamedTuple):
 class GraphedPart:
     """Replaces a method by CUDA graphs of its forward and backward, after a warm-up.
 
-    Args:
-        name: name of the method, for errors.
-        method: the method.
-        modules: modules whose parameters the method reads; only the first module may have hooks.
-        memory: the memory that this part shares with other parts.
-        may_use_graph: returns whether a call may use the graphs; None = always.
+    The method reads parameters of `modules`, of which only the first may have hooks. `memory` is
+    shared with other parts. `may_use_graph` tells whether a call may use the graphs.
     """
 
     def __init__(
@@ -201,7 +194,6 @@ class GraphedPart:
         return pair.replay(tensors, [p for _, _, p in _list_trained_params(self._modules)])
 
     def _may_use_graph(self, tensors: list[Tensor]) -> bool:
-        """Return whether a call with these tensors may warm up, capture or replay."""
         if not tensors or not _can_use_graph(tensors[0]) or is_inside_backward():
             return False
         if get_saved_tensor_hooks() is not None and not is_packing():
@@ -223,11 +215,7 @@ class GraphedPart:
         return facts
 
     def _capture_call(self, spec: Any, examples: list[Tensor], slot: _GraphSlot) -> _GraphPair:
-        """Capture forward and backward of the method in a memory pool; return both graphs.
-
-        `spec` has the arguments with a placeholder for each tensor. The inputs have the shapes and
-        dtypes of `examples`.
-        """
+        """Capture forward and backward of the method in a memory pool; return both graphs."""
         empty = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in examples)
         inputs = [x.requires_grad_(y.requires_grad) for x, y in zip(empty, examples, strict=True)]
         args, kwargs = unflatten_tensors(spec, inputs)
@@ -277,7 +265,6 @@ class _GraphPair:
         return unflatten_tensors(self.spec, outputs)
 
     def replay_forward(self, inputs: list[Tensor]) -> None:
-        """Copy `inputs` to the graph's static inputs and replay the forward graph only."""
         with torch.no_grad():
             foreach_copy_(self.inputs, inputs)
         self.forward()
@@ -290,7 +277,6 @@ class _GraphReplay(torch.autograd.Function):
     def forward(
         ctx: Any, pair: _GraphPair, num_inputs: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Replay the forward graph on the first `num_inputs` tensors; return its outputs."""
         ctx.pair, ctx.turn = pair, pair.slot.reserve()
         pair.holder = weakref.ref(ctx.turn)
         ctx.needs_gradient = [x.requires_grad for x in tensors]
@@ -303,7 +289,6 @@ class _GraphReplay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Replay the backward graph; return the gradients of inputs and parameters."""
         pair = ctx.pair
         if ctx.turn.has_ended or pair.holder() is not ctx.turn:
             raise RuntimeError(
@@ -326,10 +311,7 @@ def _capture_pair(
     memory: GraphMemory,
     slot: _GraphSlot,
 ) -> _GraphPair:
-    """Capture `function()` and its backward in the memory pool `slot`; return both graphs.
-
-    `function` reads the tensors `inputs`. The backward computes the gradients of `leaves`.
-    """
+    """Capture `function()` of `inputs`, and the backward that computes gradients of `leaves`."""
     saved_tensors: list[Tensor] = []
     forward, result = _capture_graph(partial(_run_forward, function, saved_tensors), memory, slot)
     outputs: list[Tensor] = []
@@ -359,14 +341,17 @@ def _run_forward(function: Callable[[], Any], saved_tensors: list[Tensor]) -> An
         saved_tensors.append(tensor.detach())
         return TensorHandle(tensor)
 
-    with use_packer(keep), _disable_autocast_cache():
+    autocast: AbstractContextManager[Any] = nullcontext()
+    if torch.is_autocast_enabled("cuda"):  # casts of weights are not cached for later work
+        dtype = torch.get_autocast_dtype("cuda")
+        autocast = torch.autocast("cuda", dtype=dtype, cache_enabled=False)
+    with use_packer(keep), autocast:
         return function()
 
 
 def _compute_gradients(
     outputs: list[Tensor], leaves: list[Tensor], output_grads: list[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `leaves` from `output_grads`; None for unused leaves."""
     # Autograd's thread of the device may run a pair's backward, so this one runs in its own thread.
     with torch.autograd.set_multithreading_enabled(False):
         return torch.autograd.grad(outputs, leaves, output_grads, allow_unused=True)
@@ -398,7 +383,6 @@ def _capture_graph(
 
 @contextmanager
 def _alias_params(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Replace trained parameters in the context by aliases without hooks; yield the aliases."""
     trained, aliases = list(_list_trained_params(modules)), list[Tensor]()
     for module, name, param in trained:
         alias = nn.Parameter(param.detach())
@@ -415,7 +399,6 @@ def _alias_params(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 def _list_trained_params(
     modules: Sequence[nn.Module],
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield (module, name, parameter) of trained parameters that modules have directly."""
     for module in modules:
         for name, param in module._parameters.items():
             if param is not None and param.requires_grad:
@@ -423,19 +406,10 @@ def _list_trained_params(
 
 
 def _can_use_graph(tensor: Tensor) -> bool:
-    """Return whether a tensor is on a GPU and no graph is being captured."""
     return tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
-def _disable_autocast_cache() -> AbstractContextManager[Any]:
-    """Return a context in which autocast does not cache casts of weights for later work."""
-    if not torch.is_autocast_enabled("cuda"):
-        return nullcontext()
-    return torch.autocast("cuda", dtype=torch.get_autocast_dtype("cuda"), cache_enabled=False)
-
-
 def _copy_tensors(tensors: list[Tensor]) -> list[Tensor]:
-    """Return copies of tensors; a single launch copies all tensors."""
     copies = [torch.empty_like(x) for x in tensors]
     if copies:
         foreach_copy_(copies, tensors)
@@ -449,7 +423,7 @@ class _TensorSlot(NamedTuple):
 
 
 class _FlatRecord(NamedTuple):
-    """Class, field names and values of a dataclass or named tuple, with tensor placeholders."""
+    """A dataclass or named tuple with tensor placeholders."""
 
     cls: type
     names: tuple[str, ...]

@@ -101,10 +101,7 @@ def drop_graphs(model: nn.Module) -> None:
 def _graph_layer(
     layer_name: str, layer: RoutedLayer, memory: GraphMemory, scopes: Sequence[GraphScope]
 ) -> None:
-    """Replace the parts of an MoE layer that `scopes` selects by CUDA graphs, in place.
-
-    The parts are the router, shared experts, and the dispatcher's `prepare_send_order`.
-    """
+    """Replace the parts of an MoE layer that `scopes` selects by CUDA graphs, in place."""
     router, dispatcher = layer.get_part("router"), layer.dispatcher
     if "router" in scopes and isinstance(router, Router):
         modules = list(dict.fromkeys((router, router.bias_owner)))
@@ -113,9 +110,8 @@ def _graph_layer(
     shared = layer.get_part("shared") if isinstance(layer, MoELayer) else None
     if "shared_experts" in scopes and shared is not None:
         shared_memory = GraphMemory() if layer.shared_stream is not None else memory
-        _replace_by_graph(
-            f"{layer_name}.shared", shared, "forward", list(shared.modules()), shared_memory
-        )
+        modules = list(shared.modules())
+        _replace_by_graph(f"{layer_name}.shared", shared, "forward", modules, shared_memory)
     sends_orders = isinstance(dispatcher, (AllToAllDispatcher, HierarchicalDispatcher))
     if "dispatch" in scopes and sends_orders:
         _replace_by_graph(f"{layer_name}.dispatcher", dispatcher, "prepare_send_order", [], memory)
@@ -129,19 +125,12 @@ def _replace_by_graph(
     memory: GraphMemory,
     may_use_graph: Callable[[], bool] | None = None,
 ) -> None:
-    """Replace the method named `method_name` of `owner` by a `GraphedPart`, in place.
-
-    `part_name` is for errors. The other arguments are passed to `GraphedPart`.
-    """
-    setattr(
-        owner,
-        method_name,
-        GraphedPart(part_name, getattr(owner, method_name), modules, memory, may_use_graph),
-    )
+    """Replace a method of `owner` by a `GraphedPart`, in place; `part_name` is for errors."""
+    method = getattr(owner, method_name)
+    setattr(owner, method_name, GraphedPart(part_name, method, modules, memory, may_use_graph))
 
 
 def _can_graph_router(router: Router) -> bool:
-    """Return whether a router has no collective and no recorded, replayed or forced choices."""
     return router.is_collective_free and router.tape is None and router.forced_ids is None
 
 

@@ -20,7 +20,7 @@ from moecore.base.regions import recompute_products
 from moecore.moe.backends import find_backend_computation
 from moecore.moe.layer import RoutedLayer
 from moecore.train.memory.offload import Offload, call_in_context, wrap_forward
-from moecore.train.memory.parts import BlockPart, PartRecompute, find_part_recompute, find_parts
+from moecore.train.memory.parts import find_part_recompute, find_parts
 from moecore.train.memory.recompute import recompute, share_region_outputs
 from moecore.train.memory.stash import Stash
 
@@ -64,10 +64,7 @@ def apply_stash(
     *,
     compiled_modules: Set[nn.Module] = frozenset(),
 ) -> Stash | None:
-    """Store saved rows of MoE layers in pages of a `Stash`; return the stash or None.
-
-    MoE layers in compiled code (`compiled_modules`) do not change.
-    """
+    """Store saved rows of MoE layers outside of compiled code in a `Stash`; None = not used."""
     if options.stash is None:
         return None
     modules = (module for block in blocks for module in block.modules())
@@ -108,8 +105,15 @@ def _apply_recompute(
         for part in list(find_parts(block)):
             use = find_part_recompute(part, recompute_parts)
             used_parts |= use.parts
-            if use.parts and part.module not in compiled_modules:
-                _wrap_for_recompute(part, use)
+            name, kind, module = part
+            if not use.parts or module in compiled_modules:
+                continue
+            if kind == "moe":  # fully; other parts except for saved matmuls
+                wrap_forward(module, _run_checkpointed)
+                continue
+            for child in use.products:
+                wrap_forward(module.get_submodule(child), call_in_context, recompute_products)
+            wrap_forward(module, _run_as_region, name, kind != "norm")
         wrap_forward(block, call_in_context, share_region_outputs)
     if recompute_parts.issuperset(GEMM_LAST):  # a block need not have all three
         recompute_parts.difference_update(GEMM_LAST)
@@ -145,17 +149,6 @@ def _map_offloaded_parts(
     return kinds
 
 
-def _wrap_for_recompute(part: BlockPart, part_recompute: PartRecompute) -> None:
-    """Make backward recompute a part: an MoE layer fully, another part except saved matmuls."""
-    name, kind, module = part
-    if kind == "moe":
-        wrap_forward(module, _run_checkpointed)
-        return
-    for child in part_recompute.products:
-        wrap_forward(module.get_submodule(child), call_in_context, recompute_products)
-    wrap_forward(module, _run_as_region, name, kind != "norm")
-
-
 def _run_as_region(
     forward: Callable[..., Any],
     region_name: str,
@@ -163,11 +156,7 @@ def _run_as_region(
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return the result of `forward`, whose saved values backward recomputes.
-
-    With a KV cache as argument, nothing is recomputed. `region_name` is for errors. `has_products`
-    = `forward` may call matmuls or attention, which are not recomputed.
-    """
+    """Return the result of `forward`, whose saved values backward recomputes."""
     types = (cls for argument in (*args, *kwargs.values()) for cls in type(argument).__mro__)
     if any(cls.__name__ == "Cache" for cls in types):  # recomputation would fill it twice
         return forward(*args, **kwargs)
@@ -175,7 +164,6 @@ def _run_as_region(
 
 
 def _run_checkpointed(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a forward under torch's activation checkpointing."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -40,18 +40,6 @@ class RecomputeMarks(CustomGraphPass):
     parts: frozenset[str]  # last names of the modules whose values are dropped
     products: frozenset[str]  # of those whose products run again, too
 
-    @classmethod
-    def from_blocks(cls, blocks: Iterable[nn.Module], options: MemoryOptions) -> RecomputeMarks:
-        """Return the pass that marks the nodes of modules that `options.recompute` selects."""
-        parts, products = set[str](), set[str]()
-        for block in blocks:
-            for part in find_parts(block):
-                use, name = find_part_recompute(part, set(options.parts)), _get_last_name(part.name)
-                if use.parts:
-                    parts.add(name)
-                products.update(child or name for child in use.products)
-        return cls(frozenset(parts), frozenset(products))
-
     def __call__(self, graph: Graph) -> None:
         """Set `node.meta["recompute"]` of the selected nodes of a joint graph, in place."""
         for node in graph.nodes:
@@ -74,8 +62,12 @@ class RecomputeMarks(CustomGraphPass):
         library, name, _ = str(node.target).split(".")
         if SCORES.search(name) or torch.Tag.nondeterministic_seeded in node.target.tags:
             return False
-        if _is_much_smaller_than_inputs(node):
-            return False
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):  # much smaller than its inputs
+            inputs = [n.meta["val"] for n in node.all_input_nodes if "val" in n.meta]
+            sizes = [_count_bytes(x) for x in inputs if isinstance(x, torch.Tensor)]
+            if _count_bytes(value) * SMALL <= max(sizes, default=0):
+                return False
         if library in ("aten", "prims") and not PRODUCT.search(name):
             return True
         return library in ("aten", "moecore") and bool(modules & self.products)
@@ -83,24 +75,21 @@ class RecomputeMarks(CustomGraphPass):
 
 def make_inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -> dict[str, Any]:
     """Return options of torch.compile by which Inductor recomputes the selected parts of blocks."""
-    marks = RecomputeMarks.from_blocks(blocks, options)
-    return {"joint_custom_pre_pass": marks} if marks.parts else {}
+    parts, products = set[str](), set[str]()
+    for block in blocks:
+        for part in find_parts(block):
+            use, name = find_part_recompute(part, set(options.parts)), _get_last_name(part.name)
+            if use.parts:
+                parts.add(name)
+            products.update(child or name for child in use.products)
+    marks = RecomputeMarks(frozenset(parts), frozenset(products))
+    return {"joint_custom_pre_pass": marks} if parts else {}
 
 
 def _get_last_name(module_path: str) -> str:
     """Return the last name of a module's path: "self_attn" for "L['self'].self_attn"."""
     name: str = re.findall(r"\w+", module_path)[-1]
     return name
-
-
-def _is_much_smaller_than_inputs(node: Node) -> bool:
-    """Whether a node's value has at most 1 / `SMALL` of the bytes of its largest input."""
-    value = node.meta.get("val")
-    inputs = [n.meta["val"] for n in node.all_input_nodes if "val" in n.meta]
-    sizes = [_count_bytes(x) for x in inputs if isinstance(x, torch.Tensor)]
-    if not isinstance(value, torch.Tensor):
-        return False
-    return _count_bytes(value) * SMALL <= max(sizes, default=0)
 
 
 def _count_bytes(x: torch.Tensor) -> int:

@@ -27,16 +27,11 @@ class HandleCounts:
     """Counts of the objects (handles) that replace the saved tensors of a storage or a group.
 
     With retain_graph a handle is unpacked in several backwards.
-
-    Attributes:
-        alive: number of handles that exist.
-        remaining: number of handles that the current backward has not unpacked.
-        backward_idx: index of the current backward, from 0.
     """
 
-    alive: int = 0
-    remaining: int = 0
-    backward_idx: int = 0
+    alive: int = 0  # handles that exist
+    remaining: int = 0  # handles that the current backward has not unpacked
+    backward_idx: int = 0  # of the current backward, from 0
 
     def add_handle(self) -> int:
         """Count a new handle; return the index of the backward that will unpack the handle."""
@@ -45,20 +40,14 @@ class HandleCounts:
         return self.backward_idx
 
     def count_unpack(self, backward_idx: int) -> tuple[int, bool]:
-        """Count an unpacked handle; return (index of its next backward, whether this one ended).
-
-        `backward_idx` is the index of the backward that unpacks the handle.
-        """
+        """Count an unpacked handle; return (index of its next backward, whether this one ended)."""
         if backward_idx != self.backward_idx:
             return backward_idx, False
         self.remaining -= 1
         return backward_idx + 1, self._end_backward_if_unpacked()
 
     def remove_handle(self, backward_idx: int) -> bool:
-        """Count a deleted handle; return whether the current backward has ended.
-
-        `backward_idx` is the index of the backward that would have unpacked the handle next.
-        """
+        """Count a deleted handle; return whether the current backward has ended."""
         self.alive -= 1
         if backward_idx != self.backward_idx:
             return False

@@ -117,7 +117,10 @@ class HostPool:
             copy.piece = self._allocate_piece(copy.size)
         new_copies = [copy for copy in copies if copy.piece is not None]
         if new_copies:
-            jobs = [CopyJob(_get_host_memory(c), c.data, _make_row_copier(c)) for c in new_copies]
+            jobs = [
+                CopyJob(copy.piece.memory[: copy.size], copy.data, _make_row_copier(copy))
+                for copy in new_copies
+            ]
             event = self._streams.out.start_copies(jobs)
             for copy in new_copies:
                 copy.out = copy.busy = event
@@ -132,7 +135,8 @@ class HostPool:
         # storage that it reads, not for the whole group.
         for copy in copies:
             assert copy.out is not None
-            job = CopyJob(copy.data, _get_host_memory(copy), _make_row_copier(copy))
+            host_memory = copy.piece.memory[: copy.size]  # without padding of its size class
+            job = CopyJob(copy.data, host_memory, _make_row_copier(copy))
             copy.busy = self._streams.back.start_copies([job], copy.out)
 
     def free_pieces(self, pieces: Sequence[HostPiece]) -> None:
@@ -148,8 +152,15 @@ class HostPool:
 
     def _allocate_piece(self, num_bytes: int) -> HostPiece | None:
         """Reserve host memory of at least `num_bytes`; return None if the pool is full."""
-        in_capture = self._streams.is_capturing()
-        memory = self._take_free_piece(round_up_to_size_class(num_bytes), in_capture)
+        size, in_capture = round_up_to_size_class(num_bytes), self._streams.is_capturing()
+        kinds = (True, False) if in_capture else (False,)
+        free_lists = [self._free[size, of_graph] for of_graph in kinds]
+        memory = next((pieces.pop() for pieces in free_lists if pieces), None)
+        if memory is None:
+            slab = self._slabs.find_slab(size)
+            if slab is None and not in_capture:
+                slab = self._add_slab(size)
+            memory = None if slab is None else slab.allocate(size)
         if memory is not None:
             self.used_bytes += memory.numel()
             return HostPiece(memory, in_capture)
@@ -160,16 +171,6 @@ class HostPool:
                 self.num_bytes,
             )
         return None
-
-    def _take_free_piece(self, num_bytes: int, is_capturing: bool) -> Tensor | None:
-        """Return host memory of `num_bytes`, None if full. A graph capture allocates no slab."""
-        for of_graph in (True, False) if is_capturing else (False,):
-            if self._free[num_bytes, of_graph]:
-                return self._free[num_bytes, of_graph].pop()
-        slab = self._slabs.find_slab(num_bytes)
-        if slab is None and not is_capturing:
-            slab = self._add_slab(num_bytes)
-        return None if slab is None else slab.allocate(num_bytes)
 
     def _add_slab(self, piece_bytes: int) -> Slab | None:
         """Allocate a slab for a piece of `piece_bytes`; None if it would exceed `max_bytes`."""
@@ -211,12 +212,6 @@ def _make_row_copier(copy: StorageCopy) -> Callable[[Tensor, Tensor], None] | No
     return lambda target, source: copy_first_rows(
         target.view(-1, row_bytes), source.view(-1, row_bytes), num_rows
     )
-
-
-def _get_host_memory(copy: StorageCopy) -> Tensor:
-    """Return the host memory of a copy, without the padding of its size class."""
-    memory: Tensor = copy.piece.memory
-    return memory[: copy.size]
 
 
 def round_up_to_size_class(num_bytes: int) -> int:
@@ -321,11 +316,7 @@ class HostCopies:
         return {name: self._copies[name] for name in tensors}
 
     def reserve_storages(self, storage_views: Mapping[str, Sequence[Tensor]]) -> list[MovedStorage]:
-        """Reserve host memory for device storages; return a `MovedStorage` for each; copy nothing.
-
-        `storage_views` maps the name of a storage to all tensors that are views of the
-        storage.
-        """
+        """Reserve host memory for storages, given by name and all their views; copy nothing."""
         items = storage_views.items()
         memory = {name: view_bytes(views[0].untyped_storage()) for name, views in items}
         tensors = {name: [(x, x.data) for x in views] for name, views in items}

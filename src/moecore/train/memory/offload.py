@@ -229,7 +229,6 @@ class Offload(SavedStorages):
 
     @torch.no_grad()
     def _find_storage_keys(self, module: nn.Module) -> frozenset[int]:
-        """Return the keys of the storages of a module's parameters and buffers."""
         registries = self._registries.get(module)
         if registries is None:
             registries = [d for m in module.modules() for d in (m._parameters, m._buffers)]
@@ -238,7 +237,6 @@ class Offload(SavedStorages):
         return frozenset(get_storage_key(get_local_tensor(t)) for t in tensors)
 
     def _copy_group_unless_last(self, group: StorageGroup) -> None:
-        """Start to copy a group's storages to the store, unless its block is the last."""
         if not group.is_last:
             self._copy_group_to_store(group)
 
@@ -246,10 +244,7 @@ class Offload(SavedStorages):
 def wrap_forward(
     module: nn.Module, function: Callable[..., Any], *bound_args: Any
 ) -> Callable[[], None]:
-    """Replace a module's forward by `function(forward, *bound_args, args, kwargs)`.
-
-    `forward` is the original forward. Return a function that restores the original.
-    """
+    """Replace a forward by `function(forward, *bound_args, args, kwargs)`; return the undo."""
     instance_forward, forward = vars(module).get("forward"), module.forward
     # A partial of bound methods: the deep copy of a module gets a forward of its own.
     wrapped = partial(_call_unless_compiled, function, forward, bound_args)
@@ -282,7 +277,6 @@ def _call_unless_compiled(
 
 
 def _restore_forward(module: nn.Module, instance_forward: Callable[..., Any] | None) -> None:
-    """Set a module's forward to `instance_forward`; None = use the forward of its class."""
     if instance_forward is None:
         del module.forward
     else:

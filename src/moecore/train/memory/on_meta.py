@@ -125,7 +125,6 @@ class _AttentionOnMeta(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return a meta tensor [batch, heads, tokens, value dim]; `mask` None = no mask."""
         B, H, T, _ = q.shape
         out = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
         sums = q.new_empty(B, H, T, dtype=torch.float32)
@@ -135,7 +134,6 @@ class _AttentionOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return meta gradients of queries, keys and values; `grads` has the output's gradient."""
         q, k, v, _, out, sums = ctx.saved_tensors
         dq_sums = torch.empty_like(q, dtype=torch.float32)  # cuDNN's, while it runs
         input_grads = tuple(torch.empty_like(x) for x in (q, k, v))
@@ -149,7 +147,6 @@ class _RMSNormOnMeta(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Return a meta tensor with the shape and dtype of `x`; `weight` None = no weight."""
         rstd = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
         ctx.save_for_backward(x, weight, rstd)
         out = torch.empty_like(x)
@@ -158,7 +155,6 @@ class _RMSNormOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return meta gradients of the input and the weight."""
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = torch.empty_like(x), None if weight is None else torch.empty_like(weight)
         record_launch("rms_norm_bwd", x, rstd, *grads, dx)
@@ -180,7 +176,6 @@ class _GroupedProductOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return meta gradients of rows and matrices; None = not needed."""
         (dout_RN,), (a_RK, b_eKN, _) = grads, ctx.saved_tensors
         da_RK = None if b_eKN is None else dout_RN.new_empty(ctx.shapes[0])
         db_eKN = None if a_RK is None else dout_RN.new_empty(ctx.shapes[1])
@@ -192,11 +187,7 @@ class _GroupedProductOnMeta(torch.autograd.Function):
 
 
 def _run_grouped_mm(a_RK: Tensor, b_eKN: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
-    """Return the result of torch's grouped_mm on meta, for any dtype.
-
-    `offs` has the end of each group of rows. With one matrix per group (`b_eKN` is 3D), the result
-    is [rows, N]. With 2D operands [M, rows] and [rows, N], it is the gradient [groups, M, N].
-    """
+    """Return the result of torch's grouped_mm on meta, for any dtype."""
     if b_eKN.ndim == 2:  # of weights' gradients, without their own: [M, R] by [R, N] -> [e, M, N]
         dw_eMN = a_RK.new_empty(len(offs), a_RK.shape[0], b_eKN.shape[1])
         record_launch("grouped_mm", a_RK, b_eKN, dw_eMN)

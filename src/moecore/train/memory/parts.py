@@ -77,14 +77,11 @@ def _find_part_kind(module_name: str, module: nn.Module) -> Kind | None:
     if not children and type(module).__name__.endswith("Norm"):
         return "norm"
     if children & OUTPUT and children & ATTENTION - OUTPUT:
-        return None if _is_linear_recurrence(module) else "attention"
+        # A linear recurrence has a short convolution.
+        is_recurrence = any(isinstance(child, nn.Conv1d) for child in module.modules())
+        return None if is_recurrence else "attention"
     if isinstance(module, SharedExpert):
         return "shared_experts"
     if len(children & MLP) >= 2:
         return "shared_experts" if SHARED_NAMES & set(module_name.split(".")) else "mlp"
     return None
-
-
-def _is_linear_recurrence(module: nn.Module) -> bool:
-    """Whether an attention module is a linear recurrence, which contains a short `nn.Conv1d`."""
-    return any(isinstance(child, nn.Conv1d) for child in module.modules())

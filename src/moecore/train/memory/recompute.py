@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,12 +50,7 @@ class _View(NamedTuple):
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> _View:
-        """Return the shape, stride, offset and dtype of a tensor in its storage."""
         return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
-
-    def apply_to(self, base_tensor: Tensor) -> Tensor:
-        """Return a tensor with this shape, stride and offset in the storage of `base_tensor`."""
-        return base_tensor.as_strided(self.shape, self.stride, self.offset)
 
 
 class _ValuePlace(NamedTuple):
@@ -98,7 +93,10 @@ class _DroppedValue:
                 f"a tensor {tuple(self._base.shape)} came back as {tuple(value.shape)}: leave it "
                 "out of MemoryOptions.recompute"
             )
-        return value if self._view == self._base else self._view.apply_to(value)
+        view = self._view
+        if view == self._base:
+            return value
+        return value.as_strided(view.shape, view.stride, view.offset)
 
 
 @dataclass(eq=False)
@@ -139,14 +137,25 @@ class _RegionCall:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._start_run(tensors)
         self._rng_states = get_rng_states()
-        with ExitStack() as stack:
-            stack.enter_context(use_packer(self._pack_tensor))
-            stack.enter_context(intercept_products(self, has_products=self.has_products))
+        products = intercept_products(self, has_products=self.has_products)
+        with use_packer(self._pack_tensor), products:
             output = self.function(*args, **kwargs)
-        self._check_not_changed_in_place(tensors)
+        if self._versions != _list_versions(tensors) or any(
+            p.versions != _list_versions(_list_tensors(p.output)) for p in self.products
+        ):
+            raise NotImplementedError(
+                f"{self.name} must not change its input or a product's output in place to be "
+                "computed again: leave it out of MemoryOptions.recompute"
+            )
         if tensors and (dtype := get_autocast_dtype(tensors[0])) is not None:
             self._context = torch.autocast(tensors[0].device.type, dtype)
-        self._register_outputs(output)
+        # Later modules then save handles of large outputs, not the tensors.
+        for number, leaf in enumerate(tree_flatten(output)[0]):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_saved(leaf):
+                self._last = len(self.products)
+                version = sum_version_counters(leaf)
+                region_output = _RegionOutput(self, number, leaf, version)
+                _thread_regions.outputs[get_storage_key(leaf)] = region_output
         self._inputs = [
             (pack_tensor(leaf), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
@@ -163,17 +172,6 @@ class _RegionCall:
         self._resident_keys = {get_storage_key(tensor) for tensor in inputs}
         self._largest = max((tensor.nbytes for tensor in inputs), default=0)
         self._num_values = self._num_products = 0
-
-    def _check_not_changed_in_place(self, inputs: list[Tensor]) -> None:
-        """Raise NotImplementedError if the function changed inputs or saved outputs in place."""
-        has_same_inputs = self._versions == _list_versions(inputs)
-        if not has_same_inputs or any(
-            p.versions != _list_versions(_list_tensors(p.output)) for p in self.products
-        ):
-            raise NotImplementedError(
-                f"{self.name} must not change its input or a product's output in place to be "
-                "computed again: leave it out of MemoryOptions.recompute"
-            )
 
     def _pack_tensor(self, tensor: Tensor) -> Handle | None:
         """Return the handle that replaces a saved tensor; None = the region does not replace it."""
@@ -198,18 +196,8 @@ class _RegionCall:
         return get_storage_key(tensor) in self._resident_keys
 
     def _make_handle(self, value_place: _ValuePlace, base: Tensor, tensor: Tensor) -> _DroppedValue:
-        """Return a handle for saved `tensor`, a view of the region's value `base`."""
         self._last = self._num_products
         return _DroppedValue(self, value_place, _View.from_tensor(base), _View.from_tensor(tensor))
-
-    def _register_outputs(self, output: Any) -> None:
-        """Register large outputs, for which later modules then save handles, not the tensors."""
-        for number, leaf in enumerate(tree_flatten(output)[0]):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_saved(leaf):
-                self._last = len(self.products)
-                _thread_regions.outputs[get_storage_key(leaf)] = _RegionOutput(
-                    self, number, leaf, sum_version_counters(leaf)
-                )
 
     @property
     def is_running_product(self) -> bool:
@@ -217,10 +205,7 @@ class _RegionCall:
         return self._running_product is not None
 
     def run_product(self, operation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a matmul or attention `operation`, save the output, and return the output.
-
-        In the recomputation, the saved output is returned, and `operation` is not called.
-        """
+        """Call a matmul or attention and save its output, which a recomputation returns."""
         number = self._num_products
         inputs = tree_flatten((args, kwargs))[0]
         if self._is_rerun:
@@ -270,14 +255,11 @@ class _RegionCall:
         wants_output = any(place.kind == "output" for place in self.handle_counts)
         self._is_rerun = True
         try:
-            with ExitStack() as stack:
-                stack.enter_context(self._restore_generators())
-                stack.enter_context(torch.enable_grad())
-                stack.enter_context(self._context or nullcontext())
-                # No backward runs through the second run, so nothing is unpacked.
-                hooks = torch.autograd.graph.saved_tensors_hooks(self._store_tensor, lambda x: x)
-                stack.enter_context(hooks)
-                stack.enter_context(intercept_products(self, has_products=self.has_products))
+            # No backward runs through the second run, so nothing is unpacked.
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._store_tensor, lambda x: x)
+            products = intercept_products(self, has_products=self.has_products)
+            autocast = self._context or nullcontext()
+            with self._restore_generators(), torch.enable_grad(), autocast, hooks, products:
                 output = self.function(*args, **kwargs)
             for number, leaf in enumerate(tree_flatten(output)[0]) if wants_output else ():
                 if isinstance(leaf, Tensor):
@@ -399,10 +381,7 @@ def recompute(
 
 @contextmanager
 def share_region_outputs() -> Iterator[None]:
-    """Return a context in which modules save a handle instead of an output of `recompute`.
-
-    Forward can then free the output. Backward recomputes the output when it reads the handle.
-    """
+    """Return a context in which modules save handles of region outputs, which can be freed."""
     regions = _thread_regions
     if regions.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
         yield
@@ -441,7 +420,6 @@ def _unpack_leaf(leaf: Any) -> Any:
 
 
 def _map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return nested lists and tuples with `function` applied to each leaf."""
     if isinstance(tree, list):
         return [_map_leaves(function, item) for item in tree]
     if isinstance(tree, tuple) and not (len(tree) == 2 and hasattr(tree[0], "unpack")):
@@ -450,15 +428,12 @@ def _map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:
-    """Return the tensors of a pytree."""
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def _list_versions(tensors: list[Tensor]) -> tuple[int, ...]:
-    """Return the version counter of each tensor, which an in-place change increases."""
     return tuple(map(sum_version_counters, tensors))
 
 
 def _is_plain_tensor(tensor: Tensor) -> bool:
-    """Whether a tensor is a plain tensor or parameter, not a subclass such as DTensor."""
     return type(tensor) in (Tensor, torch.nn.Parameter)

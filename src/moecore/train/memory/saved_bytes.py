@@ -9,7 +9,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -156,23 +155,18 @@ class _StorageCounter:
 
     def wrap_forward(self, module: nn.Module, block_idx: int, part_name: str) -> None:
         """Wrap a module's forward: its saved tensors count for this part of block `block_idx`."""
-        module.forward = partial(self._forward_in_part, module.forward, (block_idx, part_name))
+        forward = module.forward
 
-    def _forward_in_part(
-        self,
-        forward: Callable[..., Any],
-        block_and_part: tuple[int, str],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Call a forward; its saved tensors count for `block_and_part` (block index, part name)."""
-        if self._place[1] not in OUTER:
-            return forward(*args, **kwargs)
-        before, self._place = self._place, block_and_part
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self._place = before
+        def forward_in_part(*args: Any, **kwargs: Any) -> Any:
+            if self._place[1] not in OUTER:
+                return forward(*args, **kwargs)
+            before, self._place = self._place, (block_idx, part_name)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._place = before
+
+        module.forward = forward_in_part
 
     def sum_by_block(self, num_blocks: int, host_keys: Set[int]) -> ModelSavedBytes:
         """Return the bytes by block and part; storages in `host_keys` count as host memory."""
@@ -194,8 +188,13 @@ def _copy_to_meta(
     """Return module -> copy on meta, without wrappers, with parameters in their compute dtype."""
 
     def compute_param(param: nn.Parameter) -> nn.Parameter:
-        """Return a meta parameter with the shape and dtype that `param` has during compute."""
-        empty = torch.empty(_get_compute_shape(param), dtype=get_compute_dtype(param), device=META)
+        shape = list(param.shape)
+        if isinstance(param, DTensor):  # local over ep, etp and tp, otherwise full
+            names = param.device_mesh.mesh_dim_names or ()
+            for i, (name, placement) in enumerate(zip(names, param.placements, strict=True)):
+                if name in SHARDED_DIMS and not placement.is_replicate():
+                    shape[placement.dim] //= param.device_mesh.size(i)  # type: ignore[attr-defined]
+        empty = torch.empty(shape, dtype=get_compute_dtype(param), device=META)
         return nn.Parameter(empty, requires_grad=param.requires_grad)
 
     copies = copy_modules(model, compute_param, removes_wrappers=True)
@@ -210,14 +209,3 @@ def _copy_to_meta(
             state["tracker"] = LoadTracker(module.config, runs=module.runs)
             state["tracker"].groups = BalanceGroups(cp=cp)  # alone
     return copies
-
-
-def _get_compute_shape(param: Tensor) -> list[int]:
-    """Return a parameter's shape during compute: local over ep, etp and tp, otherwise full."""
-    shape = list(param.shape)
-    if isinstance(param, DTensor):
-        names = param.device_mesh.mesh_dim_names or ()
-        for i, (name, placement) in enumerate(zip(names, param.placements, strict=True)):
-            if name in SHARDED_DIMS and not placement.is_replicate():
-                shape[placement.dim] //= param.device_mesh.size(i)  # type: ignore[attr-defined]
-    return shape

@@ -79,10 +79,7 @@ class PagePlace(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _PageKind:
-    """Free page tables for matrices of one layout, of eager code and of CUDA graphs.
-
-    Each table has an event, the end of the table's last use.
-    """
+    """Free page tables of one layout, with the end of their last use."""
 
     layout: PageLayout
     of_eager: list[tuple[Tensor, CopyEvent]] = field(default_factory=list)
@@ -213,7 +210,13 @@ class PageStore:
         lengths = tuple(0 if r is None else r.length for r in (listed, first))
         kind = self._kinds.get((key, lengths))
         if kind is None:
-            self._check_row_sizes(pool, key)
+            widest, page_rows = max(row_bytes for row_bytes, _ in key), self.options.page_rows
+            if widest > pool.page_bytes:
+                raise ValueError(
+                    f"StashOptions.page_rows ({page_rows}) must be >= "
+                    f"{cdiv(widest * page_rows, pool.page_bytes)} for rows of {widest} bytes in "
+                    "pages that are made for the first layer's: raise it"
+                )
             layout = PageLayout.from_matrices(pool, key, *lengths)
             kind = self._kinds[key, lengths] = _PageKind(layout)
         # A CUDA graph needs tables of its own, which it fills at each replay. An eager table may
@@ -231,17 +234,6 @@ class PageStore:
             remaining=len(dispatch_copies),
         )
         return dispatch, emptied
-
-    def _check_row_sizes(self, pool: PagePool, row_formats: Sequence[tuple[int, bool]]) -> None:
-        """Raise ValueError if a row is larger than a page; a row format has a row's bytes first."""
-        widest = max(width for width, _ in row_formats)
-        if widest > pool.page_bytes:
-            page_rows = self.options.page_rows
-            raise ValueError(
-                f"StashOptions.page_rows ({page_rows}) must be >= "
-                f"{cdiv(widest * page_rows, pool.page_bytes)} for rows of {widest} bytes in pages "
-                "that are made for the first layer's: raise it"
-            )
 
     def _make_pool(self, copies: Sequence[StorageCopy], *, in_capture: bool) -> PagePool:
         """Allocate the pool of all MoE layers, sized by the first layer's `copies`."""
@@ -277,7 +269,6 @@ def _read_and_free(
     matrices: Sequence[Tensor | None],
     source_pages: DispatchPages,
 ) -> None:
-    """Copy rows from pages `source_pages` to `matrices`, and free `expired_pages`."""
     source_pages.copy_rows_out(matrices, expired_pages)
 
 
@@ -290,8 +281,7 @@ def _get_row_format(copy: StorageCopy) -> tuple[int, bool]:
 def _group_by_dispatch(copies: Sequence[StorageCopy]) -> list[list[StorageCopy]]:
     """Return groups of consecutive copies; the copies of a group can share a page table.
 
-    In a group, all copies with a list of used rows have one `UsedRows`. All copies without a list
-    also have one `UsedRows`.
+    Copies of a group with a list of used rows have one `UsedRows`, and so do those without.
     """
     groups: list[list[StorageCopy]] = []
     rows: dict[bool, UsedRows] = {}
@@ -317,10 +307,7 @@ def _count_finished_matrices(pieces: Sequence[PagePlace]) -> list[DispatchPages]
 
 
 class Stash(Offload, BufferOwner):
-    """Stores experts' used rows in pages on the device, between forward and backward.
-
-    `num_layers` is the number of MoE layer calls whose rows the pages store at the same time.
-    """
+    """Stores experts' used rows in pages on the device, between forward and backward."""
 
     option = "StashOptions.factor"
     is_known_late = True  # a backward is the first to wait for the last copies
@@ -338,20 +325,15 @@ class Stash(Offload, BufferOwner):
         return partial(Stash, self._streams.device, self.pages.options, self._num_layers), ()
 
     def _find_storage_keys(self, module: nn.Module) -> frozenset[int]:
-        """Return an empty set: only tensors with counted rows are stored, and weights have none."""
-        return frozenset()
+        return frozenset()  # only tensors with counted rows are stored, and weights have none
 
     def _copy_group_unless_last(self, group: StorageGroup) -> None:
-        """Start to copy a group's rows to pages, or note that a last layer's rows stay."""
         if group.is_last:
             self._resting.append((group, self._streams.is_capturing()))
         super()._copy_group_unless_last(group)
 
     def _start_forward(self, max_share: float) -> None:
-        """Begin a forward that stores at most this share of saved bytes in pages.
-
-        Groups of last layers that still wait for their backward are copied out now.
-        """
+        """Begin a forward; copy out groups of last layers that still wait for their backward."""
         super()._start_forward(max_share)
         with self._hold_lock():
             in_capture, resting, self._resting = self._streams.is_capturing(), self._resting, []

@@ -188,7 +188,6 @@ class SavedStorages:
         group: StorageGroup,
         used_rows: UsedRows | None,
     ) -> StorageCopy:
-        """Return a new record of a saved tensor's storage; `used_rows` None = all rows are used."""
         storage = tensor.untyped_storage()
         counter = tensor.detach()
         if not tensor.is_inference():
@@ -216,7 +215,6 @@ class SavedStorages:
             self._pending_free.append(group)
 
     def _free_copied_groups(self, is_due: Callable[[StorageGroup], bool]) -> None:
-        """Free the device memory of copied groups for which `is_due` is true."""
         for group in self._pending_free:
             if is_due(group):
                 group.free_device_memory()
@@ -225,10 +223,7 @@ class SavedStorages:
     # Backward.
 
     def _fetch_storage(self, use: StorageUse, tensor_shape: torch.Size) -> Tensor:
-        """Return a storage's bytes, uint8 on the device, and count the unpacking of a handle.
-
-        `tensor_shape` is the saved tensor's shape, for errors.
-        """
+        """Return a storage's bytes, uint8 on the device, and count the unpacking of a handle."""
         copy, group = use.copy, use.group
         with self._hold_lock():
             version = sum_version_counters(copy.counter)
@@ -297,13 +292,10 @@ class SavedStorages:
                 self._lock.release()
 
     def _process_deletions(self, *, more_deletions_follow: bool = False) -> None:
-        """Count deleted handles, free their copies, and start to copy back the next groups.
-
-        With `more_deletions_follow`, a finished group waits until all its handles are deleted.
-        """
+        """Count deleted handles, free their copies, and start to copy back the next groups."""
         # Backward of a part has run when each of its handles was unpacked or has died. The copy
         # back of the next part starts when all of them have died, or at the next unpacking, which
-        # is after the launch of the part's last operation. With `more_may_die` it waits
+        # is after the launch of the part's last operation. With `more_deletions_follow` it waits
         # for all: they die one by one, and one launch of the store then returns their pieces.
         if not self._deleted_uses and not self._finished_groups:
             return

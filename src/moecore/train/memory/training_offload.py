@@ -108,7 +108,11 @@ class TrainingOffload:
                 self._free_buffers()
             self._host_parts[part] = self._move_part_to_host(part)
         if not self._guards:
-            self._register_guards()
+            # Hooks that raise in forward and optimizer steps while parts are offloaded.
+            check_forward = partial(self._check_parts_on_device, "forward", {"weights", "buffers"})
+            check_step = partial(self._check_parts_on_device, "optimizer.step()", set(PARTS))
+            self._guards.append(self._model.register_forward_pre_hook(check_forward, prepend=True))
+            self._guards += [o.register_step_pre_hook(check_step) for o in self._optimizers]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             if selection == "all" and torch.cuda.memory_allocated(self._device) > GARBAGE_BYTES:
@@ -156,15 +160,7 @@ class TrainingOffload:
                     "call its close() before offload(), after which it captures anew"
                 )
 
-    def _register_guards(self) -> None:
-        """Register hooks that raise in forward and optimizer steps while parts are offloaded."""
-        check_forward = partial(self._check_parts_on_device, "forward", {"weights", "buffers"})
-        check_step = partial(self._check_parts_on_device, "optimizer.step()", set(PARTS))
-        self._guards.append(self._model.register_forward_pre_hook(check_forward, prepend=True))
-        self._guards += [o.register_step_pre_hook(check_step) for o in self._optimizers]
-
     def _check_parts_on_device(self, caller: str, required_parts: set[str], *_: Any) -> None:
-        """Raise ValueError, which names `caller`, if a required part is offloaded."""
         lacks = self.offloaded_parts & required_parts
         if lacks:
             raise ValueError(
@@ -195,7 +191,6 @@ class TrainingOffload:
         return storages
 
     def _list_part_tensors(self, part: Part) -> Iterator[Tensor]:
-        """Yield the tensors of a part; "buffers" has no tensors."""
         params = list(self._model.parameters())
         if part == "weights":
             yield from params

@@ -201,26 +201,20 @@ class AdamW(torch.optim.AdamW):
         all_options = [_read_options(group) for group in self.param_groups]
         for group, options in zip(self.param_groups, all_options, strict=True):
             for tensors in self._collect_tensors(group, first):
-                self._launch_update(tensors, options)
+                grad_scale, found_inf = get_scale_signals(self, tensors.weights[0].device)
+                steps = list(tensors.steps)
+                if found_inf is None:
+                    foreach_add_(steps, 1)
+                else:  # a skipped step does not count
+                    increment = (found_inf <= 0).float()
+                    # The host would read a single tensor.
+                    foreach_add_(steps, [increment] * len(steps))
+                adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
             first += len(group["params"])
         return loss
 
-    def _launch_update(self, tensors: AdamWTensors, options: AdamWOptions) -> None:
-        """Add 1 to step counts and update shards in one launch; `found_inf` > 0 changes nothing."""
-        grad_scale, found_inf = get_scale_signals(self, tensors.weights[0].device)
-        steps = list(tensors.steps)
-        if found_inf is None:
-            foreach_add_(steps, 1)
-        else:
-            increment = (found_inf <= 0).float()
-            foreach_add_(steps, [increment] * len(steps))  # the host would read a single tensor
-        adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
-
     def _collect_tensors(self, param_group: dict[str, Any], first_idx: int) -> list[AdamWTensors]:
-        """Return the tensors of each kernel launch: a group's shards that have gradients.
-
-        `first_idx` is the index of the group's first parameter among all parameters.
-        """
+        """Return the tensors of each launch; `first_idx` is the index of the group's first one."""
         rows: dict[Any, list[tuple[Any, ...]]] = {}
         for number, param in enumerate(param_group["params"], first_idx):
             if param.grad is None or (self.host_params and param in self.host_params):
@@ -256,11 +250,9 @@ class AdamW(torch.optim.AdamW):
         return formatted
 
     def _list_params(self) -> list[Tensor]:
-        """Return the parameters of all groups, in order."""
         return [param for group in self.param_groups for param in group["params"]]
 
     def _get_state_dtypes(self, param: Tensor) -> Mapping[str, torch.dtype]:
-        """Return state name -> dtype for a parameter's optimizer state."""
         return find_state_dtypes(param.dtype, self.moment_dtype, self.master_remainder)
 
 
@@ -281,7 +273,6 @@ def find_state_dtypes(
 
 
 def _read_options(param_group: dict[str, Any]) -> AdamWOptions:
-    """Return the current options of a param group; ValueError for `amsgrad` or `maximize`."""
     for name in ("amsgrad", "maximize"):
         if param_group[name]:
             raise ValueError(

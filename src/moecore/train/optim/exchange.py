@@ -63,8 +63,12 @@ class MatrixBlock(NamedTuple):
         if self.is_view:
             target[indices].copy_(values)
             return
-        pairs = zip(indices, target.shape, strict=True)
-        batch, rows, columns = (_expand_index(i, size, target) for i, size in pairs)
+        batch, rows, columns = (
+            torch.arange(*index.indices(size), device=target.device)
+            if isinstance(index, slice)
+            else index
+            for index, size in zip(indices, target.shape, strict=True)
+        )
         target[batch[:, None, None], rows[:, None], columns] = values.to(target.dtype)
 
 
@@ -82,30 +86,38 @@ class ExchangeRound:
     returns: list[list[MatrixBlock]]  # blocks of `owned`, sent back to every replica
     results: list[list[MatrixBlock]]  # blocks of parameters, received from owners
 
-    def run_all_to_all(
-        self, like: Tensor, sources: Sequence[Tensor], *, is_return: bool, group: dist.ProcessGroup
-    ) -> Tensor:
-        """Run one all-to-all; return received values, 1D with the dtype of `like`. Collective.
+    def send_to_owners(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+        """Send blocks of `tensors`, one per parameter; return the `owned` matrices. Collective."""
+        like = tensors[self.params[0]]
+        owned = [like.new_empty(shape) for shape in self.owned]
+        for block, values in _exchange_blocks(tensors, self.sends, self.receives, like, group):
+            block.write_to(owned, values)
+        return owned
 
-        Without `is_return`, ranks send blocks of `sources`, one tensor per parameter, to owners.
-        With `is_return`, owners send blocks of `sources`, one tensor per entry of `owned`, back.
-        """
-        out, into = (self.returns, self.results) if is_return else (self.sends, self.receives)
-        pieces = [block.read_from(sources).reshape(-1) for blocks in out for block in blocks]
-        send_buffer = torch.cat(pieces) if pieces else like.new_empty(0)
-        out_sizes, in_sizes = _count_elements_by_rank(out), _count_elements_by_rank(into)
-        recv_buffer = like.new_empty(sum(in_sizes))
-        dist.all_to_all_single(recv_buffer, send_buffer, in_sizes, out_sizes, group=group)
-        return recv_buffer
-
-    def unpack_blocks(
-        self, recv_buffer: Tensor, *, is_return: bool
+    def return_from_owners(
+        self, owned: Sequence[Tensor], like: Tensor, group: dist.ProcessGroup
     ) -> Iterator[tuple[MatrixBlock, Tensor]]:
-        """Split the result of `run_all_to_all` for this `is_return`; yield (block, values)."""
-        blocks = list(chain.from_iterable(self.results if is_return else self.receives))
-        sizes = [prod(block.shape) for block in blocks]
-        for block, values in zip(blocks, recv_buffer.split(sizes), strict=True):
-            yield block, values.view(block.shape)
+        """Send blocks of `owned` back; yield (block of a parameter, its values). Collective."""
+        return _exchange_blocks(owned, self.returns, self.results, like, group)
+
+
+def _exchange_blocks(
+    sources: Sequence[Tensor],
+    sends: list[list[MatrixBlock]],
+    receives: list[list[MatrixBlock]],
+    like: Tensor,
+    group: dist.ProcessGroup,
+) -> Iterator[tuple[MatrixBlock, Tensor]]:
+    """Run one all-to-all of blocks of `sources`; yield received blocks with the dtype of `like`."""
+    pieces = [block.read_from(sources).reshape(-1) for blocks in sends for block in blocks]
+    send_buffer = torch.cat(pieces) if pieces else like.new_empty(0)
+    sizes = [prod(block.shape) for blocks in receives for block in blocks]
+    recv_buffer = like.new_empty(sum(sizes))
+    in_sizes, out_sizes = _count_elements_by_rank(receives), _count_elements_by_rank(sends)
+    dist.all_to_all_single(recv_buffer, send_buffer, in_sizes, out_sizes, group=group)
+    del pieces, send_buffer
+    for block, values in zip(chain.from_iterable(receives), recv_buffer.split(sizes), strict=True):
+        yield block, values.view(block.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +155,6 @@ def make_matrix_plan(
             rounds.append((group, [member.place for member in round_members], (owners, rank)))
 
     def make_rank_plan(tensor_members: list[_PlannedTensor]) -> MatrixPlan:
-        """Return this rank's plan of parameters or NorMuon's means, with the same owners."""
         places = [member.place for member in members if member.shards.is_local]
         local_blocks = {place: tensor_members[place].list_local_blocks() for place in places}
         exchanges = []
@@ -162,7 +173,6 @@ def make_matrix_plan(
 def _list_planned_tensors(
     tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]
 ) -> list[_PlannedTensor]:
-    """Return the planned tensor of each tensor; `layouts[i]` is the layout of `tensors[i]`."""
     shards_by_layout: dict[object, _MatrixShards] = {}  # tensors of one layout share theirs
     members = []
     for place, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
@@ -194,30 +204,20 @@ class _MatrixShards:
         replicated = [i for i, p in enumerate(param.placements) if p.is_replicate()]
         self.replica_of = [tuple(coordinates[rank][i] for i in replicated) for rank in self.ranks]
         self.rank_parts = [layout.list_parts(param, coordinates[rank]) for rank in self.ranks]
-        numbers = range(len(layout.shapes))
-        self.full_masks = [self._find_ranks_with_full_matrix(number) for number in numbers]
-        self.is_local = all(
-            bool((self._count_ranks_by_matrix(number) == 1).all() and (mask.sum(0) == 1).all())
-            for number, mask in enumerate(self.full_masks)
-        )
-
-    def _count_ranks_by_matrix(self, section_idx: int) -> Tensor:
-        """Return int64 [batch]: how many ranks store elements of each matrix of a section."""
-        counts = torch.zeros(self.layout.batch, dtype=torch.int64, device="cpu")
-        for parts in self.rank_parts:
-            part = parts[section_idx]
-            if part.rows.numel() and part.columns.numel():
-                counts[part.batch] += 1
-        return counts
-
-    def _find_ranks_with_full_matrix(self, section_idx: int) -> Tensor:
-        """Return bool [ranks, batch]: whether a rank stores the full matrix, for a section."""
-        mask = torch.zeros(len(self.ranks), self.layout.batch, dtype=torch.bool, device="cpu")
-        for rank, parts in enumerate(self.rank_parts):
-            part = parts[section_idx]
-            if (part.rows.numel(), part.columns.numel()) == self.layout.shapes[section_idx]:
-                mask[rank, part.batch] = True
-        return mask
+        self.full_masks, self.is_local = list[Tensor](), True
+        for section_idx, matrix_shape in enumerate(layout.shapes):
+            # Per matrix: how many ranks store elements of it, and which ranks store all of it.
+            num_ranks = torch.zeros(layout.batch, dtype=torch.int64, device="cpu")
+            mask = torch.zeros(len(self.ranks), layout.batch, dtype=torch.bool, device="cpu")
+            for rank, parts in enumerate(self.rank_parts):
+                part = parts[section_idx]
+                part_shape = (part.rows.numel(), part.columns.numel())
+                if 0 not in part_shape:
+                    num_ranks[part.batch] += 1
+                if part_shape == matrix_shape:
+                    mask[rank, part.batch] = True
+            self.full_masks.append(mask)
+            self.is_local &= bool((num_ranks == 1).all() and (mask.sum(0) == 1).all())
 
 
 class _PlannedTensor(NamedTuple):
@@ -228,11 +228,7 @@ class _PlannedTensor(NamedTuple):
     device: torch.device
 
     def make_block(self, part: MatrixPart, section_idx: int, mask: Tensor) -> MatrixBlock | None:
-        """Return the block of the tensor with the rows and columns of `part`; None = empty.
-
-        `section_idx` is the index of the section. `mask` selects matrices of the local
-        batch.
-        """
+        """Return the block of the rows and columns of `part` in the matrices of `mask`."""
         (batch,) = mask.nonzero(as_tuple=True)
         return _make_block(self.place, batch, part.rows, part.columns, section_idx, self.device)
 
@@ -252,15 +248,18 @@ def _make_block(
     section_idx: int,
     device: torch.device,
 ) -> MatrixBlock | None:
-    """Return the block with these int64 indices per dim; None if a dim is empty.
-
-    `tensor_idx` is the index of the tensor in a list, and `section_idx` the index of the layout's
-    section.
-    """
+    """Return the block with these int64 indices per dim; None if a dim is empty."""
     shape = (batch_idxs.numel(), row_idxs.numel(), column_idxs.numel())
     if 0 in shape:
         return None
-    at = [_compress_index(index, device) for index in (batch_idxs, row_idxs, column_idxs)]
+    at: list[Index] = []
+    for index in (batch_idxs, row_idxs, column_idxs):
+        first, step = int(index[0]), int(index[1] - index[0]) if index.numel() > 1 else 1
+        equal_steps = torch.arange(index.numel(), device="cpu") * step + first
+        if step > 0 and torch.equal(index, equal_steps):
+            at.append(slice(first, int(index[-1]) + 1, step))
+        else:
+            at.append(index.to(device))
     return MatrixBlock(tensor_idx, at[0], at[1], at[2], shape, section_idx)
 
 
@@ -268,11 +267,7 @@ Owners = dict[tuple[int, int], Tensor]  # (place of the parameter, part) -> int6
 
 
 def _assign_owners(tensors: list[_PlannedTensor], num_ranks: int) -> Owners:
-    """Return (tensor index, section) -> int64 [batch], each matrix's owner as a group rank.
-
-    Owners balance the cost of Newton-Schulz over `num_ranks` ranks. The result is equal on all
-    ranks.
-    """
+    """Return each matrix's owner, as a group rank; owners have equal work of Newton-Schulz."""
     loads = [0] * num_ranks
     owners: Owners = {}
     every = list(range(num_ranks))
@@ -295,10 +290,7 @@ def _assign_owners(tensors: list[_PlannedTensor], num_ranks: int) -> Owners:
 
 
 def _make_round(tensors: list[_PlannedTensor], owners: Owners, rank: int) -> ExchangeRound:
-    """Return the exchange of `tensors` with the owners of their matrices, as seen by `rank`.
-
-    `owners` is the result of `_assign_owners`. `rank` is a group rank.
-    """
+    """Return the exchange of `tensors` with the owners of their matrices, for group rank `rank`."""
     num_ranks = len(tensors[0].shards.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
     sends, receives, returns, results = lists
@@ -333,21 +325,5 @@ def _make_round(tensors: list[_PlannedTensor], owners: Owners, rank: int) -> Exc
     return result
 
 
-def _compress_index(index: Tensor, device: torch.device) -> Index:
-    """Return an index as a slice if its steps are equal, otherwise as a tensor on `device`."""
-    first, step = int(index[0]), int(index[1] - index[0]) if index.numel() > 1 else 1
-    if step > 0 and torch.equal(index, torch.arange(index.numel(), device="cpu") * step + first):
-        return slice(first, int(index[-1]) + 1, step)
-    return index.to(device)
-
-
-def _expand_index(index: Index, dim_size: int, like: Tensor) -> Tensor:
-    """Return a slice or index tensor of a dim of `dim_size` as a tensor on the device of `like`."""
-    if isinstance(index, Tensor):
-        return index
-    return torch.arange(*index.indices(dim_size), device=like.device)
-
-
 def _count_elements_by_rank(rank_blocks: list[list[MatrixBlock]]) -> list[int]:
-    """Return the number of elements of each rank's blocks."""
     return [sum(prod(block.shape) for block in blocks) for blocks in rank_blocks]

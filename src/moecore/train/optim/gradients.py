@@ -17,10 +17,7 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
 
 
 def get_grad(param: Tensor) -> Tensor:
-    """Return `param.grad`, redistributed to the parameter's placements if they differ.
-
-    Raises a ValueError if the gradient is sparse or complex.
-    """
+    """Return `param.grad` in the parameter's placements; ValueError if it is sparse or complex."""
     grad = param.grad
     assert grad is not None, "the caller skips parameters without one"
     if grad.is_sparse or not param.is_floating_point():

@@ -151,15 +151,14 @@ class HostAdamW(AdamW):
         self.host_params = {p for p in select_largest(self.host_fraction, sizes) if sizes[p]}
 
     def _get_state_dtypes(self, param: Tensor) -> Mapping[str, torch.dtype]:
-        """Return state name -> dtype for a parameter's optimizer state, fp32 on the host."""
         if param in self.host_params:
             return find_state_dtypes(param.dtype, torch.float32, False)
         return super()._get_state_dtypes(param)
 
     def _explain_memory_errors(self) -> AbstractContextManager[None]:
-        """Return a context whose memory errors name `host_fraction`."""
-        subject = f"host_fraction ({self.host_fraction}) of the optimizer's state"
-        return explain_memory_errors(subject)
+        return explain_memory_errors(
+            f"host_fraction ({self.host_fraction}) of the optimizer's state"
+        )
 
     def _collect_rows(self, param_group: dict[str, Any]) -> list[list[Row]]:
         """Return lists of rows of equal dtypes, one row per parameter that the host steps.
@@ -182,20 +181,16 @@ class HostAdamW(AdamW):
     def _step_on_host(
         self, group_idx: int, columns: Columns, host_copies: Columns, signals: dict[Any, Any]
     ) -> None:
-        """Step a chunk of param group `group_idx` on the CPU, in place.
+        """Step a chunk of a param group on the CPU; change moments and host weights in place.
 
-        `columns` are the fields of the chunk's rows. `host_copies` are host copies of the weights
-        and gradients. `signals` has "grad_scale", and the lr by group number. The moments and the
-        copied weights change.
+        `columns` are the fields of the chunk's rows, and `host_copies` its weights and gradients.
+        `signals` has "grad_scale", and the lr by group number.
         """
         # fp32 parameters have the bits of `torch.optim.AdamW(fused=True)` on a CPU. A GPU rounds
         # divisions and roots differently, by at most 2 fp32 ulps a step. bf16 and fp16 parameters
         # are stepped in fp32, with fp32 moments, and rounded to nearest, as `AdamW` does.
-        group, scale, (weights, grads) = (
-            self.param_groups[group_idx],
-            signals["grad_scale"],
-            host_copies,
-        )
+        group, scale = self.param_groups[group_idx], signals["grad_scale"]
+        weights, grads = host_copies
         (beta1, beta2), wide = group["betas"], torch.promote_types(weights[0].dtype, torch.float32)
         widened = [weight.to(wide) for weight in weights]
         if scale is not None:
@@ -252,7 +247,10 @@ class HostSlots:
 
     def reserve_slots(self, chunks: Iterable[Columns]) -> None:
         """Allocate slots for the largest of `chunks`, unless the slots are large enough."""
-        num_bytes = max(map(_compute_slot_bytes, chunks), default=0)
+        num_bytes = 0
+        for columns in chunks:  # a slot has an equally large part for each column
+            part_bytes = max(sum(tensor.nbytes for tensor in column) for column in columns)
+            num_bytes = max(num_bytes, len(columns) * round_up_to_alignment(part_bytes))
         if self._slabs.num_bytes < num_bytes * self._num_slots:
             self._slabs.clear()
             for _ in range(self._num_slots):
@@ -270,10 +268,11 @@ class HostSlots:
             """Start to copy the next chunk, if any, to a slot's memory."""
             columns = next(remaining, None)
             if columns is not None:
-                parts = memory.chunk(len(columns))
-                copies = [_make_flat_views(*pair) for pair in zip(parts, columns, strict=True)]
-                for targets, sources in zip(copies, columns, strict=True):
-                    for target, source in zip(targets, sources, strict=True):
+                copies: list[list[Tensor]] = []
+                for part, sources in zip(memory.chunk(len(columns)), columns, strict=True):
+                    flat = part[: sum(x.nbytes for x in sources)].view(sources[0].dtype)
+                    copies.append(list(flat.split([x.numel() for x in sources])))
+                    for target, source in zip(copies[-1], sources, strict=True):
                         self.stream.copy(target, source)
                 filled.append((memory, copies, self.stream.record_event()))
 
@@ -288,16 +287,3 @@ class HostSlots:
         for slab in self._slabs.slabs:
             fill(slab.memory)
         return pass_through()
-
-
-def _compute_slot_bytes(columns: Columns) -> int:
-    """Return the bytes of a slot for a chunk, in which each column has an equally large part."""
-    sizes = (sum(tensor.nbytes for tensor in column) for column in columns)
-    return len(columns) * round_up_to_alignment(max(sizes))
-
-
-def _make_flat_views(host_memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return flat views of uint8 memory, one after the other, with sizes and dtype of `like`."""
-    num_bytes = sum(tensor.nbytes for tensor in like)
-    views = host_memory[:num_bytes].view(like[0].dtype).split([tensor.numel() for tensor in like])
-    return list(views)

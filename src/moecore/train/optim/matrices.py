@@ -11,7 +11,7 @@ linears.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, NamedTuple
@@ -71,7 +71,6 @@ class MatrixLayout(CheckedRecord):
     transposed: bool = False
 
     def _rules(self) -> Rules:
-        """Yield the field and the error text of each broken rule."""
         if self.sections is not None:
             name = ("rows", "columns")[self.sections.dim]
             if self.sections.length != (length := getattr(self, name)):
@@ -88,10 +87,7 @@ class MatrixLayout(CheckedRecord):
         return [(self.rows, size) for size in sizes]
 
     def make_output_layout(self) -> MatrixLayout:
-        """Return the layout of one number per output: [batch, rows, 1], or [batch, 1, columns].
-
-        Raises a ValueError if `sections` divides the inputs.
-        """
+        """Return the layout of one number per output: [batch, rows, 1], or [batch, 1, columns]."""
         if self.sections is not None and self.sections.dim != int(self.transposed):
             raise ValueError(
                 f"MatrixCut.dim ({self.sections.dim}) must be {int(self.transposed)}, that of "
@@ -110,10 +106,7 @@ class MatrixLayout(CheckedRecord):
     def list_parts(
         self, param: Tensor, coordinate: Sequence[int] | None = None
     ) -> list[MatrixPart]:
-        """Return the indices of a rank's shard of `param` in each section's matrices.
-
-        `coordinate` is the rank's coordinate in the device mesh; None = this rank.
-        """
+        """Return a rank's shard of `param` in each section's matrices; None = this rank."""
         indices = compute_global_indices(param, coordinate)
         if len(indices) == 2:
             indices = [torch.arange(1, device="cpu"), *indices]
@@ -123,7 +116,13 @@ class MatrixLayout(CheckedRecord):
         places = (torch.arange(index.numel(), device="cpu") for index in dims)
         axes = [[pair] * len(self.shapes) for pair in zip(places, dims, strict=True)]
         if self.sections is not None:
-            axes[self.sections.dim] = list(_list_pieces(self.sections, dims[self.sections.dim]))
+            cut_dim, sizes = self.sections.dim, self.sections.sizes
+            run, place = dims[cut_dim] // sum(sizes), dims[cut_dim] % sum(sizes)
+            start, axes[cut_dim] = 0, []
+            for size in sizes:  # (indices in the local tensor, in the section's matrix)
+                (local,) = ((place >= start) & (place < start + size)).nonzero(as_tuple=True)
+                axes[cut_dim].append((local, run[local] * size + place[local] - start))
+                start += size
         return [MatrixPart(batch, *rows, *columns) for rows, columns in zip(*axes, strict=True)]
 
 
@@ -135,19 +134,6 @@ class MatrixPart(NamedTuple):
     matrix_rows: Tensor  # the indices of the same rows in the full matrix
     columns: Tensor  # as `rows`
     matrix_columns: Tensor  # as `matrix_rows`
-
-
-def _list_pieces(sections: MatrixCut, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (positions in `indices`, indices in the section's matrix) for each section of a cut.
-
-    `indices` has int64 indices in the stored matrix, along the dim that is cut.
-    """
-    run, place = indices // sum(sections.sizes), indices % sum(sections.sizes)
-    start = 0
-    for size in sections.sizes:
-        (positions,) = ((place >= start) & (place < start + size)).nonzero(as_tuple=True)
-        yield positions, run[positions] * size + place[positions] - start
-        start += size
 
 
 Choice = Literal["muon", "adamw"]
@@ -209,14 +195,20 @@ def assign_matrices(model: nn.Module, overrides: Overrides = ()) -> MatrixAssign
             parameter does not support.
     """
     check_arguments(assign_matrices, locals())
-    owners = _find_owners(model)
+    modules = {clean_name(path): module for path, module in model.named_modules()}
+    choices: dict[nn.Parameter, list[tuple[MatrixLayout | None, str]]] = {}  # several if tied
+    for path, module in modules.items():
+        parent = modules[path.rpartition(".")[0]]
+        for leaf, param in module.named_parameters(recurse=False):
+            if param.requires_grad:
+                choice = _choose_layout(path, module, parent, leaf)
+                choices.setdefault(param, []).append(choice)
     decisions = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
             clean = clean_name(name)
-            choices = [_choose_layout(*owner) for owner in owners[param]]
             # One use that AdamW steps (an embedding, tied to a head) decides for all.
-            layout, reason = min(choices, key=lambda choice: choice[0] is not None)
+            layout, reason = min(choices[param], key=lambda choice: choice[0] is not None)
             override = next((c for pattern, c in overrides if fnmatchcase(clean, pattern)), None)
             decisions[clean] = _apply_override(clean, Decision(param, layout, reason), override)
     for pattern, _ in overrides:
@@ -227,33 +219,10 @@ def assign_matrices(model: nn.Module, overrides: Overrides = ()) -> MatrixAssign
     return MatrixAssignment(decisions)
 
 
-class _Owner(NamedTuple):
-    """A module with a parameter: its path, the module, its parent, and the parameter's name."""
-
-    path: str
-    module: nn.Module
-    parent: nn.Module
-    leaf: str
-
-
-def _find_owners(model: nn.Module) -> dict[nn.Parameter, list[_Owner]]:
-    """Return the modules that have each parameter; a tied parameter has several."""
-    modules = {clean_name(path): module for path, module in model.named_modules()}
-    owners: dict[nn.Parameter, list[_Owner]] = {}
-    for path, module in modules.items():
-        parent = modules[path.rpartition(".")[0]]
-        for leaf, param in module.named_parameters(recurse=False):
-            owners.setdefault(param, []).append(_Owner(path, module, parent, leaf))
-    return owners
-
-
 def _apply_override(
     param_name: str, decision: Decision, override: Choice | MatrixCut | None
 ) -> Decision:
-    """Return `decision` changed by `override`, the user's choice; None = unchanged.
-
-    ValueError if `override` needs a matrix and parameter `param_name` is no matrix.
-    """
+    """Return `decision` changed by the user's choice; ValueError if it has no matrix."""
     param, layout, _ = decision
     if override is None or (override == "muon" and layout is not None):
         return decision
@@ -272,10 +241,7 @@ def _apply_override(
 def _choose_layout(
     module_path: str, module: nn.Module, parent: nn.Module, param_name: str
 ) -> tuple[MatrixLayout | None, str]:
-    """Return the layout of a parameter of `module` (None = AdamW), and the reason as text.
-
-    `module_path` is the module's qualified name.
-    """
+    """Return the layout of a parameter of `module` (None = AdamW), and the reason."""
     param, last = getattr(module, param_name), module_path.rpartition(".")[2]
     if isinstance(module, Experts):
         return _make_expert_layout(module, param_name)
@@ -302,7 +268,6 @@ def _choose_layout(
 
 
 def _make_full_layout(param: Tensor) -> MatrixLayout | None:
-    """Return the layout of a 2D or 3D parameter without sections; None for other dims."""
     if param.ndim not in (2, 3):
         return None
     batch, rows, columns = (1, *param.shape)[-3:]
@@ -310,7 +275,6 @@ def _make_full_layout(param: Tensor) -> MatrixLayout | None:
 
 
 def _make_expert_layout(experts: Experts, param_name: str) -> tuple[MatrixLayout | None, str]:
-    """Return the layout of a weight of routed experts (None for a bias), and the reason."""
     layout, config, param = experts.layout, experts.config, getattr(experts, param_name)
     if param_name not in (layout.w1, layout.w2, layout.w3):
         return None, BIAS
@@ -331,7 +295,6 @@ def _make_expert_layout(experts: Experts, param_name: str) -> tuple[MatrixLayout
 
 
 def _make_shared_layout(experts: SharedExpert, param_name: str) -> tuple[MatrixLayout | None, str]:
-    """Return the layout of a weight of shared experts (None for a gate), and the reason."""
     if param_name == "gate":
         return None, "gates of shared experts"
     rows, columns = getattr(experts, param_name).shape
@@ -343,7 +306,7 @@ def _make_shared_layout(experts: SharedExpert, param_name: str) -> tuple[MatrixL
 def _make_linear_layout(
     linear: nn.Linear, parent: nn.Module, linear_name: str
 ) -> tuple[MatrixLayout | None, str]:
-    """Return the layout of a linear named `linear_name` (None = unknown order), and the reason."""
+    """Return the layout of a linear (None = unknown order of q, k, v), and the reason."""
     rows, columns = linear.weight.shape
     sections = MatrixCut(sizes=(rows // 2, rows // 2)) if linear_name == "gate_up_proj" else None
     if any(word in linear_name for word in FUSED):
@@ -354,10 +317,7 @@ def _make_linear_layout(
 
 
 def _find_fused_cut(parent: Any, linear_name: str, num_rows: int) -> MatrixCut | None:
-    """Return the cut of linear `linear_name` of `parent` into q, k and v; None = unknown.
-
-    `num_rows` is the number of rows of the linear's weight.
-    """
+    """Return the cut of a linear of `parent` into q, k and v; None = unknown."""
     if linear_name == "qkv_proj" and hasattr(parent, "o_proj"):  # Phi-3
         queries = parent.o_proj.weight.shape[1]
         return MatrixCut(sizes=(queries, (num_rows - queries) // 2, (num_rows - queries) // 2))
@@ -371,11 +331,7 @@ def _find_fused_cut(parent: Any, linear_name: str, num_rows: int) -> MatrixCut |
 
 
 def compute_lr_factor(layout: MatrixLayout, shape: tuple[int, int], adjust_lr_fn: str) -> float:
-    """Return Muon's factor on lr for a matrix (rows, columns), a section of `layout`.
-
-    The factor is 0.2 * sqrt(longer side) if `adjust_lr_fn` is "match_rms_adamw"; otherwise
-    sqrt(outputs / inputs), at least 1.
-    """
+    """Return Muon's factor on lr (`Muon.adjust_lr_fn`) for a matrix (rows, columns) of `layout`."""
     if adjust_lr_fn == "match_rms_adamw":
         return float(0.2 * max(shape) ** 0.5)
     outputs, inputs = reversed(shape) if layout.transposed else shape

@@ -205,19 +205,18 @@ class Muon(torch.optim.Optimizer):
         group_options = [MuonOptions.from_group(group) for group in self.param_groups]
         for group, options in zip(self.param_groups, group_options, strict=True):
             params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                step = _MuonStep(self, options, params)
-                step.run(self._get_plan(params, has_means=options.beta2 is not None))
+            if not params:
+                continue
+            step = _MuonStep(self, options, params)
+            has_means = options.beta2 is not None
+            key = (has_means, *map(id, params))
+            if key not in self._plans:
+                means = [self.state[param][MEANS] for param in params] if has_means else None
+                self._plans[key] = make_matrix_plan(
+                    params, step.layouts, self._get_process_group, means
+                )
+            step.run(self._plans[key])
         return loss
-
-    def _get_plan(self, params: list[nn.Parameter], *, has_means: bool) -> MatrixPlan:
-        """Return the cached plan for these parameters; `has_means` = with NorMuon's means."""
-        key = (has_means, *map(id, params))
-        if key not in self._plans:
-            layouts = [self.layouts[param] for param in params]
-            means = [self.state[param][MEANS] for param in params] if has_means else None
-            self._plans[key] = make_matrix_plan(params, layouts, self._get_process_group, means)
-        return self._plans[key]
 
     def _get_process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Return the process group of global ranks, created once. Collective over these ranks."""
@@ -238,12 +237,6 @@ class _MatrixViews(NamedTuple):
     momentum: Tensor
     means: Tensor | None = None  # [b, R, 1], or [b, 1, C] of transposed matrices
 
-    def slice_matrices(self, batch: slice) -> _MatrixViews:
-        """Return views of the matrices in a slice of the batch dim."""
-        weight, grad, momentum, means = self
-        means = None if means is None else means[batch]
-        return _MatrixViews(weight[batch], grad[batch], momentum[batch], means)
-
 
 class _MuonStep:
     """One `Muon.step` of the parameters of one param group, with their state and options."""
@@ -252,8 +245,14 @@ class _MuonStep:
         self.options, self.dtype = options, optimizer.ns_dtype
         self.layouts = [optimizer.layouts[param] for param in params]
         slots = ["momentum_buffer"] + [MEANS] * (options.beta2 is not None)
-        states = [[_prepare_state(optimizer, param, slot) for slot in slots] for param in params]
-        self.views = [*map(_view_matrices, params, self.layouts, states)]
+        self.views = []
+        for param, layout in zip(params, self.layouts, strict=True):
+            tensors = [
+                get_local_tensor(param.detach()),
+                get_local_tensor(get_grad(param)).contiguous(),
+                *(get_local_tensor(_prepare_state(optimizer, param, slot)) for slot in slots),
+            ]
+            self.views.append(_MatrixViews(*map(layout.view_as_matrices, tensors)))
         device = self.views[0].weight.device
         self.grad_scale, self.found_inf = get_scale_signals(optimizer, device)
         lr, full = options.lr, partial(torch.full, (), dtype=torch.float32, device=device)
@@ -298,23 +297,24 @@ class _MuonStep:
         """Update a chunk of unsharded matrices; `means_plan` plans NorMuon's means (None = off)."""
         targets, matrices = [], []
         for place, batch, blocks in chunk:
-            views = self.views[place].slice_matrices(batch)
-            update = self._update_momentum(views.grad, views.momentum)
+            weight, grad, momentum, means = self.views[place]
+            update = self._update_momentum(grad[batch], momentum[batch])
             means_blocks = means_plan.local_blocks[place] if means_plan else blocks
             for block_pair in zip(blocks, means_blocks, strict=True):
                 weight_block, means_block = (
                     block._replace(place=0, batch=slice(None)) for block in block_pair
                 )
                 matrices.append(weight_block.read_from([update]))
-                targets.append((place, weight_block, means_block, views))
+                means_of_batch = None if means is None else means[batch]
+                targets.append((place, weight_block, weight[batch], means_block, means_of_batch))
         orthogonal = orthogonalize_all(matrices, **self.ns_options)
         pairs = zip(targets, orthogonal, strict=True)
-        for (place, weight_block, means_block, views), values in pairs:
-            if views.means is not None:
-                means = means_block.read_from([views.means])
+        for (place, weight_block, weight, means_block, all_means), values in pairs:
+            if all_means is not None:
+                means = means_block.read_from([all_means])
                 self._divide_by_means(values, means)
-                means_block.write_to([views.means], means)
-            self._apply_update(views.weight, weight_block, values, self.layouts[place])
+                means_block.write_to([all_means], means)
+            self._apply_update(weight, weight_block, values, self.layouts[place])
 
     def _step_round(
         self,
@@ -324,46 +324,26 @@ class _MuonStep:
     ) -> None:
         """Update sharded matrices: exchange them with their owners, which orthogonalise them.
 
-        `means_round` exchanges NorMuon's means (None = off). `group` runs all exchanges.
+        `means_round` exchanges NorMuon's means, which owners update (None = off).
         """
         views = self.views
         updates: list[Any] = [None] * len(views)
         for place in matrix_round.params:
             updates[place] = self._update_momentum(views[place].grad, views[place].momentum)
         like = updates[matrix_round.params[0]]
-        recv_buffer = matrix_round.run_all_to_all(like, updates, is_return=False, group=group)
-        owned = [like.new_empty(shape) for shape in matrix_round.owned]
-        for block, values in matrix_round.unpack_blocks(recv_buffer, is_return=False):
-            block.write_to(owned, values)
-        del updates, recv_buffer
+        owned = matrix_round.send_to_owners(updates, group)
+        del updates
         orthogonal = orthogonalize_all(owned, **self.ns_options)
         if means_round is not None:
-            self._divide_owned_by_means(orthogonal, means_round, group)
-        recv_buffer = matrix_round.run_all_to_all(like, orthogonal, is_return=True, group=group)
-        for block, values in matrix_round.unpack_blocks(recv_buffer, is_return=True):
+            means: list[Any] = [view.means for view in views]
+            owned_means = means_round.send_to_owners(means, group)
+            for values, matrix_means in zip(orthogonal, owned_means, strict=True):
+                self._divide_by_means(values, matrix_means)
+            like_means = means[means_round.params[0]]
+            for block, values in means_round.return_from_owners(owned_means, like_means, group):
+                block.write_to(means, values)
+        for block, values in matrix_round.return_from_owners(orthogonal, like, group):
             self._apply_update(views[block.place].weight, block, values, self.layouts[block.place])
-
-    def _divide_owned_by_means(
-        self,
-        orthogonal_matrices: list[Tensor],
-        means_round: ExchangeRound,
-        group: dist.ProcessGroup,
-    ) -> None:
-        """On owners, update the means and divide the matrices by their roots, in place.
-
-        `means_round` exchanges the means of the same matrices with the owners.
-        """
-        means: list[Any] = [view.means for view in self.views]
-        like = means[means_round.params[0]]
-        recv_buffer = means_round.run_all_to_all(like, means, is_return=False, group=group)
-        owned = [like.new_empty(shape) for shape in means_round.owned]
-        for block, values in means_round.unpack_blocks(recv_buffer, is_return=False):
-            block.write_to(owned, values)
-        for values, matrix_means in zip(orthogonal_matrices, owned, strict=True):
-            self._divide_by_means(values, matrix_means)
-        recv_buffer = means_round.run_all_to_all(like, owned, is_return=True, group=group)
-        for block, values in means_round.unpack_blocks(recv_buffer, is_return=True):
-            block.write_to(means, values)
 
     def _divide_by_means(self, updates: Tensor, means: Tensor) -> None:
         """Update `means` with the squared `updates`; divide `updates` by the roots of `means`."""
@@ -399,16 +379,6 @@ class _MuonStep:
             local_block.write_to([weight], new)
 
 
-def _view_matrices(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) -> _MatrixViews:
-    """Return this rank's shards of a parameter, its gradient and state, as stacked matrices."""
-    tensors = [
-        get_local_tensor(param.detach()),
-        get_local_tensor(get_grad(param)).contiguous(),
-        *map(get_local_tensor, state),
-    ]
-    return _MatrixViews(*map(layout.view_as_matrices, tensors))
-
-
 def _prepare_state(optimizer: Muon, param: nn.Parameter, state_name: str) -> Tensor:
     """Return state `state_name` of `param` in `get_moment_dtype`; zeros before the first step."""
     state: dict[str, Tensor] = optimizer.state[param]
@@ -429,8 +399,7 @@ def orthogonalize(
 ) -> Tensor:
     """Return matrices with x's singular vectors and singular values of about 1 (Newton-Schulz).
 
-    `coefficients` are a, b, c of each step X <- a X + (b A + c A A) X, with A = X X^T. A matrix is
-    divided by its norm, at least `eps`, before the first step.
+    `coefficients` are a, b and c. A matrix is first divided by its norm, at least `eps`.
     """
     # A step X <- a X + (b A + c A A) X with A = X X^T, sides m <= l, takes 2 m^2 (2 l + m) flops.
     # The usual coefficients give the steepest start: singular values end between 0.7 and 1.2.

@@ -25,10 +25,7 @@ PART_NUMEL = 1 << 26  # elements that are fp32 at once
 
 
 def make_output_means(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
-    """Return zeros of `dtype`, one per output of the linear whose weight is `param`.
-
-    The result is a tensor or DTensor like `param`, but has size 1 in the dim of the inputs.
-    """
+    """Return zeros like `param`, a tensor or DTensor, with size 1 in the dim of the inputs."""
     dim = param.ndim - 2 if layout.transposed else param.ndim - 1
     local = get_local_tensor(param.detach())
     means = torch.zeros(_reduce_shape(local.shape, dim), dtype=dtype, device=local.device)
@@ -67,5 +64,4 @@ def divide_by_means_(
 
 
 def _reduce_shape(shape: torch.Size, reduced_dim: int) -> torch.Size:
-    """Return the shape with size 1 in `reduced_dim`."""
     return torch.Size((*shape[:reduced_dim], 1, *shape[reduced_dim + 1 :]))

@@ -183,14 +183,8 @@ class _Projection(NamedTuple):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> _Projection:
-        """Return the weight and bias (if any) of a linear module with their row indices."""
         params = [param for param in (linear.weight, linear.bias) if param is not None]
         return cls({param: compute_global_indices(param)[0].to(param.device) for param in params})
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight of the linear."""
-        return next(iter(self.params))
 
     def scale_rows(self, factors_Hd: Tensor) -> None:
         """Multiply row i of head h of weight and bias by `factors_Hd[h, i]`, in place."""
@@ -213,14 +207,15 @@ class _ScoreWatcher:
         self.name, self.module, self.num_heads = name, module, num_heads
         if module.observe_scores is not None:
             raise ValueError(f"{name} must be watched by one QKClip: close() the other")
-        self.queries = _Projection.from_linear(getattr(module, query_linear))
+        linear = getattr(module, query_linear)
+        self.queries = _Projection.from_linear(linear)
         self.keys = _Projection.from_linear(getattr(module, key_linear))
         size, self.first = 1, 0
         if module.tp is not None:
             size = module.tp.size
             self.first = num_heads // size * module.tp.rank
         self.max_H = torch.full(
-            (num_heads // size,), -torch.inf, device=self.queries.weight.device, dtype=torch.float32
+            (num_heads // size,), -torch.inf, device=linear.weight.device, dtype=torch.float32
         )
 
     @classmethod
@@ -235,21 +230,18 @@ class _ScoreWatcher:
             queries = "q_b_proj" if module.mla.q_lora_rank else "q_proj"
             num_heads = module.o_proj.weight.shape[1] // module.mla.v_head_dim
             return cls(name, module, num_heads, queries, "kv_b_proj")
-        if module.config.qk_norm is not None:
-            raise ValueError(
-                f"DecoderConfig.qk_norm ({module.config.qk_norm!r}) must be None for QK-clip, "
-                f"since norms bound the logits of {name}: leave QKClip out"
-            )
-        if module.config.attention_gate:
-            raise ValueError(
-                f"DecoderConfig.attention_gate (True) must be False for QK-clip, which would scale "
-                f"gates of {name} too: leave QKClip out"
-            )
-        if module.window is not None:
-            raise ValueError(
-                f"DecoderConfig.windows ({module.config.windows}) must be () for QK-clip, whose "
-                f"maxima count all keys of {name}: leave QKClip out"
-            )
+        config, problem = module.config, None
+        if config.qk_norm is not None:
+            reason = f"since norms bound the logits of {name}"
+            problem = f"qk_norm ({config.qk_norm!r}) must be None for QK-clip, {reason}"
+        elif config.attention_gate:
+            reason = f"which would scale gates of {name} too"
+            problem = f"attention_gate (True) must be False for QK-clip, {reason}"
+        elif module.window is not None:
+            reason = f"whose maxima count all keys of {name}"
+            problem = f"windows ({config.windows}) must be () for QK-clip, {reason}"
+        if problem is not None:
+            raise ValueError(f"DecoderConfig.{problem}: leave QKClip out")
         return cls(name, module, module.config.num_heads, "q_proj", "k_proj")
 
     def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:

@@ -128,7 +128,6 @@ class StateOffload:
         self._copies.clear()
 
     def _before_step(self) -> None:
-        """Bring all state back before `optimizer.step()`; ValueError in a CUDA graph capture."""
         if self._stream.is_capturing():
             raise ValueError(
                 "step() must not be captured, because state moves between steps: capture forward "
@@ -156,7 +155,14 @@ class StateOffload:
         if self._stream.is_capturing():
             return
         for part in self._parts[: block_idx + 1]:
-            self._free_part(part)
+            if part.place == "leaving":
+                # The model's stream waits for a copy out before it frees the source, and for a
+                # copy back before `step`. So memory is freed and reused in the order of one
+                # stream, and the allocator needs no event of another.
+                self._stream.wait_for_event(part.last_copy)
+                for storage in part.storages:
+                    storage.move_to_host()
+                part.place = "away"
         tensors = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad)
         first = next(tensors, None)
         if first is not None:
@@ -193,17 +199,6 @@ class StateOffload:
             event = self._stream.start_copies(CopyJob(x.host, x.memory) for x in part)
             self._parts.append(_StatePart(part, "leaving", event))
 
-    def _free_part(self, part: _StatePart) -> None:
-        """Free the device memory of a part whose copy to the host has started."""
-        if part.place == "leaving":
-            # The model's stream waits for a copy out before it frees the source, and for a copy
-            # back before `step`. So memory is freed and reused in the order of one stream, and the
-            # allocator needs no event of another.
-            self._stream.wait_for_event(part.last_copy)
-            for storage in part.storages:
-                storage.move_to_host()
-            part.place = "away"
-
     def _copy_part_back(self, part: _StatePart) -> None:
         """If a part is on the host, allocate its device memory and start the copy back."""
         if part.place != "away":
@@ -230,17 +225,16 @@ def _find_movable_storages(optimizer: Optimizer, device: torch.device) -> dict[s
             if isinstance(value, Tensor):
                 local = get_local_tensor(value)
                 storages.setdefault(get_storage_key(local), {})[f"{number}.{slot}"] = local
-    groups = {next(iter(tensors)): list(tensors.values()) for tensors in storages.values()}
-    return {name: group for name, group in groups.items() if _is_movable(group, device)}
-
-
-def _is_movable(tensors: list[Tensor], device: torch.device) -> bool:
-    """Return whether a storage's tensors are on `device`, fill the storage, and are no scalars."""
-    storage = tensors[0].untyped_storage()
-    if not all(tensor.ndim for tensor in tensors):  # optimizers read scalars on the host
-        return False
-    is_full = storage.nbytes() == max(tensor.nbytes for tensor in tensors) > 0
-    return tensors[0].device == device and is_full and storage.resizable()
+    groups = {next(iter(views)): list(views.values()) for views in storages.values()}
+    movable = {}
+    for name, tensors in groups.items():
+        storage = tensors[0].untyped_storage()
+        has_scalar = not all(tensor.ndim for tensor in tensors)  # optimizers read it on the host
+        is_full = storage.nbytes() == max(tensor.nbytes for tensor in tensors) > 0
+        is_local = tensors[0].device == device
+        if is_local and is_full and not has_scalar and storage.resizable():
+            movable[name] = tensors
+    return movable
 
 
 def select_largest(max_fraction: float, sizes: dict[Key, int]) -> set[Key]:

@@ -137,11 +137,7 @@ def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
 
 
 def _compute_rate(param_name: str, decision: Decision, base_decision: Decision) -> WidthRate:
-    """Return a parameter's factors on lr and initial weights.
-
-    `decision` is the parameter's optimizer and layout in the model, `base_decision` in the base
-    model. `param_name` is for errors.
-    """
+    """Return a parameter's factors on lr and initial weights; `param_name` is for errors."""
     inputs, outputs = (
         a / b
         for a, b in zip(
@@ -176,7 +172,6 @@ def _count_inputs_and_outputs(param_name: str, decision: Decision) -> tuple[int,
 
 
 def _compute_spectral_ratio(layout: MatrixLayout, adjust_lr_fn: str) -> float:
-    """Return sqrt(outputs / inputs) divided by Muon's factor on lr (`compute_lr_factor`)."""
     shape = layout.shapes[0]
     outputs, inputs = reversed(shape) if layout.transposed else shape
     return float((outputs / inputs) ** 0.5 / compute_lr_factor(layout, shape, adjust_lr_fn))
