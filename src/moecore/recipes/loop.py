@@ -31,6 +31,12 @@ from moecore.base.streams import copy_to_device
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.parallel.mesh import start_process_group
+from moecore.recipes.checkpoints import (
+    clear_memory,
+    get_checkpoint_dir,
+    open_memory_saver,
+    read_latest_step,
+)
 from moecore.recipes.determinism import check_deterministic, use_deterministic_algorithms
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
@@ -55,12 +61,7 @@ from moecore.recipes.metrics import LaunchedStep, Moment, measure_peak_memory
 from moecore.recipes.options import DEGREES, RunConfig
 from moecore.recipes.profiling import check_profile, trace_steps
 from moecore.recipes.report import RunReport, make_run_dir
-from moecore.recipes.resume import (
-    describe_continuation,
-    get_checkpoint_dir,
-    read_latest_step,
-    save_config,
-)
+from moecore.recipes.resume import describe_continuation, save_config
 from moecore.recipes.rollback import ROLLED_BACK, check_rollback, roll_back
 from moecore.recipes.schedule import is_due
 from moecore.recipes.stragglers import COMPUTE, DATA, OPTIMIZER, PhaseTimer
@@ -133,7 +134,7 @@ def run(
         if len(stages) > 1:  # without those that the newest checkpoint has completed
             if not dist.is_initialized():  # one rank reads the directory for all
                 start_process_group("cuda" if torch.cuda.is_available() else "cpu")
-            step = run_on_first_rank(lambda: read_latest_step(stages[0]))
+            step = read_latest_step(stages[0])
             stages = [stage for stage in stages[:-1] if stage.steps > step] + stages[-1:]
     except ARGUMENT_ERRORS as error:
         return print_rank_error(error, int(os.environ["RANK"]))
@@ -143,6 +144,7 @@ def run(
             pass
         if code:
             return code
+    clear_memory(stages[-1])
     dist.barrier()
     return 0
 
@@ -212,6 +214,7 @@ def train(job: TrainingJob[Any]) -> int:
             config=job.config,
             progress=saving,
         ) as saver,
+        open_memory_saver(args, job) as memory_saver,
         nullcontext() if args.plain_host else disable_garbage_collection(),
         job.hangs.watch(),
         trace_steps(args) as end_of_step,
@@ -239,6 +242,11 @@ def train(job: TrainingJob[Any]) -> int:
             if may_save and (is_checkpoint or (job.is_stopping and args.checkpoint_every)):
                 with measure_wall_time(report, "save"):
                     save_checkpoint(job, saver, step)
+                has_checkpoint = True
+            elif may_save and memory_saver and step % args.memory_checkpoint_every == 0:
+                memory_saver.check()
+                with measure_wall_time(report, "save"):
+                    save_checkpoint(job, memory_saver, step)
                 has_checkpoint = True
             collect_garbage(step)
             end_of_step()

@@ -64,6 +64,7 @@ class RunConfig:
         seed: of the order of the data, of new weights and of samples.
         eval_every: steps between losses on evaluation data; 0 = none.
         checkpoint_every: steps between checkpoints; 0 = none.
+        memory_checkpoint_every: steps between checkpoints in the memory of hosts; 0 = none.
         expert_loads_every: steps between logs of the load of each expert; 0 = none.
         profile: steps that the profiler traces for `moecore report`; 0 = none.
         peak_tflops: peak of one device for MFU; None = the bfloat16 peak of a known GPU.
@@ -98,6 +99,7 @@ class RunConfig:
     seed: RunSeed = 0
     eval_every: CountOrZero = 0
     checkpoint_every: CountOrZero = 100
+    memory_checkpoint_every: CountOrZero = 0
     expert_loads_every: CountOrZero = 10
     profile: CountOrZero = 0
     peak_tflops: Positive | None = None

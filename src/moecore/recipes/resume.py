@@ -15,13 +15,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from moecore.base.progress import show_progress
 from moecore.base.torch_private import patch_attributes
 from moecore.io import latest, load
-from moecore.io.checkpoint.directory import CHECKPOINTS
 from moecore.io.checkpoint.manifest import read_manifest
-from moecore.io.checkpoint.object_storage import AnyPath, make_path
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.models import Decoder
+from moecore.recipes.checkpoints import find_newest_checkpoint, get_checkpoint_dir
 from moecore.recipes.decoder_config import replace_rotary
-from moecore.recipes.files import name_option_in_errors
 from moecore.recipes.options import DEGREES, RunConfig
 from moecore.recipes.parser import flatten_tables, read_toml
 from moecore.recipes.report import CONFIG
@@ -46,8 +44,7 @@ def resume(
     options `chosen_by` determine. If the checkpoint ends the stage before `stage`, the data and the
     rotary embedding may differ.
     """
-    # On one rank: a slow file system may show another one, or none, to another rank.
-    newest = run_on_first_rank(lambda: latest(get_checkpoint_dir(args)))
+    newest = find_newest_checkpoint(args)
     if newest is None:
         return 0
     saved_facts = run_on_first_rank(lambda: read_manifest(newest).facts)
@@ -81,12 +78,6 @@ def resume(
     return int(extra["step"])
 
 
-def read_latest_step(args: RunConfig) -> int:
-    """Return the step of a run's newest checkpoint; 0 = no checkpoint."""
-    newest = latest(get_checkpoint_dir(args))
-    return 0 if newest is None else read_manifest(newest).facts.step
-
-
 def describe_continuation(args: RunConfig) -> str:
     """Return a sentence that names the checkpoint from which the same command would continue."""
     try:
@@ -105,16 +96,11 @@ def format_command_line() -> str:
     return shlex.join(["moecore", *words]) if is_moecore else "the same command"
 
 
-def get_checkpoint_dir(args: RunConfig) -> AnyPath:
-    """Return the path of a run's checkpoints; ValueError for a URL that fsspec does not open."""
-    with name_option_in_errors("--checkpoint-dir"):
-        return make_path(args.checkpoint_dir or args.run_dir / CHECKPOINTS)
-
-
 # Keys and tables that change no numbers, except that a layout has other sums in another order.
 LAYOUT = {*DEGREES, "parallel", "ranks", "layout", "pipeline"}
 SAME_NUMBERS = LAYOUT | {
-    *("run_dir", "checkpoint_dir", "checkpoint_every", "expert_loads_every", "profile"),
+    *("run_dir", "checkpoint_dir", "checkpoint_every", "memory_checkpoint_every"),
+    *("expert_loads_every", "profile"),
     *("peak_tflops", "logging", "plain_host", "workers", "samples", "hang_timeout"),
     *("memory", "recompute", "offload", "offload_fraction"),
 }

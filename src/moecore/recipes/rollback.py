@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 
 from moecore.io.checkpoint.ranks import run_on_first_rank
+from moecore.recipes.checkpoints import read_latest_step
 from moecore.recipes.errors import DivergedError
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.options import RunConfig
 from moecore.recipes.report import METRICS, read_metrics, write_metrics
-from moecore.recipes.resume import read_latest_step
 from moecore.train.spikes import SpikeLimit, SpikeOptions
 
 LEFT_OUT = "left_out"  # in metrics.jsonl: first and last batch of each rollback to this step
@@ -112,10 +112,10 @@ def roll_back(args: RunConfig, spikes: SpikeStreak, left_out: LeftOut) -> None:
     """Write which batches the next start from the last checkpoint leaves out. Collective."""
     last = spikes.last_step
     numbers = [left_out.find_batch(step) for step in (last - spikes.length + 1, last)]
-    path = Path(args.run_dir, METRICS)
+    path, step = Path(args.run_dir, METRICS), read_latest_step(args)
 
     def write_left_out() -> None:
-        step, (lines, _) = read_latest_step(args), read_metrics(path)
+        lines, _ = read_metrics(path)
         all_ranges = (line.setdefault(LEFT_OUT, []) for line in lines if line["step"] == step)
         ranges = next(all_ranges, None)
         if ranges is None or len(ranges) >= MAX_ROLLBACKS:

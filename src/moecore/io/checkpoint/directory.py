@@ -40,6 +40,7 @@ from moecore.io.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
 from moecore.io.checkpoint.object_storage import AnyPath, RemotePath, make_path
 
 POINTER = "latest"
+MEMORY_ID = "memory-id"  # the file that names the run's checkpoints in the memory of hosts
 CHECKPOINTS = "checkpoints"  # the directory of a training run that `save` gets
 # Exactly the names that `make_step_path` makes: step-0000006 would be a second name of step 6.
 _STEP = r"step-([0-9]{6}|[1-9][0-9]{6,17})"
@@ -91,6 +92,7 @@ def set_latest(path: str | os.PathLike[str]) -> None:
     """Set the pointer file `latest` to a complete checkpoint, for example to roll a run back.
 
     Later checkpoints remain until a save of the same step replaces them or `prune` removes them.
+    A run of a training command then does not continue from a checkpoint in the memory of hosts.
 
     Raises:
         ValueError: if the directory is not a complete checkpoint.
@@ -102,6 +104,8 @@ def set_latest(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"path ({path}) must be a whole checkpoint, with a {MANIFEST}")
     with hold_lock(path.parent):
         manifest = read_regular_file(path / MANIFEST, max_bytes=MAX_TABLE)
+        with contextlib.suppress(FileNotFoundError):
+            (path.parent / MEMORY_ID).unlink()
         if isinstance(path, RemotePath):
             (path.parent / POINTER).write(format_pointer(path.name, manifest))
             return
