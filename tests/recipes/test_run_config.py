@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from moecore.io import set_latest
 from moecore.recipes.resume import list_option_changes
 from tests.recipes.launched import metrics
@@ -86,3 +88,16 @@ def test_a_training_continues_by_its_own_file(
     assert metrics(run_dir)[1]["lr"] != straight[1]["lr"]
     file.write_text("seed = ")
     assert start(f"{words} --run-dir {run_dir}") == [] and "seed = 0\n" in file.read_text()
+
+
+def test_the_rows_of_a_step_determine_its_micro_batches() -> None:
+    from moecore.recipes.pretrain import parse_arguments
+
+    words = ["--tokens", "random", "--preset", "tiny", "--batch-size", "2", "--run-dir", "runs/x"]
+    args = parse_arguments([*words, "--global-batch-size", "24"])
+    assert [args.count_micro_batches(ranks) for ranks in (1, 2, 3, 4)] == [12, 6, 4, 3]
+    assert parse_arguments([*words, "--grad-accum", "5"]).count_micro_batches(7) == 5
+    both = parse_arguments([*words, "--global-batch-size", "24", "--grad-accum", "2"])
+    for wrong, ranks in ((args, 5), (both, 3)):
+        with pytest.raises(ValueError, match=r"^--global-batch-size \(24\) must be a multiple of"):
+            wrong.count_micro_batches(ranks)

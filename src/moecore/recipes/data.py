@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from moecore.packing import PackedBatchSampler, PackedCollator
 from moecore.packing.collate import get_length_multiple
 from moecore.parallel.mesh import ParallelConfig
+from moecore.recipes.options import RunConfig
 from moecore.train import GraphedForwardBackward
 
 StepT = TypeVar("StepT")
@@ -44,11 +45,12 @@ class BatchShape:
         return self.data_ranks * self.grad_accum * self.batch_size
 
 
-def make_batch_shape(args: Any, parallel: ParallelConfig) -> BatchShape:
+def make_batch_shape(args: RunConfig, parallel: ParallelConfig) -> BatchShape:
     """Return the shape of a step's batch over all ranks; `parallel` has degrees without -1."""
+    data_ranks = parallel.dp_replicate * parallel.dp_shard
     return BatchShape(
-        data_ranks=parallel.dp_replicate * parallel.dp_shard,
-        grad_accum=args.grad_accum,
+        data_ranks=data_ranks,
+        grad_accum=args.count_micro_batches(data_ranks),
         batch_size=args.batch_size,
         seq_len=args.seq_len,
         cp=parallel.cp,

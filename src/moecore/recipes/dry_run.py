@@ -44,7 +44,7 @@ def make_planned_run(
         parallel=parallel,
         seq_len=args.seq_len,
         batch_size=args.batch_size,
-        num_micro_batches=args.grad_accum,
+        num_micro_batches=args.count_micro_batches(parallel.dp_replicate * parallel.dp_shard),
         pipeline=args.make_pipeline_options(),
         fsdp=args.make_fsdp_options(torch.bfloat16),
         memory=args.make_memory_options(),

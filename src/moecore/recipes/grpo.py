@@ -84,6 +84,7 @@ class GRPOConfig(RunConfig):
     batch_size: Count = 16
     seq_len: Count = 2048
     grad_accum: Count = make_internal_field(1)
+    global_batch_size: Count | None = make_internal_field(None)
     precision: None = make_internal_field(None)
     cuda_graph: bool = make_internal_field(False)
     eval_every: int = make_internal_field(0)

@@ -68,7 +68,7 @@ class TrainingJob(ABC, Generic[BatchT]):
             self.model,
             self.optimizers,
             max_norm=args.optimizer.max_norm,
-            num_micro_batches=args.grad_accum,
+            num_micro_batches=self.shape.grad_accum,
             loss_scale=DynamicLossScale() if dtype == torch.float16 else None,
             skip_spikes=args.skip_spikes,
         )

@@ -56,6 +56,8 @@ class RunConfig:
         steps: optimizer steps of the run.
         batch_size: rows per data rank and micro-batch.
         grad_accum: micro-batches per step.
+        global_batch_size: rows of a step over all data ranks, which determines grad_accum; None =
+            grad_accum determines the rows.
         seq_len: tokens of a row.
         aux_loss: coefficient of the balance loss per micro-batch; None = the model's.
         dtype: of compute; None = float32 on CPU, bfloat16 on GPU.
@@ -91,6 +93,7 @@ class RunConfig:
     steps: Count = 400
     batch_size: Count
     grad_accum: Count = 1
+    global_batch_size: Count | None = None
     seq_len: Count
     aux_loss: PositiveOrZero | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -118,6 +121,18 @@ class RunConfig:
     def resolve(self) -> Self:
         """Return the options with the defaults that depend on other options, for config.toml."""
         return self
+
+    def count_micro_batches(self, data_ranks: int) -> int:
+        """Return the micro-batches per step; ValueError if no number has --global-batch-size."""
+        if self.global_batch_size is None:
+            return self.grad_accum
+        rows = data_ranks * self.batch_size
+        if self.global_batch_size % rows or self.grad_accum > 1:
+            raise ValueError(
+                f"--global-batch-size ({self.global_batch_size}) must be a multiple of data "
+                f"ranks x --batch-size ({data_ranks} x {self.batch_size}), without --grad-accum"
+            )
+        return self.global_batch_size // rows
 
     def get_degree(self, name: str) -> int:
         """Return a parallel degree such as "pp", or 1 if the degree is not set or -1."""

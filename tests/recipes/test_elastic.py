@@ -1,0 +1,117 @@
+"""One command on two and three hosts that leave and return computes the losses of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from moecore.io.checkpoint.host_memory import HOST_VARIABLE
+from moecore.recipes.report import METRICS
+
+pytestmark = pytest.mark.slow
+STEPS, SECONDS = 120, 150
+# Otherwise ranks that start again without a failure read addresses of the ranks before them.
+NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+RUN = (
+    f"pretrain --preset tiny-qwen3 --tokens random --batch-size 2 --global-batch-size 48 "
+    f"--seq-len 128 --steps {STEPS} --sample-every 0 --checkpoint-every 1000 "
+    "--memory-checkpoint-every 5 --lr-schedule constant --warmup-steps 0 --aux-loss 0"
+).split()
+
+
+def start_agent(host: str, port: int, run_dir: Path) -> subprocess.Popen[bytes]:
+    """Start torchrun for one rank, as on a host of its own."""
+    words = ["--nnodes", "2:3", "--nproc-per-node", "1", "--max-restarts", "20"]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    words += ["--rdzv-conf", "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    words += ["-m", "moecore", *RUN, "--run-dir", str(run_dir)]
+    with open(run_dir.with_name(f"{host}.txt"), "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *words],
+            env=os.environ | {HOST_VARIABLE: host, "OMP_NUM_THREADS": "1", **NEW_STORES},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def children_of(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()]
+
+
+def lose(agent: subprocess.Popen[bytes], host: str) -> None:
+    """Kill a host: torchrun, its rank, and the files in its memory."""
+    if agent.poll() is None:
+        ranks = children_of(agent.pid)
+        agent.kill()
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+        agent.wait()
+    shutil.rmtree(f"/dev/shm/moecore-{os.getuid()}-{host}", ignore_errors=True)
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "the run stands still"
+        time.sleep(0.05)
+
+
+def count_steps(run_dir: Path) -> int:
+    with suppress(FileNotFoundError):
+        return (run_dir / METRICS).read_bytes().count(b"\n")
+    return 0
+
+
+def test_hosts_leave_and_return(tmp_path: Path) -> None:
+    hosts = [f"elastic{i}-{uuid.uuid4().hex[:8]}" for i in range(3)]
+    run_dir = tmp_path / "run"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    agents = {hosts[0]: start_agent(hosts[0], port, run_dir)}  # has the store of the rendezvous
+    try:
+        wait_until(lambda: is_open(port))
+        agents |= {host: start_agent(host, port, run_dir) for host in hosts[1:]}
+        wait_until(lambda: count_steps(run_dir) >= 12)
+        lose(agents[hosts[2]], hosts[2])
+        before = count_steps(run_dir)
+        wait_until(lambda: count_steps(run_dir) >= before + 15)
+        agents[hosts[2]] = start_agent(hosts[2], port, run_dir)
+        codes = [agent.wait(SECONDS) for agent in agents.values()]
+    finally:
+        for host, agent in agents.items():
+            lose(agent, host)
+    assert codes == [0, 0, 0]
+    elastic = losses(run_dir)
+    straight = subprocess.run(
+        [sys.executable, "-m", "moecore", *RUN, "--ranks", "1", "--run-dir", tmp_path / "straight"],
+        env=os.environ | {HOST_VARIABLE: hosts[0]},
+    )
+    shutil.rmtree(f"/dev/shm/moecore-{os.getuid()}-{hosts[0]}", ignore_errors=True)
+    assert straight.returncode == 0
+    assert elastic == pytest.approx(losses(tmp_path / "straight"), rel=1e-4)
