@@ -25,10 +25,15 @@ STEPS, SECONDS = 120, 150
 # Otherwise ranks that start again without a failure read addresses of the ranks before them.
 NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 RUN = (
-    f"pretrain --preset tiny-qwen3 --tokens random --batch-size 2 --global-batch-size 48 "
+    f"pretrain --preset tiny-qwen3 --batch-size 2 --global-batch-size 48 "
     f"--seq-len 128 --steps {STEPS} --sample-every 0 --checkpoint-every 1000 "
     "--memory-checkpoint-every 5 --lr-schedule constant --warmup-steps 0 --aux-loss 0"
 ).split()
+
+
+def options(run_dir: Path) -> list[str]:
+    data = Path(__file__).parents[2] / "docs" / "findings.md"
+    return [*RUN, "--data", str(data), "--run-dir", str(run_dir)]
 
 
 def start_agent(host: str, port: int, run_dir: Path) -> subprocess.Popen[bytes]:
@@ -36,7 +41,7 @@ def start_agent(host: str, port: int, run_dir: Path) -> subprocess.Popen[bytes]:
     words = ["--nnodes", "2:3", "--nproc-per-node", "1", "--max-restarts", "20"]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     words += ["--rdzv-conf", "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"]
-    words += ["-m", "moecore", *RUN, "--run-dir", str(run_dir)]
+    words += ["-m", "moecore", *options(run_dir)]
     with open(run_dir.with_name(f"{host}.txt"), "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *words],
@@ -109,7 +114,7 @@ def test_hosts_leave_and_return(tmp_path: Path) -> None:
     assert codes == [0, 0, 0]
     elastic = losses(run_dir)
     straight = subprocess.run(
-        [sys.executable, "-m", "moecore", *RUN, "--ranks", "1", "--run-dir", tmp_path / "straight"],
+        [sys.executable, "-m", "moecore", *options(tmp_path / "straight"), "--ranks", "1"],
         env=os.environ | {HOST_VARIABLE: hosts[0]},
     )
     shutil.rmtree(f"/dev/shm/moecore-{os.getuid()}-{hosts[0]}", ignore_errors=True)
