@@ -59,8 +59,15 @@ def make_upcycled_config(model: nn.Module) -> dict[str, Any] | None:
     values: dict[str, Any] = config.to_dict()  # type: ignore[union-attr]
     family = FAMILIES.get(str(values.get("model_type")))
     if family is None:
-        _refuse_unknown_family(values, layers)
-        return None
+        if any("expert" in name for name in values):
+            return None
+        activation = next(iter(layers.values())).activation
+        lacks = "" if activation == "swiglu" else f", which lacks {activation!r}"
+        raise ValueError(
+            f"config.model_type ({values.get('model_type')!r}) of an upcycled model must be one "
+            f"of {', '.join(FAMILIES)}, which have a class with experts; the closest is "
+            f"MixtralForCausalLM{lacks}: keep native checkpoints (Saver)"
+        )
     if model.base_model is model:
         raise ValueError(
             f"model ({type(model).__name__.removeprefix('FSDP')}) must have a head to be written: "
@@ -72,11 +79,7 @@ def make_upcycled_config(model: nn.Module) -> dict[str, Any] | None:
 def make_empty_shared_experts(
     model: nn.Module, hf_config: Mapping[str, Any], model_tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the zero-sized shared experts that Qwen2-MoE's class needs, by name; {} for others.
-
-    `hf_config` has the fields of config.json. `model_tensors` has the model's tensors by name; the
-    routers give the names, dtypes and devices of the result.
-    """
+    """Return the zero-sized shared experts that Qwen2-MoE's class needs, by name; {} for others."""
     if isinstance(model, Decoder) or hf_config.get("model_type") != "qwen2_moe":
         return {}
     if hf_config["shared_expert_intermediate_size"] != 0:
@@ -104,19 +107,6 @@ def _find_moe_layers(model: nn.Module) -> dict[int, MoEConfig]:
         if is_layer and isinstance(module, MoELayer) and module.layout == LayerLayout():
             layers[int(number)] = module.config
     return layers
-
-
-def _refuse_unknown_family(config: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
-    """Raise ValueError if the dense config `config` is of a family without an MoE class."""
-    if any("expert" in name for name in config):
-        return
-    activation = next(iter(layers.values())).activation
-    lacks = "" if activation == "swiglu" else f", which lacks {activation!r}"
-    raise ValueError(
-        f"config.model_type ({config.get('model_type')!r}) of an upcycled model must be one "
-        f"of {', '.join(FAMILIES)}, which have a class with experts; the closest is "
-        f"MixtralForCausalLM{lacks}: keep native checkpoints (Saver)"
-    )
 
 
 def _build_moe_config(
@@ -154,11 +144,7 @@ def _build_moe_config(
 def _check_routing_rule(
     layer_idx: int, config: MoEConfig, first_config: MoEConfig, family: UpcycledFamily
 ) -> None:
-    """Raise ValueError unless a layer has the family's routing rule and the first layer's sizes.
-
-    `config` is the config of layer `layer_idx`, and `first_config` the config of the first MoE
-    layer.
-    """
+    """Raise ValueError unless a layer has the family's routing rule and the first layer's sizes."""
     normalizes = family.always_normalizes or first_config.normalizes
     expected_config = MoEConfig(
         dim=first_config.dim,
