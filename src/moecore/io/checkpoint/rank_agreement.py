@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ def _raise_disagreement(key: Key, first_rank: int, rank: int, *, is_present: boo
 
 
 def _hash_snapshot(snapshot: Snapshot) -> Hashes:
-    """Return (kind, name) -> hash of each value and tensor that ranks must agree on."""
+    """Return (kind, name) -> text of each value and tensor that ranks must agree on. Host sync."""
     facts = snapshot.facts
     values: dict[Key, Any] = {
         ("save", "step"): facts.step,
@@ -107,14 +106,8 @@ def _hash_snapshot(snapshot: Snapshot) -> Hashes:
     for name, value in facts.extra.items():
         values["extra", f"extra {name}"] = value
     hashes = {key: _hash_json(value) for key, value in values.items()}
-    return hashes | _fingerprint_tensors(snapshot.tensors)
-
-
-def _fingerprint_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
-    """Return (kind, name) -> dtype, shape and, for plain tensors, a SHA-256 as text. Host sync."""
-    hashes: Hashes = {}
-    parts: dict[Key, Tensor] = {}
-    for name, tensor in tensors.items():
+    parts: dict[Key, Tensor] = {}  # bytes to hash
+    for name, tensor in snapshot.tensors.items():
         kind = name.partition(".")[0]
         if kind == "rng":
             continue

@@ -117,11 +117,11 @@ def save_adapters(
     def find_entries() -> dict[str, StoredAdapter]:
         entries = collect_adapter_tensors(model, adapter)
         adapters = (collect_adapter_tensors(model, name) for name in _get_lora_configs(model))
-        saved = {id(entry.tensor) for tensors in adapters for entry in tensors.values()}
-        trained = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in saved]
-        for name in trained:
+        ids = {id(entry.tensor) for tensors in adapters for entry in tensors.values()}
+        names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in ids]
+        for name in names:
             raise ValueError(
-                f"{clean_name(name)} (and {len(trained) - 1} more) must be frozen or belong to an "
+                f"{clean_name(name)} (and {len(names) - 1} more) must be frozen or belong to an "
                 "adapter, whose files hold nothing else: train its module by "
                 "LoraConfig.modules_to_save, or, as with a router, save the whole model (Saver, or "
                 "merge_adapters and export_hf)"

@@ -247,8 +247,8 @@ class WeightStream:
         by_weight = {id(merge.weight): merge for merge in merges}
         sources = {n: _StreamSource(t, by_weight.get(id(t))) for n, t in tensors.items()}
         for name, source in sources.items():
-            stored = (part for x in source.list_tensors() for part in list_local_storage(x))
-            if any(part.numel() and not part.untyped_storage().nbytes() for part in stored):
+            shards = (shard for x in source.list_tensors() for shard in list_local_storage(x))
+            if any(shard.numel() and not shard.untyped_storage().nbytes() for shard in shards):
                 raise ValueError(
                     f"{format_name(name)} (without memory) must have its values to be streamed: "
                     "call onload('weights') first"

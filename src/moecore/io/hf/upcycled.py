@@ -52,7 +52,12 @@ FAMILIES = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _MIXTRAL, "mistral": _MIX
 
 def make_upcycled_config(model: nn.Module) -> dict[str, Any] | None:
     """Return the MoE class's config.json for an upcycled model; None for any other model."""
-    layers = _find_moe_layers(model)
+    layers: dict[int, MoEConfig] = {}  # of the MoE layers with moecore's names, by layer index
+    for name, module in model.named_modules():
+        prefix, _, number = name.removesuffix(".mlp").rpartition(".")
+        is_layer = name.endswith(".mlp") and prefix.endswith("layers") and number.isdecimal()
+        if is_layer and isinstance(module, MoELayer) and module.layout == LayerLayout():
+            layers[int(number)] = module.config
     config = getattr(model, "config", None)
     if not layers or isinstance(model, Decoder) or not hasattr(config, "to_dict"):
         return None
@@ -96,17 +101,6 @@ def make_empty_shared_experts(
             zeros = torch.zeros(shape, dtype=router.dtype, device=router.device)
             tensors[f"{prefix}shared{part}.weight"] = zeros
     return tensors
-
-
-def _find_moe_layers(model: nn.Module) -> dict[int, MoEConfig]:
-    """Return the config of each MoE layer with moecore's tensor names, by layer index."""
-    layers = {}
-    for name, module in model.named_modules():
-        prefix, _, number = name.removesuffix(".mlp").rpartition(".")
-        is_layer = name.endswith(".mlp") and prefix.endswith("layers") and number.isdecimal()
-        if is_layer and isinstance(module, MoELayer) and module.layout == LayerLayout():
-            layers[int(number)] = module.config
-    return layers
 
 
 def _build_moe_config(
