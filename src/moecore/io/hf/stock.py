@@ -51,7 +51,7 @@ def build_meta_model(
 ) -> nn.Module | None:
     """Build the transformers model of a config.json on meta; None for an unknown class.
 
-    The class is that of `model` if both have the same model_type, otherwise that of config.json.
+    `model` gives the class if both have the same model_type, otherwise config.json gives it.
     """
     import transformers
 
