@@ -25,7 +25,6 @@ from moecore.io.checkpoint.directory import (
 from moecore.io.checkpoint.lock import find_dead_drafts
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.io.checkpoint.object_storage import AnyPath, make_path
-from moecore.io.checkpoint.shard_file import Progress
 
 MAX_CHARS = 400  # characters of a name or a value
 TARGETS = ("native", "hf", "megatron", "dcp", "dcp-transformers")
@@ -39,7 +38,12 @@ def run_inspect(args: Any) -> int:
     readers = {"native": _read_native_facts, "Hugging Face": _read_hf_facts, "DCP": _read_dcp_facts}
     facts = readers[kind](path)
     tensors = facts.pop("tensors")
-    facts |= _count_totals(tensors)
+    elements = Counter[str]()
+    for entry in tensors.values():
+        elements[entry["dtype"]] += math.prod(entry["shape"])
+    sizes = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+    num_bytes = sum(count * sizes[name] for name, count in elements.items())
+    facts |= {"num_tensors": len(tensors), "num_bytes": num_bytes, "elements": elements}
     if path != make_path(args.path):
         facts["steps"] = [p.name for p in find_complete_checkpoints(path.parent)]
     if args.json:
@@ -122,16 +126,6 @@ def _describe_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _count_totals(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the number of tensors, their bytes, and their elements by dtype."""
-    elements = Counter[str]()
-    for entry in tensors.values():
-        elements[entry["dtype"]] += math.prod(entry["shape"])
-    sizes = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
-    num_bytes = sum(count * sizes[name] for name, count in elements.items())
-    return {"num_tensors": len(tensors), "num_bytes": num_bytes, "elements": elements}
-
-
 def run_verify(args: Any) -> int:
     """Check the checkpoint at `args.path`; print problems and return 1, or return 0."""
     path, kind = _find_checkpoint(args.path)
@@ -174,32 +168,21 @@ def run_convert(args: Any) -> int:
         if value is not None and to not in targets:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} ({value}) must be left out for a target that is {to}")
-    with show_progress("converting", unit="B") as progress:
-        target = _convert_checkpoint(args, path, kind, to, progress)
-    print(f"{path} -> {target}")
-    return 0
-
-
-def _convert_checkpoint(
-    args: Any, path: AnyPath, source_format: str, target_format: str, progress: Progress | None
-) -> AnyPath:
-    """Convert the checkpoint at `path` to another format; return the new path."""
     from moecore.io.hf.convert import hf_to_native, native_to_hf
     from moecore.io.interchange.convert import dcp_to_native, native_to_dcp
 
     options = {"step": args.step, "config": args.config, "layout": args.layout}
-    options["max_file_bytes" if target_format == "native" else "max_shard_bytes"] = (
-        args.max_shard_size
-    )
+    options["max_file_bytes" if to == "native" else "max_shard_bytes"] = args.max_shard_size
     options["dtype"] = None if args.dtype is None else getattr(torch, args.dtype)
-    if target_format not in ("native", "hf"):
-        options["names"] = target_format
-    convert: Any = native_to_hf if target_format == "hf" else native_to_dcp
-    if target_format == "native":
-        convert = dcp_to_native if source_format == "DCP" else hf_to_native
+    options["names"] = None if to in ("native", "hf") else to
+    convert: Any = native_to_hf if to == "hf" else native_to_dcp
+    if to == "native":
+        convert = dcp_to_native if kind == "DCP" else hf_to_native
     options = {name: value for name, value in options.items() if value is not None}
-    result = convert(path, args.target, progress=progress, **options)
-    return make_path(result if target_format == "native" else args.target)
+    with show_progress("converting", unit="B") as progress:
+        result = convert(path, args.target, progress=progress, **options)
+    print(f"{path} -> {make_path(result if to == 'native' else args.target)}")
+    return 0
 
 
 def run_prune(args: Any) -> int:
@@ -221,10 +204,7 @@ def run_prune(args: Any) -> int:
 
 
 def _find_checkpoint(name: str) -> tuple[Any, str]:
-    """Return the path and format of a checkpoint, or of the newest checkpoint of a run.
-
-    Checkpoints on object storage are native.
-    """
+    """Return the path and format of a checkpoint, or of the newest checkpoint of a run."""
     path = make_path(name)
     if not path.is_dir():
         raise UsageError(f"path ({path}) must be a directory: it is not there")

@@ -115,10 +115,7 @@ def _explain_layout(args: Any) -> int:
 
 
 def _describe_measurement(args: Any, first_layout: Layout) -> str:
-    """Return a sentence: the layout and tokens/s that a benchmark measured for this model and GPUs.
-
-    The sentence says whether that layout is `first_layout`, the first layout of the search.
-    """
+    """Return a sentence with the measured layout and tokens/s of this model and these GPUs."""
     step = MEASURED.get((args.preset, format_gpu_name(args), args.gpus))
     if step is None:
         return "no benchmark has measured the first layout"
@@ -194,11 +191,7 @@ def _list_layout_fields(candidate: FittingCandidate) -> dict[str, Any]:
 
 
 def _list_time_fields(time_plan: TimePlan | str) -> dict[str, Any]:
-    """Return the JSON fields of a time plan: seconds, tokens per second, parts and limiting rate.
-
-    If `time_plan` is a text, the reason why the time is not modelled, the text is field
-    "time_refusal".
-    """
+    """Return the JSON fields of a time plan, or of the reason why the time is not modelled."""
     if isinstance(time_plan, str):
         names = ("seconds", "tokens_per_second", "parts", "wall")
         return dict.fromkeys(names) | {"time_refusal": time_plan}
@@ -212,10 +205,7 @@ def _list_time_fields(time_plan: TimePlan | str) -> dict[str, Any]:
 
 
 def _print_time(args: Any, time_plan: TimePlan | str, max_bytes: int | None = None) -> None:
-    """Print a time plan and the option that makes the step fastest within `max_bytes` per rank.
-
-    If `time_plan` is a text, the reason why the time is not modelled, only the text is printed.
-    """
+    """Print a time plan, and the option that makes the step fastest within `max_bytes` per rank."""
     if isinstance(time_plan, str):
         print(time_plan)
         return
@@ -260,10 +250,7 @@ def _load_table(args: Any) -> CostTable:
 
 
 def _write_plan_files(args: Any, memory_plan: MemoryPlan, time_plan: TimePlan | str) -> None:
-    """Write the files of `--png`, `--timeline` and `--html`.
-
-    `time_plan` may be a refusal text. Raises a ValueError without matplotlib or timeline.
-    """
+    """Write the files of `--png`, `--timeline` and `--html`; ValueError without matplotlib."""
     timeline = None if isinstance(time_plan, str) else time_plan.timeline
     try:
         if args.png is not None:
@@ -326,10 +313,7 @@ def run_dry_run(args: DryRunConfig) -> int:
 
 
 def _sum_launches_by_kind(step: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
-    """Return {kind of operation: [launches, FLOP, bytes, seconds]}, summed over a step's launches.
-
-    The seconds are without overlap, by `table`; None if `table` is None.
-    """
+    """Return {kind: [launches, FLOP, bytes, serial seconds by `table`]} of a step's launches."""
     if table is not None:
         table = replace(table, slices=None)  # serial seconds, not the exposed share
     sums: defaultdict[str, list[Any]] = defaultdict(lambda: [0.0] * 4)
@@ -361,13 +345,7 @@ def run_report(args: Any) -> int:
 def draw_memory(
     plan: MemoryPlan, path: str | os.PathLike[str], gpu_bytes: NumBytes | None = None
 ) -> None:
-    """Draw the peak memory of each pipeline rank by kind as bars, and write a PNG.
-
-    `gpu_bytes` is the bytes of a GPU's memory, drawn as a line; None = no line.
-
-    Raises:
-        ImportError: without matplotlib.
-    """
+    """Draw each pipeline rank's peak memory by kind, and a GPU's memory as a line; write a PNG."""
     check_arguments(draw_memory, locals())
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -101,7 +101,6 @@ class CostTable(CheckedRecord):
     assumed: tuple[str, ...] = ()
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         missing = [kind for kind in (*KINDS, "network") if kind not in self.efficiency]
         if missing:
             yield "efficiency", f"have {', '.join(map(repr, missing))}: add a share for each"
@@ -206,8 +205,7 @@ class CostTable(CheckedRecord):
         self, work: Work, node_ranks: int
     ) -> tuple[float, dict[Limit, float]]:
         """Return fixed seconds, and {resource: seconds}: bytes or FLOP over the achieved rate."""
-        domain_ranks = _count_domain_ranks(work, node_ranks, self.gpu)
-        rates = self._compute_roofline(work, self.gpu, domain_ranks)
+        rates = self._compute_roofline(work, self.gpu, node_ranks)
         reached, launch = self._interpolate_efficiency(work), self.launch_seconds
         if "network" in rates:
             launch += self.network_seconds
@@ -217,17 +215,14 @@ class CostTable(CheckedRecord):
         return exposed * launch, seconds
 
     def _compute_roofline(
-        self, work: Work, gpu: GpuName | Gpu, domain_ranks: int
+        self, work: Work, gpu: GpuName | Gpu, node_ranks: int
     ) -> dict[Limit, float]:
-        """Return {resource: an operation's seconds at the resource's data-sheet rate} for a GPU.
-
-        `domain_ranks` is the number of a collective's ranks in one NVLink domain.
-        """
+        """Return {resource: an operation's seconds at the resource's data-sheet rate} for a GPU."""
         rates = get_gpu(gpu)
         if work.kind == "copy":
             return {"pcie": work.num_bytes / rates.pcie}
         if work.kind == "collective":
-            return _time_links(work, domain_ranks, rates.nvlink, rates.network)
+            return _time_links(work, node_ranks, rates)
         peak: float | None
         peak = rates.fp32_flops if work.dtype in ("float32", "float64") else rates.bf16_flops
         if work.dtype.startswith(("float8", "float4")) and work.flops:
@@ -243,8 +238,11 @@ class CostTable(CheckedRecord):
         """Return the interpolated efficiency of an operation: its share of the data-sheet rate."""
         key, sizes = (work.kind, work.name, work.dtype), _compute_log_sizes(work)
         if key not in self._efficiencies:
-            points = self._find_measured_points(work)
-            pairs = [(_compute_log_sizes(p.work), self._compute_log_efficiency(p)) for p in points]
+            pairs = []
+            for point in self._find_measured_points(work):
+                rates = self._compute_roofline(point.work, self.measured_on, node_ranks=0)
+                share = max(rates.values()) / (point.seconds - self.launch_seconds)
+                pairs.append((_compute_log_sizes(point.work), math.log(share)))
             self._efficiencies[key] = pairs
         near = [(math.dist(sizes, other), log) for other, log in self._efficiencies[key]]
         if not near:
@@ -259,12 +257,6 @@ class CostTable(CheckedRecord):
     def _efficiencies(self) -> dict[tuple[str, str, str], list[tuple[tuple[float, ...], float]]]:
         """The (log sizes, log efficiency) of the points for each (kind, name, dtype)."""
         return {}
-
-    def _compute_log_efficiency(self, point: Point) -> float:
-        """Return the logarithm of a point's efficiency: its share of the data-sheet rate."""
-        domain_ranks = _count_domain_ranks(point.work, 0, self.measured_on)
-        rates = self._compute_roofline(point.work, self.measured_on, domain_ranks)
-        return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))
 
     def _find_measured_points(self, work: Work) -> list[Point]:
         """Return an operation's measured points, otherwise the points that stand for its kind."""
@@ -293,10 +285,7 @@ def _normalise_name(name: str) -> str:
 
 
 def _compute_log_sizes(work: Work) -> tuple[float, ...]:
-    """Return the natural logarithms of the sizes by which an operation's efficiency is found.
-
-    The table in the module docstring has the sizes of each kind of operation.
-    """
+    """Return the logarithms of the sizes that the table in the module docstring names."""
     sizes: tuple[float, ...] = (work.num_bytes,)
     if work.kind == "product":
         sizes = work.shape
@@ -311,41 +300,28 @@ def _compute_log_sizes(work: Work) -> tuple[float, ...]:
     return tuple(math.log(max(size, 1)) for size in sizes)
 
 
-def _count_domain_ranks(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
-    """Return the number of a collective's ranks in one NVLink domain; 0 for other operations.
+def _time_links(work: Work, node_ranks: int, rates: Gpu) -> dict[Limit, float]:
+    """Return {link: seconds of a collective} at data-sheet rates, for "nvlink" and "network".
 
-    `node_ranks` is this number, or 0 for the largest possible number. Raises a ValueError if
-    `node_ranks` is above the largest possible number.
+    `node_ranks` is the number of its ranks in one NVLink domain; 0 = the maximum.
     """
-    if work.kind != "collective":
-        return 0
-    ranks, domain = work.shape[0], get_gpu(gpu).domain
+    ranks, domain = work.shape[0], rates.domain
     if node_ranks > min(ranks, domain):
         raise ValueError(
             f"node_ranks ({node_ranks}) must be <= the collective's ranks ({ranks}) and "
             f"{domain}: count those of one domain"
         )
-    return node_ranks or min(ranks, domain)
-
-
-def _time_links(
-    work: Work, domain_ranks: int, nvlink_rate: float, network_rate: float
-) -> dict[Limit, float]:
-    """Return {link: seconds of a collective on the link}, for links "nvlink" and "network".
-
-    `domain_ranks` ranks are in one NVLink domain. `nvlink_rate` and `network_rate` are in bytes/s.
-    """
-    ranks = work.shape[0]
+    domain_ranks = node_ranks or min(ranks, domain)
     if domain_ranks == ranks:
-        return {"nvlink": work.num_bytes / nvlink_rate}
+        return {"nvlink": work.num_bytes / rates.nvlink}
     network_bytes = work.num_bytes * (ranks - domain_ranks) / (ranks - 1)
     if ALL_TO_ALL.search(work.name.lower()) or domain_ranks == 1:
         nvlink_bytes = work.num_bytes - network_bytes
-        return {"nvlink": nvlink_bytes / nvlink_rate, "network": network_bytes / network_rate}
+        return {"nvlink": nvlink_bytes / rates.nvlink, "network": network_bytes / rates.network}
     # Each node receives and forwards the result of an all-gather or a sum once, over all its cards.
     return {
-        "nvlink": work.num_bytes / nvlink_rate,
-        "network": network_bytes / (domain_ranks * network_rate),
+        "nvlink": work.num_bytes / rates.nvlink,
+        "network": network_bytes / (domain_ranks * rates.network),
     }
 
 

@@ -52,27 +52,17 @@ MAX_MICRO_BATCHES = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRun:
-    """The memory and launches of a rank's training step, recorded in the second step of a run.
-
-    Attributes:
-        rank: the rank in the world.
-        resident_bytes: the allocated bytes between steps.
-        peak: the peak memory, as `torch.cuda.max_memory_allocated` counts it.
-        buffers: bytes of buffers that other ranks read and write, which `peak` does not count: the
-            buffers of dispatcher "nvlink", and torch's workspace of exchanges of tp slices.
-        pages: bytes of the device pages of `MemoryOptions.stash`, which `resident_bytes` includes.
-        queued: the launches, in the order in which the host queues them.
-        starts: the beginnings of each module's forward and backward, only in runs without pipeline
-            stages, and the beginning of gradient clipping and the optimizer step.
-        precision: the precision of the run.
-    """
+    """The memory and launches of a rank's training step, recorded in the second step of a run."""
 
     rank: int
-    resident_bytes: int
-    peak: int
+    resident_bytes: int  # allocated between steps
+    peak: int  # as `torch.cuda.max_memory_allocated` counts it
+    # Bytes that other ranks read and write, which `peak` does not count: buffers of dispatcher
+    # "nvlink", and torch's workspace of exchanges of tp slices.
     buffers: int
-    pages: int
-    queued: tuple[QueuedLaunch, ...]
+    pages: int  # bytes of the device pages of `MemoryOptions.stash`, a part of `resident_bytes`
+    queued: tuple[QueuedLaunch, ...]  # in the order in which the host queues them
+    # Beginnings of modules' passes (only without a pipeline), and of clipping and the optimizer.
     starts: tuple[PartStart, ...]
     precision: Precision | None = None
 
@@ -110,10 +100,7 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
 
 
 def record_with_even_loads(run: TrainingRun, record_run: Callable[[TrainingRun], DryRun]) -> DryRun:
-    """Return the dry run of `run`, with launches of a run in which all experts get equal tokens.
-
-    `record_run` makes a dry run. The result has the memory of `run`, with its capacities.
-    """
+    """Return the dry run of `run`, with the launches of a run with even loads of experts."""
     capacity_step = record_run(run)
     if run.with_even_loads == run:
         return capacity_step
@@ -188,20 +175,18 @@ def register_recorder_hooks(model: nn.Module, parts: ModuleParts, recorder: Work
         """Record forwards and backwards of a part; its last module is `last` (None = `module`)."""
 
         def begin_forward(*_: Any) -> None:
-            """Forward pre-hook: record that the part's forward begins."""
             if is_inside_backward():  # a recomputed forward is a part of the backward
                 return
             calls[part] = calls.get(part, 0) + 1
             recorder.begin_part("F", name())
 
         def watch_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            """Forward hook: record the backward when the output's gradient arrives."""
             tensor = list_tensors(getattr(output, "loss", output))[0]
             if tensor.requires_grad and not is_inside_backward():
                 part_name = name()
                 tensor.register_hook(lambda _: recorder.begin_part("B", part_name))
 
-        def name() -> str:  # predictions call the embedding again
+        def name() -> str:
             """Return the part's name; "predictions" (MTP) for a forward's later embedding calls."""
             return "predictions" if part == "embedding" and calls[part] > 1 else part
 

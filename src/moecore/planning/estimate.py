@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -81,7 +81,14 @@ class Estimator:
         )
         sets = list_option_sets(request)
         self._base, self._last = sets[0], sets[-1]
-        self._choices = _list_candidate_option_sets(request, sets)
+        # Choices have all low-overhead options, and one subset of the medium-overhead options.
+        medium = [option for option in sets[-1].options if option.overhead == "medium"]
+        subsets = chain.from_iterable(combinations(medium, n) for n in range(len(medium) + 1))
+        choices = (
+            tuple(o for o in sets[-1].options if o.overhead == "low" or o in subset)
+            for subset in subsets
+        )
+        self._choices = [sets[0], *(make_option_set(request, choice) for choice in choices)]
         # Planned bytes over estimated bytes by pp, on the device and on the host.
         self._byte_ratios, self._host_ratios = (
             defaultdict[int, float](lambda: 1.0) for _ in range(2)
@@ -118,11 +125,7 @@ class Estimator:
     def raise_byte_estimates(
         self, layout: Layout, options: OptionSet, planned_bytes: int, planned_host_bytes: int
     ) -> None:
-        """Scale the byte estimates of all layouts with the pp of `layout` up to a plan's bytes.
-
-        `planned_bytes` and `planned_host_bytes` are the exact bytes of `layout` with `options`, on
-        the GPU and in host memory. 0 host bytes do not change the host estimates.
-        """
+        """Scale the byte estimates of all layouts with the pp of `layout` up to a plan's bytes."""
         pp, ratio = layout.pp, planned_bytes / self.num_bytes(layout, options)
         self._byte_ratios[pp] = max(ratio, self._byte_ratios[pp])
         if planned_host_bytes:
@@ -130,10 +133,7 @@ class Estimator:
             self._host_ratios[pp] = max(ratio, self._host_ratios[pp])
 
     def correct_time_estimates(self, layout: Layout, options: OptionSet, seconds: float) -> None:
-        """Scale the time estimates of all layouts with the pp and ep of `layout` by a plan's time.
-
-        `seconds` is the planned time of a step of `layout` with `options`.
-        """
+        """Scale the time estimates of layouts with this pp and ep by a plan's seconds."""
         key, ratio = (layout.pp, layout.ep), seconds / self.seconds(layout, options)
         self._time_ratios[key] = min(self._time_ratios.get(key, math.inf), SPREAD * ratio)
 
@@ -187,14 +187,18 @@ class Estimator:
         hides = self._table.pairs_hide if is_paired else 0.0
         stage_seconds = [c + network - min(c, hides * network) for c, network in passes]
         busiest = max(sum(stage_seconds[rank::pp]) for rank in range(pp))
-        busiest = max(busiest, self._time_activation_offload(layout, options))
+        _, offloaded_bytes = self._saved_bytes(options)
+        copy_bytes = 2 * offloaded_bytes * _count_rank_rows(layout) / layout.pp  # out and back
+        busiest = max(busiest, self._time_host_copy(copy_bytes, "bfloat16"))
         if _has_sharded_weights(options):
             network = max(sum(stage.network for stage in passes[rank::pp]) for rank in range(pp))
             busiest = max(
                 busiest, self._time_weight_collectives(layout, options) + across * network
             )
         # The copies of the optimizer state overlap with the first forward and the last backward.
-        waits = max(0.0, self._time_optimizer_state_copies(options) - busiest)
+        per_param = 2 * options.optimizer.offload_fraction * count_state_bytes(options.optimizer)
+        state_bytes = per_param * self._params / self._request.num_gpus
+        waits = max(0.0, self._time_host_copy(state_bytes, "uint8") - busiest)
         fills = sum(stage_seconds) * (pp - 1) / len(stage_seconds)
         if hides:  # more forwards and backwards than in other schedules run unpaired
             serial_seconds, chunks = [c + network for c, network in passes], layout.chunks
@@ -225,17 +229,6 @@ class Estimator:
             gather = Work("all_gather", "collective", 0, num_bytes, (ranks,), "bfloat16")
             seconds += self._table.seconds(gather, node_ranks) if ranks > 1 else 0
         return seconds
-
-    def _time_activation_offload(self, layout: Layout, options: OptionSet) -> float:
-        """Return the seconds in which a micro-batch's activations are offloaded and copied back."""
-        _, offloaded_bytes = self._saved_bytes(options)
-        num_bytes = 2 * offloaded_bytes * _count_rank_rows(layout) / layout.pp
-        return self._time_host_copy(num_bytes, "bfloat16")
-
-    def _time_optimizer_state_copies(self, options: OptionSet) -> float:
-        """Return the seconds in which a step copies offloaded optimizer state, out and back."""
-        per_param = 2 * options.optimizer.offload_fraction * count_state_bytes(options.optimizer)
-        return self._time_host_copy(per_param * self._params / self._request.num_gpus, "uint8")
 
     def _time_host_copy(self, num_bytes: float, dtype: str) -> float:
         """Return the seconds of a copy of `num_bytes` to the host, as measured with this dtype."""
@@ -282,11 +275,7 @@ class Estimator:
         return _Seconds(max(host - sum(network), sum(compute)), sum(network))
 
     def _time_rank_share(self, work: Work, rank_rows: Fraction, expert_ranks: int) -> float | None:
-        """Return the seconds of a rank's share of an operation; None = the rank has no share.
-
-        `work` is an operation on one row (sequence) on a node. `rank_rows` is the number of
-        rows per rank. `expert_ranks` is the number of ranks over which experts are distributed.
-        """
+        """Return a rank's seconds of a node's `work` on one row; None = the rank has no share."""
         # `rows` of a micro-batch per rank are below 1 if several ranks share a row.
         shape = work.shape
         if work.kind == "collective":
@@ -351,21 +340,6 @@ def count_saved_bytes_by_block(run: TrainingRun) -> ModelSavedBytes:
             options=run.memory,
             **list_compute_args(model) | {"device_type": "cuda"},
         )
-
-
-def _list_candidate_option_sets(
-    request: SearchRequest, option_sets: Sequence[OptionSet]
-) -> list[OptionSet]:
-    """Return the option sets for which a search estimates layouts.
-
-    The first set is `option_sets[0]`. Each other set has all low-overhead options of
-    `option_sets[-1]` and one subset of its medium-overhead options.
-    """
-    options = option_sets[-1].options
-    medium = [option for option in options if option.overhead == "medium"]
-    subsets = chain.from_iterable(combinations(medium, n) for n in range(len(medium) + 1))
-    choices = (tuple(o for o in options if o.overhead == "low" or o in s) for s in subsets)
-    return [option_sets[0], *(make_option_set(request, choice) for choice in choices)]
 
 
 def _count_rank_rows(layout: Layout) -> float:

@@ -67,8 +67,14 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
             raise ValueError(
                 f"batch ({batch}) must be None for a plan, which has no forward: explain the model"
             )
-        lines = _describe_plan(model, None, _describe_degrees(model), [])
-        return "\n".join([*lines, _describe_buffers(model)])
+        lines = [*_describe_plan(model, None, _describe_degrees(model), [])]
+        size = compute_rank_bytes(model)
+        lines.append(
+            f"on the first rank: gradients {format_bytes(size.gradients)}, buffers of whole "
+            f"parameters {format_bytes(size.weights)}, of sums {format_bytes(size.sums)}, and "
+            f"{format_bytes(size.accumulated)} while micro-batches accumulate"
+        )
+        return "\n".join(lines)
     attachment = get_parallel_state(model)
     if attachment is not None:
         model = attachment.request.family.unwrap_peft(model)
@@ -156,15 +162,18 @@ def _describe_plan(
     mesh_lines: Iterable[str],
     matmul_lines: Iterable[str],
 ) -> Iterator[str]:
-    """Yield the lines of a plan's description.
-
-    `mesh_lines` are lines that describe the meshes. `matmul_lines` has one line per MoE layer on
-    its matmuls. `coordinate` = {axis: index} of a rank; None = rank 0.
-    """
+    """Yield the lines of a plan; `coordinate` = {axis: index} of a rank, None = rank 0."""
     rows = list_parameter_rows(plan, coordinate)
     size = format_bytes(sum(row.num_bytes for row in rows))
     holder = "this rank" if coordinate is not None else f"the first rank of {plan.world_size}"
-    yield f"{plan.model}: {_describe_param_counts(plan)}, {size} on {holder}"
+    total = sum(param.numel for param in plan.params)
+    idle = 0.0  # parameters of experts to which a token is not routed, on average
+    for layer in plan.layers:
+        numel = sum(param.numel for param in _list_expert_params(plan, layer))
+        idle += numel * (1 - layer.top_k / (layer.num_experts + layer.zero_experts))
+    counts = f"{format_count(total)} parameters"
+    counts += f", {format_count(total - idle)} active per token" if plan.layers else ""
+    yield f"{plan.model}: {counts}, {size} on {holder}"
     yield from mesh_lines
     yield from [f"degrees chosen: {plan.parallel_reason}"] if plan.parallel_reason else ()
     yield from format_columns([HEADER, *(row.cells() for row in merge_table_rows(rows))])
@@ -180,7 +189,13 @@ def _describe_plan(
         dtypes += f", all-gathered in {_describe_gather_dtypes(plan)}, gradients reduced in "
         sums = dict.fromkeys(layout.reduces for unit in plan.units for layout in unit.layouts)
         dtypes += f"{' or '.join(sums)} and divided by {plan.units[0].divisor:g}"
-    yield f"{dtypes}; {_describe_fp8(plan)}"
+    numbers = Counter[str]()  # of modules by FP8 recipe
+    for layer in plan.layers:
+        for role, recipe in layer.recipes:
+            if recipe is not None:
+                numbers[f"{role.replace('_', ' ')}, {recipe.describe()}"] += 1
+    numbers.update(f"linears, {recipe.describe()}" for _, recipe in plan.linears)
+    yield f"{dtypes}; {'; '.join(f'{n} {text}' for text, n in numbers.items()) or 'no FP8'}"
 
 
 def _describe_degrees(plan: ShardPlan) -> Iterator[str]:
@@ -193,11 +208,7 @@ def _describe_degrees(plan: ShardPlan) -> Iterator[str]:
 def _describe_meshes(
     model: nn.Module, request: Request | None, coordinate: Coordinate
 ) -> Iterator[str]:
-    """Yield lines that describe a model's meshes and its attention over cp.
-
-    `request` None = `parallelize_moe` did not return the model. `coordinate` is empty if no
-    parameter is sharded.
-    """
+    """Yield lines on a model's meshes and its attention over cp; `request` None = a plain model."""
     if request is None and coordinate:
         yield "sharded, but not what parallelize_moe returned: meshes are not known here"
     elif request is None:
@@ -211,10 +222,7 @@ def _describe_meshes(
 
 
 def list_parameter_rows(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
-    """Return a table row for each group of parameters with equal kind, shapes, placement and dtype.
-
-    `coordinate` = {axis: index} of the rank whose shards are listed; None = the first rank.
-    """
+    """Return a table row per group of parameters with equal kind, shapes, placement and dtype."""
     rows: dict[object, TableRow] = {}
     for param in plan.params:
         *path, leaf = clean_name(param.name).split(".")
@@ -230,18 +238,6 @@ def list_parameter_rows(plan: ShardPlan, coordinate: Coordinate | None) -> list[
     return list(rows.values())
 
 
-def _describe_param_counts(plan: ShardPlan) -> str:
-    """Return the number of parameters, and the number that are active per token."""
-    total = sum(param.numel for param in plan.params)
-    if not plan.layers:
-        return f"{format_count(total)} parameters"
-    idle = 0.0
-    for layer in plan.layers:
-        numel = sum(param.numel for param in _list_expert_params(plan, layer))
-        idle += numel * (1 - layer.top_k / (layer.num_experts + layer.zero_experts))
-    return f"{format_count(total)} parameters, {format_count(total - idle)} active per token"
-
-
 def _list_expert_params(plan: ShardPlan, layer: LayerPlan) -> Iterator[ParamPlan]:
     """Yield the parameters of a layer's experts."""
     prefix = f"{clean_name(layer.experts)}."
@@ -251,10 +247,7 @@ def _list_expert_params(plan: ShardPlan, layer: LayerPlan) -> Iterator[ParamPlan
 
 
 def _describe_rank_experts(plan: ShardPlan, layer: LayerPlan, coordinate: Coordinate | None) -> str:
-    """Return text: the number of a layer's experts, and which experts a rank has.
-
-    `coordinate` = {axis: index} of the rank; None = the first rank.
-    """
+    """Return text: the number of a layer's experts, and which experts a rank has."""
     ranks = {axis.axis: axis.size for axis in next(_list_expert_params(plan, layer)).placements}
     num_local, etp = layer.num_experts // ranks.get("ep", 1), ranks.get("etp", 1)
     share = f"all {layer.num_experts}"
@@ -269,10 +262,7 @@ def _describe_rank_experts(plan: ShardPlan, layer: LayerPlan, coordinate: Coordi
 def _describe_expert_matmuls(
     layer: RoutedLayer, request: Request | None, compute_args: ComputeArgs
 ) -> str:
-    """Return text: a layer's expert backend and the bytes that it saves for backward.
-
-    `request` None = a plain model. `compute_args` are arguments of `count_saved_bytes`.
-    """
+    """Return text: a layer's expert backend and the bytes that it saves for backward."""
     config, experts = layer.config, layer.get_part("experts")
     backend, weight = experts.backend, next(experts.parameters())
     if backend == "auto":
@@ -308,27 +298,6 @@ def _describe_gather_dtypes(plan: ShardPlan) -> str:
     return ", ".join([wide, *(f"{number} of them in {name}" for name, number in numbers.items())])
 
 
-def _describe_fp8(plan: ShardPlan) -> str:
-    """Count a plan's modules by FP8 recipe, and return the counts as text, or "no FP8"."""
-    numbers = Counter[str]()
-    for layer in plan.layers:
-        for role, recipe in layer.recipes:
-            if recipe is not None:
-                numbers[f"{role.replace('_', ' ')}, {recipe.describe()}"] += 1
-    numbers.update(f"linears, {recipe.describe()}" for _, recipe in plan.linears)
-    return "; ".join(f"{n} {text}" for text, n in numbers.items()) or "no FP8"
-
-
-def _describe_buffers(plan: ShardPlan) -> str:
-    """Return text: bytes of gradients, and of all-gather and reduce buffers, of the first rank."""
-    size = compute_rank_bytes(plan)
-    return (
-        f"on the first rank: gradients {format_bytes(size.gradients)}, buffers of whole parameters "
-        f"{format_bytes(size.weights)}, of sums {format_bytes(size.sums)}, and "
-        f"{format_bytes(size.accumulated)} while micro-batches accumulate"
-    )
-
-
 COLUMNS = (*OFFLOADED[:-1], "routing", "rest", "all", "recomputed", "in host memory")
 TOKENS = 1024  # tokens of the forward in which a layer's bytes per token are counted
 Batch = Annotated[tuple[Count, Count], "pass (sequences, tokens of each)"]
@@ -336,10 +305,7 @@ ComputeArgs = dict[str, Any]  # arguments of `count_saved_bytes`
 
 
 def list_compute_args(model: nn.Module) -> ComputeArgs:
-    """Return keyword arguments of `count_saved_bytes`: device type, and parameters' compute dtypes.
-
-    A plain model has no dtypes. Its device type is "cuda" if it is on meta.
-    """
+    """Return arguments of `count_saved_bytes`: device type ("cuda" on meta), and compute dtypes."""
     attachment = get_parallel_state(model)
     if attachment is None:
         device_type = next((p.device.type for p in model.parameters()), "meta")
@@ -357,10 +323,7 @@ def list_compute_args(model: nn.Module) -> ComputeArgs:
 
 
 def describe_layer_saved_bytes(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
-    """Return text with the bytes per token that each part of an MoE layer saves for backward.
-
-    `compute_args` are keyword arguments of `count_saved_bytes`.
-    """
+    """Return text with the bytes per token that each part of an MoE layer saves for backward."""
     config, experts = layer.config, layer.get_part("experts")
     options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
     weight = next(experts.parameters())
@@ -383,10 +346,7 @@ def describe_layer_saved_bytes(layer: RoutedLayer, compute_args: ComputeArgs) ->
 
 
 def describe_block_saved_bytes(model: nn.Module, batch: Batch) -> list[str]:
-    """Return the lines of a table: bytes per token that each block saves for backward.
-
-    `batch` is (sequences, tokens per sequence) of a micro-batch.
-    """
+    """Return the lines of a table: bytes per token that each block saves for backward."""
     tokens_BT = torch.zeros(batch, dtype=torch.int64, device="cpu")
     blocks, compute_args = find_blocks(model), list_compute_args(model)
     options, attachment = MemoryOptions(), get_parallel_state(model)

@@ -238,28 +238,21 @@ def parse_layout(text: str) -> Layout:
 
 def _parse_model(args: Any) -> AnyModel:
     """Return the model of `--preset` or `--config`, with max_seq_len of at least `--seq-len`."""
-    model: AnyModel = PRESETS[args.preset] if args.preset else _read_model(args.config)
-    if isinstance(model, TransformersModel):
-        return model
+    if args.preset:
+        model = PRESETS[args.preset]
+    elif read_config(args.config).get("model_type") not in FAMILIES:
+        return TransformersModel.of(args.config)
+    else:
+        try:
+            model = decoder_config_from_hf(args.config)
+        except NotImplementedError as error:
+            # The class may have what the native decoder lacks. If not, that error is the answer.
+            with suppress(ValueError, NotImplementedError):
+                stock_model = TransformersModel.of(args.config)
+                print(f"moecore: planned as a class of transformers: {error}", file=sys.stderr)
+                return stock_model
+            raise
     return replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
-
-
-def _read_model(config: Path) -> AnyModel:
-    """Return the model of a config.json: moecore's decoder, or a class of transformers.
-
-    The class of transformers is returned if moecore's decoder does not support the model.
-    """
-    if read_config(config).get("model_type") not in FAMILIES:
-        return TransformersModel.of(config)
-    try:
-        return decoder_config_from_hf(config)
-    except NotImplementedError as error:
-        # The class may have what the native decoder lacks. If not, that error is the answer.
-        with suppress(ValueError, NotImplementedError):
-            model = TransformersModel.of(config)
-            print(f"moecore: planned as a class of transformers: {error}", file=sys.stderr)
-            return model
-        raise
 
 
 def parse_search_request(args: PlanConfig) -> SearchRequest:
@@ -353,9 +346,7 @@ def choose_nvlink_options(
 ) -> NVLinkOptions | None:
     """Return the NVLink options with which a run dispatches tokens; None = without NVLink kernels.
 
-    Dispatchers "auto" and "nvlink" use NVLink if the ep * etp ranks are among `num_peers`
-    neighbouring ranks that access each other's memory. Dispatcher "hierarchical" always uses
-    NVLink.
+    `num_peers` neighbouring ranks access each other's memory.
     """
     has_peers = are_peers(parallel.ep * parallel.etp, num_peers)
     is_nvlink = dispatch.name in ("auto", "nvlink") and has_peers

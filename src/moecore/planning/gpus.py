@@ -206,10 +206,7 @@ def find_bf16_flops(device_name: str) -> float | None:
 
 
 def read_file(path: str | os.PathLike[str], argument: str, max_bytes: int, fix: str) -> bytes:
-    """Return a file's contents; raise a ValueError if the file is missing or above `max_bytes`.
-
-    The error names the argument `argument` and ends with the advice `fix`.
-    """
+    """Return a file's contents; ValueError on `argument` if it is missing or above `max_bytes`."""
     try:
         return read_regular_file(Path(path), follow_symlinks=True, max_bytes=max_bytes)
     except (OSError, ValueError):
@@ -217,12 +214,9 @@ def read_file(path: str | os.PathLike[str], argument: str, max_bytes: int, fix: 
 
 
 def read_gpu(path: str | os.PathLike[str]) -> Gpu:
-    """Return the GPU of a TOML file whose keys are fields of `Gpu`.
+    """Return the GPU of a TOML file with fields of `Gpu`, or ValueError for an invalid file.
 
     The key `like` names a known GPU, which has the values of the missing fields.
-
-    Raises:
-        ValueError: if the file cannot be read, or a field or value is not valid for `Gpu`.
     """
     file_name = f"gpu-spec ({quote(os.fspath(path))})"
     text = read_file(path, file_name, MAX_GPU_BYTES, "write fields of Gpu there")
@@ -264,38 +258,25 @@ def find_time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | 
 
 
 def check_time_is_modelled(precision: Precision | None, gpu: GpuName | Gpu, fix: str) -> None:
-    """Raise a NotImplementedError if the time of a precision's matmuls is not modelled on a GPU.
-
-    The error is the text of `find_time_refusal` followed by `fix`.
-    """
+    """Raise NotImplementedError (`find_time_refusal`, then `fix`) if the time is not modelled."""
     if (refusal := find_time_refusal(precision, gpu)) is not None:
         raise NotImplementedError(f"{refusal}{fix}")
 
 
 def count_domain_ranks(gpu: GpuName | Gpu, num_gpus: int) -> int:
-    """Return the number of neighbouring ranks of a job that NVLink connects.
-
-    Example: the result for 128 GB200 GPUs is 64, although a rack connects 72 GPUs, because 64
-    divides 128.
-    """
+    """Return the number of neighbouring ranks of a job that NVLink connects."""
     # The largest divisor of `num_gpus` above half of the domain; without a divisor, the domain.
+    # Example: 64 of 128 GB200 GPUs, although a rack connects 72.
     domain = get_gpu(gpu).domain
     return next((n for n in range(domain, domain // 2, -1) if num_gpus % n == 0), domain)
 
 
 def count_peers(gpu: GpuName | Gpu, num_domain_ranks: int) -> int:
-    """Return the number of neighbouring ranks that access each other's memory; 1 = no access.
-
-    `num_domain_ranks` is the number of neighbouring ranks that NVLink connects.
-    """
+    """Return the number of neighbouring ranks that access each other's memory; 1 = no access."""
     record = get_gpu(gpu)
     return min(record.server, num_domain_ranks) if record.has_peer_access else 1
 
 
 def are_peers(group_ranks: int, num_peers: int) -> bool:
-    """Return whether the ranks of every group can access each other's memory.
-
-    A group has `group_ranks` neighbouring ranks. Each `num_peers` neighbouring ranks can access
-    each other's memory. A single rank has no peers: the result is False.
-    """
+    """Return whether groups of `group_ranks` neighbours access each other's memory; False for 1."""
     return group_ranks > 1 and num_peers % group_ranks == 0

@@ -35,37 +35,26 @@ def format_page(
     parts = [_make_stacked_parts(rank.device, colours, format_bytes) for rank in plan.ranks]
     rows = [(f"pp rank {r.pp_rank}", bars) for r, bars in zip(plan.ranks, parts, strict=True)]
     line = time_plan if isinstance(time_plan, str) else time_plan.line
+    axis_length = max(gpu_bytes, *(rank.num_bytes for rank in plan.ranks))
     body = [
         f"<h1>{escape(title)}</h1><p>{escape(line)}</p>",
         f"<h2>Memory of a GPU, of {format_bytes(gpu_bytes)}</h2>",
-        _draw_bars(
-            rows, max(gpu_bytes, *(rank.num_bytes for rank in plan.ranks)), line_position=gpu_bytes
-        ),
+        _draw_bars(rows, axis_length, line_position=gpu_bytes),
         _draw_legend(colours),
-        *([] if isinstance(time_plan, str) else _draw_step(time_plan, len(plan.ranks))),
     ]
+    if not isinstance(time_plan, str):
+        sizes: dict[str, float] = {part: s for part, s in time_plan.parts.items() if s}
+        colours = _assign_colours(sizes)
+        step = [("step", _make_stacked_parts(sizes, colours, lambda s: f"{s * 1e3:.1f} ms"))]
+        body.append("<h2>A step of the rank that works longest</h2>")
+        body += [_draw_bars(step, sum(sizes.values())), _draw_legend(colours)]
+        if (timeline := time_plan.timeline) is not None:
+            ranks = range(len(plan.ranks))
+            rows = [(f"pp rank {i}", _list_action_parts(timeline, i)) for i in ranks]
+            named = {NAMES[kind]: colour for kind, colour in COLOURS.items()}
+            body += ["<h2>Stages</h2>", _draw_bars(rows, timeline.makespan), _draw_legend(named)]
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return f"<!doctype html><html><head>{head}</head><body>{''.join(body)}</body></html>\n"
-
-
-def _draw_step(time_plan: TimePlan, num_ranks: int) -> list[str]:
-    """Return the HTML of a step's parts, and of the timeline of `num_ranks` pipeline ranks."""
-    parts: dict[str, float] = {part: s for part, s in time_plan.parts.items() if s}
-    colours = _assign_colours(parts)
-    step = [("step", _make_stacked_parts(parts, colours, lambda s: f"{s * 1e3:.1f} ms"))]
-    html = ["<h2>A step of the rank that works longest</h2>"]
-    html += [_draw_bars(step, sum(parts.values())), _draw_legend(colours)]
-    if time_plan.timeline is not None:
-        rows = [
-            (f"pp rank {i}", _list_action_parts(time_plan.timeline, i)) for i in range(num_ranks)
-        ]
-        named = {NAMES[kind]: colour for kind, colour in COLOURS.items()}
-        html += [
-            "<h2>Stages</h2>",
-            _draw_bars(rows, time_plan.timeline.makespan),
-            _draw_legend(named),
-        ]
-    return html
 
 
 def _assign_colours(names: Iterable[str]) -> dict[str, str]:
@@ -76,22 +65,17 @@ def _assign_colours(names: Iterable[str]) -> dict[str, str]:
 def _make_stacked_parts(
     sizes: Mapping[str, Any], colours: Mapping[str, str], format_size: Callable[[Any], str]
 ) -> list[Part]:
-    """Return the parts of a bar, (start, size, colour, title), for all `sizes` above 0.
-
-    `sizes` and `colours` are by name of the part. `format_size` formats a size for the title.
-    """
+    """Return the parts of a bar, (start, size, colour, title), for all `sizes` above 0."""
     parts, start = list[Part](), 0.0
-    for name, size in ((name, size) for name, size in sizes.items() if size > 0):
-        parts.append((start, size, colours[name], f"{name}: {format_size(size)}"))
-        start += size
+    for name, size in sizes.items():
+        if size > 0:
+            parts.append((start, size, colours[name], f"{name}: {format_size(size)}"))
+            start += size
     return parts
 
 
 def _list_action_parts(timeline: Timeline, rank: int) -> list[Part]:
-    """Return the parts of a pipeline rank's bar, (start, length, colour, title), one per action.
-
-    Each action of a pair that runs concurrently has half of the pair's length.
-    """
+    """Return the parts of a pipeline rank's bar, one per action, of equal length in a pair."""
     parts = list[Part]()
     for start, end, item in timeline.spans[rank]:
         actions = list_actions(item)
@@ -107,11 +91,7 @@ def _list_action_parts(timeline: Timeline, rank: int) -> list[Part]:
 def _draw_bars(
     rows: Sequence[tuple[str, list[Part]]], axis_length: float, line_position: float | None = None
 ) -> str:
-    """Return an SVG with a bar for each row (label, parts of the bar).
-
-    The full width is the size `axis_length`. `line_position` is the position of a dashed line; None
-    = no line.
-    """
+    """Return an SVG of bars, (label, parts), of full width `axis_length`, and a dashed line."""
     height = ROW * len(rows)
     svg = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
     for i, (label, parts) in enumerate(rows):

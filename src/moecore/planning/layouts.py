@@ -89,7 +89,6 @@ class SearchRequest(CheckedRecord):
     reserve: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.1
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         longest = self.planned_model.max_seq_len
         if longest is not None and self.seq_len > longest:
             yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"
@@ -203,10 +202,7 @@ def make_option_set(request: SearchRequest, options: tuple[Option, ...]) -> Opti
 
 
 def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
-    """Return sets of options that save memory; each set has one option more than the set before.
-
-    The first set has the options that also save time.
-    """
+    """Return sets of options, each with one more; the first has the options that save time, too."""
     sets = [make_option_set(request, ())]
     for option in OPTIONS:
         larger = make_option_set(request, (*sets[-1].options, option))
@@ -219,10 +215,7 @@ def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
 def list_smaller_option_sets(
     request: SearchRequest, option_set: OptionSet, *, includes_gains: bool
 ) -> Iterator[OptionSet]:
-    """Yield copies of `option_set` without one option, for each option that can be removed.
-
-    `includes_gains` = options that also save time can be removed too.
-    """
+    """Yield `option_set` without one option; `includes_gains`: also one that saves time."""
     # The option with the largest overhead is removed first.
     for removal in (o for o in reversed(option_set.options) if includes_gains or not o.gains):
         options = tuple(option for option in option_set.options if option is not removal)

@@ -89,7 +89,10 @@ QUEUED = TrainingRun(model=SMALL_MODEL, num_gpus=1, seq_len=256)
 
 def run_measure(args: Any) -> int:
     """Time operations, write a `CostTable` to `args.out`, return 0; only the first rank writes."""
-    device = _select_local_gpu()
+    if not torch.cuda.is_available():
+        raise ValueError("device (cpu) must be a GPU: run `moecore measure` where torch sees one")
+    device = torch.device("cuda", read_launcher_number("LOCAL_RANK", 0, min_value=0))
+    torch.cuda.set_device(device)
     name = torch.cuda.get_device_name(device)
     gpu = find_gpu_name(name)
     if gpu is None:
@@ -147,10 +150,7 @@ def measure_calls(calls: Iterable[tuple[Work, Call]], device: torch.device) -> I
 
 
 def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
-    """Yield (work, function that launches the work) of each operation that is timed on one GPU.
-
-    The generator keeps the tensors of only the latest operations.
-    """
+    """Yield (work, launch function) of each operation; keeps only the latest one's tensors."""
     for M, N, K in sizes.products:
         a, b = _make_random_tensor(device, M, K), _make_random_tensor(device, K, N)
         num_bytes = 2 * (M * K + K * N + M * N)
@@ -207,16 +207,12 @@ def list_collective_calls(device: torch.device, num_bytes: int) -> Iterator[tupl
 def _make_grouped_matmul_calls(
     device: torch.device, E: int, R: int, D: int, F: int
 ) -> Iterator[tuple[Work, Call]]:
-    """Yield (work, launch function) of the grouped matmuls of E experts with R rows in total.
-
-    D is the model dim, and F is the hidden dim of an expert.
-    """
+    """Yield (work, launch function) of grouped matmuls with R rows, model dim D, hidden dim F."""
     ends = (torch.arange(1, E + 1, device=device) * (R // E)).int()
     x_RD, h_RC, a_RF = (_make_random_tensor(device, R, n) for n in (D, 2 * F, F))
     w1_ECD, w2_EDF = _make_random_tensor(device, E, 2 * F, D), _make_random_tensor(device, E, D, F)
 
     def work(name: str, N: int, K: int) -> Work:
-        """Return the work of a grouped product: R rows [R, K] by matrices [K, N] of E experts."""
         num_bytes, shape = 2 * (R * (N + K) + E * N * K), (E, R, N, K)
         return Work(name, "grouped product", 2 * R * N * K, num_bytes, shape, "bfloat16")
 
@@ -329,10 +325,7 @@ def _make_random_tensor(device: torch.device, *shape: int) -> Tensor:
 
 
 def _time_call(call: Call, cache_flush: Tensor, num_rounds: int) -> float:
-    """Return the median seconds of `num_rounds` calls.
-
-    A read of tensor `cache_flush` before each call replaces the content of the L2 cache.
-    """
+    """Return the median seconds of calls; reading `cache_flush` before each empties the L2."""
     times, spans = [], []
     for _ in range(num_rounds):
         cache_flush.sum()
@@ -359,12 +352,3 @@ def _all_reduce_max_seconds(seconds: float, device: torch.device) -> float:
     longest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return float(longest)
-
-
-def _select_local_gpu() -> torch.device:
-    """Make the GPU of LOCAL_RANK the current device and return it. ValueError without a GPU."""
-    if not torch.cuda.is_available():
-        raise ValueError("device (cpu) must be a GPU: run `moecore measure` where torch sees one")
-    device = torch.device("cuda", read_launcher_number("LOCAL_RANK", 0, min_value=0))
-    torch.cuda.set_device(device)
-    return device

@@ -88,21 +88,14 @@ class _RankStep:
 class RankMemory:
     """The memory of one rank at its peak, in bytes by kind.
 
-    Attributes:
-        pp_rank: pipeline rank.
-        stages: the letters of each stage of the rank in a pipeline layout; ("all",) = no pipeline.
-        device: bytes in the GPU's memory by kind: stored tensors and the step's allocations.
-            Activations are listed by part of the model, other memory by pass.
-        host: the peak of pinned host memory: offloaded activations and optimizer state.
-        in_flight: for each stage of the rank, the number of micro-batches at the peak whose
-            forward has begun and whose backward has not ended.
+    Activations are listed by part of the model, other memory by pass.
     """
 
     pp_rank: int
-    stages: tuple[str, ...]
-    device: Mapping[str, int]
-    host: Mapping[str, int]
-    in_flight: tuple[int, ...]
+    stages: tuple[str, ...]  # letters of its stages in a pipeline layout; ("all",) = no pipeline
+    device: Mapping[str, int]  # on the GPU: stored tensors and the step's allocations
+    host: Mapping[str, int]  # peak of pinned memory: offloaded activations and optimizer state
+    in_flight: tuple[int, ...]  # by stage: micro-batches from forward to the end of backward
 
     @property
     def num_bytes(self) -> int:
@@ -178,11 +171,7 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
 def _make_rank_memory(
     run: TrainingRun, pp_rank: int, step: _RankStep, stages: Sequence[Stage], segments: Segments
 ) -> RankMemory:
-    """Return a pipeline rank's bytes by kind, at the peak of its step.
-
-    `stages` are the stages of this rank. `segments` is the dry run that `step.passes` are
-    from.
-    """
+    """Return the bytes by kind, at its peak, of a pipeline rank that has `stages`."""
     peak = step.find_peak()
     device, in_flight = Counter(step.resident), Counter[int]()
     for number, (stage, direction, passed) in enumerate(step.passes[: peak.passed + 1]):
@@ -194,7 +183,14 @@ def _make_rank_memory(
     device["optimizer state"] -= peak.offloaded_state
     device["other"] += device.pop(RESIDENT, 0)
     device["other"] += peak.num_bytes - sum(device.values())
-    host = {"activations": _find_host_peak(step, segments), "optimizer state": step.offloaded_state}
+    host_level, host_peak, copies = 0, 0, dict[int, int]()  # of offloaded activations
+    for stage, direction, passed in step.passes:
+        if direction == "F":
+            works = (segments.queued[i].work for segment in passed for i in segment.launches)
+            copies[stage] = sum(work.num_bytes for work in works if work.name == HOST_COPIES[0])
+        host_level += copies[stage] if direction == "F" else -copies[stage]
+        host_peak = max(host_peak, host_level)
+    host = {"activations": host_peak, "optimizer state": step.offloaded_state}
     return RankMemory(
         pp_rank=pp_rank,
         stages=("all",) if run.pipeline is None else tuple(stage.letters for stage in stages),
@@ -207,10 +203,7 @@ def _make_rank_memory(
 def _remove_negative_bytes(
     bytes_by_kind: Mapping[str, int], resident_kinds: Collection[str]
 ) -> dict[str, int]:
-    """Return `bytes_by_kind`, bytes by kind, without its negative values, and with the same sum.
-
-    The negative bytes are subtracted from the largest kinds, and from `resident_kinds` last.
-    """
+    """Return `bytes_by_kind` without its negative values, and with the same sum."""
     # A tensor that is allocated once per step may be freed in a layer that stands for several
     # layers, so that its kind becomes negative. These bytes are subtracted from the largest kinds,
     # and from stored kinds last.
@@ -220,18 +213,6 @@ def _remove_negative_bytes(
         deduction = min(excess, positive[kind])
         positive[kind], excess = positive[kind] - deduction, excess - deduction
     return {kind: n for kind, n in positive.items() if n}
-
-
-def _find_host_peak(step: _RankStep, segments: Segments) -> int:
-    """Return the peak bytes of activations that a rank has offloaded to the host in a step."""
-    level, peak, copies = 0, 0, dict[int, int]()
-    for stage, direction, passed in step.passes:
-        if direction == "F":
-            works = (segments.queued[i].work for segment in passed for i in segment.launches)
-            copies[stage] = sum(work.num_bytes for work in works if work.name == HOST_COPIES[0])
-        level += copies[stage] if direction == "F" else -copies[stage]
-        peak = max(peak, level)
-    return peak
 
 
 def count_steady_micro_batches(run: TrainingRun) -> int:
@@ -272,10 +253,7 @@ def _make_rank_steps(run: TrainingRun) -> Iterator[_RankStep]:
 def _order_passes(
     run: TrainingRun, sampled_run: SampledRun, segments: Segments
 ) -> Iterator[list[_Pass]]:
-    """Yield for each pipeline rank of `run` its forwards and backwards, in the order of execution.
-
-    The segments of each pass are from `segments`, the dry run of `sampled_run`.
-    """
+    """Yield each pipeline rank's forwards and backwards of `run`, in the order of execution."""
     stages, n, pp = list_stages(run), count_steady_micro_batches(run), run.resolved.pp
     like = map_micro_batches(n, segments.num_micro_batches)
     orders: Sequence[Sequence[Item]] = [[Action(kind, 0, i) for i in range(n) for kind in PASSES]]

@@ -61,31 +61,18 @@ class ModelSource(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel(ABC):
-    """The sizes and layers of a model, which plans read, and a builder of its module on meta.
+    """The sizes and layers of a model, which plans read, and a builder of its module on meta."""
 
-    Attributes:
-        dim: the size of hidden states.
-        vocab_size: the number of rows of the embedding.
-        max_seq_len: the maximum number of tokens in a row; None = any number.
-        layers: the kind of each layer; layers of equal kinds have equal modules and costs.
-        dense: the indices of the layers without experts.
-        num_mtp_layers: the number of multi-token prediction modules.
-        mtp_runs: how often a forward applies each of these modules.
-        moe: the config of its MoE layers; None = the model has none.
-        has_latents: whether attention projects latents to keys.
-        unmeasured: kinds of attention whose time has not been measured.
-    """
-
-    dim: int
-    vocab_size: int
-    max_seq_len: int | None
-    layers: tuple[Hashable, ...]
-    dense: frozenset[int]
-    num_mtp_layers: int
-    moe: MoEConfig | None
-    has_latents: bool
-    mtp_runs: int = 1
-    unmeasured: tuple[str, ...] = ()
+    dim: int  # of hidden states
+    vocab_size: int  # rows of the embedding
+    max_seq_len: int | None  # the maximum number of tokens in a row; None = any number
+    layers: tuple[Hashable, ...]  # kinds; layers of equal kinds have equal modules and costs
+    dense: frozenset[int]  # the indices of the layers without experts
+    num_mtp_layers: int  # modules of multi-token prediction
+    moe: MoEConfig | None  # the config of its MoE layers; None = the model has none
+    has_latents: bool  # whether attention projects latents to keys
+    mtp_runs: int = 1  # how often a forward applies each module of multi-token prediction
+    unmeasured: tuple[str, ...] = ()  # kinds of attention whose time has not been measured
 
     @property
     def num_layers(self) -> int:
@@ -163,7 +150,6 @@ class NativeModel(PlannedModel):
 
     @override
     def select_layers(self, layer_idxs: Sequence[int]) -> DecoderConfig:
-        """Return the decoder config with only the layers at these indices."""
         config, kinds = self.config, [find_layer_kind(self.config, i) for i in layer_idxs]
         linear = tuple(i for i, kind in enumerate(kinds) if kind.mixer == "linear")
         dense = tuple(i for i, kind in enumerate(kinds) if kind.feedforward == "dense")
@@ -182,28 +168,23 @@ class NativeModel(PlannedModel):
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """Return the module on meta, with parameters of `dtype`."""
         return Decoder(self.config, device="meta", dtype=dtype)
 
     @override
     def merge_loss_chunks(self, model: Any, num_tokens: int) -> None:
-        """Let `model` compute the loss of `num_tokens` tokens in one chunk."""
         model.lm_head.config = replace(self.config, ce_chunk_tokens=num_tokens)
 
     @override
     def collect_parts(self, model: Any) -> ModuleParts:
-        """Return the embedding, layers, MTP layers, head and loss of a built module."""
         head = model.lm_head
         return ModuleParts(model.model.embed_tokens, model.layers, model.mtp, head, head)
 
     @override
     def make_inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
-        """Return the keyword arguments of a forward with loss; the tokens are labels, too."""
         return {"tokens_BT": tokens_BT, "labels_BT": tokens_BT}
 
     @override
     def count_parameters(self) -> ModelSizes:
-        """Count all parameters, the routed experts' and the tp-sharded parameters."""
         model = self.build(torch.float32)
         experts, tp_params = set[nn.Parameter](), set[nn.Parameter]()
         for module in model.modules():
@@ -215,7 +196,6 @@ class NativeModel(PlannedModel):
 
     @override
     def check_degrees(self, *, pp: int, tp: int, cp: int) -> None:
-        """Raise ValueError or NotImplementedError for a tp or cp that the model cannot have."""
         config = self.config
         check_tensor_parallel(config, tp)
         if cp > 1:
@@ -224,8 +204,11 @@ class NativeModel(PlannedModel):
 
     @override
     def make_source(self, dtype: torch.dtype) -> ModelSource:
-        """Return the Python that makes the model with parameters of `dtype`."""
-        config = _format_decoder_config(self.config)
+        config, preset = repr(self.config), find_preset(self.config)
+        if preset is not None:
+            name, changes = preset
+            texts = "".join(f", {field}={value}" for field, value in changes.items())
+            config = f"replace(preset({name!r}){texts})" if changes else f"preset({name!r})"
         return ModelSource(
             ["from moecore.models import *"],
             [f"config = {config}", f'model = Decoder(config, device="meta", dtype={dtype})'],
@@ -267,12 +250,3 @@ def find_preset(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
         if changes.keys() <= {"max_seq_len"}:
             return name, changes
     return None
-
-
-def _format_decoder_config(config: DecoderConfig) -> str:
-    """Return the Python of a config: a call of `preset`, or its repr if no preset matches."""
-    name, overrides = find_preset(config) or (None, {})
-    if name is None:
-        return repr(config)
-    changes = "".join(f", {field}={value}" for field, value in overrides.items())
-    return f"replace(preset({name!r}){changes})" if overrides else f"preset({name!r})"

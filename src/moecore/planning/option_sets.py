@@ -82,29 +82,18 @@ def _double_stages_per_rank(run: TrainingRun) -> TrainingRun:
 
 @dataclass(frozen=True, slots=True, eq=False)  # each is in `OPTIONS` once
 class Option:
-    """A change of a run that saves memory or time, with the page that explains it.
+    """A change of a run that saves memory or time, with the page that explains it."""
 
-    Attributes:
-        name: the Python source that sets the option, or a description in words.
-        page: the page of docs and its section.
-        change: returns the run with the option, or the same run if the option does not apply;
-            None = no plan shows its effect.
-        overhead: the time that the option costs; None = the option saves no memory.
-        gains: whether the option may save time.
-        shortens: the parts of a report (`report.PARTS`) that the option shortens.
-        max_share: upper bound of the fraction of these parts' time that the option saves, 0 to 1.
-        unless: a regular expression that matches kernels and launches of a trace in which the
-            option is set, or cannot be set.
-    """
-
-    name: str
-    page: str
+    name: str  # the Python source that sets the option, or a description in words
+    page: str  # of docs, and its section
+    # Returns the run with the option, or the same run if the option does not apply; None = no plan
+    # shows its effect.
     change: Callable[[TrainingRun], TrainingRun] | None = None
-    overhead: Overhead | None = None
-    gains: bool = False
-    shortens: tuple[str, ...] = ()
-    max_share: float = 1.0
-    unless: str = r"(?!)"
+    overhead: Overhead | None = None  # the time that it costs; None = it saves no memory
+    gains: bool = False  # whether it may save time
+    shortens: tuple[str, ...] = ()  # the parts of a report (`report.PARTS`) that it shortens
+    max_share: float = 1.0  # the upper bound of the share of these parts' time that it saves
+    unless: str = r"(?!)"  # matches kernels and launches of traces that have it, or cannot have it
 
     def apply(self, run: TrainingRun, gpu: GpuName | Gpu) -> TrainingRun:
         """Return the run with the option, or the same run if the run or the GPU cannot have it."""

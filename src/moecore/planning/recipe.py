@@ -69,10 +69,7 @@ def format_flags(run: TrainingRun) -> list[str]:
 
 
 def _format_flags(values: Mapping[str, Any]) -> list[str]:
-    """Return {flag name: value} as words of a command line, such as ["--ep", "8"].
-
-    Values None, False and () have no flag. The flag of True has no value.
-    """
+    """Return {flag: value} as words such as ["--ep", "8"]; None, False and () have no flag."""
     flags = list[str]()
     for name, value in values.items():
         if value is not None and value is not False and value != ():
@@ -162,15 +159,9 @@ def _format_precision(precision: Precision) -> str:
 
 
 def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
-    """Return the TOML of a run.
+    """Return the TOML of a run; ValueError for options and models without a name.
 
-    Args:
-        run: any run; `moecore pretrain` trains only native decoders.
-        config: the path of the model's config.json or its directory; None = the model is a preset.
-
-    Raises:
-        ValueError: for a model that is neither a preset nor read from a config.json, and options
-            without a name.
+    `config` is the path of the model's config.json or its directory; None = the model is a preset.
     """
     check_arguments(format_recipe, locals())
     precision = None if run.precision is None else find_precision_name(run.precision)
@@ -194,6 +185,10 @@ def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
     flags = {n: d for n, d in resolved.items() if d > 1 or n not in OPTIONAL_DEGREES}
     degrees = {n: d for n, d in flags.items() if n not in REMAINING_DEGREES}
     is_sent = run.resolved.ep * run.resolved.etp > 1
+    dispatcher = make_dispatch_options(run).name
+    if dispatcher == "nvlink" and run.memory.stash is None:
+        # CPU ranks refuse "nvlink". There "auto" is "alltoall", so the file trains on them too.
+        dispatcher = "auto"
     tables: dict[str, Mapping[str, Any]] = {
         "": model
         | degrees
@@ -209,7 +204,7 @@ def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
         },
         "model": changes,
         "sharding": {
-            "dispatcher": _choose_dispatcher_name(run) if is_sent else None,
+            "dispatcher": dispatcher if is_sent else None,
             "fp8_dispatch": run.fp8_dispatch or None,
             "stash": None if run.memory.stash is None else True,
         },
@@ -224,13 +219,6 @@ def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
         lines = [f"{name} = {_format_toml(v)}" for name, v in values.items() if v is not None]
         text += [*([f"[{table}]"] if table and lines else []), *lines]
     return "\n".join(text) + "\n"
-
-
-def _choose_dispatcher_name(run: TrainingRun) -> str:
-    """Return the dispatcher for a TOML; "nvlink" becomes "auto" unless `memory.stash` is set."""
-    # CPU ranks refuse "nvlink". There "auto" is "alltoall", so the file trains on them too.
-    name = make_dispatch_options(run).name
-    return "auto" if name == "nvlink" and run.memory.stash is None else name
 
 
 def _make_toml_table(record: Any) -> dict[str, Any]:

@@ -55,29 +55,18 @@ DIMS = {
 
 @dataclass(frozen=True, slots=True)
 class Work(CheckedRecord):
-    """One operation on the device.
+    """One operation on the device."""
 
-    Attributes:
-        name: the kernel's or torch operation's name, such as "aten.mm".
-        kind: the class of operations that decides the formula of its time.
-        flops: FLOP of products and attention.
-        num_bytes: bytes that are read and written. A collective counts the bytes that this rank
-            sends and receives, and a message in one direction twice. A copy from or to the host
-            counts its bytes once.
-        shape: (M, N, K) of a product, (experts, rows, N, K) of a grouped product with the rows of
-            all experts, (B, H, T, d, v) of attention, (ranks,) of a collective; otherwise anything.
-        dtype: the dtype of the operands, such as "bfloat16" or "float8_e4m3fn".
-    """
-
-    name: str
-    kind: Kind
-    flops: Many
+    name: str  # of the kernel or of torch's operation, such as "aten.mm"
+    kind: Kind  # decides the formula of its time
+    flops: Many  # of products and attention
+    # Bytes that are read and written. A collective counts the bytes that this rank sends and
+    # receives, and a message in one direction twice. A copy from or to the host counts once.
     num_bytes: Many
-    shape: tuple[CountOrZero, ...]
-    dtype: str
+    shape: tuple[CountOrZero, ...]  # `DIMS`, with the rows of all experts; otherwise anything
+    dtype: str  # of the operands, such as "bfloat16" or "float8_e4m3fn"
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         dims = DIMS.get(self.kind, self.shape)
         if len(self.shape) != len(dims):
             yield "shape", f"be ({', '.join(map(str, dims))}) of kind {self.kind!r}: pass these"
@@ -390,15 +379,14 @@ class WorkRecorder(DispatchMode):
 
     def _append_launch(self, work: Work, node_ranks: int = 0) -> None:
         """Append a launch of `work`; `node_ranks` = a collective's number of ranks in a domain."""
+        # Launches are numbered from `start_recording`, and earlier launches are left out.
+        first = self._first
         dependencies, host_dependencies = (
-            self._renumber_launches(numbers) for numbers in self.queues.launch_operation()
+            frozenset(n - first for n in numbers if n >= first)
+            for numbers in self.queues.launch_operation()
         )
         order = self.queues.current.number, dependencies, host_dependencies, node_ranks
         self.queued.append(QueuedLaunch(work, *order, list_open_ranges(), get_meta_repeats()))
-
-    def _renumber_launches(self, launch_numbers: frozenset[int]) -> frozenset[int]:
-        """Return launch numbers relative to `start_recording`, without earlier launches."""
-        return frozenset(n - self._first for n in launch_numbers if n >= self._first)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

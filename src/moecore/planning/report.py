@@ -89,22 +89,15 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch on the device, in microseconds.
-
-    Attributes:
-        launched: when the host launched it; None = the trace has no such call.
-        phase: the innermost profiler mark of moecore around the host's call.
-        collective: the name of NCCL's collective.
-        group: the description of the collective's process group.
-    """
+    """One launch on the device, in microseconds."""
 
     name: str
     start: float
     end: float
-    launched: float | None = None
-    phase: str = UNMARKED
-    collective: str = ""
-    group: str = ""
+    launched: float | None = None  # by the host; None = the trace has no such call
+    phase: str = UNMARKED  # the innermost profiler mark of moecore around the host's call
+    collective: str = ""  # the name of NCCL's collective
+    group: str = ""  # the description of the collective's process group
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +156,9 @@ class Report:
 
 
 def report_trace(path: str | Path, *, num_steps: Count | None = None) -> Report:
-    """Return the report of a trace.
+    """Return the report of a Chrome trace of torch.profiler of one GPU, `.json` or `.json.gz`.
 
-    Args:
-        path: a Chrome trace of torch.profiler of one GPU, `.json` or `.json.gz`.
-        num_steps: the number of steps in the trace; None = the number that `profile.step()` marked,
-            or 1 without marks.
-
-    Raises:
-        ValueError: if the file is no such trace, or has kernels of no GPU or of several GPUs.
+    `num_steps` None = the number that `profile.step()` marked, or 1 without marks.
     """
     check_arguments(report_trace, locals())
     try:
@@ -217,10 +204,7 @@ def classify_kernel(kernel: Kernel) -> str:
 
 
 def _attribute_busy_time(trace: Trace) -> Iterator[tuple[str, float]]:
-    """Yield (part, microseconds) of each interval in which kernels run.
-
-    If kernels of several parts overlap, the interval belongs to the first of them in `PARTS`.
-    """
+    """Yield (part, microseconds) of intervals with kernels, with the first of `PARTS` that runs."""
     order = list(LIMIT_OF)
     edges = []
     for kernel in trace.kernels:
@@ -241,20 +225,18 @@ def _attribute_idle_time(trace: Trace) -> Iterator[tuple[str, float]]:
     reached = trace.kernels[0].start
     for k in trace.kernels:
         if k.start > reached:
-            yield _find_gap_cause(trace, reached, k), k.start - reached
+            i = bisect_right(trace.allocations, reached, key=itemgetter(1))
+            j = bisect_left(trace.waits, reached, key=itemgetter(1))
+            if i < len(trace.allocations) and trace.allocations[i][0] < k.start:
+                cause = "allocator"
+            elif k.launched is None or k.launched <= reached:  # it started late, or waited
+                cause = "gaps between kernels"
+            elif j < len(trace.waits) and trace.waits[j][1] <= k.launched:
+                cause = "waits of the host"
+            else:
+                cause = "late launches"
+            yield cause, k.start - reached
         reached = max(reached, k.end)
-
-
-def _find_gap_cause(trace: Trace, gap_start: float, kernel: Kernel) -> str:
-    """Return the part, such as "allocator", that delays `kernel` after time `gap_start` (in us)."""
-    i = bisect_right(trace.allocations, gap_start, key=itemgetter(1))
-    if i < len(trace.allocations) and trace.allocations[i][0] < kernel.start:
-        return "allocator"
-    if kernel.launched is None or kernel.launched <= gap_start:  # it started late, or waited
-        return "gaps between kernels"
-    i = bisect_left(trace.waits, gap_start, key=itemgetter(1))
-    waited = i < len(trace.waits) and trace.waits[i][1] <= kernel.launched
-    return "waits of the host" if waited else "late launches"
 
 
 def _read_events(path: Path) -> list[Event]:
@@ -273,9 +255,13 @@ def _read_events(path: Path) -> list[Event]:
     events: list[Event] = [
         e for e in trace["traceEvents"] if isinstance(e, dict) and e.get("ph") == "X"
     ]
-    wrong = next((event for event in events if not _is_valid_event(event)), None)
-    if wrong is not None:
-        raise ValueError(f"have a name, finite ts and dur in each event, not {quote(wrong)}; {FIX}")
+    for event in events:
+        numbers: list[Any] = [event.get("ts"), event.get("dur")]
+        are_finite = all(type(n) in (int, float) and abs(n) < MAX_TIME for n in numbers)
+        if not are_finite or not isinstance(event.get("name"), str):
+            raise ValueError(
+                f"have a name, finite ts and dur in each event, not {quote(event)}; {FIX}"
+            )
     return events
 
 
@@ -302,13 +288,6 @@ def _read_trace_file(path: Path) -> bytes:
         raise ValueError(f"be a Chrome trace: it is no whole JSON; {FIX}") from None
 
 
-def _is_valid_event(event: Event) -> bool:
-    """Return whether an event has a name, and a finite time and duration."""
-    numbers: list[Any] = [event.get("ts"), event.get("dur")]
-    are_finite = all(type(n) in (int, float) and abs(n) < MAX_TIME for n in numbers)
-    return are_finite and isinstance(event.get("name"), str)
-
-
 def _make_trace(events: list[Event]) -> Trace:
     """Return the kernels and host calls of events. ValueError unless all kernels are of one GPU."""
     # A start may be so large that start + duration == start in floating point.
@@ -324,14 +303,13 @@ def _make_trace(events: list[Event]) -> Trace:
     host = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     calls = {e["args"].get("correlation"): e for e in host if LAUNCH.search(e["name"])}
     phases = _map_launches_to_phases(events, calls)
-
-    def make_kernel(event: Event) -> Kernel:
-        """Return the `Kernel` of a trace event on the device."""
-        number = event["args"].get("correlation")
+    kernels = list[Kernel]()
+    for e in sorted(on_device, key=itemgetter("ts")):
+        number = e["args"].get("correlation")
         launched = calls[number]["ts"] if number in calls else None
-        texts = (str(event["args"].get(n) or "") for n in NCCL_ARGS)
-        start, phase = event["ts"], phases.get(number, UNMARKED)
-        return Kernel(event["name"], start, start + event["dur"], launched, phase, *texts)
+        phase = phases.get(number, UNMARKED)
+        texts = (str(e["args"].get(n) or "") for n in NCCL_ARGS)
+        kernels.append(Kernel(e["name"], e["ts"], e["ts"] + e["dur"], launched, phase, *texts))
 
     def find_spans(pattern: re.Pattern[str]) -> Sequence[tuple[float, float]]:
         """Return (start, end) of host calls whose names match `pattern`, sorted by end."""
@@ -340,16 +318,11 @@ def _make_trace(events: list[Event]) -> Trace:
 
     steps = {e["name"] for e in events if str(e.get("name")).startswith("ProfilerStep#")}
     names = frozenset(e["name"] for e in calls.values())
-    kernels = sorted(map(make_kernel, on_device), key=lambda k: k.start)
     return Trace(kernels, names, find_spans(WAIT), find_spans(ALLOCATION), len(steps) or 1)
 
 
 def _map_launches_to_phases(events: list[Event], host_calls: Mapping[Any, Event]) -> dict[Any, str]:
-    """Return correlation number -> name of the innermost moecore profiler mark around the launch.
-
-    `host_calls` maps the correlation number of a launch to the host's call. The result has no
-    launches without a mark.
-    """
+    """Return correlation number -> name of the innermost moecore mark around the launch."""
     queues: dict[Any, list[Event]] = {}
     for e in events:
         if e.get("cat") == "user_annotation" and str(e["name"]).startswith("moecore::"):

@@ -120,7 +120,6 @@ class TrainingRun(CheckedRecord):
     fp8_dispatch: bool = False
 
     def _rules(self) -> Rules:
-        """Yield (field, error text) of each broken rule; see `CheckedRecord`."""
         if (self.parallel.pp > 1) != (self.pipeline is not None):
             yield "pipeline", f"be there when pp ({self.parallel.pp}) is > 1 alone: set both"
         group = self.parallel.ep * self.parallel.etp
@@ -160,7 +159,12 @@ class TrainingRun(CheckedRecord):
     def with_even_loads(self) -> TrainingRun:
         """The run with even loads of experts, and dispatcher "nvlink" without spare capacity."""
         nvlink = None if self.nvlink is None else replace(self.nvlink, row_factor=1.0)
-        return replace(self, nvlink=nvlink, model=_remove_zero_experts(self.model))
+        model = self.model
+        if isinstance(model, DecoderConfig) and model.moe is not None and model.moe.zero_experts:
+            moe = model.moe  # top_k is reduced by the identity experts' share
+            num_choices = max(1, round(moe.top_k * moe.num_experts / moe.num_candidates))
+            model = replace(model, moe=replace(moe, top_k=num_choices, zero_experts=0))
+        return replace(self, nvlink=nvlink, model=model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -170,15 +174,6 @@ class TrainingRun(CheckedRecord):
     def make_tokens(self) -> Tensor:
         """Return the tokens of a micro-batch, [batch_size, seq_len] int64 on meta."""
         return torch.empty(self.batch_size, self.seq_len, dtype=torch.int64, device="meta")
-
-
-def _remove_zero_experts(model: AnyModel) -> AnyModel:
-    """Return a decoder without identity experts; top_k is reduced by their share of the experts."""
-    if not isinstance(model, DecoderConfig) or model.moe is None or not model.moe.zero_experts:
-        return model
-    moe = model.moe
-    num_choices = max(1, round(moe.top_k * moe.num_experts / moe.num_candidates))
-    return replace(model, moe=replace(moe, top_k=num_choices, zero_experts=0))
 
 
 @lru_cache(maxsize=64)
@@ -302,20 +297,15 @@ def list_stages(run: TrainingRun) -> Sequence[Stage]:
     return layout.stages
 
 
-def list_stage_ranks(run: TrainingRun) -> Sequence[int]:
-    """Return the pipeline rank of each stage of `list_stages`."""
-    if run.pipeline is None:
-        return (0,)
-    name, pp = run.pipeline.schedule, run.resolved.pp
-    chunks = len(list_stages(run)) // pp
-    return make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=1).rank_of
-
-
 def list_rank_stages(run: TrainingRun) -> list[list[Stage]]:
     """Return the stages of each pipeline rank, in the order of forward."""
-    pairs = list(zip(list_stages(run), list_stage_ranks(run), strict=True))
-    ranks = range(run.resolved.pp)
-    return [[stage for stage, stage_rank in pairs if stage_rank == rank] for rank in ranks]
+    stages, pp = list_stages(run), run.resolved.pp
+    if run.pipeline is None:
+        return [list(stages)]
+    chunks = len(stages) // pp
+    schedule = make_schedule(run.pipeline.schedule, pp=pp, chunks=chunks, num_micro_batches=1)
+    pairs = list(zip(stages, schedule.rank_of, strict=True))
+    return [[stage for stage, stage_rank in pairs if stage_rank == rank] for rank in range(pp)]
 
 
 def count_max_parameter_bytes(run: TrainingRun) -> int:
@@ -324,10 +314,7 @@ def count_max_parameter_bytes(run: TrainingRun) -> int:
 
 
 def count_resident_bytes(run: TrainingRun, rank_bytes: RankBytes) -> dict[str, int]:
-    """Return the bytes that a rank stores between steps, by kind such as "optimizer state".
-
-    `rank_bytes` is the rank's `RankBytes`. Offloaded optimizer state is counted too.
-    """
+    """Return a rank's bytes between steps by kind; offloaded optimizer state is counted too."""
     sizes = {f"parameters: {role.role}": role.parameters for role in rank_bytes.roles}
     sizes |= {"gathered weights": rank_bytes.weights, "sums of gradients": rank_bytes.sums}
     per_element = count_state_bytes(run.optimizer)

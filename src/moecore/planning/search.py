@@ -50,25 +50,15 @@ MAX_DIVISORS = 64  # of a number of GPUs: layouts of a number with more would ta
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A planned layout with the fastest options with which it fits, or with all options.
-
-    Attributes:
-        layout: the degrees.
-        run: the planned run.
-        options: the options of the run that save memory.
-        peaks: the peak memory of each pipeline rank, in bytes.
-        headroom: the limit minus the largest peak; negative if the layout does not fit.
-        host: the peak pinned host memory of a server, in bytes.
-        host_headroom: the limit of a server's host memory minus `host`.
-    """
+    """A planned layout with the fastest options with which it fits, or with all options."""
 
     layout: Layout
     run: TrainingRun
-    options: OptionSet
-    peaks: tuple[int, ...]
-    headroom: int
-    host: int
-    host_headroom: int
+    options: OptionSet  # that save memory
+    peaks: tuple[int, ...]  # the peak bytes of each pipeline rank
+    headroom: int  # the limit minus the largest peak; negative if the layout does not fit
+    host: int  # the peak bytes of a server's pinned host memory
+    host_headroom: int  # the limit of a server's host memory minus `host`
 
     @property
     def plan(self) -> MemoryPlan:
@@ -94,35 +84,21 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittingCandidate(Candidate):
-    """A candidate that fits.
-
-    Attributes:
-        time: the planned time of a step.
-    """
+    """A candidate that fits, with the planned time of a step."""
 
     time: TimePlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """The result of a search: planned layouts, and counts of all other layouts.
-
-    Attributes:
-        request: the request of the search.
-        fitting: layouts that fit, best first.
-        too_large: layouts that do not fit with all options that save memory.
-        refused: the number of layouts that each rule refused.
-        num_unplanned: the number of layouts that no rule refused and that were not planned.
-        change: if no layout fits, the smallest change of the request with which a layout fits;
-            None = no change was found.
-    """
+    """The result of a search: planned layouts, and counts of all other layouts."""
 
     request: SearchRequest
-    fitting: tuple[FittingCandidate, ...]
-    too_large: tuple[Candidate, ...]
-    refused: Mapping[str, int]
-    num_unplanned: int
-    change: str | None
+    fitting: tuple[FittingCandidate, ...]  # best first
+    too_large: tuple[Candidate, ...]  # with all options that save memory
+    refused: Mapping[str, int]  # the number of layouts by the rule that refuses them
+    num_unplanned: int  # layouts that no rule refused
+    change: str | None  # if nothing fits, the smallest change with which a layout fits, if found
 
     def table(self) -> str:
         """Return a text table with a row per layout that fits."""
@@ -242,15 +218,13 @@ def find_faster_options(
     balanced = (add_step_time(candidate, table) for candidate in stage_layouts if candidate.fits)
     fitting = min((fitting, *balanced), key=_get_step_seconds)
     best_seconds, tried = fitting.time.seconds, set[OptionSet]()
-
-    def next_smaller() -> OptionSet | None:
+    while True:
         # FP8 launches and moves more, so only a step that these limit may be faster without FP8.
-        """Return the next option set with one option less; None = all were tried."""
         gains = fitting.time.limit in ("host", "memory", "launch")
         sets = list_smaller_option_sets(request, fitting.options, includes_gains=gains)
-        return next((options for options in sets if options not in tried), None)
-
-    while (options := next_smaller()) is not None:
+        options = next((options for options in sets if options not in tried), None)
+        if options is None:
+            return fitting
         tried.add(options)
         num_bytes = estimator.num_bytes(fitting.layout, options)
         if num_bytes - estimator.num_bytes(fitting.layout, fitting.options) > fitting.headroom:
@@ -262,7 +236,6 @@ def find_faster_options(
         candidate = add_step_time(other, table)
         if candidate.time.seconds <= (1 + MIN_GAIN) * best_seconds:
             fitting, best_seconds = candidate, min(best_seconds, candidate.time.seconds)
-    return fitting
 
 
 def _find_fastest_schedule(
@@ -290,10 +263,7 @@ def add_step_time(candidate: Candidate, table: CostTable) -> FittingCandidate:
 
 
 def plan_layout(request: SearchRequest, layout: Layout, table: CostTable) -> Refusal | Candidate:
-    """Return a layout's refusal by a rule, or its planned candidate.
-
-    The candidate has the fastest options that fit. If none fit, it has all memory-saving options.
-    """
+    """Return a layout's refusal, or its plan with the fastest options that fit (all if none do)."""
     _check_time_is_modelled(request)
     if (refusal := find_refusal(request, layout)) is not None:
         return refusal

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from operator import add, attrgetter
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from moecore.parallel.pipeline.layout import Stage
@@ -36,11 +36,7 @@ SampledLayers = Mapping[Literal["F", "B"], Sequence[int]]
 
 
 def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, SampledLayers]:
-    """Return a run of a few layers without a pipeline, and the layers that represent each layer.
-
-    The second result maps "F" and "B" to one index for each layer of `run`. The index is the layer
-    of the returned run whose forward or backward has equal launches.
-    """
+    """Return a run of a few layers without a pipeline, and the layers that represent each layer."""
     # The samples of the last layer's kind are its first two and its last two layers. The samples of
     # another kind are its first layer, and its first layer behind a layer of the last kind, which
     # stands for the rest of its kind. A layer prefetches weights of the next but one. So the
@@ -65,7 +61,7 @@ def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun
     )
 
     def like(between: int) -> tuple[int, ...]:
-        """Return each layer's sample; the last kind's unsampled layers have sample `between`."""
+        # The last kind's unsampled layers have the sample `between`.
         sample_of = {**samples, kinds[-1]: between}
         return tuple(layers.index(i if i in layers else sample_of[k]) for i, k in enumerate(kinds))
 
@@ -85,11 +81,7 @@ class Segment(NamedTuple):
 def _make_segment(
     launch_range: range, start: PartStart, end_bytes: int, end_bytes_by_kind: Mapping[str, int]
 ) -> Segment:
-    """Return the segment that begins at `start`.
-
-    `launch_range` are the numbers of its launches. `end_bytes` is the allocated bytes at its end,
-    and `end_bytes_by_kind` is the same bytes by kind.
-    """
+    """Return the segment of these launches that begins at `start`, with the bytes at its end."""
     net_kinds, peak_kinds = (
         {kind: values.get(kind, 0) - start.kinds.get(kind, 0) for kind in {**values, **start.kinds}}
         for values in (end_bytes_by_kind, start.top_kinds)
@@ -165,10 +157,7 @@ class Segments:
         return self.passes.get((micro_batch_idx, direction, part), ())
 
     def list_recorded_modules(self, stage: Stage, direction: Pass) -> list[str]:
-        """Return the names of the recorded modules that represent a stage's modules, in pass order.
-
-        A name is "embedding", "layer 3", "predictions" or "head". Pass "B" has the reverse order.
-        """
+        """Return the recorded modules ("layer 3") that stand for a stage's, in the pass's order."""
         parts = ["embedding"] * stage.embedding
         parts += [f"layer {self.sampled_layers[direction][layer]}" for layer in stage.layers]
         parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
@@ -185,18 +174,18 @@ class Segments:
             queue += copy
             for i, *numbers in early:
                 queued, *near = queue[start + i]
-                distances = (self._compute_far_distances(ids, start + i, newest) for ids in numbers)
-                queue[start + i] = PlacedLaunch(queued, *map(add, near, distances))
+                for kind, dependencies in enumerate(numbers):
+                    for n in dependencies:
+                        first = self._starts[bisect_right(self._starts, n) - 1]
+                        if first in newest:
+                            near[kind] += (start + i - (newest[first] + n - first),)
+                queue[start + i] = PlacedLaunch(queued, *near)
             newest[launches.start] = start
             lengths = len(launches), *lengths[:1]
         return queue
 
     def _place_segment(self, launch_range: range, prior_lengths: tuple[int, ...]) -> _Copy:
-        """Return a segment's launches as queue entries, and its launches with far dependencies.
-
-        A dependency is far if it is before the preceding two segments. `prior_lengths` has the
-        numbers of launches in these segments of the queue, the nearest first.
-        """
+        """Return a segment as queue entries, and its launches with far dependencies."""
         if (launch_range, prior_lengths) not in self._placed_segments:
             queue, early = list[PlacedLaunch](), list[_FarLaunch]()
             for i in launch_range:
@@ -216,11 +205,9 @@ class Segments:
     def _compute_distance(
         self, dependency: int, launch: int, launch_range: range, prior_lengths: Iterable[int]
     ) -> int | None:
-        """Return the distance in the new queue from `launch` back to the launch `dependency`.
+        """Return the distance in the queue from `launch` back to `dependency`; None = it is far.
 
         Both are indices of recorded launches. `launch_range` is the segment of `launch`.
-        `prior_lengths` has the numbers of launches in the preceding segments of the queue. None =
-        `dependency` is in an earlier segment.
         """
         at = launch - launch_range.start
         start, end = 0, at
@@ -230,19 +217,6 @@ class Segments:
                 return at - min(start + dependency - launch_range.start, end - 1)
             launch_range, end = self._preceding_ranges.get(launch_range.start, range(0)), start
         return None
-
-    def _compute_far_distances(
-        self, dependencies: Iterable[int], queue_idx: int, copies: Mapping[int, int]
-    ) -> tuple[int, ...]:
-        """Return the distances in the queue from `queue_idx` back to copies of launches.
-
-        `dependencies` are indices of recorded launches. `copies` maps the first launch of a
-        segment to the queue index of its newest copy. Launches without a copy are left out.
-        """
-        starts = ((n, self._starts[bisect_right(self._starts, n) - 1]) for n in dependencies)
-        return tuple(
-            queue_idx - (copies[start] + n - start) for n, start in starts if start in copies
-        )
 
     @cached_property
     def _launch_ranges(self) -> list[range]:
@@ -303,10 +277,7 @@ class SampledRun(NamedTuple):
 
 
 def make_segments(run: TrainingRun) -> Segments:
-    """Return the segments of a dry run of few layers, from which time is planned.
-
-    The bytes of the optimizer's launches are scaled to the parameters of all layers.
-    """
+    """Return the segments for times; the optimizer's bytes are scaled to the complete model's."""
     small = SampledRun.from_run(run)
     segments, share = (
         small.segments,

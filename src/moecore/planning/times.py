@@ -57,16 +57,10 @@ ROUNDS = 3  # micro-batches of a simulated step over the number of pipeline rank
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The time of a step of one rank.
+    """The time of a step of one rank."""
 
-    Attributes:
-        seconds: the seconds between the ends of two steps.
-        parts: the seconds by limit, without hidden work: "compute" and "memory" rates, "launch" of
-            small kernels, links ("nvlink", "network", "pcie"), and the "host".
-    """
-
-    seconds: float
-    parts: Parts
+    seconds: float  # between the ends of two steps
+    parts: Parts  # the seconds by limit, without hidden work
 
     @property
     def limit(self) -> Part:
@@ -80,17 +74,11 @@ class TimePlan(StepTime):
 
     `parts` are the seconds of the pipeline rank that works longest. "bubble" is the time in which
     that rank waits for other ranks.
-
-    Attributes:
-        run: the planned run.
-        gpu: the GPU of the cost table.
-        timeline: the pipeline's timeline in seconds, of the simulated micro-batches; None without a
-            pipeline.
     """
 
     run: TrainingRun
-    gpu: GpuName | Gpu
-    timeline: Timeline | None
+    gpu: GpuName | Gpu  # of the cost table
+    timeline: Timeline | None  # in seconds, of the simulated micro-batches; None = no pipeline
 
     @property
     def tokens_per_gpu_second(self) -> float:
@@ -178,7 +166,16 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
 
 def simulate_queue(queue: Sequence[PlacedLaunch], table: CostTable, num_steps: int = 1) -> Spans:
     """Return start, end and limit of each launch of a queue, launched `num_steps` times."""
-    costs = _compute_costs(queue, table)
+
+    @cache
+    def compute_cost(work: Work, node_ranks: int) -> tuple[float, Part]:
+        return table.seconds(work, node_ranks), table.find_limiting_rate(work, node_ranks)
+
+    cost_by_id: dict[int, tuple[float, Part]] = {}
+    for key, queued in {id(queued): queued for queued, _, _ in queue}.items():
+        seconds, wall = compute_cost(queued.work, queued.node_ranks)
+        cost_by_id[key] = queued.times * seconds, wall
+    costs = [cost_by_id[id(queued)] for queued, _, _ in queue]
     starts, ends = list[float](), list[float]()
     host = step_start = 0.0
     for _ in range(num_steps):
@@ -197,21 +194,6 @@ def simulate_queue(queue: Sequence[PlacedLaunch], table: CostTable, num_steps: i
             ends.append(end)
         step_start = max(ends[first:], default=step_start)
     return Spans(starts, ends, num_steps * [part for _, part in costs])
-
-
-def _compute_costs(queue: Sequence[PlacedLaunch], table: CostTable) -> list[tuple[float, Part]]:
-    """Return (seconds, limit) of each launch of a queue, computed once for equal work."""
-
-    @cache
-    def cost(work: Work, node_ranks: int) -> tuple[float, Part]:
-        """Return the seconds and the limit of an operation."""
-        return table.seconds(work, node_ranks), table.find_limiting_rate(work, node_ranks)
-
-    costs: dict[int, tuple[float, Part]] = {}
-    for key, queued in {id(queued): queued for queued, _, _ in queue}.items():
-        seconds, wall = cost(queued.work, queued.node_ranks)
-        costs[key] = queued.times * seconds, wall
-    return [costs[id(queued)] for queued, _, _ in queue]
 
 
 def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
@@ -299,10 +281,7 @@ def _time_step_without_pipeline(
 def _time_optimizer_state_waits(
     run: TrainingRun, segments: Segments, table: CostTable, pass_cache: Memo
 ) -> float:
-    """Return the seconds that a step waits for copies of offloaded optimizer state.
-
-    `pass_cache` is a cache of the seconds of stages' passes, which the function extends.
-    """
+    """Return the seconds that a step waits for copies of offloaded optimizer state."""
     # The copy to the host overlaps with the blocks of the first forward. The copy back overlaps
     # with the blocks of the last backward, except the first of them. In a pipeline these are the
     # blocks of the first rank.
@@ -333,10 +312,7 @@ def has_tp_slices(run: TrainingRun) -> bool:
 def _time_step_with_pipeline(
     run: TrainingRun, segments: Segments, table: CostTable, pass_cache: Memo
 ) -> tuple[float, Parts, Timeline]:
-    """Return (seconds, seconds by limit, timeline) of a step with a pipeline.
-
-    `pass_cache` is a cache of the seconds of stages' passes, which the function extends.
-    """
+    """Return (seconds, seconds by limit, timeline) of a step with a pipeline."""
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, list_stages(run)
     passes = [_time_passes_cached(stage, segments, table, pass_cache) for stage in stages]
@@ -386,10 +362,7 @@ def _extend_network(seconds_by_limit: Parts, network_seconds: float) -> dict[Par
 
 
 def _subtract_hidden_network(seconds_by_limit: Parts, hidden_share: float) -> Parts:
-    """Return seconds by limit, with the "network" seconds reduced by the fraction `hidden_share`.
-
-    The reduction is at most the sum of the seconds of the other limits.
-    """
+    """Return the seconds with "network" reduced by a share, at most by the other limits' sum."""
     network = seconds_by_limit.get("network", 0.0)
     other_seconds = sum(seconds_by_limit.values()) - network
     return {**seconds_by_limit, "network": network - min(other_seconds, hidden_share * network)}
@@ -437,11 +410,7 @@ def _time_passes(stage: Stage, segments: Segments, table: CostTable) -> StagePas
 def _extrapolate_step(
     time_steps: Callable[[int], tuple[float, Parts]], num_micro_batches: int, low: int, high: int
 ) -> tuple[float, Parts]:
-    """Return the seconds of a step with `num_micro_batches`, in total and by limit.
-
-    `time_steps` computes the result for numbers of micro-batches up to `high`. Above `high`, the
-    result is extrapolated linearly from the results for `low` and `high`.
-    """
+    """Return (seconds, seconds by limit) of a step, linear in the micro-batches above `high`."""
     if num_micro_batches <= high:
         return time_steps(num_micro_batches)
     (seconds, parts), (before, base) = time_steps(high), time_steps(low)

@@ -138,19 +138,16 @@ class StockModel(PlannedModel):
 
     @override
     def list_bound_layers(self) -> frozenset[int]:
-        """Return the indices of layers at which the family lets no pipeline stage begin."""
         hf = _build_structure(self.model).model
         return find_family(hf).make_staged_model(hf).stage_parts().bound_layers
 
     @override
     def select_layers(self, layer_idxs: Sequence[int]) -> TransformersModel:
-        """Return the transformers model with only the layers at these indices."""
         numbers = self.model.layers or range(self.num_layers)
         return replace(self.model, layers=tuple(numbers[i] for i in layer_idxs))
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """Return the module on meta, with parameters of `dtype`."""
         lora = self.model.lora
         model: nn.Module = _build_model(self.model, dtype if lora is None else torch.bfloat16)
         if find_packing_problem(model) is None:
@@ -167,13 +164,11 @@ class StockModel(PlannedModel):
 
     @override
     def collect_parts(self, model: Any) -> ModuleParts:
-        """Return the embedding, layers, MTP layers, head and loss of a built module."""
         head = model.get_output_embeddings() or list(model.children())[-1]
         return ModuleParts(model.get_input_embeddings(), find_blocks(model), (), head, model)
 
     @override
     def make_inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
-        """Return the keyword arguments of a forward with loss; the tokens are labels, too."""
         hf = _build_structure(self.model).model
         scan = next((m for m in hf.modules() if getattr(m, "A_log", WIDTHS).ndim == 2), None)
         if scan is not None and tokens_BT.shape[1] > MAX_SCAN:
@@ -189,7 +184,6 @@ class StockModel(PlannedModel):
 
     @override
     def count_parameters(self) -> ModelSizes:
-        """Count all parameters, the routed experts' and the tp-sharded parameters."""
         hf, _, layers = _build_structure(self.model)
         experts = {p for layer in layers for p in layer.get_part("experts").parameters()}
         cuts = ((m, (*split.columns, split.row)) for m, split in plan_modules(hf, 1)[0].items())
@@ -198,7 +192,6 @@ class StockModel(PlannedModel):
 
     @override
     def check_degrees(self, *, pp: int, tp: int, cp: int) -> None:
-        """Raise ValueError or NotImplementedError if the family refuses these degrees."""
         hf, _, _ = _build_structure(self.model)
         family = find_family(hf)
         if tp > 1:
@@ -210,7 +203,6 @@ class StockModel(PlannedModel):
 
     @override
     def make_source(self, dtype: torch.dtype) -> ModelSource:
-        """Return the Python that makes the model with parameters of `dtype`."""
         hf, path = _build_structure(self.model).model, self.model.source
         packs = find_packing_problem(hf) is None
         imports = ["from transformers import AutoConfig, " + type(hf).__name__]
@@ -255,23 +247,15 @@ def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
         )
     if model.layers is not None:
         full = _build_structure(replace(model, layers=None))
-        names = {module: name for name, module in full.model.named_modules()}
-        _keep_layers(hf, [names[block] for block in full.blocks], model.layers)
+        module_names = {module: name for name, module in full.model.named_modules()}
+        names = [module_names[block] for block in full.blocks]
+        blocks = [hf.get_submodule(names[i]) for i in model.layers]
+        for holder in dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in names):
+            members = [module for module in blocks if module in holder.children()]
+            holder._modules.clear()
+            holder.extend(members)
+        _shorten_config(hf.config.get_text_config(), len(names), model.layers)
     return hf
-
-
-def _keep_layers(hf: Any, layer_names: Sequence[str], layer_idxs: Sequence[int]) -> None:
-    """Remove the layers of a model in place, except the layers at indices `layer_idxs`.
-
-    `layer_names` has the module name of every layer of the model, in order.
-    """
-    blocks = [hf.get_submodule(layer_names[i]) for i in layer_idxs]
-    holders = dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in layer_names)
-    for holder in holders:
-        members = [module for module in blocks if module in holder.children()]
-        holder._modules.clear()
-        holder.extend(members)
-    _shorten_config(hf.config.get_text_config(), len(layer_names), layer_idxs)
 
 
 def _shorten_config(config: Any, num_layers: int, layer_idxs: Sequence[int]) -> None:
@@ -310,16 +294,16 @@ def _find_block_kinds(hf: Any, blocks: Sequence[nn.Module]) -> Iterator[Hashable
     lists = list(_find_layer_lists(config, len(blocks)))
     is_distinct = not _has_independent_outer_params(hf, blocks)
     for i, block in enumerate(blocks):
-        listed = tuple((name, str(value[i])) for name, value in lists)
-        modules = (_describe_module(*named) for named in block.named_modules())
-        yield i if is_distinct else (listed, tuple(modules))
-
-
-def _describe_module(name: str, module: nn.Module) -> Hashable:
-    """Return a module's name, class, plain attributes without its index, and parameter shapes."""
-    values = ((n, v) for n, v in sorted(vars(module).items()) if type(v) in VALUES and n != PLACE)
-    shapes = ((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
-    return name, type(module).__name__, tuple(values), tuple(shapes)
+        if is_distinct:
+            yield i
+            continue
+        kind: list[Hashable] = [(name, str(value[i])) for name, value in lists]
+        for name, module in block.named_modules():
+            named = sorted(vars(module).items())
+            values = ((n, v) for n, v in named if type(v) in VALUES and n != PLACE)
+            shapes = ((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
+            kind += [name, type(module).__name__, *values, *shapes]
+        yield tuple(kind)
 
 
 def _has_independent_outer_params(hf: Any, blocks: Sequence[nn.Module]) -> bool:

@@ -30,12 +30,8 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.io import latest, load, prune, read_manifest, save, set_latest
-from moecore.io.checkpoint.directory import (
-    POINTER,
-    create_draft_directory,
-    find_complete_checkpoints,
-    publish_directory,
-)
+from moecore.io.checkpoint.directory import POINTER, find_complete_checkpoints
+from moecore.io.checkpoint.drafts import create_draft, publish
 from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.io.checkpoint.state import split_halves
 from moecore.moe.balance import BalanceGroups
@@ -194,14 +190,14 @@ def test_only_a_rolled_back_run_replaces_a_step(tmp_path: Path) -> None:
     model, optimizer = saved_steps(tmp_path, 1, 2, 3)
     with pytest.raises(ValueError, match=r"step \(3\) must not be saved already"):
         save(tmp_path, 3, model, optimizer)
-    draft = create_draft_directory(tmp_path, 4)
+    draft = create_draft(tmp_path, 4)
     other = tmp_path / "step-000004"
     shutil.copytree(tmp_path / "step-000003", other)  # by another process, meanwhile
     manifest = read_manifest(other)
     manifest = replace(manifest, facts=replace(manifest.facts, step=4))
     set_latest(other)
     with pytest.raises(ValueError, match=r"step \(4\) must not be saved already"):
-        publish_directory(draft, manifest, keep=0)
+        publish(draft, manifest, keep=0)
     assert latest(tmp_path) == other
 
 

@@ -65,11 +65,7 @@ def compare_checkpoint(
     *,
     cast: bool,
 ) -> tuple[ModelView, Comparison]:
-    """Compare a checkpoint with the objects to load; return the model's tensors and the result.
-
-    Collective: the result has the differences of all pipeline stages. If `optimizer` or `scheduler`
-    is None, its state is not loaded. `cast` allows dtypes that differ from the saved dtypes.
-    """
+    """Return the model's tensors, and all stages' differences from a checkpoint. Collective."""
 
     def collect_part() -> tuple[ModelView, StagePart]:
         view = ModelView(model)
@@ -101,11 +97,7 @@ def _compare_local_objects(
     *,
     cast: bool,
 ) -> Comparison:
-    """Compare a checkpoint with this rank's objects.
-
-    `view` has this rank's model tensors. `union` has the names of all pipeline stages' tensors and
-    parameters. `cast` allows dtypes that differ from the saved dtypes.
-    """
+    """Compare a checkpoint with this rank's objects; `union` has the names of all stages."""
     comparison = Comparison()
     if missing := find_missing_fields(view.config, manifest.facts.config):
         comparison.uncompared = (
@@ -121,8 +113,15 @@ def _compare_local_objects(
     if comparison.optimizers:
         _compare_optimizers(comparison, view, union, manifest, cast=cast)
     schedule = join_schedulers(scheduler, comparison.optimizers)
-    if schedule is not None:
-        _compare_scheduler(comparison, schedule, manifest)
+    saved_state = manifest.facts.scheduler
+    if schedule is not None and saved_state is None:
+        comparison.left_out.append("scheduler state is not in the checkpoint")
+    elif schedule is not None and saved_state is not None:
+        try:
+            decode_scheduler_state(schedule, saved_state)
+            comparison.scheduler = schedule
+        except ValueError as error:
+            comparison.left_out.append(str(error))
     return comparison
 
 
@@ -146,12 +145,7 @@ def select_tensors(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
 def allocate_optimizer_load_target(
     comparison: Comparison, view: ModelView
 ) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
-    """Allocate, or reuse, the tensors into which a load reads optimizer state.
-
-    Returns:
-        For each optimizer, parameter -> state key -> tensor; and the checkpoint's names, such as
-        "optimizer.exp_avg.<fqn>", -> views of these tensors.
-    """
+    """Return tensors to read optimizer state into, per optimizer, and views by checkpoint name."""
     states = [
         allocate_optimizer_state(o, view, comparison.matrices, comparison.scalars)
         for o in comparison.optimizers
@@ -189,10 +183,7 @@ def _compare_model(
     *,
     cast: bool,
 ) -> None:
-    """Add the model's tensors to load, and differences from `stored_tensors`, to `comparison`.
-
-    `stored_tensors` has names without "model.". `union` has the names of all pipeline stages.
-    """
+    """Add the tensors to load and differences; `stored_tensors` has names without "model."."""
     for name, tensor in sorted(view.stored_views.items()):
         if name not in stored_tensors:
             comparison.left_out.append(f"{name} of the model is not in the checkpoint")
@@ -213,10 +204,7 @@ def _compare_model(
 def _compare_optimizers(
     comparison: Comparison, view: ModelView, union: StagePart, manifest: Manifest, *, cast: bool
 ) -> None:
-    """Add the optimizer state to load, and differences from the checkpoint, to `comparison`.
-
-    `union` has the tensor names and parameter groups of all pipeline stages.
-    """
+    """Add the optimizer state to load, and differences from the checkpoint, to `comparison`."""
     groups, saved_class = manifest.facts.optimizer, manifest.facts.optimizer_class
     if groups is None or saved_class is None:
         comparison.left_out.append("optimizer state is not in the checkpoint")
@@ -287,10 +275,7 @@ def _compare_optimizers(
 def _find_shape_problem(
     optimizer: Optimizer, view: ModelView, name: str, stored_slots: dict[str, StoredTensor]
 ) -> str | None:
-    """Return an error text if the saved state of the parameter `name` has a wrong shape, or None.
-
-    `stored_slots` maps "<state key>.<name>" to the stored tensor of this state.
-    """
+    """Return an error text if saved state ("<key>.<name>" -> tensor) has a wrong shape, or None."""
     for key, tensor in stored_slots.items():
         like = get_state_template(optimizer, view.tensors[name], key.partition(".")[0])
         shape = tuple(view.make_stored_view(name, like).shape)
@@ -302,25 +287,9 @@ def _find_shape_problem(
 def _map_params_to_groups(
     class_names: str, groups: list[dict[str, Any]]
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return parameter name -> (optimizer class name, parameter group).
-
-    `class_names` is from `name_optimizer_classes`. "params" of each group has names.
-    """
+    """Return parameter name -> (optimizer class name, group); "params" of a group has names."""
     return {
         name: (kind, group)
         for kind, group in zip(split_class_names(class_names, len(groups)), groups, strict=True)
         for name in group["params"]
     }
-
-
-def _compare_scheduler(comparison: Comparison, scheduler: Scheduler, manifest: Manifest) -> None:
-    """Set `comparison.scheduler` if the saved state fits; otherwise add a text to `left_out`."""
-    values = manifest.facts.scheduler
-    if values is None:
-        comparison.left_out.append("scheduler state is not in the checkpoint")
-        return
-    try:
-        decode_scheduler_state(scheduler, values)
-        comparison.scheduler = scheduler
-    except ValueError as error:
-        comparison.left_out.append(str(error))

@@ -72,10 +72,7 @@ def find_decoder_differences(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[Difference]:
-    """Compare a decoder's config with a reference; return fields that differ, except skipped ones.
-
-    The result is [] if `reference` is None or is not a decoder's config.
-    """
+    """Return the fields that differ and are not skipped; [] without a decoder's reference."""
     values = asdict(reference) if isinstance(reference, DecoderConfig) else reference
     if values is None or not values.keys() >= _NO_DEFAULT:
         return []
@@ -83,10 +80,7 @@ def find_decoder_differences(
 
 
 def list_training_fields(moe: MoEConfig | None) -> frozenset[str]:
-    """Return the names of config fields that only training reads, such as "moe.balance".
-
-    "moe.capacity" is not among the names if the config `moe` drops tokens in eval, too.
-    """
+    """Return fields that only training reads; not "moe.capacity" if eval drops tokens, too."""
     capacity = None if moe is None else moe.capacity
     drops_in_eval = capacity is not None and capacity.eval_factor is not None
     return TRAINING - {"moe.capacity"} if drops_in_eval else TRAINING
@@ -112,10 +106,7 @@ def find_hf_differences(
 def find_saved_differences(
     config: Config | None, saved_config: Mapping[str, Any] | None
 ) -> list[Difference]:
-    """Compare a model's config with saved `saved_config`; return fields that differ.
-
-    The result is [] if an argument is None or `saved_config` lacks required fields.
-    """
+    """Return fields that differ; [] if a config is None or `saved_config` lacks required fields."""
     if config is None or saved_config is None or find_missing_fields(config, saved_config):
         return []
     if isinstance(config, DecoderConfig):
@@ -192,10 +183,7 @@ def _find_models(module: nn.Module) -> Iterator[nn.Module]:
 def _find_hf_differences(
     config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
-    """Yield a `Difference` per field that both configs have with different values.
-
-    `prefix` precedes the field names in the result.
-    """
+    """Yield a `Difference`, under `prefix`, per field that both have with different values."""
     # Unknown fields are compared too: an unnecessary error is better than silently other results.
     values, other = _select_compared_fields(config), _select_compared_fields(reference)
     for name in sorted(values.keys() & other.keys()):
@@ -204,17 +192,10 @@ def _find_hf_differences(
             yield from _find_hf_differences(a, b, f"{prefix}{name}.")
         elif _convert_tuple_to_list(a) != _convert_tuple_to_list(b):
             yield Difference(prefix + name, _format_value(a), _format_value(b))
-    yield from _find_rope_differences(config, reference, prefix)
-
-
-def _find_rope_differences(
-    config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str
-) -> Iterator[Difference]:
-    """Yield the rotary options in which two transformers configs differ, under `prefix`."""
-    # There are two spellings, and not every release writes the defaults out.
-    options, other = _read_rope_options(config), _read_rope_options(reference)
-    for location in sorted(options.keys() & other.keys()):
-        a, b = options[location], other[location]
+    # Rotary options have two spellings, and not every release writes the defaults out.
+    options, other_options = _read_rope_options(config), _read_rope_options(reference)
+    for location in sorted(options.keys() & other_options.keys()):
+        a, b = options[location], other_options[location]
         names = a.keys() | b.keys()
         if a["rope_type"] != b["rope_type"]:  # then the others mean other things
             names = {"rope_type", THETA}
@@ -283,10 +264,7 @@ def _normalize_rope_options(
 def _find_dataclass_differences(
     config: Any, reference: Mapping[str, Any], prefix: str, skipped_fields: Collection[str]
 ) -> Iterator[Difference]:
-    """Yield a `Difference` per field of a config dataclass that differs from the dict `reference`.
-
-    `prefix` precedes the field names in the result and in `skipped_fields`.
-    """
+    """Yield a `Difference`, under `prefix`, per field that differs from the dict `reference`."""
     for field in fields(config):
         name = prefix + field.name
         value, other = getattr(config, field.name), reference.get(field.name, field.default)

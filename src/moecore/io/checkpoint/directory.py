@@ -31,7 +31,6 @@ from moecore.io.checkpoint.files import (
     read_file_beginning,
     read_regular_file,
     remove_checkpoint,
-    remove_leftovers,
     sync_directory,
     write_new_file,
 )
@@ -226,22 +225,8 @@ def make_step_path(root: AnyPath, step: int) -> AnyPath:
     return root / f"step-{step:06d}"
 
 
-def create_draft_directory(root: Path, step: int) -> Path:
-    """Create and return a step's draft directory; ValueError if the run has the step already."""
-    root.mkdir(parents=True, exist_ok=True)
-    final = make_step_path(root, step)
-    require_new_step(final)
-    remove_leftovers(root)
-    draft = root / f".{final.name}.tmp-{uuid.uuid4().hex[:8]}"
-    draft.mkdir()
-    return draft
-
-
 def publish_directory(draft: Path, manifest: Manifest, *, keep: int) -> None:
-    """Write the manifest into a draft, rename the draft to its step, and point `latest` to it.
-
-    Only the newest `keep` checkpoints remain (0 = all).
-    """
+    """Write a draft's manifest, rename the draft to its step, set `latest`, and prune to `keep`."""
     root = draft.parent
     final = root / make_step_path(root, manifest.facts.step).name
     write_new_file(draft / MANIFEST, manifest.text)

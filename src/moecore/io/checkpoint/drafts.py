@@ -23,7 +23,6 @@ from pathlib import Path
 from moecore.io.checkpoint.directory import (
     POINTER,
     check_shard_files,
-    create_draft_directory,
     format_pointer,
     is_complete,
     make_step_path,
@@ -31,7 +30,7 @@ from moecore.io.checkpoint.directory import (
     publish_directory,
     require_new_step,
 )
-from moecore.io.checkpoint.files import MAX_TABLE, read_regular_file
+from moecore.io.checkpoint.files import MAX_TABLE, read_regular_file, remove_leftovers
 from moecore.io.checkpoint.lock import require_owner
 from moecore.io.checkpoint.manifest import MANIFEST, Manifest
 from moecore.io.checkpoint.object_storage import AnyPath, RemotePath
@@ -39,16 +38,12 @@ from moecore.io.checkpoint.object_storage import AnyPath, RemotePath
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """The files of one attempt to save a step, before their publication.
-
-    `folder` is a hidden directory, or the step's prefix on object storage. File names have the
-    `suffix`. `owner` is the content of the owner object that the job wrote on object storage.
-    """
+    """The files of one attempt to save a step, before their publication."""
 
     root: AnyPath
-    folder: AnyPath
-    suffix: str = ""
-    owner: bytes = b""
+    folder: AnyPath  # a hidden directory, or the step's prefix on object storage
+    suffix: str = ""  # of file names
+    owner: bytes = b""  # the owner object that the job wrote on object storage
 
     def make_file_path(self, number: int) -> AnyPath:
         """Return the path of the shard file of rank `number`."""
@@ -57,19 +52,20 @@ class Draft:
 
 def create_draft(root: AnyPath, step: int, owner: bytes = b"") -> Draft:
     """Create a draft of a step; ValueError if the run has the step or a later step."""
-    if not isinstance(root, RemotePath):
-        return Draft(root=root, folder=create_draft_directory(root, step))
-    final = make_step_path(root, step)
+    if isinstance(root, Path):
+        root.mkdir(parents=True, exist_ok=True)
+    final, attempt = make_step_path(root, step), uuid.uuid4().hex
     require_new_step(final)
-    suffix = f"-{uuid.uuid4().hex[:16]}"
-    return Draft(root=root, folder=final, suffix=suffix, owner=owner)
+    if isinstance(root, RemotePath):
+        return Draft(root=root, folder=final, suffix=f"-{attempt[:16]}", owner=owner)
+    remove_leftovers(root)
+    folder = root / f".{final.name}.tmp-{attempt[:8]}"
+    folder.mkdir()
+    return Draft(root=root, folder=folder)
 
 
 def publish(draft: Draft, manifest: Manifest, *, keep: int) -> None:
-    """Complete a draft by its manifest and point `latest` to it.
-
-    Only the newest `keep` checkpoints remain (0 = all). OSError if another job took the run over.
-    """
+    """Complete a draft, set `latest` and prune to `keep`; OSError if a job took the run over."""
     root, folder = draft.root, draft.folder
     if isinstance(folder, Path):
         publish_directory(folder, manifest, keep=keep)

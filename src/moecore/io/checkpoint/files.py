@@ -28,11 +28,7 @@ _LEFTOVER = re.compile(r"\.step-[0-9]+\.tmp-\w+|\.step-[0-9a-f]{8}\.old|\.latest
 
 
 def open_regular_file(path: Path, *, follow_symlinks: bool = False) -> int:
-    """Open a regular file for reading and return its descriptor, which the caller closes.
-
-    ValueError for a directory, a FIFO or a device, and for a symlink unless `follow_symlinks`
-    allows it.
-    """
+    """Return a descriptor, which the caller closes; ValueError for a FIFO, device or symlink."""
     # O_NONBLOCK: opening a FIFO without a writer would wait.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_symlinks else os.O_NOFOLLOW)
     if not follow_symlinks and path.is_symlink():
@@ -86,10 +82,7 @@ def open_file(
 
 
 def read_regular_file(path: AnyPath, *, max_bytes: int, follow_symlinks: bool = False) -> bytes:
-    """Return a regular file's content, of a symlink's target if `follow_symlinks`.
-
-    ValueError for a file above `max_bytes`, and as `open_regular_file`.
-    """
+    """Return a regular file's content; ValueError above `max_bytes`, or as `open_regular_file`."""
     if isinstance(path, RemotePath):
         data = path.read(0, max_bytes + 1)
         check_file_size(path, len(data), max_bytes)
@@ -138,10 +131,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Rename a checkpoint, or the symlink to it, to a hidden name, then delete it.
-
-    OSError if an entry cannot be deleted; the old name is restored if all entries still exist.
-    """
+    """Delete a checkpoint, or the symlink to it; OSError if an entry cannot be deleted."""
     hidden = _make_hidden_path(path)
     entries = _list_deletable_entries(path)
     try:

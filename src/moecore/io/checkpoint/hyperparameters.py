@@ -69,10 +69,7 @@ def collect_hyperparameters(
 def find_group_mismatches(
     current_groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]
 ) -> list[str]:
-    """Compare parameter groups; return an error text per saved value that cannot be loaded.
-
-    "params" of each group has parameter names. If the names differ, the result is one text.
-    """
+    """Return an error text per saved value that cannot be loaded; one text if names differ."""
     # State is loaded by name, so the order of parameters in a group has no effect.
     if [sorted(group["params"]) for group in current_groups] != [
         sorted(g["params"]) for g in saved_groups
@@ -92,10 +89,7 @@ def find_group_mismatches(
 
 
 def find_option_mismatches(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> list[str]:
-    """Compare the options of two parameter groups; return error texts.
-
-    A text names an option that differs and changes which optimizer state exists, such as amsgrad.
-    """
+    """Return error texts for options, such as amsgrad, that decide which optimizer state exists."""
     ignored = SCHEDULER_OPTIONS | RUN_OPTIONS | {"params"}
     odd = sorted((group.keys() - ignored) ^ (saved_group.keys() - SCHEDULER_OPTIONS - {"params"}))
     problems = []
@@ -188,10 +182,7 @@ def _name_scheduler(scheduler: Scheduler) -> str:
 
 
 def decode_scheduler_state(scheduler: Scheduler, saved_values: dict[str, Any]) -> dict[str, Any]:
-    """Convert saved JSON values to a state dict of this scheduler.
-
-    Raises ValueError if the names differ from the scheduler's, or learning rates are not finite.
-    """
+    """Convert saved JSON to a scheduler's state dict; ValueError if names or rates are invalid."""
     state = scheduler.state_dict()
     if state.keys() != saved_values.keys():
         raise ValueError(
@@ -244,10 +235,7 @@ def _convert_tensors_to_numbers(value: Any) -> Any:
 
 
 def _restore_types(template: Any, value: Any) -> Any:
-    """Convert the JSON `value` to the types that the current state `template` has.
-
-    Lists become tuples, numbers become tensors, and text keys become integers.
-    """
+    """Convert JSON to `template`'s types: tuples, tensors of numbers, and keys of integers."""
     if isinstance(template, Tensor) and isinstance(value, int | float):
         return torch.full_like(template, value)
     if isinstance(template, tuple) and isinstance(value, list):

@@ -59,11 +59,7 @@ class RunLock:
         self._finalizer: weakref.finalize[..., RunLock] | None = None  # runs at exit at the latest
 
     def acquire(self) -> None:
-        """Create the lock; a second call only checks that this object still has the lock.
-
-        Raises:
-            OSError: if another live job has the lock, or took the lock over from this object.
-        """
+        """Create the lock, or check that it is still held; OSError if another job has it."""
         if self._finalizer is not None:
             if _read_owner(self.root)[1] != self.owner_text:
                 raise OSError(
@@ -77,30 +73,26 @@ class RunLock:
             try:
                 draft_time = _write_draft(draft, text)
                 if _try_rename(draft, self.root / LOCK):
-                    self._start_heartbeat(text.encode())
-                    return
+                    break
                 _remove_dead_lock(self.root, draft_time)
             except FileNotFoundError:  # a release also removes the drafts of other locks
                 continue
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
-        raise OSError(f"path ({self.root / LOCK}) must name its owner: remove it")
+        else:
+            raise OSError(f"path ({self.root / LOCK}) must name its owner: remove it")
+        self.owner_text, stop = text.encode(), threading.Event()
+        args = (self.root, self.owner_text, stop)  # not the object, which may end before the thread
+        self._finalizer = weakref.finalize(self, _release_lock, *args, os.getpid())
+        threading.Thread(
+            target=_touch_owner_regularly, args=args, name="moecore-lock", daemon=True
+        ).start()
 
     def release(self) -> None:
         """Release the lock if this object has it."""
         if self._finalizer is not None:
             self._finalizer()
             self._finalizer = None
-
-    def _start_heartbeat(self, text: bytes) -> None:
-        """Start a thread that updates the owner file's mtime while its content is `text`."""
-        stop = threading.Event()
-        self.owner_text = text
-        self._finalizer = weakref.finalize(self, _release_lock, self.root, text, stop, os.getpid())
-        args = (self.root, text, stop)  # not the object, which may end while the thread runs
-        threading.Thread(
-            target=_touch_owner_regularly, args=args, name="moecore-lock", daemon=True
-        ).start()
 
 
 class RemoteLock:
@@ -197,11 +189,7 @@ def _write_draft(draft: Path, text: str) -> float:
 
 
 def _remove_dead_lock(root: Path, current_time: float) -> None:
-    """Delete the lock and the leftovers of a dead owner; OSError if the owner is alive.
-
-    `current_time` (s) is the file system's current time. A heartbeat of another host that is older
-    than `STALE_SECONDS` means a dead owner.
-    """
+    """Delete a dead owner's lock and leftovers; OSError if the owner is alive."""
     owner, text, touched = _read_owner(root)
     if not text:
         return  # released meanwhile
@@ -220,10 +208,7 @@ def _remove_dead_lock(root: Path, current_time: float) -> None:
 
 
 def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
-    """Whether a lock's owner has ended, or is on another host without a heartbeat for too long.
-
-    `idle_seconds` is the time since the last heartbeat.
-    """
+    """Whether a lock's owner has ended, or is on another host without a heartbeat for too long."""
     if owner.get("machine") and owner.get("machine") == _read_machine_id():
         start_ticks = _read_start_ticks(owner.get("pid"))
         return start_ticks is None or start_ticks != owner.get("started")

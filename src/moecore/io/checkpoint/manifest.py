@@ -272,10 +272,7 @@ def _parse_files(files_json: Any) -> dict[str, StoredFile]:
 
 
 def _parse_tensors(tensors_json: Any, files_json: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Convert the JSON value "tensors" to StoredTensors by name, or raise ValueError.
-
-    `files_json` is the JSON value "files", which must have the files of all chunks.
-    """
+    """Convert the JSON value "tensors"; ValueError unless "files" has the chunks' files."""
     _require(isinstance(tensors_json, dict), "tensors must be an object")
     seen: set[tuple[str, str]] = set()
     tensors = {}
@@ -306,20 +303,15 @@ def _parse_tensors(tensors_json: Any, files_json: Mapping[str, Any]) -> dict[str
 def _parse_chunk(
     chunk_json: Any, num_dims: int, files_json: Mapping[str, Any], prefix: str
 ) -> ManifestChunk:
-    """Convert a chunk's JSON value to a record; ValueErrors begin with `prefix`.
-
-    `num_dims` is the tensor's number of dims. `files_json` must have the chunk's file.
-    """
+    """Convert a chunk's JSON value to a record; ValueErrors begin with `prefix`."""
     _require_keys(chunk_json, {"file", "key", "offsets", "sizes"}, f"{prefix}: a chunk")
     file, key = chunk_json["file"], chunk_json["key"]
     _require(
         isinstance(file, str) and file in files_json, f"{prefix}: its file must be one of files"
     )
     _require(isinstance(key, str) and key != "__metadata__", f"{prefix}: a chunk's key")
-    offsets, sizes = (
-        _parse_sizes(chunk_json["offsets"], prefix),
-        _parse_sizes(chunk_json["sizes"], prefix),
-    )
+    offsets = _parse_sizes(chunk_json["offsets"], prefix)
+    sizes = _parse_sizes(chunk_json["sizes"], prefix)
     _require(
         len(offsets) == len(sizes) == num_dims, f"{prefix}: a chunk has another number of dims"
     )

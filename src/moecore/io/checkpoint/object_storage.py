@@ -98,10 +98,7 @@ AnyPath: TypeAlias = Path | RemotePath
 
 
 def make_path(path: str | os.PathLike[str]) -> AnyPath:
-    """Return a `RemotePath` for a URL with "://", and a `Path` for any other path.
-
-    ValueError if the package of the URL's file system is missing, and for a URL that pathlib broke.
-    """
+    """Return a `RemotePath` for a URL, otherwise a `Path`; ValueError if fsspec cannot open it."""
     url = os.fspath(path)
     if "://" not in url:
         if isinstance(path, PurePath) and re.match("(s3|gs|gcs|abfs|az|memory):/", url):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,10 +66,7 @@ def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
 
 
 def _check_stage_agreement(hashes: list[tuple[int, Hashes]]) -> None:
-    """Raise ValueError if pipeline stages disagree on a value.
-
-    `hashes` has, for each stage, its first rank and the hashes of this rank.
-    """
+    """Raise ValueError if the hashes of the first ranks of pipeline stages disagree."""
     seen: dict[Key, tuple[int, str]] = {}
     for rank, rank_hashes in hashes:
         for key, value in rank_hashes.items():
@@ -87,10 +83,7 @@ def _check_stage_agreement(hashes: list[tuple[int, Hashes]]) -> None:
 
 
 def _raise_disagreement(key: Key, first_rank: int, rank: int, *, is_present: bool) -> None:
-    """Raise ValueError that the value `key` of ranks `first_rank` and `rank` differs.
-
-    If `is_present` is False, the error says that only one of the ranks has the value.
-    """
+    """Raise ValueError that the value `key` of two ranks differs, or that only one rank has it."""
     kind, name = key
     wrong = f"of rank {rank} must equal that of rank {first_rank}, because only one is kept"
     if not is_present:
@@ -99,7 +92,7 @@ def _raise_disagreement(key: Key, first_rank: int, rank: int, *, is_present: boo
 
 
 def _hash_snapshot(snapshot: Snapshot) -> Hashes:
-    """Return (kind, name) -> hash of each value and tensor that ranks must agree on."""
+    """Return (kind, name) -> text of each value and tensor that ranks must agree on. Host sync."""
     facts = snapshot.facts
     values: dict[Key, Any] = {
         ("save", "step"): facts.step,
@@ -113,37 +106,23 @@ def _hash_snapshot(snapshot: Snapshot) -> Hashes:
     for name, value in facts.extra.items():
         values["extra", f"extra {name}"] = value
     hashes = {key: _hash_json(value) for key, value in values.items()}
-    return hashes | _fingerprint_tensors(snapshot.tensors)
-
-
-def _fingerprint_tensors(tensors: Mapping[str, Tensor]) -> Hashes:
-    """Return (kind, name) -> text: dtype, shape and, for plain tensors, a SHA-256. Host sync.
-
-    The kind, such as "model", is the first part of the name. The digest has all bytes of tensors in
-    `extra`, and the first `HASHED_BYTES` of other tensors.
-    """
-    hashes: Hashes = {}
-    parts: dict[Key, Tensor] = {}
-    for name, tensor in tensors.items():
+    parts: dict[Key, Tensor] = {}  # bytes to hash
+    for name, tensor in snapshot.tensors.items():
         kind = name.partition(".")[0]
         if kind == "rng":
             continue
         key = (kind, name.replace("extra.", "extra ", 1) if kind == "extra" else name)
         hashes[key] = f"{tensor.dtype} {tuple(tensor.shape)}"
         if not isinstance(tensor, DTensor):  # each rank writes its shard
-            parts[key] = _view_first_bytes(tensor, None if kind == "extra" else HASHED_BYTES)
+            flat = tensor.detach().reshape(-1)
+            if kind != "extra":
+                flat = flat[: HASHED_BYTES // tensor.dtype.itemsize]
+            if flat.stride(0) != 1:  # such as of an expanded tensor
+                flat = flat.clone(memory_format=torch.contiguous_format)
+            parts[key] = flat.view(torch.uint8)
     for key, part in _copy_to_host(parts).items():
         hashes[key] += " " + hashlib.sha256(get_memory_view(part)).hexdigest()
     return hashes
-
-
-def _view_first_bytes(tensor: Tensor, max_bytes: int | None) -> Tensor:
-    """Return a tensor's first `max_bytes` bytes (None = all) as uint8 [n], a view if possible."""
-    flat = tensor.detach().reshape(-1)
-    flat = flat[: None if max_bytes is None else max_bytes // tensor.dtype.itemsize]
-    if flat.stride(0) != 1:  # such as of an expanded tensor
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8)
 
 
 def _copy_to_host(tensors: dict[Key, Tensor]) -> dict[Key, Tensor]:

@@ -78,10 +78,7 @@ def run_on_first_rank(action: Callable[[], T], group: Group = None) -> T:
 
 
 def check_same_path(path: AnyPath) -> None:
-    """Raise ValueError if ranks have paths with different names, or only some see the directory.
-
-    Collective.
-    """
+    """Raise ValueError if paths differ, or only some ranks see the path. Collective."""
     answers = gather_objects((path.name, path.is_dir()))
     if len({name for name, _ in answers}) > 1:
         raise ValueError(

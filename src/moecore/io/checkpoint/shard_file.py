@@ -215,11 +215,7 @@ class ShardReader:
         offsets: Sequence[int],
         out: Tensor,
     ) -> None:
-        """Fill `out` with the slice of a stored tensor that begins at `offsets`.
-
-        `key`, `dtype` and `sizes` (shape) describe the stored tensor. `out` may have any dtype,
-        device and strides.
-        """
+        """Fill `out`, of any dtype, device and strides, with the slice of a tensor at `offsets`."""
         if out.numel() == 0:
             return
         strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
@@ -264,10 +260,7 @@ class ShardReader:
 
 
 def _count_contiguous_elements(tensor_shape: Sequence[int], slice_shape: Sequence[int]) -> int:
-    """Return the number of elements in a contiguous run of a slice.
-
-    The slice has the shape `slice_shape`, in a row-major tensor of the shape `tensor_shape`.
-    """
+    """Return the elements in a contiguous run of a slice of a row-major tensor."""
     run = 1
     for size, length in zip(reversed(tensor_shape), reversed(slice_shape), strict=True):
         run *= length
@@ -279,11 +272,7 @@ def _count_contiguous_elements(tensor_shape: Sequence[int], slice_shape: Sequenc
 def find_file_problem(
     path: AnyPath, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
-    """Compare the size and header of a shard file with the manifest, and if `full` the SHA-256.
-
-    `layout` and `stored_file` are from the manifest. Returns an error text or None. `meter` counts
-    the bytes that are hashed.
-    """
+    """Compare size, header and, if `full`, SHA-256 with the manifest; return an error text."""
     try:
         with closing(open_file(path)) as file:
             size = file.get_size()

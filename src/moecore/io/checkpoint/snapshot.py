@@ -77,11 +77,7 @@ def take_snapshot(
     scheduler: Schedulers | None,
     config: object,
 ) -> Snapshot:
-    """Return the tensors, mostly without a copy, and the metadata that `save` writes.
-
-    Arguments are as in `save`. Raises ValueError for an unfinished training step or a value that
-    JSON cannot store, and NotImplementedError for other state that cannot be stored.
-    """
+    """Return the tensors, mostly without a copy, and the metadata that `save` writes."""
     _check_step_finished(model)
     view = ModelView(model)
     tensors = {f"model.{name}": tensor for name, tensor in view.stored_views.items()}
@@ -191,11 +187,7 @@ def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = N
 
 
 def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
-    """Return the snapshot that this rank writes, from the snapshots of all stages. Collective.
-
-    Tensors that an earlier pipeline stage writes are removed, and metadata of all stages is added.
-    Without stages the snapshot is unchanged.
-    """
+    """Return the tensors that this rank writes, with the metadata of all stages. Collective."""
     stages, facts = snapshot.stages, snapshot.facts
     if stages is None:
         return snapshot
@@ -252,10 +244,7 @@ def collect_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's training state for `load_rank_state`, without copying tensors.
-
-    Keys: "tensors" (local tensors by name), "optimizer" and "scheduler" (JSON or None).
-    """
+    """Return this rank's state for `load_rank_state`: local tensors (no copies) and JSON."""
     snapshot = take_snapshot(0, model, optimizer, extra, scheduler=scheduler, config=None)
     facts = {"optimizer": snapshot.facts.optimizer, "scheduler": snapshot.facts.scheduler}
     return {"tensors": get_local_tensors(snapshot), **facts}
@@ -269,10 +258,7 @@ def load_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Tensor]:
-    """Load a state of `collect_rank_state` into model, optimizer, scheduler and generators.
-
-    Gradients and counts of an unfinished step are dropped. Returns the `extra` tensors by name.
-    """
+    """Load a state of `collect_rank_state`, drop an unfinished step; return `extra` tensors."""
     drop_step(model)
     kinds = defaultdict[str, dict[str, Tensor]](dict)
     for name, tensor in state["tensors"].items():

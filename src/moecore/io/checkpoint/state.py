@@ -66,18 +66,22 @@ class ModelView:
             if id(tensor) not in self._names and get_four_bit_blocks(tensor) is None:
                 self._names[id(tensor)] = name
                 self.tensors[name] = tensor
-        halves = _find_gate_up_dims(model)
+        halves: dict[int, int] = {}  # id of a parameter -> dim in which gate and up are stacked
+        for module in model.modules():
+            if isinstance(module, Experts) and module.is_strided:
+                w1 = getattr(module, module.layout.w1)
+                model_dim = module.get_model_dim_idx(w1)
+                assert model_dim is not None, "FC1 is a matrix"
+                halves[id(w1)] = 3 - model_dim
+                if module.config.fc1_bias:
+                    halves[id(getattr(module, module.layout.b1))] = 1
         self._halved_dims = {n: halves.get(id(t)) for n, t in self.tensors.items()}
         self.stored_views = {
             name: self.make_stored_view(name, t.detach()) for name, t in self.tensors.items()
         }
 
     def make_stored_view(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the view that a checkpoint stores of the parameter `name`, or of its state.
-
-        `tensor` is the parameter or its optimizer state. If gate and up are stacked in one dim, the
-        view has two dims instead (`split_halves`).
-        """
+        """Return the view that a checkpoint stores of a parameter or its state (`split_halves`)."""
         dim = self._halved_dims[name]
         return tensor if dim is None else split_halves(tensor, dim)
 
@@ -92,10 +96,7 @@ class ModelView:
 
 
 def prepare_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
-    """Return the optimizers as a list, after offloaded state is copied back to the device.
-
-    ValueError for an empty list, and for a parameter of two optimizers or of another model.
-    """
+    """Return the optimizers as a list, with offloaded state copied back; ValueError if invalid."""
     if optimizer is None:
         return []
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -152,11 +153,7 @@ def allocate_optimizer_state(
     matrices: Mapping[str, torch.dtype],
     scalars: Mapping[str, torch.dtype],
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return parameter -> state key -> tensor that a load fills.
-
-    Tensors of the optimizer with the right dtype, device and layout are reused. `matrices` (state
-    with the parameter's layout) and `scalars` map "<state key>.<fqn>" to the saved dtype.
-    """
+    """Return parameter -> state key -> tensor to fill; tensors of the right layout are reused."""
     slots: dict[str, list[str]] = {}
     for key in (*matrices, *scalars):
         slot, name = key.split(".", 1)
@@ -186,10 +183,7 @@ def allocate_optimizer_state(
 def map_state_views(
     state: Mapping[Tensor, Mapping[str, Tensor]], model: ModelView, scalars: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return "<state key>.<fqn>" -> the view that a checkpoint stores of this optimizer state.
-
-    `state` is from `allocate_optimizer_state`. `scalars` has the names of scalar state.
-    """
+    """Return "<state key>.<fqn>" -> view that a checkpoint stores; `scalars` names scalar state."""
     views = {}
     for param, slots in state.items():
         name = model.get_name(param)
@@ -273,10 +267,7 @@ def map_amax_operands(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
 
 @torch.no_grad()
 def restore_amax_histories(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> None:
-    """Set the model's amax histories to saved fp32 tensors [steps].
-
-    `saved_histories` has names as from `map_amax_operands`. Histories without a tensor are cleared.
-    """
+    """Set amax histories to saved fp32 tensors [steps]; histories without a tensor are cleared."""
     steps_by_history: dict[AmaxHistory, dict[str, Tensor]] = {}
     for name, (history, operand) in map_amax_operands(model).items():
         steps = steps_by_history.setdefault(history, {})
@@ -309,20 +300,6 @@ def _is_storable(value: Tensor, template: Tensor) -> bool:
     return value.shape == template.shape and isinstance(value, DTensor) == isinstance(
         template, DTensor
     )
-
-
-def _find_gate_up_dims(model: nn.Module) -> dict[int, int]:
-    """Return id(parameter) -> dim, for each parameter with gate and up stacked in this dim."""
-    dims: dict[int, int] = {}
-    for module in model.modules():
-        if isinstance(module, Experts) and module.is_strided:
-            w1 = getattr(module, module.layout.w1)
-            model_dim = module.get_model_dim_idx(w1)
-            assert model_dim is not None, "FC1 is a matrix"
-            dims[id(w1)] = 3 - model_dim
-            if module.config.fc1_bias:
-                dims[id(getattr(module, module.layout.b1))] = 1
-    return dims
 
 
 def split_halves(tensor: Tensor, dim: int) -> Tensor:

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -109,13 +109,9 @@ class Writer(_DCPStorage, StorageWriter):
         """Write this rank's planned blocks into its shard file; return a completed future."""
         items = _assign_keys(plan.items)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._write_shard_file(items, planner) if items else [])
-        return future
-
-    def _write_shard_file(
-        self, items: dict[str, WriteItem], planner: SavePlanner
-    ) -> list[WriteResult]:
-        """Write blocks by key into one safetensors file; return DCP's result for each block."""
+        if not items:
+            future.set_result([])
+            return future
         blocks, chunks = {}, {}
         for key, item in items.items():
             data = item.tensor_data
@@ -133,10 +129,12 @@ class Writer(_DCPStorage, StorageWriter):
                 assert (tensor.dtype, tuple(tensor.shape)) == blocks[key], f"{key} has changed"
                 file.add(tensor)
             stored_file = file.finish()
-        return [
+        results = [
             WriteResult(item.index, size_in_bytes=0, storage_data=(chunks[key], stored_file))
             for key, item in items.items()
         ]
+        future.set_result(results)
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest from all ranks' results of `write_data`, and publish. On rank 0."""
@@ -176,10 +174,7 @@ Blocks = dict[Any, tuple[slice, ...]]  # global offset -> slices of the local te
 
 
 def _find_blocks(tensor: Any) -> Blocks:
-    """Map the global offset of each block of a DTensor's shard to slices of the local tensor.
-
-    The result is {} for a plain tensor, and for a shard of at most one block.
-    """
+    """Return global offset -> slices of each block of a shard; {} for at most one block."""
     # DCP supports only one block per shard. Example: [8] over tp=2 with _StridedShard(0,
     # split_factor=2): rank 1 has rows 2 3 6 7, which are the blocks {2: [0:2], 6: [2:4]}.
     if not isinstance(tensor, DTensor):
@@ -214,20 +209,18 @@ class LocalSavePlanner(dcp.DefaultSavePlanner):
         """Return the plan of the blocks that this rank may write."""
         plan = super().create_local_plan()
         self._blocks = {name: _find_blocks(tensor) for name, tensor in self.state_dict.items()}
-        items = [block for item in plan.items for block in self._split_item(item)]
+        items = []
+        for item in plan.items:
+            blocks, data = self._blocks[item.index.fqn], item.tensor_data
+            if not blocks or data is None:
+                items.append(item)
+                continue
+            for offsets, place in blocks.items():
+                index = MetadataIndex(item.index.fqn, offsets)
+                data = replace(data, chunk=_make_chunk_metadata(offsets, place))
+                items.append(replace(item, index=index, tensor_data=data))
         self.plan: SavePlan = replace(plan, items=items)
         return self.plan
-
-    def _split_item(self, item: WriteItem) -> Iterator[WriteItem]:
-        """Split the write item of a shard into one write item per block."""
-        blocks, data = self._blocks[item.index.fqn], item.tensor_data
-        if not blocks or data is None:
-            yield item
-            return
-        for offsets, place in blocks.items():
-            index = MetadataIndex(item.index.fqn, offsets)
-            data = replace(data, chunk=_make_chunk_metadata(offsets, place))
-            yield replace(item, index=index, tensor_data=data)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the block `index` as a view of this rank's local tensor."""

@@ -185,7 +185,12 @@ def load(
         cloner = layer.cloner if isinstance(layer, RoutedLayer) else None
         if cloner is not None and cloner.plan is not None:
             cloner.plan.clear()  # a checkpoint has no plan
-    _recompute_buffers(path, model)
+    try:
+        with torch.no_grad():
+            for buffer, value in compute_missing_buffers(model):
+                buffer.copy_(value)
+    except NotImplementedError as error:
+        warnings.warn(f"path ({path}): {error}: left as it was", stacklevel=3)
     amax = allocate_amax_load_target(model, manifest)
     extra = _read_into_objects(path, manifest, view, comparison, amax, meter, strict=strict)
     restore_amax_histories(model, amax)
@@ -200,21 +205,10 @@ def load(
     return extra
 
 
-@torch.no_grad()
-def _recompute_buffers(path: AnyPath, model: nn.Module) -> None:
-    """Recompute the model's buffers that no checkpoint stores, or warn that it is not possible."""
-    try:
-        for buffer, value in compute_missing_buffers(model):
-            buffer.copy_(value)
-    except NotImplementedError as error:
-        warnings.warn(f"path ({path}): {error}: left as it was", stacklevel=4)
-
-
 def start_draft(lock: RunLock | RemoteLock, step: int, group: Group = None) -> Draft:
     """Acquire the run's lock and create a draft on rank 0; return the draft. Collective."""
 
     def lock_and_create() -> Draft:
-        """Lock the run and return a new draft in it."""
         lock.acquire()
         return create_draft(lock.root, step, lock.owner_text)
 
@@ -232,12 +226,7 @@ def write_checkpoint(
     meter: Meter,
     group: Group = None,
 ) -> None:
-    """Write a snapshot into the draft and publish it as a checkpoint. Collective.
-
-    `local_tensors` has the values to write; of the snapshot's tensors only the layout is read.
-    After publication, only the newest `keep` checkpoints remain (0 = all). After an error, rank 0
-    removes the draft and every rank raises OSError.
-    """
+    """Write `local_tensors`, laid out as the snapshot's, and publish the draft. Collective."""
     save_snapshot = partial(
         dcp.save,
         snapshot.tensors,
@@ -271,11 +260,7 @@ def _read_into_objects(
     *,
     strict: bool,
 ) -> dict[str, Any]:
-    """Read the tensors that `comparison` selected into model, optimizers and generators, in place.
-
-    `amax` is from `allocate_amax_load_target`. Returns `extra` of the save. With `strict`,
-    optimizer state without a saved value is dropped. Collective.
-    """
+    """Read the tensors that `comparison` selected, in place; return `extra`. Collective."""
     target = {f"model.{name}": view.stored_views[name] for name in sorted(comparison.model)}
     extra = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -327,17 +312,13 @@ def verify(
 
 
 def verify_files(path: AnyPath, manifest: Manifest, mode: Verify, meter: Meter) -> None:
-    """Check each shard file on one rank; raise the first error on every rank. Collective.
-
-    With `mode` "full" each file is hashed; with "sizes" only sizes and headers are checked.
-    """
+    """Check each file on one rank (`mode` "full": hash it); raise the first error. Collective."""
     rank, world = get_rank_and_world()
     names = sorted(manifest.files)[rank::world]
     if mode == "full":
         meter.expect(sum(manifest.files[name].size for name in names))
 
     def check(name: str) -> Exception | None:
-        """Verify a shard file; return the error of its first problem, or None."""
         layout = compute_layout(manifest.list_file_entries(name))
         try:
             problem = find_file_problem(

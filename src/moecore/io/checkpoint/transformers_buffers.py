@@ -10,11 +10,7 @@ from torch import Tensor, nn
 
 
 def compute_missing_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Compute the buffers of transformers modules that no checkpoint stores, from their configs.
-
-    Returns pairs of the model's buffer, which does not change, and the computed CPU tensor.
-    NotImplementedError if a buffer cannot be computed.
-    """
+    """Return (buffer, computed CPU tensor) of transformers' buffers that no checkpoint stores."""
     pairs = []
     for path, module in model.named_modules():
         if not module._buffers or not type(module).__module__.startswith("transformers."):
@@ -25,7 +21,7 @@ def compute_missing_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
             with torch.device("cpu"):
                 fresh = type(module)(module.config)._buffers
         except (AttributeError, TypeError) as error:
-            fresh = _initialize_buffers(module, _find_owner_model(model, path))
+            fresh = _initialize_buffers(model, path, module)
             undefined = [n for n in names if fresh.get(n) is not None and fresh[n].isnan().any()]  # type: ignore[union-attr]
             if undefined:
                 raise NotImplementedError(
@@ -39,18 +35,11 @@ def compute_missing_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return pairs
 
 
-def _find_owner_model(model: nn.Module, path: str) -> Any:
-    """Return the innermost transformers model that has the module at `path`, or None."""
+def _initialize_buffers(model: nn.Module, path: str, module: nn.Module) -> dict[str, Tensor | None]:
+    """Return new CPU buffers of the module at `path`; NaN where `_init_weights` fills none."""
     names = path.split(".")
     around = [model, *(model.get_submodule(".".join(names[:i])) for i in range(1, len(names)))]
-    return next((m for m in reversed(around) if hasattr(m, "_init_weights")), None)
-
-
-def _initialize_buffers(module: nn.Module, owner: Any) -> dict[str, Tensor | None]:
-    """Return new CPU buffers of a module by name, filled by `owner._init_weights`.
-
-    Buffers that this method does not fill are NaN.
-    """
+    owner: Any = next((m for m in reversed(around) if hasattr(m, "_init_weights")), None)
     shell = copy.copy(module)
     shell._parameters = {
         name: None if param is None else nn.Parameter(param.detach().to("meta"))

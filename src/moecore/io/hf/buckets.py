@@ -114,9 +114,13 @@ class BucketCollector(ErrorKeeper):
     ) -> None:
         self._owners, self.device, self._group = owners, device, group
         self._rank, _ = get_rank_and_world()
-        # A box is split only along the first dim of its tensor.
-        rows = (self._count_row_bytes(item) for item in items)
-        self.capacity = max(message_bytes, *rows, ALIGNMENT)  # bytes of a message
+        # A box is split only along dim 0 of its tensor, so a message has at least one row.
+        self.capacity = max(message_bytes, ALIGNMENT)  # bytes of a message
+        for item in items:
+            for source, piece in item.parts:
+                rows = next(iter(piece.get_box(owners.shapes[source])), slice(0, 1))
+                row_numel = math.prod(piece.shape) // max(1, rows.stop - rows.start)
+                self.capacity = max(self.capacity, row_numel * item.dtype.itemsize)
         self._boxes: dict[str, list[_SentBox]] = {}
         self._message: Tensor | None = None
         self.peak_bytes = 0  # of a message and a bucket on this rank
@@ -127,7 +131,6 @@ class BucketCollector(ErrorKeeper):
         size = self.capacity if self._owners.world > 1 else 0
 
         def allocate() -> Tensor:
-            """Return a new message buffer, uint8; ValueError if a pass is open."""
             if self._message is not None:
                 raise ValueError(
                     "stream (with an open pass) must have one pass at a time: close the other's "
@@ -147,10 +150,8 @@ class BucketCollector(ErrorKeeper):
     ) -> WeightBucket | None:
         """Assemble items in a new bucket. Collective.
 
-        With `writer_rank`, only this rank receives a bucket, on the CPU. With None, every rank
-        receives a bucket, on the device. `read_box(name, box)` returns a box of this rank's shard
-        of a model tensor. Returns None on ranks without a bucket, and if its allocation failed
-        (`raise_error`).
+        Only `writer_rank` receives a bucket, on the CPU; with None every rank, on the device. The
+        result is None on other ranks, and if the allocation failed (`raise_error`).
         """
         assert self._message is not None, "a pass is open"
         bucket, parts = None, list[list[Tensor]]()
@@ -207,11 +208,7 @@ class BucketCollector(ErrorKeeper):
         bucket_parts: list[list[Tensor]],
         read_box: Read,
     ) -> None:
-        """Send one message with `copies`, boxes of `items`, to `writer_rank` (None = all).
-
-        Receivers copy the boxes into `bucket_parts`, the memory of their bucket by item and part
-        ([] = no bucket). `read_box` is as in `collect_bucket`.
-        """
+        """Send boxes of `items` to `writer_rank` (None = all), and copy them to its bucket."""
         assert self._message is not None, "a pass is open"
         pieces, at = list[Tensor](), 0
         for copy in copies:
@@ -235,36 +232,23 @@ class BucketCollector(ErrorKeeper):
 
     def _list_sent_boxes(self, item: Item, *, is_cached: bool) -> list[_SentBox]:
         """Return the boxes to send for an item; `is_cached` stores the list for the next pass."""
-        boxes = self._boxes.get(item.name) or list(self._find_sent_boxes(item))
-        if is_cached:
-            self._boxes[item.name] = boxes
-        return boxes
-
-    def _find_sent_boxes(self, item: Item) -> Iterator[_SentBox]:
-        """Yield each box (part) of a Hugging Face tensor to send, with the ranks that have it."""
-        max_numel = self.capacity // item.dtype.itemsize
+        if boxes := self._boxes.get(item.name):
+            return boxes
+        boxes, max_numel = [], self.capacity // item.dtype.itemsize
         for number, (source, piece) in enumerate(item.parts):
             full_shape = self._owners.shapes[source]
             for shard_runs, ranks in self._owners.ranks[source].items():
                 for overlap in find_overlaps(shard_runs, piece, full_shape, max_numel=max_numel):
                     shape = tuple(part.stop - part.start for part in overlap.target)
                     size = math.prod(shape) * item.dtype.itemsize
-                    yield _SentBox(number, overlap, shape, size, ranks)
-
-    def _count_row_bytes(self, item: Item) -> int:
-        """Return the bytes of a tensor's largest row (dim 0); a message has at least one row."""
-        sizes = []
-        for source, piece in item.parts:
-            rows = next(iter(piece.get_box(self._owners.shapes[source])), slice(0, 1))
-            sizes.append(math.prod(piece.shape) // max(1, rows.stop - rows.start))
-        return max(sizes) * item.dtype.itemsize
+                    boxes.append(_SentBox(number, overlap, shape, size, ranks))
+        if is_cached:
+            self._boxes[item.name] = boxes
+        return boxes
 
 
 class RankCollector(BucketCollector):
-    """Assembles one Hugging Face tensor at a time on the rank that writes it, for an export.
-
-    `tensors` are this rank's model tensors by name.
-    """
+    """Assembles one tensor at a time, from this rank's `tensors`, on the rank that writes it."""
 
     def __init__(
         self,

@@ -65,28 +65,20 @@ class Digests:
         return self._hash_bytes(_view_as_bytes(torch.stack(digests)), 2)
 
     def _hash_bytes(self, bytes_n: Tensor, hash_level: int = 0) -> Tensor:
-        """Compute the digest, int64 [2], of uint8 [n].
-
-        `hash_level` selects the random factors: 0 for a tensor's bytes, higher for bytes of
-        digests.
-        """
+        """Compute the digest, int64 [2], of uint8 [n]; levels above 0 hash digests."""
         words = torch.nn.functional.pad(bytes_n, (0, -bytes_n.numel() % 4)).view(torch.int32)
-        factors = self._get_factors(hash_level, bytes_n.device)
+        key = (hash_level, bytes_n.device)
+        if key not in self._factors:
+            generator = torch.Generator(bytes_n.device).manual_seed(self._seed + hash_level)
+            chunk = CHUNK if bytes_n.device.type == "cpu" else CHUNK_ON_GPU
+            values = torch.empty(2, chunk, dtype=torch.int64, device=bytes_n.device)
+            self._factors[key] = values.random_(-(2**63), None, generator=generator)
+        factors = self._factors[key]
         parts: tuple[Tensor, ...] = words.split(factors.shape[1])
         sums = [(factors[:, : len(x)] * x).sum(1) for x in parts]
         if len(sums) == 1:
             return sums[0]
         return self._hash_bytes(_view_as_bytes(torch.stack(sums)), hash_level + 1)
-
-    def _get_factors(self, hash_level: int, device: torch.device) -> Tensor:
-        """Return the random factors, int64 [2, chunk], of a hash level on a device."""
-        key = (hash_level, device)
-        if key not in self._factors:
-            generator = torch.Generator(device).manual_seed(self._seed + hash_level)
-            chunk = CHUNK if device.type == "cpu" else CHUNK_ON_GPU
-            values = torch.empty(2, chunk, dtype=torch.int64, device=device)
-            self._factors[key] = values.random_(-(2**63), None, generator=generator)
-        return self._factors[key]
 
 
 def list_local_storage(tensor: Tensor) -> list[Tensor]:

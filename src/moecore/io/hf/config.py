@@ -86,11 +86,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
 def _read_softmax_moe(
     fields: Fields, hidden_dim: str, normalizes: bool, coef: float, *, shared_hidden_dim: int = 0
 ) -> MoEConfig:
-    """Build the MoEConfig of a softmax router; `hidden_dim` is the name of a config.json field.
-
-    `normalizes`: whether the top-k weights are normalized. `coef` is the default of the field
-    router_aux_loss_coef. `shared_hidden_dim` is 0 without shared experts.
-    """
+    """Build the MoEConfig of a softmax router; `hidden_dim` is a field's name, `coef` a default."""
     return MoEConfig(
         dim=fields.require("hidden_size"),
         hidden_dim=fields.require(hidden_dim),
@@ -331,10 +327,7 @@ def _read_sigmoid_router(fields: Fields) -> dict[str, Any]:
 def _build_dense_first(
     fields: Fields, attention: dict[str, Any], router_arguments: dict[str, Any]
 ) -> DecoderConfig:
-    """Build a DecoderConfig whose first layers are dense.
-
-    `attention` has arguments of DecoderConfig, and `router_arguments` arguments of MoEConfig.
-    """
+    """Build a DecoderConfig with dense first layers, from attention and router arguments."""
     num_layers, first = fields.require("num_hidden_layers"), fields.require("first_k_dense_replace")
     attention |= _read_mtp(fields)
     F_, shared = fields.require("moe_intermediate_size"), fields.get("n_shared_experts", 0)
@@ -451,10 +444,7 @@ def compare_config(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[str]:
-    """Compare the fields of a config.json with a model's config; return error texts.
-
-    The result is [] if `model` is None. `skipped_fields`, such as "moe.balance", are not compared.
-    """
+    """Compare config.json's fields with a model's config; return error texts, [] for None."""
     # Native configs are compared if the native decoder supports both models, because config.json
     # has several spellings. For other models, the fields of config.json are compared.
     differences: list[Difference] = []

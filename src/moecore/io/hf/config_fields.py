@@ -93,10 +93,7 @@ FIELD_KINDS = {
 
 
 def read_config(config: HFConfig) -> dict[str, Any]:
-    """Return the fields of a config.json, a directory with it, or a mapping; ValueError if invalid.
-
-    Only the types of the fields model_type and quantization_config are checked.
-    """
+    """Return config.json's fields; only model_type and quantization_config are checked."""
     if not isinstance(config, Mapping):
         path = Path(config)
         config = read_json(path / CONFIG if path.is_dir() else path)
@@ -183,10 +180,7 @@ class Fields:
         return default if value is None else check_field_type(name, value)
 
     def refuse_if(self, name: str, is_unsupported: bool, value: Any = None) -> None:
-        """Raise NotImplementedError if the native decoder does not support the value of a field.
-
-        The error contains `value`, by default the value in config.json.
-        """
+        """Raise NotImplementedError if the native decoder does not support the value of a field."""
         if is_unsupported:
             value = self.values.get(name) if value is None else value
             raise NotImplementedError(
@@ -212,9 +206,18 @@ class Fields:
 def read_grouped_attention(fields: Fields) -> dict[str, Any]:
     """Return the DecoderConfig arguments of `read_sizes` and of rotary grouped-query attention."""
     heads, rope = read_sizes(fields), fields.read_rope()
+    head_dim, rotary_fraction = heads["head_dim"], rope["partial_rotary_factor"]
+    rotates_all = "partial_rotary_factor" not in fields.family.defaults
+    fields.refuse_if("partial_rotary_factor", rotary_fraction != 1 and rotates_all, rotary_fraction)
+    rotary_dim = int(head_dim * rotary_fraction)
+    if not 0 < rotary_dim <= head_dim:
+        raise ValueError(
+            f"config.json partial_rotary_factor ({rotary_fraction}) must leave 1 to head_dim "
+            f"({head_dim}) dims to turn: correct it"
+        )
     return heads | dict(
         rope_theta=float(rope["rope_theta"]),
-        rotary_dim=_read_rotary_dim(fields, heads["head_dim"], rope["partial_rotary_factor"]),
+        rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
         yarn=_read_yarn(fields),
         norm_eps=fields.require("rms_norm_eps"),
     )
@@ -252,11 +255,7 @@ def read_latent_attention(fields: Fields) -> dict[str, Any]:
 
 
 def find_windows(fields: Fields, has_window: Sequence[bool]) -> tuple[int, ...]:
-    """Return the attention window, in tokens, of each layer in the shortest period of `has_window`.
-
-    `has_window` has whether each layer has a window. 0 means full attention. The result is () if no
-    window limits attention.
-    """
+    """Return the window in tokens (0 = full) of each layer of the shortest period; () = none."""
     window, length = fields.get("sliding_window", None), fields.require("max_position_embeddings")
     if window is None or window >= length or not any(has_window):
         return ()
@@ -275,19 +274,6 @@ def _read_attention_bias(fields: Fields) -> AttentionBias | None:
     if name != "attention_bias":
         fields.refuse_if("attention_bias", fields.get("attention_bias", False))
     return kind if (fields.get(name, is_on) if name else is_on) else None
-
-
-def _read_rotary_dim(fields: Fields, head_dim: int, rotary_fraction: float) -> int:
-    """Return the number of head dims that rotate, 0 = all; `rotary_fraction` is their share."""
-    rotates_all = "partial_rotary_factor" not in fields.family.defaults
-    fields.refuse_if("partial_rotary_factor", rotary_fraction != 1 and rotates_all, rotary_fraction)
-    rotary_dim = int(head_dim * rotary_fraction)
-    if not 0 < rotary_dim <= head_dim:
-        raise ValueError(
-            f"config.json partial_rotary_factor ({rotary_fraction}) must leave 1 to head_dim "
-            f"({head_dim}) dims to turn: correct it"
-        )
-    return 0 if rotary_dim == head_dim else rotary_dim
 
 
 def _read_yarn(fields: Fields) -> YarnConfig | None:

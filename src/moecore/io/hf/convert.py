@@ -117,12 +117,13 @@ def open_native(
     dtype: torch.dtype | None,
     layout: HFLayout,
 ) -> StoredModel:
-    """Verify a native checkpoint and return its model; ValueError if it differs from `config`.
-
-    `stack` closes the files. `dtype` is as in `native_to_hf`, `layout` selects Hugging Face names.
-    """
+    """Verify and return a native checkpoint's model; ValueError if it differs from `config`."""
     manifest = verify(path)
-    tensors = select_tensors(PREFIX + _find_prefix(select_tensors(PREFIX, manifest)), manifest)
+    tensors = select_tensors(PREFIX, manifest)
+    embedding = next((name for name in tensors if name.endswith(f".{EMBEDDING}")), EMBEDDING)
+    wrapper = embedding.removesuffix(EMBEDDING)  # such as "hf.", if the names of all have it
+    if all(name.startswith(wrapper) for name in tensors):
+        tensors = select_tensors(PREFIX + wrapper, manifest)
     num_mtp = len({name.split(".")[1] for name in tensors if name.startswith("mtp.")})
     values = complete_config(read_config(config), num_mtp)
     recipes, copies, reader = _plan_files(tensors, values, layout)
@@ -179,13 +180,6 @@ def hf_to_native(
         return write_native(root, conversion)
 
 
-def _find_prefix(names: Collection[str]) -> str:
-    """Return the prefix of all tensor names, such as a wrapper's "hf.", or ""."""
-    embedding = next((name for name in names if name.endswith(f".{EMBEDDING}")), EMBEDDING)
-    prefix = embedding.removesuffix(EMBEDDING)
-    return prefix if all(name.startswith(prefix) for name in names) else ""
-
-
 def _has_decoder_names(names: Collection[str]) -> bool:
     """Whether tensor names contain a name that only the native decoder has."""
     suffixes = (".mlp.experts.w1", ".self_attn.o_bias")
@@ -195,11 +189,7 @@ def _has_decoder_names(names: Collection[str]) -> bool:
 def _plan_files(
     tensors: Mapping[str, StoredTensor], hf_config: dict[str, Any], layout: HFLayout
 ) -> tuple[dict[str, FileRecipe], dict[str, str], nn.Module | None]:
-    """Return recipes (tensor -> its pieces in files), copies (name -> original) and a meta model.
-
-    `hf_config` are config.json's fields. The transformers model is None for a native decoder or an
-    unknown class.
-    """
+    """Return recipes, copies (name -> original) and the meta model (None = native or unknown)."""
     if not _has_decoder_names(tensors):
         tied, reader = hf_config.get("tie_word_embeddings", False), build_meta_model(hf_config)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -241,20 +231,6 @@ def check_one_rank() -> None:
 
 def write_native(root: AnyPath, conversion: Conversion) -> AnyPath:
     """Write the converted tensors as the first checkpoint of a run; return its path."""
-    _check_files_match_config(conversion)
-    with hold_lock(root):
-        check_run_is_new(root)  # again, because `_check_files_match_config` took time
-        draft = create_draft(root, conversion.step)
-        try:
-            publish(draft, _write_files(draft, conversion), keep=0)
-        except BaseException:
-            remove_draft(draft)
-            raise
-    return make_step_path(root, conversion.step)
-
-
-def _check_files_match_config(conversion: Conversion) -> None:
-    """Raise ValueError if the files' names, shapes or dtypes differ from the decoder's config."""
     sources, plan, copies = conversion.sources, conversion.plan, map_hf_copies(conversion.config)
     problems = conversion.problems + find_shape_problems(sources, map_file_shapes(plan), copies)
     if not problems:
@@ -262,6 +238,15 @@ def _check_files_match_config(conversion: Conversion) -> None:
         problems += find_copy_problems(conversion.files, sources, copies)
     subject = f"path ({conversion.path}) must hold what its config.json says"
     refuse_problems(subject, problems, "correct one of them")
+    with hold_lock(root):
+        check_run_is_new(root)  # again, because the comparison of copies took time
+        draft = create_draft(root, conversion.step)
+        try:
+            publish(draft, _write_files(draft, conversion), keep=0)
+        except BaseException:
+            remove_draft(draft)
+            raise
+    return make_step_path(root, conversion.step)
 
 
 def _find_dtype_problems(
@@ -319,10 +304,7 @@ def _write_files(draft: Draft, conversion: Conversion) -> Manifest:
 
 
 def _choose_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a native checkpoint stores the tensor `name`.
-
-    `dtype` is as in `hf_to_native`: None keeps the stored dtype, with bf16 for quantised weights.
-    """
+    """Return the dtype in which a native checkpoint stores the tensor `name`."""
     if is_selection_bias(name):
         return torch.float32
     if dtype is not None:
@@ -337,10 +319,7 @@ def _write_tensor(
     files: BoxReader,
     dtype: torch.dtype,
 ) -> None:
-    """Read a tensor in chunks of dim 0, convert the chunks to `dtype` and append them to a file.
-
-    `recipe` has the pieces of the tensor in the Hugging Face tensors `sources`.
-    """
+    """Append a tensor to a file, read from `sources` and converted in chunks of dim 0."""
     for piece in recipe.pieces:
         rows = piece.shape[0] if piece.shape else 1
         step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))

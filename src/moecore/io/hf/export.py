@@ -122,12 +122,21 @@ def export_hf(
 def write_directory(
     path: Path, shards: list[list[Item]], config: dict[str, Any], collector: Collector, meter: Meter
 ) -> None:
-    """Write a directory with safetensors files, index and config.json. Collective.
-
-    `shards` has the items (Hugging Face tensors) of each file, and `collector` assembles them.
-    """
+    """Write safetensors files of the items in `shards`, index and config.json. Collective."""
+    rank, world = get_rank_and_world()
     with open_draft(path) as draft:
-        _write_shards(draft, shards, collector, meter)
+        for first in range(0, len(shards), world):  # each rank writes one file at a time
+            wave = [order_items(shard) for shard in shards[first : first + world]]
+            with _ExportOutput(meter) as output:
+                if rank < len(wave):
+                    file = draft / _make_file_name(first + rank, len(shards))
+                    output.open_file(file, wave[rank][0])
+                for turn in itertools.zip_longest(*(items for _, items in wave)):
+                    for owner, item in enumerate(turn):
+                        if item is not None:
+                            output.append_tensor(collector.collect_tensor(item, owner))
+            run_and_share_errors(collector.raise_error)
+            run_and_share_errors(output.raise_error)
         run_on_first_rank(lambda: _write_config_and_index(draft, shards, config))
 
 
@@ -137,12 +146,10 @@ def open_draft(path: Path) -> Iterator[Path]:
     draft = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
     def make() -> Path:
-        """Create the draft directory and return its path."""
         draft.mkdir(parents=True)
         return draft
 
     def publish() -> None:
-        """Rename the draft to the final path; OSError if the path exists by now."""
         sync_directory(draft)
         if path.exists():
             raise OSError(f"path ({path}) appeared meanwhile: choose another")
@@ -179,27 +186,6 @@ def check_export_dtype(dtype: torch.dtype | None) -> None:
 def plan_shard_files(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
     """Split tensors into files of at most `max_shard_bytes`; larger tensors have a file each."""
     return list(chunk_by_size(items, lambda item: item.nbytes, max_shard_bytes))
-
-
-def _write_shards(
-    draft: Path, shards: list[list[Item]], collector: Collector, meter: Meter
-) -> None:
-    """Write this rank's files, and send its tensors to the writers of other files. Collective.
-
-    `shards` has the items of each file.
-    """
-    rank, world = get_rank_and_world()
-    for first in range(0, len(shards), world):  # each rank writes one file at a time
-        wave = [order_items(shard) for shard in shards[first : first + world]]
-        with _ExportOutput(meter) as output:
-            if rank < len(wave):
-                output.open_file(draft / _make_file_name(first + rank, len(shards)), wave[rank][0])
-            for turn in itertools.zip_longest(*(items for _, items in wave)):
-                for owner, item in enumerate(turn):
-                    if item is not None:
-                        output.append_tensor(collector.collect_tensor(item, owner))
-        run_and_share_errors(collector.raise_error)
-        run_and_share_errors(output.raise_error)
 
 
 class _ExportOutput(ErrorKeeper):
@@ -240,10 +226,7 @@ def order_items(items: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
 
 
 def _write_config_and_index(draft: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
-    """Write config.json, whose dtype has the most bytes, and an index if there are several files.
-
-    `shards` has the items of each file.
-    """
+    """Write config.json, with the dtype of most bytes, and an index of several files."""
     sizes: dict[torch.dtype, int] = {}
     for item in itertools.chain(*shards):
         sizes[item.dtype] = sizes.get(item.dtype, 0) + item.nbytes

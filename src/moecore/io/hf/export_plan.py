@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,6 @@ def plan_export(
     base = unwrap_peft(model)
 
     def read_model() -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return config.json's fields and this rank's tensors by name, after checks."""
         lacks = config is None and not needs_config and isinstance(base, Decoder)
         values = {} if lacks else make_export_config(base, config)
         tensors = collect_export_tensors(base, values)
@@ -101,7 +100,6 @@ def plan_export(
     owners = PartOwners(tensors)
 
     def plan_items() -> list[Item]:
-        """Return the Hugging Face tensors to write."""
         recipes = _plan_recipes(base, values, owners.shapes, choose_layout(layout, values))
         keeps = make_fp32_predicate(base, dtype)
         return list(make_items(owners.dtypes, recipes, map_model_copies(base), dtype, keeps))
@@ -112,11 +110,7 @@ def plan_export(
 
 
 def collect_export_tensors(base: nn.Module, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return this rank's tensors to write by name, without a copy and without LoRA adapters.
-
-    Trained copies of modules (peft's `modules_to_save`) replace the originals. `hf_config` are
-    config.json's fields.
-    """
+    """Return this rank's tensors to write, with trained `modules_to_save` and no adapters."""
     all_tensors = collect_model_tensors(base)
     tensors = get_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
     return tensors | make_empty_shared_experts(base, hf_config, tensors)
@@ -125,10 +119,7 @@ def collect_export_tensors(base: nn.Module, hf_config: Mapping[str, Any]) -> dic
 def _plan_recipes(
     model: nn.Module, hf_config: Mapping[str, Any], shapes: Shapes, layout: HFLayout
 ) -> dict[str, FileRecipe]:
-    """Return the recipe (file tensors to write) of each model tensor by name, in model order.
-
-    `hf_config` are config.json's fields. ValueError if the files could not restore the model.
-    """
+    """Return each model tensor's recipe, in model order; ValueError if tensors are missing."""
     if isinstance(model, Decoder):
         recipes = plan_hf_tensors(model.config, layout)
         for name in recipes.keys() - shapes.keys():
@@ -159,15 +150,7 @@ def make_items(
     dtype: torch.dtype | None,
     keeps_dtype: Callable[[str], bool],
 ) -> Iterator[Item]:
-    """Yield the items (Hugging Face tensors) to write, in model order, without a tied head.
-
-    Args:
-        dtypes: model tensor's name -> dtype.
-        recipes: model tensor's name -> the file tensors that store the tensor.
-        originals: name of a file tensor -> name of the file tensor with equal values.
-        dtype: dtype of the written float tensors; None keeps the model's dtypes.
-        keeps_dtype: returns whether the model tensor of this name keeps its dtype.
-    """
+    """Yield the Hugging Face tensors to write, in model order; `originals` = {copy: original}."""
     items: dict[str, Item] = {}
     for name, recipe in recipes.items():
         if name == HEAD and HEAD in originals:
@@ -187,10 +170,24 @@ def make_items(
 def make_export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
     """Return the fields of the config.json to write; ValueError if `config` is of another model."""
     if isinstance(model, Decoder):
-        return _check_decoder_config(model, config)
+        if config is None:
+            raise ValueError(
+                f"config (None) must be given for {type(model).__name__}: pass the config.json of "
+                "the Hugging Face model that it is, as a path or a mapping"
+            )
+        values = complete_config(read_config(config), model.config.num_mtp_layers)
+        decoder_config_from_hf(values)  # raises an error unless a native decoder can be this model
+        _check_config(values, model.config, skipped_fields=list_training_fields(model.config.moe))
+        return values
     model_config = getattr(model, "config", None)
     if not hasattr(model_config, "to_dict"):
-        _refuse_wrapper(model)
+        for path, module in model.named_modules():
+            if isinstance(module, Decoder) or find_transformers_class(type(module)) is not None:
+                raise ValueError(
+                    f"model ({type(model).__name__}) must be the {type(module).__name__} in it, "
+                    f"whose Hugging Face names are known: pass model.{path}"
+                )
+        raise_unknown_model(model)
     upcycled = make_upcycled_config(model)
     expected_values: dict[str, Any] = model_config.to_dict() if upcycled is None else upcycled  # type: ignore[union-attr]
     if config is None:
@@ -201,38 +198,10 @@ def make_export_config(model: nn.Module, config: HFConfig | None) -> dict[str, A
     return complete_config(values, 0, type(model) if upcycled is None else None)
 
 
-def _check_decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
-    """Return a native decoder's config.json; ValueError for None or another model's `config`."""
-    if config is None:
-        raise ValueError(
-            f"config (None) must be given for {type(model).__name__}: pass the config.json of "
-            "the Hugging Face model that it is, as a path or a mapping"
-        )
-    values = read_config(config)
-    values = complete_config(values, model.config.num_mtp_layers)
-    decoder_config_from_hf(values)  # raises an error unless a native decoder can be this model
-    _check_config(values, model.config, skipped_fields=list_training_fields(model.config.moe))
-    return values
-
-
-def _refuse_wrapper(model: nn.Module) -> NoReturn:
-    """Raise ValueError that names the model in a wrapper, or NotImplementedError without one."""
-    for path, module in model.named_modules():
-        if isinstance(module, Decoder) or find_transformers_class(type(module)) is not None:
-            raise ValueError(
-                f"model ({type(model).__name__}) must be the {type(module).__name__} in it, whose "
-                f"Hugging Face names are known: pass model.{path}"
-            )
-    raise_unknown_model(model)
-
-
 def complete_config(
     hf_config: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
-    """Return config.json's fields with `num_mtp` MTP modules and the class's name, as JSON values.
-
-    The result has no quantization_config. `model_class` is the transformers class, if known.
-    """
+    """Return config.json's fields as JSON, with `num_mtp` MTP modules and the class's name."""
     hf_config = {k: v for k, v in hf_config.items() if k != "quantization_config"}
     for key in MTP_KEYS:
         if key in hf_config:
@@ -268,10 +237,7 @@ def _check_config(
 def build_checked_meta_model(
     model: nn.Module, hf_config: Mapping[str, Any], shapes: Shapes
 ) -> nn.Module | None:
-    """Build, on meta, the transformers model that would load the export; None if unknown.
-
-    ValueError if its routing rules differ from the model's, or its tensors from `shapes`.
-    """
+    """Build on meta the transformers model that would load the export; ValueError if it differs."""
     is_part = getattr(model, "base_model", None) is model  # the class with a head would load it
     full_reader = build_meta_model({**hf_config, "architectures": None}) if is_part else None
     reader = full_reader or build_meta_model(hf_config, model)
@@ -280,15 +246,23 @@ def build_checked_meta_model(
         _check_tensor_shapes(
             model, kind, get_shapes(reader.state_dict()), rename_expert_shapes(shapes)
         )
-        _check_routing(model, kind, reader)
+        layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+        for path, layer in layers.items():
+            block = reader.get_submodule(path)  # exists, because names and shapes are equal
+            adapter = find_hf_adapter(block)  # None = the caller passed the rule
+            if adapter is None:
+                continue
+            for field in find_moe_differences(layer.config, adapter(block, reader).config):
+                raise ValueError(
+                    f"{path}'s {field.name} ({field.value}) must be {field.reference} as in "
+                    f"{kind.__name__} with this config, which reads the directory: correct one of "
+                    "them"
+                )
     return reader
 
 
 def check_tied_head(tensors: Mapping[str, Tensor], originals: Mapping[str, str]) -> None:
-    """Raise ValueError if the config ties head and embedding, and this rank's shards differ.
-
-    `originals` has the head's name only if the config ties it.
-    """
+    """Raise ValueError if the config ties head and embedding, and this rank's shards differ."""
     if HEAD not in originals or not {HEAD, EMBEDDING} <= tensors.keys():
         return
     if tensors[HEAD] is tensors[EMBEDDING]:
@@ -305,10 +279,7 @@ def check_tied_head(tensors: Mapping[str, Tensor], originals: Mapping[str, str])
 def _check_tensor_shapes(
     model: nn.Module, model_class: Any, class_shapes: Shapes, shapes: Shapes
 ) -> None:
-    """Raise ValueError if the model's tensor shapes differ from the shapes of `model_class`.
-
-    `shapes` are the model's, and `class_shapes` the class's, both by name.
-    """
+    """Raise ValueError if the model's tensor `shapes` differ from the shapes of `model_class`."""
     class_name = model_class.__name__
     for name, shape in class_shapes.items():
         if name not in shapes:
@@ -326,22 +297,6 @@ def _check_tensor_shapes(
             raise ValueError(
                 f"{format_name(name)} {shapes[name]} must be a tensor of {class_name}, which "
                 "reads the directory: take it off the model, or correct the model's config"
-            )
-
-
-def _check_routing(model: nn.Module, model_class: Any, meta_model: nn.Module) -> None:
-    """Raise ValueError if an MoE layer has another routing rule than the layer in `meta_model`."""
-    layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
-    for path, layer in layers.items():
-        block = meta_model.get_submodule(path)  # exists, because names and shapes are equal
-        adapter = find_hf_adapter(block)  # None = the caller passed the rule
-        if adapter is None:
-            continue
-        for field in find_moe_differences(layer.config, adapter(block, meta_model).config):
-            raise ValueError(
-                f"{path}'s {field.name} ({field.value}) must be {field.reference} as in "
-                f"{model_class.__name__} with this config, which reads the directory: correct one "
-                "of them"
             )
 
 

@@ -58,10 +58,7 @@ class FileTensor:
 
 
 def find_common_boxes(box: Box, chunks: Iterable[Any]) -> Iterator[tuple[Any, Box, Box]]:
-    """Yield (chunk, slices in the chunk, slices in the box) for each chunk that overlaps a box.
-
-    A chunk has `offsets` and `sizes` per dim of the tensor.
-    """
+    """Yield (chunk, slices in the chunk, slices in the box) for each chunk that overlaps a box."""
     for chunk in chunks:
         sides = list(zip(box, chunk.offsets, chunk.sizes, strict=True))
         spans = [(max(s.start, o), min(s.stop, o + n)) for s, o, n in sides]
@@ -102,13 +99,31 @@ class HFFiles:
 
     def _open_reader(self, file: str) -> ShardReader:
         """Return the reader of a file; OSError if its header no longer lists `tensors`."""
-        if file not in self._readers:
-            path, tensors = self.path / file, self.tensors.items()
-            begins = _find_begins(path, {n: entry for n, entry in tensors if entry.file == file})
-            # Not a memory map: SIGBUS would end this process if the file became shorter.
-            reader = ShardReader(path, begins, self._buffer, Meter(), follow_symlinks=True)
-            self._readers[file] = self._stack.enter_context(reader)
-        return self._readers[file]
+        if file in self._readers:
+            return self._readers[file]
+        path, begins = self.path / file, dict[str, int]()
+        with open(open_regular_file(path, follow_symlinks=True), "rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = stream.read(size) if size <= MAX_TABLE else b""
+        try:
+            entries = json.loads(header)
+            for name, tensor in self.tensors.items():
+                if tensor.file != file:
+                    continue
+                start, stop = entries[name]["data_offsets"]
+                layout = DTYPES[entries[name]["dtype"]], tuple(entries[name]["shape"]), stop - start
+                if layout != (tensor.dtype, tensor.shape, tensor.nbytes):
+                    raise ValueError(f"{format_name(name)} is another tensor")
+                begins[name] = 8 + size + start
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise OSError(
+                f"path ({path}) must be as its header said: {format_error(error):.200}: it has "
+                "changed meanwhile"
+            ) from None
+        # Not a memory map: SIGBUS would end this process if the file became shorter.
+        reader = ShardReader(path, begins, self._buffer, Meter(), follow_symlinks=True)
+        self._readers[file] = self._stack.enter_context(reader)
+        return reader
 
     def count_bytes(self, names: Iterable[str]) -> int:
         """Return the total bytes of the stored tensors with these names."""
@@ -120,28 +135,6 @@ class HFFiles:
     def __exit__(self, *error: object) -> None:
         self._readers.clear()
         self._stack.close()
-
-
-def _find_begins(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, int]:
-    """Return the position of each tensor's first byte in a file; OSError for a changed header."""
-    with open(open_regular_file(path, follow_symlinks=True), "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = file.read(size) if size <= MAX_TABLE else b""
-    begins = {}
-    try:
-        entries = json.loads(header)
-        for name, tensor in tensors.items():
-            start, stop = entries[name]["data_offsets"]
-            layout = DTYPES[entries[name]["dtype"]], tuple(entries[name]["shape"]), stop - start
-            if layout != (tensor.dtype, tensor.shape, tensor.nbytes):
-                raise ValueError(f"{format_name(name)} is another tensor")
-            begins[name] = 8 + size + start
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise OSError(
-            f"path ({path}) must be as its header said: {format_error(error):.200}: it has "
-            "changed meanwhile"
-        ) from None
-    return begins
 
 
 def read_headers(path: Path) -> dict[str, FileTensor]:

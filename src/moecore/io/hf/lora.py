@@ -115,9 +115,17 @@ def save_adapters(
     path = Path(path)
 
     def find_entries() -> dict[str, StoredAdapter]:
-        """Return the adapter's tensors by name in the file, after checks."""
         entries = collect_adapter_tensors(model, adapter)
-        _refuse_unsaved_params(model)
+        adapters = (collect_adapter_tensors(model, name) for name in _get_lora_configs(model))
+        ids = {id(entry.tensor) for tensors in adapters for entry in tensors.values()}
+        names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in ids]
+        for name in names:
+            raise ValueError(
+                f"{clean_name(name)} (and {len(names) - 1} more) must be frozen or belong to an "
+                "adapter, whose files hold nothing else: train its module by "
+                "LoraConfig.modules_to_save, or, as with a router, save the whole model (Saver, or "
+                "merge_adapters and export_hf)"
+            )
         return entries
 
     entries = run_and_share_errors(find_entries)
@@ -177,11 +185,7 @@ def _read_adapter(
     entries: dict[str, StoredAdapter],
     all_names: Set[str],
 ) -> dict[str, Tensor]:
-    """Read an adapter's file; return its tensors by name.
-
-    `entries` are this rank's tensors, `all_names` all ranks' tensor names. ValueError if names,
-    shapes or config differ.
-    """
+    """Read an adapter's file by name; ValueError if names, shapes or config differ."""
     with HFFiles(path, read_file_header(path / WEIGHTS)) as files:
         tensors = {
             name: files.read(name, tuple(slice(0, size) for size in entry.shape))
@@ -251,21 +255,6 @@ def _make_stored_adapter(name: str, tensor: Tensor, shape: Sequence[int]) -> Sto
     return StoredAdapter(tensor, TensorPiece(name, (), tuple(shape)))
 
 
-def _refuse_unsaved_params(model: nn.Module) -> None:
-    """Raise ValueError if a trainable parameter is in no adapter, so that no file would have it."""
-    adapters = (collect_adapter_tensors(model, name) for name in _get_lora_configs(model))
-    tensors = [entry.tensor for adapter in adapters for entry in adapter.values()]
-    adapter_ids = set(map(id, tensors))
-    names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in adapter_ids]
-    for name in names:
-        raise ValueError(
-            f"{clean_name(name)} (and {len(names) - 1} more) must be frozen or belong to an "
-            "adapter, whose files hold nothing else: train its module by "
-            "LoraConfig.modules_to_save, or, as with a router, save the whole model (Saver, or "
-            "merge_adapters and export_hf)"
-        )
-
-
 def _write_adapter_files(
     model: nn.Module, path: Path, adapter: str, file_tensors: dict[str, Tensor]
 ) -> None:
@@ -283,10 +272,7 @@ def _write_adapter_files(
 
 
 def _init_adapter_layer(name: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
-    """Initialize A and B of `adapter` in a layer; A is normal if `is_normal`, otherwise uniform.
-
-    `name` is the layer's name, which selects the random values together with `seed`.
-    """
+    """Initialize A and B of `adapter`; the layer's name and `seed` select the random values."""
     for kind in (*layer.adapter_layer_names, *layer.other_param_names):
         owners = getattr(layer, kind)  # parameters by adapter, or plain values such as r
         if not isinstance(owners, nn.ModuleDict | nn.ParameterDict) or adapter not in owners:

@@ -170,11 +170,7 @@ def infer_hf_layout(names: Collection[str]) -> HFLayout:
 def _list_native_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig, layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces that store a native tensor, with names that `_translate_name` translates.
-
-    `shape` is the tensor's shape. Raises NotImplementedError if `layout` has no name for the
-    tensor.
-    """
+    """Return the pieces that store a native tensor, with names for `_translate_name`."""
     prefix, _, part = name.partition(".mlp.")
     if name.endswith(".linear_attn.in_proj.weight"):
         return _list_mamba2_pieces(name, shape, config)
@@ -294,10 +290,7 @@ def _translate_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
 def _list_shared_pieces(
     mlp_path: str, part: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces that store a shared expert's tensor `part`, such as "shared.w1".
-
-    `mlp_path` is the MLP's name in files. The result is () for gates of several shared experts.
-    """
+    """Return the pieces of a shared expert's tensor ("shared.w1"); () for gates of several."""
     moe = config.moe
     assert moe is not None, "the tensor is part of an MoE layer"
     if moe.shared_gate and moe.num_shared_experts > 1:

@@ -27,15 +27,11 @@ ShardRuns = tuple[Runs, ...]  # global indices of a shard, per dim
 
 @dataclass(frozen=True, slots=True)
 class FileView:
-    """A strided view of a file tensor.
-
-    `starts` has the view's first index in each dim of the file tensor. `dims` has (file dim,
-    length, step) for each dim of the view.
-    """
+    """A strided view of a file tensor."""
 
     file_shape: tuple[int, ...]
-    starts: tuple[int, ...]
-    dims: tuple[ViewDim, ...]
+    starts: tuple[int, ...]  # the view's first index in each dim of the file tensor
+    dims: tuple[ViewDim, ...]  # of the view
 
     def apply(self, file_tensor: Tensor) -> Tensor:
         """Return this view of a contiguous file tensor."""
@@ -47,16 +43,12 @@ class FileView:
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A region of a model tensor, and the Hugging Face tensor `name` that stores the region.
+    """A region of a model tensor, and the Hugging Face tensor that stores the region."""
 
-    `region` indexes the model tensor, () = all elements. `shape` is the region's shape in the file.
-    `view` selects and orders the file tensor's elements, None = all elements in their order.
-    """
-
-    name: str
-    region: Region
-    shape: tuple[int, ...]
-    view: FileView | None = None
+    name: str  # of the Hugging Face tensor
+    region: Region  # of the model tensor; () = all elements
+    shape: tuple[int, ...]  # of the region in the file
+    view: FileView | None = None  # of the file tensor; None = all elements in their order
 
     @property
     def file_shape(self) -> tuple[int, ...]:
@@ -115,11 +107,7 @@ def list_shard_boxes(
     dtypes: Mapping[str, torch.dtype],
     max_bytes: int,
 ) -> list[ShardBox]:
-    """Return the boxes of file tensors that this rank must read, and the shards' parts to fill.
-
-    `tensors` and `recipes` have names of model tensors as keys, `dtypes` has names of file tensors.
-    A box has at most `max_bytes` bytes, or one row.
-    """
+    """Return the boxes of file tensors that fill this rank's shards, of `max_bytes` or one row."""
     boxes = []
     for name, recipe in recipes.items():
         local = get_detached_shard(tensors[name])
@@ -165,19 +153,17 @@ def find_overlaps(
             (a + i, b + i, min(size, n - i)) for a, b, n in per_dim[0] for i in range(0, n, size)
         ]
     for runs in itertools.product(*per_dim):
-        yield PieceOverlap(
-            tuple(_merge_runs(runs, sizes, group) for group in groups),
-            tuple(slice(b, b + n) for _, b, n in runs),
-        )
+        source = []
+        for group in groups:
+            start = 0  # in the dim of the piece to which the file flattens the region dims `group`
+            for d in group:
+                start = start * sizes[d] + runs[d][0]
+            source.append(slice(start, start + runs[group[-1]][2]))
+        yield PieceOverlap(tuple(source), tuple(slice(b, b + n) for _, b, n in runs))
 
 
 def _group_region_dims(region_shape: list[int], piece_shape: Sequence[int]) -> list[list[int]]:
-    """Return, for each dim of a piece, the dims of its region that the file flattens to this dim.
-
-    `region_shape` is the shape of the region in the model tensor, `piece_shape` is the shape of the
-    piece.
-    Example: [2, 3] and [6] give [[0, 1]].
-    """
+    """Return the region's dims that each dim of a piece flattens: [2, 3], [6] -> [[0, 1]]."""
     groups: list[list[int]] = []
     d = 0
     for size in piece_shape:
@@ -194,26 +180,8 @@ def _group_region_dims(region_shape: list[int], piece_shape: Sequence[int]) -> l
     return groups
 
 
-def _merge_runs(
-    runs: Sequence[tuple[int, int, int]], region_shape: list[int], group: list[int]
-) -> slice:
-    """Return a box's slice in the dim of a piece to which the region dims `group` are flattened.
-
-    `runs` has (start in the region, start in the shard, length) of the box per region dim.
-    `region_shape` is the shape of the region.
-    """
-    start = 0
-    for d in group:
-        start = start * region_shape[d] + runs[d][0]
-    return slice(start, start + runs[group[-1]][2])
-
-
 def _find_common_runs(runs: Runs, piece_range: slice) -> Iterator[tuple[int, int, int]]:
-    """Yield (start in `piece_range`, start in the shard, length) of each overlap of both.
-
-    `runs` lists (first index, length) of the shard along one dim. `piece_range` is a slice of this
-    dim.
-    """
+    """Yield (start in `piece_range`, start in the shard, length) of each overlap of both."""
     at = 0
     for first, length in runs:
         start, stop = max(first, piece_range.start), min(first + length, piece_range.stop)

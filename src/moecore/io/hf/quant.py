@@ -125,11 +125,7 @@ class ViewedSource(TensorSource):
 def read_box(
     files: BoxReader, sources: Mapping[str, TensorSource], piece: TensorPiece, box: Box
 ) -> Tensor:
-    """Read a box of a piece, dequantised, into a new CPU tensor.
-
-    `sources` has the directory's tensors by unquantised name. `box` has one slice per dim of the
-    piece.
-    """
+    """Read a box (one slice per dim) of a piece, dequantised, into a new CPU tensor."""
     source = sources[piece.name]
     if piece.view is not None:
         parts = (source.name, piece.shape, source.dtype, source.quantized)
@@ -169,10 +165,7 @@ def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
 def find_sources(
     files: HFFiles, quantization: Mapping[str, Any] | None
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return the sources of a directory's tensors by unquantised name, and error texts.
-
-    `quantization` is config.json's quantization_config.
-    """
+    """Return a directory's tensors by unquantised name, and error texts."""
     entries, problems = files.tensors, list[str]()
     sources: dict[str, TensorSource] = {}
     size = (quantization or {}).get("weight_block_size") or (128, 128)

@@ -51,9 +51,7 @@ def build_meta_model(
 ) -> nn.Module | None:
     """Build the transformers model of a config.json on meta; None for an unknown class.
 
-    `hf_config` has the fields of config.json. The result has the class of `model` if both have the
-    same model_type, otherwise the class that config.json gives. Raises ValueError if transformers
-    cannot build the model.
+    `model` gives the class if both have the same model_type, otherwise config.json gives it.
     """
     import transformers
 
@@ -131,15 +129,9 @@ def rename_expert_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 def plan_stock_tensors(
     meta_model: nn.Module | None, model_shapes: Shapes, *file_shapes: Shapes
 ) -> dict[str, FileRecipe]:
-    """Return the recipe of each model tensor by name: the file tensors that store its elements.
+    """Return each model tensor's recipe; NotImplementedError if files lack its elements.
 
-    Args:
-        meta_model: the transformers model on meta; None = the files have the model's names.
-        model_shapes: shapes of the model's tensors, by name.
-        *file_shapes: shapes of file tensors by name; earlier arguments have priority.
-
-    Raises:
-        NotImplementedError: if a tensor's values are not elements of file tensors.
+    `meta_model` None = the files have the model's names. Earlier `file_shapes` have priority.
     """
     names = dict(zip(model_shapes, rename_expert_shapes(model_shapes), strict=True))
     targets = {} if meta_model is None else get_shapes(meta_model.state_dict())
@@ -173,12 +165,7 @@ def plan_stock_tensors(
 def plan_written_tensors(
     meta_model: nn.Module | None, model_shapes: Shapes, layout: str
 ) -> dict[str, FileRecipe]:
-    """Return the recipe of each model tensor, by name, for writing files.
-
-    `meta_model` is as for `plan_stock_tensors`, and `model_shapes` has the shapes of model tensors.
-    With the layout "fused", files have the names of `meta_model.state_dict()`, otherwise the names
-    that `save_pretrained` writes.
-    """
+    """Return recipes for writing: names of `state_dict` if "fused", otherwise published names."""
     if meta_model is None:
         return plan_stock_tensors(None, model_shapes)
     files = (
@@ -192,10 +179,7 @@ def plan_written_tensors(
 def trace_loading_rules(
     meta_model: nn.Module, file_shapes: Shapes, names: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
-    """Run transformers' loading rules on meta; return the named tensors' pieces, or error texts.
-
-    `file_shapes` has the shapes of file tensors. A tensor without file tensors has no entry.
-    """
+    """Run transformers' loading rules on meta; return the named tensors' pieces, or error texts."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
@@ -240,11 +224,7 @@ def trace_loading_rules(
 def _read_pieces(
     trace_mode: _TraceMode, outcome: Tensor | str, shape: Sequence[int], file_shapes: Shapes
 ) -> tuple[TensorPiece, ...] | str:
-    """Return the pieces of a traced tensor, or an error text.
-
-    `outcome` is the traced meta tensor or its error text, `shape` its shape in the model.
-    `file_shapes` has the shapes of file tensors.
-    """
+    """Return the pieces of a traced tensor, of `shape` in the model, or an error text."""
     if isinstance(outcome, str):
         return outcome
     try:
@@ -271,11 +251,7 @@ def _make_piece(link: _Link, file_shapes: Shapes) -> TensorPiece:
 def _locate_view(
     view: Tensor, offset: int, shape: Sequence[int]
 ) -> tuple[list[int], list[ViewDim]]:
-    """Return (first indices, `ViewDim`s) of a view into a contiguous tensor, for `FileView`.
-
-    `shape` is the tensor's shape. `offset` is the position of the view's first element in the
-    tensor.
-    """
+    """Return (first indices, `ViewDim`s) of a view, from `offset` on, of a tensor of `shape`."""
     # Example: [3, 4] transposed has sizes (4, 3), strides (1, 4): [0, 0], [(1, 4, 1), (0, 3, 1)].
     rows = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     starts = [offset // row % max(1, n) for row, n in zip(rows, shape, strict=True)]
@@ -346,10 +322,7 @@ class _TraceMode(DispatchMode):
         self._ranges, self._firsts, self._next = list[_Range](), list[int](), FIRST_ADDRESS
 
     def allocate_range(self, shape: Sequence[int], file_name: str = "", inputs: Any = ()) -> Tensor:
-        """Return a meta tensor of this shape at unused addresses, and record its address range.
-
-        `file_name` is the name of a file tensor. For a copy, `inputs` has the copied tensors.
-        """
+        """Return a meta tensor at unused addresses: a file's tensor, or a copy of `inputs`."""
         self._ranges.append(_Range(self._next, tuple(shape), file_name, tuple(inputs)))
         self._firsts.append(self._next)
         strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()

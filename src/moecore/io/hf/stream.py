@@ -84,23 +84,16 @@ def stream_weights(
     check_arguments(stream_weights, locals())
     run_and_share_errors(lambda: check_export_dtype(dtype))
     plan = plan_export(model, config, dtype, layout, needs_config=False)
-    return WeightStream(model, _add_adapter_items(model, plan, dtype, lora), bucket_bytes, lora)
-
-
-def _add_adapter_items(
-    model: nn.Module, plan: ExportPlan, dtype: torch.dtype | None, lora: LoRA
-) -> ExportPlan:
-    """Add the tensors of the active LoRA adapter to the plan if lora="apart". Collective."""
     local_tensors = run_and_share_errors(lambda: _find_adapter(model, lora))
     pieces: dict[str, TensorPiece] = {}
     for of_rank in gather_objects({name: piece for name, (_, piece) in local_tensors.items()}):
         pieces |= of_rank
-    if not pieces:
-        return plan
-    owners = PartOwners({name: tensor for name, (tensor, _) in local_tensors.items()})
-    recipes = {name: FileRecipe(owners.shapes[name], (piece,)) for name, piece in pieces.items()}
-    items = make_items(owners.dtypes, recipes, {}, dtype, lambda _: False)
-    return replace(plan, items=[*plan.items, *items], owners=plan.owners.merge(owners))
+    if pieces:  # the active adapter's tensors follow the weights
+        owners = PartOwners({name: tensor for name, (tensor, _) in local_tensors.items()})
+        recipes = {n: FileRecipe(owners.shapes[n], (piece,)) for n, piece in pieces.items()}
+        items = make_items(owners.dtypes, recipes, {}, dtype, lambda _: False)
+        plan = replace(plan, items=[*plan.items, *items], owners=plan.owners.merge(owners))
+    return WeightStream(model, plan, bucket_bytes, lora)
 
 
 def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, TensorPiece]]:
@@ -176,7 +169,6 @@ class WeightStream:
         """
 
         def begin() -> _StreamPass:
-            """Return a new pass; ValueError for a version of another stream."""
             check_arguments(WeightStream.changed_since, {"version": version})
             if version.owner is not self._digests:
                 raise ValueError(
@@ -255,7 +247,12 @@ class WeightStream:
         by_weight = {id(merge.weight): merge for merge in merges}
         sources = {n: _StreamSource(t, by_weight.get(id(t))) for n, t in tensors.items()}
         for name, source in sources.items():
-            source.check_memory(name)
+            shards = (shard for x in source.list_tensors() for shard in list_local_storage(x))
+            if any(shard.numel() and not shard.untyped_storage().nbytes() for shard in shards):
+                raise ValueError(
+                    f"{format_name(name)} (without memory) must have its values to be streamed: "
+                    "call onload('weights') first"
+                )
         buckets = chunk_by_size(self._items, count_bucket_bytes, self._max_bytes)
         run = _StreamPass(sources, buckets, self._collector, self._control.group)
         run.digests = self._compute_digests(sources)
@@ -335,7 +332,6 @@ class _StreamPass:
         rank, _ = get_rank_and_world()
 
         def fail() -> None:
-            """Raise `_PassExit` for this rank."""
             raise _PassExit(rank)
 
         # RankError: the other ranks have ended.
@@ -375,15 +371,6 @@ class _StreamSource:
     def list_scaling_factors(self) -> tuple[float, ...]:
         """Return the scaling factors of the adapters."""
         return () if self.merge is None else self.merge.list_scaling_factors()
-
-    def check_memory(self, name: str) -> None:
-        """Raise ValueError if the memory of an input was freed; `name` is for the message."""
-        parts = (part for x in self.list_tensors() for part in list_local_storage(x))
-        if any(part.numel() and not part.untyped_storage().nbytes() for part in parts):
-            raise ValueError(
-                f"{format_name(name)} (without memory) must have its values to be streamed: "
-                "call onload('weights') first"
-            )
 
     def merge_adapters(self) -> Tensor:
         """Return a copy of this rank's shard with adapters. Collective over the weight's mesh."""

@@ -85,21 +85,16 @@ def receive_weights(group: BroadcastGroup, device: Device) -> Iterator[tuple[str
 def _receive_tensors(group: BroadcastGroup, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Receive buckets until an empty header arrives; yield (name, tensor)."""
     while metas := _receive_metas(group, device):
-        bucket = _allocate_bucket(metas, device)
+        try:
+            bucket = WeightBucket.empty(metas, device)
+        except (RuntimeError, MemoryError):
+            num_bytes = sum(align_bytes(meta.nbytes) for meta in metas)
+            raise RuntimeError(
+                f"a bucket of weights ({num_bytes} bytes) must fit in the memory of {device}: "
+                "lower bucket_bytes of stream_weights"
+            ) from None
         _broadcast(group, bucket.flat)
         yield from bucket.tensors()
-
-
-def _allocate_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> WeightBucket:
-    """Allocate a bucket for these tensors; a one-line RuntimeError if there is no memory."""
-    try:
-        return WeightBucket.empty(metas, device)
-    except (RuntimeError, MemoryError):
-        num_bytes = sum(align_bytes(meta.nbytes) for meta in metas)
-        raise RuntimeError(
-            f"a bucket of weights ({num_bytes} bytes) must fit in the memory of {device}: lower "
-            "bucket_bytes of stream_weights"
-        ) from None
 
 
 def _send_metas(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: torch.device) -> None:

@@ -52,15 +52,27 @@ FAMILIES = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _MIXTRAL, "mistral": _MIX
 
 def make_upcycled_config(model: nn.Module) -> dict[str, Any] | None:
     """Return the MoE class's config.json for an upcycled model; None for any other model."""
-    layers = _find_moe_layers(model)
+    layers: dict[int, MoEConfig] = {}  # of the MoE layers with moecore's names, by layer index
+    for name, module in model.named_modules():
+        prefix, _, number = name.removesuffix(".mlp").rpartition(".")
+        is_layer = name.endswith(".mlp") and prefix.endswith("layers") and number.isdecimal()
+        if is_layer and isinstance(module, MoELayer) and module.layout == LayerLayout():
+            layers[int(number)] = module.config
     config = getattr(model, "config", None)
     if not layers or isinstance(model, Decoder) or not hasattr(config, "to_dict"):
         return None
     values: dict[str, Any] = config.to_dict()  # type: ignore[union-attr]
     family = FAMILIES.get(str(values.get("model_type")))
     if family is None:
-        _refuse_unknown_family(values, layers)
-        return None
+        if any("expert" in name for name in values):
+            return None
+        activation = next(iter(layers.values())).activation
+        lacks = "" if activation == "swiglu" else f", which lacks {activation!r}"
+        raise ValueError(
+            f"config.model_type ({values.get('model_type')!r}) of an upcycled model must be one "
+            f"of {', '.join(FAMILIES)}, which have a class with experts; the closest is "
+            f"MixtralForCausalLM{lacks}: keep native checkpoints (Saver)"
+        )
     if model.base_model is model:
         raise ValueError(
             f"model ({type(model).__name__.removeprefix('FSDP')}) must have a head to be written: "
@@ -72,11 +84,7 @@ def make_upcycled_config(model: nn.Module) -> dict[str, Any] | None:
 def make_empty_shared_experts(
     model: nn.Module, hf_config: Mapping[str, Any], model_tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the zero-sized shared experts that Qwen2-MoE's class needs, by name; {} for others.
-
-    `hf_config` has the fields of config.json. `model_tensors` has the model's tensors by name; the
-    routers give the names, dtypes and devices of the result.
-    """
+    """Return the zero-sized shared experts that Qwen2-MoE's class needs, by name; {} for others."""
     if isinstance(model, Decoder) or hf_config.get("model_type") != "qwen2_moe":
         return {}
     if hf_config["shared_expert_intermediate_size"] != 0:
@@ -93,30 +101,6 @@ def make_empty_shared_experts(
             zeros = torch.zeros(shape, dtype=router.dtype, device=router.device)
             tensors[f"{prefix}shared{part}.weight"] = zeros
     return tensors
-
-
-def _find_moe_layers(model: nn.Module) -> dict[int, MoEConfig]:
-    """Return the config of each MoE layer with moecore's tensor names, by layer index."""
-    layers = {}
-    for name, module in model.named_modules():
-        prefix, _, number = name.removesuffix(".mlp").rpartition(".")
-        is_layer = name.endswith(".mlp") and prefix.endswith("layers") and number.isdecimal()
-        if is_layer and isinstance(module, MoELayer) and module.layout == LayerLayout():
-            layers[int(number)] = module.config
-    return layers
-
-
-def _refuse_unknown_family(config: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
-    """Raise ValueError if the dense config `config` is of a family without an MoE class."""
-    if any("expert" in name for name in config):
-        return
-    activation = next(iter(layers.values())).activation
-    lacks = "" if activation == "swiglu" else f", which lacks {activation!r}"
-    raise ValueError(
-        f"config.model_type ({config.get('model_type')!r}) of an upcycled model must be one "
-        f"of {', '.join(FAMILIES)}, which have a class with experts; the closest is "
-        f"MixtralForCausalLM{lacks}: keep native checkpoints (Saver)"
-    )
 
 
 def _build_moe_config(
@@ -154,11 +138,7 @@ def _build_moe_config(
 def _check_routing_rule(
     layer_idx: int, config: MoEConfig, first_config: MoEConfig, family: UpcycledFamily
 ) -> None:
-    """Raise ValueError unless a layer has the family's routing rule and the first layer's sizes.
-
-    `config` is the config of layer `layer_idx`, and `first_config` the config of the first MoE
-    layer.
-    """
+    """Raise ValueError unless a layer has the family's routing rule and the first layer's sizes."""
     normalizes = family.always_normalizes or first_config.normalizes
     expected_config = MoEConfig(
         dim=first_config.dim,

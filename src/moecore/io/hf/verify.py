@@ -61,11 +61,7 @@ def verify_hf(path: str | os.PathLike[str]) -> list[str]:
 def find_content_problems(
     sources: Mapping[str, Shaped], config: Mapping[str, Any], config_source: HFConfig
 ) -> list[str]:
-    """Compare tensors with the model that a config.json describes; return error texts.
-
-    `sources` has the tensors by name. `config_source` is the directory, file or fields of
-    config.json, and `config` has the fields in each case.
-    """
+    """Compare tensors with the model of config.json (`config_source`); return error texts."""
     try:
         native = decoder_config_from_hf(config_source)
         plan = plan_hf_tensors(native, infer_hf_layout(sources))
@@ -81,10 +77,7 @@ def find_shape_problems(
     expected_shapes: Mapping[str, tuple[int, ...]],
     optional_names: Collection[str] = (),
 ) -> list[str]:
-    """Compare file tensors with the expected shapes by name; return error texts.
-
-    File tensors in `optional_names` may exist or be missing.
-    """
+    """Compare file tensors with expected shapes; tensors of `optional_names` may be missing."""
     problems = [f"{name} is missing" for name in expected_shapes if name not in file_tensors]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
@@ -104,11 +97,7 @@ def find_shape_problems(
 def find_copy_problems(
     files: BoxReader, sources: Mapping[str, TensorSource], originals: Mapping[str, str]
 ) -> list[str]:
-    """Return an error text for each copy of a file tensor that differs from the original.
-
-    `originals` maps the name of each copy to the name of the original, and `sources` has the
-    tensors by name. Each rank compares a part of dim 0, without communication.
-    """
+    """Return an error text per copy that differs from its original in this rank's rows."""
     rank, world = get_rank_and_world()
     problems = []
     for copy, original in originals.items():
@@ -150,10 +139,7 @@ def _find_stray_shards(path: Path, files: HFFiles) -> list[str]:
 def _compare_with_transformers(
     sources: Mapping[str, Shaped], config: Mapping[str, Any]
 ) -> list[str]:
-    """Compare tensors with the transformers model of config.json; return error texts.
-
-    If the class is unknown, only experts are compared.
-    """
+    """Compare tensors with the transformers model, or only experts if its class is unknown."""
     try:
         for key in ("num_hidden_layers", *MTP_KEYS):  # `_is_mtp_layer` reads these fields
             check_field_type(key, config.get(key) or 1)

@@ -199,11 +199,7 @@ def _find_prefix(files: DCPFiles, ending: str) -> str:
 def _find_megatron_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return the Hugging Face tensors of a Megatron-Core directory by name, and error texts.
-
-    Each source reads its rows from Megatron-Core tensors. If there are error texts, there are no
-    sources. Raises NotImplementedError for training options that change the model's results.
-    """
+    """Return a Megatron-Core directory's Hugging Face tensors by name, or only error texts."""
     for option, value in read_options(files.path / "common.pt", OTHER_FUNCTIONS).items():
         if value:
             raise NotImplementedError(
@@ -246,11 +242,7 @@ def _find_megatron_sources(
 def _pair_parts_with_places(
     block: MegatronBlock, places: tuple[LayerPlace, ...]
 ) -> Iterator[tuple[TensorPart, tuple[LayerPlace, int]]]:
-    """Yield (part, (place, row)) for each part of a block.
-
-    `places` are the Megatron-Core tensors that store the block. The rows of `part` start at row
-    `row` of `place`.
-    """
+    """Yield (part, (place, row)): the rows of `part` start at row `row` of `place`."""
     at = 0
     for part in block.parts if places else ():
         row, begin = at, 0

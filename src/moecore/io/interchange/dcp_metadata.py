@@ -100,13 +100,6 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no class of a DCP directory")
 
 
-def _refuse_large_memo(raw: bytes) -> None:
-    """Raise `_MetadataError` if a pickle's memo has an index above its size in bytes."""
-    for opcode, number, _ in genops(raw):
-        if opcode.name.endswith("PUT") and isinstance(number, int) and number >= len(raw):
-            raise _MetadataError(f"its memo has {number} entries, more than it has bytes")
-
-
 def read_metadata(path: Path) -> dict[str, DCPTensor]:
     """Parse `.metadata` of a DCP directory; return its tensors by name, or raise ValueError."""
     try:
@@ -114,7 +107,9 @@ def read_metadata(path: Path) -> dict[str, DCPTensor]:
     except FileNotFoundError:
         raise ValueError(f"path ({path / METADATA}) must exist: it is not there") from None
     try:
-        _refuse_large_memo(raw)
+        for opcode, number, _ in genops(raw):
+            if opcode.name.endswith("PUT") and isinstance(number, int) and number >= len(raw):
+                raise _MetadataError(f"its memo has {number} entries, more than it has bytes")
         return _parse_tensors(path, _Unpickler(io.BytesIO(raw)).load())
     except _MetadataError as error:
         message = str(error)
@@ -128,11 +123,7 @@ def read_metadata(path: Path) -> dict[str, DCPTensor]:
 
 
 def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
-    """Read the values of these names, without unpickling, from a `torch.save` file of arguments.
-
-    Values are numbers, strings, None, True or False. The result is {} for a missing file or another
-    format. Raises ValueError for a file above the size limits.
-    """
+    """Return the plain values of these names in a `torch.save` file, without unpickling."""
     try:
         descriptor = open_regular_file(path, follow_symlinks=True)
     except OSError:
@@ -188,10 +179,7 @@ def _parse_tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
 
 
 def _parse_tensor(path: Path, name: str, entry: Any, storage_records: dict[Any, Any]) -> DCPTensor:
-    """Convert a tensor's metadata `entry`; raise `_MetadataError` if it is invalid.
-
-    `storage_records` maps (name, offsets) of each chunk to DCP's storage record.
-    """
+    """Convert a tensor's metadata `entry`; raise `_MetadataError` if it is invalid."""
     shape = _require_counts(name, entry.get("size"))
     dtype = _require_attribute(entry, "properties", _MetadataRecord).state[0]
     if not isinstance(name, str) or dtype not in DTYPE_NAMES:
@@ -231,10 +219,7 @@ def _is_partition(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0)
 
 
 def _locate_chunk(path: Path, name: str, storage_record: _MetadataRecord) -> tuple[str, int, int]:
-    """Return (file name, first byte, byte count) of a chunk from its DCP `storage_record`.
-
-    Raises `_MetadataError` if the record is invalid or the file is missing.
-    """
+    """Return a chunk's (file name, first byte, bytes); `_MetadataError` if invalid or missing."""
     file, start, length = (storage_record.get(n) for n in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or Path(file).name != file:
         raise _MetadataError(

@@ -145,8 +145,13 @@ def build_megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     last = (("decoder.final_layernorm.weight", "model.norm.weight"), (OUTPUT, HEAD))
     blocks += _build_blocks(last, shapes)
     for k in range(config.num_mtp_layers):
-        layer_blocks = _build_mtp_blocks(f"model.layers.{config.num_layers + k}.", config, shapes)
-        blocks += [replace(block, layers=MTP, layer=k) for block in layer_blocks]
+        hf_prefix = f"model.layers.{config.num_layers + k}."
+        mtp_blocks = _build_blocks(MTP_NORMS, shapes, hf_prefix=hf_prefix)
+        for block in _build_layer_blocks(hf_prefix, config, shapes):
+            inner = ("transformer_layer.", "mtp_model_layer.")
+            names = tuple(f"{outer}{name}" for outer in inner for name in block.names)
+            mtp_blocks.append(replace(block, names=names))
+        blocks += [replace(block, layers=MTP, layer=k) for block in mtp_blocks]
     covered = {part.name for block in blocks for part in block.parts}
     for name in shapes:
         if name not in covered:
@@ -199,10 +204,7 @@ def get_export_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
 def find_stored_tensors(
     megatron_block: MegatronBlock, shapes: Shapes, config: DecoderConfig
 ) -> tuple[tuple[LayerPlace, ...], list[str]]:
-    """Find a block among stored tensors with these shapes; return its places and error texts.
-
-    There are two places if gate and up are separate tensors, and no place for a missing block.
-    """
+    """Return a block's places, two if gate and up are apart, () if missing; and error texts."""
     for stacked in (True, False):
         for places in _list_candidate_places(megatron_block, config, stacked=stacked):
             num_dims = [(shapes.get(place.key), len(place.index)) for place in places]
@@ -216,11 +218,7 @@ def find_stored_tensors(
 def _list_candidate_places(
     block: MegatronBlock, config: DecoderConfig, *, stacked: bool
 ) -> Iterator[tuple[LayerPlace, ...]]:
-    """Yield each tuple of Megatron-Core tensors that may store a block.
-
-    A tuple has one tensor, or one tensor for gate and one for up. With `stacked`, a tensor has all
-    layers, otherwise each layer has a tensor.
-    """
+    """Yield each tuple of tensors, one or (gate, up), that may store a block."""
     prefix = f"{block.layers}." if block.layers else ""
     index, dims = [block.layer], [config.num_layers]
     if not stacked or block.layers != LAYERS:
@@ -239,10 +237,7 @@ def _list_candidate_places(
 
 
 def _list_expert_names(name: str, expert: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (tensor name, index of the matrix in the tensor) for each name of an expert's matrix.
-
-    The index is (expert,) if a tensor has all experts, otherwise (). `expert` None = no expert.
-    """
+    """Yield each name of an expert's matrix, and the index in it if it has all experts."""
     if expert is None:
         yield name, ()
         return
@@ -267,11 +262,7 @@ def _find_shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes)
 def _build_blocks(
     table: Table, shapes: Shapes, prefix: str = "", hf_prefix: str = ""
 ) -> list[MegatronBlock]:
-    """Build the blocks of a table of (Megatron-Core names, Hugging Face names) pairs.
-
-    `shapes` has the shapes of Hugging Face tensors; pairs without a tensor in `shapes` are skipped.
-    `prefix` precedes Megatron-Core names, and `hf_prefix` precedes Hugging Face names.
-    """
+    """Build the blocks of (Megatron-Core, Hugging Face names) pairs that are in `shapes`."""
     blocks = []
     for names, hf_names in table:
         parts = [f"{hf_prefix}{name}" for name in hf_names.split()]
@@ -322,16 +313,6 @@ def _build_qkv_block(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> M
         parts += [TensorPart(name, g * d, (g + 1) * d) for name in (k, v)]
     rows = sum(part.stop - part.start for part in parts)
     return MegatronBlock(("self_attention.linear_qkv.weight",), tuple(parts), (rows, shapes[q][1]))
-
-
-def _build_mtp_blocks(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Build the blocks of the MTP module at `hf_prefix`; `shapes` are of Hugging Face tensors."""
-    blocks = _build_blocks(MTP_NORMS, shapes, hf_prefix=hf_prefix)
-    for block in _build_layer_blocks(hf_prefix, config, shapes):
-        inner = ("transformer_layer.", "mtp_model_layer.")
-        names = tuple(f"{outer}{name}" for outer in inner for name in block.names)
-        blocks.append(replace(block, names=names))
-    return blocks
 
 
 def build_optional_head(config: DecoderConfig, shapes: Shapes) -> MegatronBlock | None:

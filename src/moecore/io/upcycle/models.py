@@ -239,11 +239,7 @@ def _find_mlps(
 
 
 def _read_mlp(name: str, mlp: nn.Module, names: MLPNames, activation: str) -> dict[str, Tensor]:
-    """Return a dense MLP's tensors "w1", "w2" and, with biases, "b1" and "b2", detached.
-
-    Raises ValueError if a matrix is missing, if only one of gate and up has a bias, or if the MLP
-    has dropout.
-    """
+    """Return a dense MLP's "w1", "w2" and any "b1", "b2", detached; ValueError if unsupported."""
     gated = activation in GATED_ACTIVATIONS
     if names.gate is not None and not gated:
         raise ValueError(
@@ -282,11 +278,7 @@ def _get_linear(name: str, mlp: nn.Module, child_name: str) -> nn.Linear:
 
 
 def _stack_gate_up(name: str, parts: Sequence[Tensor], has_gate: bool) -> Tensor:
-    """Return the gate and up tensors of the MLP `name` as one tensor [2, F, ...], detached.
-
-    `parts` has gate and up, [F, ...] each with hidden dim F, or one fused tensor [2F, ...]. If
-    `has_gate` is False, the only tensor in `parts` is returned unchanged.
-    """
+    """Return gate and up, in two tensors or a fused one, as [2, F, ...]; up without a gate."""
     parts = [part.detach() for part in parts]
     if not has_gate:
         return parts[0]
@@ -305,10 +297,7 @@ def _stack_gate_up(name: str, parts: Sequence[Tensor], has_gate: bool) -> Tensor
 def _check_same_output(
     name: str, mlp: nn.Module, dense: Mapping[str, Tensor], config: MoEConfig
 ) -> None:
-    """Run an MLP on random tokens; raise ValueError if the tensors in `dense` give another output.
-
-    `dense` is from `_read_mlp`, and `config` gives the activation.
-    """
+    """Raise ValueError if an MLP and its tensors `dense` differ on random tokens."""
     w1, w2_DF = dense["w1"].flatten(0, -2), dense["w2"]
     b1 = dense["b1"].flatten() if "b1" in dense else None
     size, generator = (PROBE_TOKENS, config.dim), torch.Generator().manual_seed(0)

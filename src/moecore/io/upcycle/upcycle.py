@@ -76,7 +76,6 @@ class UpcycleOptions(CheckedRecord):
     seed: Annotated[int, Bound("<", 2**64)] = 0
 
     def _rules(self) -> Rules:
-        """Yield (field, "relation: fix") of each broken relation; see `CheckedRecord`."""
         if self.top_k % self.granularity:
             yield (
                 "top_k",
@@ -242,11 +241,7 @@ def _repeat_shards(w_Gx: Tensor, X: int) -> Tensor:
 def _sample_router_rows(
     config: MoEConfig, options: UpcycleOptions, layer_name: str, *, like: Tensor
 ) -> Tensor:
-    """Return a random router weight [experts, model dim], with equal rows per virtual group.
-
-    `options.seed` and `layer_name`, the layer's name, seed the numbers. `like` gives dtype and
-    device.
-    """
+    """Return a random router weight [experts, model dim] like `like`, equal in virtual groups."""
     std = _choose_router_std(config, options)
     if std < torch.finfo(like.dtype).tiny:
         raise ValueError(
