@@ -23,9 +23,9 @@ from moecore.base.fields import (
     Bound,
     CheckedRecord,
     Count,
+    FieldErrors,
     OneOf,
     Positive,
-    Rules,
     check_value,
     quote,
 )
@@ -55,7 +55,7 @@ class Window(CheckedRecord):
     flag: bool = False
     open: Annotated[Count | Literal[-1], "use -1 for the rest"] = -1
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.share > self.size / 8:
             yield "share", f"be <= size ({self.size}) / 8: lower it"
 

@@ -99,7 +99,7 @@ MODELS = {
         expert_bias=True,
         balance=BalanceConfig(global_batch_coef=0.1, bias_update_rate=0.02),
     ),
-    # Rules that compare the tokens of a micro-batch, which tp ranks share.
+    # FieldErrors that compare the tokens of a micro-batch, which tp ranks share.
     "latent-capacity": replace(
         MOE,
         latent_dim=24,

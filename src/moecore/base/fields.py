@@ -1,4 +1,4 @@
-"""Checks a record's fields by their annotations, then its cross-field rules.
+"""Checks a record's fields by their annotations, then its relations between fields.
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Window(CheckedRecord):
@@ -6,7 +6,7 @@
         overlap: Annotated[int, Bound(">=", 0), "use 0 for none"] = 0
         shape: Literal["flat", "hann"] | None = None
 
-        def _rules(self) -> Rules:
+        def _find_field_errors(self) -> FieldErrors:
             if self.overlap >= self.size:
                 yield "overlap", f"be < size ({self.size}): lower it"
 
@@ -53,7 +53,7 @@ NAMES: dict[Any, tuple[str, str]] = {
     Mapping: ("a dict", "pass a dict"),
 }
 
-Rules = Iterator[tuple[str, str]]  # (field, "<relation>: <fix>") of every broken rule
+FieldErrors = Iterator[tuple[str, str]]  # (field, "<relation>: <fix>") of each wrong field
 
 
 class Bound(NamedTuple):
@@ -124,11 +124,11 @@ class CheckedRecord:
             converted = kind.convert(value)
             if converted is not value:
                 object.__setattr__(self, name, converted)  # records are frozen
-        for name, relation in self._rules():
+        for name, relation in self._find_field_errors():
             _raise_field_error(self, name, relation)
 
-    def _rules(self) -> Rules:
-        """Yield (field, text after "must") of broken rules, such as ("n", "be > 1: raise it")."""
+    def _find_field_errors(self) -> FieldErrors:
+        """Yield (field, text after "must") of wrong fields, such as ("n", "be > 1: raise it")."""
         return iter(())
 
 

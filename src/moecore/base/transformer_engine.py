@@ -116,7 +116,7 @@ def quantise(
             amax_out = torch.zeros_like(scale) if amax_out is None else amax_out
             make: Any = import_transformer_engine().pytorch.Float8Quantizer
             quantizer = make(scale, amax_out, dtype, rowwise=True, columnwise=over_rows)
-            return _use_plain_records(quantizer)(x_RK)
+            return _set_internal(quantizer)(x_RK)
         (quantizer,) = _make_quantizers(recipe, operand, over_rows, 1, x_RK.device)
         return quantizer(_cast_for_quantizer(x_RK, recipe))
 
@@ -190,7 +190,7 @@ def _make_quantizers(
     dtype = _get_fp8_dtype(recipe, operand)
     options: Any = dict(columnwise=over_rows, force_pow_2_scales=recipe.power_of_two)
     return [
-        _use_plain_records(make(dtype, device, scale=scale, amax=amax, **options))
+        _set_internal(make(dtype, device, scale=scale, amax=amax, **options))
         for scale, amax in zip(buffers[0].split(1), buffers[1].split(1), strict=True)
     ]
 
@@ -205,14 +205,14 @@ def _make_block_quantizer(
     usage: Any = dict(rowwise=is_weight or not over_rows, columnwise=over_rows)
     if recipe.scaling == "blockwise":
         usage |= dict(force_pow_2_scales=recipe.power_of_two, block_scaling_dim=1 + is_weight)
-        return _use_plain_records(te.Float8BlockQuantizer(_get_fp8_dtype(recipe, operand), **usage))
+        return _set_internal(te.Float8BlockQuantizer(_get_fp8_dtype(recipe, operand), **usage))
     if recipe.scaling == "mxfp8":
-        return _use_plain_records(te.MXFP8Quantizer(_get_fp8_dtype(recipe, operand), **usage))
+        return _set_internal(te.MXFP8Quantizer(_get_fp8_dtype(recipe, operand), **usage))
     transforms = recipe.hadamard and not is_weight
     usage |= dict(with_rht=transforms, with_post_rht_amax=transforms)
     usage |= dict(with_2d_quantization=is_weight)
     rounds = recipe.stochastic_rounding and operand == "gradient"
-    return _use_plain_records(te.NVFP4Quantizer(stochastic_rounding=rounds, **usage))
+    return _set_internal(te.NVFP4Quantizer(stochastic_rounding=rounds, **usage))
 
 
 def _get_fp8_dtype(recipe: Recipe, operand: Operand) -> Any:
@@ -222,7 +222,7 @@ def _get_fp8_dtype(recipe: Recipe, operand: Operand) -> Any:
     return dtypes.kFloat8E5M2 if is_e5m2 else dtypes.kFloat8E4M3
 
 
-def _use_plain_records(quantizer: Any) -> Any:
-    """Set a quantizer to return plain records instead of tensor subclasses, and return it."""
+def _set_internal(quantizer: Any) -> Any:
+    """Make a quantizer return its internal storage instead of a tensor subclass; return it."""
     quantizer.internal = True
     return quantizer

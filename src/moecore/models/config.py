@@ -17,9 +17,9 @@ from moecore.base.fields import (
     CheckedRecord,
     Count,
     CountOrZero,
+    FieldErrors,
     Positive,
     PositiveOrZero,
-    Rules,
 )
 from moecore.base.options.layer import MoEConfig
 
@@ -58,7 +58,7 @@ class YarnConfig(CheckedRecord):
     mscale_all_dim: PositiveOrZero = 0.0
     truncate: bool = True
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.beta_slow > self.beta_fast:
             yield "beta_slow", f"be <= beta_fast ({self.beta_fast!r}): keep 1 and 32 if unsure"
 
@@ -121,7 +121,7 @@ class MLAConfig(CheckedRecord):
     yarn: YarnConfig | None = None
     sparse: SparseKeysConfig | None = None
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.qk_rope_head_dim % 2:
             yield "qk_rope_head_dim", "be even, because rotary embedding turns pairs: use even dims"
         if self.sparse is not None and not self.q_lora_rank:
@@ -162,7 +162,7 @@ class LinearAttentionConfig(CheckedRecord):
     head_v_dim: Count
     conv_size: Count = 4
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.num_v_heads % self.num_k_heads:
             yield "num_k_heads", f"divide num_v_heads ({self.num_v_heads}): choose a divisor"
         for name in ("head_k_dim", "head_v_dim"):
@@ -293,13 +293,13 @@ class DecoderConfig(CheckedRecord):
     max_seq_len: Count = 4096
     ce_chunk_tokens: Count = 2048
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.pattern:
-            yield from self._pattern_rules()
-        yield from self._attention_rules()
+            yield from self._find_pattern_errors()
+        yield from self._find_attention_errors()
         if self.mla is not None:
-            yield from self._mla_rules(self.mla)
-        yield from self._layer_rules()
+            yield from self._find_mla_errors(self.mla)
+        yield from self._find_layer_errors()
         modules = f"num_mtp_layers ({self.num_mtp_layers})"
         if bool(self.mtp_loss_coef) != bool(self.num_mtp_layers):
             yield "mtp_loss_coef", f"be > 0 with {modules} > 0 and 0 without: set it to 0.3 or 0"
@@ -318,7 +318,7 @@ class DecoderConfig(CheckedRecord):
             yield "hash_layers", f"be < the number of MoE layers ({self.num_moe_layers}): lower it"
 
     # Each of these yields the field and the error text of its broken rules.
-    def _pattern_rules(self) -> Rules:
+    def _find_pattern_errors(self) -> FieldErrors:
         letters = "".join((*MIXERS, *FEEDFORWARDS))
         if set(self.pattern) - set(letters) or len(self.pattern) != self.num_layers:
             number = f"each of num_layers ({self.num_layers})"
@@ -331,7 +331,7 @@ class DecoderConfig(CheckedRecord):
         if self.num_mtp_layers:
             yield "num_mtp_layers", "be 0 with pattern, whose last layer is half a block: drop it"
 
-    def _attention_rules(self) -> Rules:
+    def _find_attention_errors(self) -> FieldErrors:
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"divide num_heads ({self.num_heads}): choose a divisor"
         if self.head_dim % 2:
@@ -343,9 +343,9 @@ class DecoderConfig(CheckedRecord):
         if len(self.windows) > self.num_layers:
             yield "windows", f"be num_layers ({self.num_layers}) at most: drop the others"
         if self.yarn is not None:
-            yield from self._yarn_rules("yarn", self.yarn)
+            yield from self._find_yarn_errors("yarn", self.yarn)
 
-    def _yarn_rules(self, name: str, yarn: YarnConfig) -> Rules:
+    def _find_yarn_errors(self, name: str, yarn: YarnConfig) -> FieldErrors:
         """Yield (field, error text) of each broken rule of `yarn`, the value of field `name`."""
         if self.rope_theta is None or self.rope_theta <= 1:
             yield "rope_theta", f"be > 1 with {name}, which scales frequencies: keep 10000.0"
@@ -354,7 +354,7 @@ class DecoderConfig(CheckedRecord):
             value = f"({yarn.factor} * {yarn.original_max_seq_len})"
             yield "max_seq_len", f"be <= {limit} {value}: raise the factor or lower it"
 
-    def _mla_rules(self, mla: MLAConfig) -> Rules:
+    def _find_mla_errors(self, mla: MLAConfig) -> FieldErrors:
         if self.num_kv_heads != self.num_heads:
             yield "num_kv_heads", f"equal num_heads ({self.num_heads}) with mla: set it so"
         if self.head_dim != mla.qk_head_dim:
@@ -377,12 +377,12 @@ class DecoderConfig(CheckedRecord):
         if self.yarn is not None:
             yield "yarn", "be None with mla: give mla.yarn"
         if mla.yarn is not None:
-            yield from self._yarn_rules("mla.yarn", mla.yarn)
+            yield from self._find_yarn_errors("mla.yarn", mla.yarn)
 
-    def _layer_rules(self) -> Rules:
+    def _find_layer_errors(self) -> FieldErrors:
         if self.moe is None and self.dense_layers:
             yield "dense_layers", "be () with moe (None), where all layers are dense: drop it"
-        yield from self._index_rules("dense_layers", self.dense_layers)
+        yield from self._find_index_errors("dense_layers", self.dense_layers)
         if self.moe is not None and not self.num_moe_layers:
             layers = f"num_layers ({self.num_layers})"
             yield "dense_layers", f"leave a layer of {layers} to moe: shorten it or set moe=None"
@@ -394,7 +394,7 @@ class DecoderConfig(CheckedRecord):
             )
         if not self.num_dense_layers and self.mlp_hidden_dim:
             yield "mlp_hidden_dim", "be 0 with dense_layers (()), where no layer reads it: drop it"
-        yield from self._index_rules("linear_layers", self.linear_layers)
+        yield from self._find_index_errors("linear_layers", self.linear_layers)
         mixers = [self.get_mixer(i) for i in range(self.num_layers)]
         name = "pattern" if self.pattern else "linear_layers"
         if "attention" not in mixers:
@@ -403,7 +403,7 @@ class DecoderConfig(CheckedRecord):
             layers = "layers ('M')" if self.pattern else "layers"
             yield name, f"name {layers} with linear_attention and none without: give both or none"
 
-    def _index_rules(self, name: str, indices: tuple[int, ...]) -> Rules:
+    def _find_index_errors(self, name: str, indices: tuple[int, ...]) -> FieldErrors:
         """Yield (field, error text) if layer `indices`, the value of field `name`, are wrong."""
         if list(indices) != sorted(set(indices)):
             yield name, "rise without repeats: sort it"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moecore.base.fields import CheckedRecord, Rules
+from moecore.base.fields import CheckedRecord, FieldErrors
 from moecore.base.options.layer import MoEConfig
 
 GateUp = Literal["split", "concatenated", "interleaved", "separate"]
@@ -39,7 +39,7 @@ class ExpertLayout(CheckedRecord):
     transposed: bool = False
     gate_up: GateUp = "split"
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.transposed and self.gate_up in ("split", "separate"):
             yield (
                 "transposed",

@@ -22,7 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments, quote
+from moecore.base.fields import (
+    CheckedRecord,
+    Count,
+    CountOrZero,
+    FieldErrors,
+    check_arguments,
+    quote,
+)
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.kernels.zigzag import assign_tokens_to_cp_ranks
 from moecore.packing.documents import Document, Integers, Lengths, as_lengths, count_document_tokens
@@ -87,7 +94,7 @@ class PackedCollator(CheckedRecord):
     shift_labels: bool = True
     pad_id: CountOrZero = 0
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.row_tokens % self.multiple:
             yield "row_tokens", f"be a multiple of multiple ({self.multiple}): round it up"
         if self.rows * self.row_tokens >= 2**31:

@@ -22,9 +22,9 @@ from torch import Tensor
 from moecore.base.fields import (
     CheckedRecord,
     Count,
+    FieldErrors,
     Positive,
     PositiveOrZero,
-    Rules,
     check_arguments,
     quote,
 )
@@ -187,7 +187,7 @@ class DocumentCost(CheckedRecord):
     fixed: PositiveOrZero = 2e7
     max_cp: ClassVar[int | None] = None  # the largest cp of the cost model; None = no limit
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if not self.quadratic and not self.linear:
             yield "quadratic", f"be > 0 with linear ({self.linear}): give one of them"
 
@@ -217,7 +217,7 @@ class MeasuredCost(CheckedRecord):
     seconds: Mapping[int, tuple[Positive, ...]]
     fixed: PositiveOrZero = 0.0
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if not self.lengths or any(a >= b for a, b in pairwise(self.lengths)):
             yield "lengths", "ascend, with at least one: sort the table"
         if not self.seconds or set(self.seconds) != {1 << i for i in range(len(self.seconds))}:

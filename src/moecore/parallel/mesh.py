@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moecore.base.fabric import read_nvlink_domain_id
 from moecore.base.failures import share_call_errors, share_errors
-from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments, quote
+from moecore.base.fields import CheckedRecord, Count, FieldErrors, OneOf, check_arguments, quote
 from moecore.base.rank_checks import check_equal, gather_objects, list_field_entries
 from moecore.base.torch_private import (
     choose_small_tensor_device_type,
@@ -75,7 +75,7 @@ class ParallelConfig(CheckedRecord):
     ep: Degree = 1
     etp: Degree = 1
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         for view, names in (("dense", DENSE_DIMS), ("expert", EXPERT_DIMS)):
             open_names = [name for name in names if getattr(self, name) == -1]
             if len(open_names) > 1:

@@ -30,7 +30,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from moecore.base.fields import Bound, CheckedRecord, CountOrZero, Rules, check_arguments, quote
+from moecore.base.fields import (
+    Bound,
+    CheckedRecord,
+    CountOrZero,
+    FieldErrors,
+    check_arguments,
+    quote,
+)
 from moecore.base.options.names import GpuName
 from moecore.planning.gpus import Gpu, get_gpu, read_file
 from moecore.planning.record import ALL_TO_ALL, SLICES, Kind, Work
@@ -100,7 +107,7 @@ class CostTable(CheckedRecord):
     slices: ExposedShare | None = None
     assumed: tuple[str, ...] = ()
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         missing = [kind for kind in (*KINDS, "network") if kind not in self.efficiency]
         if missing:
             yield "efficiency", f"have {', '.join(map(repr, missing))}: add a share for each"

@@ -18,7 +18,7 @@ from functools import cache
 from itertools import chain, product
 from typing import Annotated, Any, Literal, NamedTuple
 
-from moecore.base.fields import Bound, CheckedRecord, Count, Rules
+from moecore.base.fields import Bound, CheckedRecord, Count, FieldErrors
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions
@@ -88,7 +88,7 @@ class SearchRequest(CheckedRecord):
     nvlink: NVLinkOptions | Literal["any"] | None = ANY
     reserve: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.1
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         longest = self.planned_model.max_seq_len
         if longest is not None and self.seq_len > longest:
             yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore.base.fields import Bound, CheckedRecord, CountOrZero, Rules
+from moecore.base.fields import Bound, CheckedRecord, CountOrZero, FieldErrors
 from moecore.base.streams import DryQueues, record_host_wait
 from moecore.base.torch_private import (
     DispatchMode,
@@ -66,7 +66,7 @@ class Work(CheckedRecord):
     shape: tuple[CountOrZero, ...]  # `DIMS`, with the rows of all experts; otherwise anything
     dtype: str  # of the operands, such as "bfloat16" or "float8_e4m3fn"
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         dims = DIMS.get(self.kind, self.shape)
         if len(self.shape) != len(dims):
             yield "shape", f"be ({', '.join(map(str, dims))}) of kind {self.kind!r}: pass these"

@@ -20,7 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.fields import Bound, CheckedRecord, Count, CountOrZero, Rules, check_arguments
+from moecore.base.fields import (
+    Bound,
+    CheckedRecord,
+    Count,
+    CountOrZero,
+    FieldErrors,
+    check_arguments,
+)
 from moecore.base.options.dispatch import DispatchOptions, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions
@@ -119,7 +126,7 @@ class TrainingRun(CheckedRecord):
     has_block_scales: bool = False
     fp8_dispatch: bool = False
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if (self.parallel.pp > 1) != (self.pipeline is not None):
             yield "pipeline", f"be there when pp ({self.parallel.pp}) is > 1 alone: set both"
         group = self.parallel.ep * self.parallel.etp

@@ -317,7 +317,7 @@ class Fp8Products(QuantisedProducts):
         # No copy is cached: all-gathers and fused optimizers write values without a new version.
         kind = KINDS[self.recipe.weight_block]
         if not has_values(weight_NK):
-            return _read_gathered_rows(param, weight_NK, kind, new_amax), None
+            return _read_gathered_operand(param, weight_NK, kind, new_amax), None
         weight_amax = self.get_past_amax("weight")
         if weight_amax is None and self.recipe.scaling == "tensorwise":
             # Shards are quantised as one rank would quantise the full weight. Activations and
@@ -462,12 +462,16 @@ def read_gathered_blocks(scale_kind: str | None, param: Tensor, weight_NK: Tenso
     return blocks
 
 
-def _read_gathered_rows(
+def _read_gathered_operand(
     param: Tensor, weight_NK: Tensor, scale_kind: str, new_amax: Tensor | None
 ) -> Blocks:
     """Return a weight's all-gathered FP8 blocks as the operand of the forward's matmul.
 
-    `new_amax`, fp32 [1] or None, is raised in place to the weight's amax.
+    Args:
+        param: the parameter, which has the blocks of its last all-gather as an attribute.
+        weight_NK: the unsharded weight, whose values are not read.
+        scale_kind: of the blocks that the matmul needs.
+        new_amax: fp32 [1], raised in place to the weight's amax, or None.
     """
     blocks = read_gathered_blocks(scale_kind, param, weight_NK)
     if new_amax is not None and blocks.amax is not None:

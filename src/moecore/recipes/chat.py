@@ -204,7 +204,7 @@ def _encode_marked_chat(tokenizer: Any, messages: list[dict[str, Any]], tools: A
     last, at = _find_answer_ends(tokenizer, prefix_ids, is_prefix_answer)[-1]
     if at is None:
         return _make_example(
-            [*prefix_ids[: last + 1], _get_end_id(tokenizer)], [*is_prefix_answer[: last + 1], True]
+            [*prefix_ids[: last + 1], _get_eos_id(tokenizer)], [*is_prefix_answer[: last + 1], True]
         )
     end = prefix_ids[at]
     for last, at in _find_answer_ends(tokenizer, ids, is_answer):
@@ -288,11 +288,12 @@ def _encode_spans(tokenizer: Any, text: str, spans: list[Span]) -> Example:
     """Return an example of a text whose `spans`, (start, end) in characters, are learned."""
     ids, is_answer = _tokenize_spans(tokenizer, text, spans)
     if ids and is_answer[-1] and ids[-1] not in get_special_ids(tokenizer):
-        ids, is_answer = [*ids, _get_end_id(tokenizer)], [*is_answer, True]
+        ids, is_answer = [*ids, _get_eos_id(tokenizer)], [*is_answer, True]
     return _make_example(ids, is_answer)
 
 
-def _get_end_id(tokenizer: Any) -> int:
+def _get_eos_id(tokenizer: Any) -> int:
+    """Return the id of the tokenizer's eos_token, which ends an answer."""
     end: int | None = tokenizer.eos_token_id
     if end is None:
         raise ValueError("an answer must end with a token, and the tokenizer has no eos_token")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from moecore.base.fields import Bound, CheckedRecord, Count, Positive, Rules
+from moecore.base.fields import Bound, CheckedRecord, Count, FieldErrors, Positive
 from moecore.base.options.layer import MoEConfig
 from moecore.io import decoder_config_from_hf
 from moecore.io.hf.config_fields import read_config
@@ -33,7 +33,7 @@ class RotaryOptions(CheckedRecord):
     yarn_length: Count | None = None
     max_length: Count | None = None
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if (self.yarn_factor is None) != (self.yarn_length is None):
             yield "yarn_factor", f"be given with yarn_length ({self.yarn_length}): give both"
 

@@ -16,8 +16,8 @@ from moecore.base.fields import (
     CheckedRecord,
     Count,
     CountOrZero,
+    FieldErrors,
     PositiveOrZero,
-    Rules,
     Seed,
     quote,
 )
@@ -161,7 +161,7 @@ class SampleOptions(CheckedRecord):
     sample_every: CountOrZero = 0
     sample_tokens: Count = 32
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.sample_every and not self.sample_prompts:
             yield "sample_every", "be 0 without sample_prompts: give a prompt"
 

@@ -118,7 +118,7 @@ def run(
     build_job: Callable[[ConfigT], TrainingJob[Any]],
     plan: Callable[[ConfigT], list[ConfigT]] = lambda args: [args],
 ) -> int:
-    """Build, train and finish the job of each stage on this rank; return the exit status."""
+    """Train all stages of a run (`plan` returns their options) on this rank; return its status."""
     try:
         check_environment()
     except ARGUMENT_ERRORS as error:

@@ -9,7 +9,15 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
-from moecore.base.fields import Bound, CheckedRecord, Count, Positive, PositiveOrZero, Rules, quote
+from moecore.base.fields import (
+    Bound,
+    CheckedRecord,
+    Count,
+    FieldErrors,
+    Positive,
+    PositiveOrZero,
+    quote,
+)
 from moecore.base.options.names import MomentDtype
 from moecore.recipes.schedule import Share
 from moecore.train import AdamW, Muon, StateOffload, assign_matrices
@@ -82,7 +90,7 @@ class OptimizerConfig(CheckedRecord):
     state_offload: Share = 0.0
     base_width: Count | None = None
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.optimizer == "muon" and self.master_remainder:
             rule = "be False with optimizer 'muon', which needs fp32 weights: drop it"
             yield "master_remainder", rule

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
-from moecore.base.fields import Bound, CheckedRecord, Count, CountOrZero, Rules, quote
+from moecore.base.fields import Bound, CheckedRecord, Count, CountOrZero, FieldErrors, quote
 
 Share = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 NumTokens = Annotated[int, Bound(">=", 1), Bound("<", 2**62)]
@@ -47,7 +47,7 @@ class LearningRateSchedule(CheckedRecord):
     decay_shape: Shape = "1-sqrt"
     min_lr_ratio: Share = 0.1
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.warmup_steps is not None and self.warmup_tokens is not None:
             yield "warmup_tokens", f"be None with warmup_steps ({self.warmup_steps}): drop one"
         if self.decay_steps is not None and self.lr_schedule != "wsd":
@@ -98,7 +98,7 @@ class BatchRamp(CheckedRecord):
     ramp_increment: Count | None = None
     ramp_tokens: NumTokens | None = None
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         names = ("ramp_start", "ramp_increment", "ramp_tokens")
         missing = [name for name in names if getattr(self, name) is None]
         names_set = ", ".join(name for name in names if name not in missing)
@@ -201,7 +201,7 @@ class StageLength(CheckedRecord):
     steps: Count | None = None  # optimizer steps; None = `tokens` sets the length
     tokens: NumTokens | None = None  # of all ranks, with padding, rounded up to full steps
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if (self.steps is None) == (self.tokens is None):
             yield "steps", f"be given without tokens ({self.tokens}), or tokens alone: give one"
 

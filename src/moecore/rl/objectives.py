@@ -22,9 +22,9 @@ from moecore.base.fields import (
     Bound,
     CheckedRecord,
     Count,
+    FieldErrors,
     Positive,
     PositiveOrZero,
-    Rules,
     check_arguments,
     quote,
 )
@@ -265,7 +265,7 @@ class OwnObjective(CheckedRecord):
     entropy: bool = False
     group_size: Count = 1
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         field_names = Rollouts.__dataclass_fields__
         if any(name not in field_names for name in self.needs):
             yield "needs", f"be fields of Rollouts ({', '.join(field_names)}): name those"

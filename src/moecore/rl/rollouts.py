@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from moecore.base.fields import CheckedRecord, Positive, Rules, check_arguments, quote
+from moecore.base.fields import CheckedRecord, FieldErrors, Positive, check_arguments, quote
 from moecore.packing.documents import Lengths, as_lengths
 
 PER_TOKEN = ("advantages_N", "old_log_probs_N", "ref_log_probs_N", "weights_N")
@@ -69,7 +69,7 @@ class Rollouts(CheckedRecord):
     route_weights_NLK: Annotated[Tensor | None, "pass floating [N, L, K]"] = None
     temperature: Positive = 1.0
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         shape = tuple(self.tokens_N.shape)
         if len(shape) != 1 or self.tokens_N.dtype != torch.int64:
             yield "tokens_N", f"be int64 [N], found {shape}: lay sequences end to end"

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from moecore.base.fields import Bound, CheckedRecord, Count, Rules
+from moecore.base.fields import Bound, CheckedRecord, Count, FieldErrors
 from moecore.parallel.model.parallel_state import get_request
 from moecore.precision.amax import has_amax_history
 
@@ -46,7 +46,7 @@ class DynamicLossScale(CheckedRecord):
     initial: Annotated[float, Bound(">=", SMALLEST), Bound("<=", LARGEST)] = 2.0**16
     growth_interval: Count = 2000
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if not _is_power_of_two(self.initial):
             yield "initial", "be a power of two, which rounds no gradient: use 2.0**16"
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from moecore.base.fields import CheckedRecord, Count, Rules
+from moecore.base.fields import CheckedRecord, Count, FieldErrors
 
 Way = Literal["allgather", "a2a", "p2p", "a2a+p2p"]
 
@@ -30,7 +30,7 @@ class ContextOptions(CheckedRecord):
     a2a_ranks: Count | None = None
     dynamic: bool = False
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.a2a_ranks is not None and self.way != "a2a+p2p":
             yield "a2a_ranks", f"be None with way ({self.way!r}): only 'a2a+p2p' reads it"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from moecore.base.fields import CheckedRecord, Rules
+from moecore.base.fields import CheckedRecord, FieldErrors
 
 GraphScope = Literal["attention", "router", "shared_experts", "dispatch"]
 GRAPH_SCOPES: tuple[GraphScope, ...] = get_args(GraphScope)
@@ -31,6 +31,6 @@ class DenseOptions(CheckedRecord):
     graph_scopes: GraphScopes = ()
     overlap_shared: bool = False
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.graph_scopes and not self.graph:
             yield "graph_scopes", "be () without graph: set graph=True"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from moecore.base.fields import Bound, CheckedRecord, Count, OneOf, Positive, Rules
+from moecore.base.fields import Bound, CheckedRecord, Count, FieldErrors, OneOf, Positive
 from moecore.base.registry import Registry
 
 BuiltinDispatcher = Literal[
@@ -89,7 +89,7 @@ class DispatchOptions(CheckedRecord):
     fp8: bool = False
     clones: CloneOptions | None = None
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         names = "'nvlink', 'hierarchical' or 'auto': drop it"
         if self.nvlink is not None and self.name not in ("auto", "nvlink", "hierarchical"):
             yield "nvlink", f"go with name ({self.name!r}) = {names}"

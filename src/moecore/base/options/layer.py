@@ -16,10 +16,10 @@ from moecore.base.fields import (
     CheckedRecord,
     Count,
     CountOrZero,
+    FieldErrors,
     OneOf,
     Positive,
     PositiveOrZero,
-    Rules,
 )
 from moecore.base.registry import Registry
 
@@ -85,7 +85,7 @@ class BalanceConfig(CheckedRecord):
     bias_update: BiasUpdate = "sign"
     bias_per_micro_batch: bool = False
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.bias_update == "quantile" and not 0 < self.bias_update_rate <= 1:
             yield "bias_update_rate", 'lie in (0, 1] with bias_update ("quantile"): use 1.0'
         if self.bias_per_micro_batch and self.bias_update != "quantile":
@@ -228,20 +228,20 @@ class MoEConfig(CheckedRecord):
     shared_gate: bool = False
     balance: Balance = field(default_factory=BalanceConfig)
 
-    def _rules(self) -> Rules:
-        yield from self._group_rules()
+    def _find_field_errors(self) -> FieldErrors:
+        yield from self._find_group_errors()
         if self.score_order == "post":
-            yield from self._post_score_rules()
-        yield from self._expert_rules()
+            yield from self._find_post_score_errors()
+        yield from self._find_expert_errors()
         if (self.assignment == "hash") != (self.hash_vocab_size > 0):
             relation = f"be > 0 with assignment ('hash') and 0 with {self.assignment!r}"
             yield "hash_vocab_size", f"{relation}: set it to the vocabulary size, or drop it"
         if self.assignment != "learned":
-            yield from self._assignment_rules()
+            yield from self._find_assignment_errors()
         if self.balance.bias_update_rate:
-            yield from self._bias_rules()
+            yield from self._find_bias_errors()
 
-    def _group_rules(self) -> Rules:
+    def _find_group_errors(self) -> FieldErrors:
         E, G, top_groups = self.num_experts, self.num_groups, self.top_groups
         size, ranks_groups = E // G, top_groups < G
         if self.top_k > self.num_candidates:
@@ -259,7 +259,7 @@ class MoEConfig(CheckedRecord):
             relation = f"be <= the experts in top_groups ({top_groups} x {size})"
             yield "top_k", f"{relation}: raise top_groups or lower top_k"
 
-    def _post_score_rules(self) -> Rules:
+    def _find_post_score_errors(self) -> FieldErrors:
         if self.score_function == "sqrtsoftplus":
             yield "score_order", f"be 'pre' with score_function ({self.score_function!r}): drop it"
         if self.score_function != "softmax":
@@ -271,7 +271,7 @@ class MoEConfig(CheckedRecord):
             relation = f"go with normalize_weights ({self.normalize_weights})"
             yield "top_k", f"be > 1 with score_order ('post'), or {relation} = True: use 'pre'"
 
-    def _assignment_rules(self) -> Rules:
+    def _find_assignment_errors(self) -> FieldErrors:
         rule = f"assignment ({self.assignment!r})"
         is_expert_choice = self.assignment == "expert_choice"
         if self.expert_bias:
@@ -285,7 +285,7 @@ class MoEConfig(CheckedRecord):
         if is_expert_choice and self.score_order == "post":  # compares scores of different tokens
             yield "score_order", f"be 'pre' with {rule}: use score_order='pre'"
 
-    def _expert_rules(self) -> Rules:
+    def _find_expert_errors(self) -> FieldErrors:
         if self.weights_on_input and self.choices_per_token > 1:
             relation = f"not top_k ({self.top_k}) and assignment ({self.assignment!r})"
             yield "weights_on_input", f"go with one expert per token, {relation}: use top_k=1"
@@ -309,7 +309,7 @@ class MoEConfig(CheckedRecord):
             if self.zero_experts and value != allowed:
                 yield "zero_experts", f"be 0 with {name} ({value!r}): drop one"
 
-    def _bias_rules(self) -> Rules:
+    def _find_bias_errors(self) -> FieldErrors:
         if not self.expert_bias:
             relation = "go with expert_bias (False) = True: set expert_bias=True"
             yield "balance.bias_update_rate", relation

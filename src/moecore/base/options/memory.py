@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from moecore.base.fields import Bound, CheckedRecord, Count, NumBytes, Positive, Rules
+from moecore.base.fields import Bound, CheckedRecord, Count, FieldErrors, NumBytes, Positive
 
 Recomputed = Literal[
     "norm", "activation", "rope", "qkv_proj", "mla_up_proj", "mlp", "shared_experts", "expert_fc1",
@@ -77,7 +77,7 @@ class MemoryOptions(CheckedRecord):
     stash: StashOptions | None = None
     fused_loss: bool = True
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         for name, parts in (("recompute", self.parts), ("offload", self.offload)):
             if len(set(parts)) < len(parts):
                 yield name, "have each part once: drop the repeated one"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal, get_args
 
-from moecore.base.fields import Bound, CheckedRecord, OneOf, Rules, check_arguments, quote
+from moecore.base.fields import Bound, CheckedRecord, FieldErrors, OneOf, check_arguments, quote
 from moecore.base.options.names import PrecisionName as PrecisionName
 from moecore.base.registry import Registry
 
@@ -86,7 +86,7 @@ class Recipe(CheckedRecord):
     stochastic_rounding: bool = True
     backend: RecipeBackend = "moecore"
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         rule = f"scaling ({self.scaling!r})"
         if self.scaling == "mxfp8" and not self.power_of_two:
             yield "power_of_two", f"be True with {rule}, whose scales are E8M0: drop it"
@@ -229,7 +229,7 @@ class Precision(CheckedRecord):
     fp8_head: bool = False
     frozen: FrozenFormat | None = None
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         recipe = self.recipe
         if self.fp8_head and (recipe is None or not recipe.reads_blocks):
             name = "recipe (None)" if recipe is None else recipe.describe()

@@ -73,7 +73,7 @@ def _make_sequence_wrapper(stock_function: Function, sequence_function: Function
     @wraps(stock_function)
     def call(*args: Any, **kwargs: Any) -> Any:
         sequence: Sequence | None = kwargs.pop(SEQUENCE, None)
-        if not _has_documents_or_ranks(sequence):
+        if not _is_packed_or_sharded(sequence):
             return stock_function(*args, **kwargs)
         return sequence_function(sequence, *args, **kwargs)
 
@@ -126,7 +126,7 @@ def _run_lightning_attention(
 ) -> tuple[Tensor, Any]:
     """Replacement forward of lightning attention, whose state decays by exp(-slope) per token."""
     sequence: Sequence | None = kwargs.get(SEQUENCE)
-    if sequence is None or not _has_documents_or_ranks(sequence):
+    if sequence is None or not _is_packed_or_sharded(sequence):
         result: tuple[Tensor, Any] = type(layer).forward(layer, hidden_states, *args, **kwargs)
         return result
     _check_no_cache(stock.has_cache(kwargs))
@@ -165,7 +165,8 @@ def _skip_fused_layer(*_args: Any, **_: Any) -> None:
     """Replacement of a full-layer kernel: return None, so that the caller runs each operation."""
 
 
-def _has_documents_or_ranks(sequence: Sequence | None) -> bool:
+def _is_packed_or_sharded(sequence: Sequence | None) -> bool:
+    """Whether rows have several documents, or context-parallel ranks share them."""
     return sequence is not None and (
         sequence.cu_seqlens is not None or sequence.local_tokens is not None
     )
@@ -173,7 +174,7 @@ def _has_documents_or_ranks(sequence: Sequence | None) -> bool:
 
 def _check_no_layer_cache(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a short convolution layer: ValueError for documents with a cache."""
-    _check_no_cache(stock.has_cache(kwargs) and _has_documents_or_ranks(kwargs.get(SEQUENCE)))
+    _check_no_cache(stock.has_cache(kwargs) and _is_packed_or_sharded(kwargs.get(SEQUENCE)))
 
 
 def _check_no_cache(has_state: bool) -> None:

@@ -81,7 +81,10 @@ class ModelView:
         }
 
     def make_stored_view(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the view that a checkpoint stores of a parameter or its state (`split_halves`)."""
+        """Return the view of a parameter or its optimizer state that a checkpoint stores.
+
+        Gate and up projections in one matrix get a dim of size 2, so that each can be sharded.
+        """
         dim = self._halved_dims[name]
         return tensor if dim is None else split_halves(tensor, dim)
 

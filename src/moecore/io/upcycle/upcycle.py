@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore.base.fields import Bound, CheckedRecord, Count, Rules, check_arguments
+from moecore.base.fields import Bound, CheckedRecord, Count, FieldErrors, check_arguments
 from moecore.base.options.layer import MoEConfig
 from moecore.base.params import init_normal_
 
@@ -75,7 +75,7 @@ class UpcycleOptions(CheckedRecord):
     router_std: Annotated[float, Bound(">", 0), "use None for the default"] | None = None
     seed: Annotated[int, Bound("<", 2**64)] = 0
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.top_k % self.granularity:
             yield (
                 "top_k",

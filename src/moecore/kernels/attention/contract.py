@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules
+from moecore.base.fields import CheckedRecord, Count, CountOrZero, FieldErrors
 from moecore.kernels.common import is_gpu
 
 
@@ -53,7 +53,7 @@ class AttentionMask(CheckedRecord):
     max_length_q: CountOrZero | None = None  # an upper bound of the queries of a document
     max_length_k: CountOrZero | None = None  # an upper bound of the keys of a document
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.window is not None and not self.causal:
             yield "window", "be None without causal: set causal=True"
         for name in ("cu_seqlens_k", "max_length_q", "max_length_k"):

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor
 
-from moecore.base.fields import CheckedRecord, Rules
+from moecore.base.fields import CheckedRecord, FieldErrors
 from moecore.base.options.precision import Recipe, RecipeBackend
 from moecore.kernels.common import has_block_scaled_kernels, has_hopper_kernels
 from moecore.kernels.rows.activation import ActivationOptions
@@ -217,7 +217,7 @@ class ExpertMLPOptions(CheckedRecord):
     # low-precision format of the products; None = the dtype of rows and weights
     recipe: Recipe | None = None
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.recipe is not None and self.products not in FP8_PRODUCTS[self.recipe.backend]:
             names = " or ".join(map(repr, FP8_PRODUCTS[self.recipe.backend]))
             yield "products", f"be {names} with a recipe ({self.recipe.scaling}): use it"

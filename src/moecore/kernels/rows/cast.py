@@ -92,7 +92,7 @@ def _launch_quantise(
     kind, fmt, power_of_two, rows, columns = options
     if not has_cast_kernel(x) or not (rows or columns or new_amax is not None):
         return _quantise_matrix_ref(x, amax, new_amax, options)
-    x = _make_contiguous(x)
+    x = _make_rows_contiguous(x)
     D = x.shape[-1]
     T, device, dtype = x.numel() // D, x.device, DTYPES[fmt]
     shapes = _compute_shapes(T, D, kind)
@@ -133,7 +133,7 @@ def _launch_quantise(
     return tuple(outputs)  # type: ignore[return-value]
 
 
-def _make_contiguous(x: Tensor) -> Tensor:
+def _make_rows_contiguous(x: Tensor) -> Tensor:
     """Return x, or a copy, with stride 1 in the last dim; rows of a matrix may be strided."""
     if x.ndim != 2:
         if x.is_contiguous():
@@ -200,8 +200,13 @@ def _quantise_matrix_ref(
     return tuple(outputs)  # type: ignore[return-value]
 
 
-def _make_empty_operands(x: Tensor, _: Any, __: Any, *options: Any) -> tuple[Tensor, ...]:
-    """Return uninitialised outputs of `_launch_quantise` for tracing; [0] if not requested."""
+def _make_empty_outputs(
+    x: Tensor, amax: Tensor | None, new_amax: Tensor | None, *options: Any
+) -> tuple[Tensor, ...]:
+    """Return uninitialised outputs of `_launch_quantise` for tracing; [0] if not requested.
+
+    `options` are the fields of `_CastOptions`.
+    """
     scale_kind, fp8_format, _, rowwise, columnwise = options
     T, D, outputs = math.prod(x.shape[:-1]), x.shape[-1], []
     for is_needed, shape in ((rowwise, (T, D)), (columnwise, (D, T))):
@@ -251,7 +256,7 @@ def _launch_amax(x: Tensor, past_amax: Tensor | None) -> Tensor:
     """Compute `compute_amax` without autograd; one part if no kernel supports x."""
     x_TD = x if x.ndim == 2 else x.detach().reshape(-1, x.shape[-1])
     if has_cast_kernel(x):
-        return compute_amax_parts(_make_contiguous(x_TD), None, past_amax)
+        return compute_amax_parts(_make_rows_contiguous(x_TD), None, past_amax)
     return choose_amax_ref(past_amax, compute_amax_ref(x_TD.detach()))
 
 
@@ -274,14 +279,14 @@ _SCHEMA = (
 _cast_op = Op(
     "fp8_cast",
     lambda x, amax, *options: _cast_without_none(x, amax, None, *options),
-    lambda x, amax, *options: _make_empty_operands(x, amax, None, *options),
+    lambda x, amax, *options: _make_empty_outputs(x, amax, None, *options),
     schema=_SCHEMA.format(""),
 )
 _RECORD_SCHEMA = _SCHEMA.format(", Tensor(a!) new_amax")
 _cast_and_record_op = Op(
     "fp8_cast_and_record_amax",
     _cast_without_none,
-    _make_empty_operands,
+    _make_empty_outputs,
     mutates_args=("new_amax",),
     schema=_RECORD_SCHEMA,
 )

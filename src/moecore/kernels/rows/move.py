@@ -257,9 +257,10 @@ def gather_rows(
 
 
 def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor) -> Tensor:
-    """Return `gather_rows` without autograd, uninitialised from num_rows on. No host sync.
+    """Return x_SD[row_ids_R], [R, D], without autograd and without a host sync.
 
-    x_SD has at least one row, and is bf16, fp16 or fp32 on a GPU.
+    Rows from num_rows on are uninitialised. x_SD has at least one row, and is bf16, fp16 or fp32 on
+    a GPU. Other arguments are as in `gather_rows`.
     """
     return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=False)
 

@@ -111,7 +111,10 @@ def gather_row_blocks_kernel(
 
 @triton.jit
 def _load_words(words_ptr, scales_ptr, row_ids_ptr, rows, row_end, W, SCALES_W: tl.constexpr):
-    """Return FP8 words [rows, 32] (int32, four values each) and scales [rows]; 0 past row_end."""
+    """Return the first 32 words (int32, four FP8 values each) and the scales of `rows`.
+
+    Rows from row_end on are 0. W and SCALES_W are the row strides in words and scales.
+    """
     row_mask = rows < row_end
     sources = rows
     if row_ids_ptr is not None:

@@ -33,7 +33,7 @@ from moecore.kernels.sparse_attention.index import (
     compute_divergence,
     compute_index_scores,
     compute_span_scores,
-    count_numbers_per_pair,
+    count_workspace_floats,
     differentiate_divergence,
     select_keys,
 )
@@ -116,7 +116,7 @@ def _split_into_chunks(
         reach * num_heads if keys_per_query is None else keys_per_query * max(key_dim, num_heads)
     ]
     if selects_keys:
-        of_query.append(reach * count_numbers_per_pair(indexer))
+        of_query.append(reach * count_workspace_floats(indexer))
     size = max(1, CHUNK_NUMBERS // max(of_query))
     begins, number = range(0, t, size), cdiv(t, size)
     if heads.q_tHd.is_meta and number:  # the middle one stands for all

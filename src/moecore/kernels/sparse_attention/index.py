@@ -77,8 +77,8 @@ def differentiate_divergence(
     return keys.sum_weighted_rows(ddots_ChK, rows), dw_Ch
 
 
-def count_numbers_per_pair(indexer: IndexerHeads) -> int:
-    """Return how many fp32 numbers per query and key the indexer's scores and selection need."""
+def count_workspace_floats(indexer: IndexerHeads) -> int:
+    """Return the workspace of the indexer's scores and top-k: fp32 numbers per query and key."""
     return SELECTING if _has_index_kernel(indexer) else max(SELECTING, indexer.q_thi.shape[1])
 
 

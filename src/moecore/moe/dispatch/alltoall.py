@@ -127,7 +127,12 @@ class TokenExchange:
         rows_per_rank: int,
         pairs: Pairs | None,
     ) -> ReceivedRows:
-        """Send tokens in padded blocks of `rows_per_rank` rows per rank; return received rows."""
+        """Send every rank `rows_per_rank` rows: its tokens, then padding. Return received rows.
+
+        Args:
+            is_sent_GT: whether token t goes to rank g; at most `rows_per_rank` tokens per rank.
+            pairs: the micro-batches that overlap with this one; None = no overlap.
+        """
         self._sizes.check_num_tokens(x_TD.shape[0], x_TD.device)
         token_ids_M, slots_TG, is_row_M = assign_padded_rows(is_sent_GT, rows_per_rank)
         splits = [rows_per_rank] * self.group.size()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments
+from moecore.base.fields import CheckedRecord, Count, CountOrZero, FieldErrors, check_arguments
 from moecore.base.rank_checks import find_difference
 from moecore.base.streams import copy_to_device
 from moecore.packing.collate import (
@@ -132,7 +132,7 @@ class ScheduledCollator(CheckedRecord):
     data_rank: CountOrZero = 0
     data_ranks: Count = 1
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.data_rank >= self.data_ranks:
             yield "data_rank", f"be < data_ranks ({self.data_ranks}): take both from the meshes"
         if self.max_group_ranks > 1 and self.max_tokens % 2:

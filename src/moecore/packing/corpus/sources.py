@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from moecore.base.fields import Bound, CheckedRecord, Count, Positive, Rules, Seed, quote
+from moecore.base.fields import Bound, CheckedRecord, Count, FieldErrors, Positive, Seed, quote
 from moecore.packing.corpus.files import shorten_text
 from moecore.packing.documents import Integers, hash_values
 
@@ -62,7 +62,7 @@ class CorpusSource(CheckedRecord):
     tokenize: Callable[[Any], Any] | None = None
     weight: Positive = 1.0
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         is_text = isinstance(self.documents, str | bytes)
         if is_text or not (isinstance(self.documents, Iterable) or self.is_indexed):
             yield "documents", "have items by index or be iterable: pass a list or a dataset"
@@ -106,7 +106,7 @@ class CorpusOptions(CheckedRecord):
     shuffle_buffer: Count = 10_000
     partitions: Partitions | None = None
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.row_tokens % self.multiple:
             yield "row_tokens", f"be a multiple of multiple ({self.multiple}): round it up"
 

@@ -20,8 +20,8 @@ from typing import Annotated, Any
 from moecore.base.fields import (
     Bound,
     CheckedRecord,
+    FieldErrors,
     PositiveOrZero,
-    Rules,
     check_arguments,
     check_value,
     quote,
@@ -97,7 +97,7 @@ class LayoutCosts(CheckedRecord):
     loss: PositiveOrZero = 0.0  # the head and the loss
     bound: frozenset[int] = frozenset()  # layers that cannot be the first layer of a stage
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if not self.layers:
             yield "layers", "have a cost per transformer layer: pass at least one"
         elif not self.bound <= {*range(1, len(self.layers))}:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-from moecore.base.fields import CheckedRecord, Count, Rules, check_arguments
+from moecore.base.fields import CheckedRecord, Count, FieldErrors, check_arguments
 from moecore.base.options.names import ScheduleName
 from moecore.parallel.pipeline.layout import PipelineLayout, even_layout, parse_layout
 from moecore.parallel.pipeline.orders import (
@@ -181,7 +181,7 @@ class PipelineConfig(CheckedRecord):
     chunks: Count | None = None
     schedule: ScheduleName = "1f1b"
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.layout is not None and self.chunks is not None:
             yield "chunks", f"be None with a layout ({self.layout!r}), which has them: drop one"
 

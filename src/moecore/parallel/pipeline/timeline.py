@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from moecore.base import get_install_command
-from moecore.base.fields import CheckedRecord, PositiveOrZero, Rules, check_arguments
+from moecore.base.fields import CheckedRecord, FieldErrors, PositiveOrZero, check_arguments
 from moecore.parallel.pipeline.orders import Action, Item, Kind, Overlap, list_actions
 from moecore.parallel.pipeline.schedule import Schedule
 
@@ -208,7 +208,7 @@ class Costs(CheckedRecord):
     backward_exchange: Times = ()  # exposed communication in the backward of inputs
     transfer: PositiveOrZero = 0.0  # message of hidden states, or their gradient, between ranks
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         number = len(self.forward)
         if not number:
             yield "forward", "have a time per stage: pass at least one"

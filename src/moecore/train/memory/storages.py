@@ -223,7 +223,11 @@ class SavedStorages:
     # Backward.
 
     def _fetch_storage(self, use: StorageUse, tensor_shape: torch.Size) -> Tensor:
-        """Return a storage's bytes, uint8 on the device, and count the unpacking of a handle."""
+        """Return the bytes of a saved tensor's storage on the device, copied back if needed.
+
+        Counts the call, since the last one of a backward frees the copy. `tensor_shape` is for the
+        error about a tensor that was changed in place.
+        """
         copy, group = use.copy, use.group
         with self._hold_lock():
             version = sum_version_counters(copy.counter)

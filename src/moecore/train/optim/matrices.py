@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments
+from moecore.base.fields import CheckedRecord, Count, FieldErrors, OneOf, check_arguments
 from moecore.base.params import clean_name, compute_global_indices
 from moecore.models.backbone import Embedding
 from moecore.moe.experts import Experts
@@ -70,7 +70,7 @@ class MatrixLayout(CheckedRecord):
     sections: MatrixCut | None = None
     transposed: bool = False
 
-    def _rules(self) -> Rules:
+    def _find_field_errors(self) -> FieldErrors:
         if self.sections is not None:
             name = ("rows", "columns")[self.sections.dim]
             if self.sections.length != (length := getattr(self, name)):
