@@ -9,15 +9,21 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 DOCS = Path(__file__).parent.parent / "docs"
-OPTIONS = "    options: {show_source: false, show_root_heading: true, members_order: source}\n"
+OPTIONS = (
+    "    options: {show_source: false, show_root_heading: true, show_root_full_path: false, "
+    "heading_level: 3}\n"
+)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add `reference.md`, with the modules of docs/api.md, and `llms.txt`."""
-    modules = re.findall(r"^## `(moecore[\w.]*)`", (DOCS / "api.md").read_text(), re.MULTILINE)
-    names = [f"::: {module}\n{OPTIONS}" for module in modules]
-    title = "# API reference\n\nFrom the docstrings of every public name.\n\n"
-    files.append(File.generated(config, "reference.md", content=title + "\n".join(names)))
+    """Add `reference.md`, with the names of docs/api.md, and `llms.txt`."""
+    text = "# API reference\n\nFrom the docstrings of every public name.\n\n"
+    for section in (DOCS / "api.md").read_text().split("\n## `")[1:]:
+        module = section.partition("`")[0]
+        cells = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
+        names = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+        text += f"## `{module}`\n\n" + "\n".join(f"::: {module}.{n}\n{OPTIONS}" for n in names)
+    files.append(File.generated(config, "reference.md", content=text))
     files.append(File.generated(config, "llms.txt", content=list_pages(config["site_name"])))
     return files
 

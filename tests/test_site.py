@@ -1,0 +1,62 @@
+"""The site of `make site`: pages and the API reference in a browser (`make test-extras`)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mkdocstrings", reason="the site's generator, which extra `site` has")
+ROOT = Path(__file__).parent.parent
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+OPTIONS += ["--disable-sync", "--disable-background-networking", "--disable-component-update"]
+OPTIONS += ["--virtual-time-budget=8000"]
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the site, on a port of this host."""
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True)
+    assert "(guide.md)" in (folder / "llms.txt").read_text()
+    assert "zero-bubble" in (folder / "search" / "search_index.json").read_text()
+    handler = partial(QuietHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def render(url: str, folder: Path) -> str:
+    """Return the page's HTML after its scripts have run."""
+    assert BROWSER is not None, "install chromium"
+    command = [BROWSER, *OPTIONS, f"--user-data-dir={folder}", "--dump-dom", url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("page", "texts"),
+    [
+        ("guide/", ["<h1 id=", "parallelize_moe", 'href="../planning/"']),
+        ("findings/", ["<h1 id=", "<table>", 'href="../performance/']),
+        ("reference/", ['id="moecore.parallelize_moe"', "Raises", "RouterReplay"]),
+    ],
+    ids=["guide", "findings", "reference"],
+)
+def test_pages_in_a_browser(site: str, page: str, texts: list[str], tmp_path: Path) -> None:
+    html = render(f"{site}/{page}", tmp_path)
+    assert [text for text in texts if text not in html] == []
