@@ -1,7 +1,3 @@
-"""An operation gives the same in plain eager, where it is a Function, and as a custom op."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -46,9 +42,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.seen: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:
         if func.namespace == "moecore":
             self.seen.append(func._opname)
         return func(*args, **(kwargs or {}))
@@ -122,56 +116,27 @@ def run_streams(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor) -> Ten
 
 Case = tuple[Callable[..., Any], tuple[Tensor, ...], set[str]]
 CASES: dict[str, Case] = {
-    "rows": (
-        lambda x, w, ids: run_rows(x, w, ids),
-        (leaf(T, D), leaf(T, K)),
-        {"build_index", "build_index_bwd", "gather_rows", "sum_rows"},
-    ),
-    "route": (
-        lambda logits, ids: route(logits, None, ROUTE_OPTIONS),
-        (leaf(T, E),),
-        {"route", "route_bwd"},
-    ),
-    "route weights": (
-        lambda logits, ids: route_weights(logits, ids, ROUTE_OPTIONS),
-        (leaf(T, E),),
-        {"route_weights", "route_bwd"},
-    ),
-    "router logits": (
-        lambda x, w, b, ids: router_logits(x, w, b),
+    "rows": (lambda x, w, ids: run_rows(x, w, ids), (leaf(T, D), leaf(T, K)),
+        {"build_index", "build_index_bwd", "gather_rows", "sum_rows"}),
+    "route": (lambda logits, ids: route(logits, None, ROUTE_OPTIONS), (leaf(T, E),),
+        {"route", "route_bwd"}),
+    "route weights": (lambda logits, ids: route_weights(logits, ids, ROUTE_OPTIONS), (leaf(T, E),),
+        {"route_weights", "route_bwd"}),
+    "router logits": (lambda x, w, b, ids: router_logits(x, w, b),
         (leaf(T, D, dtype=torch.bfloat16), leaf(E, D), leaf(E)),
-        {"router_logits", "router_logits_bwd"},
-    ),
-    "balance": (
-        run_balance,
-        (leaf(T, E),),
-        {
-            "add_expert_counts",
-            "balance_statistics",
-            "balance_statistics_bwd",
-            "balance_loss",
-            "balance_loss_bwd",
-        },
-    ),
+        {"router_logits", "router_logits_bwd"}),
+    "balance": (run_balance, (leaf(T, E),),
+        {"add_expert_counts", "balance_statistics", "balance_statistics_bwd", "balance_loss",
+            "balance_loss_bwd"}),
     "activation": (
         lambda h, w, ids: weighted_activation(h, w, None, ActivationOptions(kind="swiglu")),
-        (leaf(T, 2 * F), leaf(T)),
-        {"weighted_activation", "weighted_activation_bwd"},
-    ),
-    "hyper-connections": (
-        lambda *given: run_streams(*given[:4]),
+        (leaf(T, 2 * F), leaf(T)), {"weighted_activation", "weighted_activation_bwd"}),
+    "hyper-connections": (lambda *given: run_streams(*given[:4]),
         (leaf(T, 2, D), leaf(8, 2 * D), leaf(8), leaf(3)),
-        {
-            *("collapse_streams", "collapse_streams_bwd"),
-            *("expand_streams", "expand_streams_bwd"),
-        },
-    ),
-    "experts": (
-        run_experts,
-        (leaf(T, D), leaf(E, 2 * F, D), leaf(E, D, F), leaf(T, K)),
-        {"expert_mlp", "expert_mlp_bwd", "build_index", "build_index_bwd"},
-    ),
-}
+        {*("collapse_streams", "collapse_streams_bwd"), *("expand_streams", "expand_streams_bwd")}),
+    "experts": (run_experts, (leaf(T, D), leaf(E, 2 * F, D), leaf(E, D, F), leaf(T, K)),
+        {"expert_mlp", "expert_mlp_bwd", "build_index", "build_index_bwd"}),
+}  # fmt: skip
 
 
 def run(case: Case, device: str, frozen: int | None) -> tuple[list[Tensor], list[Any], list[Any]]:
@@ -220,8 +185,7 @@ def test_context_of_backward(way: Any) -> None:
         assert out.requires_grad and not number.requires_grad
         needed.clear()
         (dx,) = torch.autograd.grad(out.sum(), x)
-    assert torch.equal(dx, 2 * y)
-    assert needed == [(True, False, False)]
+    assert torch.equal(dx, 2 * y) and needed == [(True, False, False)]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -244,13 +208,11 @@ def test_an_op_without_backward_refuses_gradients(way: Any) -> None:
 def test_writing_is_noticed(way: Any) -> None:
     total, x = torch.zeros(3), leaf(3)
     w = leaf(3).requires_grad_()
-    product = w * total
-    before = total._version
+    product, before = w * total, total._version
     with way():
         add(total, x)
         add(None, x)
-    assert torch.equal(total, x)
-    assert total._version == before + 1
+    assert torch.equal(total, x) and total._version == before + 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
 
@@ -390,8 +352,7 @@ def test_sizes_are_those_of_triton() -> None:
     triton = pytest.importorskip("triton")
     assert next_power_of_2(0) == 1
     for n in (*range(1, 70), 1023, 1024, 1025, 2**31):
-        assert next_power_of_2(n) == triton.next_power_of_2(n)
-        assert cdiv(n, 7) == triton.cdiv(n, 7)
+        assert next_power_of_2(n) == triton.next_power_of_2(n) and cdiv(n, 7) == triton.cdiv(n, 7)
     assert cdiv(0, 7) == 0
 
 

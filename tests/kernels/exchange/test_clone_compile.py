@@ -1,7 +1,5 @@
 """The kernels of clones, compiled for an H200 at real sizes: what the machine code must hold."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -27,13 +25,9 @@ def run(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     G, e, c, width = shape
     words = torch.zeros(NUM_WORDS, dtype=torch.int32)
     buffer = CloneBuffer(
-        layout=CloneLayout(num_ranks=G),
-        rank=1,
-        bases=torch.zeros(4, G, dtype=torch.int64),
-        state=words,
-        report=words.clone(),
-        timeout_ns=10**11,
-    )
+        layout=CloneLayout(num_ranks=G), rank=1, bases=torch.zeros(4, G, dtype=torch.int64),
+        state=words, report=words.clone(), timeout_ns=10**11,
+    )  # fmt: skip
     places = ClonePlaces(experts_N=words[:1], num_clones=c, num_local=e)
     rows = torch.empty(1, 1, dtype=dtype).expand(e + c, width)  # compiling reads no value
     piece = next(clones.split_into_pieces(buffer.layout, rows, c))
@@ -48,9 +42,7 @@ def run(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES)
-def test_compiles_without_spills_and_moves_16_bytes(
-    name: str, dtype: torch.dtype, compiled: dict[str, Any], tmp_path: Any
-) -> None:
+def test_compiles_without_spills_and_moves_16_bytes(name, dtype, compiled, tmp_path) -> None:
     run(SHAPES[name], dtype)
     assert len(compiled) == 4, sorted(compiled)
     check_spills(compiled, tmp_path)

@@ -1,7 +1,5 @@
 """The exchange's kernels, compiled for an H200 at real sizes: what the machine code must hold."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -34,23 +32,14 @@ def make(shape: tuple[Any, ...]) -> tuple[SymmetricBuffer, torch.Tensor]:
     """Return a buffer without buffers, and rows: compiling reads no value."""
     G, C, D, K, dtype, push, receive = shape
     layout = ExchangeLayout(
-        num_ranks=G,
-        max_tokens=C,
-        row_bytes=D * dtype.itemsize,
-        top_k=K,
-        num_push=push,
-        num_receive=receive,
-        sums_slot=True,
-    )
+        num_ranks=G, max_tokens=C, row_bytes=D * dtype.itemsize, top_k=K, num_push=push,
+        num_receive=receive, sums_slot=True,
+    )  # fmt: skip
     words = torch.zeros(NUM_WORDS, dtype=torch.int32)
     buffer = SymmetricBuffer(
-        layout=layout,
-        rank=1,
-        bases=torch.zeros(4, G, dtype=torch.int64),
-        state=words,
-        report=words.clone(),
-        timeout_ns=10**11,
-    )
+        layout=layout, rank=1, bases=torch.zeros(4, G, dtype=torch.int64), state=words,
+        report=words.clone(), timeout_ns=10**11,
+    )  # fmt: skip
     return buffer, torch.empty(16, D, dtype=dtype)
 
 
@@ -72,9 +61,7 @@ BY_DAY = ("dsv3", "six ranks, expert choice, few SMs")
 
 
 @pytest.mark.parametrize("name", beside(SHAPES, [name for name in SHAPES if name not in BY_DAY]))
-def test_compiles_without_spills_and_moves_16_bytes(
-    name: str, compiled: dict[str, Any], tmp_path: Any
-) -> None:
+def test_compiles_without_spills_and_moves_16_bytes(name, compiled, tmp_path) -> None:
     run(SHAPES[name])
     assert len(compiled) == 9, sorted(compiled)
     check_spills(compiled, tmp_path)
