@@ -4,8 +4,6 @@ The first value of an option is neutral: it goes with every value of every other
 that a config refuses beside neutral values is refused by a rule between these two.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from functools import cache
@@ -22,35 +20,28 @@ SIZES: dict[str, Any] = dict(dim=32, hidden_dim=16, num_experts=8)
 # Fields of MoEConfig, and of BalanceConfig after a dot; {} where the value is about the run.
 TABLE: dict[str, dict[str, dict[str, Any]]] = {
     "assignment": {
-        "learned": {},
-        "sinkhorn": {"assignment": "sinkhorn"},
+        "learned": {}, "sinkhorn": {"assignment": "sinkhorn"},
         "expert_choice": {"assignment": "expert_choice"},
     },
     "zero_experts": {"none": {}, "3": {"zero_experts": 3}},
     "top_k": {"1": {"top_k": 1}, "2": {"top_k": 2}, "8": {"top_k": 8}},
     "scores": {
-        "sigmoid": {"score_function": "sigmoid"},
-        "softmax": {},
-        "softmax-post": {"score_order": "post"},
-        "sqrtsoftplus": {"score_function": "sqrtsoftplus"},
+        "sigmoid": {"score_function": "sigmoid"}, "softmax": {},
+        "softmax-post": {"score_order": "post"}, "sqrtsoftplus": {"score_function": "sqrtsoftplus"},
     },
     "normalize": {"yes": {"normalize_weights": True}, "no": {"normalize_weights": False}},
     "scaling": {"1": {}, "2.5": {"routed_scaling_factor": 2.5}},
     "groups": {
-        "none": {},
-        "2 of 4 by 1": {"num_groups": 4, "top_groups": 2, "group_experts": 1},
+        "none": {}, "2 of 4 by 1": {"num_groups": 4, "top_groups": 2, "group_experts": 1},
         "2 of 4 by 2": {"num_groups": 4, "top_groups": 2},
         "1 of 2 by 3": {"num_groups": 2, "top_groups": 1, "group_experts": 3},
     },
     "bias": {
-        "none": {},
-        "fixed": {"expert_bias": True},
+        "none": {}, "fixed": {"expert_bias": True},
         "sign": {"expert_bias": True, ".bias_update_rate": 0.01},
         "quantile": {"expert_bias": True, ".bias_update_rate": 1.0, ".bias_update": "quantile"},
         "quantile per micro-batch": {
-            "expert_bias": True,
-            ".bias_update_rate": 1.0,
-            ".bias_update": "quantile",
+            "expert_bias": True, ".bias_update_rate": 1.0, ".bias_update": "quantile",
             ".bias_per_micro_batch": True,
         },
     },
@@ -58,49 +49,39 @@ TABLE: dict[str, dict[str, dict[str, Any]]] = {
     "router_dtype": {"32": {}, "64": {"router_dtype": "float64"}},
     "jitter": {"no": {}, "yes": {"router_jitter": 0.2}},
     "capacity": {
-        "none": {},
-        "probability": {"capacity": CapacityConfig(factor=0.8, eval_factor=0.5)},
+        "none": {}, "probability": {"capacity": CapacityConfig(factor=0.8, eval_factor=0.5)},
         "position": {"capacity": CapacityConfig(factor=0.8, drop="position")},
         "pad": {"capacity": CapacityConfig(factor=0.8, pad=True)},
     },
     "weights_on_input": {"no": {}, "yes": {"weights_on_input": True}},
     "latent": {"no": {}, "yes": {"latent_dim": 16}},
     "activation": {
-        "swiglu": {},
-        "geglu": {"activation": "geglu"},
+        "swiglu": {}, "geglu": {"activation": "geglu"},
         "clamped_swiglu": {"activation": "clamped_swiglu", "activation_limit": 1.0},
         "limited_swiglu": {"activation": "limited_swiglu", "activation_limit": 0.5},
         "situ_glu": {"activation": "situ_glu", "activation_limit": 0.5, "activation_up_limit": 1.0},
-        "gelu": {"activation": "gelu"},
-        "relu": {"activation": "relu"},
-        "relu2": {"activation": "relu2"},
-        "silu": {"activation": "silu"},
+        "gelu": {"activation": "gelu"}, "relu": {"activation": "relu"},
+        "relu2": {"activation": "relu2"}, "silu": {"activation": "silu"},
     },
     "expert_biases": {
-        "none": {},
-        "fc1": {"fc1_bias": True},
-        "fc2": {"fc2_bias": True},
+        "none": {}, "fc1": {"fc1_bias": True}, "fc2": {"fc2_bias": True},
         "both": {"fc1_bias": True, "fc2_bias": True},
     },
     "shared": {
-        "none": {},
-        "one": {"shared_hidden_dim": 12},
+        "none": {}, "one": {"shared_hidden_dim": 12},
         "one gate": {"shared_hidden_dim": 12, "shared_gate": True},
         "two": {"shared_hidden_dim": 12, "num_shared_experts": 2},
         "two gates": {"shared_hidden_dim": 12, "num_shared_experts": 2, "shared_gate": True},
     },
     "loss": {
-        "none": {},
-        "micro_batch": {".micro_batch_coef": 0.5},
-        "sequence": {".sequence_coef": 0.5},
-        "global_batch": {".global_batch_coef": 0.5},
-        "z": {".z_loss_coef": 0.1},
+        "none": {}, "micro_batch": {".micro_batch_coef": 0.5}, "sequence": {".sequence_coef": 0.5},
+        "global_batch": {".global_batch_coef": 0.5}, "z": {".z_loss_coef": 0.1},
     },
     "padding": {"no": {}, "yes": {}},
     "recompute": {"no": {}, "plain": {}, "reentrant": {}},
     "backend": {"torch": {}, "sequential": {}},
     "folding": {"ep2-etp2": {}, "ep4": {}},
-}
+}  # fmt: skip
 # What a message may call an option, where it is not the option's own name.
 NAMES = {
     "scores": ("score_function", "score_order"),

@@ -8,8 +8,6 @@ Legend: B sequences, T tokens, N = B T, D model dim, L dim of the routed experts
 dim), F hidden dim, E experts, K experts per token, n shared experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -82,15 +80,9 @@ def moe_reference(
     wide = replace(config, num_experts=E, zero_experts=0)
     borders = [b * T for b in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     routing = route_reference(
-        router_x_ND,
-        real_BT.flatten(),
-        borders,
-        params,
-        wide,
-        training=training,
-        given_ids_NK=given_ids_NK,
-        given_weights_NK=given_weights_NK,
-    )
+        router_x_ND, real_BT.flatten(), borders, params, wide, training=training,
+        given_ids_NK=given_ids_NK, given_weights_NK=given_weights_NK,
+    )  # fmt: skip
     y_ND = _routed(x_ND, routing, params, config)
     for i in range(config.num_shared_experts if config.shared_hidden_dim else 0):
         y_ND = y_ND + _shared(x_ND, i, params, config)
@@ -184,8 +176,7 @@ def _losses(routing: ReferenceRouting, borders: list[int], config: MoEConfig) ->
     even = E * (routing.real_mean(counted_NE) / K * mean_scores_E).sum()
     shares_E = counted_NE.sum(0) / counted_NE.sum().clamp(min=1)
     globally = E * (shares_E * mean_scores_E).sum()
-    per_sequence = torch.zeros_like(even)
-    num_sequences = 0
+    per_sequence, num_sequences = torch.zeros_like(even), 0
     for part in map(slice, borders, borders[1:]):
         f_E = routing.real_mean(counted_NE, part) / K
         num_sequences += int(routing.real_N[part].any())

@@ -1,5 +1,3 @@
-"""What is used of torch's symmetric memory, and of its handles, is there."""
-
 import ctypes
 import operator
 from typing import Any
@@ -56,23 +54,17 @@ class FakeNVML:
         return 0
 
 
-@pytest.mark.parametrize(
-    ("uuid", "info", "name"),
-    [
-        ("1b4e", {}, CLUSTER.hex() + ".7"),
-        ("1b4e", dict(cluster=bytes(16)), None),  # of one host: an HGX board
-        ("1b4e", dict(state=2), None),  # in progress
-        ("1b4e", dict(status=15), None),
-        ("ffff", {}, None),
-    ],
-)
-def test_a_fabric_between_hosts_is_named(
-    monkeypatch: pytest.MonkeyPatch, uuid: str, info: dict[str, Any], name: str | None
-) -> None:
+@pytest.mark.parametrize(("uuid", "info", "name"), [
+    ("1b4e", {}, CLUSTER.hex() + ".7"),
+    ("1b4e", dict(cluster=bytes(16)), None),  # of one host: an HGX board
+    ("1b4e", dict(state=2), None),  # in progress
+    ("1b4e", dict(status=15), None),
+    ("ffff", {}, None),
+])  # fmt: skip
+def test_a_fabric_between_hosts_is_named(monkeypatch, uuid, info, name) -> None:
     nvml = FakeNVML(**info)
     monkeypatch.setattr(ctypes, "CDLL", lambda path: nvml)
-    assert read_nvlink_domain_id(uuid) == name
-    assert nvml.open == 0
+    assert read_nvlink_domain_id(uuid) == name and nvml.open == 0
 
 
 def test_drivers_that_know_no_fabric_have_none(monkeypatch: pytest.MonkeyPatch) -> None:

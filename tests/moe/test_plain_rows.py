@@ -1,7 +1,3 @@
-"""The plain row movers: exact and by hand."""
-
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
