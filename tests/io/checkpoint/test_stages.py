@@ -5,8 +5,6 @@ a parameter's name, so no pipeline has to run. Each rank cuts what it must hold 
 tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,8 +108,7 @@ def errors_of(action: Callable[[], Any]) -> list[str]:
 
 def refusals(root: Path) -> dict[str, list[str]]:
     model = build("halves")
-    optimizer = trained(model)
-    second = dist.get_rank() >= 2
+    optimizer, second = trained(model), dist.get_rank() >= 2
 
     def of(name: str) -> list[str]:
         return errors_of(lambda: load(root / name / "step-000002", model))
@@ -215,17 +212,14 @@ def test_the_first_stage_writes_copies(results, root, source, writers):
     assert files <= {f"rank-{rank:05d}.safetensors" for rank in writers}
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("more", "more of the checkpoint is not in the model"),
-        ("less", "model.norm.weight of the model is not in the checkpoint"),
-        ("extra", "extra stage of rank 2 must equal that of rank 0"),
-        ("lr", r"param_groups[0]['lr'] of rank 2 must equal that of rank 0"),
-        ("copies", "optimizer.step.model.embed_tokens.weight of rank 2 must equal that of rank 0"),
-        ("groups", "optimizer.param_groups (2) must be as many on every pipeline stage (3)"),
-    ],
-)
+@pytest.mark.parametrize(("case", "message"), [
+    ("more", "more of the checkpoint is not in the model"),
+    ("less", "model.norm.weight of the model is not in the checkpoint"),
+    ("extra", "extra stage of rank 2 must equal that of rank 0"),
+    ("lr", r"param_groups[0]['lr'] of rank 2 must equal that of rank 0"),
+    ("copies", "optimizer.step.model.embed_tokens.weight of rank 2 must equal that of rank 0"),
+    ("groups", "optimizer.param_groups (2) must be as many on every pipeline stage (3)"),
+])  # fmt: skip
 def test_refuses_on_every_rank(results: dict[Any, Any], case: str, message: str) -> None:
     errors = results["refusals"][case]
     assert all(message in error and "\n" not in error for error in errors), errors

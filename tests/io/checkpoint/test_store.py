@@ -1,7 +1,3 @@
-"""One process: what is kept, which directories count, and the one-line errors."""
-
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -74,13 +70,11 @@ def test_loads_what_it_saved(tmp_path: Path) -> None:
     path = save(tmp_path, 12, model, optimizer, {"epoch": 3, "loss": 0.1, "ids": torch.arange(3)})
     assert path == tmp_path / "step-000012" == latest(tmp_path)
     after_save = torch.rand(4)
-
     other, other_optimizer = build()
     train(other, other_optimizer)
     other_optimizer.param_groups[0]["lr"] = 9.0
     extra = load(path, other, other_optimizer)
-    assert torch.equal(torch.rand(4), after_save)
-    assert extra["epoch"] == 3 and extra["loss"] == 0.1
+    assert torch.equal(torch.rand(4), after_save) and extra["epoch"] == 3 and extra["loss"] == 0.1
     assert torch.equal(extra["ids"], torch.arange(3))
     assert other_optimizer.param_groups[0]["lr"] == 0.5
     assert other_optimizer.param_groups[0]["betas"] == (0.9, 0.999)
@@ -103,9 +97,8 @@ def test_optimizer_state_is_filled_in_place(tmp_path: Path) -> None:
     optimizer.state[weight]["exp_avg"] = torch.zeros_like(weight, dtype=torch.float64)
     load(path, model, optimizer)
     now = {id(v) for slots in optimizer.state.values() for v in slots.values()}
-    assert (
-        len(now - places.keys()) == 1 and optimizer.state[weight]["exp_avg"].dtype == torch.float32
-    )
+    assert len(now - places.keys()) == 1
+    assert optimizer.state[weight]["exp_avg"].dtype == torch.float32
 
 
 def test_before_the_first_step_there_is_no_optimizer_state(tmp_path: Path) -> None:
@@ -116,15 +109,12 @@ def test_before_the_first_step_there_is_no_optimizer_state(tmp_path: Path) -> No
     assert not optimizer.state
 
 
-@pytest.mark.parametrize(
-    ("layout", "w1", "b1"),
-    [
-        (ExpertLayout(), (2, 2, 4, 8), (2, 2, 4)),
-        (ExpertLayout(gate_up="concatenated"), (2, 2, 4, 8), (2, 2, 4)),
-        (ExpertLayout(gate_up="concatenated", transposed=True), (2, 8, 2, 4), (2, 2, 4)),
-        (ExpertLayout(gate_up="interleaved"), (2, 8, 8), (2, 8)),
-    ],
-)
+@pytest.mark.parametrize(("layout", "w1", "b1"), [
+    (ExpertLayout(), (2, 2, 4, 8), (2, 2, 4)),
+    (ExpertLayout(gate_up="concatenated"), (2, 2, 4, 8), (2, 2, 4)),
+    (ExpertLayout(gate_up="concatenated", transposed=True), (2, 8, 2, 4), (2, 2, 4)),
+    (ExpertLayout(gate_up="interleaved"), (2, 8, 8), (2, 8)),
+])  # fmt: skip
 def test_gate_and_up_are_stored_apart(tmp_path, layout, w1, b1):
     model = MoELayer(replace(CONFIG, fc1_bias=True), layout=LayerLayout(expert_layout=layout))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -182,8 +172,7 @@ def test_rolled_back_run_replaces_later_steps(tmp_path: Path) -> None:
     set_latest(tmp_path / "step-000001")
     save(tmp_path, 2, model, optimizer, {"run": "second"}, keep=1)
     path = latest(tmp_path)
-    assert path == tmp_path / "step-000002"
-    assert load(path, model, optimizer) == {"run": "second"}
+    assert path == tmp_path / "step-000002" and load(path, model, optimizer) == {"run": "second"}
 
 
 def test_only_a_rolled_back_run_replaces_a_step(tmp_path: Path) -> None:
@@ -207,8 +196,7 @@ def test_prune_never_removes_the_newest(tmp_path: Path) -> None:
     assert [path.name for path in prune(tmp_path, 3)] == ["step-000001"]
     set_latest(tmp_path / "step-000002")
     assert [path.name for path in prune(tmp_path, 1)] == ["step-000003", "step-000004"]
-    assert latest(tmp_path) == tmp_path / "step-000002"
-    assert prune(tmp_path, 1) == []
+    assert latest(tmp_path) == tmp_path / "step-000002" and prune(tmp_path, 1) == []
     for keep in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match=r"keep \(.*\) must be a whole number >= 1"):
             prune(tmp_path, keep)  # type: ignore[arg-type]
@@ -360,14 +348,11 @@ def test_files_are_safetensors_and_say_what_is_in_them(tmp_path: Path) -> None:
 
 def test_empty_and_odd_tensors(tmp_path: Path) -> None:
     odd: dict[str, Tensor] = {
-        "empty": torch.zeros(0, 3),
-        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
-        "bool": torch.tensor([True, False, True]),
-        "half": torch.randn(5, dtype=torch.float16),
-        "bytes": torch.arange(7, dtype=torch.uint8),
-        "strided": torch.randn(6, 5).t(),
+        "empty": torch.zeros(0, 3), "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "bool": torch.tensor([True, False, True]), "half": torch.randn(5, dtype=torch.float16),
+        "bytes": torch.arange(7, dtype=torch.uint8), "strided": torch.randn(6, 5).t(),
         "float8": torch.randn(9).to(torch.float8_e4m3fn),
-    }
+    }  # fmt: skip
     path = save(tmp_path, 1, *build_linear(3), odd)
     found = load(path, *build_linear(3))
     assert found.keys() == odd.keys()
@@ -386,8 +371,7 @@ def test_model_alone_leaves_generators_and_needs_no_optimizer(tmp_path: Path) ->
     torch.manual_seed(11)
     expected = torch.rand(3)
     torch.manual_seed(11)
-    assert load(path, other) == {"note": "hi"}
-    assert torch.equal(torch.rand(3), expected)
+    assert load(path, other) == {"note": "hi"} and torch.equal(torch.rand(3), expected)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
     bare = save(tmp_path, 2, model, None)
@@ -555,8 +539,7 @@ def test_one_line_is_logged_and_progress_told(tmp_path, caplog):
     load(path, *build_linear(4), progress=lambda done, total: seen.append((done, total)))
     lines = [r.message for r in caplog.records if r.name == "moecore.io"]
     figures = r"0\.\d+ GB of rank 0 in \d+\.\d+ s, \d+\.\d+ GB/s"
-    assert len(lines) == 2
-    assert re.fullmatch(rf"saved .*step-000001: {figures}", lines[0])
+    assert len(lines) == 2 and re.fullmatch(rf"saved .*step-000001: {figures}", lines[0])
     assert re.fullmatch(rf"loaded .*step-000001, verify=full: {figures}", lines[1])
     assert seen == sorted(seen)
     hashed = (path / "rank-00000.safetensors").stat().st_size
@@ -611,8 +594,7 @@ def _other_format(path: Path) -> None:
 ERRORS: dict[str, Action] = {
     r"2 differ: bias \(4,\) must be \(8,\) as in the model; weight \(4, 4\)": loads(8),
     r"2 differ: bias torch.float32 must be torch.bfloat16 as in the model, or": loads(
-        dtype=torch.bfloat16
-    ),
+        dtype=torch.bfloat16),
     r"experts.w1 of the model is not in the checkpoint; .*bias of the checkpoin": lambda path: load(
         path, *build()
     ),
@@ -620,26 +602,19 @@ ERRORS: dict[str, Action] = {
         path, model := build_linear(4)[0], _two_groups(model, None)
     ),
     r"optimizer parameter \(4, 4\) must be one of the model's": with_optimizer(
-        lambda *_: build_linear(4)[1]
-    ),
+        lambda *_: build_linear(4)[1]),
     r"bias must belong to one optimizer, but optimizer\[0\] and opt": with_optimizer(
-        lambda model, optimizer: [optimizer, torch.optim.SGD([model.bias])], is_load=False
-    ),
+        lambda model, optimizer: [optimizer, torch.optim.SGD([model.bias])], is_load=False),
     r"weight must belong to one optimizer, but optimizer\[0\]": with_optimizer(
-        lambda _, optimizer: [optimizer, optimizer]
-    ),
+        lambda _, optimizer: [optimizer, optimizer]),
     "bias must have state in one optimizer, but two have some: remove it": with_optimizer(
-        _state_in_two, is_load=False
-    ),
+        _state_in_two, is_load=False),
     r"optimizer \(\{.*\) must be an Optimizer or a list, each an Optimizer": with_optimizer(
-        lambda _, optimizer: {"dense": optimizer}
-    ),
+        lambda _, optimizer: {"dense": optimizer}),
     r"optimizer \(\[\]\) must be one of torch's, or a list of several: pass": with_optimizer(
-        lambda *_: []
-    ),
+        lambda *_: []),
     r"optimizer \(\[.* must be an Optimizer or a list, each an Opt": with_optimizer(
-        lambda _, optimizer: [optimizer, None], is_load=False
-    ),
+        lambda _, optimizer: [optimizer, None], is_load=False),
     r"scheduler \(\[\]\) must hold a scheduler: pass None where there is none": saves(scheduler=[]),
     "must be a whole checkpoint, with a moecore.json": lambda path: loads()(path.parent),
     r"step \(1\) must not be saved already": saves(step=1),
@@ -648,15 +623,13 @@ ERRORS: dict[str, Action] = {
     r"extra thing \(object\) must be JSON-able or a tensor": saves({"thing": object()}),
     r"extra counts \(dict\) must be JSON-able or a tensor": saves({"counts": {1: 2, "a": 3}}),
     r"extra counts \(dict\) must be JSON-able or a tensor: JSON has lists for": saves(
-        {"counts": {"a": {1: 2}}}
-    ),
+        {"counts": {"a": {1: 2}}}),
     r"extra place \(list\) must be JSON-able or a tensor: JSON has lists for tuples": saves(
-        {"place": [(1, 2)]}
-    ),
+        {"place": [(1, 2)]}),
     r"format \(99\) must be 3, or that of another moecore": _other_format,
     r"verify \('no'\) must be one of .full., .sizes.": loads(verify="no"),
     r"config \(int\) must be a mapping or a dataclass instance": saves(config=3),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", ERRORS)
@@ -664,8 +637,7 @@ def test_one_line_errors(tmp_path: Path, message: str) -> None:
     path = save(tmp_path, 1, *build_linear(4))
     with pytest.raises(ValueError, match=message) as info:
         ERRORS[message](path)
-    assert "\n" not in str(info.value)
-    assert not list(tmp_path.glob(".step-*"))
+    assert "\n" not in str(info.value) and not list(tmp_path.glob(".step-*"))
 
 
 def test_optimizer_state_of_another_shape_is_refused(tmp_path: Path) -> None:

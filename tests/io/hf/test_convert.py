@@ -1,7 +1,3 @@
-"""Native checkpoints <-> Hugging Face directories, file to file."""
-
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,7 +47,6 @@ def test_native_to_hf_writes_what_export_writes(layout, scheme, tmp_path):
     export_hf(model, tmp_path / "exported", **options)
     native_to_hf(path, tmp_path / "converted", **options)
     assert_same_directory(tmp_path / "exported", tmp_path / "converted")
-
     root = f"{scheme}{tmp_path}/back"
     back = hf_to_native(tmp_path / "converted", root, step=7, max_file_bytes=100_000)
     assert str(back) == f"{root}/step-000007" == str(latest(root))
@@ -118,33 +113,14 @@ def test_a_module_around_the_model_is_left_out(beside, tmp_path):
     assert_same_directory(tmp_path / "exported", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        (
-            "qwen3-moe",
-            dict(num_hidden_layers=1),
-            r"layers.1.* is not in the model that config.json",
-        ),
-        (
-            "qwen3-moe",
-            dict(num_hidden_layers=3),
-            r"model.layers.2.input_layernorm.weight is missing",
-        ),
-        (
-            "qwen3-moe",
-            dict(hidden_size=64),
-            r"model.embed_tokens.weight \(61, 32\) must be \(61, 64\)",
-        ),
-        (
-            "qwen3-moe",
-            dict(tie_word_embeddings=True),
-            r"lm_head.weight must equal model.embed_tokens",
-        ),
-        ("qwen3-moe", dict(model_type="olmoe"), r"q_norm.weight \(8,\) must be \(32,\)"),
-        ("gpt-oss", dict(num_hidden_layers=1), r"num_hidden_layers. \(1\) must be"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("qwen3-moe", dict(num_hidden_layers=1), r"layers.1.* is not in the model that config.json"),
+    ("qwen3-moe", dict(num_hidden_layers=3), r"model.layers.2.input_layernorm.weight is missing"),
+    ("qwen3-moe", dict(hidden_size=64), r"model.embed_tokens.weight \(61, 32\) must be \(61, 64\)"),
+    ("qwen3-moe", dict(tie_word_embeddings=True), r"lm_head.weight must equal model.embed_tokens"),
+    ("qwen3-moe", dict(model_type="olmoe"), r"q_norm.weight \(8,\) must be \(32,\)"),
+    ("gpt-oss", dict(num_hidden_layers=1), r"num_hidden_layers. \(1\) must be"),
+])  # fmt: skip
 def test_a_config_of_another_transformers_model(name, change, message, tmp_path):
     """Tensors tell it, where the checkpoint keeps no config of the model."""
     model = random_model(name)
@@ -160,9 +136,8 @@ def test_a_stored_config_tells_what_shapes_do_not(name, tmp_path):
     model = random_model(name)
     values = model.config.to_dict()
     path = save(tmp_path / "run", 0, model, None)  # keeps the model's own
-    with pytest.raises(
-        ValueError, match=r"top_k|num_experts_per_tok \(3\) must be that of the mod"
-    ):
+    message = r"top_k|num_experts_per_tok \(3\) must be that of the mod"
+    with pytest.raises(ValueError, match=message):
         options = dict(config=values | dict(num_experts_per_tok=3), layout="fused")
         native_to_hf(path, tmp_path / "out", **options)
     native_to_hf(path, tmp_path / "out", config=values | dict(use_cache=False), layout="fused")
@@ -246,9 +221,8 @@ def test_one_rank_of_many_does_not_wait_for_the_others(tmp_path):
     export_hf(Decoder(CONFIG), tmp_path / "hf", config=TINY_JSON)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        with pytest.raises(
-            ValueError, match=r"world size \(2\) must be 1 to convert files: call exp"
-        ):
+        message = r"world size \(2\) must be 1 to convert files: call exp"
+        with pytest.raises(ValueError, match=message):
             native_to_hf(path, tmp_path / "out", config=TINY_JSON)
         with pytest.raises(ValueError, match=r"world size \(2\) must be 1 to convert files"):
             hf_to_native(tmp_path / "hf", tmp_path / "new")
@@ -266,9 +240,8 @@ def test_a_run_that_has_begun_is_left_alone(there, tmp_path):
     else:
         save(run, 5, Decoder(CONFIG), None)
     before = sorted(run.rglob("*"))
-    with pytest.raises(
-        ValueError, match=r"run\) must be no run yet, but holds .*step|latest: choo"
-    ):
+    message = r"run\) must be no run yet, but holds .*step|latest: choo"
+    with pytest.raises(ValueError, match=message):
         hf_to_native(tmp_path / "hf", run)
     assert sorted(run.rglob("*")) == before
     with pytest.raises(ValueError, match=r"step \(-1\) must be a whole number >= 0"):
@@ -280,14 +253,11 @@ EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({EXPERT: torch.bfloat16}, "experts.w1 has parts in torch.bfloat16 and torch.float32: dty"),
-        ({"model.norm.weight": torch.int32}, r"norm.weight \(torch.int32\) must be a float tensor"),
-        ({EXPERT: torch.int64}, rf"{EXPERT} \(torch.int64\) must be a float tensor"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({EXPERT: torch.bfloat16}, "experts.w1 has parts in torch.bfloat16 and torch.float32: dty"),
+    ({"model.norm.weight": torch.int32}, r"norm.weight \(torch.int32\) must be a float tensor"),
+    ({EXPERT: torch.int64}, rf"{EXPERT} \(torch.int64\) must be a float tensor"),
+])  # fmt: skip
 def test_nothing_is_cast_unasked(change, message, tmp_path):
     changed_files(tmp_path / "hf", lambda s: s.update({n: s[n].to(d) for n, d in change.items()}))
     with pytest.raises(ValueError, match=message):

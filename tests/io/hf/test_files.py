@@ -1,7 +1,3 @@
-"""Reading Hugging Face directories: headers, boxes, dequantisation, and what must be refused."""
-
-from __future__ import annotations
-
 import json
 import pickle
 import random
@@ -43,8 +39,7 @@ def test_boxes_are_read_and_counted(tmp_path):
         assert files.bytes_read == 2 * 3 * 4
         box = (slice(0, 3), slice(3, 4), slice(0, 5))
         assert torch.equal(files.read("b", box), STATE["b"][:, 3:4])
-        assert files.bytes_read == 24 + 15 * 2
-        assert files.read("scalar", ()).item() == 7
+        assert files.bytes_read == 24 + 15 * 2 and files.read("scalar", ()).item() == 7
         assert files.read("empty", (slice(0, 0), slice(0, 3))).shape == (0, 3)
         assert files.bytes_read == 24 + 30 + 4
 
@@ -110,40 +105,22 @@ F8 = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
 U8 = torch.uint8
 
 
-@pytest.mark.parametrize(
-    ("state", "quantization", "problem"),
-    [
-        ({"x.weight": F8}, None, "x.weight (fp8) has no x.weight_scale_inv"),
-        ({"x.weight_scale_inv": torch.ones(1, 1)}, None, "x.weight_scale_inv has no x.weight"),
-        (
-            {"x.weight": F8, "x.weight_scale_inv": torch.ones(2, 1)},
-            None,
-            "x.weight_scale_inv (2, 1) torch.float32 must be (1, 1), a float",
-        ),
-        (
-            {"x.weight": F8, "x.weight_scale_inv": torch.ones(1, 1, dtype=torch.int32)},
-            None,
-            "x.weight_scale_inv (1, 1) torch.int32 must be (1, 1), a float",
-        ),
-        (
-            {"x.weight": F8, "x.weight_scale_inv": torch.ones(1, 1)},
-            {"weight_block_size": [128, 0]},
-            "quantization_config.weight_block_size ((128, 0)) must be two whole numbers",
-        ),
-        ({"x_blocks": torch.zeros(1, 2, 1, 16, dtype=U8)}, None, "x_blocks has no x_scales"),
-        ({"x_scales": torch.zeros(1, 2, 1, dtype=U8)}, None, "x_scales has no x_blocks"),
-        (
-            {"x_blocks": torch.zeros(1, 2, 1, 8, dtype=U8), "x_scales": torch.zeros(1, 2, 1)},
-            None,
-            "x_blocks (1, 2, 1, 8) torch.uint8 must be uint8 [E, O, G, 16]",
-        ),
-        (
-            {"x_blocks": torch.zeros(1, 2, 1, 16, dtype=U8), "x_scales": torch.zeros(1, 2)},
-            None,
-            "x_scales (1, 2) torch.float32 must be (1, 2, 1), uint8",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("state", "quantization", "problem"), [
+    ({"x.weight": F8}, None, "x.weight (fp8) has no x.weight_scale_inv"),
+    ({"x.weight_scale_inv": torch.ones(1, 1)}, None, "x.weight_scale_inv has no x.weight"),
+    ({"x.weight": F8, "x.weight_scale_inv": torch.ones(2, 1)}, None,
+     "x.weight_scale_inv (2, 1) torch.float32 must be (1, 1), a float"),
+    ({"x.weight": F8, "x.weight_scale_inv": torch.ones(1, 1, dtype=torch.int32)}, None,
+     "x.weight_scale_inv (1, 1) torch.int32 must be (1, 1), a float"),
+    ({"x.weight": F8, "x.weight_scale_inv": torch.ones(1, 1)}, {"weight_block_size": [128, 0]},
+     "quantization_config.weight_block_size ((128, 0)) must be two whole numbers"),
+    ({"x_blocks": torch.zeros(1, 2, 1, 16, dtype=U8)}, None, "x_blocks has no x_scales"),
+    ({"x_scales": torch.zeros(1, 2, 1, dtype=U8)}, None, "x_scales has no x_blocks"),
+    ({"x_blocks": torch.zeros(1, 2, 1, 8, dtype=U8), "x_scales": torch.zeros(1, 2, 1)}, None,
+     "x_blocks (1, 2, 1, 8) torch.uint8 must be uint8 [E, O, G, 16]"),
+    ({"x_blocks": torch.zeros(1, 2, 1, 16, dtype=U8), "x_scales": torch.zeros(1, 2)}, None,
+     "x_scales (1, 2) torch.float32 must be (1, 2, 1), uint8"),
+])  # fmt: skip
 def test_incomplete_quantisation_is_a_problem(state, quantization, problem, tmp_path):
     write_directory(tmp_path, state, {})
     with HFFiles(tmp_path) as files:
@@ -168,8 +145,7 @@ def test_pickles_are_refused_and_never_opened(name, tmp_path):
         HFFiles(tmp_path)
     assert "\n" not in str(e.value)
     save_file(STATE, tmp_path / "model.safetensors")  # beside it, it does not matter
-    assert set(HFFiles(tmp_path).tensors) == set(STATE)
-    assert not trap.exists()
+    assert set(HFFiles(tmp_path).tensors) == set(STATE) and not trap.exists()
 
 
 def change_index(path: Path, **changes: Any) -> None:
@@ -186,34 +162,25 @@ def remove(name: str):
     return lambda path: (path / name).unlink()
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (remove(SHARD), rf"must hold every shard: {SHARD} is missing"),
-        (lambda p: change_index(p, c=SHARD), rf"must agree with its shards: c is not in {SHARD}"),
-        (lambda p: change_index(p, b=SHARD), rf"agree with its shards: b is not in {SHARD}"),
-        (
-            lambda p: save_file({**STATE, "more": torch.ones(1)}, p / SHARD),
-            r"b is in model-00001-of-00002.safetensors and in model-00002.*; more is not in the",
-        ),
-        (lambda p: change_index(p, a="../x.safetensors"), r"names the shard \('../x.safetensors'"),
-        (lambda p: change_index(p, a="/x.safetensors"), r"must be a .safetensors file in the dir"),
-        (lambda p: change_index(p, a="model.bin"), r"names the shard \('model.bin'\), which must"),
-        (lambda p: change_index(p, a=3), r"must have a weight_map of strings"),
-        (
-            lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": []}'),
-            r"must have a weight_map of strings",
-        ),
-        (lambda p: (p / "model.safetensors.index.json").write_text("{"), r"must be JSON"),
-        (lambda p: (p / "model.safetensors.index.json").write_text("[" * 100_000), r"must be JSON"),
-        (remove("model.safetensors.index.json"), r"must hold model.safetensors or model.saf"),
-        (lambda p: (p / SHARD).write_bytes(b""), rf"{SHARD}\) must be a whole safetensors file"),
-        (
-            lambda p: (p / SHARD).write_bytes((p / SHARD).read_bytes()[:-1]),
-            rf"{SHARD}\) must be a whole safetensors file",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    (remove(SHARD), rf"must hold every shard: {SHARD} is missing"),
+    (lambda p: change_index(p, c=SHARD), rf"must agree with its shards: c is not in {SHARD}"),
+    (lambda p: change_index(p, b=SHARD), rf"agree with its shards: b is not in {SHARD}"),
+    (lambda p: save_file({**STATE, "more": torch.ones(1)}, p / SHARD),
+     r"b is in model-00001-of-00002.safetensors and in model-00002.*; more is not in the"),
+    (lambda p: change_index(p, a="../x.safetensors"), r"names the shard \('../x.safetensors'"),
+    (lambda p: change_index(p, a="/x.safetensors"), r"must be a .safetensors file in the dir"),
+    (lambda p: change_index(p, a="model.bin"), r"names the shard \('model.bin'\), which must"),
+    (lambda p: change_index(p, a=3), r"must have a weight_map of strings"),
+    (lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": []}'),
+     r"must have a weight_map of strings"),
+    (lambda p: (p / "model.safetensors.index.json").write_text("{"), r"must be JSON"),
+    (lambda p: (p / "model.safetensors.index.json").write_text("[" * 100_000), r"must be JSON"),
+    (remove("model.safetensors.index.json"), r"must hold model.safetensors or model.saf"),
+    (lambda p: (p / SHARD).write_bytes(b""), rf"{SHARD}\) must be a whole safetensors file"),
+    (lambda p: (p / SHARD).write_bytes((p / SHARD).read_bytes()[:-1]),
+     rf"{SHARD}\) must be a whole safetensors file"),
+])  # fmt: skip
 def test_damage_is_named(damage, message, tmp_path):
     write_directory(tmp_path, STATE, {}, num_shards=2)
     damage(tmp_path)
@@ -230,8 +197,7 @@ def test_a_path_that_is_no_directory(tmp_path):
 def fuzzed(data: bytes, rng: random.Random) -> bytes:
     """Change the length, the header or the size of a file."""
     size = int.from_bytes(data[:8], "little")
-    changed = bytearray(data)
-    kind = rng.randrange(6)
+    changed, kind = bytearray(data), rng.randrange(6)
     if kind == 0:
         changed[:8] = rng.choice([0, 1, size + 1, size * 2, 2**63, 2**64 - 1]).to_bytes(8, "little")
     elif kind == 1:
@@ -344,8 +310,7 @@ def test_a_file_that_becomes_shorter_between_two_reads(tmp_path):
     command = [sys.executable, "-c", SHORTENED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     error, total = done.stdout.splitlines()
-    assert error.endswith("it was cut meanwhile")
-    assert float(total) == 1024
+    assert error.endswith("it was cut meanwhile") and float(total) == 1024
 
 
 def test_long_lists_are_cut():

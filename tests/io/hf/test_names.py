@@ -1,7 +1,3 @@
-"""Names of Hugging Face checkpoints: bit-exact both ways, against what transformers writes."""
-
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -123,24 +119,20 @@ def test_names_and_shapes_of_published_deepseek_v3():
     }
 
 
-@pytest.mark.parametrize(
-    ("change", "layout", "name"),
-    [
-        (dict(shared_gate=True), "mixtral", "mlp.router.expert_bias"),
-        (dict(shared_gate=True, num_shared_experts=2), "fused", "mlp.shared.w1"),
-        (dict(router_bias=True), "fused", "mlp.router.bias"),
-        (dict(fc1_bias=True), "per_expert", "mlp.experts.b1"),
-        (dict(fc2_bias=True), "per_expert", "mlp.experts.b2"),
-        (dict(activation="relu2"), "fused", "mlp.experts.w1"),
-        (dict(), "mixtral", "mlp.router.expert_bias"),
-        (dict(expert_bias=False), "mixtral", "mlp.shared.w1"),
-    ],
-)
+@pytest.mark.parametrize(("change", "layout", "name"), [
+    (dict(shared_gate=True), "mixtral", "mlp.router.expert_bias"),
+    (dict(shared_gate=True, num_shared_experts=2), "fused", "mlp.shared.w1"),
+    (dict(router_bias=True), "fused", "mlp.router.bias"),
+    (dict(fc1_bias=True), "per_expert", "mlp.experts.b1"),
+    (dict(fc2_bias=True), "per_expert", "mlp.experts.b2"),
+    (dict(activation="relu2"), "fused", "mlp.experts.w1"),
+    (dict(), "mixtral", "mlp.router.expert_bias"),
+    (dict(expert_bias=False), "mixtral", "mlp.shared.w1"),
+])  # fmt: skip
 def test_tensors_without_a_name_are_refused(change, layout, name):
     config = preset("tiny-deepseek-v3")
     balance = replace(config.moe.balance, bias_update_rate=0.0)
     config = replace(config, moe=replace(config.moe, balance=balance, **change))
-    with pytest.raises(
-        NotImplementedError, match=rf"layers.1.{name} .* must have a Hugging Face n"
-    ):
+    message = rf"layers.1.{name} .* must have a Hugging Face n"
+    with pytest.raises(NotImplementedError, match=message):
         plan_hf_tensors(config, layout)

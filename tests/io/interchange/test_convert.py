@@ -1,7 +1,3 @@
-"""DCP directories, of Megatron-Core and plain ones, to native checkpoints and back."""
-
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -28,14 +24,10 @@ from moecore.io import load, save
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.convert import native_to_hf
 from moecore.io.interchange import dcp as dcp_room
+from moecore.io.interchange import megatron
 from moecore.io.interchange.convert import dcp_to_native, native_to_dcp
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, write_dcp
 from moecore.io.interchange.dcp_metadata import _MetadataRecord, _Unpickler
-from moecore.io.interchange.megatron import (
-    SUPPORTED_FIELDS,
-    _find_unsupported_fields,
-    build_megatron_blocks,
-)
 from moecore.models import Decoder, DecoderConfig
 from tests.families.transformers.hf_models import random_model
 from tests.io.hf.states import hf_state
@@ -104,7 +96,6 @@ def test_megatron_there_and_back(name, tmp_path):
     found = decoder(config, seed=4)
     load(path, found)
     assert_same(found, model)
-
     count = native_to_dcp(path, tmp_path / "back", config=values, names="megatron")
     again = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     dcp.load(again, checkpoint_id=tmp_path / "back", no_dist=True)
@@ -115,7 +106,6 @@ def test_megatron_there_and_back(name, tmp_path):
     common = torch.load(tmp_path / "back" / "common.pt", weights_only=True)
     metadata = json.loads((tmp_path / "back" / "metadata.json").read_text())
     assert common["checkpoint_version"] == 3.0 and metadata["sharded_backend"] == "torch_dist"
-
     dcp_to_native(tmp_path / "back", tmp_path / "again", config=values)  # a chunk per expert
     found = decoder(config, seed=5)
     load(tmp_path / "again" / "step-000000", found)
@@ -235,33 +225,20 @@ def changed(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], None]:
 FC1 = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (without("decoder.layers.mlp.router.weight"), r"mlp.router.weight\[0\] is missing"),
-        (without(FC1), r"experts.experts.linear_fc1.weight\[0, 0\] is missing"),
-        (
-            changed(FC1, torch.ones(4, 4, 64, 64)),
-            r"linear_fc1.weight \(4, 4, 64, 64\) must be \(3, 4, 64, 64\)",
-        ),
-        (
-            changed("embedding.word_embeddings.weight", torch.ones(96, 64)),
-            r"word_embeddings.weight \(96, 64\) must be \(97, 64\)",
-        ),
-        (
-            changed("decoder.layers.self_attention.linear_qkv.bias", torch.ones(3, 128)),
-            r"linear_qkv.bias is no tensor of the decoder",
-        ),
-        (
-            changed("output_layer.weight", torch.ones(97, 64)),
-            r"lm_head.weight must equal model.embed_tokens.weight",
-        ),
-        (
-            changed(FC1, torch.ones(3, 4, 64, 64, dtype=torch.int64)),
-            r"gate_proj.weight \(torch.int64\) must be a float tensor",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (without("decoder.layers.mlp.router.weight"), r"mlp.router.weight\[0\] is missing"),
+    (without(FC1), r"experts.experts.linear_fc1.weight\[0, 0\] is missing"),
+    (changed(FC1, torch.ones(4, 4, 64, 64)),
+     r"linear_fc1.weight \(4, 4, 64, 64\) must be \(3, 4, 64, 64\)"),
+    (changed("embedding.word_embeddings.weight", torch.ones(96, 64)),
+     r"word_embeddings.weight \(96, 64\) must be \(97, 64\)"),
+    (changed("decoder.layers.self_attention.linear_qkv.bias", torch.ones(3, 128)),
+     r"linear_qkv.bias is no tensor of the decoder"),
+    (changed("output_layer.weight", torch.ones(97, 64)),
+     r"lm_head.weight must equal model.embed_tokens.weight"),
+    (changed(FC1, torch.ones(3, 4, 64, 64, dtype=torch.int64)),
+     r"gate_proj.weight \(torch.int64\) must be a float tensor"),
+])  # fmt: skip
 def test_what_the_config_does_not_describe(change, message, tmp_path):
     config, values = case("mixtral")
     state = megatron_state(config, decoder(config).state_dict())
@@ -281,28 +258,21 @@ class Evil:
         return os.system, (f"touch {self.folder}/was-here",)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda f: f.unlink(), r".metadata\) must exist"),
-        (lambda f: f.write_bytes(f.read_bytes()[:-30]), r"must be that of a whole DCP directory"),
-        (
-            lambda f: f.write_bytes(pickle.dumps(Evil(f.parent))),
-            r"posix.system is no class of a DCP dir",
-        ),
-        (lambda f: f.write_bytes(pickle.dumps({"a": 1})), r"state_dict_metadata .* must be a dict"),
-        (  # an entry of the memo so far behind that all before it would take 2 GB
-            lambda f: f.write_bytes(b"\x80\x04Nr" + (2**27).to_bytes(4, "little") + b"."),
-            r"its memo has 134217728 entries, more than it has bytes",
-        ),
-        (
-            lambda f: f.write_bytes(f.read_bytes().replace(b"__0_0.distcp", b"../0_.distcp")),
-            r"'../0_.distcp', which is no file of the directory",
-        ),
-        (lambda f: (f.parent / "__0_0.distcp").unlink(), r"__0_0.distcp is missing"),
-        (lambda f: os.truncate(f.parent / "__0_0.distcp", 900), r"__0_0.distcp ends before"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda f: f.unlink(), r".metadata\) must exist"),
+    (lambda f: f.write_bytes(f.read_bytes()[:-30]), r"must be that of a whole DCP directory"),
+    (lambda f: f.write_bytes(pickle.dumps(Evil(f.parent))),
+     r"posix.system is no class of a DCP dir"),
+    (lambda f: f.write_bytes(pickle.dumps({"a": 1})), r"state_dict_metadata .* must be a dict"),
+    (  # an entry of the memo so far behind that all before it would take 2 GB
+        lambda f: f.write_bytes(b"\x80\x04Nr" + (2**27).to_bytes(4, "little") + b"."),
+        r"its memo has 134217728 entries, more than it has bytes",
+    ),
+    (lambda f: f.write_bytes(f.read_bytes().replace(b"__0_0.distcp", b"../0_.distcp")),
+     r"'../0_.distcp', which is no file of the directory"),
+    (lambda f: (f.parent / "__0_0.distcp").unlink(), r"__0_0.distcp is missing"),
+    (lambda f: os.truncate(f.parent / "__0_0.distcp", 900), r"__0_0.distcp ends before"),
+])  # fmt: skip
 def test_metadata_runs_nothing_and_is_checked(damage, message, tmp_path):
     config, values = case("mixtral")
     path = written(tmp_path / "in", dict(decoder(config).state_dict()))
@@ -338,16 +308,13 @@ def test_metadata_expands_nothing_and_imports_nothing():
     assert out.stdout == "torch.onnx is no class of a DCP directory 0\n"
 
 
-@pytest.mark.parametrize(
-    ("offsets", "sizes", "is_whole"),
-    [
-        ([(0,), (2,)], [(2,), (2,)], True),
-        ([(0,), (1,)], [(2,), (2,)], False),  # row 1 twice, row 3 never: as many as a whole one
-        ([(0, 0), (0, 1), (1, 1)], [(2, 1), (1, 2), (1, 2)], True),
-        ([(0, 0), (0, 2), (1, 0)], [(1, 2), (2, 1), (1, 2)], True),
-        ([(0, 0), (0, 1), (1, 0)], [(2, 1), (1, 2), (1, 2)], False),  # [1, 0] twice, [1, 2] never
-    ],
-)
+@pytest.mark.parametrize(("offsets", "sizes", "is_whole"), [
+    ([(0,), (2,)], [(2,), (2,)], True),
+    ([(0,), (1,)], [(2,), (2,)], False),  # row 1 twice, row 3 never: as many as a whole one
+    ([(0, 0), (0, 1), (1, 1)], [(2, 1), (1, 2), (1, 2)], True),
+    ([(0, 0), (0, 2), (1, 0)], [(1, 2), (2, 1), (1, 2)], True),
+    ([(0, 0), (0, 1), (1, 0)], [(2, 1), (1, 2), (1, 2)], False),  # [1, 0] twice, [1, 2] never
+])  # fmt: skip
 def test_chunks_cover_each_element_once(offsets, sizes, is_whole, tmp_path):
     chunks = [
         NewChunk(o, s, lambda s=s: torch.ones(s)) for o, s in zip(offsets, sizes, strict=True)
@@ -355,9 +322,8 @@ def test_chunks_cover_each_element_once(offsets, sizes, is_whole, tmp_path):
     shape = (4,) if len(offsets[0]) == 1 else (2, 3)
     write_dcp(tmp_path, {"a": NewTensor(shape, torch.float32, chunks)}, dcp_room.Meter())
     if not is_whole:
-        with pytest.raises(
-            ValueError, match=r"a \(.*\) has chunks that are not all of it, each el"
-        ):
+        message = r"a \(.*\) has chunks that are not all of it, each el"
+        with pytest.raises(ValueError, match=message):
             DCPFiles(tmp_path)
         return
     with DCPFiles(tmp_path) as files:
@@ -369,9 +335,8 @@ def test_one_of_several_models_is_not_guessed(tmp_path):
     config, values = case("mixtral")
     state, other = (decoder(config, seed).state_dict() for seed in (3, 4))
     source = written(tmp_path / "in", {"model": dict(state), "ema": dict(other)})
-    with pytest.raises(
-        ValueError, match=r"one model, but has model.embed_tokens.weight below .*ema"
-    ):
+    message = r"one model, but has model.embed_tokens.weight below .*ema"
+    with pytest.raises(ValueError, match=message):
         dcp_to_native(source, tmp_path / "run", config=values)
     source = written(tmp_path / "one", {"model": dict(state), "optim": {"exp_avg": dict(other)}})
     found = decoder(config, seed=5)
@@ -407,17 +372,14 @@ def test_a_chunk_unpacks_to_no_more_than_it_has(tmp_path, monkeypatch):
         files.read("a", (slice(0, 2),))
 
 
-@pytest.mark.parametrize(
-    ("stored", "is_whole"),
-    [
-        (torch.ones(2, 3, requires_grad=True), True),
-        (torch.ones(2, 3, device="meta"), False),
-        (torch.ones(2, 3).to_sparse(), False),
-        (torch.ones(3, 2), False),
-        (torch.ones(2, 3).double(), False),
-        ([torch.ones(2, 3)], False),
-    ],
-)
+@pytest.mark.parametrize(("stored", "is_whole"), [
+    (torch.ones(2, 3, requires_grad=True), True),
+    (torch.ones(2, 3, device="meta"), False),
+    (torch.ones(2, 3).to_sparse(), False),
+    (torch.ones(3, 2), False),
+    (torch.ones(2, 3).double(), False),
+    ([torch.ones(2, 3)], False),
+])  # fmt: skip
 def test_a_chunk_of_another_kind(stored, is_whole, tmp_path, monkeypatch):
     plain, chunk = torch.save, NewChunk((0, 0), (2, 3), lambda: torch.ones(2, 3))
     monkeypatch.setattr(torch, "save", lambda _, *rest, **options: plain(stored, *rest, **options))
@@ -458,15 +420,14 @@ def test_one_chunk_is_in_memory_at_a_time(tmp_path, monkeypatch):
 def test_a_model_without_names_there_is_refused(tmp_path):
     config, values = case("mixtral")
     path = save(tmp_path / "run", 0, decoder(config), None)
-    with pytest.raises(
-        ValueError, match=r"names \('zarr'\) must be one of 'megatron', 'dcp', 'dcp-tr"
-    ):
+    message = r"names \('zarr'\) must be one of 'megatron', 'dcp', 'dcp-tr"
+    with pytest.raises(ValueError, match=message):
         native_to_dcp(path, tmp_path / "out", config=values, names="zarr")
     with pytest.raises(NotImplementedError, match=r"model_type \('gpt2'\) must be one of"):
         dcp_to_native(tmp_path, tmp_path / "new", config=dict(model_type="gpt2"))
     for name, tensor in (("gpt-oss", "o_proj.bias"), ("glm-4.5", "q_proj.bias")):
         with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
-            build_megatron_blocks(make_pair(name)[1])
+            megatron.build_megatron_blocks(make_pair(name)[1])
     config = make_pair("qwen3-next")[1]
     for change, tensor in (
         (dict(zero_centered_norms=False, attention_gate=False), "1.linear_attn.conv1d.weight"),
@@ -474,7 +435,7 @@ def test_a_model_without_names_there_is_refused(tmp_path):
         (dict(attention_gate=False), "0.input_layernorm.weight"),
     ):
         with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
-            build_megatron_blocks(replace(config, **change))
+            megatron.build_megatron_blocks(replace(config, **change))
     hybrid = make_pair("nemotron-h")[1]
     halves = dict(num_layers=2, pattern="*E", linear_attention=None, mlp_hidden_dim=0)
     for config, tensor in (
@@ -482,7 +443,7 @@ def test_a_model_without_names_there_is_refused(tmp_path):
         (replace(hybrid, pattern="", linear_attention=None, moe=None), "mlp.up_proj.weight"),
     ):
         with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
-            build_megatron_blocks(config)
+            megatron.build_megatron_blocks(config)
     assert not (tmp_path / "out").exists()
 
 
@@ -501,7 +462,7 @@ def test_another_function_of_the_same_tensors_is_refused(name):
     assert config.moe is not None
     other = replace(config, moe=replace(config.moe, **CHANGED[name]))
     with pytest.raises(NotImplementedError) as error:
-        build_megatron_blocks(other)
+        megatron.build_megatron_blocks(other)
     first = name.partition(",")[0]
     assert str(error.value).startswith(f"DecoderConfig.{first} (") and "\n" not in str(error.value)
 
@@ -521,7 +482,7 @@ def test_rules_of_megatron_are_not_those_of_every_config(change):
         ),
     }[change]
     with pytest.raises(NotImplementedError, match=re.escape(f"DecoderConfig.{message}, ")):
-        build_megatron_blocks(replace(config, **wrong))
+        megatron.build_megatron_blocks(replace(config, **wrong))
 
 
 @pytest.mark.parametrize(
@@ -562,12 +523,12 @@ def test_arguments_of_a_run_that_make_it_another_model_are_refused(change, tmp_p
 def test_every_field_is_carried_or_must_have_its_default():
     """A new one is refused until it is named."""
     config = case("tiny-deepseek-v3")[0]
-    assert [*_find_unsupported_fields(config)] == []
+    assert [*megatron._find_unsupported_fields(config)] == []
     named = dict[str, Any]()
     for prefix, part in (("", config), ("moe.", config.moe), ("mla.", config.mla)):
         named |= {prefix + field.name: part for field in fields(part)}
-    assert named.keys() >= SUPPORTED_FIELDS
-    for name in named.keys() - SUPPORTED_FIELDS - {"moe", "mla"}:
+    assert named.keys() >= megatron.SUPPORTED_FIELDS
+    for name in named.keys() - megatron.SUPPORTED_FIELDS - {"moe", "mla"}:
         changed = copy.copy(named[name])
         object.__setattr__(changed, name.rpartition(".")[2], "another value")
         whole = changed if changed.__class__ is DecoderConfig else copy.copy(config)
@@ -575,7 +536,7 @@ def test_every_field_is_carried_or_must_have_its_default():
             object.__setattr__(whole, name.partition(".")[0], changed)
         assert [
             p
-            for p in _find_unsupported_fields(whole)
+            for p in megatron._find_unsupported_fields(whole)
             if p.startswith(f"{name} ('another value') must")
         ]
 

@@ -1,7 +1,3 @@
-"""Whole models upcycled: the same logits and gradients as the dense model, and the refusals."""
-
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,15 +22,9 @@ from moecore.models import Decoder, DecoderConfig
 from tests.moe.moe_cases import assert_equal_to_scale
 
 DENSE = DecoderConfig(
-    vocab_size=61,
-    dim=32,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_hidden_dim=48,
+    vocab_size=61, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, mlp_hidden_dim=48,
     max_seq_len=32,
-)
+)  # fmt: skip
 OPTIONS = UpcycleOptions.parse("E4G2T4")
 DOCS = Path(__file__).parents[3] / "docs" / "huggingface.md"
 
@@ -155,14 +145,9 @@ def without(state: dict[str, Tensor], part: str) -> dict[str, Tensor]:
 
 
 HF: dict[str, Any] = dict(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    attn_implementation="eager",
-)
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=64, attn_implementation="eager",
+)  # fmt: skip
 PLAIN = MLPNames(gate=None, up="dense_h_to_4h", down="dense_4h_to_h")
 HF_MODELS: dict[str, tuple[dict[str, Any], MLPNames | None, dict[str, Any]]] = {
     "Llama": (dict(num_key_value_heads=2), None, {}),
@@ -192,8 +177,7 @@ def test_hugging_face_models(name: str) -> None:
     dense = randomised(getattr(transformers, f"{family}ForCausalLM")(config), 0.2)
     model = copy.deepcopy(dense)
     returned = upcycle_modules(model, OPTIONS, mlps=is_mlp, names=names, **fields)
-    assert returned is model
-    assert sum(isinstance(m, MoELayer) for m in model.modules()) == 2
+    assert returned is model and sum(isinstance(m, MoELayer) for m in model.modules()) == 2
     assert_same_model(model, dense)
 
 
@@ -233,14 +217,10 @@ def test_modules_that_are_not_what_they_are_said_to_be() -> None:
     dropping = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32), nn.Dropout(0.1))
     model = nn.ModuleDict(
         {
-            "plain": Plain(),
-            "tanh": gelu_tanh,
-            "scaled": Plain(factor=1.01),
-            "unequal": unequal,
-            "odd": odd,
-            "dropping": dropping,
-        }
-    )
+            "plain": Plain(), "tanh": gelu_tanh, "scaled": Plain(factor=1.01), "unequal": unequal,
+            "odd": odd, "dropping": dropping,
+        },
+    )  # fmt: skip
     cases: list[tuple[str, str, MLPNames, str]] = [
         ("absent", "silu", OWN["names"], r"mlps \('absent'\) must be modules inside ModuleDict"),
         ("", "silu", OWN["names"], r"mlps \(''\) must be modules inside"),
@@ -268,8 +248,7 @@ def test_modules_that_are_not_what_they_are_said_to_be() -> None:
         upcycle_modules(model, OPTIONS, mlps=lambda name, module: False, **OWN)
     with pytest.raises(ValueError, match=r"w1 \(on meta\) of 0 must be a whole tensor"):
         upcycle_modules(nn.Sequential(Plain().to("meta")), OPTIONS, mlps=["0"], **OWN)
-    assert list(model.modules()) == before
-    assert all(module.training for module in before)
+    assert list(model.modules()) == before and all(module.training for module in before)
 
 
 def test_the_code_of_the_docs_runs(no_group_left: None) -> None:
