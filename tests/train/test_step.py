@@ -1,7 +1,3 @@
-"""TrainStep: what it does is what its parts do, and a wrong order is a one-line error."""
-
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from pathlib import Path
@@ -197,15 +193,12 @@ def two_models() -> tuple[bool, list[str], float, float]:
     with step.micro_batch():
         for model in together:
             loss_of(model, 0).backward()
-    done = step.finish()
-    squares = 0.0
+    done, squares = step.finish(), 0.0
     for model in alone:
         one = TrainStep(model, adamw(model))
         run(one, model)
         norm = one.finish().norm
-        assert norm is not None
         squares += norm.total**2
-    assert done.norm is not None
     is_same = are_equal(weights(*together), weights(*alone))
     return is_same, list(done.metrics.tokens_per_expert), done.norm.total, math.sqrt(squares)
 
@@ -224,7 +217,6 @@ def numbers() -> tuple[dict[str, float], float, list[float]]:
     with step.micro_batch():
         (loss_of(model, 0) * math.nan).backward()
     bad = step.finish().to_dict()
-    assert done.norm is not None
     return done.to_dict(), done.norm.total, [bad["skipped"], bad["lr"], bad["grad_norm"]]
 
 
@@ -264,28 +256,25 @@ def test_a_whole_step_is_its_pieces(found: dict[str, Any]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("order", "message"),
-    [
-        ("nothing", r"finish\(\) must follow num_micro_batches \(2\) micro-batches, but 0 are"),
-        ("too few", r"finish\(\) must follow num_micro_batches \(2\) micro-batches, but 1 are"),
-        ("twice", r"finish\(\) must follow num_micro_batches \(2\) micro-batches, but 0 are"),
-        ("too many", r"micro_batch\(\) must come at most num_micro_batches \(2\) times"),
-        ("within", r"finish\(\) must not be within a micro_batch\(\)"),
-        ("nested", r"micro_batch\(\) must not be within a micro_batch\(\)"),
-        ("drop within", r"drop\(\) must not be within a micro_batch\(\)"),
-        ("outside", "backward must run within `with step.micro_batch"),
-        ("clip", r"optimizer \(AdamW\) must be None for clip\(\)"),
-        ("number", r"num_micro_batches \(3\) must be set between steps"),
-        ("zero", r"num_micro_batches \(0\) must be a whole number >= 1"),
-        ("scheduler", r"optimizer \(.*LambdaLR.*\) must be an Optimizer or"),
-        ("plain", r"model \(Linear\) must be parallelized"),
-        ("norm", r"max_norm \(0.0\) must be a number > 0"),
-        ("no_grad", r"forward_backward\(\) must run with gradients: call it outside of torch.no_g"),
-        ("frozen", r"loss \(without a gradient\) must depend on a trained parameter"),
-        ("part", r"optimizer \(SGD\) must hold model.embed_tokens.weight"),
-    ],
-)
+@pytest.mark.parametrize(("order", "message"), [
+    ("nothing", r"finish\(\) must follow num_micro_batches \(2\) micro-batches, but 0 are"),
+    ("too few", r"finish\(\) must follow num_micro_batches \(2\) micro-batches, but 1 are"),
+    ("twice", r"finish\(\) must follow num_micro_batches \(2\) micro-batches, but 0 are"),
+    ("too many", r"micro_batch\(\) must come at most num_micro_batches \(2\) times"),
+    ("within", r"finish\(\) must not be within a micro_batch\(\)"),
+    ("nested", r"micro_batch\(\) must not be within a micro_batch\(\)"),
+    ("drop within", r"drop\(\) must not be within a micro_batch\(\)"),
+    ("outside", "backward must run within `with step.micro_batch"),
+    ("clip", r"optimizer \(AdamW\) must be None for clip\(\)"),
+    ("number", r"num_micro_batches \(3\) must be set between steps"),
+    ("zero", r"num_micro_batches \(0\) must be a whole number >= 1"),
+    ("scheduler", r"optimizer \(.*LambdaLR.*\) must be an Optimizer or"),
+    ("plain", r"model \(Linear\) must be parallelized"),
+    ("norm", r"max_norm \(0.0\) must be a number > 0"),
+    ("no_grad", r"forward_backward\(\) must run with gradients: call it outside of torch.no_g"),
+    ("frozen", r"loss \(without a gradient\) must depend on a trained parameter"),
+    ("part", r"optimizer \(SGD\) must hold model.embed_tokens.weight"),
+])  # fmt: skip
 def test_a_wrong_order_is_one_line(order: str, message: str, found: dict[str, Any]) -> None:
     error = found["orders"][order]
     assert "\n" not in error

@@ -6,8 +6,6 @@ On 1, 2 or 4 GPUs, as many as there are. Eager training is run twice: a replay m
 much as two eager runs do, which is nothing where all kernels are deterministic.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
@@ -39,7 +37,7 @@ from moecore import (
 from moecore.models import Decoder, preset
 from moecore.parallel.model.parallel_state import get_capacity, get_moe_state
 from moecore.train import GraphedForwardBackward
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 
 # One per GPU: gloo's collectives, which ranks that share one have, cannot be captured.
 WORLD = next((n for n in (4, 2, 1) if n <= torch.cuda.device_count()), 0)
@@ -71,59 +69,33 @@ ROOM = NVLinkOptions(row_factor=4.0)
 CLONED: dict[str, Any] = {"clones": CloneOptions(min_share=0.0)} if WORLD > 1 else {}
 CASES = {
     "all ranks": Case(ep=WORLD, nvlink=ROOM),
-    "gathered once, casts kept": Case(
-        ep=WORLD,
-        nvlink=ROOM,
-        balance=LOSSES,
-        fsdp=dict(dense_strategy="optim", experts_strategy="optim"),
-    ),
-    "gradients home late, compiled": Case(
-        ep=WORLD,
+    "gathered once, casts kept": Case(ep=WORLD, nvlink=ROOM, balance=LOSSES,
+        fsdp=dict(dense_strategy="optim", experts_strategy="optim")),
+    "gradients home late, compiled": Case(ep=WORLD,
         nvlink=replace(ROOM, overlap_weight_grads=False),
-        options=dict(dense=DenseOptions(compile=True)),
-    ),
-    "shared experts beside, latent attention, two tokens ahead": Case(
-        ep=WORLD,
-        nvlink=ROOM,
-        preset="tiny-deepseek-v3",
-        balance=LOSSES,
-        options=dict(dense=DenseOptions(overlap_shared=True)),
-    ),
-    "in FP8, tokens as FP8 rows, quantised weights kept": Case(
-        ep=WORLD,
-        nvlink=ROOM,
-        fsdp=dict(dense_strategy="optim", experts_strategy="optim"),
-        dispatch=dict(fp8=True),
-        options=dict(precision="blockwise"),
-    ),
-    "in FP8, weights quantised for every use": Case(
-        ep=WORLD, nvlink=ROOM, balance=LOSSES, options=dict(precision="blockwise")
-    ),
-    "in fp16, with a scale that grows between replays": Case(
-        ep=WORLD,
-        nvlink=ROOM,
-        balance=LOSSES,
+        options=dict(dense=DenseOptions(compile=True))),
+    "shared experts beside, latent attention, two tokens ahead": Case(ep=WORLD, nvlink=ROOM,
+        preset="tiny-deepseek-v3", balance=LOSSES,
+        options=dict(dense=DenseOptions(overlap_shared=True))),
+    "in FP8, tokens as FP8 rows, quantised weights kept": Case(ep=WORLD, nvlink=ROOM,
+        fsdp=dict(dense_strategy="optim", experts_strategy="optim"), dispatch=dict(fp8=True),
+        options=dict(precision="blockwise")),
+    "in FP8, weights quantised for every use": Case(ep=WORLD, nvlink=ROOM, balance=LOSSES,
+        options=dict(precision="blockwise")),
+    "in fp16, with a scale that grows between replays": Case(ep=WORLD, nvlink=ROOM, balance=LOSSES,
         fsdp=dict(param_dtype=torch.float16),
-        loss_scale=DynamicLossScale(initial=2.0**10, growth_interval=2),
-    ),
-    "what is between products computed again": Case(
-        ep=WORLD,
-        nvlink=ROOM,
-        preset="tiny-deepseek-v3",
-        balance=LOSSES,
-        options=dict(memory=MemoryOptions(recompute=RECOMPUTE)),
-    ),
-    "MoE layers computed again": Case(
-        ep=WORLD, nvlink=ROOM, options=dict(memory=MemoryOptions(recompute=("norm", "moe")))
-    ),
+        loss_scale=DynamicLossScale(initial=2.0**10, growth_interval=2)),
+    "what is between products computed again": Case(ep=WORLD, nvlink=ROOM,
+        preset="tiny-deepseek-v3", balance=LOSSES,
+        options=dict(memory=MemoryOptions(recompute=RECOMPUTE))),
+    "MoE layers computed again": Case(ep=WORLD, nvlink=ROOM,
+        options=dict(memory=MemoryOptions(recompute=("norm", "moe")))),
     "clones of hot experts": Case(ep=WORLD, nvlink=ROOM, balance=LOSSES, dispatch=CLONED),
-    "clones of hot experts in FP8": Case(
-        ep=WORLD, nvlink=ROOM, dispatch=CLONED, options=dict(precision="blockwise")
-    ),
-    "half the ranks": Case(
-        ep=max(1, WORLD // 2), nvlink=ROOM if WORLD > 2 else None, fsdp=dict(blocks_per_unit=2)
-    ),
-}
+    "clones of hot experts in FP8": Case(ep=WORLD, nvlink=ROOM, dispatch=CLONED,
+        options=dict(precision="blockwise")),
+    "half the ranks": Case(ep=max(1, WORLD // 2), nvlink=ROOM if WORLD > 2 else None,
+        fsdp=dict(blocks_per_unit=2)),
+}  # fmt: skip
 CASES |= {
     f"over cp, {what}": Case(
         ep=WORLD, cp=2, nvlink=ROOM, preset=name, balance=LOSSES, options=dict(context=way)
@@ -166,12 +138,9 @@ class Job:
         self.model.init_weights(0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
         self.owner = TrainStep(
-            self.model,
-            self.optimizer,
-            max_norm=0.5,
-            num_micro_batches=MICRO_BATCHES,
+            self.model, self.optimizer, max_norm=0.5, num_micro_batches=MICRO_BATCHES,
             loss_scale=case.loss_scale,
-        )
+        )  # fmt: skip
         self.run: Callable[..., Any] = self.forward_backward
         if graphed:
             self.run = GraphedForwardBackward(self.forward_backward, self.model, warm_up=WARM_UP)
@@ -282,7 +251,6 @@ def refusals() -> dict[str, str]:
     attempt("micro-batches", lambda: job.run(job.batch(0)))
     job.owner.num_micro_batches = MICRO_BATCHES
     job.step(4)
-
     waiting = Job(case, graphed=False)
     waiting.run = GraphedForwardBackward(
         lambda x: waiting.forward_backward(x) | {"one": torch.ones(1).cuda()}, waiting.model
@@ -341,9 +309,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return run_ranks(WORLD, worker, device_type="cuda")
+found = ranks_fixture(WORLD, worker, device_type="cuda")
 
 
 @pytest.mark.parametrize("name", CASES)
