@@ -5,8 +5,6 @@ one rank receives something else. Rank 1 does in the first forward, ranks 1 and 
 so that each of the two groups that share rows has a rank that differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -74,17 +72,13 @@ def of_shape(given: dict[str, Any], *shape: int) -> dict[str, Any]:
 CHANGES: dict[str, tuple[Change, str]] = {
     "tokens": (lambda given: given.update(tokens_BT=60 - given["tokens_BT"]), "tokens_BT"),
     "labels": (lambda given: given.update(labels_BT=-given["labels_BT"]), "labels_BT"),
-    "length": (
-        lambda given: given.update({n: given[n][:, 2:] for n in ("tokens_BT", "labels_BT")}),
-        "and 1 more",
-    ),
+    "length": (lambda given: given.update({n: given[n][:, 2:] for n in ("tokens_BT", "labels_BT")}),
+        "and 1 more"),
     "shape of as many tokens": (lambda given: given.update(of_shape(given, 4, 4)), "and 1 more"),
     "dtype": (lambda given: given.update(tokens_BT=given["tokens_BT"].int()), "tokens_BT"),
-    "padding": (
-        lambda given: given.update(padding_mask_BT=given["tokens_BT"] < 30),
-        "names of arguments",
-    ),
-}
+    "padding": (lambda given: given.update(padding_mask_BT=given["tokens_BT"] < 30),
+        "names of arguments"),
+}  # fmt: skip
 OF_NATIVE: dict[str, tuple[Change, str]] = {
     "number of labels": (lambda given: given.update(num_tokens=1), "num_tokens"),
     "documents": (with_documents, "names of arguments"),
@@ -129,15 +123,7 @@ def build(layout: str) -> Any:
     return parallelize_moe(plain, build_meshes(parallel, "cpu"), **options)
 
 
-def run(
-    step: TrainStep,
-    layout: str,
-    change: Change | None = None,
-    *,
-    odd: Sequence[int],
-    place: int = 0,
-    runs: Callable[..., Tensor] = TrainStep.forward_backward,
-) -> tuple[str | None, Tensor | None]:
+def run(step, layout, change=None, *, odd, place=0, runs=TrainStep.forward_backward):
     """Return the error of a step that `odd` ranks change, or its losses; drop the step."""
     given = inputs(layout)
     if change is not None and dist.get_rank() in odd:
@@ -271,18 +257,14 @@ def test_the_first_forward_raises_on_every_rank(layout: str, found: Any) -> None
 
 
 @pytest.mark.parametrize(("layout", "change"), CASES)
-def test_a_later_forward_raises_on_the_ranks_that_share_its_rows(
-    layout: str, change: str, found: Any
-) -> None:
+def test_a_later_forward_raises_on_the_ranks_that_share_its_rows(layout, change, found) -> None:
     errors = [of_rank[layout][change] for of_rank in found]
     name = changes_of(layout)[change][1]
     assert are_refused(errors, named(layout, {name: None}).popitem()[0]), errors
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_later_micro_batches_and_losses_without_gradients_are_compared(
-    layout: str, found: Any
-) -> None:
+def test_later_micro_batches_and_losses_without_gradients_are_compared(layout, found) -> None:
     for which in ("second", "losses"):
         errors = [of_rank[layout][which] for of_rank in found]
         assert are_refused(errors, named(layout, {"tokens_BT": None}).popitem()[0]), errors
@@ -297,9 +279,7 @@ def test_an_error_loses_nothing(layout: str, found: Any) -> None:
 
 
 @pytest.mark.parametrize(("fused", "is_slow"), LATE)
-def test_contents_on_a_device_skip_the_step_and_raise_later(
-    fused: bool, is_slow: bool, found: Any
-) -> None:
+def test_contents_on_a_device_skip_the_step_and_raise_later(fused, is_slow, found) -> None:
     of_ranks = [of_rank["late", fused, is_slow] for of_rank in found]
     for late in of_ranks:
         assert late["first"].shape == late["again"].shape == late["forward"].shape == (2,)

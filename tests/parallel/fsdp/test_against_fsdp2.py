@@ -4,8 +4,6 @@ gloo adds ranks in an order that depends on where a number lies in a message, an
 Here both add the ranks in their order.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,9 +25,9 @@ from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.fsdp import transport
 from moecore.parallel.model.parallel_state import list_engines
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import beside
 from tests.helpers.parts import on_parts
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.parallel.fsdp.fsdp2 import parallelize_with_fsdp2
 
 pytestmark = pytest.mark.slow
@@ -68,29 +66,23 @@ class Case:
 EP = ParallelConfig(ep=2, edp_shard=2)
 # Layouts with other ranks have one process as their oracle in `tests/test_parity.py`.
 CASES = {
-    "tensor parallel, bf16": Case(
-        parallel=ParallelConfig(dp_shard=2, tp=2, ep=2), fsdp=BF16, config=SHORT
-    ),
-    "replicas": Case(
-        parallel=ParallelConfig(dp_replicate=2, dp_shard=2, edp_replicate=2), config=SHORT
-    ),
+    "tensor parallel, bf16": Case(parallel=ParallelConfig(dp_shard=2, tp=2, ep=2), fsdp=BF16,
+        config=SHORT),
+    "replicas": Case(parallel=ParallelConfig(dp_replicate=2, dp_shard=2, edp_replicate=2),
+        config=SHORT),
     "ep 2": Case(parallel=EP),
     "uneven experts, bf16": Case(config=replace(SHORT, moe=BIASES), fsdp=BF16),
-    "reduced in bf16": Case(
-        parallel=EP, fsdp=replace(BF16, reduce_dtype=torch.bfloat16), config=SHORT
-    ),
+    "reduced in bf16": Case(parallel=EP, fsdp=replace(BF16, reduce_dtype=torch.bfloat16),
+        config=SHORT),
     "gathered once": Case(parallel=EP, fsdp=replace(BF16, dense_strategy="optim")),
     "multi-token prediction, tied": Case(
-        config=replace(SHORT, num_mtp_layers=2, mtp_loss_coef=0.3, tie_embeddings=True), fsdp=BF16
-    ),
-}
+        config=replace(SHORT, num_mtp_layers=2, mtp_loss_coef=0.3, tie_embeddings=True), fsdp=BF16),
+}  # fmt: skip
 BY_DAY = ("uneven experts, bf16", "reduced in bf16")
 NIGHTLY = [name for name in CASES if name not in BY_DAY]
 
 
-def make(
-    case: Case, engine: str, seed: int = 0, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
-) -> tuple[Decoder, torch.optim.Optimizer]:
+def make(case, engine, seed=0, kind=torch.optim.AdamW) -> tuple[Decoder, torch.optim.Optimizer]:
     model = Decoder(case.config, device="meta")
     BOTH[engine](model, build_meshes(case.parallel, "cpu"), fsdp=case.fsdp)
     assert bool(list_engines(model)) == (engine == "units")
@@ -206,16 +198,11 @@ def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:
     return {name: sorted({n for one in every for n in one[name]}) for name in found}
 
 
-@pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> dict[str, list[str]]:
-    differences: dict[str, list[str]] = run_ranks(WORLD, worker, asked_for(request, "name"))
-    return differences
+found = ranks_fixture(WORLD, worker, "name")
 
 
 @pytest.mark.parametrize("name", beside(CASES, NIGHTLY))
-def test_losses_gradients_and_parameters_have_the_same_bits(
-    name: str, found: dict[str, list[str]]
-) -> None:
+def test_losses_gradients_and_parameters_have_the_same_bits(name, found) -> None:
     assert found[name] == []
 
 

@@ -1,18 +1,12 @@
-"""A plan of a world that this machine does not have: whole, in order, and plain data."""
-
-from __future__ import annotations
-
 import json
 import math
 import time
 from dataclasses import asdict, replace
 from itertools import pairwise, product
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -34,20 +28,12 @@ from tests.parallel.small_decoder import small_decoder
 pytestmark = pytest.mark.usefixtures("no_group_left")
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 SMALL = small_decoder(
-    32,
-    32,
-    vocab_size=60,
-    num_layers=3,
-    num_mtp_layers=1,
-    mtp_loss_coef=0.1,
-    max_seq_len=4096,
+    32, 32, vocab_size=60, num_layers=3, num_mtp_layers=1, mtp_loss_coef=0.1, max_seq_len=4096,
     dense=44,
-)
+)  # fmt: skip
 
 
-def planned(
-    world_size: int, parallel: ParallelConfig, model: nn.Module, rank: int = 0, **options: Any
-) -> ShardPlan:
+def planned(world_size, parallel, model, rank=0, **options) -> ShardPlan:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     _clear_sharding_prop_cache()  # of the meshes of other ranks, which are equal
     try:
@@ -94,14 +80,10 @@ def test_2048_ranks_of_deepseek_v3() -> None:
     assert json.loads(json.dumps(asdict(plan)))["units"][1]["name"] == "model.layers.0"
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        ParallelConfig(dp_replicate=2, dp_shard=3, tp=2, edp_shard=6, ep=2),
-        ParallelConfig(dp_shard=6, cp=2, edp_replicate=3, ep=2, etp=2),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("parallel", [
+    ParallelConfig(dp_replicate=2, dp_shard=3, tp=2, edp_shard=6, ep=2),
+    ParallelConfig(dp_shard=6, cp=2, edp_replicate=3, ep=2, etp=2),
+], ids=str)  # fmt: skip
 def test_ranks_hold_every_byte_once_for_each_copy(parallel: ParallelConfig) -> None:
     plan = planned(12, parallel, Decoder(SMALL, device="meta"), fsdp=BF16)
     want = {"parameters": 0, "gradients": 0}
@@ -221,9 +203,8 @@ def test_what_units_are_told() -> None:
     for plan_ in (plan, summed):
         (dispatcher,) = {(plan_.dispatcher, plan_.dispatcher_reason)}
         assert dispatcher == ("alltoall", "'nvlink' must go with device_type ('cpu') = 'cuda'")
-    with pytest.raises(
-        ValueError, match=r"DispatchOptions.name \('nvlink'\) must go with device_type"
-    ):
+    message = r"DispatchOptions.name \('nvlink'\) must go with device_type"
+    with pytest.raises(ValueError, match=message):
         planned(4, ParallelConfig(ep=4), Decoder(SMALL, device="meta"), dispatch="nvlink")
 
 
@@ -256,18 +237,13 @@ def test_a_plan_has_no_batch() -> None:
     assert plan.param("model.norm.weight").kind == "norms"
 
 
-@pytest.mark.parametrize(
-    ("pp", "schedule", "layout", "idle"),
-    [
-        (3, "1f1b", "Etttm||L", 1),
-        (2, "zbv", "Etttm|||L", 1),  # stages in a V: 0 and 3 are of rank 0
-        (2, "interleaved", "Etttm|||L", None),
-        (6, "1f1b", None, 3),  # dealt evenly
-    ],
-)
-def test_a_rank_without_any_part_is_refused(
-    pp: int, schedule: Any, layout: str | None, idle: int | None
-) -> None:
+@pytest.mark.parametrize(("pp", "schedule", "layout", "idle"), [
+    (3, "1f1b", "Etttm||L", 1),
+    (2, "zbv", "Etttm|||L", 1),  # stages in a V: 0 and 3 are of rank 0
+    (2, "interleaved", "Etttm|||L", None),
+    (6, "1f1b", None, 3),  # dealt evenly
+])  # fmt: skip
+def test_a_rank_without_any_part_is_refused(pp, schedule, layout, idle) -> None:
     pipeline = PipelineConfig(layout=layout, schedule=schedule)
     model = Decoder(SMALL, device="meta")
     if idle is None:

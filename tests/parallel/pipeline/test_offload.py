@@ -1,7 +1,3 @@
-"""Stages whose activations lie in host memory compute the bits of those whose activations stay."""
-
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +29,7 @@ from moecore.parallel.pipeline.orders import Action
 from moecore.parallel.pipeline.run import _ScheduleRun
 from moecore.train.memory.groups import OffloadChunk
 from moecore.train.memory.offload import Offload
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.parallel.small_decoder import small_decoder
 from tests.train.memory.blocks import LateStreams
 
@@ -54,19 +50,13 @@ LAYOUT = "Et|tt|tt|tL"
 ONE = PipelineConfig(schedule="1f1b")
 # Schedule, fraction of each stage, what is computed again.
 CASES: dict[str, tuple[PipelineConfig, Any, Any]] = {
-    "interleaved": (
-        PipelineConfig(schedule="interleaved", layout=LAYOUT),
-        (1.0, 0.5, 0.3, 0.0),
-        (),
-    ),
+    "interleaved": (PipelineConfig(schedule="interleaved", layout=LAYOUT), (1.0, 0.5, 0.3, 0.0),
+        ()),
     "pairs": (PipelineConfig(schedule="overlapped", layout=LAYOUT), 1.0, ()),
-    "weights apart": (
-        PipelineConfig(schedule="zbv", layout=LAYOUT),
-        (0.7, 1.0, 1.0, 0.5),
-        "gemm_last",
-    ),
+    "weights apart": (PipelineConfig(schedule="zbv", layout=LAYOUT), (0.7, 1.0, 1.0, 0.5),
+        "gemm_last"),
     "1f1b": (ONE, PLANNED, ()),
-}
+}  # fmt: skip
 REFUSED = {
     "other stages": r"MemoryOptions.offload_fraction \(\(0.5,\)\) must have a number per .*\(2\):",
     "no stages": r"MemoryOptions.offload_fraction \(\(0.5, 0.5\)\) must be one number where",
@@ -139,9 +129,7 @@ def copies(chunk: OffloadChunk) -> list[Any]:
     ]
 
 
-def trained(
-    meshes: Meshes, config: PipelineConfig, memory: MemoryOptions, watch: Watch | None = None
-) -> tuple[dict[str, Tensor], Offload | None]:
+def trained(meshes, config, memory, watch=None) -> tuple[dict[str, Tensor], Offload | None]:
     """Return losses and gradients of a step on this rank, and what offloads."""
     model = Decoder(DECODER, device="meta")
     with patch("moecore.train.memory.apply.Offload", partial(Offload, min_bytes=1)):
@@ -158,9 +146,7 @@ def trained(
     return found | {"losses": losses}, offload
 
 
-def compared(
-    meshes: Meshes, config: PipelineConfig, fractions: Any, recompute: Any
-) -> dict[str, Any]:
+def compared(meshes, config, fractions, recompute) -> dict[str, Any]:
     """Return where a step with offload differs from one without, and what it copies."""
     plain = MemoryOptions(recompute=recompute)
     want, nothing = trained(meshes, config, plain)
@@ -172,13 +158,9 @@ def compared(
     assert found.keys() == want.keys() and offload is not None
     return {
         "bits": [name for name in want if not torch.equal(found[name], want[name])],
-        "gradients": len(want),
-        "watch": watch,
-        "out": offload.out_bytes,
-        "back": offload.back_bytes,
-        "late": offload.late_bytes,
-        "on host": offload.used_host_bytes,
-    }
+        "gradients": len(want), "watch": watch, "out": offload.out_bytes,
+        "back": offload.back_bytes, "late": offload.late_bytes, "on host": offload.used_host_bytes,
+    }  # fmt: skip
 
 
 def refusals(meshes: Meshes) -> dict[str, str]:
@@ -205,9 +187,7 @@ def worker(rank: int, device: torch.device) -> list[dict[str, Any]]:
     return gather_objects(found)
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    return run_ranks(4, worker)
+results = ranks_fixture(4, worker)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -239,20 +219,16 @@ def test_what_has_gone_is_freed_and_back_in_time(name: str, results: list[dict[s
         assert found["watch"].freed == sum(found["watch"].whole.values())
 
 
-def test_a_last_block_leaves_where_an_item_runs_while_it_is_away(
-    results: list[dict[str, Any]],
-) -> None:
+def test_a_last_block_leaves_where_an_item_runs_while_it_is_away(results) -> None:
     def whole(name: str) -> dict[int, int]:
         return dict(sum((of_rank[name]["watch"].whole for of_rank in results[::2]), Counter()))
 
     assert whole("interleaved") == {0: 4, 1: 4, 2: 2}  # the first of each round comes back at once
-    assert whole("pairs") == {0: 4, 1: 4}
-    assert whole("1f1b") == {}
+    assert whole("pairs") == {0: 4, 1: 4} and whole("1f1b") == {}
 
 
 def test_the_last_stage_of_1f1b_copies_nothing(results: list[dict[str, Any]]) -> None:
-    assert PLANNED == (0.5, 0.0)
-    assert results[0]["1f1b"]["out"] > 0
+    assert PLANNED == (0.5, 0.0) and results[0]["1f1b"]["out"] > 0
     last = results[2]["1f1b"]
     assert last["out"] == last["back"] == 0 < last["watch"].kept[1]
 

@@ -1,7 +1,3 @@
-"""Simulated steps: bubbles beside their closed forms, and exchanges by hand."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -46,12 +42,9 @@ def test_the_bubble_of_zb_h1_with_unequal_passes(inputs: float, weights: float) 
 def test_exchange_hides_behind_the_other_pass_of_an_overlap() -> None:
     """One rank, three micro-batches: F, F&B, F&B, B of 3 + 2 and 6 + 4 units."""
     costs = Costs(
-        forward=(3.0,),
-        backward_inputs=(4.0,),
-        backward_weights=(2.0,),
-        forward_exchange=(2.0,),
+        forward=(3.0,), backward_inputs=(4.0,), backward_weights=(2.0,), forward_exchange=(2.0,),
         backward_exchange=(4.0,),
-    )
+    )  # fmt: skip
     sizes = dict(pp=1, chunks=1, num_micro_batches=3)
     merged = simulate(make_schedule("overlapped", **sizes), costs)
     assert [span[:2] for span in merged.spans[0]] == [(0, 5), (5, 15), (15, 25), (25, 35)]
@@ -60,8 +53,6 @@ def test_exchange_hides_behind_the_other_pass_of_an_overlap() -> None:
     apart = simulate(make_schedule("1f1b", **sizes), costs)
     assert apart.makespan == 45 and apart.exposed_exchange == (18,)
 
-
-# ------------------------------------------------------------------------ DeepSeek-V3, 256 ranks
 
 # Embedding and three dense layers cost as much as two MoE layers; 61 layers, one MTP module.
 DEEPSEEK = LayoutCosts(embedding=0.2, layers=(0.6,) * 3 + (1.0,) * 58, mtp=(1.5,), loss=1.0)
@@ -81,8 +72,7 @@ def test_layouts_of_deepseek_v3(name: Any, text: str, pp: int, number: int) -> N
     schedule = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number)
     timeline = simulate(schedule, Costs.from_forward(stages))
     closed = 3 * max(stages) * (number * chunks + pp - 1)
-    assert timeline.makespan == pytest.approx(closed, rel=0.03)
-    assert timeline.makespan <= closed
+    assert timeline.makespan == pytest.approx(closed, rel=0.03) and timeline.makespan <= closed
     even = even_layout(61, num_stages=4 * pp, num_mtp_layers=1)
     other = simulate(schedule, Costs.from_forward(DEEPSEEK.sum_stages(even)))
     assert other.makespan > 1.05 * timeline.makespan
@@ -109,13 +99,10 @@ def test_bytes_that_a_rank_holds() -> None:
 KEYS = ("forward", "backward_inputs", "backward_weights")
 
 
-@pytest.mark.parametrize(
-    ("number", "message"),
-    [
-        (3, r"^costs.forward \(3 stages\) must have a time per stage of the schedule \(4\)"),
-        (0, r"^Costs.forward \(\(\)\) must have a time per stage: pass at least one$"),
-    ],
-)
+@pytest.mark.parametrize(("number", "message"), [
+    (3, r"^costs.forward \(3 stages\) must have a time per stage of the schedule \(4\)"),
+    (0, r"^Costs.forward \(\(\)\) must have a time per stage: pass at least one$"),
+])  # fmt: skip
 def test_costs_of_other_stages(number: int, message: str) -> None:
     schedule = make_schedule("1f1b", pp=4, chunks=1, num_micro_batches=4)
     with pytest.raises(ValueError, match=message):
