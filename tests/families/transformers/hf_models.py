@@ -1,7 +1,5 @@
 """Tiny random transformers models, and everything that one training step of them computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,14 +14,9 @@ from torch.utils._pytree import tree_leaves
 transformers = pytest.importorskip("transformers", minversion="5")
 
 COMMON: dict[str, Any] = dict(
-    vocab_size=61,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    attn_implementation="eager",
-)
+    vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, attn_implementation="eager",
+)  # fmt: skip
 
 
 def build(prefix: str, sizes: dict[str, Any], **kwargs: Any) -> nn.Module:

@@ -3,11 +3,8 @@
 pytest -m gpu tests/families/transformers/test_lora_ranks.py     training on 4 GPUs, by nvlink
 """
 
-from __future__ import annotations
-
 import copy
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,30 +63,15 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]
     "etp": ("qwen3-moe", {}, "ep2-etp2", {}, {}),
     "etp-replicated": ("mixtral", {}, "etp2-replicate2", {}, dict(expert_backend="sequential")),
     "tp": ("qwen3-moe", {}, "tp2-ep2", {}, {}),
-    "tp-mlps": (
-        "qwen2-moe",
-        dict(mlp_only_layers=[0], num_key_value_heads=1),
-        "tp2-edp4",
-        dict(target_modules=r".*\.(self_attn|layers\.0\.mlp)\.\w+_proj", r=3),
-        {},
-    ),
+    "tp-mlps": ("qwen2-moe", dict(mlp_only_layers=[0], num_key_value_heads=1), "tp2-edp4",
+        dict(target_modules=r".*\.(self_attn|layers\.0\.mlp)\.\w+_proj", r=3), {}),
     "gpt-oss": ("gpt-oss", {}, "ep2-edp2", {}, {}),
     "attention-alone": ("qwen3-moe", {}, "ep2-edp2", dict(target_parameters=[]), {}),
-    "down-alone": (
-        "qwen3-moe",
-        {},
-        "ep2-edp2",
-        dict(target_parameters=["down_proj"]),
-        dict(memory=MemoryOptions(recompute=("expert_fc1",))),
-    ),
-    "kept-experts": (
-        "qwen3-moe",
-        {},
-        "ep2-edp2",
-        {},
-        dict(fsdp=FSDPOptions(experts_strategy="optim", blocks_per_unit=2)),
-    ),
-}
+    "down-alone": ("qwen3-moe", {}, "ep2-edp2", dict(target_parameters=["down_proj"]),
+        dict(memory=MemoryOptions(recompute=("expert_fc1",)))),
+    "kept-experts": ("qwen3-moe", {}, "ep2-edp2", {},
+        dict(fsdp=FSDPOptions(experts_strategy="optim", blocks_per_unit=2))),
+}  # fmt: skip
 # Layouts and targets that others combine.
 NIGHTLY = ("whole-experts", "uneven", "etp-replicated", "attention-alone", "kept-experts")
 
@@ -212,9 +194,7 @@ def adapted_phi3() -> Any:
     return model
 
 
-def worker(
-    rank: int, device: torch.device, folder: Path, names: Iterable[str] = CASES
-) -> dict[str, Any]:
+def worker(rank, device, folder, names=CASES) -> dict[str, Any]:
     results: dict[str, Any] = {name: run_case(name, folder, device) for name in names}
     if device.type == "cuda":
         return results
@@ -284,8 +264,7 @@ def test_the_life_of_adapters(results: dict[str, Any], folder: Path) -> None:
         assert_close(life[stage], start)
     stock = peft.PeftModel.from_pretrained(base(), folder / "adapters").eval()
     trained = logits(stock)
-    assert torch.equal(life["generated"], generated(stock))
-    assert (trained - start).abs().max() > 0.05
+    assert torch.equal(life["generated"], generated(stock)) and (trained - start).abs().max() > 0.05
     for stage in ("trained", "loaded", "resumed", "merged"):
         assert_close(life[stage], trained)
     assert (life["replaced"] - trained).abs().max() > 0.05
@@ -303,16 +282,13 @@ def test_the_life_of_adapters(results: dict[str, Any], folder: Path) -> None:
     assert not (folder / "early").exists() and not (folder / "other").exists()
 
 
-@pytest.mark.parametrize(
-    ("attempt", "message"),
-    [
-        ("unmerged", r"must be merged .* call moecore.io.merge_adapters\(model\) first"),
-        ("missing", r"adapter \('other'\) must be one of \['default'\]: choose one"),
-        ("method", r"merge_and_unload of peft must not .* use moecore.io.merge_adapters\(model\)"),
-        ("disable", r"disable_adapter of peft must not be called after merge_adapters: use the"),
-        ("again", r"model \(\w+\) must have active adapters that are not merged"),
-    ],
-)
+@pytest.mark.parametrize(("attempt", "message"), [
+    ("unmerged", r"must be merged .* call moecore.io.merge_adapters\(model\) first"),
+    ("missing", r"adapter \('other'\) must be one of \['default'\]: choose one"),
+    ("method", r"merge_and_unload of peft must not .* use moecore.io.merge_adapters\(model\)"),
+    ("disable", r"disable_adapter of peft must not be called after merge_adapters: use the"),
+    ("again", r"model \(\w+\) must have active adapters that are not merged"),
+])  # fmt: skip
 def test_what_is_refused_on_every_rank(results: dict[str, Any], attempt: str, message: str) -> None:
     found = results["life"][f"error/{attempt}"]
     assert re.search(message, found) and "\n" not in found

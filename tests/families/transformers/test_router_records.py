@@ -4,8 +4,6 @@ their numbers on two ranks.
 By day one family of each structure runs, and all under --nightly.
 """
 
-from __future__ import annotations
-
 import copy
 from math import ceil
 from typing import Any
@@ -124,8 +122,7 @@ def test_replay(family: str, meshes: Meshes) -> None:
     replay, chosen = RouterReplay(model), []
     with replay.record():
         run(model)
-    recorded = replay.choices("cpu")
-    layers = layers_of(model)
+    recorded, layers = replay.choices("cpu"), layers_of(model)
     assert list(recorded) == list(layers)
     with torch.no_grad():
         for layer in layers.values():
@@ -175,21 +172,17 @@ def test_the_bias_is_fp32_and_of_its_own_copy(family: str) -> None:
         assert layer.get_part("router").selection_bias.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("laguna", {"moe_router_logit_softcapping": 30.0}),
-        ("longcat_flash", {"router_bias": True}),
-        ("minimax_m2", {"router_jitter_noise": 0.1}),
-        ("mixtral", {"router_jitter_noise": 0.1}),
-        ("ernie4_5_moe", {"moe_norm_min": 0.1}),
-        ("axk2", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
-    ],
-)
+@pytest.mark.parametrize(("family", "options"), [
+    ("laguna", {"moe_router_logit_softcapping": 30.0}),
+    ("longcat_flash", {"router_bias": True}),
+    ("minimax_m2", {"router_jitter_noise": 0.1}),
+    ("mixtral", {"router_jitter_noise": 0.1}),
+    ("ernie4_5_moe", {"moe_norm_min": 0.1}),
+    ("axk2", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
+])  # fmt: skip
 def test_options_that_moecore_lacks_leave_the_router(family: str, options: dict[str, Any]) -> None:
     model = tiny_model(family, **options)
-    stock = copy.deepcopy(model)
-    layers = swap_blocks(model, {})
+    stock, layers = copy.deepcopy(model), swap_blocks(model, {})
     assert layers and all(isinstance(layer, RoutedExperts) for layer in layers.values())
     torch.testing.assert_close(run(model), run(stock))
 
@@ -202,19 +195,16 @@ def test_a_linear_with_adapters_leaves_the_router() -> None:
     assert layers and all(isinstance(layer, RoutedExperts) for layer in layers.values())
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("nemotron_h", {"moe_latent_size": None}),
-        ("cohere2_moe", {"expert_selection_fn": "sigmoid"}),
-        ("cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False}),
-        ("cohere2_moe", {"norm_topk_prob": False, "num_shared_experts": 0}),
-        ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
-        ("laguna", {"moe_routed_scaling_factor": 2.5}),
-        ("mistral4", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
-        ("kolibri1", {"norm_topk_prob": False}),
-    ],
-)
+@pytest.mark.parametrize(("family", "options"), [
+    ("nemotron_h", {"moe_latent_size": None}),
+    ("cohere2_moe", {"expert_selection_fn": "sigmoid"}),
+    ("cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False}),
+    ("cohere2_moe", {"norm_topk_prob": False, "num_shared_experts": 0}),
+    ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
+    ("laguna", {"moe_routed_scaling_factor": 2.5}),
+    ("mistral4", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
+    ("kolibri1", {"norm_topk_prob": False}),
+])  # fmt: skip
 def test_options_of_blocks(family: str, options: dict[str, Any]) -> None:
     model = tiny_model(family, **options)
     stock = copy.deepcopy(model)
