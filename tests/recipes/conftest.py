@@ -1,7 +1,5 @@
 """The scripts as modules."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import Any
@@ -9,12 +7,9 @@ from typing import Any
 import pytest
 
 ONE_RANK = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "MASTER_ADDR": "127.0.0.1",
+    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
-}
+}  # fmt: skip
 
 
 def make_script_fixture(name: str) -> Any:

@@ -4,8 +4,6 @@ The oracle trains transformers' own model, one example at a time, neither packed
 torch's AdamW. Two ranks, one rank, and a run that stopped and went on compute the same.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil
@@ -69,23 +67,20 @@ def arguments(folder: Path, run: str, more: str) -> list[str]:
 def least_memory(folder: Path) -> TrainingRun:
     """The planned run of the wide model in bf16 in which all options save memory."""
     return TrainingRun(
-        model=TransformersModel.of(folder / "wide-bf16"),
-        num_gpus=2,
-        parallel=ParallelConfig(ep=2),
-        seq_len=TOKENS,
-        batch_size=2,
-        num_micro_batches=2,
+        model=TransformersModel.of(folder / "wide-bf16"), num_gpus=2, parallel=ParallelConfig(ep=2),
+        seq_len=TOKENS, batch_size=2, num_micro_batches=2,
         fsdp=FSDPOptions(
-            param_dtype=torch.bfloat16, experts_strategy="optim_grads_params", fp8_param_gather=True
+            param_dtype=torch.bfloat16, experts_strategy="optim_grads_params",
+            fp8_param_gather=True,
         ),
         memory=MemoryOptions(
-            offload=("attention", "experts"), recompute=("norm", "rope", "qkv_proj")
+            offload=("attention", "experts"), recompute=("norm", "rope", "qkv_proj"),
         ),
         precision=Precision.of("blockwise"),
         optimizer=OptimizerOptions(
-            moment_dtype="float8_e4m3fn", master_remainder=True, offload_fraction=1.0
+            moment_dtype="float8_e4m3fn", master_remainder=True, offload_fraction=1.0,
         ),
-    )
+    )  # fmt: skip
 
 
 def check_planned(run: TrainingRun, *, model: Any, optimizers: list[Any], **_: Any) -> None:
@@ -214,15 +209,12 @@ def steps_of(examples: list[Any], multiple: int = 1) -> Iterator[list[int]]:
         yield from sampler
 
 
-def oracle(
-    finetune: ModuleType, folder: Path, multiple: int = 1
-) -> tuple[list[float], list[float], Any]:
+def oracle(finetune, folder, multiple=1) -> tuple[list[float], list[float], Any]:
     """Return the losses of all steps, the gradient norms, and the model that was trained."""
     from moecore.recipes.schedule import LearningRateSchedule
 
     examples, _ = examples_of(finetune, folder)
-    steps = steps_of(examples, multiple)
-    model = stock(folder / "tiny").train()
+    steps, model = steps_of(examples, multiple), stock(folder / "tiny").train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     losses, norms = [], []
     for step in range(1, STEPS + 1):
@@ -239,9 +231,7 @@ def oracle(
     return losses, norms, model.eval()
 
 
-def test_two_ranks_equal_stock_transformers(
-    runs: tuple[Path, list[str]], finetune: ModuleType
-) -> None:
+def test_two_ranks_equal_stock_transformers(runs, finetune) -> None:
     folder, printed = runs
     lines = metrics(folder / "straight")
     losses, norms, model = oracle(finetune, folder)
@@ -257,9 +247,7 @@ def test_two_ranks_equal_stock_transformers(
     assert "to step 6 on 2 cpu ranks (dp_shard=2 ep=2): 38 examples, 2 held out" in printed[0]
 
 
-def test_one_rank_computes_the_same_and_routes_no_padding(
-    runs: tuple[Path, list[str]], finetune: ModuleType, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_one_rank_computes_the_same_and_routes_no_padding(runs, finetune, tmp_path, monkeypatch):
     folder, _ = runs
     shutil.copytree(folder / "tiny", tmp_path / "tiny")
     (tmp_path / "tiny" / "generation_config.json").unlink()  # which an export then makes
@@ -310,9 +298,7 @@ def test_steps_as_graphs_compute_the_same(runs: tuple[Path, list[str]]) -> None:
     assert [row["grad_norm"] for row in found] == [row["grad_norm"] for row in wanted]
 
 
-def test_a_cp_for_each_micro_batch_computes_the_same(
-    runs: tuple[Path, list[str]], finetune: ModuleType
-) -> None:
+def test_a_cp_for_each_micro_batch_computes_the_same(runs, finetune) -> None:
     folder, _ = runs
     examples, _ = examples_of(finetune, folder)
     assert max(len(one.tokens_T) for one in examples) > TOKENS // 2  # shared by two ranks
@@ -323,9 +309,7 @@ def test_a_cp_for_each_micro_batch_computes_the_same(
 
 
 @pytest.mark.parametrize("degree", SHARED)
-def test_ranks_that_share_rows_or_layers_compute_the_same(
-    degree: str, runs: tuple[Path, list[str]], finetune: ModuleType
-) -> None:
+def test_ranks_that_share_rows_or_layers_compute_the_same(degree, runs, finetune) -> None:
     folder, _ = runs
     found, wanted = metrics(folder / degree), metrics(folder / "straight")
     values = {name: [row[name] for row in wanted] for name in ("loss", "grad_norm")}
@@ -389,9 +373,7 @@ def test_the_export_is_what_vllm_reads(runs: tuple[Path, list[str]]) -> None:
     assert given[0] == given[1]
 
 
-def test_stock_transformers_reload_it_with_equal_logits(
-    runs: tuple[Path, list[str]], finetune: ModuleType
-) -> None:
+def test_stock_transformers_reload_it_with_equal_logits(runs, finetune) -> None:
     folder, _ = runs
     export = folder / "straight" / "export"
     reloaded = stock(export).eval()
@@ -483,9 +465,7 @@ OTHER_RUNS = {
 
 
 @pytest.mark.parametrize("more", OTHER_RUNS)
-def test_a_run_goes_on_with_its_own_data_and_model(
-    more: str, runs: tuple[Path, list[str]], finetune: ModuleType, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_run_goes_on_with_its_own_data_and_model(more, runs, finetune, tmp_path, capsys) -> None:
     folder, _ = runs
     shutil.copytree(folder / "tiny", tmp_path / "other")
     words = f"{ONE_RANK} {more.format(other=tmp_path / 'other')}"
@@ -520,42 +500,25 @@ def without(pattern: str) -> Callable[[Path], None]:
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no tokenizer": (without("tokenizer*"), "", "must have a tokenizer: copy tokenizer.json"),
-    "dense": (
-        transformers.LlamaConfig().save_pretrained,
-        "",
-        "must have routed experts: llama has none",
-    ),
-    "vocabulary": (
-        partial(edit, vocab_size=99),
-        "",
-        "must be < vocab_size (99) of its config.json",
-    ),
+    "dense": (transformers.LlamaConfig().save_pretrained, "",
+        "must have routed experts: llama has none"),
+    "vocabulary": (partial(edit, vocab_size=99), "",
+        "must be < vocab_size (99) of its config.json"),
     "refused block": (with_experts_in_attention, "", "its model has experts in attention"),
-    "no family": (
-        partial(edit, model_type="unheard"),
-        "",
-        "must have a config.json of transformers",
-    ),
+    "no family": (partial(edit, model_type="unheard"), "",
+        "must have a config.json of transformers"),
     "no directory": (shutil.rmtree, "", "must be a Hugging Face directory with config.json"),
     "held out": (as_it_is, "--eval-data no.txt", "--eval-data (no.txt) must be a readable file"),
-    "not packed": (
-        with_mamba,
-        "--dynamic-cp 96",
-        "--dynamic-cp (96) must be left out for JambaFor",
-    ),
-    "rows of other lengths": (
-        with_mamba,
-        "--cuda-graph",
-        "--cuda-graph must be left out for Jamba",
-    ),
+    "not packed": (with_mamba, "--dynamic-cp 96",
+        "--dynamic-cp (96) must be left out for JambaFor"),
+    "rows of other lengths": (with_mamba, "--cuda-graph",
+        "--cuda-graph must be left out for Jamba"),
     "too long": (as_it_is, "--seq-len 9999", "--seq-len (9999) must be <= max_position_embeddings"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_wrong_input_is_one_line(
-    name: str, runs: tuple[Path, list[str]], finetune: ModuleType, tmp_path: Path, capsys: Any
-) -> None:
+def test_wrong_input_is_one_line(name, runs, finetune, tmp_path, capsys) -> None:
     change, more, wanted = REFUSED[name]
     shutil.copytree(runs[0] / "tiny", tmp_path / "tiny")
     data = ["--data", str(runs[0] / "tiny" / "some.jsonl")]
@@ -568,9 +531,7 @@ def test_wrong_input_is_one_line(
     assert error.startswith("moecore: error: ")
 
 
-def test_the_tiny_directory_is_made_once(
-    runs: tuple[Path, list[str]], one_rank: None, monkeypatch: Any, capsys: Any
-) -> None:
+def test_the_tiny_directory_is_made_once(runs, one_rank, monkeypatch, capsys) -> None:
     assert main(["tiny-model", str(runs[0] / "tiny")]) == 1
     assert "moecore: OUT (" in capsys.readouterr().err
 

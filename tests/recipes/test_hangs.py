@@ -1,7 +1,3 @@
-"""Steps that do not end: one report names the rank for which the others wait, and its stack."""
-
-from __future__ import annotations
-
 import re
 import socket
 from pathlib import Path
@@ -20,13 +16,10 @@ RUN = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("place", "of_rank_1", "of_rank_0"),
-    [
-        ("data", "phase 'data'", "phase 'data of other ranks'"),
-        ("layer", "phase 'forward and backward'", "phase 'forward and backward'"),
-    ],
-)
+@pytest.mark.parametrize(("place", "of_rank_1", "of_rank_0"), [
+    ("data", "phase 'data'", "phase 'data of other ranks'"),
+    ("layer", "phase 'forward and backward'", "phase 'forward and backward'"),
+])  # fmt: skip
 def test_the_report_names_the_rank_that_did_not_arrive(
     place: str, of_rank_1: str, of_rank_0: str, tmp_path: Path, monkeypatch: Any
 ) -> None:

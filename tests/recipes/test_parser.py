@@ -1,7 +1,3 @@
-"""The parser of commands: flags, TOML files, help, and the file that a run saves."""
-
-from __future__ import annotations
-
 import importlib
 import os
 import socket
@@ -114,39 +110,31 @@ def test_help_has_each_table_as_a_group_and_each_default(pretrain: ModuleType, c
     assert printed.count("--lr-schedule {cosine,linear,wsd,constant}") == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"cp = ", "must be TOML: "),
-        (b"cp = 1\ncp = 1", "must be TOML: "),
-        (b"cp = " + b"9" * 5000, "must be TOML: "),
-        (b"cp = '\xff'", "must be UTF-8: invalid start byte at byte 6"),
-        (b"data = " + b"[" * 3000 + b"]" * 3000, "must be TOML that nests less deeply"),
-        (b"steppes = 3", "must have no steppes, which no flag has: did you mean steps"),
-        (b"config = 'b.toml'", "must have no config, which no flag has"),
-        (b"no_plain_host = true", "must have no no_plain_host, .*: did you mean plain_host"),
-        (b"hf_config = 'a'\nhf-config = 'a'", "must have one of hf_config and hf-config"),
-        (b"[memory]\noffloads = []", "must have no memory.offloads, which no flag has"),
-        (b"[memory]\noffload = {a = 1}", "memory.offload .* must be an array, each one of"),
-        (b"[memory]\noffload = [['norm']]", "memory.offload .* must be an array, each one of"),
-        (b"[nvlink]\noverlap_weight_grads = 'no'", "overlap_weight.* must be True or False"),
-        (b"data = [{weight = 1}]", "data .* must have a path, which is a string"),
-        (b"data = [{path = 'a', weight = {}}]", "data .* must be valid: SourceOptions.weight"),
-        (
-            b"data = [{path = 'a', weight = 'x'}]",
-            "data .* must be valid: SourceOptions.weight .* a finite number",
-        ),
-        (b"plain_host = 1", r"plain_host \(1\) must be True or False"),
-        (b"steps = [1]", r"steps \(\[1\]\) must be a whole number >= 1"),
-        (b"steps = 1.5", r"steps \(1.5\) must be a whole number >= 1"),
-        (b"run_dir = 3", r"run_dir \(3\) must be a Path"),
-        (b"lr = 1979-05-27", "lr .* must be a finite number > 0"),
-    ],
-    ids=lambda value: value[:40] if isinstance(value, bytes) else "",
-)
-def test_a_wrong_file_is_one_line(
-    content: bytes, message: str, pretrain: ModuleType, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("content", "message"), [
+    (b"cp = ", "must be TOML: "),
+    (b"cp = 1\ncp = 1", "must be TOML: "),
+    (b"cp = " + b"9" * 5000, "must be TOML: "),
+    (b"cp = '\xff'", "must be UTF-8: invalid start byte at byte 6"),
+    (b"data = " + b"[" * 3000 + b"]" * 3000, "must be TOML that nests less deeply"),
+    (b"steppes = 3", "must have no steppes, which no flag has: did you mean steps"),
+    (b"config = 'b.toml'", "must have no config, which no flag has"),
+    (b"no_plain_host = true", "must have no no_plain_host, .*: did you mean plain_host"),
+    (b"hf_config = 'a'\nhf-config = 'a'", "must have one of hf_config and hf-config"),
+    (b"[memory]\noffloads = []", "must have no memory.offloads, which no flag has"),
+    (b"[memory]\noffload = {a = 1}", "memory.offload .* must be an array, each one of"),
+    (b"[memory]\noffload = [['norm']]", "memory.offload .* must be an array, each one of"),
+    (b"[nvlink]\noverlap_weight_grads = 'no'", "overlap_weight.* must be True or False"),
+    (b"data = [{weight = 1}]", "data .* must have a path, which is a string"),
+    (b"data = [{path = 'a', weight = {}}]", "data .* must be valid: SourceOptions.weight"),
+    (b"data = [{path = 'a', weight = 'x'}]",
+     "data .* must be valid: SourceOptions.weight .* a finite number"),
+    (b"plain_host = 1", r"plain_host \(1\) must be True or False"),
+    (b"steps = [1]", r"steps \(\[1\]\) must be a whole number >= 1"),
+    (b"steps = 1.5", r"steps \(1.5\) must be a whole number >= 1"),
+    (b"run_dir = 3", r"run_dir \(3\) must be a Path"),
+    (b"lr = 1979-05-27", "lr .* must be a finite number > 0"),
+], ids=lambda value: value[:40] if isinstance(value, bytes) else "")  # fmt: skip
+def test_a_wrong_file_is_one_line(content, message, pretrain, tmp_path) -> None:
     (tmp_path / "a.toml").write_bytes(content)
     with pytest.raises(ValueError, match=rf"--config \(.*a.toml\).*{message}") as error:
         pretrain.parse_arguments(["--config", str(tmp_path / "a.toml")])
@@ -186,9 +174,7 @@ def special(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", SPECIAL_FILES, ids=lambda name: name[:9].strip("\0"))
-def test_a_special_file_is_one_line_for_each_reader(
-    name: str, pretrain: ModuleType, special: Path
-) -> None:
+def test_a_special_file_is_one_line_for_each_reader(name, pretrain, special) -> None:
     """A reader that opened the FIFO would wait for ever."""
     examples = importlib.import_module("moecore.recipes.examples")
     path = special / name
@@ -204,18 +190,15 @@ def test_a_special_file_is_one_line_for_each_reader(
         assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--offload attic", "invalid choice 'attic' for argument '--offload'"),
-        ("--prefetch-blocks x", "--prefetch-blocks: invalid literal for int"),
-        ("--prefetch-blocks", "Missing value for argument '--prefetch-blocks'"),
-        ("--prefetch-blocks -1", "--prefetch-blocks (-1) must be a whole number >= 0"),
-        ("--reduce-dtype quick", "--reduce-dtype ('quick') must be one of torch.float32"),
-        ("--stepps 3", "--stepps must be a flag of moecore pretrain: did you mean --steps?"),
-        ("--steps 3 stray", "Unrecognized options: stray"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("--offload attic", "invalid choice 'attic' for argument '--offload'"),
+    ("--prefetch-blocks x", "--prefetch-blocks: invalid literal for int"),
+    ("--prefetch-blocks", "Missing value for argument '--prefetch-blocks'"),
+    ("--prefetch-blocks -1", "--prefetch-blocks (-1) must be a whole number >= 0"),
+    ("--reduce-dtype quick", "--reduce-dtype ('quick') must be one of torch.float32"),
+    ("--stepps 3", "--stepps must be a flag of moecore pretrain: did you mean --steps?"),
+    ("--steps 3 stray", "Unrecognized options: stray"),
+])  # fmt: skip
 def test_a_wrong_flag_is_one_line(pretrain: ModuleType, words: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         pretrain.parse_arguments(words.split())
@@ -231,9 +214,7 @@ PLANNED = (
 
 
 @pytest.mark.parametrize("flags", PLANNED)
-def test_a_planned_run_is_a_file_of_options(
-    pretrain: ModuleType, tmp_path: Path, flags: str
-) -> None:
+def test_a_planned_run_is_a_file_of_options(pretrain, tmp_path, flags) -> None:
     """Every field of the planned run comes back from the file."""
     file = tmp_path / "plan.toml"
     command = f"plan --preset tiny --gpus 2 --seq-len 128 {flags} --call --write {file}"
@@ -246,10 +227,8 @@ def test_a_planned_run_is_a_file_of_options(
     config = replace(config, moe=replace(config.moe, balance=balance))
     assert replace(config, max_seq_len=run.model.max_seq_len) == run.model
     assert args.make_parallel_config(2, num_experts=config.moe.num_experts) == run.resolved
-    assert (
-        args.make_fsdp_options(torch.bfloat16) == run.fsdp
-        and args.make_memory_options() == run.memory
-    )
+    assert args.make_fsdp_options(torch.bfloat16) == run.fsdp
+    assert args.make_memory_options() == run.memory
     assert args.make_pipeline_options() == run.pipeline
     dispatch = args.make_dispatch_options()
     assert (dispatch.nvlink or NVLinkOptions()) == (run.nvlink or NVLinkOptions())
@@ -288,19 +267,14 @@ def test_options_of_the_planned_optimizer(pretrain: ModuleType) -> None:
         pretrain.parse_arguments(words)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--preset tiny-qwen3", {"global_batch_coef": 0.05}),
-        ("--preset moonlight-16b-a3b", {"bias_update": "quantile", "bias_update_rate": 1.0}),
-        ("--preset deepseek-v3", {"bias_update": "sign", "bias_update_rate": 1e-3}),
-        ("--preset tiny-qwen3 --z-loss-coef 0.1", {"z_loss_coef": 0.1}),
-        ("--preset tiny-qwen3 --aux-loss 0.01", {"micro_batch_coef": 0.01}),
-    ],
-)
-def test_a_run_without_options_of_balance_has_some(
-    pretrain: ModuleType, words: str, expected: dict[str, object]
-) -> None:
+@pytest.mark.parametrize(("words", "expected"), [
+    ("--preset tiny-qwen3", {"global_batch_coef": 0.05}),
+    ("--preset moonlight-16b-a3b", {"bias_update": "quantile", "bias_update_rate": 1.0}),
+    ("--preset deepseek-v3", {"bias_update": "sign", "bias_update_rate": 1e-3}),
+    ("--preset tiny-qwen3 --z-loss-coef 0.1", {"z_loss_coef": 0.1}),
+    ("--preset tiny-qwen3 --aux-loss 0.01", {"micro_batch_coef": 0.01}),
+])  # fmt: skip
+def test_a_run_without_options_of_balance_has_some(pretrain, words, expected) -> None:
     args = pretrain.parse_arguments([*words.split(), "--data", __file__])
     balance = args.make_decoder_config().moe.balance
     assert {name: getattr(balance, name) for name in expected} == expected
