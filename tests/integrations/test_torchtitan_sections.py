@@ -1,7 +1,3 @@
-"""Section `moecore` of torchtitan's jobs: its fields, what calls get from them, and its page."""
-
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -110,27 +106,18 @@ def test_values_of_a_job_become_those_of_the_call() -> None:
         overrides=(("*.0.*", None), ("*.1.*", Recipe(scaling="rowwise"))),
     )
     muon = read_arguments(job.muon, "moecore.muon")
-    assert muon["ns_dtype"] is torch.float32
-    assert muon["ns_coefficients"] == (3.4445, -4.775, 2.0315)
+    assert muon["ns_dtype"] is torch.float32 and muon["ns_coefficients"] == (3.4445, -4.775, 2.0315)
     assert (
         make_parallelize_arguments(job, ParallelConfig(pp=2, ep=1))["pipeline"].schedule == "1f1b"
     )
 
 
-@pytest.mark.parametrize(
-    ("section", "field", "value", "message"),
-    [
-        (
-            "memory",
-            "recompute",
-            ["nor"],
-            r"moecore.memory.recompute \(\('nor',\)\) must be a tuple",
-        ),
-        ("stash", "page_rows", 8, r"moecore.memory.stash.page_rows must go with .*stash.enable"),
-        ("precision", "overrides", ["a=b"], r"moecore.precision.overrides \('a=b'\) must be PAT"),
-        ("adamw", "moment_dtype", "half?", r"moecore.adamw.moment_dtype \('half\?'\) must be a d"),
-    ],
-)
+@pytest.mark.parametrize(("section", "field", "value", "message"), [
+    ("memory", "recompute", ["nor"], r"moecore.memory.recompute \(\('nor',\)\) must be a tuple"),
+    ("stash", "page_rows", 8, r"moecore.memory.stash.page_rows must go with .*stash.enable"),
+    ("precision", "overrides", ["a=b"], r"moecore.precision.overrides \('a=b'\) must be PAT"),
+    ("adamw", "moment_dtype", "half?", r"moecore.adamw.moment_dtype \('half\?'\) must be a d"),
+])  # fmt: skip
 def test_a_wrong_value_is_one_line_with_the_jobs_name(section, field, value, message):
     job = MoECore()
     owner = job.memory.stash if section == "stash" else getattr(job, section)

@@ -1,7 +1,3 @@
-"""What MoETrainer refuses, what it relies on in transformers, and what it saves beside tensors."""
-
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Iterator
@@ -26,17 +22,12 @@ from transformers.trainer_callback import ExportableState
 
 from moecore import ContextOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.families.transformers.guards import ShardedDeviceMap
-from moecore.integrations.transformers import MoETrainer
+from moecore.integrations.transformers import MoETrainer, run_state
 from moecore.integrations.transformers import arguments as checks
 from moecore.integrations.transformers.arguments import (
     REFUSED,
     check_accelerator,
     check_trainer_arguments,
-)
-from moecore.integrations.transformers.run_state import (
-    NUM_WORDS,
-    get_host_rng_state,
-    set_host_rng_state,
 )
 from moecore.io import save
 from moecore.packing import ScheduledCollator
@@ -119,20 +110,16 @@ class Streamed(IterableDataset[Any]):
 PLANNED = ScheduledCollator(max_tokens=32)
 NO_PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     r"data_collator \(function\) must be a ScheduledCollator": ({}, {"data_collator": padded}),
-    r"ScheduledCollator.data_ranks \(2\) must be 1": (
-        {},
-        {"data_collator": ScheduledCollator(max_tokens=32, data_ranks=2)},
-    ),
+    r"ScheduledCollator.data_ranks \(2\) must be 1": ({},
+        {"data_collator": ScheduledCollator(max_tokens=32, data_ranks=2)}),
     r"gradient_accumulation_steps \(2\) must be 1": (dict(gradient_accumulation_steps=2), {}),
     r"label_smoothing_factor \(0.1\) must be 0": (dict(label_smoothing_factor=0.1), {}),
     r"compute_loss_func \(<built-in function max>\) must be None": ({}, {"compute_loss_func": max}),
     r"accelerator_config.dispatch_batches \(None\) must be F": ({}, {"train_dataset": Streamed()}),
     r"compute_metrics must be None with ParallelConfig.cp": ({}, {"compute_metrics": max}),
-    r"preprocess_logits_for_metrics must be None with ParallelConfig.cp": (
-        {},
-        {"preprocess_logits_for_metrics": max},
-    ),
-}
+    r"preprocess_logits_for_metrics must be None with ParallelConfig.cp": ({},
+        {"preprocess_logits_for_metrics": max}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", NO_PLANS)
@@ -190,9 +177,8 @@ def test_adapters_of_trl_come_too_late(tmp_path: Path) -> None:
 
 def test_data_ranks_that_are_no_processes(one_process, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", 4)
-    with pytest.raises(
-        ValueError, match=r"data ranks times cp times tp \(1\) must equal the processes .* \(4\)"
-    ):
+    message = r"data ranks times cp times tp \(1\) must equal the processes .* \(4\)"
+    with pytest.raises(ValueError, match=message):
         MoETrainer(sharded(), arguments(tmp_path))
 
 
@@ -215,13 +201,10 @@ def test_an_optimizer_that_was_made_before(one_process: None, tmp_path: Path) ->
         MoETrainer(model, arguments(tmp_path), optimizers=(optimizer, None))
 
 
-@pytest.mark.parametrize(
-    ("variables", "setting"),
-    [
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, r"mixed_precision \(bf16\)"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "eager"}, r"dynamo_backend \(eager\)"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "setting"), [
+    ({"ACCELERATE_MIXED_PRECISION": "bf16"}, r"mixed_precision \(bf16\)"),
+    ({"ACCELERATE_DYNAMO_BACKEND": "eager"}, r"dynamo_backend \(eager\)"),
+])  # fmt: skip
 def test_settings_of_accelerate_launch(variables, setting, one_process, tmp_path, monkeypatch):
     model = sharded()
     for name, value in variables.items():
@@ -319,8 +302,7 @@ def test_one_process_of_plain_trainer_is_refused(one_process: None, tmp_path: Pa
 
 def test_a_device_map_without_entries() -> None:
     found = ShardedDeviceMap("Model")
-    assert set(found.values()) == set()
-    assert "" not in found
+    assert set(found.values()) == set() and "" not in found
     with pytest.raises(ValueError, match=r"model \(Model\) must not be wrapped"):
         len(found)
 
@@ -333,9 +315,9 @@ def test_generators_come_back_exactly() -> None:
     random.seed(3)
     np.random.seed(4)
     draws()  # half of a pair of normal numbers is cached now
-    state = get_host_rng_state()
-    assert state.shape == (NUM_WORDS,)
+    state = run_state.get_host_rng_state()
+    assert state.shape == (run_state.NUM_WORDS,)
     expected = draws()
     draws()
-    set_host_rng_state(state)
+    run_state.set_host_rng_state(state)
     assert draws() == expected

@@ -1,5 +1,3 @@
-"""verl's engine by verl's own batches and losses, beside stock transformers in plain PyTorch."""
-
 from __future__ import annotations
 
 import copy
@@ -97,22 +95,13 @@ def drive(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     config = MoECoreEngineConfig(dtype="float32", parallel=parallel)
     small = {"eps": 1e-3}  # or rounding errors of gradients near 0 become steps of lr
     optimizer = FSDPOptimizerConfig(
-        lr=LR,
-        weight_decay=0.1,
-        clip_grad=CLIP,
-        override_optimizer_config=small,
-        lr_scheduler_type="cosine",
-        total_training_steps=4,
-        min_lr_ratio=0.0,
-    )
+        lr=LR, weight_decay=0.1, clip_grad=CLIP, override_optimizer_config=small,
+        lr_scheduler_type="cosine", total_training_steps=4, min_lr_ratio=0.0,
+    )  # fmt: skip
     engine: MoECoreEngine = EngineRegistry.new(
-        model_type="language_model",
-        backend="moecore",
-        model_config=ModelConfig(f"{folder}/model"),
-        engine_config=config,
-        optimizer_config=optimizer,
-        checkpoint_config=None,
-    )
+        model_type="language_model", backend="moecore", model_config=ModelConfig(f"{folder}/model"),
+        engine_config=config, optimizer_config=optimizer, checkpoint_config=None,
+    )  # fmt: skip
     engine.initialize()
     plain = copy.deepcopy(stock)
     adamw = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=0.1, **small)
@@ -153,8 +142,7 @@ def test_two_ranks_train_as_stock_transformers(tmp_path: Path) -> None:
     for ours, stock in found["norms"]:
         assert ours == pytest.approx(stock, rel=1e-5)
     assert found["weights"] < 1e-5 and found["loaded"]
-    assert found["rates"][0] == pytest.approx(found["rates"][1])
-    assert found["data"] == (0, 2, None)
+    assert found["rates"][0] == pytest.approx(found["rates"][1]) and found["data"] == (0, 2, None)
 
 
 def test_what_is_not_computed_is_refused() -> None:

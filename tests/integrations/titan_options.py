@@ -3,8 +3,6 @@
 The jobs cover section `moecore` in few runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -54,112 +52,65 @@ EXACT = dict(param_dtype=torch.float32)
 JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "memory": (
         {
-            EP: 2,
-            "moecore__memory__recompute": "norm,qkv_proj,expert_fc1",
+            EP: 2, "moecore__memory__recompute": "norm,qkv_proj,expert_fc1",
             "moecore__memory__offload": "attention,shared_experts",
             "moecore__memory__offload_fraction": 0.5,
             "moecore__fsdp__dense_strategy": "optim_grads",
             "moecore__fsdp__embedding_strategy": "optim_grads_params",
-            "moecore__fsdp__experts_strategy": "optim",
-            "moecore__dispatch__clones__enable": True,
-            "moecore__dispatch__clones__per_rank": 1,
-            "moecore__documents": True,
+            "moecore__fsdp__experts_strategy": "optim", "moecore__dispatch__clones__enable": True,
+            "moecore__dispatch__clones__per_rank": 1, "moecore__documents": True,
         },
-        dict(
-            degrees=dict(ep=2),
-            documents=True,
-            memory=MemoryOptions(
-                recompute=("norm", "qkv_proj", "expert_fc1"),
-                offload=("attention", "shared_experts"),
-                offload_fraction=0.5,
-            ),
-            fsdp=FSDPOptions(
-                dense_strategy="optim_grads",
-                embedding_strategy="optim_grads_params",
-                experts_strategy="optim",
-                **EXACT,
-            ),
-            dispatch=DispatchOptions(name="alltoall", clones=CloneOptions(per_rank=1)),
-        ),
-    ),
+        dict(degrees=dict(ep=2), documents=True,
+            memory=MemoryOptions(recompute=("norm", "qkv_proj", "expert_fc1"),
+                offload=("attention", "shared_experts"), offload_fraction=0.5),
+            fsdp=FSDPOptions(dense_strategy="optim_grads", embedding_strategy="optim_grads_params",
+                experts_strategy="optim", **EXACT),
+            dispatch=DispatchOptions(name="alltoall", clones=CloneOptions(per_rank=1)))),
     "fp8": (
         {
-            "name": "moecore_wide_decoder",
-            EP: 4,
-            "moecore__precision__enable": True,
+            "name": "moecore_wide_decoder", EP: 4, "moecore__precision__enable": True,
             "moecore__precision__recipe__scaling": "tensorwise",
             "moecore__precision__recipe__amax_history": 2,
             "moecore__precision__overrides": "*.experts=tensorwise,*.o_proj=none",
-            "moecore__precision__roles": "attention",
-            "moecore__dispatch__fp8": True,
+            "moecore__precision__roles": "attention", "moecore__dispatch__fp8": True,
             # Clipping rounds gradients in its own way, and FP8 moments amplify that.
-            "training__max_norm": 100.0,
-            "moecore__fsdp__fp8_param_gather": True,
+            "training__max_norm": 100.0, "moecore__fsdp__fp8_param_gather": True,
             "moecore__adamw__moment_dtype": "float8_e4m3fn",
         },
-        dict(
-            config=WIDE,
-            degrees=dict(ep=4),
-            precision=Precision(
-                recipe=Recipe(scaling="tensorwise", amax_history=2),
+        dict(config=WIDE, degrees=dict(ep=4),
+            precision=Precision(recipe=Recipe(scaling="tensorwise", amax_history=2),
                 roles=("attention",),
-                overrides=(("*.experts", Recipe(scaling="tensorwise")), ("*.o_proj", None)),
-            ),
+                overrides=(("*.experts", Recipe(scaling="tensorwise")), ("*.o_proj", None))),
             dispatch=DispatchOptions(name="alltoall", fp8=True),
             fsdp=FSDPOptions(fp8_param_gather=True, experts_strategy="optim_grads_params", **EXACT),
-            adamw=dict(moment_dtype=torch.float8_e4m3fn),
-            max_norm=100.0,
-        ),
+            adamw=dict(moment_dtype=torch.float8_e4m3fn), max_norm=100.0),
     ),
     "stash": (
         {
-            EP: 2,
-            "moecore__moe__capacity__enable": True,
-            "moecore__moe__capacity__factor": 1.25,
-            "moecore__moe__capacity__pad": True,
-            "moecore__moe__router_dtype": "float64",
-            "moecore__memory__stash__enable": True,
-            "moecore__memory__stash__page_rows": 4,
-            "moecore__memory__stash__factor": 2.0,
-            "moecore__moe__balance__z_loss_coef": 0.01,
-            "moecore__muon__enable": True,
-            "moecore__muon__momentum": 0.8,
+            EP: 2, "moecore__moe__capacity__enable": True, "moecore__moe__capacity__factor": 1.25,
+            "moecore__moe__capacity__pad": True, "moecore__moe__router_dtype": "float64",
+            "moecore__memory__stash__enable": True, "moecore__memory__stash__page_rows": 4,
+            "moecore__memory__stash__factor": 2.0, "moecore__moe__balance__z_loss_coef": 0.01,
+            "moecore__muon__enable": True, "moecore__muon__momentum": 0.8,
             "moecore__muon__ns_dtype": "float32",
         },
-        dict(
-            degrees=dict(ep=2),
-            moe=dict(
-                balance=replace(DECODER.moe.balance, z_loss_coef=0.01),
-                capacity=CapacityConfig(factor=1.25, pad=True),
-                router_dtype="float64",
-            ),
+        dict(degrees=dict(ep=2),
+            moe=dict(balance=replace(DECODER.moe.balance, z_loss_coef=0.01),
+                capacity=CapacityConfig(factor=1.25, pad=True), router_dtype="float64"),
             memory=MemoryOptions(stash=StashOptions(page_rows=4, factor=2.0)),
-            muon=dict(momentum=0.8, ns_dtype=torch.float32),
-        ),
-    ),
-    "cp": (
-        {EP: 4, CP: 2, "moecore__context__way": "p2p", **TWO_BATCHES},
-        dict(degrees=dict(cp=2, ep=4), context=ContextOptions(way="p2p")),
-    ),
+            muon=dict(momentum=0.8, ns_dtype=torch.float32))),
+    "cp": ({EP: 4, CP: 2, "moecore__context__way": "p2p", **TWO_BATCHES},
+        dict(degrees=dict(cp=2, ep=4), context=ContextOptions(way="p2p"))),
     "pp": (
         {
-            "name": "moecore_wide_decoder",
-            EP: 2,
-            PP: 2,
-            "training__local_batch_size": 2,
-            "moecore__pipeline__schedule": "zero-bubble",
-            "moecore__memory__recompute": "gemm_last",
+            "name": "moecore_wide_decoder", EP: 2, PP: 2, "training__local_batch_size": 2,
+            "moecore__pipeline__schedule": "zero-bubble", "moecore__memory__recompute": "gemm_last",
             "moecore__documents": True,
         },
-        dict(
-            config=WIDE,
-            degrees=dict(pp=2, ep=2),
-            documents=True,
+        dict(config=WIDE, degrees=dict(pp=2, ep=2), documents=True,
             pipeline=PipelineConfig(schedule="zero-bubble"),
-            memory=MemoryOptions(recompute="gemm_last"),
-        ),
-    ),
-}
+            memory=MemoryOptions(recompute="gemm_last"))),
+}  # fmt: skip
 
 
 if V03:  # whose optimizers are its own
@@ -240,8 +191,7 @@ def native(
 
 def _own(rank: int, ranks: int, degrees: dict[str, int]) -> slice:
     """Rows of a data rank: a loader of 0.2 gives a pipeline all micro-batches at once."""
-    each = 4 // ranks
-    are_neighbours = "pp" in degrees and not V03
+    each, are_neighbours = 4 // ranks, "pp" in degrees and not V03
     return slice(rank * each, (rank + 1) * each) if are_neighbours else slice(rank, None, ranks)
 
 

@@ -4,8 +4,6 @@ It is of the version that is installed: 0.2, or 0.3 from torch 2.14 on. An optio
 both if nothing else is said; `a__b` stands for a.b of the command line.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Iterator
@@ -59,17 +57,10 @@ DECODER = DecoderConfig(
     max_seq_len=64,
     num_mtp_layers=1,
     mtp_loss_coef=0.3,
-    moe=MoEConfig(
-        dim=DIM,
-        hidden_dim=16,
-        num_experts=8,
-        top_k=3,
-        shared_hidden_dim=16,
-        score_function="sigmoid",
-        expert_bias=True,
-        balance=BalanceConfig(bias_update_rate=0.01, micro_batch_coef=0.01),
-    ),
-)
+    moe=MoEConfig(dim=DIM, hidden_dim=16, num_experts=8, top_k=3, shared_hidden_dim=16,
+        score_function="sigmoid", expert_bias=True,
+        balance=BalanceConfig(bias_update_rate=0.01, micro_batch_coef=0.01)),
+)  # fmt: skip
 # Without prediction modules, for pipelines, and wide enough for scales of 128 columns.
 WIDE = replace(
     DECODER,
@@ -117,25 +108,16 @@ def arguments(name: str, folder: str, specs: str = SPECS, **options: Any) -> lis
         settings: dict[str, Any] = {"module": specs, "config": name, "dump_folder": folder}
     else:
         settings = {
-            "job.dump_folder": folder,
-            "model.name": name,
-            "model.flavor": "tiny",
-            "experimental.custom_import": specs,
-            "training.seq_len": SEQ_LEN,
-            "training.steps": STEPS,
-            "training.local_batch_size": 1,
-            "training.mixed_precision_param": "float32",
-            "metrics.log_freq": 1,
-            "lr_scheduler.warmup_steps": 1,
-            "lr_scheduler.decay_ratio": 0.0,
-            "optimizer.lr": LR,
-            "optimizer.eps": EPS,
-            "optimizer.weight_decay": WEIGHT_DECAY,
+            "job.dump_folder": folder, "model.name": name, "model.flavor": "tiny",
+            "experimental.custom_import": specs, "training.seq_len": SEQ_LEN,
+            "training.steps": STEPS, "training.local_batch_size": 1,
+            "training.mixed_precision_param": "float32", "metrics.log_freq": 1,
+            "lr_scheduler.warmup_steps": 1, "lr_scheduler.decay_ratio": 0.0, "optimizer.lr": LR,
+            "optimizer.eps": EPS, "optimizer.weight_decay": WEIGHT_DECAY,
             # Of torch: foreach plans for a second per step.
-            "optimizer.implementation": "fused",
-            "activation_checkpoint.mode": "none",
+            "optimizer.implementation": "fused", "activation_checkpoint.mode": "none",
             "debug.seed": 7,
-        }
+        }  # fmt: skip
         if any(key.startswith("moecore") for key in options):
             settings["job.custom_config_module"] = "moecore.integrations.torchtitan.options"
     settings |= {key.replace("__", "."): value for key, value in options.items()}
@@ -341,8 +323,7 @@ def decoder_oracle() -> Run:
     layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     state = MoEState(layers, BalanceGroups())
     state.set_num_micro_batches(4)
-    optimizer = adamw(model)
-    run = Run()
+    optimizer, run = adamw(model), Run()
     for step in range(STEPS):
         batch = [samples(4 * step + i, 1, SEQ_LEN) for i in range(4)]
         total = sum((labels != -100).sum() for _, labels in batch)

@@ -1,7 +1,5 @@
 """Runs of MoETrainer beside stock Trainer under DDP, on the ranks that a test file has spawned."""
 
-from __future__ import annotations
-
 import copy
 import os
 import random
@@ -110,13 +108,10 @@ def trainer_of(cls, model, folder, *, data=14, **options):
     args = TrainingArguments(folder, **COMMON | options)
     of_pairs = None if collate is None else partial(of_bins, collate)
     return cls(
-        model,
-        args,
-        data_collator=scheduled or of_pairs or padded,
+        model, args, data_collator=scheduled or of_pairs or padded,
         train_dataset=rows(data) if of_pairs is None else pairs(2 * data),
-        eval_dataset=rows(5, seed=4) if of_pairs is None else pairs(6, seed=4),
-        callbacks=callbacks,
-    )
+        eval_dataset=rows(5, seed=4) if of_pairs is None else pairs(6, seed=4), callbacks=callbacks,
+    )  # fmt: skip
 
 
 def pairs(count: int, **how: Any) -> list[list[dict[str, Tensor]]]:
@@ -154,8 +149,7 @@ def against_stock(folder: str, options: dict[str, Any], **config: Any) -> dict[s
     Returns both logs, and the largest distance of each trainer's final parameters from fp64.
     """
     model = make_model(**config)
-    start = whole(model)
-    in_fp64 = copy.deepcopy(model).double()
+    start, in_fp64 = whole(model), copy.deepcopy(model).double()
     in_fp64.set_experts_implementation("eager")  # torch's grouped product has no fp64
     stock, double = (
         trainer_of(Trainer, one, folder, **options) for one in (copy.deepcopy(model), in_fp64)
@@ -187,13 +181,9 @@ def packs(folder: str) -> dict[str, Any]:
         model = make_model()
         use_causal_attention(model)
         trainer = trainer_of(
-            MoETrainer,
-            sharded(model),
-            f"{folder}/{name}",
-            collate=packed,
-            callbacks=[StopsAfter(stops)],
-            **options,
-        )
+            MoETrainer, sharded(model), f"{folder}/{name}", collate=packed,
+            callbacks=[StopsAfter(stops)], **options,
+        )  # fmt: skip
         trainer.train(resume_from_checkpoint=len(runs) == 3)
         runs.append(trainer)
     found = [logged(one, "loss", "grad_norm", "num_input_tokens_seen") for one in runs]
@@ -346,8 +336,7 @@ class Parameters(TrainerCallback):
 
 def skipped(folder: str) -> list[float]:
     """Return how far the parameters move in the second step and in the third."""
-    kept = Parameters()
-    model = sharded(make_model())
+    kept, model = Parameters(), sharded(make_model())
     trainer_of(NanOnOneRank, model, folder, max_steps=3, callbacks=[kept]).train()
     return [furthest(kept.after[i + 1], kept.after[i])[0] for i in range(2)]
 
@@ -376,17 +365,9 @@ def in_fp16(folder: str) -> dict[str, Any]:
 def best_model(folder: str) -> dict[str, Any]:
     """Train with the highest loss as the best, and come back to its checkpoint."""
     trainer = trainer_of(
-        MoETrainer,
-        sharded(make_model()),
-        folder,
-        max_steps=3,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
-        greater_is_better=True,
-    )
+        MoETrainer, sharded(make_model()), folder, max_steps=3, eval_strategy="steps", eval_steps=1,
+        save_strategy="steps", save_steps=1, load_best_model_at_end=True, greater_is_better=True,
+    )  # fmt: skip
     trainer.train()
     losses = logged(trainer, "eval_loss")[0]
     checkpoint = Path(trainer.state.best_model_checkpoint).name
