@@ -6,8 +6,6 @@ modules ahead, every gradient, the experts' counts and the weights after a step 
 `tests/test_parity.py` has compositions of degrees with AdamW, clipping and other routers.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,9 +32,9 @@ from moecore.moe.aux_loss import list_aux_losses
 from moecore.moe.layer import MoELayer
 from moecore.train import QKClip
 from moecore.train.memory.offload import Offload
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import beside
 from tests.helpers.parts import on_parts
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.helpers.whole import gather_whole
 from tests.models.test_mtp import CONFIGS, HYBRID, make
 
@@ -80,34 +78,25 @@ PLAIN = replace(GROUPED, qk_norm=None)
 OFFLOADED = MemoryOptions(recompute="gemm_last", offload=("attention", "experts", "rest"))
 QUERIES = MemoryOptions(recompute=("norm", "rope", "qkv_proj"))
 CASES = {
-    "latents gathered": Case(
-        parallel=dict(cp=4, ep=2),
-        packed=False,
-        memory=MemoryOptions(recompute=("norm", "mla_up_proj")),
-    ),
+    "latents gathered": Case(parallel=dict(cp=4, ep=2), packed=False,
+        memory=MemoryOptions(recompute=("norm", "mla_up_proj"))),
     "latents gathered, packed": Case(parallel=dict(cp=2, ep=2, etp=2), tau=4.0),
-    "latents gathered over tp": Case(
-        parallel=dict(cp=2, tp=2, ep=4), config=replace(LATENT, hash_layers=1), loss="sum"
-    ),
+    "latents gathered over tp": Case(parallel=dict(cp=2, tp=2, ep=4),
+        config=replace(LATENT, hash_layers=1), loss="sum"),
     "latents, ring": Case(parallel=dict(cp=2, ep=2, etp=2), way="p2p", loss="sum"),
-    "latents, heads": Case(
-        parallel=dict(cp=2, tp=2, ep=2, etp=2), way="a2a", config=dropping(LATENT)
-    ),
+    "latents, heads": Case(parallel=dict(cp=2, tp=2, ep=2, etp=2), way="a2a",
+        config=dropping(LATENT)),
     "latents, both": Case(parallel=dict(cp=4, ep=4), way="a2a+p2p", a2a_ranks=2),
-    "grouped, gathered": Case(
-        parallel=dict(dp_replicate=2, cp=2, ep=2), config=GROUPED, way="allgather"
-    ),
+    "grouped, gathered": Case(parallel=dict(dp_replicate=2, cp=2, ep=2), config=GROUPED,
+        way="allgather"),
     "grouped, auto": Case(parallel=dict(cp=4, ep=2, etp=2), config=dropping(GROUPED)),
     "grouped, heads": Case(parallel=dict(cp=2, ep=4), config=PLAIN, way="a2a", tau=3.0),
-    "grouped, both": Case(
-        parallel=dict(cp=4, ep=4), config=GROUPED, way="a2a+p2p", packed=False, loss="sum"
-    ),
-    "grouped, ring": Case(
-        parallel=dict(cp=2, tp=2, ep=4), config=dropping(GROUPED), way="p2p", memory=QUERIES
-    ),
-    "grouped, ring, clipped": Case(
-        parallel=dict(cp=2, tp=2, etp=2), config=PLAIN, way="p2p", tau=3.0, memory=OFFLOADED
-    ),
+    "grouped, both": Case(parallel=dict(cp=4, ep=4), config=GROUPED, way="a2a+p2p", packed=False,
+        loss="sum"),
+    "grouped, ring": Case(parallel=dict(cp=2, tp=2, ep=4), config=dropping(GROUPED), way="p2p",
+        memory=QUERIES),
+    "grouped, ring, clipped": Case(parallel=dict(cp=2, tp=2, etp=2), config=PLAIN, way="p2p",
+        tau=3.0, memory=OFFLOADED),
     "window, gathered": Case(parallel=dict(cp=2, tp=2, ep=2), config=WINDOWED, way="allgather"),
     "window, heads": Case(parallel=dict(cp=2, ep=4), config=WINDOWED, way="a2a"),
     "window, ring": Case(parallel=dict(cp=4, ep=4), config=WINDOWED, way="p2p", packed=False),
@@ -117,16 +106,11 @@ CASES = {
     "linear": Case(parallel=dict(cp=2, ep=2, etp=2), config=LINEAR, packed=False),
     "linear over tp": Case(parallel=dict(cp=2, tp=2, ep=2), config=LINEAR, loss="sum"),
     "hybrid over tp": Case(parallel=dict(cp=2, tp=2, ep=4), config=HYBRID, loss="sum"),
-}
+}  # fmt: skip
 # Ways and windows that tests/attention has, or transformers models over cp ranks.
 NIGHTLY = (
-    "latents, both",
-    "grouped, auto",
-    "window, both",
-    "window, heads",
-    "linear",
-    "sparse over tp",
-)
+    "latents, both", "grouped, auto", "window, both", "window, heads", "linear", "sparse over tp",
+)  # fmt: skip
 
 
 def batch_of(case: Case, data_rank: int, step: int) -> dict[str, Any]:
@@ -158,13 +142,9 @@ def data_ranks_of(case: Case) -> int:
 def alone(case: Case) -> Case:
     """Return the case with what decides the results of one process alone."""
     return Case(
-        parallel=dict(cp=WORLD // data_ranks_of(case)),
-        config=case.config,
-        packed=case.packed,
-        loss=case.loss,
-        tau=case.tau,
-        indexer=case.indexer,
-    )
+        parallel=dict(cp=WORLD // data_ranks_of(case)), config=case.config, packed=case.packed,
+        loss=case.loss, tau=case.tau, indexer=case.indexer,
+    )  # fmt: skip
 
 
 def all_expected(chosen: list[Case]) -> list[tuple[Case, dict[str, Tensor]]]:
@@ -313,9 +293,7 @@ def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return run_ranks(WORLD, worker, asked_for(request, "name"))
+results = ranks_fixture(WORLD, worker, "name")
 
 
 @pytest.mark.parametrize("name", beside(CASES, NIGHTLY))

@@ -3,8 +3,6 @@
 Four ranks, two of which share rows: losses, gradients of A and B, adapters' files, merged export.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,13 +109,10 @@ def test_adapters_over_tp_equal_one_process(results: Any, folder: Path, name: st
         assert all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (dict(use_dora=True), NotImplementedError, r"q_proj \(Linear\) must be LoRA of linears wi"),
-        (dict(lora_dropout=0.1), ValueError, r"LoraConfig.lora_dropout \(0.1\) must be 0 under"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    (dict(use_dora=True), NotImplementedError, r"q_proj \(Linear\) must be LoRA of linears wi"),
+    (dict(lora_dropout=0.1), ValueError, r"LoraConfig.lora_dropout \(0.1\) must be 0 under"),
+])  # fmt: skip
 def test_adapters_that_tp_refuses(options: Any, error: type[Exception], message: str) -> None:
     model, _ = adapted("qwen2-moe", **options)
     with fake_world(2):
