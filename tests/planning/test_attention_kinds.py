@@ -3,8 +3,6 @@
 `test_memory.py` compares what such models store with ranks.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -57,20 +55,14 @@ DEEP = TrainingRun(model=of_layers(16), num_gpus=8, parallel=ParallelConfig(ep=8
 CASES = {
     "three linear, one full": (DEEP, 0.002),
     "dense ones too, cp": (
-        replace(DEEP, model=of_layers(12, dense=3), parallel=ParallelConfig(cp=2, ep=4)),
-        0.01,
-    ),
+        replace(DEEP, model=of_layers(12, dense=3), parallel=ParallelConfig(cp=2, ep=4)), 0.01),
     "sparse, two nodes": (
-        TrainingRun(
-            model=replace(V32, num_layers=9), num_gpus=16, parallel=ParallelConfig(ep=16, tp=2)
-        ),
-        0.02,
-    ),
+        TrainingRun(model=replace(V32, num_layers=9), num_gpus=16,
+            parallel=ParallelConfig(ep=16, tp=2)), 0.02),
     "plain MLPs too, attention last, cp": (
         replace(DEEP, model=of_pattern("M-MEM*E" * 2 + "M*"), parallel=ParallelConfig(cp=2, ep=4)),
-        0.001,
-    ),
-}
+        0.001),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -97,7 +89,6 @@ def test_ranks_of_a_pipeline(model: DecoderConfig) -> None:
 def test_flops_of_linear_attention(model: DecoderConfig) -> None:
     """The model's, and within chunks of 64 tokens; backward computes the states again."""
     T, linear = 2048, model.linear_attention
-    assert linear is not None
     works = dry_run(TrainingRun(model=model, num_gpus=1, seq_len=T)).forward_backward
     H, k, v = linear.num_v_heads, linear.head_k_dim, linear.head_v_dim
     scans = [w for w in works if w.kind == "attention" and "attention" not in w.name]
@@ -129,7 +120,6 @@ def test_flops_of_sparse_attention(T: int) -> None:
     model = replace(model, num_mtp_layers=0, mtp_loss_coef=0.0)
     works = dry_run(TrainingRun(model=model, num_gpus=1, seq_len=T)).forward_backward
     mla, H = model.mla, model.num_heads
-    assert mla is not None and mla.sparse is not None
     n, r, v, L = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim, mla.kv_lora_rank
     K = min(T, mla.sparse.top_k)
     forward = n * L + K * (L + r) + K * L + L * v
@@ -153,14 +143,11 @@ def test_a_dry_run_holds_what_forwards_keep(model: DecoderConfig) -> None:
     assert sum(kinds.values()) == pytest.approx(blocks, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("name", "experts"),
-    [
-        ("tiny-nemotron-h", 2 * 8 * 2 * 32 * 64),  # without a gate
-        ("tiny-deepseek-v3", (2 + 1) * 8 * 3 * 32 * 64),  # with the module of predictions
-        ("gpt-oss-20b", 24 * 32 * (3 * 2880 * 2880 + 3 * 2880)),  # with biases
-    ],
-)
+@pytest.mark.parametrize(("name", "experts"), [
+    ("tiny-nemotron-h", 2 * 8 * 2 * 32 * 64),  # without a gate
+    ("tiny-deepseek-v3", (2 + 1) * 8 * 3 * 32 * 64),  # with the module of predictions
+    ("gpt-oss-20b", 24 * 32 * (3 * 2880 * 2880 + 3 * 2880)),  # with biases
+])  # fmt: skip
 def test_parameters_of_experts(name: Any, experts: int) -> None:
     sizes = TrainingRun(model=preset(name), num_gpus=1, seq_len=64).planned_model.count_parameters()
     assert sizes.experts == experts and sizes.params == num_params(preset(name))

@@ -1,7 +1,3 @@
-"""Reports of traces that are written here, event by event; shares are counted by hand."""
-
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -137,8 +133,7 @@ def test_a_step_by_hand(name: str, tmp_path: Path) -> None:
     assert found.limit_text == "compute, most of it experts"
     # Half of 40, 15 + 6 with SendRecv in the way of a whole graph, 15.
     assert [lever.share for lever in found.levers] == pytest.approx([0.21, 0.20, 0.15])
-    assert "DenseOptions(graph" in found.levers[0].lever
-    assert "precision" in found.levers[1].lever
+    assert "DenseOptions(graph" in found.levers[0].lever and "precision" in found.levers[1].lever
 
 
 def test_the_allocator_explains_a_gap(tmp_path: Path) -> None:
@@ -155,8 +150,7 @@ def test_steps_are_those_that_the_profiler_has_marked(tmp_path: Path) -> None:
         events.host("user_annotation", f"ProfilerStep#{i + 3}", i * 50, i * 50 + 50)
     path = events.write(tmp_path / "trace.json")
     found = report_trace(path)
-    assert found.num_steps == 2
-    assert found.wall == pytest.approx(50 * US)
+    assert found.num_steps == 2 and found.wall == pytest.approx(50 * US)
     assert sum(found.parts.values()) == pytest.approx(50 * US)
     assert report_trace(path, num_steps=4).wall == pytest.approx(25 * US)
 
@@ -172,21 +166,18 @@ def test_a_collective_is_of_the_innermost_mark_around_its_launch(tmp_path: Path)
     assert found.parts["other collectives"] == pytest.approx(2 * US)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "part"),
-    [
-        ({"group": "mesh_ep_etp", "collective": "_allgather_base"}, "dispatch by collectives"),
-        ({"group": "mesh_default", "phase": "combine"}, "dispatch by collectives"),
-        ({"group": "mesh_cp_inner", "collective": "all_to_all"}, "context parallelism"),
-        ({"group": "mesh_edp_shard"}, "sharding"),
-        ({"group": "mesh_dp_shard_cp"}, "sharding"),
-        ({"collective": "all_to_allv"}, "dispatch by collectives"),
-        ({"collective": "_reduce_scatter_base"}, "sharding"),
-        ({"collective": "recv"}, "pipeline"),
-        ({"name": "ncclDevKernel_AllReduce_Sum_f32"}, "sharding"),
-        ({"name": "ncclDevKernel_SendRecv"}, "other collectives"),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "part"), [
+    ({"group": "mesh_ep_etp", "collective": "_allgather_base"}, "dispatch by collectives"),
+    ({"group": "mesh_default", "phase": "combine"}, "dispatch by collectives"),
+    ({"group": "mesh_cp_inner", "collective": "all_to_all"}, "context parallelism"),
+    ({"group": "mesh_edp_shard"}, "sharding"),
+    ({"group": "mesh_dp_shard_cp"}, "sharding"),
+    ({"collective": "all_to_allv"}, "dispatch by collectives"),
+    ({"collective": "_reduce_scatter_base"}, "sharding"),
+    ({"collective": "recv"}, "pipeline"),
+    ({"name": "ncclDevKernel_AllReduce_Sum_f32"}, "sharding"),
+    ({"name": "ncclDevKernel_SendRecv"}, "other collectives"),
+])  # fmt: skip
 def test_whose_a_collective_is(kernel: dict[str, str], part: str) -> None:
     assert classify_kernel(Kernel(**{"name": "ncclKernel", "start": 0, "end": 1} | kernel)) == part
 
@@ -212,8 +203,7 @@ def test_every_category_has_a_part() -> None:
     for part, kernel in KERNELS.items():
         assert classify_kernel(Kernel(start=0, end=1, **kernel)) == part
     idle = {"allocator", *PARTS["host"]}
-    assert {*KERNELS} | idle == {*LIMIT_OF}
-    assert {*CATEGORIES, OTHER} - {"nccl"} <= {*LIMIT_OF}
+    assert {*KERNELS} | idle == {*LIMIT_OF} and {*CATEGORIES, OTHER} - {"nccl"} <= {*LIMIT_OF}
 
 
 def trace_of(part: str, *, with_graph: bool = False) -> Trace:
@@ -238,8 +228,7 @@ def test_each_option_is_reached_by_its_parts(option: Option) -> None:
         report = make_report(trace_of(part))
         (lever,) = (lever for lever in report.levers if lever.lever == option.name)
         share = option.max_share * report.parts[part] / report.wall
-        assert lever.share == pytest.approx(share)
-        assert lever.limit == LIMIT_OF[option.shortens[0]]
+        assert lever.share == pytest.approx(share) and lever.limit == LIMIT_OF[option.shortens[0]]
     page, _, anchor = option.page.partition("#")
     lines = (DOCS / page).read_text().lower().splitlines()
     titles = (line.lstrip("# ") for line in lines if line[:1] == "#")
@@ -296,26 +285,21 @@ def one_kernel() -> Events:
     return events
 
 
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [
-        (lambda path: None, "must be a file: it is not there"),
-        (lambda path: path.write_text('{"traceEvents": ['), "must be a Chrome trace: it is no who"),
-        (lambda path: path.write_bytes(b"\x1f\x8b no"), "must be a Chrome trace: it is no whole"),
-        (lambda path: path.write_text("[]"), "must be a Chrome trace: it has no traceEvents; expo"),
-        (of_a_cpu_run, "must hold kernels of a GPU that take time, but it has none: run on a GPU"),
-        (of_two_gpus, "must hold one GPU, not 2: export a trace on each rank"),
-        *((with_last(a_step, damage), "must have a name, finite ts and dur") for damage in DAMAGES),
-        (with_last(a_step, {"args": None}), "must be a trace of torch.profiler: an event lacks ts"),
-        (lambda path: path.write_text("[" * 100_000), "must be a Chrome trace: it is no whole"),
-        (lambda path: path.mkdir(), "must be a trace's file, not a directory: pass the .json or"),
-        (os.mkfifo, "must be a file that can be read; export one"),
-        *((with_last(one_kernel, time), "must hold kernels of a GPU that") for time in NO_TIME),
-    ],
-)
-def test_what_is_no_trace_is_one_line(
-    write: Any, message: str, tmp_path: Path, capsys: Any
-) -> None:
+@pytest.mark.parametrize(("write", "message"), [
+    (lambda path: None, "must be a file: it is not there"),
+    (lambda path: path.write_text('{"traceEvents": ['), "must be a Chrome trace: it is no who"),
+    (lambda path: path.write_bytes(b"\x1f\x8b no"), "must be a Chrome trace: it is no whole"),
+    (lambda path: path.write_text("[]"), "must be a Chrome trace: it has no traceEvents; expo"),
+    (of_a_cpu_run, "must hold kernels of a GPU that take time, but it has none: run on a GPU"),
+    (of_two_gpus, "must hold one GPU, not 2: export a trace on each rank"),
+    *((with_last(a_step, damage), "must have a name, finite ts and dur") for damage in DAMAGES),
+    (with_last(a_step, {"args": None}), "must be a trace of torch.profiler: an event lacks ts"),
+    (lambda path: path.write_text("[" * 100_000), "must be a Chrome trace: it is no whole"),
+    (lambda path: path.mkdir(), "must be a trace's file, not a directory: pass the .json or"),
+    (os.mkfifo, "must be a file that can be read; export one"),
+    *((with_last(one_kernel, time), "must hold kernels of a GPU that") for time in NO_TIME),
+])  # fmt: skip
+def test_what_is_no_trace_is_one_line(write, message, tmp_path, capsys) -> None:
     path = tmp_path / "trace.json"
     write(path)
     assert main(["report", str(path)]) == 2
@@ -325,18 +309,14 @@ def test_what_is_no_trace_is_one_line(
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_a_trace_is_unpacked_up_to_a_bound(
-    name: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_is_unpacked_up_to_a_bound(name, tmp_path, capsys, monkeypatch) -> None:
     path = a_step().write(tmp_path / name)
     monkeypatch.setattr("moecore.planning.report.MAX_BYTES", 1000)
     assert main(["report", str(path)]) == 2
     assert "must have at most 1000 bytes unpacked: trace fewer steps" in capsys.readouterr().err
 
 
-def test_a_trace_has_a_bound_of_lists(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_has_a_bound_of_lists(tmp_path, capsys, monkeypatch) -> None:
     """Each takes 25 times its bytes in memory."""
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(b'{"x": [' + b"[]," * 200 + b'[]], "traceEvents": []}'))

@@ -1,7 +1,3 @@
-"""A search finds foldings that fit, says why others do not, and what would make one fit."""
-
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -74,19 +70,16 @@ def found_of_small() -> SearchResult:
     return search(SMALL, max_plans=3)
 
 
-@pytest.mark.parametrize(
-    ("folding", "rule", "text"),
-    [
-        (Layout(pp=8, ep=6), "degrees divide the GPUs", "expert view (48 ranks)"),
-        (Layout(pp=3), "degrees divide the GPUs", "dense view (3 ranks)"),
-        (Layout(tp=256), "heads divide", "DecoderConfig.num_heads (128)"),
-        (Layout(pp=64), "a layer per stage", "num_layers (61)"),
-        (Layout(ep=8, etp=2), "EP before TP for experts", "use etp=1"),
-        (Layout(tp=16), "TP within NVLink", "tp (16)"),
-        (Layout(cp=2), "CP for long rows", "rows have 4096"),
-        (Layout(pp=8, ep=8), "VPP where there is PP", "use chunks"),
-    ],
-)
+@pytest.mark.parametrize(("folding", "rule", "text"), [
+    (Layout(pp=8, ep=6), "degrees divide the GPUs", "expert view (48 ranks)"),
+    (Layout(pp=3), "degrees divide the GPUs", "dense view (3 ranks)"),
+    (Layout(tp=256), "heads divide", "DecoderConfig.num_heads (128)"),
+    (Layout(pp=64), "a layer per stage", "num_layers (61)"),
+    (Layout(ep=8, etp=2), "EP before TP for experts", "use etp=1"),
+    (Layout(tp=16), "TP within NVLink", "tp (16)"),
+    (Layout(cp=2), "CP for long rows", "rows have 4096"),
+    (Layout(pp=8, ep=8), "VPP where there is PP", "use chunks"),
+])  # fmt: skip
 def test_a_refusal_names_its_rule(folding: Layout, rule: str, text: str) -> None:
     refusal = find_refusal(LARGE, folding)
     assert refusal is not None and refusal.rule == rule and text in refusal.reason
@@ -320,17 +313,14 @@ def test_the_call_runs(fraction: float) -> None:
 
 def test_the_command_searches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plan = ["plan", "--preset", "tiny-deepseek-v3", "--gpus", "16", "--seq-len", "32"]
-    call = [*plan, "--top", "1"]
-    file = tmp_path / "memory.png"
+    call, file = [*plan, "--top", "1"], tmp_path / "memory.png"
     assert main([*call, "--png", str(file), "--call"]) == 0
     assert "parallelize_moe(" in capsys.readouterr().out
-    assert file.read_bytes().startswith(b"\x89PNG")
-    assert main([*call, "--json"]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG") and main([*call, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["fitting"]) == 1
     assert main([*plan, "--explain", "tp=16"]) == 1
     assert "must be a multiple of tp (16)" in capsys.readouterr().out
-    assert main([*plan, "--explain", "ep=8"]) == 0
-    assert "fits, " in capsys.readouterr().out
+    assert main([*plan, "--explain", "ep=8"]) == 0 and "fits, " in capsys.readouterr().out
     assert main([*plan, "--explain", "pp"]) == 1
     assert "must be NAME=NUMBER" in capsys.readouterr().err
 
@@ -366,9 +356,7 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
     assert "refused" in json.loads(capsys.readouterr().out)["text"]
 
 
-def test_a_config_is_planned_as_its_preset(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_config_is_planned_as_its_preset(capsys, tmp_path) -> None:
     options = ["--gpus", "4", "--ep", "2", "--seq-len", "32", "--json"]
     file = tmp_path / "config.json"
     for of, code in ((TINY_JSON, 0), ({"model_type": "gpt-none"}, 1)):
@@ -376,8 +364,7 @@ def test_a_config_is_planned_as_its_preset(
         assert main(["plan", "--config", str(file), *options]) == code
     out, err = capsys.readouterr()
     assert err.startswith("moecore: config.json model_type ('gpt-none') must be")
-    assert err.count("\n") == 1
-    assert main(["plan", "--preset", "tiny-deepseek-v3", *options]) == 0
+    assert err.count("\n") == 1 and main(["plan", "--preset", "tiny-deepseek-v3", *options]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out)
 
 
@@ -385,30 +372,25 @@ def test_names_that_help_lists_are_those_of_the_records() -> None:
     assert get_args(PresetName) == tuple(PRESETS) and get_args(GpuName) == tuple(GPUS)
 
 
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        (["--batch-size", "2"], "--batch-size (2)"),
-        (["--micro-batches", "2"], "--micro-batches (2)"),
-        (["--chunks", "2"], "--chunks (2)"),
-        (["--schedule", "1f1b"], "--schedule (1f1b)"),
-        (["--layout", "EL"], "--layout (EL)"),
-        (["--dense-strategy", "optim"], "--dense-strategy (optim)"),
-        (["--experts-strategy", "optim"], "--experts-strategy (optim)"),
-        (["--ep", "2", "--global-batch", "8"], "--global-batch (8)"),
-        (["--ep", "2", "--gpus-per-node", "4"], "--gpus-per-node (4)"),
-        (["--ep", "2", "--top", "1"], "--top (1)"),
-        # 0 is a number that is given.
-        (["--batch-size", "0"], "--batch-size (0)"),
-        (["--ep", "2", "--top", "0"], "--top (0)"),
-        (["--ep", "2", "--layout", "E" * 10**5], f"--layout ({'E' * 80})"),
-        (["--explain", "ep=2", "--ep", "2"], "--ep (2)"),
-        (["--explain", "ep=2", "--png", "x"], "--png (x)"),
-    ],
-)
-def test_an_option_that_is_not_read_is_refused(
-    more: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("more", "named"), [
+    (["--batch-size", "2"], "--batch-size (2)"),
+    (["--micro-batches", "2"], "--micro-batches (2)"),
+    (["--chunks", "2"], "--chunks (2)"),
+    (["--schedule", "1f1b"], "--schedule (1f1b)"),
+    (["--layout", "EL"], "--layout (EL)"),
+    (["--dense-strategy", "optim"], "--dense-strategy (optim)"),
+    (["--experts-strategy", "optim"], "--experts-strategy (optim)"),
+    (["--ep", "2", "--global-batch", "8"], "--global-batch (8)"),
+    (["--ep", "2", "--gpus-per-node", "4"], "--gpus-per-node (4)"),
+    (["--ep", "2", "--top", "1"], "--top (1)"),
+    # 0 is a number that is given.
+    (["--batch-size", "0"], "--batch-size (0)"),
+    (["--ep", "2", "--top", "0"], "--top (0)"),
+    (["--ep", "2", "--layout", "E" * 10**5], f"--layout ({'E' * 80})"),
+    (["--explain", "ep=2", "--ep", "2"], "--ep (2)"),
+    (["--explain", "ep=2", "--png", "x"], "--png (x)"),
+])  # fmt: skip
+def test_an_option_that_is_not_read_is_refused(more, named, capsys) -> None:
     assert main(["plan", "--preset", "tiny", "--gpus", "4", *more]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"moecore: {named} must be left out: ") and error.count("\n") == 1
@@ -423,31 +405,23 @@ def test_a_dry_run_refuses_what_it_does_not_read(capsys: pytest.CaptureFixture[s
     assert "num_micro_batches (257) must be <= 256 for a dry run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        (dict(seq_len=2**24 + 1), r"TrainingRun.seq_len \(16777217\) must be a whole number"),
-        (dict(pp=257), r"TrainingRun.parallel.pp \(257\) must be <= 256: plan"),
-        (dict(num_layers=1025), r"planned_model.num_layers \(1025\) must be <= 1024: plan"),
-        (dict(schedule="gpipe"), r"num_micro_batches \(1025\) must be <= 1024 with schedule 'gpi"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "error"), [
+    (dict(seq_len=2**24 + 1), r"TrainingRun.seq_len \(16777217\) must be a whole number"),
+    (dict(pp=257), r"TrainingRun.parallel.pp \(257\) must be <= 256: plan"),
+    (dict(num_layers=1025), r"planned_model.num_layers \(1025\) must be <= 1024: plan"),
+    (dict(schedule="gpipe"), r"num_micro_batches \(1025\) must be <= 1024 with schedule 'gpi"),
+])  # fmt: skip
 def test_a_run_that_no_plan_ends_with_is_refused(changes: dict[str, Any], error: str) -> None:
     model = replace(preset("tiny"), num_layers=changes.get("num_layers", 4), max_seq_len=2**24)
     with pytest.raises(ValueError, match=error):
         TrainingRun(
-            model=model,
-            num_gpus=257,
-            parallel=ParallelConfig(pp=changes.get("pp", 2)),
+            model=model, num_gpus=257, parallel=ParallelConfig(pp=changes.get("pp", 2)),
             pipeline=PipelineConfig(schedule=changes.get("schedule", "1f1b")),
-            seq_len=changes.get("seq_len", 64),
-            num_micro_batches=1025,
-        )
+            seq_len=changes.get("seq_len", 64), num_micro_batches=1025,
+        )  # fmt: skip
 
 
-def test_an_estimate_takes_no_longer_for_more_chunks_of_the_loss(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_estimate_takes_no_longer_for_more_chunks_of_the_loss(monkeypatch) -> None:
     """And counts equal bytes."""
     chunks: list[int] = []
     add_chunk = loss._compute_chunk_loss_
@@ -462,8 +436,7 @@ def test_an_estimate_takes_no_longer_for_more_chunks_of_the_loss(
     merged = count_saved_bytes_by_block.__wrapped__(run)
     assert chunks == [64]
     monkeypatch.setattr(type(run.planned_model), "merge_loss_chunks", lambda *_: None)
-    assert count_saved_bytes_by_block.__wrapped__(run) == merged
-    assert chunks == [64, *[8] * 8]
+    assert count_saved_bytes_by_block.__wrapped__(run) == merged and chunks == [64, *[8] * 8]
 
 
 def test_the_page_has_the_bounds() -> None:
@@ -511,9 +484,7 @@ def test_what_records_have_is_named() -> None:
     assert alone == line
 
 
-def test_without_matplotlib(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_matplotlib(capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     call = ["plan", "--preset", "tiny-deepseek-v3", "--gpus", "4", "--ep", "2", "--seq-len", "32"]
     assert main([*call, "--png", str(tmp_path / "memory.png")]) == 1
