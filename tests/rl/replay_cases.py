@@ -1,8 +1,6 @@
 """Tiny decoders to record and replay, and everything that their training computes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -41,20 +39,12 @@ CONFIGS: dict[str, DecoderConfig] = {
     "capacity": with_moe(**PLAIN, capacity=CapacityConfig(factor=0.7)),
     "capacity-position": with_moe(**PLAIN, capacity=CapacityConfig(factor=0.7, drop="position")),
     "post": with_moe(**PLAIN, score_order="post", expert_bias=False),
-    "expert-choice": with_moe(
-        **PLAIN,
-        assignment="expert_choice",
-        expert_bias=False,
-        capacity=CapacityConfig(factor=1.2),
-        balance=BalanceConfig(z_loss_coef=0.01),
-    ),
+    "expert-choice": with_moe(**PLAIN, assignment="expert_choice", expert_bias=False,
+        capacity=CapacityConfig(factor=1.2), balance=BalanceConfig(z_loss_coef=0.01)),
     "sinkhorn": with_moe(**PLAIN, assignment="sinkhorn", expert_bias=False),
-    "quantile": with_moe(
-        num_groups=1,
-        top_groups=1,
-        balance=BalanceConfig(bias_update="quantile", bias_update_rate=1.0),
-    ),
-}
+    "quantile": with_moe(num_groups=1, top_groups=1,
+        balance=BalanceConfig(bias_update="quantile", bias_update_rate=1.0)),
+}  # fmt: skip
 
 
 def make_model(config: DecoderConfig, mode: Mode = "none", seed: int = 0) -> Decoder:
@@ -101,12 +91,7 @@ def reset(model: nn.Module) -> None:
         layer.tracker.reset()
 
 
-def train(
-    model: nn.Module,
-    inputs: Sequence[Tensor],
-    backward: Callable[[list[Tensor]], None],
-    padding_mask: Tensor | None = None,
-) -> dict[str, Tensor]:
+def train(model, inputs, backward, padding_mask=None) -> dict[str, Tensor]:
     """All forwards, then backwards; losses, every gradient and all that the layers counted."""
     reset(model)
     losses = []

@@ -1,7 +1,3 @@
-"""Recordings outside of a model: errors, files, and the layout of inference engines."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +12,7 @@ from moecore import MoEConfig
 from moecore.moe.routed_experts import RoutedExperts
 from moecore.rl import RouterReplay, choices_from_tensors, choices_to_tensors
 from tests.moe.moe_cases import make_layer
-from tests.rl.replay_cases import (
-    CONFIGS,
-    batches,
-    layers_of,
-    make_model,
-    randomize,
-    recorded,
-    same_choices,
-)
+from tests.rl import replay_cases
 
 CONFIG = MoEConfig(dim=16, hidden_dim=8, num_experts=6, top_k=2)
 
@@ -64,45 +52,25 @@ GOOD = ids([[0, 1], [5, -1], [-1, -1]])
 
 BAD: dict[str, tuple[Any, str]] = {
     "missing": ({"first": [GOOD]}, r"choices \(of 1 layers\) must have layer 'second'"),
-    "unknown": (
-        {"first": [GOOD], "second": [GOOD], "third": []},
-        r"choices\['third'\] must name one of the layers 'first', 'second'",
-    ),
-    "columns": (
-        {"first": [GOOD], "second": [GOOD, GOOD[:, :1]]},
-        r"choices\['second'\]\[1\] \(3, 1\) must have the shape \[tokens, 2\]",
-    ),
+    "unknown": ({"first": [GOOD], "second": [GOOD], "third": []},
+        r"choices\['third'\] must name one of the layers 'first', 'second'"),
+    "columns": ({"first": [GOOD], "second": [GOOD, GOOD[:, :1]]},
+        r"choices\['second'\]\[1\] \(3, 1\) must have the shape \[tokens, 2\]"),
     "dims": ({"first": [GOOD[0]], "second": [GOOD]}, r"choices\['first'\]\[0\] \(2,\) must have"),
-    "dtype": (
-        {"first": [GOOD.float()], "second": [GOOD]},
-        r"choices\['first'\]\[0\] \(torch.float32\) must be integers",
-    ),
-    "high": (
-        {"first": [ids([[0, 1], [2, 6]])], "second": [GOOD]},
-        r"choices\['first'\]\[0\]\[1, 1\] \(6\) must lie in \[0, num_experts \(6\)\), or be -1",
-    ),
-    "low": (
-        {"first": [GOOD], "second": [GOOD, ids([[-2, 1]])]},
-        r"choices\['second'\]\[1\]\[0, 0\] \(-2\) must lie in",
-    ),
-    "wraps": (
-        {"first": [torch.tensor([[2**32, 1]])], "second": [GOOD]},
-        r"choices\['first'\]\[0\]\[0, 0\] \(4294967296\) must lie in",
-    ),
-    "repeated": (
-        {"first": [ids([[0, 1], [3, 3]])], "second": [GOOD]},
-        r"choices\['first'\]\[0\]\[1\] \(\[3, 3\]\) must not repeat an expert",
-    ),
-}
+    "dtype": ({"first": [GOOD.float()], "second": [GOOD]},
+        r"choices\['first'\]\[0\] \(torch.float32\) must be integers"),
+    "high": ({"first": [ids([[0, 1], [2, 6]])], "second": [GOOD]},
+        r"choices\['first'\]\[0\]\[1, 1\] \(6\) must lie in \[0, num_experts \(6\)\), or be -1"),
+    "low": ({"first": [GOOD], "second": [GOOD, ids([[-2, 1]])]},
+        r"choices\['second'\]\[1\]\[0, 0\] \(-2\) must lie in"),
+    "wraps": ({"first": [torch.tensor([[2**32, 1]])], "second": [GOOD]},
+        r"choices\['first'\]\[0\]\[0, 0\] \(4294967296\) must lie in"),
+    "repeated": ({"first": [ids([[0, 1], [3, 3]])], "second": [GOOD]},
+        r"choices\['first'\]\[0\]\[1\] \(\[3, 3\]\) must not repeat an expert"),
+}  # fmt: skip
 
 
-def refused(
-    replay: RouterReplay,
-    message: str,
-    choices: Any,
-    error: type[Exception] = ValueError,
-    **options: Any,
-) -> None:
+def refused(replay, message, choices, error=ValueError, **options) -> None:
     """Hold that a replay is an error before any forward, and leaves no router changed."""
     with pytest.raises(error, match=message), replay.replay(choices, **options):
         pytest.fail("must be refused on entry")
@@ -119,35 +87,23 @@ def test_bad_choices_are_refused_before_any_forward(name: str, replay: RouterRep
     refused(replay, message, choices)
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ({"first": [GOOD.float()]}, r"weights \(of 'first'\) must have the layers and forwards"),
-        ({"first": [], "second": [GOOD.float()]}, r"must have the layers and forwards"),
-        (
-            {"first": [torch.ones(3, 2)], "second": [torch.ones(3, 1)]},
-            r"weights\['second'\]\[0\] \(torch.float32 \(3, 1\)\) must be floating \(3, 2\)",
-        ),
-        (
-            {"first": [torch.ones(3, 2)], "second": [GOOD]},
-            r"weights\['second'\]\[0\] \(torch.int32 \(3, 2\)\) must be floating",
-        ),
-        (
-            {"first": [torch.full((3, 2), torch.nan)], "second": [torch.ones(3, 2)]},
-            r"weights\['first'\]\[0\]\[0, 0\] \(nan\) must be finite and >= 0",
-        ),
-    ],
-)
-def test_bad_weights_are_refused_before_any_forward(
-    weights: Any, message: str, replay: RouterReplay
-) -> None:
+@pytest.mark.parametrize(("weights", "message"), [
+    ({"first": [GOOD.float()]}, r"weights \(of 'first'\) must have the layers and forwards"),
+    ({"first": [], "second": [GOOD.float()]}, r"must have the layers and forwards"),
+    ({"first": [torch.ones(3, 2)], "second": [torch.ones(3, 1)]},
+     r"weights\['second'\]\[0\] \(torch.float32 \(3, 1\)\) must be floating \(3, 2\)"),
+    ({"first": [torch.ones(3, 2)], "second": [GOOD]},
+     r"weights\['second'\]\[0\] \(torch.int32 \(3, 2\)\) must be floating"),
+    ({"first": [torch.full((3, 2), torch.nan)], "second": [torch.ones(3, 2)]},
+     r"weights\['first'\]\[0\]\[0, 0\] \(nan\) must be finite and >= 0"),
+])  # fmt: skip
+def test_bad_weights_are_refused_before_any_forward(weights, message, replay) -> None:
     refused(replay, message, {"first": [GOOD], "second": [GOOD]}, weights=weights)
 
 
 def test_experts_that_choose_have_a_column_each() -> None:
     layer = make_layer(replace(CONFIG, assignment="expert_choice"))
-    replay = RouterReplay(layer)
-    wrong = torch.full((3, 6), -1)
+    replay, wrong = RouterReplay(layer), torch.full((3, 6), -1)
     wrong[2, 4] = 3
     refused(replay, r"\[2, 4\] \(3\) must be e or -1 in column e", {"": [wrong]})
     message = r"unrecorded \('route'\) must be 'drop'"
@@ -218,56 +174,34 @@ def test_no_forward_after_one_that_failed(replay: RouterReplay) -> None:
 
 
 CALLS: dict[str, tuple[Callable[[RouterReplay], Any], str]] = {
-    "no MoE layer": (
-        lambda replay: RouterReplay(nn.Linear(2, 2)),
-        r"model \(Linear\) must hold MoELayers: call parallelize_moe",
-    ),
+    "no MoE layer": (lambda replay: RouterReplay(nn.Linear(2, 2)),
+        r"model \(Linear\) must hold MoELayers: call parallelize_moe"),
     "routers of the model": (
         lambda replay: RouterReplay(nn.ModuleDict({"mlp": RoutedExperts(CONFIG)})),
-        r"must hold MoELayers: the experts 'mlp' have a router of the model itself",
-    ),
-    "layer name": (
-        lambda replay: RouterReplay(replay.model, layers=["dense"]),
-        r"layers \('dense'\) must be one of 'first', 'second'",
-    ),
+        r"must hold MoELayers: the experts 'mlp' have a router of the model itself"),
+    "layer name": (lambda replay: RouterReplay(replay.model, layers=["dense"]),
+        r"layers \('dense'\) must be one of 'first', 'second'"),
     "select outside": (lambda replay: replay.select(0), r"select\(0\) must be called inside"),
-    "engine dims": (
-        lambda replay: replay.from_engine(random_ids(2, 3)),
-        r"indices \(2, 3, 2\) must be \[batch, sequence, 2 layers, top_k\]",
-    ),
-    "engine layers": (
-        lambda replay: replay.from_engine(random_ids(2, 3, 3)),
-        r"indices \(2, 3, 3, 2\) must be \[batch, sequence, 2 layers, top_k\].*None for those",
-    ),
-    "engine names": (
-        lambda replay: replay.from_engine(random_ids(2, 3, 2), ["first", "first"]),
-        r"layer_names \(\['first', 'first'\]\) must name each of 'first', 'second' once",
-    ),
-    "engine top_k": (
-        lambda replay: replay.from_engine(random_ids(2, 3, 2, K=3)),
-        r"indices\[..., 0, :\] of layer 'first', row \(6, 3\) must have the shape \[tokens, 2\]",
-    ),
-    "engine range": (
-        lambda replay: replay.from_engine(random_ids(2, 3, 2) + 6),
-        r"indices\[..., 0, :\] of layer 'first', row\[0, 0\] \(\d+\) must lie in \[0, num_experts",
-    ),
-    "uneven forwards": (
-        lambda replay: replay.to_engine({"first": [GOOD], "second": []}),
-        r"choices \(forwards per layer: .*\) must have one number of forwards",
-    ),
+    "engine dims": (lambda replay: replay.from_engine(random_ids(2, 3)),
+        r"indices \(2, 3, 2\) must be \[batch, sequence, 2 layers, top_k\]"),
+    "engine layers": (lambda replay: replay.from_engine(random_ids(2, 3, 3)),
+        r"indices \(2, 3, 3, 2\) must be \[batch, sequence, 2 layers, top_k\].*None for those"),
+    "engine names": (lambda replay: replay.from_engine(random_ids(2, 3, 2), ["first", "first"]),
+        r"layer_names \(\['first', 'first'\]\) must name each of 'first', 'second' once"),
+    "engine top_k": (lambda replay: replay.from_engine(random_ids(2, 3, 2, K=3)),
+        r"indices\[..., 0, :\] of layer 'first', row \(6, 3\) must have the shape \[tokens, 2\]"),
+    "engine range": (lambda replay: replay.from_engine(random_ids(2, 3, 2) + 6),
+        r"indices\[..., 0, :\] of layer 'first', row\[0, 0\] \(\d+\) must lie in \[0, num_experts"),
+    "uneven forwards": (lambda replay: replay.to_engine({"first": [GOOD], "second": []}),
+        r"choices \(forwards per layer: .*\) must have one number of forwards"),
     "batch size": (
         lambda replay: replay.to_engine({"first": [GOOD], "second": [GOOD]}, batch_size=2),
-        r"choices of forward 0 .* a multiple of batch_size \(2\) tokens",
-    ),
-    "file name": (
-        lambda replay: choices_from_tensors({"first": GOOD}),
-        r"tensors\['first'\] must be named <layer>/<forward>",
-    ),
-    "file gap": (
-        lambda replay: choices_from_tensors({"first/0": GOOD, "first/2": GOOD}),
-        r"tensors of layer 'first' \(2 forwards\) must have forward 1",
-    ),
-}
+        r"choices of forward 0 .* a multiple of batch_size \(2\) tokens"),
+    "file name": (lambda replay: choices_from_tensors({"first": GOOD}),
+        r"tensors\['first'\] must be named <layer>/<forward>"),
+    "file gap": (lambda replay: choices_from_tensors({"first/0": GOOD, "first/2": GOOD}),
+        r"tensors of layer 'first' \(2 forwards\) must have forward 1"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -297,11 +231,11 @@ def test_save_and_load(tmp_path: Path, replay: RouterReplay) -> None:
     assert sorted(tensors) == ["first/0", "first/1", "first/2", "second/0"]
     safetensors.save_file(tensors, tmp_path / "choices.safetensors")
     loaded = safetensors.load_file(tmp_path / "choices.safetensors")
-    assert same_choices(choices_from_tensors(loaded), choices)
+    assert replay_cases.same_choices(choices_from_tensors(loaded), choices)
     choices = {"never ran": [], "b": [GOOD] * 11}
     tensors = choices_to_tensors(choices)
     assert sorted(tensors)[:2] == ["b/0", "b/1"] and "never ran/none" in tensors
-    assert same_choices(choices_from_tensors(tensors), choices)
+    assert replay_cases.same_choices(choices_from_tensors(tensors), choices)
 
 
 def test_recordings_are_copies(replay: RouterReplay) -> None:
@@ -340,15 +274,15 @@ def test_engine_with_dense_layers_another_order_and_several_forwards(replay: Rou
 
 def test_tokens_that_the_engine_did_not_run() -> None:
     """ "drop" leaves them to the shared expert, "route" to the router as it is."""
-    model, (x,) = make_model(CONFIGS["shared"]), batches(1)
+    model, (x,) = replay_cases.make_model(replay_cases.CONFIGS["shared"]), replay_cases.batches(1)
     replay = RouterReplay(model)
-    gaps = recorded(model, [x])
+    gaps = replay_cases.recorded(model, [x])
     for records in gaps.values():
         records[0][4:9] = -1
         records[0][10, 1] = -1  # a choice of one expert, not a gap
-    randomize(model, 3, only="router.weight")
+    replay_cases.randomize(model, 3, only="router.weight")
     seen: list[Tensor] = []
-    for layer in layers_of(model):
+    for layer in replay_cases.layers_of(model):
         layer.get_part("router").register_forward_hook(
             lambda m, a, out: seen.append(out.chosen_ids_TK)
         )
@@ -363,8 +297,7 @@ def test_tokens_that_the_engine_did_not_run() -> None:
     for found, name in zip(seen, gaps, strict=True):
         kept = torch.ones(24, dtype=torch.bool)
         kept[4:9] = False
-        assert torch.equal(found[kept], gaps[name][0][kept])
-        assert (found[~kept] >= 0).all()
+        assert torch.equal(found[kept], gaps[name][0][kept]) and (found[~kept] >= 0).all()
         live.append(found)
     # The whole choice, written out, is the same replay.
     with replay.replay({name: [ids] for name, ids in zip(gaps, live, strict=True)}):
