@@ -5,8 +5,6 @@ gradients so do those of "mxfp8". Weight gradients of "nvfp4" have blocks of oth
 folding, and another draw: they may be at most twice as wrong as one process, against fp32.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -26,9 +24,9 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.layer import MoELayer
 from moecore.precision.apply import apply_precision, make_linear_products
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import beside
 from tests.helpers.parity import Batch, Case, error_ratio, make_batches, parallelize, train
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.helpers.whole import gather_whole
 
 pytestmark = pytest.mark.slow
@@ -100,12 +98,9 @@ def on_ranks(name: str, recipe: Recipe, device: torch.device) -> dict[str, Any]:
     if "pp" in name:
         options = dict(pipeline=PipelineConfig(schedule="1f1b"), accumulate=2)
     case = Case(
-        world=6,
-        parallel=FOLDINGS[name],
-        precision=Precision(recipe=recipe),
-        expert_backend="auto",
+        world=6, parallel=FOLDINGS[name], precision=Precision(recipe=recipe), expert_backend="auto",
         **options,
-    )
+    )  # fmt: skip
     meshes = build_meshes(ParallelConfig(**case.parallel), "cpu")
     model = filled()
     parallelize(model, meshes, case)
@@ -134,10 +129,7 @@ def worker(rank: int, device: torch.device, cases: list[tuple[str, str]]) -> dic
     }
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    found: dict[str, Any] = run_ranks(6, worker, asked_for(request, "name", "scaling"))
-    return found
+results = ranks_fixture(6, worker, "name", "scaling")
 
 
 CASES = [*product(FOLDINGS, RECIPES)]
