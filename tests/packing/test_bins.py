@@ -1,7 +1,3 @@
-"""Bins against first-fit decreasing in its plainest form, their fill and their time."""
-
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from itertools import count, islice
@@ -42,10 +38,8 @@ def test_bins_are_those_of_first_fit_decreasing() -> None:
 
 def test_a_million_documents_fill_their_bins_in_seconds() -> None:
     lengths = lognormal(1_000_000, longest=4096)
-    begin = time.process_time()
-    bins = pack_lengths(lengths, 4096)
-    assert time.process_time() - begin < 10
-    assert lengths.sum() / (len(bins) * 4096) > 0.999
+    begin, bins = time.process_time(), pack_lengths(lengths, 4096)
+    assert time.process_time() - begin < 10 and lengths.sum() / (len(bins) * 4096) > 0.999
     assert (np.add.reduceat(lengths[bins.documents], bins.offsets[:-1]) <= 4096).all()
     assert np.array_equal(np.sort(bins.documents), np.arange(1_000_000))
 
@@ -86,32 +80,26 @@ def test_long_documents_are_cut_by_choice() -> None:
     pieces = [p for b in bins for p in b]
     assert [4, 5, 6, 7] in [p["input_ids"] for p in pieces if isinstance(p, dict)]
     assert {"input_ids": [8, 9], "labels": [9, 10]} in pieces and [7, 7] in pieces
-
     cut = CutDocuments([[0, 1, 2], document, torch.arange(4)], [3, 10, 4], 4)
     assert cut.lengths.tolist() == [3, 4, 4, 2, 4] and len(cut) == 5
     assert cut[2] == {"input_ids": [4, 5, 6, 7], "labels": [5, 6, 7, 8]}
     assert [len(d["input_ids"] if isinstance(d, dict) else d) for d in cut] == [3, 4, 4, 2, 4]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: pack_lengths([3, 9], 8), r"^lengths \(9 of document 1\) must be <= the tokens of"),
-        (lambda: pack_lengths([3, 0], 8), r"^lengths \(0 of document 1\) must be >= 1 and < 2\*\*"),
-        (lambda: pack_lengths([2**31], 8), r"^lengths \(2147483648 of document 0\) must be >= 1"),
-        (lambda: pack_lengths([[3], [1, 2]], 8), r"^lengths \(\[\[3\], \[1, 2\]\]\) must be one"),
-        (lambda: pack_lengths(torch.ones(2), 8), r"^lengths \(tensor.* must be one whole number"),
-        (lambda: next(pack_documents([[1], [1] * 9], 8)), r"^documents \(number 1, 9 tokens\)"),
-        (lambda: next(pack_documents([[]], 8)), r"^documents \(number 0, 0 tokens\) must have >="),
-        (lambda: next(pack_documents(["text"], 8)), r"^documents \('text'\) must be token ids or"),
-        (
-            lambda: next(pack_documents([{"text": "a"}], 8)),
-            r"^documents \(a row with \['text'\]\) must have input_ids: tokenize it$",
-        ),
-        (lambda: CutDocuments([[1]], [1, 2], 4), r"^lengths \(2 numbers\) must be one per docum"),
-        (lambda: CutDocuments(iter([]), [1], 4), r"^documents \(<.*\) must have a length and item"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: pack_lengths([3, 9], 8), r"^lengths \(9 of document 1\) must be <= the tokens of"),
+    (lambda: pack_lengths([3, 0], 8), r"^lengths \(0 of document 1\) must be >= 1 and < 2\*\*"),
+    (lambda: pack_lengths([2**31], 8), r"^lengths \(2147483648 of document 0\) must be >= 1"),
+    (lambda: pack_lengths([[3], [1, 2]], 8), r"^lengths \(\[\[3\], \[1, 2\]\]\) must be one"),
+    (lambda: pack_lengths(torch.ones(2), 8), r"^lengths \(tensor.* must be one whole number"),
+    (lambda: next(pack_documents([[1], [1] * 9], 8)), r"^documents \(number 1, 9 tokens\)"),
+    (lambda: next(pack_documents([[]], 8)), r"^documents \(number 0, 0 tokens\) must have >="),
+    (lambda: next(pack_documents(["text"], 8)), r"^documents \('text'\) must be token ids or"),
+    (lambda: next(pack_documents([{"text": "a"}], 8)),
+     r"^documents \(a row with \['text'\]\) must have input_ids: tokenize it$"),
+    (lambda: CutDocuments([[1]], [1, 2], 4), r"^lengths \(2 numbers\) must be one per docum"),
+    (lambda: CutDocuments(iter([]), [1], 4), r"^documents \(<.*\) must have a length and item"),
+])  # fmt: skip
 def test_errors(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         call()

@@ -1,7 +1,3 @@
-"""Rows of a corpus: by hand, each token once on any ranks, mixtures, epochs, positions, errors."""
-
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -69,13 +65,10 @@ def state_of(loaders: Any) -> Any:
     return json.loads(json.dumps(merge_states([loader.state_dict() for loader in loaders])))
 
 
-@pytest.mark.parametrize(
-    ("rule", "ids", "labels", "borders"),
-    [
-        ("split", [[1, 2, 3, 4], [5, 6, 7, 8]], [[2, 3, -100, 5], [6, 7, 8, -100]], [0, 3, 4, 8]),
-        ("whole", [[1, 2, 3, 8], [4, 5, 6, 7]], [[2, 3, -100, -100], [5, 6, 7, 8]], [0, 3, 4, 8]),
-    ],
-)
+@pytest.mark.parametrize(("rule", "ids", "labels", "borders"), [
+    ("split", [[1, 2, 3, 4], [5, 6, 7, 8]], [[2, 3, -100, 5], [6, 7, 8, -100]], [0, 3, 4, 8]),
+    ("whole", [[1, 2, 3, 8], [4, 5, 6, 7]], [[2, 3, -100, -100], [5, 6, 7, 8]], [0, 3, 4, 8]),
+])  # fmt: skip
 def test_rows_by_hand(rule: str, ids: Any, labels: Any, borders: Any) -> None:
     (loader,) = loaders(
         BY_HAND, ranks=1, row_tokens=4, documents=rule, shuffle=False, partitions=1, window=2
@@ -105,8 +98,7 @@ def test_other_ranks_go_on_with_each_token_once(rule: str, kind: Any, partitions
     documents, how = corpus(60), {"documents": rule, "partitions": partitions}
     wanted = taken(loaders(kind(documents), ranks=1, **how), 60)
     two = loaders(kind(documents), ranks=2, **how)
-    found = taken(two, 12)
-    state = state_of(two)
+    found, state = taken(two, 12), state_of(two)
     taken(two, 3)  # what comes after a state does not matter
     three = loaders(kind(documents), ranks=3, **how)
     for loader in three:
@@ -154,8 +146,7 @@ def test_a_mixture_has_its_shares_in_every_batch_and_partition() -> None:
     for i, weight in enumerate(weights.values()):
         share, counts = weight / 10, (names == i).cumsum(axis=0)  # [batches, partitions]
         wanted = share * np.arange(1, 61)[:, None]
-        assert np.abs(counts - wanted).max() < 2
-        assert abs(counts[-1].sum() / 720 - share) < 0.01
+        assert np.abs(counts - wanted).max() < 2 and abs(counts[-1].sum() / 720 - share) < 0.01
     assert len({tuple(row) for row in (names == 2).T.tolist()}) > 6  # not all partitions at once
 
 
@@ -184,9 +175,7 @@ def test_a_stream_is_read_once_and_a_resumed_one_from_its_block() -> None:
 
 @pytest.mark.parametrize("kind", [list, Again])
 @pytest.mark.parametrize(("count", "partitions"), [(4, 4), (4, 8), (6, 4), (5, 3), (3, 12)])
-def test_each_partition_reads_all_documents_in_order(
-    kind: Any, count: int, partitions: int
-) -> None:
+def test_each_partition_reads_all_documents_in_order(kind, count, partitions) -> None:
     documents, L = [[i] for i in range(count)], partitions
     how: dict[str, Any] = dict(ranks=1, rows=L, row_tokens=1, shuffle=False, partitions=L)
     (loader,) = loaders(kind(documents), **how)
@@ -221,16 +210,13 @@ def test_documents_without_tokens_are_passed_over() -> None:
     assert taken([loader], 1) == [[1, 2, 3, 4]] * 2
 
 
-@pytest.mark.parametrize(
-    ("documents", "message"),
-    [
-        ([[1, 99]], r"^all, document 0: token id \(99\) must be >= 0 and < vocab_size \(50\)"),
-        ([[1, -1]], r"token id \(-1\) must be >= 0"),
-        ([["a"]], "must be whole numbers in one row: tokenize it"),
-        ([[]], f"must have tokens: {EMPTY_IN_TURN + 1} documents in turn have none"),
-        (Again([]), "must have at least one document"),
-    ],
-)
+@pytest.mark.parametrize(("documents", "message"), [
+    ([[1, 99]], r"^all, document 0: token id \(99\) must be >= 0 and < vocab_size \(50\)"),
+    ([[1, -1]], r"token id \(-1\) must be >= 0"),
+    ([["a"]], "must be whole numbers in one row: tokenize it"),
+    ([[]], f"must have tokens: {EMPTY_IN_TURN + 1} documents in turn have none"),
+    (Again([]), "must have at least one document"),
+])  # fmt: skip
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_documents_are_one_line(documents: Any, message: str, workers: int) -> None:
     if workers and not isinstance(documents, Again):
