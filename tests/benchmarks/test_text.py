@@ -1,7 +1,3 @@
-"""Which files count as text, in which order, and which of them are held out."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -40,8 +36,7 @@ def test_copies_count_once_and_order_is_fixed(folder: Path) -> None:
     first = read(folder)
     (folder / "copy.py").write_bytes(page(3))
     again = read(folder)
-    assert again.num_files == first.num_files
-    assert read(folder).digest == again.digest
+    assert again.num_files == first.num_files and read(folder).digest == again.digest
     (folder / "package3" / "module3.py").write_bytes(page(5000))
     (folder / "copy.py").unlink()
     assert read(folder).digest != first.digest
@@ -53,18 +48,15 @@ def test_it_stops_when_it_has_enough(folder: Path) -> None:
     assert found.num_files == 80
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("short.py", b"x = 1\n"),
-        ("long.py", page(1, lines=6000)),
-        ("data.txt", b"0123456789" * 400),
-        ("foreign.txt", "\u0436\u0438\u0432\u0435\u0442\n".encode() * 400),
-        ("binary.py", b"\0" + page(1)),
-        ("table.csv", page(1)),
-        ("__pycache__/cached.py", page(1)),
-    ],
-)
+@pytest.mark.parametrize(("name", "content"), [
+    ("short.py", b"x = 1\n"),
+    ("long.py", page(1, lines=6000)),
+    ("data.txt", b"0123456789" * 400),
+    ("foreign.txt", "\u0436\u0438\u0432\u0435\u0442\n".encode() * 400),
+    ("binary.py", b"\0" + page(1)),
+    ("table.csv", page(1)),
+    ("__pycache__/cached.py", page(1)),
+])  # fmt: skip
 def test_what_is_no_text_is_left_out(tmp_path: Path, name: str, content: bytes) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
