@@ -1,7 +1,3 @@
-"""Types of every record's fields: hostile values end in one line, or in a layer that trains."""
-
-from __future__ import annotations
-
 import math
 import random
 import re
@@ -40,8 +36,6 @@ from moecore.planning.record import Work
 from moecore.rl import PPO
 from moecore.train import MatrixCut
 
-# --------------------------------------------------------------------------- the checker
-
 
 @dataclass(frozen=True, kw_only=True)
 class Window(CheckedRecord):
@@ -60,24 +54,21 @@ class Window(CheckedRecord):
             yield "share", f"be <= size ({self.size}) / 8: lower it"
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"size": 0}, "size (0) must be a whole number >= 1: pass an int"),
-        ({"size": 2**31}, "size (2147483648) must be a whole number >= 1 and <= 2147483647: pass"),
-        ({"share": 1}, "share (1) must be a finite number >= 0 and < 1: use 0.5"),
-        ({"share": float("nan")}, "share (nan) must be a finite number >= 0 and < 1: use 0.5"),
-        ({"share": 0.5}, "share (0.5) must be <= size (2) / 8: lower it"),
-        ({"shape": "a\nb"}, r"shape ('a\nb') must be one of 'flat', 'hann' or None: choose one"),
-        ({"places": (1, 0)}, "places ((1, 0)) must be a tuple, each a whole number >= 1: pass"),
-        ({"pair": (0.0,)}, "pair ((0.0,)) must be a tuple of 2, each a finite number: pass"),
-        ({"dtype": "bf16"}, "dtype ('bf16') must be one of torch.float32, torch.bfloat16: choose"),
-        ({"name": 3}, "name (3) must be a string: pass a str"),
-        ({"flag": torch.ones(2, 2)}, "flag (tensor([[1., 1.], [1., 1.]])) must be True or False:"),
-        ({"flag": np.True_}, "must be True or False: pass a bool"),
-        ({"open": -2}, "open (-2) must be a whole number >= 1 or -1: use -1 for the rest"),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), [
+    ({"size": 0}, "size (0) must be a whole number >= 1: pass an int"),
+    ({"size": 2**31}, "size (2147483648) must be a whole number >= 1 and <= 2147483647: pass"),
+    ({"share": 1}, "share (1) must be a finite number >= 0 and < 1: use 0.5"),
+    ({"share": float("nan")}, "share (nan) must be a finite number >= 0 and < 1: use 0.5"),
+    ({"share": 0.5}, "share (0.5) must be <= size (2) / 8: lower it"),
+    ({"shape": "a\nb"}, r"shape ('a\nb') must be one of 'flat', 'hann' or None: choose one"),
+    ({"places": (1, 0)}, "places ((1, 0)) must be a tuple, each a whole number >= 1: pass"),
+    ({"pair": (0.0,)}, "pair ((0.0,)) must be a tuple of 2, each a finite number: pass"),
+    ({"dtype": "bf16"}, "dtype ('bf16') must be one of torch.float32, torch.bfloat16: choose"),
+    ({"name": 3}, "name (3) must be a string: pass a str"),
+    ({"flag": torch.ones(2, 2)}, "flag (tensor([[1., 1.], [1., 1.]])) must be True or False:"),
+    ({"flag": np.True_}, "must be True or False: pass a bool"),
+    ({"open": -2}, "open (-2) must be a whole number >= 1 or -1: use -1 for the rest"),
+])  # fmt: skip
 def test_messages(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         Window(**{"size": 2} | values)
@@ -88,9 +79,8 @@ def test_messages(values: dict[str, Any], message: str) -> None:
 def test_what_is_taken() -> None:
     Window(size=1, shape="flat", places=(1, 2), pair=(0, 1e30), name="a\nb", open=3)
     check_value("rate", 1, float)
-    with pytest.raises(
-        ValueError, match=r"^rate \(-1\) must be a finite number > 0: pass a float$"
-    ):
+    message = r"^rate \(-1\) must be a finite number > 0: pass a float$"
+    with pytest.raises(ValueError, match=message):
         check_value("rate", -1, Annotated[float, Bound(">", 0)])
     with pytest.raises(TypeError, match=r"must be one that base/fields\.py knows"):
         check_value("f", 1, "int")
@@ -136,12 +126,8 @@ def test_a_float_field_refuses_other_numbers(value: Any, relation: str) -> None:
 
 
 def test_a_value_is_shown_in_one_short_line() -> None:
-    assert quote("a\u2028b\n") == r"'a\u2028b\n'"
-    assert quote(10**5000) == "a value of type int"
+    assert quote("a\u2028b\n") == r"'a\u2028b\n'" and quote(10**5000) == "a value of type int"
     assert len(quote(torch.ones(50, 50))) == 80 and "\n" not in quote(torch.ones(50, 50))
-
-
-# --------------------------------------------------------------------------- every record
 
 
 class Hostile:
