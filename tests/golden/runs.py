@@ -5,8 +5,6 @@
     TRITON_INTERPRET=1 python -m tests.golden.runs triton    prints the result of this path
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -58,13 +56,7 @@ def run_path(path: Path) -> Result:
     return _result(losses, norms, dict(model.state_dict()))
 
 
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: list[Batch],
-    forward: Forward,
-    path: Path,
-) -> tuple[float, float]:
+def train_step(model, optimizer, micro_batches, forward, path) -> tuple[float, float]:
     """One optimizer step; returns this rank's loss and the gradient's norm."""
     count, total = len(micro_batches), 0.0
     step = TrainStep(model, max_norm=1.0, num_micro_batches=count)
@@ -84,19 +76,11 @@ def train_step(
 
 def _decoder_config(path: Path) -> DecoderConfig:
     return DecoderConfig(
-        vocab_size=_vocabulary(path),
-        dim=path.moe.dim,
-        num_layers=path.layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        mlp_hidden_dim=48 if path.layers > 1 else 0,
-        moe=path.moe,
-        dense_layers=(0,) if path.layers > 1 else (),
-        qk_norm="head",
-        max_seq_len=32,
+        vocab_size=_vocabulary(path), dim=path.moe.dim, num_layers=path.layers, num_heads=4,
+        num_kv_heads=2, head_dim=8, mlp_hidden_dim=48 if path.layers > 1 else 0, moe=path.moe,
+        dense_layers=(0,) if path.layers > 1 else (), qk_norm="head", max_seq_len=32,
         ce_chunk_tokens=7,
-    )
+    )  # fmt: skip
 
 
 def _decoder_loss(path: Path, meshes: Meshes) -> Forward:
