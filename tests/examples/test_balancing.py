@@ -1,7 +1,3 @@
-"""examples/balancing.py in short: every way to balance beats none, at about the same loss."""
-
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,15 +53,12 @@ def test_every_way_evens_the_load(balancing: ModuleType, tmp_path: Path) -> None
     assert balancing.format_table(curves).count("\n") == 1 + len(curves)
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("a.xyz", "end in a format of matplotlib: use .png"),
-        ("none/a.png", "be in a folder that is there: create it"),
-        ("folder.png", "be a plain file: use another name"),
-        ("a.png", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "wanted"), [
+    ("a.xyz", "end in a format of matplotlib: use .png"),
+    ("none/a.png", "be in a folder that is there: create it"),
+    ("folder.png", "be a plain file: use another name"),
+    ("a.png", None),
+])  # fmt: skip
 def test_a_plot_that_cannot_be_written_is_refused_before_the_runs(
     name: str, wanted: str | None, balancing: ModuleType, tmp_path: Path
 ) -> None:
