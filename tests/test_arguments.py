@@ -1,7 +1,3 @@
-"""Arguments of every public function: a value of a wrong type ends in one line that names it."""
-
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -72,38 +68,20 @@ NO_CALLS = {
     *("Adapter", "Choices", "Dispatcher", "DispatcherName", "ExpertBackend", "LossConvention"),
     *("ExchangeError", "ExpertInput", "GradientNorm", "LoadReport", "Manifest", "Meshes"),
     *("MatrixAssignment", "MoEOverrides", "WidthRates"),
-    *(
-        "Bins",
-        "CorpusError",
-        "DocumentGroup",
-        "PackedBatch",
-        "ScheduledBatch",
-        "DocumentSchedule",
-        "ContextParallelModel",
-    ),
+    *("Bins", "CorpusError", "DocumentGroup", "PackedBatch", "ScheduledBatch", "DocumentSchedule",
+        "ContextParallelModel"),
     "DynamicContextModel",
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
     *("AxisPlacement", "FlatLayout", "FlatSlot", "LayerPlan", "ParamPlan", "ShardPlan", "UnitPlan"),
     *("RankBytes", "RoleBytes", "MemoryPlan", "RankMemory"),
-    *(
-        "Candidate",
-        "Change",
-        "DryRun",
-        "FittingCandidate",
-        "Layout",
-        "OptionGain",
-        "Report",
-        "SearchResult",
-        "StepTime",
-        "TimePlan",
-        "QueuedLaunch",
-    ),
+    *("Candidate", "Change", "DryRun", "FittingCandidate", "Layout", "OptionGain", "Report",
+        "SearchResult", "StepTime", "TimePlan", "QueuedLaunch"),
     *("Action", "Overlap", "PipelineError", "PipelineLayout", "Schedule", "Stage", "Timeline"),
     *("WeightBucket", "WeightStream", "WeightsVersion"),
     *("Objective", "ObjectiveResult", "TokenScores"),
     *("GRPO", "GSPO"),  # with the fields of PPO
     "MoETrainer",  # its arguments are those of transformers' Trainer
-}
+}  # fmt: skip
 # Without a rule in the annotations: optimizers of torch check these in their own words.
 ADAMW = ("lr", "betas", "eps", "weight_decay", "moment_dtype")
 ELSEWHERE = {(optimizer, name) for optimizer in ("AdamW", "HostAdamW") for name in ADAMW}
@@ -239,9 +217,7 @@ def wrong_calls() -> Iterator[tuple[str, str, Callable[..., Any], dict[str, Any]
 
 
 @pytest.mark.usefixtures("no_group_left")
-def test_a_wrong_type_of_any_argument_is_one_line_that_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_type_of_any_argument_is_one_line_that_names_it(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)  # for paths of calls that should have been refused
     problems, number = [], 0
     for name, parameter, function, arguments in wrong_calls():
@@ -262,19 +238,14 @@ def test_a_wrong_type_of_any_argument_is_one_line_that_names_it(
     assert number > 1500, number
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda path: load(path, META),
-        lambda path: load_hf(path, META),
-        lambda path: hf_to_native(path, path / "run"),
-        lambda path: native_to_hf(path, path / "hf", config={}),
-        *(decoder_config_from_hf, read_manifest, set_latest, verify),
-    ],
-)
-def test_a_path_that_is_not_there_is_one_line_that_names_it(
-    function: Callable[[Path], Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("function", [
+    lambda path: load(path, META),
+    lambda path: load_hf(path, META),
+    lambda path: hf_to_native(path, path / "run"),
+    lambda path: native_to_hf(path, path / "hf", config={}),
+    *(decoder_config_from_hf, read_manifest, set_latest, verify),
+])  # fmt: skip
+def test_a_path_that_is_not_there_is_one_line_that_names_it(function, tmp_path) -> None:
     path = tmp_path / "no such"
     with pytest.raises((ValueError, OSError)) as caught:
         function(path)

@@ -1,7 +1,3 @@
-"""The command line, in process: outputs, exit codes and one-line errors."""
-
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -35,8 +31,7 @@ CONFIG = replace(preset("tiny-deepseek-v3"), ce_chunk_tokens=2048)
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with three steps and a Hugging Face directory of the same model; only read."""
-    home = tmp_path_factory.mktemp("cli")
-    model = Decoder(CONFIG)
+    home, model = tmp_path_factory.mktemp("cli"), Decoder(CONFIG)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in (1, 2, 3):
         save(home / "run", step, model, optimizer, {"tokens": step * 10})
@@ -59,7 +54,6 @@ def test_inspect_native(home, capsys):
     assert facts["optimizer"] == "True" and facts["extra"] == "tokens=30"
     assert facts["path"] == str(home / "run" / "step-000003")
     assert f"torch={torch.__version__}" in facts["versions"]
-
     code, out, _ = run(capsys, "inspect", home / "run" / "step-000001", "--json")
     facts = json.loads(out)
     assert code == 0 and facts["step"] == 1 and "steps" not in facts
@@ -67,8 +61,7 @@ def test_inspect_native(home, capsys):
     assert entry == {"shape": [8, 2, 32, 64], "dtype": "F32"}
     size = sum(t.nbytes for t in Decoder(CONFIG).state_dict().values())
     rng = torch.get_rng_state().numel()
-    assert facts["num_bytes"] == size + rng
-    assert facts["elements"] == {"F32": size // 4, "U8": rng}
+    assert facts["num_bytes"] == size + rng and facts["elements"] == {"F32": size // 4, "U8": rng}
 
 
 def test_inspect_hugging_face(home, capsys):
@@ -78,8 +71,7 @@ def test_inspect_hugging_face(home, capsys):
     assert f"  F32      {'[32, 64]':<24} model.layers.1.mlp.experts.7.up_proj.weight" in out
     facts = json.loads(run(capsys, "inspect", home / "hf", "--json")[1])
     assert facts["format"] == "Hugging Face" and facts["quantized"] is None
-    assert facts["num_tensors"] == len(facts["tensors"]) == 135
-    assert len(facts["files"]) > 2
+    assert facts["num_tensors"] == len(facts["tensors"]) == 135 and len(facts["files"]) > 2
 
 
 @pytest.mark.parametrize("path", ["run", "run/step-000001", "hf"])
@@ -110,15 +102,12 @@ FUSED, ONES = "model.layers.0.mlp.experts.gate_up_proj", torch.ones(3, 2)
 FP8 = {"a.weight": ONES.to(torch.float8_e4m3fn)}
 
 
-@pytest.mark.parametrize(
-    ("state", "config", "problems"),
-    [
-        (EXPERTS, {}, [f"{W2} is missing"]),
-        (EXPERTS, dict(num_experts=3), [f"{W2} is missing", f"{W3} is one too many"]),
-        ({FUSED: ONES}, dict(num_local_experts=4), [f"{FUSED} (3, 2) must have 4 experts"]),
-        (FP8, {}, ["a.weight (fp8) has no a.weight_scale_inv"]),
-    ],
-)
+@pytest.mark.parametrize(("state", "config", "problems"), [
+    (EXPERTS, {}, [f"{W2} is missing"]),
+    (EXPERTS, dict(num_experts=3), [f"{W2} is missing", f"{W3} is one too many"]),
+    ({FUSED: ONES}, dict(num_local_experts=4), [f"{FUSED} (3, 2) must have 4 experts"]),
+    (FP8, {}, ["a.weight (fp8) has no a.weight_scale_inv"]),
+])  # fmt: skip
 def test_verify_lists_what_a_hugging_face_directory_lacks(
     state, config, problems, capsys, tmp_path
 ):
@@ -162,7 +151,6 @@ def test_convert_both_ways(home, capsys, tmp_path):
     assert out == f"{home / 'run' / 'step-000003'} -> {tmp_path / 'hf'}\n"
     for file in (home / "hf").iterdir():
         assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
-
     code, out, _ = run(capsys, "convert", tmp_path / "hf", tmp_path / "run", "--step", 5)
     path = tmp_path / "run" / "step-000005"
     assert code == 0 and out == f"{tmp_path / 'hf'} -> {path}\n" and latest(path.parent) == path
@@ -171,7 +159,6 @@ def test_convert_both_ways(home, capsys, tmp_path):
     load(path, model)
     want = Decoder(CONFIG).state_dict()
     assert all(torch.equal(t, want[n]) for n, t in model.state_dict().items())
-
     code, _, _ = run(
         capsys,
         *("convert", home / "run", tmp_path / "half", "--config", home / "hf" / "config.json"),
@@ -239,42 +226,33 @@ def test_a_training_run_directory_means_its_checkpoints(home, capsys, tmp_path):
 TO_NATIVE = ("convert", "{home}/hf", "{tmp}/x")
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("inspect", "{tmp}/none"), "none) must be a directory: it is not there"),
-        (("inspect", "{tmp}"), "must hold a moecore.json, a config.json, a .metadata or whole"),
-        (("convert", "{home}/run", "{tmp}/x"), "--config must name the config.json"),
-        ((*TO_NATIVE, "--config", "{home}/hf"), "must be left out: "),
-        (("prune", "{home}/run", "--keep", "0"), "--keep (0) must be a whole number >= 1"),
-        (("prune", "{tmp}/none", "--keep", "1"), "must be a run: it is not there"),
-        (("convert", "a", "b", "--max-shard-size", "5XB"), "('5XB') must be valid: pass a size"),
-        (
-            ("convert", "{home}/hf", "{tmp}/x", "--layout", "fused"),
-            "--layout (fused) must be left out for a target that is native",
-        ),
-        (("convert", "{home}/hf", "{tmp}/x", "--step", "-1"), "--step (-1) must be a whole"),
-        ((*TO_NATIVE, "--step", "one"), "--step: invalid literal for int()"),
-        (("convert", "a", "b", "--dtype", "int8"), "invalid choice 'int8'"),
-        (("prune", "a"), "--keep must be set: give it"),
-        ((), "COMMAND of moecore checkpoint ('') must be one of inspect, verify, convert"),
-    ],
-)
+@pytest.mark.parametrize(("args", "message"), [
+    (("inspect", "{tmp}/none"), "none) must be a directory: it is not there"),
+    (("inspect", "{tmp}"), "must hold a moecore.json, a config.json, a .metadata or whole"),
+    (("convert", "{home}/run", "{tmp}/x"), "--config must name the config.json"),
+    ((*TO_NATIVE, "--config", "{home}/hf"), "must be left out: "),
+    (("prune", "{home}/run", "--keep", "0"), "--keep (0) must be a whole number >= 1"),
+    (("prune", "{tmp}/none", "--keep", "1"), "must be a run: it is not there"),
+    (("convert", "a", "b", "--max-shard-size", "5XB"), "('5XB') must be valid: pass a size"),
+    (("convert", "{home}/hf", "{tmp}/x", "--layout", "fused"),
+     "--layout (fused) must be left out for a target that is native"),
+    (("convert", "{home}/hf", "{tmp}/x", "--step", "-1"), "--step (-1) must be a whole"),
+    ((*TO_NATIVE, "--step", "one"), "--step: invalid literal for int()"),
+    (("convert", "a", "b", "--dtype", "int8"), "invalid choice 'int8'"),
+    (("prune", "a"), "--keep must be set: give it"),
+    ((), "COMMAND of moecore checkpoint ('') must be one of inspect, verify, convert"),
+])  # fmt: skip
 def test_wrong_usage_is_2(args, message, home, capsys, tmp_path):
     code, out, err = run(capsys, *(a.format(home=home, tmp=tmp_path) for a in args))
-    assert (code, out) == (2, "") and message in err
-    assert list(tmp_path.iterdir()) == []
+    assert (code, out) == (2, "") and message in err and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("convert", "{home}/run", "{home}/hf", "--config", "{home}/hf"), "hf) must not exist yet"),
-        (("convert", "{home}/hf", "{home}/run"), "run) must be no run yet, but holds latest: cho"),
-        (("inspect", "{tmp}/bin"), "pytorch_model.bin) must be safetensors, because unpickling"),
-        (("convert", "{tmp}/bin", "{tmp}/x"), "must be given for model_type ('mixtral')"),
-    ],
-)
+@pytest.mark.parametrize(("args", "message"), [
+    (("convert", "{home}/run", "{home}/hf", "--config", "{home}/hf"), "hf) must not exist yet"),
+    (("convert", "{home}/hf", "{home}/run"), "run) must be no run yet, but holds latest: cho"),
+    (("inspect", "{tmp}/bin"), "pytorch_model.bin) must be safetensors, because unpickling"),
+    (("convert", "{tmp}/bin", "{tmp}/x"), "must be given for model_type ('mixtral')"),
+])  # fmt: skip
 def test_problems_are_1(args, message, home, capsys, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "config.json").write_text('{"model_type": "mixtral"}')
@@ -359,18 +337,15 @@ def spoil(path, kind):
 NATIVE = ["inspect", "verify", "convert", "prune"]
 
 
-@pytest.mark.parametrize(
-    ("file", "commands", "kind"),
-    [
-        ("moecore.json", NATIVE, "sparse"),
-        ("config.json", NATIVE[:3], "sparse"),
-        ("config.json", NATIVE[:3], "objects"),
-        ("model.safetensors.index.json", NATIVE[:3], "sparse"),
-        (".metadata", NATIVE[:3], "sparse"),
-        ("given config.json", ["convert"], "sparse"),
-        ("given config.json", ["convert"], "objects"),
-    ],
-)
+@pytest.mark.parametrize(("file", "commands", "kind"), [
+    ("moecore.json", NATIVE, "sparse"),
+    ("config.json", NATIVE[:3], "sparse"),
+    ("config.json", NATIVE[:3], "objects"),
+    ("model.safetensors.index.json", NATIVE[:3], "sparse"),
+    (".metadata", NATIVE[:3], "sparse"),
+    ("given config.json", ["convert"], "sparse"),
+    ("given config.json", ["convert"], "objects"),
+])  # fmt: skip
 def test_a_file_of_another_size_is_one_line(home, capsys, tmp_path, file, commands, kind):
     options = []
     if file == "moecore.json":
@@ -395,8 +370,7 @@ def test_a_file_of_another_size_is_one_line(home, capsys, tmp_path, file, comman
         code, out, err = run(capsys, command, path, *more)
         assert (code, out, err.count("\n")) == (1, "", 1), err
         assert err.startswith("moecore: ") and err.endswith("so copy it again\n")
-        assert f"path ({place}) must have at most " in err
-        assert not (tmp_path / "out").exists()
+        assert f"path ({place}) must have at most " in err and not (tmp_path / "out").exists()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KB
 
 
@@ -404,15 +378,11 @@ def fix(text: str) -> ValueError:
     return ValueError(f"name ({text}) must be shorter: fix it")
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "begin", "end"),
-    [
-        (KeyboardInterrupt(), 130, "", ""),
-        (MemoryError(), 1, "moecore: this machine has too little memory for it", "(MemoryError)\n"),
-        *((fix(x * n), 1, "moecore: name (", ") must be shorter: fix it\n") for x, n in LONG),
-    ],
-    ids=range(2 + len(LONG)),
-)
+@pytest.mark.parametrize(("error", "code", "begin", "end"), [
+    (KeyboardInterrupt(), 130, "", ""),
+    (MemoryError(), 1, "moecore: this machine has too little memory for it", "(MemoryError)\n"),
+    *((fix(x * n), 1, "moecore: name (", ") must be shorter: fix it\n") for x, n in LONG),
+], ids=range(2 + len(LONG)))  # fmt: skip
 def test_an_error_is_a_line_of_bounded_length(home, capsys, monkeypatch, error, code, begin, end):
     def fail(*_: Any) -> None:
         raise error

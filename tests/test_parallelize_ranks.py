@@ -1,5 +1,3 @@
-"""parallelize_moe on ranks that communicate: groups, what must agree, models without MoE layers."""
-
 from __future__ import annotations
 
 import copy
@@ -43,7 +41,7 @@ from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.parallel.pipeline.schedule import PipelineConfig
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.parallel.fsdp.units import units
 
 WORLD = 4
@@ -52,9 +50,6 @@ CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=2)
 DENSE = DecoderConfig(
     vocab_size=64, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, mlp_hidden_dim=48
 )
-
-
-# --------------------------------------------------------------------------------------- timeouts
 
 
 def timeouts() -> dict[str, timedelta]:
@@ -85,9 +80,6 @@ def groups_of(meshes: Meshes) -> dict[str, dist.ProcessGroup]:
     return found | {n: g for n in joined if (g := getattr(meshes, n)) is not None}
 
 
-# -------------------------------------------------------------------------------- what must agree
-
-
 def make_model(config: MoEConfig = CONFIG, layers: int = 1, device: str | None = None) -> nn.Module:
     torch.manual_seed(0)
     moe = [MoELayer(config, device=device) for _ in range(layers)]
@@ -114,45 +106,24 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
     "dispatcher": (built(dispatch="allgather"), built(), "DispatchOptions.name ('allgather' on"),
     "domains": (built(dispatch="hierarchical"), built(), "name ('hierarchical' on rank 3"),
     "NCCL EP": (built(dispatch="nccl_ep"), built(dispatch="alltoall"), "name ('nccl_ep' on rank"),
-    "balance": (
-        built(moe={"balance": OTHER_BALANCE}),
-        built(moe={"balance": BALANCE}),
-        "MoEConfig.balance (BalanceConfig(",
-    ),
-    "precision": (
-        built(precision=Precision(recipe=Recipe(), roles=("mlp",))),
-        built(),
-        "precision (Precision(recipe=Recipe(",
-    ),
-    "nvlink": (
-        built(dispatch=DispatchOptions(nvlink=NVLinkOptions(row_factor=3.0))),
-        built(),
-        "NVLinkOptions.row_factor (3.0 on",
-    ),
+    "balance": (built(moe={"balance": OTHER_BALANCE}), built(moe={"balance": BALANCE}),
+        "MoEConfig.balance (BalanceConfig("),
+    "precision": (built(precision=Precision(recipe=Recipe(), roles=("mlp",))), built(),
+        "precision (Precision(recipe=Recipe("),
+    "nvlink": (built(dispatch=DispatchOptions(nvlink=NVLinkOptions(row_factor=3.0))), built(),
+        "NVLinkOptions.row_factor (3.0 on"),
     "layers": (built(make_model, layers=2), built(), "names of parameters and buffers (...'1."),
     "meta": (built(make_model, device="meta"), built(), "is_meta of 0.weight (True on"),
-    "shape": (
-        built(make_model, config=replace(CONFIG, num_experts=16)),
-        built(),
-        "shape of 1.router.weight ((16, 32) on rank 3, (8, 32) on rank 0) and",
-    ),
-    "dtype": (
-        built(lambda: make_model().bfloat16()),
-        built(),
-        "dtype of 0.weight (torch.bfloat16 on",
-    ),
+    "shape": (built(make_model, config=replace(CONFIG, num_experts=16)), built(),
+        "shape of 1.router.weight ((16, 32) on rank 3, (8, 32) on rank 0) and"),
+    "dtype": (built(lambda: make_model().bfloat16()), built(),
+        "dtype of 0.weight (torch.bfloat16 on"),
     "frozen": (built(frozen), built(), "requires_grad of 1.experts.w2 (False on"),
-    "top_k": (
-        built(make_model, config=replace(CONFIG, top_k=3)),
-        built(),
-        "value of 1.config.top_k (3 on rank 3, 2 on rank 0) and",
-    ),
-    "own balance": (
-        built(make_model, config=replace(CONFIG, balance=BALANCE)),
-        built(),
-        "value of 1.config.balance.sequence_coef (0.1 on rank 3, 0.0 on rank 0) and",
-    ),
-}
+    "top_k": (built(make_model, config=replace(CONFIG, top_k=3)), built(),
+        "value of 1.config.top_k (3 on rank 3, 2 on rank 0) and"),
+    "own balance": (built(make_model, config=replace(CONFIG, balance=BALANCE)), built(),
+        "value of 1.config.balance.sequence_coef (0.1 on rank 3, 0.0 on rank 0) and"),
+}  # fmt: skip
 MAKES = ("layers", "device", "config")
 
 
@@ -201,72 +172,37 @@ PIPELINE = dict(pipeline=PipelineConfig(schedule="1f1b"))
 Make = Callable[[], nn.Module]
 # Mesh, the last rank's model, that of the others, and what the error says on the last rank.
 OTHER_MODELS: dict[str, tuple[ParallelConfig, Make, Make, str]] = {
-    "a number": scaled_models(
-        dict(alpha=0.25), dict(alpha=0.5), "alpha (0.25 on rank 3, 0.5 on rank 0) must be the same"
-    ),
-    "a missing number": scaled_models(
-        dict(alpha=0.25), {}, "alpha (0.25 on rank 3, missing on rank 0) must"
-    ),
-    "a private number": scaled_models(
-        dict(_alpha=0.25), dict(_alpha=0.5), "_alpha (0.25 on rank 3, 0.5 on rank 0) must"
-    ),
-    "a function": scaled_models(
-        dict(act=F.silu), dict(act=torch.tanh), "act (torch.nn.functional.silu on rank 3, torch._V"
-    ),
-    "a lambda's factor": scaled_models(
-        dict(act=times(2.0)),
-        dict(act=times(3.0)),
-        "act (tests.test_parallelize_ranks.times.<locals>.<lambda> ",
-    ),
-    "a private set": scaled_models(
-        dict(_w={1, 2}), dict(_w={1, 3}), "_w ({1, 2} on rank 3, {1, 3} on rank 0) must"
-    ),
-    "a private tensor": scaled_models(
-        dict(_w=torch.tensor(0.5)),
-        dict(_w=torch.tensor(2.0)),
-        "_w (0.5 on rank 3, 2.0 on rank 0) must",
-    ),
-    "a private array": scaled_models(
-        dict(_w=torch.tensor([0.5]).numpy()),
-        dict(_w=torch.tensor([2.0]).numpy()),
-        "_w ([0.5] on rank 3, [2.0] on rank 0) must",
-    ),
-    "a record in a record": scaled_models(
-        dict(config={"inner": SimpleNamespace(beta=0.1)}),
+    "a number": scaled_models(dict(alpha=0.25), dict(alpha=0.5),
+        "alpha (0.25 on rank 3, 0.5 on rank 0) must be the same"),
+    "a missing number": scaled_models(dict(alpha=0.25), {},
+        "alpha (0.25 on rank 3, missing on rank 0) must"),
+    "a private number": scaled_models(dict(_alpha=0.25), dict(_alpha=0.5),
+        "_alpha (0.25 on rank 3, 0.5 on rank 0) must"),
+    "a function": scaled_models(dict(act=F.silu), dict(act=torch.tanh),
+        "act (torch.nn.functional.silu on rank 3, torch._V"),
+    "a lambda's factor": scaled_models(dict(act=times(2.0)), dict(act=times(3.0)),
+        "act (tests.test_parallelize_ranks.times.<locals>.<lambda> "),
+    "a private set": scaled_models(dict(_w={1, 2}), dict(_w={1, 3}),
+        "_w ({1, 2} on rank 3, {1, 3} on rank 0) must"),
+    "a private tensor": scaled_models(dict(_w=torch.tensor(0.5)), dict(_w=torch.tensor(2.0)),
+        "_w (0.5 on rank 3, 2.0 on rank 0) must"),
+    "a private array": scaled_models(dict(_w=torch.tensor([0.5]).numpy()),
+        dict(_w=torch.tensor([2.0]).numpy()), "_w ([0.5] on rank 3, [2.0] on rank 0) must"),
+    "a record in a record": scaled_models(dict(config={"inner": SimpleNamespace(beta=0.1)}),
         dict(config={"inner": SimpleNamespace(beta=0.2)}),
-        "config.inner.beta (0.1 on rank 3, 0.2 on rank 0) must",
-    ),
-    "a class": (
-        FOLDED,
-        lambda: nn.Sequential(make_model(), nn.SiLU()),
+        "config.inner.beta (0.1 on rank 3, 0.2 on rank 0) must"),
+    "a class": (FOLDED, lambda: nn.Sequential(make_model(), nn.SiLU()),
         lambda: nn.Sequential(make_model(), nn.Tanh()),
-        "value of 1.__class__ (torch.nn.modules.activation.SiLU on rank 3, torch.nn.",
-    ),
-    "rope_theta": (
-        ParallelConfig(tp=2),
-        lambda: decoder(rope_theta=5000.0),
-        decoder,
-        "value of config.rope_theta (5000.0 on rank 3, 10000.0 on rank 0)",
-    ),
-    "norm_eps of two stages": (
-        STAGES,
-        lambda: decoder(norm_eps=1e-3),
-        decoder,
-        "value of config.norm_eps (0.001 on rank 3, 1e-06 on rank 0)",
-    ),
-    "attention_dropout": (
-        ParallelConfig(),
-        lambda: hf_dense(attention_dropout=0.5),
-        lambda: hf_dense(),
-        "value of config.attention_dropout (0.5 on rank 3, 0.0 on rank 0)",
-    ),
-    "alpha of an adapter": (
-        ParallelConfig(),
-        lambda: with_adapter(8),
-        lambda: with_adapter(4),
-        "value of peft_config.default.lora_alpha (8 on rank 3, 4 on rank 0)",
-    ),
-}
+        "value of 1.__class__ (torch.nn.modules.activation.SiLU on rank 3, torch.nn."),
+    "rope_theta": (ParallelConfig(tp=2), lambda: decoder(rope_theta=5000.0), decoder,
+        "value of config.rope_theta (5000.0 on rank 3, 10000.0 on rank 0)"),
+    "norm_eps of two stages": (STAGES, lambda: decoder(norm_eps=1e-3), decoder,
+        "value of config.norm_eps (0.001 on rank 3, 1e-06 on rank 0)"),
+    "attention_dropout": (ParallelConfig(), lambda: hf_dense(attention_dropout=0.5),
+        lambda: hf_dense(), "value of config.attention_dropout (0.5 on rank 3, 0.0 on rank 0)"),
+    "alpha of an adapter": (ParallelConfig(), lambda: with_adapter(8), lambda: with_adapter(4),
+        "value of peft_config.default.lora_alpha (8 on rank 3, 4 on rank 0)"),
+}  # fmt: skip
 
 
 class Named(nn.Module):
@@ -305,25 +241,13 @@ REFUSED: dict[str, tuple[ParallelConfig, dict[str, Any], type[Exception], str]] 
     "dispatcher": (FOLDED, dict(dispatch="local"), ValueError, "DispatchOptions.name ('local')"),
     "moe": (FOLDED, dict(moe={"bogus": 1}), ValueError, "moe ('bogus') must name one of"),
     "no pipeline": (STAGES, dict(pipeline=None), ValueError, "ParallelConfig.pp (2) must go with"),
-    "context": (
-        ParallelConfig(),
-        dict(context=ContextOptions(dynamic=True)),
-        ValueError,
-        "ContextOptions.dynamic (True) must go with loss",
-    ),
-    "no cut": (
-        ParallelConfig(tp=2),
-        dict(model=make_model),
-        NotImplementedError,
-        "ParallelConfig.tp (2) must be 1 for Sequential",
-    ),
-    "an adapter's error": (
-        ParallelConfig(),
-        dict(adapters={nn.Linear: lambda block: None}),
-        TypeError,
-        "<lambda>() takes 1 positional",
-    ),
-}
+    "context": (ParallelConfig(), dict(context=ContextOptions(dynamic=True)), ValueError,
+        "ContextOptions.dynamic (True) must go with loss"),
+    "no cut": (ParallelConfig(tp=2), dict(model=make_model), NotImplementedError,
+        "ParallelConfig.tp (2) must be 1 for Sequential"),
+    "an adapter's error": (ParallelConfig(), dict(adapters={nn.Linear: lambda block: None}),
+        TypeError, "<lambda>() takes 1 positional"),
+}  # fmt: skip
 
 
 def of_ranks(value: Any) -> list[Any]:
@@ -431,23 +355,13 @@ def collectives() -> Iterator[list[str]]:
         yield called
 
 
-# --------------------------------------------------------------------------- models without MoE
-
-
 def hf_dense(**changes: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers", minversion="5")
     config = transformers.Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        **changes,
-    )
+        vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, intermediate_size=48, max_position_embeddings=64,
+        tie_word_embeddings=True, **changes,
+    )  # fmt: skip
     torch.manual_seed(0)
     return transformers.Qwen3ForCausalLM(config)
 
@@ -525,8 +439,6 @@ def relative(got: Any, want: Any) -> float:
     return float((got - want).abs().max() / want.abs().max())
 
 
-# -------------------------------------------------------------------------------------------------
-
 CASES: dict[str, Callable[[], Any]] = {
     "timeouts": timeouts,
     "refusals": refusals,
@@ -541,9 +453,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return {name: case() for name, case in CASES.items()}
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return run_ranks(WORLD, worker)
+results = ranks_fixture(WORLD, worker)
 
 
 def test_every_group_takes_the_timeout_of_the_default_group(results: dict[str, Any]) -> None:
@@ -558,9 +468,7 @@ NAMED["degrees"] = "ParallelConfig.edp_shard (1 on rank 3, 2 on rank 0) and 1 mo
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_rank_that_differs_is_refused_everywhere_and_the_item_named(
-    name: str, results: dict[str, Any]
-) -> None:
+def test_a_rank_that_differs_is_refused_everywhere_and_the_item_named(name, results) -> None:
     errors = results["refusals"][name]
     assert NAMED[name] in errors[-1][0]
     items = {message.partition(" (")[0] for message, _ in errors}
@@ -570,9 +478,7 @@ def test_a_rank_that_differs_is_refused_everywhere_and_the_item_named(
 
 
 @pytest.mark.parametrize("name", OTHER_MODELS)
-def test_another_model_of_the_same_shapes_is_refused_before_its_weights_change(
-    name: str, results: dict[str, Any]
-) -> None:
+def test_another_model_of_the_same_shapes_is_refused_before_its_weights_change(name, results):
     *others, (last, _) = results["other models"][name]
     assert OTHER_MODELS[name][-1] in last and "\n" not in last
     assert all(is_unchanged for _, is_unchanged in results["other models"][name])
@@ -606,7 +512,5 @@ def test_what_one_rank_refuses_every_rank_refuses(name: str, results: dict[str, 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_dense_model_equals_one_process(name: str, results: dict[str, Any]) -> None:
     found = results[name]
-    assert found["worst"] < 1e-5
-    assert found["shown"] == ({}, {}, 0.0)
-    assert found["units"] == MODELS[name][2]
-    assert found["restored"]
+    assert found["worst"] < 1e-5 and found["shown"] == ({}, {}, 0.0)
+    assert found["units"] == MODELS[name][2] and found["restored"]

@@ -4,8 +4,6 @@
 `torch.set_default_device("cuda")` would move a host buffer that names no device to the GPU.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,12 +24,7 @@ FLOATS = {
     *("logspace", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"),
 }
 # Modules whose constructors create parameters on the default device, as torch's own modules do.
-MODULES = {
-    "models/backbone.py",
-    "models/head.py",
-    "models/layers.py",
-    "models/linear_attention.py",
-}
+MODULES = {"models/backbone.py", "models/head.py", "models/layers.py", "models/linear_attention.py"}
 
 
 def find_missing_arguments(source: str) -> Iterator[tuple[int, str]]:
@@ -64,19 +57,16 @@ def test_calls_in_src_name_device_and_dtype() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize(
-    ("source", "missing"),
-    [
-        ("torch.zeros(3)", ["device", "dtype"]),
-        ("torch.zeros(3, dtype=torch.float32)", ["device"]),
-        ("torch.tensor(1.0, device='cpu')", ["dtype"]),
-        ("partial(torch.zeros, device=x.device)", ["dtype"]),
-        ("torch.arange(3)", ["device"]),
-        ("torch.arange(3, device='cpu')", []),
-        ("torch.zeros(3, **options)", []),
-        ("torch.zeros_like(x)", []),
-        ("x.new_zeros(3)", []),
-    ],
-)
+@pytest.mark.parametrize(("source", "missing"), [
+    ("torch.zeros(3)", ["device", "dtype"]),
+    ("torch.zeros(3, dtype=torch.float32)", ["device"]),
+    ("torch.tensor(1.0, device='cpu')", ["dtype"]),
+    ("partial(torch.zeros, device=x.device)", ["dtype"]),
+    ("torch.arange(3)", ["device"]),
+    ("torch.arange(3, device='cpu')", []),
+    ("torch.zeros(3, **options)", []),
+    ("torch.zeros_like(x)", []),
+    ("x.new_zeros(3)", []),
+])  # fmt: skip
 def test_a_call_that_leaves_arguments_out(source: str, missing: list[str]) -> None:
     assert [argument for _, argument in find_missing_arguments(source)] == missing

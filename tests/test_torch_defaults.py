@@ -4,10 +4,8 @@ The expected values are those of a run with torch's own defaults. Under the defa
 a tensor that is created without a device has no values, so its first use fails.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -83,24 +81,16 @@ def decoder() -> Decoder:
     config = preset("tiny")
     assert config.moe is not None
     balance = BalanceConfig(
-        micro_batch_coef=0.01,
-        sequence_coef=0.01,
-        global_batch_coef=0.01,
-        z_loss_coef=0.001,
+        micro_batch_coef=0.01, sequence_coef=0.01, global_batch_coef=0.01, z_loss_coef=0.001,
         bias_update_rate=0.01,
-    )
+    )  # fmt: skip
     moe = replace(config.moe, expert_bias=True, balance=balance)
     model = Decoder(replace(config, moe=moe, num_layers=2))
     model.init_weights(seed=1)
     return model
 
 
-def train(
-    default: str,
-    path: Path,
-    make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
-    precision: Recipe | None,
-) -> Values:
+def train(default, path, make_optimizers, precision) -> Values:
     """Return what two steps, a save and a load produce under a default."""
     model = copy.deepcopy(decoder())
     tokens_BT = torch.randint(
@@ -144,21 +134,13 @@ def make_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [Muon(assignment, lr=0.0123), AdamW(assignment.adamw_params, lr=0.0123)]
 
 
-@pytest.mark.parametrize(
-    ("make_optimizers", "precision"),
-    [
-        (make_adamw, None),
-        (make_muon, None),
-        (make_adamw, Recipe()),
-        (make_adamw, Recipe(scaling="tensorwise", grad_format="e5m2", amax_history=4)),
-    ],
-    ids=["adamw", "muon", "FP8 blocks", "FP8 delayed scaling"],
-)
-def test_steps_and_checkpoints(
-    make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
-    precision: Recipe | None,
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize(("make_optimizers", "precision"), [
+    (make_adamw, None),
+    (make_muon, None),
+    (make_adamw, Recipe()),
+    (make_adamw, Recipe(scaling="tensorwise", grad_format="e5m2", amax_history=4)),
+], ids=["adamw", "muon", "FP8 blocks", "FP8 delayed scaling"])  # fmt: skip
+def test_steps_and_checkpoints(make_optimizers, precision, tmp_path) -> None:
     expected = train("none", tmp_path / "none", make_optimizers, precision)
     for default in DEFAULTS:
         assert_equal(train(default, tmp_path / default, make_optimizers, precision), expected)
