@@ -10,20 +10,12 @@ from torch import Tensor
 import moecore.base.params as params
 from moecore.base.params import compute_global_indices, get_local_param, init_normal_
 
-SHAPES = [(7,), (1,), (64, 48), (13, 5, 3), (3, 400, 11), (2, 1000, 1000), (1500, 1024)]
-
 
 def filled(shape: tuple[int, ...], **kwargs: Any) -> Tensor:
     tensor = torch.empty(shape, dtype=kwargs.pop("dtype", torch.float32))
     tensor.fill_(float("nan"))
     init_normal_(tensor, **{"std": 1.0, "key": "w", **kwargs})
     return tensor
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_element_is_drawn_and_repeats(shape: tuple[int, ...]) -> None:
-    first = filled(shape)
-    assert first.isfinite().all() and torch.equal(first, filled(shape))
 
 
 def fill_rows(monkeypatch, whole, rows, columns=None) -> Tensor:
