@@ -163,12 +163,17 @@ def refuse_fp8_storage(model: nn.Module, operation: str) -> None:
             )
 
 
-def read_stored_values(param: Tensor, slices: tuple[slice, ...]) -> Tensor:
-    """Return `slices` of a parameter's local shard, dequantised to the parameter's dtype."""
+def read_stored_values(
+    param: Tensor, slices: tuple[slice, ...], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return `slices` of a parameter's local shard, dequantised to the parameter's dtype.
+
+    Values in 4 bits are dequantised to `dtype`, unless it is None.
+    """
     blocks = get_fp8_blocks(param)
     assert blocks is not None, "the parameter has values"
     if blocks.kind in FORMATS:
-        return _read_with_update(param, blocks, slices).to(param.dtype)
+        return _read_with_update(param, blocks, slices).to(dtype or param.dtype)
     shape = get_local_tensor(param).shape
     rows = torch.arange(shape[:-1].numel(), device="cpu").view(shape[:-1])
     columns = torch.arange(shape[-1], device="cpu")
