@@ -52,7 +52,7 @@ def plan_nf4_items(plan: ExportPlan) -> list[Item]:
         if blocks is not None and blocks.kind == "nf4" and tensor.ndim == 2:
             local_names.append(name)
     names = {name for names in gather_objects(local_names) for name in names}
-    items, skipped = list[Item](), ["lm_head"]
+    items, unquantised_modules = list[Item](), ["lm_head"]
     for item in plan.items:
         is_matrix = len(item.shape) == 2 and item.name.endswith(".weight")
         if is_matrix and all(source in names for source, _ in item.parts):
@@ -60,7 +60,7 @@ def plan_nf4_items(plan: ExportPlan) -> list[Item]:
         else:
             items.append(item)
             if is_matrix and ".experts." not in item.name:  # no linears of transformers
-                skipped.append(item.name.removesuffix(".weight"))
+                unquantised_modules.append(item.name.removesuffix(".weight"))
     if len(items) == len(plan.items):
         raise ValueError(
             "quantization ('bitsandbytes') must have linears that are stored in NF4: use "
@@ -74,7 +74,7 @@ def plan_nf4_items(plan: ExportPlan) -> list[Item]:
         "bnb_4bit_use_double_quant": False,
         "bnb_4bit_quant_storage": "uint8",
         "bnb_4bit_compute_dtype": str(min(compute, key=str)).removeprefix("torch."),
-        "llm_int8_skip_modules": sorted(set(skipped)),
+        "llm_int8_skip_modules": sorted(set(unquantised_modules)),
     }
     return items
 
@@ -119,8 +119,8 @@ class NF4Collector(ErrorKeeper):
         with self._keep_error():
             if weight is not None:
                 blocks = quantise(weight, "nf4")
-                stored = blocks.scales if item.dtype.is_floating_point else blocks.values
-                return stored.reshape(item.shape)
+                tensor = blocks.scales if item.dtype.is_floating_point else blocks.values
+                return tensor.reshape(item.shape)
         return None
 
     def raise_error(self) -> None:

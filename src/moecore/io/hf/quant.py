@@ -134,8 +134,10 @@ class BitsAndBytesSource(TensorSource):
         size, (N, K) = int(self.state["blocksize"]), self.shape
         first, last = rows.start * K // size, -(-rows.stop * K // size)
         start, stop = first * size, min(last * size, N * K)
-        packed = files.read(self.name, (slice(start // 2, -(-stop // 2)), slice(0, 1))).flatten()
-        codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten()[: stop - start]
+        code_pairs = files.read(
+            self.name, (slice(start // 2, -(-stop // 2)), slice(0, 1))
+        ).flatten()
+        codes = torch.stack((code_pairs >> 4, code_pairs & 15), dim=-1).flatten()[: stop - start]
         quant_map = files.read(f"{self.name}.quant_map", (slice(0, 16),))
         scales = self._read_scales(files, first, last).repeat_interleave(size)[: stop - start]
         values = quant_map[codes.int()].mul_(scales)[rows.start * K - start :]
@@ -326,6 +328,6 @@ def _find_bitsandbytes_problem(files: HFFiles, source: BitsAndBytesSource) -> st
         if entry is None:
             return f"{name} (4 bits of bitsandbytes) has no {name}{suffix}"
         if (entry.shape, entry.dtype) != (shape, dtypes[suffix]):
-            expected = f"{shape} {dtypes[suffix]}"
-            return f"{name}{suffix} {entry.shape} {entry.dtype} must be {expected}"
+            file_layout = f"{name}{suffix} {entry.shape} {entry.dtype}"
+            return f"{file_layout} must be {shape} {dtypes[suffix]}"
     return None if len(source.shape) == 2 else f"{name} {source.shape} must be a matrix"
