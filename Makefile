@@ -63,7 +63,8 @@ site: $(READY)  ## build the pages as a site with search into site/ (needs pip i
 TRITON := .venv/triton-3.9.0
 test-extras: $(READY)  ## run what needs pip install -e '.[oracles,site,torchft,verl]', Chromium, and Triton 3.9
 	$(ON_CPUS) $(PY) -m pytest -q tests/kernels/rows/test_microscaling.py tests/integrations/test_torchft.py \
-		tests/integrations/test_verl.py tests/io/checkpoint/test_s3.py tests/test_site.py $(ARGS)
+		tests/integrations/test_verl.py tests/io/checkpoint/test_s3.py tests/test_site.py \
+		tests/io/hf/test_bitsandbytes_oracle.py $(ARGS)
 	[ -d $(TRITON) ] || $(PY) -m pip install -q --no-deps --target $(TRITON) triton==3.9.0
 	$(ON_CPUS) PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels/test_block_scaled.py \
 		tests/kernels/grouped/test_block_scaled.py

@@ -31,6 +31,7 @@ from moecore import (
     Meshes,
     NVLinkOptions,
     ParallelConfig,
+    Precision,
     TrainStep,
     build_meshes,
     parallelize_moe,
@@ -80,6 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rank", type=int, default=16, help="of the adapters")
     choices = ["auto", "blockwise", "nf4", "mxfp4"]
     add("--precision", choices=choices, help="of products or frozen experts (None = bf16)")
+    add("--frozen-dense", action="store_true", help="also store frozen linears in 4 bits")
     add("--fp8-base", action="store_true", help="store frozen experts in FP8 alone")
     add("--experts-strategy", choices=get_args(Strategy), default="optim_grads_params")
     add("--recompute", nargs="*", default=(), help="parts of MemoryOptions.recompute")
@@ -105,6 +107,7 @@ def describe(args: argparse.Namespace) -> Row:
         **{name: getattr(args, name) for name in names},
         "experts_strategy": args.experts_strategy,
         "recompute": list(args.recompute),
+        "frozen_dense": args.frozen_dense,
         "moments": args.moments,
         "limit_gib": args.limit_gib,
     }
@@ -134,8 +137,10 @@ def build(args: argparse.Namespace, meshes: Meshes) -> Any:
         dispatch=DispatchOptions(
             nvlink=NVLinkOptions(row_factor=args.row_factor)
         ),  # the GPUs of a host take it
-        precision=args.precision,
-        dense=DenseOptions(compile=True),
+        precision=Precision(frozen=args.precision, frozen_dense=True)
+        if args.frozen_dense
+        else args.precision,
+        dense=DenseOptions(compile=not args.frozen_dense),
         memory=MemoryOptions(recompute=tuple(args.recompute)),
         fsdp=FSDPOptions(
             param_dtype=get_compute_dtype(meshes),

@@ -41,7 +41,7 @@ from moecore.parallel.model.request import LossConvention, Request, compare_mode
 from moecore.parallel.model.shard_model import shard_model
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.precision.apply import apply_precision, defer_linears
-from moecore.precision.stored import store_experts_in_four_bits
+from moecore.precision.stored import store_experts_in_four_bits, store_linears_in_four_bits
 from moecore.train.phases import apply_compile, apply_cuda_graphs, apply_recompute_and_offload
 
 P = ParamSpec("P")
@@ -232,6 +232,7 @@ def _store_frozen_experts(model: nn.Module, state: ParallelState) -> None:
     if precision is not None and precision.frozen is not None:
         for layer in state.layers.values():
             store_experts_in_four_bits(layer.get_part("experts"), precision.frozen)
+        store_linears_in_four_bits(model, precision)
 
 
 def _fuse_loss(model: nn.Module, state: ParallelState) -> None:

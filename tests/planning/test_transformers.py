@@ -342,3 +342,8 @@ def test_a_frozen_base_in_four_bits_is_planned() -> None:
     # At the peak the matrices of one layer are dequantised.
     saved = ranks[0].num_bytes - ranks[1].num_bytes
     assert plain - small - 2 * experts / 4 < saved
+    dense = plan_memory(replace(run, precision=Precision(frozen="nf4", frozen_dense=True))).largest
+    smaller = sum(n for kind, n in dense.device.items() if "parameters" in kind)
+    config = json.loads(base.values)
+    heads = config["num_attention_heads"] + config["num_key_value_heads"]
+    assert small - smaller == (2 - 4.5 / 8) * 4 * 2 * heads * 16 * 128  # q, k, v and o

@@ -57,7 +57,7 @@ from moecore.moe.expert_layout import ExpertLayout, compute_expert_shapes
 from moecore.moe.low_rank import LowRank
 from moecore.moe.param_reader import ParamReader
 from moecore.moe.records import ExpertInput, UnsummedRows
-from moecore.moe.stored_weights import get_four_bit_blocks, move_stored_parameter
+from moecore.moe.stored_weights import apply_to_blocks, get_four_bit_blocks
 
 OwnActivation = Callable[[Tensor], Tensor]
 
@@ -177,12 +177,7 @@ class Experts(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Apply `fn` to parameters (`to_empty`, `to`); of 4-bit weights, to their blocks."""
-        named = [(n, p) for n, p in self._parameters.items() if p is not None]
-        four_bit_params = {n: p for n, p in named if get_four_bit_blocks(p) is not None}
-        self._parameters.update(dict.fromkeys(four_bit_params))
-        super()._apply(fn, recurse)
-        for name, param in four_bit_params.items():
-            self._parameters[name] = move_stored_parameter(param, fn)
+        apply_to_blocks(self, fn, partial(super()._apply, fn, recurse))
         return self
 
     @property

@@ -22,9 +22,10 @@ from moecore.base.torch_private import get_local_tensor, make_parameter_like
 from moecore.kernels.rows.four_bit import FORMATS, dequantise, make_empty_blocks, quantise
 from moecore.kernels.rows.scaling import Blocks
 
-# Attribute of a 4-bit parameter: a function from the index of a local expert to the fp32 matrix
-# that exports add to the dequantised matrix.
+# Attribute of a 4-bit parameter: a function (values, slices) that adds merged adapters to exported
+# fp32 values, in place. The values are `slices` of the local tensor.
 EXPORT_UPDATE = "_moecore_export_update"
+STORED_NUMEL = 1 << 22  # values, at least one row, that `store_in_four_bits` quantises at once
 
 
 def get_four_bit_blocks(param: Tensor) -> Blocks | None:
@@ -59,12 +60,25 @@ def store_in_four_bits(param: nn.Parameter, kind: FrozenFormat, k: int) -> nn.Pa
     shape = tuple(local.movedim(k, -1).shape)
     blocks = make_empty_blocks(shape, kind, local.device)
     blocks = _map_tensors(blocks, lambda t: t.movedim(-1, k))
-    for i in range(0 if local.is_meta else local.shape[0]):  # little temporary memory
-        _write_values(blocks, (slice(i, i + 1),), local[i : i + 1])
+    rows = max(1, STORED_NUMEL // max(1, local[:1].numel()))  # little temporary memory
+    for i in range(0, 0 if local.is_meta else local.shape[0], rows):
+        _write_values(blocks, (slice(i, i + rows),), local[i : i + rows])
     return make_stored_parameter(param, blocks)
 
 
-def move_stored_parameter(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
+def apply_to_blocks(
+    module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[], object]
+) -> None:
+    """Run `apply`, the module's `_apply` of `fn`; of its 4-bit parameters `fn` gets the blocks."""
+    named = [(n, p) for n, p in module._parameters.items() if p is not None]
+    four_bit_params = {n: p for n, p in named if get_four_bit_blocks(p) is not None}
+    module._parameters.update(dict.fromkeys(four_bit_params))
+    apply()
+    for name, param in four_bit_params.items():
+        module._parameters[name] = _move_stored_parameter(param, fn)
+
+
+def _move_stored_parameter(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
     """Return a 4-bit parameter after `fn` of `nn.Module._apply`, such as a copy to a device.
 
     The blocks keep their dtypes.

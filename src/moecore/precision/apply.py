@@ -5,7 +5,12 @@ The experts of a `MoELayer` have no linears: the layer reads `Precision.find_rec
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -14,6 +19,7 @@ from torch import nn
 from moecore.base.options.precision import Precision, Recipe, Role, find_fp8_exclusion_reason
 from moecore.base.params import clean_name
 from moecore.kernels.linear import PlainProducts
+from moecore.kernels.rows.four_bit import FORMATS
 from moecore.moe.experts import Experts
 from moecore.moe.shared_experts import SharedExpert
 from moecore.precision.emulated import EmulatedLinearProducts
@@ -92,6 +98,41 @@ def _list_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Return a model's linears by module name, without the names of wrappers."""
     modules = model.named_modules()
     return {clean_name(name): m for name, m in modules if isinstance(m, nn.Linear)}
+
+
+def list_storable_linears(model: nn.Module, precision: Precision | None) -> dict[str, nn.Linear]:
+    """Return the linears that `Precision.frozen_dense` stores in 4 bits, by clean module name.
+
+    They have a role, no FP8 recipe, a weight of their own, and inputs that groups of values divide.
+    The class of the parent does not read the weight.
+    """
+    if precision is None or precision.frozen is None or not precision.frozen_dense:
+        return {}
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    linears, group = _list_linears(model), FORMATS[precision.frozen].group
+    uses = Counter(m.weight for m in modules.values() if isinstance(m, nn.Linear | nn.Embedding))
+    storable = {}
+    for name, module in linears.items():
+        parent, _, leaf = name.removesuffix(".base_layer").rpartition(".")  # as peft names a linear
+        has_forward = type(module).forward in (*PLAIN_FORWARDS, ProductLinear.forward)
+        if (
+            find_linear_role(f"{parent}.{leaf}") is not None
+            and _decide_linear(name, module, precision).recipe is None
+            and has_forward
+            and module.in_features % group == 0
+            and uses[module.weight] == 1
+            and not _reads_weight(type(modules[parent]), leaf)  # type: ignore[arg-type]
+        ):
+            storable[name] = module
+    return storable
+
+
+@functools.cache
+def _reads_weight(parent: type[nn.Module], child_name: str) -> bool:
+    """Whether the source of a module class mentions the weight of its child `child_name`."""
+    with suppress(OSError, TypeError):  # a class without source
+        return re.search(rf"\b{child_name}\.weight\b", inspect.getsource(parent)) is not None
+    return False
 
 
 def defer_linears(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from moecore.base.params import get_local_param
 from moecore.kernels.linear import LinearProducts
+from moecore.moe.stored_weights import apply_to_blocks
 
 
 class Linear(nn.Linear):
@@ -48,6 +50,11 @@ class ProductLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight^T + bias, in the dtype of the input, or autocast's."""
         return self.products(input, self.weight, self.bias, training=self.training)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Apply `fn` to parameters (`to_empty`, `to`); of a 4-bit weight, to its blocks."""
+        apply_to_blocks(self, fn, functools.partial(super()._apply, fn, recurse))
+        return self
 
     def extra_repr(self) -> str:
         """Return the linear's sizes and a description of its matmuls."""

@@ -1,4 +1,4 @@
-"""Stores frozen routed experts only in FP8 or in 4 bits, as the base of adapters.
+"""Stores frozen weights, as the base of adapters: experts in FP8 or 4 bits, linears in 4 bits.
 
 Such a parameter has its shape and dtype, but its memory is a single NaN. Products read its FP8
 blocks, as they read the blocks of a parameter that FSDP all-gathered in FP8. 4-bit blocks are
@@ -8,15 +8,21 @@ dequantised to the compute dtype in each forward and backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from moecore.base.fields import check_arguments
-from moecore.base.options.precision import FrozenFormat
-from moecore.base.params import clean_name
-from moecore.base.torch_private import get_local_tensor
+from moecore.base.options.dense import DenseOptions
+from moecore.base.options.precision import FrozenFormat, Precision
+from moecore.base.params import clean_name, get_local_param
+from moecore.base.regions import run_product
+from moecore.base.torch_private import get_autocast_dtype, get_local_tensor
+from moecore.kernels.linear import Gradients, LinearProducts, linear
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.four_bit import FORMATS
 from moecore.kernels.rows.scaling import Blocks
@@ -30,6 +36,8 @@ from moecore.moe.stored_weights import (
     read_four_bit_values,
     store_in_four_bits,
 )
+from moecore.precision.apply import list_storable_linears
+from moecore.precision.plain import set_products
 
 OF_EXPERTS = {"ep", "etp"}  # mesh dims whose ranks own different experts or slices of experts
 
@@ -76,6 +84,38 @@ def store_experts_in_four_bits(experts: Experts, kind: FrozenFormat) -> None:
         _replace_parameter(experts, attribute, param)
 
 
+def store_linears_in_four_bits(model: nn.Module, precision: Precision) -> None:
+    """Store the linears of `list_storable_linears` in the format `Precision.frozen`, in place.
+
+    `find_linear_storage_problem` has returned None.
+    """
+    for module in list_storable_linears(model, precision).values():
+        assert precision.frozen is not None
+        weight = cast(nn.Parameter, module.weight)
+        _replace_parameter(module, "weight", store_in_four_bits(weight, precision.frozen, k=1))
+        set_products(module, FourBitProducts())
+
+
+def find_linear_storage_problem(
+    model: nn.Module, precision: Precision, dense: DenseOptions, tp: int
+) -> str | None:
+    """Return an error text if the linears of a model cannot be stored in 4 bits, or None."""
+    suffix = "with Precision.frozen_dense (True)"
+    linears = list_storable_linears(model, precision)
+    if not linears:
+        return f"model ({type(model).__name__}) must have linears to store {suffix}: drop it"
+    if tp > 1:
+        return f"ParallelConfig.tp ({tp}) must be 1 {suffix}: use dp_shard or cp instead"
+    for option in ("compile", "graph"):
+        if getattr(dense, option):
+            return f"DenseOptions.{option} (True) must be False {suffix}: drop one of them"
+    for name, module in linears.items():
+        if module.weight.requires_grad:
+            fix = "call requires_grad_(False), or add adapters first (peft.get_peft_model)"
+            return f"{name}.weight (trained) must be frozen {suffix}: {fix}"
+    return None
+
+
 def find_storage_problem(
     name: str, experts: Experts, kind: FrozenFormat, shards: Mapping[str, int]
 ) -> str | None:
@@ -102,14 +142,15 @@ def find_storage_problem(
     return None
 
 
-def _replace_parameter(experts: Experts, attribute: str, param: nn.Parameter) -> None:
+def _replace_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -> None:
     """Replace a parameter by its stored form, and free the memory of its values."""
-    local = get_local_tensor(getattr(experts, attribute))
-    experts._parameters[attribute] = param
+    local = get_local_tensor(getattr(module, attribute))
+    module._parameters[attribute] = param
     # FSDP units refer to the old parameter until their next forward, and readers to copies.
     if not local.is_meta:
         local.untyped_storage().resize_(0)
-    experts.reader.drop_copies()
+    if isinstance(module, Experts):
+        module.reader.drop_copies()
 
 
 def refuse_fp8_storage(model: nn.Module, operation: str) -> None:
@@ -122,12 +163,17 @@ def refuse_fp8_storage(model: nn.Module, operation: str) -> None:
             )
 
 
-def read_stored_values(param: Tensor, slices: tuple[slice, ...]) -> Tensor:
-    """Return `slices` of a parameter's local shard, dequantised to the parameter's dtype."""
+def read_stored_values(
+    param: Tensor, slices: tuple[slice, ...], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return `slices` of a parameter's local shard, dequantised to the parameter's dtype.
+
+    Values in 4 bits are dequantised to `dtype`, unless it is None.
+    """
     blocks = get_fp8_blocks(param)
     assert blocks is not None, "the parameter has values"
     if blocks.kind in FORMATS:
-        return _read_with_update(param, blocks, slices).to(param.dtype)
+        return _read_with_update(param, blocks, slices).to(dtype or param.dtype)
     shape = get_local_tensor(param).shape
     rows = torch.arange(shape[:-1].numel(), device="cpu").view(shape[:-1])
     columns = torch.arange(shape[-1], device="cpu")
@@ -139,10 +185,9 @@ def read_stored_values(param: Tensor, slices: tuple[slice, ...]) -> Tensor:
 def _read_with_update(param: Tensor, blocks: Blocks, slices: tuple[slice, ...]) -> Tensor:
     """Return `slices` of a 4-bit parameter in fp32, with the update of merged adapters."""
     values = read_four_bit_values(blocks, torch.float32, slices)
-    update: Callable[[int], Tensor] | None = getattr(param, EXPORT_UPDATE, None)
+    update: Callable[..., None] | None = getattr(param, EXPORT_UPDATE, None)
     if update is not None:
-        for value, place in zip(values, range(blocks.values.shape[0])[slices[0]], strict=True):
-            value += update(place)[slices[1:]]
+        update(values, slices)
     return values
 
 
@@ -178,3 +223,53 @@ def _store_blocks(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
     write_block_amax_(local, place, amax)
     quantise_blocks_(local, place, amax, scales, values, power_of_two=power_of_two)
     return make_stored_parameter(param, Blocks(values.view(FP8), scales, "block"))
+
+
+class FourBitProducts(LinearProducts):
+    """Matmuls of a linear whose frozen weight is stored in 4 bits, in the dtype of x or autocast's.
+
+    Forward and backward each dequantise the weight. Backward saves no tensor.
+    """
+
+    differentiable_twice = True
+
+    @override
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
+    ) -> Tensor:
+        """Return x @ weight^T + bias. `training` has no effect."""
+        return run_product(self._multiply, x, weight, bias)  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        """Return the name of the products."""
+        return "weight in 4 bits"
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x @ weight^T + bias as one autograd node, which gets no weight but its blocks."""
+        x = x.to(get_autocast_dtype(x) or x.dtype)
+        bias_N = None if bias is None else get_local_param(bias)
+        return linear((x, None, bias_N, get_four_bit_blocks(weight)), type(self), None)
+
+    @override
+    @staticmethod
+    def forward(x: Tensor, weight: None, bias_N: Tensor | None, blocks: Blocks) -> Tensor:
+        """Return y [..., N] = x [..., K] @ weight^T + bias; `bias_N` None = no bias."""
+        return F.linear(x, read_four_bit_values(blocks, x.dtype), bias_N)
+
+    @override
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], y: Tensor) -> None:
+        """Store the blocks and the dtype of x in `ctx`."""
+        x, _, _, ctx.blocks = inputs
+        ctx.dtype = x.dtype
+
+    @override
+    @staticmethod
+    def compute_gradients(ctx: Any, dy: Tensor) -> Gradients:
+        """Return dx, None for the frozen weight, and dbias; None if not needed."""
+        wants_x, _, wants_bias, *_ = ctx.needs_input_grad
+        dy_TN, dx = dy.reshape(-1, dy.shape[-1]), None
+        if wants_x:
+            dx_TK = dy_TN.mm(read_four_bit_values(ctx.blocks, ctx.dtype))
+            dx = dx_TK.view(*dy.shape[:-1], dx_TK.shape[1])
+        return dx, None, dy_TN.sum(0) if wants_bias else None

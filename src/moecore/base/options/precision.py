@@ -220,6 +220,8 @@ class Precision(CheckedRecord):
             in the "blockwise" recipe. Returned logits and log-probabilities are not affected.
         frozen: format in which frozen routed experts are stored, in 4 bits: "nf4" or "mxfp4". Their
             products are in the compute dtype. None = experts are stored in their dtype.
+        frozen_dense: also store the frozen linears of attention, dense MLPs and shared experts in
+            the format `frozen`, on every data rank. Linears with a recipe keep their dtype.
     """
 
     recipe: Recipe | None = None
@@ -228,6 +230,7 @@ class Precision(CheckedRecord):
     only_faster: bool = False
     fp8_head: bool = False
     frozen: FrozenFormat | None = None
+    frozen_dense: bool = False
 
     def _find_field_errors(self) -> FieldErrors:
         recipe = self.recipe
@@ -238,6 +241,8 @@ class Precision(CheckedRecord):
         if self.frozen is not None and recipe is not None and "experts" in self.roles:
             relation = "be None with a recipe for 'experts', whose products read their dtype"
             yield "frozen", f"{relation}: leave 'experts' out of roles"
+        if self.frozen_dense and self.frozen is None:
+            yield "frozen_dense", "be False with frozen (None): set frozen='nf4'"
         if len(set(self.roles)) < len(self.roles):
             yield "roles", "have each role once: drop the repeated one"
         has_recipe = self.roles and recipe is not None

@@ -263,7 +263,7 @@ class RankCollector(BucketCollector):
 
     def collect_tensor(self, item: Item, writer_rank: int) -> Tensor | None:
         """Assemble the full tensor on the CPU of rank `writer_rank`; return None on other ranks."""
-        read = lambda name, box: read_shard_box(self._tensors[name], box)  # noqa: E731
+        read = lambda name, box: read_shard_box(self._tensors[name], box, item.dtype)  # noqa: E731
         bucket = self.collect_bucket([item], read, writer_rank)
         return None if bucket is None else next(bucket.tensors())[1]
 

@@ -42,6 +42,11 @@ class Item:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def unquantised_dtype(self) -> torch.dtype:
+        """The dtype that config.json counts."""
+        return self.dtype
+
+    @property
     def has_padding(self) -> bool:
         """Whether the tensor has elements that no part stores, such as padded vocabulary rows."""
         return sum(math.prod(piece.shape) for _, piece in self.parts) < math.prod(self.shape)
@@ -112,10 +117,15 @@ class PartOwners:
         return result
 
 
-def read_shard_box(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
-    """Return slices `box` of this rank's shard: a view, or dequantised values of FP8 storage."""
+def read_shard_box(
+    tensor: Tensor, box: tuple[slice, ...], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return slices `box` of this rank's shard: a view, or dequantised values of quantised storage.
+
+    Weights in 4 bits are dequantised to `dtype`; None = the tensor's dtype.
+    """
     local = get_detached_shard(tensor)
-    return local[box] if get_fp8_blocks(tensor) is None else read_stored_values(tensor, box)
+    return local[box] if get_fp8_blocks(tensor) is None else read_stored_values(tensor, box, dtype)
 
 
 class StoredCollector:

@@ -40,6 +40,7 @@ from moecore.io.checkpoint.shard_file import (
     ShardWriter,
     compute_layout,
 )
+from moecore.io.hf.bitsandbytes import NF4Collector, Quantization, plan_nf4_items
 from moecore.io.hf.buckets import RankCollector
 from moecore.io.hf.collect import Collector, ErrorKeeper, Item
 from moecore.io.hf.config_fields import HFConfig
@@ -70,6 +71,7 @@ def export_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: NumBytes = 5 * 10**9,
     layout: ExportLayout = "per_expert",
+    quantization: Quantization | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Write a model as a Hugging Face directory. Collective.
@@ -89,6 +91,8 @@ def export_hf(
         max_shard_bytes: the most bytes of tensors in one file; a larger tensor has its own file.
         layout: "per_expert" is the published format, which transformers' `save_pretrained` also
             writes; "fused" has the in-memory names and shapes of transformers.
+        quantization: "bitsandbytes" writes linears that are stored in NF4 in its format, without
+            double quantisation; None dequantises them.
         progress: called with (bytes done, bytes expected) of this rank.
 
     Raises:
@@ -105,10 +109,12 @@ def export_hf(
         check_export_target(path, dtype)
         check_no_unmerged_adapters(model)
     plan = plan_export(model, config, dtype, layout)
-    shards = plan_shard_files(plan.items, max_shard_bytes)
-    collector = RankCollector(plan.tensors, plan.owners, plan.items, plan.device)
+    items = plan.items if quantization is None else plan_nf4_items(plan)
+    shards = plan_shard_files(items, max_shard_bytes)
+    origins = [getattr(item, "origin", item) for item in items]
+    collector = RankCollector(plan.tensors, plan.owners, origins, plan.device)
     with collector.open_pass():
-        write_directory(path, shards, plan.values, collector, meter)
+        write_directory(path, shards, plan.values, NF4Collector(collector), meter)
     return ExportReport(
         tensors=sum(map(len, shards)),
         shards=len(shards),
@@ -229,7 +235,8 @@ def _write_config_and_index(draft: Path, shards: list[list[Item]], config: dict[
     """Write config.json, with the dtype of most bytes, and an index of several files."""
     sizes: dict[torch.dtype, int] = {}
     for item in itertools.chain(*shards):
-        sizes[item.dtype] = sizes.get(item.dtype, 0) + item.nbytes
+        dtype = item.unquantised_dtype
+        sizes[dtype] = sizes.get(dtype, 0) + item.nbytes
     name = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
     config["dtype"] = name
     if "torch_dtype" in config:

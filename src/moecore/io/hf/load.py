@@ -106,9 +106,10 @@ def load_hf(
     """Load a Hugging Face directory into a model, in place. Collective.
 
     Experts in files may be stacked ("fused", as in transformers' memory) or separate (as
-    published). Files may be in fp32, bf16, fp16, DeepSeek-V3's block-wise FP8 or gpt-oss's MXFP4;
-    the last two are dequantised. Frozen experts in 4 bits are quantised. For a PeftModel, the base
-    model and the trained copies of `modules_to_save` are filled, and adapters are unchanged.
+    published). Files may be in fp32, bf16, fp16, or in DeepSeek-V3's block-wise FP8, gpt-oss's
+    MXFP4 and bitsandbytes' 4 bits, which are dequantised. Frozen weights in 4 bits are quantised.
+    For a PeftModel, the base model and the trained copies of `modules_to_save` are filled, and
+    adapters are unchanged.
     Buffers without a file, such as rotary frequencies, are recomputed. Gradients and counts of an
     unfinished step are dropped (`TrainStep.drop`). Each pipeline stage loads its tensors.
 

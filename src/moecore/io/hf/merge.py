@@ -1,7 +1,7 @@
 """Merging of LoRA adapters into the weights of a PeftModel, on the shards of each rank.
 
 A merge unshards one pair A, B at a time and adds s * B A to each rank's shard of the weight, in
-fp32. The weights are never unsharded. Experts in 4 bits keep their blocks, and exports add s * B A.
+fp32. The weights are never unsharded. Weights in 4 bits keep their blocks, and exports add s * B A.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def merge_adapters(model: nn.Module) -> None:
     """Add the active adapters to the weights of a PeftModel, in place. Collective.
 
     Weight + scale * B A of all active adapters is computed on shards, in fp32, and rounded once to
-    the weight's dtype. Forward then ignores the adapters, and peft cannot unmerge them. Experts in
+    the weight's dtype. Forward then ignores the adapters, and peft cannot unmerge them. Weights in
     4 bits keep their blocks: forward still computes their adapters, and exports add them to the
     dequantised values. Gradients and counts of an unfinished step are dropped.
 
@@ -72,6 +72,8 @@ def merge_adapters(model: nn.Module) -> None:
         if get_four_bit_blocks(merge.weight) is None:
             merge.add(get_detached_shard(merge.weight))
             merge.layer.merged_adapters += _list_applied_adapters(merge.layer)
+        elif not isinstance(merge.layer, LowRank):
+            _merge_dense_into_exports(merge.layer)
     for module in model.modules():
         if isinstance(module, Experts):
             _merge_into_exports(module)
@@ -198,9 +200,36 @@ def _merge_into_exports(experts: Experts) -> None:
     for name, lora in experts.lora_updates.items():
         if get_four_bit_blocks(getattr(experts, name)) is not None:
             adapters = _read_adapters(lora, get_detached_shard)  # of the local experts
-            add = partial(_sum_updates, experts, name, adapters)
+            add = partial(_add_expert_updates, experts, name, adapters)
             setattr(getattr(experts, name), EXPORT_UPDATE, add)
             lora.in_exports = True
+
+
+def _add_expert_updates(
+    experts: Experts, weight_name: str, adapters: Any, values: Tensor, slices: tuple[slice, ...]
+) -> None:
+    """Add the LoRA updates to `values`, which are `slices` of this rank's shard in fp32."""
+    num_local = get_detached_shard(getattr(experts, weight_name)).shape[0]
+    for value, e in zip(values, range(num_local)[slices[0]], strict=True):
+        value += _sum_updates(experts, weight_name, adapters, e)[slices[1:]]
+
+
+def _merge_dense_into_exports(layer: Any) -> None:
+    """Register the active LoRA adapters of a linear in 4 bits, so that exports add B A. Collective.
+
+    The weight is replicated, and A and B are sharded with their unit.
+    """
+    weight, names = layer.get_base_layer().weight, _list_applied_adapters(layer)
+    pairs = [(layer.lora_A[n].weight, layer.lora_B[n].weight, layer.scaling[n]) for n in names]
+    adapters = [(_upcast(unshard_tensor(a)), _upcast(unshard_tensor(b)), s) for a, b, s in pairs]
+
+    def add(values: Tensor, slices: tuple[slice, ...]) -> None:
+        """Add the updates to `values`, which are `slices` of the weight in fp32."""
+        rows, columns = slices
+        values += sum((b_Or[rows] @ a_rI[:, columns]) * s for a_rI, b_Or, s in adapters)
+
+    setattr(weight, EXPORT_UPDATE, add)
+    layer.in_exports = True
 
 
 def _read_adapters(

@@ -7,13 +7,15 @@ Legend: r, c rows and columns of a matrix, E experts, I input dim, O output dim,
 | X of any float dtype | X |
 | X.weight fp8 [r, c], X.weight_scale_inv [ceil(r / 128), ceil(c / 128)] | X.weight |
 | X_blocks uint8 [E, O, G, 16], X_scales uint8 [E, O, G] (MXFP4) | X [E, I, O], as gpt-oss has it |
+| X.weight uint8 [r * c / 2, 1], .absmax, .quant_map, .quant_state (bitsandbytes) | X.weight |
 
-Source: the formats of DeepSeek-V3 (arXiv:2412.19437, section 3.3) and the OCP
-microscaling specification (MXFP4: E2M1 values, E8M0 scales).
+Source: the formats of DeepSeek-V3 (arXiv:2412.19437, section 3.3), the OCP microscaling
+specification (MXFP4: E2M1 values, E8M0 scales), and bitsandbytes 0.50, `QuantState.as_dict`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,6 +32,10 @@ from moecore.kernels.rows.scaling import Blocks
 SCALE = "_scale_inv"
 MX_GROUP = 32
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Suffixes of the tensors that describe a weight in bitsandbytes' 4 bits.
+BNB_STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+BNB_SCALES = (".absmax", ".quant_map")
+BNB_NESTED = (".nested_absmax", ".nested_quant_map")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,67 @@ class MXFP4Source(TensorSource):
         values_eoi = dequantize_mxfp4(blocks_eogb, scales_eog)
         start = first * MX_GROUP
         return values_eoi[..., inputs.start - start : inputs.stop - start].transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class BitsAndBytesSource(TensorSource):
+    """A matrix in bitsandbytes' NF4 or FP4; `read` returns fp32 values quant_map[code] * scale.
+
+        .quant_map fp32 [16]                    values of the codes; a byte has the first code high
+        .absmax [groups]                        fp32 scales, or uint8 codes of scales (nested)
+        .nested_quant_map fp32 [256]            values of the scales' codes
+        .nested_absmax fp32                     a scale of `nested_blocksize` scales
+        .quant_state.bitsandbytes__nf4 uint8    JSON: shape, blocksize, nested_offset, ..
+
+    A group is a run of `blocksize` values of the flat matrix. A nested scale is
+    nested_quant_map[code] * nested_absmax + nested_offset. NF4 values of groups of 64 that are
+    quantised again (`kernels/rows/four_bit.py`) have the codes and scales of the files.
+    """
+
+    dtype: torch.dtype = torch.float32
+    quantized: bool = True
+    state_name: str = field(kw_only=True)
+    state: Mapping[str, Any] = field(kw_only=True)  # the JSON of the files
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the tensors in the files that `read` reads, and of their description."""
+        suffixes = ("", *BNB_SCALES, *(BNB_NESTED if self._is_nested else ()))
+        return (*(self.name + suffix for suffix in suffixes), self.state_name)
+
+    @property
+    def _is_nested(self) -> bool:
+        """Whether the scales are quantised."""
+        return "nested_offset" in self.state
+
+    def read(self, files: BoxReader, box: Box) -> Tensor:
+        """Return the dequantised fp32 values of a box (row and column slices), on the CPU."""
+        # Groups are runs of the flat matrix, and may contain values of two rows.
+        rows, columns = box
+        size, (N, K) = int(self.state["blocksize"]), self.shape
+        first, last = rows.start * K // size, -(-rows.stop * K // size)
+        start, stop = first * size, min(last * size, N * K)
+        code_pairs = files.read(
+            self.name, (slice(start // 2, -(-stop // 2)), slice(0, 1))
+        ).flatten()
+        codes = torch.stack((code_pairs >> 4, code_pairs & 15), dim=-1).flatten()[: stop - start]
+        quant_map = files.read(f"{self.name}.quant_map", (slice(0, 16),))
+        scales = self._read_scales(files, first, last).repeat_interleave(size)[: stop - start]
+        values = quant_map[codes.int()].mul_(scales)[rows.start * K - start :]
+        return values[: (rows.stop - rows.start) * K].view(-1, K)[:, columns]
+
+    def _read_scales(self, files: BoxReader, first: int, last: int) -> Tensor:
+        """Return the fp32 scales of groups `first` to `last` - 1."""
+        scales = files.read(f"{self.name}.absmax", (slice(first, last),))
+        if not self._is_nested:
+            return scales
+        size = int(self.state["nested_blocksize"])
+        outer = slice(first // size, -(-last // size))
+        outer_scales = files.read(f"{self.name}.nested_absmax", (outer,))
+        nested_map = files.read(f"{self.name}.nested_quant_map", (slice(0, 256),))
+        places = torch.arange(first, last, device="cpu") // size - outer.start
+        offset = float(self.state["nested_offset"])
+        return nested_map[scales.int()].mul_(outer_scales[places]).add_(offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +254,7 @@ def find_sources(
             sources[name] = FP8Source(name, entry.shape, block=(block[0], block[-1]))
         else:
             sources[name] = TensorSource(name, entry.shape, entry.dtype)
+    problems += _join_bitsandbytes_sources(files, sources)
     return sources, problems
 
 
@@ -214,3 +282,52 @@ def _find_mxfp4_problems(files: HFFiles, name: str) -> list[str]:
     if scales.shape != entry.shape[:3] or scales.dtype != torch.uint8:
         return [f"{other} {scales.shape} {scales.dtype} must be {entry.shape[:3]}, uint8"]
     return []
+
+
+def _join_bitsandbytes_sources(files: HFFiles, sources: dict[str, TensorSource]) -> list[str]:
+    """Replace the `sources` of a weight's tensors by one source, in place; return error texts.
+
+    `sources` has the directory's tensors by name.
+    """
+    problems = list[str]()
+    for state_name, entry in files.tensors.items():
+        suffix = next((s for s in BNB_STATES if state_name.endswith(s)), None)
+        if suffix is None:
+            continue
+        name = state_name.removesuffix(suffix)
+        data = files.read(state_name, tuple(slice(0, n) for n in entry.shape))
+        try:
+            state = json.loads(bytes(data.flatten().tolist()))
+            shape = tuple(int(n) for n in state["shape"])
+            source = BitsAndBytesSource(name, shape, state_name=state_name, state=state)
+            problem = _find_bitsandbytes_problem(files, source)
+        except (KeyError, TypeError, ValueError, RecursionError):
+            problem = f"{state_name} must be JSON with blocksize and shape"
+        for other in (state_name, *(name + suffix for suffix in (*BNB_SCALES, *BNB_NESTED))):
+            sources.pop(other, None)
+        if problem is None:
+            sources[name] = source
+        else:
+            problems.append(problem)
+    return problems
+
+
+def _find_bitsandbytes_problem(files: HFFiles, source: BitsAndBytesSource) -> str | None:
+    """Return an error text if the tensors of a source do not fit its description, or None."""
+    name, state, numel = source.name, source.state, math.prod(source.shape)
+    num_groups = -(-numel // int(state["blocksize"]))
+    shapes = {"": (-(-numel // 2), 1), ".absmax": (num_groups,), ".quant_map": (16,)}
+    dtypes = {"": torch.uint8, ".absmax": torch.float32, ".quant_map": torch.float32}
+    if "nested_offset" in state:
+        num_outer = -(-num_groups // int(state["nested_blocksize"]))
+        shapes |= {".nested_absmax": (num_outer,), ".nested_quant_map": (256,)}
+        dtypes |= {".absmax": torch.uint8, **dict.fromkeys(BNB_NESTED, torch.float32)}
+        float(state["nested_offset"])
+    for suffix, shape in shapes.items():
+        entry = files.tensors.get(name + suffix)
+        if entry is None:
+            return f"{name} (4 bits of bitsandbytes) has no {name}{suffix}"
+        if (entry.shape, entry.dtype) != (shape, dtypes[suffix]):
+            file_layout = f"{name}{suffix} {entry.shape} {entry.dtype}"
+            return f"{file_layout} must be {shape} {dtypes[suffix]}"
+    return None if len(source.shape) == 2 else f"{name} {source.shape} must be a matrix"

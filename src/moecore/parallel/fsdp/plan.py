@@ -294,7 +294,7 @@ def make_flat_layouts(
     `gather_dtype` None = the dtype of each parameter. `recipes` maps names of parameters that are
     all-gathered in FP8. Parameters in `fp32_names` keep their dtype and are reduced in fp32.
     """
-    groups: dict[tuple[str, str, str, Recipe | None], list[ParamPlan]] = {}
+    groups: dict[tuple[str, str, str, Recipe | None, int], list[ParamPlan]] = {}
     for param in params:
         recipe, gathers = (recipes or {}).get(param.name), param.dtype
         reduces = "float32" if param.name in fp32_names else reduce_dtype
@@ -302,8 +302,10 @@ def make_flat_layouts(
             gathers = E2M1_PAIRS if recipe.scaling == "nvfp4" else "float8_e4m3fn"
         elif gather_dtype is not None and param.name not in fp32_names:
             gathers = gather_dtype if getattr(torch, param.dtype).is_floating_point else param.dtype
-        groups.setdefault((param.dtype, gathers, reduces, recipe), []).append(param)
-    return tuple(make_flat_layout(*key, params, num_ranks) for key, params in groups.items())
+        ranks = num_ranks if param.frozen is None else 1  # 4-bit weights are not all-gathered
+        gathers = gathers if param.frozen is None else param.dtype
+        groups.setdefault((param.dtype, gathers, reduces, recipe, ranks), []).append(param)
+    return tuple(make_flat_layout(*key[:-1], params, key[-1]) for key, params in groups.items())
 
 
 def make_flat_layout(

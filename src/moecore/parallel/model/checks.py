@@ -38,7 +38,7 @@ from moecore.parallel.model.request import Request, is_tp_sharded
 from moecore.parallel.pipeline.layout import PipelineLayout
 from moecore.precision.head import find_fp8_head_problem
 from moecore.precision.linear import find_weight_problem
-from moecore.precision.stored import find_storage_problem
+from moecore.precision.stored import find_linear_storage_problem, find_storage_problem
 
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
@@ -49,6 +49,11 @@ def check_request(model: nn.Module, request: Request) -> None:
     _check_model_is_plain(model)
     for check in (_check_pp_and_tp, _check_context, _check_indexers, _check_fp8_head):
         check(model, request)
+    if request.precision is not None and request.precision.frozen_dense:
+        tp = request.meshes.parallel.tp
+        problem = find_linear_storage_problem(model, request.precision, request.dense, tp)
+        if problem is not None:
+            raise ValueError(problem)
 
 
 def check_stage_layout(

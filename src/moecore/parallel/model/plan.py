@@ -42,7 +42,7 @@ from moecore.parallel.fsdp.units import (
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.phases import choose_dispatcher
 from moecore.parallel.model.request import Request, is_tp_sharded, list_expert_roles
-from moecore.precision.apply import check_precision
+from moecore.precision.apply import check_precision, list_storable_linears
 
 Layers = Mapping[str, RoutedLayer]
 
@@ -129,6 +129,8 @@ class _PlanBuilder:
         self.name_of = {param: name for name, param in model.named_parameters()}
         self.model_units = find_units(model, self.options)
         self.frozen = None if request.precision is None else request.precision.frozen
+        linears = list_storable_linears(model, request.precision)
+        self.frozen_dense = {linear.weight for linear in linears.values()}  # on every data rank
         self.in_fp8 = {  # experts whose products read the stored weights
             layer.get_part("experts")
             for name, layer in layers.items()
@@ -164,6 +166,7 @@ class _PlanBuilder:
         kind_of = make_kind_lookup(self.model, layers)
         experts = {param: m for m in self.model_units.experts for param in m.parameters()}
         matrices = {getattr(m, n) for m in self.model_units.experts for n in m.summed_dims}
+        matrices |= self.frozen_dense
         return {
             name: ParamPlan(
                 name=name,
@@ -208,7 +211,7 @@ class _PlanBuilder:
                     f"multiple of {values_per_byte} times the ranks that shard it ({size}): choose "
                     "another dp_shard, cp"
                 )
-        if self.get_strategy(self.role_of[param]) == "no_shard":
+        if self.get_strategy(self.role_of[param]) == "no_shard" or param in self.frozen_dense:
             dim = None
         outer = [AxisPlacement(axis=name, size=n, dim=None) for name, n in replicates]
         return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)

@@ -101,7 +101,8 @@ def _make_unit(
     if unit_plan.mesh != "dense":
         mesh = None if has_unsharded_experts(meshes) else meshes.expert_fsdp
     cast = unit_plan.gather_dtype if unit_plan.casts_inputs else None
-    is_sharded = unit_plan.strategy != "no_shard"
+    num_shards = 1 if mesh is None else mesh.size(mesh.ndim - 1)
+    is_sharded = unit_plan.strategy != "no_shard" and layout.ranks == num_shards
     groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
     group = groups.pop() if groups and is_sharded else None
     group = group if group is not None and group.size() > 1 else None

@@ -1,0 +1,129 @@
+"""Exports of linears in bitsandbytes' NF4 format, as transformers stores them; `quant.py` reads it.
+
+The fp32 values of a weight that is stored in NF4 are collected and quantised again. The codes and
+the scales are those of the weight, because each group has a code of +1 or -1 or only zeros.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moecore.io.checkpoint.ranks import gather_objects, get_rank_and_world
+from moecore.io.hf.collect import Collector, ErrorKeeper, Item
+from moecore.io.hf.export_plan import ExportPlan
+from moecore.io.hf.quant import BNB_STATES
+from moecore.kernels.rows.four_bit import FORMATS, quantise
+from moecore.moe.stored_weights import get_four_bit_blocks
+
+GROUP = FORMATS["nf4"].group
+Quantization = Literal["bitsandbytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class NF4Item(Item):
+    """A tensor of bitsandbytes' format, which is computed from a weight `origin` in fp32."""
+
+    origin: Item
+    weight_dtype: torch.dtype  # dtype of the weight without quantisation
+    constant: Tensor | None = None  # the tensor, if it does not depend on the weight
+
+    @property
+    def unquantised_dtype(self) -> torch.dtype:
+        """The dtype that config.json counts."""
+        return self.weight_dtype
+
+
+def plan_nf4_items(plan: ExportPlan) -> list[Item]:
+    """Return the tensors to write, with linears that are stored in NF4 in this format. Collective.
+
+    The fields of config.json in `plan.values` get a quantization_config. Raises a ValueError if the
+    model has no linear in NF4.
+    """
+    local_names = []
+    for name, tensor in plan.tensors.items():
+        blocks = get_four_bit_blocks(tensor)
+        if blocks is not None and blocks.kind == "nf4" and tensor.ndim == 2:
+            local_names.append(name)
+    names = {name for names in gather_objects(local_names) for name in names}
+    items, unquantised_modules = list[Item](), ["lm_head"]
+    for item in plan.items:
+        is_matrix = len(item.shape) == 2 and item.name.endswith(".weight")
+        if is_matrix and all(source in names for source, _ in item.parts):
+            items += _make_nf4_items(item)
+        else:
+            items.append(item)
+            if is_matrix and ".experts." not in item.name:  # no linears of transformers
+                unquantised_modules.append(item.name.removesuffix(".weight"))
+    if len(items) == len(plan.items):
+        raise ValueError(
+            "quantization ('bitsandbytes') must have linears that are stored in NF4: use "
+            "Precision(frozen='nf4', frozen_dense=True), or pass None"
+        )
+    compute = {i.weight_dtype for i in items if isinstance(i, NF4Item)}
+    plan.values["quantization_config"] = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_compute_dtype": str(min(compute, key=str)).removeprefix("torch."),
+        "llm_int8_skip_modules": sorted(set(unquantised_modules)),
+    }
+    return items
+
+
+def _make_nf4_items(item: Item) -> Iterator[NF4Item]:
+    """Yield the tensors that store the weight `item` in NF4."""
+    dtype = str(item.dtype).removeprefix("torch.")
+    state = {"quant_type": "nf4", "blocksize": GROUP, "dtype": dtype, "shape": [*item.shape]}
+    data = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8, device="cpu")
+    table = torch.tensor(FORMATS["nf4"].values, dtype=torch.float32, device="cpu")
+    numel = math.prod(item.shape)
+    for suffix, shape, tensor_dtype, constant in (
+        ("", (numel // 2, 1), torch.uint8, None),
+        (".absmax", (numel // GROUP,), torch.float32, None),
+        (".quant_map", (16,), torch.float32, table),
+        (BNB_STATES[0], tuple(data.shape), torch.uint8, data),
+    ):
+        yield NF4Item(
+            item.name + suffix,
+            shape,
+            tensor_dtype,
+            item.parts,
+            origin=replace(item, dtype=torch.float32),
+            weight_dtype=item.dtype,
+            constant=constant,
+        )
+
+
+class NF4Collector(ErrorKeeper):
+    """Assembles items by another collector, and quantises the weights of `NF4Item`s."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    def collect_tensor(self, item: Item, writer_rank: int) -> Tensor | None:
+        """Return the full tensor on the CPU of rank `writer_rank`, and None on other ranks."""
+        if not isinstance(item, NF4Item):
+            return self._collector.collect_tensor(item, writer_rank)
+        if item.constant is not None:
+            return item.constant if get_rank_and_world()[0] == writer_rank else None
+        weight = self._collector.collect_tensor(item.origin, writer_rank)
+        with self._keep_error():
+            if weight is not None:
+                blocks = quantise(weight, "nf4")
+                tensor = blocks.scales if item.dtype.is_floating_point else blocks.values
+                return tensor.reshape(item.shape)
+        return None
+
+    def raise_error(self) -> None:
+        """Raise the first stored error of this rank."""
+        ErrorKeeper.raise_error(self)
+        self._collector.raise_error()

@@ -1,0 +1,231 @@
+"""Adapters over linears in 4 bits train as over linears that have the dequantised values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moecore import (
+    DenseOptions,
+    FSDPOptions,
+    ParallelConfig,
+    Precision,
+    Recipe,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.base.torch_private import get_local_tensor
+from moecore.families.transformers.stock import enable_activation_checkpointing
+from moecore.io import export_hf, init_adapters, latest, load, load_hf, merge_adapters, save
+from moecore.kernels.rows.four_bit import dequantise, quantise
+from moecore.moe.stored_weights import get_four_bit_blocks
+from moecore.parallelize import plan_sharding
+from tests.families.transformers.hf_models import random_model
+from tests.families.transformers.lora_cases import adapted_model, batches, lora_config, peft
+from tests.helpers.ranks import run_ranks
+from tests.precision.test_stored import results
+
+SIZES = dict(
+    **dict(num_hidden_layers=2, hidden_size=128, num_attention_heads=4, num_key_value_heads=2),
+    **dict(moe_intermediate_size=64, shared_expert_intermediate_size=128, intermediate_size=96),
+)
+DENSE = dict(mlp_only_layers=[0])  # its down_proj has 96 inputs, and keeps its dtype
+NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LAYERS = (6, 7)  # linears in 4 bits of the dense layer, and of the layer with experts
+NF4 = Precision(frozen="nf4", frozen_dense=True)
+
+
+def parallelized(precision: Precision | None, **options: Any) -> nn.Module:
+    model = adapted_model("qwen2-moe", SIZES | DENSE)
+    if options.pop("recomputes", False):
+        enable_activation_checkpointing(model)
+    meshes = build_meshes(ParallelConfig(**options.pop("folding", {})), "cpu")
+    return parallelize_moe(model, meshes, precision=precision, **options)
+
+
+def stored_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights in 4 bits by name."""
+    named = model.named_parameters()
+    return {n: p for n, p in named if get_four_bit_blocks(p) is not None}
+
+
+def compare(rank: int, device: torch.device, options: dict[str, Any]) -> tuple[int, bool]:
+    """Number of linears in 4 bits, and whether all bits are those of a plain base."""
+    kind = options.pop("kind", "nf4")
+    stored = parallelized(Precision(frozen=kind, frozen_dense=True), **options)
+    linears = {n: p for n, p in stored_params(stored).items() if "experts.gate_up" not in n}
+    linears = {n: p for n, p in linears.items() if "experts.down" not in n}
+    assert all(
+        n.removesuffix(".weight").removesuffix(".base_layer").endswith(NAMES) for n in linears
+    )
+    found = results(stored)
+    plain_base = adapted_model("qwen2-moe", SIZES | DENSE)  # before sharding: full values
+    for name, param in plain_base.named_parameters():
+        if name in linears or (name.endswith("_proj") and ".experts." in name):
+            param.data = dequantise(quantise(param.data, kind), param.dtype)
+    if options.pop("recomputes", False):
+        enable_activation_checkpointing(plain_base)
+    meshes = build_meshes(ParallelConfig(**options.pop("folding", {})), "cpu")
+    expected = results(parallelize_moe(plain_base, meshes, **options))
+    again = results(stored)  # units have been resharded
+    for key, value in expected.items():
+        assert torch.equal(found[key], value) and torch.equal(again[key], value), key
+    assert all(get_local_tensor(p).untyped_storage().nbytes() == 4 for p in linears.values())
+    for param in linears.values():
+        blocks = get_four_bit_blocks(param)
+        assert blocks is not None and blocks.values.shape[1] == param.shape[1] // 2
+    return len(linears), all(not p.requires_grad for p in linears.values())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
+@pytest.mark.parametrize("recomputes", [False, True], ids=["saved", "checkpointing"])
+def test_bits_are_of_the_dequantised_values(
+    no_group_left: None, kind: str, recomputes: bool
+) -> None:
+    case = dict(kind=kind, recomputes=recomputes)
+    num_linears = sum(LAYERS) + (kind == "mxfp4")  # of 96 inputs, 3 groups of 32
+    assert compare(0, torch.device("cpu"), case) == (num_linears, True)
+
+
+SHARDED: list[dict[str, Any]] = [
+    dict(folding=dict(ep=4)),
+    dict(folding=dict(ep=4), fsdp=FSDPOptions(dense_strategy="no_shard")),
+    dict(folding=dict(ep=4, dp_shard=2, dp_replicate=2), fsdp=FSDPOptions(blocks_per_unit=2)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SHARDED, ids=["sharded", "no_shard", "hybrid"])
+def test_data_ranks_have_all_linears(case: dict[str, Any]) -> None:
+    assert run_ranks(4, compare, case) == (sum(LAYERS), True)
+
+
+def test_a_linear_dequantises_in_backward(
+    no_group_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No weight waits for backward, and the plan counts its 4 bits."""
+    from moecore.moe import stored_weights
+
+    alive: list[Any] = []
+
+    def counted(*args: Any) -> Tensor:
+        import weakref
+
+        value = dequantise(*args)
+        alive.append(weakref.ref(value.untyped_storage()))
+        return value
+
+    monkeypatch.setattr(stored_weights, "dequantise", counted)
+    model = parallelized(NF4)
+    loss = model(**batches(0)[0], use_cache=False).loss
+    num_matrices = sum(LAYERS) + 2
+    assert len(alive) == num_matrices and not any(ref() is not None for ref in alive)
+    loss.backward()  # also q, k and v of the first layer, whose input needs no gradient
+    skipped = 3
+    assert len(alive) == 2 * num_matrices - skipped
+    assert not any(ref() is not None for ref in alive)
+
+
+def test_plan_counts_bytes_on_every_rank() -> None:
+    model = adapted_model("qwen2-moe", SIZES | DENSE)
+    from moecore.planning.run import fake_world
+
+    with fake_world(4):
+        meshes = build_meshes(ParallelConfig(ep=4), "cpu")
+        plan = plan_sharding(model, meshes, precision=NF4)
+    linears = [p for p in plan.params if p.frozen and p.mesh == "dense"]
+    assert len(linears) == sum(LAYERS)
+    for param in linears:
+        assert param.num_bytes() == param.numel * 4.5 / 8
+    a = next(p for p in plan.params if "lora_A" in p.name and p.mesh == "dense")
+    assert a.num_bytes() == 4 * a.numel / 4  # sharded
+
+
+def test_from_files_to_a_merged_export(no_group_left: None, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = random_model("qwen2-moe", **SIZES | DENSE).bfloat16()
+    base.save_pretrained(tmp_path / "base")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(base.config, dtype=torch.bfloat16)
+    model = peft.get_peft_model(model, lora_config())
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=NF4)
+    model.to_empty(device="cpu")
+    load_hf(tmp_path / "base", model)
+    init_adapters(model)
+    originals = base.state_dict()
+    stored = stored_params(model)
+    assert len(stored) == sum(LAYERS) + 2
+    for name, param in stored.items():
+        original = originals[name.removeprefix("base_model.model.").replace(".base_layer", "")]
+        blocks, expected = get_four_bit_blocks(param), quantise(original, "nf4")
+        assert blocks is not None and torch.equal(blocks.values, expected.values), name
+        assert torch.equal(blocks.scales, expected.scales), name
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            if "lora_" in key:
+                get_local_tensor(param).normal_(std=0.1)
+    ids = batches(0)[0]["input_ids"]
+    with torch.no_grad():
+        adapted = model(input_ids=ids, use_cache=False).logits
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    save(tmp_path / "saved", 1, model, optimizer)
+    load(latest(tmp_path / "saved"), model, optimizer)
+    merge_adapters(model)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, adapted)
+    export_hf(model, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+    exported = merged.state_dict()
+    for module_name, module in model.named_modules():
+        if isinstance(module, peft.tuners.lora.Linear):
+            name = module_name.removeprefix("base_model.model.") + ".weight"
+            a, b = (m["default"].weight.to_local().float() for m in (module.lora_A, module.lora_B))
+            wide = dequantise(quantise(originals[name], "nf4"), torch.float32)
+            expected = (wide + (b @ a) * module.scaling["default"]).bfloat16()
+            assert torch.equal(exported[name], expected), name
+
+
+def test_linears_with_a_recipe_keep_their_dtype(no_group_left: None) -> None:
+    base = random_model("qwen2-moe", **SIZES | DENSE).requires_grad_(False)
+    precision = Precision(recipe=Recipe(), roles=("attention",), frozen="nf4", frozen_dense=True)
+    parallelize_moe(base, build_meshes(ParallelConfig(), "cpu"), precision=precision)
+    assert {n.split(".")[-2] for n in stored_params(base)} == {*NAMES[4:], "experts"}
+
+
+REFUSED = {
+    r"q_proj.base_layer.weight \(trained\) must be frozen with Precision.frozen_dense": dict(
+        trained=True
+    ),
+    r"DenseOptions.compile \(True\) must be False with Precision.frozen_dense": dict(
+        dense=DenseOptions(compile=True)
+    ),
+    r"DenseOptions.graph \(True\) must be False with Precision.frozen_dense": dict(
+        dense=DenseOptions(graph=True)
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "case"), REFUSED.items(), ids=range(len(REFUSED)))
+def test_refusals(no_group_left: None, message: str, case: Any) -> None:
+    case = dict(case)
+    model = adapted_model("qwen2-moe", SIZES | DENSE)
+    if case.pop("trained", False):
+        model.requires_grad_(True)
+    with pytest.raises(ValueError, match=message) as error:
+        parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), **dict(precision=NF4) | case)
+    assert "\n" not in str(error.value)
+
+
+def test_tensor_parallelism_is_refused() -> None:
+    from moecore.planning.run import fake_world
+
+    with fake_world(2), pytest.raises(ValueError, match=r"ParallelConfig.tp \(2\) must be 1 with"):
+        model = adapted_model("qwen2-moe", SIZES | DENSE)
+        plan_sharding(model, build_meshes(ParallelConfig(tp=2), "cpu"), precision=NF4)
+    with pytest.raises(ValueError, match=r"Precision.frozen_dense \(True\) must be False with"):
+        Precision(recipe=Recipe(), frozen_dense=True)
