@@ -68,20 +68,38 @@ NO_CALLS = {
     *("Adapter", "Choices", "Dispatcher", "DispatcherName", "ExpertBackend", "LossConvention"),
     *("ExchangeError", "ExpertInput", "GradientNorm", "LoadReport", "Manifest", "Meshes"),
     *("MatrixAssignment", "MoEOverrides", "WidthRates"),
-    *("Bins", "CorpusError", "DocumentGroup", "PackedBatch", "ScheduledBatch", "DocumentSchedule",
-        "ContextParallelModel"),
+    *(
+        "Bins",
+        "CorpusError",
+        "DocumentGroup",
+        "PackedBatch",
+        "ScheduledBatch",
+        "DocumentSchedule",
+        "ContextParallelModel",
+    ),
     "DynamicContextModel",
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
     *("AxisPlacement", "FlatLayout", "FlatSlot", "LayerPlan", "ParamPlan", "ShardPlan", "UnitPlan"),
     *("RankBytes", "RoleBytes", "MemoryPlan", "RankMemory"),
-    *("Candidate", "Change", "DryRun", "FittingCandidate", "Layout", "OptionGain", "Report",
-        "SearchResult", "StepTime", "TimePlan", "QueuedLaunch"),
+    *(
+        "Candidate",
+        "Change",
+        "DryRun",
+        "FittingCandidate",
+        "Layout",
+        "OptionGain",
+        "Report",
+        "SearchResult",
+        "StepTime",
+        "TimePlan",
+        "QueuedLaunch",
+    ),
     *("Action", "Overlap", "PipelineError", "PipelineLayout", "Schedule", "Stage", "Timeline"),
     *("WeightBucket", "WeightStream", "WeightsVersion"),
     *("Objective", "ObjectiveResult", "TokenScores"),
     *("GRPO", "GSPO"),  # with the fields of PPO
     "MoETrainer",  # its arguments are those of transformers' Trainer
-}  # fmt: skip
+}
 # Without a rule in the annotations: optimizers of torch check these in their own words.
 ADAMW = ("lr", "betas", "eps", "weight_decay", "moment_dtype")
 ELSEWHERE = {(optimizer, name) for optimizer in ("AdamW", "HostAdamW") for name in ADAMW}
@@ -238,13 +256,16 @@ def test_a_wrong_type_of_any_argument_is_one_line_that_names_it(tmp_path, monkey
     assert number > 1500, number
 
 
-@pytest.mark.parametrize("function", [
-    lambda path: load(path, META),
-    lambda path: load_hf(path, META),
-    lambda path: hf_to_native(path, path / "run"),
-    lambda path: native_to_hf(path, path / "hf", config={}),
-    *(decoder_config_from_hf, read_manifest, set_latest, verify),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda path: load(path, META),
+        lambda path: load_hf(path, META),
+        lambda path: hf_to_native(path, path / "run"),
+        lambda path: native_to_hf(path, path / "hf", config={}),
+        *(decoder_config_from_hf, read_manifest, set_latest, verify),
+    ],
+)
 def test_a_path_that_is_not_there_is_one_line_that_names_it(function, tmp_path) -> None:
     path = tmp_path / "no such"
     with pytest.raises((ValueError, OSError)) as caught:

@@ -102,12 +102,15 @@ FUSED, ONES = "model.layers.0.mlp.experts.gate_up_proj", torch.ones(3, 2)
 FP8 = {"a.weight": ONES.to(torch.float8_e4m3fn)}
 
 
-@pytest.mark.parametrize(("state", "config", "problems"), [
-    (EXPERTS, {}, [f"{W2} is missing"]),
-    (EXPERTS, dict(num_experts=3), [f"{W2} is missing", f"{W3} is one too many"]),
-    ({FUSED: ONES}, dict(num_local_experts=4), [f"{FUSED} (3, 2) must have 4 experts"]),
-    (FP8, {}, ["a.weight (fp8) has no a.weight_scale_inv"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("state", "config", "problems"),
+    [
+        (EXPERTS, {}, [f"{W2} is missing"]),
+        (EXPERTS, dict(num_experts=3), [f"{W2} is missing", f"{W3} is one too many"]),
+        ({FUSED: ONES}, dict(num_local_experts=4), [f"{FUSED} (3, 2) must have 4 experts"]),
+        (FP8, {}, ["a.weight (fp8) has no a.weight_scale_inv"]),
+    ],
+)
 def test_verify_lists_what_a_hugging_face_directory_lacks(
     state, config, problems, capsys, tmp_path
 ):
@@ -226,33 +229,41 @@ def test_a_training_run_directory_means_its_checkpoints(home, capsys, tmp_path):
 TO_NATIVE = ("convert", "{home}/hf", "{tmp}/x")
 
 
-@pytest.mark.parametrize(("args", "message"), [
-    (("inspect", "{tmp}/none"), "none) must be a directory: it is not there"),
-    (("inspect", "{tmp}"), "must hold a moecore.json, a config.json, a .metadata or whole"),
-    (("convert", "{home}/run", "{tmp}/x"), "--config must name the config.json"),
-    ((*TO_NATIVE, "--config", "{home}/hf"), "must be left out: "),
-    (("prune", "{home}/run", "--keep", "0"), "--keep (0) must be a whole number >= 1"),
-    (("prune", "{tmp}/none", "--keep", "1"), "must be a run: it is not there"),
-    (("convert", "a", "b", "--max-shard-size", "5XB"), "('5XB') must be valid: pass a size"),
-    (("convert", "{home}/hf", "{tmp}/x", "--layout", "fused"),
-     "--layout (fused) must be left out for a target that is native"),
-    (("convert", "{home}/hf", "{tmp}/x", "--step", "-1"), "--step (-1) must be a whole"),
-    ((*TO_NATIVE, "--step", "one"), "--step: invalid literal for int()"),
-    (("convert", "a", "b", "--dtype", "int8"), "invalid choice 'int8'"),
-    (("prune", "a"), "--keep must be set: give it"),
-    ((), "COMMAND of moecore checkpoint ('') must be one of inspect, verify, convert"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("inspect", "{tmp}/none"), "none) must be a directory: it is not there"),
+        (("inspect", "{tmp}"), "must hold a moecore.json, a config.json, a .metadata or whole"),
+        (("convert", "{home}/run", "{tmp}/x"), "--config must name the config.json"),
+        ((*TO_NATIVE, "--config", "{home}/hf"), "must be left out: "),
+        (("prune", "{home}/run", "--keep", "0"), "--keep (0) must be a whole number >= 1"),
+        (("prune", "{tmp}/none", "--keep", "1"), "must be a run: it is not there"),
+        (("convert", "a", "b", "--max-shard-size", "5XB"), "('5XB') must be valid: pass a size"),
+        (
+            ("convert", "{home}/hf", "{tmp}/x", "--layout", "fused"),
+            "--layout (fused) must be left out for a target that is native",
+        ),
+        (("convert", "{home}/hf", "{tmp}/x", "--step", "-1"), "--step (-1) must be a whole"),
+        ((*TO_NATIVE, "--step", "one"), "--step: invalid literal for int()"),
+        (("convert", "a", "b", "--dtype", "int8"), "invalid choice 'int8'"),
+        (("prune", "a"), "--keep must be set: give it"),
+        ((), "COMMAND of moecore checkpoint ('') must be one of inspect, verify, convert"),
+    ],
+)
 def test_wrong_usage_is_2(args, message, home, capsys, tmp_path):
     code, out, err = run(capsys, *(a.format(home=home, tmp=tmp_path) for a in args))
     assert (code, out) == (2, "") and message in err and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("args", "message"), [
-    (("convert", "{home}/run", "{home}/hf", "--config", "{home}/hf"), "hf) must not exist yet"),
-    (("convert", "{home}/hf", "{home}/run"), "run) must be no run yet, but holds latest: cho"),
-    (("inspect", "{tmp}/bin"), "pytorch_model.bin) must be safetensors, because unpickling"),
-    (("convert", "{tmp}/bin", "{tmp}/x"), "must be given for model_type ('mixtral')"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("convert", "{home}/run", "{home}/hf", "--config", "{home}/hf"), "hf) must not exist yet"),
+        (("convert", "{home}/hf", "{home}/run"), "run) must be no run yet, but holds latest: cho"),
+        (("inspect", "{tmp}/bin"), "pytorch_model.bin) must be safetensors, because unpickling"),
+        (("convert", "{tmp}/bin", "{tmp}/x"), "must be given for model_type ('mixtral')"),
+    ],
+)
 def test_problems_are_1(args, message, home, capsys, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "config.json").write_text('{"model_type": "mixtral"}')
@@ -337,15 +348,18 @@ def spoil(path, kind):
 NATIVE = ["inspect", "verify", "convert", "prune"]
 
 
-@pytest.mark.parametrize(("file", "commands", "kind"), [
-    ("moecore.json", NATIVE, "sparse"),
-    ("config.json", NATIVE[:3], "sparse"),
-    ("config.json", NATIVE[:3], "objects"),
-    ("model.safetensors.index.json", NATIVE[:3], "sparse"),
-    (".metadata", NATIVE[:3], "sparse"),
-    ("given config.json", ["convert"], "sparse"),
-    ("given config.json", ["convert"], "objects"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "commands", "kind"),
+    [
+        ("moecore.json", NATIVE, "sparse"),
+        ("config.json", NATIVE[:3], "sparse"),
+        ("config.json", NATIVE[:3], "objects"),
+        ("model.safetensors.index.json", NATIVE[:3], "sparse"),
+        (".metadata", NATIVE[:3], "sparse"),
+        ("given config.json", ["convert"], "sparse"),
+        ("given config.json", ["convert"], "objects"),
+    ],
+)
 def test_a_file_of_another_size_is_one_line(home, capsys, tmp_path, file, commands, kind):
     options = []
     if file == "moecore.json":
@@ -378,11 +392,15 @@ def fix(text: str) -> ValueError:
     return ValueError(f"name ({text}) must be shorter: fix it")
 
 
-@pytest.mark.parametrize(("error", "code", "begin", "end"), [
-    (KeyboardInterrupt(), 130, "", ""),
-    (MemoryError(), 1, "moecore: this machine has too little memory for it", "(MemoryError)\n"),
-    *((fix(x * n), 1, "moecore: name (", ") must be shorter: fix it\n") for x, n in LONG),
-], ids=range(2 + len(LONG)))  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "code", "begin", "end"),
+    [
+        (KeyboardInterrupt(), 130, "", ""),
+        (MemoryError(), 1, "moecore: this machine has too little memory for it", "(MemoryError)\n"),
+        *((fix(x * n), 1, "moecore: name (", ") must be shorter: fix it\n") for x, n in LONG),
+    ],
+    ids=range(2 + len(LONG)),
+)
 def test_an_error_is_a_line_of_bounded_length(home, capsys, monkeypatch, error, code, begin, end):
     def fail(*_: Any) -> None:
         raise error

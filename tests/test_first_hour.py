@@ -189,25 +189,47 @@ def muon(lr: Any) -> Muon:
     return Muon(assign_matrices(Decoder(preset("tiny"))), lr=torch.tensor(lr))
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda model, meshes: parallelize_moe(model, "meshes"),
-     "meshes ('meshes') must be a Meshes or None: pass build_meshes(ParallelConfig(...))"),
-    (lambda model, meshes: parallelize_moe(model, meshes, moe={"balance": {"z_loss_coef": 0.1}}),
-     "MoEConfig.balance ({'z_loss_coef': 0.1}) must be a BalanceConfig: pass BalanceConfig("),
-    (lambda model, meshes: build_meshes(ParallelConfig(ep=8), "cpu"),
-     "ParallelConfig expert view (ep=8 = 8) must divide the world size (1): start ranks "
-     "with torchrun --nproc-per-node 8, or lower a degree"),
-    (lambda model, meshes: TrainStep([]), "model ([]) must be at least one model"),
-    (lambda model, meshes: TrainStep(model),
-     "model (Sequential) must be parallelized to have a balance record: call parallelize_"),
-    (lambda model, meshes: init_hf(nn.Linear(2, 2)),
-     "model (Linear) must be a transformers model, whose config has an initializer_range: "),
-    (lambda model, meshes: muon(float("nan")),
-     "lr (nan) must be a finite number >= 0: pass another tensor"),
-    (lambda model, meshes: muon([0.1, 0.2]), "lr (2,) must be one number: pass a tensor of one"),
-    (lambda model, meshes: Decoder(preset("tiny"), device="meta")(torch.ones(1, 4)),
-     "tokens (torch.float32) must be ids: pass tokens.long()"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda model, meshes: parallelize_moe(model, "meshes"),
+            "meshes ('meshes') must be a Meshes or None: pass build_meshes(ParallelConfig(...))",
+        ),
+        (
+            lambda model, meshes: parallelize_moe(
+                model, meshes, moe={"balance": {"z_loss_coef": 0.1}}
+            ),
+            "MoEConfig.balance ({'z_loss_coef': 0.1}) must be a BalanceConfig: pass BalanceConfig(",
+        ),
+        (
+            lambda model, meshes: build_meshes(ParallelConfig(ep=8), "cpu"),
+            "ParallelConfig expert view (ep=8 = 8) must divide the world size (1): start ranks "
+            "with torchrun --nproc-per-node 8, or lower a degree",
+        ),
+        (lambda model, meshes: TrainStep([]), "model ([]) must be at least one model"),
+        (
+            lambda model, meshes: TrainStep(model),
+            "model (Sequential) must be parallelized to have a balance record: call parallelize_",
+        ),
+        (
+            lambda model, meshes: init_hf(nn.Linear(2, 2)),
+            "model (Linear) must be a transformers model, whose config has an initializer_range: ",
+        ),
+        (
+            lambda model, meshes: muon(float("nan")),
+            "lr (nan) must be a finite number >= 0: pass another tensor",
+        ),
+        (
+            lambda model, meshes: muon([0.1, 0.2]),
+            "lr (2,) must be one number: pass a tensor of one",
+        ),
+        (
+            lambda model, meshes: Decoder(preset("tiny"), device="meta")(torch.ones(1, 4)),
+            "tokens (torch.float32) must be ids: pass tokens.long()",
+        ),
+    ],
+)
 def test_what_does_not_belong_there(call: Any, message: str, meshes: Meshes) -> None:
     refused(message, lambda: call(make(), meshes))
 
@@ -278,13 +300,16 @@ def test_fields_of_layers_that_a_model_does_not_set(meshes: Meshes) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-@pytest.mark.parametrize(("moe", "message"), [
-    ({"top_k": 1}, "moe ('top_k') must name one of 'balance', 'capacity', 'router_dtype', '"),
-    ({"balance": 0.1}, "MoEConfig.balance (0.1) must be a BalanceConfig: pass BalanceConfig("),
-    ({"capacity": 1.25}, "MoEConfig.capacity (1.25) must be a CapacityConfig or None: pass"),
-    ({"router_jitter": 1}, "MoEConfig.router_jitter (1) must be a finite number >= 0 and < 1"),
-    ({1: 2}, "moe ({1: 2}) must be a dict of a string to anything or None: pass a dict"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("moe", "message"),
+    [
+        ({"top_k": 1}, "moe ('top_k') must name one of 'balance', 'capacity', 'router_dtype', '"),
+        ({"balance": 0.1}, "MoEConfig.balance (0.1) must be a BalanceConfig: pass BalanceConfig("),
+        ({"capacity": 1.25}, "MoEConfig.capacity (1.25) must be a CapacityConfig or None: pass"),
+        ({"router_jitter": 1}, "MoEConfig.router_jitter (1) must be a finite number >= 0 and < 1"),
+        ({1: 2}, "moe ({1: 2}) must be a dict of a string to anything or None: pass a dict"),
+    ],
+)
 def test_fields_that_no_model_can_change(moe: Any, message: str, meshes: Meshes) -> None:
     model = make()
     refused(message, lambda: parallelize_moe(model, meshes, moe=moe))

@@ -10,14 +10,17 @@ FILES = sorted((ROOT / "src").rglob("*.py"))
 BOUNDS: dict[str, int] = json.loads((Path(__file__).parent / "docstring_bounds.json").read_text())
 
 
-@pytest.mark.parametrize(("text", "idioms"), [
-    ("What tp ranks have alike has partial sums.", ["What", "alike"]),
-    ("Of whole rows, those of a rank.", ["whole", "those of", "Of"]),
-    ("The sum or those\nof ranks.", ["those\nof"]),
-    ("Tensors that are replicated over tp have partial sums. One of them is first.", []),
-    ("Code has its `whole` own words, ``kept`` too.\n```\nelse: held\n```", []),
-    ("A [page](what.md#else) is linked.", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "idioms"),
+    [
+        ("What tp ranks have alike has partial sums.", ["What", "alike"]),
+        ("Of whole rows, those of a rank.", ["whole", "those of", "Of"]),
+        ("The sum or those\nof ranks.", ["those\nof"]),
+        ("Tensors that are replicated over tp have partial sums. One of them is first.", []),
+        ("Code has its `whole` own words, ``kept`` too.\n```\nelse: held\n```", []),
+        ("A [page](what.md#else) is linked.", []),
+    ],
+)
 def test_idioms_are_found_outside_of_code(text: str, idioms: list[str]) -> None:
     assert find_idioms(text) == idioms
 

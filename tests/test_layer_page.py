@@ -19,9 +19,14 @@ def test_activations_have_the_values_of_the_page() -> None:
     assert set(rows) == set(get_args(Activation))
     gate, up = torch.linspace(-9, 9, 12).double(), torch.linspace(9, -6, 12).double()
     functions = dict(
-        silu=F.silu, gelu=F.gelu, gelu_tanh=lambda x: F.gelu(x, approximate="tanh"), relu=F.relu,
-        sigmoid=torch.sigmoid, tanh=torch.tanh, min=lambda x, limit: x.clamp(max=limit),
-    )  # fmt: skip
+        silu=F.silu,
+        gelu=F.gelu,
+        gelu_tanh=lambda x: F.gelu(x, approximate="tanh"),
+        relu=F.relu,
+        sigmoid=torch.sigmoid,
+        tanh=torch.tanh,
+        min=lambda x, limit: x.clamp(max=limit),
+    )
     for name, (has_gate, value) in rows.items():
         assert (has_gate == "yes") == (name in GATED_ACTIVATIONS), name
         expected = eval(value, functions | dict(gate=gate, up=up, h=gate, limit=7.0, alpha=1.702))

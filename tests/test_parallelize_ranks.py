@@ -106,24 +106,45 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
     "dispatcher": (built(dispatch="allgather"), built(), "DispatchOptions.name ('allgather' on"),
     "domains": (built(dispatch="hierarchical"), built(), "name ('hierarchical' on rank 3"),
     "NCCL EP": (built(dispatch="nccl_ep"), built(dispatch="alltoall"), "name ('nccl_ep' on rank"),
-    "balance": (built(moe={"balance": OTHER_BALANCE}), built(moe={"balance": BALANCE}),
-        "MoEConfig.balance (BalanceConfig("),
-    "precision": (built(precision=Precision(recipe=Recipe(), roles=("mlp",))), built(),
-        "precision (Precision(recipe=Recipe("),
-    "nvlink": (built(dispatch=DispatchOptions(nvlink=NVLinkOptions(row_factor=3.0))), built(),
-        "NVLinkOptions.row_factor (3.0 on"),
+    "balance": (
+        built(moe={"balance": OTHER_BALANCE}),
+        built(moe={"balance": BALANCE}),
+        "MoEConfig.balance (BalanceConfig(",
+    ),
+    "precision": (
+        built(precision=Precision(recipe=Recipe(), roles=("mlp",))),
+        built(),
+        "precision (Precision(recipe=Recipe(",
+    ),
+    "nvlink": (
+        built(dispatch=DispatchOptions(nvlink=NVLinkOptions(row_factor=3.0))),
+        built(),
+        "NVLinkOptions.row_factor (3.0 on",
+    ),
     "layers": (built(make_model, layers=2), built(), "names of parameters and buffers (...'1."),
     "meta": (built(make_model, device="meta"), built(), "is_meta of 0.weight (True on"),
-    "shape": (built(make_model, config=replace(CONFIG, num_experts=16)), built(),
-        "shape of 1.router.weight ((16, 32) on rank 3, (8, 32) on rank 0) and"),
-    "dtype": (built(lambda: make_model().bfloat16()), built(),
-        "dtype of 0.weight (torch.bfloat16 on"),
+    "shape": (
+        built(make_model, config=replace(CONFIG, num_experts=16)),
+        built(),
+        "shape of 1.router.weight ((16, 32) on rank 3, (8, 32) on rank 0) and",
+    ),
+    "dtype": (
+        built(lambda: make_model().bfloat16()),
+        built(),
+        "dtype of 0.weight (torch.bfloat16 on",
+    ),
     "frozen": (built(frozen), built(), "requires_grad of 1.experts.w2 (False on"),
-    "top_k": (built(make_model, config=replace(CONFIG, top_k=3)), built(),
-        "value of 1.config.top_k (3 on rank 3, 2 on rank 0) and"),
-    "own balance": (built(make_model, config=replace(CONFIG, balance=BALANCE)), built(),
-        "value of 1.config.balance.sequence_coef (0.1 on rank 3, 0.0 on rank 0) and"),
-}  # fmt: skip
+    "top_k": (
+        built(make_model, config=replace(CONFIG, top_k=3)),
+        built(),
+        "value of 1.config.top_k (3 on rank 3, 2 on rank 0) and",
+    ),
+    "own balance": (
+        built(make_model, config=replace(CONFIG, balance=BALANCE)),
+        built(),
+        "value of 1.config.balance.sequence_coef (0.1 on rank 3, 0.0 on rank 0) and",
+    ),
+}
 MAKES = ("layers", "device", "config")
 
 
@@ -172,37 +193,72 @@ PIPELINE = dict(pipeline=PipelineConfig(schedule="1f1b"))
 Make = Callable[[], nn.Module]
 # Mesh, the last rank's model, that of the others, and what the error says on the last rank.
 OTHER_MODELS: dict[str, tuple[ParallelConfig, Make, Make, str]] = {
-    "a number": scaled_models(dict(alpha=0.25), dict(alpha=0.5),
-        "alpha (0.25 on rank 3, 0.5 on rank 0) must be the same"),
-    "a missing number": scaled_models(dict(alpha=0.25), {},
-        "alpha (0.25 on rank 3, missing on rank 0) must"),
-    "a private number": scaled_models(dict(_alpha=0.25), dict(_alpha=0.5),
-        "_alpha (0.25 on rank 3, 0.5 on rank 0) must"),
-    "a function": scaled_models(dict(act=F.silu), dict(act=torch.tanh),
-        "act (torch.nn.functional.silu on rank 3, torch._V"),
-    "a lambda's factor": scaled_models(dict(act=times(2.0)), dict(act=times(3.0)),
-        "act (tests.test_parallelize_ranks.times.<locals>.<lambda> "),
-    "a private set": scaled_models(dict(_w={1, 2}), dict(_w={1, 3}),
-        "_w ({1, 2} on rank 3, {1, 3} on rank 0) must"),
-    "a private tensor": scaled_models(dict(_w=torch.tensor(0.5)), dict(_w=torch.tensor(2.0)),
-        "_w (0.5 on rank 3, 2.0 on rank 0) must"),
-    "a private array": scaled_models(dict(_w=torch.tensor([0.5]).numpy()),
-        dict(_w=torch.tensor([2.0]).numpy()), "_w ([0.5] on rank 3, [2.0] on rank 0) must"),
-    "a record in a record": scaled_models(dict(config={"inner": SimpleNamespace(beta=0.1)}),
+    "a number": scaled_models(
+        dict(alpha=0.25), dict(alpha=0.5), "alpha (0.25 on rank 3, 0.5 on rank 0) must be the same"
+    ),
+    "a missing number": scaled_models(
+        dict(alpha=0.25), {}, "alpha (0.25 on rank 3, missing on rank 0) must"
+    ),
+    "a private number": scaled_models(
+        dict(_alpha=0.25), dict(_alpha=0.5), "_alpha (0.25 on rank 3, 0.5 on rank 0) must"
+    ),
+    "a function": scaled_models(
+        dict(act=F.silu), dict(act=torch.tanh), "act (torch.nn.functional.silu on rank 3, torch._V"
+    ),
+    "a lambda's factor": scaled_models(
+        dict(act=times(2.0)),
+        dict(act=times(3.0)),
+        "act (tests.test_parallelize_ranks.times.<locals>.<lambda> ",
+    ),
+    "a private set": scaled_models(
+        dict(_w={1, 2}), dict(_w={1, 3}), "_w ({1, 2} on rank 3, {1, 3} on rank 0) must"
+    ),
+    "a private tensor": scaled_models(
+        dict(_w=torch.tensor(0.5)),
+        dict(_w=torch.tensor(2.0)),
+        "_w (0.5 on rank 3, 2.0 on rank 0) must",
+    ),
+    "a private array": scaled_models(
+        dict(_w=torch.tensor([0.5]).numpy()),
+        dict(_w=torch.tensor([2.0]).numpy()),
+        "_w ([0.5] on rank 3, [2.0] on rank 0) must",
+    ),
+    "a record in a record": scaled_models(
+        dict(config={"inner": SimpleNamespace(beta=0.1)}),
         dict(config={"inner": SimpleNamespace(beta=0.2)}),
-        "config.inner.beta (0.1 on rank 3, 0.2 on rank 0) must"),
-    "a class": (FOLDED, lambda: nn.Sequential(make_model(), nn.SiLU()),
+        "config.inner.beta (0.1 on rank 3, 0.2 on rank 0) must",
+    ),
+    "a class": (
+        FOLDED,
+        lambda: nn.Sequential(make_model(), nn.SiLU()),
         lambda: nn.Sequential(make_model(), nn.Tanh()),
-        "value of 1.__class__ (torch.nn.modules.activation.SiLU on rank 3, torch.nn."),
-    "rope_theta": (ParallelConfig(tp=2), lambda: decoder(rope_theta=5000.0), decoder,
-        "value of config.rope_theta (5000.0 on rank 3, 10000.0 on rank 0)"),
-    "norm_eps of two stages": (STAGES, lambda: decoder(norm_eps=1e-3), decoder,
-        "value of config.norm_eps (0.001 on rank 3, 1e-06 on rank 0)"),
-    "attention_dropout": (ParallelConfig(), lambda: hf_dense(attention_dropout=0.5),
-        lambda: hf_dense(), "value of config.attention_dropout (0.5 on rank 3, 0.0 on rank 0)"),
-    "alpha of an adapter": (ParallelConfig(), lambda: with_adapter(8), lambda: with_adapter(4),
-        "value of peft_config.default.lora_alpha (8 on rank 3, 4 on rank 0)"),
-}  # fmt: skip
+        "value of 1.__class__ (torch.nn.modules.activation.SiLU on rank 3, torch.nn.",
+    ),
+    "rope_theta": (
+        ParallelConfig(tp=2),
+        lambda: decoder(rope_theta=5000.0),
+        decoder,
+        "value of config.rope_theta (5000.0 on rank 3, 10000.0 on rank 0)",
+    ),
+    "norm_eps of two stages": (
+        STAGES,
+        lambda: decoder(norm_eps=1e-3),
+        decoder,
+        "value of config.norm_eps (0.001 on rank 3, 1e-06 on rank 0)",
+    ),
+    "attention_dropout": (
+        ParallelConfig(),
+        lambda: hf_dense(attention_dropout=0.5),
+        lambda: hf_dense(),
+        "value of config.attention_dropout (0.5 on rank 3, 0.0 on rank 0)",
+    ),
+    "alpha of an adapter": (
+        ParallelConfig(),
+        lambda: with_adapter(8),
+        lambda: with_adapter(4),
+        "value of peft_config.default.lora_alpha (8 on rank 3, 4 on rank 0)",
+    ),
+}
 
 
 class Named(nn.Module):
@@ -241,13 +297,25 @@ REFUSED: dict[str, tuple[ParallelConfig, dict[str, Any], type[Exception], str]] 
     "dispatcher": (FOLDED, dict(dispatch="local"), ValueError, "DispatchOptions.name ('local')"),
     "moe": (FOLDED, dict(moe={"bogus": 1}), ValueError, "moe ('bogus') must name one of"),
     "no pipeline": (STAGES, dict(pipeline=None), ValueError, "ParallelConfig.pp (2) must go with"),
-    "context": (ParallelConfig(), dict(context=ContextOptions(dynamic=True)), ValueError,
-        "ContextOptions.dynamic (True) must go with loss"),
-    "no cut": (ParallelConfig(tp=2), dict(model=make_model), NotImplementedError,
-        "ParallelConfig.tp (2) must be 1 for Sequential"),
-    "an adapter's error": (ParallelConfig(), dict(adapters={nn.Linear: lambda block: None}),
-        TypeError, "<lambda>() takes 1 positional"),
-}  # fmt: skip
+    "context": (
+        ParallelConfig(),
+        dict(context=ContextOptions(dynamic=True)),
+        ValueError,
+        "ContextOptions.dynamic (True) must go with loss",
+    ),
+    "no cut": (
+        ParallelConfig(tp=2),
+        dict(model=make_model),
+        NotImplementedError,
+        "ParallelConfig.tp (2) must be 1 for Sequential",
+    ),
+    "an adapter's error": (
+        ParallelConfig(),
+        dict(adapters={nn.Linear: lambda block: None}),
+        TypeError,
+        "<lambda>() takes 1 positional",
+    ),
+}
 
 
 def of_ranks(value: Any) -> list[Any]:
@@ -358,10 +426,17 @@ def collectives() -> Iterator[list[str]]:
 def hf_dense(**changes: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers", minversion="5")
     config = transformers.Qwen3Config(
-        vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, intermediate_size=48, max_position_embeddings=64,
-        tie_word_embeddings=True, **changes,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        **changes,
+    )
     torch.manual_seed(0)
     return transformers.Qwen3ForCausalLM(config)
 

@@ -71,9 +71,17 @@ CASES = [
     case(6, "dp=2 tp=3", "ep=6 edp=1", model="sigmoid", meta=True, clones=KEPT),
     case(6, "dp=2 tp=3", "ep=2 edp=3", dispatcher="allgather", sliced=True),
     case(6, "rep=2 dp=1 tp=3", "ep=2 etp=3 edp=1", model="biases"),
-    case(6, "dp=3 tp=2", "erep=3 edp=1 ep=2", loss="sum", accumulate=2, recompute=True,
-        fsdp=TOGETHER, sliced=True),
-]  # fmt: skip
+    case(
+        6,
+        "dp=3 tp=2",
+        "erep=3 edp=1 ep=2",
+        loss="sum",
+        accumulate=2,
+        recompute=True,
+        fsdp=TOGETHER,
+        sliced=True,
+    ),
+]
 GATHER, HEADS, RING = (ContextOptions(way=way) for way in ("allgather", "a2a", "p2p"))
 BOTH = ContextOptions(way="a2a+p2p", a2a_ranks=2)
 CASES += [
@@ -100,12 +108,27 @@ BF16_TOGETHER = FSDPOptions(param_dtype=torch.bfloat16, blocks_per_unit=2)
 FP8 = Precision(recipe=Recipe(), roles=("attention", "mlp"))
 ROUGH_CASES = [
     case(8, "dp=2 cp=4", "ep=8 edp=1", model="balanced", precision=FP8, context=BOTH),
-    case(8, "dp=4 cp=2", "ep=2 etp=2 edp=2", model="balanced", bf16=True, fsdp=BF16, context=RING,
-        packed=True),
+    case(
+        8,
+        "dp=4 cp=2",
+        "ep=2 etp=2 edp=2",
+        model="balanced",
+        bf16=True,
+        fsdp=BF16,
+        context=RING,
+        packed=True,
+    ),
     case(8, "dp=8", "ep=4 etp=2 edp=1", model="balanced", bf16=True, fsdp=BF16_TOGETHER),
-    case(8, "rep=2 dp=4", "erep=2 edp=1 ep=4", model="balanced", dispatcher="allgather", bf16=True,
-        fsdp=BF16),
-]  # fmt: skip
+    case(
+        8,
+        "rep=2 dp=4",
+        "erep=2 edp=1 ep=4",
+        model="balanced",
+        dispatcher="allgather",
+        bf16=True,
+        fsdp=BF16,
+    ),
+]
 # Stores into peers' memory: on GPUs only. Compositions of 2, 4 and 8 of them, some also without
 # overlap. Learned routing has room for what comes.
 
@@ -128,14 +151,22 @@ NVLINK_CASES = [
     nvlink(2, "dp=1 tp=2", "ep=2 edp=1", model="sigmoid", accumulate=3),
     nvlink(2, "dp=2", "ep=2 edp=1", model="biases", loss="sum", row_factor=1.33),
     nvlink(2, "dp=2", "etp=2 edp=1", model="top-1", meta=True, row_factor=1.0),
-    nvlink(2, "dp=2", "ep=2 edp=1", model="gated-shared", recompute=True, keep_rows=False,
-        row_factor=1.33),
+    nvlink(
+        2,
+        "dp=2",
+        "ep=2 edp=1",
+        model="gated-shared",
+        recompute=True,
+        keep_rows=False,
+        row_factor=1.33,
+    ),
     nvlink(2, "rep=2 dp=1", "ep=2 edp=1", model="relu2", frozen=True, row_factor=1.33),
     *both_overlaps(4, "dp=4", "ep=4 edp=1", model="sigmoid", accumulate=3, row_factor=2.6),
     nvlink(4, "dp=4", "ep=2 edp=2", loss="sum", accumulate=2, fsdp=TOGETHER, keep_rows=False),
     nvlink(4, "dp=4", "etp=4 edp=1", model="relu2", row_factor=1.0),
-    nvlink(4, "dp=2 tp=2", "ep=2 etp=2 edp=1", model="gated-shared", recompute=True,
-        row_factor=1.33),
+    nvlink(
+        4, "dp=2 tp=2", "ep=2 etp=2 edp=1", model="gated-shared", recompute=True, row_factor=1.33
+    ),
     nvlink(4, "dp=2 tp=2", "ep=4 edp=1", model="latent-capacity", accumulate=2, clones=KEPT),
     nvlink(4, "dp=1 tp=4", "ep=2 edp=2", model="biases", tied=True, row_factor=2.0),
     nvlink(4, "rep=2 dp=2", "erep=2 edp=1 ep=2", model="top-1", meta=True, row_factor=2.0),
@@ -146,11 +177,12 @@ NVLINK_CASES = [
     nvlink(4, "dp=4", "ep=2 edp=2", model="relu2", clones=ONE, recompute=True, fsdp=GATHERED),
     nvlink(8, "dp=8", "ep=8 edp=1", model="sigmoid", accumulate=2),
     nvlink(8, "dp=8", "ep=4 etp=2 edp=1", model="biases"),
-    *both_overlaps(8, "dp=4 tp=2", "ep=4 edp=2", model="gated-shared", recompute=True,
-        row_factor=2.6),
+    *both_overlaps(
+        8, "dp=4 tp=2", "ep=4 edp=2", model="gated-shared", recompute=True, row_factor=2.6
+    ),
     nvlink(8, "dp=2 tp=4", "ep=8 edp=1", accumulate=3, loss="sum", keep_rows=False, row_factor=5.3),
     nvlink(8, "rep=4 dp=2", "erep=2 edp=1 ep=2 etp=2", model="relu2", row_factor=1.33),
-]  # fmt: skip
+]
 # moecore's own products; an expert has more than one of their tiles of rows, from many ranks. Not
 # with tp: "balanced" deals by position, which tp splits.
 TRITON = dict(model="balanced", bf16=True, fsdp=BF16, expert_backend="triton", sequences=16)
@@ -160,15 +192,24 @@ NVLINK_BF16_CASES = [
     nvlink(2, "dp=2", "ep=2 edp=1", keep_rows=False, row_factor=1.25, **WIDE),
     *both_overlaps(4, "dp=4", "ep=4 edp=1", row_factor=2.0, **WIDE),
     nvlink(4, "rep=2 dp=2", "ep=2 etp=2 edp=1", row_factor=1.25, **TRITON),
-    nvlink(4, "dp=4", "ep=2 edp=2", accumulate=3, recompute=True, keep_rows=False, row_factor=1.25,
-        **TRITON),
-    nvlink(4, "dp=4", "ep=4 edp=1", model="balanced", bf16=True, fsdp=BF16_TOGETHER,
-        row_factor=2.0),
+    nvlink(
+        4,
+        "dp=4",
+        "ep=2 edp=2",
+        accumulate=3,
+        recompute=True,
+        keep_rows=False,
+        row_factor=1.25,
+        **TRITON,
+    ),
+    nvlink(
+        4, "dp=4", "ep=4 edp=1", model="balanced", bf16=True, fsdp=BF16_TOGETHER, row_factor=2.0
+    ),
     nvlink(8, "dp=8", "ep=8 edp=1", model="balanced", bf16=True, fsdp=BF16),
     *both_overlaps(8, "dp=8", "ep=8 edp=1", row_factor=2.0, **WIDE),
     nvlink(8, "rep=2 dp=4", "ep=4 etp=2 edp=1", keep_rows=False, row_factor=2.0, **WIDE),
     nvlink(8, "dp=8", "ep=4 edp=2", accumulate=3, row_factor=1.5, **TRITON),
-]  # fmt: skip
+]
 TAMPERED = [
     case(8, "dp=4 tp=2", "ep=4 edp=2", tamper="-no-gradient-scale"),
     case(8, "dp=2 tp=4", "ep=4 edp=2", tamper="-wrong-group"),

@@ -57,16 +57,19 @@ def test_calls_in_src_name_device_and_dtype() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize(("source", "missing"), [
-    ("torch.zeros(3)", ["device", "dtype"]),
-    ("torch.zeros(3, dtype=torch.float32)", ["device"]),
-    ("torch.tensor(1.0, device='cpu')", ["dtype"]),
-    ("partial(torch.zeros, device=x.device)", ["dtype"]),
-    ("torch.arange(3)", ["device"]),
-    ("torch.arange(3, device='cpu')", []),
-    ("torch.zeros(3, **options)", []),
-    ("torch.zeros_like(x)", []),
-    ("x.new_zeros(3)", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "missing"),
+    [
+        ("torch.zeros(3)", ["device", "dtype"]),
+        ("torch.zeros(3, dtype=torch.float32)", ["device"]),
+        ("torch.tensor(1.0, device='cpu')", ["dtype"]),
+        ("partial(torch.zeros, device=x.device)", ["dtype"]),
+        ("torch.arange(3)", ["device"]),
+        ("torch.arange(3, device='cpu')", []),
+        ("torch.zeros(3, **options)", []),
+        ("torch.zeros_like(x)", []),
+        ("x.new_zeros(3)", []),
+    ],
+)
 def test_a_call_that_leaves_arguments_out(source: str, missing: list[str]) -> None:
     assert [argument for _, argument in find_missing_arguments(source)] == missing

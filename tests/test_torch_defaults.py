@@ -81,9 +81,12 @@ def decoder() -> Decoder:
     config = preset("tiny")
     assert config.moe is not None
     balance = BalanceConfig(
-        micro_batch_coef=0.01, sequence_coef=0.01, global_batch_coef=0.01, z_loss_coef=0.001,
+        micro_batch_coef=0.01,
+        sequence_coef=0.01,
+        global_batch_coef=0.01,
+        z_loss_coef=0.001,
         bias_update_rate=0.01,
-    )  # fmt: skip
+    )
     moe = replace(config.moe, expert_bias=True, balance=balance)
     model = Decoder(replace(config, moe=moe, num_layers=2))
     model.init_weights(seed=1)
@@ -134,12 +137,16 @@ def make_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [Muon(assignment, lr=0.0123), AdamW(assignment.adamw_params, lr=0.0123)]
 
 
-@pytest.mark.parametrize(("make_optimizers", "precision"), [
-    (make_adamw, None),
-    (make_muon, None),
-    (make_adamw, Recipe()),
-    (make_adamw, Recipe(scaling="tensorwise", grad_format="e5m2", amax_history=4)),
-], ids=["adamw", "muon", "FP8 blocks", "FP8 delayed scaling"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make_optimizers", "precision"),
+    [
+        (make_adamw, None),
+        (make_muon, None),
+        (make_adamw, Recipe()),
+        (make_adamw, Recipe(scaling="tensorwise", grad_format="e5m2", amax_history=4)),
+    ],
+    ids=["adamw", "muon", "FP8 blocks", "FP8 delayed scaling"],
+)
 def test_steps_and_checkpoints(make_optimizers, precision, tmp_path) -> None:
     expected = train("none", tmp_path / "none", make_optimizers, precision)
     for default in DEFAULTS:

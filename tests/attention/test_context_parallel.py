@@ -263,21 +263,24 @@ def test_who_holds_what() -> None:
         assert torch.equal(layout.join_ranks(layout.split_by_rank(x)), x)
 
 
-@pytest.mark.parametrize(("options", "cp", "heads", "latents", "want"), [
-    ({}, 4, (32, 32), False, ("a2a", None)),
-    ({}, 4, (64, 4), False, ("p2p", None)),  # 24 heads against 51
-    ({}, 32, (64, 4), False, ("a2a+p2p", 4)),
-    ({}, 6, (4, 4), False, ("a2a+p2p", 2)),
-    ({}, 3, (12, 6), False, ("a2a", None)),  # 12 heads against 24
-    ({}, 4, (16, 16), True, ("allgather", None)),
-    (dict(way="a2a+p2p"), 8, (64, 4), False, ("a2a+p2p", 4)),
-    (dict(way="a2a+p2p", a2a_ranks=2), 8, (4, 4), False, ("a2a+p2p", 2)),
-    (dict(way="a2a"), 4, (4, 2), False, r"way \('a2a'\) must .* \(2\) that divide by cp \(4\)"),
-    (dict(way="a2a+p2p"), 4, (4, 4), False, r"a2a_ranks \(4\) must be more than 1 and less"),
-    (dict(way="a2a+p2p", a2a_ranks=3), 4, (6, 6), False, r"ranks \(3\) must divide cp \(4\)"),
-    (dict(way="a2a+p2p", a2a_ranks=2), 4, (3, 3), False, r"must divide the key/value heads"),
-    (dict(a2a_ranks=2), 4, (4, 4), False, r"a2a_ranks \(2\) must be None with way \('auto'\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "cp", "heads", "latents", "want"),
+    [
+        ({}, 4, (32, 32), False, ("a2a", None)),
+        ({}, 4, (64, 4), False, ("p2p", None)),  # 24 heads against 51
+        ({}, 32, (64, 4), False, ("a2a+p2p", 4)),
+        ({}, 6, (4, 4), False, ("a2a+p2p", 2)),
+        ({}, 3, (12, 6), False, ("a2a", None)),  # 12 heads against 24
+        ({}, 4, (16, 16), True, ("allgather", None)),
+        (dict(way="a2a+p2p"), 8, (64, 4), False, ("a2a+p2p", 4)),
+        (dict(way="a2a+p2p", a2a_ranks=2), 8, (4, 4), False, ("a2a+p2p", 2)),
+        (dict(way="a2a"), 4, (4, 2), False, r"way \('a2a'\) must .* \(2\) that divide by cp \(4\)"),
+        (dict(way="a2a+p2p"), 4, (4, 4), False, r"a2a_ranks \(4\) must be more than 1 and less"),
+        (dict(way="a2a+p2p", a2a_ranks=3), 4, (6, 6), False, r"ranks \(3\) must divide cp \(4\)"),
+        (dict(way="a2a+p2p", a2a_ranks=2), 4, (3, 3), False, r"must divide the key/value heads"),
+        (dict(a2a_ranks=2), 4, (4, 4), False, r"a2a_ranks \(2\) must be None with way \('auto'\)"),
+    ],
+)
 def test_which_way(options: Any, cp: int, heads: tuple[int, int], latents: bool, want: Any) -> None:
     def resolve() -> ContextOptions:
         return ContextOptions(**options).resolve(cp, *heads, has_latents=latents)

@@ -133,15 +133,18 @@ def test_places_in_packed_rows() -> None:
     assert Sequence().shift_tokens(x, 1, 0).tolist() == [[2, 3, 4, 5, 0], [7, 8, 9, 10, 0]]
 
 
-@pytest.mark.parametrize(("cu_seqlens", "max_seqlen", "message"), [
-    ([0, 5, 9], None, r"cu_seqlens \(first and last \(0, 9\)\) must rise from 0 to .* \(10\)"),
-    ([1, 10], None, r"first and last \(1, 10\)"),
-    ([0, 6, 5, 10], None, "must rise from 0"),
-    ([10], None, "must rise from 0"),
-    ([0, 5, 10], 4, r"max_seqlen \(4\) must be >= the longest document \(5\)"),
-    ([[0, 10]], None, r"cu_seqlens \(1, 2\) \(torch.int64\) must be int32 \[n \+ 1\]"),
-    ([0.0, 10.0], None, r"cu_seqlens \(2,\) \(torch.float32\) must be int32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cu_seqlens", "max_seqlen", "message"),
+    [
+        ([0, 5, 9], None, r"cu_seqlens \(first and last \(0, 9\)\) must rise from 0 to .* \(10\)"),
+        ([1, 10], None, r"first and last \(1, 10\)"),
+        ([0, 6, 5, 10], None, "must rise from 0"),
+        ([10], None, "must rise from 0"),
+        ([0, 5, 10], 4, r"max_seqlen \(4\) must be >= the longest document \(5\)"),
+        ([[0, 10]], None, r"cu_seqlens \(1, 2\) \(torch.int64\) must be int32 \[n \+ 1\]"),
+        ([0.0, 10.0], None, r"cu_seqlens \(2,\) \(torch.float32\) must be int32"),
+    ],
+)
 def test_documents_that_are_not_those_of_the_rows(cu_seqlens, max_seqlen, message) -> None:
     with pytest.raises(ValueError, match=message):
         make_packed_sequence(torch.tensor(cu_seqlens), max_seqlen, (2, 5), CPU)
@@ -195,12 +198,15 @@ def test_linear_attention_runs_after_a_run_with_fake_tensors() -> None:
     assert found[:, 0].eq(1).all() and found[:, 1:].eq(2).all()
 
 
-@pytest.mark.parametrize(("cu_seqlens", "size", "expected"), [
-    ([0, 5, 8], 2, [0, 2, 4, 5, 7, 8]),
-    ([0, 8, 8], 3, [0, 3, 6, 8]),
-    ([0, 4, 8], 1, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
-    (None, 3, [0, 3, 4, 7, 8]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cu_seqlens", "size", "expected"),
+    [
+        ([0, 5, 8], 2, [0, 2, 4, 5, 7, 8]),
+        ([0, 8, 8], 3, [0, 3, 6, 8]),
+        ([0, 4, 8], 1, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        (None, 3, [0, 3, 4, 7, 8]),
+    ],
+)
 def test_chunks_begin_with_documents(cu_seqlens, size, expected) -> None:
     sequence = Sequence()
     if cu_seqlens is not None:

@@ -54,21 +54,24 @@ class Window(CheckedRecord):
             yield "share", f"be <= size ({self.size}) / 8: lower it"
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"size": 0}, "size (0) must be a whole number >= 1: pass an int"),
-    ({"size": 2**31}, "size (2147483648) must be a whole number >= 1 and <= 2147483647: pass"),
-    ({"share": 1}, "share (1) must be a finite number >= 0 and < 1: use 0.5"),
-    ({"share": float("nan")}, "share (nan) must be a finite number >= 0 and < 1: use 0.5"),
-    ({"share": 0.5}, "share (0.5) must be <= size (2) / 8: lower it"),
-    ({"shape": "a\nb"}, r"shape ('a\nb') must be one of 'flat', 'hann' or None: choose one"),
-    ({"places": (1, 0)}, "places ((1, 0)) must be a tuple, each a whole number >= 1: pass"),
-    ({"pair": (0.0,)}, "pair ((0.0,)) must be a tuple of 2, each a finite number: pass"),
-    ({"dtype": "bf16"}, "dtype ('bf16') must be one of torch.float32, torch.bfloat16: choose"),
-    ({"name": 3}, "name (3) must be a string: pass a str"),
-    ({"flag": torch.ones(2, 2)}, "flag (tensor([[1., 1.], [1., 1.]])) must be True or False:"),
-    ({"flag": np.True_}, "must be True or False: pass a bool"),
-    ({"open": -2}, "open (-2) must be a whole number >= 1 or -1: use -1 for the rest"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"size": 0}, "size (0) must be a whole number >= 1: pass an int"),
+        ({"size": 2**31}, "size (2147483648) must be a whole number >= 1 and <= 2147483647: pass"),
+        ({"share": 1}, "share (1) must be a finite number >= 0 and < 1: use 0.5"),
+        ({"share": float("nan")}, "share (nan) must be a finite number >= 0 and < 1: use 0.5"),
+        ({"share": 0.5}, "share (0.5) must be <= size (2) / 8: lower it"),
+        ({"shape": "a\nb"}, r"shape ('a\nb') must be one of 'flat', 'hann' or None: choose one"),
+        ({"places": (1, 0)}, "places ((1, 0)) must be a tuple, each a whole number >= 1: pass"),
+        ({"pair": (0.0,)}, "pair ((0.0,)) must be a tuple of 2, each a finite number: pass"),
+        ({"dtype": "bf16"}, "dtype ('bf16') must be one of torch.float32, torch.bfloat16: choose"),
+        ({"name": 3}, "name (3) must be a string: pass a str"),
+        ({"flag": torch.ones(2, 2)}, "flag (tensor([[1., 1.], [1., 1.]])) must be True or False:"),
+        ({"flag": np.True_}, "must be True or False: pass a bool"),
+        ({"open": -2}, "open (-2) must be a whole number >= 1 or -1: use -1 for the rest"),
+    ],
+)
 def test_messages(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         Window(**{"size": 2} | values)

@@ -41,30 +41,48 @@ def scheduled(model: nn.Module, rank: int) -> Any:
 
 
 DIFFERENT: dict[str, tuple[Optimizers, str]] = {
-    "none": (lambda m, r: torch.optim.SGD(m.parameters(), lr=1.0) if r else None,
-        r"TrainStep.optimizer is None \((True on rank 0|False on rank 1), .*\) must"),
-    "class": (lambda m, r: (torch.optim.SGD, torch.optim.AdamW)[r](m.parameters(), lr=1.0),
-        r"classes of optimizers \(\['(SGD'\] on rank 0|AdamW'\] on rank 1), .*\) and 2 more must"),
+    "none": (
+        lambda m, r: torch.optim.SGD(m.parameters(), lr=1.0) if r else None,
+        r"TrainStep.optimizer is None \((True on rank 0|False on rank 1), .*\) must",
+    ),
+    "class": (
+        lambda m, r: (torch.optim.SGD, torch.optim.AdamW)[r](m.parameters(), lr=1.0),
+        r"classes of optimizers \(\['(SGD'\] on rank 0|AdamW'\] on rank 1), .*\) and 2 more must",
+    ),
     "lr": (groups, r"optimizer.param_groups\[1\].lr \((1.0 on rank 0|2.0 on rank 1), .*\) must"),
-    "lr tensor": (lambda m, r: AdamW(m.parameters(), lr=torch.tensor(0.5 + r)),
-        r"optimizer.param_groups\[0\].lr \((0.5 on rank 0|1.5 on rank 1), .*\) must"),
-    "betas": (lambda m, r: torch.optim.AdamW(m.parameters(), betas=(0.9, 0.95 + 0.01 * r)),
-        r"optimizer.param_groups\[0\].betas \(\(0.9, 0.9[56]\) on rank [01], .*\) must"),
+    "lr tensor": (
+        lambda m, r: AdamW(m.parameters(), lr=torch.tensor(0.5 + r)),
+        r"optimizer.param_groups\[0\].lr \((0.5 on rank 0|1.5 on rank 1), .*\) must",
+    ),
+    "betas": (
+        lambda m, r: torch.optim.AdamW(m.parameters(), betas=(0.9, 0.95 + 0.01 * r)),
+        r"optimizer.param_groups\[0\].betas \(\(0.9, 0.9[56]\) on rank [01], .*\) must",
+    ),
     "scheduler": (scheduled, r"names of optimizers' options \(.* on rank 0.*\) and 1 more must"),
     "parameters": (some, r"param_groups\[0\].params \(\['[01]\.(weight|bias)', .*\) must"),
     "moment_dtype": (
         lambda m, r: AdamW(
             m.parameters(), moment_dtype=(torch.float32, torch.bfloat16)[r], master_remainder=False
-        ), r"optimizer.moment_dtype \(torch.b?float(32 on rank 0|16 on rank 1), .*\) must"),
-    "host_fraction": (lambda m, r: HostAdamW(m.parameters(), host_fraction=0.25 * r),
-        r"optimizer.host_fraction \((0.0 on rank 0|0.25 on rank 1), .*\) must"),
-    "Muon": (lambda m, r: muons(m, r, ns_steps=5 + r),
-        r"optimizer 0.param_groups\[0\].ns_steps \([56] on rank [01], .*\) must"),
-    "ns_dtype": (lambda m, r: muons(m, r, ns_dtype=(torch.float32, torch.bfloat16)[r]),
-        r"optimizer 0.ns_dtype \(torch.b?float(32 on rank 0|16 on rank 1), .*\) must"),
-    "requires_grad": (frozen,
-        r"requires_grad of 1.bias \((True on rank 0|False on rank 1), .*\) must"),
-}  # fmt: skip
+        ),
+        r"optimizer.moment_dtype \(torch.b?float(32 on rank 0|16 on rank 1), .*\) must",
+    ),
+    "host_fraction": (
+        lambda m, r: HostAdamW(m.parameters(), host_fraction=0.25 * r),
+        r"optimizer.host_fraction \((0.0 on rank 0|0.25 on rank 1), .*\) must",
+    ),
+    "Muon": (
+        lambda m, r: muons(m, r, ns_steps=5 + r),
+        r"optimizer 0.param_groups\[0\].ns_steps \([56] on rank [01], .*\) must",
+    ),
+    "ns_dtype": (
+        lambda m, r: muons(m, r, ns_dtype=(torch.float32, torch.bfloat16)[r]),
+        r"optimizer 0.ns_dtype \(torch.b?float(32 on rank 0|16 on rank 1), .*\) must",
+    ),
+    "requires_grad": (
+        frozen,
+        r"requires_grad of 1.bias \((True on rank 0|False on rank 1), .*\) must",
+    ),
+}
 ALIKE: dict[str, Optimizers] = {
     "several": muons,
     "an object in a group": lambda m, r: torch.optim.SGD(

@@ -16,9 +16,13 @@ from tests.helpers.ranks import run_ranks
 @pytest.mark.parametrize("programs", [24, 132])
 def test_a_sweep_tries_each_division_once_and_the_usual_one_first(programs: int) -> None:
     usual = ExchangeLayout(
-        num_ranks=8, max_tokens=4096, row_bytes=7168 * 2, top_k=8, num_push=programs // 2,
+        num_ranks=8,
+        max_tokens=4096,
+        row_bytes=7168 * 2,
+        top_k=8,
+        num_push=programs // 2,
         num_receive=programs // 2,
-    )  # fmt: skip
+    )
     tried = list_divisions(usual)
     assert tried[0] == usual and {t.num_push + t.num_receive for t in tried} == {programs}
     assert {t.num_push * 12 // programs for t in tried} == {4, 5, 6}

@@ -105,9 +105,12 @@ def test_a_report_of_skips_and_errors() -> None:
 def test_benchmarks_are_collected_by_name_and_all_say_what_proves_them() -> None:
     command = [sys.executable, "-m", "pytest", "benchmarks", "--collect-only", "-q"]
     run = subprocess.run(
-        [*command, "--shape", "fine-7b", "--routing", "learned"], cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
-    )  # fmt: skip
+        [*command, "--shape", "fine-7b", "--routing", "learned"],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
     assert "benchmarks/bench_layer.py::test_layer[fine-7b-learned]" in run.stdout, run.stdout
     assert "bench_kernels.py::test_kernel[fine-7b-learned-gather_rows]" in run.stdout
     assert "skewed" not in run.stdout and "dsv3" not in run.stdout

@@ -12,9 +12,17 @@ from benchmarks.harness import Timing
 from benchmarks.records import Environment, Row
 
 HERE = Environment(
-    gpu="NVIDIA H200", torch="2.11.0", triton="3.6.0", cuda="13.0", driver="580", python="3.12",
-    commit="abcdef0", tree="0" * 40, date="2026-01-01T00:00:00Z", command="pytest benchmarks",
-)  # fmt: skip
+    gpu="NVIDIA H200",
+    torch="2.11.0",
+    triton="3.6.0",
+    cuda="13.0",
+    driver="580",
+    python="3.12",
+    commit="abcdef0",
+    tree="0" * 40,
+    date="2026-01-01T00:00:00Z",
+    command="pytest benchmarks",
+)
 TIMING = Timing(ms=12.0, p20=11.5, p80=13.25, repeats=20, host_ms=1.0)
 
 

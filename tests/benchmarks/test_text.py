@@ -48,15 +48,18 @@ def test_it_stops_when_it_has_enough(folder: Path) -> None:
     assert found.num_files == 80
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    ("short.py", b"x = 1\n"),
-    ("long.py", page(1, lines=6000)),
-    ("data.txt", b"0123456789" * 400),
-    ("foreign.txt", "\u0436\u0438\u0432\u0435\u0442\n".encode() * 400),
-    ("binary.py", b"\0" + page(1)),
-    ("table.csv", page(1)),
-    ("__pycache__/cached.py", page(1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("short.py", b"x = 1\n"),
+        ("long.py", page(1, lines=6000)),
+        ("data.txt", b"0123456789" * 400),
+        ("foreign.txt", "\u0436\u0438\u0432\u0435\u0442\n".encode() * 400),
+        ("binary.py", b"\0" + page(1)),
+        ("table.csv", page(1)),
+        ("__pycache__/cached.py", page(1)),
+    ],
+)
 def test_what_is_no_text_is_left_out(tmp_path: Path, name: str, content: bytes) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)

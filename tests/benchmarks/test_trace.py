@@ -35,32 +35,35 @@ def test_nothing_ran() -> None:
     assert break_down([]).wall == 0
 
 
-@pytest.mark.parametrize(("name", "category"), [
-    ("ncclDevKernel_AllGather_RING_LL(args)", "nccl"),
-    ("_reduce_kernel", "nvlink dispatch"),
-    ("sm90_bf16_grouped_kernel", "experts"),
-    ("sm90_bf16_grouped_nn_act_bwd_kernel", "experts"),
-    ("sm90_bf16_grouped_wgrad_kernel", "experts"),
-    ("_sum_rows_fwd_kernel", "experts"),
-    ("route_bwd_kernel", "routing"),
-    ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
-    ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "dense products"),
-    ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "other"),
-    ("triton_per_fused_add_0", "compiled"),
-    ("Memcpy DtoD (Device -> Device)", "fsdp copies"),
-    ("Memcpy PtoP (Device -> Device)", "copies to peers"),
-    ("Memcpy DtoH (Device -> Pinned)", "host copies"),
-    ("_gather_packed_rows_kernel", "experts"),
-    ("quantise_weights_kernel", "quantisation"),
-    ("_cast_kernel", "quantisation"),
-    ("cast_kernel", "quantisation"),
-    ("amax_parts_kernel", "quantisation"),
-    ("quantise_experts_kernel", "quantisation"),
-    ("quantised_activation_fwd_kernel", "experts"),
-    ("sm90_fp8_grouped_nt_kernel", "experts"),
-    ("_product_kernel", "routing"),
-    ("_scaled_cast_kernel", "optimizer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL(args)", "nccl"),
+        ("_reduce_kernel", "nvlink dispatch"),
+        ("sm90_bf16_grouped_kernel", "experts"),
+        ("sm90_bf16_grouped_nn_act_bwd_kernel", "experts"),
+        ("sm90_bf16_grouped_wgrad_kernel", "experts"),
+        ("_sum_rows_fwd_kernel", "experts"),
+        ("route_bwd_kernel", "routing"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "dense products"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "other"),
+        ("triton_per_fused_add_0", "compiled"),
+        ("Memcpy DtoD (Device -> Device)", "fsdp copies"),
+        ("Memcpy PtoP (Device -> Device)", "copies to peers"),
+        ("Memcpy DtoH (Device -> Pinned)", "host copies"),
+        ("_gather_packed_rows_kernel", "experts"),
+        ("quantise_weights_kernel", "quantisation"),
+        ("_cast_kernel", "quantisation"),
+        ("cast_kernel", "quantisation"),
+        ("amax_parts_kernel", "quantisation"),
+        ("quantise_experts_kernel", "quantisation"),
+        ("quantised_activation_fwd_kernel", "experts"),
+        ("sm90_fp8_grouped_nt_kernel", "experts"),
+        ("_product_kernel", "routing"),
+        ("_scaled_cast_kernel", "optimizer"),
+    ],
+)
 def test_categories(name: str, category: str) -> None:
     assert find_kernel_category(name) == category
 

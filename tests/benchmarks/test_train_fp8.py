@@ -132,10 +132,13 @@ def test_a_run_end_to_end(no_group_left, tmp_path, monkeypatch, capsys) -> None:
 def made(seed: int, variant: str, loss: float) -> Run:
     points = 2 * fp8_runs.LAST
     return Run(
-        seed=seed, variant=variant, losses=[9.0] * fp8_runs.LAST + [loss] * fp8_runs.LAST,
-        loads=[2.0] * points, mean_loads=[1.5] * points,
+        seed=seed,
+        variant=variant,
+        losses=[9.0] * fp8_runs.LAST + [loss] * fp8_runs.LAST,
+        loads=[2.0] * points,
+        mean_loads=[1.5] * points,
         held_out=[[points * fp8_runs.POINT, 2 * loss]],
-    )  # fmt: skip
+    )
 
 
 def test_ratios_are_to_bf16_of_the_same_seed() -> None:

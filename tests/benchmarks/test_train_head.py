@@ -23,13 +23,16 @@ def compute(variant: str) -> tuple[Tensor, Tensor, Tensor]:
     return logits, d_hidden, d_weight
 
 
-@pytest.mark.parametrize(("variant", "differs"), [
-    ("fp8", (True, True, True)),
-    ("fp8-logits", (True, True, True)),
-    ("fp8-gradients", (False, True, True)),
-    ("flushed", (False, True, True)),
-    ("flushed-weight", (False, False, True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variant", "differs"),
+    [
+        ("fp8", (True, True, True)),
+        ("fp8-logits", (True, True, True)),
+        ("fp8-gradients", (False, True, True)),
+        ("flushed", (False, True, True)),
+        ("flushed-weight", (False, False, True)),
+    ],
+)
 def test_a_head_differs_where_it_says(variant: str, differs: tuple[bool, ...]) -> None:
     pairs = list(zip(compute(variant), compute("bf16"), strict=True))
     assert tuple(not torch.equal(ours, exact) for ours, exact in pairs) == differs

@@ -53,12 +53,15 @@ def test_every_way_evens_the_load(balancing: ModuleType, tmp_path: Path) -> None
     assert balancing.format_table(curves).count("\n") == 1 + len(curves)
 
 
-@pytest.mark.parametrize(("name", "wanted"), [
-    ("a.xyz", "end in a format of matplotlib: use .png"),
-    ("none/a.png", "be in a folder that is there: create it"),
-    ("folder.png", "be a plain file: use another name"),
-    ("a.png", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("a.xyz", "end in a format of matplotlib: use .png"),
+        ("none/a.png", "be in a folder that is there: create it"),
+        ("folder.png", "be a plain file: use another name"),
+        ("a.png", None),
+    ],
+)
 def test_a_plot_that_cannot_be_written_is_refused_before_the_runs(
     name: str, wanted: str | None, balancing: ModuleType, tmp_path: Path
 ) -> None:

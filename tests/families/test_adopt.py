@@ -340,17 +340,23 @@ def add(name: str, value: nn.Module | Tensor) -> Callable[[nn.Module], None]:
 
 
 NOT_PASSED: dict[str, tuple[Callable[[nn.Module], None], str]] = {
-    "shared expert": (add("shared", nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 32))),
-        "shared.0.weight, shared.0.bias, shared.1.weight, shared.1.bias:"),
+    "shared expert": (
+        add("shared", nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 32))),
+        "shared.0.weight, shared.0.bias, shared.1.weight, shared.1.bias:",
+    ),
     "noisy gate": (add("w_noise", random(32, 8)), "w_noise:"),
     "router bias": (lambda b: b.gate.register_parameter("bias", random(8)), "gate.bias:"),
-    "expert bias": (lambda b: [e.up.register_parameter("bias", random(32)) for e in b.experts],
-        "experts.0.up.bias, .*experts.5.up.bias and 2 more:"),
+    "expert bias": (
+        lambda b: [e.up.register_parameter("bias", random(32)) for e in b.experts],
+        "experts.0.up.bias, .*experts.5.up.bias and 2 more:",
+    ),
     "correction bias": (add("correction_bias", torch.zeros(8)), "correction_bias:"),
-    "nested module": (add("norms", nn.ModuleDict({"input": nn.LayerNorm(32, bias=False)})),
-        "norms.input.weight:"),
+    "nested module": (
+        add("norms", nn.ModuleDict({"input": nn.LayerNorm(32, bias=False)})),
+        "norms.input.weight:",
+    ),
     "memory shared with the router": (with_shared_memory, "scale:"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

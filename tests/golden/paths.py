@@ -32,9 +32,14 @@ BIASED = replace(
     balance=BalanceConfig(bias_update_rate=0.01),
 )
 WITH_BIASES = replace(
-    MOE, score_order="post", router_bias=True, activation="clamped_swiglu", activation_limit=1.0,
-    fc1_bias=True, fc2_bias=True,
-)  # fmt: skip
+    MOE,
+    score_order="post",
+    router_bias=True,
+    activation="clamped_swiglu",
+    activation_limit=1.0,
+    fc1_bias=True,
+    fc2_bias=True,
+)
 ALONE = ParallelConfig()
 GATHERED_ONCE = FSDPOptions(dense_strategy="optim")
 
@@ -94,19 +99,33 @@ PATHS: dict[str, Path] = {
     "sequential": Path(moe=SHARED, options=dict(expert_backend="sequential")),
     "triton": Path(
         dtype=torch.float16,  # the interpreter multiplies the bits of bf16 as whole numbers
-        options=dict(expert_backend="triton"), steps=8, layers=1, length=5, bound=1e-2,
-        packages=("triton", "numpy"), interpreted=True, varies=True,
+        options=dict(expert_backend="triton"),
+        steps=8,
+        layers=1,
+        length=5,
+        bound=1e-2,
+        packages=("triton", "numpy"),
+        interpreted=True,
+        varies=True,
     ),
-    "alltoall": Path(**ON_TWO, moe=BALANCED, accumulate=2,
-        options=dict(dispatch="alltoall", fsdp=GATHERED_ONCE)),
+    "alltoall": Path(
+        **ON_TWO, moe=BALANCED, accumulate=2, options=dict(dispatch="alltoall", fsdp=GATHERED_ONCE)
+    ),
     "allgather": Path(**ON_TWO, moe=BIASED, options=dict(dispatch="allgather", loss="sum")),
     "etp": Path(world=2, parallel=ParallelConfig(etp=2), moe=WITH_BIASES),
-    "bf16": Path(**ON_TWO, moe=SHARED, options=IN_BF16, accumulate=2, fused=True, lr=0.001,
-        bound=1e-2),
-    "fp8": Path(**ON_TWO, moe=replace(SHARED, dim=128, hidden_dim=128, shared_hidden_dim=128),
-        options=dict(precision=Recipe(keep_hidden="wide"), **IN_BF16), accumulate=2, lr=0.001,
-        steps=8, bound=4e-2),
+    "bf16": Path(
+        **ON_TWO, moe=SHARED, options=IN_BF16, accumulate=2, fused=True, lr=0.001, bound=1e-2
+    ),
+    "fp8": Path(
+        **ON_TWO,
+        moe=replace(SHARED, dim=128, hidden_dim=128, shared_hidden_dim=128),
+        options=dict(precision=Recipe(keep_hidden="wide"), **IN_BF16),
+        accumulate=2,
+        lr=0.001,
+        steps=8,
+        bound=4e-2,
+    ),
     "transformers": Path(**ON_TWO, kind="transformers", packages=("transformers",), varies=True),
     "torchtitan": Path(**ON_TWO, kind="torchtitan", packages=("torchtitan",)),
     "tp-ep": Path(world=4, parallel=ParallelConfig(tp=2, ep=2), moe=BALANCED),
-}  # fmt: skip
+}

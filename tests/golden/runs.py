@@ -76,11 +76,19 @@ def train_step(model, optimizer, micro_batches, forward, path) -> tuple[float, f
 
 def _decoder_config(path: Path) -> DecoderConfig:
     return DecoderConfig(
-        vocab_size=_vocabulary(path), dim=path.moe.dim, num_layers=path.layers, num_heads=4,
-        num_kv_heads=2, head_dim=8, mlp_hidden_dim=48 if path.layers > 1 else 0, moe=path.moe,
-        dense_layers=(0,) if path.layers > 1 else (), qk_norm="head", max_seq_len=32,
+        vocab_size=_vocabulary(path),
+        dim=path.moe.dim,
+        num_layers=path.layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        mlp_hidden_dim=48 if path.layers > 1 else 0,
+        moe=path.moe,
+        dense_layers=(0,) if path.layers > 1 else (),
+        qk_norm="head",
+        max_seq_len=32,
         ce_chunk_tokens=7,
-    )  # fmt: skip
+    )
 
 
 def _decoder_loss(path: Path, meshes: Meshes) -> Forward:

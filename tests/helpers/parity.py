@@ -68,32 +68,69 @@ BALANCED = replace(MOE, normalize_weights=False, shared_hidden_dim=32)
 MODELS = {
     "softmax": MOE,
     "gated-shared": replace(MOE, shared_hidden_dim=32, shared_gate=True, activation="geglu"),
-    "sigmoid": replace(MOE, score_function="sigmoid", num_groups=6, top_groups=3,
-        routed_scaling_factor=2.5, expert_bias=True, shared_hidden_dim=16,
-        balance=replace(ALL_LOSSES, bias_update_rate=0.01)),
-    "biases": replace(MOE, score_order="post", router_bias=True, activation="clamped_swiglu",
-        activation_limit=1.0, fc1_bias=True, fc2_bias=True),
+    "sigmoid": replace(
+        MOE,
+        score_function="sigmoid",
+        num_groups=6,
+        top_groups=3,
+        routed_scaling_factor=2.5,
+        expert_bias=True,
+        shared_hidden_dim=16,
+        balance=replace(ALL_LOSSES, bias_update_rate=0.01),
+    ),
+    "biases": replace(
+        MOE,
+        score_order="post",
+        router_bias=True,
+        activation="clamped_swiglu",
+        activation_limit=1.0,
+        fc1_bias=True,
+        fc2_bias=True,
+    ),
     # Forced choices: a rounded hidden state would pick other experts than fp32 does.
     "balanced": BALANCED,
     # Wide enough for kernels that gather their rows first.
     "balanced-wide": replace(BALANCED, hidden_dim=GATHER_FIRST["fc1"]),
-    "relu2": replace(MOE, activation="relu2", expert_bias=True,
-        balance=BalanceConfig(global_batch_coef=0.1, bias_update_rate=0.02)),
+    "relu2": replace(
+        MOE,
+        activation="relu2",
+        expert_bias=True,
+        balance=BalanceConfig(global_batch_coef=0.1, bias_update_rate=0.02),
+    ),
     # Rules that compare the tokens of a micro-batch, which tp ranks share.
     "latent-capacity": replace(
-        MOE, latent_dim=24, latent_norm_eps=1e-6,
+        MOE,
+        latent_dim=24,
+        latent_norm_eps=1e-6,
         # By probability two tokens within rounding of each other could change places.
-        capacity=CapacityConfig(factor=1.0, drop="position"), shared_hidden_dim=16,
-        num_shared_experts=2, shared_gate=True, activation="silu",
+        capacity=CapacityConfig(factor=1.0, drop="position"),
+        shared_hidden_dim=16,
+        num_shared_experts=2,
+        shared_gate=True,
+        activation="silu",
     ),
-    "sinkhorn": replace(MOE, assignment="sinkhorn", score_function="sqrtsoftplus",
-        routed_scaling_factor=1.5),
-    "expert-choice": replace(MOE, assignment="expert_choice", capacity=CapacityConfig(factor=1.5),
-        balance=BalanceConfig(z_loss_coef=0.01)),
-    "top-1": replace(MOE, top_k=1, score_function="sigmoid", normalize_weights=False,
-        weights_on_input=True, capacity=CapacityConfig(factor=1.2, drop="position"), num_groups=4,
-        top_groups=2, group_experts=3, expert_bias=True),
-}  # fmt: skip
+    "sinkhorn": replace(
+        MOE, assignment="sinkhorn", score_function="sqrtsoftplus", routed_scaling_factor=1.5
+    ),
+    "expert-choice": replace(
+        MOE,
+        assignment="expert_choice",
+        capacity=CapacityConfig(factor=1.5),
+        balance=BalanceConfig(z_loss_coef=0.01),
+    ),
+    "top-1": replace(
+        MOE,
+        top_k=1,
+        score_function="sigmoid",
+        normalize_weights=False,
+        weights_on_input=True,
+        capacity=CapacityConfig(factor=1.2, drop="position"),
+        num_groups=4,
+        top_groups=2,
+        group_experts=3,
+        expert_bias=True,
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,11 +287,21 @@ def decoder_config(case: Case) -> DecoderConfig:
     """Return two MoE blocks; before them a dense one where units are shared or results rough."""
     has_dense = case.is_rough or case.fsdp.blocks_per_unit > 1
     return DecoderConfig(
-        vocab_size=84, dim=48, num_layers=case.layers or (3 if has_dense else 2), num_heads=24,
-        num_kv_heads=12, head_dim=4, mlp_hidden_dim=48 if has_dense else 0, moe=MODELS[case.model],
-        dense_layers=(0,) if has_dense else (), qk_norm="head", tie_embeddings=case.tied,
-        max_seq_len=512, ce_chunk_tokens=7, **OF_GPT_OSS if case.model == "biases" else {},
-    )  # fmt: skip
+        vocab_size=84,
+        dim=48,
+        num_layers=case.layers or (3 if has_dense else 2),
+        num_heads=24,
+        num_kv_heads=12,
+        head_dim=4,
+        mlp_hidden_dim=48 if has_dense else 0,
+        moe=MODELS[case.model],
+        dense_layers=(0,) if has_dense else (),
+        qk_norm="head",
+        tie_embeddings=case.tied,
+        max_seq_len=512,
+        ce_chunk_tokens=7,
+        **OF_GPT_OSS if case.model == "biases" else {},
+    )
 
 
 def decoder_of(case: Case, config: DecoderConfig, device: str) -> Decoder:
@@ -295,15 +342,21 @@ def parallelize(model: nn.Module, meshes: Meshes, case: Case) -> None:
     if nvlink is not None and case.dispatcher == "hierarchical":
         nvlink = replace(nvlink, max_tokens=128)  # ranks have different numbers of tokens
     parallelize_moe(
-        model, meshes,
+        model,
+        meshes,
         dispatch=DispatchOptions(
-            name=case.dispatcher if meshes.dispatch_group else "auto", nvlink=nvlink,
+            name=case.dispatcher if meshes.dispatch_group else "auto",
+            nvlink=nvlink,
             clones=case.clones,
         ),  # type: ignore[arg-type]
-        memory=case.memory, expert_backend=case.expert_backend,  # type: ignore[arg-type]
+        memory=case.memory,
+        expert_backend=case.expert_backend,  # type: ignore[arg-type]
         loss=case.loss,  # type: ignore[arg-type]
-        context=case.context, precision=case.precision, fsdp=case.fsdp, pipeline=case.pipeline,
-    )  # fmt: skip
+        context=case.context,
+        precision=case.precision,
+        fsdp=case.fsdp,
+        pipeline=case.pipeline,
+    )
 
 
 def _freeze(model: nn.Module, case: Case) -> None:

@@ -40,12 +40,18 @@ pytestmark = pytest.mark.slow
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "qwen3": dict(score_func="softmax", route_norm=True, top_k=3),
-    "deepseek_v3": dict(shared=True, route_norm=True, route_scale=2.5, top_k=2, num_expert_groups=4,
-        num_limited_groups=2),
+    "deepseek_v3": dict(
+        shared=True,
+        route_norm=True,
+        route_scale=2.5,
+        top_k=2,
+        num_expert_groups=4,
+        num_limited_groups=2,
+    ),
     "raw weights": dict(score_func="softmax", top_k=2, route_scale=3.0),
     "without balance": dict(bias=True, top_k=2, load_balance_coeff=None),
     "balanced": dict(top_k=3, forced=True),
-}  # fmt: skip
+}
 if not titan_runs.V03:
     BLOCKS["on input"] = dict(bias=True, top_k=1, score_before_experts=True)
 CHOICES = {
@@ -260,9 +266,14 @@ def dealt_balance() -> BalanceConfig:
         z_loss_coef=0.1, bias_update="quantile", bias_update_rate=1.0, bias_per_micro_batch=True
     )
     config = MoEConfig(
-        dim=16, hidden_dim=16, num_experts=4, top_k=2, score_function="sigmoid", expert_bias=True,
+        dim=16,
+        hidden_dim=16,
+        num_experts=4,
+        top_k=2,
+        score_function="sigmoid",
+        expert_bias=True,
         balance=balance,
-    )  # fmt: skip
+    )
     layer = MoELayer(config, device="meta")
     force_even_load(layer)
     return layer.config.balance
@@ -514,12 +525,15 @@ def test_histories_of_delayed_scaling_are_saved_with_optimizers(tmp_path: Path) 
     assert unknown == {"gradient", "dy", "dh"}
 
 
-@pytest.mark.parametrize(("options", "dispatcher", "nvlink"), [
-    (dict(), "alltoall", None),
-    (dict(row_factor=1.5), "auto", NVLinkOptions(row_factor=1.5)),
-    (dict(name="nvlink"), "nvlink", NVLinkOptions(row_factor=None)),
-    (dict(name="allgather"), "allgather", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "dispatcher", "nvlink"),
+    [
+        (dict(), "alltoall", None),
+        (dict(row_factor=1.5), "auto", NVLinkOptions(row_factor=1.5)),
+        (dict(name="nvlink"), "nvlink", NVLinkOptions(row_factor=None)),
+        (dict(name="allgather"), "allgather", None),
+    ],
+)
 def test_without_a_row_factor_any_routing_fits(options, dispatcher, nvlink):
     """No step of torchtitan can run again or be skipped."""
     job = MoECore()

@@ -58,7 +58,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "checkpointed": {**EP2, AC: "full"},
     "selective": {**EP2, AC: "selective"},
     "two batches": {
-        EP: 2, **TWO_BATCHES, "moecore__memory__recompute": "gemm_last",
+        EP: 2,
+        **TWO_BATCHES,
+        "moecore__memory__recompute": "gemm_last",
         "moecore__memory__offload": "experts",
     },
     "cp": {EP: 2, CP: 2, BATCH: 4, "moecore__context__way": "a2a"},
@@ -66,10 +68,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "dense mesh": {BATCH: 2},
     "compiled": {**EP2, **COMPILE},
     "saving": {
-        **EP2, "checkpoint__enable": True, "checkpoint__interval": 1,
-        "checkpoint__last_save_in_hf": True, "checkpoint__last_save_model_only": True,
+        **EP2,
+        "checkpoint__enable": True,
+        "checkpoint__interval": 1,
+        "checkpoint__last_save_in_hf": True,
+        "checkpoint__last_save_model_only": True,
     },
-}  # fmt: skip
+}
 RUNS |= dict.fromkeys(ARCHITECTURES, EP2)
 NIGHTLY = ["selective", "mixtral", "olmoe"]  # whose blocks are those of families without torchtitan
 READ = ("compiled", "saving", "qwen3_moe", "deepseek_v3")  # by other tests as well
@@ -98,10 +103,13 @@ def worker(rank: int, device: torch.device, folder: str, names: set[str]) -> dic
         model = name if name in ARCHITECTURES else "tiny"
         results[name] = run(model, f"{folder}/{name}", **options)
     results["resumed"] = run(
-        "tiny", f"{folder}/resumed", **{BATCH: 2}, checkpoint__enable=True,
+        "tiny",
+        f"{folder}/resumed",
+        **{BATCH: 2},
+        checkpoint__enable=True,
         checkpoint__initial_load_path=f"{folder}/saving/checkpoint/step-1",
         checkpoint__initial_load_model_only=False,
-    )  # fmt: skip
+    )
     results["balanced"] = run("balanced", folder, **EP2)
     results["forced"] = run("balanced", folder, **EP2, debug__moe_force_load_balance=True)
     results["sizes"] = {name: sizes(name, f"{folder}/{rank}") for name in SIZED}
@@ -199,9 +207,13 @@ def continued(rank: int, folder: str, path: str) -> dict[str, Any]:
     one_step = {**EP2, "training__steps": 1}
     results["by moecore"] = run("tiny", folder, **one_step, moecore__hf_weights=path)
     results["by torchtitan"] = run(
-        "tiny", f"{folder}/continued", **one_step, checkpoint__enable=True,
-        checkpoint__initial_load_path=path, checkpoint__initial_load_in_hf=True,
-    )  # fmt: skip
+        "tiny",
+        f"{folder}/continued",
+        **one_step,
+        checkpoint__enable=True,
+        checkpoint__initial_load_path=path,
+        checkpoint__initial_load_in_hf=True,
+    )
     return results
 
 

@@ -112,12 +112,20 @@ def test_values_of_a_job_become_those_of_the_call() -> None:
     )
 
 
-@pytest.mark.parametrize(("section", "field", "value", "message"), [
-    ("memory", "recompute", ["nor"], r"moecore.memory.recompute \(\('nor',\)\) must be a tuple"),
-    ("stash", "page_rows", 8, r"moecore.memory.stash.page_rows must go with .*stash.enable"),
-    ("precision", "overrides", ["a=b"], r"moecore.precision.overrides \('a=b'\) must be PAT"),
-    ("adamw", "moment_dtype", "half?", r"moecore.adamw.moment_dtype \('half\?'\) must be a d"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("section", "field", "value", "message"),
+    [
+        (
+            "memory",
+            "recompute",
+            ["nor"],
+            r"moecore.memory.recompute \(\('nor',\)\) must be a tuple",
+        ),
+        ("stash", "page_rows", 8, r"moecore.memory.stash.page_rows must go with .*stash.enable"),
+        ("precision", "overrides", ["a=b"], r"moecore.precision.overrides \('a=b'\) must be PAT"),
+        ("adamw", "moment_dtype", "half?", r"moecore.adamw.moment_dtype \('half\?'\) must be a d"),
+    ],
+)
 def test_a_wrong_value_is_one_line_with_the_jobs_name(section, field, value, message):
     job = MoECore()
     owner = job.memory.stash if section == "stash" else getattr(job, section)

@@ -226,11 +226,14 @@ def test_weights_are_views_of_parameters(name: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype", "fullgraph"), [
-    ("qwen3-moe", torch.float32, True),
-    ("gpt-oss", torch.bfloat16, True),
-    ("gpt-oss", torch.float32, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dtype", "fullgraph"),
+    [
+        ("qwen3-moe", torch.float32, True),
+        ("gpt-oss", torch.bfloat16, True),
+        ("gpt-oss", torch.float32, False),
+    ],
+)
 def test_compile(name: str, dtype: torch.dtype, fullgraph: bool) -> None:
     """One graph, also where the first forward is compiled; only fp32 with biases breaks it."""
     experts = filled(name)

@@ -110,16 +110,20 @@ class Streamed(IterableDataset[Any]):
 PLANNED = ScheduledCollator(max_tokens=32)
 NO_PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     r"data_collator \(function\) must be a ScheduledCollator": ({}, {"data_collator": padded}),
-    r"ScheduledCollator.data_ranks \(2\) must be 1": ({},
-        {"data_collator": ScheduledCollator(max_tokens=32, data_ranks=2)}),
+    r"ScheduledCollator.data_ranks \(2\) must be 1": (
+        {},
+        {"data_collator": ScheduledCollator(max_tokens=32, data_ranks=2)},
+    ),
     r"gradient_accumulation_steps \(2\) must be 1": (dict(gradient_accumulation_steps=2), {}),
     r"label_smoothing_factor \(0.1\) must be 0": (dict(label_smoothing_factor=0.1), {}),
     r"compute_loss_func \(<built-in function max>\) must be None": ({}, {"compute_loss_func": max}),
     r"accelerator_config.dispatch_batches \(None\) must be F": ({}, {"train_dataset": Streamed()}),
     r"compute_metrics must be None with ParallelConfig.cp": ({}, {"compute_metrics": max}),
-    r"preprocess_logits_for_metrics must be None with ParallelConfig.cp": ({},
-        {"preprocess_logits_for_metrics": max}),
-}  # fmt: skip
+    r"preprocess_logits_for_metrics must be None with ParallelConfig.cp": (
+        {},
+        {"preprocess_logits_for_metrics": max},
+    ),
+}
 
 
 @pytest.mark.parametrize("message", NO_PLANS)
@@ -201,10 +205,13 @@ def test_an_optimizer_that_was_made_before(one_process: None, tmp_path: Path) ->
         MoETrainer(model, arguments(tmp_path), optimizers=(optimizer, None))
 
 
-@pytest.mark.parametrize(("variables", "setting"), [
-    ({"ACCELERATE_MIXED_PRECISION": "bf16"}, r"mixed_precision \(bf16\)"),
-    ({"ACCELERATE_DYNAMO_BACKEND": "eager"}, r"dynamo_backend \(eager\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variables", "setting"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, r"mixed_precision \(bf16\)"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "eager"}, r"dynamo_backend \(eager\)"),
+    ],
+)
 def test_settings_of_accelerate_launch(variables, setting, one_process, tmp_path, monkeypatch):
     model = sharded()
     for name, value in variables.items():

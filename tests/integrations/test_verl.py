@@ -95,13 +95,22 @@ def drive(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     config = MoECoreEngineConfig(dtype="float32", parallel=parallel)
     small = {"eps": 1e-3}  # or rounding errors of gradients near 0 become steps of lr
     optimizer = FSDPOptimizerConfig(
-        lr=LR, weight_decay=0.1, clip_grad=CLIP, override_optimizer_config=small,
-        lr_scheduler_type="cosine", total_training_steps=4, min_lr_ratio=0.0,
-    )  # fmt: skip
+        lr=LR,
+        weight_decay=0.1,
+        clip_grad=CLIP,
+        override_optimizer_config=small,
+        lr_scheduler_type="cosine",
+        total_training_steps=4,
+        min_lr_ratio=0.0,
+    )
     engine: MoECoreEngine = EngineRegistry.new(
-        model_type="language_model", backend="moecore", model_config=ModelConfig(f"{folder}/model"),
-        engine_config=config, optimizer_config=optimizer, checkpoint_config=None,
-    )  # fmt: skip
+        model_type="language_model",
+        backend="moecore",
+        model_config=ModelConfig(f"{folder}/model"),
+        engine_config=config,
+        optimizer_config=optimizer,
+        checkpoint_config=None,
+    )
     engine.initialize()
     plain = copy.deepcopy(stock)
     adamw = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=0.1, **small)

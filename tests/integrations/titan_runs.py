@@ -57,10 +57,17 @@ DECODER = DecoderConfig(
     max_seq_len=64,
     num_mtp_layers=1,
     mtp_loss_coef=0.3,
-    moe=MoEConfig(dim=DIM, hidden_dim=16, num_experts=8, top_k=3, shared_hidden_dim=16,
-        score_function="sigmoid", expert_bias=True,
-        balance=BalanceConfig(bias_update_rate=0.01, micro_batch_coef=0.01)),
-)  # fmt: skip
+    moe=MoEConfig(
+        dim=DIM,
+        hidden_dim=16,
+        num_experts=8,
+        top_k=3,
+        shared_hidden_dim=16,
+        score_function="sigmoid",
+        expert_bias=True,
+        balance=BalanceConfig(bias_update_rate=0.01, micro_batch_coef=0.01),
+    ),
+)
 # Without prediction modules, for pipelines, and wide enough for scales of 128 columns.
 WIDE = replace(
     DECODER,
@@ -108,16 +115,25 @@ def arguments(name: str, folder: str, specs: str = SPECS, **options: Any) -> lis
         settings: dict[str, Any] = {"module": specs, "config": name, "dump_folder": folder}
     else:
         settings = {
-            "job.dump_folder": folder, "model.name": name, "model.flavor": "tiny",
-            "experimental.custom_import": specs, "training.seq_len": SEQ_LEN,
-            "training.steps": STEPS, "training.local_batch_size": 1,
-            "training.mixed_precision_param": "float32", "metrics.log_freq": 1,
-            "lr_scheduler.warmup_steps": 1, "lr_scheduler.decay_ratio": 0.0, "optimizer.lr": LR,
-            "optimizer.eps": EPS, "optimizer.weight_decay": WEIGHT_DECAY,
+            "job.dump_folder": folder,
+            "model.name": name,
+            "model.flavor": "tiny",
+            "experimental.custom_import": specs,
+            "training.seq_len": SEQ_LEN,
+            "training.steps": STEPS,
+            "training.local_batch_size": 1,
+            "training.mixed_precision_param": "float32",
+            "metrics.log_freq": 1,
+            "lr_scheduler.warmup_steps": 1,
+            "lr_scheduler.decay_ratio": 0.0,
+            "optimizer.lr": LR,
+            "optimizer.eps": EPS,
+            "optimizer.weight_decay": WEIGHT_DECAY,
             # Of torch: foreach plans for a second per step.
-            "optimizer.implementation": "fused", "activation_checkpoint.mode": "none",
+            "optimizer.implementation": "fused",
+            "activation_checkpoint.mode": "none",
             "debug.seed": 7,
-        }  # fmt: skip
+        }
         if any(key.startswith("moecore") for key in options):
             settings["job.custom_config_module"] = "moecore.integrations.torchtitan.options"
     settings |= {key.replace("__", "."): value for key, value in options.items()}

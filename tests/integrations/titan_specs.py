@@ -44,10 +44,15 @@ QWEN3 = qwen3.Qwen3ModelArgs(
     moe_enabled=True,
     moe_inter_dim=16,
     moe_args=MoEArgs(
-        num_experts=8, num_shared_experts=0, top_k=3, score_func="softmax", route_norm=True,
-        score_before_experts=False, use_grouped_mm=False,  # stock multiplies in bf16 otherwise
+        num_experts=8,
+        num_shared_experts=0,
+        top_k=3,
+        score_func="softmax",
+        route_norm=True,
+        score_before_experts=False,
+        use_grouped_mm=False,  # stock multiplies in bf16 otherwise
     ),
-)  # fmt: skip
+)
 DEEPSEEK_V3 = deepseek_v3.DeepSeekV3ModelArgs(
     vocab_size=VOCAB,
     dim=32,
@@ -61,10 +66,19 @@ DEEPSEEK_V3 = deepseek_v3.DeepSeekV3ModelArgs(
     qk_nope_head_dim=8,
     qk_rope_head_dim=8,
     v_head_dim=8,
-    moe_args=MoEArgs(num_experts=8, num_shared_experts=2, top_k=2, score_func="sigmoid",
-        route_norm=True, route_scale=2.0, num_expert_groups=4, num_limited_groups=2,
-        score_before_experts=False, load_balance_coeff=0.01),
-)  # fmt: skip
+    moe_args=MoEArgs(
+        num_experts=8,
+        num_shared_experts=2,
+        top_k=2,
+        score_func="sigmoid",
+        route_norm=True,
+        route_scale=2.0,
+        num_expert_groups=4,
+        num_limited_groups=2,
+        score_before_experts=False,
+        load_balance_coeff=0.01,
+    ),
+)
 
 
 class RandomTokens(RandomBatches, BaseDataLoader):
@@ -89,9 +103,13 @@ def filled(model_cls: type[nn.Module], block: str) -> type[nn.Module]:
 
 def tiny(spec: TrainSpec, args: Any) -> TrainSpec:
     return replace(
-        spec, model_cls=filled(spec.model_cls, ".moe."), model_args={"tiny": args},
-        build_dataloader_fn=build_random_tokens, build_tokenizer_fn=None, build_validator_fn=None,
-    )  # fmt: skip
+        spec,
+        model_cls=filled(spec.model_cls, ".moe."),
+        model_args={"tiny": args},
+        build_dataloader_fn=build_random_tokens,
+        build_tokenizer_fn=None,
+        build_validator_fn=None,
+    )
 
 
 def on_gloo(spec: TrainSpec) -> TrainSpec:

@@ -136,23 +136,48 @@ def spec_of(package: Any, model_cls: type, layers: list[Any]) -> ModelSpec:
 
 def tiny_qwen3() -> ModelSpec:
     layers = qwen3._build_qwen3_moe_layers(
-        n_layers=2, dim=DIM, n_heads=4, n_kv_heads=2, head_dim=8, moe_hidden_dim=16, num_experts=8,
-        top_k=3, attn_backend="flex", moe_comm_backend="standard",
+        n_layers=2,
+        dim=DIM,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        moe_hidden_dim=16,
+        num_experts=8,
+        top_k=3,
+        attn_backend="flex",
+        moe_comm_backend="standard",
         rope=CosSinRoPE.Config(dim=8, max_seq_len=64, theta=1e4),
-    )  # fmt: skip
+    )
     return spec_of(qwen3, Qwen3Model, layers)
 
 
 def tiny_deepseek_v3() -> ModelSpec:
     layers = deepseek_v3._build_dsv3_layers(
-        n_layers=3, n_dense_layers=1, dim=DIM, n_heads=4, q_lora_rank=16, kv_lora_rank=16,
-        qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, mscale=1.0, dense_hidden_dim=64,
-        moe_hidden_dim=16, num_experts=8, num_shared_experts=2, router_top_k=2,
-        router_score_func="sigmoid", router_num_expert_groups=4, router_num_limited_groups=2,
-        router_route_scale=2.0, router_route_norm=True, attn_backend="flex",
-        moe_comm_backend="standard", non_blocking_capacity_factor=None,
+        n_layers=3,
+        n_dense_layers=1,
+        dim=DIM,
+        n_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        mscale=1.0,
+        dense_hidden_dim=64,
+        moe_hidden_dim=16,
+        num_experts=8,
+        num_shared_experts=2,
+        router_top_k=2,
+        router_score_func="sigmoid",
+        router_num_expert_groups=4,
+        router_num_limited_groups=2,
+        router_route_scale=2.0,
+        router_route_norm=True,
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        non_blocking_capacity_factor=None,
         rope=ComplexRoPE.Config(dim=8, max_seq_len=64, theta=1e4),
-    )  # fmt: skip
+    )
     return spec_of(deepseek_v3, DeepSeekV3Model, layers)
 
 
@@ -189,17 +214,22 @@ def tiny(job: Any) -> Any:
     """The job with everything but the model and its loss replaced."""
     optimizer = default_adamw(lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY)
     return replace(
-        job, dataloader=RandomTokens.Config(), tokenizer=NoTokenizer.Config(),
+        job,
+        dataloader=RandomTokens.Config(),
+        tokenizer=NoTokenizer.Config(),
         metrics=replace(job.metrics, log_freq=1),
         optimizer=replace(optimizer, implementation="foreach"),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1, decay_ratio=0.0),
         training=TrainingConfig(
-            local_batch_size=1, seq_len=SEQ_LEN, steps=STEPS, mixed_precision_param="float32",
+            local_batch_size=1,
+            seq_len=SEQ_LEN,
+            steps=STEPS,
+            mixed_precision_param="float32",
             disable_cuda_graphs=True,
         ),
         activation_checkpoint=None,
         debug=replace(job.debug, seed=7, enable_structured_logging=False),
-    )  # fmt: skip
+    )
 
 
 def stock_tiny_qwen3() -> Trainer.Config:

@@ -108,10 +108,13 @@ def trainer_of(cls, model, folder, *, data=14, **options):
     args = TrainingArguments(folder, **COMMON | options)
     of_pairs = None if collate is None else partial(of_bins, collate)
     return cls(
-        model, args, data_collator=scheduled or of_pairs or padded,
+        model,
+        args,
+        data_collator=scheduled or of_pairs or padded,
         train_dataset=rows(data) if of_pairs is None else pairs(2 * data),
-        eval_dataset=rows(5, seed=4) if of_pairs is None else pairs(6, seed=4), callbacks=callbacks,
-    )  # fmt: skip
+        eval_dataset=rows(5, seed=4) if of_pairs is None else pairs(6, seed=4),
+        callbacks=callbacks,
+    )
 
 
 def pairs(count: int, **how: Any) -> list[list[dict[str, Tensor]]]:
@@ -181,9 +184,13 @@ def packs(folder: str) -> dict[str, Any]:
         model = make_model()
         use_causal_attention(model)
         trainer = trainer_of(
-            MoETrainer, sharded(model), f"{folder}/{name}", collate=packed,
-            callbacks=[StopsAfter(stops)], **options,
-        )  # fmt: skip
+            MoETrainer,
+            sharded(model),
+            f"{folder}/{name}",
+            collate=packed,
+            callbacks=[StopsAfter(stops)],
+            **options,
+        )
         trainer.train(resume_from_checkpoint=len(runs) == 3)
         runs.append(trainer)
     found = [logged(one, "loss", "grad_norm", "num_input_tokens_seen") for one in runs]
@@ -365,9 +372,17 @@ def in_fp16(folder: str) -> dict[str, Any]:
 def best_model(folder: str) -> dict[str, Any]:
     """Train with the highest loss as the best, and come back to its checkpoint."""
     trainer = trainer_of(
-        MoETrainer, sharded(make_model()), folder, max_steps=3, eval_strategy="steps", eval_steps=1,
-        save_strategy="steps", save_steps=1, load_best_model_at_end=True, greater_is_better=True,
-    )  # fmt: skip
+        MoETrainer,
+        sharded(make_model()),
+        folder,
+        max_steps=3,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        greater_is_better=True,
+    )
     trainer.train()
     losses = logged(trainer, "eval_loss")[0]
     checkpoint = Path(trainer.state.best_model_checkpoint).name

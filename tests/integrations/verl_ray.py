@@ -82,11 +82,14 @@ def start(folder: str) -> RayWorkerGroup:
         model_type="language_model",
         model_config=HFModelConfig(path=folder, override_config={"attn_implementation": "sdpa"}),
         engine_config=MoECoreEngineConfig(
-            dtype="float32", parallel={"ep": RANKS, "edp_shard": 1}, use_dynamic_bsz=False,
-            micro_batch_size_per_gpu=2, infer_micro_batch_size_per_gpu=4,
+            dtype="float32",
+            parallel={"ep": RANKS, "edp_shard": 1},
+            use_dynamic_bsz=False,
+            micro_batch_size_per_gpu=2,
+            infer_micro_batch_size_per_gpu=4,
         ),
         optimizer_config=optimizer,
-    )  # fmt: skip
+    )
     paths = os.pathsep.join([str(REPO / "src"), str(REPO), os.environ.get("PYTHONPATH", "")])
     env = {"PYTHONPATH": paths, "VERL_ENGINE_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
     workers = RayWorkerGroup(
@@ -97,10 +100,16 @@ def start(folder: str) -> RayWorkerGroup:
     )
     workers.reset()
     actor = ActorConfig(
-        strategy="moecore", clip_ratio=CLIP, clip_ratio_low=CLIP, clip_ratio_high=CLIP,
-        use_kl_loss=True, kl_loss_coef=KL_COEF, kl_loss_type="low_var_kl",
-        ppo_micro_batch_size_per_gpu=2, rollout_n=GROUP,
-    )  # fmt: skip
+        strategy="moecore",
+        clip_ratio=CLIP,
+        clip_ratio_low=CLIP,
+        clip_ratio_high=CLIP,
+        use_kl_loss=True,
+        kl_loss_coef=KL_COEF,
+        kl_loss_type="low_var_kl",
+        ppo_micro_batch_size_per_gpu=2,
+        rollout_n=GROUP,
+    )
     workers.set_loss_fn(partial(ppo_loss, actor))
     return workers
 

@@ -12,9 +12,14 @@ from moecore.kernels.routing.route import RouteOptions
 from moecore.kernels.routing.scores import compute_scores_ref
 
 BASE = RouteOptions(
-    top_k=3, score_function="softmax", score_order="pre", normalize=True, scale=1.0, num_groups=1,
+    top_k=3,
+    score_function="softmax",
+    score_order="pre",
+    normalize=True,
+    scale=1.0,
+    num_groups=1,
     top_groups=1,
-)  # fmt: skip
+)
 SIGMOID = replace(BASE, score_function="sigmoid")
 EPS = torch.finfo(torch.float32).eps
 SCORE_ERROR = 16 * EPS  # of a score, relative: rounded logit differences of 8 to 16 cost 4 eps

@@ -180,12 +180,15 @@ def test_what_experts_launch(name: str) -> None:
     assert len(multiplied) == 4 + 2
 
 
-@pytest.mark.parametrize(("capability", "version", "has_them"), [
-    ((9, 0), (3, 9, 0), False),
-    ((10, 0), (3, 9, 0), True),
-    ((12, 0), (3, 10, 1), True),
-    ((10, 0), (3, 6, 0), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("capability", "version", "has_them"),
+    [
+        ((9, 0), (3, 9, 0), False),
+        ((10, 0), (3, 9, 0), True),
+        ((12, 0), (3, 10, 1), True),
+        ((10, 0), (3, 6, 0), False),
+    ],
+)
 def test_who_has_tensor_cores_for_blocks(capability, version, has_them, monkeypatch) -> None:
     monkeypatch.setattr(common, "HAS_TRITON", True)
     monkeypatch.setattr(common, "INTERPRET", False)

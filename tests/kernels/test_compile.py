@@ -528,7 +528,9 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "experts geglu, fp32 main gradients": (lambda: run_experts("geglu", torch.float32), 8),
     "experts of odd multiples of 8": (lambda: run_experts("swiglu", None, 200, 392), 8),
     "experts of odd multiples of 8, main gradients": (
-        lambda: run_experts("relu2", torch.float32, 24, 40), 9),
+        lambda: run_experts("relu2", torch.float32, 24, 40),
+        9,
+    ),
     "experts limited_swiglu": (lambda: run_experts("limited_swiglu", None), 8),
     "experts situ_glu": (lambda: run_experts("situ_glu", None), 8),
     "experts relu2, bf16 main gradients": (lambda: run_experts("relu2", torch.bfloat16), 9),
@@ -563,7 +565,9 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
         for kind in activation.KINDS
     },
     "quantised, H in FP8": (
-        lambda: run_quantised_activation("swiglu", True, torch.bfloat16, in_fp8=True), 3),
+        lambda: run_quantised_activation("swiglu", True, torch.bfloat16, in_fp8=True),
+        3,
+    ),
     "quantised fp32": (lambda: run_quantised_activation("geglu", True, torch.float32), 3),
     "AdamW": (lambda: run_adamw(torch.float32), 1),
     "AdamW, bf16 moments": (lambda: run_adamw(torch.bfloat16), 1),
@@ -579,7 +583,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "pages of odd rows, of the host too": (lambda: run_pages(1001, 24, 4, 128), 6),
     "used rows": (lambda: run_used(6 * D), 1),
     "cast of a gradient": (lambda: scaled_cast(bf16(T, D), torch.float32, 0.125), 1),
-}  # fmt: skip
+}
 
 
 NIGHTLY = [  # of kernels that another case compiles at other sizes, or with another activation
@@ -648,13 +652,17 @@ BLOCK_SCALED = {  # instructions, and shared memory of one program
         {
             "mxfp8": r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale",
             "nvfp4": r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale",
-        }, 232448),
+        },
+        232448,
+    ),
     120: (
         {
             "mxfp8": r"mma\.sync\S*kind::mxf8f6f4\.block_scale\S*ue8m0",
             "nvfp4": r"mma\.sync\S*kind::mxf4nvf4\.block_scale\S*ue4m3",
-        }, 101376),
-}  # fmt: skip
+        },
+        101376,
+    ),
+}
 
 
 @pytest.mark.skipif(VERSION < BLOCK_SCALED_TRITON, reason="Triton is older than 3.9")

@@ -116,27 +116,53 @@ def run_streams(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor) -> Ten
 
 Case = tuple[Callable[..., Any], tuple[Tensor, ...], set[str]]
 CASES: dict[str, Case] = {
-    "rows": (lambda x, w, ids: run_rows(x, w, ids), (leaf(T, D), leaf(T, K)),
-        {"build_index", "build_index_bwd", "gather_rows", "sum_rows"}),
-    "route": (lambda logits, ids: route(logits, None, ROUTE_OPTIONS), (leaf(T, E),),
-        {"route", "route_bwd"}),
-    "route weights": (lambda logits, ids: route_weights(logits, ids, ROUTE_OPTIONS), (leaf(T, E),),
-        {"route_weights", "route_bwd"}),
-    "router logits": (lambda x, w, b, ids: router_logits(x, w, b),
+    "rows": (
+        lambda x, w, ids: run_rows(x, w, ids),
+        (leaf(T, D), leaf(T, K)),
+        {"build_index", "build_index_bwd", "gather_rows", "sum_rows"},
+    ),
+    "route": (
+        lambda logits, ids: route(logits, None, ROUTE_OPTIONS),
+        (leaf(T, E),),
+        {"route", "route_bwd"},
+    ),
+    "route weights": (
+        lambda logits, ids: route_weights(logits, ids, ROUTE_OPTIONS),
+        (leaf(T, E),),
+        {"route_weights", "route_bwd"},
+    ),
+    "router logits": (
+        lambda x, w, b, ids: router_logits(x, w, b),
         (leaf(T, D, dtype=torch.bfloat16), leaf(E, D), leaf(E)),
-        {"router_logits", "router_logits_bwd"}),
-    "balance": (run_balance, (leaf(T, E),),
-        {"add_expert_counts", "balance_statistics", "balance_statistics_bwd", "balance_loss",
-            "balance_loss_bwd"}),
+        {"router_logits", "router_logits_bwd"},
+    ),
+    "balance": (
+        run_balance,
+        (leaf(T, E),),
+        {
+            "add_expert_counts",
+            "balance_statistics",
+            "balance_statistics_bwd",
+            "balance_loss",
+            "balance_loss_bwd",
+        },
+    ),
     "activation": (
         lambda h, w, ids: weighted_activation(h, w, None, ActivationOptions(kind="swiglu")),
-        (leaf(T, 2 * F), leaf(T)), {"weighted_activation", "weighted_activation_bwd"}),
-    "hyper-connections": (lambda *given: run_streams(*given[:4]),
+        (leaf(T, 2 * F), leaf(T)),
+        {"weighted_activation", "weighted_activation_bwd"},
+    ),
+    "hyper-connections": (
+        lambda *given: run_streams(*given[:4]),
         (leaf(T, 2, D), leaf(8, 2 * D), leaf(8), leaf(3)),
-        {*("collapse_streams", "collapse_streams_bwd"), *("expand_streams", "expand_streams_bwd")}),
-    "experts": (run_experts, (leaf(T, D), leaf(E, 2 * F, D), leaf(E, D, F), leaf(T, K)),
-        {"expert_mlp", "expert_mlp_bwd", "build_index", "build_index_bwd"}),
-}  # fmt: skip
+        {*("collapse_streams", "collapse_streams_bwd"), *("expand_streams", "expand_streams_bwd")},
+    ),
+    "experts": (
+        run_experts,
+        (leaf(T, D), leaf(E, 2 * F, D), leaf(E, D, F), leaf(T, K)),
+        {"expert_mlp", "expert_mlp_bwd", "build_index", "build_index_bwd"},
+    ),
+}
 
 
 def run(case: Case, device: str, frozen: int | None) -> tuple[list[Tensor], list[Any], list[Any]]:

@@ -76,16 +76,20 @@ WRONG_DECODERS = [
     (dict(mla=MLA), r"num_kv_heads \(2\) must equal num_heads \(4\) with mla"),
     (dict(mla=MLA, num_kv_heads=4, head_dim=8), r"head_dim \(8\) must equal mla.qk_nope_head_dim"),
     (dict(mla=MLA, num_kv_heads=4, qk_norm="head"), r"qk_norm \('head'\) must be None with mla"),
-    (dict(mla=replace(MLA, yarn=YarnConfig(**VALID_YARN)), num_kv_heads=4, max_seq_len=4097),
-     r"max_seq_len \(4097\) must be <= mla.yarn.factor \* "
-     r"mla.yarn.original_max_seq_len \(4.0 \* 1024\)"),
-    (dict(mla=replace(MLA, yarn=YarnConfig(**VALID_YARN)), num_kv_heads=4, rope_theta=1.0),
-     r"rope_theta \(1.0\) must be > 1 with mla.yarn"),
+    (
+        dict(mla=replace(MLA, yarn=YarnConfig(**VALID_YARN)), num_kv_heads=4, max_seq_len=4097),
+        r"max_seq_len \(4097\) must be <= mla.yarn.factor \* "
+        r"mla.yarn.original_max_seq_len \(4.0 \* 1024\)",
+    ),
+    (
+        dict(mla=replace(MLA, yarn=YarnConfig(**VALID_YARN)), num_kv_heads=4, rope_theta=1.0),
+        r"rope_theta \(1.0\) must be > 1 with mla.yarn",
+    ),
     (dict(num_mtp_layers=1), r"mtp_loss_coef \(0.0\) must be > 0 with num_mtp_layers \(1\) > 0"),
     (dict(mtp_loss_coef=0.1), r"mtp_loss_coef \(0.1\) must be > 0 with num_mtp_layers \(0\)"),
     (dict(num_mtp_layers=1, mtp_loss_coef=float("nan")), r"mtp_loss_coef \(nan\) must be a f"),
     (dict(num_mtp_layers=2, mtp_loss_coef=0.1, max_seq_len=2), r"num_mtp_layers \(2\) must be <"),
-]  # fmt: skip
+]
 
 
 WRONG_LATENT = [
@@ -151,23 +155,26 @@ def test_unknown_preset_lists_the_names():
         preset("qwen")
 
 
-@pytest.mark.parametrize(("name", "total", "active", "unit"), [
-    ("qwen3-30b-a3b", 30.5e9, 3.3e9, 1e8),
-    ("qwen3-235b-a22b", 235e9, 22e9, 1e9),
-    ("qwen3-next-80b-a3b", 79.67e9, 3.87e9, 1e8),  # 80B and 3B, without the embedding 3.6B
-    # 31.6B and 3.6B in the report, 3.2B without embedding and head.
-    ("nemotron-3-nano-30b-a3b", 31.58e9, 3.58e9, 1e7),
-    ("mixtral-8x7b", 46.7e9, 12.9e9, 1e8),
-    ("olmoe-1b-7b", 6.9e9, 1.3e9, 1e8),
-    # 15.29e9 and 2.24e9 in the report (arXiv:2502.16982), which leaves out embedding and head.
-    ("moonlight-16b-a3b", 15.96e9, 2.915e9, 1e7),
-    ("qwen2-57b-a14b", 57.4e9, 14.2e9, 1e8),
-    ("deepseek-v2", 236e9, 21.4e9, 1e9),
-    ("deepseek-v2-lite", 15.7e9, 2.7e9, 1e8),  # 2.4e9 without embedding and head
-    ("gpt-oss-20b", 20.91e9, 4.19e9, 1e8),  # the report's 3.61e9 leaves out the embedding
-    ("gpt-oss-120b", 116.83e9, 5.71e9, 1e8),
-    ("kimi-k2", 1026.4e9, 32.9e9, 1e8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "total", "active", "unit"),
+    [
+        ("qwen3-30b-a3b", 30.5e9, 3.3e9, 1e8),
+        ("qwen3-235b-a22b", 235e9, 22e9, 1e9),
+        ("qwen3-next-80b-a3b", 79.67e9, 3.87e9, 1e8),  # 80B and 3B, without the embedding 3.6B
+        # 31.6B and 3.6B in the report, 3.2B without embedding and head.
+        ("nemotron-3-nano-30b-a3b", 31.58e9, 3.58e9, 1e7),
+        ("mixtral-8x7b", 46.7e9, 12.9e9, 1e8),
+        ("olmoe-1b-7b", 6.9e9, 1.3e9, 1e8),
+        # 15.29e9 and 2.24e9 in the report (arXiv:2502.16982), which leaves out embedding and head.
+        ("moonlight-16b-a3b", 15.96e9, 2.915e9, 1e7),
+        ("qwen2-57b-a14b", 57.4e9, 14.2e9, 1e8),
+        ("deepseek-v2", 236e9, 21.4e9, 1e9),
+        ("deepseek-v2-lite", 15.7e9, 2.7e9, 1e8),  # 2.4e9 without embedding and head
+        ("gpt-oss-20b", 20.91e9, 4.19e9, 1e8),  # the report's 3.61e9 leaves out the embedding
+        ("gpt-oss-120b", 116.83e9, 5.71e9, 1e8),
+        ("kimi-k2", 1026.4e9, 32.9e9, 1e8),
+    ],
+)
 def test_published_sizes(name, total, active, unit):
     config = preset(name)
     assert abs(num_params(config) - total) < 0.55 * unit
@@ -220,9 +227,14 @@ def test_flops_of_a_small_decoder_by_hand():
     # One dense layer, D = 4, 2 heads of 2, V = 8, F = 16: q, k, v, o are 4 x 16 = 64, the MLP is
     # 3 * 64 = 192, three norms of 4 = 12, the head is 32. Attention: 1 layer * 4 * T.
     config = DecoderConfig(
-        vocab_size=8, dim=4, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=2,
+        vocab_size=8,
+        dim=4,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=2,
         mlp_hidden_dim=16,
-    )  # fmt: skip
+    )
     assert flops_per_token(config, 10) == 6 * (64 + 192 + 12 + 32) + 6 * 4 * 10
     # Five tokens see 1, 2, 3, 3, 3 keys in one of two layers: w - w^2 / (2 T), up to half a key.
     windowed = replace(config, num_layers=2, windows=(3, 0))
@@ -251,9 +263,14 @@ def test_flops_of_a_small_decoder_by_hand():
 
 def test_cost_of_a_document_by_hand():
     config = DecoderConfig(
-        vocab_size=8, dim=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2,
+        vocab_size=8,
+        dim=4,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=2,
         mlp_hidden_dim=16,
-    )  # fmt: skip
+    )
     # q, k, v, o are 16 + 8 + 8 + 16, the rest is 192 + 12 + 32; a pair is 3 * 2 * 4 FLOPs. Keys and
     # values of a token are 8 bytes, 0.04 ns; a pair of a forward is 8 FLOPs, 1 / 75,000 ns.
     cost = document_cost(config)

@@ -78,25 +78,34 @@ PLAIN = replace(GROUPED, qk_norm=None)
 OFFLOADED = MemoryOptions(recompute="gemm_last", offload=("attention", "experts", "rest"))
 QUERIES = MemoryOptions(recompute=("norm", "rope", "qkv_proj"))
 CASES = {
-    "latents gathered": Case(parallel=dict(cp=4, ep=2), packed=False,
-        memory=MemoryOptions(recompute=("norm", "mla_up_proj"))),
+    "latents gathered": Case(
+        parallel=dict(cp=4, ep=2),
+        packed=False,
+        memory=MemoryOptions(recompute=("norm", "mla_up_proj")),
+    ),
     "latents gathered, packed": Case(parallel=dict(cp=2, ep=2, etp=2), tau=4.0),
-    "latents gathered over tp": Case(parallel=dict(cp=2, tp=2, ep=4),
-        config=replace(LATENT, hash_layers=1), loss="sum"),
+    "latents gathered over tp": Case(
+        parallel=dict(cp=2, tp=2, ep=4), config=replace(LATENT, hash_layers=1), loss="sum"
+    ),
     "latents, ring": Case(parallel=dict(cp=2, ep=2, etp=2), way="p2p", loss="sum"),
-    "latents, heads": Case(parallel=dict(cp=2, tp=2, ep=2, etp=2), way="a2a",
-        config=dropping(LATENT)),
+    "latents, heads": Case(
+        parallel=dict(cp=2, tp=2, ep=2, etp=2), way="a2a", config=dropping(LATENT)
+    ),
     "latents, both": Case(parallel=dict(cp=4, ep=4), way="a2a+p2p", a2a_ranks=2),
-    "grouped, gathered": Case(parallel=dict(dp_replicate=2, cp=2, ep=2), config=GROUPED,
-        way="allgather"),
+    "grouped, gathered": Case(
+        parallel=dict(dp_replicate=2, cp=2, ep=2), config=GROUPED, way="allgather"
+    ),
     "grouped, auto": Case(parallel=dict(cp=4, ep=2, etp=2), config=dropping(GROUPED)),
     "grouped, heads": Case(parallel=dict(cp=2, ep=4), config=PLAIN, way="a2a", tau=3.0),
-    "grouped, both": Case(parallel=dict(cp=4, ep=4), config=GROUPED, way="a2a+p2p", packed=False,
-        loss="sum"),
-    "grouped, ring": Case(parallel=dict(cp=2, tp=2, ep=4), config=dropping(GROUPED), way="p2p",
-        memory=QUERIES),
-    "grouped, ring, clipped": Case(parallel=dict(cp=2, tp=2, etp=2), config=PLAIN, way="p2p",
-        tau=3.0, memory=OFFLOADED),
+    "grouped, both": Case(
+        parallel=dict(cp=4, ep=4), config=GROUPED, way="a2a+p2p", packed=False, loss="sum"
+    ),
+    "grouped, ring": Case(
+        parallel=dict(cp=2, tp=2, ep=4), config=dropping(GROUPED), way="p2p", memory=QUERIES
+    ),
+    "grouped, ring, clipped": Case(
+        parallel=dict(cp=2, tp=2, etp=2), config=PLAIN, way="p2p", tau=3.0, memory=OFFLOADED
+    ),
     "window, gathered": Case(parallel=dict(cp=2, tp=2, ep=2), config=WINDOWED, way="allgather"),
     "window, heads": Case(parallel=dict(cp=2, ep=4), config=WINDOWED, way="a2a"),
     "window, ring": Case(parallel=dict(cp=4, ep=4), config=WINDOWED, way="p2p", packed=False),
@@ -106,11 +115,16 @@ CASES = {
     "linear": Case(parallel=dict(cp=2, ep=2, etp=2), config=LINEAR, packed=False),
     "linear over tp": Case(parallel=dict(cp=2, tp=2, ep=2), config=LINEAR, loss="sum"),
     "hybrid over tp": Case(parallel=dict(cp=2, tp=2, ep=4), config=HYBRID, loss="sum"),
-}  # fmt: skip
+}
 # Ways and windows that tests/attention has, or transformers models over cp ranks.
 NIGHTLY = (
-    "latents, both", "grouped, auto", "window, both", "window, heads", "linear", "sparse over tp",
-)  # fmt: skip
+    "latents, both",
+    "grouped, auto",
+    "window, both",
+    "window, heads",
+    "linear",
+    "sparse over tp",
+)
 
 
 def batch_of(case: Case, data_rank: int, step: int) -> dict[str, Any]:
@@ -142,9 +156,13 @@ def data_ranks_of(case: Case) -> int:
 def alone(case: Case) -> Case:
     """Return the case with what decides the results of one process alone."""
     return Case(
-        parallel=dict(cp=WORLD // data_ranks_of(case)), config=case.config, packed=case.packed,
-        loss=case.loss, tau=case.tau, indexer=case.indexer,
-    )  # fmt: skip
+        parallel=dict(cp=WORLD // data_ranks_of(case)),
+        config=case.config,
+        packed=case.packed,
+        loss=case.loss,
+        tau=case.tau,
+        indexer=case.indexer,
+    )
 
 
 def all_expected(chosen: list[Case]) -> list[tuple[Case, dict[str, Tensor]]]:

@@ -68,15 +68,23 @@ GLOBAL = routed(EIGHT, balance=BalanceConfig(global_batch_coef=0.3, micro_batch_
 EVEN = routed(EIGHT, balance=BalanceConfig(z_loss_coef=0.1))
 CASES = {
     "documents one by one": Case(parallel=dict(ep=8), config=PLAIN, by_document=True),
-    "grouped over tp, ring": Case(parallel=dict(tp=2, ep=8), config=dropping(EIGHT), way="p2p",
-        memory=MemoryOptions(recompute=("norm", "rope", "qkv_proj"))),
+    "grouped over tp, ring": Case(
+        parallel=dict(tp=2, ep=8),
+        config=dropping(EIGHT),
+        way="p2p",
+        memory=MemoryOptions(recompute=("norm", "rope", "qkv_proj")),
+    ),
     "global batch": Case(parallel=dict(dp_replicate=2, ep=4, etp=2), config=GLOBAL),
-    "latent": Case(parallel=dict(ep=8), config=dropping(LATENT),
-        memory=MemoryOptions(recompute=("moe", "mla_up_proj"))),
-    "sinkhorn": Case(parallel=dict(tp=2, ep=8),
-        config=routed(dropping(EVEN), assignment="sinkhorn")),
+    "latent": Case(
+        parallel=dict(ep=8),
+        config=dropping(LATENT),
+        memory=MemoryOptions(recompute=("moe", "mla_up_proj")),
+    ),
+    "sinkhorn": Case(
+        parallel=dict(tp=2, ep=8), config=routed(dropping(EVEN), assignment="sinkhorn")
+    ),
     "expert choice": Case(parallel=dict(ep=8), config=routed(EVEN, assignment="expert_choice")),
-}  # fmt: skip
+}
 
 
 def plan_of(data_ranks: int) -> DocumentSchedule:

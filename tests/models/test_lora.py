@@ -109,10 +109,13 @@ def test_adapters_over_tp_equal_one_process(results: Any, folder: Path, name: st
         assert all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
-@pytest.mark.parametrize(("options", "error", "message"), [
-    (dict(use_dora=True), NotImplementedError, r"q_proj \(Linear\) must be LoRA of linears wi"),
-    (dict(lora_dropout=0.1), ValueError, r"LoraConfig.lora_dropout \(0.1\) must be 0 under"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(use_dora=True), NotImplementedError, r"q_proj \(Linear\) must be LoRA of linears wi"),
+        (dict(lora_dropout=0.1), ValueError, r"LoraConfig.lora_dropout \(0.1\) must be 0 under"),
+    ],
+)
 def test_adapters_that_tp_refuses(options: Any, error: type[Exception], message: str) -> None:
     model, _ = adapted("qwen2-moe", **options)
     with fake_world(2):

@@ -92,10 +92,16 @@ def errors(model: Decoder, batch: Packed) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("rows", "padding"), [(1, None), (2, [2, 0, 4, 1, 0, 0])])
-@pytest.mark.parametrize("name", [
-    "latent, 2", "grouped, tied, dense, 1", "windows, sinks, biases, 1", "linear, gates, 1",
-    "hybrid",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "latent, 2",
+        "grouped, tied, dense, 1",
+        "windows, sinks, biases, 1",
+        "linear, gates, 1",
+        "hybrid",
+    ],
+)
 def test_every_gradient_is_that_of_documents_one_by_one(name, rows, padding) -> None:
     """Documents of one row or across rows; the balance loss is the mean over documents."""
     config = with_balance(HYBRID if name == "hybrid" else CONFIGS[name], PER_DOCUMENT)
@@ -167,9 +173,12 @@ def test_drops_by_position_count_places_in_documents() -> None:
     order = sort_by_position(5, 1, mask, torch.device("cpu"), cu_seqlens)
     assert [t for t in order.tolist() if not mask[t]] == [0, 4, 2]
     config = MoEConfig(
-        dim=16, hidden_dim=16, num_experts=2, top_k=1,
+        dim=16,
+        hidden_dim=16,
+        num_experts=2,
+        top_k=1,
         capacity=CapacityConfig(factor=0.5, drop="position"),
-    )  # fmt: skip
+    )
     layer = MoELayer(config)
     layer.init_weights(std=0.1, key="moe", seed=0)
     x = torch.ones(1, 8, 16)  # one expert, of which two tokens are taken

@@ -47,9 +47,13 @@ def test_yarn_by_hand():
     # frequency 0 turns beta_fast = 10 times and stays, frequency 4 would turn beta_slow = 1 time:
     # the share of the slowed frequency rises by a quarter. ln(e) * 0.1 * 2 + 1 = 1.2 over 1.1.
     yarn = YarnConfig(
-        factor=math.e, original_max_seq_len=63,  # 20 pi
-        beta_fast=10.0, beta_slow=1.0, mscale=2.0, mscale_all_dim=1.0,
-    )  # fmt: skip
+        factor=math.e,
+        original_max_seq_len=63,  # 20 pi
+        beta_fast=10.0,
+        beta_slow=1.0,
+        mscale=2.0,
+        mscale_all_dim=1.0,
+    )
     mla = MLAConfig(kv_lora_rank=4, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, yarn=yarn)
     config = replace(preset("deepseek-v3"), mla=mla, head_dim=16, rope_theta=10.0, max_seq_len=64)
     table = build_rotary_table(config, torch.arange(2))
@@ -67,10 +71,15 @@ def test_deepseek_v3_turns_like_transformers():
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
 
     rope = {
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0,
-        "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
-        "mscale": 1.0, "mscale_all_dim": 1.0,
-    }  # fmt: skip
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
     hf = DeepseekV3Config(rope_parameters=rope, max_position_embeddings=163_840)
     config = preset("deepseek-v3")
     table = build_rotary_table(config, torch.arange(6000))

@@ -48,21 +48,54 @@ MLA = MLAConfig(
     yarn=YarnConfig(factor=4.0, original_max_seq_len=1024, mscale_all_dim=1.0),
 )
 CONFIGS = {
-    "dense and moe, head norm": DecoderConfig(**SHAPE, num_layers=3, qk_norm="head",
-        dense_layers=(0,), mlp_hidden_dim=40, hash_layers=1, moe=MOE),
-    "full norm, biases, shared expert, tied, drops": DecoderConfig(**SHAPE, num_layers=2,
-        attention_bias="all", rotary_dim=4, qk_norm="full", tie_embeddings=True,
-        moe=replace(MOE, score_function="sigmoid", num_groups=4, top_groups=2, expert_bias=True,
-            shared_hidden_dim=16, shared_gate=True,
-            capacity=CapacityConfig(factor=1.2, drop="position"))),
-    "latent attention, predicting ahead": DecoderConfig(**SHAPE | dict(num_kv_heads=8),
-        num_layers=2, mla=MLA, num_mtp_layers=2, mtp_loss_coef=0.4, dense_layers=(0,),
-        mlp_hidden_dim=40, moe=replace(MOE, expert_bias=True, shared_hidden_dim=16)),
-    "latent attention without a query latent": DecoderConfig(**SHAPE | dict(num_kv_heads=8),
-        num_layers=1, mla=replace(MLA, q_lora_rank=0, yarn=None), num_mtp_layers=1,
-        mtp_loss_coef=0.4, tie_embeddings=True, mlp_hidden_dim=40),
+    "dense and moe, head norm": DecoderConfig(
+        **SHAPE,
+        num_layers=3,
+        qk_norm="head",
+        dense_layers=(0,),
+        mlp_hidden_dim=40,
+        hash_layers=1,
+        moe=MOE,
+    ),
+    "full norm, biases, shared expert, tied, drops": DecoderConfig(
+        **SHAPE,
+        num_layers=2,
+        attention_bias="all",
+        rotary_dim=4,
+        qk_norm="full",
+        tie_embeddings=True,
+        moe=replace(
+            MOE,
+            score_function="sigmoid",
+            num_groups=4,
+            top_groups=2,
+            expert_bias=True,
+            shared_hidden_dim=16,
+            shared_gate=True,
+            capacity=CapacityConfig(factor=1.2, drop="position"),
+        ),
+    ),
+    "latent attention, predicting ahead": DecoderConfig(
+        **SHAPE | dict(num_kv_heads=8),
+        num_layers=2,
+        mla=MLA,
+        num_mtp_layers=2,
+        mtp_loss_coef=0.4,
+        dense_layers=(0,),
+        mlp_hidden_dim=40,
+        moe=replace(MOE, expert_bias=True, shared_hidden_dim=16),
+    ),
+    "latent attention without a query latent": DecoderConfig(
+        **SHAPE | dict(num_kv_heads=8),
+        num_layers=1,
+        mla=replace(MLA, q_lora_rank=0, yarn=None),
+        num_mtp_layers=1,
+        mtp_loss_coef=0.4,
+        tie_embeddings=True,
+        mlp_hidden_dim=40,
+    ),
     "dense only": DecoderConfig(**SHAPE, num_layers=2, mlp_hidden_dim=40, tie_embeddings=True),
-}  # fmt: skip
+}
 TP_SIZES = (2, 4)
 B, T = 3, 24
 

@@ -189,9 +189,14 @@ class EmulatedExchangePool(ExchangePool):
     def _make_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
         most = self.options.max_tokens or self._compare_options(x_TD, top_k, 1)
         layout = ExchangeLayout(
-            num_ranks=self.group.size(), max_tokens=most, row_bytes=x_TD.shape[1] * x_TD.itemsize,
-            top_k=top_k, num_push=1, num_receive=1, sums_slot=self.options.overlap_weight_grads,
-        )  # fmt: skip
+            num_ranks=self.group.size(),
+            max_tokens=most,
+            row_bytes=x_TD.shape[1] * x_TD.itemsize,
+            top_k=top_k,
+            num_push=1,
+            num_receive=1,
+            sums_slot=self.options.overlap_weight_grads,
+        )
         buffer = SymmetricBuffer(layout=layout, **self._words())
         balanced = layout.source_rows * top_k // self.ep
         made = EmulatedExchange(buffer, self.group, self.options, balanced_rows=balanced)

@@ -20,19 +20,34 @@ BASE = MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=2)
 CONFIGS = {
     "softmax": BASE,
     "softmax-raw": replace(BASE, normalize_weights=False, routed_scaling_factor=1.7),
-    "sigmoid-groups-bias": replace(BASE, score_function="sigmoid", num_groups=4, top_groups=2,
-        expert_bias=True, routed_scaling_factor=2.5, shared_hidden_dim=24),
-    "geglu-shared-gate": replace(BASE, activation="geglu", shared_hidden_dim=24, shared_gate=True,
-        top_k=3),
+    "sigmoid-groups-bias": replace(
+        BASE,
+        score_function="sigmoid",
+        num_groups=4,
+        top_groups=2,
+        expert_bias=True,
+        routed_scaling_factor=2.5,
+        shared_hidden_dim=24,
+    ),
+    "geglu-shared-gate": replace(
+        BASE, activation="geglu", shared_hidden_dim=24, shared_gate=True, top_k=3
+    ),
     "relu2": replace(BASE, activation="relu2", fc1_bias=True, fc2_bias=True),
-    "gpt-oss": replace(BASE, score_order="post", router_bias=True, activation="clamped_swiglu",
-        activation_limit=1.0, fc1_bias=True, fc2_bias=True),
+    "gpt-oss": replace(
+        BASE,
+        score_order="post",
+        router_bias=True,
+        activation="clamped_swiglu",
+        activation_limit=1.0,
+        fc1_bias=True,
+        fc2_bias=True,
+    ),
     "one-of-one": replace(BASE, num_experts=1, top_k=1),
     "top-1": replace(BASE, top_k=1),
     "all-experts": replace(BASE, top_k=8),
     "fp64-router": replace(BASE, router_dtype="float64"),
     "prime-experts": replace(BASE, num_experts=13, top_k=5),
-}  # fmt: skip
+}
 # What a layer can do beside CONFIGS, each option alone.
 OPTIONS = {
     "sqrtsoftplus": replace(BASE, score_function="sqrtsoftplus"),
@@ -42,35 +57,60 @@ OPTIONS = {
     "sinkhorn": replace(BASE, assignment="sinkhorn"),
     "sinkhorn-post": replace(BASE, assignment="sinkhorn", score_order="post"),
     "expert-choice": replace(BASE, assignment="expert_choice"),
-    "expert-choice-small": replace(BASE, assignment="expert_choice",
-        capacity=CapacityConfig(factor=0.4, eval_factor=2.0), score_function="sigmoid",
-        normalize_weights=False),
+    "expert-choice-small": replace(
+        BASE,
+        assignment="expert_choice",
+        capacity=CapacityConfig(factor=0.4, eval_factor=2.0),
+        score_function="sigmoid",
+        normalize_weights=False,
+    ),
     "capacity-probability": replace(BASE, capacity=CapacityConfig(factor=0.8)),
     "capacity-position": replace(BASE, capacity=CapacityConfig(factor=0.8, drop="position")),
     "capacity-eval": replace(BASE, capacity=CapacityConfig(factor=1.5, eval_factor=0.5)),
     "capacity-pad": replace(BASE, capacity=CapacityConfig(factor=1.0, pad=True)),
-    "capacity-ties": replace(BASE, top_k=1, normalize_weights=True,
-        capacity=CapacityConfig(factor=0.6)),
-    "weights-on-input": replace(BASE, top_k=1, weights_on_input=True, score_function="sigmoid",
-        fc1_bias=True, fc2_bias=True),
+    "capacity-ties": replace(
+        BASE, top_k=1, normalize_weights=True, capacity=CapacityConfig(factor=0.6)
+    ),
+    "weights-on-input": replace(
+        BASE, top_k=1, weights_on_input=True, score_function="sigmoid", fc1_bias=True, fc2_bias=True
+    ),
     "latent": replace(BASE, latent_dim=16),
-    "latent-input": replace(BASE, latent_dim=16, latent_norm_eps=1e-5, top_k=1,
-        weights_on_input=True, score_function="sigmoid", fc2_bias=True, shared_hidden_dim=24),
-    "zero-experts": replace(BASE, zero_experts=5, normalize_weights=False, expert_bias=True,
-        routed_scaling_factor=6.0),
+    "latent-input": replace(
+        BASE,
+        latent_dim=16,
+        latent_norm_eps=1e-5,
+        top_k=1,
+        weights_on_input=True,
+        score_function="sigmoid",
+        fc2_bias=True,
+        shared_hidden_dim=24,
+    ),
+    "zero-experts": replace(
+        BASE, zero_experts=5, normalize_weights=False, expert_bias=True, routed_scaling_factor=6.0
+    ),
     "two-shared": replace(BASE, shared_hidden_dim=12, num_shared_experts=2),
     "three-gates": replace(BASE, shared_hidden_dim=12, num_shared_experts=3, shared_gate=True),
-    "two-gates-relu2": replace(BASE, shared_hidden_dim=12, num_shared_experts=2, shared_gate=True,
-        activation="relu2"),
+    "two-gates-relu2": replace(
+        BASE, shared_hidden_dim=12, num_shared_experts=2, shared_gate=True, activation="relu2"
+    ),
     "gelu": replace(BASE, activation="gelu", shared_hidden_dim=12),
     "relu": replace(BASE, activation="relu"),
     "silu": replace(BASE, activation="silu", fc1_bias=True),
-    "quantile": replace(BASE, score_function="sigmoid", expert_bias=True,
-        balance=BalanceConfig(bias_update_rate=1.0, bias_update="quantile")),
-    "quantile-micro-batch": replace(BASE, score_function="sigmoid", expert_bias=True,
-        balance=BalanceConfig(bias_update_rate=1.0, bias_update="quantile",
-            bias_per_micro_batch=True)),
-}  # fmt: skip
+    "quantile": replace(
+        BASE,
+        score_function="sigmoid",
+        expert_bias=True,
+        balance=BalanceConfig(bias_update_rate=1.0, bias_update="quantile"),
+    ),
+    "quantile-micro-batch": replace(
+        BASE,
+        score_function="sigmoid",
+        expert_bias=True,
+        balance=BalanceConfig(
+            bias_update_rate=1.0, bias_update="quantile", bias_per_micro_batch=True
+        ),
+    ),
+}
 CASES = CONFIGS | OPTIONS
 
 
@@ -150,9 +190,14 @@ def oracle_of(
     width = config.router_jitter
     jitter_ND = torch.empty(N, config.dim).uniform_(1 - width, 1 + width) if width else None
     return moe_reference(
-        x_BTD, params, config, training=training, padding_mask_BT=padding_mask_BT,
-        given_ids_NK=given_ids_NK, jitter_ND=jitter_ND,
-    )  # fmt: skip
+        x_BTD,
+        params,
+        config,
+        training=training,
+        padding_mask_BT=padding_mask_BT,
+        given_ids_NK=given_ids_NK,
+        jitter_ND=jitter_ND,
+    )
 
 
 def has_constant_weights(config: MoEConfig) -> bool:
@@ -179,9 +224,14 @@ def compare_with_oracle(
     x_ours, x_ref = (x.detach().clone().requires_grad_() for _ in range(2))
     factor = torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
     out = oracle_of(
-        config, x_ref, params, training=layer.training, padding_mask_BT=padding_mask, seed=seed,
+        config,
+        x_ref,
+        params,
+        training=layer.training,
+        padding_mask_BT=padding_mask,
+        seed=seed,
         given_ids_NK=given_ids_NK,
-    )  # fmt: skip
+    )
     losses = sum(out.losses.values()) if layer.training else 0.0
     ((out.y_BTD * factor).sum() + losses).backward()
     torch.manual_seed(seed)

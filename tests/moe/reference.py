@@ -80,9 +80,15 @@ def moe_reference(
     wide = replace(config, num_experts=E, zero_experts=0)
     borders = [b * T for b in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     routing = route_reference(
-        router_x_ND, real_BT.flatten(), borders, params, wide, training=training,
-        given_ids_NK=given_ids_NK, given_weights_NK=given_weights_NK,
-    )  # fmt: skip
+        router_x_ND,
+        real_BT.flatten(),
+        borders,
+        params,
+        wide,
+        training=training,
+        given_ids_NK=given_ids_NK,
+        given_weights_NK=given_weights_NK,
+    )
     y_ND = _routed(x_ND, routing, params, config)
     for i in range(config.num_shared_experts if config.shared_hidden_dim else 0):
         y_ND = y_ND + _shared(x_ND, i, params, config)

@@ -96,10 +96,14 @@ def route_reference(
     kept = _keep(chosen, weights_NE.tolist(), sequences, config, training)
     total_N1 = scores_NE.sum(-1, keepdim=True)
     return ReferenceRouting(
-        logits_NE=logits_NE, scores_NE=(scores_NE / total_N1).float(), chosen_NE=chosen_NE,
-        kept_NE=_mask(kept, logits_NE), counted_NE=_mask(counted, logits_NE), weights_NE=weights_NE,
+        logits_NE=logits_NE,
+        scores_NE=(scores_NE / total_N1).float(),
+        chosen_NE=chosen_NE,
+        kept_NE=_mask(kept, logits_NE),
+        counted_NE=_mask(counted, logits_NE),
+        weights_NE=weights_NE,
         real_N=real_N,
-    )  # fmt: skip
+    )
 
 
 def capacity_reference(factor: float, num_real: int, config: MoEConfig) -> int:

@@ -72,9 +72,12 @@ def test_losses_count_best_scores_where_bias_or_groups_choose(loss, limit, maske
     """DeepSeek-V3's f and P by hand, in two micro-batches; metrics count the choice."""
     groups: Any = {} if limit == "bias" else dict(num_groups=4, top_groups=1)
     config = replace(
-        BASE, score_function="sigmoid", expert_bias=limit != "groups", balance=only(loss, 0.5),
+        BASE,
+        score_function="sigmoid",
+        expert_bias=limit != "groups",
+        balance=only(loss, 0.5),
         **groups,
-    )  # fmt: skip
+    )
     layer = make_layer(config)
     if config.expert_bias:
         layer.router.expert_bias.copy_(torch.linspace(-2, 2, 8))
@@ -412,10 +415,13 @@ def test_training_in_eval_mode_warns(balance: BalanceConfig) -> None:
         y.backward()
 
 
-@pytest.mark.parametrize(("field", "fields"), [
-    ("bias_update_rate", {"score_function": "sigmoid", "expert_bias": True}),
-    ("global_batch_coef", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("bias_update_rate", {"score_function": "sigmoid", "expert_bias": True}),
+        ("global_batch_coef", {}),
+    ],
+)
 def test_a_loop_without_ends_of_steps_is_told_once(field: str, fields: Any) -> None:
     """Its bias never moves, and its loss counts all earlier steps."""
     config = replace(BASE, **fields, balance=BalanceConfig(**{field: 0.1}))

@@ -174,9 +174,12 @@ def make_layer(words: list[str], model: Model, exchanges: NotedExchangePool) -> 
     layer.router.weight.requires_grad_(not model.frozen)
     layer.experts.w1.requires_grad_(not model.frozen_w1)
     place: Any = SimpleNamespace(
-        num_physical=LOCAL, first_physical=exchanges.rank * LOCAL, etp=1, group=None,
+        num_physical=LOCAL,
+        first_physical=exchanges.rank * LOCAL,
+        etp=1,
+        group=None,
         layer=(0, "moe"),
-    )  # fmt: skip
+    )
     place.compute_balanced_tokens = lambda num_tokens, top_k: num_tokens
     layer.dispatcher = NVLinkDispatcher(place, exchanges)
     if "again" in words:
@@ -522,12 +525,16 @@ def test_copies_that_no_operation_precedes_are_not_safe() -> None:
     assert not is_safe(TRANSITIONS, EVENTS, behind_operation=False)
 
 
-@pytest.mark.parametrize(("state", "event", "then"), [
-    (SlotState.COPYING, SlotEvent.COPY, SlotState.COPYING),
-    (SlotState.READ, SlotEvent.COPY, SlotState.COPYING),
-    (SlotState.COPYING, SlotEvent.OPERATION, SlotState.FREE),
-    (SlotState.COPYING, SlotEvent.READ, SlotState.FREE),
-], ids=lambda e: e.name)  # fmt: skip
+@pytest.mark.parametrize(
+    ("state", "event", "then"),
+    [
+        (SlotState.COPYING, SlotEvent.COPY, SlotState.COPYING),
+        (SlotState.READ, SlotEvent.COPY, SlotState.COPYING),
+        (SlotState.COPYING, SlotEvent.OPERATION, SlotState.FREE),
+        (SlotState.COPYING, SlotEvent.READ, SlotState.FREE),
+    ],
+    ids=lambda e: e.name,
+)
 def test_a_table_that_allows_more_is_not_safe(state, event, then) -> None:
     assert TRANSITIONS[state].get(event) is not then
     assert not is_safe(TRANSITIONS | {state: TRANSITIONS[state] | {event: then}}, 5)

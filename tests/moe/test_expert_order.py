@@ -7,9 +7,15 @@ from moecore import MoEConfig, MoELayer, place_experts, reorder_experts
 from moecore.moe.layer import LayerLayout
 
 CONFIG = MoEConfig(
-    dim=16, hidden_dim=24, num_experts=6, top_k=2, expert_bias=True, router_bias=True,
-    fc1_bias=True, fc2_bias=True,
-)  # fmt: skip
+    dim=16,
+    hidden_dim=24,
+    num_experts=6,
+    top_k=2,
+    expert_bias=True,
+    router_bias=True,
+    fc1_bias=True,
+    fc2_bias=True,
+)
 
 
 def test_the_example() -> None:

@@ -189,9 +189,15 @@ def routing_case(name: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 ROUTINGS = [
-    "empty experts", "all to one", "all to the last", "k equals e", "some dropped", "all dropped",
-    "one row", "zero rows",
-]  # fmt: skip
+    "empty experts",
+    "all to one",
+    "all to the last",
+    "k equals e",
+    "some dropped",
+    "all dropped",
+    "one row",
+    "zero rows",
+]
 
 
 @pytest.mark.parametrize("config", [BASE, WITH_BIASES], ids=["plain", "biases"])
@@ -378,12 +384,15 @@ def test_init_weights_fills_gate_and_up_apart() -> None:
     assert float(experts.w3.detach().std()) == pytest.approx(1.0, rel=0.1)
 
 
-@pytest.mark.parametrize(("change", "layout", "message"), [
-    (dict(fc1_bias=True), {}, r"MoEConfig.fc1_bias \(True\) .* use expert_backend='torch'"),
-    (dict(fc2_bias=True), {}, r"MoEConfig.fc2_bias \(True\)"),
-    ({}, dict(transposed=True, gate_up="concatenated"), r"ExpertLayout.transposed \(True\)"),
-    ({}, dict(gate_up="interleaved"), r"interleaved ExpertLayout.gate_up \(True\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "layout", "message"),
+    [
+        (dict(fc1_bias=True), {}, r"MoEConfig.fc1_bias \(True\) .* use expert_backend='torch'"),
+        (dict(fc2_bias=True), {}, r"MoEConfig.fc2_bias \(True\)"),
+        ({}, dict(transposed=True, gate_up="concatenated"), r"ExpertLayout.transposed \(True\)"),
+        ({}, dict(gate_up="interleaved"), r"interleaved ExpertLayout.gate_up \(True\)"),
+    ],
+)
 def test_triton_refuses_what_it_cannot_multiply(change: Any, layout: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Experts(replace(BASE, **change), layout=ExpertLayout(**layout), backend="triton")

@@ -375,14 +375,25 @@ REFUSED: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], str]] = [
     ({}, {"etp": 2}, {}, r"MoEConfig.hidden_dim / etp \(64\) must be a multiple of 128"),
     ({}, {}, {"fc1_bias": True}, r"MoEConfig.fc1_bias \(True\) must be False for experts in FP8"),
     ({}, {}, {"latent_dim": 64}, r"MoEConfig.dim \(64\) must be a multiple of 128"),
-    ({"precision": Precision(recipe=Recipe(), overrides=(("none.such", Recipe()),))}, {}, {},
-     r"Precision.overrides \('none.such'\) must match"),
-    ({"precision": Precision(recipe=DELAYED, roles=("shared_experts",))}, {},
-     {"shared_hidden_dim": 128},
-     r"0: shared experts cannot be in FP8 \(tensorwise\), because the layer keeps no history"),
-    ({"precision": "mxfp8"}, {}, {"shared_hidden_dim": 48},
-     r"0: shared experts cannot be in FP8 \(mxfp8\), .* \[128, 48\] is no matrix of .* 32"),
-]  # fmt: skip
+    (
+        {"precision": Precision(recipe=Recipe(), overrides=(("none.such", Recipe()),))},
+        {},
+        {},
+        r"Precision.overrides \('none.such'\) must match",
+    ),
+    (
+        {"precision": Precision(recipe=DELAYED, roles=("shared_experts",))},
+        {},
+        {"shared_hidden_dim": 128},
+        r"0: shared experts cannot be in FP8 \(tensorwise\), because the layer keeps no history",
+    ),
+    (
+        {"precision": "mxfp8"},
+        {},
+        {"shared_hidden_dim": 48},
+        r"0: shared experts cannot be in FP8 \(mxfp8\), .* \[128, 48\] is no matrix of .* 32",
+    ),
+]
 
 
 @pytest.mark.parametrize(("options", "degrees", "changes", "message"), REFUSED)

@@ -33,13 +33,16 @@ def test_loads_are_even_and_experts_distinct(T: int, E: int, K: int) -> None:
     assert ids_TK.tolist() == [[(t * K + k) * step % E for k in range(K)] for t in range(T)]
 
 
-@pytest.mark.parametrize(("E", "K", "shares"), [
-    (8, 2, {0: 0.5, 5: 0.01}),
-    (12, 3, {}),
-    (13, 5, {12: 0.2, 3: 0.0, 4: 0.15}),
-    (4, 4, {0: 0.25, 1: 0.25, 2: 0.25, 3: 0.25}),
-    (6, 1, {2: 1.0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("E", "K", "shares"),
+    [
+        (8, 2, {0: 0.5, 5: 0.01}),
+        (12, 3, {}),
+        (13, 5, {12: 0.2, 3: 0.0, 4: 0.15}),
+        (4, 4, {0: 0.25, 1: 0.25, 2: 0.25, 3: 0.25}),
+        (6, 1, {2: 1.0}),
+    ],
+)
 def test_experts_have_their_shares(E: int, K: int, shares: dict[int, float]) -> None:
     ids_TK = fr.make_ids_from_shares(997, E, K, CPU, shares=shares)
     assert ids_TK.dtype == torch.int32 and all(len(set(row)) == K for row in ids_TK.tolist())
@@ -56,12 +59,15 @@ def test_a_layer_with_forced_shares_equals_the_oracle() -> None:
     mc.compare_with_oracle(layer, mc.tokens(3, 7, 32), given_ids_NK=given)
 
 
-@pytest.mark.parametrize(("shares", "message"), [
-    ({8: 0.1}, "must be of experts 0 to 7"),
-    ({0: 0.6}, r"must lie in \[0, 1 / top_k \(2\)\]"),
-    ({0: 0.5, 1: 0.5, 2: 0.5}, "each other expert of layer such a share, not -0.1"),
-    (dict.fromkeys(range(8), 0.1), "must lie in"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ({8: 0.1}, "must be of experts 0 to 7"),
+        ({0: 0.6}, r"must lie in \[0, 1 / top_k \(2\)\]"),
+        ({0: 0.5, 1: 0.5, 2: 0.5}, "each other expert of layer such a share, not -0.1"),
+        (dict.fromkeys(range(8), 0.1), "must lie in"),
+    ],
+)
 def test_shares_that_no_routing_has(shares: dict[int, float], message: str) -> None:
     model = torch.nn.ModuleDict({"layer": mc.make_layer(mc.BASE)})
     with pytest.raises(ValueError, match=message):
@@ -72,12 +78,16 @@ def test_shares_that_no_routing_has(shares: dict[int, float], message: str) -> N
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("fields", [
-    {"balance": mc.ALL_LOSSES},
-    {"score_order": "post", "expert_bias": True},
-    {"score_function": "sigmoid", "capacity": CapacityConfig(factor=0.8)},
-    {"assignment": "sinkhorn", "top_k": 8},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"balance": mc.ALL_LOSSES},
+        {"score_order": "post", "expert_bias": True},
+        {"score_function": "sigmoid", "capacity": CapacityConfig(factor=0.8)},
+        {"assignment": "sinkhorn", "top_k": 8},
+    ],
+    ids=str,
+)
 def test_against_the_oracle(fields: dict[str, Any], training: bool) -> None:
     layer = mc.make_layer(replace(mc.BASE, **fields)).train(training)
     fr.force_even_load(layer)

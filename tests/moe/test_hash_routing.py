@@ -14,9 +14,15 @@ from moecore.rl import RouterReplay
 from tests.moe.moe_cases import compare_with_oracle, make_layer
 
 BASE = MoEConfig(
-    dim=16, hidden_dim=8, num_experts=6, top_k=3, score_function="sqrtsoftplus",
-    routed_scaling_factor=1.5, assignment="hash", hash_vocab_size=11,
-)  # fmt: skip
+    dim=16,
+    hidden_dim=8,
+    num_experts=6,
+    top_k=3,
+    score_function="sqrtsoftplus",
+    routed_scaling_factor=1.5,
+    assignment="hash",
+    hash_vocab_size=11,
+)
 CONFIGS = {
     "plain": BASE,
     "post": replace(BASE, score_function="softmax", score_order="post"),
@@ -119,23 +125,33 @@ def test_no_tokens_need_no_ids_and_tokens_need_theirs() -> None:
     assert torch.equal(layer(X, token_ids=TOKENS.int()), layer(X, token_ids=TOKENS))
 
 
-@pytest.mark.parametrize(("fields", "rule"), [
-    (dict(hash_vocab_size=0), r"hash_vocab_size \(0\) must be > 0 with assignment \('hash'\)"),
-    (dict(assignment="learned"), r"hash_vocab_size \(11\) must .* 0 with 'learned'"),
-    (dict(expert_bias=True), r"expert_bias \(True\) must be False with assignment \('hash'\)"),
-    (dict(num_groups=2, top_groups=1, top_k=2), r"top_groups \(1\) must equal num_groups"),
-    (dict(balance=BalanceConfig(sequence_coef=0.1)), "must have no loss on counts"),
-    (dict(zero_experts=1), r"zero_experts \(1\) must be 0 with assignment \('hash'\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        (dict(hash_vocab_size=0), r"hash_vocab_size \(0\) must be > 0 with assignment \('hash'\)"),
+        (dict(assignment="learned"), r"hash_vocab_size \(11\) must .* 0 with 'learned'"),
+        (dict(expert_bias=True), r"expert_bias \(True\) must be False with assignment \('hash'\)"),
+        (dict(num_groups=2, top_groups=1, top_k=2), r"top_groups \(1\) must equal num_groups"),
+        (dict(balance=BalanceConfig(sequence_coef=0.1)), "must have no loss on counts"),
+        (dict(zero_experts=1), r"zero_experts \(1\) must be 0 with assignment \('hash'\)"),
+    ],
+)
 def test_what_makes_no_sense_is_refused(fields: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         replace(BASE, **fields)
 
 
-@pytest.mark.parametrize(("moe", "layers", "rule"), [
-    (BASE, 0, r"moe.assignment \('hash'\) must not be 'hash' in a decoder"),
-    (replace(BASE, assignment="learned", hash_vocab_size=0), 1, r"hash_layers \(1\) must be < the"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("moe", "layers", "rule"),
+    [
+        (BASE, 0, r"moe.assignment \('hash'\) must not be 'hash' in a decoder"),
+        (
+            replace(BASE, assignment="learned", hash_vocab_size=0),
+            1,
+            r"hash_layers \(1\) must be < the",
+        ),
+    ],
+)
 def test_a_decoder_says_how_many_layers(moe: MoEConfig, layers: int, rule: str) -> None:
     sizes: Any = dict(vocab_size=11, dim=16, num_heads=2, num_kv_heads=2, head_dim=8)
     with pytest.raises(ValueError, match=rule):

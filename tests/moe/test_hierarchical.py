@@ -99,15 +99,18 @@ def test_rows_that_the_page_names(ep: int, flat: float, two: float) -> None:
     assert f"| {ep} | {flat:.2f} | {two:.2f} | {two / flat:.2f} |" in page
 
 
-@pytest.mark.parametrize(("H", "N", "E", "K", "groups"), [
-    (2, 4, 64, 6, (1, 1)),
-    (4, 2, 16, 2, (1, 1)),
-    (3, 2, 12, 12, (1, 1)),
-    (8, 8, 256, 8, (8, 4)),  # DeepSeek-V3: a domain has a group
-    (2, 4, 64, 6, (8, 2)),  # a domain has four groups, a rank one
-    (4, 2, 48, 4, (16, 4)),  # a rank has two groups
-    (2, 3, 24, 4, (4, 2)),  # domains end where groups end, ranks do not
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("H", "N", "E", "K", "groups"),
+    [
+        (2, 4, 64, 6, (1, 1)),
+        (4, 2, 16, 2, (1, 1)),
+        (3, 2, 12, 12, (1, 1)),
+        (8, 8, 256, 8, (8, 4)),  # DeepSeek-V3: a domain has a group
+        (2, 4, 64, 6, (8, 2)),  # a domain has four groups, a rank one
+        (4, 2, 48, 4, (16, 4)),  # a rank has two groups
+        (2, 3, 24, 4, (4, 2)),  # domains end where groups end, ranks do not
+    ],
+)
 def test_even_loads_are_those_of_random_choices(H, N, E, K, groups) -> None:
     """Choices of a rank or domain, in the mean over all of them."""
     generator = torch.Generator().manual_seed(0)

@@ -15,19 +15,46 @@ pytestmark = pytest.mark.gpu
 
 CONFIGS = {
     "softmax": MoEConfig(dim=128, hidden_dim=96, num_experts=16, top_k=4),
-    "sigmoid-groups": MoEConfig(dim=128, hidden_dim=64, num_experts=16, top_k=4,
-        score_function="sigmoid", num_groups=4, top_groups=2, expert_bias=True,
-        routed_scaling_factor=2.5, shared_hidden_dim=64, shared_gate=True),
-    "biases": MoEConfig(dim=64, hidden_dim=64, num_experts=8, top_k=8, score_order="post",
-        router_bias=True, activation="clamped_swiglu", fc1_bias=True, fc2_bias=True),
-    # One normalised weight is always 1, and its gradient pure rounding: so no normalisation.
-    "relu2": MoEConfig(dim=64, hidden_dim=128, num_experts=8, top_k=1, activation="relu2",
-        normalize_weights=False),
-    "quantile": MoEConfig(dim=64, hidden_dim=64, num_experts=16, top_k=4, score_function="sigmoid",
+    "sigmoid-groups": MoEConfig(
+        dim=128,
+        hidden_dim=64,
+        num_experts=16,
+        top_k=4,
+        score_function="sigmoid",
+        num_groups=4,
+        top_groups=2,
         expert_bias=True,
-        balance=BalanceConfig(bias_update="quantile", bias_update_rate=1.0,
-            bias_per_micro_batch=True)),
-}  # fmt: skip
+        routed_scaling_factor=2.5,
+        shared_hidden_dim=64,
+        shared_gate=True,
+    ),
+    "biases": MoEConfig(
+        dim=64,
+        hidden_dim=64,
+        num_experts=8,
+        top_k=8,
+        score_order="post",
+        router_bias=True,
+        activation="clamped_swiglu",
+        fc1_bias=True,
+        fc2_bias=True,
+    ),
+    # One normalised weight is always 1, and its gradient pure rounding: so no normalisation.
+    "relu2": MoEConfig(
+        dim=64, hidden_dim=128, num_experts=8, top_k=1, activation="relu2", normalize_weights=False
+    ),
+    "quantile": MoEConfig(
+        dim=64,
+        hidden_dim=64,
+        num_experts=16,
+        top_k=4,
+        score_function="sigmoid",
+        expert_bias=True,
+        balance=BalanceConfig(
+            bias_update="quantile", bias_update_rate=1.0, bias_per_micro_batch=True
+        ),
+    ),
+}
 COUNTS = (0, 1, 37, 512)
 
 

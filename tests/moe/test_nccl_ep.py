@@ -205,13 +205,16 @@ CORE = SimpleNamespace(get_version=lambda: SimpleNamespace(libnccl=SimpleNamespa
 V = [Version("2.30.7")]
 
 
-@pytest.mark.parametrize(("capability", "version", "nvcc", "problem"), [
-    ((9, 0), "2.30.7", "/nvcc", None),
-    ((8, 0), "2.30.7", "/nvcc", "must have GPUs of capability 9.0 or later (here 8.0): use"),
-    ((9, 0), "2.28.9", "/nvcc", "must have NCCL 2.30.7 or later loaded (here 2.28.9): pip"),
-    ((9, 0), "2.30.7", "", "must find nvcc, which compiles its kernels at first use: set"),
-    ((9, 0), None, "/nvcc", "must have nccl.ep (No module named 'nccl"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("capability", "version", "nvcc", "problem"),
+    [
+        ((9, 0), "2.30.7", "/nvcc", None),
+        ((8, 0), "2.30.7", "/nvcc", "must have GPUs of capability 9.0 or later (here 8.0): use"),
+        ((9, 0), "2.28.9", "/nvcc", "must have NCCL 2.30.7 or later loaded (here 2.28.9): pip"),
+        ((9, 0), "2.30.7", "", "must find nvcc, which compiles its kernels at first use: set"),
+        ((9, 0), None, "/nvcc", "must have nccl.ep (No module named 'nccl"),
+    ],
+)
 def test_refusals_name_what_is_missing(monkeypatch, capability, version, nvcc, problem) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setenv("NCCL_EP_JIT_NVCC", nvcc)

@@ -91,11 +91,17 @@ def exchange_of(exchanges: EmulatedExchangePool) -> EmulatedExchange:
     return made
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (dict(max_tokens=0), r"NVLinkOptions.max_tokens \(0\) must be a whole number >= 1 or None"),
-    (dict(row_factor=0.0), r"NVLinkOptions.row_factor \(0.0\) must be a finite number > 0"),
-    (dict(timeout_s=float("inf")), r"NVLinkOptions.timeout_s \(inf\) must be a finite number > 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(max_tokens=0), r"NVLinkOptions.max_tokens \(0\) must be a whole number >= 1 or None"),
+        (dict(row_factor=0.0), r"NVLinkOptions.row_factor \(0.0\) must be a finite number > 0"),
+        (
+            dict(timeout_s=float("inf")),
+            r"NVLinkOptions.timeout_s \(inf\) must be a finite number > 0",
+        ),
+    ],
+)
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NVLinkOptions(**options)
@@ -147,17 +153,20 @@ def test_auto_says_what_it_chose_and_why(no_group_left, caplog) -> None:
     )
 
 
-@pytest.mark.parametrize(("asked", "schedule", "given", "chosen"), [
-    ("auto", None, {"nvlink": NVLinkOptions()}, "nvlink"),
-    ("auto", None, {"nvlink": NVLinkOptions(row_factor=1.5)}, "nvlink"),
-    ("auto", None, {"stash": StashOptions()}, "nvlink"),
-    ("auto", None, {}, "nvlink"),
-    ("auto", "1f1b", {"nvlink": NVLinkOptions()}, "nvlink"),
-    ("auto", "overlapped", {"nvlink": NVLinkOptions()}, "nvlink"),
-    ("auto", "dualpipe-v", {"nvlink": NVLinkOptions()}, "nvlink"),
-    ("alltoall", "overlapped", {}, "alltoall"),
-    ("nvlink", "overlapped", {}, "nvlink"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "schedule", "given", "chosen"),
+    [
+        ("auto", None, {"nvlink": NVLinkOptions()}, "nvlink"),
+        ("auto", None, {"nvlink": NVLinkOptions(row_factor=1.5)}, "nvlink"),
+        ("auto", None, {"stash": StashOptions()}, "nvlink"),
+        ("auto", None, {}, "nvlink"),
+        ("auto", "1f1b", {"nvlink": NVLinkOptions()}, "nvlink"),
+        ("auto", "overlapped", {"nvlink": NVLinkOptions()}, "nvlink"),
+        ("auto", "dualpipe-v", {"nvlink": NVLinkOptions()}, "nvlink"),
+        ("alltoall", "overlapped", {}, "alltoall"),
+        ("nvlink", "overlapped", {}, "nvlink"),
+    ],
+)
 def test_auto_takes_nvlink_with_any_schedule(
     asked: Any,
     schedule: str | None,
@@ -183,9 +192,13 @@ def test_auto_takes_nvlink_with_any_schedule(
         name, reason = choose_dispatcher(request)
         nothing: Any = dict.fromkeys(("layers", "linears", "params", "units", "blocks"), ())
         plan = ShardPlan(
-            model="", device_type="cuda", parallel=meshes.parallel, dispatcher=name,
-            dispatcher_reason=reason, **nothing,
-        )  # fmt: skip
+            model="",
+            device_type="cuda",
+            parallel=meshes.parallel,
+            dispatcher=name,
+            dispatcher_reason=reason,
+            **nothing,
+        )
         found: Any = SimpleNamespace(plan=plan, request=request)
         phases.resolve_dispatcher(nn.Module(), found)
         assert found.plan.dispatcher == chosen
@@ -231,12 +244,15 @@ def test_more_tokens_than_room_are_refused_before_anything_is_sent(group) -> Non
     assert exchanges.get_exchange(torch.zeros(8, 16), 2) is not made
 
 
-@pytest.mark.parametrize(("code", "what"), [
-    (1 + 3 * 2, "rank 3 must come to a dispatch"),
-    (1 + 1, "rank 0 must come to a combine"),
-    (1 + 3 * 2, "rank 3 must come to a transfer of clones' weights within"),
-    (1 + 1, "rank 0 must come to a sum of clones' gradients within"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        (1 + 3 * 2, "rank 3 must come to a dispatch"),
+        (1 + 1, "rank 0 must come to a combine"),
+        (1 + 3 * 2, "rank 3 must come to a transfer of clones' weights within"),
+        (1 + 1, "rank 0 must come to a sum of clones' gradients within"),
+    ],
+)
 def test_a_late_rank_is_an_error_until_closed(code, what, group) -> None:
     exchanges, of_clones = pool_of(group), "clones" in what
 
@@ -499,9 +515,12 @@ def disagreements() -> dict[str, str]:
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return {
-        "steps": recompute_and_accumulate(), "room": room(), "exact": exact(), "fp8": fp8(),
+        "steps": recompute_and_accumulate(),
+        "room": room(),
+        "exact": exact(),
+        "fp8": fp8(),
         "disagreements": disagreements(),
-    }  # fmt: skip
+    }
 
 
 results = ranks_fixture(4, worker)
@@ -579,11 +598,14 @@ def test_room_is_static_and_overflow_is_an_error(results: dict[str, Any]) -> Non
     )
 
 
-@pytest.mark.parametrize(("rows_TD", "dtype", "problem"), [
-    (torch.zeros(3, 30), torch.float32, r"rows \(30 x torch.float32\) must be"),
-    (torch.zeros(3, 32, dtype=torch.float64), torch.float32, r"rows \(32 x torch.float64\)"),
-    (torch.zeros(3, 32), torch.bfloat16, r"weights_TK \(torch.bfloat16\) must be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows_TD", "dtype", "problem"),
+    [
+        (torch.zeros(3, 30), torch.float32, r"rows \(30 x torch.float32\) must be"),
+        (torch.zeros(3, 32, dtype=torch.float64), torch.float32, r"rows \(32 x torch.float64\)"),
+        (torch.zeros(3, 32), torch.bfloat16, r"weights_TK \(torch.bfloat16\) must be"),
+    ],
+)
 def test_what_stores_can_not_carry_is_an_error_where_they_were_asked_for(
     rows_TD: Tensor, dtype: torch.dtype, problem: str, group: dist.ProcessGroup
 ) -> None:

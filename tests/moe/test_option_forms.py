@@ -33,9 +33,13 @@ def test_capacity_bounds_every_expert(factor: float, drop: Any) -> None:
 def test_the_worked_example_of_dropping() -> None:
     """Three tokens, two experts, one place each: weights .2, .7 and .5."""
     config = replace(
-        mc.BASE, num_experts=2, top_k=1, score_function="sigmoid", normalize_weights=False,
+        mc.BASE,
+        num_experts=2,
+        top_k=1,
+        score_function="sigmoid",
+        normalize_weights=False,
         capacity=CapacityConfig(factor=0.5),
-    )  # fmt: skip
+    )
     for drop, stays in (("probability", [False, True, True]), ("position", [True, False, True])):
         layer = mc.make_layer(replace(config, capacity=CapacityConfig(factor=0.5, drop=drop)))
         with torch.no_grad():
@@ -245,11 +249,14 @@ def test_layers_of_all_kinds_move_as_each_would_alone(skipped: Any) -> None:
     quantile, sign = mc.OPTIONS["quantile"], BalanceConfig(bias_update_rate=0.125)
     dropping = replace(mc.BASE, expert_bias=True, capacity=CapacityConfig(factor=0.5), balance=sign)
     configs = {
-        "first": quantile, "sign": replace(mc.BASE, expert_bias=True, balance=sign),
-        "wide": replace(quantile, num_experts=12), "second": quantile,
+        "first": quantile,
+        "sign": replace(mc.BASE, expert_bias=True, balance=sign),
+        "wide": replace(quantile, num_experts=12),
+        "second": quantile,
         "still": replace(mc.BASE, balance=BalanceConfig(micro_batch_coef=0.1)),
-        "dropping": dropping, "more choices": replace(quantile, top_k=3),
-    }  # fmt: skip
+        "dropping": dropping,
+        "more choices": replace(quantile, top_k=3),
+    }
 
     def run() -> dict[str, MoELayer]:
         layers = {n: mc.make_layer(c, seed=i) for i, (n, c) in enumerate(configs.items())}
@@ -276,9 +283,13 @@ def test_layers_of_all_kinds_move_as_each_would_alone(skipped: Any) -> None:
 def test_sign_bias_counts_what_was_chosen_before_dropping() -> None:
     """Nine tokens want experts 0, 1 and 2 five, two and once, and one is padding; the mean is 2."""
     config = replace(
-        mc.BASE, num_experts=4, top_k=1, expert_bias=True, capacity=CapacityConfig(factor=0.5),
+        mc.BASE,
+        num_experts=4,
+        top_k=1,
+        expert_bias=True,
+        capacity=CapacityConfig(factor=0.5),
         balance=BalanceConfig(bias_update_rate=0.125),
-    )  # fmt: skip
+    )
     layer = mc.make_layer(config)
     with torch.no_grad():
         layer.router.weight.copy_(torch.eye(4, 32) * 4)

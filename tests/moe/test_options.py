@@ -151,8 +151,11 @@ def test_padding_has_no_part(name: str) -> None:
         of_shared = [n for n in grads if is_nan and n.startswith("shared")]
         grads = {n: g.clone() for n, g in grads.items() if n not in of_shared}
         seen = [
-            y[~mask].detach(), x_ours.grad[~mask], counts.choices_E.clone(), counts.losses.clone(),
-        ]  # fmt: skip
+            y[~mask].detach(),
+            x_ours.grad[~mask],
+            counts.choices_E.clone(),
+            counts.losses.clone(),
+        ]
         found.append(dict(enumerate(seen)) | grads)
         layer.zero_grad()
         layer.tracker.reset()

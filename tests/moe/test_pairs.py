@@ -75,14 +75,17 @@ CASES: dict[str, dict[str, Any]] = {
     "two levels": {"dispatch": "hierarchical", "domain": 2, "fsdp": STAYING, "config": SHORT},
     "tokens as FP8": {"dispatch": FP8, "config": SHORT},
     "two levels, tokens as FP8": {
-        "dispatch": DispatchOptions(name="hierarchical", fp8=True), "domain": 2, "config": SHORT,
+        "dispatch": DispatchOptions(name="hierarchical", fp8=True),
+        "domain": 2,
+        "config": SHORT,
     },
     "shared experts": moe(shared_hidden_dim=16, shared_gate=True),
     "capacity": moe(capacity=CapacityConfig(factor=1.0)),
     "static capacity": moe(capacity=CapacityConfig(factor=1.0, pad=True)),
     "moe computed again": {"config": SHORT, "memory": MemoryOptions(recompute=("moe",))},
     "parts computed again": {
-        "config": SHORT, "memory": MemoryOptions(recompute=("norm", "rope", "qkv_proj")),
+        "config": SHORT,
+        "memory": MemoryOptions(recompute=("norm", "rope", "qkv_proj")),
     },
     "offloaded": {"memory": MemoryOptions(offload=("norm", "attention", "experts", "rest"))},
     "blocks computed again": {"checkpoint": True, "fsdp": STAYING} | moe(router_jitter=0.2),
@@ -93,16 +96,21 @@ CASES: dict[str, dict[str, Any]] = {
     "transformers, tokens as FP8": {"family": "qwen3-moe", "dispatch": FP8, "fsdp": FREED},
     "two chunks": {"layout": "Et|tttL", "fsdp": STAYING},
     "two freed chunks": {"layout": "Ettt|tL", "fsdp": FREED},
-}  # fmt: skip
+}
 # What both of them combine, other cases have with pairs; test_wire.py has it without.
 NIGHTLY = (
-    "two levels, tokens as FP8", "transformers, tokens as FP8",
+    "two levels, tokens as FP8",
+    "transformers, tokens as FP8",
     # These change nothing where sides alternate.
-    "freed, blocks ahead", "capacity", "moe computed again", "transformers", "two chunks",
+    "freed, blocks ahead",
+    "capacity",
+    "moe computed again",
+    "transformers",
+    "two chunks",
     "shared experts",
     # As freed units, and blocks of others that are computed again.
     "freed blocks computed again",
-)  # fmt: skip
+)
 
 
 def make(device, *, config=CONFIG, checkpoint=False, layout="", family="", domain=None, **options):

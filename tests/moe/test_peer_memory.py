@@ -54,13 +54,16 @@ class FakeNVML:
         return 0
 
 
-@pytest.mark.parametrize(("uuid", "info", "name"), [
-    ("1b4e", {}, CLUSTER.hex() + ".7"),
-    ("1b4e", dict(cluster=bytes(16)), None),  # of one host: an HGX board
-    ("1b4e", dict(state=2), None),  # in progress
-    ("1b4e", dict(status=15), None),
-    ("ffff", {}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("uuid", "info", "name"),
+    [
+        ("1b4e", {}, CLUSTER.hex() + ".7"),
+        ("1b4e", dict(cluster=bytes(16)), None),  # of one host: an HGX board
+        ("1b4e", dict(state=2), None),  # in progress
+        ("1b4e", dict(status=15), None),
+        ("ffff", {}, None),
+    ],
+)
 def test_a_fabric_between_hosts_is_named(monkeypatch, uuid, info, name) -> None:
     nvml = FakeNVML(**info)
     monkeypatch.setattr(ctypes, "CDLL", lambda path: nvml)

@@ -88,9 +88,13 @@ def errors(folding, dispatcher, clones, is_fp8, rank) -> dict[str, float]:
     meshes = build_meshes(ParallelConfig(**FOLDINGS[folding]), "cpu", ranks_per_domain=2)
     name: Any = "alltoall" if dispatcher == "nvlink" else dispatcher
     parallelize(
-        model, meshes, dispatch=DispatchOptions(name=name, clones=clones), expert_backend="te",
-        precision=BLOCKWISE if is_fp8 else None, loss="sum",
-    )  # fmt: skip
+        model,
+        meshes,
+        dispatch=DispatchOptions(name=name, clones=clones),
+        expert_backend="te",
+        precision=BLOCKWISE if is_fp8 else None,
+        loss="sum",
+    )
     if dispatcher == "nvlink":
         model[0].dispatcher = by_stores(model[0].dispatcher.placement, max_tokens=50)
     x = batch(rank).requires_grad_()
@@ -151,15 +155,22 @@ def train(model: nn.Module, optimizer: AdamW, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("how", [
-    dict(expert_backend="te"),
-    dict(precision=BLOCKWISE),
-    dict(precision=BLOCKWISE, memory=MemoryOptions(recompute=("expert_fc1", "norm"))),
-    dict(precision=Recipe(backend="te", scaling="mxfp8")),
-    dict(
-        precision=Precision(recipe=Recipe(backend="te", scaling="tensorwise", amax_history=2),
-            roles=("mlp", "attention"))),
-], ids=["wide", "blockwise", "recompute", "mxfp8", "delayed"])  # fmt: skip
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(expert_backend="te"),
+        dict(precision=BLOCKWISE),
+        dict(precision=BLOCKWISE, memory=MemoryOptions(recompute=("expert_fc1", "norm"))),
+        dict(precision=Recipe(backend="te", scaling="mxfp8")),
+        dict(
+            precision=Precision(
+                recipe=Recipe(backend="te", scaling="tensorwise", amax_history=2),
+                roles=("mlp", "attention"),
+            )
+        ),
+    ],
+    ids=["wide", "blockwise", "recompute", "mxfp8", "delayed"],
+)
 def test_a_model_trains(defined: None, how: dict[str, Any]) -> None:
     """Against moecore's own, of the same scaling or of none."""
     own = dict(how, expert_backend="auto")

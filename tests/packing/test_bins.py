@@ -86,20 +86,25 @@ def test_long_documents_are_cut_by_choice() -> None:
     assert [len(d["input_ids"] if isinstance(d, dict) else d) for d in cut] == [3, 4, 4, 2, 4]
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: pack_lengths([3, 9], 8), r"^lengths \(9 of document 1\) must be <= the tokens of"),
-    (lambda: pack_lengths([3, 0], 8), r"^lengths \(0 of document 1\) must be >= 1 and < 2\*\*"),
-    (lambda: pack_lengths([2**31], 8), r"^lengths \(2147483648 of document 0\) must be >= 1"),
-    (lambda: pack_lengths([[3], [1, 2]], 8), r"^lengths \(\[\[3\], \[1, 2\]\]\) must be one"),
-    (lambda: pack_lengths(torch.ones(2), 8), r"^lengths \(tensor.* must be one whole number"),
-    (lambda: next(pack_documents([[1], [1] * 9], 8)), r"^documents \(number 1, 9 tokens\)"),
-    (lambda: next(pack_documents([[]], 8)), r"^documents \(number 0, 0 tokens\) must have >="),
-    (lambda: next(pack_documents(["text"], 8)), r"^documents \('text'\) must be token ids or"),
-    (lambda: next(pack_documents([{"text": "a"}], 8)),
-     r"^documents \(a row with \['text'\]\) must have input_ids: tokenize it$"),
-    (lambda: CutDocuments([[1]], [1, 2], 4), r"^lengths \(2 numbers\) must be one per docum"),
-    (lambda: CutDocuments(iter([]), [1], 4), r"^documents \(<.*\) must have a length and item"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pack_lengths([3, 9], 8), r"^lengths \(9 of document 1\) must be <= the tokens of"),
+        (lambda: pack_lengths([3, 0], 8), r"^lengths \(0 of document 1\) must be >= 1 and < 2\*\*"),
+        (lambda: pack_lengths([2**31], 8), r"^lengths \(2147483648 of document 0\) must be >= 1"),
+        (lambda: pack_lengths([[3], [1, 2]], 8), r"^lengths \(\[\[3\], \[1, 2\]\]\) must be one"),
+        (lambda: pack_lengths(torch.ones(2), 8), r"^lengths \(tensor.* must be one whole number"),
+        (lambda: next(pack_documents([[1], [1] * 9], 8)), r"^documents \(number 1, 9 tokens\)"),
+        (lambda: next(pack_documents([[]], 8)), r"^documents \(number 0, 0 tokens\) must have >="),
+        (lambda: next(pack_documents(["text"], 8)), r"^documents \('text'\) must be token ids or"),
+        (
+            lambda: next(pack_documents([{"text": "a"}], 8)),
+            r"^documents \(a row with \['text'\]\) must have input_ids: tokenize it$",
+        ),
+        (lambda: CutDocuments([[1]], [1, 2], 4), r"^lengths \(2 numbers\) must be one per docum"),
+        (lambda: CutDocuments(iter([]), [1], 4), r"^documents \(<.*\) must have a length and item"),
+    ],
+)
 def test_errors(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         call()

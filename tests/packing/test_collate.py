@@ -135,21 +135,30 @@ def test_models_of_transformers_train_on_rows_as_on_documents() -> None:
         torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: PackedCollator(row_tokens=9, multiple=4), r"\(9\) must be a multiple of multiple"),
-    (lambda: PackedCollator(row_tokens=2**30, rows=2), r"must be < 2\*\*31 / rows \(2\): cu"),
-    (lambda: PackedCollator(row_tokens=2)([[1] * 3]), r"^documents \(number 0, 3 tokens\) mus"),
-    (lambda: PackedCollator(row_tokens=2)([[1], [2], [3]]),
-     r"^documents \(number 2, 1 tokens\) must fit the rows \(1 of 2 tokens\): give it"),
-    (lambda: PackedCollator(row_tokens=4, max_documents=2)([[1], [2]]),
-     r"^documents \(3 with those of padding\) must be <= max_documents \(2\): raise it"),
-    (lambda: PackedCollator(row_tokens=4)([[]]), r"^documents\[0\] \(0 tokens\) must have >="),
-    (lambda: PackedCollator(row_tokens=4)([[0.5]]), r"^documents\[0\] \(\[0.5\]\) must be who"),
-    (lambda: PackedCollator(row_tokens=4)([["a"]]), r"^documents\[0\] \(\['a'\]\) must be who"),
-    (lambda: PackedCollator(row_tokens=4)([{"input_ids": [1, 2], "labels": [1]}]),
-     r"^documents\[0\]\['labels'\] \(1 numbers\) must have one per token \(2\): make them"),
-    (lambda: PackedCollator(row_tokens=4)([3]), r"^documents\[0\] \(3\) must be token ids or"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: PackedCollator(row_tokens=9, multiple=4), r"\(9\) must be a multiple of multiple"),
+        (lambda: PackedCollator(row_tokens=2**30, rows=2), r"must be < 2\*\*31 / rows \(2\): cu"),
+        (lambda: PackedCollator(row_tokens=2)([[1] * 3]), r"^documents \(number 0, 3 tokens\) mus"),
+        (
+            lambda: PackedCollator(row_tokens=2)([[1], [2], [3]]),
+            r"^documents \(number 2, 1 tokens\) must fit the rows \(1 of 2 tokens\): give it",
+        ),
+        (
+            lambda: PackedCollator(row_tokens=4, max_documents=2)([[1], [2]]),
+            r"^documents \(3 with those of padding\) must be <= max_documents \(2\): raise it",
+        ),
+        (lambda: PackedCollator(row_tokens=4)([[]]), r"^documents\[0\] \(0 tokens\) must have >="),
+        (lambda: PackedCollator(row_tokens=4)([[0.5]]), r"^documents\[0\] \(\[0.5\]\) must be who"),
+        (lambda: PackedCollator(row_tokens=4)([["a"]]), r"^documents\[0\] \(\['a'\]\) must be who"),
+        (
+            lambda: PackedCollator(row_tokens=4)([{"input_ids": [1, 2], "labels": [1]}]),
+            r"^documents\[0\]\['labels'\] \(1 numbers\) must have one per token \(2\): make them",
+        ),
+        (lambda: PackedCollator(row_tokens=4)([3]), r"^documents\[0\] \(3\) must be token ids or"),
+    ],
+)
 def test_errors(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         call()

@@ -65,10 +65,13 @@ def state_of(loaders: Any) -> Any:
     return json.loads(json.dumps(merge_states([loader.state_dict() for loader in loaders])))
 
 
-@pytest.mark.parametrize(("rule", "ids", "labels", "borders"), [
-    ("split", [[1, 2, 3, 4], [5, 6, 7, 8]], [[2, 3, -100, 5], [6, 7, 8, -100]], [0, 3, 4, 8]),
-    ("whole", [[1, 2, 3, 8], [4, 5, 6, 7]], [[2, 3, -100, -100], [5, 6, 7, 8]], [0, 3, 4, 8]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "ids", "labels", "borders"),
+    [
+        ("split", [[1, 2, 3, 4], [5, 6, 7, 8]], [[2, 3, -100, 5], [6, 7, 8, -100]], [0, 3, 4, 8]),
+        ("whole", [[1, 2, 3, 8], [4, 5, 6, 7]], [[2, 3, -100, -100], [5, 6, 7, 8]], [0, 3, 4, 8]),
+    ],
+)
 def test_rows_by_hand(rule: str, ids: Any, labels: Any, borders: Any) -> None:
     (loader,) = loaders(
         BY_HAND, ranks=1, row_tokens=4, documents=rule, shuffle=False, partitions=1, window=2
@@ -210,13 +213,16 @@ def test_documents_without_tokens_are_passed_over() -> None:
     assert taken([loader], 1) == [[1, 2, 3, 4]] * 2
 
 
-@pytest.mark.parametrize(("documents", "message"), [
-    ([[1, 99]], r"^all, document 0: token id \(99\) must be >= 0 and < vocab_size \(50\)"),
-    ([[1, -1]], r"token id \(-1\) must be >= 0"),
-    ([["a"]], "must be whole numbers in one row: tokenize it"),
-    ([[]], f"must have tokens: {EMPTY_IN_TURN + 1} documents in turn have none"),
-    (Again([]), "must have at least one document"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([[1, 99]], r"^all, document 0: token id \(99\) must be >= 0 and < vocab_size \(50\)"),
+        ([[1, -1]], r"token id \(-1\) must be >= 0"),
+        ([["a"]], "must be whole numbers in one row: tokenize it"),
+        ([[]], f"must have tokens: {EMPTY_IN_TURN + 1} documents in turn have none"),
+        (Again([]), "must have at least one document"),
+    ],
+)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_documents_are_one_line(documents: Any, message: str, workers: int) -> None:
     if workers and not isinstance(documents, Again):

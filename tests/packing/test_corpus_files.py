@@ -69,17 +69,23 @@ def test_every_dtype_of_ids(dtype: int, tmp_path: Path) -> None:
     assert [document.tolist() for document in documents] == [[5], [100, 0, 127]]
 
 
-@pytest.mark.parametrize(("files", "message"), [
-    ({"idx": b""}, r"a\.idx \(magic b'\\x00.*must be an index of Megatron of version 1"),
-    ({"idx": IDX.replace(b"\x01", b"\x02", 1)}, r"version 2, dtype 8\) must be an index"),
-    ({"idx": IDX[:17] + b"\x07" + IDX[18:]}, r"dtype 7\) must be an index.*of \[1, 2, 3"),
-    ({"idx": IDX[:-1]}, r"a\.idx \(113 bytes\) must have 114 for 4 sequences and 3 documents"),
-    ({"idx": IDX[:-8] + bytes(8)}, r"a\.idx must have documents that ascend from sequence 0"),
-    ({"idx": IDX[:90] + bytes([9]) + IDX[91:]}, r"a\.idx must have documents that ascend from"),
-    ({"idx": IDX[:34] + b"\xff" * 4 + IDX[38:]}, r"a\.idx \(-1\) must have sizes and starts of"),
-    ({"idx": IDX[:58] + b"\xfe" + b"\xff" * 7 + IDX[66:]}, r"a\.idx \(-2\) must have sizes"),
-    ({"bin_": BIN[:-2]}, r"a\.bin \(10 bytes\) must have 12, as .*a\.idx has it: copy"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"idx": b""}, r"a\.idx \(magic b'\\x00.*must be an index of Megatron of version 1"),
+        ({"idx": IDX.replace(b"\x01", b"\x02", 1)}, r"version 2, dtype 8\) must be an index"),
+        ({"idx": IDX[:17] + b"\x07" + IDX[18:]}, r"dtype 7\) must be an index.*of \[1, 2, 3"),
+        ({"idx": IDX[:-1]}, r"a\.idx \(113 bytes\) must have 114 for 4 sequences and 3 documents"),
+        ({"idx": IDX[:-8] + bytes(8)}, r"a\.idx must have documents that ascend from sequence 0"),
+        ({"idx": IDX[:90] + bytes([9]) + IDX[91:]}, r"a\.idx must have documents that ascend from"),
+        (
+            {"idx": IDX[:34] + b"\xff" * 4 + IDX[38:]},
+            r"a\.idx \(-1\) must have sizes and starts of",
+        ),
+        ({"idx": IDX[:58] + b"\xfe" + b"\xff" * 7 + IDX[66:]}, r"a\.idx \(-2\) must have sizes"),
+        ({"bin_": BIN[:-2]}, r"a\.bin \(10 bytes\) must have 12, as .*a\.idx has it: copy"),
+    ],
+)
 def test_a_broken_indexed_dataset_is_one_line(files, message, tmp_path) -> None:
     with pytest.raises(ValueError, match=message):
         MegatronDocuments(written(tmp_path, **files))

@@ -126,14 +126,17 @@ def test_a_source_without_rows_is_at_its_start(rule: str, field: str, value: int
 TWO = {"web": DOCUMENTS, "code": DOCUMENTS}
 
 
-@pytest.mark.parametrize(("before", "after", "name"), [
-    (DOCUMENTS, DOCUMENTS[:-1], "number of documents of web"),
-    (DOCUMENTS, DOCUMENTS[::-1], "tokens of sampled documents of web"),
-    ([[1] * 50, [2] * 50], [[1] * 5, [2] * 50], "tokens of sampled documents of web"),
-    (Marked(DOCUMENTS, "a"), Marked(DOCUMENTS, "b"), "fingerprint of web"),
-    (TWO, {"web": DOCUMENTS}, "number of sources"),
-    (TWO, dict(reversed(TWO.items())), "name of source 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after", "name"),
+    [
+        (DOCUMENTS, DOCUMENTS[:-1], "number of documents of web"),
+        (DOCUMENTS, DOCUMENTS[::-1], "tokens of sampled documents of web"),
+        ([[1] * 50, [2] * 50], [[1] * 5, [2] * 50], "tokens of sampled documents of web"),
+        (Marked(DOCUMENTS, "a"), Marked(DOCUMENTS, "b"), "fingerprint of web"),
+        (TWO, {"web": DOCUMENTS}, "number of sources"),
+        (TWO, dict(reversed(TWO.items())), "name of source 0"),
+    ],
+)
 @pytest.mark.parametrize("rule", ["split", "whole"])
 def test_a_position_in_other_data_is_refused(rule: str, before: Any, after: Any, name: str) -> None:
     one, other = loader(before, documents=rule), loader(after, documents=rule)

@@ -199,24 +199,41 @@ def test_serpentine() -> None:
     assert run[: top + 1] == sorted(run[: top + 1]) and run[top:] == sorted(run[top:])[::-1]
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: schedule_documents([9, 40], ranks=6, max_tokens=8),
-     r"^max_tokens \(8\) must be >= 20, what each of 2 ranks holds of document 1 \(40 tok"),
-    (lambda: schedule_documents([], ranks=1, max_tokens=1), r"^lengths \(\[\]\) must have at"),
-    (lambda: schedule_documents([1, 2], ranks=1, max_tokens=4, num_labels=[1]),
-     r"^num_labels \(1 numbers\) must be one per document \(2\): count those"),
-    (lambda: schedule_documents([1], ranks=1, max_tokens=4, num_labels=[-1]),
-     r"^num_labels \(-1 of document 0\) must be >= 0 and < 2\*\*31"),
-    (lambda: schedule_documents([1], ranks=4, max_tokens=4).select_rank_groups(4),
-     r"^rank \(4\) must be < the ranks of the schedule \(4\): count dp x cp"),
-    (lambda: DocumentCost(quadratic=0.0, linear=0.0), r"^DocumentCost.quadratic \(0.0\) must"),
-    (lambda: MeasuredCost(lengths=(1, 2), seconds={1: (1.0, 2.0), 4: (1.0, 2.0)}),
-     r"^MeasuredCost.seconds \(.*\) must have the keys 1, 2, 4, ... without a gap"),
-    (lambda: MeasuredCost(lengths=(1, 2), seconds={1: (2.0, 1.0)}),
-     r"^MeasuredCost.seconds \(.*\) must ascend with lengths, 2 for each cp, also for 1"),
-    (lambda: MeasuredCost(lengths=(2, 1), seconds={1: (1.0, 2.0)}),
-     r"^MeasuredCost.lengths \(\(2, 1\)\) must ascend, with at least one: sort the table$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: schedule_documents([9, 40], ranks=6, max_tokens=8),
+            r"^max_tokens \(8\) must be >= 20, what each of 2 ranks holds of document 1 \(40 tok",
+        ),
+        (lambda: schedule_documents([], ranks=1, max_tokens=1), r"^lengths \(\[\]\) must have at"),
+        (
+            lambda: schedule_documents([1, 2], ranks=1, max_tokens=4, num_labels=[1]),
+            r"^num_labels \(1 numbers\) must be one per document \(2\): count those",
+        ),
+        (
+            lambda: schedule_documents([1], ranks=1, max_tokens=4, num_labels=[-1]),
+            r"^num_labels \(-1 of document 0\) must be >= 0 and < 2\*\*31",
+        ),
+        (
+            lambda: schedule_documents([1], ranks=4, max_tokens=4).select_rank_groups(4),
+            r"^rank \(4\) must be < the ranks of the schedule \(4\): count dp x cp",
+        ),
+        (lambda: DocumentCost(quadratic=0.0, linear=0.0), r"^DocumentCost.quadratic \(0.0\) must"),
+        (
+            lambda: MeasuredCost(lengths=(1, 2), seconds={1: (1.0, 2.0), 4: (1.0, 2.0)}),
+            r"^MeasuredCost.seconds \(.*\) must have the keys 1, 2, 4, ... without a gap",
+        ),
+        (
+            lambda: MeasuredCost(lengths=(1, 2), seconds={1: (2.0, 1.0)}),
+            r"^MeasuredCost.seconds \(.*\) must ascend with lengths, 2 for each cp, also for 1",
+        ),
+        (
+            lambda: MeasuredCost(lengths=(2, 1), seconds={1: (1.0, 2.0)}),
+            r"^MeasuredCost.lengths \(\(2, 1\)\) must ascend, with at least one: sort the table$",
+        ),
+    ],
+)
 def test_errors(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         call()

@@ -153,12 +153,15 @@ def test_a_position_goes_on_on_other_ranks(workers: int) -> None:
         assert of_all([next(loader) for loader in after]) == sorted(pieces_of(next(rows)))
 
 
-@pytest.mark.parametrize(("max_tokens", "options", "message"), [
-    (192, {"multiple": 2}, "CorpusOptions.multiple (2) must be 1: groups pad to their own cp"),
-    (191, {}, "max_tokens (191) must be even: cp ranks hold two chunks"),
-    (192, {"row_tokens": 500}, "row_tokens (500) must be a multiple of 8, two chunks of each"),
-    (100, {}, "max_tokens (100) must be >= 128, what each of 4 ranks, the most of a group,"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("max_tokens", "options", "message"),
+    [
+        (192, {"multiple": 2}, "CorpusOptions.multiple (2) must be 1: groups pad to their own cp"),
+        (191, {}, "max_tokens (191) must be even: cp ranks hold two chunks"),
+        (192, {"row_tokens": 500}, "row_tokens (500) must be a multiple of 8, two chunks of each"),
+        (100, {}, "max_tokens (100) must be >= 128, what each of 4 ranks, the most of a group,"),
+    ],
+)
 def test_refusals(max_tokens: int, options: dict[str, Any], message: str) -> None:
     source = CorpusSource(name="all", documents=[[1]])
     where = {"rows": 1, "max_tokens": max_tokens, "data_ranks": 4}

@@ -72,13 +72,17 @@ def of_shape(given: dict[str, Any], *shape: int) -> dict[str, Any]:
 CHANGES: dict[str, tuple[Change, str]] = {
     "tokens": (lambda given: given.update(tokens_BT=60 - given["tokens_BT"]), "tokens_BT"),
     "labels": (lambda given: given.update(labels_BT=-given["labels_BT"]), "labels_BT"),
-    "length": (lambda given: given.update({n: given[n][:, 2:] for n in ("tokens_BT", "labels_BT")}),
-        "and 1 more"),
+    "length": (
+        lambda given: given.update({n: given[n][:, 2:] for n in ("tokens_BT", "labels_BT")}),
+        "and 1 more",
+    ),
     "shape of as many tokens": (lambda given: given.update(of_shape(given, 4, 4)), "and 1 more"),
     "dtype": (lambda given: given.update(tokens_BT=given["tokens_BT"].int()), "tokens_BT"),
-    "padding": (lambda given: given.update(padding_mask_BT=given["tokens_BT"] < 30),
-        "names of arguments"),
-}  # fmt: skip
+    "padding": (
+        lambda given: given.update(padding_mask_BT=given["tokens_BT"] < 30),
+        "names of arguments",
+    ),
+}
 OF_NATIVE: dict[str, tuple[Change, str]] = {
     "number of labels": (lambda given: given.update(num_tokens=1), "num_tokens"),
     "documents": (with_documents, "names of arguments"),

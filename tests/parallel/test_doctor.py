@@ -39,29 +39,40 @@ def test_a_healthy_job_has_no_problem() -> None:
     assert find_problems(JOB) == find_problems([replace(ONE, ranks_per_host=None)]) == []
 
 
-@pytest.mark.parametrize(("facts", "line"), [
-    (changed(3, versions={"torch": "2.12.1", "NCCL": "2.29"}), "torch (2.13.0 on ranks 0-2,"),
-    (changed(1, environment={}), "NCCL_DEBUG (WARN on ranks 0, 2-3, not set on rank 1) must"),
-    (changed(2, clock=96.5), "clock of node-b (-3.5 s from that of node-a) must be within 1"),
-    (changed(0, open_files=1024), "open files of rank 0 (1024) must be >= 4096: ulimit -n"),
-    (changed(1, locked_memory=8 * GIB), "locked memory of rank 1 (8 GiB) must be unlimited,"),
-    (changed(3, shared_memory=GIB // 16), "/dev/shm of node-b (0.0625 GiB free) must have 1"),
-    (changed(1, disk=2 * GIB), "disk of checkpoints on node-a (2 GiB free) must have 10 GiB:"),
-    (changed(3, sees_checkpoints=False), "directory of checkpoints on node-b (of rank 3)"),
-    (changed(1, has_checkpoints=False), "--checkpoints (not given on rank 1) must be given"),
-    (changed(3, failures=("/dev/shm must be readable by this rank",)),
-     "rank 3 on node-b: /dev/shm must be readable by this rank"),
-    (changed(3, gpu_memory=(40 * GIB, 80 * GIB)), "GPU of rank 3 (40 GiB of 80 GiB free on"),
-    (changed(3, peers="must have peer access from rank 2 to rank 3: use 'alltoall'"),
-     "dispatcher 'nvlink' on node-b must have peer access from rank 2 to rank 3: use"),
-    (changed(3, rates={"inside a host": 300e9, "between hosts": 3.1e9}),
-     "messages between hosts to rank 3 on node-b (3.1 GB/s) must be near the median (40"),
-    (changed(1, ranks_per_host=4), "LOCAL_WORLD_SIZE (4) of node-a must be its number of"),
-    ([*JOB, OTHER], "ranks of a host (node-a: 2, node-b: 3) must be equally many: start as"),
-    ([replace(one, fabric="ab"[i % 2]) for i, one in enumerate(JOB)],
-     "ranks of one NVLink domain (ranks 0, 2) must be neighbours, on which dispatcher"),
-    ([ONE, OTHER, ONE, OTHER], "ranks of node-a (ranks 0, 2) must be neighbours, on which tp"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("facts", "line"),
+    [
+        (changed(3, versions={"torch": "2.12.1", "NCCL": "2.29"}), "torch (2.13.0 on ranks 0-2,"),
+        (changed(1, environment={}), "NCCL_DEBUG (WARN on ranks 0, 2-3, not set on rank 1) must"),
+        (changed(2, clock=96.5), "clock of node-b (-3.5 s from that of node-a) must be within 1"),
+        (changed(0, open_files=1024), "open files of rank 0 (1024) must be >= 4096: ulimit -n"),
+        (changed(1, locked_memory=8 * GIB), "locked memory of rank 1 (8 GiB) must be unlimited,"),
+        (changed(3, shared_memory=GIB // 16), "/dev/shm of node-b (0.0625 GiB free) must have 1"),
+        (changed(1, disk=2 * GIB), "disk of checkpoints on node-a (2 GiB free) must have 10 GiB:"),
+        (changed(3, sees_checkpoints=False), "directory of checkpoints on node-b (of rank 3)"),
+        (changed(1, has_checkpoints=False), "--checkpoints (not given on rank 1) must be given"),
+        (
+            changed(3, failures=("/dev/shm must be readable by this rank",)),
+            "rank 3 on node-b: /dev/shm must be readable by this rank",
+        ),
+        (changed(3, gpu_memory=(40 * GIB, 80 * GIB)), "GPU of rank 3 (40 GiB of 80 GiB free on"),
+        (
+            changed(3, peers="must have peer access from rank 2 to rank 3: use 'alltoall'"),
+            "dispatcher 'nvlink' on node-b must have peer access from rank 2 to rank 3: use",
+        ),
+        (
+            changed(3, rates={"inside a host": 300e9, "between hosts": 3.1e9}),
+            "messages between hosts to rank 3 on node-b (3.1 GB/s) must be near the median (40",
+        ),
+        (changed(1, ranks_per_host=4), "LOCAL_WORLD_SIZE (4) of node-a must be its number of"),
+        ([*JOB, OTHER], "ranks of a host (node-a: 2, node-b: 3) must be equally many: start as"),
+        (
+            [replace(one, fabric="ab"[i % 2]) for i, one in enumerate(JOB)],
+            "ranks of one NVLink domain (ranks 0, 2) must be neighbours, on which dispatcher",
+        ),
+        ([ONE, OTHER, ONE, OTHER], "ranks of node-a (ranks 0, 2) must be neighbours, on which tp"),
+    ],
+)
 def test_what_is_wrong_is_one_line(facts: list[RankFacts], line: str) -> None:
     assert any(problem.startswith(line) for problem in find_problems(facts))
     assert len(find_problems(facts)) <= 2  # some facts are wrong in two ways
@@ -164,16 +175,19 @@ def test_a_peer_that_ends_is_one_line(tmp_path, monkeypatch, no_group_left, capf
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("variables", "arguments", "line"), [
-    ({"RANK": "x"}, [], "RANK ('x') must be a whole number from 0 to 1: start ranks"),
-    ({"RANK": "2"}, [], "RANK ('2') must be a whole number from 0 to 1: start ranks"),
-    ({"WORLD_SIZE": "x"}, [], "WORLD_SIZE ('x') must be a whole number from 1 to 2147483647"),
-    ({"MASTER_PORT": "x"}, [], "MASTER_PORT ('x') must be a whole number from 0 to 65535"),
-    ({}, ["--timeout", "99999999999999"], "--timeout (99999999999999) must be a whole number"),
-    ({}, ["--timeout", "0"], "--timeout (0) must be a whole number >= 1 and <= 86400"),
-    ({}, ["--timeout", "-5"], "--timeout (-5) must be a whole number >= 1 and <= 86400"),
-    ({}, ["--timeout", "1"], "ranks must find each other within 1 s: check that all have"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variables", "arguments", "line"),
+    [
+        ({"RANK": "x"}, [], "RANK ('x') must be a whole number from 0 to 1: start ranks"),
+        ({"RANK": "2"}, [], "RANK ('2') must be a whole number from 0 to 1: start ranks"),
+        ({"WORLD_SIZE": "x"}, [], "WORLD_SIZE ('x') must be a whole number from 1 to 2147483647"),
+        ({"MASTER_PORT": "x"}, [], "MASTER_PORT ('x') must be a whole number from 0 to 65535"),
+        ({}, ["--timeout", "99999999999999"], "--timeout (99999999999999) must be a whole number"),
+        ({}, ["--timeout", "0"], "--timeout (0) must be a whole number >= 1 and <= 86400"),
+        ({}, ["--timeout", "-5"], "--timeout (-5) must be a whole number >= 1 and <= 86400"),
+        ({}, ["--timeout", "1"], "ranks must find each other within 1 s: check that all have"),
+    ],
+)
 def test_what_a_rank_is_told_before_it_has_peers(
     variables: dict[str, str],
     arguments: list[str],

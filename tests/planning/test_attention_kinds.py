@@ -55,14 +55,20 @@ DEEP = TrainingRun(model=of_layers(16), num_gpus=8, parallel=ParallelConfig(ep=8
 CASES = {
     "three linear, one full": (DEEP, 0.002),
     "dense ones too, cp": (
-        replace(DEEP, model=of_layers(12, dense=3), parallel=ParallelConfig(cp=2, ep=4)), 0.01),
+        replace(DEEP, model=of_layers(12, dense=3), parallel=ParallelConfig(cp=2, ep=4)),
+        0.01,
+    ),
     "sparse, two nodes": (
-        TrainingRun(model=replace(V32, num_layers=9), num_gpus=16,
-            parallel=ParallelConfig(ep=16, tp=2)), 0.02),
+        TrainingRun(
+            model=replace(V32, num_layers=9), num_gpus=16, parallel=ParallelConfig(ep=16, tp=2)
+        ),
+        0.02,
+    ),
     "plain MLPs too, attention last, cp": (
         replace(DEEP, model=of_pattern("M-MEM*E" * 2 + "M*"), parallel=ParallelConfig(cp=2, ep=4)),
-        0.001),
-}  # fmt: skip
+        0.001,
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -143,11 +149,14 @@ def test_a_dry_run_holds_what_forwards_keep(model: DecoderConfig) -> None:
     assert sum(kinds.values()) == pytest.approx(blocks, rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "experts"), [
-    ("tiny-nemotron-h", 2 * 8 * 2 * 32 * 64),  # without a gate
-    ("tiny-deepseek-v3", (2 + 1) * 8 * 3 * 32 * 64),  # with the module of predictions
-    ("gpt-oss-20b", 24 * 32 * (3 * 2880 * 2880 + 3 * 2880)),  # with biases
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [
+        ("tiny-nemotron-h", 2 * 8 * 2 * 32 * 64),  # without a gate
+        ("tiny-deepseek-v3", (2 + 1) * 8 * 3 * 32 * 64),  # with the module of predictions
+        ("gpt-oss-20b", 24 * 32 * (3 * 2880 * 2880 + 3 * 2880)),  # with biases
+    ],
+)
 def test_parameters_of_experts(name: Any, experts: int) -> None:
     sizes = TrainingRun(model=preset(name), num_gpus=1, seq_len=64).planned_model.count_parameters()
     assert sizes.experts == experts and sizes.params == num_params(preset(name))

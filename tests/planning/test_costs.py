@@ -215,13 +215,18 @@ def test_json_round_trip(tmp_path: Path) -> None:
         CostTable.read(path)
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"gpu": "h201"}, r"CostTable.gpu \('h201'\) must be one of 'a100-80', .* or a Gpu: cho"),
-    ({"launch_seconds": 0.0}, r"launch_seconds \(0.0\) must be a finite number > 0"),
-    ({"efficiency": {}}, r"efficiency \({}\) must have 'product', .*'network': add a share"),
-    ({"points": (Point(work=rows(64), seconds=1e-7),)},
-     r"points .* must take longer than a launch and move bytes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"gpu": "h201"}, r"CostTable.gpu \('h201'\) must be one of 'a100-80', .* or a Gpu: cho"),
+        ({"launch_seconds": 0.0}, r"launch_seconds \(0.0\) must be a finite number > 0"),
+        ({"efficiency": {}}, r"efficiency \({}\) must have 'product', .*'network': add a share"),
+        (
+            {"points": (Point(work=rows(64), seconds=1e-7),)},
+            r"points .* must take longer than a launch and move bytes",
+        ),
+    ],
+)
 def test_errors(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(H200, **fields)

@@ -38,22 +38,25 @@ def test_a_file_has_what_differs(tmp_path: Path) -> None:
     assert like.measured and not gpu.measured, "nobody has run on it"
 
 
-@pytest.mark.parametrize(("text", "error"), [
-    ("memory = 1", r"must have bf16_flops, fp8_flops, fp32_flops, memory_bandwidth"),
-    ('like = "h100"', r"like \('h100'\) must be one of a100-80"),
-    ('like = "h100-80"\nflops = 1', r"flops \(1\) must be a field of Gpu"),
-    ('like = "h100-80"\nmemory = -1', r"Gpu.memory \(-1\) must be"),
-    ("memory", "must be TOML"),
-    ("like = []", r"like \(\[\]\) must be one of a100-80"),
-    ('like = "h100-80"\nbf16_flops = 1e-300', r"Gpu.bf16_flops \(1e-300\) must be a finite n"),
-    ('like = "h100-80"\npcie = nan', r"Gpu.pcie \(nan\) must be"),
-    ('like = "h100-80"\nserver = 100000', r"Gpu.server \(100000\) must be"),
-    (f'like = "{"h" * 10**5}"', r"like \('hhh.*\.\.\.\) must be one of"),
-    (f'{"h" * 10**5} = "{"v" * 10**5}"', r"hhh.* \('vvv.*\.\.\.\) must be a field"),
-    (".".join("a" * 2000) + " = 1", "must be"),
-    ("a = " + "[" * 10**5, "must be TOML"),
-    ("#" * 2**20 + "\n", "must be a file of at most 1048576 bytes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("memory = 1", r"must have bf16_flops, fp8_flops, fp32_flops, memory_bandwidth"),
+        ('like = "h100"', r"like \('h100'\) must be one of a100-80"),
+        ('like = "h100-80"\nflops = 1', r"flops \(1\) must be a field of Gpu"),
+        ('like = "h100-80"\nmemory = -1', r"Gpu.memory \(-1\) must be"),
+        ("memory", "must be TOML"),
+        ("like = []", r"like \(\[\]\) must be one of a100-80"),
+        ('like = "h100-80"\nbf16_flops = 1e-300', r"Gpu.bf16_flops \(1e-300\) must be a finite n"),
+        ('like = "h100-80"\npcie = nan', r"Gpu.pcie \(nan\) must be"),
+        ('like = "h100-80"\nserver = 100000', r"Gpu.server \(100000\) must be"),
+        (f'like = "{"h" * 10**5}"', r"like \('hhh.*\.\.\.\) must be one of"),
+        (f'{"h" * 10**5} = "{"v" * 10**5}"', r"hhh.* \('vvv.*\.\.\.\) must be a field"),
+        (".".join("a" * 2000) + " = 1", "must be"),
+        ("a = " + "[" * 10**5, "must be TOML"),
+        ("#" * 2**20 + "\n", "must be a file of at most 1048576 bytes"),
+    ],
+)
 def test_a_wrong_file_is_one_line(text: str, error: str, tmp_path: Path) -> None:
     file = tmp_path / "wrong.toml"
     file.write_text(text)
@@ -64,13 +67,16 @@ def test_a_wrong_file_is_one_line(text: str, error: str, tmp_path: Path) -> None
         read_gpu(tmp_path)
 
 
-@pytest.mark.parametrize(("gpu", "ep", "has_stores"), [
-    ("h100-80", 8, True),
-    ("h100-80", 16, False),
-    ("gb200-186", 4, True),
-    ("gb200-186", 8, False),  # two servers of a domain
-    ("rtx5090-32", 4, False),  # without peer access
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gpu", "ep", "has_stores"),
+    [
+        ("h100-80", 8, True),
+        ("h100-80", 16, False),
+        ("gb200-186", 4, True),
+        ("gb200-186", 8, False),  # two servers of a domain
+        ("rtx5090-32", 4, False),  # without peer access
+    ],
+)
 def test_stores_stay_among_the_peers_of_a_server(gpu: Any, ep: int, has_stores: bool) -> None:
     """In searches, by flags and in a run, whose ranks of two hosts refuse them."""
     request = SearchRequest(model=preset("tiny"), num_gpus=16, gpu=gpu, seq_len=64)
@@ -184,9 +190,13 @@ def test_a_dry_run_has_no_time_that_is_not_modelled(tmp_path, capsys) -> None:
 def test_blackwell_formats_have_the_time_of_their_tensor_cores(precision: str, dtype: str) -> None:
     """A dry run for a Blackwell GPU has packed operands and no product of their emulation."""
     run = TrainingRun(
-        model=preset("tiny-deepseek-v3"), num_gpus=2, seq_len=128, parallel=ParallelConfig(ep=2),
-        precision=Precision.of(precision), has_block_scales=True,
-    )  # fmt: skip
+        model=preset("tiny-deepseek-v3"),
+        num_gpus=2,
+        seq_len=128,
+        parallel=ParallelConfig(ep=2),
+        precision=Precision.of(precision),
+        has_block_scales=True,
+    )
     works = [launch.work for launch in dry_run(run).queued if "block_scaled" in launch.work.name]
     assert len({work.name for work in works}) >= 2
     assert all(work.dtype.startswith(dtype) and work.flops > 0 for work in works)

@@ -127,20 +127,26 @@ def test_forwards_in_flight_are_those_of_the_schedule() -> None:
     assert [rank.in_flight for rank in gpipe.ranks] == 4 * [(8,)]
 
 
-@pytest.mark.parametrize(("model", "layout", "schedule", "strategy"), [
-    # Its first layer frees a tensor of the whole step, and stands for three dense layers.
-    ("deepseek-v3", "Et*4|t*2|t|tmL", "interleaved", "optim"),
-    ("tiny-deepseek-v3", "Et*5|t*3mL", "1f1b", "optim_grads_params"),
-    ("tiny-deepseek-v3", "Et*5|t*3mL", "gpipe", "optim"),
-    ("tiny-deepseek-v3", "Et*6|t|t|mL", "overlapped", "optim"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "layout", "schedule", "strategy"),
+    [
+        # Its first layer frees a tensor of the whole step, and stands for three dense layers.
+        ("deepseek-v3", "Et*4|t*2|t|tmL", "interleaved", "optim"),
+        ("tiny-deepseek-v3", "Et*5|t*3mL", "1f1b", "optim_grads_params"),
+        ("tiny-deepseek-v3", "Et*5|t*3mL", "gpipe", "optim"),
+        ("tiny-deepseek-v3", "Et*6|t|t|mL", "overlapped", "optim"),
+    ],
+)
 def test_kinds_are_positive_and_add_up(model, layout, schedule, strategy) -> None:
     run = TrainingRun(
-        model=replace(preset(model), num_layers=8), num_gpus=8,
-        seq_len=4096 if model == "deepseek-v3" else 64, parallel=ParallelConfig(pp=2, ep=4),
-        pipeline=PipelineConfig(schedule=schedule, layout=layout), num_micro_batches=8,
+        model=replace(preset(model), num_layers=8),
+        num_gpus=8,
+        seq_len=4096 if model == "deepseek-v3" else 64,
+        parallel=ParallelConfig(pp=2, ep=4),
+        pipeline=PipelineConfig(schedule=schedule, layout=layout),
+        num_micro_batches=8,
         fsdp=FSDPOptions(param_dtype=torch.bfloat16, dense_strategy=strategy),
-    )  # fmt: skip
+    )
     ranks = plan_memory(run).ranks
     assert all(n > 0 for rank in ranks for n in (*rank.device.values(), *rank.host.values()))
     # Only a few small tensors have no kind: counters, tables of positions.
@@ -154,15 +160,18 @@ def test_bytes_that_a_kind_lacks_are_taken_from_others() -> None:
     assert found == {"parameters": 50, "other": 3, "backward": 4}
 
 
-@pytest.mark.parametrize(("schedule", "numbers"), [
-    (None, range(1, 9)),
-    ("1f1b", (9, 10, 11)),
-    ("zero-bubble", (9, 10, 11)),
-    ("interleaved", (10, 12)),
-    ("overlapped", (10, 12)),
-    ("zbv", (9, 10, 11)),
-    ("dualpipe-v", (9, 10, 11)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "numbers"),
+    [
+        (None, range(1, 9)),
+        ("1f1b", (9, 10, 11)),
+        ("zero-bubble", (9, 10, 11)),
+        ("interleaved", (10, 12)),
+        ("overlapped", (10, 12)),
+        ("zbv", (9, 10, 11)),
+        ("dualpipe-v", (9, 10, 11)),
+    ],
+)
 def test_many_micro_batches_hold_what_a_few_do(schedule, numbers, monkeypatch) -> None:
     """The levels of all passes are those of the first rounds."""
     chunks = None if schedule in (None, "1f1b", "zero-bubble") else 2
@@ -246,17 +255,28 @@ INTERLEAVED = PipelineConfig(schedule="interleaved", chunks=2)
 TENSORWISE = Precision.of("tensorwise")
 STAGED_RUNS: dict[str, TrainingRun] = {
     "stages": replace(WIDE, parallel=ParallelConfig(pp=2, tp=2, ep=4), pipeline=INTERLEAVED),
-    "linear attention": replace(WIDE,
+    "linear attention": replace(
+        WIDE,
         model=replace(preset("tiny-qwen3-next"), num_layers=8, linear_layers=(0, 1, 2, 4, 5, 6)),
-        parallel=ParallelConfig(pp=4, ep=4), pipeline=PipelineConfig()),
-    "a V, tied": replace(WIDE, model=TIED, parallel=ParallelConfig(pp=2, cp=2),
-        pipeline=PipelineConfig(schedule="zbv")),
-    "predictions alone": replace(WIDE, parallel=ParallelConfig(pp=4, ep=4),
-        pipeline=PipelineConfig(layout="Ettt|tttt|m|L")),
-    "layers by name": replace(WIDE, parallel=ParallelConfig(pp=4, ep=4),
+        parallel=ParallelConfig(pp=4, ep=4),
+        pipeline=PipelineConfig(),
+    ),
+    "a V, tied": replace(
+        WIDE,
+        model=TIED,
+        parallel=ParallelConfig(pp=2, cp=2),
+        pipeline=PipelineConfig(schedule="zbv"),
+    ),
+    "predictions alone": replace(
+        WIDE, parallel=ParallelConfig(pp=4, ep=4), pipeline=PipelineConfig(layout="Ettt|tttt|m|L")
+    ),
+    "layers by name": replace(
+        WIDE,
+        parallel=ParallelConfig(pp=4, ep=4),
         pipeline=PipelineConfig(layout="Ettt|tt|tt|mL"),
-        precision=replace(TENSORWISE, overrides=(("*.3.*", None),))),
-}  # fmt: skip
+        precision=replace(TENSORWISE, overrides=(("*.3.*", None),)),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", STAGED_RUNS)

@@ -166,18 +166,21 @@ def test_a_collective_is_of_the_innermost_mark_around_its_launch(tmp_path: Path)
     assert found.parts["other collectives"] == pytest.approx(2 * US)
 
 
-@pytest.mark.parametrize(("kernel", "part"), [
-    ({"group": "mesh_ep_etp", "collective": "_allgather_base"}, "dispatch by collectives"),
-    ({"group": "mesh_default", "phase": "combine"}, "dispatch by collectives"),
-    ({"group": "mesh_cp_inner", "collective": "all_to_all"}, "context parallelism"),
-    ({"group": "mesh_edp_shard"}, "sharding"),
-    ({"group": "mesh_dp_shard_cp"}, "sharding"),
-    ({"collective": "all_to_allv"}, "dispatch by collectives"),
-    ({"collective": "_reduce_scatter_base"}, "sharding"),
-    ({"collective": "recv"}, "pipeline"),
-    ({"name": "ncclDevKernel_AllReduce_Sum_f32"}, "sharding"),
-    ({"name": "ncclDevKernel_SendRecv"}, "other collectives"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ({"group": "mesh_ep_etp", "collective": "_allgather_base"}, "dispatch by collectives"),
+        ({"group": "mesh_default", "phase": "combine"}, "dispatch by collectives"),
+        ({"group": "mesh_cp_inner", "collective": "all_to_all"}, "context parallelism"),
+        ({"group": "mesh_edp_shard"}, "sharding"),
+        ({"group": "mesh_dp_shard_cp"}, "sharding"),
+        ({"collective": "all_to_allv"}, "dispatch by collectives"),
+        ({"collective": "_reduce_scatter_base"}, "sharding"),
+        ({"collective": "recv"}, "pipeline"),
+        ({"name": "ncclDevKernel_AllReduce_Sum_f32"}, "sharding"),
+        ({"name": "ncclDevKernel_SendRecv"}, "other collectives"),
+    ],
+)
 def test_whose_a_collective_is(kernel: dict[str, str], part: str) -> None:
     assert classify_kernel(Kernel(**{"name": "ncclKernel", "start": 0, "end": 1} | kernel)) == part
 
@@ -285,20 +288,23 @@ def one_kernel() -> Events:
     return events
 
 
-@pytest.mark.parametrize(("write", "message"), [
-    (lambda path: None, "must be a file: it is not there"),
-    (lambda path: path.write_text('{"traceEvents": ['), "must be a Chrome trace: it is no who"),
-    (lambda path: path.write_bytes(b"\x1f\x8b no"), "must be a Chrome trace: it is no whole"),
-    (lambda path: path.write_text("[]"), "must be a Chrome trace: it has no traceEvents; expo"),
-    (of_a_cpu_run, "must hold kernels of a GPU that take time, but it has none: run on a GPU"),
-    (of_two_gpus, "must hold one GPU, not 2: export a trace on each rank"),
-    *((with_last(a_step, damage), "must have a name, finite ts and dur") for damage in DAMAGES),
-    (with_last(a_step, {"args": None}), "must be a trace of torch.profiler: an event lacks ts"),
-    (lambda path: path.write_text("[" * 100_000), "must be a Chrome trace: it is no whole"),
-    (lambda path: path.mkdir(), "must be a trace's file, not a directory: pass the .json or"),
-    (os.mkfifo, "must be a file that can be read; export one"),
-    *((with_last(one_kernel, time), "must hold kernels of a GPU that") for time in NO_TIME),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path: None, "must be a file: it is not there"),
+        (lambda path: path.write_text('{"traceEvents": ['), "must be a Chrome trace: it is no who"),
+        (lambda path: path.write_bytes(b"\x1f\x8b no"), "must be a Chrome trace: it is no whole"),
+        (lambda path: path.write_text("[]"), "must be a Chrome trace: it has no traceEvents; expo"),
+        (of_a_cpu_run, "must hold kernels of a GPU that take time, but it has none: run on a GPU"),
+        (of_two_gpus, "must hold one GPU, not 2: export a trace on each rank"),
+        *((with_last(a_step, damage), "must have a name, finite ts and dur") for damage in DAMAGES),
+        (with_last(a_step, {"args": None}), "must be a trace of torch.profiler: an event lacks ts"),
+        (lambda path: path.write_text("[" * 100_000), "must be a Chrome trace: it is no whole"),
+        (lambda path: path.mkdir(), "must be a trace's file, not a directory: pass the .json or"),
+        (os.mkfifo, "must be a file that can be read; export one"),
+        *((with_last(one_kernel, time), "must hold kernels of a GPU that") for time in NO_TIME),
+    ],
+)
 def test_what_is_no_trace_is_one_line(write, message, tmp_path, capsys) -> None:
     path = tmp_path / "trace.json"
     write(path)

@@ -70,16 +70,19 @@ def found_of_small() -> SearchResult:
     return search(SMALL, max_plans=3)
 
 
-@pytest.mark.parametrize(("folding", "rule", "text"), [
-    (Layout(pp=8, ep=6), "degrees divide the GPUs", "expert view (48 ranks)"),
-    (Layout(pp=3), "degrees divide the GPUs", "dense view (3 ranks)"),
-    (Layout(tp=256), "heads divide", "DecoderConfig.num_heads (128)"),
-    (Layout(pp=64), "a layer per stage", "num_layers (61)"),
-    (Layout(ep=8, etp=2), "EP before TP for experts", "use etp=1"),
-    (Layout(tp=16), "TP within NVLink", "tp (16)"),
-    (Layout(cp=2), "CP for long rows", "rows have 4096"),
-    (Layout(pp=8, ep=8), "VPP where there is PP", "use chunks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("folding", "rule", "text"),
+    [
+        (Layout(pp=8, ep=6), "degrees divide the GPUs", "expert view (48 ranks)"),
+        (Layout(pp=3), "degrees divide the GPUs", "dense view (3 ranks)"),
+        (Layout(tp=256), "heads divide", "DecoderConfig.num_heads (128)"),
+        (Layout(pp=64), "a layer per stage", "num_layers (61)"),
+        (Layout(ep=8, etp=2), "EP before TP for experts", "use etp=1"),
+        (Layout(tp=16), "TP within NVLink", "tp (16)"),
+        (Layout(cp=2), "CP for long rows", "rows have 4096"),
+        (Layout(pp=8, ep=8), "VPP where there is PP", "use chunks"),
+    ],
+)
 def test_a_refusal_names_its_rule(folding: Layout, rule: str, text: str) -> None:
     refusal = find_refusal(LARGE, folding)
     assert refusal is not None and refusal.rule == rule and text in refusal.reason
@@ -372,24 +375,27 @@ def test_names_that_help_lists_are_those_of_the_records() -> None:
     assert get_args(PresetName) == tuple(PRESETS) and get_args(GpuName) == tuple(GPUS)
 
 
-@pytest.mark.parametrize(("more", "named"), [
-    (["--batch-size", "2"], "--batch-size (2)"),
-    (["--micro-batches", "2"], "--micro-batches (2)"),
-    (["--chunks", "2"], "--chunks (2)"),
-    (["--schedule", "1f1b"], "--schedule (1f1b)"),
-    (["--layout", "EL"], "--layout (EL)"),
-    (["--dense-strategy", "optim"], "--dense-strategy (optim)"),
-    (["--experts-strategy", "optim"], "--experts-strategy (optim)"),
-    (["--ep", "2", "--global-batch", "8"], "--global-batch (8)"),
-    (["--ep", "2", "--gpus-per-node", "4"], "--gpus-per-node (4)"),
-    (["--ep", "2", "--top", "1"], "--top (1)"),
-    # 0 is a number that is given.
-    (["--batch-size", "0"], "--batch-size (0)"),
-    (["--ep", "2", "--top", "0"], "--top (0)"),
-    (["--ep", "2", "--layout", "E" * 10**5], f"--layout ({'E' * 80})"),
-    (["--explain", "ep=2", "--ep", "2"], "--ep (2)"),
-    (["--explain", "ep=2", "--png", "x"], "--png (x)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--batch-size", "2"], "--batch-size (2)"),
+        (["--micro-batches", "2"], "--micro-batches (2)"),
+        (["--chunks", "2"], "--chunks (2)"),
+        (["--schedule", "1f1b"], "--schedule (1f1b)"),
+        (["--layout", "EL"], "--layout (EL)"),
+        (["--dense-strategy", "optim"], "--dense-strategy (optim)"),
+        (["--experts-strategy", "optim"], "--experts-strategy (optim)"),
+        (["--ep", "2", "--global-batch", "8"], "--global-batch (8)"),
+        (["--ep", "2", "--gpus-per-node", "4"], "--gpus-per-node (4)"),
+        (["--ep", "2", "--top", "1"], "--top (1)"),
+        # 0 is a number that is given.
+        (["--batch-size", "0"], "--batch-size (0)"),
+        (["--ep", "2", "--top", "0"], "--top (0)"),
+        (["--ep", "2", "--layout", "E" * 10**5], f"--layout ({'E' * 80})"),
+        (["--explain", "ep=2", "--ep", "2"], "--ep (2)"),
+        (["--explain", "ep=2", "--png", "x"], "--png (x)"),
+    ],
+)
 def test_an_option_that_is_not_read_is_refused(more, named, capsys) -> None:
     assert main(["plan", "--preset", "tiny", "--gpus", "4", *more]) == 2
     error = capsys.readouterr().err
@@ -405,20 +411,26 @@ def test_a_dry_run_refuses_what_it_does_not_read(capsys: pytest.CaptureFixture[s
     assert "num_micro_batches (257) must be <= 256 for a dry run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("changes", "error"), [
-    (dict(seq_len=2**24 + 1), r"TrainingRun.seq_len \(16777217\) must be a whole number"),
-    (dict(pp=257), r"TrainingRun.parallel.pp \(257\) must be <= 256: plan"),
-    (dict(num_layers=1025), r"planned_model.num_layers \(1025\) must be <= 1024: plan"),
-    (dict(schedule="gpipe"), r"num_micro_batches \(1025\) must be <= 1024 with schedule 'gpi"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (dict(seq_len=2**24 + 1), r"TrainingRun.seq_len \(16777217\) must be a whole number"),
+        (dict(pp=257), r"TrainingRun.parallel.pp \(257\) must be <= 256: plan"),
+        (dict(num_layers=1025), r"planned_model.num_layers \(1025\) must be <= 1024: plan"),
+        (dict(schedule="gpipe"), r"num_micro_batches \(1025\) must be <= 1024 with schedule 'gpi"),
+    ],
+)
 def test_a_run_that_no_plan_ends_with_is_refused(changes: dict[str, Any], error: str) -> None:
     model = replace(preset("tiny"), num_layers=changes.get("num_layers", 4), max_seq_len=2**24)
     with pytest.raises(ValueError, match=error):
         TrainingRun(
-            model=model, num_gpus=257, parallel=ParallelConfig(pp=changes.get("pp", 2)),
+            model=model,
+            num_gpus=257,
+            parallel=ParallelConfig(pp=changes.get("pp", 2)),
             pipeline=PipelineConfig(schedule=changes.get("schedule", "1f1b")),
-            seq_len=changes.get("seq_len", 64), num_micro_batches=1025,
-        )  # fmt: skip
+            seq_len=changes.get("seq_len", 64),
+            num_micro_batches=1025,
+        )
 
 
 def test_an_estimate_takes_no_longer_for_more_chunks_of_the_loss(monkeypatch) -> None:

@@ -217,9 +217,16 @@ PEAK_CASES = {
     "weights whole": (replace(SHORT, fsdp=WHOLE), 0.002),
     "MoE layers again": (replace(SHORT, memory=MemoryOptions(recompute=("moe",))), 0.002),
     "deepseek, offloaded": (
-        replace(SHORT, model=DEEPSEEK, num_gpus=16, parallel=ParallelConfig(ep=16),
-            memory=MemoryOptions(offload=("attention", "experts"))), 0.04),
-}  # fmt: skip
+        replace(
+            SHORT,
+            model=DEEPSEEK,
+            num_gpus=16,
+            parallel=ParallelConfig(ep=16),
+            memory=MemoryOptions(offload=("attention", "experts")),
+        ),
+        0.04,
+    ),
+}
 STAGES = dict(parallel=ParallelConfig(pp=2, ep=4), num_micro_batches=6)
 SCHEDULES = {
     "1f1b": (PipelineConfig(schedule="1f1b"), 0.002),

@@ -163,14 +163,19 @@ def test_the_workspace_is_in_the_plan() -> None:
 CASES = {
     "GPUs without peer access": (replace(LONG, num_peers=1), False),
     "linears in FP8": (replace(LONG, precision=Precision.of("blockwise")), False),
-    "four ranks, slices of 32 MiB": (replace(LONG, num_gpus=4, parallel=ParallelConfig(tp=4)),
-        True),
+    "four ranks, slices of 32 MiB": (
+        replace(LONG, num_gpus=4, parallel=ParallelConfig(tp=4)),
+        True,
+    ),
     "four ranks of two servers": (
-        replace(LONG, num_gpus=4, parallel=ParallelConfig(tp=4), num_peers=2), False),
+        replace(LONG, num_gpus=4, parallel=ParallelConfig(tp=4), num_peers=2),
+        False,
+    ),
     "stages": (
         replace(LONG, num_gpus=4, parallel=ParallelConfig(tp=2, pp=2), pipeline=PipelineConfig()),
-        True),
-}  # fmt: skip
+        True,
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CASES)

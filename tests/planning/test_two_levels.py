@@ -24,14 +24,18 @@ EPS = (8, 16, 32, 64)
 # EP: us of HybridEP and of all-to-all, on GB200 and on H100.
 TABLE_7 = {
     "dispatch": {
-        8: (391, 735, 661, 1265), 16: (578, 743, 1485, 5774), 32: (612, 769, 3064, 8059),
+        8: (391, 735, 661, 1265),
+        16: (578, 743, 1485, 5774),
+        32: (612, 769, 3064, 8059),
         64: (675, 930, 4626, 9164),
     },
     "combine": {
-        8: (353, 741, 624, 1277), 16: (527, 765, 1688, 5628), 32: (646, 758, 3088, 7815),
+        8: (353, 741, 624, 1277),
+        16: (527, 765, 1688, 5628),
+        32: (646, 758, 3088, 7815),
         64: (744, 827, 4398, 8727),
     },
-}  # fmt: skip
+}
 # On H100 HybridEP is further from the plan, as planned over measured:
 OFF = {
     # Stores of "nvlink" were measured at 0.67 and 0.72 of these links, HybridEP reaches 0.91, 0.97.
@@ -153,10 +157,13 @@ def test_domains_of_gpus() -> None:
     assert GPUS["gb200-186"].server == 4
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    (dict(nvlink=None), r"nvlink \(None\) must be there with dispatcher \('hierarchical'\)"),
-    (dict(ranks_per_domain=8), r"ranks_per_domain \(8\) of build_meshes must, with dispatcher"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(nvlink=None), r"nvlink \(None\) must be there with dispatcher \('hierarchical'\)"),
+        (dict(ranks_per_domain=8), r"ranks_per_domain \(8\) of build_meshes must, with dispatcher"),
+    ],
+)
 def test_errors(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dry_run(replace(RUN, **changes))

@@ -132,11 +132,14 @@ def test_what_stays_and_why() -> None:
     assert pickle.loads(pickle.dumps(model)).q_proj.products.recipe == blockwise
 
 
-@pytest.mark.parametrize(("pattern", "reason"), [
-    ("*.v_proj", "it matches no linear and no experts"),
-    ("lm_*", "it matches lm_head, which stays as it is: the head's logits"),
-    ("down*", "it matches down_proj, which stays as it is: its weight [32, 20] is no matrix"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("*.v_proj", "it matches no linear and no experts"),
+        ("lm_*", "it matches lm_head, which stays as it is: the head's logits"),
+        ("down*", "it matches down_proj, which stays as it is: its weight [32, 20] is no matrix"),
+    ],
+)
 def test_patterns_that_reach_nothing(pattern: str, reason: str) -> None:
     model = Model()
     precision = Precision(recipe=Recipe(), overrides=((pattern, Recipe()),))

@@ -116,12 +116,15 @@ def test_a_stash_changes_no_bit(name: str, how: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:precision is not used")
-@pytest.mark.parametrize(("part", "config"), [
-    ("mlp", replace(CONFIG, mlp_hidden_dim=48)),
-    ("attention", replace(CONFIG, num_heads=1, num_kv_heads=1, head_dim=48)),
-    ("shared_experts", replace(CONFIG, moe=replace(CONFIG.moe, shared_hidden_dim=48))),
-    ("experts", replace(CONFIG, moe=replace(CONFIG.moe, hidden_dim=48))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "config"),
+    [
+        ("mlp", replace(CONFIG, mlp_hidden_dim=48)),
+        ("attention", replace(CONFIG, num_heads=1, num_kv_heads=1, head_dim=48)),
+        ("shared_experts", replace(CONFIG, moe=replace(CONFIG.moe, shared_hidden_dim=48))),
+        ("experts", replace(CONFIG, moe=replace(CONFIG.moe, hidden_dim=48))),
+    ],
+)
 @pytest.mark.parametrize("name", RECIPES)
 def test_sizes_that_do_not_fit_are_refused_by_the_call_or_stay_wide(name, part, config) -> None:
     model, precision = Decoder(config), Precision(recipe=RECIPES[name], roles=(part,))

@@ -98,9 +98,12 @@ def on_ranks(name: str, recipe: Recipe, device: torch.device) -> dict[str, Any]:
     if "pp" in name:
         options = dict(pipeline=PipelineConfig(schedule="1f1b"), accumulate=2)
     case = Case(
-        world=6, parallel=FOLDINGS[name], precision=Precision(recipe=recipe), expert_backend="auto",
+        world=6,
+        parallel=FOLDINGS[name],
+        precision=Precision(recipe=recipe),
+        expert_backend="auto",
         **options,
-    )  # fmt: skip
+    )
     meshes = build_meshes(ParallelConfig(**case.parallel), "cpu")
     model = filled()
     parallelize(model, meshes, case)

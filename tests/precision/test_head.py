@@ -162,11 +162,14 @@ def test_a_model_of_transformers_has_it_in_its_standard_loss() -> None:
         model(input_ids=ids, labels=labels, use_cache=False)
 
 
-@pytest.mark.parametrize(("model", "changed", "line"), [
-    (lambda: decoder(vocab_size=192), {}, r"its weight \[192, 128\] of a rank is no matrix"),
-    (lambda: nn.Linear(128, 128), {}, "whose loss is not made in chunks of tokens"),
-    (qwen3, {"memory": MemoryOptions(fused_loss=False)}, "is not made in chunks of tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "changed", "line"),
+    [
+        (lambda: decoder(vocab_size=192), {}, r"its weight \[192, 128\] of a rank is no matrix"),
+        (lambda: nn.Linear(128, 128), {}, "whose loss is not made in chunks of tokens"),
+        (qwen3, {"memory": MemoryOptions(fused_loss=False)}, "is not made in chunks of tokens"),
+    ],
+)
 def test_what_does_not_fit_is_refused(model: Any, changed: dict[str, Any], line: str) -> None:
     meshes = build_meshes(ParallelConfig(), device_type="cpu")
     with pytest.raises(ValueError, match=line):

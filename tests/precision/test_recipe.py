@@ -62,12 +62,15 @@ def test_of() -> None:
 def test_the_first_override_counts() -> None:
     rowwise = Recipe(scaling="rowwise")
     precision = Precision(
-        recipe=Recipe(), roles=("experts", "mlp"),
+        recipe=Recipe(),
+        roles=("experts", "mlp"),
         overrides=(
-            ("layers.0.*", None), ("*.mlp.experts", rowwise), ("*.q_proj", rowwise),
+            ("layers.0.*", None),
+            ("*.mlp.experts", rowwise),
+            ("*.q_proj", rowwise),
             ("layers.*", None),
         ),
-    )  # fmt: skip
+    )
     assert precision.find_recipe("layers.0.mlp.experts", "experts") is None
     assert precision.find_recipe("layers.1.mlp.experts", "experts") == rowwise
     assert precision.find_recipe("layers.1.mlp.gate_proj", "mlp") is None

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 ONE_RANK = {
-    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
-}  # fmt: skip
+}
 
 
 def make_script_fixture(name: str) -> Any:

@@ -56,9 +56,13 @@ def run(script: str, folder: Path, environ: dict[str, str]) -> str:
     """Run a script on this machine; return the arguments of its two ranks."""
     script = script.replace("29500", free_port())
     done = subprocess.run(
-        ["bash", "-e", "-c", script], env=environ, cwd=folder, capture_output=True, text=True,
+        ["bash", "-e", "-c", script],
+        env=environ,
+        cwd=folder,
+        capture_output=True,
+        text=True,
         timeout=240,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
     words = found[0].removeprefix("rank 0 of 2 ") if found else ""

@@ -104,14 +104,17 @@ def test_errors_of_sources_are_short(pretrain: ModuleType) -> None:
         assert len(str(error.value)) < 600
 
 
-@pytest.mark.parametrize(("words", "names"), [
-    (["/data/web.v2.jsonl", "hf:org/books", "/x/code_text"], ["web.v2", "books", "code_text"]),
-    (["a/web.jsonl", "b/web.jsonl", "b/code.jsonl"], ["a/web", "b/web", "code"]),
-    (["a/web.jsonl", "a/web"], ["a/web.jsonl", "a/web"]),
-    (["a/x.jsonl,name=y", "b/y.jsonl"], ["y", "b/y"]),
-    (["x.jsonl", "x.jsonl"], ["x.jsonl", "x.jsonl"]),  # refused where sources are joined
-    ([".", "/"], [".", "/"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["/data/web.v2.jsonl", "hf:org/books", "/x/code_text"], ["web.v2", "books", "code_text"]),
+        (["a/web.jsonl", "b/web.jsonl", "b/code.jsonl"], ["a/web", "b/web", "code"]),
+        (["a/web.jsonl", "a/web"], ["a/web.jsonl", "a/web"]),
+        (["a/x.jsonl,name=y", "b/y.jsonl"], ["y", "b/y"]),
+        (["x.jsonl", "x.jsonl"], ["x.jsonl", "x.jsonl"]),  # refused where sources are joined
+        ([".", "/"], [".", "/"]),
+    ],
+)
 def test_a_source_is_called_as_its_file(words, names, pretrain) -> None:
     """In any order: a run goes on under the names of its checkpoint."""
     for order in (1, -1):

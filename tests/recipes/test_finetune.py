@@ -67,20 +67,28 @@ def arguments(folder: Path, run: str, more: str) -> list[str]:
 def least_memory(folder: Path) -> TrainingRun:
     """The planned run of the wide model in bf16 in which all options save memory."""
     return TrainingRun(
-        model=TransformersModel.of(folder / "wide-bf16"), num_gpus=2, parallel=ParallelConfig(ep=2),
-        seq_len=TOKENS, batch_size=2, num_micro_batches=2,
+        model=TransformersModel.of(folder / "wide-bf16"),
+        num_gpus=2,
+        parallel=ParallelConfig(ep=2),
+        seq_len=TOKENS,
+        batch_size=2,
+        num_micro_batches=2,
         fsdp=FSDPOptions(
-            param_dtype=torch.bfloat16, experts_strategy="optim_grads_params",
+            param_dtype=torch.bfloat16,
+            experts_strategy="optim_grads_params",
             fp8_param_gather=True,
         ),
         memory=MemoryOptions(
-            offload=("attention", "experts"), recompute=("norm", "rope", "qkv_proj"),
+            offload=("attention", "experts"),
+            recompute=("norm", "rope", "qkv_proj"),
         ),
         precision=Precision.of("blockwise"),
         optimizer=OptimizerOptions(
-            moment_dtype="float8_e4m3fn", master_remainder=True, offload_fraction=1.0,
+            moment_dtype="float8_e4m3fn",
+            master_remainder=True,
+            offload_fraction=1.0,
         ),
-    )  # fmt: skip
+    )
 
 
 def check_planned(run: TrainingRun, *, model: Any, optimizers: list[Any], **_: Any) -> None:
@@ -500,21 +508,36 @@ def without(pattern: str) -> Callable[[Path], None]:
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no tokenizer": (without("tokenizer*"), "", "must have a tokenizer: copy tokenizer.json"),
-    "dense": (transformers.LlamaConfig().save_pretrained, "",
-        "must have routed experts: llama has none"),
-    "vocabulary": (partial(edit, vocab_size=99), "",
-        "must be < vocab_size (99) of its config.json"),
+    "dense": (
+        transformers.LlamaConfig().save_pretrained,
+        "",
+        "must have routed experts: llama has none",
+    ),
+    "vocabulary": (
+        partial(edit, vocab_size=99),
+        "",
+        "must be < vocab_size (99) of its config.json",
+    ),
     "refused block": (with_experts_in_attention, "", "its model has experts in attention"),
-    "no family": (partial(edit, model_type="unheard"), "",
-        "must have a config.json of transformers"),
+    "no family": (
+        partial(edit, model_type="unheard"),
+        "",
+        "must have a config.json of transformers",
+    ),
     "no directory": (shutil.rmtree, "", "must be a Hugging Face directory with config.json"),
     "held out": (as_it_is, "--eval-data no.txt", "--eval-data (no.txt) must be a readable file"),
-    "not packed": (with_mamba, "--dynamic-cp 96",
-        "--dynamic-cp (96) must be left out for JambaFor"),
-    "rows of other lengths": (with_mamba, "--cuda-graph",
-        "--cuda-graph must be left out for Jamba"),
+    "not packed": (
+        with_mamba,
+        "--dynamic-cp 96",
+        "--dynamic-cp (96) must be left out for JambaFor",
+    ),
+    "rows of other lengths": (
+        with_mamba,
+        "--cuda-graph",
+        "--cuda-graph must be left out for Jamba",
+    ),
     "too long": (as_it_is, "--seq-len 9999", "--seq-len (9999) must be <= max_position_embeddings"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

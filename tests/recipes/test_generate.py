@@ -49,10 +49,14 @@ def test_greedy_tokens_are_those_of_transformers(is_chat: bool, tiny: Path, caps
     assert printed == ("" if is_chat else "What is ast?") + answer + "\n"
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--chat", "--prompt", "a"], "--prompt must fit the chat template of PATH: only tools"),
-    (["--prompt", "\ud800"], "--prompt must fit the tokenizer of PATH: "),
-], ids=["template", "surrogate"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--chat", "--prompt", "a"], "--prompt must fit the chat template of PATH: only tools"),
+        (["--prompt", "\ud800"], "--prompt must fit the tokenizer of PATH: "),
+    ],
+    ids=["template", "surrogate"],
+)
 def test_a_prompt_that_cannot_be_encoded_is_one_line(words, message, tiny, tmp_path, capsys):
     shutil.copytree(tiny, tmp_path / "model")
     template = "{{ raise_exception('only tools\nare allowed') }}"
@@ -102,13 +106,16 @@ def test_the_loss_is_that_of_each_document_alone(tiny: Path, capsys: Any) -> Non
     assert float(found[1]) == pytest.approx(math.exp(mean), rel=1e-4)
 
 
-@pytest.mark.parametrize(("words", "code", "message"), [
-    ("generate missing --prompt a", 1, "PATH (missing) must be a Hugging Face directory"),
-    ("generate TINY --prompt=", 1, "--prompt must have at least one token"),
-    ("evaluate TINY --data missing.jsonl", 1, "missing.jsonl must be a readable file"),
-    ("evaluate TINY --data a,weight=x", 2, "SourceOptions.weight ('x') must be a finite numbe"),
-    ("evaluate --data a", 2, "PATH must be set"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("generate missing --prompt a", 1, "PATH (missing) must be a Hugging Face directory"),
+        ("generate TINY --prompt=", 1, "--prompt must have at least one token"),
+        ("evaluate TINY --data missing.jsonl", 1, "missing.jsonl must be a readable file"),
+        ("evaluate TINY --data a,weight=x", 2, "SourceOptions.weight ('x') must be a finite numbe"),
+        ("evaluate --data a", 2, "PATH must be set"),
+    ],
+)
 def test_wrong_arguments_are_one_line(words, code, message, tiny, capsys) -> None:
     assert main(words.replace("TINY", str(tiny)).split()) == code
     line = capsys.readouterr().err.strip().splitlines()[-1]

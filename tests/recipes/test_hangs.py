@@ -16,10 +16,13 @@ RUN = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "of_rank_1", "of_rank_0"), [
-    ("data", "phase 'data'", "phase 'data of other ranks'"),
-    ("layer", "phase 'forward and backward'", "phase 'forward and backward'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("place", "of_rank_1", "of_rank_0"),
+    [
+        ("data", "phase 'data'", "phase 'data of other ranks'"),
+        ("layer", "phase 'forward and backward'", "phase 'forward and backward'"),
+    ],
+)
 def test_the_report_names_the_rank_that_did_not_arrive(
     place: str, of_rank_1: str, of_rank_0: str, tmp_path: Path, monkeypatch: Any
 ) -> None:

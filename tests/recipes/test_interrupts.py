@@ -130,11 +130,14 @@ def test_a_second_interrupt_does_not_wait(monkeypatch: Any) -> None:
     assert StopRequest().number == 0
 
 
-@pytest.mark.parametrize(("words", "command"), [
-    (["/bin/moecore", "pretrain", "a b.toml"], "moecore pretrain 'a b.toml'"),
-    (["/x/moecore/__main__.py", "train"], "moecore train"),
-    (["/bin/pytest", "x"], "the same command"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["/bin/moecore", "pretrain", "a b.toml"], "moecore pretrain 'a b.toml'"),
+        (["/x/moecore/__main__.py", "train"], "moecore train"),
+        (["/bin/pytest", "x"], "the same command"),
+    ],
+)
 def test_a_stopped_run_names_its_command(words, command, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", words)
     line = describe_continuation(SimpleNamespace(run_dir=tmp_path, checkpoint_dir=None))  # type: ignore[arg-type]

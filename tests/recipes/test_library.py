@@ -21,22 +21,39 @@ COMMANDS = {"moecore pretrain": pretrain, "moecore finetune": finetune, "moecore
 # What config.json of the published models has where the class of transformers has another default.
 CONFIGS_OF_HUB: dict[str, dict[str, Any]] = {
     "qwen3": {
-        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
-        "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128, "norm_topk_prob": True,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "norm_topk_prob": True,
     },
     "gpt-oss": {
-        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_hidden_layers": 24,
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "num_hidden_layers": 24,
         "num_local_experts": 32,
     },
     "moonlight": {
-        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
-        "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408,
-        "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
-        "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1,
-        "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": None, "vocab_size": 163840,
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "vocab_size": 163840,
         "max_position_embeddings": 8192,
     },
-}  # fmt: skip
+}
 LARGE = re.compile(r"(256|1024)x|next|gpt-oss|qwen3-30b")  # plans of over ten seconds
 PLANNED = [
     pytest.param(name, marks=pytest.mark.nightly if LARGE.search(name) else [])
@@ -135,9 +152,12 @@ def test_the_wheel_trains_in_an_empty_directory(tmp_path: Path) -> None:
     def moecore(words: str, code: int = 0) -> str:
         environ = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, "-m", "moecore", *words.split()], cwd=work, env=environ,
-            capture_output=True, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "moecore", *words.split()],
+            cwd=work,
+            env=environ,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == code, done.stderr[-3000:]
         return done.stdout
 

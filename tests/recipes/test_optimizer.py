@@ -62,16 +62,22 @@ def test_options_reach_the_optimizers() -> None:
     assert adamw.moment_dtype == torch.bfloat16  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"lr": 0.0}, "OptimizerConfig.lr (0.0) must be a finite number > 0"),
-    ({"beta2": 1.0}, "OptimizerConfig.beta2 (1.0) must be "),
-    ({"muon_beta2": 0.9}, "OptimizerConfig.muon_beta2 (0.9) must be None without"),
-    ({"optimizer": "muon", "master_remainder": True}, "OptimizerConfig.master_remainder (True)"),
-    ({"param_groups": ("*,rate=1",)}, "param_groups ('*,rate=1') must be PATTERN,lr_factor="),
-    ({"warmup_steps": 1, "warmup_tokens": 1}, "LearningRateSchedule.warmup_tokens (1) must be"),
-    ({"decay_steps": 1}, "LearningRateSchedule.decay_steps (1) must be None with lr_schedule"),
-    ({"min_lr_ratio": 1.5}, "LearningRateSchedule.min_lr_ratio (1.5) must be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lr": 0.0}, "OptimizerConfig.lr (0.0) must be a finite number > 0"),
+        ({"beta2": 1.0}, "OptimizerConfig.beta2 (1.0) must be "),
+        ({"muon_beta2": 0.9}, "OptimizerConfig.muon_beta2 (0.9) must be None without"),
+        (
+            {"optimizer": "muon", "master_remainder": True},
+            "OptimizerConfig.master_remainder (True)",
+        ),
+        ({"param_groups": ("*,rate=1",)}, "param_groups ('*,rate=1') must be PATTERN,lr_factor="),
+        ({"warmup_steps": 1, "warmup_tokens": 1}, "LearningRateSchedule.warmup_tokens (1) must be"),
+        ({"decay_steps": 1}, "LearningRateSchedule.decay_steps (1) must be None with lr_schedule"),
+        ({"min_lr_ratio": 1.5}, "LearningRateSchedule.min_lr_ratio (1.5) must be"),
+    ],
+)
 def test_options_that_are_wrong(values: dict[str, object], message: str) -> None:
     record: Any = LearningRateSchedule if message.startswith("Learning") else OptimizerConfig
     with pytest.raises(ValueError) as error:

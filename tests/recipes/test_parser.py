@@ -110,30 +110,36 @@ def test_help_has_each_table_as_a_group_and_each_default(pretrain: ModuleType, c
     assert printed.count("--lr-schedule {cosine,linear,wsd,constant}") == 1
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (b"cp = ", "must be TOML: "),
-    (b"cp = 1\ncp = 1", "must be TOML: "),
-    (b"cp = " + b"9" * 5000, "must be TOML: "),
-    (b"cp = '\xff'", "must be UTF-8: invalid start byte at byte 6"),
-    (b"data = " + b"[" * 3000 + b"]" * 3000, "must be TOML that nests less deeply"),
-    (b"steppes = 3", "must have no steppes, which no flag has: did you mean steps"),
-    (b"config = 'b.toml'", "must have no config, which no flag has"),
-    (b"no_plain_host = true", "must have no no_plain_host, .*: did you mean plain_host"),
-    (b"hf_config = 'a'\nhf-config = 'a'", "must have one of hf_config and hf-config"),
-    (b"[memory]\noffloads = []", "must have no memory.offloads, which no flag has"),
-    (b"[memory]\noffload = {a = 1}", "memory.offload .* must be an array, each one of"),
-    (b"[memory]\noffload = [['norm']]", "memory.offload .* must be an array, each one of"),
-    (b"[nvlink]\noverlap_weight_grads = 'no'", "overlap_weight.* must be True or False"),
-    (b"data = [{weight = 1}]", "data .* must have a path, which is a string"),
-    (b"data = [{path = 'a', weight = {}}]", "data .* must be valid: SourceOptions.weight"),
-    (b"data = [{path = 'a', weight = 'x'}]",
-     "data .* must be valid: SourceOptions.weight .* a finite number"),
-    (b"plain_host = 1", r"plain_host \(1\) must be True or False"),
-    (b"steps = [1]", r"steps \(\[1\]\) must be a whole number >= 1"),
-    (b"steps = 1.5", r"steps \(1.5\) must be a whole number >= 1"),
-    (b"run_dir = 3", r"run_dir \(3\) must be a Path"),
-    (b"lr = 1979-05-27", "lr .* must be a finite number > 0"),
-], ids=lambda value: value[:40] if isinstance(value, bytes) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"cp = ", "must be TOML: "),
+        (b"cp = 1\ncp = 1", "must be TOML: "),
+        (b"cp = " + b"9" * 5000, "must be TOML: "),
+        (b"cp = '\xff'", "must be UTF-8: invalid start byte at byte 6"),
+        (b"data = " + b"[" * 3000 + b"]" * 3000, "must be TOML that nests less deeply"),
+        (b"steppes = 3", "must have no steppes, which no flag has: did you mean steps"),
+        (b"config = 'b.toml'", "must have no config, which no flag has"),
+        (b"no_plain_host = true", "must have no no_plain_host, .*: did you mean plain_host"),
+        (b"hf_config = 'a'\nhf-config = 'a'", "must have one of hf_config and hf-config"),
+        (b"[memory]\noffloads = []", "must have no memory.offloads, which no flag has"),
+        (b"[memory]\noffload = {a = 1}", "memory.offload .* must be an array, each one of"),
+        (b"[memory]\noffload = [['norm']]", "memory.offload .* must be an array, each one of"),
+        (b"[nvlink]\noverlap_weight_grads = 'no'", "overlap_weight.* must be True or False"),
+        (b"data = [{weight = 1}]", "data .* must have a path, which is a string"),
+        (b"data = [{path = 'a', weight = {}}]", "data .* must be valid: SourceOptions.weight"),
+        (
+            b"data = [{path = 'a', weight = 'x'}]",
+            "data .* must be valid: SourceOptions.weight .* a finite number",
+        ),
+        (b"plain_host = 1", r"plain_host \(1\) must be True or False"),
+        (b"steps = [1]", r"steps \(\[1\]\) must be a whole number >= 1"),
+        (b"steps = 1.5", r"steps \(1.5\) must be a whole number >= 1"),
+        (b"run_dir = 3", r"run_dir \(3\) must be a Path"),
+        (b"lr = 1979-05-27", "lr .* must be a finite number > 0"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, bytes) else "",
+)
 def test_a_wrong_file_is_one_line(content, message, pretrain, tmp_path) -> None:
     (tmp_path / "a.toml").write_bytes(content)
     with pytest.raises(ValueError, match=rf"--config \(.*a.toml\).*{message}") as error:
@@ -190,15 +196,18 @@ def test_a_special_file_is_one_line_for_each_reader(name, pretrain, special) -> 
         assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("--offload attic", "invalid choice 'attic' for argument '--offload'"),
-    ("--prefetch-blocks x", "--prefetch-blocks: invalid literal for int"),
-    ("--prefetch-blocks", "Missing value for argument '--prefetch-blocks'"),
-    ("--prefetch-blocks -1", "--prefetch-blocks (-1) must be a whole number >= 0"),
-    ("--reduce-dtype quick", "--reduce-dtype ('quick') must be one of torch.float32"),
-    ("--stepps 3", "--stepps must be a flag of moecore pretrain: did you mean --steps?"),
-    ("--steps 3 stray", "Unrecognized options: stray"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--offload attic", "invalid choice 'attic' for argument '--offload'"),
+        ("--prefetch-blocks x", "--prefetch-blocks: invalid literal for int"),
+        ("--prefetch-blocks", "Missing value for argument '--prefetch-blocks'"),
+        ("--prefetch-blocks -1", "--prefetch-blocks (-1) must be a whole number >= 0"),
+        ("--reduce-dtype quick", "--reduce-dtype ('quick') must be one of torch.float32"),
+        ("--stepps 3", "--stepps must be a flag of moecore pretrain: did you mean --steps?"),
+        ("--steps 3 stray", "Unrecognized options: stray"),
+    ],
+)
 def test_a_wrong_flag_is_one_line(pretrain: ModuleType, words: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         pretrain.parse_arguments(words.split())
@@ -267,13 +276,16 @@ def test_options_of_the_planned_optimizer(pretrain: ModuleType) -> None:
         pretrain.parse_arguments(words)
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    ("--preset tiny-qwen3", {"global_batch_coef": 0.05}),
-    ("--preset moonlight-16b-a3b", {"bias_update": "quantile", "bias_update_rate": 1.0}),
-    ("--preset deepseek-v3", {"bias_update": "sign", "bias_update_rate": 1e-3}),
-    ("--preset tiny-qwen3 --z-loss-coef 0.1", {"z_loss_coef": 0.1}),
-    ("--preset tiny-qwen3 --aux-loss 0.01", {"micro_batch_coef": 0.01}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--preset tiny-qwen3", {"global_batch_coef": 0.05}),
+        ("--preset moonlight-16b-a3b", {"bias_update": "quantile", "bias_update_rate": 1.0}),
+        ("--preset deepseek-v3", {"bias_update": "sign", "bias_update_rate": 1e-3}),
+        ("--preset tiny-qwen3 --z-loss-coef 0.1", {"z_loss_coef": 0.1}),
+        ("--preset tiny-qwen3 --aux-loss 0.01", {"micro_batch_coef": 0.01}),
+    ],
+)
 def test_a_run_without_options_of_balance_has_some(pretrain, words, expected) -> None:
     args = pretrain.parse_arguments([*words.split(), "--data", __file__])
     balance = args.make_decoder_config().moe.balance

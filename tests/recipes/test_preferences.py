@@ -105,12 +105,23 @@ def stock(folder: Path, run: str, train: list[Any], held_out: list[Any]) -> Reco
         peft = pytest.importorskip("peft")
         model = peft.PeftModel.from_pretrained(model, folder / "first", is_trainable=True)
     args = trl.DPOConfig(
-        str(folder / "stock"), use_cpu=True, bf16=False, per_device_train_batch_size=2 * PAIRS,
-        per_device_eval_batch_size=2 * PAIRS, max_steps=STEPS, learning_rate=RATE,
-        lr_scheduler_type="constant", adam_beta2=0.95, max_length=TOKENS, beta=BETA,
-        logging_steps=1, router_aux_loss_coef=0.0, save_strategy="no", report_to=[],
+        str(folder / "stock"),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=2 * PAIRS,
+        per_device_eval_batch_size=2 * PAIRS,
+        max_steps=STEPS,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        max_length=TOKENS,
+        beta=BETA,
+        logging_steps=1,
+        router_aux_loss_coef=0.0,
+        save_strategy="no",
+        report_to=[],
         disable_tqdm=True,
-    )  # fmt: skip
+    )
     trainer = RecordingTrainer(
         model,
         args=args,

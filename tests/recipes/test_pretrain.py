@@ -24,10 +24,17 @@ pytest.importorskip("transformers", reason="it reads what a run has exported")
 STEPS, SEQ_LEN, EVAL_ROWS = 8, 16, 4
 DEAR = ("torch.utils.tensorboard", "matplotlib.figure")  # packages that take seconds to import
 SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2,
-    "norm_topk_prob": True, "max_position_embeddings": 64,
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -218,11 +225,26 @@ def test_wrong_arguments_are_one_line(wrong, pretrain, tmp_path, monkeypatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("line", "code", "message"), [
-    ('{"text": ', 2, "a.jsonl line 2 must be a JSON object with 'ids', not '{\"text\":' (broken"),
-    ('{"ids": [1, 256]}', 1, "a.jsonl line 2: token id (256) must be >= 0 and < vocab_size (25"),
-    ('{"body": "x"}', 2, "a.jsonl line 2 must be a JSON object with 'ids', not '{\"body\": \"x"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        (
+            '{"text": ',
+            2,
+            "a.jsonl line 2 must be a JSON object with 'ids', not '{\"text\":' (broken",
+        ),
+        (
+            '{"ids": [1, 256]}',
+            1,
+            "a.jsonl line 2: token id (256) must be >= 0 and < vocab_size (25",
+        ),
+        (
+            '{"body": "x"}',
+            2,
+            "a.jsonl line 2 must be a JSON object with 'ids', not '{\"body\": \"x",
+        ),
+    ],
+)
 def test_a_bad_document_ends_the_run_with_one_line(line, code, message, pretrain, tmp_path, capsys):
     """Before the first step, or in a worker, whose traceback nobody sees."""
     (tmp_path / "a.jsonl").write_text(f"\r\n{line}")

@@ -170,17 +170,20 @@ def test_a_logger_that_is_not_installed_is_refused(name, train, tmp_path, monkey
     )
 
 
-@pytest.mark.parametrize(("name", "dtype", "peak"), [
-    ("NVIDIA H200", torch.bfloat16, 989.4),
-    ("NVIDIA L40S", torch.bfloat16, 362),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
-    ("NVIDIA GeForce RTX 5090 D", torch.bfloat16, None),
-    ("NVIDIA H100 80GB HBM3", torch.float32, None),
-    ("NVIDIA H100 PCIe", torch.bfloat16, 756),
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
-    ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
-    ("NVIDIA RTX A1000", torch.bfloat16, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H200", torch.bfloat16, 989.4),
+        ("NVIDIA L40S", torch.bfloat16, 362),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 5090 D", torch.bfloat16, None),
+        ("NVIDIA H100 80GB HBM3", torch.float32, None),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
+        ("NVIDIA RTX A1000", torch.bfloat16, None),
+    ],
+)
 def test_peaks_are_known_by_name(name, dtype, peak, train, monkeypatch) -> None:
     from moecore.recipes.metrics import find_peak_tflops
 
@@ -263,14 +266,17 @@ def test_without_a_bar_the_first_step_is_printed_at_once(train, tmp_path, monkey
     assert lines == [f"step 8 {numbers}", f"step 20 {numbers}"]
 
 
-@pytest.mark.parametrize(("part", "kind", "wanted"), [
-    *((part, "fifo", "a plain file") for part in ("metrics.jsonl", "config.toml")),
-    *((part, "folder", "a plain file") for part in ("curves.png", "metrics.tmp")),
-    *((part, "file", "a directory") for part in ("checkpoints", "tensorboard", "export")),
-    ("checkpoints", "broken link", "a directory"),
-    ("export", "link", "a directory as export, not a link"),
-    (".export.draft", "fifo", "a directory"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "kind", "wanted"),
+    [
+        *((part, "fifo", "a plain file") for part in ("metrics.jsonl", "config.toml")),
+        *((part, "folder", "a plain file") for part in ("curves.png", "metrics.tmp")),
+        *((part, "file", "a directory") for part in ("checkpoints", "tensorboard", "export")),
+        ("checkpoints", "broken link", "a directory"),
+        ("export", "link", "a directory as export, not a link"),
+        (".export.draft", "fifo", "a directory"),
+    ],
+)
 def test_what_a_run_cannot_write_is_refused_before_it_trains(part, kind, wanted, train, tmp_path):
     make_run_dir = importlib.import_module("moecore.recipes.report").make_run_dir
     run_dir, place = tmp_path / "run", tmp_path / "run" / part

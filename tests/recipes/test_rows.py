@@ -52,15 +52,22 @@ ROWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
         {
             "conversations": [{"from": "human", "value": ASK}, {"from": "gpt", "value": ANSWER}],
             "system": "Be kind.",
-        }, [SYSTEM, *CHAT]),
+        },
+        [SYSTEM, *CHAT],
+    ),
     "conversations with roles": ({"conversations": CHAT}, CHAT),
     "alpaca": ({"instruction": ASK, "input": "", "output": ANSWER}, CHAT),
     "alpaca with input": (
         {
-            "instruction": "What is this?", "input": "a token", "output": ANSWER,
-            "system": "Be kind.", "history": [[ASK, ANSWER]],
-        }, [SYSTEM, *CHAT, {"role": "user", "content": "What is this?\na token"}, CHAT[1]]),
-}  # fmt: skip
+            "instruction": "What is this?",
+            "input": "a token",
+            "output": ANSWER,
+            "system": "Be kind.",
+            "history": [[ASK, ANSWER]],
+        },
+        [SYSTEM, *CHAT, {"role": "user", "content": "What is this?\na token"}, CHAT[1]],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ROWS)

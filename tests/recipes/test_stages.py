@@ -52,12 +52,15 @@ def test_a_ramp_by_hand() -> None:
     assert later == [(5, 6, 16)]
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"ramp_start": 2}, "BatchRamp.ramp_increment (None) must be given with ramp_start"),
-    ({"ramp_start": 3}, "ramp_start (3) must be a multiple of 2, the rows of a micro-batch"),
-    ({"ramp_increment": 4}, "ramp_start (4) plus a multiple of ramp_increment (4) must be 6"),
-    ({"ramp_start": 8}, "ramp_start (8) plus a multiple of ramp_increment (2) must be 6"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"ramp_start": 2}, "BatchRamp.ramp_increment (None) must be given with ramp_start"),
+        ({"ramp_start": 3}, "ramp_start (3) must be a multiple of 2, the rows of a micro-batch"),
+        ({"ramp_increment": 4}, "ramp_start (4) plus a multiple of ramp_increment (4) must be 6"),
+        ({"ramp_start": 8}, "ramp_start (8) plus a multiple of ramp_increment (2) must be 6"),
+    ],
+)
 def test_ramps_that_do_not_fit(values: dict[str, int], message: str) -> None:
     others = {"ramp_start": 4, "ramp_increment": 2, "ramp_tokens": 80}
     others = {} if "ramp_increment (None)" in message else others

@@ -223,14 +223,18 @@ OBJECTIVES: dict[str, tuple[Objective, ByHand]] = {
     "ppo-k1": (PPO(kl="k1", **PPO_FIELDS), mean_of(token_mean, ppo_tokens, "k1")),
     "ppo-k2": (PPO(kl="k2", **PPO_FIELDS), mean_of(token_mean, ppo_tokens, "k2")),
     "ppo-k3": (PPO(kl="k3", **PPO_FIELDS), mean_of(token_mean, ppo_tokens, "k3")),
-    "ppo-sequence": (PPO(kl="k1", mean="sequence", **PPO_FIELDS),
-        mean_of(sequence_mean, ppo_tokens, "k1")),
+    "ppo-sequence": (
+        PPO(kl="k1", mean="sequence", **PPO_FIELDS),
+        mean_of(sequence_mean, ppo_tokens, "k1"),
+    ),
     "grpo": (GRPO(), mean_of(sequence_mean, grpo_tokens)),
     "gspo": (GSPO(**CLIPS), mean_of(sequence_mean, gspo_tokens)),
     "dpo": (DPO(beta=BETA), dpo),
-    "own": (OwnObjective(own, entropy=True, needs=("advantages_N",)),
-        mean_of(token_mean, own_tokens)),
-}  # fmt: skip
+    "own": (
+        OwnObjective(own, entropy=True, needs=("advantages_N",)),
+        mean_of(token_mean, own_tokens),
+    ),
+}
 
 
 def by_hand(model, every, name) -> tuple[Tensor, dict[str, Tensor]]:

@@ -39,12 +39,20 @@ CONFIGS: dict[str, DecoderConfig] = {
     "capacity": with_moe(**PLAIN, capacity=CapacityConfig(factor=0.7)),
     "capacity-position": with_moe(**PLAIN, capacity=CapacityConfig(factor=0.7, drop="position")),
     "post": with_moe(**PLAIN, score_order="post", expert_bias=False),
-    "expert-choice": with_moe(**PLAIN, assignment="expert_choice", expert_bias=False,
-        capacity=CapacityConfig(factor=1.2), balance=BalanceConfig(z_loss_coef=0.01)),
+    "expert-choice": with_moe(
+        **PLAIN,
+        assignment="expert_choice",
+        expert_bias=False,
+        capacity=CapacityConfig(factor=1.2),
+        balance=BalanceConfig(z_loss_coef=0.01),
+    ),
     "sinkhorn": with_moe(**PLAIN, assignment="sinkhorn", expert_bias=False),
-    "quantile": with_moe(num_groups=1, top_groups=1,
-        balance=BalanceConfig(bias_update="quantile", bias_update_rate=1.0)),
-}  # fmt: skip
+    "quantile": with_moe(
+        num_groups=1,
+        top_groups=1,
+        balance=BalanceConfig(bias_update="quantile", bias_update_rate=1.0),
+    ),
+}
 
 
 def make_model(config: DecoderConfig, mode: Mode = "none", seed: int = 0) -> Decoder:

@@ -52,22 +52,36 @@ GOOD = ids([[0, 1], [5, -1], [-1, -1]])
 
 BAD: dict[str, tuple[Any, str]] = {
     "missing": ({"first": [GOOD]}, r"choices \(of 1 layers\) must have layer 'second'"),
-    "unknown": ({"first": [GOOD], "second": [GOOD], "third": []},
-        r"choices\['third'\] must name one of the layers 'first', 'second'"),
-    "columns": ({"first": [GOOD], "second": [GOOD, GOOD[:, :1]]},
-        r"choices\['second'\]\[1\] \(3, 1\) must have the shape \[tokens, 2\]"),
+    "unknown": (
+        {"first": [GOOD], "second": [GOOD], "third": []},
+        r"choices\['third'\] must name one of the layers 'first', 'second'",
+    ),
+    "columns": (
+        {"first": [GOOD], "second": [GOOD, GOOD[:, :1]]},
+        r"choices\['second'\]\[1\] \(3, 1\) must have the shape \[tokens, 2\]",
+    ),
     "dims": ({"first": [GOOD[0]], "second": [GOOD]}, r"choices\['first'\]\[0\] \(2,\) must have"),
-    "dtype": ({"first": [GOOD.float()], "second": [GOOD]},
-        r"choices\['first'\]\[0\] \(torch.float32\) must be integers"),
-    "high": ({"first": [ids([[0, 1], [2, 6]])], "second": [GOOD]},
-        r"choices\['first'\]\[0\]\[1, 1\] \(6\) must lie in \[0, num_experts \(6\)\), or be -1"),
-    "low": ({"first": [GOOD], "second": [GOOD, ids([[-2, 1]])]},
-        r"choices\['second'\]\[1\]\[0, 0\] \(-2\) must lie in"),
-    "wraps": ({"first": [torch.tensor([[2**32, 1]])], "second": [GOOD]},
-        r"choices\['first'\]\[0\]\[0, 0\] \(4294967296\) must lie in"),
-    "repeated": ({"first": [ids([[0, 1], [3, 3]])], "second": [GOOD]},
-        r"choices\['first'\]\[0\]\[1\] \(\[3, 3\]\) must not repeat an expert"),
-}  # fmt: skip
+    "dtype": (
+        {"first": [GOOD.float()], "second": [GOOD]},
+        r"choices\['first'\]\[0\] \(torch.float32\) must be integers",
+    ),
+    "high": (
+        {"first": [ids([[0, 1], [2, 6]])], "second": [GOOD]},
+        r"choices\['first'\]\[0\]\[1, 1\] \(6\) must lie in \[0, num_experts \(6\)\), or be -1",
+    ),
+    "low": (
+        {"first": [GOOD], "second": [GOOD, ids([[-2, 1]])]},
+        r"choices\['second'\]\[1\]\[0, 0\] \(-2\) must lie in",
+    ),
+    "wraps": (
+        {"first": [torch.tensor([[2**32, 1]])], "second": [GOOD]},
+        r"choices\['first'\]\[0\]\[0, 0\] \(4294967296\) must lie in",
+    ),
+    "repeated": (
+        {"first": [ids([[0, 1], [3, 3]])], "second": [GOOD]},
+        r"choices\['first'\]\[0\]\[1\] \(\[3, 3\]\) must not repeat an expert",
+    ),
+}
 
 
 def refused(replay, message, choices, error=ValueError, **options) -> None:
@@ -87,16 +101,25 @@ def test_bad_choices_are_refused_before_any_forward(name: str, replay: RouterRep
     refused(replay, message, choices)
 
 
-@pytest.mark.parametrize(("weights", "message"), [
-    ({"first": [GOOD.float()]}, r"weights \(of 'first'\) must have the layers and forwards"),
-    ({"first": [], "second": [GOOD.float()]}, r"must have the layers and forwards"),
-    ({"first": [torch.ones(3, 2)], "second": [torch.ones(3, 1)]},
-     r"weights\['second'\]\[0\] \(torch.float32 \(3, 1\)\) must be floating \(3, 2\)"),
-    ({"first": [torch.ones(3, 2)], "second": [GOOD]},
-     r"weights\['second'\]\[0\] \(torch.int32 \(3, 2\)\) must be floating"),
-    ({"first": [torch.full((3, 2), torch.nan)], "second": [torch.ones(3, 2)]},
-     r"weights\['first'\]\[0\]\[0, 0\] \(nan\) must be finite and >= 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"first": [GOOD.float()]}, r"weights \(of 'first'\) must have the layers and forwards"),
+        ({"first": [], "second": [GOOD.float()]}, r"must have the layers and forwards"),
+        (
+            {"first": [torch.ones(3, 2)], "second": [torch.ones(3, 1)]},
+            r"weights\['second'\]\[0\] \(torch.float32 \(3, 1\)\) must be floating \(3, 2\)",
+        ),
+        (
+            {"first": [torch.ones(3, 2)], "second": [GOOD]},
+            r"weights\['second'\]\[0\] \(torch.int32 \(3, 2\)\) must be floating",
+        ),
+        (
+            {"first": [torch.full((3, 2), torch.nan)], "second": [torch.ones(3, 2)]},
+            r"weights\['first'\]\[0\]\[0, 0\] \(nan\) must be finite and >= 0",
+        ),
+    ],
+)
 def test_bad_weights_are_refused_before_any_forward(weights, message, replay) -> None:
     refused(replay, message, {"first": [GOOD], "second": [GOOD]}, weights=weights)
 
@@ -174,34 +197,56 @@ def test_no_forward_after_one_that_failed(replay: RouterReplay) -> None:
 
 
 CALLS: dict[str, tuple[Callable[[RouterReplay], Any], str]] = {
-    "no MoE layer": (lambda replay: RouterReplay(nn.Linear(2, 2)),
-        r"model \(Linear\) must hold MoELayers: call parallelize_moe"),
+    "no MoE layer": (
+        lambda replay: RouterReplay(nn.Linear(2, 2)),
+        r"model \(Linear\) must hold MoELayers: call parallelize_moe",
+    ),
     "routers of the model": (
         lambda replay: RouterReplay(nn.ModuleDict({"mlp": RoutedExperts(CONFIG)})),
-        r"must hold MoELayers: the experts 'mlp' have a router of the model itself"),
-    "layer name": (lambda replay: RouterReplay(replay.model, layers=["dense"]),
-        r"layers \('dense'\) must be one of 'first', 'second'"),
+        r"must hold MoELayers: the experts 'mlp' have a router of the model itself",
+    ),
+    "layer name": (
+        lambda replay: RouterReplay(replay.model, layers=["dense"]),
+        r"layers \('dense'\) must be one of 'first', 'second'",
+    ),
     "select outside": (lambda replay: replay.select(0), r"select\(0\) must be called inside"),
-    "engine dims": (lambda replay: replay.from_engine(random_ids(2, 3)),
-        r"indices \(2, 3, 2\) must be \[batch, sequence, 2 layers, top_k\]"),
-    "engine layers": (lambda replay: replay.from_engine(random_ids(2, 3, 3)),
-        r"indices \(2, 3, 3, 2\) must be \[batch, sequence, 2 layers, top_k\].*None for those"),
-    "engine names": (lambda replay: replay.from_engine(random_ids(2, 3, 2), ["first", "first"]),
-        r"layer_names \(\['first', 'first'\]\) must name each of 'first', 'second' once"),
-    "engine top_k": (lambda replay: replay.from_engine(random_ids(2, 3, 2, K=3)),
-        r"indices\[..., 0, :\] of layer 'first', row \(6, 3\) must have the shape \[tokens, 2\]"),
-    "engine range": (lambda replay: replay.from_engine(random_ids(2, 3, 2) + 6),
-        r"indices\[..., 0, :\] of layer 'first', row\[0, 0\] \(\d+\) must lie in \[0, num_experts"),
-    "uneven forwards": (lambda replay: replay.to_engine({"first": [GOOD], "second": []}),
-        r"choices \(forwards per layer: .*\) must have one number of forwards"),
+    "engine dims": (
+        lambda replay: replay.from_engine(random_ids(2, 3)),
+        r"indices \(2, 3, 2\) must be \[batch, sequence, 2 layers, top_k\]",
+    ),
+    "engine layers": (
+        lambda replay: replay.from_engine(random_ids(2, 3, 3)),
+        r"indices \(2, 3, 3, 2\) must be \[batch, sequence, 2 layers, top_k\].*None for those",
+    ),
+    "engine names": (
+        lambda replay: replay.from_engine(random_ids(2, 3, 2), ["first", "first"]),
+        r"layer_names \(\['first', 'first'\]\) must name each of 'first', 'second' once",
+    ),
+    "engine top_k": (
+        lambda replay: replay.from_engine(random_ids(2, 3, 2, K=3)),
+        r"indices\[..., 0, :\] of layer 'first', row \(6, 3\) must have the shape \[tokens, 2\]",
+    ),
+    "engine range": (
+        lambda replay: replay.from_engine(random_ids(2, 3, 2) + 6),
+        r"indices\[..., 0, :\] of layer 'first', row\[0, 0\] \(\d+\) must lie in \[0, num_experts",
+    ),
+    "uneven forwards": (
+        lambda replay: replay.to_engine({"first": [GOOD], "second": []}),
+        r"choices \(forwards per layer: .*\) must have one number of forwards",
+    ),
     "batch size": (
         lambda replay: replay.to_engine({"first": [GOOD], "second": [GOOD]}, batch_size=2),
-        r"choices of forward 0 .* a multiple of batch_size \(2\) tokens"),
-    "file name": (lambda replay: choices_from_tensors({"first": GOOD}),
-        r"tensors\['first'\] must be named <layer>/<forward>"),
-    "file gap": (lambda replay: choices_from_tensors({"first/0": GOOD, "first/2": GOOD}),
-        r"tensors of layer 'first' \(2 forwards\) must have forward 1"),
-}  # fmt: skip
+        r"choices of forward 0 .* a multiple of batch_size \(2\) tokens",
+    ),
+    "file name": (
+        lambda replay: choices_from_tensors({"first": GOOD}),
+        r"tensors\['first'\] must be named <layer>/<forward>",
+    ),
+    "file gap": (
+        lambda replay: choices_from_tensors({"first/0": GOOD, "first/2": GOOD}),
+        r"tensors of layer 'first' \(2 forwards\) must have forward 1",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -278,15 +278,18 @@ def test_what_does_not_fit_is_one_line() -> None:
         Engine(engine_cases.decoder(), engine.step, max_tokens=16)
 
 
-@pytest.mark.parametrize(("returned", "message"), [
-    (lambda log_p: None, r"OwnObjective returned None, which must be a tensor"),
-    (lambda log_p: 0.5, r"OwnObjective returned 0\.5, which must be a tensor"),
-    (lambda log_p: [log_p], r"OwnObjective returned \[tensor.*, which must be a tensor"),
-    (lambda log_p: -log_p.mean(), r"returned \(\), which must be one loss per token"),
-    (lambda log_p: log_p.long(), r"returned torch\.int64 on cpu, which must be floating"),
-    (lambda log_p: log_p.to("meta"), r"on meta, which must be floating on cpu"),
-    (lambda log_p: log_p.detach(), r"returned losses without a gradient"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda log_p: None, r"OwnObjective returned None, which must be a tensor"),
+        (lambda log_p: 0.5, r"OwnObjective returned 0\.5, which must be a tensor"),
+        (lambda log_p: [log_p], r"OwnObjective returned \[tensor.*, which must be a tensor"),
+        (lambda log_p: -log_p.mean(), r"returned \(\), which must be one loss per token"),
+        (lambda log_p: log_p.long(), r"returned torch\.int64 on cpu, which must be floating"),
+        (lambda log_p: log_p.to("meta"), r"on meta, which must be floating on cpu"),
+        (lambda log_p: log_p.detach(), r"returned losses without a gradient"),
+    ],
+)
 def test_an_own_objective_that_returns_no_losses_is_one_line(returned: Any, message: str) -> None:
     objective = OwnObjective(lambda log_probs_N, entropy_N, rollouts: returned(log_probs_N))
     refused(engine_of_plain(), engine_cases.rollouts_of(0), objective, message)

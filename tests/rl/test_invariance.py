@@ -112,12 +112,15 @@ def larger(family: str) -> nn.Module:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("family", "dtype", "expert_backend"), [
-    ("native", torch.bfloat16, "auto"),
-    ("native", torch.bfloat16, "torch"),
-    ("native", torch.float32, "torch"),
-    ("transformers", torch.bfloat16, "auto"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "dtype", "expert_backend"),
+    [
+        ("native", torch.bfloat16, "auto"),
+        ("native", torch.bfloat16, "torch"),
+        ("native", torch.float32, "torch"),
+        ("transformers", torch.bfloat16, "auto"),
+    ],
+)
 def test_bits_on_cuda(family: str, dtype: torch.dtype, expert_backend: str) -> None:
     rollouts = engine_cases.moved(many(4096, 400), "cuda")
     make_engine = engines_of(larger(family), dtype, "cuda", expert_backend=expert_backend)
@@ -167,12 +170,15 @@ def test_gradients(recompute: tuple[Any, ...]) -> None:
     assert error(torch.bfloat16, True) < 2 * error(torch.bfloat16, False)
 
 
-@pytest.mark.parametrize(("moe", "options", "message"), [
-    (dict(capacity=CapacityConfig(factor=1.0)), {}, "capacity of layer 'model.layers.1.mlp'"),
-    (dict(router_jitter=0.1), {}, r"router_jitter of layer 'model.*' \(0.1\) must be 0"),
-    ({}, dict(expert_backend="sequential"), r"expert_backend \('sequential'\) must be 'auto'"),
-    ({}, dict(precision=Precision(recipe=Recipe(), roles=("mlp",))), "precision"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("moe", "options", "message"),
+    [
+        (dict(capacity=CapacityConfig(factor=1.0)), {}, "capacity of layer 'model.layers.1.mlp'"),
+        (dict(router_jitter=0.1), {}, r"router_jitter of layer 'model.*' \(0.1\) must be 0"),
+        ({}, dict(expert_backend="sequential"), r"expert_backend \('sequential'\) must be 'auto'"),
+        ({}, dict(precision=Precision(recipe=Recipe(), roles=("mlp",))), "precision"),
+    ],
+)
 def test_what_compares_tokens_is_refused(moe: Any, options: Any, message: str) -> None:
     tiny = engine_cases.config()
     assert tiny.moe is not None

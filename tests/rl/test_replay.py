@@ -83,14 +83,19 @@ def test_hugging_face_model(mode: replay_cases.Mode) -> None:
 SOFTMAX = MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=3, balance=ALL_LOSSES)
 LAYERS = {
     "softmax": SOFTMAX,
-    "sigmoid": replace(SOFTMAX, top_k=2, score_function="sigmoid", expert_bias=True,
-        routed_scaling_factor=2.5),
+    "sigmoid": replace(
+        SOFTMAX, top_k=2, score_function="sigmoid", expert_bias=True, routed_scaling_factor=2.5
+    ),
     "post": replace(SOFTMAX, score_order="post"),
     "raw": replace(SOFTMAX, normalize_weights=False),
     "capacity": replace(SOFTMAX, capacity=CapacityConfig(factor=0.8)),
-    "expert-choice": replace(SOFTMAX, assignment="expert_choice",
-        capacity=CapacityConfig(factor=1.0), balance=BalanceConfig(z_loss_coef=0.01)),
-}  # fmt: skip
+    "expert-choice": replace(
+        SOFTMAX,
+        assignment="expert_choice",
+        capacity=CapacityConfig(factor=1.0),
+        balance=BalanceConfig(z_loss_coef=0.01),
+    ),
+}
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -264,15 +264,18 @@ def test_a_loaded_step_goes_on_with_scale_and_count(found: dict[str, Any]) -> No
     assert first == again == [AT_START.initial, 2 * AT_START.initial] and is_equal
 
 
-@pytest.mark.parametrize(("case", "message"), [
-    ("none", r"loss_scale \(None\) must be a DynamicLossScale for FSDPOptions.param_dtype"),
-    ("unscaled", r"micro_batch\(\) must scale its loss where a loss_scale is given"),
-    ("not clipped", r"finish\(\) must follow clip\(\) where a loss_scale is given"),
-    ("state", r"state \(step\) must have loss_scale: "),
-    ("nan", r"loss_scale \(nan\) must be a power of two >= 1.0"),
-    ("other options", r"TrainStep.loss_scale \(DynamicLossScale\(.* on rank 1\) must be the"),
-    ("GradScaler", r"dtype of the layer \(torch.float16\) must not be fp16 with auxiliary"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("none", r"loss_scale \(None\) must be a DynamicLossScale for FSDPOptions.param_dtype"),
+        ("unscaled", r"micro_batch\(\) must scale its loss where a loss_scale is given"),
+        ("not clipped", r"finish\(\) must follow clip\(\) where a loss_scale is given"),
+        ("state", r"state \(step\) must have loss_scale: "),
+        ("nan", r"loss_scale \(nan\) must be a power of two >= 1.0"),
+        ("other options", r"TrainStep.loss_scale \(DynamicLossScale\(.* on rank 1\) must be the"),
+        ("GradScaler", r"dtype of the layer \(torch.float16\) must not be fp16 with auxiliary"),
+    ],
+)
 def test_what_would_train_wrongly_is_one_line(case, message, found) -> None:
     error = found["refusals"][case]
     assert "\n" not in error
@@ -294,11 +297,14 @@ def test_models_that_can_not_be_scaled_are_refused() -> None:
         check_loss_scale(model, AT_START)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"initial": 3.0}, r"initial \(3.0\) must be a power of two"),
-    ({"initial": 0.5}, r"initial \(0.5\) must be a finite number >= 1.0"),
-    ({"growth_interval": 0}, r"growth_interval \(0\) must be a whole number >= 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"initial": 3.0}, r"initial \(3.0\) must be a power of two"),
+        ({"initial": 0.5}, r"initial \(0.5\) must be a finite number >= 1.0"),
+        ({"growth_interval": 0}, r"growth_interval \(0\) must be a whole number >= 1"),
+    ],
+)
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DynamicLossScale(**options)

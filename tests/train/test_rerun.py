@@ -68,9 +68,15 @@ BALANCE = BalanceConfig(
     global_batch_coef=0.05, bias_update_rate=0.5, bias_update="quantile", z_loss_coef=0.01
 )
 MOE = MoEConfig(
-    dim=32, hidden_dim=32, num_experts=EXPERTS, top_k=2, score_function="sigmoid", expert_bias=True,
-    router_jitter=0.1, balance=BALANCE,
-)  # fmt: skip
+    dim=32,
+    hidden_dim=32,
+    num_experts=EXPERTS,
+    top_k=2,
+    score_function="sigmoid",
+    expert_bias=True,
+    router_jitter=0.1,
+    balance=BALANCE,
+)
 CONFIG = replace(test_step.CONFIG, vocab_size=31, moe=MOE)
 
 

@@ -256,25 +256,28 @@ def test_a_whole_step_is_its_pieces(found: dict[str, Any]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("order", "message"), [
-    ("nothing", r"finish\(\) must follow num_micro_batches \(2\) micro-batches, but 0 are"),
-    ("too few", r"finish\(\) must follow num_micro_batches \(2\) micro-batches, but 1 are"),
-    ("twice", r"finish\(\) must follow num_micro_batches \(2\) micro-batches, but 0 are"),
-    ("too many", r"micro_batch\(\) must come at most num_micro_batches \(2\) times"),
-    ("within", r"finish\(\) must not be within a micro_batch\(\)"),
-    ("nested", r"micro_batch\(\) must not be within a micro_batch\(\)"),
-    ("drop within", r"drop\(\) must not be within a micro_batch\(\)"),
-    ("outside", "backward must run within `with step.micro_batch"),
-    ("clip", r"optimizer \(AdamW\) must be None for clip\(\)"),
-    ("number", r"num_micro_batches \(3\) must be set between steps"),
-    ("zero", r"num_micro_batches \(0\) must be a whole number >= 1"),
-    ("scheduler", r"optimizer \(.*LambdaLR.*\) must be an Optimizer or"),
-    ("plain", r"model \(Linear\) must be parallelized"),
-    ("norm", r"max_norm \(0.0\) must be a number > 0"),
-    ("no_grad", r"forward_backward\(\) must run with gradients: call it outside of torch.no_g"),
-    ("frozen", r"loss \(without a gradient\) must depend on a trained parameter"),
-    ("part", r"optimizer \(SGD\) must hold model.embed_tokens.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ("nothing", r"finish\(\) must follow num_micro_batches \(2\) micro-batches, but 0 are"),
+        ("too few", r"finish\(\) must follow num_micro_batches \(2\) micro-batches, but 1 are"),
+        ("twice", r"finish\(\) must follow num_micro_batches \(2\) micro-batches, but 0 are"),
+        ("too many", r"micro_batch\(\) must come at most num_micro_batches \(2\) times"),
+        ("within", r"finish\(\) must not be within a micro_batch\(\)"),
+        ("nested", r"micro_batch\(\) must not be within a micro_batch\(\)"),
+        ("drop within", r"drop\(\) must not be within a micro_batch\(\)"),
+        ("outside", "backward must run within `with step.micro_batch"),
+        ("clip", r"optimizer \(AdamW\) must be None for clip\(\)"),
+        ("number", r"num_micro_batches \(3\) must be set between steps"),
+        ("zero", r"num_micro_batches \(0\) must be a whole number >= 1"),
+        ("scheduler", r"optimizer \(.*LambdaLR.*\) must be an Optimizer or"),
+        ("plain", r"model \(Linear\) must be parallelized"),
+        ("norm", r"max_norm \(0.0\) must be a number > 0"),
+        ("no_grad", r"forward_backward\(\) must run with gradients: call it outside of torch.no_g"),
+        ("frozen", r"loss \(without a gradient\) must depend on a trained parameter"),
+        ("part", r"optimizer \(SGD\) must hold model.embed_tokens.weight"),
+    ],
+)
 def test_a_wrong_order_is_one_line(order: str, message: str, found: dict[str, Any]) -> None:
     error = found["orders"][order]
     assert "\n" not in error

@@ -84,26 +84,30 @@ def test_relations_name_both_sides_and_the_fix(fields: dict[str, Any], pieces: l
     assert ": " in message, "the fix follows the relation"
 
 
-@pytest.mark.parametrize("fields", [
-    {"top_k": 8},
-    {"num_groups": 8, "top_groups": 8},
-    {"num_groups": 4, "top_groups": 1, "top_k": 2},
-    {"num_groups": 4, "top_groups": 4, "top_k": 8},
-    {"num_experts": 1, "top_k": 1},
-    {"score_order": "post"},
-    {"shared_hidden_dim": 16, "shared_gate": True},
-    {"expert_bias": True, "balance": BalanceConfig(bias_update_rate=1e-3)},
-    {"num_groups": 4, "top_groups": 2, "group_experts": 2},
-    {"num_groups": 8, "top_groups": 8, "group_experts": 2},
-    {"router_jitter": 0.99},
-    {"assignment": "expert_choice", "balance": BalanceConfig(z_loss_coef=0.1)},
-    {"assignment": "sinkhorn", "num_groups": 4, "top_groups": 4},
-    {"weights_on_input": True, "top_k": 1},
-    {"latent_dim": 63},
-    {"num_shared_experts": 2, "shared_hidden_dim": 16},
-    {"capacity": CapacityConfig(factor=0.5)},
-    QUANTILE | {"top_k": 7},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 8},
+        {"num_groups": 8, "top_groups": 8},
+        {"num_groups": 4, "top_groups": 1, "top_k": 2},
+        {"num_groups": 4, "top_groups": 4, "top_k": 8},
+        {"num_experts": 1, "top_k": 1},
+        {"score_order": "post"},
+        {"shared_hidden_dim": 16, "shared_gate": True},
+        {"expert_bias": True, "balance": BalanceConfig(bias_update_rate=1e-3)},
+        {"num_groups": 4, "top_groups": 2, "group_experts": 2},
+        {"num_groups": 8, "top_groups": 8, "group_experts": 2},
+        {"router_jitter": 0.99},
+        {"assignment": "expert_choice", "balance": BalanceConfig(z_loss_coef=0.1)},
+        {"assignment": "sinkhorn", "num_groups": 4, "top_groups": 4},
+        {"weights_on_input": True, "top_k": 1},
+        {"latent_dim": 63},
+        {"num_shared_experts": 2, "shared_hidden_dim": 16},
+        {"capacity": CapacityConfig(factor=0.5)},
+        QUANTILE | {"top_k": 7},
+    ],
+    ids=str,
+)
 def test_the_edge_of_each_rule_is_allowed(fields: dict[str, Any]) -> None:
     MoEConfig(**{**LAYER, **fields})
 
@@ -154,13 +158,16 @@ def test_a_bias_per_micro_batch_starts_from_quantiles() -> None:
 DEGREES = [f.name for f in dataclasses.fields(ParallelConfig)]
 
 
-@pytest.mark.parametrize(("fields", "second", "first"), [
-    ({"tp": -1}, "tp", "dp_shard"),
-    ({"dp_replicate": -1}, "dp_shard", "dp_replicate"),
-    ({"cp": -1, "tp": -1, "dp_shard": 1}, "tp", "cp"),
-    ({"ep": -1}, "ep", "edp_shard"),
-    ({"etp": -1, "ep": -1, "edp_shard": 2}, "etp", "ep"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "second", "first"),
+    [
+        ({"tp": -1}, "tp", "dp_shard"),
+        ({"dp_replicate": -1}, "dp_shard", "dp_replicate"),
+        ({"cp": -1, "tp": -1, "dp_shard": 1}, "tp", "cp"),
+        ({"ep": -1}, "ep", "edp_shard"),
+        ({"etp": -1, "ep": -1, "edp_shard": 2}, "etp", "ep"),
+    ],
+)
 def test_one_open_degree_per_view(fields: dict[str, int], second: str, first: str) -> None:
     message = error_of(ParallelConfig, **fields)
     assert f"ParallelConfig.{second} (-1)" in message and f"{first} (-1)" in message
@@ -180,15 +187,19 @@ def test_resolve_divides_by_what_is_given() -> None:
     assert ParallelConfig().resolve(1) == ParallelConfig(dp_shard=1, edp_shard=1)
 
 
-@pytest.mark.parametrize(("fields", "pieces"), [
-    ({"tp": 3}, ["dense view", "tp=3", "divide", "world size (8)"]),
-    ({"ep": 3}, ["expert view", "ep=3", "divide", "world size (8)"]),
-    ({"tp": 16}, ["dense view", "tp=16", "divide", "world size (8)"]),
-    ({"dp_shard": 4, "edp_shard": 8}, ["dense view", "dp_shard=4", "equal", "world size (8)"]),
-    ({"dp_shard": 8, "edp_shard": 2}, ["expert view", "edp_shard=2", "equal", "(8)"]),
-    ({"dp_shard": 1, "edp_shard": 8}, ["dense view", "equal", "world size (8)"]),
-    ({"pp": 2, "ep": 8}, ["expert view", "pp=2", "ep=8", "16", "world size (8)"]),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "pieces"),
+    [
+        ({"tp": 3}, ["dense view", "tp=3", "divide", "world size (8)"]),
+        ({"ep": 3}, ["expert view", "ep=3", "divide", "world size (8)"]),
+        ({"tp": 16}, ["dense view", "tp=16", "divide", "world size (8)"]),
+        ({"dp_shard": 4, "edp_shard": 8}, ["dense view", "dp_shard=4", "equal", "world size (8)"]),
+        ({"dp_shard": 8, "edp_shard": 2}, ["expert view", "edp_shard=2", "equal", "(8)"]),
+        ({"dp_shard": 1, "edp_shard": 8}, ["dense view", "equal", "world size (8)"]),
+        ({"pp": 2, "ep": 8}, ["expert view", "pp=2", "ep=8", "16", "world size (8)"]),
+    ],
+    ids=str,
+)
 def test_resolve_names_the_view_that_does_not_fit(fields, pieces) -> None:
     message = error_of(ParallelConfig(**fields).resolve, 8)
     for piece in pieces:

@@ -72,56 +72,83 @@ def make_case(family: str, degrees: str, flags: str = "", **fields: Any) -> Case
 
 CASES = {
     "qwen3, ring, packed": make_case("qwen3-moe", "cp2-ep4", "packed sum", way="p2p"),
-    "qwen3, gathered, rows": make_case("qwen3-moe", f"cp4-ep2-etp{1 + HAS_SEPARATE_PIECES}",
-        way="allgather"),
-    "qwen3, dynamic frequencies, rows": make_case("qwen3-moe", "cp2-ep2",
-        options=dict(max_position_embeddings=8, rope_parameters=DYNAMIC)),
-    "qwen3, long or short frequencies, rows": make_case("qwen3-moe", "cp4-ep2", way="allgather",
-        options=dict(rope_parameters=SHORT_OR_LONG)),
-    "qwen3, dynamic frequencies, a cp for each group": make_case("qwen3-moe", "ep4", "sum",
-        cps=(2, 2), options=dict(max_position_embeddings=8, rope_parameters=DYNAMIC)),
-    "qwen3, documents balanced": make_case("qwen3-moe", "cp2-ep2", "packed checkpointing nightly",
-        balance=BALANCED),
+    "qwen3, gathered, rows": make_case(
+        "qwen3-moe", f"cp4-ep2-etp{1 + HAS_SEPARATE_PIECES}", way="allgather"
+    ),
+    "qwen3, dynamic frequencies, rows": make_case(
+        "qwen3-moe", "cp2-ep2", options=dict(max_position_embeddings=8, rope_parameters=DYNAMIC)
+    ),
+    "qwen3, long or short frequencies, rows": make_case(
+        "qwen3-moe", "cp4-ep2", way="allgather", options=dict(rope_parameters=SHORT_OR_LONG)
+    ),
+    "qwen3, dynamic frequencies, a cp for each group": make_case(
+        "qwen3-moe",
+        "ep4",
+        "sum",
+        cps=(2, 2),
+        options=dict(max_position_embeddings=8, rope_parameters=DYNAMIC),
+    ),
+    "qwen3, documents balanced": make_case(
+        "qwen3-moe", "cp2-ep2", "packed checkpointing nightly", balance=BALANCED
+    ),
     "mixtral, both, packed": make_case("mixtral", "cp4-ep4", "packed nightly", way="a2a+p2p"),
     "mixtral, window, rows": make_case("mixtral", "cp2-ep4", options=dict(sliding_window=6)),
     "deepseek, heads, rows": make_case("deepseek-v3", "cp4-ep2", "nightly"),
     "deepseek, ring, packed": make_case("deepseek-v3", "cp2-ep4", "packed nightly", way="p2p"),
     "gpt-oss, heads, packed": make_case("gpt-oss", "cp2-ep4", "packed"),
-    "qwen3, tp, packed": make_case("qwen3-moe", "cp2-tp2-ep4", "packed checkpointing",
-        balance=BALANCED),
+    "qwen3, tp, packed": make_case(
+        "qwen3-moe", "cp2-tp2-ep4", "packed checkpointing", balance=BALANCED
+    ),
     "deepseek, tp, padded": make_case("deepseek-v3", "cp2-tp2-ep2", "packed padded sum"),
     "gpt-oss, tp, rows": make_case("gpt-oss", "cp2-tp2-ep4", "nightly"),
     "gpt-oss, gathered, rows": make_case("gpt-oss", "cp4-ep4", "nightly"),
-    "gated delta, packed": make_case("qwen3_5_moe", "cp2-ep2", "packed calm",
-        recompute="gemm_last"),
+    "gated delta, packed": make_case(
+        "qwen3_5_moe", "cp2-ep2", "packed calm", recompute="gemm_last"
+    ),
     "gated delta, rows": make_case("qwen3_5_moe", "cp4-ep2", "checkpointing calm nightly"),
     "gated delta, short documents": make_case("qwen3_next", "cp4-ep4", "packed sum calm"),
     "kimi delta, tp, packed": make_case("kimi_linear", "cp2-tp2-ep4", "packed sum calm"),
     "state space, tp, packed": make_case("nemotron_h", "cp2-tp2-ep2", "packed checkpointing calm"),
     "state space, packed": make_case("granitemoehybrid", "cp4-ep2", "packed calm nightly"),
-    "sparse, packed": make_case("deepseek_v32", "cp2-ep4", "packed calm",
-        indexer=IndexerConfig(loss_coef=0.5), recompute="gemm_last"),
+    "sparse, packed": make_case(
+        "deepseek_v32",
+        "cp2-ep4",
+        "packed calm",
+        indexer=IndexerConfig(loss_coef=0.5),
+        recompute="gemm_last",
+    ),
     # at CALM a product before relu is 1e-7, so rounding decides its derivative
-    "sparse, shared indexer, rows": make_case("glm_moe_dsa", "cp4-ep2", "checkpointing sum",
-        indexer=IndexerConfig(stage="warm_up"), rate=0.004),
-    "sparse, shared indexer, tp, packed": make_case("glm_moe_dsa", "cp2-tp2-ep4",
-        "packed sum calm nightly"),
-    "sparse, gates, packed": make_case("axk2", "cp2-ep4", "packed calm nightly",
-        indexer=IndexerConfig(loss_coef=0.5)),
+    "sparse, shared indexer, rows": make_case(
+        "glm_moe_dsa",
+        "cp4-ep2",
+        "checkpointing sum",
+        indexer=IndexerConfig(stage="warm_up"),
+        rate=0.004,
+    ),
+    "sparse, shared indexer, tp, packed": make_case(
+        "glm_moe_dsa", "cp2-tp2-ep4", "packed sum calm nightly"
+    ),
+    "sparse, gates, packed": make_case(
+        "axk2", "cp2-ep4", "packed calm nightly", indexer=IndexerConfig(loss_coef=0.5)
+    ),
     "sparse and windows, tp, packed": make_case("dots3_note", "cp2-tp2-ep4", "packed calm"),
     # At a second step, and of rows of one data rank, gradients of stock's hyper-connections in fp32
     # are 1e-5 and 4e-4 away from fp64.
     "sparse, sinks, tp, packed": make_case("hy_v4", "cp2-tp2-ep4", "packed sum calm"),
     "sparse, sinks, rows": make_case("hy_v4", "cp2-ep2", "calm nightly"),
     "gated delta, tp, rows": make_case("qwen3_next", "cp2-tp2-ep4", "calm nightly"),
-    "qwen3, a cp for each group": make_case("qwen3-moe", "ep4", "packed checkpointing sum",
-        balance=BALANCED, cps=(2, 1, 1)),
-    "gpt-oss, a cp for each group": make_case("gpt-oss", "ep2", "packed sum nightly",
-        cps=(1, 1, 2)),
-    "gated delta, a cp for each group": make_case("qwen3_next", "ep4", "packed sum calm nightly",
-        cps=(2, 1, 1)),
-    "sparse, a cp for each group": make_case("deepseek_v32", "ep4", "packed sum calm nightly",
-        cps=(2, 1, 1)),
+    "qwen3, a cp for each group": make_case(
+        "qwen3-moe", "ep4", "packed checkpointing sum", balance=BALANCED, cps=(2, 1, 1)
+    ),
+    "gpt-oss, a cp for each group": make_case(
+        "gpt-oss", "ep2", "packed sum nightly", cps=(1, 1, 2)
+    ),
+    "gated delta, a cp for each group": make_case(
+        "qwen3_next", "ep4", "packed sum calm nightly", cps=(2, 1, 1)
+    ),
+    "sparse, a cp for each group": make_case(
+        "deepseek_v32", "ep4", "packed sum calm nightly", cps=(2, 1, 1)
+    ),
     "short convolution, packed": make_case("lfm2_moe", "cp4-ep4", "packed checkpointing calm"),
     "short convolution, tp, rows": make_case("lfm2_moe", "cp2-tp2-ep4", "sum calm nightly"),
     "chunks and temperatures, packed": make_case("llama4", "cp2-ep4", "packed checkpointing calm"),
@@ -132,14 +159,16 @@ CASES = {
     "text of qwen3_vl_moe, packed": make_case("qwen3_vl_moe", "cp2-ep4", "packed sum calm"),
     "text of glm4v_moe, packed": make_case("glm4v_moe", "cp2-tp2-ep4", "packed calm"),
     "text of qwen3_omni_moe, rows": make_case("qwen3_omni_moe", "cp4-ep4", "calm nightly"),
-    "text of ernie4_5_vl_moe, packed": make_case("ernie4_5_vl_moe", "cp2-ep4",
-        "packed sum calm nightly"),
+    "text of ernie4_5_vl_moe, packed": make_case(
+        "ernie4_5_vl_moe", "cp2-ep4", "packed sum calm nightly"
+    ),
     "text of deepseek_ocr2, packed": make_case("deepseek_ocr2", "cp2-ep4", "packed calm nightly"),
     "text of step3p7, packed": make_case("step3p7", "cp2-ep4", "packed sum calm nightly"),
     "own routers, tp, padded": make_case("minimax_m2", "cp2-tp2-ep4", "packed padded sum calm"),
-    "own routers, a cp for each group, tp, padded": make_case("minimax_m2", "tp2-ep4",
-        "packed padded sum calm", cps=(1, 1)),
-}  # fmt: skip
+    "own routers, a cp for each group, tp, padded": make_case(
+        "minimax_m2", "tp2-ep4", "packed padded sum calm", cps=(1, 1)
+    ),
+}
 # A way of attention, tp, or a cp for each group, which other models here have.
 NIGHTLY = [name for name, case in CASES.items() if case.nightly]
 TAMPERED = {

@@ -81,9 +81,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "dots3_note": {
-        "index_n_heads": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8, "per_layer_config": None,
+        "index_n_heads": 16,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+        "per_layer_config": None,
     },
     "ernie4_5_vl_moe": {
         "text_config": {"moe_intermediate_size": [16, 8], "rope_parameters": MROPE},
@@ -101,19 +107,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hy_v4": {"index_n_heads": 16, "indexer_types": ["full", "shared"]},
     "hy_v4_vl": {
         "text_config": {
-            "index_n_heads": 16, "indexer_types": ["full", "shared"], "rope_parameters": MROPE,
+            "index_n_heads": 16,
+            "indexer_types": ["full", "shared"],
+            "rope_parameters": MROPE,
             "hc_magnitude": 1.0,
         },
     },
     "hunyuan_v1_moe": {"head_dim": 8},
     "inkling2_loop": {
-        "n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 2,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
         "loop_num_passes": 2,
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama4": {
-        "num_experts_per_tok": 1, "attention_chunk_size": 4, "no_rope_layers": [1, 0],
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 4,
+        "no_rope_layers": [1, 0],
         "floor_scale": 3,
     },
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 3},
@@ -122,7 +134,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"moe_latent_size": 24},
     "nllb_moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 1},
     "qwen4_exp": {
-        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
     "qwen3_omni_moe": {"vision_config": {"deepstack_visual_indexes": [0]}},
@@ -134,7 +149,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "switch_transformers": {"decoder_start_token_id": 0},
     "unlimited_ocr": {"vision_config": {"sam_config": SAM}},
     "zaya": {"num_experts_per_tok": 1},
-}  # fmt: skip
+}
 
 
 IMAGES = (

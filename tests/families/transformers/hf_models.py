@@ -14,9 +14,14 @@ from torch.utils._pytree import tree_leaves
 transformers = pytest.importorskip("transformers", minversion="5")
 
 COMMON: dict[str, Any] = dict(
-    vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, attn_implementation="eager",
-)  # fmt: skip
+    vocab_size=61,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    attn_implementation="eager",
+)
 
 
 def build(prefix: str, sizes: dict[str, Any], **kwargs: Any) -> nn.Module:

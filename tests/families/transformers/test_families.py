@@ -101,14 +101,27 @@ ON_ALL = {
 }
 EVERY_DAY = ("qwen3_moe", "gpt_oss")  # the others of `ON_ALL` run on one folding
 TP_BY_DAY = (  # linears of several kinds are in test_tensor_parallel.py
-    "qwen3_moe", "deepseek_v3", "deepseek_v4", "gpt_oss", "qwen3_next", "granitemoehybrid",
+    "qwen3_moe",
+    "deepseek_v3",
+    "deepseek_v4",
+    "gpt_oss",
+    "qwen3_next",
+    "granitemoehybrid",
     "lfm2_moe",
-)  # fmt: skip
+)
 # With those above, every path of the package that a family takes on two ranks.
 BY_DAY = (
-    *WITH_TP, *ON_ALL, "bailing_hybrid", "deepseek_v4", "ernie4_5_vl_moe", "gemma4", "glm5_next",
-    "openai_privacy_filter", "unlimited_ocr", "zaya",
-)  # fmt: skip
+    *WITH_TP,
+    *ON_ALL,
+    "bailing_hybrid",
+    "deepseek_v4",
+    "ernie4_5_vl_moe",
+    "gemma4",
+    "glm5_next",
+    "openai_privacy_filter",
+    "unlimited_ocr",
+    "zaya",
+)
 # The degrees of the plan in the table, and families that are planned by day.
 DEGREES = ("--ep", "2")
 PLANNED = {

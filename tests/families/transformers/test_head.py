@@ -66,13 +66,17 @@ def test_loss_and_gradients_are_those_of_stock(family: str, kind: str, meshes: M
     assert_same(step(model, **inputs(kind)), step(stock, **inputs(kind)))
 
 
-@pytest.mark.parametrize("change", [
-    lambda model: setattr(model, "loss_function", smoothed),
-    lambda model: setattr(model, "loss_function", capped),
-    lambda model: model.lm_head.weight.requires_grad_(False),
-    lambda model: setattr(model.lm_head, "weight", model.model.embed_tokens.weight),
-    lambda model: model.lm_head.register_forward_hook(lambda m, args, out: out / 4),
-], ids=["smoothed", "capped", "frozen", "tied", "scaled"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "loss_function", smoothed),
+        lambda model: setattr(model, "loss_function", capped),
+        lambda model: model.lm_head.weight.requires_grad_(False),
+        lambda model: setattr(model.lm_head, "weight", model.model.embed_tokens.weight),
+        lambda model: model.lm_head.register_forward_hook(lambda m, args, out: out / 4),
+    ],
+    ids=["smoothed", "capped", "frozen", "tied", "scaled"],
+)
 def test_what_else_a_model_does_is_done(change: Callable[[Any], Any], meshes: Meshes) -> None:
     stock = hf_models.random_model("qwen3-moe", tie_word_embeddings=False)
     change(stock)

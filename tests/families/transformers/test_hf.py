@@ -134,13 +134,16 @@ def test_deepseek_bias_follows_the_load(meshes: Meshes) -> None:
         torch.testing.assert_close(step, 0.125 * torch.sign(load.mean() - load))
 
 
-@pytest.mark.parametrize(("option", "value"), [
-    ("top_k", 2),
-    ("norm_topk_prob", False),
-    ("routed_scaling_factor", 7.0),
-    ("num_group", 2),
-    ("topk_group", 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("top_k", 2),
+        ("norm_topk_prob", False),
+        ("routed_scaling_factor", 7.0),
+        ("num_group", 2),
+        ("topk_group", 3),
+    ],
+)
 def test_deepseek_v3_options_are_those_of_the_router(option, value, meshes) -> None:
     """Forward reads the router's copies: a config that is changed later changes nothing."""
     model = hf_models.random_model("deepseek-v3")

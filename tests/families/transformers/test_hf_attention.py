@@ -122,10 +122,19 @@ def test_what_it_does_not_compute_is_refused() -> None:
 
 EXPERTS = dict(num_local_experts=4, intermediate_size=16)
 LATENT = dict(
-    q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=4,
-    n_routed_experts=4, moe_intermediate_size=16, intermediate_size=16, n_group=1, topk_group=1,
-    num_attention_heads=2, num_key_value_heads=2,
-)  # fmt: skip
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=4,
+    n_routed_experts=4,
+    moe_intermediate_size=16,
+    intermediate_size=16,
+    n_group=1,
+    topk_group=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeConfig", HEADS | dict(num_experts=4, moe_intermediate_size=16)),
     "mixtral, window": ("MixtralConfig", HEADS | EXPERTS | dict(sliding_window=4)),

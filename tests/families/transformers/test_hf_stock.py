@@ -66,28 +66,42 @@ def borrow(block: Any) -> None:
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "subclass-experts": (lambda b: subclass(b.experts), r"experts \(Doubled\) of .* must be of"),
     "subclass-router": (lambda b: subclass(getattr(b, router_name(b))), r"\(Doubled\) of"),
-    "wrapped-experts": (lambda b: wrap(b, "experts"),
-        r"experts \(ParamWrapper\) of .*LoRA of peft works"),
-    "wrapped-router": (lambda b: wrap(b, router_name(b)),
-        r"\(ParamWrapper\) of .*LoRA of peft works"),
+    "wrapped-experts": (
+        lambda b: wrap(b, "experts"),
+        r"experts \(ParamWrapper\) of .*LoRA of peft works",
+    ),
+    "wrapped-router": (
+        lambda b: wrap(b, router_name(b)),
+        r"\(ParamWrapper\) of .*LoRA of peft works",
+    ),
     "block-forward": (patch, r"^forward of \w+ must be transformers' own"),
     "experts-forward": (lambda b: patch(b.experts), r"^forward of experts \(\w+Experts\) of"),
     "experts-gating": (lambda b: patch(b.experts, "_apply_gate"), r"^_apply_gate of experts"),
     "router-forward": (lambda b: patch(getattr(b, router_name(b))), r"^forward of \w+ \(\w+Router"),
     "other-method": (borrow, r"^forward of \w+ must be transformers' own"),
     "child": (lambda b: setattr(b, "lora", nn.Linear(32, 32)), r"lora of \w+ must not exist"),
-    "child-of-experts": (lambda b: setattr(b.experts, "lora", nn.Linear(32, 32)),
-        r"lora of experts \(\w+\) of \w+ must not exist"),
-    "parameter": (lambda b: b.register_parameter("scale", nn.Parameter(torch.ones(32))),
-        r"scale of \w+ must not exist"),
-    "buffer": (lambda b: b.register_buffer("scale", torch.ones(32)),
-        r"scale of \w+ must not exist"),
-    "parametrization": (lambda b: parametrizations.weight_norm(b.experts, "down_proj"),
-        r"experts \(Parametrized\w+\) of"),
+    "child-of-experts": (
+        lambda b: setattr(b.experts, "lora", nn.Linear(32, 32)),
+        r"lora of experts \(\w+\) of \w+ must not exist",
+    ),
+    "parameter": (
+        lambda b: b.register_parameter("scale", nn.Parameter(torch.ones(32))),
+        r"scale of \w+ must not exist",
+    ),
+    "buffer": (
+        lambda b: b.register_buffer("scale", torch.ones(32)),
+        r"scale of \w+ must not exist",
+    ),
+    "parametrization": (
+        lambda b: parametrizations.weight_norm(b.experts, "down_proj"),
+        r"experts \(Parametrized\w+\) of",
+    ),
     "activation": (scale_activation, r"experts.act_fn \(SiLU\) of \w+ must be of"),
-    "patched-activation": (lambda b: patch(b.experts.act_fn),
-        r"forward of experts.act_fn \(SiLU\w*\) of"),
-}  # fmt: skip
+    "patched-activation": (
+        lambda b: patch(b.experts.act_fn),
+        r"forward of experts.act_fn \(SiLU\w*\) of",
+    ),
+}
 
 
 CASES = [

@@ -51,15 +51,22 @@ def assert_one_line(error: pytest.ExceptionInfo[Exception]) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (dict(target_parameters=["mlp.gate.weight"]),
-     r"LoRA on \S+mlp.gate.weight \(8, 32\) must be on stacked matrices of experts: adapt"),
-    (dict(modules_to_save=["gate"]), r"mlp.gate \(ModulesToSaveWrapper\) must not be of a MoE"),
-    (dict(modules_to_save=["experts"], target_parameters=[]), r"mlp.experts \(ModulesToSaveW"),
-    (dict(modules_to_save=["mlp"], target_parameters=[]), r"0.mlp \(ModulesToSaveWrapper\)"),
-    (dict(trainable_token_indices=[3]),
-     r"embed_tokens \(TrainableTokensWrapper\) must not be .* single tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(target_parameters=["mlp.gate.weight"]),
+            r"LoRA on \S+mlp.gate.weight \(8, 32\) must be on stacked matrices of experts: adapt",
+        ),
+        (dict(modules_to_save=["gate"]), r"mlp.gate \(ModulesToSaveWrapper\) must not be of a MoE"),
+        (dict(modules_to_save=["experts"], target_parameters=[]), r"mlp.experts \(ModulesToSaveW"),
+        (dict(modules_to_save=["mlp"], target_parameters=[]), r"0.mlp \(ModulesToSaveWrapper\)"),
+        (
+            dict(trainable_token_indices=[3]),
+            r"embed_tokens \(TrainableTokensWrapper\) must not be .* single tokens",
+        ),
+    ],
+)
 def test_adapters_that_have_no_place(meshes: Meshes, options: dict[str, Any], message: str) -> None:
     model = lc.peft.get_peft_model(one_layer(), lc.lora_config(**options))
     before = {name: type(module) for name, module in model.named_modules()}
@@ -69,12 +76,19 @@ def test_adapters_that_have_no_place(meshes: Meshes, options: dict[str, Any], me
     assert {name: type(module) for name, module in model.named_modules()} == before
 
 
-@pytest.mark.parametrize(("family", "message"), [
-    ("llama4",
-     r"is_transposed \(False\) of Llama4TextExperts, by which peft .* must be True: set it"),
-    ("longcat_flash",
-     r"LoRA on \S+experts.gate_up_proj \(7 matrices\) must be on 4 experts, since experts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (
+            "llama4",
+            r"is_transposed \(False\) of Llama4TextExperts, by which peft .* must be True: set it",
+        ),
+        (
+            "longcat_flash",
+            r"LoRA on \S+experts.gate_up_proj \(7 matrices\) must be on 4 experts, since experts",
+        ),
+    ],
+)
 def test_matrices_of_experts_that_are_no_updates_place(meshes, family, message) -> None:
     names = ["experts.gate_up_proj", "experts.down_proj"]
     model = lc.peft.get_peft_model(tiny_model(family), lc.lora_config(target_parameters=names))
@@ -280,24 +294,50 @@ def test_a_trained_parameter_that_no_adapter_holds(meshes, part, tmp_path) -> No
     torch.testing.assert_close(lc.logits(model), lc.logits(stock))
 
 
-@pytest.mark.parametrize(("call", "error", "message"), [
-    (lambda path: init_adapters(one_layer()), ValueError,
-     r"\(Qwen3MoeForCausalLM\) must be a PeftModel with LoRA: call peft.get_peft_model"),
-    (lambda path: save_adapters(with_injected_adapter(), path / "a"), ValueError,
-     r"\(Qwen3MoeForCausalLM\) must be a PeftModel with LoRA"),
-    (lambda path: merge_adapters(one_layer()), ValueError,
-     r"\(Qwen3MoeForCausalLM\) must have active adapters that are not merged"),
-    (lambda path: merge_adapters(dora()), NotImplementedError,
-     r"Linear with LoraConfig.use_dora, .* must not be merged here: save_adapters, and"),
-    (lambda path: init_adapters(dora()), ValueError,
-     r"lora_magnitude_vector.default.\w+ must be A or B of LoRA to be filled from a seed"),
-    (lambda path: init_adapters(
-        lc.peft.get_peft_model(one_layer(), dense_config(init_lora_weights="pissa"))), ValueError,
-     r"LoraConfig.init_lora_weights \('pissa'\) must be True or 'gaussian' to fill"),
-    (lambda path: export_hf(lc.peft.get_peft_model(one_layer(), lc.lora_config()), path / "x"),
-     ValueError,
-     r"adapters of \S+q_proj must be merged into the weights, .* moecore.io.merge_adapters"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda path: init_adapters(one_layer()),
+            ValueError,
+            r"\(Qwen3MoeForCausalLM\) must be a PeftModel with LoRA: call peft.get_peft_model",
+        ),
+        (
+            lambda path: save_adapters(with_injected_adapter(), path / "a"),
+            ValueError,
+            r"\(Qwen3MoeForCausalLM\) must be a PeftModel with LoRA",
+        ),
+        (
+            lambda path: merge_adapters(one_layer()),
+            ValueError,
+            r"\(Qwen3MoeForCausalLM\) must have active adapters that are not merged",
+        ),
+        (
+            lambda path: merge_adapters(dora()),
+            NotImplementedError,
+            r"Linear with LoraConfig.use_dora, .* must not be merged here: save_adapters, and",
+        ),
+        (
+            lambda path: init_adapters(dora()),
+            ValueError,
+            r"lora_magnitude_vector.default.\w+ must be A or B of LoRA to be filled from a seed",
+        ),
+        (
+            lambda path: init_adapters(
+                lc.peft.get_peft_model(one_layer(), dense_config(init_lora_weights="pissa"))
+            ),
+            ValueError,
+            r"LoraConfig.init_lora_weights \('pissa'\) must be True or 'gaussian' to fill",
+        ),
+        (
+            lambda path: export_hf(
+                lc.peft.get_peft_model(one_layer(), lc.lora_config()), path / "x"
+            ),
+            ValueError,
+            r"adapters of \S+q_proj must be merged into the weights, .* moecore.io.merge_adapters",
+        ),
+    ],
+)
 def test_one_line_errors(call, error, message, tmp_path) -> None:
     with pytest.raises(error, match=message) as found:
         call(tmp_path)

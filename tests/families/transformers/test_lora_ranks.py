@@ -63,15 +63,30 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]
     "etp": ("qwen3-moe", {}, "ep2-etp2", {}, {}),
     "etp-replicated": ("mixtral", {}, "etp2-replicate2", {}, dict(expert_backend="sequential")),
     "tp": ("qwen3-moe", {}, "tp2-ep2", {}, {}),
-    "tp-mlps": ("qwen2-moe", dict(mlp_only_layers=[0], num_key_value_heads=1), "tp2-edp4",
-        dict(target_modules=r".*\.(self_attn|layers\.0\.mlp)\.\w+_proj", r=3), {}),
+    "tp-mlps": (
+        "qwen2-moe",
+        dict(mlp_only_layers=[0], num_key_value_heads=1),
+        "tp2-edp4",
+        dict(target_modules=r".*\.(self_attn|layers\.0\.mlp)\.\w+_proj", r=3),
+        {},
+    ),
     "gpt-oss": ("gpt-oss", {}, "ep2-edp2", {}, {}),
     "attention-alone": ("qwen3-moe", {}, "ep2-edp2", dict(target_parameters=[]), {}),
-    "down-alone": ("qwen3-moe", {}, "ep2-edp2", dict(target_parameters=["down_proj"]),
-        dict(memory=MemoryOptions(recompute=("expert_fc1",)))),
-    "kept-experts": ("qwen3-moe", {}, "ep2-edp2", {},
-        dict(fsdp=FSDPOptions(experts_strategy="optim", blocks_per_unit=2))),
-}  # fmt: skip
+    "down-alone": (
+        "qwen3-moe",
+        {},
+        "ep2-edp2",
+        dict(target_parameters=["down_proj"]),
+        dict(memory=MemoryOptions(recompute=("expert_fc1",))),
+    ),
+    "kept-experts": (
+        "qwen3-moe",
+        {},
+        "ep2-edp2",
+        {},
+        dict(fsdp=FSDPOptions(experts_strategy="optim", blocks_per_unit=2)),
+    ),
+}
 # Layouts and targets that others combine.
 NIGHTLY = ("whole-experts", "uneven", "etp-replicated", "attention-alone", "kept-experts")
 
@@ -282,13 +297,16 @@ def test_the_life_of_adapters(results: dict[str, Any], folder: Path) -> None:
     assert not (folder / "early").exists() and not (folder / "other").exists()
 
 
-@pytest.mark.parametrize(("attempt", "message"), [
-    ("unmerged", r"must be merged .* call moecore.io.merge_adapters\(model\) first"),
-    ("missing", r"adapter \('other'\) must be one of \['default'\]: choose one"),
-    ("method", r"merge_and_unload of peft must not .* use moecore.io.merge_adapters\(model\)"),
-    ("disable", r"disable_adapter of peft must not be called after merge_adapters: use the"),
-    ("again", r"model \(\w+\) must have active adapters that are not merged"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        ("unmerged", r"must be merged .* call moecore.io.merge_adapters\(model\) first"),
+        ("missing", r"adapter \('other'\) must be one of \['default'\]: choose one"),
+        ("method", r"merge_and_unload of peft must not .* use moecore.io.merge_adapters\(model\)"),
+        ("disable", r"disable_adapter of peft must not be called after merge_adapters: use the"),
+        ("again", r"model \(\w+\) must have active adapters that are not merged"),
+    ],
+)
 def test_what_is_refused_on_every_rank(results: dict[str, Any], attempt: str, message: str) -> None:
     found = results["life"][f"error/{attempt}"]
     assert re.search(message, found) and "\n" not in found

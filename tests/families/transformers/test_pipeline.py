@@ -119,12 +119,15 @@ def test_stages_equal_the_whole_model(family, layout, num_ranks):
     check(model, with_all_layers(layout, model), num_ranks, inputs_of())
 
 
-@pytest.mark.parametrize(("family", "kind"), [
-    *product(("qwen3-moe", "gpt-oss", "llama"), ("mask", "positions", "documents")),
-    ("gated delta", "documents"),
-    ("sparse", "documents"),
-    ("sparse, keys of the layer before", "documents"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *product(("qwen3-moe", "gpt-oss", "llama"), ("mask", "positions", "documents")),
+        ("gated delta", "documents"),
+        ("sparse", "documents"),
+        ("sparse, keys of the layer before", "documents"),
+    ],
+)
 def test_masks_and_documents_reach_every_stage(family, kind):
     model = FAMILIES[family]()
     if kind == "documents":

@@ -172,14 +172,17 @@ def test_the_bias_is_fp32_and_of_its_own_copy(family: str) -> None:
         assert layer.get_part("router").selection_bias.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("family", "options"), [
-    ("laguna", {"moe_router_logit_softcapping": 30.0}),
-    ("longcat_flash", {"router_bias": True}),
-    ("minimax_m2", {"router_jitter_noise": 0.1}),
-    ("mixtral", {"router_jitter_noise": 0.1}),
-    ("ernie4_5_moe", {"moe_norm_min": 0.1}),
-    ("axk2", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("laguna", {"moe_router_logit_softcapping": 30.0}),
+        ("longcat_flash", {"router_bias": True}),
+        ("minimax_m2", {"router_jitter_noise": 0.1}),
+        ("mixtral", {"router_jitter_noise": 0.1}),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}),
+        ("axk2", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
+    ],
+)
 def test_options_that_moecore_lacks_leave_the_router(family: str, options: dict[str, Any]) -> None:
     model = tiny_model(family, **options)
     stock, layers = copy.deepcopy(model), swap_blocks(model, {})
@@ -195,16 +198,19 @@ def test_a_linear_with_adapters_leaves_the_router() -> None:
     assert layers and all(isinstance(layer, RoutedExperts) for layer in layers.values())
 
 
-@pytest.mark.parametrize(("family", "options"), [
-    ("nemotron_h", {"moe_latent_size": None}),
-    ("cohere2_moe", {"expert_selection_fn": "sigmoid"}),
-    ("cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False}),
-    ("cohere2_moe", {"norm_topk_prob": False, "num_shared_experts": 0}),
-    ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
-    ("laguna", {"moe_routed_scaling_factor": 2.5}),
-    ("mistral4", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
-    ("kolibri1", {"norm_topk_prob": False}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("nemotron_h", {"moe_latent_size": None}),
+        ("cohere2_moe", {"expert_selection_fn": "sigmoid"}),
+        ("cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False}),
+        ("cohere2_moe", {"norm_topk_prob": False, "num_shared_experts": 0}),
+        ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
+        ("laguna", {"moe_routed_scaling_factor": 2.5}),
+        ("mistral4", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
+        ("kolibri1", {"norm_topk_prob": False}),
+    ],
+)
 def test_options_of_blocks(family: str, options: dict[str, Any]) -> None:
     model = tiny_model(family, **options)
     stock = copy.deepcopy(model)

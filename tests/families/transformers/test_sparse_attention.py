@@ -34,9 +34,12 @@ def batch() -> dict[str, Any]:
     labels = ids.masked_fill(mask.view(2, 16), -100)
     labels.view(-1)[CUTS[:-1]] = -100
     return dict(
-        input_ids=ids, labels=labels, cu_seqlens=torch.tensor(CUTS), max_seqlen=16,
+        input_ids=ids,
+        labels=labels,
+        cu_seqlens=torch.tensor(CUTS),
+        max_seqlen=16,
         padding_mask=mask.view(2, 16),
-    )  # fmt: skip
+    )
 
 
 def make(family: str, stage: str) -> nn.Module:

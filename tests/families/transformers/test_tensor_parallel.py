@@ -81,15 +81,27 @@ def checkpoints(folder: Path) -> bool:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "heads": ({"num_attention_heads": 6, "num_key_value_heads": 6}, 4,
-        r"model.layers.0.self_attn: heads \(6\) .* must be multiples of ParallelConfig.tp \(4\)"),
-    "key heads": ({"num_attention_heads": 12, "num_key_value_heads": 3}, 4,
-        r"key/value heads \(3\) must be multiples of ParallelConfig.tp \(4\), or the latter a div"),
-    "hidden dim": ({"mlp_only_layers": [0], "intermediate_size": 6}, 4,
-        r"layers.0.mlp: the hidden dim \(6\) of Qwen3MoeMLP must be a multiple"),
-    "dropout": ({"attention_dropout": 0.1}, 2,
-        r"attention_dropout \(0.1\) must be 0 under ParallelConfig.tp \(2\)"),
-}  # fmt: skip
+    "heads": (
+        {"num_attention_heads": 6, "num_key_value_heads": 6},
+        4,
+        r"model.layers.0.self_attn: heads \(6\) .* must be multiples of ParallelConfig.tp \(4\)",
+    ),
+    "key heads": (
+        {"num_attention_heads": 12, "num_key_value_heads": 3},
+        4,
+        r"key/value heads \(3\) must be multiples of ParallelConfig.tp \(4\), or the latter a div",
+    ),
+    "hidden dim": (
+        {"mlp_only_layers": [0], "intermediate_size": 6},
+        4,
+        r"layers.0.mlp: the hidden dim \(6\) of Qwen3MoeMLP must be a multiple",
+    ),
+    "dropout": (
+        {"attention_dropout": 0.1},
+        2,
+        r"attention_dropout \(0.1\) must be 0 under ParallelConfig.tp \(2\)",
+    ),
+}
 
 
 def refused(meshes: dict[int, Meshes]) -> None:

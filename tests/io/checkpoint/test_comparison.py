@@ -155,13 +155,16 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 
 
-@pytest.mark.parametrize(("saved", "now", "message"), [
-    ((SGD, {"momentum": 0.9}), (ADAMW, {}), r"optimizer \(AdamW\) is a SGD in the checkpoint"),
-    ((ADAMW, {}), (torch.optim.Adam, {}), r"optimizer \(Adam\) is a AdamW in the checkpoint"),
-    ((ADAMW, {}), (ADAMW, {"amsgrad": True}), r"amsgrad \(True\) is False in the checkpoint"),
-    ((ADAMW, {"amsgrad": True}), (ADAMW, {}), r"amsgrad \(False\) is True in the checkpoint"),
-    ((SGD, {}), (SGD, {"momentum": 0.9}), r"momentum \(0.9\) is 0 in the checkpoint"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("saved", "now", "message"),
+    [
+        ((SGD, {"momentum": 0.9}), (ADAMW, {}), r"optimizer \(AdamW\) is a SGD in the checkpoint"),
+        ((ADAMW, {}), (torch.optim.Adam, {}), r"optimizer \(Adam\) is a AdamW in the checkpoint"),
+        ((ADAMW, {}), (ADAMW, {"amsgrad": True}), r"amsgrad \(True\) is False in the checkpoint"),
+        ((ADAMW, {"amsgrad": True}), (ADAMW, {}), r"amsgrad \(False\) is True in the checkpoint"),
+        ((SGD, {}), (SGD, {"momentum": 0.9}), r"momentum \(0.9\) is 0 in the checkpoint"),
+    ],
+)
 def test_optimizer_with_other_state_is_refused(tmp_path, saved, now, message):
     path = save(tmp_path, 1, *build_with(saved[0], **saved[1]))
     model, optimizer = build_with(now[0], **now[1])
@@ -221,14 +224,24 @@ DECODER = DecoderConfig(
 )
 
 
-@pytest.mark.parametrize(("change", "moe", "message"), [
-    ({}, dict(top_k=4), r"1 differ: config.moe.top_k \(4\) must be 2 as in the checkpoint: build"),
-    ({}, dict(score_function="sigmoid"), r"score_function \('sigmoid'\) must be 'softmax' as"),
-    (dict(rope_theta=5e5), {}, r"config.rope_theta \(500000.0\) must be 10000.0 as in"),
-    (dict(num_heads=2, num_kv_heads=1, head_dim=8), {},
-     r"3 differ: config.num_heads \(2\) must be 4 .* config.num_kv_heads \(1\) must be 2"),
-    (dict(moe=None, mlp_hidden_dim=8), {}, r"config.moe \(None\) must be given as in the che"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "moe", "message"),
+    [
+        (
+            {},
+            dict(top_k=4),
+            r"1 differ: config.moe.top_k \(4\) must be 2 as in the checkpoint: build",
+        ),
+        ({}, dict(score_function="sigmoid"), r"score_function \('sigmoid'\) must be 'softmax' as"),
+        (dict(rope_theta=5e5), {}, r"config.rope_theta \(500000.0\) must be 10000.0 as in"),
+        (
+            dict(num_heads=2, num_kv_heads=1, head_dim=8),
+            {},
+            r"3 differ: config.num_heads \(2\) must be 4 .* config.num_kv_heads \(1\) must be 2",
+        ),
+        (dict(moe=None, mlp_hidden_dim=8), {}, r"config.moe \(None\) must be given as in the che"),
+    ],
+)
 def test_a_decoder_that_computes_something_else(tmp_path, change, moe, message):
     """Its tensors have the same names and shapes; the save took the config from the model."""
     path = save(tmp_path, 1, nn.ModuleDict({"wrapped": Decoder(DECODER)}), None)
@@ -245,9 +258,12 @@ def test_a_decoder_that_computes_something_else(tmp_path, change, moe, message):
 def test_what_only_training_reads_may_change(tmp_path: Path) -> None:
     path = save(tmp_path, 1, Decoder(DECODER), None)
     moe = replace(
-        MOE, balance=BalanceConfig(micro_batch_coef=0.1, z_loss_coef=1e-3),
-        capacity=CapacityConfig(factor=1.25), router_jitter=0.01, router_dtype="float64",
-    )  # fmt: skip
+        MOE,
+        balance=BalanceConfig(micro_batch_coef=0.1, z_loss_coef=1e-3),
+        capacity=CapacityConfig(factor=1.25),
+        router_jitter=0.01,
+        router_dtype="float64",
+    )
     load(path, Decoder(replace(DECODER, moe=moe, max_seq_len=64, ce_chunk_tokens=16)))
 
 

@@ -47,15 +47,20 @@ CHANGES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("olmoe", dict(rope_parameters=YARN), "rope_parameters.rope_type", "'yarn'", "'default'"),
     ("qwen2-moe", dict(norm_topk_prob=True), "norm_topk_prob", "True", "False"),
     ("qwen3-moe", dict(norm_topk_prob=False), "norm_topk_prob", "False", "True"),
-    ("qwen3-moe", dict(use_sliding_window=True, sliding_window=4), "use_sliding_window", "True",
-     "False"),
+    (
+        "qwen3-moe",
+        dict(use_sliding_window=True, sliding_window=4),
+        "use_sliding_window",
+        "True",
+        "False",
+    ),
     ("olmoe", dict(clip_qkv=0.1), "clip_qkv", "0.1", "None"),
     ("deepseek-v3", dict(routed_scaling_factor=1.0), "routed_scaling_factor", "1.0", "2.5"),
     ("deepseek-v3", dict(n_group=2), "n_group", "2", "4"),
     ("deepseek-v3", dict(topk_group=1), "topk_group", "1", "2"),
     ("deepseek-v3", dict(scoring_func="softmax"), "scoring_func", "'softmax'", "'sigmoid'"),
     ("deepseek-v3", dict(rope_interleave=False), "rope_interleave", "False", "True"),
-]  # fmt: skip
+]
 PUBLISHED_FIELDS = dict(scoring_func="sigmoid")  # that transformers' own class does not know
 TRAINING = dict(
     router_aux_loss_coef=0.5,
@@ -186,36 +191,66 @@ def scaled(values: dict[str, Any], **more: Any) -> dict[str, Any]:
     return V4 | dict(rope_scaling=values | more)
 
 
-@pytest.mark.parametrize(("ours", "theirs", "wanted"), [
-    (V4, V5, []),
-    (V4 | dict(rope_theta=5.0), V5, [("rope_parameters.rope_theta", "5.0", "10.0")]),
-    (scaled(LINEAR), V5, [("rope_parameters.rope_type", "'linear'", "'default'")]),
-    (scaled(LINEAR), scaled(dict(rope_type="linear", factor=3.0)),
-     [("rope_parameters.factor", "2.0", "3.0")]),
-    # Defaults that one release writes out, and another does not.
-    (scaled(YARN_2),
-     V4 | dict(rope_parameters=DEFAULTS | dict(original_max_position_embeddings=64)), []),
-    (scaled(YARN_2), scaled(YARN_2, mscale=0.7), [("rope_parameters.mscale", "None", "0.7")]),
-    # The length is read by some types.
-    (V4, V4 | LONG, []),
-    (scaled(DYNAMIC) | dict(rope_theta=10.0), scaled(DYNAMIC) | LONG,
-     [(name, "64", "128") for name in
-      ("max_position_embeddings", "rope_parameters.original_max_position_embeddings")]),
-    (dict(rope_parameters=SLIDING), NEAR,
-     [("rope_parameters.full_attention.rope_theta", "1.0", "9.0")]),
-    # What one side does not name, one thing under two names, parts with a config of their own.
-    (dict(top_k=2), dict(num_groups=3), []),
-    (dict(num_experts=8), dict(num_experts=None, num_local_experts=8), []),
-    (dict(head_dim=None), dict(head_dim=64), []),
-    (dict(text_config=V4 | dict(eps=1)), dict(text_config=V5 | dict(eps=2)),
-     [("text_config.eps", "1", "2")]),
-    (dict(scale=[1, 2]), dict(scale=(1, 2)), []),
-    (dict(use_sliding_window=False, sliding_window=4096),
-     dict(use_sliding_window=False, sliding_window=None), []),
-    (dict(model_type="x", top_k=2), dict(model_type="y", top_k=3), [("model_type", "'x'", "'y'")]),
-    # Nonsense that somebody has signed.
-    (V5, dict(model_type="x", rope_parameters=3, rope_scaling="no"), []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ours", "theirs", "wanted"),
+    [
+        (V4, V5, []),
+        (V4 | dict(rope_theta=5.0), V5, [("rope_parameters.rope_theta", "5.0", "10.0")]),
+        (scaled(LINEAR), V5, [("rope_parameters.rope_type", "'linear'", "'default'")]),
+        (
+            scaled(LINEAR),
+            scaled(dict(rope_type="linear", factor=3.0)),
+            [("rope_parameters.factor", "2.0", "3.0")],
+        ),
+        # Defaults that one release writes out, and another does not.
+        (
+            scaled(YARN_2),
+            V4 | dict(rope_parameters=DEFAULTS | dict(original_max_position_embeddings=64)),
+            [],
+        ),
+        (scaled(YARN_2), scaled(YARN_2, mscale=0.7), [("rope_parameters.mscale", "None", "0.7")]),
+        # The length is read by some types.
+        (V4, V4 | LONG, []),
+        (
+            scaled(DYNAMIC) | dict(rope_theta=10.0),
+            scaled(DYNAMIC) | LONG,
+            [
+                (name, "64", "128")
+                for name in (
+                    "max_position_embeddings",
+                    "rope_parameters.original_max_position_embeddings",
+                )
+            ],
+        ),
+        (
+            dict(rope_parameters=SLIDING),
+            NEAR,
+            [("rope_parameters.full_attention.rope_theta", "1.0", "9.0")],
+        ),
+        # What one side does not name, one thing under two names, parts with a config of their own.
+        (dict(top_k=2), dict(num_groups=3), []),
+        (dict(num_experts=8), dict(num_experts=None, num_local_experts=8), []),
+        (dict(head_dim=None), dict(head_dim=64), []),
+        (
+            dict(text_config=V4 | dict(eps=1)),
+            dict(text_config=V5 | dict(eps=2)),
+            [("text_config.eps", "1", "2")],
+        ),
+        (dict(scale=[1, 2]), dict(scale=(1, 2)), []),
+        (
+            dict(use_sliding_window=False, sliding_window=4096),
+            dict(use_sliding_window=False, sliding_window=None),
+            [],
+        ),
+        (
+            dict(model_type="x", top_k=2),
+            dict(model_type="y", top_k=3),
+            [("model_type", "'x'", "'y'")],
+        ),
+        # Nonsense that somebody has signed.
+        (V5, dict(model_type="x", rope_parameters=3, rope_scaling="no"), []),
+    ],
+)
 def test_fields_that_differ(ours, theirs, wanted):
     assert find_hf_differences(ours, theirs) == [Difference(name, a, b) for name, a, b in wanted]
     assert find_hf_differences(theirs, ours) == [Difference(name, b, a) for name, a, b in wanted]

@@ -58,9 +58,18 @@ CONFIG = DecoderConfig(
     tie_embeddings=True,
     dense_layers=(0,),
     mlp_hidden_dim=48,
-    moe=MoEConfig(dim=32, hidden_dim=16, num_experts=4, top_k=2, fc1_bias=True, fc2_bias=True,
-        expert_bias=True, shared_hidden_dim=16, balance=BalanceConfig(bias_update_rate=1e-3)),
-)  # fmt: skip
+    moe=MoEConfig(
+        dim=32,
+        hidden_dim=16,
+        num_experts=4,
+        top_k=2,
+        fc1_bias=True,
+        fc2_bias=True,
+        expert_bias=True,
+        shared_hidden_dim=16,
+        balance=BalanceConfig(bias_update_rate=1e-3),
+    ),
+)
 
 
 # Gate above up in one dim, as Hugging Face models keep them: strided under etp, stored as a view.

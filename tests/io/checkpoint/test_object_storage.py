@@ -100,11 +100,14 @@ def test_the_commands_take_urls(root: RemotePath, capsys: Any) -> None:
     assert "must hold a moecore.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("url", "problem"), [
-    ("nowhere://bucket/run", "Protocol not known: nowhere"),
-    ("memory://", "it names no bucket or prefix"),
-    (Path("s3://bucket/run"), r"path \(s3:/bucket/run\) must be a str"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("nowhere://bucket/run", "Protocol not known: nowhere"),
+        ("memory://", "it names no bucket or prefix"),
+        (Path("s3://bucket/run"), r"path \(s3:/bucket/run\) must be a str"),
+    ],
+)
 def test_wrong_urls_are_refused(url: Any, problem: str) -> None:
     for action in (
         lambda: save(url, 1, *build(1.0)),

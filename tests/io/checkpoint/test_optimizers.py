@@ -129,13 +129,16 @@ def saved_run(tmp_path_factory):
     return model, optimizers, save(tmp_path_factory.mktemp("run"), 1, model, optimizers)
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (_missing, rf"optimizer \(AdamW\) {NOW}"),
-    (_swapped, rf"optimizer \(AdamW, AdamW, Muon\) {NOW}"),
-    (_exchanged, r"optimizer.param_groups \(3\) hold other parameters, or in another order"),
-    (_other_class, rf"optimizer \(SGD, AdamW, AdamW\) {NOW}"),
-    (_one_more, rf"optimizer \(Muon, AdamW, SGD\) {NOW}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_missing, rf"optimizer \(AdamW\) {NOW}"),
+        (_swapped, rf"optimizer \(AdamW, AdamW, Muon\) {NOW}"),
+        (_exchanged, r"optimizer.param_groups \(3\) hold other parameters, or in another order"),
+        (_other_class, rf"optimizer \(SGD, AdamW, AdamW\) {NOW}"),
+        (_one_more, rf"optimizer \(Muon, AdamW, SGD\) {NOW}"),
+    ],
+)
 def test_other_optimizers_are_refused(saved_run, make, message):
     model, optimizers, path = saved_run
     other = build(seed=1)[0]

@@ -212,14 +212,17 @@ def test_the_first_stage_writes_copies(results, root, source, writers):
     assert files <= {f"rank-{rank:05d}.safetensors" for rank in writers}
 
 
-@pytest.mark.parametrize(("case", "message"), [
-    ("more", "more of the checkpoint is not in the model"),
-    ("less", "model.norm.weight of the model is not in the checkpoint"),
-    ("extra", "extra stage of rank 2 must equal that of rank 0"),
-    ("lr", r"param_groups[0]['lr'] of rank 2 must equal that of rank 0"),
-    ("copies", "optimizer.step.model.embed_tokens.weight of rank 2 must equal that of rank 0"),
-    ("groups", "optimizer.param_groups (2) must be as many on every pipeline stage (3)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("more", "more of the checkpoint is not in the model"),
+        ("less", "model.norm.weight of the model is not in the checkpoint"),
+        ("extra", "extra stage of rank 2 must equal that of rank 0"),
+        ("lr", r"param_groups[0]['lr'] of rank 2 must equal that of rank 0"),
+        ("copies", "optimizer.step.model.embed_tokens.weight of rank 2 must equal that of rank 0"),
+        ("groups", "optimizer.param_groups (2) must be as many on every pipeline stage (3)"),
+    ],
+)
 def test_refuses_on_every_rank(results: dict[Any, Any], case: str, message: str) -> None:
     errors = results["refusals"][case]
     assert all(message in error and "\n" not in error for error in errors), errors

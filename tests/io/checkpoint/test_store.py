@@ -109,12 +109,15 @@ def test_before_the_first_step_there_is_no_optimizer_state(tmp_path: Path) -> No
     assert not optimizer.state
 
 
-@pytest.mark.parametrize(("layout", "w1", "b1"), [
-    (ExpertLayout(), (2, 2, 4, 8), (2, 2, 4)),
-    (ExpertLayout(gate_up="concatenated"), (2, 2, 4, 8), (2, 2, 4)),
-    (ExpertLayout(gate_up="concatenated", transposed=True), (2, 8, 2, 4), (2, 2, 4)),
-    (ExpertLayout(gate_up="interleaved"), (2, 8, 8), (2, 8)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "w1", "b1"),
+    [
+        (ExpertLayout(), (2, 2, 4, 8), (2, 2, 4)),
+        (ExpertLayout(gate_up="concatenated"), (2, 2, 4, 8), (2, 2, 4)),
+        (ExpertLayout(gate_up="concatenated", transposed=True), (2, 8, 2, 4), (2, 2, 4)),
+        (ExpertLayout(gate_up="interleaved"), (2, 8, 8), (2, 8)),
+    ],
+)
 def test_gate_and_up_are_stored_apart(tmp_path, layout, w1, b1):
     model = MoELayer(replace(CONFIG, fc1_bias=True), layout=LayerLayout(expert_layout=layout))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -348,11 +351,14 @@ def test_files_are_safetensors_and_say_what_is_in_them(tmp_path: Path) -> None:
 
 def test_empty_and_odd_tensors(tmp_path: Path) -> None:
     odd: dict[str, Tensor] = {
-        "empty": torch.zeros(0, 3), "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
-        "bool": torch.tensor([True, False, True]), "half": torch.randn(5, dtype=torch.float16),
-        "bytes": torch.arange(7, dtype=torch.uint8), "strided": torch.randn(6, 5).t(),
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "bool": torch.tensor([True, False, True]),
+        "half": torch.randn(5, dtype=torch.float16),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "strided": torch.randn(6, 5).t(),
         "float8": torch.randn(9).to(torch.float8_e4m3fn),
-    }  # fmt: skip
+    }
     path = save(tmp_path, 1, *build_linear(3), odd)
     found = load(path, *build_linear(3))
     assert found.keys() == odd.keys()
@@ -594,7 +600,8 @@ def _other_format(path: Path) -> None:
 ERRORS: dict[str, Action] = {
     r"2 differ: bias \(4,\) must be \(8,\) as in the model; weight \(4, 4\)": loads(8),
     r"2 differ: bias torch.float32 must be torch.bfloat16 as in the model, or": loads(
-        dtype=torch.bfloat16),
+        dtype=torch.bfloat16
+    ),
     r"experts.w1 of the model is not in the checkpoint; .*bias of the checkpoin": lambda path: load(
         path, *build()
     ),
@@ -602,19 +609,26 @@ ERRORS: dict[str, Action] = {
         path, model := build_linear(4)[0], _two_groups(model, None)
     ),
     r"optimizer parameter \(4, 4\) must be one of the model's": with_optimizer(
-        lambda *_: build_linear(4)[1]),
+        lambda *_: build_linear(4)[1]
+    ),
     r"bias must belong to one optimizer, but optimizer\[0\] and opt": with_optimizer(
-        lambda model, optimizer: [optimizer, torch.optim.SGD([model.bias])], is_load=False),
+        lambda model, optimizer: [optimizer, torch.optim.SGD([model.bias])], is_load=False
+    ),
     r"weight must belong to one optimizer, but optimizer\[0\]": with_optimizer(
-        lambda _, optimizer: [optimizer, optimizer]),
+        lambda _, optimizer: [optimizer, optimizer]
+    ),
     "bias must have state in one optimizer, but two have some: remove it": with_optimizer(
-        _state_in_two, is_load=False),
+        _state_in_two, is_load=False
+    ),
     r"optimizer \(\{.*\) must be an Optimizer or a list, each an Optimizer": with_optimizer(
-        lambda _, optimizer: {"dense": optimizer}),
+        lambda _, optimizer: {"dense": optimizer}
+    ),
     r"optimizer \(\[\]\) must be one of torch's, or a list of several: pass": with_optimizer(
-        lambda *_: []),
+        lambda *_: []
+    ),
     r"optimizer \(\[.* must be an Optimizer or a list, each an Opt": with_optimizer(
-        lambda _, optimizer: [optimizer, None], is_load=False),
+        lambda _, optimizer: [optimizer, None], is_load=False
+    ),
     r"scheduler \(\[\]\) must hold a scheduler: pass None where there is none": saves(scheduler=[]),
     "must be a whole checkpoint, with a moecore.json": lambda path: loads()(path.parent),
     r"step \(1\) must not be saved already": saves(step=1),
@@ -623,13 +637,15 @@ ERRORS: dict[str, Action] = {
     r"extra thing \(object\) must be JSON-able or a tensor": saves({"thing": object()}),
     r"extra counts \(dict\) must be JSON-able or a tensor": saves({"counts": {1: 2, "a": 3}}),
     r"extra counts \(dict\) must be JSON-able or a tensor: JSON has lists for": saves(
-        {"counts": {"a": {1: 2}}}),
+        {"counts": {"a": {1: 2}}}
+    ),
     r"extra place \(list\) must be JSON-able or a tensor: JSON has lists for tuples": saves(
-        {"place": [(1, 2)]}),
+        {"place": [(1, 2)]}
+    ),
     r"format \(99\) must be 3, or that of another moecore": _other_format,
     r"verify \('no'\) must be one of .full., .sizes.": loads(verify="no"),
     r"config \(int\) must be a mapping or a dataclass instance": saves(config=3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", ERRORS)

@@ -282,72 +282,88 @@ def test_yarn_defaults_are_those_of_transformers():
     assert alone.mla.yarn == yarn  # one scale alone does not count
 
 
-@pytest.mark.parametrize(("base", "change", "message"), [
-    (MIXTRAL_8X7B, dict(attention_bias=True), r"attention_bias \(True\) of model_type \('mix"),
-    (DEEPSEEK_V3, dict(attention_bias=True), r"attention_bias \(True\)"),
-    (QWEN3_30B, dict(attention_dropout=0.1), r"attention_dropout \(0.1\)"),
-    (QWEN3_30B, dict(hidden_act="gelu"), r"hidden_act \('gelu'\)"),
-    (QWEN3_30B, dict(use_sliding_window=True), r"use_sliding_window \(True\)"),
-    (QWEN3_30B, dict(rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
-     r"rope_type \('dynamic'\)"),
-    (QWEN3_30B, dict(partial_rotary_factor=0.5), r"partial_rotary_factor \(0.5\)"),
-    (QWEN2, dict(layer_types=["sliding_attention"]), r"layer_types \(\['sliding_attention"),
-    (QWEN2, dict(model_type="qwen3", layer_types=["sliding_attention"]), r"layer_types \(\["),
-    (MISTRAL_7B, dict(model_type="llama", mlp_bias=True), r"mlp_bias \(True\)"),
-    (MIXTRAL_8X7B, dict(router_jitter_noise=0.1), r"router_jitter_noise \(0.1\)"),
-    (OLMOE_1B_7B, dict(clip_qkv=8.0), r"clip_qkv \(8.0\)"),
-    (OLMOE_1B_7B, dict(rope_parameters={"rope_type": "llama3"}), r"rope_type \('llama3'\)"),
-    (DEEPSEEK_V3, dict(moe_layer_freq=2), r"moe_layer_freq \(2\)"),
-    (DEEPSEEK_V3, dict(scoring_func="softmax"), r"scoring_func \('softmax'\)"),
-    (DEEPSEEK_V3, dict(rope_interleave=False), r"rope_interleave \(False\)"),
-    (DEEPSEEK_V3, dict(rope_scaling=ROPE | {"attention_factor": 1.5}), r"attention_factor \(1.5\)"),
-    (DEEPSEEK_V2, dict(norm_topk_prob=True), r"norm_topk_prob \(True\)"),
-    (DEEPSEEK_V2, dict(topk_method="noaux_tc"), r"topk_method \('noaux_tc'\)"),
-    (DEEPSEEK_V3, dict(rope_scaling=ROPE | {"mscale": 0}), r"mscale_all_dim \(1.0\)"),
-    (QWEN3_30B, dict(model_type="gpt2"), r"model_type \('gpt2'\) must be one of qwen3_"),
-    (GPT_OSS_20B, dict(layer_types=["chunked_attention"] * 24), r"layer_types \(\['chunked_at"),
-    (DEEPSEEK_V32, dict(layer_types=["full_attention"] * 61), r"layer_types \(\['full_att"),
-    (DEEPSEEK_V32, dict(mlp_layer_types=["sparse"] * 61), r"mlp_layer_types \(\['sparse'"),
-    (QWEN3_NEXT, dict(layer_types=["mamba"] * 48), r"layer_types \(\['mamba'"),
-    (QWEN3_NEXT, dict(layer_types=["linear_attention"] * 48), r"layer_types \(\['linear"),
-    (QWEN3_NEXT, dict(linear_key_head_dim=20), r"linear_key_head_dim \(20\)"),
-    (NEMOTRON_3_NANO, dict(num_nextn_predict_layers=1), r"num_nextn_predict_layers \(1\)"),
-    (NEMOTRON_3_NANO, dict(layers_block_type=["conv"] * 9), r"layers_block_type \(\['conv'"),
-    (NEMOTRON_3_NANO, dict(hybrid_override_pattern="ME"), r"hybrid_override_pattern \('ME'"),
-    (NEMOTRON_3_NANO, dict(hybrid_override_pattern="M*O"), r"hybrid_override_pattern \('M\*O"),
-    (NEMOTRON_3_NANO, dict(mlp_hidden_act="silu"), r"mlp_hidden_act \('silu'\)"),
-    (NEMOTRON_3_NANO, dict(use_conv_bias=False), r"use_conv_bias \(False\)"),
-    (NEMOTRON_3_NANO, dict(use_bias=True), r"use_bias \(True\)"),
-    (NEMOTRON_3_NANO, dict(sliding_window=64), r"sliding_window \(64\)"),
-    (QWEN3_30B, dict(model_type=None), r"model_type \('None'\) must be one of"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("base", "change", "message"),
+    [
+        (MIXTRAL_8X7B, dict(attention_bias=True), r"attention_bias \(True\) of model_type \('mix"),
+        (DEEPSEEK_V3, dict(attention_bias=True), r"attention_bias \(True\)"),
+        (QWEN3_30B, dict(attention_dropout=0.1), r"attention_dropout \(0.1\)"),
+        (QWEN3_30B, dict(hidden_act="gelu"), r"hidden_act \('gelu'\)"),
+        (QWEN3_30B, dict(use_sliding_window=True), r"use_sliding_window \(True\)"),
+        (
+            QWEN3_30B,
+            dict(rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
+            r"rope_type \('dynamic'\)",
+        ),
+        (QWEN3_30B, dict(partial_rotary_factor=0.5), r"partial_rotary_factor \(0.5\)"),
+        (QWEN2, dict(layer_types=["sliding_attention"]), r"layer_types \(\['sliding_attention"),
+        (QWEN2, dict(model_type="qwen3", layer_types=["sliding_attention"]), r"layer_types \(\["),
+        (MISTRAL_7B, dict(model_type="llama", mlp_bias=True), r"mlp_bias \(True\)"),
+        (MIXTRAL_8X7B, dict(router_jitter_noise=0.1), r"router_jitter_noise \(0.1\)"),
+        (OLMOE_1B_7B, dict(clip_qkv=8.0), r"clip_qkv \(8.0\)"),
+        (OLMOE_1B_7B, dict(rope_parameters={"rope_type": "llama3"}), r"rope_type \('llama3'\)"),
+        (DEEPSEEK_V3, dict(moe_layer_freq=2), r"moe_layer_freq \(2\)"),
+        (DEEPSEEK_V3, dict(scoring_func="softmax"), r"scoring_func \('softmax'\)"),
+        (DEEPSEEK_V3, dict(rope_interleave=False), r"rope_interleave \(False\)"),
+        (
+            DEEPSEEK_V3,
+            dict(rope_scaling=ROPE | {"attention_factor": 1.5}),
+            r"attention_factor \(1.5\)",
+        ),
+        (DEEPSEEK_V2, dict(norm_topk_prob=True), r"norm_topk_prob \(True\)"),
+        (DEEPSEEK_V2, dict(topk_method="noaux_tc"), r"topk_method \('noaux_tc'\)"),
+        (DEEPSEEK_V3, dict(rope_scaling=ROPE | {"mscale": 0}), r"mscale_all_dim \(1.0\)"),
+        (QWEN3_30B, dict(model_type="gpt2"), r"model_type \('gpt2'\) must be one of qwen3_"),
+        (GPT_OSS_20B, dict(layer_types=["chunked_attention"] * 24), r"layer_types \(\['chunked_at"),
+        (DEEPSEEK_V32, dict(layer_types=["full_attention"] * 61), r"layer_types \(\['full_att"),
+        (DEEPSEEK_V32, dict(mlp_layer_types=["sparse"] * 61), r"mlp_layer_types \(\['sparse'"),
+        (QWEN3_NEXT, dict(layer_types=["mamba"] * 48), r"layer_types \(\['mamba'"),
+        (QWEN3_NEXT, dict(layer_types=["linear_attention"] * 48), r"layer_types \(\['linear"),
+        (QWEN3_NEXT, dict(linear_key_head_dim=20), r"linear_key_head_dim \(20\)"),
+        (NEMOTRON_3_NANO, dict(num_nextn_predict_layers=1), r"num_nextn_predict_layers \(1\)"),
+        (NEMOTRON_3_NANO, dict(layers_block_type=["conv"] * 9), r"layers_block_type \(\['conv'"),
+        (NEMOTRON_3_NANO, dict(hybrid_override_pattern="ME"), r"hybrid_override_pattern \('ME'"),
+        (NEMOTRON_3_NANO, dict(hybrid_override_pattern="M*O"), r"hybrid_override_pattern \('M\*O"),
+        (NEMOTRON_3_NANO, dict(mlp_hidden_act="silu"), r"mlp_hidden_act \('silu'\)"),
+        (NEMOTRON_3_NANO, dict(use_conv_bias=False), r"use_conv_bias \(False\)"),
+        (NEMOTRON_3_NANO, dict(use_bias=True), r"use_bias \(True\)"),
+        (NEMOTRON_3_NANO, dict(sliding_window=64), r"sliding_window \(64\)"),
+        (QWEN3_30B, dict(model_type=None), r"model_type \('None'\) must be one of"),
+    ],
+)
 def test_what_the_decoder_lacks_is_refused(base, change, message):
     with pytest.raises(NotImplementedError, match=message) as info:
         decoder_config_from_hf(base | change)
     assert "\n" not in str(info.value)
 
 
-@pytest.mark.parametrize(("base", "name"), [
-    (QWEN3_30B, "hidden_size"),
-    (QWEN3_30B, "num_experts"),
-    (QWEN3_30B, "rope_theta"),
-    (DEEPSEEK_V3, "kv_lora_rank"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        (QWEN3_30B, "hidden_size"),
+        (QWEN3_30B, "num_experts"),
+        (QWEN3_30B, "rope_theta"),
+        (DEEPSEEK_V3, "kv_lora_rank"),
+    ],
+)
 def test_missing_fields_are_named(base, name):
     with pytest.raises(ValueError, match=rf"config.json {name} \(None\) must be given for model_"):
         decoder_config_from_hf(base | {name: None})
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (dict(num_attention_heads=0), r"num_attention_heads \(0\) must be a whole number >= 1"),
-    (dict(num_attention_heads="x"), r"num_attention_heads \('x'\) must be a whole number"),
-    (dict(num_hidden_layers=True), r"num_hidden_layers \(True\) must be a whole number from 1"),
-    (dict(decoder_sparse_step=0), r"decoder_sparse_step \(0\) must be a whole number from 1"),
-    (dict(rope_scaling=[1]), r"rope_scaling \(\[1\]\) must be an object"),
-    (dict(mlp_only_layers=3), r"mlp_only_layers \(3\) must be a list of whole numbers"),
-    (dict(rms_norm_eps="1e-6"), r"rms_norm_eps \('1e-6'\) must be a number"),
-    (dict(tie_word_embeddings="yes"), r"tie_word_embeddings \('yes'\) must be true or false"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(num_attention_heads=0), r"num_attention_heads \(0\) must be a whole number >= 1"),
+        (dict(num_attention_heads="x"), r"num_attention_heads \('x'\) must be a whole number"),
+        (dict(num_hidden_layers=True), r"num_hidden_layers \(True\) must be a whole number from 1"),
+        (dict(decoder_sparse_step=0), r"decoder_sparse_step \(0\) must be a whole number from 1"),
+        (dict(rope_scaling=[1]), r"rope_scaling \(\[1\]\) must be an object"),
+        (dict(mlp_only_layers=3), r"mlp_only_layers \(3\) must be a list of whole numbers"),
+        (dict(rms_norm_eps="1e-6"), r"rms_norm_eps \('1e-6'\) must be a number"),
+        (dict(tie_word_embeddings="yes"), r"tie_word_embeddings \('yes'\) must be true or false"),
+    ],
+)
 def test_values_of_another_kind_are_named(change, message):
     with pytest.raises(ValueError, match=f"config.json {message}.*: correct it"):
         decoder_config_from_hf(QWEN3_30B | change)

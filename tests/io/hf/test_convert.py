@@ -113,14 +113,33 @@ def test_a_module_around_the_model_is_left_out(beside, tmp_path):
     assert_same_directory(tmp_path / "exported", tmp_path / "out")
 
 
-@pytest.mark.parametrize(("name", "change", "message"), [
-    ("qwen3-moe", dict(num_hidden_layers=1), r"layers.1.* is not in the model that config.json"),
-    ("qwen3-moe", dict(num_hidden_layers=3), r"model.layers.2.input_layernorm.weight is missing"),
-    ("qwen3-moe", dict(hidden_size=64), r"model.embed_tokens.weight \(61, 32\) must be \(61, 64\)"),
-    ("qwen3-moe", dict(tie_word_embeddings=True), r"lm_head.weight must equal model.embed_tokens"),
-    ("qwen3-moe", dict(model_type="olmoe"), r"q_norm.weight \(8,\) must be \(32,\)"),
-    ("gpt-oss", dict(num_hidden_layers=1), r"num_hidden_layers. \(1\) must be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "qwen3-moe",
+            dict(num_hidden_layers=1),
+            r"layers.1.* is not in the model that config.json",
+        ),
+        (
+            "qwen3-moe",
+            dict(num_hidden_layers=3),
+            r"model.layers.2.input_layernorm.weight is missing",
+        ),
+        (
+            "qwen3-moe",
+            dict(hidden_size=64),
+            r"model.embed_tokens.weight \(61, 32\) must be \(61, 64\)",
+        ),
+        (
+            "qwen3-moe",
+            dict(tie_word_embeddings=True),
+            r"lm_head.weight must equal model.embed_tokens",
+        ),
+        ("qwen3-moe", dict(model_type="olmoe"), r"q_norm.weight \(8,\) must be \(32,\)"),
+        ("gpt-oss", dict(num_hidden_layers=1), r"num_hidden_layers. \(1\) must be"),
+    ],
+)
 def test_a_config_of_another_transformers_model(name, change, message, tmp_path):
     """Tensors tell it, where the checkpoint keeps no config of the model."""
     model = random_model(name)
@@ -253,11 +272,14 @@ EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({EXPERT: torch.bfloat16}, "experts.w1 has parts in torch.bfloat16 and torch.float32: dty"),
-    ({"model.norm.weight": torch.int32}, r"norm.weight \(torch.int32\) must be a float tensor"),
-    ({EXPERT: torch.int64}, rf"{EXPERT} \(torch.int64\) must be a float tensor"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({EXPERT: torch.bfloat16}, "experts.w1 has parts in torch.bfloat16 and torch.float32: dty"),
+        ({"model.norm.weight": torch.int32}, r"norm.weight \(torch.int32\) must be a float tensor"),
+        ({EXPERT: torch.int64}, rf"{EXPERT} \(torch.int64\) must be a float tensor"),
+    ],
+)
 def test_nothing_is_cast_unasked(change, message, tmp_path):
     changed_files(tmp_path / "hf", lambda s: s.update({n: s[n].to(d) for n, d in change.items()}))
     with pytest.raises(ValueError, match=message):

@@ -52,10 +52,13 @@ def test_transformers_loads_it_and_gives_equal_logits(name, layout, tmp_path):
     assert report.total_bytes == sum(t.nbytes for t in read_all(out).values())
 
 
-@pytest.mark.parametrize("name", [
-    *("qwen3", "mixtral", "olmoe", "deepseek", "deepseek-v2", "glm-4.5", "llama, biases"),
-    *("gpt-oss", "qwen2-moe", "qwen3-next", "nemotron-h", "deepseek-v3.2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3", "mixtral", "olmoe", "deepseek", "deepseek-v2", "glm-4.5", "llama, biases"),
+        *("gpt-oss", "qwen2-moe", "qwen3-next", "nemotron-h", "deepseek-v3.2"),
+    ],
+)
 def test_a_native_decoder_becomes_a_transformers_model(name, tmp_path):
     model, config = make_pair(name)
     decoder = Decoder(config).eval()
@@ -142,16 +145,23 @@ def test_what_only_training_reads_may_differ(tmp_path):
     export_hf(trained, tmp_path / "out", config=TINY_JSON)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (dict(config=None), r"config \(None\) must be given for Decoder: pass the config.json"),
-    (dict(config=TINY_JSON | dict(num_experts_per_tok=3)),
-     r"config.json moe.top_k \(3\) must be that of the model \(2\)"),
-    (dict(config=TINY_JSON | dict(first_k_dense_replace=3)),
-     r"config.json moe \(None\) must be that of the model \(given\)"),
-    (dict(dtype=torch.float8_e4m3fn), r"dtype \(torch.float8_e4m3fn\) must be a float of 16"),
-    (dict(max_shard_bytes=0), r"max_shard_bytes \(0\) must be a whole number >= 1"),
-    (dict(layout="mixtral"), r"layout \('mixtral'\) must be one of 'per_expert', 'fused'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(config=None), r"config \(None\) must be given for Decoder: pass the config.json"),
+        (
+            dict(config=TINY_JSON | dict(num_experts_per_tok=3)),
+            r"config.json moe.top_k \(3\) must be that of the model \(2\)",
+        ),
+        (
+            dict(config=TINY_JSON | dict(first_k_dense_replace=3)),
+            r"config.json moe \(None\) must be that of the model \(given\)",
+        ),
+        (dict(dtype=torch.float8_e4m3fn), r"dtype \(torch.float8_e4m3fn\) must be a float of 16"),
+        (dict(max_shard_bytes=0), r"max_shard_bytes \(0\) must be a whole number >= 1"),
+        (dict(layout="mixtral"), r"layout \('mixtral'\) must be one of 'per_expert', 'fused'"),
+    ],
+)
 def test_wrong_arguments(change, message, tmp_path):
     with pytest.raises(ValueError, match=message) as info:
         export_hf(decoder(), tmp_path / "out", **dict(config=TINY_JSON) | change)

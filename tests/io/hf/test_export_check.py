@@ -17,9 +17,14 @@ from tests.families.transformers.hf_models import qwen3_moe, random_model, trans
 
 IDS = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(1))
 SIZES: dict[str, Any] = dict(
-    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64,
-)  # fmt: skip
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
 
 
 class Wrapper(nn.Module):
@@ -101,35 +106,57 @@ def upcycled(family, spec="E4G1T2", layers=(0, 1), **changes):
     return model
 
 
-@pytest.mark.parametrize(("made", "message"), [
-    (lambda: Wrapper(qwen3_moe(), has_config=True),
-     r"model \(Wrapper\) must hold model.embed_tokens.weight of Qwen3MoeF.*: pass model.hf$"),
-    (lambda: Wrapper(qwen3_moe(), has_config=False),
-     r"model \(Wrapper\) must be the Qwen3MoeForCausalLM in it, .*: pass model.hf$"),
-    (lambda: qwen3_moe().model,
-     r"\(Qwen3MoeModel\) must hold model.embed.*: pass the whole Qwen3MoeForCausalLM, w"),
-    (lambda: random_model("gpt-oss").model.layers[1].self_attn,
-     r"\(GptOssAttention\) must hold .*: pass the whole GptOssForCausalLM"),
-    (adapted,
-     r"\(MixtralForCausalLM\) must hold model.layers.1.self_attn.q_proj.weight of Mix.*: "
-     "merge adapters first"),
-    (resized, r"lm_head.weight \(70, 32\) must be \(61, 32\) in OlmoeForCausalLM"),
-    (untied, r"lm_head.weight must equal model.embed_tokens.weight .*: call model.tie_weights"),
-    (with_value_head, r"value_head.weight \(1, 32\) must be a tensor of Qwen3MoeForCausalLM, "),
-    (other_top_k, r"model.layers.\d.mlp's moe.top_k \(2\) must be 3 as in Qwen3MoeForCausalLM"),
-    (dropping_in_eval, r"layers.0.mlp's moe.capacity \(given\) must be None as in Qwen3Moe"),
-    (shorter_config, r"model.layers.1.self_attn.q_proj.weight .* reads the directory: take it off"),
-    (lambda: upcycled("Gemma", activation="geglu"),
-     r"config.model_type \('gemma'\) of an upcycled .* the closest is Mixtral.* lacks 'gegl"),
-    (lambda: upcycled("Llama", layers=(1,)), r"layers \(\[0\]\) must be upcycled too"),
-    (lambda: upcycled("Llama", "E4G1T1"), r"layer 0's moe.normalize_weights \(False\) must be"),
-    (lambda: upcycled("Qwen3", expert_bias=True), r"moe.expert_bias \(True\) must be False in"),
-    (lambda: upcycled("Qwen3").model, r"\(Qwen3Model\) must have a head"),
-    (lambda: upcycled("Llama", attention_bias=True),
-     r"q_proj.bias \(32,\) must be a tensor of MixtralForCausalLM"),
-    (lambda: upcycled("Qwen3", use_sliding_window=True, sliding_window=4),
-     r"config.use_sliding_window \(True\) must be False, because Qwen3MoeForCausalLM"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            lambda: Wrapper(qwen3_moe(), has_config=True),
+            r"model \(Wrapper\) must hold model.embed_tokens.weight of Qwen3MoeF.*: pass model.hf$",
+        ),
+        (
+            lambda: Wrapper(qwen3_moe(), has_config=False),
+            r"model \(Wrapper\) must be the Qwen3MoeForCausalLM in it, .*: pass model.hf$",
+        ),
+        (
+            lambda: qwen3_moe().model,
+            r"\(Qwen3MoeModel\) must hold model.embed.*: pass the whole Qwen3MoeForCausalLM, w",
+        ),
+        (
+            lambda: random_model("gpt-oss").model.layers[1].self_attn,
+            r"\(GptOssAttention\) must hold .*: pass the whole GptOssForCausalLM",
+        ),
+        (
+            adapted,
+            r"\(MixtralForCausalLM\) must hold model.layers.1.self_attn.q_proj.weight of Mix.*: "
+            "merge adapters first",
+        ),
+        (resized, r"lm_head.weight \(70, 32\) must be \(61, 32\) in OlmoeForCausalLM"),
+        (untied, r"lm_head.weight must equal model.embed_tokens.weight .*: call model.tie_weights"),
+        (with_value_head, r"value_head.weight \(1, 32\) must be a tensor of Qwen3MoeForCausalLM, "),
+        (other_top_k, r"model.layers.\d.mlp's moe.top_k \(2\) must be 3 as in Qwen3MoeForCausalLM"),
+        (dropping_in_eval, r"layers.0.mlp's moe.capacity \(given\) must be None as in Qwen3Moe"),
+        (
+            shorter_config,
+            r"model.layers.1.self_attn.q_proj.weight .* reads the directory: take it off",
+        ),
+        (
+            lambda: upcycled("Gemma", activation="geglu"),
+            r"config.model_type \('gemma'\) of an upcycled .* the closest is Mixtral.* lacks 'gegl",
+        ),
+        (lambda: upcycled("Llama", layers=(1,)), r"layers \(\[0\]\) must be upcycled too"),
+        (lambda: upcycled("Llama", "E4G1T1"), r"layer 0's moe.normalize_weights \(False\) must be"),
+        (lambda: upcycled("Qwen3", expert_bias=True), r"moe.expert_bias \(True\) must be False in"),
+        (lambda: upcycled("Qwen3").model, r"\(Qwen3Model\) must have a head"),
+        (
+            lambda: upcycled("Llama", attention_bias=True),
+            r"q_proj.bias \(32,\) must be a tensor of MixtralForCausalLM",
+        ),
+        (
+            lambda: upcycled("Qwen3", use_sliding_window=True, sliding_window=4),
+            r"config.use_sliding_window \(True\) must be False, because Qwen3MoeForCausalLM",
+        ),
+    ],
+)
 def test_what_its_class_would_not_read_back_is_refused(made, message, tmp_path):
     model, state = made(), torch.get_rng_state()
     with pytest.raises(ValueError, match=message) as info:
@@ -153,15 +180,20 @@ def logits(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", ["per_expert", "fused"])
-@pytest.mark.parametrize(("made", "model_type"), [
-    (lambda: upcycled("Qwen3", "E4G2T4", layers=(1,)), "qwen3_moe"),
-    (
-     lambda: upcycled(
-         "Qwen2", layers=(1,), use_sliding_window=True, sliding_window=4, max_window_layers=1
-     ), "qwen2_moe"),
-    (lambda: upcycled("Llama", "E4G2T4", head_dim=16, tie_word_embeddings=True), "mixtral"),
-    (lambda: upcycled("Mistral", sliding_window=4), "mixtral"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("made", "model_type"),
+    [
+        (lambda: upcycled("Qwen3", "E4G2T4", layers=(1,)), "qwen3_moe"),
+        (
+            lambda: upcycled(
+                "Qwen2", layers=(1,), use_sliding_window=True, sliding_window=4, max_window_layers=1
+            ),
+            "qwen2_moe",
+        ),
+        (lambda: upcycled("Llama", "E4G2T4", head_dim=16, tie_word_embeddings=True), "mixtral"),
+        (lambda: upcycled("Mistral", sliding_window=4), "mixtral"),
+    ],
+)
 def test_an_upcycled_model_becomes_a_class_with_experts(made, model_type, layout, tmp_path):
     model = made()
     export_hf(model, tmp_path / "out", layout=layout)

@@ -105,22 +105,40 @@ F8 = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
 U8 = torch.uint8
 
 
-@pytest.mark.parametrize(("state", "quantization", "problem"), [
-    ({"x.weight": F8}, None, "x.weight (fp8) has no x.weight_scale_inv"),
-    ({"x.weight_scale_inv": torch.ones(1, 1)}, None, "x.weight_scale_inv has no x.weight"),
-    ({"x.weight": F8, "x.weight_scale_inv": torch.ones(2, 1)}, None,
-     "x.weight_scale_inv (2, 1) torch.float32 must be (1, 1), a float"),
-    ({"x.weight": F8, "x.weight_scale_inv": torch.ones(1, 1, dtype=torch.int32)}, None,
-     "x.weight_scale_inv (1, 1) torch.int32 must be (1, 1), a float"),
-    ({"x.weight": F8, "x.weight_scale_inv": torch.ones(1, 1)}, {"weight_block_size": [128, 0]},
-     "quantization_config.weight_block_size ((128, 0)) must be two whole numbers"),
-    ({"x_blocks": torch.zeros(1, 2, 1, 16, dtype=U8)}, None, "x_blocks has no x_scales"),
-    ({"x_scales": torch.zeros(1, 2, 1, dtype=U8)}, None, "x_scales has no x_blocks"),
-    ({"x_blocks": torch.zeros(1, 2, 1, 8, dtype=U8), "x_scales": torch.zeros(1, 2, 1)}, None,
-     "x_blocks (1, 2, 1, 8) torch.uint8 must be uint8 [E, O, G, 16]"),
-    ({"x_blocks": torch.zeros(1, 2, 1, 16, dtype=U8), "x_scales": torch.zeros(1, 2)}, None,
-     "x_scales (1, 2) torch.float32 must be (1, 2, 1), uint8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("state", "quantization", "problem"),
+    [
+        ({"x.weight": F8}, None, "x.weight (fp8) has no x.weight_scale_inv"),
+        ({"x.weight_scale_inv": torch.ones(1, 1)}, None, "x.weight_scale_inv has no x.weight"),
+        (
+            {"x.weight": F8, "x.weight_scale_inv": torch.ones(2, 1)},
+            None,
+            "x.weight_scale_inv (2, 1) torch.float32 must be (1, 1), a float",
+        ),
+        (
+            {"x.weight": F8, "x.weight_scale_inv": torch.ones(1, 1, dtype=torch.int32)},
+            None,
+            "x.weight_scale_inv (1, 1) torch.int32 must be (1, 1), a float",
+        ),
+        (
+            {"x.weight": F8, "x.weight_scale_inv": torch.ones(1, 1)},
+            {"weight_block_size": [128, 0]},
+            "quantization_config.weight_block_size ((128, 0)) must be two whole numbers",
+        ),
+        ({"x_blocks": torch.zeros(1, 2, 1, 16, dtype=U8)}, None, "x_blocks has no x_scales"),
+        ({"x_scales": torch.zeros(1, 2, 1, dtype=U8)}, None, "x_scales has no x_blocks"),
+        (
+            {"x_blocks": torch.zeros(1, 2, 1, 8, dtype=U8), "x_scales": torch.zeros(1, 2, 1)},
+            None,
+            "x_blocks (1, 2, 1, 8) torch.uint8 must be uint8 [E, O, G, 16]",
+        ),
+        (
+            {"x_blocks": torch.zeros(1, 2, 1, 16, dtype=U8), "x_scales": torch.zeros(1, 2)},
+            None,
+            "x_scales (1, 2) torch.float32 must be (1, 2, 1), uint8",
+        ),
+    ],
+)
 def test_incomplete_quantisation_is_a_problem(state, quantization, problem, tmp_path):
     write_directory(tmp_path, state, {})
     with HFFiles(tmp_path) as files:
@@ -162,25 +180,34 @@ def remove(name: str):
     return lambda path: (path / name).unlink()
 
 
-@pytest.mark.parametrize(("damage", "message"), [
-    (remove(SHARD), rf"must hold every shard: {SHARD} is missing"),
-    (lambda p: change_index(p, c=SHARD), rf"must agree with its shards: c is not in {SHARD}"),
-    (lambda p: change_index(p, b=SHARD), rf"agree with its shards: b is not in {SHARD}"),
-    (lambda p: save_file({**STATE, "more": torch.ones(1)}, p / SHARD),
-     r"b is in model-00001-of-00002.safetensors and in model-00002.*; more is not in the"),
-    (lambda p: change_index(p, a="../x.safetensors"), r"names the shard \('../x.safetensors'"),
-    (lambda p: change_index(p, a="/x.safetensors"), r"must be a .safetensors file in the dir"),
-    (lambda p: change_index(p, a="model.bin"), r"names the shard \('model.bin'\), which must"),
-    (lambda p: change_index(p, a=3), r"must have a weight_map of strings"),
-    (lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": []}'),
-     r"must have a weight_map of strings"),
-    (lambda p: (p / "model.safetensors.index.json").write_text("{"), r"must be JSON"),
-    (lambda p: (p / "model.safetensors.index.json").write_text("[" * 100_000), r"must be JSON"),
-    (remove("model.safetensors.index.json"), r"must hold model.safetensors or model.saf"),
-    (lambda p: (p / SHARD).write_bytes(b""), rf"{SHARD}\) must be a whole safetensors file"),
-    (lambda p: (p / SHARD).write_bytes((p / SHARD).read_bytes()[:-1]),
-     rf"{SHARD}\) must be a whole safetensors file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove(SHARD), rf"must hold every shard: {SHARD} is missing"),
+        (lambda p: change_index(p, c=SHARD), rf"must agree with its shards: c is not in {SHARD}"),
+        (lambda p: change_index(p, b=SHARD), rf"agree with its shards: b is not in {SHARD}"),
+        (
+            lambda p: save_file({**STATE, "more": torch.ones(1)}, p / SHARD),
+            r"b is in model-00001-of-00002.safetensors and in model-00002.*; more is not in the",
+        ),
+        (lambda p: change_index(p, a="../x.safetensors"), r"names the shard \('../x.safetensors'"),
+        (lambda p: change_index(p, a="/x.safetensors"), r"must be a .safetensors file in the dir"),
+        (lambda p: change_index(p, a="model.bin"), r"names the shard \('model.bin'\), which must"),
+        (lambda p: change_index(p, a=3), r"must have a weight_map of strings"),
+        (
+            lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": []}'),
+            r"must have a weight_map of strings",
+        ),
+        (lambda p: (p / "model.safetensors.index.json").write_text("{"), r"must be JSON"),
+        (lambda p: (p / "model.safetensors.index.json").write_text("[" * 100_000), r"must be JSON"),
+        (remove("model.safetensors.index.json"), r"must hold model.safetensors or model.saf"),
+        (lambda p: (p / SHARD).write_bytes(b""), rf"{SHARD}\) must be a whole safetensors file"),
+        (
+            lambda p: (p / SHARD).write_bytes((p / SHARD).read_bytes()[:-1]),
+            rf"{SHARD}\) must be a whole safetensors file",
+        ),
+    ],
+)
 def test_damage_is_named(damage, message, tmp_path):
     write_directory(tmp_path, STATE, {}, num_shards=2)
     damage(tmp_path)

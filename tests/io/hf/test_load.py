@@ -89,10 +89,13 @@ def test_casts_of_the_weights_before_are_dropped(tmp_path, no_group_left):
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["published", "stacked"])
-@pytest.mark.parametrize("name", [
-    *("qwen2-moe", "qwen3", "qwen3-next", "nemotron-h", "nemotron-h, latent experts"),
-    *("mixtral", "olmoe", "deepseek", "deepseek, yarn", "gpt-oss"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen2-moe", "qwen3", "qwen3-next", "nemotron-h", "nemotron-h, latent experts"),
+        *("mixtral", "olmoe", "deepseek", "deepseek, yarn", "gpt-oss"),
+    ],
+)
 def test_native_decoders_load_them_too(name, stacked, tmp_path):
     model, config = make_pair(name)
     model.save_pretrained(tmp_path)
@@ -255,23 +258,40 @@ def published(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda s: [s.pop(f"{EXPERT}3.{r}_proj.weight") for r in ("up", "down")],
-     r"must fit the model: model.layers.1.mlp.experts.3.up_proj.weight is missing; "
-     r"model.layers.1.mlp.experts.3.down_proj.weight is missing: correct"),
-    (lambda s: s.update({f"{EXPERT}8.up_proj.weight": torch.zeros(16, 32)}),
-     r"layers.1.mlp.experts.8.up_proj.weight is no tensor of the model"),
-    (lambda s: s.update({f"{EXPERT}2.up_proj.weight": torch.zeros(16, 31)}),
-     r"layers.1.mlp.experts.2.up_proj.weight \(16, 31\) must be \(16, 32\)"),
-    (lambda s: s.update({f"{EXPERT}2.up_proj.weight": torch.zeros(16, 32).int()}),
-     r"experts.2.up_proj.weight \(torch.int32\) must be a float tensor for a parameter in"),
-    (lambda s: s.update({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}),
-     r"model.norm.weight \(fp8\) has no model.norm.weight_scale_inv"),
-    (lambda s: [s.pop(n) for n in list(s) if ".layers.0." in n],
-     r"is missing(; [a-z0-9_.]+ is missing){9} \(and \d+ more\): correct"),
-    (lambda s: s.update({"model.layers.2.input_layernorm.weight": torch.ones(32)}),
-     r"model.layers.2.input_layernorm.weight is no tensor of the model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda s: [s.pop(f"{EXPERT}3.{r}_proj.weight") for r in ("up", "down")],
+            r"must fit the model: model.layers.1.mlp.experts.3.up_proj.weight is missing; "
+            r"model.layers.1.mlp.experts.3.down_proj.weight is missing: correct",
+        ),
+        (
+            lambda s: s.update({f"{EXPERT}8.up_proj.weight": torch.zeros(16, 32)}),
+            r"layers.1.mlp.experts.8.up_proj.weight is no tensor of the model",
+        ),
+        (
+            lambda s: s.update({f"{EXPERT}2.up_proj.weight": torch.zeros(16, 31)}),
+            r"layers.1.mlp.experts.2.up_proj.weight \(16, 31\) must be \(16, 32\)",
+        ),
+        (
+            lambda s: s.update({f"{EXPERT}2.up_proj.weight": torch.zeros(16, 32).int()}),
+            r"experts.2.up_proj.weight \(torch.int32\) must be a float tensor for a parameter in",
+        ),
+        (
+            lambda s: s.update({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}),
+            r"model.norm.weight \(fp8\) has no model.norm.weight_scale_inv",
+        ),
+        (
+            lambda s: [s.pop(n) for n in list(s) if ".layers.0." in n],
+            r"is missing(; [a-z0-9_.]+ is missing){9} \(and \d+ more\): correct",
+        ),
+        (
+            lambda s: s.update({"model.layers.2.input_layernorm.weight": torch.ones(32)}),
+            r"model.layers.2.input_layernorm.weight is no tensor of the model",
+        ),
+    ],
+)
 def test_all_that_does_not_fit_is_listed_before_anything_is_written(change, message, tmp_path):
     model = random_model("qwen3-moe")
     state = published(model)
@@ -304,10 +324,19 @@ def test_not_strict_loads_what_both_have(tmp_path):
         load_hf(tmp_path, loaded, strict=False)
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    (dict(num_experts_per_tok=3), r"config.json moe.top_k \(3\) must be that of the model \(2\)"),
-    (dict(attention_bias=True), r"config.json attention_bias \(True\) .* native decoder, which"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            dict(num_experts_per_tok=3),
+            r"config.json moe.top_k \(3\) must be that of the model \(2\)",
+        ),
+        (
+            dict(attention_bias=True),
+            r"config.json attention_bias \(True\) .* native decoder, which",
+        ),
+    ],
+)
 def test_files_of_another_decoder_of_the_same_shapes(values, message, tmp_path):
     config = preset("tiny-deepseek-v3")
     state = hf_state(Decoder(config).state_dict(), config, layout="per_expert")
@@ -323,11 +352,21 @@ def test_files_of_another_decoder_of_the_same_shapes(values, message, tmp_path):
     load_hf(tmp_path, Decoder(replace(config, moe=moe, mtp_loss_coef=0.1)))
 
 
-@pytest.mark.parametrize(("name", "changed", "message"), [
-    ("qwen3-moe", dict(norm_topk_prob=False), r"moe[a-z_.]* \(False\) must be that of .* \(True"),
-    ("gpt-oss", dict(sliding_window=3),
-     r"windows \(\(3, 0\)\) must be that of the model \(\(4, 0\)\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        (
+            "qwen3-moe",
+            dict(norm_topk_prob=False),
+            r"moe[a-z_.]* \(False\) must be that of .* \(True",
+        ),
+        (
+            "gpt-oss",
+            dict(sliding_window=3),
+            r"windows \(\(3, 0\)\) must be that of the model \(\(4, 0\)\)",
+        ),
+    ],
+)
 def test_files_of_another_transformers_model_of_the_same_shapes(name, changed, message, tmp_path):
     saved = random_model(name, **changed)
     saved.save_pretrained(tmp_path)

@@ -119,16 +119,19 @@ def test_names_and_shapes_of_published_deepseek_v3():
     }
 
 
-@pytest.mark.parametrize(("change", "layout", "name"), [
-    (dict(shared_gate=True), "mixtral", "mlp.router.expert_bias"),
-    (dict(shared_gate=True, num_shared_experts=2), "fused", "mlp.shared.w1"),
-    (dict(router_bias=True), "fused", "mlp.router.bias"),
-    (dict(fc1_bias=True), "per_expert", "mlp.experts.b1"),
-    (dict(fc2_bias=True), "per_expert", "mlp.experts.b2"),
-    (dict(activation="relu2"), "fused", "mlp.experts.w1"),
-    (dict(), "mixtral", "mlp.router.expert_bias"),
-    (dict(expert_bias=False), "mixtral", "mlp.shared.w1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "layout", "name"),
+    [
+        (dict(shared_gate=True), "mixtral", "mlp.router.expert_bias"),
+        (dict(shared_gate=True, num_shared_experts=2), "fused", "mlp.shared.w1"),
+        (dict(router_bias=True), "fused", "mlp.router.bias"),
+        (dict(fc1_bias=True), "per_expert", "mlp.experts.b1"),
+        (dict(fc2_bias=True), "per_expert", "mlp.experts.b2"),
+        (dict(activation="relu2"), "fused", "mlp.experts.w1"),
+        (dict(), "mixtral", "mlp.router.expert_bias"),
+        (dict(expert_bias=False), "mixtral", "mlp.shared.w1"),
+    ],
+)
 def test_tensors_without_a_name_are_refused(change, layout, name):
     config = preset("tiny-deepseek-v3")
     balance = replace(config.moe.balance, bias_update_rate=0.0)

@@ -136,10 +136,13 @@ def run_case(root: Path, name: str, layout: str, truth: dict[str, Tensor]) -> di
     exported = root / f"{name}-{layout}"
     exports = gather_objects(
         export_hf(
-            model, exported, config=hf_config(name) if name.startswith("native") else None,
-            max_shard_bytes=40_000, layout="fused" if name.endswith("gpt-oss") else "per_expert",
+            model,
+            exported,
+            config=hf_config(name) if name.startswith("native") else None,
+            max_shard_bytes=40_000,
+            layout="fused" if name.endswith("gpt-oss") else "per_expert",
         ),
-    )  # fmt: skip
+    )
     again = build(name, layout)
     load_hf(exported, again)
     if (name, layout) in SAVED:
@@ -269,9 +272,13 @@ def test_export_holds_a_tensor_at_a_time(case, results):
 
 # Bytes of the largest Hugging Face tensor in fp32: an embedding, or stacked experts.
 LARGEST = {
-    "native": 4 * 128 * 64, "qwen2-moe": 4 * 61 * 32, "mixtral": 4 * 61 * 32,
-    "deepseek-v3": 4 * 61 * 32, "gpt-oss": 4 * 4 * 64 * 64, "native gpt-oss": 4 * 4 * 64 * 64,
-}  # fmt: skip
+    "native": 4 * 128 * 64,
+    "qwen2-moe": 4 * 61 * 32,
+    "mixtral": 4 * 61 * 32,
+    "deepseek-v3": 4 * 61 * 32,
+    "gpt-oss": 4 * 4 * 64 * 64,
+    "native gpt-oss": 4 * 4 * 64 * 64,
+}
 
 
 @pytest.mark.parametrize("layout", beside(LAYOUTS, ["ep2-edp2"]))

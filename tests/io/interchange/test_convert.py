@@ -225,20 +225,33 @@ def changed(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], None]:
 FC1 = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (without("decoder.layers.mlp.router.weight"), r"mlp.router.weight\[0\] is missing"),
-    (without(FC1), r"experts.experts.linear_fc1.weight\[0, 0\] is missing"),
-    (changed(FC1, torch.ones(4, 4, 64, 64)),
-     r"linear_fc1.weight \(4, 4, 64, 64\) must be \(3, 4, 64, 64\)"),
-    (changed("embedding.word_embeddings.weight", torch.ones(96, 64)),
-     r"word_embeddings.weight \(96, 64\) must be \(97, 64\)"),
-    (changed("decoder.layers.self_attention.linear_qkv.bias", torch.ones(3, 128)),
-     r"linear_qkv.bias is no tensor of the decoder"),
-    (changed("output_layer.weight", torch.ones(97, 64)),
-     r"lm_head.weight must equal model.embed_tokens.weight"),
-    (changed(FC1, torch.ones(3, 4, 64, 64, dtype=torch.int64)),
-     r"gate_proj.weight \(torch.int64\) must be a float tensor"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("decoder.layers.mlp.router.weight"), r"mlp.router.weight\[0\] is missing"),
+        (without(FC1), r"experts.experts.linear_fc1.weight\[0, 0\] is missing"),
+        (
+            changed(FC1, torch.ones(4, 4, 64, 64)),
+            r"linear_fc1.weight \(4, 4, 64, 64\) must be \(3, 4, 64, 64\)",
+        ),
+        (
+            changed("embedding.word_embeddings.weight", torch.ones(96, 64)),
+            r"word_embeddings.weight \(96, 64\) must be \(97, 64\)",
+        ),
+        (
+            changed("decoder.layers.self_attention.linear_qkv.bias", torch.ones(3, 128)),
+            r"linear_qkv.bias is no tensor of the decoder",
+        ),
+        (
+            changed("output_layer.weight", torch.ones(97, 64)),
+            r"lm_head.weight must equal model.embed_tokens.weight",
+        ),
+        (
+            changed(FC1, torch.ones(3, 4, 64, 64, dtype=torch.int64)),
+            r"gate_proj.weight \(torch.int64\) must be a float tensor",
+        ),
+    ],
+)
 def test_what_the_config_does_not_describe(change, message, tmp_path):
     config, values = case("mixtral")
     state = megatron_state(config, decoder(config).state_dict())
@@ -258,21 +271,28 @@ class Evil:
         return os.system, (f"touch {self.folder}/was-here",)
 
 
-@pytest.mark.parametrize(("damage", "message"), [
-    (lambda f: f.unlink(), r".metadata\) must exist"),
-    (lambda f: f.write_bytes(f.read_bytes()[:-30]), r"must be that of a whole DCP directory"),
-    (lambda f: f.write_bytes(pickle.dumps(Evil(f.parent))),
-     r"posix.system is no class of a DCP dir"),
-    (lambda f: f.write_bytes(pickle.dumps({"a": 1})), r"state_dict_metadata .* must be a dict"),
-    (  # an entry of the memo so far behind that all before it would take 2 GB
-        lambda f: f.write_bytes(b"\x80\x04Nr" + (2**27).to_bytes(4, "little") + b"."),
-        r"its memo has 134217728 entries, more than it has bytes",
-    ),
-    (lambda f: f.write_bytes(f.read_bytes().replace(b"__0_0.distcp", b"../0_.distcp")),
-     r"'../0_.distcp', which is no file of the directory"),
-    (lambda f: (f.parent / "__0_0.distcp").unlink(), r"__0_0.distcp is missing"),
-    (lambda f: os.truncate(f.parent / "__0_0.distcp", 900), r"__0_0.distcp ends before"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: f.unlink(), r".metadata\) must exist"),
+        (lambda f: f.write_bytes(f.read_bytes()[:-30]), r"must be that of a whole DCP directory"),
+        (
+            lambda f: f.write_bytes(pickle.dumps(Evil(f.parent))),
+            r"posix.system is no class of a DCP dir",
+        ),
+        (lambda f: f.write_bytes(pickle.dumps({"a": 1})), r"state_dict_metadata .* must be a dict"),
+        (  # an entry of the memo so far behind that all before it would take 2 GB
+            lambda f: f.write_bytes(b"\x80\x04Nr" + (2**27).to_bytes(4, "little") + b"."),
+            r"its memo has 134217728 entries, more than it has bytes",
+        ),
+        (
+            lambda f: f.write_bytes(f.read_bytes().replace(b"__0_0.distcp", b"../0_.distcp")),
+            r"'../0_.distcp', which is no file of the directory",
+        ),
+        (lambda f: (f.parent / "__0_0.distcp").unlink(), r"__0_0.distcp is missing"),
+        (lambda f: os.truncate(f.parent / "__0_0.distcp", 900), r"__0_0.distcp ends before"),
+    ],
+)
 def test_metadata_runs_nothing_and_is_checked(damage, message, tmp_path):
     config, values = case("mixtral")
     path = written(tmp_path / "in", dict(decoder(config).state_dict()))
@@ -308,13 +328,16 @@ def test_metadata_expands_nothing_and_imports_nothing():
     assert out.stdout == "torch.onnx is no class of a DCP directory 0\n"
 
 
-@pytest.mark.parametrize(("offsets", "sizes", "is_whole"), [
-    ([(0,), (2,)], [(2,), (2,)], True),
-    ([(0,), (1,)], [(2,), (2,)], False),  # row 1 twice, row 3 never: as many as a whole one
-    ([(0, 0), (0, 1), (1, 1)], [(2, 1), (1, 2), (1, 2)], True),
-    ([(0, 0), (0, 2), (1, 0)], [(1, 2), (2, 1), (1, 2)], True),
-    ([(0, 0), (0, 1), (1, 0)], [(2, 1), (1, 2), (1, 2)], False),  # [1, 0] twice, [1, 2] never
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("offsets", "sizes", "is_whole"),
+    [
+        ([(0,), (2,)], [(2,), (2,)], True),
+        ([(0,), (1,)], [(2,), (2,)], False),  # row 1 twice, row 3 never: as many as a whole one
+        ([(0, 0), (0, 1), (1, 1)], [(2, 1), (1, 2), (1, 2)], True),
+        ([(0, 0), (0, 2), (1, 0)], [(1, 2), (2, 1), (1, 2)], True),
+        ([(0, 0), (0, 1), (1, 0)], [(2, 1), (1, 2), (1, 2)], False),  # [1, 0] twice, [1, 2] never
+    ],
+)
 def test_chunks_cover_each_element_once(offsets, sizes, is_whole, tmp_path):
     chunks = [
         NewChunk(o, s, lambda s=s: torch.ones(s)) for o, s in zip(offsets, sizes, strict=True)
@@ -372,14 +395,17 @@ def test_a_chunk_unpacks_to_no_more_than_it_has(tmp_path, monkeypatch):
         files.read("a", (slice(0, 2),))
 
 
-@pytest.mark.parametrize(("stored", "is_whole"), [
-    (torch.ones(2, 3, requires_grad=True), True),
-    (torch.ones(2, 3, device="meta"), False),
-    (torch.ones(2, 3).to_sparse(), False),
-    (torch.ones(3, 2), False),
-    (torch.ones(2, 3).double(), False),
-    ([torch.ones(2, 3)], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stored", "is_whole"),
+    [
+        (torch.ones(2, 3, requires_grad=True), True),
+        (torch.ones(2, 3, device="meta"), False),
+        (torch.ones(2, 3).to_sparse(), False),
+        (torch.ones(3, 2), False),
+        (torch.ones(2, 3).double(), False),
+        ([torch.ones(2, 3)], False),
+    ],
+)
 def test_a_chunk_of_another_kind(stored, is_whole, tmp_path, monkeypatch):
     plain, chunk = torch.save, NewChunk((0, 0), (2, 3), lambda: torch.ones(2, 3))
     monkeypatch.setattr(torch, "save", lambda _, *rest, **options: plain(stored, *rest, **options))

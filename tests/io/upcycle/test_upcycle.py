@@ -326,12 +326,17 @@ LAYERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "latent": ("E4G2T2", dict(latent_dim=8), r"latent_dim \(8\) must be off"),
     "capacity": ("E4G2T2", dict(capacity=CapacityConfig(factor=2)), r"capacity .* must be off"),
     "choice": ("E4G2T2", dict(assignment="expert_choice"), r'"expert_choice"\) must be one of'),
-    "limits": ("E2G4T4", dict(num_groups=4, top_groups=2),
-        r"num_groups \(4\) must divide UpcycleOptions.expansion \(2\)"),
-    "input": ("E4G1T1",
+    "limits": (
+        "E2G4T4",
+        dict(num_groups=4, top_groups=2),
+        r"num_groups \(4\) must divide UpcycleOptions.expansion \(2\)",
+    ),
+    "input": (
+        "E4G1T1",
         dict(weights_on_input=True, normalize_weights=True, routed_scaling_factor=2.0),
-        r"weights_on_input \(True\) must go with routing weights of 1, not 2"),
-}  # fmt: skip
+        r"weights_on_input \(True\) must go with routing weights of 1, not 2",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", LAYERS)
@@ -379,21 +384,26 @@ def test_tensors_that_do_not_fit(mesh: DeviceMesh) -> None:
         r"num_experts \(9\) must be the 8 of E4G2T2": (good, replace(config, num_experts=9)),
         r"top_k \(4\) must be the 2 of E4G2T2": (good, replace(config, top_k=4)),
         r"\['w1', 'w2'\] of m.mlp must be \['b1', 'w1', 'w2'\]": (
-            good, replace(config, fc1_bias=True),
+            good,
+            replace(config, fc1_bias=True),
         ),
         r"w2 \(64, 95\) of m.mlp must have the shape \(64, 96\)": (
-            good | {"w2": good["w2"][:, 1:]}, config,
+            good | {"w2": good["w2"][:, 1:]},
+            config,
         ),
         r"w1 \(2, 96, 64\) of m.mlp must have the shape \(96, 64\)": (
-            good, replace(config, activation="relu2"),
+            good,
+            replace(config, activation="relu2"),
         ),
         r"w1 \(on meta\) of m.mlp must be a whole tensor": (
-            good | {"w1": good["w1"].to("meta")}, config,
+            good | {"w1": good["w1"].to("meta")},
+            config,
         ),
         r"w1 \(a DTensor\) of m.mlp must be a whole tensor": (
-            good | {"w1": DTensor.from_local(good["w1"], mesh, [Replicate()])}, config,
+            good | {"w1": DTensor.from_local(good["w1"], mesh, [Replicate()])},
+            config,
         ),
-    }  # fmt: skip
+    }
     for message, (dense, layer_config) in cases.items():
         with pytest.raises(ValueError, match=message):
             upcycle_mlp(dense, config=layer_config, options=options, layer_name="m.mlp")

@@ -22,9 +22,15 @@ from moecore.models import Decoder, DecoderConfig
 from tests.moe.moe_cases import assert_equal_to_scale
 
 DENSE = DecoderConfig(
-    vocab_size=61, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, mlp_hidden_dim=48,
+    vocab_size=61,
+    dim=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_hidden_dim=48,
     max_seq_len=32,
-)  # fmt: skip
+)
 OPTIONS = UpcycleOptions.parse("E4G2T4")
 DOCS = Path(__file__).parents[3] / "docs" / "huggingface.md"
 
@@ -145,9 +151,14 @@ def without(state: dict[str, Tensor], part: str) -> dict[str, Tensor]:
 
 
 HF: dict[str, Any] = dict(
-    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=64, attn_implementation="eager",
-)  # fmt: skip
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    attn_implementation="eager",
+)
 PLAIN = MLPNames(gate=None, up="dense_h_to_4h", down="dense_4h_to_h")
 HF_MODELS: dict[str, tuple[dict[str, Any], MLPNames | None, dict[str, Any]]] = {
     "Llama": (dict(num_key_value_heads=2), None, {}),
@@ -217,10 +228,14 @@ def test_modules_that_are_not_what_they_are_said_to_be() -> None:
     dropping = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32), nn.Dropout(0.1))
     model = nn.ModuleDict(
         {
-            "plain": Plain(), "tanh": gelu_tanh, "scaled": Plain(factor=1.01), "unequal": unequal,
-            "odd": odd, "dropping": dropping,
+            "plain": Plain(),
+            "tanh": gelu_tanh,
+            "scaled": Plain(factor=1.01),
+            "unequal": unequal,
+            "odd": odd,
+            "dropping": dropping,
         },
-    )  # fmt: skip
+    )
     cases: list[tuple[str, str, MLPNames, str]] = [
         ("absent", "silu", OWN["names"], r"mlps \('absent'\) must be modules inside ModuleDict"),
         ("", "silu", OWN["names"], r"mlps \(''\) must be modules inside"),

@@ -25,9 +25,13 @@ def run(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     G, e, c, width = shape
     words = torch.zeros(NUM_WORDS, dtype=torch.int32)
     buffer = CloneBuffer(
-        layout=CloneLayout(num_ranks=G), rank=1, bases=torch.zeros(4, G, dtype=torch.int64),
-        state=words, report=words.clone(), timeout_ns=10**11,
-    )  # fmt: skip
+        layout=CloneLayout(num_ranks=G),
+        rank=1,
+        bases=torch.zeros(4, G, dtype=torch.int64),
+        state=words,
+        report=words.clone(),
+        timeout_ns=10**11,
+    )
     places = ClonePlaces(experts_N=words[:1], num_clones=c, num_local=e)
     rows = torch.empty(1, 1, dtype=dtype).expand(e + c, width)  # compiling reads no value
     piece = next(clones.split_into_pieces(buffer.layout, rows, c))

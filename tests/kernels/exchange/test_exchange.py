@@ -88,17 +88,26 @@ CASES = {
     "uneven": Case(tokens=(13, 0, 5, 9), max_tokens=13, times=3),
     "etp": Case(tokens=(3, 17, 0, 6), max_tokens=20, etp=2),
     "more choices than local experts": Case(tokens=(7, 9), max_tokens=9, top_k=7),
-    "all experts are columns, few chosen": Case(tokens=(5, 9), max_tokens=9, num_experts=40,
-        top_k=40, dropped=0.96),
-    "three ranks, odd columns": Case(tokens=(6, 1, 8), max_tokens=8, num_experts=6, top_k=2,
-        dim=104, dtype=torch.float16, times=2),
-    "several chunks": Case(tokens=(20, 32, 17, 26), max_tokens=33, programs=1, rounds=3, dim=264,
-        times=2),
+    "all experts are columns, few chosen": Case(
+        tokens=(5, 9), max_tokens=9, num_experts=40, top_k=40, dropped=0.96
+    ),
+    "three ranks, odd columns": Case(
+        tokens=(6, 1, 8),
+        max_tokens=8,
+        num_experts=6,
+        top_k=2,
+        dim=104,
+        dtype=torch.float16,
+        times=2,
+    ),
+    "several chunks": Case(
+        tokens=(20, 32, 17, 26), max_tokens=33, programs=1, rounds=3, dim=264, times=2
+    ),
     "four tiles at once": Case(tokens=(9, 20), max_tokens=20, dim=1536),
     "one rank": Case(tokens=(11,), max_tokens=16),
     "everything dropped": Case(tokens=(4, 4), max_tokens=4, dropped=1.1),
     "no tokens": Case(tokens=(0, 0, 0, 0), max_tokens=1),
-}  # fmt: skip
+}
 
 
 class World:
@@ -107,10 +116,15 @@ class World:
     def __init__(self, case: Case, device: str) -> None:
         self.case, self.device, self.G = case, device, len(case.tokens)
         self.layout = ExchangeLayout(
-            num_ranks=self.G, max_tokens=case.max_tokens, row_bytes=case.dim * case.dtype.itemsize,
-            top_k=case.top_k, num_push=case.programs, num_receive=case.programs, rounds=case.rounds,
+            num_ranks=self.G,
+            max_tokens=case.max_tokens,
+            row_bytes=case.dim * case.dtype.itemsize,
+            top_k=case.top_k,
+            num_push=case.programs,
+            num_receive=case.programs,
+            rounds=case.rounds,
             sums_slot=True,
-        )  # fmt: skip
+        )
         size = self.layout.num_bytes
         self.memories = [
             torch.full((size + ALIGNMENT,), 255, dtype=torch.uint8, device=device)

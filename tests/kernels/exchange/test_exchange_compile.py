@@ -32,14 +32,23 @@ def make(shape: tuple[Any, ...]) -> tuple[SymmetricBuffer, torch.Tensor]:
     """Return a buffer without buffers, and rows: compiling reads no value."""
     G, C, D, K, dtype, push, receive = shape
     layout = ExchangeLayout(
-        num_ranks=G, max_tokens=C, row_bytes=D * dtype.itemsize, top_k=K, num_push=push,
-        num_receive=receive, sums_slot=True,
-    )  # fmt: skip
+        num_ranks=G,
+        max_tokens=C,
+        row_bytes=D * dtype.itemsize,
+        top_k=K,
+        num_push=push,
+        num_receive=receive,
+        sums_slot=True,
+    )
     words = torch.zeros(NUM_WORDS, dtype=torch.int32)
     buffer = SymmetricBuffer(
-        layout=layout, rank=1, bases=torch.zeros(4, G, dtype=torch.int64), state=words,
-        report=words.clone(), timeout_ns=10**11,
-    )  # fmt: skip
+        layout=layout,
+        rank=1,
+        bases=torch.zeros(4, G, dtype=torch.int64),
+        state=words,
+        report=words.clone(),
+        timeout_ns=10**11,
+    )
     return buffer, torch.empty(16, D, dtype=dtype)
 
 

@@ -87,11 +87,14 @@ def test_rows_that_travelled_as_fp8_are_widened() -> None:
         assert torch.equal(results[0][:used], results[1][:used])
 
 
-@pytest.mark.parametrize(("recipe", "sizes", "message"), [
-    (BOTH[0], (64, 48), r"hidden_dim / etp \(48\) must be a multiple of 32"),
-    (BOTH[0], (48, 64), r"MoEConfig.dim \(48\) must be a multiple of 32"),
-    (BOTH[1], (64, 24), r"hidden_dim / etp \(24\) must be a multiple of 16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "message"),
+    [
+        (BOTH[0], (64, 48), r"hidden_dim / etp \(48\) must be a multiple of 32"),
+        (BOTH[0], (48, 64), r"MoEConfig.dim \(48\) must be a multiple of 32"),
+        (BOTH[1], (64, 24), r"hidden_dim / etp \(24\) must be a multiple of 16"),
+    ],
+)
 def test_blocks_lie_within_a_rank(recipe: Recipe, sizes: Any, message: str) -> None:
     dim, hidden_dim = sizes
     spec = contract.ExpertSpec(gated=True, dim=dim, hidden_dim=hidden_dim, recipe=recipe)

@@ -210,13 +210,16 @@ def test_opcheck(scaling: str) -> None:
     torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"D": 192}, r"MoEConfig.dim \(192\) must be a multiple of 128"),
-    ({"F": 96}, r"MoEConfig.hidden_dim / etp \(96\) must be a multiple of 128"),
-    ({"strided": True}, r"ExpertLayout.transposed \(True\) must be False for experts in FP8"),
-    ({"interleaved": True}, r"interleaved ExpertLayout.gate_up \(True\) must be False"),
-    ({"F": 24, "scaling": "rowwise"}, r"hidden_dim / etp \(24\) must be a multiple of 16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"D": 192}, r"MoEConfig.dim \(192\) must be a multiple of 128"),
+        ({"F": 96}, r"MoEConfig.hidden_dim / etp \(96\) must be a multiple of 128"),
+        ({"strided": True}, r"ExpertLayout.transposed \(True\) must be False for experts in FP8"),
+        ({"interleaved": True}, r"interleaved ExpertLayout.gate_up \(True\) must be False"),
+        ({"F": 24, "scaling": "rowwise"}, r"hidden_dim / etp \(24\) must be a multiple of 16"),
+    ],
+)
 def test_refusals(change: dict[str, Any], message: str) -> None:
     sizes = {n: change.get(n, size) for n, size in SIZES.items()}
     leaves, ids = make("swiglu", **sizes)

@@ -235,15 +235,24 @@ REFUSED = [
     (dict(fc1_bias=True), None, r"MoEConfig.fc1_bias \(True\) must be False .*'te'"),
     (dict(transposed=True), None, r"ExpertLayout.transposed \(True\) must be False"),
     (dict(dim=192), Recipe(backend="te"), r"MoEConfig.dim \(192\) must be a multiple of 128"),
-    (dict(hidden_dim=48), Recipe(backend="te", scaling="mxfp8"),
-     r"hidden_dim / etp \(48\) must be a multiple of 32"),
-    ({}, Recipe(backend="te", scaling="tensorwise", amax_history=4),
-     r"Recipe.amax_history \(4\) must be 0 for experts"),
+    (
+        dict(hidden_dim=48),
+        Recipe(backend="te", scaling="mxfp8"),
+        r"hidden_dim / etp \(48\) must be a multiple of 32",
+    ),
+    (
+        {},
+        Recipe(backend="te", scaling="tensorwise", amax_history=4),
+        r"Recipe.amax_history \(4\) must be 0 for experts",
+    ),
     (dict(device=CUDA), None, r"device \(cuda\) must be cpu for Transformer Engine"),
-    (dict(device=CUDA, dtypes=frozenset([torch.float32])), None,
-     r"dtype of the experts \(torch.float32\) must be torch.bfloat16"),
+    (
+        dict(device=CUDA, dtypes=frozenset([torch.float32])),
+        None,
+        r"dtype of the experts \(torch.float32\) must be torch.bfloat16",
+    ),
     ({}, Recipe(), r"expert_backend \('te'\) must be 'auto' or 'triton', or Recipe.backend"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fields", "recipe", "message"), REFUSED)

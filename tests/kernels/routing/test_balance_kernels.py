@@ -103,9 +103,12 @@ def test_losses_by_hand() -> None:
     counts = torch.tensor([[2, 0, 2], [1, 1, 2]])
     sums, z_sum = torch.tensor([[1.7, 0.3], [0.9, 1.1]]), torch.tensor(6.0)
     losses = balance_loss(
-        sums, z_sum, counts, [2 * 1.0, 2 * 10.0, 2 * 100.0, 0.1],
+        sums,
+        z_sum,
+        counts,
+        [2 * 1.0, 2 * 10.0, 2 * 100.0, 0.1],
         global_counts_E=torch.tensor([4, 12]),
-    )  # fmt: skip
+    )
     micro = 2 * (0.75 * 0.65 + 0.25 * 0.35)
     sequence = (2 * 0.85 + 2 * (0.5 * 0.45 + 0.5 * 0.55)) / 2
     everywhere = 2 * (0.25 * 0.65 + 0.75 * 0.35)

@@ -38,14 +38,17 @@ def test_the_example(device: str) -> None:
     assert found.flatten().tolist() == [0, 0, 1, 0, 3, 5, 4, 5, 1, 5, -1]
 
 
-@pytest.mark.parametrize(("P", "e", "c", "least"), [
-    (8, 16, 2, 0.0),
-    (8, 16, 2, 0.05),
-    (3, 5, 1, 0.01),
-    (16, 4, 3, 0.02),
-    (2, 1, 1, 0.0),
-    (1, 4, 1, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("P", "e", "c", "least"),
+    [
+        (8, 16, 2, 0.0),
+        (8, 16, 2, 0.05),
+        (3, 5, 1, 0.01),
+        (16, 4, 3, 0.02),
+        (2, 1, 1, 0.0),
+        (1, 4, 1, 0),
+    ],
+)
 def test_plan_of_the_reference(P: int, e: int, c: int, least: float, device: str) -> None:
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)

@@ -269,10 +269,14 @@ def test_special_values(device: str) -> None:
     """NaN, infinities, zeros of both signs, and scores that underflow to ties."""
     nan, inf = float("nan"), float("inf")
     rows = [
-        [1.0, nan, inf, -nan, -inf, 0.0], [nan] * 6, [-inf] * 5 + [1.0],
-        [-0.0, 0.0, -0.0, -1.0, 0.0, -2.0], [1e30, -1e30, 3e38, -3e38, 1e-40, -1e-40],
-        [-420.0, -360.0, 0.0, -400.0, 5.0, -500.0], [inf, inf, 0.0, 1.0, 2.0, 3.0],
-    ]  # fmt: skip
+        [1.0, nan, inf, -nan, -inf, 0.0],
+        [nan] * 6,
+        [-inf] * 5 + [1.0],
+        [-0.0, 0.0, -0.0, -1.0, 0.0, -2.0],
+        [1e30, -1e30, 3e38, -3e38, 1e-40, -1e-40],
+        [-420.0, -360.0, 0.0, -400.0, 5.0, -500.0],
+        [inf, inf, 0.0, 1.0, 2.0, 3.0],
+    ]
     logits = torch.tensor(rows, device=device)
     for options in (
         BASE,

@@ -45,20 +45,23 @@ def count(n: int, device: str = "cpu") -> Tensor:
     return torch.tensor(n, dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize(("kind", "gate", "up", "expected"), [
-    ("swiglu", 1.0, 2.0, 2 / (1 + math.exp(-1))),
-    ("geglu", 1.0, 2.0, 1 + math.tanh((2 / math.pi) ** 0.5 * 1.044715)),
-    ("relu2", -3.0, 3.0, 9.0),
-    ("relu", -3.0, 3.0, 3.0),
-    ("gelu", 0.0, 1.0, 0.5 * (1 + math.erf(0.5**0.5))),
-    ("gelu", 0.0, -2.0, -(1 - math.erf(2**0.5))),
-    ("silu", 0.0, -2.0, -2 / (1 + math.exp(2))),
-    ("clamped_swiglu", 10.0, -9.0, -6 * 7 / (1 + math.exp(-1.702 * 7))),
-    ("clamped_swiglu", -10.0, 9.0, 8 * -10 / (1 + math.exp(1.702 * 10))),
-    ("limited_swiglu", 10.0, -9.0, 7 / (1 + math.exp(-7)) * -7),
-    ("limited_swiglu", -10.0, 9.0, -10 / (1 + math.exp(10)) * 7),
-    ("situ_glu", 3.0, -9.0, 7 * math.tanh(3 / 7) / (1 + math.exp(-3)) * 7 * math.tanh(-9 / 7)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "gate", "up", "expected"),
+    [
+        ("swiglu", 1.0, 2.0, 2 / (1 + math.exp(-1))),
+        ("geglu", 1.0, 2.0, 1 + math.tanh((2 / math.pi) ** 0.5 * 1.044715)),
+        ("relu2", -3.0, 3.0, 9.0),
+        ("relu", -3.0, 3.0, 3.0),
+        ("gelu", 0.0, 1.0, 0.5 * (1 + math.erf(0.5**0.5))),
+        ("gelu", 0.0, -2.0, -(1 - math.erf(2**0.5))),
+        ("silu", 0.0, -2.0, -2 / (1 + math.exp(2))),
+        ("clamped_swiglu", 10.0, -9.0, -6 * 7 / (1 + math.exp(-1.702 * 7))),
+        ("clamped_swiglu", -10.0, 9.0, 8 * -10 / (1 + math.exp(1.702 * 10))),
+        ("limited_swiglu", 10.0, -9.0, 7 / (1 + math.exp(-7)) * -7),
+        ("limited_swiglu", -10.0, 9.0, -10 / (1 + math.exp(10)) * 7),
+        ("situ_glu", 3.0, -9.0, 7 * math.tanh(3 / 7) / (1 + math.exp(-3)) * 7 * math.tanh(-9 / 7)),
+    ],
+)
 def test_known_values(kind: str, gate: float, up: float, expected: float) -> None:
     options = ActivationOptions(kind=kind)
     h = torch.tensor([[gate, up]], dtype=torch.float64)
@@ -189,9 +192,12 @@ def check_against_fp64(device, case, options, dtype) -> None:
             part, weights = h[rows].clone(), w[rows].clone()
         plain = gradients_of(plain_pytorch, part, weights.to(dtype), da[rows], options)
         exact = gradients_of(
-            lambda *args: weighted_activation_ref(args[0], args[1], None, args[2]), part.double(),
-            weights.double(), da[rows].double(), options,
-        )  # fmt: skip
+            lambda *args: weighted_activation_ref(args[0], args[1], None, args[2]),
+            part.double(),
+            weights.double(),
+            da[rows].double(),
+            options,
+        )
         for found, rough, true in zip((a, dh, dw), plain, exact, strict=True):
             check_errors(found[rows], rough, true, dtype)
 

@@ -228,9 +228,12 @@ def test_kernel_reads_strided_input_and_respects_the_length(device: str) -> None
     ids, weights = routing(50, 3, 6, device=device, dropped=0.0)
     plain = build_index(ids, weights, first_expert=0, num_local_experts=6, max_pairs=200)
     strided = build_index(
-        ids.T.contiguous().T, weights.repeat(1, 2)[:, :3], first_expert=0, num_local_experts=6,
+        ids.T.contiguous().T,
+        weights.repeat(1, 2)[:, :3],
+        first_expert=0,
+        num_local_experts=6,
         max_pairs=200,
-    )  # fmt: skip
+    )
     for a, b in zip(plain, strided, strict=True):
         assert torch.equal(a, b)
     cut = build_index(ids, weights, first_expert=0, num_local_experts=6, max_pairs=100)

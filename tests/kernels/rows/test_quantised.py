@@ -271,11 +271,14 @@ def test_weights_of_the_reference(dtype: torch.dtype, power_of_two: bool, device
     assert (error <= torch.maximum(w.float().abs() / 16, scales * 2**-10) * (1 + 1e-6))[ok].all()
 
 
-@pytest.mark.parametrize("call", [
-    lambda x: q.quantise_rows(x, power_of_two=True),
-    lambda x: q.tile_tokens(Rows(x, x), None, tiles_of([2], "cpu")[0]),
-    lambda x: q.quantise_weights(x[:1].expand(1, 128, -1), power_of_two=True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: q.quantise_rows(x, power_of_two=True),
+        lambda x: q.tile_tokens(Rows(x, x), None, tiles_of([2], "cpu")[0]),
+        lambda x: q.quantise_weights(x[:1].expand(1, 128, -1), power_of_two=True),
+    ],
+)
 def test_columns_without_whole_blocks(call: Callable[[Tensor], object]) -> None:
     with pytest.raises(ValueError, match=r"[DK] \(200\) must be a multiple of 128"):
         call(torch.zeros(2, 200))

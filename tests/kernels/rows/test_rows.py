@@ -26,9 +26,12 @@ def index_of(S, K, E, *, num_local=None, multiple=1, device="cpu") -> Where:
     ids_SK = torch.rand(S, E, generator=generator).argsort(1)[:, :K]
     ids_SK = ids_SK.masked_fill(torch.rand(S, K, generator=generator) < 0.1, -1).to(torch.int32)
     index: ExpertIndex = build_index(
-        ids_SK, torch.ones(S, K), first_expert=0, num_local_experts=num_local or E,
+        ids_SK,
+        torch.ones(S, K),
+        first_expert=0,
+        num_local_experts=num_local or E,
         row_multiple=multiple,
-    )  # fmt: skip
+    )
     where = (index.row_ids_R, index.slots_SK, index.offsets_e[-1].clone())
     return tuple(t.to(device) for t in where)  # type: ignore[return-value]
 

@@ -44,10 +44,15 @@ LAYOUTS: dict[str, tuple[ParallelConfig, FSDPOptions]] = {
 }
 # What reduces every time, for layouts that differ from it in when they gather and reduce alone.
 EVERY = dict.fromkeys(
-    ("sharded experts, gathered once", "gathered again", "gathered again, recomputed",
-     "gathered once, reduced each time", "embeddings gathered again"),
+    (
+        "sharded experts, gathered once",
+        "gathered again",
+        "gathered again, recomputed",
+        "gathered once, reduced each time",
+        "embeddings gathered again",
+    ),
     "all gathered once",
-)  # fmt: skip
+)
 # Steps that are not announced share nothing: one layout of each kind of unit.
 UNANNOUNCED = ("whole experts, gathered once", "all gathered once", "two blocks together")
 DROPPED = [*((layout, "once") for layout in LAYOUTS), *((each, "every") for each in UNANNOUNCED)]

@@ -66,18 +66,22 @@ class Case:
 EP = ParallelConfig(ep=2, edp_shard=2)
 # Layouts with other ranks have one process as their oracle in `tests/test_parity.py`.
 CASES = {
-    "tensor parallel, bf16": Case(parallel=ParallelConfig(dp_shard=2, tp=2, ep=2), fsdp=BF16,
-        config=SHORT),
-    "replicas": Case(parallel=ParallelConfig(dp_replicate=2, dp_shard=2, edp_replicate=2),
-        config=SHORT),
+    "tensor parallel, bf16": Case(
+        parallel=ParallelConfig(dp_shard=2, tp=2, ep=2), fsdp=BF16, config=SHORT
+    ),
+    "replicas": Case(
+        parallel=ParallelConfig(dp_replicate=2, dp_shard=2, edp_replicate=2), config=SHORT
+    ),
     "ep 2": Case(parallel=EP),
     "uneven experts, bf16": Case(config=replace(SHORT, moe=BIASES), fsdp=BF16),
-    "reduced in bf16": Case(parallel=EP, fsdp=replace(BF16, reduce_dtype=torch.bfloat16),
-        config=SHORT),
+    "reduced in bf16": Case(
+        parallel=EP, fsdp=replace(BF16, reduce_dtype=torch.bfloat16), config=SHORT
+    ),
     "gathered once": Case(parallel=EP, fsdp=replace(BF16, dense_strategy="optim")),
     "multi-token prediction, tied": Case(
-        config=replace(SHORT, num_mtp_layers=2, mtp_loss_coef=0.3, tie_embeddings=True), fsdp=BF16),
-}  # fmt: skip
+        config=replace(SHORT, num_mtp_layers=2, mtp_loss_coef=0.3, tie_embeddings=True), fsdp=BF16
+    ),
+}
 BY_DAY = ("uneven experts, bf16", "reduced in bf16")
 NIGHTLY = [name for name in CASES if name not in BY_DAY]
 

@@ -118,16 +118,24 @@ CASES: dict[str, tuple[Callable[[Rank], None], ParallelConfig, dict[str, Any], s
     "evaluates, whole": (evaluates, EXPERTS, WHOLE, "in the exchange of layers.0.moe (True on"),
     "in eval mode": (in_eval_mode, DATA, {}, "model.training in the all-gather of the model (True"),
     "autocast": (autocast, DATA, {}, "autocast in the all-gather of the model (None on rank 0"),
-    "autocast, whole": (autocast, EXPERTS, WHOLE,
-        "the dtype of tokens in the exchange of layers.0.moe"),
-    "other dtype": (other_dtype, EXPERTS, {},
-        "the exchange of layers.1.moe (torch.float32 on rank 0"),
+    "autocast, whole": (
+        autocast,
+        EXPERTS,
+        WHOLE,
+        "the dtype of tokens in the exchange of layers.0.moe",
+    ),
+    "other dtype": (
+        other_dtype,
+        EXPERTS,
+        {},
+        "the exchange of layers.1.moe (torch.float32 on rank 0",
+    ),
     "freezes": (freezes, DATA, {}, "requires_grad in the all-gather of layers.1 (5 parameters on"),
     "freezes, whole": (freezes, DATA, WHOLE, "requires_grad of layers.1.linear.weight"),
     "freezes, replicas": (freezes, ParallelConfig(dp_replicate=2), {}, "layers.1.linear.weight"),
     "freezes all, whole": (freezes_all, DATA, WHOLE, "requires_grad of layers.1.moe.experts.w1"),
     "other order": (other_order, DATA, {}, "(layers.2 on rank 0, layers.1 on rank 1)"),
-}  # fmt: skip
+}
 
 
 def worker(rank, _device, names, widths) -> list[dict[str, str]]:

@@ -103,9 +103,12 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
     "head": (replace_head, "head.weight (and 1 more)"),
 }
 WORKS = {
-    "nothing": lambda model: model, "frozen": freeze, "hook": hook,
-    "data parallel": add_data_parallel, "sharded": add_sharded,
-}  # fmt: skip
+    "nothing": lambda model: model,
+    "frozen": freeze,
+    "hook": hook,
+    "data parallel": add_data_parallel,
+    "sharded": add_sharded,
+}
 
 
 def make(layout: str) -> nn.Module:
@@ -142,9 +145,16 @@ def errors(model: nn.Module, x: Tensor) -> list[str]:
 def errors_of_a_meta_model() -> list[str]:
     """Whose parameters are others since `to_empty`."""
     config = DecoderConfig(
-        vocab_size=32, dim=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8,
-        max_seq_len=16, tie_embeddings=True, moe=CONFIG,
-    )  # fmt: skip
+        vocab_size=32,
+        dim=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        max_seq_len=16,
+        tie_embeddings=True,
+        moe=CONFIG,
+    )
     model = Decoder(config, device="meta")
     parallelize_moe(model, build_meshes(PARALLEL["ep"], "cpu"))
     model.to_empty(device="cpu")

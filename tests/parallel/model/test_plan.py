@@ -28,9 +28,15 @@ from tests.parallel.small_decoder import small_decoder
 pytestmark = pytest.mark.usefixtures("no_group_left")
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 SMALL = small_decoder(
-    32, 32, vocab_size=60, num_layers=3, num_mtp_layers=1, mtp_loss_coef=0.1, max_seq_len=4096,
+    32,
+    32,
+    vocab_size=60,
+    num_layers=3,
+    num_mtp_layers=1,
+    mtp_loss_coef=0.1,
+    max_seq_len=4096,
     dense=44,
-)  # fmt: skip
+)
 
 
 def planned(world_size, parallel, model, rank=0, **options) -> ShardPlan:
@@ -80,10 +86,14 @@ def test_2048_ranks_of_deepseek_v3() -> None:
     assert json.loads(json.dumps(asdict(plan)))["units"][1]["name"] == "model.layers.0"
 
 
-@pytest.mark.parametrize("parallel", [
-    ParallelConfig(dp_replicate=2, dp_shard=3, tp=2, edp_shard=6, ep=2),
-    ParallelConfig(dp_shard=6, cp=2, edp_replicate=3, ep=2, etp=2),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(dp_replicate=2, dp_shard=3, tp=2, edp_shard=6, ep=2),
+        ParallelConfig(dp_shard=6, cp=2, edp_replicate=3, ep=2, etp=2),
+    ],
+    ids=str,
+)
 def test_ranks_hold_every_byte_once_for_each_copy(parallel: ParallelConfig) -> None:
     plan = planned(12, parallel, Decoder(SMALL, device="meta"), fsdp=BF16)
     want = {"parameters": 0, "gradients": 0}
@@ -237,12 +247,15 @@ def test_a_plan_has_no_batch() -> None:
     assert plan.param("model.norm.weight").kind == "norms"
 
 
-@pytest.mark.parametrize(("pp", "schedule", "layout", "idle"), [
-    (3, "1f1b", "Etttm||L", 1),
-    (2, "zbv", "Etttm|||L", 1),  # stages in a V: 0 and 3 are of rank 0
-    (2, "interleaved", "Etttm|||L", None),
-    (6, "1f1b", None, 3),  # dealt evenly
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pp", "schedule", "layout", "idle"),
+    [
+        (3, "1f1b", "Etttm||L", 1),
+        (2, "zbv", "Etttm|||L", 1),  # stages in a V: 0 and 3 are of rank 0
+        (2, "interleaved", "Etttm|||L", None),
+        (6, "1f1b", None, 3),  # dealt evenly
+    ],
+)
 def test_a_rank_without_any_part_is_refused(pp, schedule, layout, idle) -> None:
     pipeline = PipelineConfig(layout=layout, schedule=schedule)
     model = Decoder(SMALL, device="meta")

@@ -24,10 +24,13 @@ def stages_of(layout: str) -> list[Stage]:
         t, m = letters.count("t"), letters.count("m")
         stages.append(
             Stage(
-                index=index, embedding="E" in letters, layers=tuple(range(layers, layers + t)),
-                mtp=tuple(range(mtp, mtp + m)), loss="L" in letters,
+                index=index,
+                embedding="E" in letters,
+                layers=tuple(range(layers, layers + t)),
+                mtp=tuple(range(mtp, mtp + m)),
+                loss="L" in letters,
             ),
-        )  # fmt: skip
+        )
         layers, mtp = layers + t, mtp + m
     return stages
 

@@ -12,13 +12,16 @@ PP4 = "Et*4|(tttt|)*14tmL"
 DEEPSEEK = dict(num_layers=61, num_mtp_layers=1)
 
 
-@pytest.mark.parametrize(("text", "letters"), [
-    (PP8, ["Ettt", *["tt"] * 29, "m", "L"]),
-    (PP4, ["Etttt", *["tttt"] * 14, "tmL"]),
-    ("E t * 3|\n(t | (t|)*2 t)*2 L", ["Ettt", "t", "t", "t", "tt", "t", "t", "tL"]),
-    ("Ett||t*0|tL", ["Ett", "", "", "tL"]),
-    ("Et*2*3L", ["EttttttL"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "letters"),
+    [
+        (PP8, ["Ettt", *["tt"] * 29, "m", "L"]),
+        (PP4, ["Etttt", *["tttt"] * 14, "tmL"]),
+        ("E t * 3|\n(t | (t|)*2 t)*2 L", ["Ettt", "t", "t", "t", "tt", "t", "t", "tL"]),
+        ("Ett||t*0|tL", ["Ett", "", "", "tL"]),
+        ("Et*2*3L", ["EttttttL"]),
+    ],
+)
 def test_stages(text: str, letters: list[str]) -> None:
     numbers = {"num_layers": "".join(letters).count("t"), "num_mtp_layers": 1 * ("m" in text)}
     layout = parse_layout(text, **numbers)
@@ -28,24 +31,27 @@ def test_stages(text: str, letters: list[str]) -> None:
     assert [i for s in layout.stages for i in s.mtp] == list(range(numbers["num_mtp_layers"]))
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("Ett|tL", "must have one t per layer, found 3 for num_layers (4): use 'Ett|ttL'"),
-    ("Ett|ttmL", "one m per MTP module, found 1 for num_mtp_layers (0): use 'Ett|ttL'"),
-    ("Ett|tt", "must have one L, at its end, found 0: use 'Ett|ttL'"),
-    ("EtL|ttLt", "must have one L, at its end, found 2: use 'Ett|ttL'"),
-    ("tE|tttL", "must have one E, at its start, found 1: use 'Ett|ttL'"),
-    ("(Ett|)*2L", "must have one E, at its start, found 2: use 'Ett|t|tL'"),
-    ("Etmt|ttL", "must have every m after the last t: use 'Ett|ttL'"),
-    ("Ett|xtL", "must be of E, t, m, L, |, ( ) and *n, found 'x': remove it"),
-    ("Et*|tL", "must be of E, t, m, L, |, ( ) and *n, found '*': remove it"),
-    ("*2EtL", "must have a letter or a group before *2: remove it"),
-    ("E(t|*2L", "must have a ) for each (: close the group"),
-    ("Et)|L", "must have a ( for each ): remove the )"),
-    ("E(t*60000)*60000L", "must have at most 65536 letters: lower *60000"),
-    ("Et*" + "9" * 5000 + "L", "must have at most 65536 letters: lower *99999999"),
-    ("E" + "t" * 60000 + "L", "must have one t per layer, found 60000 for num_layers (4)"),
-    ("E|" * 30000 + "L", "must have one E, at its start, found 30000"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Ett|tL", "must have one t per layer, found 3 for num_layers (4): use 'Ett|ttL'"),
+        ("Ett|ttmL", "one m per MTP module, found 1 for num_mtp_layers (0): use 'Ett|ttL'"),
+        ("Ett|tt", "must have one L, at its end, found 0: use 'Ett|ttL'"),
+        ("EtL|ttLt", "must have one L, at its end, found 2: use 'Ett|ttL'"),
+        ("tE|tttL", "must have one E, at its start, found 1: use 'Ett|ttL'"),
+        ("(Ett|)*2L", "must have one E, at its start, found 2: use 'Ett|t|tL'"),
+        ("Etmt|ttL", "must have every m after the last t: use 'Ett|ttL'"),
+        ("Ett|xtL", "must be of E, t, m, L, |, ( ) and *n, found 'x': remove it"),
+        ("Et*|tL", "must be of E, t, m, L, |, ( ) and *n, found '*': remove it"),
+        ("*2EtL", "must have a letter or a group before *2: remove it"),
+        ("E(t|*2L", "must have a ) for each (: close the group"),
+        ("Et)|L", "must have a ( for each ): remove the )"),
+        ("E(t*60000)*60000L", "must have at most 65536 letters: lower *60000"),
+        ("Et*" + "9" * 5000 + "L", "must have at most 65536 letters: lower *99999999"),
+        ("E" + "t" * 60000 + "L", "must have one t per layer, found 60000 for num_layers (4)"),
+        ("E|" * 30000 + "L", "must have one E, at its start, found 30000"),
+    ],
+)
 def test_a_string_that_is_no_layout_of_the_model(text: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_layout(text, num_layers=4)

@@ -50,13 +50,19 @@ LAYOUT = "Et|tt|tt|tL"
 ONE = PipelineConfig(schedule="1f1b")
 # Schedule, fraction of each stage, what is computed again.
 CASES: dict[str, tuple[PipelineConfig, Any, Any]] = {
-    "interleaved": (PipelineConfig(schedule="interleaved", layout=LAYOUT), (1.0, 0.5, 0.3, 0.0),
-        ()),
+    "interleaved": (
+        PipelineConfig(schedule="interleaved", layout=LAYOUT),
+        (1.0, 0.5, 0.3, 0.0),
+        (),
+    ),
     "pairs": (PipelineConfig(schedule="overlapped", layout=LAYOUT), 1.0, ()),
-    "weights apart": (PipelineConfig(schedule="zbv", layout=LAYOUT), (0.7, 1.0, 1.0, 0.5),
-        "gemm_last"),
+    "weights apart": (
+        PipelineConfig(schedule="zbv", layout=LAYOUT),
+        (0.7, 1.0, 1.0, 0.5),
+        "gemm_last",
+    ),
     "1f1b": (ONE, PLANNED, ()),
-}  # fmt: skip
+}
 REFUSED = {
     "other stages": r"MemoryOptions.offload_fraction \(\(0.5,\)\) must have a number per .*\(2\):",
     "no stages": r"MemoryOptions.offload_fraction \(\(0.5, 0.5\)\) must be one number where",
@@ -158,9 +164,13 @@ def compared(meshes, config, fractions, recompute) -> dict[str, Any]:
     assert found.keys() == want.keys() and offload is not None
     return {
         "bits": [name for name in want if not torch.equal(found[name], want[name])],
-        "gradients": len(want), "watch": watch, "out": offload.out_bytes,
-        "back": offload.back_bytes, "late": offload.late_bytes, "on host": offload.used_host_bytes,
-    }  # fmt: skip
+        "gradients": len(want),
+        "watch": watch,
+        "out": offload.out_bytes,
+        "back": offload.back_bytes,
+        "late": offload.late_bytes,
+        "on host": offload.used_host_bytes,
+    }
 
 
 def refusals(meshes: Meshes) -> dict[str, str]:

@@ -147,19 +147,35 @@ def test_no_item_waits_and_with_more_one_does(data: Any, name: Any, pp: int, num
 # Costs with which an engine is busy still when it is asked for the next copy, or a copy back has to
 # wait for the way out: without these rules the fractions would be larger.
 BUSY: dict[str, tuple[Schedule, Costs, list[int]]] = {
-    "out": (make_schedule("gpipe", pp=2, chunks=3, num_micro_batches=1),
-        Costs(forward=(4.0, 0.1, 1.0, 3.0, 0.1, 0.1),
-            backward_inputs=(0.1, 5.0, 0.1, 3.0, 0.1, 0.1), backward_weights=(0.1,) * 6),
-        [4000, 1, 1000, 1, 1, 1]),
-    "back": (make_schedule("gpipe", pp=4, chunks=2, num_micro_batches=6),
-        Costs(forward=(0.1, 0.1, 4.0, 4.0, 0.1, 0.5, 4.0, 1.0),
+    "out": (
+        make_schedule("gpipe", pp=2, chunks=3, num_micro_batches=1),
+        Costs(
+            forward=(4.0, 0.1, 1.0, 3.0, 0.1, 0.1),
+            backward_inputs=(0.1, 5.0, 0.1, 3.0, 0.1, 0.1),
+            backward_weights=(0.1,) * 6,
+        ),
+        [4000, 1, 1000, 1, 1, 1],
+    ),
+    "back": (
+        make_schedule("gpipe", pp=4, chunks=2, num_micro_batches=6),
+        Costs(
+            forward=(0.1, 0.1, 4.0, 4.0, 0.1, 0.5, 4.0, 1.0),
             backward_inputs=(0.1, 4.0, 0.1, 0.1, 0.1, 1.0, 0.5, 0.5),
-            backward_weights=(4.0, 0.1, 0.1, 0.1, 0.1, 0.5, 0.1, 0.1), transfer=0.5),
-        [1000, 1000, 100, 4000, 4000, 100, 100, 4000]),
-    "out and back": (make_schedule("interleaved", pp=2, chunks=2, num_micro_batches=2),
-        Costs(forward=(1.0, 1.0, 1.0, 0.5), backward_inputs=(1.0, 4.0, 4.0, 0.1),
-            backward_weights=(0.1, 0.5, 1.0, 0.5)), [100, 4000, 1000, 1000]),
-}  # fmt: skip
+            backward_weights=(4.0, 0.1, 0.1, 0.1, 0.1, 0.5, 0.1, 0.1),
+            transfer=0.5,
+        ),
+        [1000, 1000, 100, 4000, 4000, 100, 100, 4000],
+    ),
+    "out and back": (
+        make_schedule("interleaved", pp=2, chunks=2, num_micro_batches=2),
+        Costs(
+            forward=(1.0, 1.0, 1.0, 0.5),
+            backward_inputs=(1.0, 4.0, 4.0, 0.1),
+            backward_weights=(0.1, 0.5, 1.0, 0.5),
+        ),
+        [100, 4000, 1000, 1000],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BUSY)

@@ -100,9 +100,15 @@ WORLDS = sorted({one.world for one in CASES})
 
 
 PREDICTS = small_decoder(
-    32, 24, vocab_size=62, num_layers=3, max_seq_len=64, hash_layers=2, num_mtp_layers=2,
+    32,
+    24,
+    vocab_size=62,
+    num_layers=3,
+    max_seq_len=64,
+    hash_layers=2,
+    num_mtp_layers=2,
     mtp_loss_coef=0.3,
-)  # fmt: skip
+)
 # Layouts of its modules on 4 ranks: apart, with the loss, in a V whose ends share a rank.
 PREDICTING = {
     "apart": (pipeline("interleaved", "Ett||t|m|m|L"), dict(pp=2, ep=2), False),

@@ -33,14 +33,22 @@ def text_of(schedule: Schedule) -> list[str]:
     return [" ".join(map(name, order)) for order in schedule.orders]
 
 
-@pytest.mark.parametrize(("name", "chunks", "orders"), [
-    ("gpipe", 1, ["F0.0 F0.1 F0.2 B0.0 B0.1 B0.2", "F1.0 F1.1 F1.2 B1.0 B1.1 B1.2"]),
-    ("1f1b", 1, ["F0.0 F0.1 B0.0 F0.2 B0.1 B0.2", "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2"]),
-    ("zero-bubble", 1,
-     ["F0.0 F0.1 D0.0 W0.0 F0.2 D0.1 W0.1 D0.2 W0.2",
-      "F1.0 D1.0 F1.1 D1.1 W1.0 F1.2 D1.2 W1.1 W1.2"]),
-    ("overlapped", 1, ["F0.0 F0.1 F0.2 B0.0 B0.1 B0.2", "F1.0 F1.1&B1.0 F1.2&B1.1 B1.2"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "chunks", "orders"),
+    [
+        ("gpipe", 1, ["F0.0 F0.1 F0.2 B0.0 B0.1 B0.2", "F1.0 F1.1 F1.2 B1.0 B1.1 B1.2"]),
+        ("1f1b", 1, ["F0.0 F0.1 B0.0 F0.2 B0.1 B0.2", "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2"]),
+        (
+            "zero-bubble",
+            1,
+            [
+                "F0.0 F0.1 D0.0 W0.0 F0.2 D0.1 W0.1 D0.2 W0.2",
+                "F1.0 D1.0 F1.1 D1.1 W1.0 F1.2 D1.2 W1.1 W1.2",
+            ],
+        ),
+        ("overlapped", 1, ["F0.0 F0.1 F0.2 B0.0 B0.1 B0.2", "F1.0 F1.1&B1.0 F1.2&B1.1 B1.2"]),
+    ],
+)
 def test_orders_by_hand(name: Any, chunks: int, orders: list[str]) -> None:
     assert text_of(make_schedule(name, pp=2, chunks=chunks, num_micro_batches=3)) == orders
 
@@ -133,15 +141,21 @@ def changed(change: str) -> Schedule:
     return replace(schedule, orders=(tuple(first), tuple(second)))
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ("twice", r"passes \('FDWF'\) of stage 0 and micro-batch 0 must be F and B, or F, D and W"),
-    ("missing", r"passes \('FD'\) of stage 1 and micro-batch 1 must be F and B, or F, D and W"),
-    ("elsewhere", r"stage \(1\) must not run on rank 0"),
-    ("swapped", r"must not wait for each other: rank 0 never runs Action\(kind='D', stage=0"),
-    ("waits", r"must not wait for each other: rank 0 never runs Action\(kind='D', stage=0"),
-    ("unknown", r"passes \(\(0, 2\)\) must be of micro-batches of the step"),
-    ("weights first", r"must not wait for each other: rank 0 never runs Action\(kind='D', stage=0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("twice", r"passes \('FDWF'\) of stage 0 and micro-batch 0 must be F and B, or F, D and W"),
+        ("missing", r"passes \('FD'\) of stage 1 and micro-batch 1 must be F and B, or F, D and W"),
+        ("elsewhere", r"stage \(1\) must not run on rank 0"),
+        ("swapped", r"must not wait for each other: rank 0 never runs Action\(kind='D', stage=0"),
+        ("waits", r"must not wait for each other: rank 0 never runs Action\(kind='D', stage=0"),
+        ("unknown", r"passes \(\(0, 2\)\) must be of micro-batches of the step"),
+        (
+            "weights first",
+            r"must not wait for each other: rank 0 never runs Action\(kind='D', stage=0",
+        ),
+    ],
+)
 def test_check_finds_what_is_wrong(change: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         changed(change).check()
@@ -169,11 +183,14 @@ def of_torch(name: str, schedule: Schedule) -> Schedule:
     return replace(schedule, orders=orders)
 
 
-@pytest.mark.parametrize(("name", "theirs", "chunks"), [
-    ("interleaved", "ScheduleInterleaved1F1B", 2),
-    ("interleaved", "ScheduleInterleaved1F1B", 3),
-    ("zero-bubble", "ScheduleInterleavedZeroBubble", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "theirs", "chunks"),
+    [
+        ("interleaved", "ScheduleInterleaved1F1B", 2),
+        ("interleaved", "ScheduleInterleaved1F1B", 3),
+        ("zero-bubble", "ScheduleInterleavedZeroBubble", 1),
+    ],
+)
 @pytest.mark.parametrize(("pp", "number"), [(2, 4), (4, 16), (4, 10), (4, 3), (3, 9), (1, 4)])
 def test_orders_are_those_of_torch(name, theirs, chunks, pp, number) -> None:
     schedule = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number)

@@ -42,9 +42,12 @@ def test_the_bubble_of_zb_h1_with_unequal_passes(inputs: float, weights: float) 
 def test_exchange_hides_behind_the_other_pass_of_an_overlap() -> None:
     """One rank, three micro-batches: F, F&B, F&B, B of 3 + 2 and 6 + 4 units."""
     costs = Costs(
-        forward=(3.0,), backward_inputs=(4.0,), backward_weights=(2.0,), forward_exchange=(2.0,),
+        forward=(3.0,),
+        backward_inputs=(4.0,),
+        backward_weights=(2.0,),
+        forward_exchange=(2.0,),
         backward_exchange=(4.0,),
-    )  # fmt: skip
+    )
     sizes = dict(pp=1, chunks=1, num_micro_batches=3)
     merged = simulate(make_schedule("overlapped", **sizes), costs)
     assert [span[:2] for span in merged.spans[0]] == [(0, 5), (5, 15), (15, 25), (25, 35)]
@@ -99,10 +102,13 @@ def test_bytes_that_a_rank_holds() -> None:
 KEYS = ("forward", "backward_inputs", "backward_weights")
 
 
-@pytest.mark.parametrize(("number", "message"), [
-    (3, r"^costs.forward \(3 stages\) must have a time per stage of the schedule \(4\)"),
-    (0, r"^Costs.forward \(\(\)\) must have a time per stage: pass at least one$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (3, r"^costs.forward \(3 stages\) must have a time per stage of the schedule \(4\)"),
+        (0, r"^Costs.forward \(\(\)\) must have a time per stage: pass at least one$"),
+    ],
+)
 def test_costs_of_other_stages(number: int, message: str) -> None:
     schedule = make_schedule("1f1b", pp=4, chunks=1, num_micro_batches=4)
     with pytest.raises(ValueError, match=message):

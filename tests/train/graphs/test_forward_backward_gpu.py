@@ -69,33 +69,59 @@ ROOM = NVLinkOptions(row_factor=4.0)
 CLONED: dict[str, Any] = {"clones": CloneOptions(min_share=0.0)} if WORLD > 1 else {}
 CASES = {
     "all ranks": Case(ep=WORLD, nvlink=ROOM),
-    "gathered once, casts kept": Case(ep=WORLD, nvlink=ROOM, balance=LOSSES,
-        fsdp=dict(dense_strategy="optim", experts_strategy="optim")),
-    "gradients home late, compiled": Case(ep=WORLD,
+    "gathered once, casts kept": Case(
+        ep=WORLD,
+        nvlink=ROOM,
+        balance=LOSSES,
+        fsdp=dict(dense_strategy="optim", experts_strategy="optim"),
+    ),
+    "gradients home late, compiled": Case(
+        ep=WORLD,
         nvlink=replace(ROOM, overlap_weight_grads=False),
-        options=dict(dense=DenseOptions(compile=True))),
-    "shared experts beside, latent attention, two tokens ahead": Case(ep=WORLD, nvlink=ROOM,
-        preset="tiny-deepseek-v3", balance=LOSSES,
-        options=dict(dense=DenseOptions(overlap_shared=True))),
-    "in FP8, tokens as FP8 rows, quantised weights kept": Case(ep=WORLD, nvlink=ROOM,
-        fsdp=dict(dense_strategy="optim", experts_strategy="optim"), dispatch=dict(fp8=True),
-        options=dict(precision="blockwise")),
-    "in FP8, weights quantised for every use": Case(ep=WORLD, nvlink=ROOM, balance=LOSSES,
-        options=dict(precision="blockwise")),
-    "in fp16, with a scale that grows between replays": Case(ep=WORLD, nvlink=ROOM, balance=LOSSES,
+        options=dict(dense=DenseOptions(compile=True)),
+    ),
+    "shared experts beside, latent attention, two tokens ahead": Case(
+        ep=WORLD,
+        nvlink=ROOM,
+        preset="tiny-deepseek-v3",
+        balance=LOSSES,
+        options=dict(dense=DenseOptions(overlap_shared=True)),
+    ),
+    "in FP8, tokens as FP8 rows, quantised weights kept": Case(
+        ep=WORLD,
+        nvlink=ROOM,
+        fsdp=dict(dense_strategy="optim", experts_strategy="optim"),
+        dispatch=dict(fp8=True),
+        options=dict(precision="blockwise"),
+    ),
+    "in FP8, weights quantised for every use": Case(
+        ep=WORLD, nvlink=ROOM, balance=LOSSES, options=dict(precision="blockwise")
+    ),
+    "in fp16, with a scale that grows between replays": Case(
+        ep=WORLD,
+        nvlink=ROOM,
+        balance=LOSSES,
         fsdp=dict(param_dtype=torch.float16),
-        loss_scale=DynamicLossScale(initial=2.0**10, growth_interval=2)),
-    "what is between products computed again": Case(ep=WORLD, nvlink=ROOM,
-        preset="tiny-deepseek-v3", balance=LOSSES,
-        options=dict(memory=MemoryOptions(recompute=RECOMPUTE))),
-    "MoE layers computed again": Case(ep=WORLD, nvlink=ROOM,
-        options=dict(memory=MemoryOptions(recompute=("norm", "moe")))),
+        loss_scale=DynamicLossScale(initial=2.0**10, growth_interval=2),
+    ),
+    "what is between products computed again": Case(
+        ep=WORLD,
+        nvlink=ROOM,
+        preset="tiny-deepseek-v3",
+        balance=LOSSES,
+        options=dict(memory=MemoryOptions(recompute=RECOMPUTE)),
+    ),
+    "MoE layers computed again": Case(
+        ep=WORLD, nvlink=ROOM, options=dict(memory=MemoryOptions(recompute=("norm", "moe")))
+    ),
     "clones of hot experts": Case(ep=WORLD, nvlink=ROOM, balance=LOSSES, dispatch=CLONED),
-    "clones of hot experts in FP8": Case(ep=WORLD, nvlink=ROOM, dispatch=CLONED,
-        options=dict(precision="blockwise")),
-    "half the ranks": Case(ep=max(1, WORLD // 2), nvlink=ROOM if WORLD > 2 else None,
-        fsdp=dict(blocks_per_unit=2)),
-}  # fmt: skip
+    "clones of hot experts in FP8": Case(
+        ep=WORLD, nvlink=ROOM, dispatch=CLONED, options=dict(precision="blockwise")
+    ),
+    "half the ranks": Case(
+        ep=max(1, WORLD // 2), nvlink=ROOM if WORLD > 2 else None, fsdp=dict(blocks_per_unit=2)
+    ),
+}
 CASES |= {
     f"over cp, {what}": Case(
         ep=WORLD, cp=2, nvlink=ROOM, preset=name, balance=LOSSES, options=dict(context=way)
@@ -138,9 +164,12 @@ class Job:
         self.model.init_weights(0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
         self.owner = TrainStep(
-            self.model, self.optimizer, max_norm=0.5, num_micro_batches=MICRO_BATCHES,
+            self.model,
+            self.optimizer,
+            max_norm=0.5,
+            num_micro_batches=MICRO_BATCHES,
             loss_scale=case.loss_scale,
-        )  # fmt: skip
+        )
         self.run: Callable[..., Any] = self.forward_backward
         if graphed:
             self.run = GraphedForwardBackward(self.forward_backward, self.model, warm_up=WARM_UP)

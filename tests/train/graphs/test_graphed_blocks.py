@@ -68,29 +68,37 @@ SHARED = dict(preset="tiny-deepseek-v3", parts=PARTS + LAYERS - 1 + 4)  # one mo
 CASES = {
     "plain": Case(),
     "shared experts, latent attention, a token ahead": Case(**SHARED),
-    "computed again": Case(**SHARED,
-        options=dict(memory=MemoryOptions(recompute=("norm", "rope", "activation")))),
-    "MoE layers computed again": Case(parts=LAYERS,
-        options=dict(memory=MemoryOptions(recompute=("moe",)))),
+    "computed again": Case(
+        **SHARED, options=dict(memory=MemoryOptions(recompute=("norm", "rope", "activation")))
+    ),
+    "MoE layers computed again": Case(
+        parts=LAYERS, options=dict(memory=MemoryOptions(recompute=("moe",)))
+    ),
     "experts offloaded": Case(options=dict(memory=MemoryOptions(offload=("experts",)))),
     "FP8": Case(**SHARED, dim=128, options=dict(precision="blockwise")),
     "MXFP8": Case(**SHARED, options=dict(precision="mxfp8")),
     "NVFP4": Case(**SHARED, options=dict(precision="nvfp4")),
     "gathered for each pass": Case(
-        options=dict(fsdp=FSDPOptions(dense_strategy="optim_grads_params"))),
+        options=dict(fsdp=FSDPOptions(dense_strategy="optim_grads_params"))
+    ),
     "micro-batches in flight": Case(in_flight=True, pairs=MICRO_BATCHES),
     "stages": Case(parts=3, pp=2, schedule=PipelineConfig(schedule="1f1b"), pairs=2),
     "pairs": Case(schedule=PipelineConfig(schedule="overlapped"), pairs=2),
     "tp": Case(parts=LAYERS - 1, tp=2),  # what is sent
     "cp": Case(parts=2 * (LAYERS - 1), cp=2),  # and routers
     "cp, shared experts, latent attention": Case(**SHARED | dict(parts=3 * LAYERS), cp=2),
-    "attention offloaded, over cp": Case(parts=2 * (LAYERS - 1), cp=2,
-        options=dict(memory=MemoryOptions(offload=("attention",)))),
-    "scopes": Case(parts=2 * (LAYERS - 1), scopes=("router", "dispatch"),
-        options=dict(memory=MemoryOptions(offload=("attention", "rest")))),
-    "rules that compare tokens": Case(parts=LAYERS,
-        moe=dict(capacity=CapacityConfig(factor=1.0, pad=True))),
-}  # fmt: skip
+    "attention offloaded, over cp": Case(
+        parts=2 * (LAYERS - 1), cp=2, options=dict(memory=MemoryOptions(offload=("attention",)))
+    ),
+    "scopes": Case(
+        parts=2 * (LAYERS - 1),
+        scopes=("router", "dispatch"),
+        options=dict(memory=MemoryOptions(offload=("attention", "rest"))),
+    ),
+    "rules that compare tokens": Case(
+        parts=LAYERS, moe=dict(capacity=CapacityConfig(factor=1.0, pad=True))
+    ),
+}
 ON_CPUS = CASES | {  # by its definition
     "Transformer Engine": Case(
         **SHARED, options=dict(precision=Recipe(scaling="mxfp8", backend="te"))
@@ -127,10 +135,13 @@ def train(case, device, *, graphed, between=lambda: None) -> tuple[list[Any], De
     )
     meshes = build_meshes(parallel, device.type)
     parallelize_moe(
-        model, meshes, dispatch="alltoall" if parallel.ep > 1 else "auto",
+        model,
+        meshes,
+        dispatch="alltoall" if parallel.ep > 1 else "auto",
         dense=replace(case.dense, graph=graphed, graph_scopes=case.scopes if graphed else ()),
-        pipeline=case.schedule, **case.options,
-    )  # fmt: skip
+        pipeline=case.schedule,
+        **case.options,
+    )
     model.to_empty(device=device)
     model.init_weights(0)
     optimizer = on_parts(torch.optim.SGD)(model.parameters(), lr=0.1)
@@ -203,18 +214,25 @@ def test_replays_train_as_eager_calls_do(name: str, results: dict[str, Any]) -> 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tp": (dict(tp=2, scopes=("attention",)), r"ParallelConfig.tp \(2\) = 1"),
     "cp": (dict(cp=2, scopes=("attention", "router")), r"ParallelConfig.cp \(2\) = 1"),
-    "offload": (dict(memory=MemoryOptions(offload=("experts", "attention"))),
-        r"MemoryOptions.offload \('attention'\)"),
+    "offload": (
+        dict(memory=MemoryOptions(offload=("experts", "attention"))),
+        r"MemoryOptions.offload \('attention'\)",
+    ),
     "offload of a scope": (
         dict(scopes=("shared_experts",), memory=MemoryOptions(offload=("shared_experts",))),
-        r"graph \(True\) must go with MemoryOptions.offload \('shared_experts'\)"),
-    "history": (dict(precision=Recipe(scaling="tensorwise", amax_history=4)),
-        "Recipe.amax_history 0"),
+        r"graph \(True\) must go with MemoryOptions.offload \('shared_experts'\)",
+    ),
+    "history": (
+        dict(precision=Recipe(scaling="tensorwise", amax_history=4)),
+        "Recipe.amax_history 0",
+    ),
     "dynamic cp": (dict(context=ContextOptions(dynamic=True)), r"dynamic \(True\) = False"),
     "zero bubbles": (dict(pp=2, pipeline=PipelineConfig(schedule="zbv")), "DenseOptions.graph"),
-    "repeated": (dict(config=dict(num_mtp_layers=1, mtp_repeats=2, mtp_loss_coef=0.1)),
-        "mtp.0 runs"),
-}  # fmt: skip
+    "repeated": (
+        dict(config=dict(num_mtp_layers=1, mtp_repeats=2, mtp_loss_coef=0.1)),
+        "mtp.0 runs",
+    ),
+}
 
 
 def refusals(rank: int, device: torch.device) -> dict[str, str]:

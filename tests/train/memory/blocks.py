@@ -24,9 +24,15 @@ from moecore.train.memory.offload import Offload
 from moecore.train.memory.streams import CopyStream, CopyStreams
 
 PARTS: dict[type[nn.Module], str] = {
-    nn.LayerNorm: "norm", nn.Sequential: "mlp", RMSNorm: "norm", Attention: "attention",
-    LatentAttention: "attention", MLP: "mlp", SharedExpert: "shared_experts", Experts: "experts",
-}  # fmt: skip
+    nn.LayerNorm: "norm",
+    nn.Sequential: "mlp",
+    RMSNorm: "norm",
+    Attention: "attention",
+    LatentAttention: "attention",
+    MLP: "mlp",
+    SharedExpert: "shared_experts",
+    Experts: "experts",
+}
 
 
 def part_of(module: nn.Module) -> str | None:

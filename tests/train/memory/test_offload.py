@@ -523,13 +523,16 @@ def test_nothing_is_left_to_the_garbage_collector() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (dict(fraction=1.5), r"fraction \(1.5\) must be"),
-    (dict(min_bytes=-1), r"min_bytes \(-1\) must be"),
-    (dict(max_host_bytes=0), r"max_host_bytes \(0\) must be"),
-    ((0.5, 0.0), r"offload_fraction \(\(0.5, 0.0\)\) must be one number"),
-    ((2.0,), r"offload_fraction \(\(2.0,\)\) must be a finite number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(fraction=1.5), r"fraction \(1.5\) must be"),
+        (dict(min_bytes=-1), r"min_bytes \(-1\) must be"),
+        (dict(max_host_bytes=0), r"max_host_bytes \(0\) must be"),
+        ((0.5, 0.0), r"offload_fraction \(\(0.5, 0.0\)\) must be one number"),
+        ((2.0,), r"offload_fraction \(\(2.0,\)\) must be a finite number"),
+    ],
+)
 def test_bad_options_are_errors_of_one_line(options: Any, message: str) -> None:
     """Tuples are fractions, one a stage."""
     with pytest.raises(ValueError, match=message) as found:

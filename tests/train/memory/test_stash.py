@@ -455,10 +455,13 @@ def test_experts_that_keep_other_rows_have_none_in_pages(group: None) -> None:
         apply_stash(other.layers, options, cpu)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (dict(offload=("experts",)), r"offload \(\('experts',\)\) must have no 'experts' beside"),
-    (dict(recompute=("moe",)), r"recompute \(\('moe',\)\) must have no 'moe' beside stash"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(offload=("experts",)), r"offload \(\('experts',\)\) must have no 'experts' beside"),
+        (dict(recompute=("moe",)), r"recompute \(\('moe',\)\) must have no 'moe' beside stash"),
+    ],
+)
 def test_what_goes_elsewhere_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as found:
         MemoryOptions(stash=StashOptions(), **options)

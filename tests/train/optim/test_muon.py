@@ -306,9 +306,12 @@ def test_queries_keys_and_values_in_one() -> None:
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
     config = Qwen3NextConfig(
-        hidden_size=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=3,
+        hidden_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=3,
         linear_value_head_dim=5,
-    )  # fmt: skip
+    )
     net = Qwen3NextGatedDeltaNet(config, 0)
     linear, ba = net.in_proj_qkvz, net.in_proj_ba
     places = torch.arange(linear.out_features)[None, None]
