@@ -11,8 +11,6 @@ each file and test with the same generators, and hypothesis tries the same examp
 (`--hypothesis-profile=explore` tries new ones).
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,5 +1,3 @@
-"""What `make test` may leave out, and what `make test-for` runs."""
-
 from __future__ import annotations
 
 import ast
@@ -91,9 +89,7 @@ def commit(git, path: Path) -> None:
     git("commit", "-q", "-m", path.name)
 
 
-def test_changes_are_those_since_the_parent_of_the_landing(
-    git, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_are_those_since_the_parent_of_the_landing(git, tmp_path, monkeypatch) -> None:
     commit(git, tmp_path / "second")
     assert affected.changes() is None, "main itself, of commits in a line: nobody knows where from"
     git("checkout", "-q", "-b", "branch")
@@ -126,9 +122,7 @@ def test_tests_for_a_file_are_those_whose_imports_end_there() -> None:
     assert affected.tests_for("docs/api.md") == []
 
 
-def test_names_of_a_package_lead_to_their_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_a_package_lead_to_their_files(tmp_path, monkeypatch) -> None:
     """Names that it imports, also under TYPE_CHECKING: those are imported on first use."""
     monkeypatch.setattr(affected, "ROOT", tmp_path)
     files = {

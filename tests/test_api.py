@@ -1,7 +1,3 @@
-"""docs/api.md has every public name with its level, and each name imports from where it says."""
-
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator

@@ -1,7 +1,3 @@
-"""Arguments of every public function: a value of a wrong type ends in one line that names it."""
-
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -239,9 +235,7 @@ def wrong_calls() -> Iterator[tuple[str, str, Callable[..., Any], dict[str, Any]
 
 
 @pytest.mark.usefixtures("no_group_left")
-def test_a_wrong_type_of_any_argument_is_one_line_that_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_type_of_any_argument_is_one_line_that_names_it(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)  # for paths of calls that should have been refused
     problems, number = [], 0
     for name, parameter, function, arguments in wrong_calls():
@@ -272,9 +266,7 @@ def test_a_wrong_type_of_any_argument_is_one_line_that_names_it(
         *(decoder_config_from_hf, read_manifest, set_latest, verify),
     ],
 )
-def test_a_path_that_is_not_there_is_one_line_that_names_it(
-    function: Callable[[Path], Any], tmp_path: Path
-) -> None:
+def test_a_path_that_is_not_there_is_one_line_that_names_it(function, tmp_path) -> None:
     path = tmp_path / "no such"
     with pytest.raises((ValueError, OSError)) as caught:
         function(path)

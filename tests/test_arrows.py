@@ -1,7 +1,3 @@
-"""Imports point down: between packages of src, inside of packages, and between files."""
-
-from __future__ import annotations
-
 import ast
 import sys
 from functools import cache

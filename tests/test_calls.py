@@ -3,8 +3,6 @@
 Each call delays the launch of the next kernel. The bounds are measured numbers that may only fall.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +54,6 @@ def test_a_step_makes_few_python_calls() -> None:
 
 def test_a_forward_of_a_layer_makes_few_python_calls() -> None:
     config = preset("tiny").moe
-    assert config is not None
     layer, x = MoELayer(config), torch.randn(8, config.dim, requires_grad=True)
     for _ in range(2):
         with counted() as calls:

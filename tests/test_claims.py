@@ -1,7 +1,3 @@
-"""Every figure of speed, memory or ratio in README and docs has a clean record or is a setting."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path

@@ -1,7 +1,3 @@
-"""A class name has one meaning in all of src, and a file at most 400 lines."""
-
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from pathlib import Path

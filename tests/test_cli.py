@@ -1,7 +1,3 @@
-"""The command line, in process: outputs, exit codes and one-line errors."""
-
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -35,8 +31,7 @@ CONFIG = replace(preset("tiny-deepseek-v3"), ce_chunk_tokens=2048)
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with three steps and a Hugging Face directory of the same model; only read."""
-    home = tmp_path_factory.mktemp("cli")
-    model = Decoder(CONFIG)
+    home, model = tmp_path_factory.mktemp("cli"), Decoder(CONFIG)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in (1, 2, 3):
         save(home / "run", step, model, optimizer, {"tokens": step * 10})
@@ -59,7 +54,6 @@ def test_inspect_native(home, capsys):
     assert facts["optimizer"] == "True" and facts["extra"] == "tokens=30"
     assert facts["path"] == str(home / "run" / "step-000003")
     assert f"torch={torch.__version__}" in facts["versions"]
-
     code, out, _ = run(capsys, "inspect", home / "run" / "step-000001", "--json")
     facts = json.loads(out)
     assert code == 0 and facts["step"] == 1 and "steps" not in facts
@@ -67,8 +61,7 @@ def test_inspect_native(home, capsys):
     assert entry == {"shape": [8, 2, 32, 64], "dtype": "F32"}
     size = sum(t.nbytes for t in Decoder(CONFIG).state_dict().values())
     rng = torch.get_rng_state().numel()
-    assert facts["num_bytes"] == size + rng
-    assert facts["elements"] == {"F32": size // 4, "U8": rng}
+    assert facts["num_bytes"] == size + rng and facts["elements"] == {"F32": size // 4, "U8": rng}
 
 
 def test_inspect_hugging_face(home, capsys):
@@ -78,8 +71,7 @@ def test_inspect_hugging_face(home, capsys):
     assert f"  F32      {'[32, 64]':<24} model.layers.1.mlp.experts.7.up_proj.weight" in out
     facts = json.loads(run(capsys, "inspect", home / "hf", "--json")[1])
     assert facts["format"] == "Hugging Face" and facts["quantized"] is None
-    assert facts["num_tensors"] == len(facts["tensors"]) == 135
-    assert len(facts["files"]) > 2
+    assert facts["num_tensors"] == len(facts["tensors"]) == 135 and len(facts["files"]) > 2
 
 
 @pytest.mark.parametrize("path", ["run", "run/step-000001", "hf"])
@@ -162,7 +154,6 @@ def test_convert_both_ways(home, capsys, tmp_path):
     assert out == f"{home / 'run' / 'step-000003'} -> {tmp_path / 'hf'}\n"
     for file in (home / "hf").iterdir():
         assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
-
     code, out, _ = run(capsys, "convert", tmp_path / "hf", tmp_path / "run", "--step", 5)
     path = tmp_path / "run" / "step-000005"
     assert code == 0 and out == f"{tmp_path / 'hf'} -> {path}\n" and latest(path.parent) == path
@@ -171,7 +162,6 @@ def test_convert_both_ways(home, capsys, tmp_path):
     load(path, model)
     want = Decoder(CONFIG).state_dict()
     assert all(torch.equal(t, want[n]) for n, t in model.state_dict().items())
-
     code, _, _ = run(
         capsys,
         *("convert", home / "run", tmp_path / "half", "--config", home / "hf" / "config.json"),
@@ -262,8 +252,7 @@ TO_NATIVE = ("convert", "{home}/hf", "{tmp}/x")
 )
 def test_wrong_usage_is_2(args, message, home, capsys, tmp_path):
     code, out, err = run(capsys, *(a.format(home=home, tmp=tmp_path) for a in args))
-    assert (code, out) == (2, "") and message in err
-    assert list(tmp_path.iterdir()) == []
+    assert (code, out) == (2, "") and message in err and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -395,8 +384,7 @@ def test_a_file_of_another_size_is_one_line(home, capsys, tmp_path, file, comman
         code, out, err = run(capsys, command, path, *more)
         assert (code, out, err.count("\n")) == (1, "", 1), err
         assert err.startswith("moecore: ") and err.endswith("so copy it again\n")
-        assert f"path ({place}) must have at most " in err
-        assert not (tmp_path / "out").exists()
+        assert f"path ({place}) must have at most " in err and not (tmp_path / "out").exists()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KB
 
 

@@ -1,7 +1,5 @@
 """Blocks of pages run as they stand there, with nothing but a tiny model in a directory beside."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

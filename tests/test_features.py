@@ -1,7 +1,3 @@
-"""docs/features.md is what docs/features.toml generates, whose names, tests and records exist."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

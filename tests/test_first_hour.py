@@ -1,7 +1,3 @@
-"""Mistakes of a first hour: each ends in one line that names it, before anything communicates."""
-
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -63,9 +59,6 @@ def refused(message: str, call: Callable[[], Any]) -> None:
     assert text.startswith(message) and "\n" not in text and len(text) < 300, text
 
 
-# ---------------------------------------------------------------------- models that came too late
-
-
 def of_root(model: nn.Module, meshes: Meshes) -> nn.Module:
     return fully_shard(model, mesh=meshes.dense_fsdp)
 
@@ -111,9 +104,7 @@ SHARDED: list[tuple[Callable[[nn.Module, Meshes], nn.Module], str]] = [
 
 
 @pytest.mark.parametrize(("shard", "message"), SHARDED, ids=lambda x: getattr(x, "__name__", ""))
-def test_a_model_that_is_sharded_or_wrapped_already(
-    shard: Callable[[nn.Module, Meshes], nn.Module], message: str, meshes: Meshes
-) -> None:
+def test_a_model_that_is_sharded_or_wrapped_already(shard, message, meshes) -> None:
     refused(message, lambda: parallelize_moe(shard(make(), meshes), meshes))
 
 
@@ -194,7 +185,8 @@ def test_an_optimizer_of_a_model_on_meta(meshes: Meshes) -> None:
     TrainStep(model, adamw(model))
 
 
-# --------------------------------------------------------------------------------------- arguments
+def muon(lr: Any) -> Muon:
+    return Muon(assign_matrices(Decoder(preset("tiny"))), lr=torch.tensor(lr))
 
 
 @pytest.mark.parametrize(
@@ -225,15 +217,11 @@ def test_an_optimizer_of_a_model_on_meta(meshes: Meshes) -> None:
             "model (Linear) must be a transformers model, whose config has an initializer_range: ",
         ),
         (
-            lambda model, meshes: Muon(
-                assign_matrices(Decoder(preset("tiny"))), lr=torch.tensor(float("nan"))
-            ),
+            lambda model, meshes: muon(float("nan")),
             "lr (nan) must be a finite number >= 0: pass another tensor",
         ),
         (
-            lambda model, meshes: Muon(
-                assign_matrices(Decoder(preset("tiny"))), lr=torch.tensor([0.1, 0.2])
-            ),
+            lambda model, meshes: muon([0.1, 0.2]),
             "lr (2,) must be one number: pass a tensor of one",
         ),
         (
@@ -289,9 +277,6 @@ def test_a_model_in_eval_mode_is_told_once(meshes: Meshes) -> None:
         assert all(n.sum() for n in step.finish().metrics.tokens_per_expert.values())
 
 
-# ----------------------------------------------------------- options of a model that came as it is
-
-
 def trained(model: nn.Module) -> list[torch.Tensor]:
     """Return a loss, its gradients and the dropped choices of a step."""
     torch.manual_seed(1)
@@ -329,9 +314,6 @@ def test_fields_that_no_model_can_change(moe: Any, message: str, meshes: Meshes)
     model = make()
     refused(message, lambda: parallelize_moe(model, meshes, moe=moe))
     assert model[1].config == CONFIG
-
-
-# ------------------------------------------------------------------------------- without Triton
 
 
 WITHOUT_TRITON = """

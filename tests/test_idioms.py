@@ -1,7 +1,3 @@
-"""Public docstrings of src have few private idioms; `docstring_bounds.json` may only fall."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

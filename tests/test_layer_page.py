@@ -1,7 +1,5 @@
 """docs/layer.md lists every activation of experts, and each has the value that stands there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import get_args

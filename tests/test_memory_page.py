@@ -1,7 +1,3 @@
-"""The tables of benchmarks/results/memory are those of the committed records."""
-
-from __future__ import annotations
-
 from benchmarks.memory_page import PAGE, TABLES, fill_tables
 
 

@@ -4,8 +4,6 @@ Write `record` for `found`, `local_x` for `own`, `full_x` for `whole` and `kept_
 The list leaves out terms of the field (`sharded`, `cached`) and what torch's FSDP uses as a name.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

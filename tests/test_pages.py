@@ -5,8 +5,6 @@ most 20 words, and 2 private idioms per 1,000 words (`helpers/idioms.py`). `page
 the values that exceed these limits; its numbers may only fall.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

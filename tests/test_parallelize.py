@@ -3,8 +3,6 @@
 Runs on fake process groups: nothing communicates, so an error here comes before any collective.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -86,9 +84,8 @@ def test_keeping_only_the_input_of_experts_is_a_choice() -> None:
     meshes = world(8, ep=8)
     model = parallelize(meta_model(), meshes, memory=FC1_AGAIN)
     assert all(m.recompute_fc1 for m in model.modules() if isinstance(m, Experts))
-    with pytest.raises(
-        ValueError, match=r"recompute \('expert_fc1'\) must not go with expert_backend \('seq"
-    ):
+    message = r"recompute \('expert_fc1'\) must not go with expert_backend \('seq"
+    with pytest.raises(ValueError, match=message):
         parallelize(meta_model(), meshes, expert_backend="sequential", memory=FC1_AGAIN)
 
 
@@ -191,11 +188,8 @@ def test_a_module_at_two_places_stays_one(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("degrees", "options", "message"), REFUSED)
-def test_refuses_in_one_line(
-    degrees: dict[str, int], options: dict[str, Any], message: str
-) -> None:
-    meshes = world(16, **degrees)
-    model = meta_model()
+def test_refuses_in_one_line(degrees, options, message) -> None:
+    meshes, model = world(16, **degrees), meta_model()
     if degrees.get("etp") == 16:
         options = options | {"fsdp": FSDPOptions(param_dtype=torch.bfloat16)}
     with pytest.raises(ValueError, match=message) as error:
@@ -266,10 +260,8 @@ def test_tied_parameters_stay_one() -> None:
     tied[2].weight = tied[0].weight
     count = len(list(tied.parameters()))
     parallelize(tied, meshes)
-    assert tied[0].weight is tied[2].weight
-    assert len(list(tied.parameters())) == count
+    assert tied[0].weight is tied[2].weight and len(list(tied.parameters())) == count
     tied(torch.arange(4)).sum().backward()
-
     shared = nn.Sequential(MoELayer(CONFIG), MoELayer(CONFIG))
     shared[1].experts.w1 = shared[0].experts.w1
     with pytest.raises(ValueError, match="must not be shared with another module"):

@@ -1,5 +1,3 @@
-"""parallelize_moe on ranks that communicate: groups, what must agree, models without MoE layers."""
-
 from __future__ import annotations
 
 import copy
@@ -43,7 +41,7 @@ from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.parallel.pipeline.schedule import PipelineConfig
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.parallel.fsdp.units import units
 
 WORLD = 4
@@ -52,9 +50,6 @@ CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=2)
 DENSE = DecoderConfig(
     vocab_size=64, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, mlp_hidden_dim=48
 )
-
-
-# --------------------------------------------------------------------------------------- timeouts
 
 
 def timeouts() -> dict[str, timedelta]:
@@ -83,9 +78,6 @@ def groups_of(meshes: Meshes) -> dict[str, dist.ProcessGroup]:
     }
     joined = ("dispatch_group", "micro_batch_group", "stage_group")
     return found | {n: g for n in joined if (g := getattr(meshes, n)) is not None}
-
-
-# -------------------------------------------------------------------------------- what must agree
 
 
 def make_model(config: MoEConfig = CONFIG, layers: int = 1, device: str | None = None) -> nn.Module:
@@ -431,9 +423,6 @@ def collectives() -> Iterator[list[str]]:
         yield called
 
 
-# --------------------------------------------------------------------------- models without MoE
-
-
 def hf_dense(**changes: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers", minversion="5")
     config = transformers.Qwen3Config(
@@ -525,8 +514,6 @@ def relative(got: Any, want: Any) -> float:
     return float((got - want).abs().max() / want.abs().max())
 
 
-# -------------------------------------------------------------------------------------------------
-
 CASES: dict[str, Callable[[], Any]] = {
     "timeouts": timeouts,
     "refusals": refusals,
@@ -541,9 +528,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return {name: case() for name, case in CASES.items()}
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return run_ranks(WORLD, worker)
+results = ranks_fixture(WORLD, worker)
 
 
 def test_every_group_takes_the_timeout_of_the_default_group(results: dict[str, Any]) -> None:
@@ -558,9 +543,7 @@ NAMED["degrees"] = "ParallelConfig.edp_shard (1 on rank 3, 2 on rank 0) and 1 mo
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_rank_that_differs_is_refused_everywhere_and_the_item_named(
-    name: str, results: dict[str, Any]
-) -> None:
+def test_a_rank_that_differs_is_refused_everywhere_and_the_item_named(name, results) -> None:
     errors = results["refusals"][name]
     assert NAMED[name] in errors[-1][0]
     items = {message.partition(" (")[0] for message, _ in errors}
@@ -570,9 +553,7 @@ def test_a_rank_that_differs_is_refused_everywhere_and_the_item_named(
 
 
 @pytest.mark.parametrize("name", OTHER_MODELS)
-def test_another_model_of_the_same_shapes_is_refused_before_its_weights_change(
-    name: str, results: dict[str, Any]
-) -> None:
+def test_another_model_of_the_same_shapes_is_refused_before_its_weights_change(name, results):
     *others, (last, _) = results["other models"][name]
     assert OTHER_MODELS[name][-1] in last and "\n" not in last
     assert all(is_unchanged for _, is_unchanged in results["other models"][name])
@@ -606,7 +587,5 @@ def test_what_one_rank_refuses_every_rank_refuses(name: str, results: dict[str, 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_dense_model_equals_one_process(name: str, results: dict[str, Any]) -> None:
     found = results[name]
-    assert found["worst"] < 1e-5
-    assert found["shown"] == ({}, {}, 0.0)
-    assert found["units"] == MODELS[name][2]
-    assert found["restored"]
+    assert found["worst"] < 1e-5 and found["shown"] == ({}, {}, 0.0)
+    assert found["units"] == MODELS[name][2] and found["restored"]

@@ -14,8 +14,6 @@ of AdamW: fp32 within 1e-5 of each tensor's scale, bf16 and FP8 at most twice as
 process.
 """
 
-from __future__ import annotations
-
 from itertools import groupby
 from typing import Any
 
@@ -37,8 +35,7 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
-FP32_BOUND = 1e-5
-CASES_PER_SPAWN = 8
+FP32_BOUND, CASES_PER_SPAWN = 1e-5, 8
 GATHERED = FSDPOptions(dense_strategy="optim", prefetch_blocks=0)
 TOGETHER = FSDPOptions(blocks_per_unit=2)  # of three blocks
 STASH = MemoryOptions(stash=StashOptions(page_rows=4, factor=4.0))
@@ -136,16 +133,7 @@ ROUGH_CASES = [
 # overlap. Learned routing has room for what comes.
 
 
-def nvlink(
-    world: int,
-    dense: str,
-    expert: str,
-    *,
-    overlap: bool = True,
-    keep_rows: bool = True,
-    row_factor: float | None = None,
-    **options: Any,
-) -> Case:
+def nvlink(world, dense, expert, *, overlap=True, keep_rows=True, row_factor=None, **options):
     """Read the options of `NVLinkOptions`, and what `case` reads."""
     choices = NVLinkOptions(
         overlap_weight_grads=overlap, keep_rows=keep_rows, row_factor=row_factor
@@ -361,9 +349,7 @@ def test_equals_one_process_on_gpus(c: Case, gpu_results: Results) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("c", ROUGH_CASES, ids=lambda c: c.name)
-def test_rounding_is_at_most_twice_as_wrong_as_one_process_on_gpus(
-    c: Case, gpu_results: Results
-) -> None:
+def test_rounding_is_at_most_twice_as_wrong_as_one_process_on_gpus(c, gpu_results) -> None:
     check_ratios(gpu_results[c.name])
 
 
@@ -375,7 +361,5 @@ def test_nvlink_equals_one_process_on_gpus(c: Case, nvlink_results: Results) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("c", NVLINK_BF16_CASES, ids=lambda c: c.name)
-def test_nvlink_in_bf16_is_at_most_twice_as_wrong_as_one_process_on_gpus(
-    c: Case, nvlink_results: Results
-) -> None:
+def test_nvlink_in_bf16_is_at_most_twice_as_wrong_as_one_process_on_gpus(c, nvlink_results) -> None:
     check_ratios(nvlink_results[c.name])

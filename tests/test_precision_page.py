@@ -1,7 +1,3 @@
-"""The code of docs/precision.md runs as it stands there; its byte counts follow from the format."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

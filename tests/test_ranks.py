@@ -1,7 +1,3 @@
-"""What `run_ranks` promises to the tests that use it."""
-
-from __future__ import annotations
-
 import os
 import time
 import warnings
@@ -27,13 +23,10 @@ def fail(rank: int, device: torch.device, bad: int) -> None:
 
 
 @pytest.mark.parametrize("environ", ["one", "another"])
-def test_ranks_know_the_environment_and_one_hashes_otherwise(
-    environ: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_know_the_environment_and_one_hashes_otherwise(environ, monkeypatch) -> None:
     monkeypatch.setenv("MOECORE_TEST", environ)
     ranks, environs, hashes = zip(*run_ranks(3, look), strict=True)
-    assert ranks == (0, 1, 2) and set(environs) == {environ}
-    assert hashes[0] == hashes[1] != hashes[2]
+    assert ranks == (0, 1, 2) and set(environs) == {environ} and hashes[0] == hashes[1] != hashes[2]
 
 
 def warn(rank: int, device: torch.device) -> list[str]:

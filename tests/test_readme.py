@@ -1,7 +1,3 @@
-"""The code of the README and of pages without tests of their own runs, in a process of its own."""
-
-from __future__ import annotations
-
 import os
 import traceback
 from contextlib import redirect_stdout

@@ -1,7 +1,3 @@
-"""What a release has: one version, metadata with the README, a source archive without results."""
-
-from __future__ import annotations
-
 import os
 import tarfile
 import zipfile

@@ -4,8 +4,6 @@
 `torch.set_default_device("cuda")` would move a host buffer that names no device to the GPU.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,12 +24,7 @@ FLOATS = {
     *("logspace", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"),
 }
 # Modules whose constructors create parameters on the default device, as torch's own modules do.
-MODULES = {
-    "models/backbone.py",
-    "models/head.py",
-    "models/layers.py",
-    "models/linear_attention.py",
-}
+MODULES = {"models/backbone.py", "models/head.py", "models/layers.py", "models/linear_attention.py"}
 
 
 def find_missing_arguments(source: str) -> Iterator[tuple[int, str]]:

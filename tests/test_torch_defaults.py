@@ -4,10 +4,8 @@ The expected values are those of a run with torch's own defaults. Under the defa
 a tensor that is created without a device has no values, so its first use fails.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -95,12 +93,7 @@ def decoder() -> Decoder:
     return model
 
 
-def train(
-    default: str,
-    path: Path,
-    make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
-    precision: Recipe | None,
-) -> Values:
+def train(default, path, make_optimizers, precision) -> Values:
     """Return what two steps, a save and a load produce under a default."""
     model = copy.deepcopy(decoder())
     tokens_BT = torch.randint(
@@ -154,11 +147,7 @@ def make_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     ],
     ids=["adamw", "muon", "FP8 blocks", "FP8 delayed scaling"],
 )
-def test_steps_and_checkpoints(
-    make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
-    precision: Recipe | None,
-    tmp_path: Path,
-) -> None:
+def test_steps_and_checkpoints(make_optimizers, precision, tmp_path) -> None:
     expected = train("none", tmp_path / "none", make_optimizers, precision)
     for default in DEFAULTS:
         assert_equal(train(default, tmp_path / default, make_optimizers, precision), expected)

@@ -1,7 +1,3 @@
-"""A user's type checker sees the types of public names."""
-
-from __future__ import annotations
-
 import ast
 import os
 import re

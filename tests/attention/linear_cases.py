@@ -1,7 +1,5 @@
 """Linear attention over context parallel ranks, whose states go from piece to piece."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -34,9 +32,7 @@ def shared_tokens(
     return sequence, LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
 
 
-def linear_errors(
-    cp: ContextParallel, batch: tuple[int, int, list[int]], packed: bool, kind: str
-) -> list[float]:
+def linear_errors(cp, batch, packed, kind) -> list[float]:
     """Return the largest errors of outputs and gradients of this rank's tokens, by the fp64."""
     B, T, documents = batch
     g = torch.Generator().manual_seed(3)
@@ -62,7 +58,6 @@ def linear_errors(
     options: Any = dict(allow_unused=True, materialize_grads=True)
     given = (do.double(), dy.double())
     wants = torch.autograd.grad(outs, [*whole, *filters], given, **options)
-
     own = [held.slice_local(leaf).requires_grad_() for leaf in leaves]
     own_filters = [weight.requires_grad_(), bias.requires_grad_()]
     over_ranks = replace(sequence, positions_BT=None, local_tokens=held)

@@ -1,15 +1,11 @@
 """Sparse attention over ranks against one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from moecore.attention.context_parallel.local_tokens import ContextParallel
-from moecore.attention.sequence import Sequence
 from moecore.attention.sparse import KeyChoice, attend_sparse
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads, attention
 from tests.attention.linear_cases import shared_tokens
@@ -21,9 +17,7 @@ KINDS = {
 }
 
 
-def sparse_errors(
-    cp: ContextParallel, batch: tuple[int, int, list[int]], packed: bool, kind: str
-) -> list[float]:
+def sparse_errors(cp, batch, packed, kind) -> list[float]:
     """Return the largest errors of outputs and every gradient, and of selected keys (0 or 1)."""
     (B, T, _), g = batch, torch.Generator().manual_seed(0)
     shapes = [(B, T, 2, 7), (B, T, 8), (2, 4, 5), (2, 5, 6), (B, T, 4, 6), (B, T, 6), (B, T, 4)]
@@ -50,9 +44,7 @@ def sparse_errors(
     return errors
 
 
-def _found(
-    leaves: list[Tensor], sequence: Sequence, kind: str, do: Tensor, dkl: Tensor
-) -> dict[str, Tensor]:
+def _found(leaves, sequence, kind, do, dkl) -> dict[str, Tensor]:
     heads, index, choice = LatentHeads(*leaves[:4]), IndexerHeads(*leaves[4:]), KINDS[kind]
     out = attend_sparse(heads, index, sequence, choice, scale=0.4)
     found = {"selected": out.selected_tK}

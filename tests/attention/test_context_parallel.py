@@ -3,8 +3,6 @@
 Six ranks are spawned once; groups of 2, 3 and 6 of them are cp ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -15,26 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moecore.attention.context_parallel.ring as ring
-from moecore.attention.context_parallel.local_tokens import (
-    ChunkLayout,
-    ContextParallel,
-    check_document_lengths,
-)
+from moecore.attention.context_parallel import local_tokens as lt
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
 from moecore.base.options.context import ContextOptions
 from moecore.kernels.attention import attention_backward
 from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, make_row_cu_seqlens
-from tests.attention.linear_cases import (
-    HALVES,
-    linear_errors,
-    linear_half_ratios,
-    ratios_of_halves,
-    shared_tokens,
-)
+from tests.attention import linear_cases
 from tests.attention.linear_cases import KINDS as LINEAR_KINDS
 from tests.attention.sparse_cases import KINDS, sparse_errors
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture, run_ranks
 
 SCALE = 0.4
 WORKED = torch.tensor([0, 12, 36, 42])  # the documents of `kernels/zigzag.py`
@@ -76,20 +64,20 @@ def heads(B: int, T: int, H: int, h: int, sinks: bool) -> tuple[list[Tensor], Te
 
 def make(way: str, group: dist.ProcessGroup, pairs: dict[str, dist.ProcessGroup]) -> Any:
     if way == "a2a+p2p":
-        return ContextParallel(group, pairs["a2a"], pairs["ring"])
-    return ContextParallel(
+        return lt.ContextParallel(group, pairs["a2a"], pairs["ring"])
+    return lt.ContextParallel(
         group, **{"allgather": {}, "a2a": dict(a2a=group)}.get(way, dict(ring=group))
     )
 
 
-def errors(cp: ContextParallel, name: str, packed: bool) -> list[float]:
+def errors(cp: lt.ContextParallel, name: str, packed: bool) -> list[float]:
     """Return the largest errors of o and every gradient of this rank's tokens."""
     _, H, h, options = CASES[name]
     B, T, _ = BATCHES[cp.size]
     options = dict(options)
     has_sinks, whole = options.pop("sinks", False), options.pop("whole_keys", False)
     leaves, do = heads(B, T, H, h, has_sinks)
-    sequence, held = shared_tokens(cp, BATCHES[cp.size], packed)
+    sequence, held = linear_cases.shared_tokens(cp, BATCHES[cp.size], packed)
     sinks = leaves[3] if has_sinks else None
     want = attend(*leaves[:3], sequence, scale=SCALE, sinks_H=sinks, **options)
     wants = torch.autograd.grad(want, leaves, do)
@@ -104,20 +92,20 @@ def errors(cp: ContextParallel, name: str, packed: bool) -> list[float]:
     return [relative(x, y) for x, y in zip([o, *found], expected, strict=True)]
 
 
-def half_ratios(cp: ContextParallel, packed: bool, device: torch.device) -> list[float]:
+def half_ratios(cp: lt.ContextParallel, packed: bool, device: torch.device) -> list[float]:
     """Return the error of o and each gradient in bf16 over that of one process in bf16."""
-    B, T, _ = HALVES
+    B, T, _ = linear_cases.HALVES
     g = torch.Generator().manual_seed(1)
     shapes = ((B, T, 8, 64), (B, T, 2, 64), (B, T, 2, 64), (B, T, 8, 64))
     *leaves, do = (torch.randn(s, generator=g).bfloat16().to(device) for s in shapes)
-    sequence, held = shared_tokens(cp, HALVES, packed, device)
+    sequence, held = linear_cases.shared_tokens(cp, linear_cases.HALVES, packed, device)
 
     def run(own: Any, dtype: torch.dtype, sequence: Sequence) -> list[Tensor]:
         q, k, v = (own(x).to(dtype).requires_grad_() for x in leaves)
         o = attend(q, k, v, sequence, scale=SCALE)
         return [o.detach(), *torch.autograd.grad(o, (q, k, v), own(do).to(dtype))]
 
-    return ratios_of_halves(run, sequence, held)
+    return linear_cases.ratios_of_halves(run, sequence, held)
 
 
 def halves(group: dist.ProcessGroup, device: torch.device) -> dict[Any, list[float]]:
@@ -127,7 +115,9 @@ def halves(group: dist.ProcessGroup, device: torch.device) -> dict[Any, list[flo
         for way, packed in ways
     }
     for packed in (False, True):
-        found["bf16", "linear", packed] = linear_half_ratios(ContextParallel(group), packed, device)
+        found["bf16", "linear", packed] = linear_cases.linear_half_ratios(
+            lt.ContextParallel(group), packed, device
+        )
     return found
 
 
@@ -164,9 +154,9 @@ def worker(rank: int, device: torch.device) -> dict[Any, Any]:
             for packed in (False, True):
                 results[name, size, packed] = errors(cp, name, packed)
         for packed in (False, True) if rank < size else ():
-            cp = ContextParallel(group)
+            cp = lt.ContextParallel(group)
             for kind in LINEAR_KINDS:
-                found = linear_errors(cp, BATCHES[size], packed, kind)
+                found = linear_cases.linear_errors(cp, BATCHES[size], packed, kind)
                 results["linear", size, packed, kind] = found
             for kind in KINDS:
                 found = sparse_errors(cp, BATCHES[size], packed, kind)
@@ -182,9 +172,7 @@ def worker(rank: int, device: torch.device) -> dict[Any, Any]:
     return merged
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[Any, Any]:
-    return run_ranks(6, worker)
+results = ranks_fixture(6, worker)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -195,9 +183,7 @@ def test_equals_one_process(results: dict[Any, Any], name: str) -> None:
     assert not {key: values for key, values in found.items() if not max(values) <= 1e-5}
 
 
-def test_states_and_tokens_of_linear_attention_go_from_piece_to_piece(
-    results: dict[Any, Any],
-) -> None:
+def test_states_and_tokens_of_linear_attention_go_from_piece_to_piece(results) -> None:
     found = {key: values for key, values in results.items() if key[0] == "linear"}
     assert len(found) == 6 * len(LINEAR_KINDS)
     assert not {key: values for key, values in found.items() if not max(values) <= 1e-6}
@@ -223,9 +209,7 @@ class Alone:
 
 
 @pytest.mark.parametrize(("size", "first", "last"), [(3, "a", "cc"), (4, "a", "cc"), (5, "", "c")])
-def test_products_follow_each_send_of_a_ring(
-    size: int, first: str, last: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_follow_each_send_of_a_ring(size, first, last, monkeypatch) -> None:
     events = ""  # s: a send, a: a product with all keys, c: a causal one
 
     def send(x: Tensor, _: Any) -> Any:
@@ -241,7 +225,7 @@ def test_products_follow_each_send_of_a_ring(
     monkeypatch.setattr(ring, "_send_to_next", send)
     monkeypatch.setattr(ring, "attention_backward", differentiate)
     leaves, do = heads(1, 4, 2, 1, False)
-    o = ring.RingAttention.apply(*leaves, None, ChunkLayout(size, 4 * size), Alone(size), SCALE)
+    o = ring.RingAttention.apply(*leaves, None, lt.ChunkLayout(size, 4 * size), Alone(size), SCALE)
     events = ""
     torch.autograd.grad(o, leaves, do)
     assert events == "s" + first + "sas" * (size - 2) + "as" + last
@@ -268,13 +252,12 @@ def test_who_holds_what() -> None:
         [0, 3, 4, 7],
         [1, 2, 5, 6],
     ]
-    rows = ChunkLayout(2, 16)
-    x = torch.arange(16).view(2, 8)
+    rows, x = lt.ChunkLayout(2, 16), torch.arange(16).view(2, 8)
     assert rows.split_by_rank(x).tolist() == [
         [[0, 1, 6, 7], [8, 9, 14, 15]],
         [[2, 3, 4, 5], [10, 11, 12, 13]],
     ]
-    packed = ChunkLayout(2, 16, make_row_cu_seqlens(2, 16, x.device), 8)
+    packed = lt.ChunkLayout(2, 16, make_row_cu_seqlens(2, 16, x.device), 8)
     assert torch.equal(packed.split_by_rank(x), rows.split_by_rank(x))
     for layout in (rows, packed):
         assert torch.equal(layout.join_ranks(layout.split_by_rank(x)), x)
@@ -313,5 +296,5 @@ def test_which_way(options: Any, cp: int, heads: tuple[int, int], latents: bool,
 
 def test_documents_that_cannot_be_cut() -> None:
     with pytest.raises(ValueError, match=r"document 1 of 6 tokens\) must .* 2 \* cp \(4\): pad"):
-        check_document_lengths(torch.tensor([0, 8, 14, 16]), 2)
-    check_document_lengths(WORKED, 3)
+        lt.check_document_lengths(torch.tensor([0, 8, 14, 16]), 2)
+    lt.check_document_lengths(WORKED, 3)

@@ -1,7 +1,3 @@
-"""attend: packed documents against each alone, windows, sinks; what autograd and recompute see."""
-
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -149,9 +145,7 @@ def test_places_in_packed_rows() -> None:
         ([0.0, 10.0], None, r"cu_seqlens \(2,\) \(torch.float32\) must be int32"),
     ],
 )
-def test_documents_that_are_not_those_of_the_rows(
-    cu_seqlens: Any, max_seqlen: int | None, message: str
-) -> None:
+def test_documents_that_are_not_those_of_the_rows(cu_seqlens, max_seqlen, message) -> None:
     with pytest.raises(ValueError, match=message):
         make_packed_sequence(torch.tensor(cu_seqlens), max_seqlen, (2, 5), CPU)
 
@@ -213,9 +207,7 @@ def test_linear_attention_runs_after_a_run_with_fake_tensors() -> None:
         (None, 3, [0, 3, 4, 7, 8]),
     ],
 )
-def test_chunks_begin_with_documents(
-    cu_seqlens: list[int] | None, size: int, expected: list[int]
-) -> None:
+def test_chunks_begin_with_documents(cu_seqlens, size, expected) -> None:
     sequence = Sequence()
     if cu_seqlens is not None:
         sequence = make_packed_sequence(torch.tensor(cu_seqlens), None, (2, 4), CPU)

@@ -1,7 +1,3 @@
-"""Records of failures: who reads whose, and which of them."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
 from unittest.mock import patch
 

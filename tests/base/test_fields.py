@@ -1,7 +1,3 @@
-"""Types of every record's fields: hostile values end in one line, or in a layer that trains."""
-
-from __future__ import annotations
-
 import math
 import random
 import re
@@ -39,8 +35,6 @@ from moecore.planning.gpus import GPUS
 from moecore.planning.record import Work
 from moecore.rl import PPO
 from moecore.train import MatrixCut
-
-# --------------------------------------------------------------------------- the checker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +82,8 @@ def test_messages(values: dict[str, Any], message: str) -> None:
 def test_what_is_taken() -> None:
     Window(size=1, shape="flat", places=(1, 2), pair=(0, 1e30), name="a\nb", open=3)
     check_value("rate", 1, float)
-    with pytest.raises(
-        ValueError, match=r"^rate \(-1\) must be a finite number > 0: pass a float$"
-    ):
+    message = r"^rate \(-1\) must be a finite number > 0: pass a float$"
+    with pytest.raises(ValueError, match=message):
         check_value("rate", -1, Annotated[float, Bound(">", 0)])
     with pytest.raises(TypeError, match=r"must be one that base/fields\.py knows"):
         check_value("f", 1, "int")
@@ -136,12 +129,8 @@ def test_a_float_field_refuses_other_numbers(value: Any, relation: str) -> None:
 
 
 def test_a_value_is_shown_in_one_short_line() -> None:
-    assert quote("a\u2028b\n") == r"'a\u2028b\n'"
-    assert quote(10**5000) == "a value of type int"
+    assert quote("a\u2028b\n") == r"'a\u2028b\n'" and quote(10**5000) == "a value of type int"
     assert len(quote(torch.ones(50, 50))) == 80 and "\n" not in quote(torch.ones(50, 50))
-
-
-# --------------------------------------------------------------------------- every record
 
 
 class Hostile:

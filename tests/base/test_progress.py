@@ -1,13 +1,8 @@
-"""Progress of long operations: lines where there is no terminal, else a bar of tqdm."""
-
-from __future__ import annotations
-
 import io
 import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -28,9 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return set_time
 
 
-def test_lines_come_after_five_seconds_and_then_every_ten(
-    clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_come_after_five_seconds_and_then_every_ten(clock, capsys) -> None:
     with show_progress("loading", unit="B") as report:
         for seconds, done in ((0, 0), (4.9, 10**9), (5, 2 * 10**9), (14, 3), (14, 3 * 10**9)):
             clock(seconds)
@@ -50,22 +43,17 @@ def test_lines_come_after_five_seconds_and_then_every_ten(
     ]
 
 
-def test_items_are_counted(
-    clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_items_are_counted(clock, capsys) -> None:
     items = []
     for item in track_progress([1, 2, 3], "tokenizing", unit="files"):
         items.append(item)
         clock(4.0 * item)
-    assert items == [1, 2, 3]
-    assert list(track_progress((n for n in range(2)), "short")) == [0, 1]
+    assert items == [1, 2, 3] and list(track_progress((n for n in range(2)), "short")) == [0, 1]
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "moecore: tokenizing: 2 files of 3 files (67%), 8 s"
 
 
-def test_other_ranks_show_nothing(
-    clock: Callable[[float], None], capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_other_ranks_show_nothing(clock, capsys, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "1")
     for item in track_progress(range(2), "tokenizing"):
         clock(20.0 * (item + 1))

@@ -1,7 +1,3 @@
-"""Ranks that would train parameters they share in different ways: an error on every rank."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +8,7 @@ from torch import nn
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.rank_checks import compute_checksum, gather_objects
 from moecore.train import AdamW, HostAdamW, Muon, assign_matrices
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 
 Optimizers = Callable[[nn.Module, int], Any]  # of a model and a rank
 
@@ -109,10 +105,7 @@ def worker(rank: int, device: torch.device) -> list[dict[str, str]]:
     return gather_objects(found)
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, str]]:
-    result: list[dict[str, str]] = run_ranks(2, worker)
-    return result
+found = ranks_fixture(2, worker)
 
 
 @pytest.mark.parametrize("case", DIFFERENT)

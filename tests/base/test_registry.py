@@ -1,7 +1,3 @@
-"""Options whose names users may register: no name twice, and errors list what is registered."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -28,17 +24,14 @@ KINDS: list[tuple[Callable[[str, Any], None], Any, Any]] = [
 
 
 @pytest.mark.parametrize(("register", "registry", "value"), KINDS)
-def test_a_name_is_registered_once(
-    register: Callable[[str, Any], None], registry: Any, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_registered_once(register, registry, value, monkeypatch) -> None:
     monkeypatch.setattr(registry, "_values", dict(registry._values))
     first = next(iter(registry))
     register("mine", value)
     assert "mine" in registry
     for name in ("mine", first):
-        with pytest.raises(
-            ValueError, match=f"^[A-Za-z_.]+ \\('{name}'\\) must be a new name.*'mine'"
-        ):
+        message = f"^[A-Za-z_.]+ \\('{name}'\\) must be a new name.*'mine'"
+        with pytest.raises(ValueError, match=message):
             register(name, value)
     with pytest.raises(ValueError, match="must be"):
         register("other", 3)

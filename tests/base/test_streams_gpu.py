@@ -1,7 +1,3 @@
-"""What waits on a GPU waits, whoever made the stream and the event."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

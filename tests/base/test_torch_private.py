@@ -3,8 +3,6 @@
 What counts is in its docstring; this file reads it off the syntax of all of src.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -228,8 +226,7 @@ def test_parameters_and_zeros_of_dtensors_take_no_operation() -> None:
     with OnDTensors() as mode:
         found = _torch.make_parameter_like(data, torch.ones(1, requires_grad=True))
         zeros = _torch.zeros_like(found, torch.float32)
-    assert mode.found == []
-    assert isinstance(found, nn.Parameter) and isinstance(found, DTensor)
+    assert mode.found == [] and isinstance(found, nn.Parameter) and isinstance(found, DTensor)
     assert found.is_leaf and found.requires_grad and "detach" not in vars(found)
     assert _torch.get_local_tensor(found).data_ptr() == part.data_ptr()
     assert zeros.placements == found.placements and not zeros.any()
@@ -242,8 +239,7 @@ def leaf() -> Tensor:
 
 def in_backward(function: Callable[[], object]) -> object:
     """Return what a function gives inside a backward."""
-    seen = []
-    y = leaf() * 2
+    seen, y = [], leaf() * 2
     y.register_hook(lambda grad: seen.append(function()))
     y.sum().backward()
     return seen[0]
@@ -273,8 +269,7 @@ def test_the_node_of_a_backward_has_what_the_forward_wrote() -> None:
 
 
 def test_callbacks_run_after_the_backward() -> None:
-    order = []
-    x = leaf()
+    order, x = [], leaf()
     y = x * 2
     y.register_hook(lambda grad: _torch.call_after_backward(lambda: order.append("after")))
     x.register_hook(lambda grad: order.append("leaf"))
@@ -284,8 +279,7 @@ def test_callbacks_run_after_the_backward() -> None:
 
 def test_a_backward_that_asks_for_less_leaves_nodes_out() -> None:
     a, b = leaf(), leaf()
-    y = a.sin() * b.sin()
-    seen = []
+    y, seen = a.sin() * b.sin(), []
     nodes = [node for node, _ in y.grad_fn.next_functions]  # type: ignore[union-attr]
     y.register_hook(lambda grad: seen.extend(map(_torch.will_run_node, nodes)))
     torch.autograd.grad(y.sum(), a)
@@ -294,8 +288,7 @@ def test_a_backward_that_asks_for_less_leaves_nodes_out() -> None:
 
 def test_what_continues_behind_a_node() -> None:
     assert in_backward(_torch.has_next_node) is True
-    seen = []
-    y = leaf() * 2
+    seen, y = [], leaf() * 2
     y.register_hook(lambda grad: seen.append(_torch.has_next_node()))
     torch.autograd.grad(y.sum(), y)
     assert seen == [False]
@@ -404,9 +397,8 @@ def test_groups_and_meshes() -> None:
     assert again.placements == sharded.placements and again.full_tensor().sum() == 0
     param = torch.nn.Parameter(sharded.detach())
     _torch.get_stored_local_tensor(param).data = torch.full((2, 2), 7.0)
-    assert _torch.get_local_tensor(param)[0, 0] == 7 and _torch.get_stored_local_tensor(
-        param
-    ) is _torch.get_stored_local_tensor(param)
+    assert _torch.get_local_tensor(param)[0, 0] == 7
+    assert _torch.get_stored_local_tensor(param) is _torch.get_stored_local_tensor(param)
     part = _torch.get_local_tensor(sharded.requires_grad_())
     assert part is _torch.get_local_tensor(sharded) and torch.equal(part, local) and part.is_leaf
 

@@ -1,7 +1,5 @@
 """Benchmarks that tests run write records into folders of the tests, as from a clean commit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 `test_bench_train.py` starts one as its users do.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 
 from tests.helpers.ranks import run_ranks
@@ -38,9 +35,7 @@ def rows_of(name: str, words: list[str], folder: Path, *, num_ranks: int) -> tup
     return [json.loads(line) for line in file.read_text().splitlines()], said
 
 
-def rank_of_script(
-    rank: int, device: torch.device, num_ranks: int, name: str, words: list[str]
-) -> tuple[int, str]:
+def rank_of_script(rank, device, num_ranks, name, words) -> tuple[int, str]:
     """Be a rank of the script, in the group of these ranks."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     sys.argv = [name, *words]

@@ -1,7 +1,3 @@
-"""The bound that a layer in FP8 is held to: what it lets through, and what it does not."""
-
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -47,8 +43,7 @@ def results() -> dict[str, dict[str, Tensor]]:
     config = MoEConfig(dim=256, hidden_dim=128, num_experts=4, top_k=2)
     layer = MoELayer(config, dtype=torch.bfloat16)
     x_TD = torch.randn(192, 256, dtype=torch.bfloat16, requires_grad=True)
-    dy_TD = torch.randn_like(x_TD)
-    found = {}
+    dy_TD, found = torch.randn_like(x_TD), {}
     for name, recipe in RECIPES.items():
         experts = layer.get_part("experts")
         experts.set_backend("auto", recipe=recipe)

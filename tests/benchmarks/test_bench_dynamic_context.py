@@ -1,7 +1,3 @@
-"""The benchmark of dynamic context parallelism on two CPU ranks: both variants have one loss."""
-
-from __future__ import annotations
-
 import sys
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,3 @@
-"""The benchmark of a transformers model on two CPU ranks."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,3 @@
-"""The benchmark of memory options runs on a CPU, and its options compute the same."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.benchmarks.forks import rows_of

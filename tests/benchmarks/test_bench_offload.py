@@ -1,7 +1,3 @@
-"""The benchmark of offloading on a CPU."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

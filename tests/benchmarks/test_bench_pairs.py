@@ -1,7 +1,3 @@
-"""The benchmark of pairs on two CPU ranks, and its sums."""
-
-from __future__ import annotations
-
 from itertools import groupby
 from pathlib import Path
 

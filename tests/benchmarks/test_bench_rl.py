@@ -1,7 +1,3 @@
-"""The benchmark of reinforcement learning on a CPU, as its users start it."""
-
-from __future__ import annotations
-
 import json
 import os
 import subprocess

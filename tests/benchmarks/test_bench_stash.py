@@ -1,7 +1,3 @@
-"""The benchmark of pages runs on a CPU: every way to keep rows computes the same loss."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.benchmarks.forks import rows_of

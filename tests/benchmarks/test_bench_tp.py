@@ -1,7 +1,3 @@
-"""The benchmark of exchanges over tp on two CPU ranks, as its users start it."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

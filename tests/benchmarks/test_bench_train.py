@@ -1,7 +1,3 @@
-"""The benchmark of a whole step on two CPU ranks, as its users start it."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

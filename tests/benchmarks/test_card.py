@@ -1,7 +1,3 @@
-"""Cards: what they run can be parsed, and what a run finds is kept and shown."""
-
-from __future__ import annotations
-
 import shlex
 import tomllib
 

@@ -1,7 +1,3 @@
-"""Comparison of runs with and without --deterministic."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

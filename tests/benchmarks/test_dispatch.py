@@ -1,7 +1,3 @@
-"""The benchmark of dispatchers without GPUs: divisions of its sweep, records."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +24,7 @@ def test_a_sweep_tries_each_division_once_and_the_usual_one_first(programs: int)
         num_receive=programs // 2,
     )
     tried = list_divisions(usual)
-    assert tried[0] == usual
-    assert {t.num_push + t.num_receive for t in tried} == {programs}
+    assert tried[0] == usual and {t.num_push + t.num_receive for t in tried} == {programs}
     assert {t.num_push * 12 // programs for t in tried} == {4, 5, 6}
     assert {t.num_warps for t in tried} == {16}
     assert len({(t.num_push, t.chunk, t.num_warps) for t in tried}) == len(tried) <= 9

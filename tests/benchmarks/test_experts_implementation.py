@@ -1,7 +1,3 @@
-"""The benchmark of `experts_implementation` on a CPU."""
-
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

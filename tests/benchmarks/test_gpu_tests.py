@@ -1,7 +1,3 @@
-"""A report of pytest becomes a row for each file."""
-
-from __future__ import annotations
-
 from benchmarks.gpu_tests import count_outcomes
 
 REPORT = """<testsuites><testsuite>

@@ -1,7 +1,3 @@
-"""The benchmarks' arithmetic: percentiles, rounds, kept bytes, and formulas, by hand."""
-
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -17,10 +13,8 @@ THREE_ROUNDS = Effort(seconds=0.0, least=3, most=3, warm_up_s=0.0)
 
 def test_percentile_interpolates_between_ordered_values() -> None:
     values = [40.0, 10.0, 20.0]
-    assert harness.percentile(values, 0.0) == 10
-    assert harness.percentile(values, 0.5) == 20
-    assert harness.percentile(values, 0.75) == 30
-    assert harness.percentile(values, 1.0) == 40
+    assert harness.percentile(values, 0.0) == 10 and harness.percentile(values, 0.5) == 20
+    assert harness.percentile(values, 0.75) == 30 and harness.percentile(values, 1.0) == 40
     assert harness.percentile([7.0], 0.2) == 7
     with pytest.raises(ValueError, match="must not be empty"):
         harness.percentile([], 0.5)
@@ -98,8 +92,7 @@ def test_nothing_is_counted_on_a_cpu() -> None:
 
 def test_formulas_at_the_shapes() -> None:
     qwen, dsv3 = SHAPES["qwen3-30b"], SHAPES["dsv3-32e"]
-    assert qwen.least_saved_bytes == 28_672 * 32768
-    assert dsv3.least_saved_bytes == 79_872 * 16384
+    assert qwen.least_saved_bytes == 28_672 * 32768 and dsv3.least_saved_bytes == 79_872 * 16384
     assert qwen.total_flops == 18 * 32768 * 8 * 2048 * 768
     assert qwen.forward_flops * 3 == qwen.total_flops
     assert (qwen.skew, dsv3.skew) == (5.0, pytest.approx(3.2))

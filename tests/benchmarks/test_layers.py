@@ -1,7 +1,3 @@
-"""The benchmarked layer's routing and its yardstick."""
-
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -46,8 +42,7 @@ def test_six_products_are_those_of_a_loop_over_experts(monkeypatch: Any) -> None
     with torch.no_grad():
         ids_TK = layer.router(x_TD).expert_ids_TK
         six = layers.SixProducts(layer, x_TD, ids_TK)
-    found = []
-    grouped_mm = layers.grouped_mm
+    found, grouped_mm = [], layers.grouped_mm
     monkeypatch.setattr(
         layers, "grouped_mm", lambda *a, **k: found.append(grouped_mm(*a, **k)) or found[-1]
     )

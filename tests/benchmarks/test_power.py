@@ -1,7 +1,3 @@
-"""Samples of power and clock, from an nvidia-smi that only prints."""
-
-from __future__ import annotations
-
 import os
 import stat
 import time

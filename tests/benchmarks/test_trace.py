@@ -1,7 +1,3 @@
-"""Where time goes: sums, shares and categories of kernels that are made up."""
-
-from __future__ import annotations
-
 import pytest
 from benchmarks.trace import break_down, format_table
 

@@ -1,7 +1,3 @@
-"""Training in FP8 beside bf16, in short: what is compared, kept, printed and drawn."""
-
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -37,8 +33,7 @@ def batches(seed: int | None, steps: int = 3) -> train_fp8.Batches:
 def test_batches_follow_from_the_seed_and_labels_are_the_next_bytes() -> None:
     tokens, labels = batches(7).at(2)
     assert tokens.shape == labels.shape == (SIZE.batch_size, SIZE.seq_len)
-    assert torch.equal(tokens[:, 1:], labels[:, :-1])
-    assert torch.equal(tokens, batches(7).at(2)[0])
+    assert torch.equal(tokens[:, 1:], labels[:, :-1]) and torch.equal(tokens, batches(7).at(2)[0])
     assert not torch.equal(tokens, batches(8).at(2)[0])
     spread = batches(None, steps=2)
     assert int(spread.starts_SB[0, 0]) == 0
@@ -87,9 +82,7 @@ def test_moved_is_the_share_of_choices_that_another_router_lacks() -> None:
     assert float(train_fp8.compute_moved(ours, ours, SIZE.config)) == 0.0
 
 
-def test_a_run_end_to_end(
-    no_group_left: None, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_run_end_to_end(no_group_left, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(train_fp8, "read_text", lambda folders, most_bytes: some_text())
     monkeypatch.setitem(train_fp8.SIZES, "cpu", SIZE)
     monkeypatch.setattr(train_fp8, "EVAL_BATCHES", 2)
@@ -125,8 +118,7 @@ def test_a_run_end_to_end(
     assert 0 < abs(fp8.losses[0] - base.losses[0]) < 0.01 * base.losses[0]
     assert fp8.probe_steps == [0, 2] and not base.cosines
     assert all(len(values) == 2 for values in fp8.cosines.values())
-    assert fp8.held_out[-1][0] == 3 and fp8.skipped == 0
-    assert base.held_out_in_bf16 is None
+    assert fp8.held_out[-1][0] == 3 and fp8.skipped == 0 and base.held_out_in_bf16 is None
     assert 0 < abs(fp8.held_out_in_bf16 - fp8.held_out[-1][1]) < 0.01 * fp8.held_out[-1][1]
     assert found["settings"]["parameters"] == sum(
         p.numel() for p in train_fp8.Decoder(SIZE.config, device="meta").parameters()
@@ -170,5 +162,4 @@ def test_plot(tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "runs.json"
     fp8_runs.write(path, {"lr": 1.0}, [made(0, "bf16", 1.0), other])
     monkeypatch.setattr(sys, "argv", ["fp8_runs", str(path), str(tmp_path / "plot.png")])
-    assert fp8_runs.main() == 0
-    assert (tmp_path / "plot.png").stat().st_size > 1000
+    assert fp8_runs.main() == 0 and (tmp_path / "plot.png").stat().st_size > 1000

@@ -1,7 +1,3 @@
-"""The heads of `benchmarks.train_head` differ from bf16's where they say, and nowhere else."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from benchmarks.train_head import SMALLEST, VARIANTS, flush

@@ -1,7 +1,3 @@
-"""Calls on a whole host: within their time, of steps that exist; one that fails is told."""
-
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,3 @@
-"""examples/balancing.py in short: every way to balance beats none, at about the same loss."""
-
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

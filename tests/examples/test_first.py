@@ -1,7 +1,3 @@
-"""examples/first.py on two ranks: each has data of its own, and one of them prints."""
-
-from __future__ import annotations
-
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path

@@ -1,7 +1,3 @@
-"""adopt and swap_blocks: parameters are handed over, wrong ones are named, models stay whole."""
-
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable
@@ -71,9 +67,8 @@ def test_a_selection_bias_may_be_a_parameter(dtype: torch.dtype) -> None:
 
 def test_latent_experts_need_their_projections() -> None:
     router, experts = tensors()
-    with pytest.raises(
-        NotImplementedError, match=r"MoEConfig.latent_dim \(16\) must be 0 in adopt"
-    ):
+    message = r"MoEConfig.latent_dim \(16\) must be 0 in adopt"
+    with pytest.raises(NotImplementedError, match=message):
         adopt(replace(CONFIG, latent_dim=16), LAYOUT, router=router, experts=experts)
 
 
@@ -103,8 +98,7 @@ def test_a_gate_on_the_shared_module() -> None:
     layer = adopt(CONFIG, layout, **parts, shared=shared, shared_gate=gate)
     assert layer.always is shared and layer.opening is gate
     x = torch.randn(3, 32, requires_grad=True)
-    y = layer(x)
-    inputs = [x, *layer.parameters()]
+    y, inputs = layer(x), [x, *layer.parameters()]
     expected = adopt(CONFIG, LAYOUT, **parts)(x) + torch.sigmoid(gate(x)) * shared(x)
     torch.testing.assert_close(y, expected)
     dy = torch.randn(3, 32)
@@ -157,9 +151,6 @@ def test_wrong_shapes() -> None:
     assert "Experts up (8, 32, 32) must have the shape (8, 16, 32)" in message
 
 
-# --------------------------------------------------------------------------- swap_blocks
-
-
 class Stacked(nn.Module):
     """A user's block with stacked experts, so that every name stays."""
 
@@ -187,8 +178,7 @@ def test_swap_keeps_names_order_and_mode() -> None:
     model = block_list(Stacked(), nn.Linear(32, 32), Stacked()).eval()
     before = dict(model.named_parameters())
     layers = swap_blocks(model, {Stacked: stacked_adapter})
-    assert list(layers) == ["layers.0.0", "layers.2.0"]
-    assert dict(model.named_parameters()) == before
+    assert list(layers) == ["layers.0.0", "layers.2.0"] and dict(model.named_parameters()) == before
     assert list(model.state_dict()) == list(before)
     assert not any(module.training for module in model.modules())
     assert swap_blocks(model, {}) == layers, "a second pass finds the layers"
@@ -463,9 +453,6 @@ def test_a_block_at_two_places_is_swapped_at_both() -> None:
     swap_blocks(model, {Stacked: stacked_adapter})
     first, second = (model.layers[i][0] for i in (0, 1))
     assert isinstance(first, MoELayer) and first is second
-
-
-# --------------------------------------------------------------------------- models of other shapes
 
 
 def test_the_examples_of_the_documentation_run() -> None:

@@ -3,8 +3,6 @@
 python -m tests.golden.make [paths...]
 """
 
-from __future__ import annotations
-
 import sys
 
 from tests.golden.paths import PATHS

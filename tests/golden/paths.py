@@ -3,8 +3,6 @@
 No path has a capacity, a random number while training, or a balance loss beside an expert bias.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -93,13 +91,15 @@ class Path:
         return self.options.get("loss") == "sum"
 
 
+ON_TWO = dict(world=2, parallel=ParallelConfig(ep=2))
+IN_BF16 = dict(fsdp=replace(GATHERED_ONCE, param_dtype=torch.bfloat16))
 PATHS: dict[str, Path] = {
     "local": Path(moe=SHARED),
     "torch": Path(moe=WITH_BIASES, options=dict(expert_backend="torch")),
     "sequential": Path(moe=SHARED, options=dict(expert_backend="sequential")),
     "triton": Path(
-        options=dict(expert_backend="triton"),
         dtype=torch.float16,  # the interpreter multiplies the bits of bf16 as whole numbers
+        options=dict(expert_backend="triton"),
         steps=8,
         layers=1,
         length=5,
@@ -109,54 +109,23 @@ PATHS: dict[str, Path] = {
         varies=True,
     ),
     "alltoall": Path(
-        world=2,
-        parallel=ParallelConfig(ep=2),
-        moe=BALANCED,
-        options=dict(dispatch="alltoall", fsdp=GATHERED_ONCE),
-        accumulate=2,
+        **ON_TWO, moe=BALANCED, accumulate=2, options=dict(dispatch="alltoall", fsdp=GATHERED_ONCE)
     ),
-    "allgather": Path(
-        world=2,
-        parallel=ParallelConfig(ep=2),
-        moe=BIASED,
-        options=dict(dispatch="allgather", loss="sum"),
-    ),
+    "allgather": Path(**ON_TWO, moe=BIASED, options=dict(dispatch="allgather", loss="sum")),
     "etp": Path(world=2, parallel=ParallelConfig(etp=2), moe=WITH_BIASES),
     "bf16": Path(
-        world=2,
-        parallel=ParallelConfig(ep=2),
-        moe=SHARED,
-        options=dict(fsdp=replace(GATHERED_ONCE, param_dtype=torch.bfloat16)),
-        accumulate=2,
-        fused=True,
-        lr=0.001,
-        bound=1e-2,
+        **ON_TWO, moe=SHARED, options=IN_BF16, accumulate=2, fused=True, lr=0.001, bound=1e-2
     ),
     "fp8": Path(
-        world=2,
-        parallel=ParallelConfig(ep=2),
+        **ON_TWO,
         moe=replace(SHARED, dim=128, hidden_dim=128, shared_hidden_dim=128),
-        options=dict(
-            precision=Recipe(keep_hidden="wide"),
-            fsdp=replace(GATHERED_ONCE, param_dtype=torch.bfloat16),
-        ),
+        options=dict(precision=Recipe(keep_hidden="wide"), **IN_BF16),
         accumulate=2,
         lr=0.001,
         steps=8,
         bound=4e-2,
     ),
-    "transformers": Path(
-        world=2,
-        kind="transformers",
-        parallel=ParallelConfig(ep=2),
-        packages=("transformers",),
-        varies=True,
-    ),
-    "torchtitan": Path(
-        world=2,
-        kind="torchtitan",
-        parallel=ParallelConfig(ep=2),
-        packages=("torchtitan",),
-    ),
+    "transformers": Path(**ON_TWO, kind="transformers", packages=("transformers",), varies=True),
+    "torchtitan": Path(**ON_TWO, kind="torchtitan", packages=("torchtitan",)),
     "tp-ep": Path(world=4, parallel=ParallelConfig(tp=2, ep=2), moe=BALANCED),
 }

@@ -17,8 +17,6 @@ two machines of one key, with one version of it, differed by 1.0e-7 in the first
 adds in another order is not known. `Path.bound` applies to both (`Path.varies`) everywhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

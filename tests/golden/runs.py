@@ -5,8 +5,6 @@
     TRITON_INTERPRET=1 python -m tests.golden.runs triton    prints the result of this path
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -58,13 +56,7 @@ def run_path(path: Path) -> Result:
     return _result(losses, norms, dict(model.state_dict()))
 
 
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: list[Batch],
-    forward: Forward,
-    path: Path,
-) -> tuple[float, float]:
+def train_step(model, optimizer, micro_batches, forward, path) -> tuple[float, float]:
     """One optimizer step; returns this rank's loss and the gradient's norm."""
     count, total = len(micro_batches), 0.0
     step = TrainStep(model, max_norm=1.0, num_micro_batches=count)

@@ -3,8 +3,6 @@
 `make test` runs the first of them, in which each batch has come once and one twice.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The text of an error, for comparisons of what ranks raise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

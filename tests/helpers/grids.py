@@ -7,8 +7,6 @@ By day the longest axis is walked once, and the others along with it, from their
 where they end.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import product

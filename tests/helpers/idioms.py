@@ -4,8 +4,6 @@ The public docstrings of torch's FSDP2 have one such word in 2,000. Name the sub
 use the term of the field, and write the verb of a relation.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ error of an element relative to its tensor's largest one. Data ranks hold differ
 tokens.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -99,7 +97,7 @@ MODELS = {
         expert_bias=True,
         balance=BalanceConfig(global_batch_coef=0.1, bias_update_rate=0.02),
     ),
-    # FieldErrors that compare the tokens of a micro-batch, which tp ranks share.
+    # Rules that compare the tokens of a micro-batch, which tp ranks share.
     "latent-capacity": replace(
         MOE,
         latent_dim=24,
@@ -302,7 +300,7 @@ def decoder_config(case: Case) -> DecoderConfig:
         tie_embeddings=case.tied,
         max_seq_len=512,
         ce_chunk_tokens=7,
-        **(OF_GPT_OSS if case.model == "biases" else {}),
+        **OF_GPT_OSS if case.model == "biases" else {},
     )
 
 
@@ -394,8 +392,7 @@ def make_batches(case: Case, meshes: Meshes, device: torch.device) -> list[list[
             found["cu_seqlens"] = torch.tensor([0, *ends]) * unit
         return found
 
-    ranks = range(meshes.data_ranks)
-    micros = range(case.accumulate)
+    ranks, micros = range(meshes.data_ranks), range(case.accumulate)
     return [[[batch(r, i) for r in ranks] for i in micros] for _ in OPTIMIZERS]
 
 

@@ -4,8 +4,6 @@ For each layout torch plans every operation on DTensors anew, a step of an optim
 second per rank. Tests that step but are not about optimizers step parts.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

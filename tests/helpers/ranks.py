@@ -1,7 +1,8 @@
 """Spawn ranks once, run many cases in them, and bring the results home.
 
-A test file calls `run_ranks` in one module-scoped fixture; `worker` runs on every rank and what it
-returns on rank 0 comes back. A failing rank stops all of them with its traceback.
+A test file calls `run_ranks` in one module-scoped fixture, such as `ranks_fixture`; `worker` runs
+on every rank and what it returns on rank 0 comes back. A failing rank stops all of them with its
+traceback.
 
 Note "starts": importing takes a rank longer than most cases, so CPU ranks are forks of a server
 that has imported and done nothing else. The last one has a server of its own, an interpreter that
@@ -22,8 +23,6 @@ Ranks that wait for each other for ever say where: after MOECORE_RANKS_TIMEOUT_S
 prints its stacks and ends.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os
@@ -40,11 +39,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessContext
 
+from tests.helpers.grids import asked_for
 from tests.helpers.shared_memory import SharedMemoryGroup
 
 Worker = Callable[..., Any]
@@ -92,11 +93,21 @@ def run_ranks(
         if device_type == "cuda":
             _join(_start(setup, range(world_size), "spawn"))
         else:
-            num_alike = max(1, world_size - 1)
-            servers = _servers(imported)
+            num_alike, servers = max(1, world_size - 1), _servers(imported)
             last = _fork(setup, range(num_alike, world_size), servers[1])
             _join(_fork(setup, range(num_alike), servers[0]), last)
         return torch.load(path, weights_only=False)
+
+
+def ranks_fixture(world_size: int, worker: Worker, *names: str, **how: Any) -> Any:
+    """Return a module's fixture: what ranks bring home, of the cases that are asked for."""
+
+    def results(request: pytest.FixtureRequest) -> Any:
+        return run_ranks(
+            world_size, worker, *([asked_for(request, *names)] if names else []), **how
+        )
+
+    return pytest.fixture(scope="module")(results)
 
 
 def num_gpu_ranks() -> int:
@@ -213,10 +224,7 @@ def start_group(rank: int, world_size: int, transport: str, *, store: str) -> No
         SharedMemoryGroup.folder = Path(store).parent
         dist.distributed_c10d.ProcessGroupGloo = SharedMemoryGroup
     dist.init_process_group(
-        backend,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size
     )
 
 

@@ -1,7 +1,5 @@
 """Products of tensor parallelism as parts of their exchanges, whatever the size of slices."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ moecore's reference quantisers, in the usage (summed over columns, or over rows)
 a product that reads another usage fails, as Transformer Engine's does on Hopper.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +23,15 @@ from moecore.kernels.rows.e4m3 import abs_without_nan_ref
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import quantise_mxfp8
 from moecore.kernels.rows.scaling import DTYPES, LARGEST, quantise_ref
+
+RECIPES = {
+    "blockwise": Recipe(backend="te"),
+    "blockwise, fp32 scales": Recipe(backend="te", power_of_two=False),
+    "tensorwise": Recipe(backend="te", scaling="tensorwise"),
+    "tensorwise, e5m2": Recipe(backend="te", scaling="tensorwise", grad_format="e5m2"),
+    "mxfp8": Recipe(backend="te", scaling="mxfp8"),
+    "nvfp4": Recipe(backend="te", scaling="nvfp4", power_of_two=False, stochastic_rounding=False),
+}
 
 
 class DType(enum.Enum):
@@ -179,7 +186,6 @@ class NVFP4Quantizer(Quantizer):
         assert x.dtype == torch.bfloat16 or not self.recipe.hadamard
         if self.is_square:
             made = quantise_microscaled_matrices(x[None], self.recipe, columnwise=False).rows
-            assert made is not None
             return made.values[0] * made.scales
         made = quantise_microscaled(x, self.recipe, over_rows=over_rows, is_gradient=True)
         return made.values * made.scales

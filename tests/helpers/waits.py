@@ -3,8 +3,6 @@
 Copies of memory that is not pinned wait, too, which torch's own check for waits does not see.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

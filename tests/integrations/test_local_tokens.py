@@ -1,7 +1,3 @@
-"""The data of examples/torchtitan/local_tokens.py, and the folder that text.py writes for it."""
-
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +34,6 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     again.load_state_dict(loaders[1].state_dict())
     found["third"] = (next(streams[1]), next(iter(again)))
     found["specs"] = {n: get_train_spec(n).build_tokenizer_fn for n in MODELS}
-
     training = SimpleNamespace(dataset_path=None, local_batch_size=1, seq_len=SEQ_LEN)
     model = SimpleNamespace(name="local_qwen3", flavor="debugmodel_moe")
     job = SimpleNamespace(training=training, model=model)
@@ -72,14 +67,12 @@ def test_ranks_and_steps_read_rows_in_turn(found: dict[str, Any]) -> None:
     assert torch.equal(labels, inputs["input"] + 1)
     # A loader goes on from its state.
     (inputs, labels), (again, labels_again) = found["third"]
-    assert torch.equal(inputs["input"], again["input"])
-    assert torch.equal(labels, labels_again)
+    assert torch.equal(inputs["input"], again["input"]) and torch.equal(labels, labels_again)
 
 
 def test_random_ids_cover_the_vocabulary_and_repeat(found: dict[str, Any]) -> None:
     (first, _), (second, _) = found["random"]
-    assert torch.equal(first["input"], second["input"])
-    assert first["input"].shape == (1, SEQ_LEN)
+    assert torch.equal(first["input"], second["input"]) and first["input"].shape == (1, SEQ_LEN)
     assert 0 <= int(first["input"].min()) <= int(first["input"].max()) < VOCAB
     assert found["specs"] == dict.fromkeys(MODELS)  # no tokenizers
 
@@ -100,8 +93,6 @@ def test_text_writes_ids_below_the_vocabulary(tmp_path: Path) -> None:
     ids_N = np.load(tmp_path / "out" / "tokens.npy")
     assert ids_N.dtype == np.int32
     assert 0 < len(ids_N) < 460  # pairs were merged
-    assert ids_N.max() < 300
-    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert ids_N.max() < 300 and (tmp_path / "out" / "tokenizer.json").exists()
     none = subprocess.run([*command, "--suffix", ".rs"], capture_output=True, text=True)
-    assert none.returncode == 1
-    assert "must hold files that end in .rs" in none.stderr
+    assert none.returncode == 1 and "must hold files that end in .rs" in none.stderr

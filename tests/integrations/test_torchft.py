@@ -137,7 +137,6 @@ def replayed(made: dict[int, int]) -> list[tuple[float, list[float]]]:
         places = [(r, rank) for r in range(made[number]) for rank in range(NUM_RANKS)]
         losses = step.forward_backward([batch_of(number, *place) for place in places])
         done = step.finish()
-        assert done.norm is not None
         found.append((float(done.norm.total), losses.tolist()))
     return found
 
@@ -158,18 +157,15 @@ def test_replicas_that_are_killed_lose_no_step(num_replicas: int, tmp_path: Path
     assert all(len(found) == 1 for found in (*sizes.values(), *digests.values(), *norms.values()))
     replicas_of = {number: max(found) for number, found in sizes.items()}
     assert num_replicas - 1 in replicas_of.values() and num_replicas in replicas_of.values()
-
     layers = MODEL.num_layers - len(MODEL.dense_layers)
     choices = layers * MODEL.moe.top_k * ROWS * SEQ_LEN * NUM_RANKS
     for number, (norm, losses) in enumerate(replayed(replicas_of)):
         ((found, chosen),) = norms[number]
-        assert found == pytest.approx(norm, rel=1e-4)
-        assert chosen == choices * replicas_of[number]
+        assert found == pytest.approx(norm, rel=1e-4) and chosen == choices * replicas_of[number]
         for row in made:
             if row["place"][0] == number:
                 own = losses[row["place"][1] * NUM_RANKS + row["rank"]]
                 assert row["loss"] == pytest.approx(own, rel=1e-4)
-
     # A kill costs each rank that stays one attempt at most.
     dropped = [row for row in rows if "norm" not in row]
     assert len(dropped) <= KILLS * (num_replicas - 1) * NUM_RANKS, dropped

@@ -1,7 +1,5 @@
 """torchtitan blocks on one process, the decoder on four ranks, and what a job may not ask."""
 
-from __future__ import annotations
-
 import copy
 import re
 import tempfile
@@ -33,32 +31,10 @@ from moecore.moe.forced_routing import force_even_load
 from moecore.precision.amax import list_amax_histories
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
+from tests.integrations import titan_runs
 from tests.integrations.titan_options import JOBS, NOT_ASKED, RESUMED, native, resumed, trained
-from tests.integrations.titan_runs import (
-    AC,
-    BATCH,
-    COMPILE,
-    CP,
-    EP,
-    IMPORTED,
-    OWN_TP,
-    PP,
-    SPECS,
-    TITAN,
-    TP,
-    TWO_BATCHES,
-    V03,
-    VALIDATION,
-    arguments,
-    assert_close,
-    close,
-    decoder_oracle,
-    prepare,
-    refusal,
-    train,
-)
 
-if not TITAN:  # not imported here: `prepare` comes first
+if not titan_runs.TITAN:  # not imported here: `prepare` comes first
     pytest.skip("torchtitan is not installed", allow_module_level=True)
 pytestmark = pytest.mark.slow
 
@@ -76,7 +52,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "without balance": dict(bias=True, top_k=2, load_balance_coeff=None),
     "balanced": dict(top_k=3, forced=True),
 }
-if not V03:
+if not titan_runs.V03:
     BLOCKS["on input"] = dict(bias=True, top_k=1, score_before_experts=True)
 CHOICES = {
     "moecore__dispatch__name": "allgather",
@@ -86,27 +62,30 @@ CHOICES = {
 }
 # A micro-batch balances itself, so all have one sample.
 DECODERS: dict[str, dict[str, Any]] = {
-    "ep": {EP: 2, AC: "full"},
-    "tp": {EP: 2, TP: 2, **TWO_BATCHES},
-    "fsdp": {AC: "selective"},
-    "compiled": {EP: 2, **COMPILE},
-    "choices": {EP: 2, **CHOICES},
+    "ep": {titan_runs.EP: 2, titan_runs.AC: "full"},
+    "tp": {titan_runs.EP: 2, titan_runs.TP: 2, **titan_runs.TWO_BATCHES},
+    "fsdp": {titan_runs.AC: "selective"},
+    "compiled": {titan_runs.EP: 2, **titan_runs.COMPILE},
+    "choices": {titan_runs.EP: 2, **CHOICES},
 }
 NIGHTLY = ["fsdp"]  # the jobs below have its mesh
 SAVE = {"checkpoint__enable": True, "checkpoint__interval": 1}
-WIDE = {"name": "moecore_wide_decoder", PP: 2, BATCH: 2}
+WIDE = {"name": "moecore_wide_decoder", titan_runs.PP: 2, titan_runs.BATCH: 2}
 SPMD = "parallelism__spmd_backend"
 # Of the decoder, if no other model is named.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "tp alone": ({TP: 2}, r"expert_parallel_degree \(1\) must be > 1 with tensor_parallel_degree"),
+    "tp alone": (
+        {titan_runs.TP: 2},
+        r"expert_parallel_degree \(1\) must be > 1 with tensor_parallel_degree",
+    ),
     "cp": (
         {"name": "moecore_tiny_qwen3", "parallelism__context_parallel_degree": 2},
         r"context_parallel_degree \(2\) must be 1",
     ),
     "offload": ({"training__enable_cpu_offload": True}, r"enable_cpu_offload \(True\) must be Fal"),
-    "nvlink": ({EP: 2, "moecore__dispatch__name": "nvlink"}, r"name \('nvlink'\) must"),
+    "nvlink": ({titan_runs.EP: 2, "moecore__dispatch__name": "nvlink"}, r"name \('nvlink'\) must"),
     "factor": (
-        {EP: 2, **CHOICES, "moecore__dispatch__nvlink__row_factor": 1.5},
+        {titan_runs.EP: 2, **CHOICES, "moecore__dispatch__nvlink__row_factor": 1.5},
         r"moecore.dispatch.nvlink \(NVLinkOptions.*\) must go with name \(.allgather.\) = .nvlink.",
     ),
     "length": (
@@ -114,13 +93,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"training.seq_len \(128\) must be <= DecoderConfig.max",
     ),
     "odd length": (
-        {EP: 2, TP: 2, "training__seq_len": 17},
+        {titan_runs.EP: 2, titan_runs.TP: 2, "training__seq_len": 17},
         # torchtitan 0.3 refuses it itself.
         r"\(17\) must be (a multiple of tensor parallelism \(2\)|divisible by 2)",
     ),
-    "validation": ({VALIDATION: True}, r"enable \(True\) must be False"),
+    "validation": ({titan_runs.VALIDATION: True}, r"enable \(True\) must be False"),
     "cp way": (
-        {CP: 2, "parallelism__context_parallel_load_balancer": "ptrr"},
+        {titan_runs.CP: 2, "parallelism__context_parallel_load_balancer": "ptrr"},
         r"parallelism.context_parallel_load_balancer \('ptrr'\) must be 'headtail', or replaced by",
     ),
     "no cp": (
@@ -128,7 +107,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"moecore.context.way \('set'\) must be absent where context_parallel_degree is 1",
     ),
     "pp": (
-        {"name": "moecore_tiny_qwen3", PP: 2, BATCH: 2},
+        {"name": "moecore_tiny_qwen3", titan_runs.PP: 2, titan_runs.BATCH: 2},
         r"pipeline_parallel_degree \(2\) must be 1 for \w+: use moecore's decoder",
     ),
     "pp order": (
@@ -139,17 +118,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         WIDE | {"training__global_batch_size": 8},
         r"training.global_batch_size \(8\) must be 2, one pass of the pipeline",
     ),
-    "pp copies": ({PP: 2, BATCH: 2}, r"DecoderConfig.num_mtp_layers \(1\) must be 0 with pipeline"),
+    "pp copies": (
+        {titan_runs.PP: 2, titan_runs.BATCH: 2},
+        r"DecoderConfig.num_mtp_layers \(1\) must be 0 with pipeline",
+    ),
     "no pp": (
         {"moecore__pipeline__chunks": 2},
         r"moecore.pipeline.chunks \('set'\) must be absent where pipeline_parallel_degree is 1",
     ),
     "checkpoint": (
-        {AC: "full", "moecore__memory__recompute": "norm"},
+        {titan_runs.AC: "full", "moecore__memory__recompute": "norm"},
         r"activation_checkpoint \(.*ull.*\) must be none with moecore.memory",
     ),
     "compiled": (
-        COMPILE | {"moecore__memory__offload": "experts"},
+        titan_runs.COMPILE | {"moecore__memory__offload": "experts"},
         r"compile.backend \('aot_eager'\) must be 'inductor' with moecore.memory",
     ),
     "strategy": (
@@ -180,15 +162,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"moecore.hf_weights \('x'\) must be absent for torchtitan's own models",
     ),
 }
-if V03:
-    OWN = {"name": "moecore_tiny_qwen3", EP: 2}
+if titan_runs.V03:
+    OWN = {"name": "moecore_tiny_qwen3", titan_runs.EP: 2}
     REFUSED |= {
-        "tp types": (OWN | {TP: 2}, r"spmd_backend \('spmd_types'\) must be 'partial_dtensor'"),
+        "tp types": (
+            OWN | {titan_runs.TP: 2},
+            r"spmd_backend \('spmd_types'\) must be 'partial_dtensor'",
+        ),
         "tp whole": (
-            OWN | OWN_TP | {"parallelism__enable_sequence_parallel": False},
+            OWN | titan_runs.OWN_TP | {"parallelism__enable_sequence_parallel": False},
             r"enable_sequence_parallel \(False\) must be T",
         ),
-        "tp compiled": (OWN | OWN_TP | COMPILE, r"compile.components .* without 'model'"),
+        "tp compiled": (
+            OWN | titan_runs.OWN_TP | titan_runs.COMPILE,
+            r"compile.components .* without 'model'",
+        ),
         "backend": (OWN | {SPMD: "full_dtensor"}, r"spmd_backend \('full_dten"),
         "graphs": ({"training__disable_cuda_graphs": False}, r"disable_cuda_graphs \(False\) mus"),
         "muon": (
@@ -215,7 +203,7 @@ else:
             r"comm_backend \('deepep",
         ),
         "memory budget": (
-            {AC: "memory_budget"},
+            {titan_runs.AC: "memory_budget"},
             r"activation_checkpoint.mode \('memory_budget'\) must be 'none', 'full' or 'selective'",
         ),
         "replicas": (
@@ -235,7 +223,7 @@ WITHOUT_RUN: dict[str, str] = (
         "moecore": r"MoETrainer.Config\) must be torchtitan's Trainer.Config",
         "post_optimizer_build_fn": r"\(<function [^)]*\) must be torchtitan's own",
     }
-    if V03
+    if titan_runs.V03
     else {
         "parallelize_fn": r"TrainSpec.parallelize_fn \(<function [^)]*\) must be torchtitan's own",
         "build_optimizers_fn": r"\(<function [^)]*\) must be torchtitan's own",
@@ -250,11 +238,11 @@ WITHOUT_RUN: dict[str, str] = (
 
 
 def worker(rank: int, device: torch.device, folder: str, decoders: list[str]) -> dict[str, Any]:
-    prepare()
+    titan_runs.prepare()
     results: dict[str, Any] = {"block": {name: blocks(name) for name in BLOCKS}}
     for name in decoders:
-        results[name] = train("moecore_tiny_decoder", folder, **DECODERS[name])
-    results["oracle"] = decoder_oracle()
+        results[name] = titan_runs.train("moecore_tiny_decoder", folder, **DECODERS[name])
+    results["oracle"] = titan_runs.decoder_oracle()
     for name, (options, own) in JOBS.items():
         save = SAVE if name in RESUMED else {}
         results[f"job {name}"] = trained(f"{folder}/{name}", **options, **save), native(**own)
@@ -264,12 +252,12 @@ def worker(rank: int, device: torch.device, folder: str, decoders: list[str]) ->
 
 
 def refusing_worker(rank: int, device: torch.device, folder: str) -> dict[str, str]:
-    prepare()
+    titan_runs.prepare()
     found = {
-        name: refusal(**({"name": "moecore_tiny_decoder", "folder": folder} | options))
+        name: titan_runs.refusal(**({"name": "moecore_tiny_decoder", "folder": folder} | options))
         for name, (options, _) in REFUSED.items()
     }
-    return found | (refused_v03() if V03 else refused_v02(folder))
+    return found | (refused_v03() if titan_runs.V03 else refused_v02(folder))
 
 
 def dealt_balance() -> BalanceConfig:
@@ -295,7 +283,7 @@ def blocks(name: str) -> list[dict[str, Tensor]]:
     """What a stock block and its TitanMoE give: output, gradients, names; then each's own init."""
     from moecore.families.family import swap_blocks
 
-    specs: Any = import_module(SPECS)
+    specs: Any = import_module(titan_runs.SPECS)
     stock = specs.stock_block(**BLOCKS[name])
     holder = nn.Sequential(copy.deepcopy(stock))
     swap_blocks(holder, {specs.MoE: specs.make_titan_moe})
@@ -346,7 +334,7 @@ def refused_v02(folder: str) -> dict[str, str]:
     found["before experts"] = message(lambda: make_titan_moe(block, nn.Module()))
     found["model"] = message(lambda: accelerated(llama4.get_train_spec()))
     # Asked directly: torchtitan would build the converter first.
-    job = ConfigManager().parse_args(arguments("moecore", folder))
+    job = ConfigManager().parse_args(titan_runs.arguments("moecore", folder))
     job.model.converters = ["float8"]
     degrees = ParallelDims(1, 4, 1, 1, 1, 1, 1, 4)
     found["converters"] = message(lambda: check_job(job, degrees, V02, returns_loss=False))
@@ -375,20 +363,20 @@ def refused_v03() -> dict[str, str]:
 def results(request: pytest.FixtureRequest) -> dict[str, Any]:
     decoders = asked_for(request, "decoder")
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(4, worker, folder, decoders, imported=IMPORTED)
+        return run_ranks(4, worker, folder, decoders, imported=titan_runs.IMPORTED)
 
 
 @pytest.fixture(scope="module")
 def refused() -> dict[str, str]:
     """What two ranks are told: none of it needs four."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(2, refusing_worker, folder, imported=IMPORTED)
+        return run_ranks(2, refusing_worker, folder, imported=titan_runs.IMPORTED)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_computes_names_and_fills_like_stock(results: dict[str, Any], name: str) -> None:
     stock, own = results["block"][name]
-    assert_close(own, stock)
+    titan_runs.assert_close(own, stock)
     assert [n for n in own if "experts" in n] == [n for n in stock if "experts" in n]
     for key in (n for n in stock if n.startswith(("init ", "state "))):
         assert torch.equal(own[key], stock[key]), key
@@ -397,10 +385,10 @@ def test_a_block_computes_names_and_fills_like_stock(results: dict[str, Any], na
 @pytest.mark.parametrize("decoder", beside(DECODERS, NIGHTLY))
 def test_the_decoder_trains_like_one_process(results: dict[str, Any], decoder: str) -> None:
     run, one = results[decoder], results["oracle"]
-    assert close(run.losses, one.losses), (run.losses, one.losses)
-    assert close(run.norms, one.norms), (run.norms, one.norms)
-    assert_close(run.grads, one.grads)
-    assert_close(run.state, one.state, 2e-5)
+    assert titan_runs.close(run.losses, one.losses), (run.losses, one.losses)
+    assert titan_runs.close(run.norms, one.norms), (run.norms, one.norms)
+    titan_runs.assert_close(run.grads, one.grads)
+    titan_runs.assert_close(run.state, one.state, 2e-5)
     assert not run.plain
     for found, wanted in zip(run.metrics, one.metrics, strict=True):
         for key, value in wanted.items():
@@ -410,9 +398,9 @@ def test_the_decoder_trains_like_one_process(results: dict[str, Any], decoder: s
 @pytest.mark.parametrize("name", JOBS)
 def test_a_job_with_options_trains_like_moecores_own_loop(results, name):
     run, own = results[f"job {name}"]
-    assert close(run.losses, own.losses), (run.losses, own.losses)
-    assert close(run.norms, own.norms), (run.norms, own.norms)
-    assert_close(run.state, own.state, 2e-5)
+    assert titan_runs.close(run.losses, own.losses), (run.losses, own.losses)
+    assert titan_runs.close(run.norms, own.norms), (run.norms, own.norms)
+    titan_runs.assert_close(run.state, own.state, 2e-5)
     asked = {key: value for key, value in JOBS[name][1].items() if key not in NOT_ASKED}
     if "moe" in asked:  # a job changes the balance of the layers, not of the request
         asked["moe"] = {key: value for key, value in asked["moe"].items() if key != "balance"}
@@ -423,10 +411,10 @@ def test_a_job_with_options_trains_like_moecores_own_loop(results, name):
 def test_a_job_with_options_resumes_on_other_ranks(results: dict[str, Any], name: str) -> None:
     found, whole = results["resumed"][name], results[f"job {name}"][0]
     assert len(found.losses) == 1  # step 2 alone
-    assert close(found.losses, whole.losses[1:]), (found.losses, whole.losses)
-    assert close(found.norms, whole.norms[1:]), (found.norms, whole.norms)
+    assert titan_runs.close(found.losses, whole.losses[1:]), (found.losses, whole.losses)
+    assert titan_runs.close(found.norms, whole.norms[1:]), (found.norms, whole.norms)
     held = {n: found.state[n] for n in whole.state}  # a pipeline's rank has its stages
-    assert_close(held, whole.state, 2e-5)
+    titan_runs.assert_close(held, whole.state, 2e-5)
 
 
 def test_the_section_of_the_job_reaches_the_layers(results: dict[str, Any]) -> None:
@@ -434,8 +422,7 @@ def test_the_section_of_the_job_reaches_the_layers(results: dict[str, Any]) -> N
     assert results["choices"].backends == {"sequential"}
     assert results["ep"].dispatchers == {"AllToAllDispatcher"}
     # Blocks share the graph of attention and norms; the prediction module stays as it is.
-    assert results["compiled"].graphs == 1
-    assert results["ep"].graphs == 0
+    assert results["compiled"].graphs == 1 and results["ep"].graphs == 0
     # No bias moves when experts are dealt out.
     assert results["dealt"] == BalanceConfig(z_loss_coef=0.1)
 
@@ -447,14 +434,14 @@ def test_what_cannot_be_done_is_refused(refused: dict[str, str], name: str) -> N
 
 
 def test_the_module_of_the_other_version_is_named() -> None:
-    other = "v02.specs" if V03 else "v03.jobs"
+    other = "v02.specs" if titan_runs.V03 else "v03.jobs"
     with pytest.raises(ImportError, match=rf"torchtitan.{other} needs .* with torchtitan 0.\d use"):
         import_module(f"moecore.integrations.torchtitan.{other}")
 
 
-@pytest.mark.skipif(not V03, reason="torchtitan 0.2 has no jobs")
+@pytest.mark.skipif(not titan_runs.V03, reason="torchtitan 0.2 has no jobs")
 def test_the_module_has_the_jobs_that_its_docstring_says() -> None:
-    prepare()
+    titan_runs.prepare()
     from moecore.integrations.torchtitan.v03 import jobs
 
     models = {"qwen3_moe_debug": "Qwen3Model", "qwen3_30b_a3b": "Qwen3Model"}
@@ -465,7 +452,7 @@ def test_the_module_has_the_jobs_that_its_docstring_says() -> None:
         assert type(made).__qualname__ == f"{model}.Config"
 
 
-@pytest.mark.skipif(V03, reason="torchtitan 0.3 makes its optimizers itself")
+@pytest.mark.skipif(titan_runs.V03, reason="torchtitan 0.3 makes its optimizers itself")
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
 def test_fused_adamw_is_moecores(implementation: str) -> None:
     from torchtitan.config.job_config import Optimizer
@@ -487,7 +474,7 @@ def test_fused_adamw_is_moecores(implementation: str) -> None:
     assert [group[n] for n in names] == [0.5, (0.9, 0.75), 0.25, 0.1, implementation == "fused"]
 
 
-@pytest.mark.skipif(V03, reason="torchtitan 0.3 makes its optimizers itself")
+@pytest.mark.skipif(titan_runs.V03, reason="torchtitan 0.3 makes its optimizers itself")
 def test_histories_of_delayed_scaling_are_saved_with_optimizers(tmp_path: Path) -> None:
     """A resume has the bits of the run; other data ranks have gradients of another size."""
     from torchtitan.components.checkpoint import ModelWrapper
@@ -531,7 +518,6 @@ def test_histories_of_delayed_scaling_are_saved_with_optimizers(tmp_path: Path) 
     assert all(torch.equal(steps, wanted[key]) for key, steps in past(again).items())
     ahead = step(source, saved, 3)
     assert all(torch.equal(a, b) for a, b in zip(step(again, loaded, 3), ahead, strict=True))
-
     state = saved["optimizer"].state_dict()
     state[f"{AMAX}degrees"] = torch.tensor([4, 1, 1])
     loaded["optimizer"].load_state_dict(state)

@@ -4,8 +4,6 @@ The oracle is stock torchtitan without tensor parallelism: under tp, the router 
 (torch 2.13) differ from it, see docs/torchtitan.md.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Collection
 from functools import partial
@@ -187,16 +185,14 @@ def test_parameters_log_and_graphs_of_a_run(runs: dict[str, Run], name: str) -> 
 def test_a_checkpoint_of_one_continues_in_the_other(runs: dict[str, Run], route: str) -> None:
     stock = runs["deepseek_v3 stock"]
     assert len(runs[route].losses) == 1  # step 2 alone
-    assert close(runs[route].losses, stock.losses[1:])
-    assert close(runs[route].norms, stock.norms[1:])
+    assert close(runs[route].losses, stock.losses[1:]) and close(runs[route].norms, stock.norms[1:])
     assert_close(runs[route].state, stock.state, 2e-5)
 
 
 @pytest.mark.skipif(V03, reason="moecore has not tried these files of torchtitan 0.3")
 def test_hugging_face_files_of_one_load_in_the_other(runs: dict[str, Run]) -> None:
     own, stock = runs["hf stock to tp"], runs["hf tp to stock"]
-    assert close(own.losses, stock.losses)
-    assert close(own.norms, stock.norms)
+    assert close(own.losses, stock.losses) and close(own.norms, stock.norms)
     assert_close(own.grads, stock.grads, 2e-5)  # weights after two updates
     assert own.losses[0] < runs["qwen3 stock"].losses[0] - 0.1  # trained on these samples before
 

@@ -1,7 +1,3 @@
-"""Section `moecore` of torchtitan's jobs: its fields, what calls get from them, and its page."""
-
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -110,8 +106,7 @@ def test_values_of_a_job_become_those_of_the_call() -> None:
         overrides=(("*.0.*", None), ("*.1.*", Recipe(scaling="rowwise"))),
     )
     muon = read_arguments(job.muon, "moecore.muon")
-    assert muon["ns_dtype"] is torch.float32
-    assert muon["ns_coefficients"] == (3.4445, -4.775, 2.0315)
+    assert muon["ns_dtype"] is torch.float32 and muon["ns_coefficients"] == (3.4445, -4.775, 2.0315)
     assert (
         make_parallelize_arguments(job, ParallelConfig(pp=2, ep=1))["pipeline"].schedule == "1f1b"
     )

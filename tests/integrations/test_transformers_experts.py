@@ -4,8 +4,6 @@ The reference is transformers' own loop over experts. Trainer, peft, compilation
 generation run here in one process; FSDP2, DDP and DTensors in test_transformers_experts_ranks.py.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Iterator
@@ -25,14 +23,8 @@ from transformers.integrations import finegrained_fp8, moe, mxfp4
 from moecore.families.family import swap_blocks
 from moecore.integrations.transformers import register_experts
 from moecore.integrations.transformers.experts import NAME, PLAN, experts_forward
+from tests.families.transformers import hf_models as hm
 from tests.families.transformers.family_models import batch, family_names, loss_of, tiny_model
-from tests.families.transformers.hf_models import (
-    assert_equal_numbers,
-    enable_checkpointing,
-    random_model,
-    run,
-    worst,
-)
 
 # Their classes of experts do not read `experts_implementation`, neither "grouped_mm".
 WITHOUT_INTERFACE = {
@@ -84,14 +76,14 @@ def step_of_family(family, implementation, dtype=torch.float32):
     ],
 )
 def test_a_family_equals_eager(family: str) -> None:
-    assert_equal_numbers(step_of_family(family, NAME), step_of_family(family, "eager"))
+    hm.assert_equal_numbers(step_of_family(family, NAME), step_of_family(family, "eager"))
 
 
 @pytest.mark.parametrize("family", SENSITIVE)
 def test_a_sensitive_family_is_as_near_to_fp64_as_eager(family: str) -> None:
     """At most twice the error of eager, in the worst gradient."""
     exact = step_of_family(family, "eager", torch.float64)
-    error, eager = (worst(step_of_family(family, name), exact)[0] for name in (NAME, "eager"))
+    error, eager = (hm.worst(step_of_family(family, name), exact)[0] for name in (NAME, "eager"))
     assert error <= 2 * eager < 1e-4
 
 
@@ -116,7 +108,7 @@ def muse_spark_experts() -> Any:
 
 
 EXPERTS: dict[str, Callable[[], nn.Module]] = {
-    **{name: lambda name=name: experts_of(random_model(name))[0] for name in ONE_OF_EACH},  # type: ignore[misc]
+    **{name: lambda name=name: experts_of(hm.random_model(name))[0] for name in ONE_OF_EACH},  # type: ignore[misc]
     "nemotron_h": lambda: experts_of(tiny_model("nemotron_h"))[0],
     "muse_spark": muse_spark_experts,
 }
@@ -170,7 +162,7 @@ def filled(name: str) -> Any:
 def test_remote_experts(name: str) -> None:
     """Ids from `num_experts` on are of experts of other ranks: no output, no gradient."""
     experts = filled(name)
-    assert_equal_numbers(
+    hm.assert_equal_numbers(
         numbers_of(experts, NAME, remote=True), numbers_of(experts, "eager", remote=True)
     )
 
@@ -179,7 +171,7 @@ def test_remote_experts(name: str) -> None:
 def test_one_token_and_experts_without_tokens(name: str) -> None:
     experts = filled(name)
     result = numbers_of(experts, NAME, num_tokens=1)
-    assert_equal_numbers(result, numbers_of(experts, "eager", num_tokens=1))
+    hm.assert_equal_numbers(result, numbers_of(experts, "eager", num_tokens=1))
     assert (result["down_proj"].flatten(1).abs().sum(1) > 0).sum() == 2
 
 
@@ -199,7 +191,7 @@ def test_autocast_multiplies_in_its_dtype(name: str) -> None:
     experts = filled(name)
     reference = numbers_of(experts, "eager")
     with torch.autocast("cpu", torch.bfloat16):
-        error, _ = worst(numbers_of(experts, NAME), reference)
+        error, _ = hm.worst(numbers_of(experts, NAME), reference)
     assert 1e-4 < error < 5e-2
 
 
@@ -249,7 +241,7 @@ def test_compile(name: str, dtype: torch.dtype, fullgraph: bool) -> None:
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=fullgraph)
     result = numbers_of(experts, NAME, dtype=dtype, forward=compiled)
     expected = numbers_of(experts, NAME, dtype=dtype)
-    assert_equal_numbers(result, expected)
+    hm.assert_equal_numbers(result, expected)
     if not fullgraph:
         with pytest.raises(torch._dynamo.exc.Unsupported):
             torch.compiler.reset()
@@ -260,24 +252,22 @@ def test_compile(name: str, dtype: torch.dtype, fullgraph: bool) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
-    model = random_model(name)
+    model = hm.random_model(name)
     model.set_experts_implementation("eager")
-    expected = run(model)
+    expected = hm.run(model)
     model.zero_grad()
     model.set_experts_implementation(NAME)
     if reentrant:
         model.gradient_checkpointing_enable({"use_reentrant": True})
         model.enable_input_require_grads()
     else:
-        enable_checkpointing(model)
-    assert_equal_numbers(run(model), expected)
+        hm.enable_checkpointing(model)
+    hm.assert_equal_numbers(hm.run(model), expected)
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_generate(name: str) -> None:
-    model = random_model(name).eval()
-    ids_BT = torch.tensor([[3, 5, 7, 11]])
-    tokens = []
+    model, ids_BT, tokens = hm.random_model(name).eval(), torch.tensor([[3, 5, 7, 11]]), []
     for implementation in ("eager", NAME):
         model.set_experts_implementation(implementation)
         options = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
@@ -292,7 +282,7 @@ def test_peft(name: str, target: str) -> None:
     peft = pytest.importorskip("peft")
     expected: dict[str, Tensor] = {}
     for implementation in ("eager", NAME):
-        model = random_model(name)
+        model = hm.random_model(name)
         model.set_experts_implementation(implementation)
         names = {"target_modules": ["q_proj", "v_proj"]}
         if target == "experts":
@@ -301,35 +291,35 @@ def test_peft(name: str, target: str) -> None:
         torch.manual_seed(0)
         options = dict(r=4, init_lora_weights=False, **names)
         adapted = peft.get_peft_model(model, peft.LoraConfig(**options))
-        result = run(adapted)
+        result = hm.run(adapted)
         assert any("lora_" in key for key in result)
         expected = expected or result
-    assert_equal_numbers(result, expected)
+    hm.assert_equal_numbers(result, expected)
 
 
 def test_from_pretrained_copies_and_the_way_back(tmp_path: Path) -> None:
-    random_model("qwen3-moe").save_pretrained(tmp_path)
+    hm.random_model("qwen3-moe").save_pretrained(tmp_path)
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = load(tmp_path, experts_implementation=NAME, dtype=torch.float32).train()
-    expected = run(load(tmp_path, experts_implementation="eager", dtype=torch.float32).train())
-    assert_equal_numbers(run(model), expected)
+    expected = hm.run(load(tmp_path, experts_implementation="eager", dtype=torch.float32).train())
+    hm.assert_equal_numbers(hm.run(model), expected)
     assert all(hasattr(m, PLAN) for m in experts_of(model))
     twin = copy.deepcopy(model)
     twin.zero_grad()
-    assert_equal_numbers(run(twin), expected)
+    hm.assert_equal_numbers(hm.run(twin), expected)
     assert twin.state_dict().keys() == model.state_dict().keys() == set(model.state_dict())
     twin.set_experts_implementation("eager")
     assert type(experts_of(twin)[0]).forward is not experts_forward
 
 
 def test_parallelize_moe_takes_such_a_model() -> None:
-    model = random_model("qwen3-moe")
+    model = hm.random_model("qwen3-moe")
     model.set_experts_implementation(NAME)
     assert len(swap_blocks(model, {})) == 2
 
 
 def test_quantised_experts_are_refused() -> None:
-    model = random_model("qwen3-moe")
+    model = hm.random_model("qwen3-moe")
     quantised = transformers.FineGrainedFP8Config(weight_block_size=(16, 16))
     finegrained_fp8.replace_with_fp8_linear(model, quantization_config=quantised)
     (experts, *_) = [m for m in model.modules() if type(m).__name__ == "FP8Experts"]

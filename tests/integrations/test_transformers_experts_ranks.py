@@ -3,8 +3,6 @@
 The reference is "eager" in one process with the rows of both ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ pytest.importorskip("transformers", minversion="5.17")
 
 from moecore.integrations.transformers import register_experts
 from tests.families.transformers.hf_models import assert_equal_numbers, batch, random_model
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 
 pytestmark = pytest.mark.slow
 
@@ -99,10 +97,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    found: dict[str, Any] = run_ranks(2, worker, over_gloo=True)
-    return found
+results = ranks_fixture(2, worker, over_gloo=True)
 
 
 @pytest.mark.parametrize("way", WAYS)

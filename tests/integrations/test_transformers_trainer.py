@@ -1,7 +1,3 @@
-"""What MoETrainer refuses, what it relies on in transformers, and what it saves beside tensors."""
-
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Iterator
@@ -26,17 +22,12 @@ from transformers.trainer_callback import ExportableState
 
 from moecore import ContextOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.families.transformers.guards import ShardedDeviceMap
-from moecore.integrations.transformers import MoETrainer
+from moecore.integrations.transformers import MoETrainer, run_state
 from moecore.integrations.transformers import arguments as checks
 from moecore.integrations.transformers.arguments import (
     REFUSED,
     check_accelerator,
     check_trainer_arguments,
-)
-from moecore.integrations.transformers.run_state import (
-    NUM_WORDS,
-    get_host_rng_state,
-    set_host_rng_state,
 )
 from moecore.io import save
 from moecore.packing import ScheduledCollator
@@ -190,9 +181,8 @@ def test_adapters_of_trl_come_too_late(tmp_path: Path) -> None:
 
 def test_data_ranks_that_are_no_processes(one_process, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", 4)
-    with pytest.raises(
-        ValueError, match=r"data ranks times cp times tp \(1\) must equal the processes .* \(4\)"
-    ):
+    message = r"data ranks times cp times tp \(1\) must equal the processes .* \(4\)"
+    with pytest.raises(ValueError, match=message):
         MoETrainer(sharded(), arguments(tmp_path))
 
 
@@ -319,8 +309,7 @@ def test_one_process_of_plain_trainer_is_refused(one_process: None, tmp_path: Pa
 
 def test_a_device_map_without_entries() -> None:
     found = ShardedDeviceMap("Model")
-    assert set(found.values()) == set()
-    assert "" not in found
+    assert set(found.values()) == set() and "" not in found
     with pytest.raises(ValueError, match=r"model \(Model\) must not be wrapped"):
         len(found)
 
@@ -333,9 +322,9 @@ def test_generators_come_back_exactly() -> None:
     random.seed(3)
     np.random.seed(4)
     draws()  # half of a pair of normal numbers is cached now
-    state = get_host_rng_state()
-    assert state.shape == (NUM_WORDS,)
+    state = run_state.get_host_rng_state()
+    assert state.shape == (run_state.NUM_WORDS,)
     expected = draws()
     draws()
-    set_host_rng_state(state)
+    run_state.set_host_rng_state(state)
     assert draws() == expected

@@ -1,7 +1,3 @@
-"""MoETrainer on two ranks with ep=2 equals stock Trainer under DDP, and keeps its promises."""
-
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from importlib.util import find_spec
@@ -167,17 +163,14 @@ def test_fp16_scales_losses_and_goes_on_with_the_scale(results: dict[str, Any]) 
 
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(results: dict[str, Any]) -> None:
     found = results["resumed"]
-    assert found["losses"][0] == found["losses"][1]
-    assert found["draws"][0] == found["draws"][1]
-    assert found["distance"][0] == 0.0
-    assert found["checkpoints"] == ["step-000006"]
+    assert found["losses"][0] == found["losses"][1] and found["draws"][0] == found["draws"][1]
+    assert found["distance"][0] == 0.0 and found["checkpoints"] == ["step-000006"]
     assert "must have no checkpoints (step-000006)" in found["refusal"]
 
 
 def test_a_nan_on_one_rank_skips_the_step_on_all(results: dict[str, Any]) -> None:
     second, third = results["skipped"]
-    assert second == 0.0
-    assert third > 0.0
+    assert second == 0.0 and third > 0.0
 
 
 def test_the_best_model_is_loaded_at_the_end(results: dict[str, Any]) -> None:
@@ -210,8 +203,7 @@ def test_equals_trl_under_ddp(case: str, results: dict[str, Any]) -> None:
     pytest.importorskip("trl")
     found = results[case]
     for ours, stock in zip(found["ours"], found["stock"], strict=True):
-        assert len(ours) >= 1
-        assert ours == pytest.approx(stock, rel=1e-6, abs=1e-6)
+        assert len(ours) >= 1 and ours == pytest.approx(stock, rel=1e-6, abs=1e-6)
     distance, name = found["distance"]
     assert distance <= 1e-6, name
 

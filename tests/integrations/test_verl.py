@@ -1,5 +1,3 @@
-"""verl's engine by verl's own batches and losses, beside stock transformers in plain PyTorch."""
-
 from __future__ import annotations
 
 import copy
@@ -153,8 +151,7 @@ def test_two_ranks_train_as_stock_transformers(tmp_path: Path) -> None:
     for ours, stock in found["norms"]:
         assert ours == pytest.approx(stock, rel=1e-5)
     assert found["weights"] < 1e-5 and found["loaded"]
-    assert found["rates"][0] == pytest.approx(found["rates"][1])
-    assert found["data"] == (0, 2, None)
+    assert found["rates"][0] == pytest.approx(found["rates"][1]) and found["data"] == (0, 2, None)
 
 
 def test_what_is_not_computed_is_refused() -> None:

@@ -3,8 +3,6 @@
 torchtitan 0.2 imports this module by `--experimental.custom_import`, 0.3 by `--module`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace

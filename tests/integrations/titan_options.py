@@ -3,8 +3,6 @@
 The jobs cover section `moecore` in few runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -240,8 +238,7 @@ def native(
 
 def _own(rank: int, ranks: int, degrees: dict[str, int]) -> slice:
     """Rows of a data rank: a loader of 0.2 gives a pipeline all micro-batches at once."""
-    each = 4 // ranks
-    are_neighbours = "pp" in degrees and not V03
+    each, are_neighbours = 4 // ranks, "pp" in degrees and not V03
     return slice(rank * each, (rank + 1) * each) if are_neighbours else slice(rank, None, ranks)
 
 

@@ -4,8 +4,6 @@ It is of the version that is installed: 0.2, or 0.3 from torch 2.14 on. An optio
 both if nothing else is said; `a__b` stands for a.b of the command line.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Iterator
@@ -341,8 +339,7 @@ def decoder_oracle() -> Run:
     layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     state = MoEState(layers, BalanceGroups())
     state.set_num_micro_batches(4)
-    optimizer = adamw(model)
-    run = Run()
+    optimizer, run = adamw(model), Run()
     for step in range(STEPS):
         batch = [samples(4 * step + i, 1, SEQ_LEN) for i in range(4)]
         total = sum((labels != -100).sum() for _, labels in batch)

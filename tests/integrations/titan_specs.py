@@ -3,8 +3,6 @@
 torchtitan imports this module by `--experimental.custom_import tests.integrations.titan_specs`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """One rank of a replica that trains with others, and the model that it trains."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -42,8 +40,7 @@ def batch_of(step: int, replica: int, rank: int) -> dict[str, Tensor]:
 
 def digest(model: nn.Module, optimizer: Any) -> str:
     """Return a hash of this rank's weights, biases and moments."""
-    found = hashlib.sha256()
-    tensors = [*model.state_dict().values()]
+    found, tensors = hashlib.sha256(), [*model.state_dict().values()]
     for param in model.parameters():
         tensors += [optimizer.prepare_state(param)[slot] for slot in ("exp_avg", "exp_avg_sq")]
     for tensor in tensors:
@@ -84,7 +81,6 @@ def main(log: Path, env: dict[str, str], strays_after: int = -1, first_step: int
             done = replicas.finish()
             row = {"place": list(place), "rank": rank, "loss": losses.item()}
             if done is not None:
-                assert done.norm is not None
                 chosen = sum(int(n.sum()) for n in done.metrics.tokens_per_expert.values())
                 row |= {"norm": float(done.norm.total), "chosen": chosen}
                 row |= {"digest": digest(model, optimizer)}

@@ -1,7 +1,5 @@
 """Runs of MoETrainer beside stock Trainer under DDP, on the ranks that a test file has spawned."""
 
-from __future__ import annotations
-
 import copy
 import os
 import random
@@ -154,8 +152,7 @@ def against_stock(folder: str, options: dict[str, Any], **config: Any) -> dict[s
     Returns both logs, and the largest distance of each trainer's final parameters from fp64.
     """
     model = make_model(**config)
-    start = whole(model)
-    in_fp64 = copy.deepcopy(model).double()
+    start, in_fp64 = whole(model), copy.deepcopy(model).double()
     in_fp64.set_experts_implementation("eager")  # torch's grouped product has no fp64
     stock, double = (
         trainer_of(Trainer, one, folder, **options) for one in (copy.deepcopy(model), in_fp64)
@@ -346,8 +343,7 @@ class Parameters(TrainerCallback):
 
 def skipped(folder: str) -> list[float]:
     """Return how far the parameters move in the second step and in the third."""
-    kept = Parameters()
-    model = sharded(make_model())
+    kept, model = Parameters(), sharded(make_model())
     trainer_of(NanOnOneRank, model, folder, max_steps=3, callbacks=[kept]).train()
     return [furthest(kept.after[i + 1], kept.after[i])[0] for i in range(2)]
 

@@ -1,7 +1,5 @@
 """SFT, DPO, GRPO of TRL, by its own trainers under DDP and by the same with MoETrainer in front."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -3,8 +3,6 @@
 Letters: T tokens, E experts, K choices, G groups of S experts.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -28,9 +26,7 @@ SCORE_ERROR = 16 * EPS  # of a score, relative: rounded logit differences of 8 t
 SUM_ERROR = 4 * EPS  # of a score plus a bias, and of a group's sum: one or a few roundings
 
 
-def is_possible(
-    ids_TK: Tensor, logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions
-) -> Tensor:
+def is_possible(ids_TK, logits_TE, bias_E, options) -> Tensor:
     """Return bool [T]: each slot holds what scores within rounding of the exact ones can put there.
 
     The k-th best of scores that lie between `low` and `high` lies between the k-th best of both.
@@ -47,9 +43,7 @@ def is_possible(
     return fits_TK.all(-1) & distinct_T
 
 
-def _score_bounds(
-    logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions
-) -> tuple[Tensor, Tensor]:
+def _score_bounds(logits_TE, bias_E, options) -> tuple[Tensor, Tensor]:
     """Return fp64 [T, E], the least and the greatest selection scores."""
     ranked_TE = logits_TE.double()
     error_TE = torch.zeros_like(ranked_TE)

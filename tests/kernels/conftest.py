@@ -1,8 +1,6 @@
 """Where the kernel tests run: a GPU, or the CPU under Triton's interpreter (TRITON_INTERPRET=1)."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -45,11 +43,7 @@ def poison() -> None:
     del blocks
 
 
-def check_without_host(
-    step: Callable[..., Sequence[Tensor]],
-    inputs: Sequence[Tensor],
-    others: Sequence[Tensor] | None = None,
-) -> Sequence[Tensor]:
+def check_without_host(step, inputs, others=None) -> Sequence[Tensor]:
     """Return a step's outputs; no host sync, and the same bits in repeats and a replayed graph.
 
     The CUDA graph is captured with `others`, or zeros, in place of the inputs.

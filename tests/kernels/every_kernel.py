@@ -5,8 +5,6 @@
 `test_every_kernel.py` fails when a kernel has been forgotten here.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from dataclasses import replace
@@ -19,23 +17,13 @@ import moecore.kernels
 from moecore import MoEConfig, MoELayer
 from moecore.base.options.layer import BalanceConfig
 from moecore.base.options.precision import Recipe
+from moecore.kernels import cross_entropy
 from moecore.kernels.adamw import BLOCK, AdamWOptions, AdamWTensors, adamw_
-from moecore.kernels.cross_entropy import (
-    cross_entropy_,
-    cross_entropy_blocks,
-    softmax_gradient_,
-    softmax_gradient_blocks,
-    softmax_statistics,
-)
 from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
+from moecore.kernels.grouped import scaled_rows as sr
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.scaled import mixed_format_gemm, mixed_format_wgrad
-from moecore.kernels.grouped.scaled_rows import (
-    pad_offsets,
-    quantise_expert_matrices,
-    quantise_expert_rows,
-)
 from moecore.kernels.hyper_connections import SinkhornOptions, collapse_streams, expand_streams
 from moecore.kernels.invariant.product import invariant_product
 from moecore.kernels.momentum import momentum_
@@ -43,6 +31,7 @@ from moecore.kernels.routing.clones import assign_physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, compute_even_bias
 from moecore.kernels.routing.route import route_weights
+from moecore.kernels.rows import quantised, shard_blocks
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.cast import compute_amax, quantise_matrix
 from moecore.kernels.rows.e4m3 import FP8
@@ -53,24 +42,12 @@ from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_micr
 from moecore.kernels.rows.move import copy_first_rows, gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, view_packed_rows
 from moecore.kernels.rows.pages import PageLayout, stash_or_restore_rows, take_pages_for_rows
-from moecore.kernels.rows.quantised import (
-    gather_row_blocks,
-    quantise_rows,
-    quantise_weights,
-    tile_tokens,
-)
 from moecore.kernels.rows.quantised_activation import quantised_activation, quantised_activation_bwd
 from moecore.kernels.rows.record import Rows, widen_rows
 from moecore.kernels.rows.rotary import rotary
 from moecore.kernels.rows.row_tiles import map_row_tiles
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.kernels.rows.scaling import KINDS, Blocks
-from moecore.kernels.rows.shard_blocks import (
-    MatrixShard,
-    quantise_blocks_,
-    transpose_values,
-    write_block_amax_,
-)
 from moecore.kernels.rows.shard_matrices import pack_shard_, write_square_amax_
 from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.index import compute_span_scores
@@ -144,8 +121,7 @@ def run_pieces(device: str) -> None:
     scores_of = (torch.randn(T, E, device=device), torch.zeros(E, device=device), K, "softmax")
     add_margins_(histogram, *scores_of, torch.arange(T, device=device) < 3)
     compute_even_bias(histogram, scores_of[1], K)
-    own_T = torch.arange(T, device=device)
-    half_Td = x_TD[:, :64].contiguous()
+    own_T, half_Td = torch.arange(T, device=device), x_TD[:, :64].contiguous()
     indexer = IndexerHeads(half_Td.view(T, 4, 16), half_Td[:, :16], half_Td[:, :4].float())
     compute_span_scores(indexer, SpanOfKeys(0, T, torch.zeros_like(own_T), own_T))
     index_of = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
@@ -181,10 +157,10 @@ def run_quantised(device: str, index: Any) -> None:
     R, how = index.row_ids_R.shape[0], {"power_of_two": True}
     tiles = map_row_tiles(index.offsets_e, R)
     x_TD = torch.randn(index.slots_SK.shape[0], 256, device=device, dtype=torch.bfloat16)
-    rows = quantise_rows(x_TD, **how)
-    gather_row_blocks(rows, index.row_ids_R, index.slots_SK, index.num_rows)
-    tile_tokens(rows, index.row_ids_R, tiles)
-    quantise_weights(x_TD.new_zeros(2, 128, 256), **how)
+    rows = quantised.quantise_rows(x_TD, **how)
+    quantised.gather_row_blocks(rows, index.row_ids_R, index.slots_SK, index.num_rows)
+    quantised.tile_tokens(rows, index.row_ids_R, tiles)
+    quantised.quantise_weights(x_TD.new_zeros(2, 128, 256), **how)
     copy_first_rows(*torch.zeros(2, R, 64, dtype=torch.uint8, device=device), index.num_rows)
     run_pages(device, index)
     widen_rows(rows, index.num_rows.clamp(max=rows.values.shape[0]))
@@ -193,7 +169,7 @@ def run_quantised(device: str, index: Any) -> None:
     options = ActivationOptions(kind="swiglu")
     quantised_activation(h_RC, index.weights_R, index.num_rows, options, **how)
     dh, _, _ = quantised_activation_bwd(Rows(h_RC), *args, index.num_rows, options, **how)
-    tile_tokens(dh, None, tiles)
+    quantised.tile_tokens(dh, None, tiles)
     end = torch.full((1,), len(x_TD) - 5, device=device).int()
     for kind in KINDS.values():
         quantise_matrix(x_TD[:, 16:161], kind, new_amax=compute_amax(x_TD)[:1], **how)
@@ -201,8 +177,8 @@ def run_quantised(device: str, index: Any) -> None:
     for per_row in (False, True):
         for columns in (False, True):
             more = dict(per_row=per_row, columnwise=columns, **how)
-            quantise_expert_rows(x_TD[: len(x_TD) - 3, 32:], end, pad_offsets(end), **more)
-            quantise_expert_matrices(x_TD[None, :48], **more)
+            sr.quantise_expert_rows(x_TD[: len(x_TD) - 3, 32:], end, sr.pad_offsets(end), **more)
+            sr.quantise_expert_matrices(x_TD[None, :48], **more)
     for recipe in (Recipe(scaling="mxfp8"), Recipe(scaling="nvfp4")):
         for packed in (False, True):
             for over_rows in (False, True):
@@ -213,11 +189,11 @@ def run_quantised(device: str, index: Any) -> None:
     run_block_scaled(x_TD)
     dequantise(quantise(x_TD[:, :64], "nf4"), torch.bfloat16)
     part = torch.randn(2, 24, 144, device=device)
-    place = MatrixShard.from_slice(torch.Size([2, 80, 144]), 1, 56, 24)
+    place = shard_blocks.MatrixShard.from_slice(torch.Size([2, 80, 144]), 1, 56, 24)
     scales, values = torch.zeros(2, *place.scales_shape, device=device), part.to(torch.uint8)
-    write_block_amax_(part, place, scales[0])
-    quantise_blocks_(part, place, scales[0], scales[1], values, **how)
-    transpose_values(values[:, :16].contiguous(), 128)
+    shard_blocks.write_block_amax_(part, place, scales[0])
+    shard_blocks.quantise_blocks_(part, place, scales[0], scales[1], values, **how)
+    shard_blocks.transpose_values(values[:, :16].contiguous(), 128)
     squares, of_matrices = torch.zeros(10, 9, device=device), torch.zeros(2, device=device)
     write_square_amax_(part, place, squares)
     packed = values.view(-1)[: part.numel() // 2]
@@ -281,15 +257,7 @@ def run_adamw(device: str) -> None:
             adamw_(AdamWTensors(*columns, steps, [0, 1], exponents, remainders), options)
 
 
-def run_experts(
-    kind: str,
-    saves_h: bool,
-    x_TD: Tensor,
-    index: Any,
-    *,
-    hidden_dim: int = 136,
-    recipe: Recipe | None = None,
-) -> None:
+def run_experts(kind, saves_h, x_TD, index, *, hidden_dim=136, recipe=None) -> None:
     """Experts without a gate, experts whose FC1 runs again in backward, and those in FP8."""
     act, D = ActivationOptions(kind=kind), x_TD.shape[1]
     columns = 2 * hidden_dim if act.gated else hidden_dim
@@ -309,15 +277,15 @@ def run_loss(device: str) -> None:
         logits_CV = torch.randn(3, V, device=device)
         labels_C = torch.tensor([V - 1, -100, 0], device=device)
         for dtype in (None, torch.bfloat16, torch.float32):
-            cross_entropy_(logits_CV, labels_C, dtype)
-        high, total, _ = softmax_statistics(logits_CV, labels_C).unbind(1)
+            cross_entropy.cross_entropy_(logits_CV, labels_C, dtype)
+        high, total, _ = cross_entropy.softmax_statistics(logits_CV, labels_C).unbind(1)
         for dtype in (torch.bfloat16, torch.float32):
-            softmax_gradient_(logits_CV, labels_C, high, total, dtype)
+            cross_entropy.softmax_gradient_(logits_CV, labels_C, high, total, dtype)
     logits_CV = torch.randn(3, 16512, device=device).bfloat16()
     labels_C = torch.tensor([16511, -100, 0], device=device)
-    cross_entropy_blocks(logits_CV, labels_C, power_of_two=True)
-    high, total, _ = softmax_statistics(logits_CV, labels_C).unbind(1)
-    softmax_gradient_blocks(logits_CV, labels_C, high, total, power_of_two=True)
+    cross_entropy.cross_entropy_blocks(logits_CV, labels_C, power_of_two=True)
+    high, total, _ = cross_entropy.softmax_statistics(logits_CV, labels_C).unbind(1)
+    cross_entropy.softmax_gradient_blocks(logits_CV, labels_C, high, total, power_of_two=True)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ Here a launch makes each type once, and a comparison of equal shapes ends early.
 by the same code. `test_interpreter.py` compares the types with those of Triton.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -61,9 +59,7 @@ class _NoScope:
         pass
 
 
-def _patch_launches(
-    to: pytest.MonkeyPatch, types: dict[Any, dict[str, Any]], undo: ExitStack
-) -> None:
+def _patch_launches(to, types, undo) -> None:
     """Replace the functions of `triton.language` once.
 
     The interpreter does so when a kernel starts, undoes it in the end, and looks for more functions
@@ -164,9 +160,7 @@ def _patch_scaled_products(to: pytest.MonkeyPatch) -> None:
     to.setattr(builder, "create_dot_scaled", dot_scaled, raising=False)
 
 
-def dot_scaled(
-    _: Any, a: Any, a_scales: Any, a_format: Any, b: Any, b_scales: Any, *how: Any
-) -> Any:
+def dot_scaled(_, a, a_scales, a_format, b, b_scales, *how) -> Any:
     """Return acc + a @ b of values times scales of their blocks, packed along the summed dim."""
     acc = how[-1]
     product = _widened(a, a.data, a_scales) @ _widened(b, b.data.T, b_scales).T

@@ -1,7 +1,5 @@
 """Cases of the products that take their rows tile by tile."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -27,8 +25,7 @@ def make(counts: list[int]) -> tuple[Tensor, Tensor, RowTiles, int]:
     poison()
     torch.manual_seed(0)
     offsets = torch.tensor(counts).cumsum(0).int().cuda()
-    R = sum(counts) + SPARE
-    S = max(7, sum(counts) // 2)
+    R, S = sum(counts) + SPARE, max(7, sum(counts) // 2)
     row_ids = torch.randint(0, S, (R,), dtype=torch.int32, device="cuda")
     return offsets, row_ids, map_row_tiles(offsets, R), S
 

@@ -1,13 +1,10 @@
-"""adamw_: as right as torch's fused AdamW, and moments that round without losing anything."""
-
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from torch import Tensor
 
+from moecore.kernels import adamw_formats as af
 from moecore.kernels.adamw import (
     BLOCK,
     NUM_BLOCKS,
@@ -17,26 +14,18 @@ from moecore.kernels.adamw import (
     adamw_,
     adamw_ref_,
 )
-from moecore.kernels.adamw_formats import (
-    count_moment_blocks,
-    decode_moments_ref,
-    join_master_ref,
-    split_master_ref,
-)
 from moecore.kernels.common import INTERPRET
 
 SHAPES = [(7,), (0,), (3, 41), (BLOCK * NUM_BLOCKS,), (BLOCK * NUM_BLOCKS + 20, 2), ()]
 OPTIONS = AdamWOptions(lr=3e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 
 
-def make(
-    device: str, moment_dtype: torch.dtype = torch.float32, *, split: bool = False
-) -> AdamWTensors:
+def make(device, moment_dtype=torch.float32, *, split=False) -> AdamWTensors:
     torch.manual_seed(0)
     weights = [torch.randn(s, device=device) for s in SHAPES]
     remainders: list[Tensor] = []
     if split:
-        weights, remainders = map(list, zip(*map(split_master_ref, weights), strict=True))
+        weights, remainders = map(list, zip(*map(af.split_master_ref, weights), strict=True))
     # Steps differ between tensors, as where an expert had no gradient for a while.
     steps = [torch.full((), float(3 * i), device=device) for i in range(len(SHAPES))]
     grads = [torch.zeros_like(w) for w in weights]
@@ -51,7 +40,7 @@ def moments_of(weights: list[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
 
 
 def exponents_of(weights: list[Tensor]) -> list[Tensor]:
-    blocks = [count_moment_blocks(w.numel()) for w in weights]
+    blocks = [af.count_moment_blocks(w.numel()) for w in weights]
     return [torch.zeros(n, 2, dtype=torch.uint8, device=weights[0].device) for n in blocks]
 
 
@@ -61,7 +50,7 @@ def values(tensors: AdamWTensors) -> list[tuple[Tensor, Tensor]]:
     for row in tensors.to_params():
         m, v = row.exp_avg, row.exp_avg_sq
         if row.exponents is not None:
-            found_mv = decode_moments_ref(m.flatten(), v.flatten(), row.exponents)
+            found_mv = af.decode_moments_ref(m.flatten(), v.flatten(), row.exponents)
             m, v = (x.view(row.weight.shape) for x in found_mv)
         found.append((m.float(), v.float()))
     return found
@@ -77,15 +66,9 @@ def next_step(tensors: AdamWTensors, seed: int) -> None:
 def torch_fused_(tensors: AdamWTensors, options: AdamWOptions) -> None:
     torch._fused_adamw_(
         *(tensors.weights, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs, []),
-        list(tensors.steps),
-        lr=options.lr,
-        beta1=options.betas[0],
-        beta2=options.betas[1],
-        weight_decay=options.weight_decay,
-        eps=options.eps,
-        amsgrad=False,
-        maximize=False,
-    )
+        list(tensors.steps), lr=options.lr, beta1=options.betas[0], beta2=options.betas[1],
+        weight_decay=options.weight_decay, eps=options.eps, amsgrad=False, maximize=False,
+    )  # fmt: skip
 
 
 def in_fp64(tensors: AdamWTensors) -> AdamWTensors:
@@ -127,14 +110,12 @@ def bits(row: ParamTensors) -> list[Tensor]:
 
 def master(row: ParamTensors) -> Tensor:
     """Return the weight with its remainder; a small update may change that alone."""
-    return row.weight if row.remainder is None else join_master_ref(row.weight, row.remainder)
+    return row.weight if row.remainder is None else af.join_master_ref(row.weight, row.remainder)
 
 
 @pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("split", [False, True])
-def test_scale_skip_and_learning_rate_on_the_device(
-    device: str, moment_dtype: torch.dtype, split: bool
-) -> None:
+def test_scale_skip_and_learning_rate_on_the_device(device, moment_dtype, split) -> None:
     tensors = make(device, moment_dtype, split=split)
     next_step(tensors, 1)
     before, plain = copy.deepcopy(tensors), copy.deepcopy(tensors)
@@ -225,7 +206,7 @@ def test_split_masters_are_those_of_fp32_weights(device: str, moment_dtype: torc
             adamw_(tensors, OPTIONS)
         for row, weight in zip(ours.to_params(), wide.weights, strict=True):
             assert row.remainder is not None
-            assert torch.equal(join_master_ref(row.weight, row.remainder), weight)
+            assert torch.equal(af.join_master_ref(row.weight, row.remainder), weight)
             assert ((row.weight.float() - weight).abs() <= weight.abs() * 2.0**-8).all()
 
 
@@ -235,7 +216,7 @@ def test_every_pair_of_weight_and_remainder_stays(device: str) -> None:
     tops = tops.to(torch.int16)
     remainder = (torch.arange(1 << 16) - 0x8000).to(torch.int16).repeat(len(tops)).to(device)
     weight = tops.repeat_interleave(1 << 16).view(torch.bfloat16).to(device)
-    real = ~join_master_ref(weight, remainder).isnan()  # below a zero there is none of its sign
+    real = ~af.join_master_ref(weight, remainder).isnan()  # below a zero there is none of its sign
     weight, remainder = weight[real], remainder[real]
     tensors = AdamWTensors(
         [weight.clone()], [torch.zeros_like(weight)], *moments_of([weight], torch.float32),
@@ -258,8 +239,7 @@ def test_rounding_loses_nothing_on_average(device: str) -> None:
     for _ in range(num_steps):
         tensors.steps[0].add_(1)
         adamw_(tensors, options)
-    found = tensors.exp_avg_sqs[0].float()
-    want = 0.999**num_steps
+    found, want = tensors.exp_avg_sqs[0].float(), 0.999**num_steps
     # Each step cuts at most 2**-8 of 1, so the mean of all varies by less than this.
     assert abs(found.mean().item() - want) < 5 * 2.0**-8 * (num_steps / found.numel()) ** 0.5
     assert found.std() > 0
@@ -272,7 +252,9 @@ def test_views_at_odd_addresses(device: str, dtype: torch.dtype) -> None:
     exponents: list[Tensor] = []
     if dtype == torch.uint8:
         flat[2:] = [(f * 20).clamp(max=100).to(torch.uint8) for f in flat[2:]]  # no NaN
-        exponents = [torch.full((count_moment_blocks(n), 2), 110, dtype=torch.uint8, device=device)]
+        exponents = [
+            torch.full((af.count_moment_blocks(n), 2), 110, dtype=torch.uint8, device=device)
+        ]
     else:
         flat = [f.to(dtype) for f in flat]
     views = [[f[1 : n + 1]] for f in flat]

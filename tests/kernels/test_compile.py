@@ -4,8 +4,6 @@ The interpreter accepts programs that the compiler refuses, and shows no registe
 run on CPU tensors with launches replaced by compilation; their values mean nothing here.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import os
@@ -72,9 +70,7 @@ SHARED_MEMORY_BYTES = 232448  # of one program on Hopper; the compiler does not 
 
 
 @pytest.fixture(autouse=True)
-def compiled(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[dict[str, Any]]:
+def compiled(monkeypatch, request) -> Iterator[dict[str, Any]]:
     """Launches compile for sm_90, or a parameter, and are collected by kernel name and variant."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
@@ -366,9 +362,7 @@ def run_shard_squares() -> None:
             shard_matrices.pack_shard_(part, place, *where, recipe)
 
 
-def run_quantised_activation(
-    kind: str, power_of_two: bool, dtype: torch.dtype, in_fp8: bool = False
-) -> None:
+def run_quantised_activation(kind, power_of_two, dtype, in_fp8=False) -> None:
     options = activation.ActivationOptions(kind=kind)
     weights = torch.zeros(T * K)
     h = torch.zeros(T * K, 2 * F if options.gated else F, dtype=dtype)
@@ -617,9 +611,7 @@ NIGHTLY = [  # of kernels that another case compiles at other sizes, or with ano
 
 
 @pytest.mark.parametrize("name", beside(CASES, NIGHTLY))
-def test_compiles_for_hopper_without_spills(
-    name: str, compiled: dict[str, Any], tmp_path: Any
-) -> None:
+def test_compiles_for_hopper_without_spills(name, compiled, tmp_path) -> None:
     run, at_least = CASES[name]
     run()
     assert len(compiled) >= at_least, sorted(compiled)
@@ -639,14 +631,7 @@ MICROSCALED = [  # every pair of two of the three by day
 
 
 @pytest.mark.parametrize(("compiled", "scaling", "packed"), MICROSCALED, indirect=["compiled"])
-def test_microscaled_operands(
-    scaling: Any,
-    packed: bool,
-    compiled: dict[str, Any],
-    tmp_path: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
+def test_microscaled_operands(scaling, packed, compiled, tmp_path, monkeypatch, request) -> None:
     """GPUs divide as IEEE has it, spill nothing, and threads exchange no values."""
     monkeypatch.setattr(microscaled, "get_emulated_dtype", lambda _: torch.bfloat16)
     run_microscaled(Recipe(scaling=scaling, power_of_two=scaling == "mxfp8"), packed)
@@ -683,9 +668,7 @@ BLOCK_SCALED = {  # instructions, and shared memory of one program
 @pytest.mark.skipif(VERSION < BLOCK_SCALED_TRITON, reason="Triton is older than 3.9")
 @pytest.mark.parametrize("scaling", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("compiled", BLOCK_SCALED, indirect=True)
-def test_products_of_blocks(
-    scaling: Any, compiled: dict[str, Any], tmp_path: Any, request: pytest.FixtureRequest
-) -> None:
+def test_products_of_blocks(scaling, compiled, tmp_path, request) -> None:
     """Blackwell multiplies values and scales in one instruction."""
     run_block_scaled(Recipe(scaling=scaling))
     instructions, shared_bytes = BLOCK_SCALED[request.node.callspec.params["compiled"]]
@@ -698,9 +681,7 @@ def test_products_of_blocks(
 
 
 @pytest.mark.parametrize("per_row", beside([True, False], [True]))
-def test_transposed_rows_are_written_16_bytes_at_a_time(
-    per_row: bool, compiled: dict[str, Any]
-) -> None:
+def test_transposed_rows_are_written_16_bytes_at_a_time(per_row, compiled) -> None:
     run_scaled_rows(per_row)
     for name, kernel in compiled.items():
         assert "st.global.b8" not in kernel.asm["ptx"], name
@@ -734,9 +715,7 @@ def test_transposed_gradient_is_staged_by_matrix_stores(compiled: dict[str, Any]
         (torch.float32, True, (2, 3, 0)),
     ],
 )
-def test_adamw_moves_four_elements_at_a_time(
-    moment_dtype: torch.dtype, split: bool, loads: tuple[int, ...], compiled: dict[str, Any]
-) -> None:
+def test_adamw_moves_four_elements_at_a_time(moment_dtype, split, loads, compiled) -> None:
     run_adamw(moment_dtype, split)
     (kernel,) = compiled.values()
     ptx = kernel.asm["ptx"]
@@ -765,9 +744,7 @@ def test_rows_of_pages_move_16_bytes_at_a_time(compiled: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("kind", ["tile", "block", "row", "tensor"])
 @pytest.mark.parametrize(("fmt", "power_of_two"), [("e4m3", True), ("e4m3", False), ("e5m2", True)])
-def test_casts_move_vectors(
-    kind: str, fmt: str, power_of_two: bool, compiled: dict[str, Any], tmp_path: Any
-) -> None:
+def test_casts_move_vectors(kind, fmt, power_of_two, compiled, tmp_path) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.zeros(512, 2048, dtype=dtype)
         for sides in ((True, True), (True, False), (False, True)):

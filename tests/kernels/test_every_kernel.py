@@ -1,7 +1,5 @@
 """`every_kernel.py` runs what it says: each kernel of the package at least once."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from typing import Any

@@ -1,7 +1,3 @@
-"""Hyper-connections: the reference by its definition, and kernels against it with all gradients."""
-
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -9,14 +5,8 @@ import torch
 from torch import Tensor
 
 from moecore.kernels import hyper_connections
+from moecore.kernels import hyper_connections as hc
 from moecore.kernels.common import INTERPRET
-from moecore.kernels.hyper_connections import (
-    SinkhornOptions,
-    collapse_streams,
-    collapse_streams_ref,
-    expand_streams,
-    expand_streams_ref,
-)
 from tests.helpers.grids import beside
 
 # Tokens, streams, dim and iterations. A token's program takes 1024 elements of a stream at a time,
@@ -35,8 +25,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(hyper_connections.TILE, "BLOCK_T", 16)
 
 
-def options(iterations: int) -> SinkhornOptions:
-    return SinkhornOptions(iterations=iterations, eps=1e-6, norm_eps=1e-6)
+def options(iterations: int) -> hc.SinkhornOptions:
+    return hc.SinkhornOptions(iterations=iterations, eps=1e-6, norm_eps=1e-6)
 
 
 def leaves(T: int, N: int, D: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
@@ -48,21 +38,21 @@ def leaves(T: int, N: int, D: int, dtype: torch.dtype, device: str = "cpu") -> l
     return [t.to(device) for t in made]
 
 
-def run(given: list[Tensor], how: SinkhornOptions, *, plain: bool = False) -> list[Tensor]:
+def run(given: list[Tensor], how: hc.SinkhornOptions, *, plain: bool = False) -> list[Tensor]:
     """Return x, the expanded streams, and the gradients of `given`."""
     *mixed, y = given = [t.detach().requires_grad_() for t in given]
     if plain:
-        x, weights = collapse_streams_ref(*mixed, how)
-        out = expand_streams_ref(mixed[0], y, weights)
+        x, weights = hc.collapse_streams_ref(*mixed, how)
+        out = hc.expand_streams_ref(mixed[0], y, weights)
     else:
-        x, collapsed = collapse_streams(*mixed, how)
-        out = expand_streams(y, collapsed)
+        x, collapsed = hc.collapse_streams(*mixed, how)
+        out = hc.expand_streams(y, collapsed)
     g = torch.Generator().manual_seed(7)
     grads = [torch.randn(t.shape, generator=g).bfloat16().to(t) for t in (x, out)]
     return [x.detach(), out.detach(), *torch.autograd.grad([x, out], given, grads)]
 
 
-def check(given: list[Tensor], how: SinkhornOptions) -> None:
+def check(given: list[Tensor], how: hc.SinkhornOptions) -> None:
     exact = run([t.double() for t in given], how, plain=True)
     assert_as_exact(run(given, how), run(given, how, plain=True), exact)
 
@@ -87,26 +77,26 @@ def test_by_hand() -> None:
     streams, y = torch.tensor([[[3.0, 4.0]]]).double(), torch.tensor([[1.0, -1.0]]).double()
     fn = torch.tensor([[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]).double()
     base, scale = torch.tensor([0.5, 0.0, 1.0]).double(), torch.tensor([2.0, 1.0, 1.0]).double()
-    how = SinkhornOptions(iterations=20, eps=0.0, norm_eps=0.0)
-    x, collapsed = collapse_streams(streams, fn, base, scale, how)
+    how = hc.SinkhornOptions(iterations=20, eps=0.0, norm_eps=0.0)
+    x, collapsed = hc.collapse_streams(streams, fn, base, scale, how)
     rms = 12.5**0.5
     pre = 1 / (1 + torch.exp(torch.tensor(-(2 * 3 / rms + 0.5)).double()))
     post = 2 / (1 + torch.exp(torch.tensor(-4 / rms).double()))
     torch.testing.assert_close(x, pre * streams[:, 0])
-    torch.testing.assert_close(expand_streams(y, collapsed), streams + post * y[:, None])
+    torch.testing.assert_close(hc.expand_streams(y, collapsed), streams + post * y[:, None])
 
 
 def test_columns_and_rows_sum_to_one_and_comb_is_read_by_column() -> None:
     streams, *weights, y = leaves(5, 4, 6, torch.float64)
     weights = [w.double() for w in weights]
-    _, collapsed = collapse_streams(streams, *weights, options(20))
+    _, collapsed = hc.collapse_streams(streams, *weights, options(20))
     comb = collapsed.weights_TW[:, 4:].view(5, 4, 4)
     ones = torch.ones(5, 4).double()
     torch.testing.assert_close(comb.sum(1), ones, rtol=0, atol=1e-5)
     torch.testing.assert_close(comb.sum(2), ones, rtol=0, atol=0.05)
     want = torch.einsum("tjk,tjd->tkd", comb, streams)
     want = want + torch.einsum("tk,td->tkd", collapsed.weights_TW[:, :4], y)
-    torch.testing.assert_close(expand_streams(y, collapsed), want)
+    torch.testing.assert_close(hc.expand_streams(y, collapsed), want)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), beside(CASES, NIGHTLY, several=True), ids=str)
@@ -133,11 +123,11 @@ def test_any_layout_and_an_input_that_is_not_read(device: str) -> None:
         streams, *weights = (t.detach().to(dtype).requires_grad_() for t in given[:4])
         y = torch.ones(1, 1, device=device, dtype=dtype, requires_grad=True)
         if plain:
-            _, mixed = collapse_streams_ref(streams, *weights, options(3))
-            out = expand_streams_ref(streams, y.expand(3, 10), mixed)
+            _, mixed = hc.collapse_streams_ref(streams, *weights, options(3))
+            out = hc.expand_streams_ref(streams, y.expand(3, 10), mixed)
         else:
-            _, collapsed = collapse_streams(streams, *weights, options(3))
-            out = expand_streams(y.expand(3, 10), collapsed)
+            _, collapsed = hc.collapse_streams(streams, *weights, options(3))
+            out = hc.expand_streams(y.expand(3, 10), collapsed)
         (out.sum() + out[0, 0, 0]).backward()
         grads.append([t.grad for t in (streams, *weights, y)])
     assert_as_exact(*grads)
@@ -154,7 +144,7 @@ def test_what_backward_keeps(device: str) -> None:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        _, collapsed = collapse_streams(*given, options(20))
-        expand_streams(y, collapsed)
+        _, collapsed = hc.collapse_streams(*given, options(20))
+        hc.expand_streams(y, collapsed)
     num_bytes = sum(kept.values()) - sum(t.nbytes for t in given[1:])
     assert num_bytes == T * (2 * N * D + 2 * D + 4 * (24 + 20 + 1))

@@ -1,7 +1,5 @@
 """The patched interpreter has the types of Triton's own, and computes the same values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

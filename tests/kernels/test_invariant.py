@@ -1,7 +1,3 @@
-"""Products whose rows know of no other row: their numbers, and their bits whatever M is."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -38,9 +34,7 @@ def matrices(dtype: torch.dtype, device: str, M: int, K: int, N: int) -> tuple[T
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(1, 40, 7), (37, 72, 130), (16, 0, 3), (0, 8, 8)], ids=str)
-def test_what_the_reference_does(
-    sizes: tuple[int, int, int], dtype: torch.dtype, device: str
-) -> None:
+def test_what_the_reference_does(sizes, dtype, device) -> None:
     a, b = matrices(dtype, device, *sizes)
     a_wide, b_wide = a.double(), b.double()
     close(invariant_product(a, b), a_wide @ b_wide, a @ b)

@@ -1,7 +1,3 @@
-"""momentum_: what its reference does, signals included; a skipped step leaves bits."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,9 +11,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("shape", [(0, 3), (1,), (3, 5, 7), (BLOCK,), (2, BLOCK + 3)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_what_the_reference_does(
-    shape: tuple[int, ...], dtype: torch.dtype, nesterov: bool, device: str
-) -> None:
+def test_what_the_reference_does(shape, dtype, nesterov, device) -> None:
     grad = torch.randn(shape, device=device).to(dtype)
     for scale in (None, torch.full((), 3.0, device=device)):
         got, want = (m.clone() for m in [torch.randn(shape, device=device)] * 2)

@@ -1,7 +1,3 @@
-"""An operation gives the same in plain eager, where it is a Function, and as a custom op."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -46,9 +42,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.seen: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:
         if func.namespace == "moecore":
             self.seen.append(func._opname)
         return func(*args, **(kwargs or {}))
@@ -161,10 +155,7 @@ CASES: dict[str, Case] = {
     "hyper-connections": (
         lambda *given: run_streams(*given[:4]),
         (leaf(T, 2, D), leaf(8, 2 * D), leaf(8), leaf(3)),
-        {
-            *("collapse_streams", "collapse_streams_bwd"),
-            *("expand_streams", "expand_streams_bwd"),
-        },
+        {*("collapse_streams", "collapse_streams_bwd"), *("expand_streams", "expand_streams_bwd")},
     ),
     "experts": (
         run_experts,
@@ -220,8 +211,7 @@ def test_context_of_backward(way: Any) -> None:
         assert out.requires_grad and not number.requires_grad
         needed.clear()
         (dx,) = torch.autograd.grad(out.sum(), x)
-    assert torch.equal(dx, 2 * y)
-    assert needed == [(True, False, False)]
+    assert torch.equal(dx, 2 * y) and needed == [(True, False, False)]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -244,13 +234,11 @@ def test_an_op_without_backward_refuses_gradients(way: Any) -> None:
 def test_writing_is_noticed(way: Any) -> None:
     total, x = torch.zeros(3), leaf(3)
     w = leaf(3).requires_grad_()
-    product = w * total
-    before = total._version
+    product, before = w * total, total._version
     with way():
         add(total, x)
         add(None, x)
-    assert torch.equal(total, x)
-    assert total._version == before + 1
+    assert torch.equal(total, x) and total._version == before + 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
 
@@ -390,8 +378,7 @@ def test_sizes_are_those_of_triton() -> None:
     triton = pytest.importorskip("triton")
     assert next_power_of_2(0) == 1
     for n in (*range(1, 70), 1023, 1024, 1025, 2**31):
-        assert next_power_of_2(n) == triton.next_power_of_2(n)
-        assert cdiv(n, 7) == triton.cdiv(n, 7)
+        assert next_power_of_2(n) == triton.next_power_of_2(n) and cdiv(n, 7) == triton.cdiv(n, 7)
     assert cdiv(0, 7) == 0
 
 

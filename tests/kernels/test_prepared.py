@@ -1,5 +1,3 @@
-"""Prepared launches pass what Triton's own would, and never a kernel that Triton would not take."""
-
 from __future__ import annotations
 
 import itertools
@@ -147,9 +145,7 @@ def test_launches_are_those_of_triton(launches: Launches) -> None:
         assert mine == triton_s, name
 
 
-def test_only_new_keys_take_the_way_of_triton(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_new_keys_take_the_way_of_triton(launches, monkeypatch) -> None:
     for args, how in VARIANTS.values():
         run_copy(*args, **how)
     kept = {name for name, (args, how) in VARIANTS.items() if is_prepared(args, how)}
@@ -185,7 +181,6 @@ def test_keys_separate_what_triton_separates(is_specialised: bool) -> None:
         args: list[Any] = [X, Y, 4, 4, 1.0, True]
         args[place] = value
         functions = prepared._generate_launch_functions(copy_kernel, tuple(args))
-        assert functions is not None
         key = functions[0](*args)
         own = jit.native_specialize_impl(backend, value, False, is_specialised, True)
         is_known = type(value) is not int or -(2**31) <= value < 2**31
@@ -236,9 +231,7 @@ def test_hooks_see_launches(launches: Launches) -> None:
         assert launches[-1][11:13] == (None, None)
 
 
-def test_another_device_takes_the_way_of_triton(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_device_takes_the_way_of_triton(launches, monkeypatch) -> None:
     """A tensor that is not on the current device is launched under a guard."""
     run_copy(X, Y)
     assert is_prepared((X, Y), {})

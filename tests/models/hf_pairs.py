@@ -1,7 +1,5 @@
 """Tiny random transformers models beside the native config of the same decoder."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -58,12 +56,7 @@ def qwen3() -> Pair:
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
     ours = DecoderConfig(
-        **SHAPE,
-        qk_norm="head",
-        rope_theta=1e6,
-        dense_layers=(1,),
-        mlp_hidden_dim=48,
-        moe=MOE,
+        **SHAPE, qk_norm="head", rope_theta=1e6, dense_layers=(1,), mlp_hidden_dim=48, moe=MOE
     )
     return hf, ours
 
@@ -237,7 +230,11 @@ def nemotron_h(pattern: str = "ME*-MEE", latent_dim: int = 0) -> Pair:
         mlp_hidden_dim=48 if "-" in pattern else 0,
         mlp_activation="relu2",
         linear_attention=Mamba2Config(
-            num_k_heads=2, num_v_heads=6, head_k_dim=16, head_v_dim=8, min_step=0.3
+            num_k_heads=2,
+            num_v_heads=6,
+            head_k_dim=16,
+            head_v_dim=8,
+            min_step=0.3,
         ),
         moe=moe if "E" in pattern else None,
     )
@@ -291,7 +288,7 @@ def deepseek_v2(*, grouped: bool) -> Pair:
     hf = random_model(
         "DeepseekV2",
         **HF_MOE,
-        **(groups if grouped else dict(topk_method="greedy")),
+        **groups if grouped else dict(topk_method="greedy"),
         num_key_value_heads=4,
         n_routed_experts=8,
         n_shared_experts=2,
@@ -311,7 +308,7 @@ def deepseek_v2(*, grouped: bool) -> Pair:
             normalize_weights=False,
             routed_scaling_factor=4.0,
             shared_hidden_dim=64,
-            **(dict(num_groups=4, top_groups=2, group_experts=1) if grouped else {}),
+            **dict(num_groups=4, top_groups=2, group_experts=1) if grouped else {},
         ),
     )
     return hf, ours
@@ -345,9 +342,7 @@ def deepseek_v32() -> Pair:
     return mine, replace(ours, mla=replace(ours.mla, sparse=sparse))
 
 
-def deepseek(
-    *, q_lora_rank: int = 24, yarn: YarnConfig | None = None, num_mtp_layers: int = 0
-) -> Pair:
+def deepseek(*, q_lora_rank=24, yarn=None, num_mtp_layers=0) -> Pair:
     hf = random_model(
         "DeepseekV3",
         **HF_MOE,

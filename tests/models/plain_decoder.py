@@ -7,8 +7,6 @@ heads, linear attention one over tokens, rotary pairs are complex numbers, exper
 Legend: B sequences, T tokens of a sequence, D model dim.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -161,8 +159,7 @@ def grouped_attention(params: Params, config: DecoderConfig, x: Tensor, window: 
     r = config.rotary_dim or d
     frequencies, table_scale, _ = yarn(r, config.yarn, config.rope_theta or 1.0)
     q, k, v = (x @ params[f"{n}_proj.weight"].T + params.get(f"{n}_proj.bias", 0) for n in "qkv")
-    heads = []
-    gated = 1 + config.attention_gate
+    heads, gated = [], 1 + config.attention_gate
     for h in range(config.num_heads):
         qh, *gate = q[..., gated * h * d : gated * (h + 1) * d].split(d, -1)
         kh, vh = (t[..., h // group * d : (h // group + 1) * d] for t in (k, v))
@@ -219,7 +216,6 @@ def state_space(params: Params, config: DecoderConfig, x: Tensor) -> Tensor:
 def linear_attention(params: Params, config: DecoderConfig, x: Tensor) -> Tensor:
     """Value head by value head, token by token."""
     linear = config.linear_attention
-    assert linear is not None
     h, k, v = linear.num_k_heads, linear.head_k_dim, linear.head_v_dim
     r = linear.num_v_heads // h
     qkvz = (x @ params["in_proj_qkvz.weight"].T).unflatten(-1, (h, 2 * k + 2 * r * v))

@@ -1,7 +1,3 @@
-"""DecoderConfig's rules, the presets' published sizes, and the counting formulas."""
-
-from __future__ import annotations
-
 import math
 from dataclasses import FrozenInstanceError, replace
 
@@ -138,8 +134,7 @@ def test_yarn_scales_by_hand():
     # ln(e) = 1: 0.1 * mscale + 1.
     yarn = YarnConfig(factor=math.e, original_max_seq_len=1024, mscale=2.0, mscale_all_dim=1.0)
     assert yarn.table_scale == pytest.approx(1.2 / 1.1)
-    assert yarn.score_scale == pytest.approx(1.1**2)
-    assert MLA.score_scale == 0.25
+    assert yarn.score_scale == pytest.approx(1.1**2) and MLA.score_scale == 0.25
     assert replace(MLA, yarn=yarn).score_scale == pytest.approx(0.25 * 1.1**2)
 
 
@@ -205,8 +200,7 @@ def test_published_size_of_deepseek_v3():
 def test_published_sizes_of_glm(name, total, active):
     """Table 1 of the report (arXiv:2508.06471): 355B and 106B with 32B and 12B active."""
     main = replace(preset(name), num_mtp_layers=0, mtp_loss_coef=0.0)
-    assert abs(num_params(main) - total) < 0.6e9
-    assert abs(active_params(main) - active) < 0.9e9
+    assert abs(num_params(main) - total) < 0.6e9 and abs(active_params(main) - active) < 0.9e9
 
 
 def test_latent_experts_by_hand() -> None:

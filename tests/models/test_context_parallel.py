@@ -6,8 +6,6 @@ modules ahead, every gradient, the experts' counts and the weights after a step 
 `tests/test_parity.py` has compositions of degrees with AdamW, clipping and other routers.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,9 +32,9 @@ from moecore.moe.aux_loss import list_aux_losses
 from moecore.moe.layer import MoELayer
 from moecore.train import QKClip
 from moecore.train.memory.offload import Offload
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import beside
 from tests.helpers.parts import on_parts
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.helpers.whole import gather_whole
 from tests.models.test_mtp import CONFIGS, HYBRID, make
 
@@ -313,9 +311,7 @@ def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return run_ranks(WORLD, worker, asked_for(request, "name"))
+results = ranks_fixture(WORLD, worker, "name")
 
 
 @pytest.mark.parametrize("name", beside(CASES, NIGHTLY))

@@ -1,7 +1,3 @@
-"""Decoder against Hugging Face models with the same weights, and its own promises."""
-
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -24,13 +20,10 @@ def test_logits_loss_and_gradients_equal_hugging_face(name):
     hf, config = make_pair(name)
     ours = Decoder(config)
     ours.load_state_dict(native_state(hf.state_dict(), config))
-
     tokens = torch.randint(0, 97, (3, 29))
-    want = hf(tokens).logits
-    got = ours(tokens)
+    want, got = hf(tokens).logits, ours(tokens)
     assert want.abs().max() > 1  # otherwise the bound says nothing
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
-
     labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
     labels[0, :5] = -100
     loss = ours(tokens, labels)
@@ -136,9 +129,8 @@ def test_wrong_inputs_are_refused():
     with pytest.raises(ValueError, match=r"labels \(1, 7\) must have the shape of tokens \(1, 8\)"):
         model(tokens, tokens[:, 1:])
     for mask in (torch.zeros(1, 7, dtype=torch.bool), tokens):
-        with pytest.raises(
-            ValueError, match=r"padding_mask \(1, \d\) \(torch.*\) must be torch.bool"
-        ):
+        message = r"padding_mask \(1, \d\) \(torch.*\) must be torch.bool"
+        with pytest.raises(ValueError, match=message):
             model(tokens, padding_mask_BT=mask)
 
 
@@ -174,8 +166,7 @@ def test_a_dense_mlp_with_smooth_limits(dtype: torch.dtype) -> None:
             param.normal_(std=2)
     mlp.to(dtype)
     x = torch.randn(2, 5, config.dim, dtype=dtype, requires_grad=True)
-    leaves = [x, *mlp.parameters()]
-    y = mlp(x)
+    leaves, y = [x, *mlp.parameters()], mlp(x)
     found = [y, *torch.autograd.grad(y.sum(), leaves)]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     by_name = dict(zip(dict(mlp.named_parameters()), exact[1:], strict=True))

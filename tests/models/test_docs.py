@@ -1,7 +1,3 @@
-"""The code of docs/models.md runs as it stands there."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"

@@ -5,8 +5,6 @@ a step of SGD, and what the MoE layers counted. The plans have groups of 4, 2, 1
 side. One case compares with documents one by one.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache
@@ -33,8 +31,8 @@ from moecore.packing import PackedCollator, schedule_documents
 from moecore.packing.schedule import DocumentGroup, DocumentSchedule
 from moecore.rl import RouterReplay
 from moecore.train import QKClip
-from tests.helpers.grids import asked_for, beside
-from tests.helpers.ranks import run_ranks
+from tests.helpers.grids import beside
+from tests.helpers.ranks import ranks_fixture
 from tests.helpers.whole import gather_whole
 from tests.models.test_context_parallel import GROUPED, LATENT, dropping, relative, update
 from tests.models.test_mtp import make
@@ -251,9 +249,7 @@ def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:
     return results | {name: run(CASES[name]) for name in names}
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return run_ranks(8, worker, asked_for(request, "name"))
+results = ranks_fixture(8, worker, "name")
 
 
 def test_plans_have_groups_of_different_sizes() -> None:

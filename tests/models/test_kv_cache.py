@@ -1,7 +1,3 @@
-"""Generation with keys and values that are kept, against a full forward for each token."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

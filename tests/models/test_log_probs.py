@@ -1,7 +1,3 @@
-"""linear_log_probs against F.log_softmax, and that logits never exist whole."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,8 +37,7 @@ def test_fp32_equals_log_softmax(chunk, temperature):
     loss(*found).backward()
     wanted = reference(hidden, weight, labels, temperature)
     for got, want in zip((*found, hidden.grad, weight.grad), wanted, strict=True):
-        assert got.dtype == torch.float32
-        assert (got - want).abs().max() <= 2e-6 * want.abs().max()
+        assert got.dtype == torch.float32 and (got - want).abs().max() <= 2e-6 * want.abs().max()
     alone, none = linear_log_probs(hidden, weight, labels, temperature=temperature)
     assert none is None
     torch.testing.assert_close(alone, found[0], rtol=0, atol=1e-6)
@@ -197,8 +192,7 @@ def test_peak_memory_on_cuda_is_one_chunk_and_the_gradients(entropy: bool) -> No
 
 def test_logits_of_minus_infinity_add_nothing_to_the_entropy():
     logits_BTV = torch.randn(1, 3, 5, generator=torch.Generator().manual_seed(0))
-    labels_BT = torch.tensor([[0, 1, -100]])
-    excluded = logits_BTV.clone()
+    labels_BT, excluded = torch.tensor([[0, 1, -100]]), logits_BTV.clone()
     excluded[..., 4] = -torch.inf
     excluded.requires_grad_()
     loss = LogProbLoss(labels_BT=labels_BT, function=lambda p, h: (p + h).sum(), entropy=True)

@@ -3,8 +3,6 @@
 Four ranks, two of which share rows: losses, gradients of A and B, adapters' files, merged export.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

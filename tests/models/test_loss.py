@@ -1,7 +1,3 @@
-"""linear_cross_entropy against F.cross_entropy, and that logits never exist whole."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,8 +36,7 @@ def test_fp32_equals_cross_entropy(n, d, v, chunk):
         reference(hidden, weight, labels, torch.float64),
         strict=True,
     ):
-        assert got.dtype == torch.float32
-        assert (got - want).abs().max() <= 1e-6 * want.abs().max()
+        assert got.dtype == torch.float32 and (got - want).abs().max() <= 1e-6 * want.abs().max()
 
 
 @pytest.mark.parametrize("chunk", [16, 4096])
@@ -49,8 +44,7 @@ def test_bf16_errs_at_most_twice_what_pytorch_errs(chunk):
     hidden, weight, labels = make(256, 64, 307, torch.bfloat16)
     loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk)
     (3 * loss).backward()
-    assert loss.dtype == torch.float32
-    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32 and hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
     exact = reference(hidden, weight, labels, torch.float64)
     torch_bf16 = reference(hidden, weight, labels, torch.bfloat16)
     ours = (loss.detach(), hidden.grad, weight.grad)
@@ -103,8 +97,7 @@ def test_no_label_counts_gives_zero(n, num):
     labels = torch.full((n,), -100)
     loss = linear_cross_entropy(hidden, weight, labels, num_tokens=num)
     loss.backward()
-    assert loss.item() == 0.0
-    assert hidden.grad.shape == (n, 4) and not hidden.grad.any()
+    assert loss.item() == 0.0 and hidden.grad.shape == (n, 4) and not hidden.grad.any()
     assert not weight.grad.any()
 
 
@@ -156,8 +149,7 @@ def test_extreme_logits_stay_finite():
     weight = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], requires_grad=True)
     loss = linear_cross_entropy(hidden, weight, torch.tensor([1, 0]))
     loss.backward()
-    assert loss.item() == 2000.0
-    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+    assert loss.item() == 2000.0 and hidden.grad.isfinite().all() and weight.grad.isfinite().all()
 
 
 class Recorder(TorchDispatchMode):
@@ -231,8 +223,7 @@ def test_peak_memory_on_cuda_is_one_chunk_and_the_gradients():
     torch.cuda.reset_peak_memory_stats()
     loss = linear_cross_entropy(h, w, labels, chunk_tokens=chunk)
     peak = torch.cuda.max_memory_allocated() - before
-    assert loss.isfinite()
-    assert peak <= 1.02 * (chunk * v * 6 + d * v * 4 + n * d * 2)
+    assert loss.isfinite() and peak <= 1.02 * (chunk * v * 6 + d * v * 4 + n * d * 2)
 
 
 @pytest.mark.gpu

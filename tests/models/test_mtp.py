@@ -1,7 +1,3 @@
-"""Multi-token prediction against a plain computation on cut sequences, and against transformers."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -118,9 +114,7 @@ def batch(config: DecoderConfig, T: int = 19) -> tuple[Tensor, Tensor]:
     return text[:, :-1], labels
 
 
-def expected(
-    model: Decoder, tokens: Tensor, labels: Tensor, num_tokens: int | None = None
-) -> tuple[PlainLosses, dict[str, Tensor]]:
+def expected(model, tokens, labels, num_tokens=None) -> tuple[PlainLosses, dict[str, Tensor]]:
     """The plain losses, and the gradient of their total."""
     params = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     losses = plain_losses(
@@ -143,8 +137,7 @@ def test_losses_and_gradients_equal_the_plain_computation(name):
     tokens, labels = batch(model.config)
     want, gradients = expected(model, tokens, labels, num_tokens)
     loss = model(tokens, labels, num_tokens=num_tokens)
-    coef = model.config.mtp_loss_coef
-    ahead = torch.stack(want.ahead)
+    coef, ahead = model.config.mtp_loss_coef, torch.stack(want.ahead)
     torch.testing.assert_close(loss, want.main + coef * ahead.mean(), rtol=1e-5, atol=0)
     assert model.mtp_losses.dtype == torch.float32 and not model.mtp_losses.requires_grad
     torch.testing.assert_close(model.mtp_losses, ahead, rtol=1e-5, atol=0)
@@ -315,7 +308,6 @@ def test_modules_equal_those_of_transformers(tmp_path, monkeypatch, yarn):
     monkeypatch.setattr(type(hf), "_keys_to_ignore_on_load_unexpected", ignored)
     main = type(hf).from_pretrained(tmp_path, attn_implementation="eager")
     theirs = layers.MtpModel.from_pretrained(main)
-
     T = 23
     text = torch.randint(0, 97, (2, T + 1), generator=torch.Generator().manual_seed(1))
     hidden = main.model(text[:, :-1]).last_hidden_state
@@ -332,7 +324,6 @@ def test_modules_equal_those_of_transformers(tmp_path, monkeypatch, yarn):
     torch.testing.assert_close(ours.mtp_losses, torch.stack(losses[1:]), rtol=1e-5, atol=0)
     total = losses[0] + 0.3 * (losses[1] + losses[2]) / 2
     torch.testing.assert_close(loss, total, rtol=1e-5, atol=0)
-
     loss.backward()
     total.backward()
     params = dict(main.named_parameters())

@@ -4,8 +4,6 @@ Every case compares losses, every gradient and the experts' counts with the mean
 ranks of what `plain_losses` gives for each rank's batch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -19,8 +17,8 @@ from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import DecoderConfig
 from moecore.models.block import Block
 from moecore.parallel.model.parallel_state import get_moe_state
-from tests.helpers.grids import asked_for, beside
-from tests.helpers.ranks import run_ranks
+from tests.helpers.grids import beside
+from tests.helpers.ranks import ranks_fixture
 from tests.models.plain_decoder import plain_losses
 from tests.models.test_mtp import CONFIGS, make
 from tests.models.test_tensor_parallel import relative, worst_over_ranks
@@ -28,8 +26,7 @@ from tests.parallel.fsdp.units import is_unit
 
 pytestmark = pytest.mark.slow
 
-T = 12
-DENSE_LAST = "grouped, tied, dense, 2"
+T, DENSE_LAST = 12, "grouped, tied, dense, 2"
 CASES: dict[str, dict[str, Any]] = {
     "ep2": dict(parallel=dict(ep=2), loss="sum"),
     "ep2 over tp2": dict(parallel=dict(tp=2, ep=2), recompute=True),
@@ -61,16 +58,13 @@ def batches(config: DecoderConfig, data_ranks: int, padded: bool) -> list[tuple[
     return result
 
 
-def expected(
-    config: DecoderConfig, data: list[tuple[Tensor, Tensor]], loss: str, padded: bool
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+def expected(config, data, loss, padded) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Per data rank the main loss and those ahead, and the gradient of all ranks' total."""
     model = make(config)
     params = {n: p.detach().requires_grad_() for n, p in model.named_parameters()}
     state = {**dict(model.named_buffers()), **params}
     num_tokens = sum(int((y != -100).sum()) for _, y in data) if loss == "sum" else None
-    share = 1 / len(data)
-    values = []
+    share, values = 1 / len(data), []
     for tokens, labels in data:
         end = T - 4 if padded else T
         losses = plain_losses(state, config, tokens[:, :end], labels[:, :end], num_tokens)
@@ -102,7 +96,6 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         options["padding_mask_BT"] = (torch.arange(T) >= T - 4).expand(2, T)
     got = model(tokens, labels, **options)
     got.backward()
-
     want = values[meshes.data_rank]
     total = want[0] + config.mtp_loss_coef * want[1:].mean()
     errors = {"loss": relative(got.detach(), total)}
@@ -147,9 +140,7 @@ def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return run_ranks(4, worker, asked_for(request, "name"))
+results = ranks_fixture(4, worker, "name")
 
 
 @pytest.mark.parametrize("name", beside(CASES, NIGHTLY))

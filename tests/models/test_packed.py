@@ -1,8 +1,3 @@
-"""Packed documents: a packed batch gives what its documents give one by one."""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moecore import BalanceConfig, CapacityConfig, MemoryOptions, MoEConfig, MoELayer
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from moecore.moe.micro_batch import sort_by_position
 from moecore.train.graphs.regions import compile_blocks
 from moecore.train.memory.apply import apply_memory_options
@@ -33,13 +28,7 @@ class Packed:
         padding: of each document.
     """
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        lengths: Sequence[int],
-        rows: int = 1,
-        padding: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, config, lengths, rows=1, padding=None) -> None:
         g = torch.Generator().manual_seed(7)
         self.lengths, padding = lengths, padding or [0] * len(lengths)
         total = sum(lengths)
@@ -71,8 +60,7 @@ class Packed:
         # In fp64, so that fp32's own error counts once.
         params = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
         state = {**dict(model.named_buffers()), **params}
-        num_documents = sum(n > 0 for n in self.real)
-        values = []
+        num_documents, values = sum(n > 0 for n in self.real), []
         starts = self.cu_seqlens.tolist()
         for start, length in zip(starts, self.real):  # noqa: B905
             if not length:
@@ -114,9 +102,7 @@ def errors(model: Decoder, batch: Packed) -> dict[str, float]:
         "hybrid",
     ],
 )
-def test_every_gradient_is_that_of_documents_one_by_one(
-    name: str, rows: int, padding: list[int] | None
-) -> None:
+def test_every_gradient_is_that_of_documents_one_by_one(name, rows, padding) -> None:
     """Documents of one row or across rows; the balance loss is the mean over documents."""
     config = with_balance(HYBRID if name == "hybrid" else CONFIGS[name], PER_DOCUMENT)
     batch = Packed(config, [5, 11, 9, 7, 0, 0], rows, padding)
@@ -136,7 +122,6 @@ def test_angles_restart_with_each_document() -> None:
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     rows = model.model.build_sequence(tokens).rotary
     packed = model.model.build_sequence(tokens, cu_seqlens=torch.tensor([0, 4, 9, 12])).rotary
-    assert rows is not None and packed is not None
     places = [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2]
     assert torch.equal(packed.cos_Td, rows.cos_Td[places])
     assert torch.equal(packed.sin_Td, rows.sin_Td[places])
@@ -146,7 +131,6 @@ def test_padding_reaches_no_expert() -> None:
     config = with_balance(CONFIGS["latent, 1"], NO_LOSS)
     batch, model = Packed(config, [5, 11, 9, 7], padding=[2, 0, 4, 1]), make(config)
     batch.run(model).backward()
-    assert config.moe is not None
     for name, layer in model.named_modules():
         if isinstance(
             layer, MoELayer

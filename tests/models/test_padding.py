@@ -1,7 +1,3 @@
-"""Right padding: a padded batch gives what its sequences give when they are cut."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,7 +5,7 @@ import torch
 from torch import Tensor
 
 from moecore import BalanceConfig
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import DecoderConfig
 from tests.models.plain_decoder import plain_losses
 from tests.models.test_mtp import CONFIGS, make
 
@@ -30,9 +26,7 @@ def with_balance(config: DecoderConfig, balance: BalanceConfig) -> DecoderConfig
     return replace(config, moe=replace(config.moe, balance=balance))
 
 
-def assert_equal_to_cut(
-    model: Decoder, lengths: tuple[int, ...], groups: list[slice], aux_share: float
-) -> None:
+def assert_equal_to_cut(model, lengths, groups, aux_share) -> None:
     """Compare with the sum over groups of equally long sequences."""
     tokens, labels, mask = padded(model.config, lengths)
     num_tokens = int((labels != -100).sum())

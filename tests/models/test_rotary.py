@@ -1,7 +1,3 @@
-"""Rotary tables and the two ways to pair up dims: by hand and against transformers."""
-
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -42,8 +38,7 @@ def test_neighbouring_pairs_by_hand():
         [math.cos(t), 2 * math.cos(0.1 * t), math.sin(t), 2 * math.sin(0.1 * t)] for t in range(3)
     ]
     torch.testing.assert_close(table.rotate_pairs(x)[0, :, 0], torch.tensor(want))
-    both = torch.randn(2, 3, 2, 4)
-    order = [0, 2, 1, 3]
+    both, order = torch.randn(2, 3, 2, 4), [0, 2, 1, 3]
     torch.testing.assert_close(table.rotate_pairs(both), table.rotate(both[..., order]))
 
 

@@ -1,7 +1,3 @@
-"""Sparse attention of the decoder against transformers' class on packed documents, learning too."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

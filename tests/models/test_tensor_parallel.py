@@ -6,8 +6,6 @@ Gradients of all runs of a case travel in one exchange to rank 0, which alone ru
 on the data of each tp group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,8 +26,7 @@ from moecore.models import Decoder, DecoderConfig, MLAConfig, YarnConfig, preset
 from moecore.models.tensor_parallel import check_tensor_parallel
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
-from tests.helpers.grids import asked_for
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.helpers.sliced import sliced
 from tests.helpers.whole import gather_whole
 from tests.train.memory.blocks import counting_bytes
@@ -314,9 +311,7 @@ def worker(rank: int, device: torch.device, cases: list[tuple[str, int]]) -> dic
     return results
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict:
-    return run_ranks(4, worker, asked_for(request, "name", "tp"))
+results = ranks_fixture(4, worker, "name", "tp")
 
 
 @pytest.mark.parametrize("tp", TP_SIZES)

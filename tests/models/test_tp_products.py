@@ -7,8 +7,6 @@ Errors of a sliced exchange, against exchanges in turn in fp64, are at most twic
 in turn in the same dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,17 +22,12 @@ from moecore.base.regions import recompute_products
 from moecore.base.torch_private import get_storage_key
 from moecore.kernels.experts.contract import SINK, GradTarget
 from moecore.kernels.linear import PlainProducts
+from moecore.models import tp_products
 from moecore.models.tensor_parallel import TensorParallel
-from moecore.models.tp_products import (
-    apply_column_linears,
-    apply_row_linear,
-    find_overlap_problem,
-    find_sliced_exchange,
-)
 from moecore.precision.apply import make_linear_products
 from moecore.precision.plain import Linear, set_products
 from moecore.train.memory.recompute import recompute, share_region_outputs
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture, run_ranks
 from tests.helpers.sliced import sliced
 
 B = 2
@@ -51,13 +44,7 @@ class Layer(nn.Module):
 
     tp: TensorParallel | None
 
-    def __init__(
-        self,
-        tp: TensorParallel,
-        device: torch.device,
-        dtype: torch.dtype,
-        sizes: tuple[int, int, int] | None = None,
-    ) -> None:
+    def __init__(self, tp, device, dtype, sizes=None) -> None:
         super().__init__()
         self.tp = tp
         _, D, N = sizes or SIZES[device.type]
@@ -69,16 +56,11 @@ class Layer(nn.Module):
             param.data = values.bfloat16().to(device, dtype)
 
     def forward(self, x_BtD: Tensor) -> Tensor:
-        q, k, v = apply_column_linears(x_BtD, (self.q, self.k, self.v), self.tp)
-        return apply_row_linear(q * torch.cat((k, v), -1).sigmoid(), self.o, self.tp)
+        q, k, v = tp_products.apply_column_linears(x_BtD, (self.q, self.k, self.v), self.tp)
+        return tp_products.apply_row_linear(q * torch.cat((k, v), -1).sigmoid(), self.o, self.tp)
 
 
-def inputs(
-    tp: TensorParallel,
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: tuple[int, int, int] | None = None,
-) -> list[Tensor]:
+def inputs(tp, device, dtype, sizes=None) -> list[Tensor]:
     """Return x and the gradient of y, of which no sequence is contiguous with the next."""
     t, D, _ = sizes or SIZES[device.type]
     g = torch.Generator().manual_seed(10 + tp.rank)
@@ -210,7 +192,6 @@ def compiled(tp: TensorParallel, x: Tensor, dy: Tensor) -> tuple[float, dict[str
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     group = dist.group.WORLD
-    assert group is not None
     of_all = TensorParallel(group, rank, group.size())
     pair = dist.new_group([0, 1])
     found = {f"tp {of_all.size}": compare(of_all, device)}
@@ -231,9 +212,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return run_ranks(3, worker)
+results = ranks_fixture(3, worker)
 
 
 def check(found: dict[tuple[Any, str], Any]) -> None:
@@ -247,9 +226,7 @@ def check(found: dict[tuple[Any, str], Any]) -> None:
 
 
 @pytest.mark.parametrize("tp", [2, 3])
-def test_a_sliced_exchange_is_as_exact_as_exchanges_in_turn(
-    results: dict[str, Any], tp: int
-) -> None:
+def test_a_sliced_exchange_is_as_exact_as_exchanges_in_turn(results, tp) -> None:
     check(results[f"tp {tp}"])
 
 
@@ -280,8 +257,7 @@ def test_gradients_that_are_deferred(results: dict[str, Any]) -> None:
 
 def test_a_region_exchanges_nothing_again(results: dict[str, Any]) -> None:
     same, counts = results["recomputed"]
-    assert same == [True] * 6
-    assert counts == {"all_gather": 2 * B, "all_to_all": 2 * B}
+    assert same == [True] * 6 and counts == {"all_gather": 2 * B, "all_to_all": 2 * B}
 
 
 def test_a_forward_saves_what_it_saves_in_turn(results: dict[str, Any]) -> None:
@@ -292,9 +268,9 @@ def test_a_forward_saves_what_it_saves_in_turn(results: dict[str, Any]) -> None:
 def test_which_products_can_be_part_of_an_exchange() -> None:
     x = torch.ones(1, 4, 32)
     with torch.autocast("cpu"):
-        assert find_overlap_problem(Linear(32, 32), x) is not None
-    assert find_overlap_problem(Linear(32, 32), x) is None
-    assert find_overlap_problem(nn.Linear(32, 32, bias=False), x) is None
+        assert tp_products.find_overlap_problem(Linear(32, 32), x) is not None
+    assert tp_products.find_overlap_problem(Linear(32, 32), x) is None
+    assert tp_products.find_overlap_problem(nn.Linear(32, 32, bias=False), x) is None
     changed = [Linear(32, 32) for _ in range(4)]
     changed[0].register_forward_hook(lambda *_: None)
     changed[1].forward = changed[0].forward  # type: ignore[method-assign]
@@ -302,18 +278,19 @@ def test_which_products_can_be_part_of_an_exchange() -> None:
     set_products(changed[3], make_linear_products(Recipe()))
     subclass = type("LoraLinear", (Linear,), {"forward": lambda self, x: x})
     for linear in (*changed, nn.Linear(32, 32), subclass(32, 32)):
-        assert find_overlap_problem(linear, x) is not None, linear
+        assert tp_products.find_overlap_problem(linear, x) is not None, linear
 
 
 def test_when_exchanges_stay_in_turn() -> None:
     tp: Any = TensorParallel(group=None, rank=0, size=2)  # type: ignore[arg-type]
     x, linears = torch.ones(1, 4, 32), (Linear(32, 32),)
-    assert find_sliced_exchange(tp, x, 1 << 30, 32, linears) is None  # on CPUs
+    assert tp_products.find_sliced_exchange(tp, x, 1 << 30, 32, linears) is None  # on CPUs
     with sliced():
-        assert find_sliced_exchange(tp, x, 4, 32, linears) is not None
+        assert tp_products.find_sliced_exchange(tp, x, 4, 32, linears) is not None
         with recompute_products():
-            assert find_sliced_exchange(tp, x, 4, 32, linears) is None
+            assert tp_products.find_sliced_exchange(tp, x, 4, 32, linears) is None
         compiled = torch.compile(
-            lambda x: find_sliced_exchange(tp, x, 4, 32, linears) is None, backend="eager"
+            lambda x: tp_products.find_sliced_exchange(tp, x, 4, 32, linears) is None,
+            backend="eager",
         )
         assert compiled(x)

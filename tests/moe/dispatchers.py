@@ -4,8 +4,6 @@
 neighbouring ranks: inside a domain all-to-all or the stores of "nvlink" send the tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -110,9 +108,7 @@ def make_layer(config: MoEConfig, dtype: torch.dtype = torch.float32) -> MoELaye
     return layer.to(dtype)
 
 
-def sharded_layer(
-    config: MoEConfig, dispatcher: Any, layout: str, dtype: torch.dtype = torch.float32
-) -> MoELayer:
+def sharded_layer(config, dispatcher, layout, dtype=torch.float32) -> MoELayer:
     """Return `make_layer`'s layer with this rank's experts."""
     layer = make_layer(config, dtype)
     layer.get_part("experts").shard_parameters(placed(*LAYOUTS[layout])[0].expert["ep", "etp"])

@@ -3,8 +3,6 @@
 Holes are NaN in floats: who reads one shows it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +21,6 @@ from moecore.kernels.rows.move import sum_rows_ref
 from moecore.moe.clones import view_as_sendable_dtype
 from moecore.moe.dispatch.exchange import CloneExchange, Exchange, ExchangeMap
 from moecore.moe.dispatch.exchange_pool import ExchangePool
-from moecore.moe.placement import ExpertPlacement
 from tests.kernels.exchange.oracles import (
     bring_home_ref,
     fetch_ref,
@@ -43,9 +40,7 @@ class EmulatedExchange(Exchange):
 
     operations: list[str]
 
-    def dispatch_tokens(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, placement: ExpertPlacement
-    ) -> DispatchedRows:
+    def dispatch_tokens(self, x_TD, ids_TK, weights_TK, placement) -> DispatchedRows:
         num_local_experts, etp = placement.num_physical, placement.etp
         self.operations.append("spread_choices")
         self._change_slot_state(SlotEvent.OPERATION)
@@ -75,15 +70,11 @@ class EmulatedExchange(Exchange):
         out_RD[row_map.slots_SN[s, n].long()] = rows_SD[s]
         return out_RD
 
-    def combine_rows(
-        self, y_RD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def combine_rows(self, y_RD, row_map, choices=None) -> tuple[Tensor, Tensor | None]:
         self._change_slot_state(SlotEvent.OPERATION)
         return self._reduce(y_RD, row_map, choices)
 
-    def _reduce(
-        self, y_RD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _reduce(self, y_RD, row_map, choices) -> tuple[Tensor, Tensor | None]:
         self.operations.append("reduce")
         rank, (peers_T, places_S, slots_SN) = self.buffer.rank, row_map
         y_SD = sum_rows_ref(y_RD, places_S, slots_SN, None)
@@ -99,9 +90,7 @@ class EmulatedExchange(Exchange):
         self.operations.append("copies")
         self._change_slot_state(SlotEvent.COPY)
 
-    def finish_copies(
-        self, sums_SD: Tensor, row_map: ExchangeMap, choices: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
+    def finish_copies(self, sums_SD, row_map, choices) -> tuple[Tensor, Tensor | None]:
         self._change_slot_state(SlotEvent.READ)
         places = row_map._replace(slots_SN=row_map.places_S[:, None])
         return self._reduce(sums_SD, places, choices)
@@ -137,8 +126,7 @@ def emulated() -> Iterator[None]:
             "moecore.parallel.model.phases.find_peer_store_problem", lambda group, device_type: None
         ),
         patch(
-            "moecore.parallel.model.phases.find_local_peer_problem",
-            lambda ranks, device_type: None,
+            "moecore.parallel.model.phases.find_local_peer_problem", lambda ranks, device_type: None
         ),
     ):
         yield
@@ -147,9 +135,7 @@ def emulated() -> Iterator[None]:
 class EmulatedCloneExchange(CloneExchange):
     """The same results over any process group; gradients in empty places are NaN."""
 
-    def fetch_clone_weights(
-        self, tensors: Sequence[Tensor], clone_experts: ClonePlaces
-    ) -> list[Tensor]:
+    def fetch_clone_weights(self, tensors, clone_experts) -> list[Tensor]:
         return [
             fetch_ref(self._gather(t, clone_experts), clone_experts)[self._block(clone_experts)]
             for t in tensors

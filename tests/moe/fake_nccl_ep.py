@@ -121,15 +121,7 @@ class Group:
         made.exchange("create", (config.num_experts, config.max_dispatch_tokens_per_rank))
         return made
 
-    def create_handle(
-        self,
-        layout: Layout,
-        topk_idx: Tensor,
-        *,
-        layout_info: LayoutInfo | None = None,
-        config: None = None,
-        stream: int,
-    ) -> Handle:
+    def create_handle(self, layout, topk_idx, *, layout_info=None, config=None, stream) -> Handle:
         assert layout == Layout.FLAT
         self.handles += 1
         handle = Handle(self, topk_idx.buffer.shape[1])
@@ -155,9 +147,7 @@ class Handle:
         assert top_k <= min(MOST_CHOICES, group.config.num_experts)
         self.group, self.top_k, self.is_open = group, top_k, True
 
-    def update(
-        self, topk_idx: Tensor, *, layout_info: LayoutInfo | None = None, stream: int
-    ) -> None:
+    def update(self, topk_idx, *, layout_info=None, stream) -> None:
         ids = topk_idx.buffer
         assert self.is_open and ids.shape[1] == self.top_k
         assert ids.dtype in (torch.int32, torch.int64)
@@ -176,15 +166,7 @@ class Handle:
         chosen = torch.cat([i[h] for i, h in zip(self.ids, self.here, strict=True)]) - self.first
         experts.buffer.copy_(torch.bincount(chosen, minlength=num_local))  # type: ignore[union-attr]
 
-    def dispatch(
-        self,
-        inputs: DispatchInputs,
-        outputs: DispatchOutputs,
-        *,
-        layout_info: None = None,
-        config: DispatchConfig | None = None,
-        stream: int,
-    ) -> None:
+    def dispatch(self, inputs, outputs, *, layout_info=None, config=None, stream) -> None:
         is_forward = config is None or config.pass_direction == PassDir.FWD
         assert self.is_open and inputs.tokens is not None and outputs.tokens is not None
         x, weights, out = inputs.tokens.buffer, inputs.topk_weights, outputs.tokens.buffer
@@ -211,14 +193,7 @@ class Handle:
             for k, (expert, column) in enumerate(self._local(r, t)):
                 out_i[row, k], out_w[row, k] = expert - self.first, came[r][1][t, column]
 
-    def combine(
-        self,
-        inputs: CombineInputs,
-        outputs: CombineOutputs,
-        *,
-        config: CombineConfig | None = None,
-        stream: int,
-    ) -> None:
+    def combine(self, inputs, outputs, *, config=None, stream) -> None:
         is_forward = config is None or config.pass_direction == PassDir.FWD
         assert self.is_open and inputs.tokens is not None and outputs.tokens is not None
         y, weights, out = inputs.tokens.buffer, inputs.topk_weights, outputs.tokens.buffer

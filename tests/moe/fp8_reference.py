@@ -7,8 +7,6 @@ rounds to the dtype of the rows (H, dA, outputs of expert rows) is rounded here 
 Legend: S source rows, D model dim, F hidden dim, C columns of FC1, e experts, K choices per row.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Configs, random weights and error measures that the tests of this folder share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +10,6 @@ from torch import Tensor
 from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.base.options.layer import CapacityConfig
 from moecore.moe.balance import BalanceGroups
-from moecore.moe.layer import LayerLayout
 from moecore.moe.state import MoEState
 from tests.moe.reference import ReferenceOutput, moe_reference
 
@@ -117,9 +114,7 @@ OPTIONS = {
 CASES = CONFIGS | OPTIONS
 
 
-def make_layer(
-    config: MoEConfig, *, layout: LayerLayout | None = None, seed: int = 0, std: float = 0.3
-) -> MoELayer:
+def make_layer(config, *, layout=None, seed=0, std=0.3) -> MoELayer:
     """A layer whose every weight, bias and buffer is random and large enough to matter."""
     layer = MoELayer(config, layout=layout)
     generator = torch.Generator().manual_seed(seed)
@@ -166,7 +161,6 @@ def leaves(layer: MoELayer) -> dict[str, Tensor]:
 
 def error(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
     """Largest element error over the largest element of the tensor, or over `floor` if larger."""
-    assert found is not None and expected is not None
     found, expected = found.detach(), expected.detach()
     assert found.shape == expected.shape
     if expected.numel() == 0:
@@ -175,9 +169,7 @@ def error(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> 
     return float(difference / expected.double().abs().max().clamp(min=max(floor, 1e-6)))
 
 
-def assert_equal_to_scale(
-    found: Tensor | None, expected: Tensor | None, name: str = "", *, floor: float = 0.0
-) -> None:
+def assert_equal_to_scale(found, expected, name="", *, floor=0.0) -> None:
     found_error = error(found, expected, floor)
     assert found_error <= 1e-5, f"{name}: {found_error}"
 

@@ -4,8 +4,6 @@ The first value of an option is neutral: it goes with every value of every other
 that a config refuses beside neutral values is refused by a rule between these two.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from functools import cache

@@ -8,8 +8,6 @@ Legend: B sequences, T tokens, N = B T, D model dim, L dim of the routed experts
 dim), F hidden dim, E experts, K experts per token, n shared experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -184,8 +182,7 @@ def _losses(routing: ReferenceRouting, borders: list[int], config: MoEConfig) ->
     even = E * (routing.real_mean(counted_NE) / K * mean_scores_E).sum()
     shares_E = counted_NE.sum(0) / counted_NE.sum().clamp(min=1)
     globally = E * (shares_E * mean_scores_E).sum()
-    per_sequence = torch.zeros_like(even)
-    num_sequences = 0
+    per_sequence, num_sequences = torch.zeros_like(even), 0
     for part in map(slice, borders, borders[1:]):
         f_E = routing.real_mean(counted_NE, part) / K
         num_sequences += int(routing.real_N[part].any())

@@ -6,8 +6,6 @@ masked algebra, so that gradients reach the logits. Nothing is shared with the p
 Legend: N tokens of the micro-batch, D model dim, E experts, K experts per token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -73,8 +71,7 @@ def route_reference(
     logits_NE = x_ND.to(dtype) @ params["router.weight"].to(dtype).T
     if config.router_bias:
         logits_NE = logits_NE + params["router.bias"].to(dtype)
-    scores_NE = _scores(logits_NE, config)
-    real = real_N.tolist()
+    scores_NE, real = _scores(logits_NE, config), real_N.tolist()
     if given_ids_NK is None:
         bias = params["router.expert_bias"].tolist() if config.expert_bias else None
         chosen = _choose(logits_NE.detach(), real, bias, config, training)
@@ -143,9 +140,6 @@ def _weights(logits_NE: Tensor, scores_NE: Tensor, chosen_NE: Tensor, config: Mo
         total_N1 = parts_NE.sum(-1, keepdim=True)
         parts_NE = parts_NE / torch.where(chosen_NE.any(-1, keepdim=True), total_N1, 1)
     return (parts_NE * config.routed_scaling_factor).float()
-
-
-# --------------------------------------------------------------------------- who chooses
 
 
 def _choose(
@@ -229,9 +223,6 @@ def _sinkhorn(logits: Rows, real: list[bool]) -> Rows:
             row = [v * len(rows) / E / s for v, s in zip(plan[n], sums, strict=True)]
             plan[n] = [v / sum(row) for v in row]
     return plan
-
-
-# --------------------------------------------------------------------------- who stays
 
 
 def _factor(capacity: CapacityConfig, training: bool) -> float | None:

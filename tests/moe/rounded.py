@@ -1,7 +1,5 @@
 """What tokens that travel as FP8 must equal: any dispatcher behind the same rounding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,3 @@
-"""Auxiliary losses of layers that are no MoE layers: factors, sums and what drops them."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

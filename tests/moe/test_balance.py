@@ -1,7 +1,3 @@
-"""Auxiliary losses, counts and the expert bias of one process, by hand."""
-
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -46,9 +42,6 @@ def losses_of(routing: Routing, config: MoEConfig, num_sequences: int = 1, **kw:
     return compute_balance_losses(routing, ids_TK, num_sequences, config, BalanceGroups(), **kw)
 
 
-# --------------------------------------------------------------------------- values
-
-
 def test_the_three_scopes_by_hand() -> None:
     """Two sequences of two tokens, two experts, K=1."""
     ids = torch.tensor([[0], [0], [0], [1]])
@@ -72,15 +65,10 @@ def test_the_three_scopes_by_hand() -> None:
     assert float(found) == pytest.approx(2 * (f[0] * p[0] + f[1] * p[1]))
 
 
-# --------------------------------------------------------------------------- gradient
-
-
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("limit", ["bias", "groups", "both"])
 @pytest.mark.parametrize("loss", ["micro_batch", "sequence", "global_batch"])
-def test_losses_count_best_scores_where_bias_or_groups_choose(
-    loss: str, limit: str, masked: bool
-) -> None:
+def test_losses_count_best_scores_where_bias_or_groups_choose(loss, limit, masked) -> None:
     """DeepSeek-V3's f and P by hand, in two micro-batches; metrics count the choice."""
     groups: Any = {} if limit == "bias" else dict(num_groups=4, top_groups=1)
     config = replace(
@@ -103,8 +91,7 @@ def test_losses_count_best_scores_where_bias_or_groups_choose(
         scores = (x @ params["router.weight"].T).sigmoid()
         best = torch.zeros_like(scores).scatter(-1, scores.topk(2).indices, 1.0) * ~mask[..., None]
         scores = scores / scores.sum(-1, keepdim=True) * ~mask[..., None]
-        seen_E = seen_E + best.sum((0, 1))
-        n = (~mask).sum(1, keepdim=True)
+        seen_E, n = seen_E + best.sum((0, 1)), (~mask).sum(1, keepdim=True)
         if loss == "sequence":
             value = 8 * (best.sum(1) / n / 2 * scores.sum(1) / n).sum(1).mean()
         else:
@@ -120,9 +107,6 @@ def test_losses_count_best_scores_where_bias_or_groups_choose(
     assert not torch.equal(seen_E, choices_E), "the test must tell the two apart"
 
 
-# --------------------------------------------------------------------------- state
-
-
 def make_state(*layers: MoELayer, **kwargs: Any) -> MoEState:
     named: dict[str, Any] = {f"layers.{i}": layer for i, layer in enumerate(layers)}
     return MoEState(named, BalanceGroups(**kwargs.pop("groups", {})), **kwargs)
@@ -130,17 +114,15 @@ def make_state(*layers: MoELayer, **kwargs: Any) -> MoEState:
 
 def test_nothing_is_counted_without_gradients_or_without_backward() -> None:
     layer = make_layer(replace(BASE, balance=only("z", 0.5)))
-    state = make_state(layer)
-    x = torch.randn(3, 6, 32)
+    state, x = make_state(layer), torch.randn(3, 6, 32)
     with torch.no_grad():
         layer(x)
     layer.eval()(x)
     layer.train()(x)  # a forward whose loss is thrown away
     metrics = state.finish_step()
     assert not any(counts.any() for counts in metrics.tokens_per_expert.values())
-    assert metrics.compute_total_aux_loss() == 0.0 and set(
-        metrics.compute_load_max_over_mean().values()
-    ) == {0.0}
+    assert metrics.compute_total_aux_loss() == 0.0
+    assert set(metrics.compute_load_max_over_mean().values()) == {0.0}
 
 
 def test_a_forgotten_number_of_micro_batches_is_an_error_once() -> None:
@@ -160,8 +142,7 @@ def test_a_layer_that_runs_twice_in_a_forward_says_so() -> None:
     layer, first, second = (MoELayer(config, runs=n) for n in (2, 1, 1))
     for other in (first, second):
         other.load_state_dict(layer.state_dict())
-    x_TD = torch.randn(3, 32)
-    found = []
+    x_TD, found = torch.randn(3, 32), []
     for layers in ((layer,), (first, second)):
         state = make_state(*layers)
         layers[-1](layers[0](x_TD)).sum().backward()
@@ -251,7 +232,6 @@ def test_counts_are_kept_in_place() -> None:
     assert tracker.counts is None, "nothing is allocated before it is needed"
     for _ in range(3):
         layer(x).sum().backward()
-        assert tracker.counts is not None
         addresses.add((tracker.counts.choices_E.data_ptr(), tracker.counts.losses.data_ptr()))
         metrics = state.finish_step()
         assert not tracker.counts.choices_E.any() and not tracker.counts.losses.any()
@@ -326,7 +306,6 @@ def test_counts_follow_a_layer_to_another_device() -> None:
     for device in ("cpu", "cuda"):
         x = torch.ones(6, 32, device=device)
         routed.to(device)(x).sum().backward()
-        assert routed.tracker.counts is not None
         assert routed.tracker.counts.choices_E.device.type == device
     assert int(routed.tracker.counts.choices_E.sum()) == 2 * 6 * 2  # type: ignore[union-attr]
 

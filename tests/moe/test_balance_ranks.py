@@ -1,7 +1,3 @@
-"""Auxiliary losses where ranks or micro-batches have no tokens: means over those that have some."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

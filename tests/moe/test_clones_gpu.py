@@ -5,13 +5,10 @@
 One rank per GPU of the host, or four on its only one, spawned once.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +18,7 @@ from moecore.kernels.exchange.clones import ClonePlaces
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.kernels.exchange.oracles import bring_home_ref, fetch_ref
 from tests.moe.test_nvlink_gpu import (
     NUM_RANKS,
@@ -177,9 +174,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return {"stress": stress(), "pieces": pieces(), "layers": layers(), "absent": absent_rank()}
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return run_ranks(NUM_RANKS, worker, device_type="cuda")
+found = ranks_fixture(NUM_RANKS, worker, device_type="cuda")
 
 
 def test_no_round_differs_from_the_references(found: dict[str, Any]) -> None:

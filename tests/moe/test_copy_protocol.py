@@ -13,8 +13,6 @@ A place is what one rank writes on another one: its part of a slot, or a flag. A
 programs push and receive at once, so it is several nodes between a begin and an end.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections import Counter, defaultdict
@@ -45,8 +43,6 @@ from moecore.moe.experts import Experts
 
 RANKS, TOKENS, DIM, LOCAL = 3, 4, 8, 2  # LOCAL experts of each rank
 Step = tuple[Any, ...]  # (stream, what, ...)
-
-# --------------------------------------------------------------------------- what a device would do
 
 
 class Device:
@@ -129,9 +125,7 @@ class NotedExchangePool(ExchangePool):
         return NotedExchange(buffer, self.group, self.options, balanced_rows=balanced)
 
 
-def dispatch_rows_and_choices(
-    buffer: Any, x_TD: Tensor, ids_TK: Tensor, *_: Any, **__: Any
-) -> DispatchedRows:
+def dispatch_rows_and_choices(buffer, x_TD, ids_TK, *_, **__) -> DispatchedRows:
     buffer.note("operation", None)
     rows_S = torch.arange(buffer.layout.source_rows, dtype=torch.int32)
     ids_SK = torch.full((rows_S.shape[0], ids_TK.shape[1]), -1, dtype=torch.int32)
@@ -152,9 +146,6 @@ def combine_rows(buffer: Any, y_RD: Any, peers_T: Tensor, *_: Any, has_sums: boo
     return y_RD.new_ones(peers_T.shape[0], DIM), y_RD.new_ones(
         peers_T.shape[0], buffer.layout.top_k
     )
-
-
-# --------------------------------------------------------------------------- what a user would do
 
 
 @dataclass(frozen=True)
@@ -284,9 +275,6 @@ def run(model: Model, plan: str, rank: int = 0) -> list[Step]:
         return list(device.log)
 
 
-# --------------------------------------------------------------------------- what may happen when
-
-
 class Graph:
     """Numbered nodes of all ranks: what comes before each, and which places it writes and reads."""
 
@@ -362,9 +350,7 @@ class Graph:
         return found
 
 
-def misread(
-    writes: list[tuple[int, Any]], reads: list[tuple[int, Any]], earlier: list[int]
-) -> Iterator[str]:
+def misread(writes, reads, earlier) -> Iterator[str]:
     """Yield what may go wrong at a place whose writes are sorted."""
     after = {a: b for (a, _), (b, _) in itertools.pairwise(writes)}
     written = {meaning: node for node, meaning in writes}
@@ -413,9 +399,6 @@ def ancestors(before: list[list[int]]) -> list[int] | None:
             if not missing[a]:
                 ready.append(a)
     return found if len(ready) == len(before) else None
-
-
-# --------------------------------------------------------------------------- tests
 
 
 def check(model: Model, plan: str) -> list[Step]:
@@ -476,14 +459,10 @@ def stream_at_once(self: Any, x: Tensor) -> Any:
     ("name", "weaker"),
     [("_wait_for_stream", lambda self, x: None), ("_get_ordered_copy_stream", stream_at_once)],
 )
-def test_streams_that_do_not_wait_are_found(
-    name: str, weaker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_that_do_not_wait_are_found(name, weaker, monkeypatch) -> None:
     monkeypatch.setattr(Exchange, name, weaker)
     assert Graph(run(TWO, "step")).problems()
 
-
-# --------------------------------------------------------------------------- the table itself
 
 Table = dict[SlotState, dict[SlotEvent, SlotState]]
 EVENTS = 8  # that a rank runs, one after the other
@@ -504,9 +483,7 @@ def logs(table: Table, length: int, *, behind_operation: bool = True) -> Iterato
         copies = [(1, "copy", 0, i % RANKS, memory) for i in range(1, RANKS + 1)]
         return [(0, "made", memory), (1, "wait", 0), *copies]
 
-    def extend(
-        names: list[str], log: list[Step], graph: list[Step], state: SlotState
-    ) -> Iterator[list[Step]]:
+    def extend(names, log, graph, state) -> Iterator[list[Step]]:
         if len(names) == length:
             yield log
             return
@@ -558,9 +535,7 @@ def test_copies_that_no_operation_precedes_are_not_safe() -> None:
     ],
     ids=lambda e: e.name,
 )
-def test_a_table_that_allows_more_is_not_safe(
-    state: SlotState, event: SlotEvent, then: SlotState
-) -> None:
+def test_a_table_that_allows_more_is_not_safe(state, event, then) -> None:
     assert TRANSITIONS[state].get(event) is not then
     assert not is_safe(TRANSITIONS | {state: TRANSITIONS[state] | {event: then}}, 5)
 

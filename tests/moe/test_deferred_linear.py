@@ -1,7 +1,3 @@
-"""A linear whose weight gradient a sink computes later: values and gradients of `F.linear`."""
-
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -49,21 +45,17 @@ def twins(*, defers: bool, bias: bool) -> tuple[nn.Linear, nn.Linear, Sink]:
 @pytest.mark.parametrize("is_cast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("defers", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bits_are_those_of_a_plain_linear(
-    shape: tuple[int, ...], defers: bool, is_cast: bool
-) -> None:
+def test_bits_are_those_of_a_plain_linear(shape, defers, is_cast) -> None:
     for bias in (False, True):
         plain, ours, sink = twins(defers=defers, bias=bias)
-        x = torch.randn(shape)
-        found = []
+        x, found = torch.randn(shape), []
         for linear in (plain, ours):
             leaf = x.clone().requires_grad_()
             with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
                 y = linear(leaf)
             y.float().square().sum().backward()
             found.append([y, leaf.grad, *([linear.bias.grad] if bias else [])])
-        assert all(map(torch.equal, *found))
-        assert (ours.weight.grad is None) == defers
+        assert all(map(torch.equal, *found)) and (ours.weight.grad is None) == defers
         grad = sink.later().to(plain.weight.dtype) if defers else ours.weight.grad
         assert torch.equal(grad, plain.weight.grad)
 
@@ -85,8 +77,7 @@ def test_names_and_copies_stay_and_own_forwards_too() -> None:
     defer_linears(model)
     defer_linears(model)  # nothing more
     assert [type(m).__name__ for m in model] == ["ProductLinear", "Own"]
-    assert list(model.state_dict()) == names
-    assert torch.equal(copy.deepcopy(model)(x), want)
+    assert list(model.state_dict()) == names and torch.equal(copy.deepcopy(model)(x), want)
 
 
 def test_compilers_see_a_plain_linear() -> None:

@@ -1,7 +1,3 @@
-"""The local dispatcher and the order of sending: exact and by hand."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,16 +16,12 @@ from moecore.moe.records import Routing
 def routings(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
     """ids with dropped experts (distinct per token), weights, E."""
     E = draw(st.integers(1, 9))
-    K = draw(st.integers(1, E))
-    S = draw(st.integers(0, 8))
+    K, S = draw(st.integers(1, E)), draw(st.integers(0, 8))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     ids = torch.rand(S, E, generator=generator).argsort(1)[:, :K]
     dropped = torch.rand(S, K, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))
     ids = ids.masked_fill(dropped, -1).to(torch.int32)
     return ids, torch.rand(S, K, generator=generator) + 0.5, E
-
-
-# --------------------------------------------------------------------------- local
 
 
 @settings(max_examples=60, deadline=None, database=None)
@@ -51,14 +43,10 @@ def test_local_dispatch_then_combine(drawn: tuple[Tensor, Tensor, int]) -> None:
     torch.testing.assert_close(y_TD, x_TD * total_T[:, None])
 
 
-# --------------------------------------------------------------------------- order of sending
-
-
 def test_worked_example_of_the_order_of_sending() -> None:
     needs = torch.tensor([[1, 0, 1], [0, 1, 1]]).bool()
     token_ids, slots = assign_send_rows(needs, 4)
-    assert token_ids.tolist() == [0, 2, 1, 2]
-    assert slots.tolist() == [[0, -1], [-1, 2], [1, 3]]
+    assert token_ids.tolist() == [0, 2, 1, 2] and slots.tolist() == [[0, -1], [-1, 2], [1, 3]]
     assert (token_ids.dtype, slots.dtype) == (torch.int32, torch.int32)
 
 
@@ -76,15 +64,11 @@ def test_order_of_sending(G: int, T: int, seed: int) -> None:
     assert slots.tolist() == expected.tolist()
 
 
-# --------------------------------------------------------------------------- by choice
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_choices_that_are_dispatched_one_by_one(dtype: torch.dtype) -> None:
     """The sum has the bits of a rank that owns all experts, and the same gradients."""
     layer = MoELayer(MoEConfig(dim=16, hidden_dim=24, num_experts=6, top_k=4), dtype=dtype)
-    x_TD = torch.randn(9, 16).to(dtype)
-    padding_mask_T = torch.arange(9) == 4
+    x_TD, padding_mask_T = torch.randn(9, 16).to(dtype), torch.arange(9) == 4
 
     def found() -> list[Tensor]:
         x = x_TD.clone().requires_grad_()

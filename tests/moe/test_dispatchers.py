@@ -3,8 +3,6 @@
 Six ranks are spawned once. Each check runs on all of them, and reports a number or raises there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore import CapacityConfig, MemoryOptions, MoEConfig, ParallelConfig, build_meshes
+from moecore import CapacityConfig, MemoryOptions, ParallelConfig, build_meshes
 from moecore.base.saved_tensors import use_packer
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.moe.dispatch import alltoall
@@ -30,26 +28,7 @@ from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.helpers.grids import asked_for, grid
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import Held, positions
-from tests.moe import fake_nccl_ep
-from tests.moe.dispatchers import (
-    CASES,
-    CONFIG,
-    LAYOUTS,
-    PLAIN,
-    WORLD,
-    D,
-    E,
-    equal,
-    even_layer,
-    gradients,
-    local_tokens,
-    make_dispatcher,
-    make_layer,
-    placed,
-    sharded_layer,
-    tokens_of,
-    weights_of,
-)
+from tests.moe import dispatchers, fake_nccl_ep
 from tests.moe.reference import moe_reference
 from tests.train.memory.test_saved_bytes import Saved
 
@@ -58,17 +37,17 @@ pytestmark = pytest.mark.slow
 TOKENS = {
     "uneven": (5, 0, 11, 3, 20, 1),
     "single-token": (0, 1, 0, 0, 0, 0),
-    "nothing": (0,) * WORLD,
-    "even": (8,) * WORLD,
+    "nothing": (0,) * dispatchers.WORLD,
+    "even": (8,) * dispatchers.WORLD,
 }
 # Experts with biases sum their rows; otherwise "nvlink" sums them.
 ROUTINGS = {
-    "learned": CONFIG,
-    "all-experts": replace(PLAIN, top_k=E),
+    "learned": dispatchers.CONFIG,
+    "all-experts": replace(dispatchers.PLAIN, top_k=dispatchers.E),
     # One normalised weight is always 1 and its gradient pure rounding, so no normalisation here.
-    "one-expert": replace(PLAIN, top_k=1, expert_bias=True, normalize_weights=False),
-    "dropped": replace(CONFIG, capacity=CapacityConfig(factor=0.7)),
-    "padded": replace(PLAIN, capacity=CapacityConfig(factor=1.0, pad=True)),
+    "one-expert": replace(dispatchers.PLAIN, top_k=1, expert_bias=True, normalize_weights=False),
+    "dropped": replace(dispatchers.CONFIG, capacity=CapacityConfig(factor=0.7)),
+    "padded": replace(dispatchers.PLAIN, capacity=CapacityConfig(factor=1.0, pad=True)),
 }
 HARD = [(tokens, routing) for tokens in ("uneven", "single-token") for routing in ROUTINGS][:-1]
 HARD += [("nothing", "learned"), ("even", "padded")]
@@ -92,18 +71,16 @@ def sum_ranks(parts: list[Held]) -> Tensor:
     return full
 
 
-def run_layer(
-    config: MoEConfig, case: tuple[str, str], counts: tuple[int, ...], dtype: torch.dtype
-) -> dict[str, Tensor]:
+def run_layer(config, case, counts, dtype) -> dict[str, Tensor]:
     """Run forward and backward of sharded experts; return full results on rank 0."""
-    layer = sharded_layer(config, make_dispatcher(*case), case[1], dtype)
-    x_TD = tokens_of(counts, dtype)[dist.get_rank()].requires_grad_()
+    layer = dispatchers.sharded_layer(config, dispatchers.make_dispatcher(*case), case[1], dtype)
+    x_TD = dispatchers.tokens_of(counts, dtype)[dist.get_rank()].requires_grad_()
     y_TD = layer(x_TD)
-    y_TD.backward(weights_of(y_TD))
+    y_TD.backward(dispatchers.weights_of(y_TD))
     grads = {n: p.grad for n, p in layer.named_parameters()}
     assert None not in grads.values(), "a rank without tokens still needs a gradient to reduce"
     local = (y_TD.detach(), x_TD.grad, {n: Held.of(g) for n, g in grads.items()})  # type: ignore[arg-type]
-    found: list[Any] = [None] * WORLD
+    found: list[Any] = [None] * dispatchers.WORLD
     dist.gather_object(local, found if dist.get_rank() == 0 else None)
     if dist.get_rank():
         return {}
@@ -111,28 +88,24 @@ def run_layer(
     return result | {n: sum_ranks([parts[n] for *_, parts in found]) for n in grads}
 
 
-def run_reference(
-    config: MoEConfig,
-    counts: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
-    *,
-    rounded_to: torch.dtype | None = None,
-) -> dict[str, Tensor]:
+def run_reference(config, counts, dtype=torch.float32, *, rounded_to=None) -> dict[str, Tensor]:
     """Return outputs and gradients of one process on rank 0, of values `rounded_to` a dtype."""
     if dist.get_rank():
         return {}
-    layer = make_layer(config, rounded_to or dtype).to(dtype)
+    layer = dispatchers.make_layer(config, rounded_to or dtype).to(dtype)
     params = dict(layer.named_parameters()) | dict(layer.named_buffers())
     ys, grads = [], []
-    for x_TD in tokens_of(counts, rounded_to or dtype):
+    for x_TD in dispatchers.tokens_of(counts, rounded_to or dtype):
         if not x_TD.shape[0]:
             continue
         x_TD = x_TD.to(dtype).requires_grad_()
         out = moe_reference(x_TD[None], params, config)
-        torch.autograd.backward([out.y_BTD[0], out.losses["z"]], [weights_of(out.y_BTD[0]), None])
+        torch.autograd.backward(
+            [out.y_BTD[0], out.losses["z"]], [dispatchers.weights_of(out.y_BTD[0]), None]
+        )
         ys.append(out.y_BTD[0].detach())
         grads.append(x_TD.grad)
-    empty = torch.zeros(0, D, dtype=dtype)
+    empty = torch.zeros(0, dispatchers.D, dtype=dtype)
     result = {"y": torch.cat([empty, *ys]), "x.grad": torch.cat([empty, *grads])}
     for n, p in layer.named_parameters():
         result[n] = torch.zeros_like(p) if p.grad is None else p.grad
@@ -172,10 +145,12 @@ def fp32_errors(cases: list[tuple[Any, ...]]) -> dict[Any, tuple[float, bool]]:
 def bf16_ratios() -> dict[str, tuple[float, float]]:
     """Return bf16 errors over those of one-process bf16, each against fp32 on equal inputs."""
     counts, ratios = (24, 20, 13, 8, 1, 17), {}
-    rounded = {k: v.float() for k, v in run_reference(PLAIN, counts, torch.bfloat16).items()}
-    expected = run_reference(PLAIN, counts, rounded_to=torch.bfloat16)
-    for case in CASES:
-        found = run_layer(PLAIN, case, counts, torch.bfloat16)
+    rounded = {
+        k: v.float() for k, v in run_reference(dispatchers.PLAIN, counts, torch.bfloat16).items()
+    }
+    expected = run_reference(dispatchers.PLAIN, counts, rounded_to=torch.bfloat16)
+    for case in dispatchers.CASES:
+        found = run_layer(dispatchers.PLAIN, case, counts, torch.bfloat16)
         for key in expected:
             errors = row_errors(found[key], expected[key]), row_errors(rounded[key], expected[key])
             ratios[f"{case}/{key}"] = tuple(a / max(b, 1e-4) for a, b in zip(*errors, strict=True))
@@ -199,22 +174,24 @@ def counted_collectives() -> Iterator[list[list[int] | None]]:
 def choices(rank: int) -> Tensor:
     """Return ids [9, 3] with dropped choices, and a token without any expert."""
     generator = torch.Generator().manual_seed(rank)
-    ids = torch.stack([torch.randperm(E, generator=generator)[:3] for _ in range(9)]).int()
+    ids = torch.stack(
+        [torch.randperm(dispatchers.E, generator=generator)[:3] for _ in range(9)]
+    ).int()
     ids[rank, 1:], ids[8] = -1, -1
     return ids
 
 
 def traffic(case: tuple[str, str]) -> dict[str, bool]:
     """Dispatch recognisable rows, and look at what arrives."""
-    place, rank = placed(*LAYOUTS[case[1]])[1], dist.get_rank()
-    dispatcher, ids_TK = make_dispatcher(*case), choices(rank)
-    x_TD = (torch.arange(9.0) + 100 * rank)[:, None].expand(9, D).contiguous()
+    place, rank = dispatchers.placed(*dispatchers.LAYOUTS[case[1]])[1], dist.get_rank()
+    dispatcher, ids_TK = dispatchers.make_dispatcher(*case), choices(rank)
+    x_TD = (torch.arange(9.0) + 100 * rank)[:, None].expand(9, dispatchers.D).contiguous()
     routing = Routing(expert_ids_TK=ids_TK, weights_TK=torch.ones(9, 3), chosen_ids_TK=ids_TK)
     with counted_collectives() as calls:
         inp = dispatcher.dispatch(x_TD, routing)
         forward_calls = len(calls)
         is_used_S1 = (inp.index.slots_SK >= 0).any(1, keepdim=True)
-        home_TD = dispatcher.combine(is_used_S1.float().expand(-1, D), inp.plan)
+        home_TD = dispatcher.combine(is_used_S1.float().expand(-1, dispatchers.D), inp.plan)
     first = dist.get_rank(place.group) // place.etp * place.num_local
     expected = [
         (100.0 * r + t, e)
@@ -255,25 +232,27 @@ def traffic(case: tuple[str, str]) -> dict[str, bool]:
 
 def bits(case: tuple[str, str]) -> dict[str, bool]:
     """Return whether recomputation, evaluation and frozen tokens give the bits of a plain run."""
-    layer = sharded_layer(PLAIN, make_dispatcher(*case), case[1])
-    xs = local_tokens(*IN_FLIGHT)
-    plain = gradients(layer, xs)
+    layer = dispatchers.sharded_layer(
+        dispatchers.PLAIN, dispatchers.make_dispatcher(*case), case[1]
+    )
+    xs = dispatchers.local_tokens(*IN_FLIGHT)
+    plain = dispatchers.gradients(layer, xs)
     with torch.no_grad():
         evaluated = [layer(x) for x in xs]
     checks = {
-        "recomputed": equal(plain, gradients(layer, xs, recompute=True)),
-        "evaluated": equal(plain[:2], evaluated),
+        "recomputed": dispatchers.equal(plain, dispatchers.gradients(layer, xs, recompute=True)),
+        "evaluated": dispatchers.equal(plain[:2], evaluated),
     }
     if case[0] == "nvlink":
         with torch.inference_mode():
             inferred = [layer(x.clone()).clone() for x in xs]
-        checks["inferred"] = equal(plain[:2], inferred)
+        checks["inferred"] = dispatchers.equal(plain[:2], inferred)
     return checks
 
 
 def saved_bytes(case: tuple[str, str]) -> tuple[int, int]:
     """Return the bytes that a forward on meta predicts for backward, and those of one that ran."""
-    layer, x = even_layer(*case), torch.randn(24, 128, requires_grad=True)
+    layer, x = dispatchers.even_layer(*case), torch.randn(24, 128, requires_grad=True)
     meta = x.detach().to("meta").requires_grad_()
     (predicted,) = count_saved_bytes(
         layer, [layer], lambda copy: copy(meta), options=MemoryOptions(), device_type="cpu"
@@ -291,30 +270,30 @@ def compiled(name: str) -> tuple[bool, list[str]]:
 
     Rank 0 compiles; the other rank makes the same exchanges in eager mode.
     """
-    config = replace(PLAIN, capacity=CapacityConfig(factor=1.0, pad=True))
+    config = replace(dispatchers.PLAIN, capacity=CapacityConfig(factor=1.0, pad=True))
     meshes = build_meshes(ParallelConfig(ep=2), "cpu")
     assert meshes.dispatch_group is not None
-    layer = make_layer(config)
+    layer = dispatchers.make_layer(config)
     layer.get_part("experts").shard_parameters(meshes.expert["ep", "etp"])
-    place = ExpertPlacement(group=meshes.dispatch_group, num_experts=E, ep=2, etp=1)
+    place = ExpertPlacement(group=meshes.dispatch_group, num_experts=dispatchers.E, ep=2, etp=1)
     layer.dispatcher = COMPILED[name](place)
-    x_TD = tokens_of((8, 8))[dist.get_rank()].requires_grad_()
+    x_TD = dispatchers.tokens_of((8, 8))[dist.get_rank()].requires_grad_()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     grads = []
     again = layer if dist.get_rank() else torch.compile(layer, backend="aot_eager")
     for run in (layer, again):
         y_TD = run(x_TD)
-        grads.append(torch.autograd.grad(y_TD, x_TD, weights_of(y_TD))[0])
+        grads.append(torch.autograd.grad(y_TD, x_TD, dispatchers.weights_of(y_TD))[0])
     return torch.equal(*grads), list(torch._dynamo.utils.counters["graph_break"])
 
 
 def worker(rank: int, device: torch.device, cases: list[tuple[Any, ...]]) -> dict[str, Any]:
     with fake_nccl_ep.installed():
         found: dict[str, Any] = {"fp32": fp32_errors(cases), "bf16": bf16_ratios()}
-        checks = {case: traffic(case) | bits(case) for case in CASES}
-        found["saved"] = {case: saved_bytes(case) for case in CASES}
-    by_rank: list[Any] = [None] * WORLD
+        checks = {case: traffic(case) | bits(case) for case in dispatchers.CASES}
+        found["saved"] = {case: saved_bytes(case) for case in dispatchers.CASES}
+    by_rank: list[Any] = [None] * dispatchers.WORLD
     dist.all_gather_object(by_rank, checks)
     return found | {"checks": by_rank}
 
@@ -325,14 +304,12 @@ def compiling_worker(rank: int, device: torch.device) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    found: dict[str, Any] = run_ranks(WORLD, worker, asked_for(request, "hard", "case"))
+    found: dict[str, Any] = run_ranks(dispatchers.WORLD, worker, asked_for(request, "hard", "case"))
     return found | run_ranks(2, compiling_worker)
 
 
-@grid(hard=HARD, case=CASES)
-def test_equals_one_process(
-    hard: tuple[str, str], case: tuple[str, str], results: dict[str, Any]
-) -> None:
+@grid(hard=HARD, case=dispatchers.CASES)
+def test_equals_one_process(hard, case, results) -> None:
     if (hard, case) in results["fp32"]:
         error, is_bitwise = results["fp32"][hard, case]
         assert error <= 1e-5 and is_bitwise
@@ -345,15 +322,13 @@ def test_bf16_error_is_at_most_twice_that_of_plain_bf16(results: dict[str, Any])
     assert not {k: r for k, r in ratios.items() if not max(r) <= 2}
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_each_token_arrives_once_and_every_run_has_the_same_bits(
-    case: tuple[str, str], results: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("case", dispatchers.CASES, ids="-".join)
+def test_each_token_arrives_once_and_every_run_has_the_same_bits(case, results) -> None:
     for checks in results["checks"]:
         assert len(checks[case]) >= 7 and all(checks[case].values()), checks[case]
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("case", dispatchers.CASES, ids="-".join)
 def test_saves_what_meta_predicts(case: tuple[str, str], results: dict[str, Any]) -> None:
     predicted, saved = results["saved"][case]
     assert predicted == saved
@@ -362,6 +337,5 @@ def test_saves_what_meta_predicts(case: tuple[str, str], results: dict[str, Any]
 @pytest.mark.parametrize("name", COMPILED)
 def test_compilers_break_once_where_counts_are_kept(name: str, results: dict[str, Any]) -> None:
     is_equal, breaks = results["compiled"][name]
-    assert is_equal
-    assert sum("LoadTracker" in text for text in breaks) == 1
+    assert is_equal and sum("LoadTracker" in text for text in breaks) == 1
     assert len(breaks) == 1 or not HAS_SEPARATE_PIECES  # older torch breaks elsewhere, too

@@ -1,7 +1,3 @@
-"""Experts in another order: even ranks, and the same function."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -40,9 +36,7 @@ def test_ranks_become_even(E: int, P: int) -> None:
 @pytest.mark.parametrize(
     ("zero_experts", "bias_owner"), [(0, None), (3, None), (0, ""), (0, "router.statics")]
 )
-def test_a_layer_in_another_order_computes_the_same(
-    zero_experts: int, bias_owner: str | None
-) -> None:
+def test_a_layer_in_another_order_computes_the_same(zero_experts, bias_owner) -> None:
     torch.manual_seed(0)
     layout = LayerLayout(bias_owner=bias_owner)
     layer = MoELayer(replace(CONFIG, zero_experts=zero_experts), layout=layout)

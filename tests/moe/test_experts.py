@@ -1,7 +1,5 @@
 """Experts: grouped against sequential against a loop over experts written out here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -119,9 +117,7 @@ def output_gradient(y: Tensor) -> Tensor:
     return torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
 
 
-def gradients(
-    module: Experts, x_SD: Tensor, ids_SK: Tensor, weights_SK: Tensor, backend: str
-) -> dict[str, Tensor]:
+def gradients(module, x_SD, ids_SK, weights_SK, backend) -> dict[str, Tensor]:
     """y and every gradient, from a fixed random gradient of y."""
     module.zero_grad()
     x, w = x_SD.detach().clone().requires_grad_(), weights_SK.detach().clone().requires_grad_()
@@ -148,9 +144,6 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name in expected:
         assert_equal_to_scale(found[name], expected[name], name)
-
-
-# --------------------------------------------------------------------------- fp32
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
@@ -257,9 +250,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize("name", ["some dropped", "all dropped"])
-def test_rows_past_num_rows_may_hold_anything(
-    poisoned: list[int], name: str, bias: bool, activation: Any
-) -> None:
+def test_rows_past_num_rows_may_hold_anything(poisoned, name, bias, activation) -> None:
     config = replace(BASE, activation=activation, fc1_bias=bias, fc2_bias=bias)
     module = make_experts(config, ExpertLayout())
     args = routing_case(name)
@@ -277,9 +268,6 @@ def test_dropped_rows_may_themselves_be_nan() -> None:
         found = gradients(module, x, ids, weights, backend)
         assert (found["y"][0] == 0).all()
         assert all(t.isfinite().all() for t in found.values()), backend
-
-
-# --------------------------------------------------------------------------- bf16
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -312,9 +300,6 @@ def assert_equal_bf16(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=0)
 
 
-# --------------------------------------------------------------------------- module
-
-
 SHAPES = {
     "own": ((8, 2, 16, 32), (8, 32, 16), (8, 2, 16)),
     "concatenated": ((8, 32, 32), (8, 32, 16), (8, 32)),
@@ -345,9 +330,7 @@ def test_shapes(layout: str, activation: Any) -> None:
 @pytest.mark.parametrize(("ep", "etp"), [(1, 2), (2, 1), (4, 1), (1, 4), (2, 4)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-def test_the_shards_of_all_ranks_add_up_to_the_whole(
-    activation: Any, layout: str, ep: int, etp: int
-) -> None:
+def test_the_shards_of_all_ranks_add_up_to_the_whole(activation, layout, ep, etp) -> None:
     """Rank after rank on a fake group: outputs add up, gradients are slices of the whole."""
     if LAYOUTS[layout].gate_up == "concatenated" and etp > 1 and not HAS_SEPARATE_PIECES:
         pytest.skip("this torch cannot differentiate a strided shard; parallelize_moe refuses it")
@@ -416,9 +399,8 @@ def test_triton_refuses_what_it_cannot_multiply(change: Any, layout: Any, messag
 
 
 def test_recompute_is_refused_where_there_is_none() -> None:
-    with pytest.raises(
-        ValueError, match=r"recompute \('expert_fc1'\) must not go with expert_backend \('seq"
-    ):
+    message = r"recompute \('expert_fc1'\) must not go with expert_backend \('seq"
+    with pytest.raises(ValueError, match=message):
         Experts(BASE).set_backend("sequential", recompute_fc1=True)
     with pytest.raises(ValueError, match="must not go with experts with biases"):
         Experts(WITH_BIASES).set_backend("torch", recompute_fc1=True)

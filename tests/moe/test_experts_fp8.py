@@ -1,10 +1,6 @@
-"""Experts of a layer in FP8: who quantises their weights, how often, and that no copy is stale."""
-
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -159,9 +155,7 @@ def uncounted(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("change", [in_place, of_the_part, loaded, uncounted])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_weights_that_change_between_steps_are_quantised_anew(
-    change: Callable[[nn.Module], None], frozen: bool
-) -> None:
+def test_weights_that_change_between_steps_are_quantised_anew(change, frozen) -> None:
     model = whole_model()
     if frozen:
         model[0].experts.requires_grad_(False)
@@ -237,14 +231,10 @@ def test_under_autocast() -> None:
 def test_copies_of_a_layer_share_nothing() -> None:
     layer = plain_layer()
     layer.requires_grad_(False)
-    y = layer(tokens())
-    other = copy.deepcopy(layer)
+    y, other = layer(tokens()), copy.deepcopy(layer)
     with torch.no_grad():
         other.experts.w1.mul_(2.0)
     assert torch.equal(layer(tokens()), y) and not torch.equal(other(tokens()), y)
-
-
-# ------------------------------------------------------------------------------ parallelize_moe
 
 
 def test_roles_and_overrides_decide_by_name() -> None:
@@ -311,7 +301,6 @@ def test_delayed_experts_have_scales_of_the_step_before() -> None:
     step.finish()
     assert {operand: float(steps) for operand, steps in history.recorded_amax.items()} == seen
     assert not any(history.current_amax.values())
-
     # The scale of 4 x the tokens: in the next step that of the tokens themselves, which clips.
     fine, coarse = delayed_step(model, step, 1.0, 4.0)
     assert torch.equal(coarse, first[1]) and not torch.equal(fine, first[0])
@@ -408,9 +397,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "degrees", "changes", "message"), REFUSED)
-def test_refusals(
-    options: dict[str, Any], degrees: dict[str, int], changes: dict[str, Any], message: str
-) -> None:
+def test_refusals(options, degrees, changes, message) -> None:
     """On a fake group: before any collective."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     meshes = build_meshes(ParallelConfig(**degrees), "cpu")
@@ -418,14 +405,11 @@ def test_refusals(
     model = nn.Sequential(MoELayer(MoEConfig(**sizes | changes), device="meta"))
     with pytest.raises(ValueError, match=message) as error:
         parallelize_moe(model, meshes, **{"precision": "blockwise"} | options)
-    assert "\n" not in str(error.value)
-    assert model[0].experts.recipe is None
+    assert "\n" not in str(error.value) and model[0].experts.recipe is None
 
 
 @pytest.mark.parametrize("hidden_dim, is_fp8", [(384, True), (256, False), (576, False)])
-def test_auto_is_fp8_where_that_is_faster(
-    hidden_dim: int, is_fp8: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_is_fp8_where_that_is_faster(hidden_dim, is_fp8, caplog) -> None:
     config = replace(CONFIG, hidden_dim=hidden_dim)
     model = nn.Sequential(MoELayer(config), nn.Linear(128, 128))
     with caplog.at_level("INFO", "moecore.parallelize"):

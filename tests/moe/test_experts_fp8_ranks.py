@@ -12,8 +12,6 @@ row has the same bits on every folding. What may differ:
 Six ranks, so that no two dims of the expert mesh that exceed 1 have one size.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -42,8 +40,8 @@ from moecore.moe.clones import Cloner
 from moecore.moe.experts import Experts
 from moecore.precision.amax import advance_amax
 from moecore.train import AdamW
-from tests.helpers.grids import asked_for, beside
-from tests.helpers.ranks import run_ranks
+from tests.helpers.grids import beside
+from tests.helpers.ranks import ranks_fixture
 from tests.moe.dispatchers import by_stores
 from tests.moe.emulated_exchange import EmulatedExchange
 from tests.moe.test_experts_fp8 import counted_quantisations
@@ -128,9 +126,7 @@ def sharded(folding: str, dispatcher: str, clones: CloneOptions | None = None) -
     return model
 
 
-def on_ranks(
-    folding: str, dispatcher: str, rank: int, clones: CloneOptions | None = None
-) -> dict[str, Tensor]:
+def on_ranks(folding, dispatcher, rank, clones=None) -> dict[str, Tensor]:
     model = sharded(folding, dispatcher, clones)
     x = batch(rank).requires_grad_()
     y = model(x)
@@ -139,9 +135,7 @@ def on_ranks(
     return {"y": y.detach(), "x": x.grad, **grads}  # type: ignore[dict-item]
 
 
-def compared(
-    folding: str, dispatcher: str, rank: int, clones: CloneOptions | None = None
-) -> dict[str, tuple[bool, float]]:
+def compared(folding, dispatcher, rank, clones=None) -> dict[str, tuple[bool, float]]:
     """Quantity -> whether its bits are those of one process on every rank, and the worst error."""
     found = on_ranks(folding, dispatcher, rank, clones)
     alone, together = one_process((rank,)), one_process(tuple(range(WORLD)))
@@ -203,8 +197,7 @@ def delayed(rank: int) -> dict[str, float]:
             found = delayed_results(model, x, gradient_of(x))
         if i < DELAYED_STEPS - 1:
             step.finish()
-    expected = delayed_in_one_process()[rank]
-    errors = {}
+    expected, errors = delayed_in_one_process()[rank], {}
     for name, ours in found.items():
         ours, theirs = ours.full_tensor() if isinstance(ours, DTensor) else ours, expected[name]
         errors[name] = float((ours - theirs).norm() / theirs.norm())
@@ -304,9 +297,7 @@ def worker(rank: int, device: torch.device, cases: list[tuple[str, str]]) -> dic
     return found
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return run_ranks(WORLD, worker, asked_for(request, "case"))
+results = ranks_fixture(WORLD, worker, "case")
 
 
 @pytest.mark.parametrize("case", beside(CASES, NIGHTLY), ids="-".join)
@@ -321,8 +312,7 @@ def test_equals_one_process(case: tuple[str, str], results: dict[str, Any]) -> N
     # A rank sees every row of its experts, in the order of ranks unless they came over two levels.
     if folding == "ep6" and case[1] != "hierarchical-fp8":
         assert set(weights) <= bits
-    assert max(found[name][1] for name in weights) < 1e-5
-    assert found["router.weight"][1] < 1e-5
+    assert max(found[name][1] for name in weights) < 1e-5 and found["router.weight"][1] < 1e-5
 
 
 def test_delayed_scales_are_those_of_one_process(results: dict[str, Any]) -> None:
@@ -333,9 +323,7 @@ def test_delayed_scales_are_those_of_one_process(results: dict[str, Any]) -> Non
     assert max(error for name, error in errors.items() if name.startswith("past")) == 0.0
 
 
-def test_gradients_of_outputs_travel_as_fp8_where_experts_quantise_them_alike(
-    results: dict[str, Any],
-) -> None:
+def test_gradients_of_outputs_travel_as_fp8_where_experts_quantise_them_alike(results) -> None:
     alike, *others = results["travelled"]
     again = "torch.uint8"  # the tokens, whose rows are not kept
     assert alike[0] == ["torch.uint8", again] and "must not change between combine" in alike[1]
@@ -344,17 +332,12 @@ def test_gradients_of_outputs_travel_as_fp8_where_experts_quantise_them_alike(
 
 
 @pytest.mark.parametrize("cloned", CLONED, ids="-".join)
-def test_clones_of_hot_experts_change_no_row(
-    cloned: tuple[str, str], results: dict[str, Any]
-) -> None:
+def test_clones_of_hot_experts_change_no_row(cloned, results) -> None:
     errors = {name: error for name, (_, error) in results["cloned"]["-".join(cloned)].items()}
-    assert max(errors.pop(name) for name in ("y", "x")) < 1e-6
-    assert max(errors.values()) < 1e-5
+    assert max(errors.pop(name) for name in ("y", "x")) < 1e-6 and max(errors.values()) < 1e-5
 
 
-def test_gathered_experts_are_quantised_once_per_step_unless_they_are_freed(
-    results: dict[str, Any],
-) -> None:
+def test_gathered_experts_are_quantised_once_per_step_unless_they_are_freed(results) -> None:
     assert results["kept"] == {"counts": [["kept"] * 2] * 2, "stale": 0}
     assert results["freed"] == {"counts": [["again"] * 8] * 2, "stale": 0}
 

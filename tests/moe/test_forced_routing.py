@@ -1,7 +1,5 @@
 """Forced even loads: the choice by closed form, weights and gradients by the oracle."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,35 +9,22 @@ import torch
 
 from moecore import BalanceConfig
 from moecore.base.options.layer import CapacityConfig
-from moecore.moe.forced_routing import (
-    force_even_load,
-    force_expert_loads,
-    make_even_ids,
-    make_ids_from_shares,
-)
-from tests.moe.moe_cases import (
-    ALL_LOSSES,
-    BASE,
-    OPTIONS,
-    compare_with_oracle,
-    make_layer,
-    padding,
-    tokens,
-)
+from moecore.moe import forced_routing as fr
+from tests.moe import moe_cases as mc
 
 CPU = torch.device("cpu")
 
 
 def test_ids_by_hand() -> None:
-    assert make_even_ids(5, 8, 2, CPU).tolist() == [[0, 3], [6, 1], [4, 7], [2, 5], [0, 3]]
-    assert make_even_ids(0, 8, 2, CPU).shape == (0, 2)
+    assert fr.make_even_ids(5, 8, 2, CPU).tolist() == [[0, 3], [6, 1], [4, 7], [2, 5], [0, 3]]
+    assert fr.make_even_ids(0, 8, 2, CPU).shape == (0, 2)
 
 
 @pytest.mark.parametrize(
     ("T", "E", "K"), [(12, 12, 3), (8, 12, 3), (24, 12, 1), (5, 12, 12), (7, 12, 5), (9, 13, 5)]
 )
 def test_loads_are_even_and_experts_distinct(T: int, E: int, K: int) -> None:
-    ids_TK = make_even_ids(T, E, K, CPU)
+    ids_TK = fr.make_even_ids(T, E, K, CPU)
     counts = torch.bincount(ids_TK.flatten(), minlength=E)
     assert int(counts.max() - counts.min()) <= 1
     assert all(len(set(row)) == K for row in ids_TK.tolist())
@@ -59,7 +44,7 @@ def test_loads_are_even_and_experts_distinct(T: int, E: int, K: int) -> None:
     ],
 )
 def test_experts_have_their_shares(E: int, K: int, shares: dict[int, float]) -> None:
-    ids_TK = make_ids_from_shares(997, E, K, CPU, shares=shares)
+    ids_TK = fr.make_ids_from_shares(997, E, K, CPU, shares=shares)
     assert ids_TK.dtype == torch.int32 and all(len(set(row)) == K for row in ids_TK.tolist())
     others = (1 - sum(shares.values())) / max(1, E - len(shares))
     wanted = [shares.get(e, others) * 997 * K for e in range(E)]
@@ -68,10 +53,10 @@ def test_experts_have_their_shares(E: int, K: int, shares: dict[int, float]) -> 
 
 
 def test_a_layer_with_forced_shares_equals_the_oracle() -> None:
-    layer = make_layer(replace(BASE, balance=ALL_LOSSES, zero_experts=2))
-    force_expert_loads(layer, {1: 0.4, 9: 0.2})
-    given = make_ids_from_shares(21, 10, 2, CPU, shares={1: 0.4, 9: 0.2})
-    compare_with_oracle(layer, tokens(3, 7, 32), given_ids_NK=given)
+    layer = mc.make_layer(replace(mc.BASE, balance=mc.ALL_LOSSES, zero_experts=2))
+    fr.force_expert_loads(layer, {1: 0.4, 9: 0.2})
+    given = fr.make_ids_from_shares(21, 10, 2, CPU, shares={1: 0.4, 9: 0.2})
+    mc.compare_with_oracle(layer, mc.tokens(3, 7, 32), given_ids_NK=given)
 
 
 @pytest.mark.parametrize(
@@ -84,19 +69,19 @@ def test_a_layer_with_forced_shares_equals_the_oracle() -> None:
     ],
 )
 def test_shares_that_no_routing_has(shares: dict[int, float], message: str) -> None:
-    model = torch.nn.ModuleDict({"layer": make_layer(BASE)})
+    model = torch.nn.ModuleDict({"layer": mc.make_layer(mc.BASE)})
     with pytest.raises(ValueError, match=message):
-        force_expert_loads(model, shares)
+        fr.force_expert_loads(model, shares)
     assert model["layer"].router.forced_ids is None
     with pytest.raises(ValueError, match="whose experts choose evenly"):
-        force_expert_loads(make_layer(OPTIONS["expert-choice"]), {})
+        fr.force_expert_loads(mc.make_layer(mc.OPTIONS["expert-choice"]), {})
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize(
     "fields",
     [
-        {"balance": ALL_LOSSES},
+        {"balance": mc.ALL_LOSSES},
         {"score_order": "post", "expert_bias": True},
         {"score_function": "sigmoid", "capacity": CapacityConfig(factor=0.8)},
         {"assignment": "sinkhorn", "top_k": 8},
@@ -104,13 +89,13 @@ def test_shares_that_no_routing_has(shares: dict[int, float], message: str) -> N
     ids=str,
 )
 def test_against_the_oracle(fields: dict[str, Any], training: bool) -> None:
-    layer = make_layer(replace(BASE, **fields)).train(training)
-    force_even_load(layer)
-    given = make_even_ids(21, 8, layer.config.top_k, CPU)
-    for mask in (None, padding(3, 7)):
+    layer = mc.make_layer(replace(mc.BASE, **fields)).train(training)
+    fr.force_even_load(layer)
+    given = fr.make_even_ids(21, 8, layer.config.top_k, CPU)
+    for mask in (None, mc.padding(3, 7)):
         layer.tracker.counts = None
         layer.zero_grad()
-        compare_with_oracle(layer, tokens(3, 7, 32), padding_mask=mask, given_ids_NK=given)
+        mc.compare_with_oracle(layer, mc.tokens(3, 7, 32), padding_mask=mask, given_ids_NK=given)
 
 
 def test_no_bias_moves_and_expert_choice_stays() -> None:
@@ -118,15 +103,18 @@ def test_no_bias_moves_and_expert_choice_stays() -> None:
         z_loss_coef=0.1, bias_update="quantile", bias_update_rate=1.0, bias_per_micro_batch=True
     )
     fields = dict(score_function="sigmoid", expert_bias=True, balance=quantile)
-    layer, chosen = make_layer(replace(BASE, **fields)), make_layer(OPTIONS["expert-choice"])
-    force_even_load(torch.nn.ModuleList([layer, chosen]))
+    layer, chosen = (
+        mc.make_layer(replace(mc.BASE, **fields)),
+        mc.make_layer(mc.OPTIONS["expert-choice"]),
+    )
+    fr.force_even_load(torch.nn.ModuleList([layer, chosen]))
     assert layer.config.balance == layer.router.config.balance == BalanceConfig(z_loss_coef=0.1)
     assert chosen.router.forced_ids is None
 
 
 def test_a_forced_layer_is_one_graph_in_eval() -> None:
-    layer = make_layer(BASE).eval()
-    force_even_load(layer)
+    layer = mc.make_layer(mc.BASE).eval()
+    fr.force_even_load(layer)
     router = torch.compile(layer.router, backend="aot_eager", fullgraph=True)
-    x_TD = tokens(12, 32)
-    assert torch.equal(router(x_TD).expert_ids_TK, make_even_ids(12, 8, 2, CPU))
+    x_TD = mc.tokens(12, 32)
+    assert torch.equal(router(x_TD).expert_ids_TK, fr.make_even_ids(12, 8, 2, CPU))

@@ -1,7 +1,5 @@
 """Experts by token id: the table chooses, scores weigh; against the oracle with the table's ids."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 `test_dispatchers.py` compares its results with one process.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.moe.placement import ExpertPlacement, make_domain_placement
 from moecore.parallel.mesh import count_ranks_per_fabric
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.moe.dispatchers import CONFIG, make_layer
 
 pytestmark = pytest.mark.slow
@@ -61,9 +59,7 @@ def tiny(parallel: ParallelConfig, ranks_per_domain: int | None) -> Any:
     return parallelize_moe(torch.nn.Sequential(layer), meshes, dispatch="hierarchical")
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return run_ranks(4, worker)
+results = ranks_fixture(4, worker)
 
 
 def test_domains_are_those_of_fabrics_between_hosts(results: dict[str, Any]) -> None:
@@ -115,9 +111,7 @@ def test_rows_that_the_page_names(ep: int, flat: float, two: float) -> None:
         (2, 3, 24, 4, (4, 2)),  # domains end where groups end, ranks do not
     ],
 )
-def test_even_loads_are_those_of_random_choices(
-    H: int, N: int, E: int, K: int, groups: tuple[int, int]
-) -> None:
+def test_even_loads_are_those_of_random_choices(H, N, E, K, groups) -> None:
     """Choices of a rank or domain, in the mean over all of them."""
     generator = torch.Generator().manual_seed(0)
     T, (num_groups, top_groups) = 20_000, groups

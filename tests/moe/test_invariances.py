@@ -1,7 +1,3 @@
-"""What must not change a layer: how a batch is split into micro-batches."""
-
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest
@@ -60,9 +56,7 @@ UNCOUPLED = [n for n in UNCOUPLED if not CASES[n].balance.bias_per_micro_batch]
 @pytest.mark.parametrize("name", UNCOUPLED)
 @settings(deadline=None, derandomize=True, max_examples=3, database=None)
 @given(st.sampled_from([2, 3, 4]), st.integers(1, 5), st.integers(0, 10_000))
-def test_a_split_batch_has_the_same_losses_and_gradients(
-    name: str, parts: int, T: int, seed: int
-) -> None:
+def test_a_split_batch_has_the_same_losses_and_gradients(name, parts, T, seed) -> None:
     """Micro-batches of whole sequences, each loss a mean; so it is over data ranks, too."""
     balance = replace(CASES[name].balance, sequence_coef=0.05, z_loss_coef=0.01)
     config = replace(CASES[name], balance=balance)

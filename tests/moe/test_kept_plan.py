@@ -1,7 +1,3 @@
-"""A plan of clones that stays: a rank's own tokens are divided by its shares."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -46,8 +42,7 @@ def test_worked_example() -> None:
     part = plan.divide_choices(torch.zeros(3, 1, dtype=torch.int32))
     assert [t.tolist() for t in part] == [[-1, 0], [0, 2], [0, 3]]
     assert where(place, plan, [0, 1, 0, 0, -1]).tolist() == [0, 2, 0, 3, -1]
-    assert where(place, plan, [1, -1]).tolist() == [2, -1]
-    assert where(place, plan, []).tolist() == []
+    assert where(place, plan, [1, -1]).tolist() == [2, -1] and where(place, plan, []).tolist() == []
 
 
 def test_nobody_has_clones_before_a_step() -> None:

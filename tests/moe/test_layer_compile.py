@@ -1,7 +1,3 @@
-"""A layer under torch.compile: one graph in eval, and in training one break, at its end."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,3 @@
-"""The layer on a GPU: the same numbers as the reference, no host sync, garbage rows kept out."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -81,9 +77,7 @@ def poison() -> None:
     torch.full((64 << 20,), float("nan"), device="cuda")
 
 
-def gradients(
-    config: MoEConfig, num_tokens: int, dtype: torch.dtype, who: str, backend: str = "torch"
-) -> dict[str, Tensor]:
+def gradients(config, num_tokens, dtype, who, backend="torch") -> dict[str, Tensor]:
     """Output and all gradients of the layer ("ours"), or of the reference in `dtype` or fp32."""
     layer, x = make(config, num_tokens, dtype)
     layer.experts.set_backend(backend)
@@ -130,9 +124,7 @@ if torch.cuda.is_available() and has_hopper_kernels(torch.device("cuda")):
 
 @pytest.mark.parametrize("num_tokens", [1, 37, 512, 2111])
 @pytest.mark.parametrize(("name", "backend"), IN_BF16)
-def test_bf16_error_is_at_most_twice_that_of_plain_bf16(
-    name: str, backend: str, num_tokens: int
-) -> None:
+def test_bf16_error_is_at_most_twice_that_of_plain_bf16(name, backend, num_tokens) -> None:
     config = CONFIGS[name]
     expected = gradients(config, num_tokens, torch.bfloat16, "fp32")
     plain = gradients(config, num_tokens, torch.bfloat16, "plain")
@@ -179,8 +171,7 @@ def test_replayed_graph_equals_eager_though_the_routing_changes(name: str, backe
     layer, x = make(CONFIGS[name], 512, torch.bfloat16)
     layer.experts.set_backend(backend)
     x.requires_grad_()
-    grad = torch.randn_like(x)
-    stream = torch.cuda.Stream()
+    grad, stream = torch.randn_like(x), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -222,8 +213,7 @@ def test_keeps_x_and_h_and_launches_few_kernels(backend: str) -> None:
     x = torch.randn(T, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer(x).sum().backward()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    y = layer(x)
+    before, y = torch.cuda.memory_allocated(), layer(x)
     kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
     kept += x.numel() * x.element_size()  # X itself was there before
     assert kept <= 1.06 * (2 * D + 4 * K * F) * T

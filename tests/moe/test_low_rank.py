@@ -1,7 +1,3 @@
-"""Low-rank updates beside the matrices equal matrices that have them inside, gradients too."""
-
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MoEMetrics.to_dict: a step's numbers by name, equal to the oracle's, read in one copy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -41,8 +39,7 @@ def step() -> tuple[MoEMetrics, dict[str, list[Any]]]:
 
 def test_numbers_are_those_of_the_oracle(step: tuple[MoEMetrics, dict[str, list[Any]]]) -> None:
     metrics, seen = step
-    found = metrics.to_dict()
-    drop_rates = {}
+    found, drop_rates = metrics.to_dict(), {}
     for name, outputs in seen.items():
         counts_E = sum(out.counts_E for out in outputs)
         for e, count in enumerate(counts_E.tolist()):
@@ -103,8 +100,7 @@ def test_experts_are_left_out_if_asked(step: tuple[MoEMetrics, dict[str, list[An
     metrics, seen = step
     whole, short = metrics.to_dict(), metrics.to_dict(per_expert=False)
     left_out = {f"expert_load/{name}/{e}" for name in seen for e in range(8)}
-    assert whole.keys() - short.keys() == left_out
-    assert short.items() <= whole.items()
+    assert whole.keys() - short.keys() == left_out and short.items() <= whole.items()
 
 
 @pytest.mark.parametrize("name", ["micro_batch", "z"])

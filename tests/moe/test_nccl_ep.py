@@ -1,7 +1,5 @@
 """Dispatcher "nccl_ep" over a stand-in of NCCL EP: its calls, and decoders beside all-to-all."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -32,7 +30,7 @@ from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.nccl_ep import EPGroups, NCCLEPDispatcher
 from moecore.moe.records import Routing
 from moecore.train import AdamW
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture, run_ranks
 from tests.moe import fake_nccl_ep as fake
 from tests.moe.dispatchers import PLAIN, E, gradients, local_tokens, placed, sharded_layer
 
@@ -90,9 +88,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(
-    dispatcher: Any, meshes: Any, *, clones: CloneOptions | None = None, **options: Any
-) -> list[float]:
+def trained(dispatcher, meshes, *, clones=None, **options) -> list[float]:
     """Return losses and norms of two steps of a decoder."""
     config = preset("tiny")
     moe = replace(config.moe, num_experts=E)
@@ -107,7 +103,6 @@ def trained(
         tokens = torch.randint(0, 256, (2, 17), generator=generator).to(meshes.device)
         losses = step.forward_backward([dict(tokens_BT=tokens[:, :-1], labels_BT=tokens[:, 1:])])
         done = step.finish()
-        assert done.norm is not None
         found += [float(losses.mean()), float(done.norm.total)]
     step.close()
     return found
@@ -154,9 +149,7 @@ def refusals(groups: EPGroups) -> dict[str, str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return run_ranks(6, worker)
+results = ranks_fixture(6, worker)
 
 
 def test_chunks_equal_alltoall(results: dict[str, Any]) -> None:
@@ -222,13 +215,7 @@ V = [Version("2.30.7")]
         ((9, 0), None, "/nvcc", "must have nccl.ep (No module named 'nccl"),
     ],
 )
-def test_refusals_name_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    version: str | None,
-    nvcc: str,
-    problem: str | None,
-) -> None:
+def test_refusals_name_what_is_missing(monkeypatch, capability, version, nvcc, problem) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setenv("NCCL_EP_JIT_NVCC", nvcc)
     monkeypatch.setenv("PATH", "")

@@ -1,7 +1,5 @@
 """The nvlink dispatcher without GPUs: rules, errors, and autograd over emulated exchanges."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator
@@ -44,7 +42,7 @@ from moecore.parallel.model import phases
 from moecore.parallel.model.parallel_state import get_capacity, get_parallel_state
 from moecore.parallel.model.phases import choose_dispatcher
 from moecore.parallel.pipeline.orders import PAIRING
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.kernels.experts.chosen import list_saved
 from tests.moe.dispatchers import (
     MAX_TOKENS,
@@ -60,8 +58,6 @@ from tests.moe.dispatchers import (
 from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchangePool
 from tests.moe.rounded import RoundedDispatcher
 
-# --------------------------------------------------------------------------- rules
-
 
 @pytest.fixture
 def group(no_group_left: None) -> Iterator[dist.ProcessGroup]:
@@ -71,9 +67,7 @@ def group(no_group_left: None) -> Iterator[dist.ProcessGroup]:
     yield dist.group.WORLD
 
 
-def pool_of(
-    group: dist.ProcessGroup, *, fp8: bool = False, is_required: bool = True, **options: Any
-) -> EmulatedExchangePool:
+def pool_of(group, *, fp8=False, is_required=True, **options) -> EmulatedExchangePool:
     options = dict(max_tokens=8, timeout_s=2.0) | options
     how: Any = dict(options=NVLinkOptions(**options), fp8=fp8, is_required=is_required)
     return EmulatedExchangePool(group, ep=4, **how)
@@ -116,9 +110,8 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 def test_asking_for_it_where_it_can_not_work_is_one_line(group: dist.ProcessGroup) -> None:
     meshes = build_meshes(ParallelConfig(ep=4), "cpu")
     model = nn.Sequential(MoELayer(MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)))
-    with pytest.raises(
-        ValueError, match=r"DispatchOptions.name \('nvlink'\) must go with device_type \('cp"
-    ) as e:
+    message = r"DispatchOptions.name \('nvlink'\) must go with device_type \('cp"
+    with pytest.raises(ValueError, match=message) as e:
         parallelize_moe(model, meshes, dispatch="nvlink")
     assert "\n" not in str(e.value) and "use 'alltoall'" in str(e.value)
     assert find_peer_store_problem(group, "cpu") is not None
@@ -145,9 +138,7 @@ def allow_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases, "find_local_peer_problem", lambda num_ranks, device_type: None)
 
 
-def test_auto_says_what_it_chose_and_why(
-    no_group_left: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_says_what_it_chose_and_why(no_group_left, caplog) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     meshes = build_meshes(ParallelConfig(ep=4), "cpu")
     config = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)
@@ -239,9 +230,7 @@ def test_tokens_on_a_cpu_are_refused(group: dist.ProcessGroup) -> None:
         ExchangePool(group, ep=4).get_exchange(torch.zeros(3, 16), 2)
 
 
-def test_more_tokens_than_room_are_refused_before_anything_is_sent(
-    group: dist.ProcessGroup,
-) -> None:
+def test_more_tokens_than_room_are_refused_before_anything_is_sent(group) -> None:
     exchanges = pool_of(group)
     made = exchanges.get_exchange(torch.zeros(8, 16), 2)
     assert exchanges.get_exchange(torch.zeros(0, 16), 2) is made, "one exchange for all layers"
@@ -264,9 +253,7 @@ def test_more_tokens_than_room_are_refused_before_anything_is_sent(
         (1 + 1, "rank 0 must come to a sum of clones' gradients within"),
     ],
 )
-def test_a_late_rank_is_an_error_until_closed(
-    code: int, what: str, group: dist.ProcessGroup
-) -> None:
+def test_a_late_rank_is_an_error_until_closed(code, what, group) -> None:
     exchanges, of_clones = pool_of(group), "clones" in what
 
     def get() -> Any:
@@ -296,17 +283,14 @@ def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGro
     assert exchange.balanced_rows == 4 * 8 * 2 // 4
     offsets = exchange.limit_rows(torch.tensor([9, 24], dtype=torch.int32), 20)
     assert offsets.tolist() == [9, 20] and int(exchange.buffer.state[NEEDED_WORD]) == 24
-    with pytest.raises(
-        ExchangeError, match=r"row_factor \(1.25\) must be >= 1.5 .*24 .*rank 1"
-    ) as error:
+    message = r"row_factor \(1.25\) must be >= 1.5 .*24 .*rank 1"
+    with pytest.raises(ExchangeError, match=message) as error:
         exchanges.wait_and_raise_errors()
     assert error.value.row_factor == 1.5
     exchanges.wait_and_raise_errors()
 
 
-def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
-    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(group, monkeypatch):
     """Late ranks and overflows, from the owner that all layers share; nothing has moved then."""
     allow_nvlink(monkeypatch)
     monkeypatch.setattr(phases, "ExchangePool", EmulatedExchangePool)
@@ -336,8 +320,6 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
         with pytest.raises(RuntimeError, match=r"rank 3 must come to a dispatch .*\(2 s\)"):
             end()
 
-
-# --------------------------------------------------------------------------- over ranks
 
 LAYOUTS = {"ep4": (4, 1), "ep2-etp2": (2, 2)}
 COUNTS = (5, 0, 11, 3), (7, 20, 1, 0)
@@ -378,8 +360,7 @@ def pass_through(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def recompute_and_accumulate() -> dict[str, Any]:
     layer, operations = sharded_layer("ep2-etp2")
     xs = local_tokens(*COUNTS)
-    plain = gradients(layer, xs)
-    in_flight = list(operations)
+    plain, in_flight = gradients(layer, xs), list(operations)
     operations.clear()
     gradients(layer, xs, recompute=True)
     recomputed = list(operations)
@@ -542,14 +523,10 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return run_ranks(4, worker)
+results = ranks_fixture(4, worker)
 
 
-def test_operations_of_recomputation_and_of_micro_batches_in_flight(
-    results: dict[str, Any],
-) -> None:
+def test_operations_of_recomputation_and_of_micro_batches_in_flight(results) -> None:
     steps = results["steps"]
     assert steps["hooked"] and steps["FC1 twice"] and steps["frozen"]
     forward, backward = ["spread_choices", "reduce"], ["spread", "copies", "reduce"]
@@ -561,9 +538,7 @@ def test_operations_of_recomputation_and_of_micro_batches_in_flight(
 
 
 @pytest.mark.parametrize(("backend", "biased"), [("sequential", False), ("torch", True)])
-def test_experts_that_keep_their_rows_refuse_to_have_them_sent_again(
-    backend: Any, biased: bool
-) -> None:
+def test_experts_that_keep_their_rows_refuse_to_have_them_sent_again(backend, biased) -> None:
     layer = MoELayer(MoEConfig(dim=16, hidden_dim=32, num_experts=4, top_k=2, fc2_bias=biased))
     layer.get_part("experts").set_backend(backend)
     x = torch.randn(3, 16)

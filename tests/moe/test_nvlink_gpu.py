@@ -4,8 +4,6 @@ One rank per GPU of the host, or four on its only one, spawned once. Experts are
 without a sum over columns, so that every bit of forward and gradients can be compared.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -36,15 +34,13 @@ from moecore.moe.records import (
     UnsummedRows,
     convert_to_summed_input,
 )
-from tests.helpers.ranks import gpu_of_rank, num_gpu_ranks, run_ranks
+from tests.helpers.ranks import gpu_of_rank, num_gpu_ranks, ranks_fixture
 from tests.moe.rounded import RoundedDispatcher
 
 NUM_RANKS = num_gpu_ranks()
 pytestmark = pytest.mark.gpu
 
-ROUNDS = 2000
-MOST_TOKENS = 384
-EXPERTS_PER_RANK = 4
+ROUNDS, MOST_TOKENS, EXPERTS_PER_RANK = 2000, 384, 4
 TIMEOUT_S = 20.0
 
 
@@ -243,8 +239,7 @@ def stress() -> dict[str, Any]:
     """
     place = place_of(NUM_RANKS, 1)
     both = (nvlink_of(place), nvlink_of(place, overlap_weight_grads=False))
-    other = AllToAllDispatcher(place)
-    mine = random.Random(dist.get_rank())
+    other, mine = AllToAllDispatcher(place), random.Random(dist.get_rank())
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     start = time.perf_counter()
     for i in range(ROUNDS):
@@ -297,8 +292,7 @@ def syncs_are_errors() -> Iterator[None]:
 
 def without_sync() -> bool:
     place = place_of(NUM_RANKS, 1)
-    batch = batch_of(place, MAIN, 100, 0)
-    ours = nvlink_of(place)
+    batch, ours = batch_of(place, MAIN, 100, 0), nvlink_of(place)
     run(ours, batch)
     with syncs_are_errors():
         run(ours, batch)
@@ -440,9 +434,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return run_ranks(NUM_RANKS, worker, device_type="cuda")
+results = ranks_fixture(NUM_RANKS, worker, device_type="cuda")
 
 
 def test_equals_alltoall_bit_for_bit(results: dict[str, Any]) -> None:
@@ -488,5 +480,4 @@ def test_an_absent_rank_is_named_within_the_timeout(results: dict[str, Any]) -> 
 
 def test_overflow_names_rank_and_factor(results: dict[str, Any]) -> None:
     first, *others = results["overflow"]
-    assert f"must be >= {NUM_RANKS:.4g} for the" in first and "rank 0" in first
-    assert not any(others)
+    assert f"must be >= {NUM_RANKS:.4g} for the" in first and "rank 0" in first and not any(others)

@@ -3,8 +3,6 @@
 Four ranks run each case twice, the second time without `ExpertPlacement.find_unsummed`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +22,7 @@ from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.placement import ExpertPlacement, make_domain_placement
 from moecore.parallel.mesh import make_domain_groups
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.moe.dispatchers import equal, local
 from tests.moe.emulated_exchange import EmulatedExchangePool
 
@@ -123,9 +121,7 @@ def worker(rank: int, device: torch.device) -> list[dict[str, tuple[bool, int]]]
     return by_rank
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, tuple[bool, int]]]:
-    return run_ranks(WORLD, worker)
+results = ranks_fixture(WORLD, worker)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,8 +2,6 @@
 oracle there; every two that may not are refused by a rule that names both.
 """
 
-from __future__ import annotations
-
 from itertools import combinations
 from typing import Any
 
@@ -12,58 +10,49 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.moe import pair_table as pt
 from tests.moe.moe_cases import compare_with_oracle, make_layer
-from tests.moe.pair_table import (
-    NAMES,
-    TABLE,
-    Choice,
-    all_pairs,
-    config_of,
-    covering_choices,
-    name_of,
-    neutral,
-    refusals,
-)
 
-CHOICES = covering_choices()
+CHOICES = pt.covering_choices()
 
 
 def test_neutral_values_go_with_every_value() -> None:
-    for option, values in TABLE.items():
+    for option, values in pt.TABLE.items():
         for value in values:
-            config_of({option: value})
-        for other in TABLE:
+            pt.config_of({option: value})
+        for other in pt.TABLE:
             if other != option:
-                pairs = [((option, neutral()[option]), (other, value)) for value in TABLE[other]]
-                assert not any(pair in refusals() for pair in pairs)
+                pairs = [
+                    ((option, pt.neutral()[option]), (other, value)) for value in pt.TABLE[other]
+                ]
+                assert not any(pair in pt.refusals() for pair in pairs)
 
 
 def test_every_valid_pair_is_covered() -> None:
     covered = {pair for choice in CHOICES for pair in combinations(choice.items(), 2)}
-    missing = [pair for pair in all_pairs() if pair not in covered and pair not in refusals()]
-    assert not missing
-    assert not covered & refusals().keys()
+    missing = [pair for pair in pt.all_pairs() if pair not in covered and pair not in pt.refusals()]
+    assert not missing and not covered & pt.refusals().keys()
     assert len(CHOICES) <= 70, "few enough to run on every change"
 
 
-@pytest.mark.parametrize("pair", refusals(), ids=lambda pair: "-".join(v for _, v in pair))
+@pytest.mark.parametrize("pair", pt.refusals(), ids=lambda pair: "-".join(v for _, v in pair))
 def test_a_refused_pair_is_named_by_its_rule(pair: Any) -> None:
-    message = refusals()[pair]
+    message = pt.refusals()[pair]
     assert message.startswith("MoEConfig.") and "\n" not in message
     for option, _ in pair:
-        assert any(name in message for name in NAMES.get(option, (option,))), message
+        assert any(name in message for name in pt.NAMES.get(option, (option,))), message
 
 
-def padding_of(choice: Choice, B: int, T: int) -> Tensor | None:
+def padding_of(choice: pt.Choice, B: int, T: int) -> Tensor | None:
     if choice["padding"] == "no":
         return None
     return torch.arange(T) >= T - 2 * torch.arange(B)[:, None] - 1
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("choice", CHOICES, ids=name_of)
-def test_against_the_oracle(choice: Choice, training: bool) -> None:
-    layer = make_layer(config_of(choice)).train(training)
+@pytest.mark.parametrize("choice", CHOICES, ids=pt.name_of)
+def test_against_the_oracle(choice: pt.Choice, training: bool) -> None:
+    layer = make_layer(pt.config_of(choice)).train(training)
     layer.get_part("experts").set_backend(choice["backend"])
 
     def forward(x: Tensor, mask: Tensor | None) -> Any:

@@ -5,8 +5,6 @@ Four ranks are spawned once; each check runs on all of them and reports numbers.
 Legend: B sequences, T tokens of one, D model dim, R ranks that share a micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -30,17 +28,7 @@ from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.state import MoEState
 from tests.helpers.ranks import run_ranks
-from tests.moe.moe_cases import (
-    ALL_LOSSES,
-    BASE,
-    OPTIONS,
-    error,
-    has_constant_weights,
-    leaves,
-    make_layer,
-    oracle_of,
-    with_losses,
-)
+from tests.moe import moe_cases as mc
 from tests.moe.pair_table import Choice, config_of, covering_choices, name_of
 
 FOLDINGS = {"ep4": (4, 1), "ep2-etp2": (2, 2)}
@@ -98,9 +86,7 @@ def whole_gradients(layer: MoELayer) -> dict[str, Tensor]:
     return found | summed(dense)
 
 
-def parameter_errors(
-    layer: MoELayer, params: dict[str, Tensor], *, copies: int = 1, floor: float = 0.0
-) -> dict[str, float]:
+def parameter_errors(layer, params, *, copies=1, floor=0.0) -> dict[str, float]:
     """Return the errors of gradients against the sum over ranks of each rank's oracle gradients.
 
     `copies` = ranks whose oracle computed the same tokens. `floor` = scale of the terms that cancel
@@ -109,7 +95,7 @@ def parameter_errors(
     found = whole_gradients(layer)
     own = {n: params[n] * 0 if params[n].grad is None else params[n].grad for n in found}
     return {
-        name: error(found[name], expected / copies, floor if name.startswith("router") else 0.0)
+        name: mc.error(found[name], expected / copies, floor if name.startswith("router") else 0.0)
         for name, expected in summed(own).items()
     }
 
@@ -121,25 +107,21 @@ def worst(errors: dict[str, float]) -> float:
     return float(value)
 
 
-# --------------------------------------------------------------------------- a batch per rank
-
-
 def run_choice(choice: Choice, training: bool) -> float:
     """Sharded experts against the oracle on each rank's own micro-batch."""
     config = config_of(choice)
-    layer = make_layer(config).train(training)
+    layer = mc.make_layer(config).train(training)
     layer.get_part("experts").set_backend(choice["backend"])
-    params = leaves(layer)
+    params = mc.leaves(layer)
     shard(layer, choice["folding"], "alltoall")
     rank = dist.get_rank()
     B, T = EQUAL_SHAPE if choice["capacity"] == "pad" else SHAPES[rank]
     mask = padding(B, T) if choice["padding"] == "yes" else None
     x, x_ref = (tokens(B, T, seed=rank).requires_grad_() for _ in range(2))
-    out = oracle_of(config, x_ref, params, training=training, padding_mask_BT=mask, seed=rank)
+    out = mc.oracle_of(config, x_ref, params, training=training, padding_mask_BT=mask, seed=rank)
     losses = sum(out.losses.values()) if training else 0.0
     factor = tokens(B, T, seed=9)
     ((out.y_BTD * factor).sum() + losses).backward()
-
     torch.manual_seed(rank)
     if choice["recompute"] == "no":
         y = layer(x, mask)
@@ -147,18 +129,17 @@ def run_choice(choice: Choice, training: bool) -> float:
         reentrant = choice["recompute"] == "reentrant"
         y = checkpoint(layer, x, mask, use_reentrant=reentrant)
     (y * factor).sum().backward()
-    errors = {"y": error(y, out.y_BTD), "x": error(x.grad, x_ref.grad)}
+    errors = {"y": mc.error(y, out.y_BTD), "x": mc.error(x.grad, x_ref.grad)}
     floor = torch.tensor(0.0)
-    if has_constant_weights(config):
+    if mc.has_constant_weights(config):
         # Terms of the size of x's gradient cancel; their rounding is all that may be left.
         floor = x_ref.grad.abs().max() if x_ref.numel() else floor  # type: ignore[union-attr]
         dist.all_reduce(floor, op=dist.ReduceOp.MAX)
     errors |= parameter_errors(layer, params, floor=float(floor))
     if training:
         counts = layer.tracker.counts
-        assert counts is not None
         errors["counts"] = float(not torch.equal(counts.choices_E, out.counts_E))
-        errors["losses"] = error(counts.losses, torch.stack(list(out.losses.values())))
+        errors["losses"] = mc.error(counts.losses, torch.stack(list(out.losses.values())))
     return worst(errors)
 
 
@@ -169,24 +150,22 @@ def runs_of(choices: list[Choice]) -> dict[str, tuple[Choice, bool]]:
     return runs | {f"{n}|eval": (choice, False) for n, choice in padded.items()}
 
 
-# --------------------------------------------------------------------------- shared micro-batches
-
 COUNTED = ("capacity-probability", "capacity-position", "capacity-pad", "capacity-ties")
 SHARED = {
-    **{name: OPTIONS[name] for name in (*COUNTED, "sinkhorn", "sinkhorn-post", "latent-input")},
-    **{name: OPTIONS[name] for name in ("expert-choice", "expert-choice-small")},
-    "expert-choice-pad": replace(BASE, assignment="expert_choice", capacity=PAD),
-    "sinkhorn-capacity": replace(BASE, assignment="sinkhorn", capacity=PAD),
-    **{name: OPTIONS[name] for name in ("quantile", "quantile-micro-batch")},
-    "sign": replace(BASE, expert_bias=True, balance=BalanceConfig(bias_update_rate=0.1)),
+    **{name: mc.OPTIONS[name] for name in (*COUNTED, "sinkhorn", "sinkhorn-post", "latent-input")},
+    **{name: mc.OPTIONS[name] for name in ("expert-choice", "expert-choice-small")},
+    "expert-choice-pad": replace(mc.BASE, assignment="expert_choice", capacity=PAD),
+    "sinkhorn-capacity": replace(mc.BASE, assignment="sinkhorn", capacity=PAD),
+    **{name: mc.OPTIONS[name] for name in ("quantile", "quantile-micro-batch")},
+    "sign": replace(mc.BASE, expert_bias=True, balance=BalanceConfig(bias_update_rate=0.1)),
 }
 
 
 def run_shared(config: MoEConfig, dispatcher: str, masked: bool, training: bool) -> float:
     """Ranks 0 and 1 share one micro-batch, ranks 2 and 3 another: slices of each sequence."""
-    config = with_losses(config)
-    layer = make_layer(config).train(training)
-    params = leaves(layer)
+    config = mc.with_losses(config)
+    layer = mc.make_layer(config).train(training)
+    params = mc.leaves(layer)
     shard(layer, "ep2-etp2", dispatcher)
     pair = pair_group()
     groups = BalanceGroups(micro_batch=pair, global_batch=pair)
@@ -197,30 +176,28 @@ def run_shared(config: MoEConfig, dispatcher: str, masked: bool, training: bool)
     mask = padding(B, T) if masked else None
     x_ref = tokens(B, T, seed=data_rank).requires_grad_()
     x = x_ref.detach()[:, own].clone().requires_grad_()
-    out = oracle_of(config, x_ref, params, training=training, padding_mask_BT=mask)
+    out = mc.oracle_of(config, x_ref, params, training=training, padding_mask_BT=mask)
     factor = tokens(B, T, seed=9)
     losses = sum(out.losses.values()) if training else 0.0
     ((out.y_BTD * factor).sum() + losses).backward()
     y = layer(x, None if mask is None else mask[:, own])
     (y * factor[:, own]).sum().backward()
-    assert x_ref.grad is not None
-    errors = {"y": error(y, out.y_BTD[:, own]), "x": error(x.grad, x_ref.grad[:, own])}
-    floor = float(x_ref.grad.abs().max()) if has_constant_weights(config) else 0.0
+    errors = {"y": mc.error(y, out.y_BTD[:, own]), "x": mc.error(x.grad, x_ref.grad[:, own])}
+    floor = float(x_ref.grad.abs().max()) if mc.has_constant_weights(config) else 0.0
     errors |= parameter_errors(layer, params, copies=2, floor=floor)
     if training:
-        metrics = state.finish_step()
-        kept_E = out.routing.kept_NE.sum(0)
+        metrics, kept_E = state.finish_step(), out.routing.kept_NE.sum(0)
         same = torch.equal(metrics.tokens_per_expert["moe"], out.counts_E)
         if "moe" in metrics.dropped_per_expert:
             same &= torch.equal(metrics.dropped_per_expert["moe"], out.counts_E - kept_E)
         errors["counts"] = float(not same)
         expected = torch.stack(list(out.losses.values()))
-        errors["losses"] = error(metrics.aux_losses["moe"], expected)
+        errors["losses"] = mc.error(metrics.aux_losses["moe"], expected)
         if config.expert_bias:
-            alone = make_layer(config)
+            alone = mc.make_layer(config)
             alone(x_ref.detach(), mask).sum().backward()
             MoEState({"moe": alone}, BalanceGroups()).finish_step()
-            errors["bias"] = error(layer.router.expert_bias, alone.router.expert_bias)
+            errors["bias"] = mc.error(layer.router.expert_bias, alone.router.expert_bias)
     return worst(errors)
 
 
@@ -237,9 +214,6 @@ def shared_errors() -> dict[str, float]:
         for name, config in SHARED.items()
         for mode, (masked, training) in modes.items()
     }
-
-
-# --------------------------------------------------------------------------- static shapes
 
 
 class NoHostReads(TorchDispatchMode):
@@ -273,10 +247,10 @@ def static_shapes() -> dict[str, Any]:
         for folding in FOLDINGS:
             for training in (True, False):
                 found[f"{name}/{folding}/{training}"] = _host_reads(name, folding, training)
-        plain = make_layer(replace(BASE, capacity=replace(PAD, pad=False)))
+        plain = mc.make_layer(replace(mc.BASE, capacity=replace(PAD, pad=False)))
         plain.dispatcher = dispatcher(placement("ep4")[1])
         found[f"{name}/guard"] = _failure(plain, tokens(1, 6, seed=dist.get_rank())[0])
-        layer = make_layer(replace(BASE, capacity=PAD))
+        layer = mc.make_layer(replace(mc.BASE, capacity=PAD))
         shard(layer, "ep4", name)
         rank = dist.get_rank()
         steps = {
@@ -305,7 +279,7 @@ def _messages(layer: MoELayer, numbers: list[int]) -> list[str]:
 
 def _host_reads(dispatcher: str, folding: str, training: bool) -> str:
     """The second forward and its backward, of shapes that do not depend on the choice."""
-    layer = make_layer(replace(BASE, capacity=PAD, balance=ALL_LOSSES)).train(training)
+    layer = mc.make_layer(replace(mc.BASE, capacity=PAD, balance=mc.ALL_LOSSES)).train(training)
     shard(layer, folding, dispatcher)
     rows = set()
     for seed in range(3):
@@ -359,16 +333,13 @@ def test_every_pair_of_options_over_ranks(choices: list[Choice], results: dict[s
 
 def test_a_shared_micro_batch_is_routed_as_one(results: dict[str, Any]) -> None:
     errors = results["shared"]
-    assert len(errors) == 3 * len(SHARED)
-    assert not {k: e for k, e in errors.items() if not e <= 1e-5}
+    assert len(errors) == 3 * len(SHARED) and not {k: e for k, e in errors.items() if not e <= 1e-5}
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("folding", FOLDINGS)
 @pytest.mark.parametrize("name", DISPATCHERS)
-def test_padded_dispatch_reads_nothing_on_the_host(
-    name: str, folding: str, training: bool, results: dict[str, Any]
-) -> None:
+def test_padded_dispatch_reads_nothing_on_the_host(name, folding, training, results) -> None:
     assert results["static"][f"{name}/{folding}/{training}"] == ""
     assert "host" in results["static"][f"{name}/guard"], "the guard must see a read"
 

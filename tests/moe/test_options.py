@@ -1,8 +1,5 @@
 """Every config and every single option of a layer: the oracle, hard inputs, low precision."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,42 +10,28 @@ from torch import Tensor
 from moecore import MoELayer
 from moecore.base.options.layer import CapacityConfig
 from moecore.moe.micro_batch import MicroBatch
-from tests.moe.moe_cases import (
-    BASE,
-    CASES,
-    assert_equal_to_scale,
-    assert_twice_as_good,
-    compare_with_oracle,
-    has_constant_weights,
-    leaves,
-    make_layer,
-    make_state,
-    oracle_of,
-    padding,
-    tokens,
-    with_losses,
-)
+from tests.moe import moe_cases as mc
 from tests.moe.reference import moe_reference
-
-# --------------------------------------------------------------------------- against the oracle
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("backend", ["torch", "sequential"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mc.CASES)
 def test_against_the_oracle(name: str, backend: str, training: bool, masked: bool) -> None:
-    layer = make_layer(CASES[name]).train(training)
+    layer = mc.make_layer(mc.CASES[name]).train(training)
     layer.get_part("experts").set_backend(backend)
-    mask = padding(3, 7) if masked else None
-    compare_with_oracle(layer, tokens(3, 7, 32), padding_mask=mask)
+    mask = mc.padding(3, 7) if masked else None
+    mc.compare_with_oracle(layer, mc.tokens(3, 7, 32), padding_mask=mask)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mc.CASES)
 def test_against_the_oracle_with_all_auxiliary_losses(name: str, masked: bool) -> None:
-    layer = make_layer(with_losses(CASES[name]))
-    compare_with_oracle(layer, tokens(2, 9, 32), padding_mask=padding(2, 9) if masked else None)
+    layer = mc.make_layer(mc.with_losses(mc.CASES[name]))
+    mc.compare_with_oracle(
+        layer, mc.tokens(2, 9, 32), padding_mask=mc.padding(2, 9) if masked else None
+    )
 
 
 class Tape:
@@ -58,9 +41,7 @@ class Tape:
         self.ids_TK = ids_TK
         self.seen: list[Tensor] = []
 
-    def get_recorded_choice(
-        self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
+    def get_recorded_choice(self, num_tokens, device, choose) -> tuple[Tensor, Tensor | None]:
         assert num_tokens == self.ids_TK.shape[0]
         return self.ids_TK, None
 
@@ -72,35 +53,32 @@ class Tape:
 @pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=0.7)], ids=["all", "capacity"])
 def test_given_choices(order: Any, capacity: CapacityConfig | None) -> None:
     """Weights are of the live scores; an id of -1 is no choice, and a token may have none."""
-    config = replace(with_losses(BASE), score_order=order, capacity=capacity, top_k=3)
-    layer, x, mask = make_layer(config), tokens(2, 8, 32), padding(2, 8)
+    config = replace(mc.with_losses(mc.BASE), score_order=order, capacity=capacity, top_k=3)
+    layer, x, mask = mc.make_layer(config), mc.tokens(2, 8, 32), mc.padding(2, 8)
     generator = torch.Generator().manual_seed(3)
     ids_TK = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(16)]).int()
     ids_TK[2, 1], ids_TK[4] = -1, -1
     tape = Tape(ids_TK)
     layer.router.tape = tape
-    params = leaves(layer)
+    params = mc.leaves(layer)
     x_ours, x_ref = (x.clone().requires_grad_() for _ in range(2))
     out = moe_reference(x_ref, params, config, padding_mask_BT=mask, given_ids_NK=ids_TK)
     (out.y_BTD.square().sum() + sum(out.losses.values())).backward()
     y = layer(x_ours, mask)
     y.square().sum().backward()
-    assert_equal_to_scale(y, out.y_BTD, "y")
-    assert_equal_to_scale(x_ours.grad, x_ref.grad, "x")
+    mc.assert_equal_to_scale(y, out.y_BTD, "y")
+    mc.assert_equal_to_scale(x_ours.grad, x_ref.grad, "x")
     for name, parameter in layer.named_parameters():
-        assert_equal_to_scale(parameter.grad, params[name].grad, name)
+        mc.assert_equal_to_scale(parameter.grad, params[name].grad, name)
     assert torch.equal(tape.seen[0], ids_TK.masked_fill(mask.flatten()[:, None], -1))
     assert torch.equal(layer.tracker.counts.choices_E, out.counts_E)
 
 
-# --------------------------------------------------------------------------- hard inputs
-
-
 @pytest.mark.parametrize("shape", [(0, 32), (0, 5, 32), (3, 0, 32)], ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mc.CASES)
 def test_zero_tokens(name: str, masked: bool, shape: tuple[int, ...]) -> None:
-    layer = make_layer(with_losses(CASES[name]))
+    layer = mc.make_layer(mc.with_losses(mc.CASES[name]))
     mask = torch.zeros(shape[:-1], dtype=torch.bool) if masked else None
     x = torch.zeros(shape, requires_grad=True)
     y = layer(x, mask)
@@ -112,11 +90,11 @@ def test_zero_tokens(name: str, masked: bool, shape: tuple[int, ...]) -> None:
     assert int(layer.tracker.counts.choices_E.sum()) == 0
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mc.CASES)
 def test_padding_alone(name: str) -> None:
     """Nothing is routed, lost or counted; the shared experts still read every token."""
-    config = with_losses(CASES[name])
-    layer, x = make_layer(config), tokens(2, 5, 32).requires_grad_()
+    config = mc.with_losses(mc.CASES[name])
+    layer, x = mc.make_layer(config), mc.tokens(2, 5, 32).requires_grad_()
     mask = torch.ones(2, 5, dtype=torch.bool)
     routing = layer.router(x.detach().view(10, 32), micro_batch_of(mask))
     assert (routing.expert_ids_TK == -1).all() and (routing.chosen_ids_TK == -1).all()
@@ -133,7 +111,7 @@ def test_padding_alone(name: str) -> None:
     assert counts.capacity_choices_E is None or not counts.capacity_choices_E.any()
     before = layer.router.selection_bias
     before = None if before is None else before.clone()
-    make_state(layer).finish_step()
+    mc.make_state(layer).finish_step()
     assert before is None or torch.equal(layer.router.selection_bias, before)
 
 
@@ -143,7 +121,7 @@ def micro_batch_of(mask_BT: Tensor) -> MicroBatch:
 
 @pytest.mark.parametrize("shape", [(3, 4), (3, 5), (4, 3)], ids=str)
 def test_a_mask_of_another_shape_is_refused(shape: tuple[int, int]) -> None:
-    layer, x = make_layer(BASE), tokens(3, 4, 32)
+    layer, x = mc.make_layer(mc.BASE), mc.tokens(3, 4, 32)
     if shape == (3, 4):
         with pytest.raises(ValueError, match=r"padding_mask.*torch.uint8.*must be bool"):
             layer(x, torch.zeros(shape, dtype=torch.uint8))
@@ -152,18 +130,21 @@ def test_a_mask_of_another_shape_is_refused(shape: tuple[int, int]) -> None:
         layer(x, torch.zeros(shape, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mc.CASES)
 def test_padding_has_no_part(name: str) -> None:
     """Whatever it holds changes no bit; attention gives NaN for a row that may look nowhere."""
-    layer, x, mask = make_layer(with_losses(CASES[name])), tokens(2, 9, 32), padding(2, 9)
+    layer, x, mask = (
+        mc.make_layer(mc.with_losses(mc.CASES[name])),
+        mc.tokens(2, 9, 32),
+        mc.padding(2, 9),
+    )
     mask[0, 0] = True
     found = []
-    for content in (torch.zeros(()), 30 * tokens(2, 9, 32, seed=9), torch.tensor(float("nan"))):
+    for content in (torch.zeros(()), 30 * mc.tokens(2, 9, 32, seed=9), torch.tensor(float("nan"))):
         torch.manual_seed(0)
         x_ours = torch.where(mask[..., None], content, x).requires_grad_()
         y = layer(x_ours, mask)
         torch.where(mask[..., None], 0, y).square().sum().backward()
-        assert x_ours.grad is not None
         is_nan = bool(content.isnan().any())
         assert is_nan or x_ours.grad[mask].eq(0).all(), "padding gets no gradient"
         counts, grads = layer.tracker.counts, {n: p.grad for n, p in layer.named_parameters()}
@@ -183,22 +164,23 @@ def test_padding_has_no_part(name: str) -> None:
         assert not [n for n, t in other.items() if not torch.equal(t, found[0][n])]
 
 
-# --------------------------------------------------------------------------- low precision
-
-
 @pytest.mark.parametrize("backend", ["torch", "sequential"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mc.CASES)
 def test_bf16_error_is_at_most_twice_that_of_plain_bf16(name: str, backend: str) -> None:
     """The router is fp32 in all three, so routing is equal and only the experts round."""
-    config = CASES[name]
-    layer = make_layer(config, std=0.2).bfloat16()
+    config = mc.CASES[name]
+    layer = mc.make_layer(config, std=0.2).bfloat16()
     layer.get_part("experts").set_backend(backend)
-    x, factor, mask = tokens(2, 40, 32).bfloat16(), tokens(2, 40, 32, seed=2), padding(2, 40)
+    x, factor, mask = (
+        mc.tokens(2, 40, 32).bfloat16(),
+        mc.tokens(2, 40, 32, seed=2),
+        mc.padding(2, 40),
+    )
 
     def plain(dtype: torch.dtype) -> dict[str, Tensor]:
-        params = {n: t.detach().to(dtype).requires_grad_() for n, t in leaves(layer).items()}
+        params = {n: t.detach().to(dtype).requires_grad_() for n, t in mc.leaves(layer).items()}
         x_in = x.detach().to(dtype).requires_grad_()
-        y = oracle_of(config, x_in, params, padding_mask_BT=mask).y_BTD
+        y = mc.oracle_of(config, x_in, params, padding_mask_BT=mask).y_BTD
         (y.float() * factor).sum().backward()
         grads = {n: t.grad for n, t in params.items() if t.grad is not None}
         return {"y": y.detach(), "x": x_in.grad} | grads  # type: ignore[return-value]
@@ -213,9 +195,9 @@ def test_bf16_error_is_at_most_twice_that_of_plain_bf16(name: str, backend: str)
     ours |= {n: p.grad for n, p in layer.named_parameters()}
     for key, found in ours.items():
         assert found is not None and found.dtype == torch.bfloat16
-        if key.startswith("router") and has_constant_weights(config):
+        if key.startswith("router") and mc.has_constant_weights(config):
             continue  # what rounding leaves of 0 has no scale
-        assert_twice_as_good(found, rounded[key], truth[key], key)
+        mc.assert_twice_as_good(found, rounded[key], truth[key], key)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +206,7 @@ def test_bf16_error_is_at_most_twice_that_of_plain_bf16(name: str, backend: str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast(name: str, dtype: torch.dtype) -> None:
     """Under autocast an input of either dtype works, as it does for nn.Linear."""
-    layer, x = make_layer(CASES[name]), tokens(2, 9, 32).to(dtype).requires_grad_()
+    layer, x = mc.make_layer(mc.CASES[name]), mc.tokens(2, 9, 32).to(dtype).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
     assert y.dtype == dtype
@@ -234,12 +216,9 @@ def test_autocast(name: str, dtype: torch.dtype) -> None:
     assert float((y.detach().float() - expected).abs().max() / expected.abs().max()) < 0.03
 
 
-# --------------------------------------------------------------------------- construction
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mc.CASES)
 def test_meta_then_to_empty_then_init_equals_a_real_build(name: str) -> None:
-    layer, real = MoELayer(CASES[name], device="meta"), MoELayer(CASES[name])
+    layer, real = MoELayer(mc.CASES[name], device="meta"), MoELayer(mc.CASES[name])
     assert all(t.is_meta for t in [*layer.parameters(), *layer.buffers()])
     layer.to_empty(device="cpu")
     for tensor in [*layer.parameters(), *layer.buffers()]:

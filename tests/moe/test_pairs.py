@@ -3,8 +3,6 @@
 The oracle is the same step without pairs: each pair is the forward, and then the backward.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -115,16 +113,7 @@ NIGHTLY = (
 )
 
 
-def make(
-    device: torch.device,
-    *,
-    config: DecoderConfig = CONFIG,
-    checkpoint: bool = False,
-    layout: str = "",
-    family: str = "",
-    domain: int | None = None,
-    **options: Any,
-) -> tuple[Any, TrainStep]:
+def make(device, *, config=CONFIG, checkpoint=False, layout="", family="", domain=None, **options):
     options = {"dispatch": "alltoall"} | options
     ep = 1 if config.moe is None else 2 * (domain or 1)
     meshes = build_meshes(ParallelConfig(ep=ep), device.type, ranks_per_domain=domain)
@@ -140,9 +129,7 @@ def make(
     return model, TrainStep(model, num_micro_batches=N)
 
 
-def make_family(
-    family: str, device: torch.device, *, checkpoint: bool, **options: Any
-) -> tuple[Any, TrainStep]:
+def make_family(family, device, *, checkpoint, **options) -> tuple[Any, TrainStep]:
     from tests.families.transformers.hf_models import enable_checkpointing, random_model
 
     model = random_model(family).to(device)

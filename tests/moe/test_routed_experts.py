@@ -1,7 +1,3 @@
-"""RoutedExperts: choice and weights are given, the rest is a MoELayer's."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -34,8 +30,7 @@ def test_with_a_layers_choice_it_is_the_layer() -> None:
     assert torch.equal(y_TD, layer(x_TD))
     y_TD.square().sum().backward()
     assert weights_TK.grad is not None and weights_TK.grad.abs().min() > 0
-    assert experts.tracker.counts is not None
-    assert int(experts.tracker.counts.choices_E.sum()) == 14
+    assert experts.tracker.counts is not None and int(experts.tracker.counts.choices_E.sum()) == 14
 
 
 @pytest.mark.parametrize("nothing", [4, 5, -1])
@@ -62,7 +57,6 @@ def test_experts_that_return_their_input_are_not_dispatched() -> None:
         y_TD = experts(x_TD, ids_TK, weights_TK)
     assert int(compute.call_args.args[0].index.num_rows) == 2
     grads = torch.autograd.grad(y_TD.sum(), leaves)
-    assert experts.tracker.counts is not None
     assert experts.tracker.counts.choices_E.tolist() == [1, 0, 0, 1, 1, 1, 1]
     plain = experts(x_TD, ids_TK.where(ids_TK < 4, -1), weights_TK)
     is_zero_TK = (ids_TK > 3) & (ids_TK < 7)
@@ -81,9 +75,8 @@ def test_the_same_expert_twice_in_a_token() -> None:
 
 def test_a_balance_is_the_models() -> None:
     _, experts = pair()
-    with pytest.raises(
-        ValueError, match=r"must be left out for mlp\.experts, whose router is the mod"
-    ):
+    message = r"must be left out for mlp\.experts, whose router is the mod"
+    with pytest.raises(ValueError, match=message):
         experts.check_config(
             "mlp.experts", replace(experts.config, balance=BalanceConfig(micro_batch_coef=0.1))
         )

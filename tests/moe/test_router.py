@@ -1,7 +1,3 @@
-"""Router: its weights teach it, and it is fp32 whatever comes in."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -51,12 +47,8 @@ def test_one_expert_per_token_teaches_the_router(function: Any, on_input: bool) 
         weights_T, grad = layer.router(x_TD).weights_TK[:, 0], layer.router.weight.grad
         scores_T = compute_scores_ref(x_TD @ layer.router.weight.T, function).amax(-1)
         torch.testing.assert_close(weights_T, torch.ones(9) if normalize else scores_T)
-        assert grad is not None
         largest[normalize] = float(grad.abs().max())
     assert largest[True] < 1e-5 * largest[False]  # rounding is left
-
-
-# --------------------------------------------------------------------------- dtype
 
 
 def same(a: Routing, b: Routing) -> None:
@@ -93,8 +85,7 @@ def test_autocast_changes_nothing(name: str, dtype: torch.dtype) -> None:
 def test_fp64_router_decides_in_fp64() -> None:
     router = make_router(CONFIGS["fp64"])
     routing = router(torch.randn(5, 16))
-    assert routing.logits_TE.dtype == torch.float64
-    assert routing.weights_TK.dtype == torch.float32
+    assert routing.logits_TE.dtype == torch.float64 and routing.weights_TK.dtype == torch.float32
     # Two logits that only fp64 tells apart.
     with torch.no_grad():
         router.weight.zero_()
@@ -109,8 +100,7 @@ def test_fp64_router_decides_in_fp64() -> None:
 def test_the_selection_bias_stays_fp32_when_the_layer_is_cast(cast: Any) -> None:
     """A bf16 bias of 0.5 no longer moves by a rate of 0.001: balancing would stop silently."""
     router = cast(make_router(CONFIGS["softmax-bias"]))
-    assert router.selection_bias is not None
-    assert router.selection_bias.dtype == torch.float32
+    assert router.selection_bias is not None and router.selection_bias.dtype == torch.float32
 
 
 def test_assigned_state_keeps_the_selection_bias_in_fp32() -> None:

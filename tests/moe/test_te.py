@@ -3,8 +3,6 @@
 Six ranks, so that no two dims of the expert mesh that exceed 1 have one size.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator
@@ -38,7 +36,7 @@ from moecore.models import Decoder
 from moecore.precision.te import TELinearProducts
 from moecore.train import AdamW
 from moecore.train.graphs.forward_backward import _check_dispatchers
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.helpers.te_definition import te_defined
 from tests.moe.dispatchers import by_stores
 from tests.moe.test_experts_fp8_ranks import (
@@ -84,9 +82,7 @@ def one_process(ranks: tuple[int, ...], is_fp8: bool) -> dict[str, Tensor]:
     return run_whole(layer, [batch(rank) for rank in ranks])
 
 
-def errors(
-    folding: str, dispatcher: str, clones: CloneOptions | None, is_fp8: bool, rank: int
-) -> dict[str, float]:
+def errors(folding, dispatcher, clones, is_fp8, rank) -> dict[str, float]:
     """Relative error of each quantity, the worst of all ranks."""
     model = nn.Sequential(make_layer("torch", None))
     meshes = build_meshes(ParallelConfig(**FOLDINGS[folding]), "cpu", ranks_per_domain=2)
@@ -119,18 +115,13 @@ def worker(rank: int, device: torch.device) -> dict[int, Any]:
         return {i: errors(*case, rank) for i, case in enumerate(CASES)}
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[int, Any]:
-    return run_ranks(WORLD, worker)
+results = ranks_fixture(WORLD, worker)
 
 
 @pytest.mark.parametrize("i", range(len(CASES)), ids=lambda i: "-".join(map(str, CASES[i][:2])))
 def test_ranks_equal_one_process(i: int, results: dict[int, Any]) -> None:
     # Scales of powers of two move exponents alone, so no folding changes what is rounded.
     assert max(results[i].values()) < 1e-5
-
-
-# ----------------------------------------------------------------------------------- one process
 
 
 @pytest.fixture
@@ -185,7 +176,6 @@ def test_a_model_trains(defined: None, how: dict[str, Any]) -> None:
     own = dict(how, expert_backend="auto")
     if "precision" in how:
         precision = Precision.of(how["precision"])
-        assert precision is not None
         own["precision"] = replace(precision, recipe=replace(precision.recipe, backend="moecore"))
     model, _, losses = trained(**how)
     _, _, expected = trained(**own)
@@ -205,8 +195,7 @@ def test_checkpoints_are_interchangeable(defined: None, tmp_path: Path) -> None:
     for other, of_other, _ in (own, again):
         load(path, other, of_other)
         found.append(train(other, of_other, 1))
-    assert found[1] == train(model, optimizer, 1)
-    assert found[0] == pytest.approx(found[1], rel=2e-3)
+    assert found[1] == train(model, optimizer, 1) and found[0] == pytest.approx(found[1], rel=2e-3)
     assert list(own[0].state_dict()) == list(model.state_dict())
 
 
@@ -217,8 +206,7 @@ def test_padded_rows_and_plain_layers(defined: None) -> None:
     layer.get_part("experts").set_backend("te")
     assert layer.get_part("experts").rows_multiple == 1
     layer.get_part("experts").set_backend("auto", recipe=BLOCKWISE)
-    assert layer(torch.zeros(0, 128)).shape == (0, 128)
-    assert "Transformer Engine" in repr(layer)
+    assert layer(torch.zeros(0, 128)).shape == (0, 128) and "Transformer Engine" in repr(layer)
     limited = replace(CONFIG, capacity=CapacityConfig(factor=1.0, pad=True))
     torch.manual_seed(0)
     small = MoELayer(limited)
@@ -258,9 +246,7 @@ def test_refusals_of_a_call(defined: None) -> None:
 @pytest.mark.parametrize(
     "how", [dict(expert_backend="te"), dict(precision=Precision(recipe=BLOCKWISE, roles=("mlp",)))]
 )
-def test_without_transformer_engine_a_call_says_what_to_install(
-    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_transformer_engine_a_call_says_what_to_install(how, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     te.import_transformer_engine.cache_clear()
     with pytest.raises(ValueError, match=r"pip install .*moecore") as it:

@@ -3,8 +3,6 @@
 Run where it is installed: `python -m pytest -m gpu tests/moe/test_te_gpu.py`.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable
@@ -26,7 +24,7 @@ from moecore.moe.records import ExpertInput
 from moecore.precision.apply import make_linear_products
 from moecore.train import AdamW
 from tests.helpers import te_definition
-from tests.helpers.te_definition import te_defined
+from tests.helpers.te_definition import RECIPES, te_defined
 from tests.kernels.experts.test_expert_mlp import make
 from tests.kernels.experts.test_fp8_products import OUTPUTS, check
 from tests.kernels.experts.test_te_products import options_of, oracle, run
@@ -37,14 +35,6 @@ from tests.precision.test_linear import operands, values
 
 pytestmark = pytest.mark.gpu
 
-RECIPES = {
-    "blockwise": Recipe(backend="te"),
-    "blockwise, fp32 scales": Recipe(backend="te", power_of_two=False),
-    "tensorwise": Recipe(backend="te", scaling="tensorwise"),
-    "tensorwise, e5m2": Recipe(backend="te", scaling="tensorwise", grad_format="e5m2"),
-    "mxfp8": Recipe(backend="te", scaling="mxfp8"),
-    "nvfp4": Recipe(backend="te", scaling="nvfp4", power_of_two=False, stochastic_rounding=False),
-}
 DELAYED = Recipe(backend="te", scaling="tensorwise", amax_history=2)
 BF16, CUDA = torch.bfloat16, "cuda"
 CONFIG = MoEConfig(dim=128, hidden_dim=96, num_experts=8, top_k=3)
@@ -66,8 +56,6 @@ def recipe_here(name: str) -> Recipe:
         pytest.skip(problem)
     return RECIPES[name]
 
-
-# ---------------------------------------------------------------------- what moecore asks it for
 
 PYTORCH = [
     "Float8BlockQuantizer",
@@ -214,9 +202,6 @@ def test_products_are_those_of_its_own_grouped_linear(name: str | None) -> None:
         assert torch.equal(dw[i], getattr(module, f"weight{i}").grad)
 
 
-# ----------------------------------------------------------------------------------------- experts
-
-
 def routing_case(name: str, config: MoEConfig) -> tuple[Tensor, Tensor]:
     E, K = config.num_experts, config.top_k
     S = {"one row": 1, "no rows": 0}.get(name, 300)
@@ -323,9 +308,6 @@ def test_what_this_gpu_lacks_is_refused_in_one_line() -> None:
     assert message == "device (cpu) must be cuda for Transformer Engine: move the model"
 
 
-# --------------------------------------------------------------------------- linears, whole models
-
-
 LINEARS = [(name, (T, 256, 384)) for name in [*RECIPES, "delayed"] for T in (70, 512)]
 LINEARS += [("blockwise", (100, 144, 176))]  # no multiples of a scale's block
 
@@ -344,8 +326,7 @@ def test_linears_are_those_of_the_definition(name: str, sizes: tuple[int, int, i
 
     ours = compute(CUDA)
     for one, wanted in zip(ours, defined(compute), strict=True):
-        assert one.dtype == wanted.dtype
-        assert relative_error(one, wanted.double()) < 2**-7
+        assert one.dtype == wanted.dtype and relative_error(one, wanted.double()) < 2**-7
 
 
 @pytest.mark.parametrize("name", [None, "blockwise", "tensorwise", "delayed"])
@@ -364,5 +345,4 @@ def test_a_model_trains_as_with_moecores_own(name: str | None) -> None:
         model: nn.Module = decoder().to(BF16)
         parallelize(model, build_meshes(ParallelConfig(), CUDA), **how)
         losses.append(train(model, AdamW(model.parameters(), lr=1e-3), 3))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
-    assert losses[0][-1] < losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2) and losses[0][-1] < losses[0][0]

@@ -6,8 +6,6 @@ sends them as they are, or before one process computes them.
 Legend: T tokens of a rank, D model dim, W bytes of a packed row.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -214,8 +212,7 @@ def traffic(folding: str, fp8: bool) -> dict[str, Any]:
     layer = blockwise(folding, fp8)
     x = torch.randn(10, 256, dtype=torch.bfloat16).requires_grad_()
     with sent_bytes() as sent:
-        y = layer(x)
-        forward = len(sent)
+        y, forward = layer(x), len(sent)
         y.sum().backward()
     outer = sent[0][0]
     ep, domain = FOLDINGS[folding][0], FOLDINGS[folding][2]
@@ -288,9 +285,7 @@ def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("folding", "name"), beside(GRID, NIGHTLY, several=True))
-def test_has_the_bits_of_tokens_that_were_rounded(
-    folding: str, name: str, results: list[dict[str, Any]]
-) -> None:
+def test_has_the_bits_of_tokens_that_were_rounded(folding, name, results) -> None:
     found = [one[f"{folding}/{name}"] for one in results]
     bits = {key for key in found[0] if key != "error" and all(one[key] for one in found)}
     expected = {"rounded", *(["nvlink"] if folding in ("ep2-edp3", "ep3-etp2") else [])}
@@ -319,9 +314,7 @@ def test_half_the_bytes_travel(folding: str, results: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize("folding", ["ep2-edp3", "3 x 2"])
-def test_a_gradient_that_a_hook_changes_is_an_error(
-    folding: str, results: list[dict[str, Any]]
-) -> None:
+def test_a_gradient_that_a_hook_changes_is_an_error(folding, results) -> None:
     for one in results:
         assert (
             "must not change between combine and the experts with DispatchOptions.fp8"

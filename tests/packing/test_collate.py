@@ -1,7 +1,3 @@
-"""Packed batches: the worked example, transformers' own collator, datasets, static shapes."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -100,9 +96,7 @@ def test_a_loader_over_datasets_trains_on_every_label_once() -> None:
         padding = batch["padding_mask"].flatten()
         found += [ids[a:b].tolist() for a, b in pairwise(borders) if not padding[a]]
     assert sorted(found) == sorted(rows)
-
-    model = Decoder(preset("tiny"))
-    one = batches[0]
+    model, one = Decoder(preset("tiny")), batches[0]
     loss = model(
         one["input_ids"],
         one["labels"],

@@ -1,7 +1,3 @@
-"""Rows of a corpus: by hand, each token once on any ranks, mixtures, epochs, positions, errors."""
-
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -105,8 +101,7 @@ def test_other_ranks_go_on_with_each_token_once(rule: str, kind: Any, partitions
     documents, how = corpus(60), {"documents": rule, "partitions": partitions}
     wanted = taken(loaders(kind(documents), ranks=1, **how), 60)
     two = loaders(kind(documents), ranks=2, **how)
-    found = taken(two, 12)
-    state = state_of(two)
+    found, state = taken(two, 12), state_of(two)
     taken(two, 3)  # what comes after a state does not matter
     three = loaders(kind(documents), ranks=3, **how)
     for loader in three:
@@ -154,8 +149,7 @@ def test_a_mixture_has_its_shares_in_every_batch_and_partition() -> None:
     for i, weight in enumerate(weights.values()):
         share, counts = weight / 10, (names == i).cumsum(axis=0)  # [batches, partitions]
         wanted = share * np.arange(1, 61)[:, None]
-        assert np.abs(counts - wanted).max() < 2
-        assert abs(counts[-1].sum() / 720 - share) < 0.01
+        assert np.abs(counts - wanted).max() < 2 and abs(counts[-1].sum() / 720 - share) < 0.01
     assert len({tuple(row) for row in (names == 2).T.tolist()}) > 6  # not all partitions at once
 
 
@@ -184,9 +178,7 @@ def test_a_stream_is_read_once_and_a_resumed_one_from_its_block() -> None:
 
 @pytest.mark.parametrize("kind", [list, Again])
 @pytest.mark.parametrize(("count", "partitions"), [(4, 4), (4, 8), (6, 4), (5, 3), (3, 12)])
-def test_each_partition_reads_all_documents_in_order(
-    kind: Any, count: int, partitions: int
-) -> None:
+def test_each_partition_reads_all_documents_in_order(kind, count, partitions) -> None:
     documents, L = [[i] for i in range(count)], partitions
     how: dict[str, Any] = dict(ranks=1, rows=L, row_tokens=1, shuffle=False, partitions=L)
     (loader,) = loaders(kind(documents), **how)

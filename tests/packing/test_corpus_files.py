@@ -1,7 +1,3 @@
-"""Files of documents against bytes written by hand: Megatron's indexed datasets, and JSONL."""
-
-from __future__ import annotations
-
 import os
 import pickle
 import struct
@@ -90,9 +86,7 @@ def test_every_dtype_of_ids(dtype: int, tmp_path: Path) -> None:
         ({"bin_": BIN[:-2]}, r"a\.bin \(10 bytes\) must have 12, as .*a\.idx has it: copy"),
     ],
 )
-def test_a_broken_indexed_dataset_is_one_line(
-    files: dict[str, bytes], message: str, tmp_path: Path
-) -> None:
+def test_a_broken_indexed_dataset_is_one_line(files, message, tmp_path) -> None:
     with pytest.raises(ValueError, match=message):
         MegatronDocuments(written(tmp_path, **files))
 
@@ -131,15 +125,12 @@ BROKEN = [b'{"text": ', b"[1]", b"\xff", b"[" * 3000, b"null", b"9" * 5000, b'{"
 
 @pytest.mark.parametrize("line", [*BROKEN, b'{"body": "a"}', b'{"text": null}'])
 @pytest.mark.parametrize("part", [1 << 28, 7])
-def test_a_broken_line_is_found_when_the_file_is_opened(
-    line: bytes, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_line_is_found_when_the_file_is_opened(line, part, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("moecore.packing.corpus.files.PART", part)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n\n' + line + b'\n{"text": [2]}\n')
-    with pytest.raises(
-        ValueError, match=r"a\.jsonl line 3 must be a JSON object with 'text', "
-    ) as e:
+    message = r"a\.jsonl line 3 must be a JSON object with 'text', "
+    with pytest.raises(ValueError, match=message) as e:
         JsonLines(path, "text")
     assert "(broken lines: 1, empty lines: 1): mend it, replace it by an empty" in str(e.value)
     assert "\n" not in str(e.value) and len(str(e.value)) < 500

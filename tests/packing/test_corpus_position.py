@@ -1,7 +1,3 @@
-"""Positions of loaders: states that no loader made, changed data, and data ranks that differ."""
-
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -117,8 +113,7 @@ def test_a_source_without_rows_is_at_its_start(rule: str, field: str, value: int
     how: dict[str, Any] = {"partitions": 1, "shuffle": False, "documents": rule, "window": 2}
     one = loader(sources, **how)
     next(one)
-    state = one.state_dict()
-    place = Cursor._fields.index(field)
+    state, place = one.state_dict(), Cursor._fields.index(field)
     for cursor in state["cursors"][0][1]:
         if not cursor[0]:
             cursor[place] = value
@@ -183,9 +178,7 @@ def test_a_document_of_another_length_than_it_had_is_one_line(rule: str, first: 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize(("rows", "length", "number"), [(8, 3, 10), (14, 9, 10), (14, 12, 10)])
-def test_a_stream_of_another_length_is_one_line(
-    shuffle: bool, rows: int, length: int, number: int
-) -> None:
+def test_a_stream_of_another_length_is_one_line(shuffle, rows, length, number) -> None:
     how: dict[str, Any] = {"partitions": 2, "shuffle": shuffle, "shuffle_buffer": 3}
     one = loader(Stream([[i] * 8 for i in range(number)]), **how)
     other = loader(Stream([[i] * 8 for i in range(length)]), **how)

@@ -1,7 +1,3 @@
-"""The code of the packing sections of docs/sequences.md runs as it stands there."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

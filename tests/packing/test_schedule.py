@@ -3,8 +3,6 @@
 Simulated times are sums over rounds of the slowest group, in the unit of the costs.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,13 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.packing_baselines import (
-    FAR,
-    NEAR,
-    compute_balanced_time,
-    compute_static_time,
-    draw_lengths,
-)
+from benchmarks import packing_baselines as pb
 
 from moecore.packing import (
     DocumentCost,
@@ -30,17 +22,15 @@ from moecore.packing import (
     schedule_documents,
     split_batch,
 )
-from moecore.packing.schedule import DocumentSchedule, order_by_rise_and_fall
+from moecore.packing.schedule import order_by_rise_and_fall
 
 K = 1024
 SQUARES = DocumentCost(quadratic=1.0, linear=0.0, exchange=0.0, fixed=0.0)  # L^2 / cp
 SKEWED = "lognormal (7, 1.5)"
-COSTS = {"squares": SQUARES, "near": NEAR, "far": FAR}
+COSTS = {"squares": SQUARES, "near": pb.NEAR, "far": pb.FAR}
 
 
-def check(
-    schedule: DocumentSchedule, lengths: np.ndarray, ranks: int, max_tokens: int, cost: Any
-) -> None:
+def check(schedule, lengths, ranks, max_tokens, cost) -> None:
     """Raise unless every document is computed once, within memory, and every rank is in step."""
     groups = [group for groups in schedule.rounds for group in groups]
     documents = [i for group in groups for i in group.documents]
@@ -70,7 +60,7 @@ def test_schedules_are_near_the_bound(ranks: int, number: int, kind: str, cost: 
     max_tokens = 32 * K if ranks == 8 else 16 * K
     longest = 32 * K if ranks == 24 else 128 * K  # groups of at most 8 of 24 ranks
     for seed in range(3):
-        lengths = draw_lengths(kind, number, seed).clip(max=longest)
+        lengths = pb.draw_lengths(kind, number, seed).clip(max=longest)
         options: dict[str, Any] = dict(ranks=ranks, max_tokens=max_tokens, cost=COSTS[cost])
         made = schedule_documents(lengths, **options)
         check(made, lengths, ranks, max_tokens, COSTS[cost])
@@ -92,8 +82,7 @@ def test_documents_fewer_than_groups_leave_empty_ones() -> None:
     """12 ranks have groups of at most 4."""
     made = schedule_documents([4 * K, 2 * K], ranks=12, max_tokens=4 * K)
     ((*_, last),) = made.rounds
-    assert [g.cp for g in made.rounds[0]] == [4, 4, 4]
-    assert last.documents == () and last.tokens == 0
+    assert [g.cp for g in made.rounds[0]] == [4, 4, 4] and last.documents == () and last.tokens == 0
     assert made.select_rank_groups(11) == (last,)
 
 
@@ -101,7 +90,7 @@ def test_the_published_example() -> None:
     """8 ranks of 4K each. The documents have 74K tokens, so no fewer than 3 micro-batches."""
     lengths = np.array([32 * K, 16 * K, 8 * K, 4 * K, 4 * K, 4 * K, 4 * K, 2 * K])
     options: dict[str, Any] = dict(ranks=8, max_tokens=4 * K)
-    theirs, columns = compute_balanced_time(lengths, cost=SQUARES, **options)
+    theirs, columns = pb.compute_balanced_time(lengths, cost=SQUARES, **options)
     singles = [(1, [2 * K, 4 * K, 4 * K]), (1, [4 * K, 4 * K])]  # one after the other
     assert [[(c.cp, sorted(lengths[c.documents])) for c in r] for r in columns] == [
         [(8, [32 * K])],
@@ -125,13 +114,15 @@ def test_the_published_example() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_times_against_one_cp_for_all_and_the_balanced_scheduler(seed: int) -> None:
     """Lognormal (7, 1.5), longest 128K; 64 ranks of 16K near, 32 ranks of 8K far."""
-    for ranks, max_tokens, number, cost in ((64, 16 * K, 2048, NEAR), (32, 8 * K, 1024, FAR)):
-        lengths = draw_lengths(SKEWED, number, seed)
+    for ranks, max_tokens, number, cost in ((64, 16 * K, 2048, pb.NEAR), (32, 8 * K, 1024, pb.FAR)):
+        lengths = pb.draw_lengths(SKEWED, number, seed)
         options: dict[str, Any] = dict(ranks=ranks, max_tokens=max_tokens, cost=cost)
         ours = schedule_documents(lengths, **options)
-        assert compute_static_time(lengths, seed=seed, **options) / ours.time >= 1.5
-        assert compute_static_time(lengths, seed=None, **options) / ours.time >= 1.15
-        forwards = compute_balanced_time(lengths, **options | {"cost": replace(cost, fixed=0.0)})[0]
+        assert pb.compute_static_time(lengths, seed=seed, **options) / ours.time >= 1.5
+        assert pb.compute_static_time(lengths, seed=None, **options) / ours.time >= 1.15
+        forwards = pb.compute_balanced_time(
+            lengths, **options | {"cost": replace(cost, fixed=0.0)}
+        )[0]
         free = schedule_documents(lengths, **options | {"cost": replace(cost, fixed=0.0)})
         assert forwards / free.time >= 1.03
 
@@ -140,11 +131,11 @@ def test_times_against_one_cp_for_all_and_the_balanced_scheduler(seed: int) -> N
 def test_ten_thousand_documents_take_less_than_a_second(kind: str) -> None:
     draw = np.random.default_rng(0)
     lengths = {
-        "skewed": draw_lengths(SKEWED, 10_000),
+        "skewed": pb.draw_lengths(SKEWED, 10_000),
         "same": np.full(10_000, 6 * K),
         "over half": draw.integers(8 * K + 1, 16 * K, 10_000),
     }[kind]
-    for ranks, cost in ((8, FAR), (256, FAR), (8, replace(FAR, fixed=2e8))):
+    for ranks, cost in ((8, pb.FAR), (256, pb.FAR), (8, replace(pb.FAR, fixed=2e8))):
         for turn in range(3):  # other work slows a core down now and then
             begin = time.process_time()
             made = schedule_documents(lengths, ranks=ranks, max_tokens=16 * K, cost=cost)
@@ -170,10 +161,9 @@ def test_measured_costs() -> None:
 def test_gradients_are_those_of_the_whole_batch() -> None:
     """The loss of a rank is the sum over its labels over `num_labels`; ranks and rounds add up."""
     draw = np.random.default_rng(0)
-    documents = [draw.integers(1, 50, n) for n in draw_lengths(SKEWED, 60).clip(max=900)]
+    documents = [draw.integers(1, 50, n) for n in pb.draw_lengths(SKEWED, 60).clip(max=900)]
     made = schedule_documents([len(d) for d in documents], ranks=8, max_tokens=256)
     assert len({g.cp for groups in made.rounds for g in groups}) > 1
-
     embedding = torch.randn(50, 8, dtype=torch.float64)
     weight = torch.randn(50, 8, dtype=torch.float64, requires_grad=True)
     places = torch.randn(2048, 8, dtype=torch.float64)

@@ -3,8 +3,6 @@
 Four ranks train a decoder with experts on them for three steps, against one process on those rows.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise, product
@@ -72,8 +70,7 @@ def plain(corpus: Any, **options: Any) -> CorpusLoader:
 def pieces_of(batch: PackedBatch) -> Pieces:
     """Return ids and labels of each document, without padding."""
     is_token = ~batch["padding_mask"].flatten()
-    cu = batch["cu_seqlens"].tolist()
-    found = []
+    cu, found = batch["cu_seqlens"].tolist(), []
     for start, stop in pairwise(cu):
         own = is_token[start:stop]
         ids, labels = (batch[name].flatten()[start:stop][own] for name in ("input_ids", "labels"))
@@ -214,8 +211,7 @@ def one_process(transformers: bool) -> dict[str, list[float]]:
 
 def trained(transformers: bool, parallel: ParallelConfig, **options: Any) -> dict[str, Any]:
     """Train ranks of these degrees; return what they log and the cps of each step."""
-    meshes = build_meshes(parallel, "cpu")
-    model = made(transformers)
+    meshes, model = build_meshes(parallel, "cpu"), made(transformers)
     parallelize_moe(model, meshes, loss="sum", context=ContextOptions(dynamic=True), **options)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.5))
     source = CorpusSource(name="all", documents=corpus(VOCABULARY))

@@ -1,7 +1,5 @@
 """`small_decoder`: the configs of decoders that ranks train within a second."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from moecore import MoEConfig

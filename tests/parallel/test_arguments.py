@@ -5,8 +5,6 @@ one rank receives something else. Rank 1 does in the first forward, ranks 1 and 
 so that each of the two groups that share rows has a rank that differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -129,15 +127,7 @@ def build(layout: str) -> Any:
     return parallelize_moe(plain, build_meshes(parallel, "cpu"), **options)
 
 
-def run(
-    step: TrainStep,
-    layout: str,
-    change: Change | None = None,
-    *,
-    odd: Sequence[int],
-    place: int = 0,
-    runs: Callable[..., Tensor] = TrainStep.forward_backward,
-) -> tuple[str | None, Tensor | None]:
+def run(step, layout, change=None, *, odd, place=0, runs=TrainStep.forward_backward):
     """Return the error of a step that `odd` ranks change, or its losses; drop the step."""
     given = inputs(layout)
     if change is not None and dist.get_rank() in odd:
@@ -271,18 +261,14 @@ def test_the_first_forward_raises_on_every_rank(layout: str, found: Any) -> None
 
 
 @pytest.mark.parametrize(("layout", "change"), CASES)
-def test_a_later_forward_raises_on_the_ranks_that_share_its_rows(
-    layout: str, change: str, found: Any
-) -> None:
+def test_a_later_forward_raises_on_the_ranks_that_share_its_rows(layout, change, found) -> None:
     errors = [of_rank[layout][change] for of_rank in found]
     name = changes_of(layout)[change][1]
     assert are_refused(errors, named(layout, {name: None}).popitem()[0]), errors
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_later_micro_batches_and_losses_without_gradients_are_compared(
-    layout: str, found: Any
-) -> None:
+def test_later_micro_batches_and_losses_without_gradients_are_compared(layout, found) -> None:
     for which in ("second", "losses"):
         errors = [of_rank[layout][which] for of_rank in found]
         assert are_refused(errors, named(layout, {"tokens_BT": None}).popitem()[0]), errors
@@ -297,9 +283,7 @@ def test_an_error_loses_nothing(layout: str, found: Any) -> None:
 
 
 @pytest.mark.parametrize(("fused", "is_slow"), LATE)
-def test_contents_on_a_device_skip_the_step_and_raise_later(
-    fused: bool, is_slow: bool, found: Any
-) -> None:
+def test_contents_on_a_device_skip_the_step_and_raise_later(fused, is_slow, found) -> None:
     of_ranks = [of_rank["late", fused, is_slow] for of_rank in found]
     for late in of_ranks:
         assert late["first"].shape == late["again"].shape == late["forward"].shape == (2,)

@@ -1,7 +1,3 @@
-"""Ranks on GPUs that share rows: a step is launched without a wait, and a difference skips it."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

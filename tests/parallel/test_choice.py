@@ -1,7 +1,3 @@
-"""parallelize_moe without meshes: the degrees that it chooses, and that they are as if passed."""
-
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -85,7 +81,6 @@ def compare_with_passed(local_size: int | None) -> dict[str, Any]:
         chosen = parallelize_moe(make_model((6,)))
         planned = plan_sharding(make_model((6,), "meta"))
     record, world_size = get_parallel_state(chosen), dist.get_world_size()
-    assert record is not None
     p = record.plan.parallel
     passed = parallelize_moe(make_model((6,)), build_meshes(ParallelConfig(ep=p.ep)))
     plan = get_parallel_state(passed).plan  # type: ignore[union-attr]
@@ -144,14 +139,11 @@ def test_ep_divides_the_experts_and_the_ranks_of_a_host(
 
 
 @pytest.mark.parametrize(("world_size", "ep"), [(1, 1), (4, 2), (6, 6)])
-def test_a_choice_is_as_if_it_were_passed(
-    world_size: int, ep: int, results: dict[int, dict[str, Any]]
-) -> None:
+def test_a_choice_is_as_if_it_were_passed(world_size, ep, results) -> None:
     found = results[world_size]["passed"]
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     reason = f"ep ({ep}) is the largest number that divides 6 experts and {ranks} of the world"
-    assert found["reasons"] == (reason, None)
-    assert found["lines"] == [f"degrees chosen: {reason}"]
+    assert found["reasons"] == (reason, None) and found["lines"] == [f"degrees chosen: {reason}"]
     assert found["planned"] and found["plans"] and found["world"] and found["equal"]
 
 
@@ -166,8 +158,7 @@ def test_ranks_that_differ_all_raise(results: dict[int, dict[str, Any]]) -> None
 def test_one_process_without_a_launcher_starts_its_group() -> None:
     model = parallelize_moe(Decoder(preset("tiny"), device="meta"))
     plan = get_parallel_state(model).plan  # type: ignore[union-attr]
-    assert plan.parallel == ParallelConfig(dp_shard=1, edp_shard=1)
-    assert dist.get_world_size() == 1
+    assert plan.parallel == ParallelConfig(dp_shard=1, edp_shard=1) and dist.get_world_size() == 1
 
 
 @pytest.mark.usefixtures("no_group_left")
@@ -178,5 +169,4 @@ def test_a_dense_model_says_that_it_has_no_experts() -> None:
 
 def test_parallelize_moe_has_few_arguments() -> None:
     parameters = inspect.signature(parallelize_moe).parameters
-    assert len(parameters) <= 14
-    assert parameters["meshes"].default is None
+    assert len(parameters) <= 14 and parameters["meshes"].default is None

@@ -1,7 +1,3 @@
-"""`moecore doctor`: each fact that is wrong is one line, of given facts and of ranks that ran."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,12 +159,7 @@ def test_facts_that_one_rank_cannot_read(tmp_path: Path) -> None:
     assert not any(any((tmp_path / name).iterdir()) for name in ("runs", "other"))
 
 
-def test_a_peer_that_ends_is_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    no_group_left: None,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_peer_that_ends_is_one_line(tmp_path, monkeypatch, no_group_left, capfd) -> None:
     def gather_without_peer(value: Any) -> list[Any]:
         if isinstance(value, bool):  # whether rank 0 has written its file
             assert len(list(tmp_path.iterdir())) == 1

@@ -3,8 +3,6 @@
 The table is made by nested loops that count ranks, never by reshaping a range of ranks.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +16,7 @@ from tests.helpers.grids import beside
 
 DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
-NUM_FOLDINGS = 300
-MAX_WORLD = 2048
+NUM_FOLDINGS, MAX_WORLD = 300, 2048
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 Table = list[dict[str, int]]  # rank -> coordinate by dim name
@@ -99,8 +96,7 @@ def check_joined(meshes: Meshes, dense: Table, expert: Table, rank: int) -> None
         assert meshes.pipeline_groups is None
     else:
         up, down = meshes.pipeline_groups
-        assert ranks_of(up) == ranks_of(down) == members(dense, rank, ("pp",))
-        assert up is not down
+        assert ranks_of(up) == ranks_of(down) == members(dense, rank, ("pp",)) and up is not down
     for mesh, table, replicate, shard in (
         (meshes.dense_fsdp, dense, "dp_replicate", ("dp_shard", "cp")),
         (meshes.expert_fsdp, expert, "edp_replicate", ("edp_shard",)),

@@ -1,7 +1,3 @@
-"""The comparison of world sizes over the launcher's store."""
-
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 

@@ -5,8 +5,6 @@ Tables 17 and 20 disagree about DeepSeek-V3 on H100: pp 8 in one, 4 in the other
 Source: arXiv:2603.07685, section 9.2 and appendix B.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -65,23 +63,19 @@ def make_run(recipe: Recipe) -> TrainingRun:
     gpu, domain = get_gpu(recipe.gpu), count_domain_ranks(recipe.gpu, recipe.num_gpus)
     return TrainingRun(
         model=replace(model, max_seq_len=max(model.max_seq_len, recipe.seq_len)),
-        num_gpus=recipe.num_gpus,
-        parallel=ParallelConfig(tp=tp, pp=pp, cp=cp, ep=ep),
-        seq_len=recipe.seq_len,
-        batch_size=recipe.batch_size,
+        num_gpus=recipe.num_gpus, parallel=ParallelConfig(tp=tp, pp=pp, cp=cp, ep=ep),
+        seq_len=recipe.seq_len, batch_size=recipe.batch_size,
         num_micro_batches=recipe.rows * tp * pp * cp // recipe.num_gpus // recipe.batch_size,
         pipeline=PipelineConfig(layout=recipe.layout, chunks=chunks, schedule=_schedule(recipe)),
-        fsdp=PLAIN_FSDP,
-        memory=MemoryOptions(recompute=recipe.recompute),
+        fsdp=PLAIN_FSDP, memory=MemoryOptions(recompute=recipe.recompute),
         precision=None if recipe.precision == "bf16" else Precision.of(recipe.precision),
-        ranks_per_domain=domain,
-        num_peers=count_peers(gpu, domain),
+        ranks_per_domain=domain, num_peers=count_peers(gpu, domain),
         has_block_scales=gpu.has_block_scales,
         optimizer=OptimizerOptions(
             moment_dtype="bfloat16" if recipe.bf16_moments else "float32",
             offload_fraction=recipe.offload_fraction,
         ),
-    )
+    )  # fmt: skip
 
 
 def _schedule(recipe: Recipe) -> ScheduleName:

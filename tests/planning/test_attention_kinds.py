@@ -3,8 +3,6 @@
 `test_memory.py` compares what such models store with ranks.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +95,6 @@ def test_ranks_of_a_pipeline(model: DecoderConfig) -> None:
 def test_flops_of_linear_attention(model: DecoderConfig) -> None:
     """The model's, and within chunks of 64 tokens; backward computes the states again."""
     T, linear = 2048, model.linear_attention
-    assert linear is not None
     works = dry_run(TrainingRun(model=model, num_gpus=1, seq_len=T)).forward_backward
     H, k, v = linear.num_v_heads, linear.head_k_dim, linear.head_v_dim
     scans = [w for w in works if w.kind == "attention" and "attention" not in w.name]
@@ -129,7 +126,6 @@ def test_flops_of_sparse_attention(T: int) -> None:
     model = replace(model, num_mtp_layers=0, mtp_loss_coef=0.0)
     works = dry_run(TrainingRun(model=model, num_gpus=1, seq_len=T)).forward_backward
     mla, H = model.mla, model.num_heads
-    assert mla is not None and mla.sparse is not None
     n, r, v, L = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim, mla.kv_lora_rank
     K = min(T, mla.sparse.top_k)
     forward = n * L + K * (L + r) + K * L + L * v

@@ -1,7 +1,3 @@
-"""Tables of costs: exact where it was measured, plausible between, made from the records."""
-
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -69,22 +65,18 @@ SIZES: dict[str, tuple[Callable[[int], Work], int]] = {
     "products, sums": (lambda i: product(4096, 4096, 2**i), 16),
     "grouped, rows": (lambda i: grouped(64, 2**i, 3072, 4096), 20),
     "grouped, fp8": (
-        lambda i: replace(grouped(16, 2**i, 2048, 768, "sm90_fp8_x"), dtype="float8_e4m3fn"),
-        20,
-    ),
+        lambda i: replace(grouped(16, 2**i, 2048, 768, "sm90_fp8_x"), dtype="float8_e4m3fn"), 20),
     "grouped, columns": (lambda i: grouped(64, 65536, 2**i, 2048), 15),
     "attention": (lambda i: attention(2**i), 20),
     "attention, backward": (
-        lambda i: attention(2**i, "aten._scaled_dot_product_cudnn_attention_backward"),
-        20,
-    ),
+        lambda i: attention(2**i, "aten._scaled_dot_product_cudnn_attention_backward"), 20),
     "attention, rows": (lambda i: attention(2048, "attention", 2**i), 10),
     "rows": (lambda i: rows(2**i), 36),
     "all-gathers": (lambda i: collective(4, 2**i), 36),
     "all-to-alls": (lambda i: collective(8, 2**i, "c10d.alltoall_base_"), 36),
     "between nodes": (lambda i: collective(64, 2**i, "c10d.alltoall_base_"), 36),
     "host": (lambda i: Work("copy to device", "copy", 0, 2**i, (), "bfloat16"), 36),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -151,8 +143,7 @@ def test_names() -> None:
 
 
 def test_a_kind_without_points_has_its_share_of_the_roofline() -> None:
-    bare = replace(H200, points=())
-    work = product(16384, 4096, 4096)
+    bare, work = replace(H200, points=()), product(16384, 4096, 4096)
     peak = GPUS["h200-141"].bf16_flops
     expected = H200.launch_seconds + work.flops / peak / H200.efficiency["product"]
     assert bare.seconds(work) == pytest.approx(expected)

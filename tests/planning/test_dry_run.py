@@ -1,7 +1,3 @@
-"""A step on meta holds what GPUs held, and multiplies what the model's formula counts."""
-
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -143,7 +139,6 @@ def test_tokens_travel_by_stores_into_peers_memory() -> None:
     )
     assert tight.queued == wide.queued and tight.resident_bytes == wide.resident_bytes
     moe, T = NEAR.model.moe, NEAR.seq_len
-    assert moe is not None
     rows = 2 * T * moe.top_k  # more per layer, which keeps FC1's output
     more = NEAR.model.num_layers * rows * 2 * moe.hidden_dim * torch.bfloat16.itemsize
     kept = [next(s.level for s in of.starts if s.part == "head") for of in (tight, wide)]
@@ -172,7 +167,6 @@ def test_pages_of_rows_are_planned_for_all_layers() -> None:
     more = pages.resident_bytes - room.resident_bytes  # and their tables
     assert pages.pages == pytest.approx(more, rel=0.01)
     moe, T = deep.model.moe, deep.seq_len
-    assert moe is not None
     reach = compute_choice_probability(moe.top_k, moe.num_experts, moe.num_experts // 4)
     sources = 4 * round(T * reach)
     widths = T * moe.top_k * 2 * moe.hidden_dim + sources * moe.expert_dim  # of H and of X
@@ -317,7 +311,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found == [step.resident_bytes, step.peak, plan]
     num_works = len(step.forward_backward) + len(step.optimizer)
     assert sum(row[0] for row in printed["works"].values()) == num_works
-
     command = ["dry-run", "--preset", "tiny-qwen3", "--gpus", "4", "--pp", "2", "--seq-len", "64"]
     assert main([*command, "--layout", "Ett|L", "--rank", "3", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)

@@ -1,7 +1,3 @@
-"""explain: what it lists is what ranks hold, on every rank of a world that this process plays."""
-
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial
@@ -56,7 +52,6 @@ def test_the_page_shows_what_it_prints() -> None:
         lines = explain(parallelized(FOLDED)).splitlines()
     page = PAGE.read_text()
     text = re.search(r"```text\n(Decoder: .*?)\n```", page, flags=re.DOTALL)
-    assert text is not None
     shown = text[1].splitlines()
     assert shown.count("...") == 1 and len(shown) >= 14
     assert [line for line in lines if line in shown] == [s for s in shown if s != "..."]
@@ -133,8 +128,7 @@ def test_active_parameters_count_top_k(top_k: int, zero_experts: int) -> None:
     experts = sum(p.numel() for p in layer.experts.parameters())
     idle = experts * (1 - top_k / (4 + zero_experts))
     active = sum(p.numel() for p in layer.parameters()) - idle
-    assert f"{active / 1e3:.3g} k active" in explain(layer)
-    assert "shared experts" in explain(layer)
+    assert f"{active / 1e3:.3g} k active" in explain(layer) and "shared experts" in explain(layer)
 
 
 def test_choices_are_shown() -> None:

@@ -1,7 +1,3 @@
-"""GPUs by name and from files, and a plan's page."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -153,9 +149,7 @@ DEGREES = ["--pp", "2", "--ep", "2", "--micro-batches", "4"]
 
 
 @pytest.mark.parametrize(("gpu", "precision"), UNTIMED)
-def test_a_time_that_is_not_modelled_is_no_number(
-    gpu: Any, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_time_that_is_not_modelled_is_no_number(gpu, precision, tmp_path, capsys) -> None:
     scaling = "blockwise" if precision == "auto" else precision
     line, page = UNTIMED_LINE.format(scaling, gpu), tmp_path / "plan.html"
     options = [*MODEL, "--gpu", gpu, "--precision", precision]
@@ -177,9 +171,7 @@ def test_a_time_that_is_not_modelled_is_no_number(
         assert line in err and out == ""
 
 
-def test_a_dry_run_has_no_time_that_is_not_modelled(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_has_no_time_that_is_not_modelled(tmp_path, capsys) -> None:
     command = ["dry-run", *MODEL, "--precision", "mxfp8", "--ep", "2"]
     assert main([*command, "--gpu", "h200-141"]) == 0
     out = capsys.readouterr().out

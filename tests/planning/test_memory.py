@@ -1,7 +1,3 @@
-"""A plan says what ranks hold: parameters, gradients, optimizer state, forwards in flight."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -34,10 +30,9 @@ from moecore.planning import (
 from moecore.planning.gpus import GPUS
 from moecore.planning.run import _compute_rank_bytes, list_rank_bytes
 from moecore.train import AdamW
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 
-WORLD = 4
-SHORT = 32
+WORLD, SHORT = 4, 32
 CONFIG = replace(preset("tiny-deepseek-v3"), num_layers=3)
 BASE = TrainingRun(model=CONFIG, num_gpus=WORLD, seq_len=SHORT)
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
@@ -108,16 +103,13 @@ def worker(rank: int, device: torch.device) -> dict[str, list[dict[str, int]]]:
     return results
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[dict[str, int]]]:
-    return run_ranks(WORLD, worker)
+found = ranks_fixture(WORLD, worker)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_hold_what_is_planned(name: str, found: dict[str, Any]) -> None:
     run = RUNS[name]
-    plan = plan_memory(run)
-    pp = run.resolved.pp
+    plan, pp = plan_memory(run), run.resolved.pp
     for rank in plan.ranks:
         real = found[name][rank.pp_rank * WORLD // pp]
         assert list_rank_bytes(run)[rank.pp_rank].gradients == real["gradients"]
@@ -145,9 +137,7 @@ def test_forwards_in_flight_are_those_of_the_schedule() -> None:
         ("tiny-deepseek-v3", "Et*6|t|t|mL", "overlapped", "optim"),
     ],
 )
-def test_kinds_are_positive_and_add_up(
-    model: Any, layout: str, schedule: Any, strategy: Any
-) -> None:
+def test_kinds_are_positive_and_add_up(model, layout, schedule, strategy) -> None:
     run = TrainingRun(
         model=replace(preset(model), num_layers=8),
         num_gpus=8,
@@ -182,9 +172,7 @@ def test_bytes_that_a_kind_lacks_are_taken_from_others() -> None:
         ("dualpipe-v", (9, 10, 11)),
     ],
 )
-def test_many_micro_batches_hold_what_a_few_do(
-    schedule: Any, numbers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_micro_batches_hold_what_a_few_do(schedule, numbers, monkeypatch) -> None:
     """The levels of all passes are those of the first rounds."""
     chunks = None if schedule in (None, "1f1b", "zero-bubble") else 2
     run = TrainingRun(
@@ -221,11 +209,8 @@ def test_pinned_memory_is_that_of_the_gpus_of_a_server() -> None:
     plan = plan_memory(replace(RUNS["sharded"], num_gpus=16, optimizer=optimizer))
     (own,) = {sum(rank.host.values()) for rank in plan.ranks}
     h100, gb200 = GPUS["h100-80"], GPUS["gb200-186"]
-    assert (
-        own > 0
-        and plan.count_pinned_bytes(h100) == 8 * own
-        and plan.count_pinned_bytes(gb200) == 4 * own
-    )
+    assert own > 0 and plan.count_pinned_bytes(h100) == 8 * own
+    assert plan.count_pinned_bytes(gb200) == 4 * own
     assert gb200.host_memory == 2 * 480 * 10**9  # of a tray: two Graces, four GPUs
 
 
@@ -258,8 +243,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and len(found["ranks"]) == 2
     large = "plan --preset qwen3-30b-a3b --gpus 1 --ep 1 --micro-batches 2"
-    assert main(large.split()) == 1
-    assert "does not fit: " in capsys.readouterr().out
+    assert main(large.split()) == 1 and "does not fit: " in capsys.readouterr().out
     assert main(["plan", "--preset", "tiny", "--gpus", "3", "--ep", "2", "--seq-len", "32"]) == 1
     assert "must divide the world size (3)" in capsys.readouterr().err
 

@@ -1,7 +1,3 @@
-"""Recipes of the report are legal here, and hold what fits the GPU that they ran on."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -83,9 +79,7 @@ def test_the_guidelines_are_those_of_the_recipes() -> None:
 
 
 @pytest.mark.nightly  # a search of the largest model
-def test_what_a_search_finds_for_deepseek_v3_is_faster_than_the_reports_run(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_search_finds_for_deepseek_v3_is_faster_than_the_reports_run(capsys) -> None:
     """The first row of `moecore plan --preset deepseek-v3 --gpus 1024`, which takes minutes."""
     call = "plan --preset deepseek-v3 --gpus 1024 --pp 4 --tp 2 --ep 64 --schedule overlapped"
     call += " --layout Et*5|(t*4|)*14mL --micro-batches 64 --precision blockwise --json"

@@ -1,7 +1,3 @@
-"""Steps that GPUs have made, against their plans: memory, time, and which of two is faster."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,3 @@
-"""Reports of traces that are written here, event by event; shares are counted by hand."""
-
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -137,8 +133,7 @@ def test_a_step_by_hand(name: str, tmp_path: Path) -> None:
     assert found.limit_text == "compute, most of it experts"
     # Half of 40, 15 + 6 with SendRecv in the way of a whole graph, 15.
     assert [lever.share for lever in found.levers] == pytest.approx([0.21, 0.20, 0.15])
-    assert "DenseOptions(graph" in found.levers[0].lever
-    assert "precision" in found.levers[1].lever
+    assert "DenseOptions(graph" in found.levers[0].lever and "precision" in found.levers[1].lever
 
 
 def test_the_allocator_explains_a_gap(tmp_path: Path) -> None:
@@ -155,8 +150,7 @@ def test_steps_are_those_that_the_profiler_has_marked(tmp_path: Path) -> None:
         events.host("user_annotation", f"ProfilerStep#{i + 3}", i * 50, i * 50 + 50)
     path = events.write(tmp_path / "trace.json")
     found = report_trace(path)
-    assert found.num_steps == 2
-    assert found.wall == pytest.approx(50 * US)
+    assert found.num_steps == 2 and found.wall == pytest.approx(50 * US)
     assert sum(found.parts.values()) == pytest.approx(50 * US)
     assert report_trace(path, num_steps=4).wall == pytest.approx(25 * US)
 
@@ -212,8 +206,7 @@ def test_every_category_has_a_part() -> None:
     for part, kernel in KERNELS.items():
         assert classify_kernel(Kernel(start=0, end=1, **kernel)) == part
     idle = {"allocator", *PARTS["host"]}
-    assert {*KERNELS} | idle == {*LIMIT_OF}
-    assert {*CATEGORIES, OTHER} - {"nccl"} <= {*LIMIT_OF}
+    assert {*KERNELS} | idle == {*LIMIT_OF} and {*CATEGORIES, OTHER} - {"nccl"} <= {*LIMIT_OF}
 
 
 def trace_of(part: str, *, with_graph: bool = False) -> Trace:
@@ -238,8 +231,7 @@ def test_each_option_is_reached_by_its_parts(option: Option) -> None:
         report = make_report(trace_of(part))
         (lever,) = (lever for lever in report.levers if lever.lever == option.name)
         share = option.max_share * report.parts[part] / report.wall
-        assert lever.share == pytest.approx(share)
-        assert lever.limit == LIMIT_OF[option.shortens[0]]
+        assert lever.share == pytest.approx(share) and lever.limit == LIMIT_OF[option.shortens[0]]
     page, _, anchor = option.page.partition("#")
     lines = (DOCS / page).read_text().lower().splitlines()
     titles = (line.lstrip("# ") for line in lines if line[:1] == "#")
@@ -313,9 +305,7 @@ def one_kernel() -> Events:
         *((with_last(one_kernel, time), "must hold kernels of a GPU that") for time in NO_TIME),
     ],
 )
-def test_what_is_no_trace_is_one_line(
-    write: Any, message: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_what_is_no_trace_is_one_line(write, message, tmp_path, capsys) -> None:
     path = tmp_path / "trace.json"
     write(path)
     assert main(["report", str(path)]) == 2
@@ -325,18 +315,14 @@ def test_what_is_no_trace_is_one_line(
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_a_trace_is_unpacked_up_to_a_bound(
-    name: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_is_unpacked_up_to_a_bound(name, tmp_path, capsys, monkeypatch) -> None:
     path = a_step().write(tmp_path / name)
     monkeypatch.setattr("moecore.planning.report.MAX_BYTES", 1000)
     assert main(["report", str(path)]) == 2
     assert "must have at most 1000 bytes unpacked: trace fewer steps" in capsys.readouterr().err
 
 
-def test_a_trace_has_a_bound_of_lists(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_has_a_bound_of_lists(tmp_path, capsys, monkeypatch) -> None:
     """Each takes 25 times its bytes in memory."""
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(b'{"x": [' + b"[]," * 200 + b'[]], "traceEvents": []}'))

@@ -1,7 +1,3 @@
-"""A search finds foldings that fit, says why others do not, and what would make one fit."""
-
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -320,17 +316,14 @@ def test_the_call_runs(fraction: float) -> None:
 
 def test_the_command_searches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plan = ["plan", "--preset", "tiny-deepseek-v3", "--gpus", "16", "--seq-len", "32"]
-    call = [*plan, "--top", "1"]
-    file = tmp_path / "memory.png"
+    call, file = [*plan, "--top", "1"], tmp_path / "memory.png"
     assert main([*call, "--png", str(file), "--call"]) == 0
     assert "parallelize_moe(" in capsys.readouterr().out
-    assert file.read_bytes().startswith(b"\x89PNG")
-    assert main([*call, "--json"]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG") and main([*call, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["fitting"]) == 1
     assert main([*plan, "--explain", "tp=16"]) == 1
     assert "must be a multiple of tp (16)" in capsys.readouterr().out
-    assert main([*plan, "--explain", "ep=8"]) == 0
-    assert "fits, " in capsys.readouterr().out
+    assert main([*plan, "--explain", "ep=8"]) == 0 and "fits, " in capsys.readouterr().out
     assert main([*plan, "--explain", "pp"]) == 1
     assert "must be NAME=NUMBER" in capsys.readouterr().err
 
@@ -366,9 +359,7 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
     assert "refused" in json.loads(capsys.readouterr().out)["text"]
 
 
-def test_a_config_is_planned_as_its_preset(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_config_is_planned_as_its_preset(capsys, tmp_path) -> None:
     options = ["--gpus", "4", "--ep", "2", "--seq-len", "32", "--json"]
     file = tmp_path / "config.json"
     for of, code in ((TINY_JSON, 0), ({"model_type": "gpt-none"}, 1)):
@@ -376,8 +367,7 @@ def test_a_config_is_planned_as_its_preset(
         assert main(["plan", "--config", str(file), *options]) == code
     out, err = capsys.readouterr()
     assert err.startswith("moecore: config.json model_type ('gpt-none') must be")
-    assert err.count("\n") == 1
-    assert main(["plan", "--preset", "tiny-deepseek-v3", *options]) == 0
+    assert err.count("\n") == 1 and main(["plan", "--preset", "tiny-deepseek-v3", *options]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out)
 
 
@@ -406,9 +396,7 @@ def test_names_that_help_lists_are_those_of_the_records() -> None:
         (["--explain", "ep=2", "--png", "x"], "--png (x)"),
     ],
 )
-def test_an_option_that_is_not_read_is_refused(
-    more: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_that_is_not_read_is_refused(more, named, capsys) -> None:
     assert main(["plan", "--preset", "tiny", "--gpus", "4", *more]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"moecore: {named} must be left out: ") and error.count("\n") == 1
@@ -445,9 +433,7 @@ def test_a_run_that_no_plan_ends_with_is_refused(changes: dict[str, Any], error:
         )
 
 
-def test_an_estimate_takes_no_longer_for_more_chunks_of_the_loss(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_estimate_takes_no_longer_for_more_chunks_of_the_loss(monkeypatch) -> None:
     """And counts equal bytes."""
     chunks: list[int] = []
     add_chunk = loss._compute_chunk_loss_
@@ -462,8 +448,7 @@ def test_an_estimate_takes_no_longer_for_more_chunks_of_the_loss(
     merged = count_saved_bytes_by_block.__wrapped__(run)
     assert chunks == [64]
     monkeypatch.setattr(type(run.planned_model), "merge_loss_chunks", lambda *_: None)
-    assert count_saved_bytes_by_block.__wrapped__(run) == merged
-    assert chunks == [64, *[8] * 8]
+    assert count_saved_bytes_by_block.__wrapped__(run) == merged and chunks == [64, *[8] * 8]
 
 
 def test_the_page_has_the_bounds() -> None:
@@ -511,9 +496,7 @@ def test_what_records_have_is_named() -> None:
     assert alone == line
 
 
-def test_without_matplotlib(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_matplotlib(capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     call = ["plan", "--preset", "tiny-deepseek-v3", "--gpus", "4", "--ep", "2", "--seq-len", "32"]
     assert main([*call, "--png", str(tmp_path / "memory.png")]) == 1

@@ -1,7 +1,3 @@
-"""Times and peaks of runs of any depth, from few layers, against dry runs of all layers."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -169,7 +165,6 @@ def test_the_next_change() -> None:
     small = plan_time(CASES["a dear host"], TABLE)
     assert small.limit == "host"
     change = next_change(small, TABLE)
-    assert change is not None
     assert change.text.startswith('DispatchOptions(name="nvlink", nvlink=NVLinkOp')
     near = plan_time(replace(small.run, nvlink=NVLinkOptions(row_factor=2.0)), TABLE)
     gain = near.tokens_per_gpu_second / small.tokens_per_gpu_second - 1
@@ -184,8 +179,7 @@ def test_the_next_change() -> None:
     assert change is not None and change.text == 'precision="blockwise"'
     faster = plan_time(replace(large, precision=Precision.of("blockwise")), TABLE)
     gain = faster.tokens_per_gpu_second / found.tokens_per_gpu_second - 1
-    assert change.gain == pytest.approx(gain)
-    assert next_change(found, TABLE, limit=10**9) is None
+    assert change.gain == pytest.approx(gain) and next_change(found, TABLE, limit=10**9) is None
 
 
 def test_what_pairs_are_taken_to_hide_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,8 +201,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert main([*call, "--timeline", str(picture), "--table", str(table)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "tokens/s of a GPU; bottleneck " in lines[-2] and lines[-1].startswith("next: ")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert main([*call, "--json"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and main([*call, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
     assert found["wall"] in found["parts"] and set(found["next"]) == {"text", "gain"}

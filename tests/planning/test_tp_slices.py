@@ -1,7 +1,5 @@
 """Exchanges of tp ranks in plans: beside products by a measured share, where a run slices them."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from contextlib import suppress
@@ -128,9 +126,7 @@ def test_what_an_exchange_takes_alone_is_all_of_it() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_workspace_is_what_torch_asks_for(
-    num_ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_workspace_is_what_torch_asks_for(num_ranks, monkeypatch) -> None:
     """Of a group once: a slice of a sequence for a gather, two for a sum, the most of them."""
     asked: list[int] = []
 
@@ -156,8 +152,7 @@ def test_the_workspace_is_what_torch_asks_for(
 
 def test_the_workspace_is_in_the_plan() -> None:
     """Two slices of 64 MiB; none where exchanges run in turn."""
-    assert known(LONG).buffers == 2 * 2 * 8192 // 2 * 8192
-    assert known(SHORT).buffers == 0
+    assert known(LONG).buffers == 2 * 2 * 8192 // 2 * 8192 and known(SHORT).buffers == 0
     (rank,) = plan_memory(LONG).ranks
     assert rank.device["exchange buffers"] == known(LONG).buffers
     assert plan_peak_memory(LONG) == pytest.approx(
@@ -188,8 +183,7 @@ def test_the_code_of_the_run_decides(case: str) -> None:
     run, is_sliced = CASES[case]
     assert has_tp_slices(run) == is_sliced
     seconds = [plan_time(run, with_share(share)).seconds for share in (0.0, 1.0)]
-    assert (seconds[0] < 0.97 * seconds[1]) == is_sliced
-    assert (seconds[0] == seconds[1]) != is_sliced
+    assert (seconds[0] < 0.97 * seconds[1]) == is_sliced and (seconds[0] == seconds[1]) != is_sliced
 
 
 def test_who_reaches_whose_memory() -> None:
@@ -234,9 +228,7 @@ def test_estimates_of_a_search_count_them_alike() -> None:
     assert not grows(Layout(tp=2), precision=Precision.of("blockwise"))
 
 
-def test_the_share_and_its_source_are_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_share_and_its_source_are_printed(capsys, monkeypatch) -> None:
     call = ["plan", "--preset", "tiny", "--gpus", "2", "--gpu", "h200-141", "--tp", "2"]
     line = f"count 29% of their time, as measured on h200-141 (tp/{RECORD.name})"
     for seq_len, least in ((72, tp_products.MIN_SLICE_BYTES), (80, 0)):

@@ -1,7 +1,3 @@
-"""Plans of classes of transformers: exact in what is stored, and by one code for all families."""
-
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -148,14 +144,7 @@ def test_an_output_without_a_loss_is_refused() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "error"), WRONG, ids=[f"{f}-{next(iter(c))}" for f, c, _ in WRONG]
 )
-def test_a_wrong_config_is_one_line(
-    family: str,
-    changes: dict[str, Any],
-    error: str,
-    tmp_path: Path,
-    capsys: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wrong_config_is_one_line(family, changes, error, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("moecore.io.hf.stock.MAX_MODULES", 1000)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config_values(family) | changes))
@@ -202,7 +191,6 @@ def test_products_of_experts_that_torch_multiplies(family: str, gate: int) -> No
     run = TrainingRun(model=model_of(family), num_gpus=1, seq_len=64)
     works = dry_run(run).forward_backward
     moe, layers = run.planned_model.moe, run.planned_model.num_moe_runs
-    assert moe is not None
     products = (2 + gate) * moe.expert_dim * moe.hidden_dim
     forward = layers * 2 * 64 * SIZES["moe_topk"] * products
     assert sum(w.flops for w in works if w.kind == "grouped product") == 3 * forward
@@ -300,9 +288,7 @@ def test_what_a_class_refuses_is_refused_before_it_is_planned() -> None:
     assert "beside its layers" in find_refusal(towers, Layout(pp=2)).reason
 
 
-def test_without_transformers_the_command_names_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
-) -> None:
+def test_without_transformers_the_command_names_it(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(planned_transformers, "find_spec", lambda _: None)
     (tmp_path / "config.json").write_text(json.dumps(config_values("beam")))
     assert main(["plan", "--config", str(tmp_path), "--gpus", "1", "--ep", "1"]) == 1
@@ -337,13 +323,11 @@ def test_adapters_and_recompute_are_planned() -> None:
     adapters = sum(p.numel() for p in trained)
     assert {p.dtype for p in trained} == {torch.float32}
     parameters = sum(n for kind, n in stored.items() if kind.startswith("parameters"))
-    assert parameters == 2 * weights + 4 * adapters
-    assert stored["optimizer state"] == 8 * adapters
+    assert parameters == 2 * weights + 4 * adapters and stored["optimizer state"] == 8 * adapters
     models = (replace(model, recompute=is_on) for is_on in (False, True))
     plans = (plan_memory(replace(run, model=of, seq_len=512)) for of in models)
     kept, recomputed = (plan.largest for plan in plans)
-    assert recomputed.num_bytes < kept.num_bytes
-    assert recomputed.activations < 0.6 * kept.activations
+    assert recomputed.num_bytes < kept.num_bytes and recomputed.activations < 0.6 * kept.activations
 
 
 def test_a_frozen_base_in_four_bits_is_planned() -> None:

@@ -4,8 +4,6 @@ Source: arXiv:2603.07685, table 7: hidden 7168, 4,096 tokens, 256 experts; 8 ran
 token are taken here, which it does not print.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,8 +57,7 @@ def reach(num_experts: int) -> float:
 
 def reach_groups(num_experts: int) -> float:
     """Return the chance that a token of 4 groups of 8 chooses one of the experts of n groups."""
-    n = num_experts // 32
-    missed = 0.0
+    n, missed = num_experts // 32, 0.0
     for j in range(max(0, n - 4), min(4, n) + 1):  # of the n groups are chosen
         chance = math.comb(n, j) * math.comb(8 - n, 4 - j) / math.comb(8, 4)
         missed += chance * math.comb(128 - 32 * j, K) / math.comb(128, K)
@@ -124,8 +121,7 @@ def test_a_token_crosses_once_to_a_domain(groups: int, reach: Callable[[int], fl
     # Inside each of 2 x 512 tokens goes to 3 other ranks, if it chose one of their 32 experts.
     inside = 2 * row * 2 * 3 * reach(E // 8)
     assert [n for n, _ in sent[SPREAD]] == [pytest.approx(inside, rel=0.01)] * 2
-    assert [n for n, _ in sent[REDUCE]] == [pytest.approx(inside, rel=0.01)] * 2
-    assert not sent[COPY]
+    assert [n for n, _ in sent[REDUCE]] == [pytest.approx(inside, rel=0.01)] * 2 and not sent[COPY]
 
 
 def test_two_levels_pay_where_exchanges_are_not_hidden() -> None:
@@ -134,8 +130,7 @@ def test_two_levels_pay_where_exchanges_are_not_hidden() -> None:
     one = replace(wide, dispatcher="auto", nvlink=None)
     table = CostTable.of("h100-80")
     both, alone = plan_time(wide, table), plan_time(one, table)
-    assert both.seconds < alone.seconds
-    assert both.parts["network"] < 0.5 * alone.parts["network"]
+    assert both.seconds < alone.seconds and both.parts["network"] < 0.5 * alone.parts["network"]
 
 
 def test_flags_and_calls_are_those_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """Quantisation once more, block by block in fp64 with nothing shared, and a model's parts."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import pickle
 import re
@@ -13,13 +11,8 @@ from moecore.base.options.layer import MoEConfig
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig, MLAConfig
 from moecore.moe.experts import Experts
+from moecore.precision import apply
 from moecore.precision.amax import advance_amax
-from moecore.precision.apply import (
-    LinearPrecision,
-    apply_precision,
-    find_linear_role,
-    list_quantised_linears,
-)
 from moecore.precision.plain import Linear, ProductLinear
 
 MOE = MoEConfig(dim=64, hidden_dim=32, num_experts=4, top_k=2, shared_hidden_dim=32)
@@ -54,7 +47,7 @@ ROLES = {
 
 @pytest.mark.parametrize("name", ROLES)
 def test_roles_by_name(name: str) -> None:
-    assert find_linear_role(name) == ROLES[name]
+    assert apply.find_linear_role(name) == ROLES[name]
 
 
 def test_a_decoder_keeps_its_parameters_and_trains() -> None:
@@ -62,7 +55,7 @@ def test_a_decoder_keeps_its_parameters_and_trains() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     tokens = torch.randint(0, 64, (2, 16))
     wide_loss = model(tokens, tokens)
-    table = apply_precision(model, Precision(recipe=Recipe()))
+    table = apply.apply_precision(model, Precision(recipe=Recipe()))
     assert {name: decided.role for name, decided in table.items()} == {
         f"model.layers.{i}.self_attn.{part}": "attention"
         for i in range(2)
@@ -78,7 +71,7 @@ def test_a_decoder_keeps_its_parameters_and_trains() -> None:
     q_proj = model.layers[0].self_attn.q_proj
     assert isinstance(q_proj, ProductLinear) and isinstance(q_proj, Linear) and not q_proj.residual
     assert "blockwise FP8: e4m3" in repr(q_proj)
-    shared = {id(products.inputs) for _, products in list_quantised_linears(model)}
+    shared = {id(products.inputs) for _, products in apply.list_quantised_linears(model)}
     assert len(shared) == 2 + 2  # of attentions, of gate and up, of down: o_proj gets 64 too
     again = copy.deepcopy(model)
     assert torch.equal(again(tokens, tokens), model(tokens, tokens))
@@ -88,7 +81,9 @@ def test_latent_attention() -> None:
     mla = MLAConfig(
         q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16
     )
-    table = apply_precision(decoder(mla=mla), Precision(recipe=Recipe(), roles=("attention",)))
+    table = apply.apply_precision(
+        decoder(mla=mla), Precision(recipe=Recipe(), roles=("attention",))
+    )
     attention = [name for name, decided in table.items() if decided.recipe is not None]
     assert len(attention) == 2 * 5
 
@@ -120,19 +115,19 @@ def test_what_stays_and_why() -> None:
         recipe=blockwise, roles=("mlp",), overrides=(("*k_proj", None), ("q*", rowwise))
     )
     model = Model()
-    table = apply_precision(model, precision)
+    table = apply.apply_precision(model, precision)
     head = "the head's logits keep their precision: Precision(fp8_head=True) is about its loss"
     assert table == {
-        "q_proj": LinearPrecision("attention", rowwise, None),
-        "k_proj": LinearPrecision("attention", None, "the precision leaves it out"),
-        "o_proj": LinearPrecision("attention", None, "the precision leaves it out"),
-        "down_proj": LinearPrecision("mlp", None, f"its weight [32, 20] {NO_MATRIX}"),
-        "up_proj": LinearPrecision("mlp", None, "Scaled has a forward of its own"),
-        "lm_head": LinearPrecision(None, None, head),
+        "q_proj": apply.LinearPrecision("attention", rowwise, None),
+        "k_proj": apply.LinearPrecision("attention", None, "the precision leaves it out"),
+        "o_proj": apply.LinearPrecision("attention", None, "the precision leaves it out"),
+        "down_proj": apply.LinearPrecision("mlp", None, f"its weight [32, 20] {NO_MATRIX}"),
+        "up_proj": apply.LinearPrecision("mlp", None, "Scaled has a forward of its own"),
+        "lm_head": apply.LinearPrecision(None, None, head),
     }
     classes = [ProductLinear, *[nn.Linear] * 3, Scaled, nn.Linear]
     assert [type(m) for m in model.children()] == classes
-    once_more = apply_precision(model, Precision(recipe=blockwise))
+    once_more = apply.apply_precision(model, Precision(recipe=blockwise))
     assert model.q_proj.products.recipe == blockwise and once_more["q_proj"].recipe == blockwise
     assert pickle.loads(pickle.dumps(model)).q_proj.products.recipe == blockwise
 
@@ -150,19 +145,19 @@ def test_patterns_that_reach_nothing(pattern: str, reason: str) -> None:
     precision = Precision(recipe=Recipe(), overrides=((pattern, Recipe()),))
     message = f"Precision.overrides ({pattern!r}) must match what can be quantised, but {reason}"
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        apply_precision(model, precision)
+        apply.apply_precision(model, precision)
     assert "\n" not in str(error.value) and type(model.q_proj) is nn.Linear
 
 
 def test_patterns_may_name_experts_and_wrapped_modules() -> None:
     overrides = (("model.layers.1.mlp.experts", Recipe(scaling="rowwise")),)
-    apply_precision(decoder(), Precision(recipe=Recipe(), overrides=overrides))
+    apply.apply_precision(decoder(), Precision(recipe=Recipe(), overrides=overrides))
     titan = nn.ModuleDict({"inner_experts": Experts(MOE)})
     overrides = (("inner_*", Recipe()),)
-    apply_precision(titan, Precision(recipe=Recipe(), overrides=overrides))
+    apply.apply_precision(titan, Precision(recipe=Recipe(), overrides=overrides))
     model = decoder()
     model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
-    table = apply_precision(model, Precision(recipe=Recipe(), roles=("mlp",)))
+    table = apply.apply_precision(model, Precision(recipe=Recipe(), roles=("mlp",)))
     assert table["model.layers.0.mlp.up_proj"].recipe == Recipe()
 
 
@@ -170,7 +165,7 @@ def test_on_meta() -> None:
     with torch.device("meta"):
         model = Model()
     recipe = Recipe(scaling="tensorwise", amax_history=2)
-    apply_precision(model, Precision(recipe=recipe))
+    apply.apply_precision(model, Precision(recipe=recipe))
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -187,7 +182,6 @@ def test_on_meta() -> None:
 
 def test_a_kept_hidden_state_is_asked_of_routed_experts() -> None:
     precision = Precision(recipe=Recipe(), overrides=(("q_*", Recipe(keep_hidden="fp8")),))
-    with pytest.raises(
-        ValueError, match=r"'q_\*'\) must match routed experts with Recipe.keep_hidden"
-    ):
-        apply_precision(Model(), precision)
+    message = r"'q_\*'\) must match routed experts with Recipe.keep_hidden"
+    with pytest.raises(ValueError, match=message):
+        apply.apply_precision(Model(), precision)

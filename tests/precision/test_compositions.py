@@ -5,8 +5,6 @@ Over ranks: clones in `test_emulated_ranks.py` and `tests/moe/test_te.py`, token
 gathered quantised in `tests/parallel/fsdp/test_quantised_gather.py`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -128,9 +126,7 @@ def test_a_stash_changes_no_bit(name: str, how: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", RECIPES)
-def test_sizes_that_do_not_fit_are_refused_by_the_call_or_stay_wide(
-    name: str, part: Any, config: DecoderConfig
-) -> None:
+def test_sizes_that_do_not_fit_are_refused_by_the_call_or_stay_wide(name, part, config) -> None:
     model, precision = Decoder(config), Precision(recipe=RECIPES[name], roles=(part,))
     is_fitting = 48 % RECIPES[name].weight_multiple == 0 and (
         name != "te, blockwise" or part != "experts"

@@ -1,7 +1,3 @@
-"""Dense linears in MXFP8 and NVFP4: values and gradients, what is refused, what is kept."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -5,8 +5,6 @@ gradients so do those of "mxfp8". Weight gradients of "nvfp4" have blocks of oth
 folding, and another draw: they may be at most twice as wrong as one process, against fp32.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -26,9 +24,9 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.layer import MoELayer
 from moecore.precision.apply import apply_precision, make_linear_products
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import beside
 from tests.helpers.parity import Batch, Case, error_ratio, make_batches, parallelize, train
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.helpers.whole import gather_whole
 
 pytestmark = pytest.mark.slow
@@ -134,10 +132,7 @@ def worker(rank: int, device: torch.device, cases: list[tuple[str, str]]) -> dic
     }
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    found: dict[str, Any] = run_ranks(6, worker, asked_for(request, "name", "scaling"))
-    return found
+results = ranks_fixture(6, worker, "name", "scaling")
 
 
 CASES = [*product(FOLDINGS, RECIPES)]

@@ -1,7 +1,3 @@
-"""Adapters over experts in 4 bits train as over a base that has the dequantised values."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +83,7 @@ def compare(rank: int, device: torch.device, name: str, kind: str, folding: Any)
 
 @kinds
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_are_of_the_dequantised_values(
-    no_group_left: None, name: str, kind: Any
-) -> None:
+def test_loss_and_gradients_are_of_the_dequantised_values(no_group_left, name, kind) -> None:
     num_bytes = compare(0, torch.device("cpu"), name, kind, {})
     numel = sum(p.numel() for p in matrices(adapted_model(name, MODELS[name])).values())
     assert num_bytes * 8 == FORMATS[kind].bits * numel
@@ -189,9 +183,7 @@ def test_recomputed_layers(no_group_left: None, part: Any) -> None:
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_files_are_quantised_tensor_by_tensor(
-    no_group_left: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_quantised_tensor_by_tensor(no_group_left, tmp_path, monkeypatch) -> None:
     """From meta to trained adapters to a merged export, without the experts' own values."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -221,7 +213,6 @@ def test_files_are_quantised_tensor_by_tensor(
         blocks, wanted = get_four_bit_blocks(param), quantise(original, "nf4")
         assert blocks is not None and torch.equal(blocks.values, wanted.values)
         assert torch.equal(blocks.scales, wanted.scales)
-
     with torch.no_grad():
         for key, param in model.named_parameters():
             if "lora_" in key:
@@ -239,7 +230,6 @@ def test_files_are_quantised_tensor_by_tensor(
     export_hf(model, tmp_path / "merged")
     with pytest.raises(ValueError, match="active adapters that are not merged"):
         merge_adapters(model)
-
     # peft's own merge into a model of the dequantised values
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     with torch.no_grad():
@@ -274,9 +264,8 @@ def test_published_mxfp4_is_kept(no_group_left: None, tmp_path: Path) -> None:
     load_hf(tmp_path, model)
     for name, param in matrices(model).items():
         blocks = get_four_bit_blocks(param)
-        assert blocks is not None and torch.equal(
-            read_four_bit_values(blocks, torch.float32), truth[name]
-        )
+        assert blocks is not None
+        assert torch.equal(read_four_bit_values(blocks, torch.float32), truth[name])
 
 
 def test_seeds_checkpoints_and_dtypes(no_group_left: None, tmp_path: Path) -> None:

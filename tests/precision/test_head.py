@@ -1,7 +1,3 @@
-"""The head of a loss in FP8: its definition in fp64, ranks, models, and what is refused."""
-
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -47,9 +43,7 @@ def rounded(x: Tensor, rows: int) -> Tensor:
     return ((blocks / scale).float().to(E4M3).double() * scale).view(-1, K)[:M]
 
 
-def defined(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, logits: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def defined(hidden, weight, labels, chunk, logits=None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of losses and both gradients of products of rounded operands, fp64.
 
     They follow from `logits` where those are given.
@@ -143,9 +137,7 @@ def test_a_decoder_has_it_in_its_loss_and_not_in_its_logits() -> None:
     tokens = torch.arange(64).view(2, 32) % 256
     states: list[Tensor] = []
     model.lm_head.register_forward_pre_hook(lambda _, args: states.append(args[0].detach()))
-    loss = model(tokens, tokens)
-    weight = wide.lm_head.weight
-    assert weight is not None
+    loss, weight = model(tokens, tokens), wide.lm_head.weight
     of_tokens = states[0].flatten(0, 1), weight.detach(), tokens.flatten()
     assert torch.equal(loss, linear_cross_entropy(*of_tokens, recipe=Recipe()))
     assert not torch.equal(loss, linear_cross_entropy(*of_tokens))
@@ -212,7 +204,6 @@ def test_on_a_gpu_it_is_what_its_definition_says() -> None:
     expected = defined(hidden.detach(), weight.detach(), labels, 1000, logits)
     torch.testing.assert_close(loss.double().cpu(), expected[0], rtol=1e-5, atol=0)
     for x, wanted in zip(on_gpu, expected[1:], strict=True):
-        assert x.grad is not None
         error = x.grad.double().cpu() - wanted
         assert error.norm() <= 4e-3 * wanted.norm()
         worst = error.norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-3 * wanted.norm())

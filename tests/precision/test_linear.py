@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import replace
@@ -118,8 +116,7 @@ def test_one_input_of_several_is_quantised_once() -> None:
     assert torch.equal(q(x, weight), 2 * y)
     with torch.no_grad():
         x.mul_(2)
-    assert torch.equal(k(x, weight), 4 * y)
-    assert inputs._operands is not None
+    assert torch.equal(k(x, weight), 4 * y) and inputs._operands is not None
     with torch.inference_mode():
         found = x * 1
         y = q(found, weight)
@@ -131,13 +128,11 @@ def test_one_input_of_several_is_quantised_once() -> None:
 
 def test_an_input_that_is_gone_is_freed() -> None:
     _, weight, _, _ = operands()
-    inputs = InputCastCache()
-    x = torch.randn(16, 144)
+    inputs, x = InputCastCache(), torch.randn(16, 144)
     Fp8Products(Recipe(), inputs)(x, weight)
     assert inputs._operands is not None
     del x
-    assert inputs._operands is None
-    assert copy.deepcopy(inputs)._operands is None
+    assert inputs._operands is None and copy.deepcopy(inputs)._operands is None
 
 
 @pytest.mark.parametrize("T", [64, 70])
@@ -175,8 +170,7 @@ def test_history_worked_example() -> None:
             seen = history.get_current_amax(CPU, training=True)["input"]
             seen.copy_(seen.clamp(min=micro_batch))
         advance_amax_histories([history], CPU, None)
-    assert scaled_by == [3, 5, 5, 5, 2]
-    assert history.recorded_amax["input"].tolist() == [1, 1]
+    assert scaled_by == [3, 5, 5, 5, 2] and history.recorded_amax["input"].tolist() == [1, 1]
     before = history.recorded_amax["input"].clone()
     advance_amax_histories([history], CPU, None)  # no training forward since
     assert torch.equal(history.recorded_amax["input"], before)
@@ -212,7 +206,6 @@ def test_operands_that_no_step_had_are_scaled_by_their_own(size: float) -> None:
     x, weight, _, dy = operands()
     late, first = Fp8Products(HISTORY), Fp8Products(HISTORY)
     values(late, torch.zeros_like(x, requires_grad=True), weight, dy=torch.zeros_like(dy))
-    assert late.history is not None
     advance_amax_histories([late.history], CPU, None)
     larger = (size * x.detach()).requires_grad_()
     for _ in range(2):  # micro-batches
@@ -229,7 +222,6 @@ def test_delayed_scaling_uses_and_makes_the_history() -> None:
     delayed, current = (Fp8Products(replace(HISTORY, amax_history=n)) for n in (2, 0))
     first = values(delayed, x, weight, dy=dy)
     assert all(map(torch.equal, first, values(current, x, weight, dy=dy)))
-    assert delayed.history is not None
     seen = {name: value.item() for name, value in delayed.history.current_amax.items()}
     assert seen == {
         "input": x.abs().max().item(),
@@ -239,8 +231,7 @@ def test_delayed_scaling_uses_and_makes_the_history() -> None:
     advance_amax_histories([delayed.history], CPU, None)
     with torch.no_grad():
         larger = 2 * x
-        y = delayed(larger, weight)
-        limit = x.abs().max()
+        y, limit = delayed(larger, weight), x.abs().max()
         assert relative_error(y, current(larger.clamp(-limit, limit), weight).double()) < 1e-6
         assert not delayed.history.current_amax["input"].any()  # evaluation adds nothing
     second = values(delayed, x, weight, dy=dy)

@@ -1,7 +1,3 @@
-"""The behaviour that all linears with quantised products share, for every recipe and backend."""
-
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

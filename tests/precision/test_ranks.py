@@ -1,7 +1,3 @@
-"""FP8 linears on two ranks: weights cut over tp, and FSDP2."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -46,8 +42,7 @@ def cut_weight(rank: int, recipe: Recipe) -> dict[str, bool]:
     weight[200] *= 5  # the largest value is on rank 1
     whole = nn.Linear(64, 256, bias=False)
     whole.weight = nn.Parameter(weight)
-    mesh = init_device_mesh("cpu", (2,))
-    cut = nn.Linear(64, 256, bias=False)
+    mesh, cut = init_device_mesh("cpu", (2,)), nn.Linear(64, 256, bias=False)
     cut.weight = nn.Parameter(weight)
     shard_parameter(cut, "weight", mesh, (Shard(0),))
     rows, same = slice(128 * rank, 128 * rank + 128), []
@@ -70,8 +65,7 @@ def cut_weight(rank: int, recipe: Recipe) -> dict[str, bool]:
 
 def replicated(rank: int) -> bool:
     """A whole weight on tp ranks has partial sums as its gradient."""
-    mesh = init_device_mesh("cpu", (2,))
-    linear = nn.Linear(64, 32, bias=False)
+    mesh, linear = init_device_mesh("cpu", (2,)), nn.Linear(64, 32, bias=False)
     nn.init.constant_(linear.weight, 0.5)
     shard_parameter(linear, "weight", mesh, (Replicate(),))
     Fp8Products(Recipe())(torch.full((4, 64), 1.0 + rank), linear.weight).sum().backward()

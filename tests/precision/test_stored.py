@@ -1,7 +1,3 @@
-"""Frozen experts that are stored in FP8 alone compute the bits that quantised ones compute."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +10,7 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.base.torch_private import HAS_SEPARATE_PIECES, get_local_tensor
 from moecore.io import export_hf, merge_adapters, save, save_adapters
 from moecore.precision import store_experts_in_fp8
-from tests.families.transformers.lora_cases import (
-    adapted_model,
-    batches,
-    in_peft_form,
-    lora_config,
-)
+from tests.families.transformers.lora_cases import adapted_model, batches, in_peft_form, lora_config
 from tests.helpers.ranks import run_ranks
 
 SIZES = dict(num_hidden_layers=1, hidden_size=128, moe_intermediate_size=256)

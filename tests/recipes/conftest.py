@@ -1,7 +1,5 @@
 """The scripts as modules."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import Any

@@ -3,8 +3,6 @@
 The place is the environment's MOECORE_TEST_DELAY.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """GraphedForwardBackward on CPU ranks: what it demands of a script, and tensors that stay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

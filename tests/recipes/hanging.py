@@ -3,8 +3,6 @@
 The place is the environment's MOECORE_TEST_DELAY.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any
@@ -26,10 +24,7 @@ def run_rank(args: object) -> int:
     def build_job(args: object) -> CorpusTraining:
         job: Any = build(args)
         layer, reader = job.model.layers[-1], job.batches
-        owner, name = {
-            "data": (reader, "next_batch"),
-            "layer": (layer, "forward"),
-        }[place]
+        owner, name = {"data": (reader, "next_batch"), "layer": (layer, "forward")}[place]
         function, calls = getattr(owner, name), list[int]()
 
         def call(*args: Any, **kwargs: Any) -> Any:

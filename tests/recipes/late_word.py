@@ -1,7 +1,5 @@
 """A rank of moecore train; rank 0 prints its error late."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -3,8 +3,6 @@
 A start by command is three interpreters that import, ten times the work of a run.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -37,9 +35,7 @@ def forked_ranks() -> Iterator[None]:
         yield
 
 
-def launched(
-    run_rank: Callable[[Any], int], script: str, words: list[str], said: Path
-) -> tuple[int, str]:
+def launched(run_rank, script, words, said) -> tuple[int, str]:
     """Launch two ranks with these arguments; return the exit code and what they print to stderr."""
     with forked_ranks():
         code = launch(_said, (run_rank, [script, *words], said), 2)
@@ -65,14 +61,7 @@ def _start(rank: int, environ: dict[str, str], run: Callable[..., None], args: A
     run(rank, *args)
 
 
-def run_in_forks(
-    command: str,
-    words: list[str],
-    *,
-    num_ranks: int = 2,
-    code: int = 0,
-    without: tuple[str, ...] = (),
-) -> str:
+def run_in_forks(command, words, *, num_ranks=2, code=0, without=()) -> str:
     """Run the ranks of a command, not what starts them; return what rank 0 prints.
 
     To them the packages `without` are not installed.
@@ -82,14 +71,7 @@ def run_in_forks(
     return said
 
 
-def rank_of_command(
-    rank: int,
-    device: torch.device,
-    command: str,
-    num_ranks: int,
-    words: list[str],
-    without: tuple[str, ...] = (),
-) -> tuple[int, str]:
+def rank_of_command(rank, device, command, num_ranks, words, without=()) -> tuple[int, str]:
     """Be a rank of a command; return its exit code and what it prints."""
     sys.modules.update(dict.fromkeys(without))  # type: ignore[arg-type]  # then imports fail
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))

@@ -3,8 +3,6 @@
 The other rank is in a collective then. No GPU: the exchange is a stub.
 """
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from moecore.moe.dispatch.exchange import ExchangeError

@@ -1,7 +1,3 @@
-"""Alarms of examples: spikes of the loss, experts without tokens, gradients that are not finite."""
-
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -122,8 +118,7 @@ def test_loads_of_a_run_that_trains_raise_no_alarm(num_choices: int, sigma: floa
         chosen = noise.choices(range(64), weights, k=num_choices)
         steps.append(loads_of({"a": [chosen.count(e) / num_choices for e in range(64)]}))
     busiest = max(step["expert_load/a"] for step in steps)
-    assert busiest > 3
-    assert lines_of(steps) == {}
+    assert busiest > 3 and lines_of(steps) == {}
 
 
 def test_the_first_gradients_say_that_rate_or_weights_are_wrong() -> None:
@@ -145,9 +140,7 @@ def test_the_first_gradients_say_that_rate_or_weights_are_wrong() -> None:
     assert late.find_alarms(21, {"loss": 3.0, "grad_norm": 500.0}) == []
 
 
-def test_a_run_is_traced_and_warned_of(
-    train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_run_is_traced_and_warned_of(train, tmp_path, monkeypatch, capsys) -> None:
     """A learning rate that breaks the model, and experts that are idle after one step."""
     monkeypatch.setattr(alarms, "IDLE_STEPS", 1)
     monkeypatch.setattr(profiling, "SETTLING", 2)

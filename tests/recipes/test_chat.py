@@ -1,7 +1,3 @@
-"""Which tokens of a chat, a prompt or a text are learned, against tokens put together by hand."""
-
-from __future__ import annotations
-
 import json
 from itertools import islice
 from pathlib import Path
@@ -127,9 +123,7 @@ def test_a_prompt_may_end_with_what_the_rendering_lacks(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("answer", ["<tool_call>x", "<thinking aloud", "<", "<think>", "A", ""])
-def test_an_answer_that_begins_like_the_prompts_end_is_learned_whole(
-    answer: str, tokenizer: Any
-) -> None:
+def test_an_answer_that_begins_like_the_prompts_end_is_learned_whole(answer, tokenizer) -> None:
     plain = unmarked(tiny_model.TEMPLATE)
     tokenizer.chat_template = plain.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
     chat = [CHAT[1], {"role": "assistant", "content": answer}]
@@ -165,8 +159,7 @@ def test_an_end_behind_the_marks_is_learned(between: str, tokenizer: Any) -> Non
         for part in WHOLE
     ]
     assert encoded(tokenizer, {"messages": CHAT}) == [by_hand(tokenizer, *wanted)]
-    asked = [*CHAT, CHAT[1]]
-    more = turn("user", PAIRS[0][0])
+    asked, more = [*CHAT, CHAT[1]], turn("user", PAIRS[0][0])
     assert encoded(tokenizer, {"messages": asked}) == [by_hand(tokenizer, *wanted, more)]
 
 
@@ -351,8 +344,7 @@ def test_a_step_reads_the_same_examples_on_any_ranks(packs: bool) -> None:
         ]
 
     steps = tokens(1, 2, 3)
-    assert len(steps) == 2 * (2 if packs else 5)
-    assert steps == tokens(3, 1, 2) == tokens(2, 3, 1)
+    assert len(steps) == 2 * (2 if packs else 5) and steps == tokens(3, 1, 2) == tokens(2, 3, 1)
     epoch = sorted(n for step in steps[: len(steps) // 2] for n in step)
     assert epoch == sorted(i + 1 for i in range(25) for _ in range(2 + i % 4))
 

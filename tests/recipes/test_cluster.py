@@ -1,7 +1,5 @@
 """examples/cluster: each way to start a job starts the ranks of two hosts, here on one machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,3 @@
-"""Sources of moecore pretrain: what a path is, and steps of their rows."""
-
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path
@@ -60,9 +56,7 @@ def test_broken_lines_are_counted_and_left_out(pretrain: ModuleType, tmp_path: P
 
 
 @pytest.mark.parametrize("blank", ["\r", "   ", "\t\r", "\ufeff", "\x85", "\xa0\u2028"])
-def test_each_reader_leaves_out_lines_without_content(
-    blank: str, pretrain: ModuleType, tmp_path: Path
-) -> None:
+def test_each_reader_leaves_out_lines_without_content(blank, pretrain, tmp_path) -> None:
     from moecore.recipes.rows import ColumnNames, DatasetOptions, read_rows
 
     path = tmp_path / "a.jsonl"
@@ -121,9 +115,7 @@ def test_errors_of_sources_are_short(pretrain: ModuleType) -> None:
         ([".", "/"], [".", "/"]),
     ],
 )
-def test_a_source_is_called_as_its_file(
-    words: list[str], names: list[str], pretrain: ModuleType
-) -> None:
+def test_a_source_is_called_as_its_file(words, names, pretrain) -> None:
     """In any order: a run goes on under the names of its checkpoint."""
     for order in (1, -1):
         args = pretrain.parse_arguments(["--data", *words[::order]])

@@ -1,7 +1,3 @@
-"""--deterministic: the same bits from the same command, and one line where that cannot be."""
-
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,9 +49,7 @@ def test_a_command_has_the_same_bits_in_another_run_and_after_a_resume(tmp_path:
 
 @pytest.mark.parametrize("words", ["", "--deterministic"])
 @pytest.mark.usefixtures("settings")
-def test_a_rank_selects_algorithms_before_its_model(
-    train: ModuleType, monkeypatch: Any, tmp_path: Path, words: str
-) -> None:
+def test_a_rank_selects_algorithms_before_its_model(train, monkeypatch, tmp_path, words) -> None:
     seen: list[tuple[bool, set[str]]] = []
 
     def stop(*_: object, **__: object) -> int:

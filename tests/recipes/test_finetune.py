@@ -4,8 +4,6 @@ The oracle trains transformers' own model, one example at a time, neither packed
 torch's AdamW. Two ranks, one rank, and a run that stopped and went on compute the same.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil
@@ -76,14 +74,19 @@ def least_memory(folder: Path) -> TrainingRun:
         batch_size=2,
         num_micro_batches=2,
         fsdp=FSDPOptions(
-            param_dtype=torch.bfloat16, experts_strategy="optim_grads_params", fp8_param_gather=True
+            param_dtype=torch.bfloat16,
+            experts_strategy="optim_grads_params",
+            fp8_param_gather=True,
         ),
         memory=MemoryOptions(
-            offload=("attention", "experts"), recompute=("norm", "rope", "qkv_proj")
+            offload=("attention", "experts"),
+            recompute=("norm", "rope", "qkv_proj"),
         ),
         precision=Precision.of("blockwise"),
         optimizer=OptimizerOptions(
-            moment_dtype="float8_e4m3fn", master_remainder=True, offload_fraction=1.0
+            moment_dtype="float8_e4m3fn",
+            master_remainder=True,
+            offload_fraction=1.0,
         ),
     )
 
@@ -214,15 +217,12 @@ def steps_of(examples: list[Any], multiple: int = 1) -> Iterator[list[int]]:
         yield from sampler
 
 
-def oracle(
-    finetune: ModuleType, folder: Path, multiple: int = 1
-) -> tuple[list[float], list[float], Any]:
+def oracle(finetune, folder, multiple=1) -> tuple[list[float], list[float], Any]:
     """Return the losses of all steps, the gradient norms, and the model that was trained."""
     from moecore.recipes.schedule import LearningRateSchedule
 
     examples, _ = examples_of(finetune, folder)
-    steps = steps_of(examples, multiple)
-    model = stock(folder / "tiny").train()
+    steps, model = steps_of(examples, multiple), stock(folder / "tiny").train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     losses, norms = [], []
     for step in range(1, STEPS + 1):
@@ -239,9 +239,7 @@ def oracle(
     return losses, norms, model.eval()
 
 
-def test_two_ranks_equal_stock_transformers(
-    runs: tuple[Path, list[str]], finetune: ModuleType
-) -> None:
+def test_two_ranks_equal_stock_transformers(runs, finetune) -> None:
     folder, printed = runs
     lines = metrics(folder / "straight")
     losses, norms, model = oracle(finetune, folder)
@@ -257,9 +255,7 @@ def test_two_ranks_equal_stock_transformers(
     assert "to step 6 on 2 cpu ranks (dp_shard=2 ep=2): 38 examples, 2 held out" in printed[0]
 
 
-def test_one_rank_computes_the_same_and_routes_no_padding(
-    runs: tuple[Path, list[str]], finetune: ModuleType, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_one_rank_computes_the_same_and_routes_no_padding(runs, finetune, tmp_path, monkeypatch):
     folder, _ = runs
     shutil.copytree(folder / "tiny", tmp_path / "tiny")
     (tmp_path / "tiny" / "generation_config.json").unlink()  # which an export then makes
@@ -310,9 +306,7 @@ def test_steps_as_graphs_compute_the_same(runs: tuple[Path, list[str]]) -> None:
     assert [row["grad_norm"] for row in found] == [row["grad_norm"] for row in wanted]
 
 
-def test_a_cp_for_each_micro_batch_computes_the_same(
-    runs: tuple[Path, list[str]], finetune: ModuleType
-) -> None:
+def test_a_cp_for_each_micro_batch_computes_the_same(runs, finetune) -> None:
     folder, _ = runs
     examples, _ = examples_of(finetune, folder)
     assert max(len(one.tokens_T) for one in examples) > TOKENS // 2  # shared by two ranks
@@ -323,9 +317,7 @@ def test_a_cp_for_each_micro_batch_computes_the_same(
 
 
 @pytest.mark.parametrize("degree", SHARED)
-def test_ranks_that_share_rows_or_layers_compute_the_same(
-    degree: str, runs: tuple[Path, list[str]], finetune: ModuleType
-) -> None:
+def test_ranks_that_share_rows_or_layers_compute_the_same(degree, runs, finetune) -> None:
     folder, _ = runs
     found, wanted = metrics(folder / degree), metrics(folder / "straight")
     values = {name: [row[name] for row in wanted] for name in ("loss", "grad_norm")}
@@ -389,9 +381,7 @@ def test_the_export_is_what_vllm_reads(runs: tuple[Path, list[str]]) -> None:
     assert given[0] == given[1]
 
 
-def test_stock_transformers_reload_it_with_equal_logits(
-    runs: tuple[Path, list[str]], finetune: ModuleType
-) -> None:
+def test_stock_transformers_reload_it_with_equal_logits(runs, finetune) -> None:
     folder, _ = runs
     export = folder / "straight" / "export"
     reloaded = stock(export).eval()
@@ -483,9 +473,7 @@ OTHER_RUNS = {
 
 
 @pytest.mark.parametrize("more", OTHER_RUNS)
-def test_a_run_goes_on_with_its_own_data_and_model(
-    more: str, runs: tuple[Path, list[str]], finetune: ModuleType, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_run_goes_on_with_its_own_data_and_model(more, runs, finetune, tmp_path, capsys) -> None:
     folder, _ = runs
     shutil.copytree(folder / "tiny", tmp_path / "other")
     words = f"{ONE_RANK} {more.format(other=tmp_path / 'other')}"
@@ -553,9 +541,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_wrong_input_is_one_line(
-    name: str, runs: tuple[Path, list[str]], finetune: ModuleType, tmp_path: Path, capsys: Any
-) -> None:
+def test_wrong_input_is_one_line(name, runs, finetune, tmp_path, capsys) -> None:
     change, more, wanted = REFUSED[name]
     shutil.copytree(runs[0] / "tiny", tmp_path / "tiny")
     data = ["--data", str(runs[0] / "tiny" / "some.jsonl")]
@@ -568,9 +554,7 @@ def test_wrong_input_is_one_line(
     assert error.startswith("moecore: error: ")
 
 
-def test_the_tiny_directory_is_made_once(
-    runs: tuple[Path, list[str]], one_rank: None, monkeypatch: Any, capsys: Any
-) -> None:
+def test_the_tiny_directory_is_made_once(runs, one_rank, monkeypatch, capsys) -> None:
     assert main(["tiny-model", str(runs[0] / "tiny")]) == 1
     assert "moecore: OUT (" in capsys.readouterr().err
 

@@ -1,13 +1,9 @@
-"""moecore generate and evaluate against transformers' own generation and a loss by hand."""
-
-from __future__ import annotations
-
 import json
 import math
 import re
 import shutil
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,9 +57,7 @@ def test_greedy_tokens_are_those_of_transformers(is_chat: bool, tiny: Path, caps
     ],
     ids=["template", "surrogate"],
 )
-def test_a_prompt_that_cannot_be_encoded_is_one_line(
-    words: list[str], message: str, tiny: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_prompt_that_cannot_be_encoded_is_one_line(words, message, tiny, tmp_path, capsys):
     shutil.copytree(tiny, tmp_path / "model")
     template = "{{ raise_exception('only tools\nare allowed') }}"
     for file in (tmp_path / "model").glob("*.jinja"):
@@ -76,9 +70,7 @@ def test_a_prompt_that_cannot_be_encoded_is_one_line(
     assert len([line for line in error.splitlines() if line.startswith("moecore: ")]) == 1
 
 
-def test_a_run_its_checkpoints_and_one_checkpoint_are_the_model(
-    tiny: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_run_its_checkpoints_and_one_checkpoint_are_the_model(tiny, tmp_path, capsys) -> None:
     step = hf_to_native(tiny, tmp_path / "checkpoints", step=3)
     (tmp_path / "config.toml").write_text(f"model = {json.dumps(str(tiny))}\n")
     texts = set()
@@ -124,17 +116,13 @@ def test_the_loss_is_that_of_each_document_alone(tiny: Path, capsys: Any) -> Non
         ("evaluate --data a", 2, "PATH must be set"),
     ],
 )
-def test_wrong_arguments_are_one_line(
-    words: str, code: int, message: str, tiny: Path, capsys: Any
-) -> None:
+def test_wrong_arguments_are_one_line(words, code, message, tiny, capsys) -> None:
     assert main(words.replace("TINY", str(tiny)).split()) == code
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("moecore: ") and message in line
 
 
-def test_adapters_are_those_of_the_merged_export(
-    finetune: ModuleType, tiny: Path, tmp_path: Path
-) -> None:
+def test_adapters_are_those_of_the_merged_export(finetune, tiny, tmp_path) -> None:
     peft = pytest.importorskip("peft", reason="adapters are those of peft")
     words = f"--model {tiny} --data {tiny}/chats.jsonl --max-steps 3 --seq-len 128 --batch-size 1"
     words += f" --lr 1e-2 --checkpoint-every 0 --eval-share 0 --lora-rank 4 --run-dir {tmp_path}"

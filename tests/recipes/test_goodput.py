@@ -1,7 +1,3 @@
-"""Goodput: the wall time of a run by use, over its starts."""
-
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,3 @@
-"""Steps of packed documents on a GPU, eager and replayed: alike, and launched without a wait."""
-
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -75,9 +71,7 @@ def test_graphs_train_as_eager_steps(name: str, tmp_path: Path, monkeypatch: Any
 @pytest.mark.gpu
 @pytest.mark.parametrize("more", [[], ["--cuda-graph"]], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", ["train", "pretrain", "finetune"])
-def test_the_host_is_a_step_ahead(
-    name: str, more: list[str], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_the_host_is_a_step_ahead(name, more, tmp_path, monkeypatch) -> None:
     words = words_of(name, tmp_path, monkeypatch)
     all_words = [*words.split(), "--run-dir", str(tmp_path / "run"), *more]
     run_ranks(1, steps_ahead, name, all_words, device_type="cuda")

@@ -1,7 +1,3 @@
-"""moecore grpo: a reward function by import path, on a directory of transformers."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import mean
@@ -51,13 +47,10 @@ def test_the_reward_rises_and_a_stopped_run_goes_on(grpo: ModuleType, tmp_path: 
     # 128 completions of a random policy have 0.08, with a standard error of 0.02.
     assert mean(rewards[:3]) < 0.15 and min(rewards[-5:]) > 0.35
     set_latest(make_step_path(tmp_path / "run" / "checkpoints", SAVED))
-    assert grpo.run_rank(args) == 0
-    assert metrics(tmp_path / "run") == straight
+    assert grpo.run_rank(args) == 0 and metrics(tmp_path / "run") == straight
 
 
-def test_a_reward_of_a_module_of_the_user(
-    grpo: ModuleType, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_reward_of_a_module_of_the_user(grpo, tmp_path, monkeypatch) -> None:
     """It gets messages and columns as TRL's do; the policy and the reference are the directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rewards.py").write_text(REWARD)
@@ -73,8 +66,7 @@ def test_a_reward_of_a_module_of_the_user(
         '[columns]\nprompt = "ask"\n'
     )
     assert grpo.run_rank(grpo.parse_arguments(["grpo.toml"])) == 0
-    calls = __import__("my_rewards").calls
-    lines = metrics(tmp_path / "run")
+    calls, lines = __import__("my_rewards").calls, metrics(tmp_path / "run")
     assert len(calls) == len(lines) == 2
     for (prompts, completions, topics, ids, columns), line in zip(calls, lines, strict=True):
         assert prompts == [chats[topic] for topic in topics] and not columns
@@ -103,8 +95,7 @@ def test_adapters_are_trained_by_reward(grpo: ModuleType, tmp_path: Path, capsys
     assert grpo.dry_run(grpo.parse_arguments([*words.split(), "--gpus", "1"])) == 0
     printed = capsys.readouterr().out
     assert "peak memory" in printed and "first prompt: '0+0=', tokens [0, 10, 0, 11]" in printed
-    assert "200 prompts; a step has 4 x 4 completions per rank" in printed
-    assert not run_dir.exists()
+    assert "200 prompts; a step has 4 x 4 completions per rank" in printed and not run_dir.exists()
     adapters = ["--lora-rank", "4", "--grpo-kl-coef", "0.1"]
     assert grpo.run_rank(grpo.parse_arguments([*words.split(), *adapters])) == 0
     ids = torch.tensor([[3, 10, 4, 11]])

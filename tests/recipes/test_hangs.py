@@ -1,7 +1,3 @@
-"""Steps that do not end: one report names the rank for which the others wait, and its stack."""
-
-from __future__ import annotations
-
 import re
 import socket
 from pathlib import Path

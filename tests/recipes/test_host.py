@@ -1,7 +1,3 @@
-"""What a rank asks of its host, with the files of a system that is made up."""
-
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

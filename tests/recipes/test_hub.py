@@ -1,7 +1,3 @@
-"""Models by name: from a cache without a network, downloaded by one process of a host."""
-
-from __future__ import annotations
-
 import json
 import os
 import subprocess

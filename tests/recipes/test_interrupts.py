@@ -1,7 +1,3 @@
-"""Ctrl-C and SIGTERM: ranks end their step and save, and the same command continues."""
-
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -142,9 +138,7 @@ def test_a_second_interrupt_does_not_wait(monkeypatch: Any) -> None:
         (["/bin/pytest", "x"], "the same command"),
     ],
 )
-def test_a_stopped_run_names_its_command(
-    words: list[str], command: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_stopped_run_names_its_command(words, command, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", words)
     line = describe_continuation(SimpleNamespace(run_dir=tmp_path, checkpoint_dir=None))  # type: ignore[arg-type]
     assert line == f"there is no checkpoint yet, so {command} starts from the beginning"

@@ -3,8 +3,6 @@
 And no rank outlives the launcher. Run as a script, this file launches one that waits.
 """
 
-from __future__ import annotations
-
 import fcntl
 import importlib
 import os
@@ -16,7 +14,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -94,8 +91,7 @@ def test_ranks_end_with_the_launcher(tmp_path: Path) -> None:
     try:
         for number, launcher in launchers.items():
             path = tmp_path / number.name
-            assert until(path.with_suffix(".held").exists, seconds=120)
-            assert not is_free(path)
+            assert until(path.with_suffix(".held").exists, seconds=120) and not is_free(path)
             launcher.send_signal(number)
             code = launcher.wait(timeout=120)
             assert code == (128 + number if number == signal.SIGTERM else -number)
@@ -121,9 +117,7 @@ def test_an_interrupt_of_imports_is_no_traceback(command: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_says_where_it_continues(
-    number: int, train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_stopped_run_says_where_it_continues(number, train, tmp_path, monkeypatch, capsys):
     """The launcher says it: Ctrl-C of `make demo` ends in one line."""
     from moecore.io import save  # not where this file is a script, whose ranks start faster so
 

@@ -1,7 +1,3 @@
-"""moecore recipes: what ships is complete, and its plans are those of its comments."""
-
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -132,8 +128,7 @@ def test_a_copy_trains_and_replaces_nothing(tmp_path: Path, monkeypatch: Any, ca
     monkeypatch.setattr(MemoryPlan, "count_pinned_bytes", lambda _, gpu: gpu.host_memory + 1)
     assert main(["pretrain", "tiny.toml", "--dry-run", "--gpu", "h100-80"]) == 1
     assert "pinned host memory of a server: " in (printed := capsys.readouterr().out)
-    assert ": does not fit: moecore plan" in printed
-    assert not (tmp_path / "runs").exists()
+    assert ": does not fit: moecore plan" in printed and not (tmp_path / "runs").exists()
 
 
 def test_recipes_that_there_are_not(capsys: Any) -> None:

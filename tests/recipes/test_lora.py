@@ -1,7 +1,3 @@
-"""LoRA by `moecore finetune` and a file on two ranks, against peft's own run in one process."""
-
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path
@@ -101,11 +97,7 @@ def test_two_ranks_equal_peft(more: str, kind: Any, tmp_path: Path) -> None:
     tiny, data = tmp_path / "tiny", tmp_path / "some.jsonl"
     sizes = (32, 16) if kind is None else (64, 64)
     write_tiny_model(
-        tiny,
-        hidden_size=sizes[0],
-        num_hidden_layers=2,
-        head_dim=8,
-        moe_intermediate_size=sizes[1],
+        tiny, hidden_size=sizes[0], num_hidden_layers=2, head_dim=8, moe_intermediate_size=sizes[1]
     )
     data.write_text("\n".join((tiny / "chats.jsonl").read_text().splitlines()[:40]))
     paths = {"model": str(tiny), "data": [str(data)], "run_dir": str(tmp_path / "run")}

@@ -1,7 +1,3 @@
-"""[optimizer] and [schedule]: groups of parameters, and learning rates by hand."""
-
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -43,8 +39,7 @@ def test_the_first_matching_group_counts(optimizer: str) -> None:
     found = decays(OptimizerConfig(optimizer=optimizer, weight_decay=0.3, param_groups=groups))
     routers = [name for name in found if ".router." in name]
     experts = [name for name in found if ".experts." in name]
-    assert routers and experts
-    assert all(found[name] == (0.3, 0.5) for name in routers)
+    assert routers and experts and all(found[name] == (0.3, 0.5) for name in routers)
     assert all(found[name] == (0.0, 2.0) for name in experts)
 
 

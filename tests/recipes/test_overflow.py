@@ -1,7 +1,3 @@
-"""A run whose nvlink dispatcher overflows ends with one line, and no rank waits for the other."""
-
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import ModuleType
@@ -46,9 +42,7 @@ def fail(train: ModuleType, monkeypatch: Any, error: Exception) -> None:
     monkeypatch.setattr(train, "build_job", build_job)
 
 
-def test_a_late_rank_is_one_line_too(
-    train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_late_rank_is_one_line_too(train, tmp_path, monkeypatch, capsys) -> None:
     fail(train, monkeypatch, ExchangeError("rank 3 must come to a dispatch"))
     assert train.run_rank(train.parse_arguments(arguments(tmp_path))) == 1
     assert "error: rank 0: rank 3 must come to a dispatch: start again\n" in capsys.readouterr().err
@@ -60,9 +54,7 @@ def test_a_bug_keeps_its_traceback(train: ModuleType, tmp_path: Path, monkeypatc
         train.run_rank(train.parse_arguments(arguments(tmp_path)))
 
 
-def test_an_overflow_of_the_last_step_is_found(
-    train: ModuleType, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_an_overflow_of_the_last_step_is_found(train, tmp_path, monkeypatch) -> None:
     """Its first poll is that of the only step, its second the check at the end."""
     fail(train, monkeypatch, too_many_rows())
     args = train.parse_arguments([*arguments(tmp_path), "--steps", "1"])

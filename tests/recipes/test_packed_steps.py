@@ -1,7 +1,3 @@
-"""Packed rows: lengths for ranks that share them, and their loss."""
-
-from __future__ import annotations
-
 from itertools import pairwise
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,3 @@
-"""The parser of commands: flags, TOML files, help, and the file that a run saves."""
-
-from __future__ import annotations
-
 import importlib
 import os
 import socket
@@ -144,9 +140,7 @@ def test_help_has_each_table_as_a_group_and_each_default(pretrain: ModuleType, c
     ],
     ids=lambda value: value[:40] if isinstance(value, bytes) else "",
 )
-def test_a_wrong_file_is_one_line(
-    content: bytes, message: str, pretrain: ModuleType, tmp_path: Path
-) -> None:
+def test_a_wrong_file_is_one_line(content, message, pretrain, tmp_path) -> None:
     (tmp_path / "a.toml").write_bytes(content)
     with pytest.raises(ValueError, match=rf"--config \(.*a.toml\).*{message}") as error:
         pretrain.parse_arguments(["--config", str(tmp_path / "a.toml")])
@@ -186,9 +180,7 @@ def special(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", SPECIAL_FILES, ids=lambda name: name[:9].strip("\0"))
-def test_a_special_file_is_one_line_for_each_reader(
-    name: str, pretrain: ModuleType, special: Path
-) -> None:
+def test_a_special_file_is_one_line_for_each_reader(name, pretrain, special) -> None:
     """A reader that opened the FIFO would wait for ever."""
     examples = importlib.import_module("moecore.recipes.examples")
     path = special / name
@@ -231,9 +223,7 @@ PLANNED = (
 
 
 @pytest.mark.parametrize("flags", PLANNED)
-def test_a_planned_run_is_a_file_of_options(
-    pretrain: ModuleType, tmp_path: Path, flags: str
-) -> None:
+def test_a_planned_run_is_a_file_of_options(pretrain, tmp_path, flags) -> None:
     """Every field of the planned run comes back from the file."""
     file = tmp_path / "plan.toml"
     command = f"plan --preset tiny --gpus 2 --seq-len 128 {flags} --call --write {file}"
@@ -246,10 +236,8 @@ def test_a_planned_run_is_a_file_of_options(
     config = replace(config, moe=replace(config.moe, balance=balance))
     assert replace(config, max_seq_len=run.model.max_seq_len) == run.model
     assert args.make_parallel_config(2, num_experts=config.moe.num_experts) == run.resolved
-    assert (
-        args.make_fsdp_options(torch.bfloat16) == run.fsdp
-        and args.make_memory_options() == run.memory
-    )
+    assert args.make_fsdp_options(torch.bfloat16) == run.fsdp
+    assert args.make_memory_options() == run.memory
     assert args.make_pipeline_options() == run.pipeline
     dispatch = args.make_dispatch_options()
     assert (dispatch.nvlink or NVLinkOptions()) == (run.nvlink or NVLinkOptions())
@@ -298,9 +286,7 @@ def test_options_of_the_planned_optimizer(pretrain: ModuleType) -> None:
         ("--preset tiny-qwen3 --aux-loss 0.01", {"micro_batch_coef": 0.01}),
     ],
 )
-def test_a_run_without_options_of_balance_has_some(
-    pretrain: ModuleType, words: str, expected: dict[str, object]
-) -> None:
+def test_a_run_without_options_of_balance_has_some(pretrain, words, expected) -> None:
     args = pretrain.parse_arguments([*words.split(), "--data", __file__])
     balance = args.make_decoder_config().moe.balance
     assert {name: getattr(balance, name) for name in expected} == expected

@@ -1,12 +1,7 @@
-"""--precision of moecore train, and of the benchmark of a step beside bf16."""
-
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -25,9 +20,7 @@ def arguments(run_dir: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("scaling", [None, "blockwise"])
-def test_experts_and_projections_get_the_recipe(
-    train: ModuleType, tmp_path: Path, scaling: str | None
-) -> None:
+def test_experts_and_projections_get_the_recipe(train, tmp_path, scaling) -> None:
     more = ["--precision", scaling] if scaling else []
     job = train.build_job(train.parse_arguments(arguments(tmp_path, *more)))
     from moecore.recipes.loop import train_step
@@ -52,9 +45,7 @@ def test_fp16_goes_on_with_its_loss_scale(train: ModuleType, tmp_path: Path) -> 
     train_to_end(job)
 
 
-def test_a_step_in_fp8_beside_one_without(
-    train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_step_in_fp8_beside_one_without(train, tmp_path, monkeypatch, capsys) -> None:
     from benchmarks import bench_train
 
     own = ["--warm-up", "1", "--timed", "1", "--against-bf16"]
@@ -71,9 +62,7 @@ def test_a_step_in_fp8_beside_one_without(
     assert 0 < abs(rows[0]["losses"][0] - rows[1]["losses"][0]) < 0.05
 
 
-def test_without_a_precision_there_is_nothing_beside_bf16(
-    train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_without_a_precision_there_is_nothing_beside_bf16(train, tmp_path, monkeypatch, capsys):
     from benchmarks import bench_train
 
     monkeypatch.setattr(sys, "argv", ["bench_train", "--against-bf16", *arguments(tmp_path)])

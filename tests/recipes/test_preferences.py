@@ -1,7 +1,3 @@
-"""DPO by `moecore finetune` on two ranks, against TRL's DPOTrainer in one process."""
-
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

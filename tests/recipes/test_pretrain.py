@@ -3,8 +3,6 @@
 What takes no ranks is in test_corpora.py, test_parser.py and tests/packing/test_corpus.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil
@@ -69,9 +67,7 @@ def run_in_forks(words: list[str], **options: Any) -> str:
     return launched_forks("pretrain", words, without=DEAR, **options)
 
 
-def rank_with_graphs(
-    rank: int, device: torch.device, words: list[str]
-) -> tuple[tuple[int, str], list[list[tuple[int, ...]]]]:
+def rank_with_graphs(rank, device, words) -> tuple[tuple[int, str], list[list[tuple[int, ...]]]]:
     """Be a rank of the script with a graph's stand-in; return what it captured, too."""
     with patch.object(
         importlib.import_module("moecore.recipes.data"), "GraphedForwardBackward", GraphStandIn
@@ -111,9 +107,7 @@ def test_a_killed_run_goes_on_on_any_ranks(corpus: Path, straight: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_steps_of_any_number_of_documents_are_graphs(
-    corpus: Path, straight: Path, tmp_path: Path
-) -> None:
+def test_steps_of_any_number_of_documents_are_graphs(corpus, straight, tmp_path) -> None:
     """The stand-in asserts that all ranks have steps of the same shapes."""
     run = words(corpus, tmp_path / "run", "--cuda-graph")
     (code, said), captures = run_ranks(2, rank_with_graphs, run)
@@ -135,9 +129,7 @@ def test_other_shapes_are_a_graph_of_their_own(pretrain: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_a_cp_per_micro_batch(
-    corpus: Path, straight: Path, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_a_cp_per_micro_batch(corpus, straight, tmp_path) -> None:
     run_dir = killed(straight, tmp_path / "run")
     said = run_in_forks(words(corpus, run_dir, f"--dynamic-cp {SEQ_LEN // 2}"))
     assert "from step 4 to step 8 on 2 cpu ranks" in said
@@ -215,9 +207,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("wrong", ERRORS)
-def test_wrong_arguments_are_one_line(
-    wrong: str, pretrain: ModuleType, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_wrong_arguments_are_one_line(wrong, pretrain, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     data = [] if "--data" in wrong else ["--data", "a.jsonl"]
@@ -255,9 +245,7 @@ def test_wrong_arguments_are_one_line(
         ),
     ],
 )
-def test_a_bad_document_ends_the_run_with_one_line(
-    line: str, code: int, message: str, pretrain: ModuleType, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_bad_document_ends_the_run_with_one_line(line, code, message, pretrain, tmp_path, capsys):
     """Before the first step, or in a worker, whose traceback nobody sees."""
     (tmp_path / "a.jsonl").write_text(f"\r\n{line}")
     arguments = f"--data {tmp_path}/a.jsonl,field=ids --workers 1 --run-dir {tmp_path}/run"
@@ -267,9 +255,7 @@ def test_a_bad_document_ends_the_run_with_one_line(
 
 
 @pytest.mark.slow
-def test_losses_that_are_not_finite_end_the_run(
-    pretrain: ModuleType, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_losses_that_are_not_finite_end_the_run(pretrain, tmp_path, capsys, monkeypatch) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' * 3)
     build = pretrain.build_model
 

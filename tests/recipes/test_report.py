@@ -1,7 +1,3 @@
-"""What a run of moecore train measures and where it goes; a run directory that is damaged."""
-
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -55,9 +51,7 @@ def run(train: ModuleType, run_dir: Path, arguments: str) -> int:
     return train.run_rank(train.parse_arguments([*words.split(), "--run-dir", str(run_dir)]))
 
 
-def test_loads_of_layers_and_mfu_reach_every_log(
-    train: ModuleType, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_loads_of_layers_and_mfu_reach_every_log(train, tmp_path, monkeypatch) -> None:
     (tmp_path / "wandb.py").write_text(WANDB)
     monkeypatch.syspath_prepend(str(tmp_path))
     run_dir = tmp_path / "run"
@@ -75,32 +69,27 @@ def test_loads_of_layers_and_mfu_reach_every_log(
     assert lines[1]["rank_load_max_over_mean"] == pytest.approx(1)  # of one rank
     start, *logged, end = sys.modules["wandb"].calls
     assert start["project"] == "mine" and start["config"]["preset"] == "tiny-qwen3"
-    assert [
-        {"step": step, **pack_loads(metrics)} for step, metrics in logged
-    ] == lines and end == "finish"
+    assert [{"step": step, **pack_loads(metrics)} for step, metrics in logged] == lines
+    assert end == "finish"
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     found = events.EventAccumulator(str(run_dir / "tensorboard")).Reload()
     assert set(found.Tags()["scalars"]) == logged[1][1].keys()
 
 
-def test_a_run_that_is_started_again_is_one_run_of_each_logger(
-    train: ModuleType, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_run_that_is_started_again_is_one_run_of_each_logger(train, tmp_path, monkeypatch):
     for name, content in (("wandb", WANDB), ("mlflow", MLFLOW)):
         (tmp_path / f"{name}.py").write_text(content)
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     run_dir, words = tmp_path / "run", "--wandb mine --mlflow tries"
-    assert run(train, run_dir, words) == 0
-    assert run(train, run_dir, f"{words} --steps 4") == 0
+    assert run(train, run_dir, words) == 0 and run(train, run_dir, f"{words} --steps 4") == 0
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     first, *_, second = [c for c in sys.modules["wandb"].calls if isinstance(c, dict)]
     assert first["id"] == second["id"] == (run_dir / "wandb.id").read_text()
     assert len(first["id"]) == 32 and first["resume"] == second["resume"] == "allow"
     logged = [call for call in sys.modules["wandb"].calls if isinstance(call, tuple)]
-    assert [{"step": step, **pack_loads(metrics)} for step, metrics in logged] == lines and len(
-        lines
-    ) == 4
+    assert [{"step": step, **pack_loads(metrics)} for step, metrics in logged] == lines
+    assert len(lines) == 4
     assert sys.modules["mlflow"].calls == [
         ("experiment", "tries"), ("start", None, "run"), ("params", "tiny-qwen3"),
         *logged[:2], "end",
@@ -131,17 +120,14 @@ def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path
 def test_load_of_ranks_and_of_experts(train: ModuleType) -> None:
     from moecore.recipes.metrics import compute_rank_load, get_expert_loads
 
-    assert (
-        compute_rank_load([2.0, 1.0, 0.5, 0.5], 2) == 1.5 and compute_rank_load([0.0, 0.0], 2) == 0
-    )
+    assert compute_rank_load([2.0, 1.0, 0.5, 0.5], 2) == 1.5
+    assert compute_rank_load([0.0, 0.0], 2) == 0
     found = {f"expert_load/a/{e}": float(e) for e in range(12)}
     assert get_expert_loads(found, "a") == list(range(12)) and get_expert_loads(found, "b") == []
 
 
 @pytest.mark.parametrize("every", [1, 2, 0])
-def test_maps_have_the_loads_of_layers_and_of_the_least_even(
-    every: int, train: ModuleType, tmp_path: Path
-) -> None:
+def test_maps_have_the_loads_of_layers_and_of_the_least_even(every, train, tmp_path) -> None:
     """Step by layer, and step by expert of layer 3; or no map where there is nothing to draw."""
     figure = pytest.importorskip("matplotlib.figure")
     lines = []
@@ -171,14 +157,11 @@ def test_maps_have_the_loads_of_layers_and_of_the_least_even(
         steps = range(every, 7, every)
         rows = [[1.5 + s for s in steps], [0.0 for _ in steps], [2.0 - s for s in steps]]
         assert maps.pop("expert").tolist() == rows
-    assert not maps
-    assert [len(line.get_xdata()) for line in axes[0].lines] == [6, 2]
+    assert not maps and [len(line.get_xdata()) for line in axes[0].lines] == [6, 2]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_logger_that_is_not_installed_is_refused(
-    name: str, train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_logger_that_is_not_installed_is_refused(name, train, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert run(train, tmp_path, f"--{name} mine") == 2
     error = capsys.readouterr().err
@@ -201,9 +184,7 @@ def test_a_logger_that_is_not_installed_is_refused(
         ("NVIDIA RTX A1000", torch.bfloat16, None),
     ],
 )
-def test_peaks_are_known_by_name(
-    name: str, dtype: torch.dtype, peak: float | None, train: ModuleType, monkeypatch: Any
-) -> None:
+def test_peaks_are_known_by_name(name, dtype, peak, train, monkeypatch) -> None:
     from moecore.recipes.metrics import find_peak_tflops
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
@@ -211,9 +192,7 @@ def test_peaks_are_known_by_name(
     assert find_peak_tflops(torch.device("cpu"), dtype) is None
 
 
-def test_damaged_lines_go_and_no_draft_is_written_through_a_link(
-    train: ModuleType, tmp_path: Path, capsys: Any
-) -> None:
+def test_damaged_lines_go_and_no_draft_is_written_through_a_link(train, tmp_path, capsys) -> None:
     precious, path = tmp_path / "precious", tmp_path / "metrics.jsonl"
     precious.write_text("mine")
     (tmp_path / "metrics.tmp").symlink_to(precious)
@@ -240,9 +219,7 @@ def test_a_file_with_a_hole_is_read_by_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"RANK": "x"}, {"WORLD_SIZE": None}, {"RANK": "1"}, {"LOCAL_RANK": "-1"}], ids=str
 )
-def test_a_wrong_environment_is_one_line(
-    wrong: dict[str, str | None], train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_wrong_environment_is_one_line(wrong, train, tmp_path, monkeypatch, capsys) -> None:
     ((name, value),) = wrong.items()
     if value is None:
         monkeypatch.delenv(name)
@@ -262,9 +239,7 @@ def full_disk() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.parametrize("size", [0, 300, 20_000])
-def test_a_full_disk_is_one_line(
-    size: int, train: ModuleType, tmp_path: Path, full_disk: Callable[[int], None], capsys: Any
-) -> None:
+def test_a_full_disk_is_one_line(size, train, tmp_path, full_disk, capsys) -> None:
     """No event of TensorBoard fits, no line of metrics, or no shard of a checkpoint."""
     full_disk(size)
     code = run(train, tmp_path, "")
@@ -276,9 +251,7 @@ def test_a_full_disk_is_one_line(
     assert "File too large" in lines[0] and lines[0].endswith("again from the last checkpoint")
 
 
-def test_without_a_bar_the_first_step_is_printed_at_once(
-    train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_without_a_bar_the_first_step_is_printed_at_once(train, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "_import_if_installed", lambda name: None)
     times = iter([0.0, 4.9, 5.0, 5.0])
     monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(times)))
@@ -304,9 +277,7 @@ def test_without_a_bar_the_first_step_is_printed_at_once(
         (".export.draft", "fifo", "a directory"),
     ],
 )
-def test_what_a_run_cannot_write_is_refused_before_it_trains(
-    part: str, kind: str, wanted: str, train: ModuleType, tmp_path: Path
-) -> None:
+def test_what_a_run_cannot_write_is_refused_before_it_trains(part, kind, wanted, train, tmp_path):
     make_run_dir = importlib.import_module("moecore.recipes.report").make_run_dir
     run_dir, place = tmp_path / "run", tmp_path / "run" / part
     make_run_dir(run_dir)  # a new one
@@ -326,9 +297,7 @@ def test_what_a_run_cannot_write_is_refused_before_it_trains(
 
 
 @pytest.mark.parametrize("name", ["a/file", "a/file/run", "x" * 300, "nul\0"])
-def test_a_run_directory_that_cannot_be_made_is_named(
-    name: str, train: ModuleType, tmp_path: Path
-) -> None:
+def test_a_run_directory_that_cannot_be_made_is_named(name, train, tmp_path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").touch()
     with pytest.raises(ValueError, match=r"^--run-dir \(.*\) must be a directory to write: "):

@@ -1,7 +1,3 @@
-"""Rollbacks: a run leaves out data that spikes, as if its data never had had it."""
-
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -43,9 +39,7 @@ def run(train: ModuleType, run_dir: Path, more: str = "") -> int:
     )
 
 
-def test_a_run_after_a_rollback_is_a_run_without_the_data(
-    train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_run_after_a_rollback_is_a_run_without_the_data(train, tmp_path, monkeypatch, capsys):
     """Also where it is killed behind the rollback, and continues from the checkpoint before."""
     with monkeypatch.context() as patches:
         plant(patches, {24, 25}, has_spikes=True)
@@ -70,9 +64,7 @@ def test_a_run_after_a_rollback_is_a_run_without_the_data(
     assert again[19].pop("left_out") == [[24, 25]] and again == lines
 
 
-def test_spikes_without_an_end_end_the_run(
-    train: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_spikes_without_an_end_end_the_run(train, tmp_path, monkeypatch, capsys) -> None:
     plant(monkeypatch, set(range(23, 99)), has_spikes=True)
     assert run(train, tmp_path) == 1
     said = capsys.readouterr()
@@ -82,9 +74,7 @@ def test_spikes_without_an_end_end_the_run(
     assert lines[19]["left_out"] == [[23, 24], [25, 26], [27, 28]]
 
 
-def test_without_a_checkpoint_a_run_goes_on(
-    train: ModuleType, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_without_a_checkpoint_a_run_goes_on(train, tmp_path, monkeypatch) -> None:
     plant(monkeypatch, {24, 25}, has_spikes=True)
     assert run(train, tmp_path, "--checkpoint-every 28") == 0
     lines = metrics(tmp_path)

@@ -1,7 +1,3 @@
-"""Rows of each format, against the tokenizer's own `apply_chat_template` of messages by hand."""
-
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -75,9 +71,7 @@ ROWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_is_the_chat_that_the_tokenizer_renders(
-    name: str, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_row_is_the_chat_that_the_tokenizer_renders(name, tokenizer, tmp_path) -> None:
     row, messages = ROWS[name]
     (example,) = read(tokenizer, lines(tmp_path / "a.jsonl", row)).examples
     assert example.tokens_T.tolist() == rendered(tokenizer, messages)
@@ -163,9 +157,8 @@ def test_without_datasets_it_is_one_line(tokenizer: Any, tmp_path: Path, monkeyp
 def test_broken_rows_are_counted_before_the_first_step(tokenizer: Any, tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"messages": CHAT}, {"messages": 3}, {"messages": CHAT[:1]})
     path.write_text(path.read_text() + "{\n\n" + json.dumps({"text": ANSWER}))
-    with pytest.raises(
-        ValueError, match=r"line 2 must be .*\(broken rows: 2 of 5\): mend"
-    ) as error:
+    message = r"line 2 must be .*\(broken rows: 2 of 5\): mend"
+    with pytest.raises(ValueError, match=message) as error:
         read(tokenizer, path)
     assert "\n" not in str(error.value)
     found = read(tokenizer, path, skip_invalid=True)

@@ -1,12 +1,5 @@
-"""RUN_DIR/config.toml: what a run saves, and what it prints when another start changes options."""
-
-from __future__ import annotations
-
 import shutil
 import tomllib
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -58,9 +51,7 @@ def test_changes_say_whether_numbers_change() -> None:
     assert list_option_changes(tomllib.loads(AFTER), tomllib.loads(AFTER)) == []
 
 
-def test_a_training_continues_by_its_own_file(
-    train: ModuleType, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_training_continues_by_its_own_file(train, tmp_path, capsys) -> None:
     run_dir = tmp_path / "run"
     file, steps = run_dir / "config.toml", run_dir / "checkpoints"
     words = "--num-layers 2 --batch-size 1 --seq-len 64 --steps 2 --sample-every 0 --tokens random"

@@ -1,7 +1,3 @@
-"""[[stages]], [batch] and [rotary] of moecore pretrain: sizes by hand, stages that are killed."""
-
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -10,7 +6,6 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -20,29 +15,19 @@ import torch
 from moecore.io import decoder_config_from_hf, set_latest
 from moecore.io.checkpoint.manifest import read_manifest
 from moecore.models import preset
+from moecore.recipes import schedule
 from moecore.recipes.decoder_config import RotaryOptions, add_rotary_fields, replace_rotary
 from moecore.recipes.pretrain import PretrainConfig
-from moecore.recipes.schedule import (
-    BatchRamp,
-    EqualSteps,
-    LearningRateSchedule,
-    StepSizes,
-    get_stage_options,
-    iterate_equal_steps,
-    plan_stages,
-    read_stage_length,
-    split_stages,
-)
 from tests.helpers.ranks import run_ranks
 from tests.recipes import test_pretrain
 from tests.recipes.launched import rank_of_command
 
 corpus = test_pretrain.corpus
-RAMP = BatchRamp(ramp_start=2, ramp_increment=2, ramp_tokens=80)
+RAMP = schedule.BatchRamp(ramp_start=2, ramp_increment=2, ramp_tokens=80)
 
 
 def test_sizes_of_steps_by_hand() -> None:
-    sizes = StepSizes([EqualSteps(1, 2, 8), EqualSteps(4, 4, 8)])
+    sizes = schedule.StepSizes([schedule.EqualSteps(1, 2, 8), schedule.EqualSteps(4, 4, 8)])
     assert [sizes.get_rows(step) for step in range(1, 6)] == [2, 2, 2, 4, 4]
     assert [sizes.count_tokens_through(step) for step in range(6)] == [0, 16, 32, 48, 80, 112]
     assert [sizes.count_steps(n) for n in (0, 1, 16, 48, 49, 80, 81)] == [0, 1, 1, 3, 4, 4, 5]
@@ -50,16 +35,20 @@ def test_sizes_of_steps_by_hand() -> None:
 
 def test_a_ramp_by_hand() -> None:
     """From 2 to 6 rows of 8 tokens over 80 tokens: 2 rows more from token 40 on, and from 80."""
-    parts = list(iterate_equal_steps(RAMP, first_step=1, rows=6, seq_len=8, tokens_before=0))
+    parts = list(
+        schedule.iterate_equal_steps(RAMP, first_step=1, rows=6, seq_len=8, tokens_before=0)
+    )
     # 3 steps of 16 tokens end at 48, the first end of a step that is >= 40; one of 32 ends at 80.
     assert parts == [(1, 2, 8), (4, 4, 8), (5, 6, 8)]
     total = 0
     for step in range(1, 9):  # the definition, step by step
         rows = min(6, 2 + 2 * (total * 2 // 80))
-        assert StepSizes(parts).get_rows(step) == rows
+        assert schedule.StepSizes(parts).get_rows(step) == rows
         total += 8 * rows
-        assert StepSizes(parts).count_tokens_through(step) == total
-    later = list(iterate_equal_steps(RAMP, first_step=5, rows=6, seq_len=16, tokens_before=80))
+        assert schedule.StepSizes(parts).count_tokens_through(step) == total
+    later = list(
+        schedule.iterate_equal_steps(RAMP, first_step=5, rows=6, seq_len=16, tokens_before=80)
+    )
     assert later == [(5, 6, 16)]
 
 
@@ -76,7 +65,7 @@ def test_ramps_that_do_not_fit(values: dict[str, int], message: str) -> None:
     others = {"ramp_start": 4, "ramp_increment": 2, "ramp_tokens": 80}
     others = {} if "ramp_increment (None)" in message else others
     with pytest.raises(ValueError) as error:
-        BatchRamp(**(others | values)).check_multiples(rows=6, micro_batch_rows=2)
+        schedule.BatchRamp(**(others | values)).check_multiples(rows=6, micro_batch_rows=2)
     assert str(error.value).startswith(message), error.value
 
 
@@ -84,11 +73,12 @@ def planned(tables: list[dict[str, Any]], **options: Any) -> list[PretrainConfig
     """Return stages of 4 rows of 8 tokens, or as their tables say."""
     common = {"steps": 10, "seq_len": 8, "batch_size": 4, "checkpoint_every": 5, **options}
     values = [
-        {k: v for k, v in get_stage_options(table).items() if k != "schedule"} for table in tables
+        {k: v for k, v in schedule.get_stage_options(table).items() if k != "schedule"}
+        for table in tables
     ]
     stages = tuple(PretrainConfig(**common | value) for value in values)
     args = PretrainConfig(**common, stages=stages, stage_tables=tuple(tables))
-    return plan_stages(args, lambda options: (options.batch_size, 2, BatchRamp()))
+    return schedule.plan_stages(args, lambda options: (options.batch_size, 2, schedule.BatchRamp()))
 
 
 def test_stages_by_hand() -> None:
@@ -102,11 +92,13 @@ def test_stages_by_hand() -> None:
     assert (first.steps, first.stage.begin, first.stage.last) == (4, 0, 6)
     assert (second.steps, second.stage.begin, second.stage.has_schedule) == (6, 4, True)
     assert second.stage.sizes.count_tokens_through(6) == 4 * 32 + 2 * 64
-    cosine = LearningRateSchedule(warmup_tokens=64, min_lr_ratio=0.0)  # 2 steps, then 4 to 0
+    cosine = schedule.LearningRateSchedule(
+        warmup_tokens=64, min_lr_ratio=0.0
+    )  # 2 steps, then 4 to 0
     rates = [first.stage.compute_rate_factor(cosine, step) for step in (1, 2, 3, 4)]
     expected = [0.5, 1.0, *(0.5 * (1 + math.cos(math.pi * n / 4)) for n in (1, 2))]
     assert rates == pytest.approx(expected)
-    linear = LearningRateSchedule(lr_schedule="linear", warmup_tokens=64, min_lr_ratio=0.5)
+    linear = schedule.LearningRateSchedule(lr_schedule="linear", warmup_tokens=64, min_lr_ratio=0.5)
     assert [second.stage.compute_rate_factor(linear, step) for step in (5, 6)] == [1.0, 0.5]
     assert second.stage.is_previous_stage(4, "a") and not second.stage.is_previous_stage(5, "b")
     with pytest.raises(ValueError, match=r"\[\[stages\]\] must have stage 'a' end at or after ste"):
@@ -135,7 +127,7 @@ ERRORS = {
 @pytest.mark.parametrize("message", ERRORS)
 def test_stages_that_are_wrong(message: str) -> None:
     with pytest.raises(ValueError) as error:
-        split_stages(ERRORS[message])
+        schedule.split_stages(ERRORS[message])
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -143,9 +135,9 @@ def test_stages_need_checkpoints() -> None:
     with pytest.raises(ValueError, match=r"--checkpoint-every \(0\) must be > 0 with"):
         planned([{"name": "a", "steps": 1}], checkpoint_every=0)
     assert (
-        read_stage_length({"name": "a", "tokens": 10**13}).tokens == 10**13
+        schedule.read_stage_length({"name": "a", "tokens": 10**13}).tokens == 10**13
     )  # more than int32 holds
-    assert LearningRateSchedule(warmup_tokens=10**11).warmup_tokens == 10**11
+    assert schedule.LearningRateSchedule(warmup_tokens=10**11).warmup_tokens == 10**11
 
 
 def test_rotary_options_reach_a_config_and_its_export() -> None:
@@ -235,7 +227,6 @@ def test_a_run_that_is_killed_in_its_second_stage_continues(corpus: Path, tmp_pa
     assert manifest.facts.extra["data"]["rows"] == 6 * 4
     export = json.loads((run_dir / "export" / "config.json").read_text())
     assert export["rope_parameters"]["rope_theta"] == 5e4
-
     killed = tmp_path / "killed"
     shutil.copytree(run_dir, killed)
     set_latest(killed / "checkpoints" / "step-000008")
@@ -244,7 +235,6 @@ def test_a_run_that_is_killed_in_its_second_stage_continues(corpus: Path, tmp_pa
     more = [f"{killed}/config.toml", "--run-dir", str(killed)]
     assert "stage long: steps 9 to 9" in test_pretrain.run_in_forks(more)
     assert test_pretrain.metrics(killed) == unbroken
-
     other = tmp_path / "other"
     test_pretrain.run_in_forks(staged(corpus, other, "ep = 1\ndp_replicate = 2\ndp_shard = 1"))
     assert (other / "export").is_dir()
@@ -275,9 +265,7 @@ def test_a_signal_in_the_last_step_of_a_stage_stops_the_run(corpus: Path, tmp_pa
     assert [line["step"] for line in test_pretrain.metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_stages_of_other_models_are_refused(
-    pretrain: ModuleType, corpus: Path, tmp_path: Path
-) -> None:
+def test_stages_of_other_models_are_refused(pretrain, corpus, tmp_path) -> None:
     file = tmp_path / "run.toml"
     data = 'data = ["python:"]\n[[stages]]\nname = "a"\nsteps = 1\n[[stages]]\nname = "b"\nsteps=1'
     file.write_text(f"{data}\n[stages.model]\nnorm_eps = 1e-3")

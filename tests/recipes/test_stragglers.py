@@ -1,10 +1,5 @@
-"""Slow ranks: the line names rank and phase, and no rank that waits for the slow one."""
-
-from __future__ import annotations
-
 import socket
 import time
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -27,9 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
-def test_the_line_names_the_slow_rank_and_its_phase(
-    phase: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_the_line_names_the_slow_rank_and_its_phase(phase, tmp_path, monkeypatch) -> None:
     """Its peer waits in an exchange of the forward, or in a reduction: it has no line."""
     monkeypatch.setenv("MOECORE_TEST_DELAY", phase)
     words = [*RUN.split(), "--run-dir", str(tmp_path / "run")]

@@ -1,7 +1,3 @@
-"""moecore train: ranks that fork do what the ranks of the command do; errors are one line."""
-
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -83,9 +79,7 @@ def test_a_run_leaves_its_files_and_a_sample(straight: tuple[Path, str]) -> None
 
 
 @pytest.mark.slow
-def test_a_run_resumes_from_a_url_on_a_host_without_its_directory(
-    straight: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_a_run_resumes_from_a_url_on_a_host_without_its_directory(straight, tmp_path) -> None:
     store, arguments = tmp_path / "store", f"{WHOLE} --checkpoint-dir file://{tmp_path}/store"
     run_in_forks(tmp_path / "first", arguments)
     set_latest(f"file://{store}/step-000004")
@@ -113,8 +107,7 @@ def test_own_data_and_another_folding_with_torch_alone(tmp_path: Path) -> None:
     printed = run_in_forks(run_dir, f"{degrees} {data}", without=packages)
     assert "2 cpu ranks (tp=2 etp=2, alltoall)" in printed
     assert printed.count("going on without tqdm, tensorboard, matplotlib (pip install") == 1
-    assert "balance_loss" not in metrics(run_dir)[0]
-    assert not (run_dir / "curves.png").exists()
+    assert "balance_loss" not in metrics(run_dir)[0] and not (run_dir / "curves.png").exists()
     for more in (f"{data} --seed 1", f"--data {plain}"):
         changed = run_in_forks(run_dir, f"--steps 2 {more}", num_ranks=1, code=2)
         assert "--data, --seq-len, --seed, --cp and the options of [corpus] must be as" in changed
@@ -141,9 +134,7 @@ def script() -> Iterator[ModuleType]:
     yield importlib.import_module("moecore.recipes.train")
 
 
-def error_of(
-    script: ModuleType, run_dir: Path, arguments: str, monkeypatch: Any, capsys: Any
-) -> str:
+def error_of(script, run_dir, arguments, monkeypatch, capsys) -> str:
     """Return what the script prints to stderr when it ends with code 2."""
     words = f"--run-dir {run_dir} {MICRO} {arguments}".split()
     for name in ("RANK", "WORLD_SIZE"):
@@ -153,17 +144,13 @@ def error_of(
 
 
 @pytest.mark.parametrize("arguments", ERRORS)
-def test_wrong_arguments_are_one_line(
-    arguments: str, script: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_wrong_arguments_are_one_line(arguments, script, tmp_path, monkeypatch, capsys) -> None:
     printed = error_of(script, tmp_path, arguments, monkeypatch, capsys)
     assert ERRORS[arguments] in printed
     assert re.match("moecore: error: ", printed.strip().splitlines()[-1])
 
 
-def rank_without_agent(
-    rank: int, device: torch.device, words: list[str], folder: Path, no_report: bool
-) -> None:
+def rank_without_agent(rank, device, words, folder, no_report) -> None:
     """Be a rank that srun has started; write what it prints, and fail where it waits."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -196,9 +183,7 @@ def test_ranks_without_an_agent_end_with_the_same_line(tmp_path: Path, no_report
 
 
 @pytest.mark.parametrize("under_agent", [False, True])
-def test_one_rank_prints_where_an_agent_ends_the_others(
-    under_agent: bool, script: ModuleType, monkeypatch: Any, capsys: Any
-) -> None:
+def test_one_rank_prints_where_an_agent_ends_the_others(under_agent, script, monkeypatch, capsys):
     errors, waited = importlib.import_module("moecore.recipes.errors"), list[float]()
     monkeypatch.setattr(errors.time, "sleep", waited.append)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
@@ -216,8 +201,7 @@ def test_an_error_found_by_the_ranks_is_one_line(tmp_path: Path) -> None:
     words = f"--preset tiny-qwen3 --tokens random --precision blockwise {MICRO}".split()
     words += ["--run-dir", str(tmp_path / "run")]
     code, said = launched(late_word.run_rank, "train.py", words, tmp_path / "said.txt")
-    assert code == 2 and "MoEConfig.dim (64)" in said
-    assert len(said.strip().splitlines()) == 1
+    assert code == 2 and "MoEConfig.dim (64)" in said and len(said.strip().splitlines()) == 1
 
 
 def test_too_little_memory_gives_advice(monkeypatch: Any, capsys: Any) -> None:

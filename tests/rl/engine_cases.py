@@ -5,8 +5,6 @@ arXiv:2507.18071, DPO arXiv:2305.18290, estimators of KL by J. Schulman ("Approx
 Divergence").
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -23,8 +21,7 @@ from moecore.rl import DPO, GRPO, GSPO, PPO, Engine, OwnObjective, Rollouts, Rou
 from moecore.rl.objectives import Objective
 from tests.rl.replay_cases import randomize
 
-VOCABULARY = 128
-TEMPERATURE = 0.8
+VOCABULARY, TEMPERATURE = 128, 0.8
 LENGTHS = [(3, 5), (2, 9), (4, 1), (1, 6)]  # of prompt and response
 CLIP, HIGH, KL_COEF, ENTROPY_COEF, BETA = 0.2, 0.3, 0.1, 0.02, 0.5
 
@@ -45,9 +42,7 @@ def decoder(num_experts: int = 8) -> Decoder:
     return model
 
 
-def engine_of(
-    model: nn.Module, *, max_tokens: int = 64, device: str = "cpu", **options: Any
-) -> Engine:
+def engine_of(model, *, max_tokens=64, device="cpu", **options) -> Engine:
     """An engine of one process; options are those of parallelize_moe."""
     parallelize_moe(model, build_meshes(ParallelConfig(), device_type=device), **options)
     return Engine(model, TrainStep(model), max_tokens=max_tokens)
@@ -158,7 +153,6 @@ def forced(routes_NLK: Tensor, num_experts: int) -> Tensor:
 
 def weighted(rollouts: Rollouts) -> Rollouts:
     """With weights of the routes that no router would give."""
-    assert rollouts.routes_NLK is not None
     generator = torch.Generator().manual_seed(2)
     weights_NLK = torch.rand(rollouts.routes_NLK.shape, generator=generator) + 0.1
     return rollouts.replace(route_weights_NLK=weights_NLK)
@@ -219,11 +213,7 @@ def dpo(responses: Sequence[Response]) -> Tensor:
 ByHand = Callable[[Sequence[Response]], Tensor]
 
 
-def mean_of(
-    mean: Callable[[Sequence[Tensor], Sequence[Response]], Tensor],
-    tokens: Callable[..., Tensor],
-    *args: str,
-) -> ByHand:
+def mean_of(mean, tokens, *args) -> ByHand:
     return lambda responses: mean([tokens(r, *args) for r in responses], responses)
 
 
@@ -247,9 +237,7 @@ OBJECTIVES: dict[str, tuple[Objective, ByHand]] = {
 }
 
 
-def by_hand(
-    model: nn.Module, every: Sequence[Rollouts], name: str
-) -> tuple[Tensor, dict[str, Tensor]]:
+def by_hand(model, every, name) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of the rollouts of all data ranks, and every gradient."""
     model.zero_grad(set_to_none=True)
     responses = [r for rollouts in every for r in responses_of(model, rollouts)]

@@ -1,8 +1,6 @@
 """Tiny decoders to record and replay, and everything that their training computes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -101,12 +99,7 @@ def reset(model: nn.Module) -> None:
         layer.tracker.reset()
 
 
-def train(
-    model: nn.Module,
-    inputs: Sequence[Tensor],
-    backward: Callable[[list[Tensor]], None],
-    padding_mask: Tensor | None = None,
-) -> dict[str, Tensor]:
+def train(model, inputs, backward, padding_mask=None) -> dict[str, Tensor]:
     """All forwards, then backwards; losses, every gradient and all that the layers counted."""
     reset(model)
     losses = []

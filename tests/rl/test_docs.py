@@ -1,7 +1,3 @@
-"""The code of docs/rl.md runs as it stands there."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,3 @@
-"""The engine in one process: every objective against its formula, whatever the micro-batches."""
-
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import cache
@@ -20,43 +16,29 @@ from moecore.models import Decoder
 from moecore.rl import DPO, GRPO, GSPO, PPO, Engine, OwnObjective, Rollouts, group_advantages
 from moecore.train import AdamW
 from tests.families.transformers.hf_models import random_model
-from tests.rl.engine_cases import (
-    LENGTHS,
-    OBJECTIVES,
-    by_hand,
-    config,
-    decoder,
-    engine_of,
-    gradients,
-    log_probs_by_hand,
-    moved,
-    near,
-    own,
-    responses_of,
-    rollouts_of,
-)
+from tests.rl import engine_cases
 from tests.rl.replay_cases import equal, worst
 
 
 @cache
 def plain() -> nn.Module:
-    return decoder()
+    return engine_cases.decoder()
 
 
 def engine_of_plain(**options: Any) -> Engine:
-    return engine_of(copy.deepcopy(plain()), **options)
+    return engine_cases.engine_of(copy.deepcopy(plain()), **options)
 
 
 def whole_rollouts() -> Rollouts:
     """With log-probabilities of one process, and noise."""
-    rollouts = rollouts_of(1)
-    return near(rollouts, log_probs_by_hand(plain(), rollouts))
+    rollouts = engine_cases.rollouts_of(1)
+    return engine_cases.near(rollouts, engine_cases.log_probs_by_hand(plain(), rollouts))
 
 
 def test_log_probs_and_entropies_are_those_of_log_softmax() -> None:
-    rollouts = rollouts_of(1)
+    rollouts = engine_cases.rollouts_of(1)
     with torch.no_grad():
-        wanted = responses_of(plain(), rollouts)
+        wanted = engine_cases.responses_of(plain(), rollouts)
     engine = engine_of_plain(max_tokens=20)
     found = engine.log_probs(rollouts, entropy=True)
     mask = rollouts.response_mask_N
@@ -69,24 +51,24 @@ def test_log_probs_and_entropies_are_those_of_log_softmax() -> None:
 
 
 @pytest.mark.parametrize("loss", ["mean", "sum"])
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", engine_cases.OBJECTIVES)
 def test_an_objective_is_its_formula_whatever_the_micro_batches(name: str, loss: str) -> None:
     rollouts, numbers = whole_rollouts(), set()
-    want_loss, want = by_hand(plain(), [rollouts], name)
+    want_loss, want = engine_cases.by_hand(plain(), [rollouts], name)
     for max_tokens in (20, 64):
         engine = engine_of_plain(max_tokens=max_tokens, loss=loss)
-        found = engine.forward_backward(rollouts, OBJECTIVES[name][0])
+        found = engine.forward_backward(rollouts, engine_cases.OBJECTIVES[name][0])
         numbers.add(found.num_micro_batches)
         torch.testing.assert_close(found.loss, want_loss, rtol=2e-6, atol=2e-6)
-        assert worst(gradients(engine.model), want) < 1e-5
+        assert worst(engine_cases.gradients(engine.model), want) < 1e-5
     assert max(numbers) > 1 == min(numbers)
 
 
 def test_token_ids_outside_of_the_vocabulary_are_refused() -> None:
-    rollouts = rollouts_of(0)
+    rollouts = engine_cases.rollouts_of(0)
     model = random_model("qwen3-moe", num_hidden_layers=1)
     use_causal_attention(model)
-    for engine, size in ((engine_of_plain(), 128), (engine_of(model), 61)):
+    for engine, size in ((engine_of_plain(), 128), (engine_cases.engine_of(model), 61)):
         for wrong in (size, -1):
             tokens_N = rollouts.tokens_N.clamp(max=60).index_fill(0, torch.tensor(0), wrong)
             with pytest.raises(ValueError, match=rf"must be in \[0, vocab_size {size}\)"):
@@ -102,16 +84,18 @@ def test_a_step_without_gradients_is_refused() -> None:
         engine.step.forward_backward([{}])
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", engine_cases.OBJECTIVES)
 def test_an_objective_of_no_sequences_has_a_gradient_of_nothing(name: str) -> None:
     log_probs = torch.zeros(0, requires_grad=True)
-    found = OBJECTIVES[name][0](log_probs, torch.zeros(0), rollouts_of(0).take([]))
+    found = engine_cases.OBJECTIVES[name][0](
+        log_probs, torch.zeros(0), engine_cases.rollouts_of(0).take([])
+    )
     found.sum().backward()
     assert found.shape == (0,) and log_probs.grad is not None
 
 
 def test_the_first_step_on_fresh_rollouts_has_ratio_one() -> None:
-    rollouts = rollouts_of(0).replace(old_log_probs_N=None)
+    rollouts = engine_cases.rollouts_of(0).replace(old_log_probs_N=None)
     engine = engine_of_plain()
     found = engine.forward_backward(rollouts, PPO())
     weights, mask = rollouts.weights_N, rollouts.response_mask_N
@@ -158,8 +142,8 @@ def test_numbers_outside_of_responses_are_not_read() -> None:
     found = []
     for given in (rollouts, rollouts.replace(**spoiled)):
         engine = engine_of_plain()
-        loss = engine.forward_backward(given, OBJECTIVES["grpo"][0]).loss
-        found.append({"loss": loss} | gradients(engine.model))
+        loss = engine.forward_backward(given, engine_cases.OBJECTIVES["grpo"][0]).loss
+        found.append({"loss": loss} | engine_cases.gradients(engine.model))
     assert equal(*found)
 
 
@@ -180,8 +164,8 @@ class Widths(TorchDispatchMode):
 
 
 def test_logits_of_all_tokens_never_exist() -> None:
-    sizes = replace(config(), vocab_size=131)
-    engine, rollouts = engine_of(Decoder(sizes)), rollouts_of(1)
+    sizes = replace(engine_cases.config(), vocab_size=131)
+    engine, rollouts = engine_cases.engine_of(Decoder(sizes)), engine_cases.rollouts_of(1)
     with Widths(131) as seen:
         engine.log_probs(rollouts, entropy=True)
         engine.forward_backward(rollouts, PPO(entropy_coef=0.1))
@@ -194,10 +178,16 @@ def test_on_cuda_numbers_are_those_of_the_cpu() -> None:
     found = []
     for device in ("cpu", "cuda"):
         model = copy.deepcopy(plain()).to(device)
-        engine, given = engine_of(model, device=device), moved(whole_rollouts(), device)
+        engine, given = (
+            engine_cases.engine_of(model, device=device),
+            engine_cases.moved(whole_rollouts(), device),
+        )
         routes = engine.log_probs(given, entropy=True, routes=True).routes_NLK
         result = engine.forward_backward(given.replace(routes_NLK=routes), GSPO(entropy_coef=0.1))
-        numbers = {"loss": result.loss, "log_probs": result.scores.log_probs_N} | gradients(model)
+        numbers = {
+            "loss": result.loss,
+            "log_probs": result.scores.log_probs_N,
+        } | engine_cases.gradients(model)
         found.append({n: x.cpu() for n, x in numbers.items()})
     assert worst(found[1], found[0]) < 1e-4
 
@@ -214,9 +204,9 @@ def test_group_advantages() -> None:
 
 
 def test_rollouts_are_taken_with_all_that_is_known_of_them() -> None:
-    rollouts = rollouts_of(0)
+    rollouts = engine_cases.rollouts_of(0)
     taken = rollouts.take([2, 0])
-    assert taken.lengths == [sum(LENGTHS[2]), sum(LENGTHS[0])]
+    assert taken.lengths == [sum(engine_cases.LENGTHS[2]), sum(engine_cases.LENGTHS[0])]
     assert taken.sequence_N.tolist() == [0] * 5 + [1] * 8
     places = [*range(19, 24), *range(8)]
     for name in ("tokens_N", "response_mask_N", "advantages_N", "weights_N"):
@@ -225,7 +215,7 @@ def test_rollouts_are_taken_with_all_that_is_known_of_them() -> None:
 
 
 def test_numbers_of_other_sequences_are_refused() -> None:
-    rollouts = rollouts_of(0)
+    rollouts = engine_cases.rollouts_of(0)
     for sequences in ([4], [-2]):
         with pytest.raises(ValueError, match=r"sequences \(\[-?\d\]\) must be numbers from 0 to 3"):
             rollouts.take(sequences)
@@ -252,7 +242,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_rollouts_are_one_line(name: str) -> None:
     changes, message = BAD[name]
     with pytest.raises(ValueError, match=message) as error:
-        rollouts_of(0).replace(**changes)
+        engine_cases.rollouts_of(0).replace(**changes)
     assert "\n" not in str(error.value)
 
 
@@ -263,7 +253,7 @@ def refused(engine: Engine, rollouts: Rollouts, objective: Any, message: str) ->
 
 
 def test_what_does_not_fit_is_one_line() -> None:
-    engine, rollouts = engine_of_plain(max_tokens=16), rollouts_of(0)
+    engine, rollouts = engine_of_plain(max_tokens=16), engine_cases.rollouts_of(0)
     missing = r"Rollouts.ref_log_probs_N \(None\) must be given for GRPO"
     refused(engine, rollouts.replace(ref_log_probs_N=None), GRPO(), missing)
     refused(engine, rollouts.take([0, 1, 2]), DPO(), r"rollouts \(3 sequences\) must be a multiple")
@@ -281,11 +271,11 @@ def test_what_does_not_fit_is_one_line() -> None:
             wrong = rollouts.replace(**{name: numbers_N})
             refused(engine, wrong, GRPO(), f"Rollouts.{name} must be finite in responses, as fp32")
     bare = r"objective \(<function.*\) must be an? .*: pass PPO\(\), GRPO\(\) or OwnObjective"
-    refused(engine, rollouts, own, bare)
+    refused(engine, rollouts, engine_cases.own, bare)
     with pytest.raises(ValueError, match=r"PPO.clip \(1.5\) must be"):
         PPO(clip=1.5)
     with pytest.raises(ValueError, match=r"model \(Decoder\) must be parallelized"):
-        Engine(decoder(), engine.step, max_tokens=16)
+        Engine(engine_cases.decoder(), engine.step, max_tokens=16)
 
 
 @pytest.mark.parametrize(
@@ -302,17 +292,16 @@ def test_what_does_not_fit_is_one_line() -> None:
 )
 def test_an_own_objective_that_returns_no_losses_is_one_line(returned: Any, message: str) -> None:
     objective = OwnObjective(lambda log_probs_N, entropy_N, rollouts: returned(log_probs_N))
-    refused(engine_of_plain(), rollouts_of(0), objective, message)
+    refused(engine_of_plain(), engine_cases.rollouts_of(0), objective, message)
 
 
 @pytest.mark.parametrize("weight", [1e-308, 1e-30, 1e30])
 @pytest.mark.parametrize("mean", ["token", "sequence"])
 def test_the_scale_of_weights_does_not_matter(weight: float, mean: Any) -> None:
-    rollouts = whole_rollouts()
-    found = []
+    rollouts, found = whole_rollouts(), []
     for scale in (1.0, weight):
         engine = engine_of_plain()
         weights_N = torch.full((len(rollouts.tokens_N),), scale, dtype=torch.float64)
         engine.forward_backward(rollouts.replace(weights_N=weights_N), PPO(mean=mean))
-        found.append(gradients(engine.model))
+        found.append(engine_cases.gradients(engine.model))
     assert worst(*found) < 1e-5

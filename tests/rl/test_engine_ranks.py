@@ -4,8 +4,6 @@ Data ranks have different numbers of sequences and of micro-batches. Old and ref
 made near those of the policy, so that some ratios are clipped and others are not.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,21 +26,10 @@ from moecore.families import use_causal_attention
 from moecore.rl import PPO, Engine, OwnObjective, Rollouts
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.errors import error_of
-from tests.helpers.grids import asked_for, beside
-from tests.helpers.ranks import run_ranks
+from tests.helpers.grids import beside
+from tests.helpers.ranks import ranks_fixture
 from tests.helpers.whole import gather_whole
-from tests.rl.engine_cases import (
-    OBJECTIVES,
-    by_hand,
-    decoder,
-    forced,
-    log_probs_by_hand,
-    near,
-    replayed,
-    rollouts_of,
-    routes_by_hand,
-    weighted,
-)
+from tests.rl import engine_cases as ec
 from tests.rl.replay_cases import worst
 
 pytestmark = pytest.mark.slow
@@ -70,7 +57,7 @@ WEIGHTED = ("cp3-tp2-ep2", "pp2-dp3-ep3")  # weights of routes are given too
 
 def made(family: str) -> nn.Module:
     if family == "native":
-        return decoder(num_experts=6)
+        return ec.decoder(num_experts=6)
     model = random_model("qwen3-moe", num_experts=6, num_hidden_layers=3)
     use_causal_attention(model)
     model.set_experts_implementation("eager")  # what multiplies fp64
@@ -90,16 +77,14 @@ class LogitsOf(nn.Module):
         return found
 
 
-def all_rollouts(
-    plain: nn.Module, data_ranks: int, vocabulary: int, *, routed: bool
-) -> tuple[list[Rollouts], list[Tensor], list[Tensor]]:
+def all_rollouts(plain, data_ranks, vocabulary, *, routed):
     """Of each data rank, with log-probabilities and routes of one process; made on rank 0."""
 
     def compute() -> Any:
-        every = [rollouts_of(data_rank, vocabulary) for data_rank in range(data_ranks)]
-        log_probs = [log_probs_by_hand(plain, r) for r in every]
-        routes = [routes_by_hand(plain, r) for r in every] if routed else []
-        return [near(r, x) for r, x in zip(every, log_probs, strict=True)], log_probs, routes
+        every = [ec.rollouts_of(data_rank, vocabulary) for data_rank in range(data_ranks)]
+        log_probs = [ec.log_probs_by_hand(plain, r) for r in every]
+        routes = [ec.routes_by_hand(plain, r) for r in every] if routed else []
+        return [ec.near(r, x) for r, x in zip(every, log_probs, strict=True)], log_probs, routes
 
     return from_first_rank(compute)
 
@@ -127,18 +112,18 @@ def run_case(name: str) -> dict[str, Any]:
     if routed:
         assert scores.routes_NLK is not None
         assert torch.equal(scores.routes_NLK, routes[meshes.data_rank])
-        by_force = [forced(r, 6) for r in routes]
+        by_force = [ec.forced(r, 6) for r in routes]
         every = [r.replace(routes_NLK=f) for r, f in zip(every, by_force, strict=True)]
         if name in WEIGHTED:
-            every = [weighted(r) for r in every]
-        log_probs = from_first_rank(lambda: [log_probs_by_hand(exact, r) for r in every])
-        every = [near(r, x) for r, x in zip(every, log_probs, strict=True)]
+            every = [ec.weighted(r) for r in every]
+        log_probs = from_first_rank(lambda: [ec.log_probs_by_hand(exact, r) for r in every])
+        every = [ec.near(r, x) for r, x in zip(every, log_probs, strict=True)]
         own = every[meshes.data_rank]
         scores = engine.log_probs(own)
     else:
         given = own.replace(routes_NLK=made_routes(own))
         by_routes_N = engine.log_probs(given).log_probs_N
-    found = engine.forward_backward(own, OBJECTIVES[objective][0])
+    found = engine.forward_backward(own, ec.OBJECTIVES[objective][0])
     errors = [
         float((scores.log_probs_N - log_probs[meshes.data_rank]).abs().max()),
         float((found.scores.log_probs_N - scores.log_probs_N).abs().max()),
@@ -148,13 +133,13 @@ def run_case(name: str) -> dict[str, Any]:
     whole = gather_whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     if dist.get_rank():
         return {}
-    with replayed(exact, every) if routed else nullcontext():
-        want_loss, want = by_hand(exact, every, objective)
+    with ec.replayed(exact, every) if routed else nullcontext():
+        want_loss, want = ec.by_hand(exact, every, objective)
     return {
         "log-probs": float(largest[0]),
         "of the step": float(largest[1]),
         "of one process": max(
-            float((log_probs_by_hand(as_made, r) - log_probs_by_hand(exact, r)).abs().max())
+            float((ec.log_probs_by_hand(as_made, r) - ec.log_probs_by_hand(exact, r)).abs().max())
             for r in every
         ),
         # of tokens whose losses are about 1, of either sign
@@ -192,8 +177,8 @@ def of_reinforce(factor: float, metrics: list[int]) -> OwnObjective:
 def refusals() -> dict[str, str]:
     """What this rank raises where another one has wrong rollouts."""
     meshes = build_meshes(ParallelConfig(dp_shard=3, tp=2, ep=3), "cpu")
-    model = parallelize_moe(decoder(num_experts=6), meshes)
-    engine, good = Engine(model, TrainStep(model), max_tokens=36), rollouts_of(meshes.data_rank)
+    model = parallelize_moe(ec.decoder(num_experts=6), meshes)
+    engine, good = Engine(model, TrainStep(model), max_tokens=36), ec.rollouts_of(meshes.data_rank)
     last = dist.get_rank() == WORLD - 1
     given = {
         "a field": good.replace(advantages_N=None) if meshes.data_rank == 2 else good,
@@ -234,9 +219,7 @@ def worker(rank: int, device: torch.device, names: list[str]) -> Any:
     return {name: run_case(name) for name in names}, refusals()
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> Any:
-    return run_ranks(WORLD, worker, asked_for(request, "name"))
+results = ranks_fixture(WORLD, worker, "name")
 
 
 @pytest.mark.parametrize("name", beside(CASES, NIGHTLY))
@@ -245,8 +228,7 @@ def test_numbers_are_those_of_one_process(name: str, results: Any) -> None:
     assert errors.pop("micro-batches") > 1
     allowed = 2 * errors["of one process"]
     assert max(errors["log-probs"], errors["of the step"]) < allowed < 2e-5
-    assert errors["loss"] < 2e-6
-    assert errors["gradient"] < 1e-5
+    assert errors["loss"] < 2e-6 and errors["gradient"] < 1e-5
 
 
 def test_routes_over_stages_of_a_transformers_model(results: Any) -> None:

@@ -3,10 +3,8 @@
 Each model is one whose bits differ without the option.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -23,28 +21,17 @@ from moecore.models import Decoder, DecoderConfig, SparseKeysConfig, preset
 from moecore.rl import PPO, Engine, OwnObjective, Rollouts
 from tests.families.transformers.family_models import freeze_indexers, tiny_model
 from tests.families.transformers.hf_models import random_model
-from tests.rl.engine_cases import (
-    OBJECTIVES,
-    VOCABULARY,
-    by_hand,
-    config,
-    decoder,
-    engine_of,
-    gradients,
-    moved,
-    near,
-    rollouts_of,
-)
+from tests.rl import engine_cases
 from tests.rl.replay_cases import randomize, worst
 
-VOCABULARIES = {"native": VOCABULARY, "transformers": 61}
+VOCABULARIES = {"native": engine_cases.VOCABULARY, "transformers": 61}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 @cache
 def made(family: str) -> nn.Module:
     if family == "native":
-        return decoder()
+        return engine_cases.decoder()
     model = random_model("qwen3-moe", num_hidden_layers=3)
     use_causal_attention(model)
     return model
@@ -60,20 +47,14 @@ def many(vocabulary: int, longest: int = 33) -> Rollouts:
     return rollouts.replace(advantages_N=advantages_N)
 
 
-def engines_of(
-    model: nn.Module, dtype: torch.dtype, device: str = "cpu", **options: Any
-) -> Callable[..., Engine]:
+def engines_of(model, dtype, device="cpu", **options) -> Callable[..., Engine]:
     """Return what makes engines of a copy of a model."""
     model = copy.deepcopy(model).to(dtype)
-    step = engine_of(model, device=device, **options).step
+    step = engine_cases.engine_of(model, device=device, **options).step
     return lambda max_tokens, **how: Engine(model, step, max_tokens=max_tokens, **how)
 
 
-def in_all_ways(
-    make_engine: Callable[[int], Engine],
-    rollouts: Rollouts,
-    max_tokens: Sequence[int] = (40, 64, 512),
-) -> list[Tensor]:
+def in_all_ways(make_engine, rollouts, max_tokens=(40, 64, 512)) -> list[Tensor]:
     """Return log-probabilities and entropies of sequences alone, in batches, in another order, and
     of a training forward."""
     few, some, all_tokens = max_tokens
@@ -141,7 +122,7 @@ def larger(family: str) -> nn.Module:
     ],
 )
 def test_bits_on_cuda(family: str, dtype: torch.dtype, expert_backend: str) -> None:
-    rollouts = moved(many(4096, 400), "cuda")
+    rollouts = engine_cases.moved(many(4096, 400), "cuda")
     make_engine = engines_of(larger(family), dtype, "cuda", expert_backend=expert_backend)
     how: Any = dict(max_tokens=(400, 640, 4096))
     found = in_all_ways(partial(make_engine, batch_invariant=True), rollouts, **how)
@@ -156,7 +137,7 @@ def test_bits_on_cuda(family: str, dtype: torch.dtype, expert_backend: str) -> N
 
 def test_a_first_step_has_ratios_of_one() -> None:
     """Exactly, in other rows than those in which old log-probabilities were computed."""
-    rollouts, make_engine = many(VOCABULARY), engines_of(made("native"), torch.float32)
+    rollouts, make_engine = many(engine_cases.VOCABULARY), engines_of(made("native"), torch.float32)
     old_N = make_engine(40, batch_invariant=True).log_probs(rollouts).log_probs_N
     seen: list[Tensor] = []
 
@@ -173,15 +154,17 @@ def test_a_first_step_has_ratios_of_one() -> None:
 @pytest.mark.parametrize("recompute", [(), ("moe",)])
 def test_gradients(recompute: tuple[Any, ...]) -> None:
     """In fp32 those of the formula; in bf16 as near to them as others are."""
-    rollouts = near(rollouts_of(1), torch.full((len(rollouts_of(1).tokens_N),), -5.0))
-    _, want = by_hand(made("native"), [rollouts], "grpo")
+    rollouts = engine_cases.near(
+        engine_cases.rollouts_of(1), torch.full((len(engine_cases.rollouts_of(1).tokens_N),), -5.0)
+    )
+    _, want = engine_cases.by_hand(made("native"), [rollouts], "grpo")
     memory = MemoryOptions(recompute=recompute)
 
     def error(dtype: torch.dtype, is_invariant: bool) -> float:
         make_engine = engines_of(made("native"), dtype, memory=memory)
         engine = make_engine(24, batch_invariant=is_invariant)
-        engine.forward_backward(rollouts, OBJECTIVES["grpo"][0])
-        return worst(gradients(engine.model), want)
+        engine.forward_backward(rollouts, engine_cases.OBJECTIVES["grpo"][0])
+        return worst(engine_cases.gradients(engine.model), want)
 
     assert error(torch.float32, True) < 1e-5
     assert error(torch.bfloat16, True) < 2 * error(torch.bfloat16, False)
@@ -197,7 +180,7 @@ def test_gradients(recompute: tuple[Any, ...]) -> None:
     ],
 )
 def test_what_compares_tokens_is_refused(moe: Any, options: Any, message: str) -> None:
-    tiny = config()
+    tiny = engine_cases.config()
     assert tiny.moe is not None
     model = Decoder(replace(tiny, moe=replace(tiny.moe, **moe)))
     make_engine = engines_of(model, torch.float32, **options)

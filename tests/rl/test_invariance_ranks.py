@@ -3,8 +3,6 @@
 Tokens have three experts each, whose sum depends on its order.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -40,14 +38,7 @@ def cases_on(device: torch.device) -> list[str]:
     return [name for name in CASES if not (shares and name == "pp")]
 
 
-def engine_of(
-    degrees: dict[str, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    is_invariant: bool = True,
-    **options: Any,
-) -> tuple[Engine, int]:
+def engine_of(degrees, dtype, device, *, is_invariant=True, **options) -> tuple[Engine, int]:
     """Return an engine and the data rank."""
     tiny = config(num_experts=6)
     assert tiny.moe is not None

@@ -4,8 +4,6 @@ The truth is the same replay without checkpointing, which `test_replay.py` holds
 `moe_reference`.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,64 +17,51 @@ from moecore import MoELayer
 from moecore.rl import RouterReplay
 from moecore.rl.choices import Choices
 from tests.moe.moe_cases import BASE, make_layer
-from tests.rl.replay_cases import (
-    CONFIGS,
-    ORDERS,
-    Mode,
-    batches,
-    equal,
-    fifo,
-    layers_of,
-    lifo,
-    make_model,
-    other_choices,
-    randomize,
-    recorded,
-    results,
-    together,
-    train,
-)
+from tests.rl import replay_cases
 
 Case = tuple[list[Tensor], Choices, dict[str, Tensor]]
 Order = Callable[[list[Tensor]], None]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", replay_cases.ORDERS)
 @pytest.mark.parametrize("mode", ["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("name", ["capacity", "deepseek-mtp"])
-def test_recompute_gets_the_choices_of_its_forward(name: str, mode: Mode, order: str) -> None:
+def test_recompute_gets_the_choices_of_its_forward(name, mode, order) -> None:
     """Three forwards wait for their backward; the live router would choose otherwise."""
-    inputs = batches(3)
-    choices = recorded(make_model(CONFIGS[name]), inputs)
-    plain, model = make_model(CONFIGS[name]), make_model(CONFIGS[name], mode)
+    inputs = replay_cases.batches(3)
+    choices = replay_cases.recorded(replay_cases.make_model(replay_cases.CONFIGS[name]), inputs)
+    plain, model = (
+        replay_cases.make_model(replay_cases.CONFIGS[name]),
+        replay_cases.make_model(replay_cases.CONFIGS[name], mode),
+    )
     for changed in (plain, model):
-        randomize(changed, 3, only="router.weight")
-    assert other_choices(choices, recorded(plain, inputs))
+        replay_cases.randomize(changed, 3, only="router.weight")
+    assert replay_cases.other_choices(choices, replay_cases.recorded(plain, inputs))
     with RouterReplay(plain).replay(choices):
-        expected = train(plain, inputs, ORDERS[order])
+        expected = replay_cases.train(plain, inputs, replay_cases.ORDERS[order])
     with RouterReplay(model).replay(choices):
-        found = train(model, inputs, ORDERS[order])
-    assert equal(found, expected)
+        found = replay_cases.train(model, inputs, replay_cases.ORDERS[order])
+    assert replay_cases.equal(found, expected)
 
 
 @pytest.fixture(scope="module")
 def case() -> Case:
     """Three batches, their choices by another router, and what replay without recompute gives."""
-    inputs = batches(3)
-    choices = recorded(make_model(CONFIGS["shared"]), inputs)
-    return inputs, choices, replayed(inputs, choices, fifo)
+    inputs = replay_cases.batches(3)
+    choices = replay_cases.recorded(replay_cases.make_model(replay_cases.CONFIGS["shared"]), inputs)
+    return inputs, choices, replayed(inputs, choices, replay_cases.fifo)
 
 
 def replayed(inputs: list[Tensor], choices: Choices, order: Order) -> dict[str, Tensor]:
     """What a replay by other routers, without recompute, computes."""
     model = changed_model()
     with RouterReplay(model).replay(choices):
-        return train(model, inputs, order)
+        return replay_cases.train(model, inputs, order)
 
 
-def changed_model(mode: Mode = "none") -> nn.Module:
-    model = make_model(CONFIGS["shared"], mode)
-    randomize(model, 3, only="router.weight")
+def changed_model(mode: replay_cases.Mode = "none") -> nn.Module:
+    model = replay_cases.make_model(replay_cases.CONFIGS["shared"], mode)
+    replay_cases.randomize(model, 3, only="router.weight")
     return model
 
 
@@ -99,20 +84,20 @@ def in_thread(work: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("when", ["late", "late, in a thread", "in a thread"])
 @pytest.mark.parametrize("mode", ["non-reentrant", "reentrant"])
-def test_backward_after_the_replay_or_in_another_thread(case: Case, mode: Mode, when: str) -> None:
+def test_backward_after_the_replay_or_in_another_thread(case, mode, when) -> None:
     inputs, choices, expected = case
     model = changed_model(mode)
     losses: list[Tensor] = []
     run = in_thread if "thread" in when else lambda work: work()
     with RouterReplay(model).replay(choices):
-        train(model, inputs, losses.extend)
+        replay_cases.train(model, inputs, losses.extend)
         if "late" not in when:
-            run(lambda: fifo(losses))
+            run(lambda: replay_cases.fifo(losses))
     live = model(inputs[0])
     if "late" in when:
-        run(lambda: fifo(losses))
-    assert equal(results(model, losses), expected)
-    assert all(layer.get_part("router").tape is None for layer in layers_of(model))
+        run(lambda: replay_cases.fifo(losses))
+    assert replay_cases.equal(replay_cases.results(model, losses), expected)
+    assert all(layer.get_part("router").tape is None for layer in replay_cases.layers_of(model))
     assert torch.equal(model(inputs[0]), live)
 
 
@@ -146,13 +131,16 @@ def without_names(found: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace(".block.", "."): value for name, value in found.items()}
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", replay_cases.ORDERS)
 def test_nested_non_reentrant_checkpointing(case: Case, order: str) -> None:
     inputs, choices, _ = case
-    model, expected = nested_model(reentrant=False), replayed(inputs, choices, ORDERS[order])
+    model, expected = (
+        nested_model(reentrant=False),
+        replayed(inputs, choices, replay_cases.ORDERS[order]),
+    )
     with RouterReplay(model).replay(renamed(choices)):
-        found = train(model, inputs, ORDERS[order])
-    assert equal(without_names(found), expected)
+        found = replay_cases.train(model, inputs, replay_cases.ORDERS[order])
+    assert replay_cases.equal(without_names(found), expected)
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -163,7 +151,7 @@ def test_nested_reentrant_checkpointing_needs_select(case: Case, threaded: bool)
     replay = RouterReplay(model)
     message = r"recompute of layer 'model\.layers.*select"
     with pytest.raises(NotImplementedError, match=message), replay.replay(renamed(choices)):
-        run(lambda: train(model, inputs, fifo))
+        run(lambda: replay_cases.train(model, inputs, replay_cases.fifo))
 
     def selecting(losses: list[Tensor]) -> None:
         for i, loss in enumerate(losses):
@@ -171,8 +159,8 @@ def test_nested_reentrant_checkpointing_needs_select(case: Case, threaded: bool)
             run(loss.backward)
 
     with replay.replay(renamed(choices)):
-        found = train(model, inputs, selecting)
-    assert equal(without_names(found), expected)
+        found = replay_cases.train(model, inputs, selecting)
+    assert replay_cases.equal(without_names(found), expected)
 
 
 class Long(nn.Module):
@@ -217,7 +205,7 @@ def test_nested_backwards_whose_nodes_are_numbered_like_a_forward(case: Case) ->
 
 def test_select_orders_forwards_as_a_schedule_does(case: Case) -> None:
     inputs, choices, _ = case
-    model, expected = changed_model("non-reentrant"), replayed(inputs, choices, lifo)
+    model, expected = changed_model("non-reentrant"), replayed(inputs, choices, replay_cases.lifo)
     turned = {name: [ids[2], ids[0], ids[1]] for name, ids in choices.items()}
     replay = RouterReplay(model)
     model.zero_grad()
@@ -227,8 +215,8 @@ def test_select_orders_forwards_as_a_schedule_does(case: Case) -> None:
             replay.select(i)
             losses.append(model(x, x.roll(-1, 1)))
         replay.select(0)  # no longer right for recomputes, whose forwards autograd tells
-        lifo(losses)
-    assert equal(results(model, losses), expected)
+        replay_cases.lifo(losses)
+    assert replay_cases.equal(replay_cases.results(model, losses), expected)
 
 
 def test_a_forward_from_outside_the_replay_is_refused(case: Case) -> None:
@@ -236,11 +224,10 @@ def test_a_forward_from_outside_the_replay_is_refused(case: Case) -> None:
     inputs, choices, _ = case
     model = changed_model("non-reentrant")
     one = {name: ids[:1] for name, ids in choices.items()}
-    plain = model(inputs[1], inputs[1])
-    replay = RouterReplay(model)
+    plain, replay = model(inputs[1], inputs[1]), RouterReplay(model)
     with pytest.raises(NotImplementedError, match="matches 0"), replay.replay(one):
         own = model(inputs[0], inputs[0])
-        together([plain, own])
+        replay_cases.together([plain, own])
     plain = model(inputs[1], inputs[1])
     with pytest.raises(NotImplementedError, match="matches 0"), replay.replay(one):
         model(inputs[0], inputs[0])
@@ -315,5 +302,5 @@ def test_checkpoint_around_the_whole_model(case: Case) -> None:
     model.zero_grad()
     with replay.replay(choices):
         losses = [call(x) for x in inputs]
-        fifo(losses)
-    assert equal(results(model, losses), expected)
+        replay_cases.fifo(losses)
+    assert replay_cases.equal(replay_cases.results(model, losses), expected)

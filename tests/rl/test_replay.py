@@ -1,7 +1,3 @@
-"""Replay equals the recorded run bit for bit; a changed router changes weights and not choices."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -15,46 +11,34 @@ from moecore.rl import RouterReplay
 from tests.families.transformers.hf_models import MODELS as HF_MODELS
 from tests.moe.moe_cases import ALL_LOSSES, leaves, make_layer
 from tests.moe.reference import moe_reference
-from tests.rl.replay_cases import (
-    CONFIGS,
-    MODES,
-    Mode,
-    batches,
-    equal,
-    fifo,
-    layers_of,
-    make_model,
-    randomize,
-    recorded,
-    results,
-    train,
-    worst,
-)
+from tests.rl import replay_cases
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_equals_the_recorded_run_bit_for_bit(name: str, mode: Mode) -> None:
-    model, inputs = make_model(CONFIGS[name], mode), batches(2)
+@pytest.mark.parametrize("mode", replay_cases.MODES)
+@pytest.mark.parametrize("name", replay_cases.CONFIGS)
+def test_equals_the_recorded_run_bit_for_bit(name: str, mode: replay_cases.Mode) -> None:
+    model, inputs = (
+        replay_cases.make_model(replay_cases.CONFIGS[name], mode),
+        replay_cases.batches(2),
+    )
     padding = torch.zeros(2, 12, dtype=torch.bool)
     padding[1, 7:] = True
     replay = RouterReplay(model)
     for mask in (None, padding):
         with replay.record():
-            expected = train(model, inputs, fifo, mask)
+            expected = replay_cases.train(model, inputs, replay_cases.fifo, mask)
         choices = replay.choices()
         assert all(len(ids) == 2 for ids in choices.values())
         with replay.replay(choices):
-            found = train(model, inputs, fifo, mask)
+            found = replay_cases.train(model, inputs, replay_cases.fifo, mask)
         assert any(key.startswith("counts") for key in found)
-        assert equal(found, expected)
+        assert replay_cases.equal(found, expected)
 
 
 def test_one_other_id_changes_the_output() -> None:
-    model, (x,) = make_model(CONFIGS["shared"]), batches(1)
-    choices = recorded(model, [x])
-    replay = RouterReplay(model)
-    expected = model(x)
+    model, (x,) = replay_cases.make_model(replay_cases.CONFIGS["shared"]), replay_cases.batches(1)
+    choices = replay_cases.recorded(model, [x])
+    replay, expected = RouterReplay(model), model(x)
     name = replay.layer_names[-1]
     chosen = choices[name][0][3].tolist()
     choices[name][0][3, 0] = next(e for e in range(8) if e not in chosen)
@@ -67,44 +51,40 @@ def test_one_other_id_changes_the_output() -> None:
     assert moved_BS[0, :4].max() < 1e-6 and moved_BS[1].max() < 1e-6
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_hugging_face_model(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", replay_cases.MODES)
+def test_hugging_face_model(mode: replay_cases.Mode) -> None:
     model = HF_MODELS["qwen3-moe"]().train()
-    randomize(model, 0)
+    replay_cases.randomize(model, 0)
     swap_blocks(model, {})
     if mode != "none":
         model.gradient_checkpointing_enable({"use_reentrant": mode == "reentrant"})
         model.enable_input_require_grads()
-    x = batches(1)[0] % 61
+    x = replay_cases.batches(1)[0] % 61
 
     def step() -> dict[str, Tensor]:
         model.zero_grad()
         out = model(input_ids=x, labels=x, use_cache=False)
         logits = out.logits.detach()
         out.loss.backward()
-        return results(model, [out.loss, logits])
+        return replay_cases.results(model, [out.loss, logits])
 
     replay = RouterReplay(model)
     with replay.record():
         expected = step()
     assert replay.layer_names == ["model.layers.0.mlp", "model.layers.1.mlp"]
-    for layer in layers_of(model):
+    for layer in replay_cases.layers_of(model):
         layer.tracker.counts = None
     with replay.replay(replay.choices()):
-        assert equal(step(), expected)
-    randomize(model, 1, only="gate.weight")
-    assert not equal(step(), expected)
+        assert replay_cases.equal(step(), expected)
+    replay_cases.randomize(model, 1, only="gate.weight")
+    assert not replay_cases.equal(step(), expected)
 
 
 SOFTMAX = MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=3, balance=ALL_LOSSES)
 LAYERS = {
     "softmax": SOFTMAX,
     "sigmoid": replace(
-        SOFTMAX,
-        top_k=2,
-        score_function="sigmoid",
-        expert_bias=True,
-        routed_scaling_factor=2.5,
+        SOFTMAX, top_k=2, score_function="sigmoid", expert_bias=True, routed_scaling_factor=2.5
     ),
     "post": replace(SOFTMAX, score_order="post"),
     "raw": replace(SOFTMAX, normalize_weights=False),
@@ -121,9 +101,7 @@ LAYERS = {
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("frozen_router", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_changed_router_against_the_reference(
-    name: str, frozen_router: bool, weighted: bool
-) -> None:
+def test_changed_router_against_the_reference(name, frozen_router, weighted) -> None:
     """Recorded ids, weights given or of the router as it is: output, gradients, losses, counts."""
     config = LAYERS[name]
     layer = make_layer(config)
@@ -136,12 +114,11 @@ def test_changed_router_against_the_reference(
     # The last tokens have no choice, and one has fewer than the others.
     ids_TK[-3:] = -1
     ids_TK[5, 1:] = -1
-    randomize(layer, 7, only="router.weight")
+    replay_cases.randomize(layer, 7, only="router.weight")
     layer.get_part("router").requires_grad_(not frozen_router)
     tensors = leaves(layer)
     tensors["router.weight"].requires_grad_(not frozen_router)
     ours, truth = x.clone().requires_grad_(), x.clone().requires_grad_()
-
     given_TK = None
     if weighted:  # the router has the gradient of the losses alone
         given_TK = torch.rand(ids_TK.shape, generator=torch.Generator().manual_seed(3))
@@ -151,7 +128,6 @@ def test_changed_router_against_the_reference(
     given = dict(given_ids_NK=ids_TK, given_weights_NK=given_TK)
     expected = moe_reference(truth, tensors, config, **given)
     (expected.y_BTD.square().sum() + sum(expected.losses.values())).backward()
-
     found = {"y": y.detach(), "x": ours.grad, "losses": layer.tracker.counts.losses}  # type: ignore[union-attr]
     wanted = {"y": expected.y_BTD.detach(), "x": truth.grad}
     order = ("micro_batch", "sequence", "global_batch", "z")
@@ -160,7 +136,7 @@ def test_changed_router_against_the_reference(
         assert (parameter.grad is None) == (frozen_router and key == "router.weight")
         if parameter.grad is not None:
             found[key], wanted[key] = parameter.grad, tensors[key].grad
-    assert worst(found, wanted) <= 1e-5  # type: ignore[arg-type]
+    assert replay_cases.worst(found, wanted) <= 1e-5  # type: ignore[arg-type]
     assert torch.equal(layer.tracker.counts.choices_E, expected.counts_E)  # type: ignore[union-attr]
     live = layer.get_part("router")(x.flatten(0, 1)).chosen_ids_TK
     assert not torch.equal(live, ids_TK)
@@ -189,16 +165,16 @@ def test_expert_choice_beyond_the_capacity_is_dropped() -> None:
     with RouterReplay(layer).replay({"": [every_TK]}):
         y = layer(x_TD)
     expected = moe_reference(x_TD[None], leaves(layer), config).y_BTD[0]
-    assert worst({"y": y.detach()}, {"y": expected.detach()}) <= 1e-5
+    assert replay_cases.worst({"y": y.detach()}, {"y": expected.detach()}) <= 1e-5
 
 
 def test_only_some_layers() -> None:
     """The others route as ever: what they choose then is what they choose alone."""
-    model, inputs = make_model(CONFIGS["shared"]), batches(1)
-    choices = recorded(model, inputs)
+    model, inputs = replay_cases.make_model(replay_cases.CONFIGS["shared"]), replay_cases.batches(1)
+    choices = replay_cases.recorded(model, inputs)
     first, second = RouterReplay(model).layer_names
-    randomize(model, 3, only="router.weight")
-    live = recorded(model, inputs)
+    replay_cases.randomize(model, 3, only="router.weight")
+    live = replay_cases.recorded(model, inputs)
     with RouterReplay(model, layers=[second]).replay({second: choices[second]}):
         found = model(inputs[0])
     with RouterReplay(model).replay({first: live[first], second: choices[second]}):

@@ -5,8 +5,6 @@ after recording, and blocks are checkpointed with several forwards in flight, so
 rank or forward shows. Rank 0 alone is the one process.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -19,19 +17,10 @@ from moecore import Meshes, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.torch_private import get_local_tensor
 from moecore.rl import RouterReplay
 from moecore.rl.choices import Choices
-from tests.helpers.grids import asked_for, beside
-from tests.helpers.ranks import run_ranks
+from tests.helpers.grids import beside
+from tests.helpers.ranks import ranks_fixture
 from tests.helpers.whole import gather_whole
-from tests.rl.replay_cases import (
-    CONFIGS,
-    batches,
-    equal,
-    fifo,
-    make_model,
-    same_choices,
-    train,
-    worst,
-)
+from tests.rl import replay_cases
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +35,7 @@ FORWARDS = 2
 
 def inputs_of(data_rank: int) -> list[Tensor]:
     """Two micro-batches of two sequences, another pair on every data rank."""
-    return batches(8)[FORWARDS * data_rank :][:FORWARDS]
+    return replay_cases.batches(8)[FORWARDS * data_rank :][:FORWARDS]
 
 
 def changed_router(model: nn.Module) -> None:
@@ -63,9 +52,8 @@ def changed_router(model: nn.Module) -> None:
 
 def one_process(name: str, data_ranks: int) -> tuple[list[Choices], dict[str, Tensor]]:
     """Per data rank its choices as recorded; losses and gradients of a replay by new routers."""
-    model = make_model(CONFIGS[name])
-    replay = RouterReplay(model)
-    every = []
+    model = replay_cases.make_model(replay_cases.CONFIGS[name])
+    replay, every = RouterReplay(model), []
     for data_rank in range(data_ranks):
         with replay.record(), torch.no_grad():
             for x in inputs_of(data_rank):
@@ -75,7 +63,7 @@ def one_process(name: str, data_ranks: int) -> tuple[list[Choices], dict[str, Te
     total: dict[str, Tensor] = {}
     for data_rank in range(data_ranks):
         with replay.replay(every[data_rank]):
-            found = train(model, inputs_of(data_rank), fifo)
+            found = replay_cases.train(model, inputs_of(data_rank), replay_cases.fifo)
         for key, value in found.items():
             if key.startswith("loss"):
                 total[f"{key.replace('/', ' ')}/{data_rank}"] = value
@@ -85,25 +73,26 @@ def one_process(name: str, data_ranks: int) -> tuple[list[Choices], dict[str, Te
 
 
 def run_case(name: str, meshes: Meshes) -> dict[str, float | bool]:
-    model = make_model(CONFIGS[name], "non-reentrant")
+    model = replay_cases.make_model(replay_cases.CONFIGS[name], "non-reentrant")
     parallelize_moe(model, meshes)
-    inputs = inputs_of(meshes.data_rank)
-    replay = RouterReplay(model)
+    inputs, replay = inputs_of(meshes.data_rank), RouterReplay(model)
     with replay.record():
-        expected = train(model, inputs, fifo)
+        expected = replay_cases.train(model, inputs, replay_cases.fifo)
     choices = replay.choices()
     with replay.replay(choices):
-        found = train(model, inputs, fifo)
-    result: dict[str, float | bool] = {"same bits": equal(local(found), local(expected))}
-
+        found = replay_cases.train(model, inputs, replay_cases.fifo)
+    result: dict[str, float | bool] = {
+        "same bits": replay_cases.equal(local(found), local(expected))
+    }
     first = dist.get_rank() == 0
     every, total = one_process(name, meshes.data_ranks) if first else (None, {})
     whole = sent(every)[meshes.data_rank]
-    as_engine = RouterReplay(make_model(CONFIGS[name])).to_engine(whole, batch_size=2)
+    as_engine = RouterReplay(replay_cases.make_model(replay_cases.CONFIGS[name])).to_engine(
+        whole, batch_size=2
+    )
     gathered = replay.to_engine(choices, batch_size=2)
     result["to engine"] = all(torch.equal(a, b) for a, b in zip(gathered, as_engine, strict=True))
-    result["from engine"] = same_choices(replay.from_engine(as_engine), choices)
-
+    result["from engine"] = replay_cases.same_choices(replay.from_engine(as_engine), choices)
     changed_router(model)
     with torch.no_grad(), replay.record():
         model(inputs[0])
@@ -112,12 +101,12 @@ def run_case(name: str, meshes: Meshes) -> dict[str, float | bool]:
         not torch.equal(live[layer][0], choices[layer][0]) for layer in live
     )
     with replay.replay(replay.from_engine(as_engine)):
-        found = train(model, inputs, fifo)
+        found = replay_cases.train(model, inputs, replay_cases.fifo)
     ours = {key: value for key, value in found.items() if key.startswith("grad")}
     for i in range(FORWARDS):  # of a tp group all ranks have the loss
         ours[f"loss {i}/{meshes.data_rank}"] = found[f"loss/{i}"]
     ours = gather_whole(ours)
-    result["error"] = worst(ours, total) if first else 0.0
+    result["error"] = replay_cases.worst(ours, total) if first else 0.0
     return result
 
 
@@ -143,9 +132,7 @@ def worker(rank: int, device: torch.device, cases: list[tuple[str, str]]) -> dic
     return results
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
-    return run_ranks(4, worker, asked_for(request, "name", "folding"))
+results = ranks_fixture(4, worker, "name", "folding")
 
 
 @pytest.mark.parametrize(("name", "folding"), beside(CASES, CASES[1::2], several=True))

@@ -1,7 +1,3 @@
-"""Routes of rollouts: recorded by token, and replayed in other micro-batches."""
-
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -12,29 +8,20 @@ from moecore.families import use_causal_attention
 from moecore.models import Decoder, preset
 from moecore.rl import PPO, RouterReplay
 from tests.families.transformers.hf_models import random_model
-from tests.rl.engine_cases import (
-    decoder,
-    engine_of,
-    forced,
-    gradients,
-    log_probs_by_hand,
-    rollouts_of,
-    routes_by_hand,
-    weighted,
-)
+from tests.rl import engine_cases as ec
 
 
 def test_routes_are_recorded_and_replayed_by_token() -> None:
-    plain, rollouts = decoder(), rollouts_of(1)
-    found = engine_of(copy.deepcopy(plain), max_tokens=20).log_probs(rollouts, routes=True)
+    plain, rollouts = ec.decoder(), ec.rollouts_of(1)
+    found = ec.engine_of(copy.deepcopy(plain), max_tokens=20).log_probs(rollouts, routes=True)
     assert found.routes_NLK is not None
-    assert torch.equal(found.routes_NLK, routes_by_hand(plain, rollouts))
-    other = rollouts.replace(routes_NLK=forced(found.routes_NLK, 8))
-    wanted = log_probs_by_hand(plain, other)
+    assert torch.equal(found.routes_NLK, ec.routes_by_hand(plain, rollouts))
+    other = rollouts.replace(routes_NLK=ec.forced(found.routes_NLK, 8))
+    wanted = ec.log_probs_by_hand(plain, other)
     assert (wanted - found.log_probs_N).abs().max() > 0.1
     mini = [5, 0, 3]
     for max_tokens in (20, 64):
-        engine = engine_of(copy.deepcopy(plain), max_tokens=max_tokens)
+        engine = ec.engine_of(copy.deepcopy(plain), max_tokens=max_tokens)
         found_N = engine.log_probs(other).log_probs_N
         torch.testing.assert_close(found_N, wanted, rtol=1e-6, atol=2e-6)
         found_N = engine.forward_backward(other.take(mini), PPO()).scores.log_probs_N
@@ -44,9 +31,9 @@ def test_routes_are_recorded_and_replayed_by_token() -> None:
 
 def test_routes_of_a_transformers_model_in_bf16() -> None:
     """Whose weights are gathered anew for each forward, so that no logits can be computed after."""
-    model, rollouts = random_model("qwen3-moe"), rollouts_of(1, 61)
+    model, rollouts = random_model("qwen3-moe"), ec.rollouts_of(1, 61)
     use_causal_attention(model)
-    engine = engine_of(model, max_tokens=40, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
+    engine = ec.engine_of(model, max_tokens=40, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
     found = engine.log_probs(rollouts, routes=True)
     replayed = rollouts.replace(routes_NLK=found.routes_NLK)
     assert torch.equal(engine.log_probs(replayed).log_probs_N, found.log_probs_N)
@@ -55,35 +42,35 @@ def test_routes_of_a_transformers_model_in_bf16() -> None:
 
 
 def test_the_model_routes_what_an_engine_did_not_run() -> None:
-    rollouts, engine = rollouts_of(0), engine_of(decoder(), max_tokens=20)
+    rollouts, engine = ec.rollouts_of(0), ec.engine_of(ec.decoder(), max_tokens=20)
     found = engine.log_probs(rollouts, routes=True)
-    assert found.routes_NLK is not None
     routes = found.routes_NLK.clone()
     routes[::2] = -1
     partly = rollouts.replace(routes_NLK=routes)
     assert torch.equal(engine.log_probs(partly).log_probs_N, found.log_probs_N)
-    weights = weighted(partly)
-    assert weights.route_weights_NLK is not None
+    weights = ec.weighted(partly)
     weights.route_weights_NLK[::2] = torch.nan  # not read
     other = engine.log_probs(weights).log_probs_N
     assert other.isfinite().all() and (other - found.log_probs_N).abs().max() > 0.1
 
 
 def test_a_step_with_weights_of_the_routers_trains_them() -> None:
-    rollouts, engine = rollouts_of(0), engine_of(decoder(), max_tokens=20)
+    rollouts, engine = ec.rollouts_of(0), ec.engine_of(ec.decoder(), max_tokens=20)
     routes = engine.log_probs(rollouts, routes=True).routes_NLK
     given = rollouts.replace(routes_NLK=routes)
-    for one, trains in ((given, True), (weighted(given), False)):
+    for one, trains in ((given, True), (ec.weighted(given), False)):
         engine.forward_backward(one, PPO())
-        grads = [g for n, g in gradients(engine.model).items() if n.endswith("router.weight")]
+        grads = [g for n, g in ec.gradients(engine.model).items() if n.endswith("router.weight")]
         assert all(grad.any() == trains for grad in grads) and len(grads) in (2, 2 * trains)
         engine.step.drop()
 
 
 def test_routes_leave_out_multi_token_prediction() -> None:
-    engine, rollouts = engine_of(Decoder(preset("tiny-deepseek-v3")), max_tokens=40), rollouts_of(0)
+    engine, rollouts = (
+        ec.engine_of(Decoder(preset("tiny-deepseek-v3")), max_tokens=40),
+        ec.rollouts_of(0),
+    )
     found = engine.log_probs(rollouts, routes=True)
-    assert found.routes_NLK is not None
     names = RouterReplay(engine.model).layer_names
     assert found.routes_NLK.shape[1] == sum("mtp" not in name for name in names) < len(names)
     moved = rollouts.replace(routes_NLK=(found.routes_NLK + 1) % 8)
@@ -95,7 +82,7 @@ def test_routes_leave_out_multi_token_prediction() -> None:
 
 
 def test_routes_that_do_not_fit_are_one_line() -> None:
-    rollouts, engine = rollouts_of(0), engine_of(decoder(), max_tokens=20)
+    rollouts, engine = ec.rollouts_of(0), ec.engine_of(ec.decoder(), max_tokens=20)
     few = rollouts.replace(routes_NLK=torch.zeros(31, 1, 2, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"routes_NLK \(31, 1, 2\) must be \[tokens, 2 layers"):
         engine.log_probs(few)
@@ -105,8 +92,7 @@ def test_routes_that_do_not_fit_are_one_line() -> None:
         engine.log_probs(wrong)
     with pytest.raises(ValueError, match=r"route_weights_NLK .* routes_NLK \(None\), found"):
         rollouts.replace(route_weights_NLK=torch.ones(31, 2, 2))
-    negative = weighted(rollouts.replace(routes_NLK=torch.arange(124).view(31, 2, 2) % 8))
-    assert negative.route_weights_NLK is not None
+    negative = ec.weighted(rollouts.replace(routes_NLK=torch.arange(124).view(31, 2, 2) % 8))
     negative.route_weights_NLK[3, 1, 0] = -0.5
     with pytest.raises(ValueError, match=r"layer 'model.layers.2.mlp', row\[3, 0\] \(-0.5\)"):
         engine.log_probs(negative)

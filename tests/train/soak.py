@@ -7,8 +7,6 @@ trains a tiny decoder on four ranks twice, undisturbed and disturbed, and prints
 step's data depend on its number alone, so both must end with the same bits.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

@@ -3,8 +3,6 @@
 The scale of auxiliary losses shows where the main loss is 0: unscaled they would be off by it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +30,7 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import get_local_tensor
 from moecore.io import load, save
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from moecore.precision.apply import apply_precision
 from moecore.train import AdamW
 from moecore.train.loss_scale import LARGEST, SMALLEST, LossScale, check_loss_scale
@@ -64,9 +62,7 @@ BOUND = 8 * 2.0**-11  # of a gradient's relative error: eight roundings of fp16
 AT_START = DynamicLossScale(initial=2.0**14, growth_interval=2)
 
 
-def make(
-    mesh: str = "units", config: DecoderConfig = CONFIG, *, fp8: bool = False, **fsdp: Any
-) -> Decoder:
+def make(mesh="units", config=CONFIG, *, fp8=False, **fsdp) -> Decoder:
     model, meshes = Decoder(config, device="meta"), meshes_of(mesh)
     precision = Precision(recipe=Recipe()) if fp8 else None
     parallelize_moe(model, meshes, fsdp=FSDPOptions(**fsdp), precision=precision)
@@ -97,9 +93,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def train(
-    how: str, mesh: str, scale: DynamicLossScale | None, max_norm: float = NORM, **options: Any
-) -> tuple[list[Tensor], float]:
+def train(how, mesh, scale, max_norm=NORM, **options) -> tuple[list[Tensor], float]:
     """Return the weights after a step and its norm; eps keeps AdamW's first from being a sign."""
     model = make(mesh, **options)
     optimizer, owns = OPTIMIZERS[how](model), how != "the caller's"
@@ -110,7 +104,6 @@ def train(
         step.clip()
         optimizer.step()
     norm = step.finish().norm
-    assert norm is not None
     return weights(model), norm.total
 
 
@@ -133,9 +126,7 @@ def exact() -> dict[str, bool]:
 
 
 @cache
-def gradients(
-    mesh: str, factor: float, scale: DynamicLossScale | None, **options: Any
-) -> tuple[dict[str, Tensor], float]:
+def gradients(mesh, factor, scale, **options) -> tuple[dict[str, Tensor], float]:
     """Return this rank's gradients without the scale, and the norm."""
     model = make(mesh, **options)
     step = TrainStep(model, num_micro_batches=MICRO_BATCHES, loss_scale=scale)
@@ -147,9 +138,7 @@ def gradients(
     return found, norm
 
 
-def near_fp32(
-    mesh: str, factor: float, dtype: dict[str, Any] = FP16, **options: Any
-) -> tuple[float, float, str]:
+def near_fp32(mesh, factor, dtype=FP16, **options) -> tuple[float, float, str]:
     """Return the errors of a dtype's norm and of its worst gradient, relative, and whose that is.
 
     A gradient that is hardly more than rounding is compared with 1e-4 of the norm.
@@ -287,9 +276,7 @@ def test_a_loaded_step_goes_on_with_scale_and_count(found: dict[str, Any]) -> No
         ("GradScaler", r"dtype of the layer \(torch.float16\) must not be fp16 with auxiliary"),
     ],
 )
-def test_what_would_train_wrongly_is_one_line(
-    case: str, message: str, found: dict[str, Any]
-) -> None:
+def test_what_would_train_wrongly_is_one_line(case, message, found) -> None:
     error = found["refusals"][case]
     assert "\n" not in error
     with pytest.raises(ValueError, match=message):

@@ -1,7 +1,3 @@
-"""A step that runs on a GPU is launched without a wait: the host is a step ahead."""
-
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -53,14 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(
-    device: torch.device,
-    *,
-    number: int = 1,
-    scale: DynamicLossScale | None = None,
-    moe: MoEConfig = MOE,
-    **options: Any,
-) -> tuple[Decoder, TrainStep]:
+def build(device, *, number=1, scale=None, moe=MOE, **options) -> tuple[Decoder, TrainStep]:
     world = torch.distributed.get_world_size()
     if world > 1:
         room = NVLinkOptions(row_factor=4.0)

@@ -4,8 +4,6 @@ Four ranks are spawned once, with an exchange that is emulated on CPUs. Routers 
 balance counts over micro-batches and biases move, so whatever a second run does not restore shows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -39,7 +37,7 @@ from moecore.moe.shortage import BufferCapacities, BufferOwner, ShortageCounters
 from moecore.parallel.model.parallel_state import get_capacity, get_parallel_state
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward, rerun
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture, run_ranks
 from tests.moe.emulated_exchange import emulated
 from tests.train import test_step
 from tests.train.graphs.graph_fakes import fake_steps
@@ -82,9 +80,7 @@ MOE = MoEConfig(
 CONFIG = replace(test_step.CONFIG, vocab_size=31, moe=MOE)
 
 
-def build(
-    *, memory: MemoryOptions | None = None, is_default: bool = False, **options: Any
-) -> tuple[Any, TrainStep]:
+def build(*, memory=None, is_default=False, **options) -> tuple[Any, TrainStep]:
     torch.manual_seed(0)
     model = Decoder(CONFIG)
     with torch.no_grad():
@@ -395,19 +391,14 @@ def default_worker(rank: int, device: torch.device) -> list[Any]:
         return defaults()
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return run_ranks(WORLD, worker)
+results = ranks_fixture(WORLD, worker)
 
 
 @pytest.mark.parametrize("case", TIGHT)
-def test_a_step_that_runs_again_has_the_bits_of_one_with_room(
-    case: str, results: dict[str, Any]
-) -> None:
+def test_a_step_that_runs_again_has_the_bits_of_one_with_room(case, results) -> None:
     assert results["number"] > 40
     others, factors = zip(*results[case], strict=True)
-    assert list(others) == [[]] * WORLD
-    assert all(found == factors[0] for found in factors)
+    assert list(others) == [[]] * WORLD and all(found == factors[0] for found in factors)
     assert all(factors[0][option] > was for option, was in GROWN[case].items())
 
 
@@ -428,9 +419,7 @@ def test_a_longer_batch_of_one_rank_enlarges_the_buffers_on_gpus() -> None:
 
 
 @pytest.mark.parametrize("case", LOOPS)
-def test_a_loop_skips_what_did_not_fit_on_every_rank_and_goes_on(
-    case: str, results: dict[str, Any]
-) -> None:
+def test_a_loop_skips_what_did_not_fit_on_every_rank_and_goes_on(case, results) -> None:
     found = results["loops"][case]
     (skipped,) = {tuple(skipped) for skipped, _, _ in found}
     assert skipped[0] and not skipped[-1]
@@ -445,8 +434,7 @@ def test_steps_of_a_graph_that_rows_outgrow_are_skipped(results: dict[str, Any])
     """Until it is captured with room: the host sees a skipped step while the next one runs."""
     for skipped, same, captured, is_right in results["graphs"]:
         assert skipped == same == [i in OUTGROWN for i in range(9)]
-        assert captured == [False, False, True, True, True, False, False, True, True]
-        assert is_right
+        assert captured == [False, False, True, True, True, False, False, True, True] and is_right
 
 
 def test_the_host_waits_for_the_last_forward_or_backward(results: dict[str, Any]) -> None:
@@ -459,5 +447,4 @@ def test_the_host_waits_for_the_last_forward_or_backward(results: dict[str, Any]
 def test_rows_outside_of_a_step_all_fit(results: dict[str, Any]) -> None:
     """Without gradients or with them, and of more tokens than a step's: nothing is short."""
     for is_equal, left in results["evaluations"]:
-        assert is_equal == [True] * 6
-        assert left == (0.0, 0.5)
+        assert is_equal == [True] * 6 and left == (0.0, 0.5)

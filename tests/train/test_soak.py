@@ -1,7 +1,3 @@
-"""A run that is killed and finds disks full ends with the bits of one that went through."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

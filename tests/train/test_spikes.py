@@ -1,7 +1,3 @@
-"""skip_spikes: a step whose gradient norm is far above the norms before changes nothing."""
-
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

@@ -1,7 +1,3 @@
-"""TrainStep: what it does is what its parts do, and a wrong order is a one-line error."""
-
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from pathlib import Path
@@ -197,15 +193,12 @@ def two_models() -> tuple[bool, list[str], float, float]:
     with step.micro_batch():
         for model in together:
             loss_of(model, 0).backward()
-    done = step.finish()
-    squares = 0.0
+    done, squares = step.finish(), 0.0
     for model in alone:
         one = TrainStep(model, adamw(model))
         run(one, model)
         norm = one.finish().norm
-        assert norm is not None
         squares += norm.total**2
-    assert done.norm is not None
     is_same = are_equal(weights(*together), weights(*alone))
     return is_same, list(done.metrics.tokens_per_expert), done.norm.total, math.sqrt(squares)
 
@@ -224,7 +217,6 @@ def numbers() -> tuple[dict[str, float], float, list[float]]:
     with step.micro_batch():
         (loss_of(model, 0) * math.nan).backward()
     bad = step.finish().to_dict()
-    assert done.norm is not None
     return done.to_dict(), done.norm.total, [bad["skipped"], bad["lr"], bad["grad_norm"]]
 
 

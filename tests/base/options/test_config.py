@@ -3,8 +3,6 @@
 Values of a wrong type are those of `tests/base/test_fields.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -172,8 +170,7 @@ DEGREES = [f.name for f in dataclasses.fields(ParallelConfig)]
 )
 def test_one_open_degree_per_view(fields: dict[str, int], second: str, first: str) -> None:
     message = error_of(ParallelConfig, **fields)
-    assert f"ParallelConfig.{second} (-1)" in message
-    assert f"{first} (-1)" in message
+    assert f"ParallelConfig.{second} (-1)" in message and f"{first} (-1)" in message
 
 
 @pytest.mark.parametrize("name", [n for n in DEGREES if n != "pp"])
@@ -181,14 +178,12 @@ def test_resolve_fills_the_open_degree(name: str) -> None:
     other = "edp_shard" if name in ("dp_replicate", "dp_shard", "cp", "tp") else "dp_shard"
     fields = {"dp_shard": 1, "edp_shard": 1, name: -1, other: -1}
     resolved = ParallelConfig(**fields).resolve(12)
-    assert getattr(resolved, name) == 12
-    assert -1 not in dataclasses.astuple(resolved)
+    assert getattr(resolved, name) == 12 and -1 not in dataclasses.astuple(resolved)
 
 
 def test_resolve_divides_by_what_is_given() -> None:
     p = ParallelConfig(pp=4, cp=2, tp=4, ep=64).resolve(256)
-    assert (p.dp_shard, p.edp_shard) == (8, 1)
-    assert p.resolve(256) == p
+    assert (p.dp_shard, p.edp_shard) == (8, 1) and p.resolve(256) == p
     assert ParallelConfig().resolve(1) == ParallelConfig(dp_shard=1, edp_shard=1)
 
 
@@ -205,9 +200,7 @@ def test_resolve_divides_by_what_is_given() -> None:
     ],
     ids=str,
 )
-def test_resolve_names_the_view_that_does_not_fit(
-    fields: dict[str, int], pieces: list[str]
-) -> None:
+def test_resolve_names_the_view_that_does_not_fit(fields, pieces) -> None:
     message = error_of(ParallelConfig(**fields).resolve, 8)
     for piece in pieces:
         assert piece in message

@@ -1,7 +1,6 @@
 """Cases of transformers models over context parallel ranks: see test_hf_context.py."""
 
-from __future__ import annotations
-
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +47,7 @@ class Case:
     rate: float = 0.05
     options: dict[str, Any] = field(default_factory=dict)
     tamper: str = ""
+    nightly: bool = False
     cps: tuple[int, ...] = ()  # of the groups of a micro-batch, with dynamic context parallelism
 
     @property
@@ -61,233 +61,116 @@ class Case:
         return [group for group, cp in enumerate(self.cps) for _ in range(cp)]
 
 
+def make_case(family: str, degrees: str, flags: str = "", **fields: Any) -> Case:
+    """Return a case of degrees such as "cp2-ep4"; flags are "sum", "calm", and fields to set."""
+    named = {"sum": dict(loss="sum"), "calm": dict(rate=CALM)}
+    for flag in flags.split():
+        fields |= named.get(flag, {flag: True})
+    parallel = {name: int(size) for name, size in re.findall(r"([a-z]+)(\d+)", degrees)}
+    return Case(family=family, parallel=parallel, **fields)
+
+
 CASES = {
-    "qwen3, ring, packed": Case(
-        family="qwen3-moe", parallel=dict(cp=2, ep=4), way="p2p", packed=True, loss="sum"
+    "qwen3, ring, packed": make_case("qwen3-moe", "cp2-ep4", "packed sum", way="p2p"),
+    "qwen3, gathered, rows": make_case(
+        "qwen3-moe", f"cp4-ep2-etp{1 + HAS_SEPARATE_PIECES}", way="allgather"
     ),
-    "qwen3, gathered, rows": Case(
-        family="qwen3-moe", parallel=dict(cp=4, ep=2, etp=1 + HAS_SEPARATE_PIECES), way="allgather"
+    "qwen3, dynamic frequencies, rows": make_case(
+        "qwen3-moe", "cp2-ep2", options=dict(max_position_embeddings=8, rope_parameters=DYNAMIC)
     ),
-    "qwen3, dynamic frequencies, rows": Case(
-        family="qwen3-moe",
-        parallel=dict(cp=2, ep=2),
-        options=dict(max_position_embeddings=8, rope_parameters=DYNAMIC),
+    "qwen3, long or short frequencies, rows": make_case(
+        "qwen3-moe", "cp4-ep2", way="allgather", options=dict(rope_parameters=SHORT_OR_LONG)
     ),
-    "qwen3, long or short frequencies, rows": Case(
-        family="qwen3-moe",
-        parallel=dict(cp=4, ep=2),
-        way="allgather",
-        options=dict(rope_parameters=SHORT_OR_LONG),
-    ),
-    "qwen3, dynamic frequencies, a cp for each group": Case(
-        family="qwen3-moe",
-        parallel=dict(ep=4),
-        loss="sum",
+    "qwen3, dynamic frequencies, a cp for each group": make_case(
+        "qwen3-moe",
+        "ep4",
+        "sum",
         cps=(2, 2),
         options=dict(max_position_embeddings=8, rope_parameters=DYNAMIC),
     ),
-    "qwen3, documents balanced": Case(
-        family="qwen3-moe",
-        parallel=dict(cp=2, ep=2),
-        packed=True,
-        balance=BALANCED,
-        checkpointing=True,
+    "qwen3, documents balanced": make_case(
+        "qwen3-moe", "cp2-ep2", "packed checkpointing nightly", balance=BALANCED
     ),
-    "mixtral, both, packed": Case(
-        family="mixtral", parallel=dict(cp=4, ep=4), way="a2a+p2p", packed=True
+    "mixtral, both, packed": make_case("mixtral", "cp4-ep4", "packed nightly", way="a2a+p2p"),
+    "mixtral, window, rows": make_case("mixtral", "cp2-ep4", options=dict(sliding_window=6)),
+    "deepseek, heads, rows": make_case("deepseek-v3", "cp4-ep2", "nightly"),
+    "deepseek, ring, packed": make_case("deepseek-v3", "cp2-ep4", "packed nightly", way="p2p"),
+    "gpt-oss, heads, packed": make_case("gpt-oss", "cp2-ep4", "packed"),
+    "qwen3, tp, packed": make_case(
+        "qwen3-moe", "cp2-tp2-ep4", "packed checkpointing", balance=BALANCED
     ),
-    "mixtral, window, rows": Case(
-        family="mixtral", parallel=dict(cp=2, ep=4), options=dict(sliding_window=6)
+    "deepseek, tp, padded": make_case("deepseek-v3", "cp2-tp2-ep2", "packed padded sum"),
+    "gpt-oss, tp, rows": make_case("gpt-oss", "cp2-tp2-ep4", "nightly"),
+    "gpt-oss, gathered, rows": make_case("gpt-oss", "cp4-ep4", "nightly"),
+    "gated delta, packed": make_case(
+        "qwen3_5_moe", "cp2-ep2", "packed calm", recompute="gemm_last"
     ),
-    "deepseek, heads, rows": Case(family="deepseek-v3", parallel=dict(cp=4, ep=2)),
-    "deepseek, ring, packed": Case(
-        family="deepseek-v3", parallel=dict(cp=2, ep=4), way="p2p", packed=True
-    ),
-    "gpt-oss, heads, packed": Case(family="gpt-oss", parallel=dict(cp=2, ep=4), packed=True),
-    "qwen3, tp, packed": Case(
-        family="qwen3-moe",
-        parallel=dict(cp=2, tp=2, ep=4),
-        packed=True,
-        balance=BALANCED,
-        checkpointing=True,
-    ),
-    "deepseek, tp, padded": Case(
-        family="deepseek-v3", parallel=dict(cp=2, tp=2, ep=2), packed=True, padded=True, loss="sum"
-    ),
-    "gpt-oss, tp, rows": Case(family="gpt-oss", parallel=dict(cp=2, tp=2, ep=4)),
-    "gpt-oss, gathered, rows": Case(family="gpt-oss", parallel=dict(cp=4, ep=4)),
-    "gated delta, packed": Case(
-        family="qwen3_5_moe",
-        parallel=dict(cp=2, ep=2),
-        packed=True,
-        recompute="gemm_last",
-        rate=CALM,
-    ),
-    "gated delta, rows": Case(
-        family="qwen3_5_moe", parallel=dict(cp=4, ep=2), checkpointing=True, rate=CALM
-    ),
-    "gated delta, short documents": Case(
-        family="qwen3_next", parallel=dict(cp=4, ep=4), packed=True, loss="sum", rate=CALM
-    ),
-    "kimi delta, tp, packed": Case(
-        family="kimi_linear", parallel=dict(cp=2, tp=2, ep=4), packed=True, loss="sum", rate=CALM
-    ),
-    "state space, tp, packed": Case(
-        family="nemotron_h",
-        parallel=dict(cp=2, tp=2, ep=2),
-        packed=True,
-        checkpointing=True,
-        rate=CALM,
-    ),
-    "state space, packed": Case(
-        family="granitemoehybrid", parallel=dict(cp=4, ep=2), packed=True, rate=CALM
-    ),
-    "sparse, packed": Case(
-        family="deepseek_v32",
-        parallel=dict(cp=2, ep=4),
-        packed=True,
+    "gated delta, rows": make_case("qwen3_5_moe", "cp4-ep2", "checkpointing calm nightly"),
+    "gated delta, short documents": make_case("qwen3_next", "cp4-ep4", "packed sum calm"),
+    "kimi delta, tp, packed": make_case("kimi_linear", "cp2-tp2-ep4", "packed sum calm"),
+    "state space, tp, packed": make_case("nemotron_h", "cp2-tp2-ep2", "packed checkpointing calm"),
+    "state space, packed": make_case("granitemoehybrid", "cp4-ep2", "packed calm nightly"),
+    "sparse, packed": make_case(
+        "deepseek_v32",
+        "cp2-ep4",
+        "packed calm",
         indexer=IndexerConfig(loss_coef=0.5),
         recompute="gemm_last",
-        rate=CALM,
     ),
-    "sparse, shared indexer, rows": Case(
-        family="glm_moe_dsa",
-        parallel=dict(cp=4, ep=2),
-        loss="sum",
+    # at CALM a product before relu is 1e-7, so rounding decides its derivative
+    "sparse, shared indexer, rows": make_case(
+        "glm_moe_dsa",
+        "cp4-ep2",
+        "checkpointing sum",
         indexer=IndexerConfig(stage="warm_up"),
-        checkpointing=True,
-        rate=0.004,  # at CALM a product before relu is 1e-7, so rounding decides its derivative
+        rate=0.004,
     ),
-    "sparse, shared indexer, tp, packed": Case(
-        family="glm_moe_dsa", parallel=dict(cp=2, tp=2, ep=4), packed=True, loss="sum", rate=CALM
+    "sparse, shared indexer, tp, packed": make_case(
+        "glm_moe_dsa", "cp2-tp2-ep4", "packed sum calm nightly"
     ),
-    "sparse, gates, packed": Case(
-        family="axk2",
-        parallel=dict(cp=2, ep=4),
-        packed=True,
-        indexer=IndexerConfig(loss_coef=0.5),
-        rate=CALM,
+    "sparse, gates, packed": make_case(
+        "axk2", "cp2-ep4", "packed calm nightly", indexer=IndexerConfig(loss_coef=0.5)
     ),
-    "sparse and windows, tp, packed": Case(
-        family="dots3_note", parallel=dict(cp=2, tp=2, ep=4), packed=True, rate=CALM
-    ),
+    "sparse and windows, tp, packed": make_case("dots3_note", "cp2-tp2-ep4", "packed calm"),
     # At a second step, and of rows of one data rank, gradients of stock's hyper-connections in fp32
     # are 1e-5 and 4e-4 away from fp64.
-    "sparse, sinks, tp, packed": Case(
-        family="hy_v4", parallel=dict(cp=2, tp=2, ep=4), packed=True, loss="sum", rate=CALM
+    "sparse, sinks, tp, packed": make_case("hy_v4", "cp2-tp2-ep4", "packed sum calm"),
+    "sparse, sinks, rows": make_case("hy_v4", "cp2-ep2", "calm nightly"),
+    "gated delta, tp, rows": make_case("qwen3_next", "cp2-tp2-ep4", "calm nightly"),
+    "qwen3, a cp for each group": make_case(
+        "qwen3-moe", "ep4", "packed checkpointing sum", balance=BALANCED, cps=(2, 1, 1)
     ),
-    "sparse, sinks, rows": Case(family="hy_v4", parallel=dict(cp=2, ep=2), rate=CALM),
-    "gated delta, tp, rows": Case(family="qwen3_next", parallel=dict(cp=2, tp=2, ep=4), rate=CALM),
-    "qwen3, a cp for each group": Case(
-        family="qwen3-moe",
-        parallel=dict(ep=4),
-        packed=True,
-        balance=BALANCED,
-        loss="sum",
-        checkpointing=True,
-        cps=(2, 1, 1),
+    "gpt-oss, a cp for each group": make_case(
+        "gpt-oss", "ep2", "packed sum nightly", cps=(1, 1, 2)
     ),
-    "gpt-oss, a cp for each group": Case(
-        family="gpt-oss", parallel=dict(ep=2), packed=True, loss="sum", cps=(1, 1, 2)
+    "gated delta, a cp for each group": make_case(
+        "qwen3_next", "ep4", "packed sum calm nightly", cps=(2, 1, 1)
     ),
-    "gated delta, a cp for each group": Case(
-        family="qwen3_next", parallel=dict(ep=4), packed=True, loss="sum", rate=CALM, cps=(2, 1, 1)
+    "sparse, a cp for each group": make_case(
+        "deepseek_v32", "ep4", "packed sum calm nightly", cps=(2, 1, 1)
     ),
-    "sparse, a cp for each group": Case(
-        family="deepseek_v32",
-        parallel=dict(ep=4),
-        packed=True,
-        loss="sum",
-        rate=CALM,
-        cps=(2, 1, 1),
+    "short convolution, packed": make_case("lfm2_moe", "cp4-ep4", "packed checkpointing calm"),
+    "short convolution, tp, rows": make_case("lfm2_moe", "cp2-tp2-ep4", "sum calm nightly"),
+    "chunks and temperatures, packed": make_case("llama4", "cp2-ep4", "packed checkpointing calm"),
+    "chunks and temperatures, rows": make_case("llama4", "cp2-ep2", "sum calm nightly"),
+    "lightning, tp, packed": make_case("minimax", "cp2-tp2-ep4", "packed checkpointing calm"),
+    "lightning, rows": make_case("minimax", "cp4-ep4", "sum calm nightly", recompute="gemm_last"),
+    "text of unlimited_ocr, packed": make_case("unlimited_ocr", "cp2-ep4", "packed calm nightly"),
+    "text of qwen3_vl_moe, packed": make_case("qwen3_vl_moe", "cp2-ep4", "packed sum calm"),
+    "text of glm4v_moe, packed": make_case("glm4v_moe", "cp2-tp2-ep4", "packed calm"),
+    "text of qwen3_omni_moe, rows": make_case("qwen3_omni_moe", "cp4-ep4", "calm nightly"),
+    "text of ernie4_5_vl_moe, packed": make_case(
+        "ernie4_5_vl_moe", "cp2-ep4", "packed sum calm nightly"
     ),
-    "short convolution, packed": Case(
-        family="lfm2_moe", parallel=dict(cp=4, ep=4), packed=True, checkpointing=True, rate=CALM
-    ),
-    "short convolution, tp, rows": Case(
-        family="lfm2_moe", parallel=dict(cp=2, tp=2, ep=4), loss="sum", rate=CALM
-    ),
-    "chunks and temperatures, packed": Case(
-        family="llama4", parallel=dict(cp=2, ep=4), packed=True, checkpointing=True, rate=CALM
-    ),
-    "chunks and temperatures, rows": Case(
-        family="llama4", parallel=dict(cp=2, ep=2), loss="sum", rate=CALM
-    ),
-    "lightning, tp, packed": Case(
-        family="minimax",
-        parallel=dict(cp=2, tp=2, ep=4),
-        packed=True,
-        checkpointing=True,
-        rate=CALM,
-    ),
-    "lightning, rows": Case(
-        family="minimax", parallel=dict(cp=4, ep=4), loss="sum", recompute="gemm_last", rate=CALM
-    ),
-    "text of unlimited_ocr, packed": Case(
-        family="unlimited_ocr", parallel=dict(cp=2, ep=4), packed=True, rate=CALM
-    ),
-    "text of qwen3_vl_moe, packed": Case(
-        family="qwen3_vl_moe", parallel=dict(cp=2, ep=4), packed=True, loss="sum", rate=CALM
-    ),
-    "text of glm4v_moe, packed": Case(
-        family="glm4v_moe", parallel=dict(cp=2, tp=2, ep=4), packed=True, rate=CALM
-    ),
-    "text of qwen3_omni_moe, rows": Case(
-        family="qwen3_omni_moe", parallel=dict(cp=4, ep=4), rate=CALM
-    ),
-    "text of ernie4_5_vl_moe, packed": Case(
-        family="ernie4_5_vl_moe", parallel=dict(cp=2, ep=4), packed=True, loss="sum", rate=CALM
-    ),
-    "text of deepseek_ocr2, packed": Case(
-        family="deepseek_ocr2", parallel=dict(cp=2, ep=4), packed=True, rate=CALM
-    ),
-    "text of step3p7, packed": Case(
-        family="step3p7", parallel=dict(cp=2, ep=4), packed=True, loss="sum", rate=CALM
-    ),
-    "own routers, tp, padded": Case(
-        family="minimax_m2",
-        parallel=dict(cp=2, tp=2, ep=4),
-        packed=True,
-        padded=True,
-        loss="sum",
-        rate=CALM,
-    ),
-    "own routers, a cp for each group, tp, padded": Case(
-        family="minimax_m2",
-        parallel=dict(tp=2, ep=4),
-        packed=True,
-        padded=True,
-        loss="sum",
-        rate=CALM,
-        cps=(1, 1),
+    "text of deepseek_ocr2, packed": make_case("deepseek_ocr2", "cp2-ep4", "packed calm nightly"),
+    "text of step3p7, packed": make_case("step3p7", "cp2-ep4", "packed sum calm nightly"),
+    "own routers, tp, padded": make_case("minimax_m2", "cp2-tp2-ep4", "packed padded sum calm"),
+    "own routers, a cp for each group, tp, padded": make_case(
+        "minimax_m2", "tp2-ep4", "packed padded sum calm", cps=(1, 1)
     ),
 }
 # A way of attention, tp, or a cp for each group, which other models here have.
-NIGHTLY = (
-    "qwen3, documents balanced",
-    "mixtral, both, packed",
-    "deepseek, heads, rows",
-    "deepseek, ring, packed",
-    "gpt-oss, tp, rows",
-    "gpt-oss, gathered, rows",
-    "gated delta, rows",
-    "state space, packed",
-    "sparse, shared indexer, tp, packed",
-    "gated delta, tp, rows",
-    "gpt-oss, a cp for each group",
-    "gated delta, a cp for each group",
-    "sparse, a cp for each group",
-    "sparse, gates, packed",
-    "sparse, sinks, rows",
-    "short convolution, tp, rows",
-    "chunks and temperatures, rows",
-    "lightning, rows",
-    "text of unlimited_ocr, packed",
-    "text of qwen3_omni_moe, rows",
-    "text of ernie4_5_vl_moe, packed",
-    "text of deepseek_ocr2, packed",
-    "text of step3p7, packed",
-)
+NIGHTLY = [name for name, case in CASES.items() if case.nightly]
 TAMPERED = {
     f"tampered {name}": Case(
         family="qwen3-moe", parallel=dict(cp=2, ep=4), packed=True, tamper=name

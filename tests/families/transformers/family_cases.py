@@ -4,8 +4,6 @@ Each returns the family's cell of the table in docs/huggingface.md, and numbers 
 process of stock transformers and peft; none where the family is refused.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
@@ -72,7 +70,6 @@ def over_stages(family: str, meshes: Meshes) -> Case:
     grads = {f"grad/{n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     found |= gathered({name: whole(grad) for name, grad in grads.items()})
     norm = step.finish().norm
-    assert norm is not None
     losses = [stock(**one).loss for one in given]
     (sum(losses) / 2).backward()
     grads = {f"grad/{n}": p.grad for n, p in stock.named_parameters() if p.grad is not None}

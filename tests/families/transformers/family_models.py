@@ -4,8 +4,6 @@ A family is a model file with routed experts. Its tiny config is the default one
 that `SIZES` knows made small, each kind of layer once, and what `FAMILIES` has for the family.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -25,96 +23,43 @@ transformers = pytest.importorskip("transformers", minversion="5")
 
 MODELS = Path(transformers.__file__).parent / "models"
 SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "unpadded_vocab_size": 61,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 16,
-    "dense_intermediate_size": 16,
-    "shared_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "moe_shared_expert_intermediate_size": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "top_k_experts": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "n_group": 1,
-    "num_expert_group": 1,
-    "topk_group": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "index_topk": 4,
-    "index_head_dim": 8,
-    "index_n_heads": 2,
-    "sliding_window": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "depth": 2,
-    "num_heads": 2,
-    "embed_dim": 16,
-    "image_size": 16,
-    "patch_size": 8,
-    "out_hidden_size": 32,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_ffn_dim": 16,
-    "decoder_ffn_dim": 16,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "output_dim": 32,
-    "num_mel_bins": 16,
-    "downsample_hidden_size": 8,
-    "mamba_n_heads": 8,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 8,
-    "mamba_d_state": 8,
-    "ssm_state_size": 8,
-    "vocab_size_per_layer_input": 61,
-    "hidden_size_per_layer_input": 8,
-    "chunk_size": 4,
-    "n_groups": 2,
-    "mamba_chunk_size": 4,
-    "n_layers": 2,
-    "n_heads": 4,
-    "moe_hidden_size": 32,
-    "shared_experts_intermediate_size": 16,
-    "expert_ffn_hidden_size": 16,
-    "ffn_hidden_size": 16,
-    "router_hidden_size": 16,
-    "canvas_length": 9,
-    "linear_head_dim": 8,
-    "linear_num_heads": 4,
-    "intermediate_size_mlp": 16,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 8,
-    "sliding_window_size": 4,
-    "d_rel": 4,
-    "rel_extent": 16,
-    "o_groups": 2,
-    "o_lora_rank": 8,
-    "num_labels": 61,
-    "output_channels": 16,
-    "mlp_dim": 16,
-    "projection_intermediate_size": 32,
-    "num_position_embeddings": 16,
+    name: size
+    for size, names in {
+        64: "max_position_embeddings",
+        61: "vocab_size unpadded_vocab_size vocab_size_per_layer_input num_labels",
+        32: (
+            "hidden_size out_hidden_size d_model output_dim moe_hidden_size "
+            "projection_intermediate_size"
+        ),
+        16: (
+            "intermediate_size moe_intermediate_size dense_intermediate_size "
+            "shared_intermediate_size shared_expert_intermediate_size "
+            "moe_shared_expert_intermediate_size kv_lora_rank q_lora_rank embed_dim image_size "
+            "d_ff encoder_ffn_dim decoder_ffn_dim num_mel_bins shared_experts_intermediate_size "
+            "expert_ffn_hidden_size ffn_hidden_size router_hidden_size intermediate_size_mlp "
+            "rel_extent output_channels mlp_dim num_position_embeddings"
+        ),
+        9: "canvas_length",
+        8: (
+            "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim "
+            "linear_key_head_dim linear_value_head_dim patch_size d_kv downsample_hidden_size "
+            "mamba_n_heads mamba_num_heads mamba_head_dim mamba_d_state ssm_state_size "
+            "hidden_size_per_layer_input linear_head_dim swa_head_dim o_lora_rank"
+        ),
+        4: (
+            "num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts "
+            "index_topk sliding_window linear_num_value_heads chunk_size mamba_chunk_size n_heads "
+            "linear_num_heads swa_num_attention_heads sliding_window_size d_rel"
+        ),
+        2: (
+            "num_key_value_heads num_experts_per_tok num_experts_per_token top_k_experts moe_topk "
+            "moe_k index_n_heads linear_num_key_heads depth num_heads encoder_layers "
+            "decoder_layers encoder_attention_heads decoder_attention_heads n_groups n_layers "
+            "swa_num_key_value_heads o_groups"
+        ),
+        1: "n_group num_expert_group topk_group",
+    }.items()
+    for name in names.split()
 }
 NEEDED = {"n_routed_experts", "num_experts", "num_experts_per_tok", "top_k_experts"}
 NEEDED |= {"moe_intermediate_size", "moe_k", "n_group", "topk_group"}
@@ -132,7 +77,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {"sam_config": SAM},
     },
     "deepseek_v4": {
-        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "dots3_note": {
@@ -147,7 +92,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "per_layer_config": None,
     },
     "ernie4_5_vl_moe": {
-        "text_config": {"moe_intermediate_size": [16, 8], "rope_parameters": MROPE}
+        "text_config": {"moe_intermediate_size": [16, 8], "rope_parameters": MROPE},
     },
     "deepseek_v3": {"first_k_dense_replace": 1},
     # Of few heads many scores are 0, and which of equal ones topk takes is open.
@@ -166,7 +111,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "indexer_types": ["full", "shared"],
             "rope_parameters": MROPE,
             "hc_magnitude": 1.0,
-        }
+        },
     },
     "hunyuan_v1_moe": {"head_dim": 8},
     "inkling2_loop": {

@@ -1,7 +1,5 @@
 """Tiny random transformers models, and everything that one training step of them computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What indexers of sparse attention learn, by the definition: dense, of stock models."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager

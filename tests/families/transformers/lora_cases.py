@@ -1,7 +1,5 @@
 """Tiny peft models, and three steps of training them: stock in one process, or parallelized."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -9,8 +9,6 @@ one of adapters (`family_cases.py`). Families that are refused are a list with r
 be exact.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 import traceback
@@ -43,12 +41,7 @@ from moecore.families.transformers.stock import list_tower_modules
 from moecore.families.transformers.tp_plans import OUTPUTS, plan_modules
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.model.parallel_state import get_moe_state
-from tests.families.transformers.family_cases import (
-    cell_of_plan,
-    cell_of_stages,
-    over_stages,
-    with_adapters,
-)
+from tests.families.transformers import family_cases
 from tests.families.transformers.family_models import batch, family_names, loss_of, tiny_model
 from tests.helpers.grids import beside
 from tests.helpers.parts import on_parts
@@ -71,9 +64,9 @@ BEGIN, END = "<!-- families -->", "<!-- end of families -->"
 FOLDINGS = (dict(ep=2), dict(edp_shard=2), dict(etp=2))[: 2 + HAS_SEPARATE_PIECES]
 TP = len(FOLDINGS)  # the place of a folding whose two ranks share both batches
 PP, LORA = TP + 1, TP + 2
-COLUMNS = {PP: (over_stages, dict(pp=2))}
+COLUMNS = {PP: (family_cases.over_stages, dict(pp=2))}
 if find_spec("peft") is not None:
-    COLUMNS[LORA] = (with_adapters, dict(ep=2))
+    COLUMNS[LORA] = (family_cases.with_adapters, dict(ep=2))
 COLUMNS_BY_DAY = (
     ("afmoe", PP),
     ("deepseek_v4", PP),
@@ -232,7 +225,6 @@ def parallel(family: str, meshes: Meshes, folder: Path, to: int) -> tuple[Found,
         if i == 0:
             found |= gather_whole({f"grad/{n}": g for n, g in gradients(model).items()}, to)
         finished = step.finish()
-        assert finished.norm is not None
         found[f"norm/{i}"] = torch.tensor(finished.norm.total)
         counted = finished.metrics.tokens_per_expert
         assert all(int(n.sum()) > 0 for n in counted.values()), counted
@@ -258,8 +250,7 @@ def described(model: nn.Module) -> list[str]:
         "its own" if layer.get_part("experts").own_activation else layer.config.activation
         for layer in layers
     }
-    name = type(model).__name__
-    other = find_packing_problem(model)
+    name, other = type(model).__name__, find_packing_problem(model)
     rows = "yes, of text" if list_tower_modules(model) else "yes"
     parts = rows if other is None else f"no, {other}"
     kept = {n.removesuffix(".weight").split(".")[-1] for n in set_dtypes(model, torch.bfloat16)}
@@ -399,9 +390,7 @@ def marked() -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "folding"), marked())
-def test_two_ranks_equal_one_process(
-    ran: dict[tuple[str, int], Any], family: str, folding: int
-) -> None:
+def test_two_ranks_equal_one_process(ran, family, folding) -> None:
     result = ran[family, folding]
     assert "error" not in result, result["error"]
     error, name = result["worst"]
@@ -458,12 +447,12 @@ def column(index: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("family", beside(taken(), [f for f in taken() if f not in PLANNED]))
 def test_every_family_is_planned(family: str, no_group_left: None) -> None:
-    assert cell_of_plan(family, *DEGREES) == "yes"
+    assert family_cases.cell_of_plan(family, *DEGREES) == "yes"
 
 
 @pytest.mark.parametrize("family", SEARCHED)
 def test_a_search_plans_what_degrees_plan(family: str, no_group_left: None) -> None:
-    assert cell_of_plan(family) == cell_of_plan(family, *DEGREES)
+    assert family_cases.cell_of_plan(family) == family_cases.cell_of_plan(family, *DEGREES)
 
 
 def test_the_page_has_what_is_cut_to_stages() -> None:
@@ -471,7 +460,7 @@ def test_the_page_has_what_is_cut_to_stages() -> None:
     cells = column(-3)
     with torch.device("meta"):
         models = {family: tiny_model(family) for family in taken()}
-    found = {family: cell_of_stages(model) for family, model in models.items()}
+    found = {family: family_cases.cell_of_stages(model) for family, model in models.items()}
     for family, model in models.items():  # mistral_large4 since transformers 5.24
         if any(name.endswith("rotary_emb.alpha") for name, _ in model.named_parameters()):
             cells[family] = "no, modules in front of its layers"

@@ -3,8 +3,6 @@
 test_families.py has its loss, gradients and files on two ranks, over ep and over tp.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -65,7 +63,6 @@ def test_balance_is_of_the_layers_that_choose(meshes: Meshes) -> None:
 def test_a_table_that_nobody_filled_is_refused(meshes: Meshes) -> None:
     model = deepseek_v4()
     model.model.layers[0].mlp.gate.tid2eid.zero_()
-    with pytest.raises(
-        ValueError, match=r"tid2eid\[0\] \(\[0, 0\]\) must be distinct ids of the 4"
-    ):
+    message = r"tid2eid\[0\] \(\[0, 0\]\) must be distinct ids of the 4"
+    with pytest.raises(ValueError, match=message):
         parallelize_moe(model, meshes)

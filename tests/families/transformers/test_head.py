@@ -3,8 +3,6 @@
 Expected values are those of the stock model, in one process.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -19,14 +17,8 @@ from torch.nn import functional as F
 from moecore import FSDPOptions, Meshes, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.memory import MemoryOptions
 from moecore.families.transformers.head import HeadWithoutLogits, Logits
+from tests.families.transformers import hf_models
 from tests.families.transformers.family_models import tiny_model
-from tests.families.transformers.hf_models import (
-    LargestStorage,
-    assert_equal_numbers,
-    batch,
-    random_model,
-    whole_gradients,
-)
 from tests.helpers.ranks import run_ranks
 
 LINE = (
@@ -45,18 +37,18 @@ def step(model: nn.Module, *args: Any, **given: Any) -> dict[str, Tensor]:
     """Return the loss of a forward, and every gradient."""
     out = model(*args, **given, use_cache=False)
     out.loss.backward()
-    found = {"loss": out.loss.detach()} | whole_gradients(model)
+    found = {"loss": out.loss.detach()} | hf_models.whole_gradients(model)
     model.zero_grad()
     return found
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-6, atol=0)
-    assert_equal_numbers(found, expected)
+    hf_models.assert_equal_numbers(found, expected)
 
 
 def inputs(kind: str) -> dict[str, Any]:
-    ids, labels = batch()
+    ids, labels = hf_models.batch()
     given: dict[str, Any] = dict(input_ids=ids, labels=labels)
     if kind == "sum":
         given["num_items_in_batch"] = torch.tensor(37)
@@ -68,7 +60,7 @@ def inputs(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["mean", "sum", "shifted"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3", "gpt-oss"])
 def test_loss_and_gradients_are_those_of_stock(family: str, kind: str, meshes: Meshes) -> None:
-    stock, model = random_model(family), random_model(family)
+    stock, model = hf_models.random_model(family), hf_models.random_model(family)
     parallelize_moe(model, meshes)
     assert isinstance(model.lm_head, HeadWithoutLogits)
     assert_same(step(model, **inputs(kind)), step(stock, **inputs(kind)))
@@ -86,7 +78,7 @@ def test_loss_and_gradients_are_those_of_stock(family: str, kind: str, meshes: M
     ids=["smoothed", "capped", "frozen", "tied", "scaled"],
 )
 def test_what_else_a_model_does_is_done(change: Callable[[Any], Any], meshes: Meshes) -> None:
-    stock = random_model("qwen3-moe", tie_word_embeddings=False)
+    stock = hf_models.random_model("qwen3-moe", tie_word_embeddings=False)
     change(stock)
     model = copy.deepcopy(stock)
     parallelize_moe(model, meshes)
@@ -107,7 +99,7 @@ def capped(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
 def test_other_families(family: str, meshes: Meshes) -> None:
     """Such as one that divides its logits, and one whose head is beside its base model."""
     stock = tiny_model(family).train()
-    ids, labels = batch()
+    ids, labels = hf_models.batch()
     model = parallelize_moe(copy.deepcopy(stock), meshes)
     given = dict(input_ids=ids, labels=labels)
     found, expected = step(model, **given), step(stock, **given)
@@ -117,17 +109,17 @@ def test_other_families(family: str, meshes: Meshes) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_logits_of_all_tokens_are_never_made(fused: bool, meshes: Meshes) -> None:
-    stock = random_model("qwen3-moe", vocab_size=5000, hidden_size=8)
+    stock = hf_models.random_model("qwen3-moe", vocab_size=5000, hidden_size=8)
     model = parallelize_moe(stock, meshes, memory=MemoryOptions(fused_loss=fused))
     ids = torch.arange(4500).view(90, 50)
-    with LargestStorage() as largest:
+    with hf_models.LargestStorage() as largest:
         model(input_ids=ids, labels=ids, use_cache=False, attention_mask=None).loss.backward()
     logits = ids.numel() * 5000 * 4
     assert largest.num_bytes >= logits if not fused else largest.num_bytes <= logits / 2
 
 
 def test_logits_can_be_read_before_backward(meshes: Meshes) -> None:
-    stock = random_model("qwen3-moe")
+    stock = hf_models.random_model("qwen3-moe")
     model = parallelize_moe(copy.deepcopy(stock), meshes)
     out, wanted = (each(**inputs("mean"), use_cache=False) for each in (model, stock))
     assert isinstance(out.logits, Logits) and out.logits.shape == wanted.logits.shape
@@ -149,8 +141,8 @@ def test_logits_can_be_read_before_backward(meshes: Meshes) -> None:
 
 
 def test_without_training_there_are_logits(meshes: Meshes) -> None:
-    model = parallelize_moe(random_model("qwen3-moe"), meshes)
-    ids, labels = batch()
+    model = parallelize_moe(hf_models.random_model("qwen3-moe"), meshes)
+    ids, labels = hf_models.batch()
     assert type(model(input_ids=ids).logits) is Tensor
     with torch.no_grad():
         assert type(model(input_ids=ids, labels=labels).logits) is Tensor
@@ -165,18 +157,18 @@ def test_over_ranks_the_weight_may_be_gone() -> None:
 
 def read_after_resharding(rank: int, device: torch.device) -> None:
     """Logits of gathered weights: right while these are there, and refused afterwards."""
-    stock = random_model("qwen3-moe")
+    stock = hf_models.random_model("qwen3-moe")
     expected = stock(**inputs("mean"), use_cache=False)
     expected.loss.backward()
-    found = whole_gradients(stock)
+    found = hf_models.whole_gradients(stock)
     for strategy in ("optim", "optim_grads_params"):
         meshes = build_meshes(ParallelConfig(ep=2, edp_shard=1), device_type="cpu")
         options = FSDPOptions(dense_strategy=strategy)
-        model = parallelize_moe(random_model("qwen3-moe"), meshes, fsdp=options)
+        model = parallelize_moe(hf_models.random_model("qwen3-moe"), meshes, fsdp=options)
         out = model(**inputs("mean"), use_cache=False)
         torch.testing.assert_close(out.loss, expected.loss)
         out.loss.backward()
-        assert_equal_numbers(whole_gradients(model), found)
+        hf_models.assert_equal_numbers(hf_models.whole_gradients(model), found)
         for param in model.parameters():
             part = param.to_local() if isinstance(param, DTensor) else param
             part.data.zero_()

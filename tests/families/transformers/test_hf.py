@@ -1,7 +1,3 @@
-"""Tiny random transformers models: the same numbers and names before and after parallelize_moe."""
-
-from __future__ import annotations
-
 import copy
 import warnings
 from functools import partial
@@ -24,17 +20,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.parallel.model.parallel_state import get_moe_state
-from tests.families.transformers.hf_models import (
-    ARCHITECTURES,
-    MODELS,
-    assert_equal_numbers,
-    batch,
-    mixtral,
-    random_model,
-    run,
-    transformers,
-    whole_gradients,
-)
+from tests.families.transformers import hf_models
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +34,9 @@ def shapes(tensors: Any) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("experts", ["torch", "sequential"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", hf_models.MODELS)
 def test_same_numbers_and_names(name: str, experts: Any, meshes: Meshes) -> None:
-    model = random_model(name)
+    model = hf_models.random_model(name)
     plain = copy.deepcopy(model)
     returned = parallelize_moe(model, meshes, expert_backend=experts)
     assert returned is model and model.training
@@ -66,21 +52,21 @@ def test_same_numbers_and_names(name: str, experts: Any, meshes: Meshes) -> None
         mine = model.state_dict()[key]
         mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
         assert torch.equal(mine, tensor), key
-    assert_equal_numbers(run(model), run(plain))
+    hf_models.assert_equal_numbers(hf_models.run(model), hf_models.run(plain))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", hf_models.ARCHITECTURES)
 def test_eval_and_counts(name: str, meshes: Meshes) -> None:
-    model = random_model(name)
+    model = hf_models.random_model(name)
     plain = copy.deepcopy(model).eval()
     parallelize_moe(model, meshes)
     model.eval()
-    ids, _ = batch()
+    ids, _ = hf_models.batch()
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
     assert not any(n.any() for n in get_moe_state(model).finish_step().tokens_per_expert.values())
     model.train()
-    run(model)
+    hf_models.run(model)
     metrics = get_moe_state(model).finish_step()
     layers = [n for n, m in model.named_modules() if isinstance(m, MoELayer)]
     assert list(metrics.tokens_per_expert) == layers
@@ -88,21 +74,21 @@ def test_eval_and_counts(name: str, meshes: Meshes) -> None:
     assert all(int(c.sum()) == 22 * top_k for c in metrics.tokens_per_expert.values())
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", hf_models.ARCHITECTURES)
 def test_one_expert_per_token_has_the_weight_of_the_model(name: str, meshes: Meshes) -> None:
     """1 where the model divides the weight by itself, whatever moecore's default is."""
-    model = random_model(name, num_experts_per_tok=1).eval()
-    plain, (ids, _) = copy.deepcopy(model), batch()
+    model = hf_models.random_model(name, num_experts_per_tok=1).eval()
+    plain, (ids, _) = copy.deepcopy(model), hf_models.batch()
     parallelize_moe(model, meshes)
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_balance_loss_reaches_a_transformers_model(meshes: Meshes) -> None:
-    model = random_model("qwen3-moe")
+    model = hf_models.random_model("qwen3-moe")
     plain = copy.deepcopy(model)
     parallelize_moe(model, meshes, moe={"balance": BalanceConfig(micro_batch_coef=0.5)})
-    found, expected = run(model), run(plain)
+    found, expected = hf_models.run(model), hf_models.run(plain)
     assert torch.allclose(found["loss"], expected["loss"]), "the loss value does not change"
     name = "grad/model.layers.1.mlp.gate.weight"
     assert not torch.allclose(found[name], expected[name])
@@ -113,8 +99,8 @@ def test_balance_loss_reaches_a_transformers_model(meshes: Meshes) -> None:
 @pytest.mark.parametrize("by_position", [False, True])
 def test_a_batch_without_labels_weighs_as_zero(by_position: bool, meshes: Meshes) -> None:
     """Beside a batch with labels, whose stock gradient is halved; also where none counts at all."""
-    stock, model = random_model("qwen3-moe"), random_model("qwen3-moe")
-    ids, labels = batch()
+    stock, model = hf_models.random_model("qwen3-moe"), hf_models.random_model("qwen3-moe")
+    ids, labels = hf_models.batch()
     loss = stock(input_ids=ids, labels=labels, use_cache=False).loss
     (loss / 2).backward()
     step = TrainStep(parallelize_moe(model, meshes), num_micro_batches=2)
@@ -129,16 +115,18 @@ def test_a_batch_without_labels_weighs_as_zero(by_position: bool, meshes: Meshes
         given = [dict(input_ids=ids, labels=each, use_cache=False) for each in (labels, none)]
         torch.testing.assert_close(step.forward_backward(given), torch.stack([loss, 0 * loss]))
         assert step.compute_losses(given[1:]).tolist() == [0.0]
-    assert_equal_numbers(whole_gradients(model), whole_gradients(stock))
+    hf_models.assert_equal_numbers(
+        hf_models.whole_gradients(model), hf_models.whole_gradients(stock)
+    )
     for num_items in (0, torch.tensor(0)):
         assert model(input_ids=ids, labels=none, num_items_in_batch=num_items).loss == 0
 
 
 def test_deepseek_bias_follows_the_load(meshes: Meshes) -> None:
-    model = random_model("deepseek-v3")
+    model = hf_models.random_model("deepseek-v3")
     before = {n: b.clone() for n, b in model.named_buffers() if "correction" in n}
     parallelize_moe(model, meshes, moe={"balance": BalanceConfig(bias_update_rate=0.125)})
-    run(model)
+    hf_models.run(model)
     counts = get_moe_state(model).finish_step().tokens_per_expert
     for name, bias in before.items():
         load = counts[name.removesuffix(".gate.e_score_correction_bias")].float()
@@ -156,25 +144,20 @@ def test_deepseek_bias_follows_the_load(meshes: Meshes) -> None:
         ("topk_group", 3),
     ],
 )
-def test_deepseek_v3_options_are_those_of_the_router(
-    option: str, value: Any, meshes: Meshes
-) -> None:
+def test_deepseek_v3_options_are_those_of_the_router(option, value, meshes) -> None:
     """Forward reads the router's copies: a config that is changed later changes nothing."""
-    model = random_model("deepseek-v3")
+    model = hf_models.random_model("deepseek-v3")
     model.config.num_experts_per_tok, model.config.n_group = 1, 1
     for layer in model.model.layers[1:]:
         assert hasattr(layer.mlp.gate, option)
         setattr(layer.mlp.gate, option, value)
     plain = copy.deepcopy(model)
     parallelize_moe(model, meshes)
-    assert_equal_numbers(run(model), run(plain))
-
-
-# --------------------------------------------------------------------------- errors
+    hf_models.assert_equal_numbers(hf_models.run(model), hf_models.run(plain))
 
 
 def test_unknown_architecture_is_named_with_its_class(meshes: Meshes) -> None:
-    model = mixtral()
+    model = hf_models.mixtral()
     model.model.layers[1].mlp.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
     model.model.layers[1].mlp.__class__ = type("NewMoE", (nn.Module,), {})
     with pytest.raises(ValueError) as caught:
@@ -187,24 +170,24 @@ def test_unknown_architecture_is_named_with_its_class(meshes: Meshes) -> None:
 
 @pytest.mark.parametrize("act", ["relu", "gelu", "quick_gelu"])
 def test_other_activations(meshes: Meshes, act: str) -> None:
-    model = random_model("qwen3-moe", hidden_act=act)
+    model = hf_models.random_model("qwen3-moe", hidden_act=act)
     plain = copy.deepcopy(model)
     parallelize_moe(model, meshes)
-    assert_equal_numbers(run(model), run(plain))
+    hf_models.assert_equal_numbers(hf_models.run(model), hf_models.run(plain))
 
 
 def test_empty_shared_experts_are_refused_or_left_out(meshes: Meshes) -> None:
-    model = random_model("deepseek-v3", n_shared_experts=0)
+    model = hf_models.random_model("deepseek-v3", n_shared_experts=0)
     with pytest.raises(ValueError, match=r"shared_experts.gate_proj.weight \(0, 32\) must hold"):
         parallelize_moe(copy.deepcopy(model), meshes)
     for layer in model.model.layers[1:]:
         layer.mlp.shared_experts = None
-    run(parallelize_moe(model, meshes))
+    hf_models.run(parallelize_moe(model, meshes))
 
 
 def test_save_pretrained_of_a_parallelized_model(meshes: Meshes, tmp_path: Path) -> None:
     """Of shards it is refused, on every rank; whole tensors that the user gathered it writes."""
-    model: Any = parallelize_moe(random_model("qwen3-moe"), meshes)
+    model: Any = parallelize_moe(hf_models.random_model("qwen3-moe"), meshes)
     for tensors in ({}, {"state_dict": model.state_dict()}):
         with pytest.raises(NotImplementedError, match=r"use moecore.io.export_hf\("):
             model.save_pretrained(tmp_path / "refused", **tensors)
@@ -214,17 +197,15 @@ def test_save_pretrained_of_a_parallelized_model(meshes: Meshes, tmp_path: Path)
         for name, tensor in model.state_dict().items()
     }
     model.save_pretrained(tmp_path / "whole", state_dict=whole)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    again = hf_models.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert all(torch.equal(again.state_dict()[name], whole[name]) for name in whole)
 
 
-def test_compiled_layers_share_their_code_unless_there_is_a_cache(
-    meshes: Meshes, monkeypatch: Any
-) -> None:
+def test_compiled_layers_share_their_code_unless_there_is_a_cache(meshes, monkeypatch) -> None:
     # What graphs there are is the question, not what Inductor makes of them: tests/train/graphs.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
-    model = MODELS["qwen3-moe"](num_hidden_layers=2, attn_implementation="sdpa").train()
+    model = hf_models.MODELS["qwen3-moe"](num_hidden_layers=2, attn_implementation="sdpa").train()
     ids = torch.randint(0, 61, (2, 5))
     want = model(input_ids=ids).logits
     parallelize_moe(model, meshes, dense=DenseOptions(compile=True))

@@ -4,8 +4,6 @@ Four ranks are spawned once. Every case compares losses and all gradients of a s
 documents are compared with documents one by one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -30,56 +28,41 @@ from moecore import (
 from moecore.base.options.memory import MemoryOptions
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
-from tests.families.transformers.context_cases import (
-    CASES,
-    CUTS,
-    NIGHTLY,
-    PADDING,
-    ROWS,
-    TAMPERED,
-    TINY,
-    TOKENS,
-    Case,
-)
+from tests.families.transformers import context_cases as cc
+from tests.families.transformers import hf_models
 from tests.families.transformers.family_models import freeze_indexers, freeze_towers, tiny_model
-from tests.families.transformers.hf_models import (
-    enable_checkpointing,
-    random_model,
-    whole_gradients,
-    worst,
-)
 from tests.families.transformers.indexer_cases import recorded
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import beside
 from tests.helpers.parts import on_parts
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 
 
-def batch_of(case: Case, data_rank: int, step: int) -> dict[str, Any]:
+def batch_of(case: cc.Case, data_rank: int, step: int) -> dict[str, Any]:
     g = torch.Generator().manual_seed(10 * step + data_rank)
-    ids = torch.randint(0, 61, (ROWS, TOKENS), generator=g)
+    ids = torch.randint(0, 61, (cc.ROWS, cc.TOKENS), generator=g)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.2, -100)
     if not case.packed:
         return dict(input_ids=ids, labels=labels)
-    labels.view(-1)[CUTS[:-1]] = -100
+    labels.view(-1)[cc.CUTS[:-1]] = -100
     if case.padded:
-        labels.view(-1)[-PADDING:] = -100
-    return dict(input_ids=ids, labels=labels, cu_seqlens=torch.tensor(CUTS), max_seqlen=24)
+        labels.view(-1)[-cc.PADDING :] = -100
+    return dict(input_ids=ids, labels=labels, cu_seqlens=torch.tensor(cc.CUTS), max_seqlen=24)
 
 
 def count(batches: list[dict[str, Any]]) -> int:
     return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
 
 
-def make(case: Case) -> nn.Module:
-    if case.family in TINY:
+def make(case: cc.Case) -> nn.Module:
+    if case.family in cc.TINY:
         model: nn.Module = tiny_model(case.family)
         if case.indexer is None:
             freeze_indexers(model)
         freeze_towers(model)
     else:
-        model = random_model(case.family, **case.options)
+        model = hf_models.random_model(case.family, **case.options)
     if case.checkpointing:
-        enable_checkpointing(model)
+        hf_models.enable_checkpointing(model)
     return model
 
 
@@ -101,7 +84,7 @@ def loss_of_documents(model: nn.Module, batch: dict[str, Any], num_items: int | 
     return torch.stack(losses).sum()
 
 
-def expected(case: Case, batches_of_step: int) -> dict[str, Tensor]:
+def expected(case: cc.Case, batches_of_step: int) -> dict[str, Tensor]:
     """Return what one process gives: of stock models, or with moecore's layers to be balanced."""
     # Hooks that record divergences save more in a first forward than in its second run.
     model, found = make(case if case.indexer is None else replace(case, checkpointing=False)), {}
@@ -109,7 +92,7 @@ def expected(case: Case, batches_of_step: int) -> dict[str, Tensor]:
     if case.indexer is not None and case.indexer.stage == "warm_up":
         for module in model.modules():
             if hasattr(module, "index_topk"):
-                module.index_topk = TOKENS
+                module.index_topk = cc.TOKENS
     if case.balance:
         use_causal_attention(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.rate)
@@ -129,18 +112,18 @@ def expected(case: Case, batches_of_step: int) -> dict[str, Tensor]:
                     loss = loss_of_documents(model, batch, num_items)
             total = loss / (len(batches) if case.loss == "mean" else 1)
             for name, parts in divergences.items() if case.indexer else ():
-                kl = case.indexer.loss_coef * sum(x.sum() for x in parts) / (ROWS * TOKENS)
+                kl = case.indexer.loss_coef * sum(x.sum() for x in parts) / (cc.ROWS * cc.TOKENS)
                 name, total = f"{step}: indexer loss of {name}", total + kl / len(batches)
                 found[name] = found.get(name, 0) + kl.detach() / len(batches)
             total.backward()
             found[f"{step}: loss of {rank}"] = loss.detach()
-        found |= {f"{step}: {n}": g.clone() for n, g in whole_gradients(model).items()}
+        found |= {f"{step}: {n}": g.clone() for n, g in hf_models.whole_gradients(model).items()}
         optimizer.step()
         optimizer.zero_grad()
     return found
 
 
-def found_on(case: Case, meshes: Meshes) -> dict[str, Tensor]:
+def found_on(case: cc.Case, meshes: Meshes) -> dict[str, Tensor]:
     model = make(case)
     parallelize_moe(
         model,
@@ -163,26 +146,26 @@ def found_on(case: Case, meshes: Meshes) -> dict[str, Tensor]:
         if case.loss == "sum":
             batch["num_items_in_batch"] = count(batches)
         if case.padded:
-            places = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
-            batch["padding_mask"] = places >= ROWS * TOKENS - PADDING
+            places = torch.arange(cc.ROWS * cc.TOKENS).view(cc.ROWS, cc.TOKENS)
+            batch["padding_mask"] = places >= cc.ROWS * cc.TOKENS - cc.PADDING
         with owner.micro_batch(), TAMPERS.get(case.tamper, nullcontext)():
             loss = model(**batch, use_cache=False).loss
             loss.backward()
         found[f"{step}: loss of {own}"] = loss.detach()
-        found |= {f"{step}: {n}": g.clone() for n, g in whole_gradients(model).items()}
+        found |= {f"{step}: {n}": g.clone() for n, g in hf_models.whole_gradients(model).items()}
         metrics = owner.finish().metrics
         learned = metrics.indexer_losses
         found |= {f"{step}: indexer loss of {n}": x[0] for n, x in learned.items()}
         if case.padded:
             routed = {int(counts.sum()) for counts in metrics.tokens_per_expert.values()}
-            real = len(batches) * (ROWS * TOKENS - PADDING)
+            real = len(batches) * (cc.ROWS * cc.TOKENS - cc.PADDING)
             assert routed == {real * model.config.num_experts_per_tok}
     return found
 
 
-def tampered(case: Case, batch: dict[str, Any]) -> dict[str, Any]:
+def tampered(case: cc.Case, batch: dict[str, Any]) -> dict[str, Any]:
     if case.tamper == "positions":
-        batch["position_ids"] = torch.arange(TOKENS).flip(0).expand(ROWS, -1)
+        batch["position_ids"] = torch.arange(cc.TOKENS).flip(0).expand(cc.ROWS, -1)
     if case.tamper == "documents":
         batch["cu_seqlens"] = torch.tensor([0, 32, 64])
         batch["max_seqlen"] = 32
@@ -204,11 +187,11 @@ TAMPERS: dict[str, Callable[[], Any]] = {"labels": far_shift}
 def refused(family: str, kind: type[Exception], message: str, **given: Any) -> None:
     options = given.pop("options", {})
     meshes = build_meshes(ParallelConfig(cp=4, ep=4), "cpu")
-    made = tiny_model if family == "jamba" else lambda f: make(Case(family=f, parallel={}))
+    made = tiny_model if family == "jamba" else lambda f: make(cc.Case(family=f, parallel={}))
     model = made(family)
     with pytest.raises(kind, match=message):
         parallelize_moe(model, meshes, **options)
-        model(**batch_of(Case(family=family, parallel={}), 0, 0), **given)
+        model(**batch_of(cc.Case(family=family, parallel={}), 0, 0), **given)
 
 
 def refuse() -> None:
@@ -244,12 +227,12 @@ def refuse() -> None:
 
 def without_labels() -> None:
     """Raise unless the loss of rows in which no label counts is 0, and so are its gradients."""
-    case = Case(family="qwen3-moe", parallel={})
+    case = cc.Case(family="qwen3-moe", parallel={})
     model = parallelize_moe(make(case), build_meshes(ParallelConfig(cp=4, ep=4), "cpu"))
     ids = batch_of(case, 0, 0)["input_ids"]
     loss = model(input_ids=ids, labels=torch.full_like(ids, -100), use_cache=False).loss
     loss.backward()
-    assert loss == 0 and not any(g.any() for g in whole_gradients(model).values())
+    assert loss == 0 and not any(g.any() for g in hf_models.whole_gradients(model).values())
 
 
 def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, float]:
@@ -257,30 +240,25 @@ def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, float
     without_labels()
     errors = {}
     for name in names:
-        case = (CASES | TAMPERED)[name]
+        case = (cc.CASES | cc.TAMPERED)[name]
         meshes = build_meshes(ParallelConfig(**case.parallel), "cpu")
         got = found_on(case, meshes)
         want = expected(case, len(case.cps) or meshes.data_ranks)
         kept = {n: want[n] for n in got}
-        error = torch.tensor(worst(got, kept)[0])
+        error = torch.tensor(hf_models.worst(got, kept)[0])
         torch.distributed.all_reduce(error, op=torch.distributed.ReduceOp.MAX)
         errors[name] = float(error)
     return errors
 
 
-@pytest.fixture(scope="module")
-def errors(request: pytest.FixtureRequest) -> dict[str, float]:
-    found: dict[str, float] = run_ranks(4, worker, asked_for(request, "name"))
-    return found
+errors = ranks_fixture(4, worker, "name")
 
 
-@pytest.mark.parametrize("name", beside(CASES, NIGHTLY))
-def test_losses_gradients_and_steps_are_those_of_one_process(
-    name: str, errors: dict[str, float]
-) -> None:
+@pytest.mark.parametrize("name", beside(cc.CASES, cc.NIGHTLY))
+def test_losses_gradients_and_steps_are_those_of_one_process(name, errors) -> None:
     assert errors[name] <= 1e-5
 
 
-@pytest.mark.parametrize("name", beside(TAMPERED, [*TAMPERED][1:]))
+@pytest.mark.parametrize("name", beside(cc.TAMPERED, [*cc.TAMPERED][1:]))
 def test_what_is_wrong_shows(name: str, errors: dict[str, float]) -> None:
     assert errors[name] > 1e-3

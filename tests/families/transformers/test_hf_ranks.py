@@ -3,8 +3,6 @@
 python -m pytest tests/families/transformers/test_hf_ranks.py -m gpu     on 4 GPUs, tokens by nvlink
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any, Literal
 
@@ -17,16 +15,9 @@ from moecore import DenseOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.parallel.model.parallel_state import get_capacity
-from tests.families.transformers.hf_models import (
-    ARCHITECTURES,
-    WITH_BALANCE_LOSS,
-    enable_checkpointing,
-    random_model,
-    whole_gradients,
-    worst,
-)
-from tests.helpers.grids import asked_for, beside
-from tests.helpers.ranks import run_ranks
+from tests.families.transformers import hf_models
+from tests.helpers.grids import beside
+from tests.helpers.ranks import ranks_fixture, run_ranks
 
 FOLDINGS = {
     "ep4": dict(ep=4),
@@ -41,7 +32,7 @@ FOLDINGS[TP4] = dict(tp=4, ep=2)
 Variant = Literal["", "checkpointing", "sum", "compile"]
 CASES: list[tuple[str, str, Variant]] = [
     (name, folding, "")
-    for name in ARCHITECTURES
+    for name in hf_models.ARCHITECTURES
     for folding in FOLDINGS
     if folding != TP4 or name in ("qwen3-moe", "deepseek-v3", "gpt-oss")
     if HAS_SEPARATE_PIECES or "etp" not in folding or name == "gpt-oss"
@@ -74,9 +65,7 @@ def batches(device: torch.device) -> list[dict[str, Tensor]]:
     return found
 
 
-def forward(
-    model: nn.Module, batch: dict[str, Tensor], variant: Variant
-) -> tuple[Tensor, list[Tensor]]:
+def forward(model, batch, variant) -> tuple[Tensor, list[Tensor]]:
     """Return the loss, and what to compare: real tokens' logits, loss and own balance loss."""
     kwargs = {}
     if variant == "sum":  # the own balance loss stays a mean, so its coefficient is divided
@@ -96,9 +85,7 @@ def named(values: list[list[Tensor]]) -> dict[str, Tensor]:
     return {f"value/{r}/{i}": v for r, rank in enumerate(values) for i, v in enumerate(rank)}
 
 
-def run_sharded(
-    model: nn.Module, folding: str, variant: Variant, device: torch.device
-) -> dict[str, Tensor]:
+def run_sharded(model, folding, variant, device) -> dict[str, Tensor]:
     meshes = build_meshes(ParallelConfig(**FOLDINGS[folding]), device.type)
     parallelize_moe(
         model,
@@ -108,7 +95,7 @@ def run_sharded(
         dense=DenseOptions(compile=variant == "compile"),
     )
     if variant == "checkpointing":
-        enable_checkpointing(model)
+        hf_models.enable_checkpointing(model)
     num, found = 4 // meshes.data_ranks, []
     for i in range(num * meshes.data_rank, num * (meshes.data_rank + 1)):
         loss, values = forward(model, batches(device)[i], variant)
@@ -118,7 +105,7 @@ def run_sharded(
     every: list[Any] = [None] * 4
     dist.all_gather_object(every, found)
     by_batch = [values for rank in every[::num] for values in rank]
-    return on_host(named(by_batch) | whole_gradients(model))
+    return on_host(named(by_batch) | hf_models.whole_gradients(model))
 
 
 def on_host(found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -131,7 +118,7 @@ def run_plain(model: nn.Module, variant: Variant) -> dict[str, Tensor]:
     outputs = [forward(model, batch, variant) for batch in batches(device)]
     total = torch.stack([loss for loss, _ in outputs]).sum()
     (total if variant == "sum" else total / 4).backward()
-    return on_host(named([values for _, values in outputs]) | whole_gradients(model))
+    return on_host(named([values for _, values in outputs]) | hf_models.whole_gradients(model))
 
 
 def mixed_precision_errors(device: torch.device) -> dict[str, tuple[float, float]]:
@@ -140,7 +127,7 @@ def mixed_precision_errors(device: torch.device) -> dict[str, tuple[float, float
     Under mixed precision a router is an FSDP2 unit, and its logits leave it by another way than
     its output.
     """
-    model = random_model("mixtral", router_aux_loss_coef=0.5, output_router_logits=True)
+    model = hf_models.random_model("mixtral", router_aux_loss_coef=0.5, output_router_logits=True)
     model.to(device)
     exact = run_plain(copy.deepcopy(model), "")
     low = run_plain(copy.deepcopy(model).bfloat16(), "")
@@ -148,7 +135,7 @@ def mixed_precision_errors(device: torch.device) -> dict[str, tuple[float, float
     parallelize_moe(model, meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
     loss, _ = forward(model, batches(device)[meshes.data_rank], "")
     loss.backward()
-    found = on_host(whole_gradients(model))
+    found = on_host(hf_models.whole_gradients(model))
     return {
         name: tuple(float((g[name].float() - exact[name]).norm()) for g in (found, low))
         for name in found
@@ -158,7 +145,7 @@ def mixed_precision_errors(device: torch.device) -> dict[str, tuple[float, float
 
 def generated(device: torch.device) -> list[tuple[list[int], list[int]]]:
     """What each rank generates, each another number of tokens, and what one process does."""
-    model = random_model("qwen3-moe").to(device).eval()
+    model = hf_models.random_model("qwen3-moe").to(device).eval()
     plain = copy.deepcopy(model)
     meshes = build_meshes(ParallelConfig(**FOLDINGS["ep4"]), device.type)
     parallelize_moe(model, meshes)
@@ -172,31 +159,26 @@ def generated(device: torch.device) -> list[tuple[list[int], list[int]]]:
     return every
 
 
-def worker(
-    rank: int, device: torch.device, cases: list[tuple[str, str, Variant]]
-) -> dict[str, Any]:
+def worker(rank, device, cases) -> dict[str, Any]:
     errors: dict[str, tuple[float, str]] = {}
     expected: dict[tuple[str, Variant], dict[str, Tensor]] = {}
     for case in cases:
         name, folding, variant = case
         own_loss = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
-        options = dict(vocab_size=64) | (own_loss if name in WITH_BALANCE_LOSS else {})
-        model = random_model(name, **options).to(device)
+        options = dict(vocab_size=64) | (own_loss if name in hf_models.WITH_BALANCE_LOSS else {})
+        model = hf_models.random_model(name, **options).to(device)
         plain = copy.deepcopy(model)
         found = run_sharded(model, folding, variant, device)
-        assert ("value/0/2" in found) == (name in WITH_BALANCE_LOSS)
+        assert ("value/0/2" in found) == (name in hf_models.WITH_BALANCE_LOSS)
         if rank == 0:
             key = (name, variant if variant == "sum" else "")
             if key not in expected:
                 expected[key] = run_plain(plain, variant)
-            errors[name_of(case)] = worst(found, expected[key])
+            errors[name_of(case)] = hf_models.worst(found, expected[key])
     return {"fp32": errors, "bf16": mixed_precision_errors(device), "generated": generated(device)}
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    found: dict[str, Any] = run_ranks(4, worker, asked_for(request, "case"))
-    return found
+results = ranks_fixture(4, worker, "case")
 
 
 @pytest.fixture(scope="module")
@@ -238,9 +220,7 @@ def test_generate_with_ranks_that_end_at_different_lengths(results: dict[str, An
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", GPU_CASES, ids=name_of)
-def test_equals_one_process_on_gpus(
-    case: tuple[str, str, Variant], gpu_results: dict[str, Any]
-) -> None:
+def test_equals_one_process_on_gpus(case, gpu_results) -> None:
     check(case, gpu_results)
 
 

@@ -1,7 +1,3 @@
-"""A transformers block whose maths somebody changed is refused: an adapter knows the stock one."""
-
-from __future__ import annotations
-
 import functools
 import sys
 import types
@@ -150,8 +146,7 @@ def test_a_subclass_of_a_block_keeps_what_it_computes() -> None:
     model = random_model("mixtral")
     subclass(moe_blocks(model)[0])
     x = torch.randn(2, 5, 32)
-    before = moe_blocks(model)[0](x)
-    found = swap_blocks(model, {})
+    before, found = moe_blocks(model)[0](x), swap_blocks(model, {})
     assert [type(layer) for layer in found.values()] == [RoutedExperts, MoELayer]
     torch.testing.assert_close(moe_blocks(model)[0](x), before)
 

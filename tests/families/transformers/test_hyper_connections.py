@@ -1,7 +1,3 @@
-"""DeepSeek-V4 whose streams are mixed by moecore's functions: the numbers of transformers' code."""
-
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -66,9 +62,7 @@ def run(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("has_padding", [False, True])
-def test_logits_loss_and_gradients_are_transformers(
-    stock: Any, has_padding: bool, calls: list[int]
-) -> None:
+def test_logits_loss_and_gradients_are_transformers(stock, has_padding, calls) -> None:
     given, model = padded(stock) if has_padding else batch(stock, 0), fused(stock)
     found, want = run(model, given), run(stock, given)
     assert found.keys() == want.keys()
@@ -91,9 +85,7 @@ def test_parallelized_models_get_them_and_customised_layers_stay(stock: Any) -> 
 
 
 @pytest.mark.parametrize("by", ["autocast", "compiler"])
-def test_autocast_and_compilers_get_the_class_own_code(
-    stock: Any, by: str, calls: list[int]
-) -> None:
+def test_autocast_and_compilers_get_the_class_own_code(stock, by, calls) -> None:
     given, model = batch(stock, 0), fused(stock)
     if by == "compiler":
         model.model.layers[0].compile(backend="eager")

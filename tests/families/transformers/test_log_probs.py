@@ -1,7 +1,3 @@
-"""Log-probabilities of packed documents: those of a stock model's logits, one by one."""
-
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -71,7 +67,6 @@ def scored(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     seen = []
 
     def function(log_probs: Tensor, entropy: Tensor | None) -> Tensor:
-        assert entropy is not None
         seen.extend([log_probs.detach()[0], entropy.detach()[0]])
         return loss_of(log_probs, entropy)
 
@@ -86,8 +81,7 @@ def scored(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 def test_packed_rows_have_the_log_probs_of_the_stock_model(name: str, meshes: Meshes) -> None:
     plain = made(name)
     model = parallelized(copy.deepcopy(plain), meshes)
-    wanted = stock(plain)
-    found = scored(model)
+    wanted, found = stock(plain), scored(model)
     found[2].backward()
     for got, want in zip(found, wanted, strict=False):
         assert (got - want).abs().max() <= 1e-6 * max(1, want.abs().max())

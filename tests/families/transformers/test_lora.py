@@ -1,9 +1,4 @@
-"""Adapters of peft in one process: what is refused, in one line, and several adapters at once."""
-
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,19 +30,9 @@ from moecore.io.hf.lora import collect_adapter_tensors
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
+from tests.families.transformers import lora_cases as lc
 from tests.families.transformers.family_models import tiny_model
 from tests.families.transformers.hf_models import enable_checkpointing, random_model, worst
-from tests.families.transformers.lora_cases import (
-    EXPERTS,
-    adapted_model,
-    batches,
-    in_peft_form,
-    logits,
-    lora_config,
-    peft,
-    train,
-    whole,
-)
 
 PAGE = Path(__file__).parents[3] / "docs" / "finetuning.md"
 
@@ -83,7 +68,7 @@ def assert_one_line(error: pytest.ExceptionInfo[Exception]) -> None:
     ],
 )
 def test_adapters_that_have_no_place(meshes: Meshes, options: dict[str, Any], message: str) -> None:
-    model = peft.get_peft_model(one_layer(), lora_config(**options))
+    model = lc.peft.get_peft_model(one_layer(), lc.lora_config(**options))
     before = {name: type(module) for name, module in model.named_modules()}
     with pytest.raises(NotImplementedError, match=message) as error:
         parallelize_moe(model, meshes)
@@ -104,38 +89,36 @@ def test_adapters_that_have_no_place(meshes: Meshes, options: dict[str, Any], me
         ),
     ],
 )
-def test_matrices_of_experts_that_are_no_updates_place(
-    meshes: Meshes, family: str, message: str
-) -> None:
+def test_matrices_of_experts_that_are_no_updates_place(meshes, family, message) -> None:
     names = ["experts.gate_up_proj", "experts.down_proj"]
-    model = peft.get_peft_model(tiny_model(family), lora_config(target_parameters=names))
+    model = lc.peft.get_peft_model(tiny_model(family), lc.lora_config(target_parameters=names))
     with pytest.raises((ValueError, NotImplementedError), match=message) as error:
         parallelize_moe(model, meshes)
     assert_one_line(error)
 
 
 def test_a_refused_model_has_its_wrappers_back(meshes: Meshes) -> None:
-    model = adapted_model("qwen3-moe", dict(num_hidden_layers=1))
-    before, expected = str(model), logits(model)
+    model = lc.adapted_model("qwen3-moe", dict(num_hidden_layers=1))
+    before, expected = str(model), lc.logits(model)
     block = model.get_base_model().model.layers[0].mlp
     block.gate.register_forward_hook(lambda *args: None)
     with pytest.raises(ValueError, match="must have no hooks"):
         parallelize_moe(model, meshes)
-    assert str(model) == before and torch.equal(logits(model), expected)
+    assert str(model) == before and torch.equal(lc.logits(model), expected)
 
 
 def test_adapted_experts_in_fp8_that_recompute_fc1(meshes: Meshes) -> None:
     sizes = dict(num_hidden_layers=1, hidden_size=128, moe_intermediate_size=128)
-    model = adapted_model("qwen3-moe", sizes)
+    model = lc.adapted_model("qwen3-moe", sizes)
     plain = copy.deepcopy(model)
     recompute = MemoryOptions(recompute=("expert_fc1",))
     precision = Precision(recipe=Recipe(), roles=("experts",))
     parallelize_moe(model, meshes, precision=precision, memory=recompute)
     grads = []
     for one in (model, plain):
-        one(**batches(0)[0], use_cache=False).loss.backward()
+        one(**lc.batches(0)[0], use_cache=False).loss.backward()
         assert all((p.grad is not None) == p.requires_grad for p in one.parameters())
-        grads.append(in_peft_form(one, grads=True))
+        grads.append(lc.in_peft_form(one, grads=True))
     for name, expected in grads[1].items():
         assert (grads[0][name] - expected).norm() <= 0.15 * expected.norm(), name
 
@@ -145,7 +128,7 @@ def exact_merge(base: dict[str, Tensor], model: Any, names: list[str]) -> dict[s
     found = dict[str, Tensor]()
     for adapter in names:
         stored = collect_adapter_tensors(model, adapter)
-        own = {n: one.convert_to_file(whole(one.tensor)).double() for n, one in stored.items()}
+        own = {n: one.convert_to_file(lc.whole(one.tensor)).double() for n, one in stored.items()}
         config = model.peft_config[adapter]
         s = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
         for name, b in own.items():
@@ -168,14 +151,12 @@ def exact_merge(base: dict[str, Tensor], model: Any, names: list[str]) -> dict[s
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize("names", [["default"], ["default", "second"]], ids=len)
-def test_merged_weights_are_rounded_once(
-    meshes: Meshes, tmp_path: Path, dtype: torch.dtype, use_rslora: bool, names: list[str]
-) -> None:
+def test_merged_weights_are_rounded_once(meshes, tmp_path, dtype, use_rslora, names) -> None:
     """By the stream, by `merge_adapters` and in files; stock peft has at least that error."""
     options = dict(r=3, lora_alpha=7, use_rslora=use_rslora)
-    model: Any = adapted_model("qwen3-moe", dict(num_hidden_layers=1), **options)
+    model: Any = lc.adapted_model("qwen3-moe", dict(num_hidden_layers=1), **options)
     if "second" in names:
-        model.add_adapter("second", lora_config(**options | dict(lora_alpha=2)))
+        model.add_adapter("second", lc.lora_config(**options | dict(lora_alpha=2)))
         model.base_model.set_adapter(names)
     torch.manual_seed(5)
     for key, param in model.named_parameters():
@@ -209,9 +190,9 @@ def test_merged_weights_are_rounded_once(
 def test_adapters_that_come_too_late(meshes: Meshes) -> None:
     model = one_layer()
     parallelize_moe(model, meshes)
-    late = peft.get_peft_model(model, lora_config())
+    late = lc.peft.get_peft_model(model, lc.lora_config())
     with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM must be attached before para") as e:
-        late(**batches(0)[0])
+        late(**lc.batches(0)[0])
     assert_one_line(e)
 
 
@@ -228,8 +209,8 @@ def test_a_matrix_that_cannot_be_updated(transposed: bool) -> None:
 
 
 def two_adapters() -> nn.Module:
-    model = adapted_model("mixtral", dict(num_hidden_layers=1))
-    model.add_adapter("second", lora_config(r=2, lora_alpha=5))
+    model = lc.adapted_model("mixtral", dict(num_hidden_layers=1))
+    model.add_adapter("second", lc.lora_config(r=2, lora_alpha=5))
     generator = torch.Generator().manual_seed(8)
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -246,47 +227,48 @@ def test_several_adapters(meshes: Meshes, tmp_path: Path) -> None:
     for active in ("default", "second", ["default", "second"]):
         for each in (model, plain):
             each.base_model.set_adapter(active)
-        expected = logits(plain)
-        assert worst({"": logits(model)}, {"": expected})[0] < 1e-5
+        expected = lc.logits(plain)
+        assert worst({"": lc.logits(model)}, {"": expected})[0] < 1e-5
         seen.append(expected)
     assert min((a - b).abs().max() for a, b in pairwise(seen)) > 0.01
-    stock = peft.get_peft_model_state_dict(plain, adapter_name="default")
-    assert worst(in_peft_form(model), stock)[0] == 0
+    stock = lc.peft.get_peft_model_state_dict(plain, adapter_name="default")
+    assert worst(lc.in_peft_form(model), stock)[0] == 0
     save_adapters(model, tmp_path / "second", adapter="second")
     init_adapters(model)
     load_adapters(model, tmp_path / "second", adapter="second")
     model.base_model.set_adapter("second")
-    assert worst({"": logits(model)}, {"": seen[1]})[0] < 1e-5
+    assert worst({"": lc.logits(model)}, {"": seen[1]})[0] < 1e-5
     with pytest.raises(ValueError, match=r"must fit adapter \('default'\): r \(2\) must be 4") as e:
         load_adapters(model, tmp_path / "second")
     assert_one_line(e)
     weights = tmp_path / "second" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    with pytest.raises(
-        ValueError, match=r"must be a whole safetensors file: .*: copy it again"
-    ) as e:
+    message = r"must be a whole safetensors file: .*: copy it again"
+    with pytest.raises(ValueError, match=message) as e:
         load_adapters(model, tmp_path / "second", adapter="second")
     assert_one_line(e)
     merge_adapters(model)  # only what is active
-    assert worst({"": logits(model)}, {"": seen[1]})[0] < 1e-5
+    assert worst({"": lc.logits(model)}, {"": seen[1]})[0] < 1e-5
     export_hf(model, tmp_path / "merged")
 
 
 def test_checkpointing_runs_experts_again(meshes: Meshes) -> None:
-    model = adapted_model("qwen3-moe", dict(num_hidden_layers=1), target_parameters=EXPERTS[:1])
+    model = lc.adapted_model(
+        "qwen3-moe", dict(num_hidden_layers=1), target_parameters=lc.EXPERTS[:1]
+    )
     plain = copy.deepcopy(model)
     parallelize_moe(model, meshes)
     enable_checkpointing(model)
     model.enable_input_require_grads()
-    error, where = worst(train(model, None), train(plain, None))
+    error, where = worst(lc.train(model, None), lc.train(plain, None))
     assert error < 1e-5, where
 
 
 def test_adapters_have_gradients_and_a_router_on_demand(meshes: Meshes) -> None:
-    model = adapted_model("qwen3-moe", dict(num_hidden_layers=1))
+    model = lc.adapted_model("qwen3-moe", dict(num_hidden_layers=1))
     model.get_base_model().model.layers[0].mlp.gate.weight.requires_grad_(True)
     parallelize_moe(model, meshes)
-    model(**batches(0)[0]).loss.backward()
+    model(**lc.batches(0)[0]).loss.backward()
     with_grad = {name for name, p in model.named_parameters() if p.grad is not None}
     names = [name for name, _ in model.named_parameters()]
     assert with_grad == {n for n in names if ".lora_" in n or n.endswith("mlp.gate.weight")}
@@ -294,25 +276,22 @@ def test_adapters_have_gradients_and_a_router_on_demand(meshes: Meshes) -> None:
 
 
 @pytest.mark.parametrize("part", ["mlp.gate", "input_layernorm"])
-def test_a_trained_parameter_that_no_adapter_holds(
-    meshes: Meshes, part: str, tmp_path: Path
-) -> None:
+def test_a_trained_parameter_that_no_adapter_holds(meshes, part, tmp_path) -> None:
     """Written without it, the adapter would be of another base model."""
-    model = adapted_model("qwen3-moe", dict(num_hidden_layers=1))
+    model = lc.adapted_model("qwen3-moe", dict(num_hidden_layers=1))
     layer = model.get_base_model().model.layers[0]
     layer.get_parameter(f"{part}.weight").requires_grad_(True)
     parallelize_moe(model, meshes)
     weight = layer.get_parameter(f"{part}.weight")
-    with pytest.raises(
-        ValueError, match=rf"{part}.weight \(and 0 more\) must be frozen or"
-    ) as error:
+    message = rf"{part}.weight \(and 0 more\) must be frozen or"
+    with pytest.raises(ValueError, match=message) as error:
         save_adapters(model, tmp_path)
     assert_one_line(error)
     assert not list(tmp_path.iterdir())
     weight.requires_grad_(False)
     save_adapters(model, tmp_path)
-    stock = peft.PeftModel.from_pretrained(one_layer(), tmp_path)
-    torch.testing.assert_close(logits(model), logits(stock))
+    stock = lc.peft.PeftModel.from_pretrained(one_layer(), tmp_path)
+    torch.testing.assert_close(lc.logits(model), lc.logits(stock))
 
 
 @pytest.mark.parametrize(
@@ -345,21 +324,21 @@ def test_a_trained_parameter_that_no_adapter_holds(
         ),
         (
             lambda path: init_adapters(
-                peft.get_peft_model(one_layer(), dense_config(init_lora_weights="pissa"))
+                lc.peft.get_peft_model(one_layer(), dense_config(init_lora_weights="pissa"))
             ),
             ValueError,
             r"LoraConfig.init_lora_weights \('pissa'\) must be True or 'gaussian' to fill",
         ),
         (
-            lambda path: export_hf(peft.get_peft_model(one_layer(), lora_config()), path / "x"),
+            lambda path: export_hf(
+                lc.peft.get_peft_model(one_layer(), lc.lora_config()), path / "x"
+            ),
             ValueError,
             r"adapters of \S+q_proj must be merged into the weights, .* moecore.io.merge_adapters",
         ),
     ],
 )
-def test_one_line_errors(
-    call: Callable[[Path], Any], error: type[Exception], message: str, tmp_path: Path
-) -> None:
+def test_one_line_errors(call, error, message, tmp_path) -> None:
     with pytest.raises(error, match=message) as found:
         call(tmp_path)
     assert_one_line(found)
@@ -368,24 +347,24 @@ def test_one_line_errors(
 
 def with_injected_adapter() -> nn.Module:
     """As transformers' `add_adapter`, which in 5.24 wants a newer peft than there is."""
-    return peft.inject_adapter_in_model(lora_config(), one_layer())
+    return lc.peft.inject_adapter_in_model(lc.lora_config(), one_layer())
 
 
 def dense_config(**kwargs: Any) -> Any:
-    return lora_config(target_parameters=[], **kwargs)
+    return lc.lora_config(target_parameters=[], **kwargs)
 
 
 def dora() -> nn.Module:
-    return peft.get_peft_model(one_layer(), dense_config(use_dora=True))
+    return lc.peft.get_peft_model(one_layer(), dense_config(use_dora=True))
 
 
 def test_an_embedding_and_a_normal_start(meshes: Meshes, tmp_path: Path) -> None:
-    config = lora_config(target_modules=["embed_tokens", "q_proj"], init_lora_weights="gaussian")
-    model = parallelize_moe(peft.get_peft_model(one_layer(), config), meshes)
-    before = logits(model)
+    config = lc.lora_config(target_modules=["embed_tokens", "q_proj"], init_lora_weights="gaussian")
+    model = parallelize_moe(lc.peft.get_peft_model(one_layer(), config), meshes)
+    before = lc.logits(model)
     init_adapters(model, seed=1)
-    assert torch.equal(logits(model), before)
-    for name, tensor in in_peft_form(model).items():
+    assert torch.equal(lc.logits(model), before)
+    for name, tensor in lc.in_peft_form(model).items():
         std = {"lora_A": 1 / 4, "embedding_B": 1.0}
         wanted = next((s for kind, s in std.items() if kind in name), 0.0)
         assert abs(float(tensor.std()) - wanted) <= 0.15 * wanted, name
@@ -393,10 +372,10 @@ def test_an_embedding_and_a_normal_start(meshes: Meshes, tmp_path: Path) -> None
         for name, param in model.named_parameters():
             if "lora_" in name:
                 param.fill_(0.1)
-    after = logits(model)
+    after = lc.logits(model)
     assert (after - before).abs().max() > 0.05
     merge_adapters(model)
-    assert worst({"": logits(model)}, {"": after})[0] < 1e-5
+    assert worst({"": lc.logits(model)}, {"": after})[0] < 1e-5
 
 
 def test_the_page(no_group_left: None, tmp_path: Path, monkeypatch: Any) -> None:
@@ -409,9 +388,9 @@ def test_the_page(no_group_left: None, tmp_path: Path, monkeypatch: Any) -> None
     for block in blocks:
         exec(block.replace("bfloat16", "float32"), names)
     assert len(blocks) == 2 and names["done"].norm.finite
-    trained = peft.PeftModel.from_pretrained(random_model("qwen3-moe"), "runs/adapters")
-    expected, base = logits(trained.eval()), logits(trained.unload().eval())
-    error = (logits(names["stock"]) - expected).abs().max()
+    trained = lc.peft.PeftModel.from_pretrained(random_model("qwen3-moe"), "runs/adapters")
+    expected, base = lc.logits(trained.eval()), lc.logits(trained.unload().eval())
+    error = (lc.logits(names["stock"]) - expected).abs().max()
     assert (expected - base).abs().max() > 100 * error
     again: dict[str, Any] = {}
     with pytest.raises(SystemExit, match="runs/merged must not exist yet"):

@@ -3,11 +3,8 @@
 pytest -m gpu tests/families/transformers/test_lora_ranks.py     training on 4 GPUs, by nvlink
 """
 
-from __future__ import annotations
-
 import copy
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +209,7 @@ def adapted_phi3() -> Any:
     return model
 
 
-def worker(
-    rank: int, device: torch.device, folder: Path, names: Iterable[str] = CASES
-) -> dict[str, Any]:
+def worker(rank, device, folder, names=CASES) -> dict[str, Any]:
     results: dict[str, Any] = {name: run_case(name, folder, device) for name in names}
     if device.type == "cuda":
         return results
@@ -284,8 +279,7 @@ def test_the_life_of_adapters(results: dict[str, Any], folder: Path) -> None:
         assert_close(life[stage], start)
     stock = peft.PeftModel.from_pretrained(base(), folder / "adapters").eval()
     trained = logits(stock)
-    assert torch.equal(life["generated"], generated(stock))
-    assert (trained - start).abs().max() > 0.05
+    assert torch.equal(life["generated"], generated(stock)) and (trained - start).abs().max() > 0.05
     for stage in ("trained", "loaded", "resumed", "merged"):
         assert_close(life[stage], trained)
     assert (life["replaced"] - trained).abs().max() > 0.05

@@ -1,7 +1,3 @@
-"""LoRA over two pipeline stages: a step is stock peft's, and all adapters are in a directory."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

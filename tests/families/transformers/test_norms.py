@@ -1,7 +1,3 @@
-"""Which modules are RMS norms, and what the fused kernel gives for them on a GPU."""
-
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

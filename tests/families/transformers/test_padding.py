@@ -3,8 +3,6 @@
 Expected values are by hand, from the router logits that stock transformers gives real tokens.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -105,9 +103,7 @@ def test_the_mask_of_images_is_found_by_name() -> None:
 
 @pytest.mark.parametrize("images", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_layers_of_one_modality_leave_padding_out(
-    images: bool, recompute: bool, meshes: Meshes
-) -> None:
+def test_layers_of_one_modality_leave_padding_out(images, recompute, meshes) -> None:
     """Rows of 9 tokens, 5 of an image in each, or none; the first has 2 of padding."""
     model = parallelize_moe(tiny_model("ernie4_5_vl_moe"), meshes)
     if recompute:
@@ -170,9 +166,8 @@ def test_a_stock_model_mixes_documents_only_with_a_word(family: str, meshes: Mes
         logits = model(**packed).logits[0, :21]
         assert (logits - alone).abs().max() <= 1e-5 * alone.abs().max()
     elif family == "qwen3_next":
-        with pytest.warns(
-            UserWarning, match=r"layer_types\[0\] \('linear_attention'\) may not keep"
-        ):
+        message = r"layer_types\[0\] \('linear_attention'\) may not keep"
+        with pytest.warns(UserWarning, match=message):
             model(**packed)
         packed["cu_seqlens"] = whole["cu_seqlens"]
         with pytest.raises(ValueError, match=r"documents apart: call use_causal_attention"):

@@ -1,7 +1,3 @@
-"""Stages of transformers models against the whole model: losses and gradients to the bit."""
-
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from itertools import product
@@ -17,13 +13,7 @@ from moecore.families.family import swap_blocks
 from moecore.io import init_hf
 from moecore.parallel.pipeline.stages import remove_other_stages
 from moecore.planning import fake_world
-from tests.families.transformers.family_models import (
-    fill,
-    freeze_indexers,
-    model_class,
-    tiny_config,
-    tiny_model,
-)
+from tests.families.transformers import family_models
 from tests.families.transformers.hf_models import batch, learned, padding_mask, random_model
 from tests.parallel.pipeline.emulated import assert_same, run_stages, staged, stages_of
 
@@ -54,21 +44,21 @@ def with_layers(name: str) -> nn.Module:
 
 
 def sparse() -> nn.Module:
-    model = tiny_model("deepseek_v32")
-    freeze_indexers(model)
+    model = family_models.tiny_model("deepseek_v32")
+    family_models.freeze_indexers(model)
     return model
 
 
 def with_indexers(family: str, **values: Any) -> nn.Module:
     """Return a tiny model whose layers, as many as `indexer_types`, have chosen keys."""
-    kind, number = model_class(family), len(values["indexer_types"])
+    kind, number = family_models.model_class(family), len(values["indexer_types"])
     values |= {"num_hidden_layers": number, "layer_types": ["indexed_attention"] * number}
-    config = tiny_config(kind.config_class, values)
+    config = family_models.tiny_config(kind.config_class, values)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = kind(config)
-    fill(model)
-    freeze_indexers(model)
+    family_models.fill(model)
+    family_models.freeze_indexers(model)
     return model.train()
 
 
@@ -87,18 +77,18 @@ FAMILIES = {
     "gpt-oss": lambda: random_model("gpt-oss", num_hidden_layers=2, sliding_window=4),
     "llama": llama,
     "llama, tied": lambda: llama(tie_word_embeddings=True),
-    "nemotron, kinds of layers": lambda: tiny_model("nemotron_h"),
-    "gated delta": lambda: tiny_model("qwen3_next"),
+    "nemotron, kinds of layers": lambda: family_models.tiny_model("nemotron_h"),
+    "gated delta": lambda: family_models.tiny_model("qwen3_next"),
     "sparse": sparse,
     "sparse, keys of the layer before": sharing,
-    "a factor of logits": lambda: tiny_model("cohere2_moe"),
-    "the device of an embedding is read": lambda: tiny_model("llama4"),
+    "a factor of logits": lambda: family_models.tiny_model("cohere2_moe"),
+    "the device of an embedding is read": lambda: family_models.tiny_model("llama4"),
     "the dtype of a head is read": lambda: with_indexers("hy_v4", indexer_types=["full"] * 2),
-    "factors of embeddings": lambda: tiny_model("granitemoe"),
-    "factors in front of the head": lambda: tiny_model("inkling"),
-    "a tower": lambda: tiny_model("qwen3_vl_moe"),
-    "streams, side by side": lambda: tiny_model("qwen4_exp"),
-    "streams, stacked, and choices by token id": lambda: tiny_model("deepseek_v4"),
+    "factors of embeddings": lambda: family_models.tiny_model("granitemoe"),
+    "factors in front of the head": lambda: family_models.tiny_model("inkling"),
+    "a tower": lambda: family_models.tiny_model("qwen3_vl_moe"),
+    "streams, side by side": lambda: family_models.tiny_model("qwen4_exp"),
+    "streams, stacked, and choices by token id": lambda: family_models.tiny_model("deepseek_v4"),
 }
 
 
@@ -183,8 +173,7 @@ def test_the_layers_of_other_stages_do_not_run():
 
 
 def test_a_rank_keeps_what_its_stages_need():
-    stages = stages_of("Et|t|L")
-    kept = []
+    stages, kept = stages_of("Et|t|L"), []
     for family in ("llama", "llama, tied"):
         for stage in stages:
             model = FAMILIES[family]()
@@ -231,7 +220,7 @@ REFUSED = {
 def test_models_that_are_more_than_their_parts_are_refused(family, device):
     """By the whole model, before any rank runs a stage of it."""
     with torch.device(device):
-        model = tiny_model(family)
+        model = family_models.tiny_model(family)
     with pytest.raises(NotImplementedError) as error:
         staged(model)
     message = str(error.value)
@@ -244,7 +233,7 @@ def test_every_rank_refuses_before_ranks_agree(rank):
     with fake_world(2, rank):
         meshes = build_meshes(ParallelConfig(pp=2), "cpu")
         with pytest.raises(NotImplementedError, match="Inkling2ForCausalLM"):
-            parallelize_moe(tiny_model("inkling2"), meshes, pipeline=PipelineConfig())
+            parallelize_moe(family_models.tiny_model("inkling2"), meshes, pipeline=PipelineConfig())
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -261,7 +250,7 @@ def test_what_tp_cuts_is_asked_of_the_whole_model(rank):
             else parts["o_proj"].to_local().shape[1] == 16
         )
         with pytest.raises(NotImplementedError, match=r"tp \(2\) must be 1 for Inkling.*r_proj"):
-            parallelize_moe(tiny_model("inkling"), meshes, **how)
+            parallelize_moe(family_models.tiny_model("inkling"), meshes, **how)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

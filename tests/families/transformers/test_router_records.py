@@ -4,8 +4,6 @@ their numbers on two ranks.
 By day one family of each structure runs, and all under --nightly.
 """
 
-from __future__ import annotations
-
 import copy
 from math import ceil
 from typing import Any
@@ -124,8 +122,7 @@ def test_replay(family: str, meshes: Meshes) -> None:
     replay, chosen = RouterReplay(model), []
     with replay.record():
         run(model)
-    recorded = replay.choices("cpu")
-    layers = layers_of(model)
+    recorded, layers = replay.choices("cpu"), layers_of(model)
     assert list(recorded) == list(layers)
     with torch.no_grad():
         for layer in layers.values():
@@ -188,8 +185,7 @@ def test_the_bias_is_fp32_and_of_its_own_copy(family: str) -> None:
 )
 def test_options_that_moecore_lacks_leave_the_router(family: str, options: dict[str, Any]) -> None:
     model = tiny_model(family, **options)
-    stock = copy.deepcopy(model)
-    layers = swap_blocks(model, {})
+    stock, layers = copy.deepcopy(model), swap_blocks(model, {})
     assert layers and all(isinstance(layer, RoutedExperts) for layer in layers.values())
     torch.testing.assert_close(run(model), run(stock))
 

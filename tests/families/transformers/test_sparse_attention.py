@@ -1,7 +1,3 @@
-"""Indexers of sparse attention learn what a dense definition says, and nothing else does of it."""
-
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -21,12 +17,8 @@ from moecore.families import use_causal_attention
 from moecore.kernels.sparse_attention import attention
 from moecore.kernels.sparse_attention.index import select_keys
 from moecore.parallel.model.parallel_state import get_moe_state
+from tests.families.transformers import hf_models
 from tests.families.transformers.family_models import tiny_model
-from tests.families.transformers.hf_models import (
-    assert_equal_numbers,
-    enable_checkpointing,
-    whole_gradients,
-)
 from tests.families.transformers.indexer_cases import recorded
 from tests.kernels.sparse_attention.test_sparse_attention import Largest
 
@@ -73,7 +65,7 @@ def by_hand(model: nn.Module, given: dict[str, Any], coef: float) -> dict[str, T
         of_tokens = torch.cat(parts, 1)[0, : 32 - PADDING]
         found[f"indexer loss of {name}"] = coef * of_tokens.sum() / (32 - PADDING)
     torch.stack([*found.values()]).sum().backward()
-    return {n: x.detach() for n, x in found.items()} | whole_gradients(model)
+    return {n: x.detach() for n, x in found.items()} | hf_models.whole_gradients(model)
 
 
 def trained(model: nn.Module, given: dict[str, Any], config: IndexerConfig) -> dict[str, Any]:
@@ -84,10 +76,9 @@ def trained(model: nn.Module, given: dict[str, Any], config: IndexerConfig) -> d
     with step.micro_batch():
         loss = model(**given, use_cache=False).loss
         loss.backward()
-    found = {"loss": loss.detach()} | whole_gradients(model)
+    found = {"loss": loss.detach()} | hf_models.whole_gradients(model)
     metrics = step.finish().metrics
-    losses = metrics.indexer_losses
-    shown = metrics.to_dict()
+    losses, shown = metrics.indexer_losses, metrics.to_dict()
     assert shown["indexer_loss"] == pytest.approx(sum(map(float, losses.values())))
     return found | {f"indexer loss of {n}": x.squeeze() for n, x in losses.items()}
 
@@ -101,7 +92,7 @@ def test_all_but_indexers_may_be_frozen() -> None:
         found[is_frozen] = trained(model, batch(), IndexerConfig(stage="warm_up"))
     want = {name: found[False][name] for name in found[True]}
     assert sum("grad/" in name for name in want) == 2 * 5
-    assert_equal_numbers(found[True], want)
+    hf_models.assert_equal_numbers(found[True], want)
 
 
 def test_indexers_without_a_config_learn_nothing() -> None:
@@ -140,14 +131,14 @@ def test_the_same_keys_are_selected_again(how: str, monkeypatch: Any) -> None:
     for again in (False, True):
         model, memory = tiny_model("deepseek_v32"), None
         if again and how == "checkpointing":
-            enable_checkpointing(model)
+            hf_models.enable_checkpointing(model)
         elif again:
             memory = MemoryOptions(recompute="gemm_last")
         meshes = build_meshes(ParallelConfig(), "cpu")
         parallelize_moe(model, meshes, indexer=IndexerConfig(), memory=memory)
         selected.clear()
         model(**batch(), use_cache=False).loss.backward()
-        found[again] = whole_gradients(model)
+        found[again] = hf_models.whole_gradients(model)
         number = 2 * (1 + (again and how == "checkpointing"))  # a region keeps what was selected
         assert len(selected) == number
         first, second = selected[:2], selected[-2:]
@@ -199,7 +190,7 @@ def test_indexers_learn_the_probabilities_of_attention(family: str, stage: Any) 
     want = by_hand(make(family, stage), batch(), 0.7)
     model = tiny_model(family)
     if stage == "sparse":
-        enable_checkpointing(model)  # divergences of forwards that run again count once
+        hf_models.enable_checkpointing(model)  # divergences of forwards that run again count once
     got = trained(model, batch(), config)
-    assert_equal_numbers(got, want)
+    hf_models.assert_equal_numbers(got, want)
     assert any("indexer loss" in name for name in got)

@@ -3,8 +3,6 @@
 python -m pytest -m gpu tests/families/transformers/test_tensor_parallel_gpu.py     on 2 GPUs
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from torch import nn
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from tests.families.transformers.family_models import batch, loss_of, tiny_model
 from tests.families.transformers.test_families import VOCABULARY, Found, gradients, worst
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.helpers.whole import gather_whole
 
 pytestmark = [
@@ -48,9 +46,7 @@ def run_model(model: nn.Module, inputs: Found) -> Found:
     )
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, Any]:
-    return run_ranks(2, worker, device_type="cuda")
+errors = ranks_fixture(2, worker, device_type="cuda")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

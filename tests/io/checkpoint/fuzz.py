@@ -12,8 +12,6 @@ Loading must raise ValueError or OSError, in seconds, with everything left as it
 manifest may load where the value is the caller's own (such as extra): then all tensors are right.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

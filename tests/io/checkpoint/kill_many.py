@@ -7,8 +7,6 @@
 It prints, for each kill of a job, 0 where the save before is left and 1 where the newer one is.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Kill ranks, or jobs that contend for one run, at random moments of saving; load what is left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -42,7 +40,6 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, value: float) -> No
 def loaded_step(root: Path, width: int = 64) -> int:
     """Load what `latest` names, check that all of it is of one step, and return the step."""
     path = latest(root)
-    assert path is not None
     model, optimizer = build(-1.0, width)
     step = load(path, model, optimizer)["step"]
     assert path.name == f"step-{step:06d}"

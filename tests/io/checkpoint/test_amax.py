@@ -3,8 +3,6 @@
 Without histories the first step after a load would have scales of its own values, and other bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,14 +122,12 @@ def test_a_resume_has_the_same_bits(keep: Any, tmp_path: Path) -> None:
     saved = source.past()
     assert len(saved) == 3 * MATRICES + 4
     assert all(int(steps.count_nonzero()) == 2 for steps in saved.values())
-    set_again = keep(source, tmp_path)
-    ahead = source.train(2, 4)
+    set_again, ahead = keep(source, tmp_path), source.train(2, 4)
     fresh, used = make(1), make(1)
     used.train(7, 9)
     for job in (fresh, used):
         set_again(job)
-        assert not job.unknown()
-        assert are_equal(list(job.past().values()), list(saved.values()))
+        assert not job.unknown() and are_equal(list(job.past().values()), list(saved.values()))
         assert are_equal(job.train(2, 4), ahead)
 
 
@@ -147,7 +143,6 @@ def test_other_recipes_keep_the_newest_steps(tmp_path: Path) -> None:
     without = make(1, n=0)
     without.load(path)
     assert not without.past()
-
     # Of that run a live history takes nothing: its next step has scales of its own values.
     path = without.save(tmp_path / "without")
     assert not any(name.startswith("amax.") for name in read_manifest(path).tensors)

@@ -1,7 +1,3 @@
-"""What does not fit: one error with all of it, before any change; or what fits, and a warning."""
-
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import asdict, replace
@@ -93,9 +89,8 @@ def test_dtypes_are_cast_only_when_asked(tmp_path: Path, strict: bool) -> None:
     path = save(tmp_path, 1, saved, saved_optimizer)
     model, optimizer = build({"a": 3}, dtype=torch.bfloat16, seed=1)
     before = tensors_of(model, optimizer)
-    with pytest.raises(
-        ValueError, match=r"a.weight torch.float32 must be torch.bfloat16 as in"
-    ) as e:
+    message = r"a.weight torch.float32 must be torch.bfloat16 as in"
+    with pytest.raises(ValueError, match=message) as e:
         load(path, model, optimizer, strict=strict)
     assert "use cast=True" in str(e.value) and same(before, tensors_of(model, optimizer))
     load(path, model, optimizer, strict=strict, cast=True)
@@ -186,14 +181,6 @@ def test_optimizer_with_other_state_is_refused(tmp_path, saved, now, message):
     step(model, optimizer)
 
 
-def test_amounts_are_restored(tmp_path: Path) -> None:
-    path = save(tmp_path, 1, *build_with(SGD, momentum=0.9, weight_decay=0.5))
-    model, optimizer = build_with(SGD, momentum=0.8)
-    load(path, model, optimizer)
-    assert optimizer.param_groups[0]["momentum"] == 0.9
-    assert optimizer.param_groups[0]["weight_decay"] == 0.5
-
-
 def test_names_of_hyperparameters_must_agree(tmp_path: Path) -> None:
     model, optimizer = build({"a": 3})
     optimizer.param_groups[0]["theirs"] = 1
@@ -225,9 +212,8 @@ def test_optimizer_state_that_does_not_fit_its_parameter(tmp_path: Path) -> None
     name = "extra.optimizer.row.a.weight"
     values["tensors"]["optimizer.row.a.weight"] = values["tensors"].pop(name)
     write_signed(path, values)
-    with pytest.raises(
-        ValueError, match=r"optimizer state row.a.weight \(5,\) must be \(3, 3\) or"
-    ):
+    message = r"optimizer state row.a.weight \(5,\) must be \(3, 3\) or"
+    with pytest.raises(ValueError, match=message):
         load(path, model, optimizer)
     load(path, model)
 
@@ -264,8 +250,7 @@ def test_a_decoder_that_computes_something_else(tmp_path, change, moe, message):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match=message) as info:
         load(path, model)
-    assert "\n" not in str(info.value)
-    assert same(before, model.state_dict())
+    assert "\n" not in str(info.value) and same(before, model.state_dict())
     with pytest.warns(UserWarning, match=message.removesuffix(": build")):
         load(path, model, strict=False)
 

@@ -1,7 +1,3 @@
-"""A checkpoint of transformers' that fits all shapes of a model with another config is refused."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -184,8 +180,15 @@ def test_configs_that_tell_less(tmp_path: Path) -> None:
 
 V4 = dict(model_type="x", rope_theta=10.0, max_position_embeddings=64)
 V5 = dict(model_type="x", rope_parameters=dict(rope_type="default", rope_theta=10.0))
-DYNAMIC = dict(rope_type="dynamic", factor=2.0)
+LONG, DYNAMIC = dict(max_position_embeddings=128), dict(rope_type="dynamic", factor=2.0)
 SLIDING = dict(full_attention=dict(rope_theta=1.0), sliding_attention=dict(rope_theta=2.0))
+NEAR = dict(rope_parameters=SLIDING | dict(full_attention=dict(rope_theta=9.0)))
+LINEAR, YARN_2 = dict(type="linear", factor=2.0), dict(rope_type="yarn", factor=2.0)
+DEFAULTS = YARN_2 | dict(beta_fast=32.0, truncate=True, attention_factor=None)
+
+
+def scaled(values: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return V4 | dict(rope_scaling=values | more)
 
 
 @pytest.mark.parametrize(
@@ -193,50 +196,35 @@ SLIDING = dict(full_attention=dict(rope_theta=1.0), sliding_attention=dict(rope_
     [
         (V4, V5, []),
         (V4 | dict(rope_theta=5.0), V5, [("rope_parameters.rope_theta", "5.0", "10.0")]),
+        (scaled(LINEAR), V5, [("rope_parameters.rope_type", "'linear'", "'default'")]),
         (
-            V4 | dict(rope_scaling=dict(type="linear", factor=2.0)),
-            V5,
-            [("rope_parameters.rope_type", "'linear'", "'default'")],
-        ),
-        (
-            V4 | dict(rope_scaling=dict(type="linear", factor=2.0)),
-            V4 | dict(rope_scaling=dict(rope_type="linear", factor=3.0)),
+            scaled(LINEAR),
+            scaled(dict(rope_type="linear", factor=3.0)),
             [("rope_parameters.factor", "2.0", "3.0")],
         ),
         # Defaults that one release writes out, and another does not.
         (
-            V4 | dict(rope_scaling=dict(rope_type="yarn", factor=2.0)),
-            V4
-            | dict(
-                rope_parameters=dict(
-                    rope_type="yarn",
-                    factor=2.0,
-                    beta_fast=32.0,
-                    truncate=True,
-                    original_max_position_embeddings=64,
-                    attention_factor=None,
-                )
-            ),
+            scaled(YARN_2),
+            V4 | dict(rope_parameters=DEFAULTS | dict(original_max_position_embeddings=64)),
             [],
         ),
-        (
-            V4 | dict(rope_scaling=dict(rope_type="yarn", factor=2.0)),
-            V4 | dict(rope_scaling=dict(rope_type="yarn", factor=2.0, mscale=0.7)),
-            [("rope_parameters.mscale", "None", "0.7")],
-        ),
+        (scaled(YARN_2), scaled(YARN_2, mscale=0.7), [("rope_parameters.mscale", "None", "0.7")]),
         # The length is read by some types.
-        (V4, V4 | dict(max_position_embeddings=128), []),
+        (V4, V4 | LONG, []),
         (
-            V4 | dict(rope_scaling=DYNAMIC, rope_theta=10.0),
-            V4 | dict(rope_scaling=DYNAMIC, max_position_embeddings=128),
+            scaled(DYNAMIC) | dict(rope_theta=10.0),
+            scaled(DYNAMIC) | LONG,
             [
-                ("max_position_embeddings", "64", "128"),
-                ("rope_parameters.original_max_position_embeddings", "64", "128"),
+                (name, "64", "128")
+                for name in (
+                    "max_position_embeddings",
+                    "rope_parameters.original_max_position_embeddings",
+                )
             ],
         ),
         (
             dict(rope_parameters=SLIDING),
-            dict(rope_parameters=SLIDING | dict(full_attention=dict(rope_theta=9.0))),
+            NEAR,
             [("rope_parameters.full_attention.rope_theta", "1.0", "9.0")],
         ),
         # What one side does not name, one thing under two names, parts with a config of their own.

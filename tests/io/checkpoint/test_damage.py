@@ -1,7 +1,3 @@
-"""Damage of every class in every kind of file is found in time; no pickle is read."""
-
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -125,8 +121,7 @@ def test_a_save_goes_on_beside_special_files(root, name, damage):
             with pytest.raises(ValueError, match="must be a"):
                 action(root / "step-000001")
     path = save(root, 2, *build())
-    assert latest(root) == path and (root / POINTER).is_file()
-    assert not (root / POINTER).is_symlink()
+    assert latest(root) == path and (root / POINTER).is_file() and not (root / POINTER).is_symlink()
     load_latest(root)
 
 
@@ -162,8 +157,7 @@ def test_every_bit_of_the_pointer(root: Path) -> None:
 
 def test_every_byte_of_the_manifest(root: Path) -> None:
     file = root / "step-000001" / MANIFEST
-    data = file.read_bytes()
-    dice = random.Random(0)
+    data, dice = file.read_bytes(), random.Random(0)
     for position in range(0, len(data), 3):
         spoiled = bytearray(data)
         spoiled[position] ^= 1 << dice.randrange(8)
@@ -230,8 +224,7 @@ def test_pickles_in_the_directory_are_never_opened(root: Path) -> None:
     load_latest(root)
     verify(path)
     listening = False
-    assert not proof.exists()
-    assert any("rank-00000" in event for event in events)
+    assert not proof.exists() and any("rank-00000" in event for event in events)
     assert not [event for event in events if event.startswith("pickle") or proof.name in event]
     assert not [e for e in events if any(n in e for n in (*names, "optimizer.pt"))]
 

@@ -1,7 +1,3 @@
-"""The code of docs/checkpointing.md runs as it stands there, with fewer steps."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ def test_the_examples_run(tmp_path, monkeypatch, no_group_left):
         names: dict[str, Any] = {}
         for block in blocks[: 1 if run else None]:
             exec(block, names)
-    assert names["extra"] == {"step": 4}
-    assert latest("runs/mine") == Path("runs/mine/step-000004")
+    assert names["extra"] == {"step": 4} and latest("runs/mine") == Path("runs/mine/step-000004")
     assert len(blocks) == 2
     assert read_manifest(Path("runs/muon/step-000001")).facts.optimizer_class == "Muon, AdamW"

@@ -1,7 +1,3 @@
-"""A rank's state in memory: a fresh model that takes it goes on as the one that gave it."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,3 @@
-"""A save that dies leaves the previous checkpoint, or the new one, whole and loadable."""
-
-from __future__ import annotations
-
 import errno
 import os
 import resource
@@ -79,8 +75,7 @@ def test_crash_before_every_file_operation(tmp_path: Path, point: str) -> None:
         step, nth = left, nth + 1
     assert nth > 1 or point == "remove"
     assert loaded_step(tmp_path) == step + 1
-    assert len(directory.find_complete_checkpoints(tmp_path)) == 1
-    assert not list(tmp_path.glob(".*"))
+    assert len(directory.find_complete_checkpoints(tmp_path)) == 1 and not list(tmp_path.glob(".*"))
 
 
 def limit_files(num_bytes: int) -> None:
@@ -105,7 +100,6 @@ def fails_then_recovers(root: Path, room: int, *, wait: bool) -> None:
 @pytest.mark.parametrize("wait", [True, False], ids=["sync", "background"])
 def test_full_disk_leaves_the_save_before(tmp_path: Path, room: int, wait: bool) -> None:
     save(tmp_path, 1, *build(1.0), {"step": 1})
-
     assert in_child(fails_then_recovers, tmp_path, room, wait=wait) == 0
     assert loaded_step(tmp_path) == 3
 
@@ -126,8 +120,7 @@ def test_write_error_in_the_middle(tmp_path, number, monkeypatch):
         save(tmp_path, 2, *build(2.0), {"step": 2})
     assert calls[0] - calls[1] == 100 or calls[1] - calls[2] == 100
     monkeypatch.undo()
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-000001"]
-    assert loaded_step(tmp_path) == 1
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-000001"] and loaded_step(tmp_path) == 1
 
 
 def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,5 +144,4 @@ def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mo
             save(tmp_path, 3, *build(3.0), {"step": 3})
     assert loaded_step(tmp_path) == 2
     path = latest(tmp_path)
-    assert path is not None and path.name == "step-000002"
-    assert load(path, *build(0.0))["step"] == 2
+    assert path is not None and path.name == "step-000002" and load(path, *build(0.0))["step"] == 2

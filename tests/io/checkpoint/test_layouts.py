@@ -6,8 +6,6 @@ into the same state that way, saves it, and takes one step from it. What it load
 layout's checkpoint must then be that state, and the next step from there must be that step.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -108,8 +106,7 @@ def make_model(kind: str, device: str) -> Decoder:
 
 
 def build(kind: str, name: str) -> tuple[Decoder, torch.optim.AdamW]:
-    parallel = LAYOUTS[name][1]
-    model = make_model(kind, "meta")
+    parallel, model = LAYOUTS[name][1], make_model(kind, "meta")
     if parallel is not None:
         parallelize_moe(model, build_meshes(parallel, "cpu"))
     model.to_empty(device="cpu")
@@ -268,8 +265,7 @@ def test_every_layout_loads_what_another_saved(results, pair):
 
 def test_manifest_knows_the_layout(results: dict[Any, Any], root: Path) -> None:
     facts = read_manifest(root / "native" / "ep2-etp2" / "step-000002").facts
-    assert facts.world_size == 4
-    assert {"dp_shard": 4} in facts.meshes
+    assert facts.world_size == 4 and {"dp_shard": 4} in facts.meshes
     assert any(mesh.get("ep") == 2 and mesh.get("etp") == 2 for mesh in facts.meshes)
     assert read_manifest(root / "native" / "plain" / "step-000002").facts.meshes == []
 

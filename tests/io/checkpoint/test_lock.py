@@ -1,7 +1,3 @@
-"""Two jobs and one run directory: one writes, the other is refused, a reader sees whole steps."""
-
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -44,8 +40,7 @@ def entries(root: Path) -> list[str]:
 
 
 def test_the_second_job_is_refused_and_takes_over_when_the_first_is_dead(tmp_path: Path) -> None:
-    job = other_job(tmp_path)
-    before = entries(tmp_path)
+    job, before = other_job(tmp_path), entries(tmp_path)
     for action in (
         lambda: Saver(tmp_path, *build(2.0)),
         lambda: save(tmp_path, 2, *build(2.0), {"step": 2}),
@@ -81,8 +76,7 @@ def test_prune_names_the_drafts_of_a_dead_job(tmp_path, capsys):
     before = entries(tmp_path)
     gone = ["step-000000", ".step-000002.tmp-killed"]
     for options, verb in ((["--dry-run"], "would remove"), ([], "removed")):
-        assert entries(tmp_path) == before
-        assert main(command + options) == 0
+        assert entries(tmp_path) == before and main(command + options) == 0
         assert capsys.readouterr().out == "".join(f"{verb} {tmp_path / name}\n" for name in gone)
     assert entries(tmp_path) == sorted([*users, "latest", "step-000001"])
     with Saver(tmp_path, *build(2.0)) as saver:
@@ -174,8 +168,7 @@ def test_what_is_no_lock_is_refused(tmp_path: Path, kind: str) -> None:
         os.mkfifo(root / LOCK / OWNER)
     with pytest.raises((OSError, ValueError), match=r"\.lock.*\) must be a .*: remove") as info:
         save(root, 1, *build(1.0))
-    assert "\n" not in str(info.value)
-    assert entries(root) == [LOCK] and entries(outside) == []
+    assert "\n" not in str(info.value) and entries(root) == [LOCK] and entries(outside) == []
 
 
 def test_a_reader_beside_two_writers_sees_whole_checkpoints(tmp_path: Path) -> None:
@@ -218,8 +211,7 @@ def test_a_shard_that_went_missing_is_not_published(tmp_path, monkeypatch):
         with pytest.raises(OSError, match=r"rank 0 could not write it: .*rank-00000"):
             save(tmp_path, 2, *build(2.0), {"step": 2}, keep=1)
     monkeypatch.undo()
-    assert loaded_step(tmp_path) == 1
-    assert entries(tmp_path) == ["latest", "step-000001"]
+    assert loaded_step(tmp_path) == 1 and entries(tmp_path) == ["latest", "step-000001"]
 
 
 def test_prune_of_a_step_that_is_a_link_removes_the_link(tmp_path: Path) -> None:
@@ -248,8 +240,7 @@ def test_a_checkpoint_that_is_replaced_while_latest_looks(tmp_path, monkeypatch,
         return found
 
     monkeypatch.setattr(directory, "_read_pointer", slow)
-    assert latest(tmp_path) == tmp_path / "step-000001"
-    assert "which is gone" not in caplog.text
+    assert latest(tmp_path) == tmp_path / "step-000001" and "which is gone" not in caplog.text
 
 
 def test_a_step_without_a_manifest_is_replaced(tmp_path: Path) -> None:

@@ -1,7 +1,3 @@
-"""Checkpoints at fsspec URLs: a save is complete or absent whatever the store or a job does."""
-
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -80,9 +76,7 @@ def test_runs_in_memory_and_in_a_directory_are_saved_and_loaded(tmp_path: Path) 
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
-def test_a_downloaded_run_is_a_local_run_and_an_uploaded_one_a_remote_one(
-    tmp_path: Path, root: RemotePath
-) -> None:
+def test_a_downloaded_run_is_a_local_run_and_an_uploaded_one_a_remote_one(tmp_path, root) -> None:
     shutil.copytree(root.url.removeprefix("faulty://"), tmp_path / "local")
     assert loaded_step(tmp_path / "local") == 1
     save(tmp_path / "local", 2, *build(2.0), {"step": 2})
@@ -171,9 +165,7 @@ def test_a_job_that_dies_at_any_request_leaves_the_old_or_the_new_checkpoint(roo
     assert objects(root) == LOCKED | {f"step-{step + 2:06d}": WHOLE}, "no leftovers"
 
 
-def test_an_incomplete_step_is_never_the_latest_and_is_saved_again(
-    root: RemotePath, requests: Requests
-) -> None:
+def test_an_incomplete_step_is_never_the_latest_and_is_saved_again(root, requests) -> None:
     folder = Path(root.url.removeprefix("faulty://"))
     (folder / "step-000002").mkdir()
     whole = next((folder / "step-000001").glob("rank-*"))
@@ -193,9 +185,7 @@ TOOK_OVER = r"must be written to by one job, but 'pid \d+ on .* since .*' took i
 
 
 @pytest.mark.parametrize("pause", ["part", "manifest", "latest"])
-def test_a_stalled_job_and_its_successor_do_not_mix(
-    root: RemotePath, requests: Requests, pause: str
-) -> None:
+def test_a_stalled_job_and_its_successor_do_not_mix(root, requests, pause) -> None:
     """The first job stands still at a request, while the second one saves the same step."""
     stalled, go, errors = threading.Event(), threading.Event(), []
 
@@ -237,8 +227,7 @@ def test_a_stalled_job_and_its_successor_do_not_mix(
 
 
 def test_a_job_that_was_replaced_saves_no_more(root: RemotePath) -> None:
-    first = Saver(root, *build(2.0))
-    second = Saver(root, *build(3.0))
+    first, second = Saver(root, *build(2.0)), Saver(root, *build(3.0))
     with pytest.raises(OSError, match=TOOK_OVER):
         first.save(2, {"step": 2}, wait=True)
     second.save(3, {"step": 3}, wait=False)
@@ -288,9 +277,7 @@ def test_a_store_that_refuses_is_not_an_empty_run(root: RemotePath, requests: Re
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["sync", "background"])
-def test_a_full_bucket_fails_the_save_at_any_request_and_loses_nothing(
-    root: RemotePath, requests: Requests, wait: bool
-) -> None:
+def test_a_full_bucket_fails_the_save_at_any_request_and_loses_nothing(root, requests, wait):
     model, optimizer = build(2.0)
     saver, num_failed = Saver(root, model, optimizer), 0
     refused: list[tuple[str, str]] = []
@@ -323,8 +310,7 @@ def test_an_upload_that_lost_bytes_is_not_published(root: RemotePath, requests: 
     requests.lost_bytes = 3
     with pytest.raises(OSError, match=r"must have the \d+ bytes that were written, not \d+"):
         save(root, 2, *build(2.0), {"step": 2})
-    assert objects(root) == LOCKED | {"step-000001": WHOLE}
-    assert loaded_step(root) == 1
+    assert objects(root) == LOCKED | {"step-000001": WHOLE} and loaded_step(root) == 1
 
 
 def test_damage_is_found(root: RemotePath) -> None:

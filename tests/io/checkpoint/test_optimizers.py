@@ -1,7 +1,3 @@
-"""Several optimizers in one checkpoint: kept as one whose groups follow each other."""
-
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence
@@ -79,8 +75,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     optimizers[0].param_groups[0]["lr"] = 0.5  # restored, not what the next one is built with
     path = save(tmp_path, 1, model, optimizers)
     facts = read_manifest(path).facts
-    assert facts.optimizer_class == "Muon, AdamW, AdamW"
-    assert facts.optimizer is not None
+    assert facts.optimizer_class == "Muon, AdamW, AdamW" and facts.optimizer is not None
     assert [group["lr"] for group in facts.optimizer] == [0.5, 2e-3, 1e-3]
     saved = state_of(model, optimizers)
     train(model, optimizers, seed=2)
@@ -152,8 +147,7 @@ def test_other_optimizers_are_refused(saved_run, make, message):
     before, generator = state_of(other, several), torch.get_rng_state()
     with pytest.raises(ValueError, match=rf" 1 differ: {message}") as info:
         load(path, other, made)
-    assert "\n" not in str(info.value)
-    assert differing(state_of(other, several), before) == []
+    assert "\n" not in str(info.value) and differing(state_of(other, several), before) == []
     assert torch.equal(torch.get_rng_state(), generator)
     # Not strict: the state of a parameter where its optimizer has the same class, and no groups.
     with pytest.warns(UserWarning, match=rf" 1 differ: {message}"):
@@ -163,8 +157,7 @@ def test_other_optimizers_are_refused(saved_run, make, message):
     held = {(names[p], type(o)) for o in several for g in o.param_groups for p in g["params"]}
     assert found.keys() == {name for name, (kind, _) in saved.items() if (name, kind) in held}
     for name, (kind, slots) in found.items():
-        assert kind is saved[name][0]
-        assert differing(slots, saved[name][1]) == []
+        assert kind is saved[name][0] and differing(slots, saved[name][1]) == []
     groups = {key: value for key, value in before.items() if ".groups." in key}
     assert groups == {k: v for k, v in state_of(other, several).items() if ".groups." in k}
 

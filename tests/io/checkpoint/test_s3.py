@@ -1,5 +1,3 @@
-"""Checkpoints in S3, here moto's server: multi-part uploads, ranges, listings, deletion."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -81,13 +79,10 @@ def test_a_save_that_fails_leaves_no_upload(url: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(shard_file.ShardWriter, "finish", finish)
     system = s3fs.S3FileSystem()
     assert not system.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads")
-    assert not system.exists(f"{url}/step-000002")
-    assert loaded_step(make_path(url), WIDTH) == 1
+    assert not system.exists(f"{url}/step-000002") and loaded_step(make_path(url), WIDTH) == 1
 
 
-def test_a_missing_bucket_and_refused_keys_are_errors(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_bucket_and_refused_keys_are_errors(url, monkeypatch) -> None:
     with pytest.raises(OSError, match=r"path \(s3://no-bucket/.*could not be accessed") as info:
         save("s3://no-bucket/run", 1, *build(1.0))
     assert "\n" not in str(info.value)

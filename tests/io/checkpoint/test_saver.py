@@ -1,7 +1,3 @@
-"""Background saves: what is on disk, when errors come out, and that ranks stay together."""
-
-from __future__ import annotations
-
 import logging
 import os
 import sys
@@ -59,8 +55,7 @@ def test_training_goes_on_meanwhile(tmp_path: Path, monkeypatch: Patch) -> None:
         optimizer.param_groups[0]["lr"] = 9.0
         saver.check()
         gate.opened.set()
-    assert latest(tmp_path) == path == tmp_path / "step-000001"
-    assert loaded_step(tmp_path) == 1
+    assert latest(tmp_path) == path == tmp_path / "step-000001" and loaded_step(tmp_path) == 1
     other, other_optimizer = build(0.0)
     found = load(path, other, other_optimizer)
     assert found["list"] == [1] and torch.equal(found["numbers"], torch.ones(4))
@@ -93,8 +88,7 @@ def test_prepare_makes_the_memory_of_the_first_save(tmp_path: Path) -> None:
     model, optimizer = build(1.0)
     saver = Saver(tmp_path, model, optimizer)
     saver.prepare()
-    prepared = addresses(saver)
-    path = saver.save(1, wait=True)
+    prepared, path = addresses(saver), saver.save(1, wait=True)
     assert len(prepared) == len(read_manifest(path).tensors)
     saver.save(2, wait=False)
     assert addresses(saver) == prepared
@@ -121,7 +115,6 @@ def test_error_surfaces(tmp_path, monkeypatch, found_by, caplog):
     with monkeypatch.context() as patch:
         patch.setattr(storage, "publish", _no_space)
         saver.save(2, {"step": 2}, wait=False)
-        assert saver._future is not None
         saver._future.exception()  # wait, as a training step would
     with pytest.raises(OSError, match=r"rank 0 could not write it: OSError.28, 'No space"):
         if found_by == "check":
@@ -152,7 +145,6 @@ def test_a_rank_that_ends_is_an_error_of_the_save(tmp_path, monkeypatch, no_grou
     saver = Saver(tmp_path, *build(1.0))
     monkeypatch.setattr(store.dcp, "save", lost)
     saver.save(1, wait=False)
-    assert saver._future is not None
     saver._future.exception()
     if found_by == "close":
         monkeypatch.setattr(dist, "all_gather_object", lost)
@@ -203,7 +195,6 @@ def test_the_group_waits_as_long_as_the_default_one(tmp_path: Path) -> None:
     )
     try:
         with Saver(tmp_path, *build(1.0)) as saver:
-            assert saver._group is not None
             backend = saver._group._get_backend(torch.device("cpu"))
             assert backend.options._timeout == timedelta(seconds=77)
     finally:
@@ -240,7 +231,6 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     if rank == 1:
         os.write = _no_space  # type: ignore[assignment]
     saver.save(2, {"step": 2}, wait=False)
-    assert saver._future is not None
     saver._future.exception()
     os.write = write
     if rank == 0:  # told here, and not yet on rank 1: the next save tells both

@@ -1,7 +1,3 @@
-"""Shard files against the safetensors library, both ways, and slices against plain indexing."""
-
-from __future__ import annotations
-
 import hashlib
 import os
 import random
@@ -17,14 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moecore.io.checkpoint import shard_file
+from moecore.io.checkpoint import shard_file as sf
 from moecore.io.checkpoint.manifest import DTYPE_NAMES
-from moecore.io.checkpoint.shard_file import (
-    Meter,
-    ShardReader,
-    ShardWriter,
-    compute_layout,
-    iterate_chunks,
-)
 
 
 @pytest.fixture(params=[256, 2**24], ids=["small-chunks", "real-chunks"])
@@ -37,8 +27,8 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> shard_file.StoredFile:
-    layout = compute_layout({name: (t.dtype, t.shape) for name, t in tensors.items()})
-    with ShardWriter(path, layout.header, pinned=False, meter=Meter()) as file:
+    layout = sf.compute_layout({name: (t.dtype, t.shape) for name, t in tensors.items()})
+    with sf.ShardWriter(path, layout.header, pinned=False, meter=sf.Meter()) as file:
         for name in layout.begins:
             file.add(tensors[name])
         stored = file.finish()
@@ -84,7 +74,7 @@ def test_bytes_are_those_of_the_library(tmp_path: Path) -> None:
 
 def test_pieces_are_the_tensor_in_order(chunk: int) -> None:
     for name, tensor in samples().items():
-        parts = list(iterate_chunks(tensor))
+        parts = list(sf.iterate_chunks(tensor))
         assert all(part.nbytes <= chunk for part in parts), name
         flat = torch.cat([part.reshape(-1).float() for part in parts])
         assert torch.equal(flat, tensor.reshape(-1).float()), name
@@ -94,10 +84,10 @@ def test_pieces_are_the_tensor_in_order(chunk: int) -> None:
 def test_slices(tmp_path: Path, chunk: int, shape: tuple[int, ...]) -> None:
     whole = torch.randn(shape)
     write(tmp_path / "file", {"a": torch.zeros(5, dtype=torch.float64), "x": whole})
-    layout = compute_layout({"a": (torch.float64, (5,)), "x": (torch.float32, shape)})
+    layout = sf.compute_layout({"a": (torch.float64, (5,)), "x": (torch.float32, shape)})
     dice = random.Random(len(shape))
     buffer = torch.empty(shard_file.CHUNK_BYTES, dtype=torch.uint8)
-    with ShardReader(tmp_path / "file", layout.begins, buffer, Meter()) as file:
+    with sf.ShardReader(tmp_path / "file", layout.begins, buffer, sf.Meter()) as file:
         for _ in range(60):
             cuts = [sorted(dice.choices(range(n + 1), k=2)) for n in shape]
             offsets, sizes = [a for a, _ in cuts], [b - a for a, b in cuts]
@@ -119,11 +109,11 @@ def test_only_the_slice_is_read(tmp_path: Path) -> None:
     """Half of the rows: half of the bytes. A narrow block of columns: not much more than it."""
     whole = torch.randn(64, 2**17)
     write(tmp_path / "file", {"x": whole})
-    layout = compute_layout({"x": (torch.float32, whole.shape)})
+    layout = sf.compute_layout({"x": (torch.float32, whole.shape)})
     buffer = torch.empty(shard_file.CHUNK_BYTES, dtype=torch.uint8)
     for rows, columns in ((32, 2**17), (64, 2**16), (64, 2**15)):
         read: list[int] = []
-        with ShardReader(tmp_path / "file", layout.begins, buffer, Meter()) as file:
+        with sf.ShardReader(tmp_path / "file", layout.begins, buffer, sf.Meter()) as file:
             fill = file._read_bytes
             file._read_bytes = lambda t, *a, f=fill, r=read: (r.append(len(t)), f(t, *a))[1]  # type: ignore
             out = torch.empty(rows, columns)
@@ -136,9 +126,9 @@ def test_only_the_slice_is_read(tmp_path: Path) -> None:
 
 def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     write(tmp_path / "file", {"x": torch.ones(1000)})
-    layout = compute_layout({"x": (torch.float32, (1000,))})
+    layout = sf.compute_layout({"x": (torch.float32, (1000,))})
     buffer = torch.empty(1 << 16, dtype=torch.uint8)
-    with ShardReader(tmp_path / "file", layout.begins, buffer, Meter()) as file:
+    with sf.ShardReader(tmp_path / "file", layout.begins, buffer, sf.Meter()) as file:
         (tmp_path / "file").write_bytes(b"short")
         with pytest.raises(OSError, match="it was cut meanwhile"):
             file.read("x", torch.float32, (1000,), (0,), torch.empty(1000))
@@ -152,13 +142,13 @@ def test_a_failed_header_leaves_nothing_open(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", no_space)
         with pytest.raises(OSError, match="No space left"):
-            shard_file.ShardWriter(tmp_path / "x", b"head", pinned=False, meter=Meter())
+            shard_file.ShardWriter(tmp_path / "x", b"head", pinned=False, meter=sf.Meter())
     assert (set(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 
 def test_wider_dtypes_come_first() -> None:
     kinds = {"b": torch.uint8, "a": torch.uint8, "z": torch.float64, "c": torch.bfloat16}
-    layout = compute_layout({name: (dtype, (3,)) for name, dtype in kinds.items()})
+    layout = sf.compute_layout({name: (dtype, (3,)) for name, dtype in kinds.items()})
     assert list(layout.begins) == ["z", "c", "a", "b"]
     assert len(layout.header) % 8 == 0 and layout.begins["z"] == len(layout.header)
     assert [b - a for a, b in pairwise(layout.begins.values())] == [24, 6, 3]
@@ -171,4 +161,4 @@ def test_memory_of_a_save_is_one_chunk(tmp_path: Path) -> None:
     write(tmp_path / "file", {"x": tensor})
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
-    assert max(part.nbytes for part in iterate_chunks(tensor)) <= shard_file.CHUNK_BYTES
+    assert max(part.nbytes for part in sf.iterate_chunks(tensor)) <= shard_file.CHUNK_BYTES

@@ -5,8 +5,6 @@ a parameter's name, so no pipeline has to run. Each rank cuts what it must hold 
 tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,8 +108,7 @@ def errors_of(action: Callable[[], Any]) -> list[str]:
 
 def refusals(root: Path) -> dict[str, list[str]]:
     model = build("halves")
-    optimizer = trained(model)
-    second = dist.get_rank() >= 2
+    optimizer, second = trained(model), dist.get_rank() >= 2
 
     def of(name: str) -> list[str]:
         return errors_of(lambda: load(root / name / "step-000002", model))

@@ -1,7 +1,3 @@
-"""One process: what is kept, which directories count, and the one-line errors."""
-
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -74,13 +70,11 @@ def test_loads_what_it_saved(tmp_path: Path) -> None:
     path = save(tmp_path, 12, model, optimizer, {"epoch": 3, "loss": 0.1, "ids": torch.arange(3)})
     assert path == tmp_path / "step-000012" == latest(tmp_path)
     after_save = torch.rand(4)
-
     other, other_optimizer = build()
     train(other, other_optimizer)
     other_optimizer.param_groups[0]["lr"] = 9.0
     extra = load(path, other, other_optimizer)
-    assert torch.equal(torch.rand(4), after_save)
-    assert extra["epoch"] == 3 and extra["loss"] == 0.1
+    assert torch.equal(torch.rand(4), after_save) and extra["epoch"] == 3 and extra["loss"] == 0.1
     assert torch.equal(extra["ids"], torch.arange(3))
     assert other_optimizer.param_groups[0]["lr"] == 0.5
     assert other_optimizer.param_groups[0]["betas"] == (0.9, 0.999)
@@ -103,9 +97,8 @@ def test_optimizer_state_is_filled_in_place(tmp_path: Path) -> None:
     optimizer.state[weight]["exp_avg"] = torch.zeros_like(weight, dtype=torch.float64)
     load(path, model, optimizer)
     now = {id(v) for slots in optimizer.state.values() for v in slots.values()}
-    assert (
-        len(now - places.keys()) == 1 and optimizer.state[weight]["exp_avg"].dtype == torch.float32
-    )
+    assert len(now - places.keys()) == 1
+    assert optimizer.state[weight]["exp_avg"].dtype == torch.float32
 
 
 def test_before_the_first_step_there_is_no_optimizer_state(tmp_path: Path) -> None:
@@ -182,8 +175,7 @@ def test_rolled_back_run_replaces_later_steps(tmp_path: Path) -> None:
     set_latest(tmp_path / "step-000001")
     save(tmp_path, 2, model, optimizer, {"run": "second"}, keep=1)
     path = latest(tmp_path)
-    assert path == tmp_path / "step-000002"
-    assert load(path, model, optimizer) == {"run": "second"}
+    assert path == tmp_path / "step-000002" and load(path, model, optimizer) == {"run": "second"}
 
 
 def test_only_a_rolled_back_run_replaces_a_step(tmp_path: Path) -> None:
@@ -207,8 +199,7 @@ def test_prune_never_removes_the_newest(tmp_path: Path) -> None:
     assert [path.name for path in prune(tmp_path, 3)] == ["step-000001"]
     set_latest(tmp_path / "step-000002")
     assert [path.name for path in prune(tmp_path, 1)] == ["step-000003", "step-000004"]
-    assert latest(tmp_path) == tmp_path / "step-000002"
-    assert prune(tmp_path, 1) == []
+    assert latest(tmp_path) == tmp_path / "step-000002" and prune(tmp_path, 1) == []
     for keep in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match=r"keep \(.*\) must be a whole number >= 1"):
             prune(tmp_path, keep)  # type: ignore[arg-type]
@@ -386,8 +377,7 @@ def test_model_alone_leaves_generators_and_needs_no_optimizer(tmp_path: Path) ->
     torch.manual_seed(11)
     expected = torch.rand(3)
     torch.manual_seed(11)
-    assert load(path, other) == {"note": "hi"}
-    assert torch.equal(torch.rand(3), expected)
+    assert load(path, other) == {"note": "hi"} and torch.equal(torch.rand(3), expected)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
     bare = save(tmp_path, 2, model, None)
@@ -555,8 +545,7 @@ def test_one_line_is_logged_and_progress_told(tmp_path, caplog):
     load(path, *build_linear(4), progress=lambda done, total: seen.append((done, total)))
     lines = [r.message for r in caplog.records if r.name == "moecore.io"]
     figures = r"0\.\d+ GB of rank 0 in \d+\.\d+ s, \d+\.\d+ GB/s"
-    assert len(lines) == 2
-    assert re.fullmatch(rf"saved .*step-000001: {figures}", lines[0])
+    assert len(lines) == 2 and re.fullmatch(rf"saved .*step-000001: {figures}", lines[0])
     assert re.fullmatch(rf"loaded .*step-000001, verify=full: {figures}", lines[1])
     assert seen == sorted(seen)
     hashed = (path / "rank-00000.safetensors").stat().st_size
@@ -664,8 +653,7 @@ def test_one_line_errors(tmp_path: Path, message: str) -> None:
     path = save(tmp_path, 1, *build_linear(4))
     with pytest.raises(ValueError, match=message) as info:
         ERRORS[message](path)
-    assert "\n" not in str(info.value)
-    assert not list(tmp_path.glob(".step-*"))
+    assert "\n" not in str(info.value) and not list(tmp_path.glob(".step-*"))
 
 
 def test_optimizer_state_of_another_shape_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Hugging Face directories written by hand: any names, FP8 blocks, MXFP4; and plain oracles."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

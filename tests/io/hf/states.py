@@ -1,7 +1,5 @@
 """State dicts by the names of `plan_hf_tensors`: what files and loaders are compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

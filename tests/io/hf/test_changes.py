@@ -1,7 +1,3 @@
-"""Digests see every change of bits."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,10 +17,8 @@ def digest(digests: Digests, *tensors: Tensor) -> tuple[int, int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
 def test_every_bit_counts(dtype: torch.dtype) -> None:
-    digests = Digests()
-    x = torch.arange(113).to(dtype)
-    bits = x.view(torch.uint8)
-    seen = {digest(digests, x)}
+    digests, x = Digests(), torch.arange(113).to(dtype)
+    bits, seen = x.view(torch.uint8), {digest(digests, x)}
     for place in range(bits.numel()):
         for bit in (0, 7):
             bits[place] ^= 1 << bit

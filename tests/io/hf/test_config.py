@@ -1,7 +1,3 @@
-"""config.json -> DecoderConfig: published files give the presets, transformers' give the pairs."""
-
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

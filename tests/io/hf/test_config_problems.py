@@ -1,7 +1,3 @@
-"""Two configs of one model in different spellings are the same; any field that counts is not."""
-
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from pathlib import Path
@@ -49,8 +45,7 @@ def test_what_is_switched_off_counts():
 
 
 def test_nothing_is_said_of_what_is_not_known():
-    assert compare_config(GPT_OSS_20B, None) == []
-    assert compare_config(GPT_OSS_20B, {"dim": 8}) == []
+    assert compare_config(GPT_OSS_20B, None) == [] and compare_config(GPT_OSS_20B, {"dim": 8}) == []
     nested = dict(model_type="other", rope_parameters={"full_attention": {"rope_theta": 1.0}})
     assert compare_config(nested, nested | dict(num_experts=3)) == []
 

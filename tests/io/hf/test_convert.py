@@ -1,7 +1,3 @@
-"""Native checkpoints <-> Hugging Face directories, file to file."""
-
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,7 +47,6 @@ def test_native_to_hf_writes_what_export_writes(layout, scheme, tmp_path):
     export_hf(model, tmp_path / "exported", **options)
     native_to_hf(path, tmp_path / "converted", **options)
     assert_same_directory(tmp_path / "exported", tmp_path / "converted")
-
     root = f"{scheme}{tmp_path}/back"
     back = hf_to_native(tmp_path / "converted", root, step=7, max_file_bytes=100_000)
     assert str(back) == f"{root}/step-000007" == str(latest(root))
@@ -160,9 +155,8 @@ def test_a_stored_config_tells_what_shapes_do_not(name, tmp_path):
     model = random_model(name)
     values = model.config.to_dict()
     path = save(tmp_path / "run", 0, model, None)  # keeps the model's own
-    with pytest.raises(
-        ValueError, match=r"top_k|num_experts_per_tok \(3\) must be that of the mod"
-    ):
+    message = r"top_k|num_experts_per_tok \(3\) must be that of the mod"
+    with pytest.raises(ValueError, match=message):
         options = dict(config=values | dict(num_experts_per_tok=3), layout="fused")
         native_to_hf(path, tmp_path / "out", **options)
     native_to_hf(path, tmp_path / "out", config=values | dict(use_cache=False), layout="fused")
@@ -246,9 +240,8 @@ def test_one_rank_of_many_does_not_wait_for_the_others(tmp_path):
     export_hf(Decoder(CONFIG), tmp_path / "hf", config=TINY_JSON)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        with pytest.raises(
-            ValueError, match=r"world size \(2\) must be 1 to convert files: call exp"
-        ):
+        message = r"world size \(2\) must be 1 to convert files: call exp"
+        with pytest.raises(ValueError, match=message):
             native_to_hf(path, tmp_path / "out", config=TINY_JSON)
         with pytest.raises(ValueError, match=r"world size \(2\) must be 1 to convert files"):
             hf_to_native(tmp_path / "hf", tmp_path / "new")
@@ -266,9 +259,8 @@ def test_a_run_that_has_begun_is_left_alone(there, tmp_path):
     else:
         save(run, 5, Decoder(CONFIG), None)
     before = sorted(run.rglob("*"))
-    with pytest.raises(
-        ValueError, match=r"run\) must be no run yet, but holds .*step|latest: choo"
-    ):
+    message = r"run\) must be no run yet, but holds .*step|latest: choo"
+    with pytest.raises(ValueError, match=message):
         hf_to_native(tmp_path / "hf", run)
     assert sorted(run.rglob("*")) == before
     with pytest.raises(ValueError, match=r"step \(-1\) must be a whole number >= 0"):

@@ -1,7 +1,3 @@
-"""export_hf in one process: transformers loads what it writes, and nothing is left behind."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -39,22 +35,18 @@ def read_all(path: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_transformers_loads_it_and_gives_equal_logits(name, layout, tmp_path):
-    model = random_model(name).eval()
-    out = tmp_path / "out"
+    model, out = random_model(name).eval(), tmp_path / "out"
     report = export_hf(model, out, max_shard_bytes=60_000, layout=layout)
     # config.json does not say which attention: the model's own, for equal bits
     again = type(model).from_pretrained(out, attn_implementation="eager").eval()
     assert_state(again, model.state_dict())
     for parameter in again.parameters():  # mapped files are less aligned: other kernels
         parameter.data = parameter.data.clone()
-    assert torch.equal(again(IDS).logits, model(IDS).logits)
-    assert verify_hf(out) == []
-
+    assert torch.equal(again(IDS).logits, model(IDS).logits) and verify_hf(out) == []
     model.save_pretrained(tmp_path / "theirs")
     if layout == "per_expert":  # the published names
         ours, theirs = read_all(out), read_all(tmp_path / "theirs")
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
     largest = max(t.nbytes for t in read_all(out).values())
     assert report.peak_bytes == largest  # one tensor at a time
     assert report.total_bytes == sum(t.nbytes for t in read_all(out).values())
@@ -104,7 +96,6 @@ def test_shards_index_and_config(tmp_path):
     assert (config["model_type"], config["dtype"]) == ("qwen3_moe", "float32")
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
     assert "quantization_config" not in config
-
     one = export_hf(model, tmp_path / "one")
     assert one.shards == 1
     names = sorted(p.name for p in (tmp_path / "one").iterdir())
@@ -131,8 +122,7 @@ def test_multi_token_prediction_and_its_copies_are_written(tmp_path):
     export_hf(decoder, tmp_path / "out", config=TINY_JSON)
     found = read_all(tmp_path / "out")
     want = hf_state(decoder.state_dict(), config, layout="per_expert")
-    assert found.keys() == want.keys()
-    assert all(torch.equal(found[n], want[n]) for n in want)
+    assert found.keys() == want.keys() and all(torch.equal(found[n], want[n]) for n in want)
     assert "model.layers.3.shared_head.head.weight" in found
     assert decoder_config_from_hf(tmp_path / "out").num_mtp_layers == 1
     assert verify_hf(tmp_path / "out") == []
@@ -175,8 +165,7 @@ def test_what_only_training_reads_may_differ(tmp_path):
 def test_wrong_arguments(change, message, tmp_path):
     with pytest.raises(ValueError, match=message) as info:
         export_hf(decoder(), tmp_path / "out", **dict(config=TINY_JSON) | change)
-    assert "\n" not in str(info.value)
-    assert list(tmp_path.iterdir()) == []
+    assert "\n" not in str(info.value) and list(tmp_path.iterdir()) == []
 
 
 def test_a_config_of_another_transformers_model(tmp_path):

@@ -1,7 +1,3 @@
-"""Exports that transformers would not read back are refused; upcycled models become MoE classes."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -162,8 +158,7 @@ def upcycled(family, spec="E4G1T2", layers=(0, 1), **changes):
     ],
 )
 def test_what_its_class_would_not_read_back_is_refused(made, message, tmp_path):
-    model = made()
-    state = torch.get_rng_state()
+    model, state = made(), torch.get_rng_state()
     with pytest.raises(ValueError, match=message) as info:
         export_hf(model, tmp_path / "out", layout="fused")
     assert "\n" not in str(info.value) and list(tmp_path.iterdir()) == []

@@ -1,7 +1,3 @@
-"""Reading Hugging Face directories: headers, boxes, dequantisation, and what must be refused."""
-
-from __future__ import annotations
-
 import json
 import pickle
 import random
@@ -43,8 +39,7 @@ def test_boxes_are_read_and_counted(tmp_path):
         assert files.bytes_read == 2 * 3 * 4
         box = (slice(0, 3), slice(3, 4), slice(0, 5))
         assert torch.equal(files.read("b", box), STATE["b"][:, 3:4])
-        assert files.bytes_read == 24 + 15 * 2
-        assert files.read("scalar", ()).item() == 7
+        assert files.bytes_read == 24 + 15 * 2 and files.read("scalar", ()).item() == 7
         assert files.read("empty", (slice(0, 0), slice(0, 3))).shape == (0, 3)
         assert files.bytes_read == 24 + 30 + 4
 
@@ -168,8 +163,7 @@ def test_pickles_are_refused_and_never_opened(name, tmp_path):
         HFFiles(tmp_path)
     assert "\n" not in str(e.value)
     save_file(STATE, tmp_path / "model.safetensors")  # beside it, it does not matter
-    assert set(HFFiles(tmp_path).tensors) == set(STATE)
-    assert not trap.exists()
+    assert set(HFFiles(tmp_path).tensors) == set(STATE) and not trap.exists()
 
 
 def change_index(path: Path, **changes: Any) -> None:
@@ -230,8 +224,7 @@ def test_a_path_that_is_no_directory(tmp_path):
 def fuzzed(data: bytes, rng: random.Random) -> bytes:
     """Change the length, the header or the size of a file."""
     size = int.from_bytes(data[:8], "little")
-    changed = bytearray(data)
-    kind = rng.randrange(6)
+    changed, kind = bytearray(data), rng.randrange(6)
     if kind == 0:
         changed[:8] = rng.choice([0, 1, size + 1, size * 2, 2**63, 2**64 - 1]).to_bytes(8, "little")
     elif kind == 1:
@@ -344,8 +337,7 @@ def test_a_file_that_becomes_shorter_between_two_reads(tmp_path):
     command = [sys.executable, "-c", SHORTENED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     error, total = done.stdout.splitlines()
-    assert error.endswith("it was cut meanwhile")
-    assert float(total) == 1024
+    assert error.endswith("it was cut meanwhile") and float(total) == 1024
 
 
 def test_long_lists_are_cut():

@@ -1,7 +1,3 @@
-"""Weights from a seed: the same on every layout, for every family of transformers models."""
-
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,3 @@
-"""load_hf in one process: every family, every kind of file, and everything that does not fit."""
-
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -192,7 +188,6 @@ def test_mxfp4_is_dequantised(tmp_path):
     assert_state(loaded, truth)
     model.load_state_dict(truth)
     assert torch.equal(loaded(IDS).logits, model.eval()(IDS).logits)
-
     (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
     decoder = fill(Decoder(decoder_config_from_hf(tmp_path)))
     load_hf(tmp_path, decoder)
@@ -228,7 +223,6 @@ def test_dtypes_widen_and_round_only_when_told(tmp_path):
     loaded = empty_like(model)
     load_hf(tmp_path / "low", loaded)
     assert_state(loaded, {n: t.float() for n, t in low.items()})
-
     half = empty_like(model.bfloat16())
     with pytest.raises(
         ValueError,
@@ -324,7 +318,6 @@ def test_not_strict_loads_what_both_have(tmp_path):
     for name, value in loaded.state_dict().items():
         same = torch.equal(value, model.state_dict()[name])
         assert value.isnan().all() if name in report.missing else same, name
-
     state |= {n: torch.zeros(32, 16) for n in lost[:-1]}  # half a parameter
     write_directory(tmp_path, state, {})
     with pytest.raises(ValueError, match=r"experts.7.down_proj.weight is missing"):

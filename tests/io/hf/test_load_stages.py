@@ -1,7 +1,3 @@
-"""load_hf into the stages of a pipeline, and export_hf of them: all of them have everything."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,10 +48,8 @@ def worker(rank: int, device: torch.device, folder: str) -> list[Any]:
     for kind in KINDS:
         whole = make(kind, path, "cpu")
         load_hf(path, whole)
-        wanted = whole.state_dict()
-        model = stage_of(kind, path, rank)
-        report = load_hf(path, model)
-        state = model.state_dict()
+        wanted, model = whole.state_dict(), stage_of(kind, path, rank)
+        report, state = load_hf(path, model), model.state_dict()
         lost = stage_of(kind, path, rank, lost=1)
         found[kind] = {
             "wrong": [name for name, t in state.items() if not torch.equal(local(t), wanted[name])],

@@ -1,7 +1,3 @@
-"""Names of Hugging Face checkpoints: bit-exact both ways, against what transformers writes."""
-
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -140,7 +136,6 @@ def test_tensors_without_a_name_are_refused(change, layout, name):
     config = preset("tiny-deepseek-v3")
     balance = replace(config.moe.balance, bias_update_rate=0.0)
     config = replace(config, moe=replace(config.moe, balance=balance, **change))
-    with pytest.raises(
-        NotImplementedError, match=rf"layers.1.{name} .* must have a Hugging Face n"
-    ):
+    message = rf"layers.1.{name} .* must have a Hugging Face n"
+    with pytest.raises(NotImplementedError, match=message):
         plan_hf_tensors(config, layout)

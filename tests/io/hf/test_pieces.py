@@ -1,7 +1,3 @@
-"""`find_overlaps`: the boxes that a shard and a piece share, against brute force over elements."""
-
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -58,8 +54,7 @@ def test_boxes_are_the_elements_that_both_have(shape, piece, most):
         inside = torch.zeros(shape, dtype=torch.bool)
         inside[piece.region] = True
         want = torch.where(inside[mesh] if indices else inside, want, -1.0)
-        found = torch.full_like(want, -1.0)
-        seen = 0
+        found, seen = torch.full_like(want, -1.0), 0
         for box in find_overlaps(find_shard_runs(indices), piece, shape, max_numel=most):
             part = found[box.target]
             part.copy_(held[box.source].reshape(part.shape))

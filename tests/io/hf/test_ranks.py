@@ -1,7 +1,5 @@
 """load_hf and export_hf on four ranks: every shard bit for bit, and only its own bytes read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -80,7 +78,6 @@ def write_sources(root: Path) -> None:
     config = TINY_JSON | {"quantization_config": quantization}
     write_directory(root / "native", stored, config, num_shards=3)
     save(root, "native", native_state(truth, CONFIG))
-
     model = gpt_oss()
     stored, truth = mxfp4_state(model.state_dict())
     write_directory(root / "gpt-oss", stored, model.config.to_diff_dict(), num_shards=3)
@@ -88,7 +85,6 @@ def write_sources(root: Path) -> None:
     write_directory(root / "native gpt-oss", stored, config, num_shards=3)
     save(root, "native gpt-oss", native_state(truth, decoder_config_from_hf(config)))
     save(root, "gpt-oss", truth)
-
     for name in ("qwen2-moe", "mixtral", "deepseek-v3"):
         model = make_module(name)
         model.save_pretrained(root / name, max_shard_size="60KB")
@@ -145,7 +141,7 @@ def run_case(root: Path, name: str, layout: str, truth: dict[str, Tensor]) -> di
             config=hf_config(name) if name.startswith("native") else None,
             max_shard_bytes=40_000,
             layout="fused" if name.endswith("gpt-oss") else "per_expert",
-        )
+        ),
     )
     again = build(name, layout)
     load_hf(exported, again)
@@ -156,9 +152,7 @@ def run_case(root: Path, name: str, layout: str, truth: dict[str, Tensor]) -> di
 
 def errors_on_ranks(root: Path) -> dict[str, list[str]]:
     """What every rank raises when something is wrong, on all or on one."""
-    found = {}
-    model = build("qwen2-moe", "fsdp")
-    other = build("native", "fsdp")
+    found, model, other = {}, build("qwen2-moe", "fsdp"), build("native", "fsdp")
 
     def message(action: Any) -> str:
         try:
@@ -272,8 +266,7 @@ def test_export_holds_a_tensor_at_a_time(case, results):
     largest = LARGEST[case[0]]
     again = largest if case[0] == "native gpt-oss" else 0  # written in another order
     peak = max(e.peak_bytes for e in exports)
-    assert largest <= peak <= 2 * largest + again
-    assert peak <= max(40_000, largest) + largest + again
+    assert largest <= peak <= 2 * largest + again and peak <= max(40_000, largest) + largest + again
     assert again or peak < report.total_bytes
 
 
@@ -314,21 +307,17 @@ def test_every_rank_raises_and_nothing_changes(results):
     assert len(set(errors["other model"])) == 1
     assert "model.embed_tokens.weight (128, 64) must be (61, 32)" in errors["other model"][0]
     assert "model_type ('deepseek_v3') must be that of the model" in errors["other model"][0]
-    assert "(and 171 more)" in errors["other model"][0]
-    assert len(set(errors["one rank"])) == 1
+    assert "(and 171 more)" in errors["other model"][0] and len(set(errors["one rank"])) == 1
     assert "norm_eps (1e-06) must be that of the model (0.001)" in errors["one rank"][0]
     assert set(errors["shrinking"]) == {"has changed meanwhile (on rank 2)"}
     assert all("must be visible to every rank" in text for text in errors["hidden"])
-    assert errors["unchanged"] == [True] * WORLD
-    assert errors["left behind"] == [[]] * WORLD
+    assert errors["unchanged"] == [True] * WORLD and errors["left behind"] == [[]] * WORLD
 
 
 def test_the_examples_of_the_docs_run(results, root):
     read = results["docs"]
-    assert (
-        min(read) > 0
-        and sum(read) < 1.2 * (root / "Qwen3-30B-A3B" / "model.safetensors").stat().st_size
-    )
+    assert min(read) > 0
+    assert sum(read) < 1.2 * (root / "Qwen3-30B-A3B" / "model.safetensors").stat().st_size
     found, want = (
         load_file(root / "mine" / "model.safetensors"),
         load_file(root / "Qwen3-30B-A3B" / "model.safetensors"),

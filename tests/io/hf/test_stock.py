@@ -1,5 +1,3 @@
-"""Every family as stock transformers saves it: `load_hf` against `from_pretrained`, and exports."""
-
 from __future__ import annotations
 
 import itertools
@@ -57,14 +55,12 @@ def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 def test_files_of_stock(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "stock", max_shard_size="60KB")
-    files = stored(tmp_path / "stock")
-    loaded = emptied(model, torch.float32)
+    files, loaded = stored(tmp_path / "stock"), emptied(model, torch.float32)
     report = load_hf(tmp_path / "stock", loaded)
     assert_equal(loaded.state_dict(), model.state_dict())
     assert report.bytes_read == report.total_bytes == sum(t.nbytes for t in files.values())
     export_hf(loaded, tmp_path / "ours")
     assert_equal(stored(tmp_path / "ours"), files)
-
     half = emptied(model, torch.bfloat16)
     load_hf(tmp_path / "stock", half, cast=True)
     want = model_class(family).from_pretrained(tmp_path / "stock", dtype=torch.bfloat16)
@@ -100,9 +96,8 @@ def test_experts_that_return_their_input_have_no_rows(tmp_path: Path) -> None:
     files = stored(tmp_path / "published")
     kept = {n: t for n, t in stored(tmp_path / "stock").items() if n in files}
     assert_equal(files, kept)
-    assert sorted(n for n in files if ".layers.1.mlp.experts.3." in n) and not any(
-        ".mlp.experts.4." in n for n in files
-    )
+    assert sorted(n for n in files if ".layers.1.mlp.experts.3." in n)
+    assert not any(".mlp.experts.4." in n for n in files)
 
 
 def plan_of(family: str) -> tuple[nn.Module, Shapes]:
@@ -182,9 +177,8 @@ def test_values_that_are_computed_are_refused(monkeypatch, tmp_path):
         lambda: load_hf(tmp_path / "in", model),
         lambda: export_hf(model, tmp_path / "out"),
     ):
-        with pytest.raises(
-            NotImplementedError, match=r"gate.weight .* of Qwen3MoeForCausalLM must be"
-        ) as e:
+        message = r"gate.weight .* of Qwen3MoeForCausalLM must be"
+        with pytest.raises(NotImplementedError, match=message) as e:
             call()
         assert "computes its values: load it by Qwen3MoeForCausalLM.from_pretrained" in str(e.value)
         assert "\n" not in str(e.value)

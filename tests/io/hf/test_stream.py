@@ -1,7 +1,3 @@
-"""Streams of weights equal the files of `export_hf` bit for bit, on every rank of every layout."""
-
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -336,7 +332,6 @@ def test_what_ends_a_stream_is_one_line_on_every_rank(results: dict[str, Any]) -
     for text in found["two"]:
         assert text.startswith("stream (with an open pass) must have one pass at a time")
     of_leaver = found["left"].pop(1)
-    assert of_leaver == "" and set(found["left"]) == {
-        "rank 1 has left a stream of weights before its end"
-    }
+    assert of_leaver == ""
+    assert set(found["left"]) == {"rank 1 has left a stream of weights before its end"}
     assert found["after"] == [True] * WORLD

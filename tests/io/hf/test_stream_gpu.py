@@ -3,8 +3,6 @@
 python -m pytest -m gpu tests/io/hf
 """
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,3 @@
-"""Weights reach an engine's ranks; what happens there is one line here, and training goes on."""
-
-from __future__ import annotations
-
 import os
 import pickle
 import random
@@ -98,8 +94,7 @@ def test_a_receiver_that_fails_ends_the_pass_alone(no_group_left: None, fault: s
     finally:
         released.set()
         thread.join()
-    assert "\n" not in str(error.value)
-    assert training.train()
+    assert "\n" not in str(error.value) and training.train()
     assert dict(training.stream)  # a new pass may begin
 
 
@@ -191,9 +186,8 @@ def test_a_bucket_without_memory_is_one_line() -> None:
             torch.empty(len(header), dtype=torch.uint8),
             RuntimeError("no\nmemory"),
         ]
-        with pytest.raises(
-            RuntimeError, match=r"\(1099511624000 bytes\) must fit in the m.* cpu: "
-        ):
+        message = r"\(1099511624000 bytes\) must fit in the m.* cpu: "
+        with pytest.raises(RuntimeError, match=message):
             received(header)
 
 

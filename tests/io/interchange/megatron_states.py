@@ -3,8 +3,6 @@
 Shares nothing with `moecore.io`: one loop for each tensor, by the definitions of its rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

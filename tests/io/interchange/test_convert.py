@@ -1,7 +1,3 @@
-"""DCP directories, of Megatron-Core and plain ones, to native checkpoints and back."""
-
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -28,14 +24,10 @@ from moecore.io import load, save
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.convert import native_to_hf
 from moecore.io.interchange import dcp as dcp_room
+from moecore.io.interchange import megatron
 from moecore.io.interchange.convert import dcp_to_native, native_to_dcp
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, write_dcp
 from moecore.io.interchange.dcp_metadata import _MetadataRecord, _Unpickler
-from moecore.io.interchange.megatron import (
-    SUPPORTED_FIELDS,
-    _find_unsupported_fields,
-    build_megatron_blocks,
-)
 from moecore.models import Decoder, DecoderConfig
 from tests.families.transformers.hf_models import random_model
 from tests.io.hf.states import hf_state
@@ -104,7 +96,6 @@ def test_megatron_there_and_back(name, tmp_path):
     found = decoder(config, seed=4)
     load(path, found)
     assert_same(found, model)
-
     count = native_to_dcp(path, tmp_path / "back", config=values, names="megatron")
     again = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     dcp.load(again, checkpoint_id=tmp_path / "back", no_dist=True)
@@ -115,7 +106,6 @@ def test_megatron_there_and_back(name, tmp_path):
     common = torch.load(tmp_path / "back" / "common.pt", weights_only=True)
     metadata = json.loads((tmp_path / "back" / "metadata.json").read_text())
     assert common["checkpoint_version"] == 3.0 and metadata["sharded_backend"] == "torch_dist"
-
     dcp_to_native(tmp_path / "back", tmp_path / "again", config=values)  # a chunk per expert
     found = decoder(config, seed=5)
     load(tmp_path / "again" / "step-000000", found)
@@ -355,9 +345,8 @@ def test_chunks_cover_each_element_once(offsets, sizes, is_whole, tmp_path):
     shape = (4,) if len(offsets[0]) == 1 else (2, 3)
     write_dcp(tmp_path, {"a": NewTensor(shape, torch.float32, chunks)}, dcp_room.Meter())
     if not is_whole:
-        with pytest.raises(
-            ValueError, match=r"a \(.*\) has chunks that are not all of it, each el"
-        ):
+        message = r"a \(.*\) has chunks that are not all of it, each el"
+        with pytest.raises(ValueError, match=message):
             DCPFiles(tmp_path)
         return
     with DCPFiles(tmp_path) as files:
@@ -369,9 +358,8 @@ def test_one_of_several_models_is_not_guessed(tmp_path):
     config, values = case("mixtral")
     state, other = (decoder(config, seed).state_dict() for seed in (3, 4))
     source = written(tmp_path / "in", {"model": dict(state), "ema": dict(other)})
-    with pytest.raises(
-        ValueError, match=r"one model, but has model.embed_tokens.weight below .*ema"
-    ):
+    message = r"one model, but has model.embed_tokens.weight below .*ema"
+    with pytest.raises(ValueError, match=message):
         dcp_to_native(source, tmp_path / "run", config=values)
     source = written(tmp_path / "one", {"model": dict(state), "optim": {"exp_avg": dict(other)}})
     found = decoder(config, seed=5)
@@ -458,15 +446,14 @@ def test_one_chunk_is_in_memory_at_a_time(tmp_path, monkeypatch):
 def test_a_model_without_names_there_is_refused(tmp_path):
     config, values = case("mixtral")
     path = save(tmp_path / "run", 0, decoder(config), None)
-    with pytest.raises(
-        ValueError, match=r"names \('zarr'\) must be one of 'megatron', 'dcp', 'dcp-tr"
-    ):
+    message = r"names \('zarr'\) must be one of 'megatron', 'dcp', 'dcp-tr"
+    with pytest.raises(ValueError, match=message):
         native_to_dcp(path, tmp_path / "out", config=values, names="zarr")
     with pytest.raises(NotImplementedError, match=r"model_type \('gpt2'\) must be one of"):
         dcp_to_native(tmp_path, tmp_path / "new", config=dict(model_type="gpt2"))
     for name, tensor in (("gpt-oss", "o_proj.bias"), ("glm-4.5", "q_proj.bias")):
         with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
-            build_megatron_blocks(make_pair(name)[1])
+            megatron.build_megatron_blocks(make_pair(name)[1])
     config = make_pair("qwen3-next")[1]
     for change, tensor in (
         (dict(zero_centered_norms=False, attention_gate=False), "1.linear_attn.conv1d.weight"),
@@ -474,7 +461,7 @@ def test_a_model_without_names_there_is_refused(tmp_path):
         (dict(attention_gate=False), "0.input_layernorm.weight"),
     ):
         with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
-            build_megatron_blocks(replace(config, **change))
+            megatron.build_megatron_blocks(replace(config, **change))
     hybrid = make_pair("nemotron-h")[1]
     halves = dict(num_layers=2, pattern="*E", linear_attention=None, mlp_hidden_dim=0)
     for config, tensor in (
@@ -482,7 +469,7 @@ def test_a_model_without_names_there_is_refused(tmp_path):
         (replace(hybrid, pattern="", linear_attention=None, moe=None), "mlp.up_proj.weight"),
     ):
         with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
-            build_megatron_blocks(config)
+            megatron.build_megatron_blocks(config)
     assert not (tmp_path / "out").exists()
 
 
@@ -501,7 +488,7 @@ def test_another_function_of_the_same_tensors_is_refused(name):
     assert config.moe is not None
     other = replace(config, moe=replace(config.moe, **CHANGED[name]))
     with pytest.raises(NotImplementedError) as error:
-        build_megatron_blocks(other)
+        megatron.build_megatron_blocks(other)
     first = name.partition(",")[0]
     assert str(error.value).startswith(f"DecoderConfig.{first} (") and "\n" not in str(error.value)
 
@@ -521,7 +508,7 @@ def test_rules_of_megatron_are_not_those_of_every_config(change):
         ),
     }[change]
     with pytest.raises(NotImplementedError, match=re.escape(f"DecoderConfig.{message}, ")):
-        build_megatron_blocks(replace(config, **wrong))
+        megatron.build_megatron_blocks(replace(config, **wrong))
 
 
 @pytest.mark.parametrize(
@@ -562,12 +549,12 @@ def test_arguments_of_a_run_that_make_it_another_model_are_refused(change, tmp_p
 def test_every_field_is_carried_or_must_have_its_default():
     """A new one is refused until it is named."""
     config = case("tiny-deepseek-v3")[0]
-    assert [*_find_unsupported_fields(config)] == []
+    assert [*megatron._find_unsupported_fields(config)] == []
     named = dict[str, Any]()
     for prefix, part in (("", config), ("moe.", config.moe), ("mla.", config.mla)):
         named |= {prefix + field.name: part for field in fields(part)}
-    assert named.keys() >= SUPPORTED_FIELDS
-    for name in named.keys() - SUPPORTED_FIELDS - {"moe", "mla"}:
+    assert named.keys() >= megatron.SUPPORTED_FIELDS
+    for name in named.keys() - megatron.SUPPORTED_FIELDS - {"moe", "mla"}:
         changed = copy.copy(named[name])
         object.__setattr__(changed, name.rpartition(".")[2], "another value")
         whole = changed if changed.__class__ is DecoderConfig else copy.copy(config)
@@ -575,7 +562,7 @@ def test_every_field_is_carried_or_must_have_its_default():
             object.__setattr__(whole, name.partition(".")[0], changed)
         assert [
             p
-            for p in _find_unsupported_fields(whole)
+            for p in megatron._find_unsupported_fields(whole)
             if p.startswith(f"{name} ('another value') must")
         ]
 

@@ -1,7 +1,3 @@
-"""What two ranks write: a DCP directory of sharded parameters, and an upcycled model's export."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

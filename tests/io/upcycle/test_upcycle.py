@@ -1,7 +1,3 @@
-"""Upcycled layers: the dense output and gradients at step 0, spread load, and experts that part."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -105,7 +101,6 @@ def assert_same_as_dense(layer: MoELayer, dense: dict[str, Tensor], activation: 
     inputs = leaves(dense | {"x": randn(T, D, seed=5)})
     expected_y = dense_mlp(inputs["x"], inputs, activation)
     expected = backward(expected_y, inputs)
-
     x_TD = randn(T, D, seed=5).requires_grad_()
     params = {n.removeprefix("experts."): p for n, p in layer.named_parameters() if "experts" in n}
     y_TD = layer(x_TD)
@@ -149,8 +144,7 @@ def test_bf16_errs_at_most_twice_as_much_as_the_dense_mlp(name: str, rule: str) 
     dense = {n: w.bfloat16() for n, w in dense_weights(biases=True).items()}
     layer = upcycled(name, dense, **RULES[rule])
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
-    x_TD = randn(T, D, seed=5).bfloat16()
-    results = []
+    x_TD, results = randn(T, D, seed=5).bfloat16(), []
     for dtype in (torch.float32, torch.bfloat16):
         inputs = leaves({n: t.to(dtype) for n, t in (dense | {"x": x_TD}).items()})
         y_TD = dense_mlp(inputs["x"], inputs)

@@ -1,7 +1,3 @@
-"""Whole models upcycled: the same logits and gradients as the dense model, and the refusals."""
-
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace
@@ -192,8 +188,7 @@ def test_hugging_face_models(name: str) -> None:
     dense = randomised(getattr(transformers, f"{family}ForCausalLM")(config), 0.2)
     model = copy.deepcopy(dense)
     returned = upcycle_modules(model, OPTIONS, mlps=is_mlp, names=names, **fields)
-    assert returned is model
-    assert sum(isinstance(m, MoELayer) for m in model.modules()) == 2
+    assert returned is model and sum(isinstance(m, MoELayer) for m in model.modules()) == 2
     assert_same_model(model, dense)
 
 
@@ -239,7 +234,7 @@ def test_modules_that_are_not_what_they_are_said_to_be() -> None:
             "unequal": unequal,
             "odd": odd,
             "dropping": dropping,
-        }
+        },
     )
     cases: list[tuple[str, str, MLPNames, str]] = [
         ("absent", "silu", OWN["names"], r"mlps \('absent'\) must be modules inside ModuleDict"),
@@ -268,8 +263,7 @@ def test_modules_that_are_not_what_they_are_said_to_be() -> None:
         upcycle_modules(model, OPTIONS, mlps=lambda name, module: False, **OWN)
     with pytest.raises(ValueError, match=r"w1 \(on meta\) of 0 must be a whole tensor"):
         upcycle_modules(nn.Sequential(Plain().to("meta")), OPTIONS, mlps=["0"], **OWN)
-    assert list(model.modules()) == before
-    assert all(module.training for module in before)
+    assert list(model.modules()) == before and all(module.training for module in before)
 
 
 def test_the_code_of_the_docs_runs(no_group_left: None) -> None:

@@ -1,7 +1,3 @@
-"""Attention of a block: the reference token by token, blocks that add up, kernels on a GPU."""
-
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator
@@ -141,7 +137,6 @@ def test_blocks_of_keys_and_a_sink_add_up() -> None:
     s = torch.cat((s.masked_fill(future, -math.inf), sinks_H[:, None, None].expand(2, 4, 3, 1)), -1)
     p = s.softmax(-1)[..., :-1]
     o_want = torch.einsum("bhts,bshd->bthd", p, leaves[2].repeat_interleave(2, 2))
-
     masks = [AttentionMask(causal=False), AttentionMask()]
     parts = [(k[:, :5], v[:, :5]), (k[:, 5:], v[:, 5:])]
     found = [attention_forward(q, *kv, m, SCALE) for kv, m in zip(parts, masks, strict=True)]
@@ -217,9 +212,7 @@ def test_each_implementation_names_what_it_cannot_compute() -> None:
 
 
 @pytest.mark.parametrize("queries", [3, 8])
-def test_cudnn_takes_the_last_queries_in_two_blocks(
-    monkeypatch: pytest.MonkeyPatch, queries: int
-) -> None:
+def test_cudnn_takes_the_last_queries_in_two_blocks(monkeypatch, queries) -> None:
     """Its calls, by the reference: no key twice, causal squares alone, o and do in one layout."""
     keys = []
 
@@ -379,7 +372,6 @@ def test_a_fused_kernel_is_the_reference(case: str, dtype: torch.dtype) -> None:
     for got, rounded, exact in zip((o, *grads), (plain_o, *plain), (o_want, *want), strict=True):
         bound = 4 * (rounded.double() - exact).abs().max() + 1e-6
         assert (got.double() - exact).abs().max() <= bound, (case, got.shape)
-
     # Others' keys: final o and lse of more than this block, in each layout.
     more = torch.logaddexp(lse_want, torch.zeros_like(lse_want))
     o_more = o_want * (lse_want - more).exp().transpose(1, 2)[..., None]
@@ -452,8 +444,7 @@ def test_a_fused_kernel_runs_on_the_current_stream(case: str) -> None:
         o, lse = forward_of(kernel, q, k, v, mask, SCALE)
         return o, lse, *backward_of(kernel, do, q, k, v, o, lse, mask, SCALE)
 
-    want = run()
-    graph = torch.cuda.CUDAGraph()
+    want, graph = run(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = run()
     for x in found:

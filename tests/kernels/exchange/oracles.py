@@ -3,8 +3,6 @@
 Letters: as in `kernels/exchange/operations.py` and `kernels/exchange/clones.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The kernels of clones, compiled for an H200 at real sizes: what the machine code must hold."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -48,9 +46,7 @@ def run(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES)
-def test_compiles_without_spills_and_moves_16_bytes(
-    name: str, dtype: torch.dtype, compiled: dict[str, Any], tmp_path: Any
-) -> None:
+def test_compiles_without_spills_and_moves_16_bytes(name, dtype, compiled, tmp_path) -> None:
     run(SHAPES[name], dtype)
     assert len(compiled) == 4, sorted(compiled)
     check_spills(compiled, tmp_path)

@@ -3,10 +3,7 @@
 One process plays all ranks, as in `test_exchange.py`.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +48,6 @@ def test_layout() -> None:
         (700, 640, 60),
     ]
     assert list(clones.split_into_pieces(layout, rows[:, :0], 3)) == []
-
-
-# --------------------------------------------------------------------------- kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +123,7 @@ class World:
         values = torch.randn(shape, generator=generator)
         return list(values.to(self.device, self.case.dtype))
 
-    def run(
-        self,
-        store: Callable[..., None],
-        receive: Callable[..., None],
-        tensors: tuple[list[Tensor], list[Tensor]],
-        places: ClonePlaces,
-    ) -> None:
+    def run(self, store, receive, tensors, places) -> None:
         """Run an operation per piece: all ranks store, then all receive."""
         for piece in list(clones.split_into_pieces(self.layout, tensors[0][0], places.num_clones)):
             for function, ranks in ((store, tensors[0]), (receive, tensors[1])):
@@ -169,9 +157,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     )
 
 
-def by_block(
-    reference: Callable[..., list[Tensor]], tensors: list[Tensor], places: ClonePlaces
-) -> list[Tensor]:
+def by_block(reference, tensors, places) -> list[Tensor]:
     """Return what each rank gets, of one rank of every block together."""
     found = [reference(tensors[t :: places.etp], places) for t in range(places.etp)]
     return [tensor for of_block in zip(*found, strict=True) for tensor in of_block]
@@ -249,8 +235,7 @@ def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
         clones.receive_weights(buffer, o, places, piece)
         assert int(buffer.state[ERROR_WORD]) == int(buffer.report[ERROR_WORD]) == 1 + 2 * 2
         assert not o.any()
-    before = grads[0].clone()
-    flat = clones._view_rows(grads[0])
+    before, flat = grads[0].clone(), clones._view_rows(grads[0])
     clones.store_grads(world.buffers[0], flat[2:], places, piece)
     clones.receive_grads(world.buffers[0], flat[:2], places, piece)
     assert torch.equal(grads[0], before)

@@ -4,8 +4,6 @@ One process plays all ranks: their buffers lie in one memory, and every rank's p
 any rank's receive half. On a GPU the ranks also run at once, on streams of their own.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 
@@ -31,8 +29,6 @@ from moecore.kernels.exchange.tiles import RowFormat
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import sum_rows_ref
 from tests.kernels.exchange.oracles import peers_ref, reduce_ref, spread_ref
-
-# --------------------------------------------------------------------------- references, by hand
 
 
 def test_worked_example_of_peers() -> None:
@@ -71,9 +67,6 @@ def test_layout_and_tiles() -> None:
     assert tiles.choose_move_tile(layout, RowFormat(1024, 4), 32, 32) == (32, 512)
     assert [tiles.choose_add_tile(layout, n) for n in (sums, narrow)] == [(8, 1024), (8, 32)]
     assert [tiles.choose_sum_tile(layout, n) for n in (sums, narrow)] == [(16, 1024), (64, 32)]
-
-
-# --------------------------------------------------------------------------- kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,9 +199,7 @@ def inputs_of(world: World, seed: int) -> Inputs:
     )
 
 
-def check_dispatch(
-    world: World, inp: Inputs, peers: list[Tensor], came: list[DispatchedRows]
-) -> None:
+def check_dispatch(world, inp, peers, came) -> None:
     case, blocks = world.case, world.G // world.case.etp
     expected = [peers_ref(i, world.num_local, blocks, case.etp) for i in inp.ids]
     assert all(torch.equal(a, b) for a, b in zip(peers, expected, strict=True))
@@ -244,9 +235,7 @@ def rows_of(world: World, slots: list[Tensor], seed: int) -> list[Tensor]:
     return [t.to(world.device, case.dtype) for t in y]
 
 
-def choices_of(
-    world: World, slots: list[Tensor], seed: int
-) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+def choices_of(world, slots, seed) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Return each rank's gradients of weights and their slots, and the same by choice."""
     rows = rows_of(world, slots, seed + 100)
     grads = [y[:, 0].float().contiguous() for y in rows]
@@ -254,13 +243,7 @@ def choices_of(
     return pairs, torch.stack([torch.where(s >= 0, g[s.clamp(min=0).long()], 0) for g, s in pairs])
 
 
-def check_copied(
-    world: World,
-    peers: list[Tensor],
-    came: list[DispatchedRows],
-    grads: tuple[list[tuple[Tensor, Tensor]], Tensor],
-    seed: int,
-) -> None:
+def check_copied(world, peers, came, grads, seed) -> None:
     """Sums that copies bring home, and gradients of choices beside them."""
     sums = rows_of(world, [c.places_S[:, None] for c in came], seed)
     choices, dweights_GSK = grads
@@ -310,7 +293,6 @@ def test_kernels_equal_references(name: str, device: str) -> None:
             for r, got in enumerate(came):
                 assert world.slot(r, 0)[got.places_S < 0].isnan().all()
                 assert world.slot(r, 1).isnan().all()
-
         of_experts = expert_slots(world, came)
         choices, dweights_GSK = choices_of(world, of_experts, seed=n)
         for with_grads in (True, False):
@@ -334,7 +316,6 @@ def test_kernels_equal_references(name: str, device: str) -> None:
             if n == 0 and with_grads and any(p.any() for p in peers):
                 second = torch.stack([world.slot(r, 1) for r in range(world.G)])
                 assert not second.isnan().all(), "operations take turns in two slots"
-
         back = [(p, x, *w, y[0].shape[0]) for p, x, w in zip(buffers, inp.x, where, strict=True)]
         for b in back:
             exchange.dispatch_rows(*b, half="push")
@@ -370,7 +351,6 @@ def test_masks_name_many_ranks(ranks: int, etp: int, device: str) -> None:
             rows = world.slot(g, 0)[r * 9 : (r + 1) * 9]
             needed = (peers >> g & 1).bool()
             assert torch.equal(rows[needed], inp.x[r][needed]) and rows[~needed].isnan().all()
-
         flags = world.starts[r] + sum(world.layout.region_bytes[:3])
         world.memories[r][flags:].view(torch.int32).fill_(2)  # all have come to operation 1
         sums = torch.randn(ranks * 9, 16, generator=torch.Generator().manual_seed(r)).to(device)
@@ -463,9 +443,6 @@ def test_ranks_that_run_at_once_wait_for_each_other(name: str) -> None:
         for r, y_TD in enumerate(home):
             assert torch.equal(y_TD, reduce_ref(y_GSN, came[r].peers_T, r))
         assert not any(p.report.any() for p in world.buffers)
-
-
-# --------------------------------------------------------------------------- max_tokens
 
 
 @pytest.mark.parametrize("where", ["reference", "kernel"])

@@ -1,7 +1,5 @@
 """The exchange's kernels, compiled for an H200 at real sizes: what the machine code must hold."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -72,9 +70,7 @@ BY_DAY = ("dsv3", "six ranks, expert choice, few SMs")
 
 
 @pytest.mark.parametrize("name", beside(SHAPES, [name for name in SHAPES if name not in BY_DAY]))
-def test_compiles_without_spills_and_moves_16_bytes(
-    name: str, compiled: dict[str, Any], tmp_path: Any
-) -> None:
+def test_compiles_without_spills_and_moves_16_bytes(name, compiled, tmp_path) -> None:
     run(SHAPES[name])
     assert len(compiled) == 9, sorted(compiled)
     check_spills(compiled, tmp_path)

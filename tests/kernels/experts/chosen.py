@@ -8,15 +8,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from moecore.kernels.experts import expert_mlp as experts
-from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertSpec, ExpertWeights
+from moecore.kernels.experts.contract import ExpertSpec
 from moecore.kernels.experts.products import choose_products
-from moecore.kernels.rows.index import ExpertIndex
-from moecore.kernels.rows.record import Rows
 
 
-def expert_mlp(
-    rows: Rows, weights: ExpertWeights, index: ExpertIndex, options: ExpertMLPOptions, **more: Any
-) -> Tensor:
+def expert_mlp(rows, weights, index, options, **more) -> Tensor:
     """Return what `expert_mlp` does; raise ValueError for experts that nothing multiplies."""
     spec = ExpertSpec.from_weights(rows, weights, options.activation, options.recipe)
     options = replace(options, products=choose_products(options.products, spec))

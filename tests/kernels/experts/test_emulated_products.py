@@ -1,7 +1,3 @@
-"""Experts in MXFP8 and NVFP4: values, gradients, what rows of no expert may hold."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +6,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.experts.contract import (
-    ExpertMLPOptions,
-    ExpertSpec,
-    ExpertWeights,
-    UnsummedInput,
-)
+from moecore.kernels.experts import contract
 from moecore.kernels.experts.products import find_products_problem
 from moecore.kernels.meta import record_launches_on_meta
 from moecore.kernels.rows import microscaled
@@ -41,9 +32,11 @@ BOTH = [RECIPES["mxfp8"], RECIPES["nvfp4"]]
 both = pytest.mark.parametrize("recipe", BOTH, ids=["mxfp8", "nvfp4"])
 
 
-def options_of(recipe: Recipe, kind: str = "swiglu", **more: Any) -> ExpertMLPOptions:
+def options_of(recipe: Recipe, kind: str = "swiglu", **more: Any) -> contract.ExpertMLPOptions:
     activation = ActivationOptions(kind=kind)
-    return ExpertMLPOptions(activation=activation, products="triton", recipe=recipe, **more)
+    return contract.ExpertMLPOptions(
+        activation=activation, products="triton", recipe=recipe, **more
+    )
 
 
 def oracle(leaves: dict[str, Tensor], ids: Tensor, recipe: Recipe, kind: str) -> Result:
@@ -82,13 +75,13 @@ def test_rows_that_travelled_as_fp8_are_widened() -> None:
     leaves, ids = make("swiglu", S=23, D=128, F=96)
     packed = pack_rows(leaves["x"].detach())
     rows = Rows.from_bytes(packed, 128, torch.float32)
-    weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
+    weights = contract.ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
     index = rows_of(ids, leaves["weights"], 5)
     for recipe in BOTH:
         results = []
         for given in (rows, Rows(rows.widen())):
             grad_handle_RD = leaves["x"].new_empty(1).expand(index.row_ids_R.shape[0], 128)
-            unsummed = UnsummedInput(grad_handle_RD.requires_grad_())
+            unsummed = contract.UnsummedInput(grad_handle_RD.requires_grad_())
             results.append(expert_mlp(given, weights, index, options_of(recipe), unsummed=unsummed))
         used = int(index.num_rows)
         assert torch.equal(results[0][:used], results[1][:used])
@@ -104,15 +97,14 @@ def test_rows_that_travelled_as_fp8_are_widened() -> None:
 )
 def test_blocks_lie_within_a_rank(recipe: Recipe, sizes: Any, message: str) -> None:
     dim, hidden_dim = sizes
-    spec = ExpertSpec(gated=True, dim=dim, hidden_dim=hidden_dim, recipe=recipe)
+    spec = contract.ExpertSpec(gated=True, dim=dim, hidden_dim=hidden_dim, recipe=recipe)
     with pytest.raises(ValueError, match=message):
         raise ValueError(find_products_problem("triton", spec))
     assert find_products_problem("triton", replace(spec, dim=64, hidden_dim=64)) is None
 
 
-@both
-def test_products_are_kernels_of_bf16(recipe: Recipe) -> None:
-    """What a forward and backward launch on Hopper; nothing reads the device on the host."""
+def launched_products(recipe: Recipe) -> list[str]:
+    """Return the products that a forward and backward of experts in bf16 launch, run on meta."""
     leaves, ids = make("swiglu", S=40, D=128, F=96, dtype=torch.bfloat16)
     index = rows_of(ids, leaves["weights"].detach(), 5)
     on_meta = {n: t.detach().to("meta").requires_grad_() for n, t in leaves.items()}
@@ -121,10 +113,16 @@ def test_products_are_kernels_of_bf16(recipe: Recipe) -> None:
     with record_launches_on_meta(lambda name, _: names.append(name)):
         y = apply(on_meta, index, options_of(recipe))
         y.backward(torch.empty_like(y))
-    products = [name for name in names if "gemm" in name or "wgrad" in name]
+    assert on_meta["w1"].grad is not None and on_meta["w1"].grad.dtype == torch.bfloat16
+    return [name for name in names if "gemm" in name or "wgrad" in name]
+
+
+@both
+def test_products_are_kernels_of_bf16(recipe: Recipe) -> None:
+    """What a forward and backward launch on Hopper; nothing reads the device on the host."""
+    products = launched_products(recipe)
     assert sorted(set(products)) == ["_grouped_gemm_fwd_kernel", "sm90_bf16_grouped_wgrad_kernel"]
     assert len(products) == 4 + 2
-    assert on_meta["w1"].grad is not None and on_meta["w1"].grad.dtype == torch.bfloat16
 
 
 @pytest.mark.gpu

@@ -1,7 +1,3 @@
-"""The expert block as one operation: values, every gradient, what it keeps, what it skips."""
-
-from __future__ import annotations
-
 import weakref
 from typing import Any
 
@@ -31,9 +27,7 @@ from tests.kernels.experts.chosen import expert_mlp, list_saved
 NAMES = ("x", "w1", "w2", "weights")
 
 
-def expert_mlp_ref(
-    x_SD: Tensor, w1_eCD: Tensor, w2_eDF: Tensor, index: ExpertIndex, options: ActivationOptions
-) -> Tensor:
+def expert_mlp_ref(x_SD, w1_eCD, w2_eDF, index, options) -> Tensor:
     """Return y expert by expert, in plain differentiable PyTorch. Host sync."""
     parts = []
     for i, rows in enumerate(iterate_expert_slices(index.offsets_e)):
@@ -43,18 +37,7 @@ def expert_mlp_ref(
     return sum_rows_ref(torch.cat(parts), index.row_ids_R, index.slots_SK, None)
 
 
-def make(
-    kind: str,
-    *,
-    S: int = 23,
-    D: int = 24,
-    F: int = 40,
-    e: int = 5,
-    K: int = 2,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    drop: bool = True,
-) -> tuple[dict[str, Tensor], Tensor]:
+def make(kind, *, S=23, D=24, F=40, e=5, K=2, device="cpu", dtype=torch.float32, drop=True):
     """Leaves x, w1, w2 and weights_SK, and ids with an empty expert and dropped choices."""
     torch.manual_seed(0)
     C = 2 * F if ActivationOptions(kind=kind).gated else F
@@ -79,15 +62,11 @@ def rows_of(ids: Tensor, weights_SK: Tensor, e: int) -> ExpertIndex:
     return build_index(ids, weights_SK, first_expert=0, num_local_experts=e)
 
 
-def apply(
-    x: Tensor, w1: Tensor, w2: Tensor, index: ExpertIndex, options: ExpertMLPOptions, **more: Any
-) -> Tensor:
+def apply(x, w1, w2, index, options, **more) -> Tensor:
     return expert_mlp(Rows(x), ExpertWeights(w1_eCD=w1, w2_eDF=w2), index, options, **more)
 
 
-def run(
-    leaves: dict[str, Tensor], ids: Tensor, options: ExpertMLPOptions | ActivationOptions
-) -> dict[str, Tensor]:
+def run(leaves, ids, options) -> dict[str, Tensor]:
     """Output and gradients of expert_mlp, or of the reference when given an activation."""
     leaves = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in leaves.items()}
     rows = rows_of(ids, leaves["weights"], leaves["w1"].shape[0])
@@ -126,9 +105,7 @@ def test_torch_products_equal_the_reference(kind: str, saves_h: bool) -> None:
 
 
 @grid(kind=KINDS, products=["triton", "torch"], S=[0, 1, 23])
-def test_error_is_at_most_twice_that_of_plain_torch(
-    kind: str, products: str, S: int, device: str
-) -> None:
+def test_error_is_at_most_twice_that_of_plain_torch(kind, products, S, device) -> None:
     many = 40 if device == "cuda" else 1
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     leaves, ids = make(kind, S=S * many, device=device, dtype=dtype)
@@ -143,9 +120,7 @@ def test_error_is_at_most_twice_that_of_plain_torch(
 
 
 @grid(kind=["swiglu", "relu2"], products=["triton", "torch"])
-def test_unsummed_rows_and_gradients_add_up_to_the_same_bits(
-    kind: str, products: str, device: str
-) -> None:
+def test_unsummed_rows_and_gradients_add_up_to_the_same_bits(kind, products, device) -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     leaves, ids = make(kind, device=device, dtype=dtype)
     options = ExpertMLPOptions(activation=ActivationOptions(kind=kind), products=products)
@@ -295,8 +270,7 @@ def test_backward_makes_no_gradient_for_h() -> None:
 
     with Log():
         y.backward(torch.ones_like(y))
-    assert seen
-    assert not [f for f, shape in seen if "zeros" in f and shape in ((1024, 128), (1024,))]
+    assert seen and not [f for f, shape in seen if "zeros" in f and shape in ((1024, 128), (1024,))]
 
 
 @pytest.mark.parametrize(
@@ -382,9 +356,7 @@ class Sender:
 
 
 @pytest.mark.parametrize("frozen", [(), ("w1",), ("w2",), ("weights",), ("rows",)], ids=str)
-def test_a_sender_gets_gradients_before_those_of_the_weights(
-    frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sender_gets_gradients_before_those_of_the_weights(frozen, monkeypatch) -> None:
     leaves, ids = make("swiglu")
     options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
     events: list[Any] = []

@@ -1,7 +1,5 @@
 """Experts in blockwise FP8: values and gradients against an oracle, what is kept and skipped."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
@@ -22,7 +20,6 @@ from moecore.kernels.experts import fp8_products
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, Refetch, UnsummedInput
 from moecore.kernels.experts.products import quantise_matrices
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.packed import pack_rows
 from moecore.kernels.rows.record import Rows
@@ -40,9 +37,7 @@ def options_of(kind: str = "swiglu", *, saves_h: bool = True, **recipe: Any) -> 
     return ExpertMLPOptions(activation=activation, **chosen)
 
 
-def apply(
-    leaves: dict[str, Tensor], index: ExpertIndex, options: ExpertMLPOptions, **more: Any
-) -> Tensor:
+def apply(leaves, index, options, **more) -> Tensor:
     weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
     return expert_mlp(Rows(leaves["x"]), weights, index, options, **more)
 
@@ -67,9 +62,7 @@ def oracle(leaves: dict[str, Tensor], ids: Tensor, kind: str, **recipe: Any) -> 
     return experts_fp8(plain["x"], plain["w1"], plain["w2"], *where, kind=kind, **recipe)
 
 
-def check(
-    found: dict[str, Tensor], truth: Result, bound: float, worst: float | None = None
-) -> None:
+def check(found, truth, bound, worst=None) -> None:
     """Relative error of the tensor, and of the worst row (None = twice that)."""
     worst = 2 * bound if worst is None else worst
     for name in OUTPUTS:
@@ -121,7 +114,6 @@ def test_rows_that_travelled_are_multiplied_as_they_came(monkeypatch: pytest.Mon
         y_RD = expert_mlp(rows, weights, index, options_of(), unsummed=part)
         y_RD.backward(gradient_of(y_RD))
         used = int(index.num_rows)
-        assert grad_handle_RD.grad is not None
         results.append([y_RD[:used], grad_handle_RD.grad[:used], own["w1"].grad, own["w2"].grad])
         # dY alone, and X where it came wide.
         assert quantised == ([(23, 256)] if rows is not x else []) + [(rows_R, 256)]
@@ -133,9 +125,7 @@ def test_rows_that_travelled_are_multiplied_as_they_came(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "frozen", [(), ("w1",), ("w2",), ("w1", "w2"), ("x",), ("weights", "x", "w1")], ids=str
 )
-def test_what_nobody_wants_costs_no_product(
-    frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_nobody_wants_costs_no_product(frozen, monkeypatch) -> None:
     leaves, ids = make("swiglu", **SIZES)
     whole = run(leaves, ids, options_of())
     for name in frozen:

@@ -1,7 +1,3 @@
-"""Low-rank updates inside of the experts' operation equal matrices that have them inside."""
-
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -139,9 +135,7 @@ def test_torch_products_equal_formed_matrices(S: int, kind: str, form: Form) -> 
 
 
 @grid(form=FORMS.values(), kind=["swiglu", "geglu", "relu2"], products=["triton", "torch"])
-def test_error_is_at_most_twice_that_of_formed_matrices(
-    kind: str, products: str, form: Form, device: str
-) -> None:
+def test_error_is_at_most_twice_that_of_formed_matrices(kind, products, form, device) -> None:
     dtype, S = (torch.bfloat16, 920) if device == "cuda" else (torch.float16, 23)
     leaves, ids = leaves_of(kind, form, rank=16, S=S, device=device, dtype=dtype)
     options = ExpertMLPOptions(activation=ActivationOptions(kind=kind), products=products)
@@ -159,9 +153,7 @@ SCALINGS = ("blockwise", "rowwise", "mxfp8", "nvfp4")
 
 @grid(form=FORMS.values(), scaling=SCALINGS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_errors_in_fp8_are_at_most_twice_those_of_formed_matrices(
-    form: Form, scaling: Any, device: str
-) -> None:
+def test_errors_in_fp8_are_at_most_twice_those_of_formed_matrices(form, scaling, device) -> None:
     more = dict(device=device, dtype=torch.bfloat16, S=920) if device == "cuda" else {}
     leaves, ids = leaves_of("swiglu", form, rank=16, **SIZES | more)
     activation = ActivationOptions(kind="swiglu")

@@ -4,8 +4,6 @@ Values and gradients are those of an oracle in fp64, every way of keeping has th
 what rows of no expert hold reaches nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -187,8 +185,7 @@ def test_an_infinity_reaches_its_tokens_and_its_expert_alone(case: Case) -> None
     with torch.no_grad():
         bad["x"][0, 7] = torch.inf
     found = case.run(bad, ids, case.options())
-    assert not found["y"][0].isfinite().all()
-    assert found["y"][1:].isfinite().all()
+    assert not found["y"][0].isfinite().all() and found["y"][1:].isfinite().all()
     if case.recipe.scaling != "tensorwise":
         assert torch.equal(found["y"][1:], expected["y"][1:])
     spared = [i for i in range(5) if i not in ids[0].tolist()]

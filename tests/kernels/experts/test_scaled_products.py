@@ -1,7 +1,3 @@
-"""Experts in FP8 with a scale per row or per tensor: values, gradients, operands of torch."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -59,15 +55,7 @@ def test_hybrid_equals_the_oracle(scaling: Scaling, power_of_two: bool) -> None:
         assert 0.01 < wrong < 0.1, name
 
 
-def run_delayed(
-    leaves: dict[str, Tensor],
-    ids: Tensor,
-    past: dict[str, float],
-    length: int | None = None,
-    *,
-    has_all_amax: bool = True,
-    **recipe: Any,
-) -> tuple[dict[str, Tensor], dict[str, float]]:
+def run_delayed(leaves, ids, past, length=None, *, has_all_amax=True, **recipe):
     """Return output and gradients with scales of earlier steps, and this step's magnitudes."""
     leaves = {n: t.detach().clone().requires_grad_() for n, t in leaves.items()}
     of_rows: Any = {n: torch.tensor([past[n]]) if n in past else None for n in OPERANDS}
@@ -99,7 +87,6 @@ def test_delayed_equals_the_oracle(length: int | None) -> None:
     assert largest["x"] == float(leaves["x"].detach()[used].abs().max())
     assert largest["dy"] == float(gradient_of(leaves["x"])[used].abs().max())
     assert all(value > 0 for value in largest.values()) and largest["x"] > PAST["x"]
-
     found, seen = run_delayed(leaves, ids, PAST, length)
     check(found, oracle(leaves, ids, "tensorwise", **how, amax=PAST), 1e-3)
     assert (seen["x"], seen["dy"]) == (largest["x"], largest["dy"])  # before they are clipped
@@ -161,9 +148,7 @@ COLUMNS_AGAIN = {(): [(48, False, True), (32, False, True)], ("w1",): [(48, Fals
 
 
 @pytest.mark.parametrize("frozen", WANTED, ids=str)
-def test_a_gradient_is_read_once_for_both_layouts(
-    frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_is_read_once_for_both_layouts(frozen, monkeypatch) -> None:
     """X and A are rows in forward and columns in backward; dY and dH what is asked for, at once."""
     made, real = [], quantised_products.quantise_expert_rows
 

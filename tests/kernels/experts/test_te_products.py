@@ -3,8 +3,6 @@
 What is proven here is all around them: order, layouts, padding, what is kept, what is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +22,7 @@ from moecore.kernels.rows.activation import ActivationOptions, activate_rows
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.record import Rows
 from tests.helpers import te_definition
+from tests.helpers.te_definition import RECIPES
 from tests.kernels.experts.chosen import expert_mlp
 from tests.kernels.experts.test_expert_mlp import NAMES, make
 from tests.kernels.experts.test_fp8_products import gradient_of
@@ -32,14 +31,6 @@ from tests.moe.fp8_reference import Result, fp8
 
 SIZES: dict[str, Any] = {"S": 37, "D": 256, "F": 128}
 FEWER: dict[str, Any] = {"S": 37, "D": 64, "F": 32}  # for an oracle of small blocks
-RECIPES = {
-    "blockwise": Recipe(backend="te"),
-    "blockwise, fp32 scales": Recipe(backend="te", power_of_two=False),
-    "tensorwise": Recipe(backend="te", scaling="tensorwise"),
-    "tensorwise, e5m2": Recipe(backend="te", scaling="tensorwise", grad_format="e5m2"),
-    "mxfp8": Recipe(backend="te", scaling="mxfp8"),
-    "nvfp4": Recipe(backend="te", scaling="nvfp4", power_of_two=False, stochastic_rounding=False),
-}
 # What transforms reads bf16 alone.
 # Only the order of sums differs. Where that moves a value over a tie, it moves by one step of its
 # format. "nvfp4" is in bf16, as in test_emulated_products.py.
@@ -57,9 +48,7 @@ def sizes_of(recipe: Recipe) -> dict[str, Any]:
     return FEWER if recipe.scaling in ("mxfp8", "nvfp4") else SIZES
 
 
-def options_of(
-    recipe: Recipe | None, kind: str = "swiglu", products: Any = "te", **more: Any
-) -> ExpertMLPOptions:
+def options_of(recipe, kind="swiglu", products="te", **more) -> ExpertMLPOptions:
     activation = ActivationOptions(kind=kind)
     return ExpertMLPOptions(activation=activation, products=products, recipe=recipe, **more)
 
@@ -77,9 +66,6 @@ def run(leaves: dict[str, Tensor], ids: Tensor, options: ExpertMLPOptions) -> di
     y = expert_mlp(Rows(leaves["x"]), weights, index, options)
     y.backward(gradient_of(y))
     return {"y": y.detach(), **{n: t.grad for n, t in leaves.items() if t.grad is not None}}
-
-
-# ------------------------------------------------------------------------------ without a recipe
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "relu2"])
@@ -108,9 +94,6 @@ def test_low_rank_updates_are_added_as_torchs_products_add_them() -> None:
         found.append([y.detach(), *(t.grad for t in (*leaf.values(), *pairs))])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-# --------------------------------------------------------------------------------- with a recipe
 
 
 def quantised(x: Tensor, recipe: Recipe, over_rows: bool, is_weight: bool, fmt: str) -> Tensor:
@@ -193,9 +176,7 @@ def test_rows_of_padding_are_zero_in_all_operands(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("recipe", [None, RECIPES["blockwise"]], ids=["wide", "blockwise"])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weight_gradients_go_to_their_targets(
-    recipe: Recipe | None, scale: float, dtype: torch.dtype
-) -> None:
+def test_weight_gradients_go_to_their_targets(recipe, scale, dtype) -> None:
     leaves, ids = make("swiglu", **SIZES)
     index = index_of(ids, leaves["weights"].detach(), recipe)
     w1, w2 = leaves["w1"].detach(), leaves["w2"].detach()
@@ -247,8 +228,6 @@ def test_on_meta_moecores_products_have_the_shapes(recipe: Recipe | None) -> Non
         found = run(meta, ids.to("meta"), options_of(recipe))
     assert {n: found[n].shape for n in NAMES} == {n: leaves[n].shape for n in NAMES}
 
-
-# -------------------------------------------------------------------------------------- refusals
 
 BF16 = frozenset([torch.bfloat16])
 CUDA = torch.device("cuda")

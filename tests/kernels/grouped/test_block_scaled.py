@@ -1,7 +1,5 @@
 """Grouped products of MXFP8 and NVFP4 operands, interpreted, and for Blackwell."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -11,10 +9,7 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import BLOCK_SCALED_TRITON, HAS_TRITON, INTERPRET, triton
-from moecore.kernels.grouped.block_scaled import (
-    block_scaled_gemm,
-    block_scaled_wgrad,
-)
+from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.scaled_rows import pad_rows
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.microscaled import quantise_microscaled_matrices

@@ -1,7 +1,3 @@
-"""Products of tiles that two warp groups share, against products expert by expert."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,3 @@
-"""FC2's input gradient with the activation's backward, against both one after the other."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,16 +12,8 @@ from tests.kernels.row_cases import COUNTS, KINDS, SIZES, make, randn
 pytestmark = pytest.mark.gpu
 
 
-@grid(
-    rank=[0, 8, 64, 136],
-    kind=KINDS,
-    sizes=SIZES,
-    gather=[False, True],
-    name=COUNTS,
-)
-def test_activation_bwd(
-    name: str, gather: bool, sizes: tuple[int, int], kind: str, rank: int
-) -> None:
+@grid(rank=[0, 8, 64, 136], kind=KINDS, sizes=SIZES, gather=[False, True], name=COUNTS)
+def test_activation_bwd(name, gather, sizes, kind, rank) -> None:
     D, F = sizes
     counts = COUNTS[name]
     offsets, row_ids, tiles, S = make(counts)

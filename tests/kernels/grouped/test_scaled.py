@@ -1,7 +1,5 @@
 """Grouped products of FP8 operands of two formats: the kernels, interpreted or on a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,12 +7,8 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import INTERPRET
+from moecore.kernels.grouped import scaled_rows as sr
 from moecore.kernels.grouped.scaled import mixed_format_gemm, mixed_format_wgrad
-from moecore.kernels.grouped.scaled_rows import (
-    pad_offsets,
-    quantise_expert_matrices,
-    quantise_expert_rows,
-)
 from moecore.kernels.rows.scaling import DTYPES, Blocks, OperandPair
 
 COUNTS = [
@@ -37,7 +31,7 @@ class Operands:
     def __init__(self, N: int, K: int, device: str) -> None:
         generator = torch.Generator().manual_seed(0)
         self.offsets_e = torch.tensor(COUNTS, device=device).cumsum(0).int()
-        self.padded_e = pad_offsets(self.offsets_e)
+        self.padded_e = sr.pad_offsets(self.offsets_e)
         sizes = 2.0 ** torch.arange(-3, 3)[:, None, None]
         self.w_eNK = (torch.randn(len(COUNTS), N, K, generator=generator) * sizes).to(device)
         of_rows = 2.0 ** (torch.arange(R) // 7 % 9)[:, None]
@@ -47,7 +41,7 @@ class Operands:
 
     def rows(self, x_RN: Tensor, fmt: str) -> OperandPair:
         """Return rows and columns of experts."""
-        return quantise_expert_rows(x_RN, self.offsets_e, self.padded_e, **HOW, fp8_format=fmt)
+        return sr.quantise_expert_rows(x_RN, self.offsets_e, self.padded_e, **HOW, fp8_format=fmt)
 
 
 def wide(side: Blocks) -> Tensor:
@@ -86,8 +80,7 @@ def check(found: Tensor, left: Tensor, right: Tensor, scales: Tensor) -> None:
 @pytest.mark.parametrize(("N", "K"), SIZES)
 def test_products(N: int, K: int, formats: tuple[str, str], device: str) -> None:
     o = Operands(N, K, device)
-    a, b = o.rows(o.x_RK, formats[0]).rows, quantise_expert_matrices(o.w_eNK, **HOW).rows
-    assert a is not None and b is not None
+    a, b = o.rows(o.x_RK, formats[0]).rows, sr.quantise_expert_matrices(o.w_eNK, **HOW).rows
     if formats[1] == "e5m2":
         b = Blocks(b.values.to(torch.float32).to(DTYPES["e5m2"]), b.scales, b.kind)
     for dtype in (torch.float32, torch.bfloat16):
@@ -105,7 +98,6 @@ def test_products(N: int, K: int, formats: tuple[str, str], device: str) -> None
 def test_weight_gradients(N: int, K: int, formats: tuple[str, str], device: str) -> None:
     o = Operands(N, K, device)
     y, x = (o.rows(rows, fmt).columns for rows, fmt in zip((o.y_RN, o.x_RK), formats, strict=True))
-    assert y is not None and x is not None
     for dtype in (torch.float32, torch.bfloat16):
         found, start = mixed_format_wgrad(y, x, o.padded_e, dtype), 0
         assert found.dtype == dtype
@@ -119,7 +111,7 @@ def test_weight_gradients(N: int, K: int, formats: tuple[str, str], device: str)
 
 def test_what_is_not_finite_stays_in_its_row_and_its_expert(device: str) -> None:
     o = Operands(32, 64, device)
-    b = quantise_expert_matrices(o.w_eNK, **HOW).rows
+    b = sr.quantise_expert_matrices(o.w_eNK, **HOW).rows
     o.x_RK[7, 3] = torch.inf
     a, x = o.rows(o.x_RK, "e5m2")
     y = o.rows(o.y_RN, "e5m2").columns

@@ -1,7 +1,3 @@
-"""Kernels of FP8 operands with a scale per row, or one: their references bit for bit."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,16 +5,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import INTERPRET
-from moecore.kernels.grouped import scaled_rows as module
-from moecore.kernels.grouped.scaled_rows import (
-    compute_row_amax,
-    pad_offsets,
-    pad_rows,
-    quantise_expert_matrices,
-    quantise_expert_matrices_ref,
-    quantise_expert_rows,
-    quantise_expert_rows_ref,
-)
+from moecore.kernels.grouped import scaled_rows
 from moecore.kernels.rows.scaling import Blocks, OperandPair
 
 pytest.importorskip("triton", reason="kernels are compared with their references")
@@ -54,7 +41,7 @@ def assert_same(found: Blocks | None, truth: Blocks | None, *, rows: Any, scales
 
 
 def check_rows(found: OperandPair, truth: OperandPair, offsets_e: Tensor) -> None:
-    used, end = int(offsets_e[-1]), int(pad_rows(offsets_e, 0).offsets_e[-1])
+    used, end = int(offsets_e[-1]), int(scaled_rows.pad_rows(offsets_e, 0).offsets_e[-1])
     assert_same(found.rows, truth.rows, rows=slice(used), scales=slice(used))
     columns = (slice(None), slice(end))
     assert_same(found.columns, truth.columns, rows=columns, scales=slice(None))
@@ -63,7 +50,9 @@ def check_rows(found: OperandPair, truth: OperandPair, offsets_e: Tensor) -> Non
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_offsets(counts: list[int], device: str) -> None:
     offsets_e = torch.tensor(counts, device=device).cumsum(0).int()
-    assert torch.equal(pad_offsets(offsets_e), pad_rows(offsets_e, 0).offsets_e)
+    assert torch.equal(
+        scaled_rows.pad_offsets(offsets_e), scaled_rows.pad_rows(offsets_e, 0).offsets_e
+    )
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -81,11 +70,13 @@ def test_rows(per_row: bool, fmt: str, power_of_two: bool, device: str) -> None:
             x_RD = x_RD.T.contiguous().T if i == 2 else x_RD
             for rows, columns in LAYOUTS if i == 0 else LAYOUTS[:1]:
                 layouts = dict(rowwise=rows, columnwise=columns)
-                found = quantise_expert_rows(
-                    x_RD, offsets_e, pad_offsets(offsets_e), **how, **layouts
+                found = scaled_rows.quantise_expert_rows(
+                    x_RD, offsets_e, scaled_rows.pad_offsets(offsets_e), **how, **layouts
                 )
                 check_rows(
-                    found, quantise_expert_rows_ref(x_RD, offsets_e, **how, **layouts), offsets_e
+                    found,
+                    scaled_rows.quantise_expert_rows_ref(x_RD, offsets_e, **how, **layouts),
+                    offsets_e,
                 )
 
 
@@ -96,8 +87,10 @@ def test_finite_rows(device: str) -> None:
     x_RD[171:] = 1e30
     for per_row in (True, False):
         how: Any = dict(per_row=per_row, power_of_two=False)
-        found = quantise_expert_rows(x_RD, offsets_e, pad_offsets(offsets_e), **how)
-        check_rows(found, quantise_expert_rows_ref(x_RD, offsets_e, **how), offsets_e)
+        found = scaled_rows.quantise_expert_rows(
+            x_RD, offsets_e, scaled_rows.pad_offsets(offsets_e), **how
+        )
+        check_rows(found, scaled_rows.quantise_expert_rows_ref(x_RD, offsets_e, **how), offsets_e)
         assert found.rows is not None and found.rows.values[:171].float().abs().max() == 448
 
 
@@ -107,15 +100,15 @@ def test_rows_that_are_longer_than_a_program(monkeypatch: pytest.MonkeyPatch, de
     monkeypatch.setattr(cast, "ROW_ELEMENTS", 64)
     x_RD, offsets_e = hard((20, 208), torch.float32, device), torch.tensor([17], device=device)
     how: Any = dict(per_row=True, power_of_two=True, columnwise=False)
-    found = quantise_expert_rows(x_RD, offsets_e.int(), None, **how)
-    check_rows(found, quantise_expert_rows_ref(x_RD, offsets_e.int(), **how), offsets_e)
+    found = scaled_rows.quantise_expert_rows(x_RD, offsets_e.int(), None, **how)
+    check_rows(found, scaled_rows.quantise_expert_rows_ref(x_RD, offsets_e.int(), **how), offsets_e)
 
 
 @pytest.mark.parametrize("past", [0.0, 0.25])
 def test_an_amax_that_may_be_of_no_rows(past: float, device: str) -> None:
     x_RD, offsets_e = torch.randn(180, 144, device=device), torch.tensor([100, 171], device=device)
     x_RD[171:] = 1e38  # not read
-    found = compute_row_amax(x_RD, offsets_e.int(), torch.tensor([past], device=device))
+    found = scaled_rows.compute_row_amax(x_RD, offsets_e.int(), torch.tensor([past], device=device))
     assert found.amax() == (past or x_RD[:171].abs().max())
 
 
@@ -129,17 +122,18 @@ def test_an_amax_of_other_rows(fmt: str, device: str) -> None:
     how["amax"] = torch.tensor([4.0], device=device)
     for start in (0.0, 3.2e38):
         seen, of_ref = (torch.full((1,), start, device=device) for _ in range(2))
-        found = quantise_expert_rows(x_RD, offsets_e, pad_offsets(offsets_e), **how, new_amax=seen)
-        truth = quantise_expert_rows_ref(x_RD, offsets_e, **how, new_amax=of_ref)
+        found = scaled_rows.quantise_expert_rows(
+            x_RD, offsets_e, scaled_rows.pad_offsets(offsets_e), **how, new_amax=seen
+        )
+        truth = scaled_rows.quantise_expert_rows_ref(x_RD, offsets_e, **how, new_amax=of_ref)
         check_rows(found, truth, offsets_e)
         assert torch.equal(seen, of_ref)
         assert torch.equal(seen.cpu(), torch.tensor([max(start, 3e38)]))
     rows, columns = found
-    assert rows is not None and columns is not None
     wide = rows.values[:171].float() * rows.scales[:171, None]
     finite = x_RD[:171].clamp(-4, 4).masked_fill(x_RD[:171].isinf(), torch.nan)
     torch.testing.assert_close(wide, finite, rtol=2**-2, atol=2**-6, equal_nan=True)
-    place_R = pad_rows(offsets_e, 180).position_R[:171]
+    place_R = scaled_rows.pad_rows(offsets_e, 180).position_R[:171]
     same = columns.values.float()[:, place_R].T * columns.scales[0, 0]
     torch.testing.assert_close(same, wide, rtol=0, atol=0, equal_nan=True)
 
@@ -155,8 +149,8 @@ def test_matrices(per_row: bool, power_of_two: bool, device: str) -> None:
         w_eND[-1] = w_eND[-1].nan_to_num(0, 3, -3)  # a matrix has its own scale
         for rows, columns in LAYOUTS:
             layouts = dict(rowwise=rows, columnwise=columns)
-            found = quantise_expert_matrices(w_eND, **how, **layouts)
-            truth = quantise_expert_matrices_ref(w_eND, **how, **layouts)
+            found = scaled_rows.quantise_expert_matrices(w_eND, **how, **layouts)
+            truth = scaled_rows.quantise_expert_matrices_ref(w_eND, **how, **layouts)
             for got, wanted in zip(found, truth, strict=True):
                 assert_same(got, wanted, rows=slice(None), scales=slice(None))
-    assert module.has_cast_kernel(w_eND)
+    assert scaled_rows.has_cast_kernel(w_eND)

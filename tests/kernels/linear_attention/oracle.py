@@ -1,7 +1,5 @@
 """The delta rule with decays and the short convolution, token by token, in fp64."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -3,8 +3,6 @@
 With the mark gpu the kernels of flash-linear-attention; else plain PyTorch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,21 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.linear_attention import (
-    DeltaRule,
-    causal_convolution,
-    fla,
-    gated_delta_rule,
-)
+from moecore.kernels.linear_attention import DeltaRule, causal_convolution, fla, gated_delta_rule
 from moecore.kernels.linear_attention.gated_delta import gated_delta_rule_ref
 from tests.kernels.linear_attention.oracle import convolution_ref, delta_rule_ref
 
 # Empty documents, of one token, of one chunk, and of several with a rest.
-BORDERS = {
-    "documents": [0, 3, 3, 4, 68, 132, 203, 203],
-    "one": [0, 9],
-    "one chunk": [0, 64],
-}
+BORDERS = {"documents": [0, 3, 3, 4, 68, 132, 203, 203], "one": [0, 9], "one chunk": [0, 64]}
 
 
 KINDS = ("delta", "by channel", "no rates")
@@ -111,9 +100,7 @@ def test_why_the_package_is_not_used() -> None:
 
 
 @pytest.mark.parametrize("version", [(3, 3, 1), (3, 4, 0), (3, 7, 0), (3, 7, 1)])
-def test_where_the_package_cannot_differentiate(
-    version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_package_cannot_differentiate(version, monkeypatch) -> None:
     """A decay per head on Hopper, between two releases of Triton; not a decay per channel."""
     for name in ("_find_device_problem", "_find_import_problem"):
         monkeypatch.setattr(fla, name, lambda *_: None)
@@ -131,16 +118,13 @@ def test_where_the_package_cannot_differentiate(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_initial", [False, True])
 @pytest.mark.parametrize("name", BORDERS)
-def test_kernels_are_at_most_twice_as_wrong_as_plain_pytorch(
-    name: str, has_initial: bool, kind: str
-) -> None:
+def test_kernels_are_at_most_twice_as_wrong_as_plain_pytorch(name, has_initial, kind) -> None:
     """In bf16, of gates and states in fp32 too; both sides against fp64 of the same numbers."""
     pytest.importorskip("fla", reason="the kernels are those of flash-linear-attention")
     borders, dims = BORDERS[name], dict(H=4, h=2, k=64, v=32)
     rule = rule_of(borders[-1], "cuda", kind=kind, **dims)
     halves = (x.detach().bfloat16().requires_grad_() for x in rule[:3])
-    rule = DeltaRule(*halves, *rule[3:])
-    initial = None
+    rule, initial = DeltaRule(*halves, *rule[3:]), None
     if has_initial:
         initial = torch.randn(len(borders) - 1, 4, 64, 32, device="cuda").requires_grad_()
     leaves = [x for x in (*rule[:5], initial) if x is not None]

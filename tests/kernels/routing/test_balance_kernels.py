@@ -1,7 +1,3 @@
-"""Balance statistics and losses: by hand, gradients in fp64, and the kernels against both."""
-
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -68,9 +64,6 @@ def assert_as_good(ours: Tensor, plain: Tensor, truth: Tensor, name: str) -> Non
         assert found <= allowed + 1e-6 * float(measure(scale[:, None])), (name, found, allowed)
 
 
-# --------------------------------------------------------------------------- by hand
-
-
 def test_statistics_by_hand() -> None:
     logits = torch.tensor([[0.0, math.log(3.0)], [math.log(4.0), 0.0], [0.0, 0.0], [9.0, 9.0]])
     sums, z_sum = balance_statistics(logits, 2, "softmax")
@@ -97,8 +90,7 @@ def test_padding_by_hand() -> None:
     (sums[0, 1] + z_sum).backward()
     torch.testing.assert_close(sums.detach(), torch.tensor([[0.25, 0.75], [0.0, 0.0]]))
     assert float(z_sum.detach()) == pytest.approx(math.log(4.0) ** 2)
-    both = 2 * math.log(4.0)
-    expected = torch.zeros(4, 2)
+    both, expected = 2 * math.log(4.0), torch.zeros(4, 2)
     expected[0] = torch.tensor([both * 0.25 - 0.1875, both * 0.75 + 0.1875])
     torch.testing.assert_close(logits.grad, expected)
     for wrong in (mask[:3], mask[:, None], mask.int()):
@@ -122,8 +114,7 @@ def test_losses_by_hand() -> None:
     everywhere = 2 * (0.25 * 0.65 + 0.75 * 0.35)
     expected = torch.tensor([micro, 10 * sequence, 100 * everywhere, 0.1 * 6 / 4])
     torch.testing.assert_close(losses, expected)
-    assert losses.dtype == torch.float32
-    assert float(balance_loss(sums, z_sum, counts, ALL)[2]) == 0.0
+    assert losses.dtype == torch.float32 and float(balance_loss(sums, z_sum, counts, ALL)[2]) == 0.0
 
 
 @pytest.mark.parametrize("function", SCORE_FUNCTIONS)
@@ -139,9 +130,6 @@ def test_gradients_of_the_references(function: str) -> None:
     assert torch.autograd.gradcheck(
         lambda s, z: balance_loss_ref(s, z, counts, ALL, global_counts_E=total), (sums, z_sum)
     )
-
-
-# --------------------------------------------------------------------------- statistics
 
 
 @pytest.mark.parametrize("function", SCORE_FUNCTIONS)
@@ -166,13 +154,11 @@ def test_statistics_against_reference(device: str, function: str) -> None:
 def test_padding_is_as_if_it_were_not_there(device: str, function: str) -> None:
     """The real tokens of each sequence alone give the same sums and gradients."""
     for T, B, E in shapes(device)[:9]:
-        mask = make_mask(T, B, device)
-        logits = make_logits(T, E, device)
+        mask, logits = make_mask(T, B, device), make_logits(T, E, device)
         logits[mask] = torch.tensor([math.nan, math.inf, -math.inf], device=device)[
             torch.arange(int(mask.sum()), device=device) % 3
         ][:, None]
-        dsums = random(B, E, device=device)
-        results = []
+        dsums, results = random(B, E, device=device), []
         for run, x in (
             (balance_statistics, logits.clone()),
             (balance_statistics_ref, logits.clone()),
@@ -247,9 +233,6 @@ def test_statistics_of_no_gradient_and_fp64(device: str) -> None:
     torch.testing.assert_close(wide.sum(), torch.tensor(2.0, device=device))
 
 
-# --------------------------------------------------------------------------- losses
-
-
 def loss_case(T: int, B: int, E: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Score sums, z sum, counts with tokens, global counts."""
     sums, z_sum = balance_statistics_ref(make_logits(T, E, device), B, "softmax")
@@ -287,11 +270,7 @@ def test_everything_is_zero_without_tokens(device: str, function: str, B: int) -
     losses = balance_loss(sums, z_sum, counts, ALL, global_counts_E=total)
     losses.sum().backward()
     assert sums.shape == (B, 5) and not sums.any() and not z_sum.any()
-    assert losses.tolist() == [0.0] * 4
-    assert logits.grad is not None and logits.grad.shape == (0, 5)
-
-
-# --------------------------------------------------------------------------- operators
+    assert losses.tolist() == [0.0] * 4 and logits.grad is not None and logits.grad.shape == (0, 5)
 
 
 def step(logits: Tensor, ids: Tensor, B: int, function: str, mask: Tensor | None = None) -> Tensor:
@@ -341,6 +320,5 @@ def test_statistics_address_past_2_to_the_31() -> None:
     torch.testing.assert_close(sums[0], torch.full_like(sums[0], T / 2 / E))
     torch.testing.assert_close(sums[1], tail_sums[0] + (T / 2 - 32) / E)
     assert float(z_sum) == pytest.approx(float(tail_z) + (T - 32) * math.log(E) ** 2, rel=1e-5)
-    assert logits.grad is not None and tail.grad is not None
-    assert not logits.grad[: T // 2].any()
+    assert logits.grad is not None and tail.grad is not None and not logits.grad[: T // 2].any()
     torch.testing.assert_close(logits.grad[-32:], tail.grad, rtol=1e-5, atol=1e-7)

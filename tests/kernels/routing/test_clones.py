@@ -1,7 +1,3 @@
-"""Clones of hot experts: the plan evens ranks out, and every token goes to one physical expert."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -23,8 +19,7 @@ def skewed(T: int, K: int, E: int, skew: float, seed: int = 0) -> Tensor:
 
 
 def rank_loads(loads_E: Tensor, plan: ClonePlan, P: int) -> Tensor:
-    loads_P = loads_E.view(P, -1).sum(1)
-    c = len(plan.experts_N) // P
+    loads_P, c = loads_E.view(P, -1).sum(1), len(plan.experts_N) // P
     for n, (x, start, stop) in enumerate(zip(*(t.tolist() for t in plan), strict=True)):
         if x >= 0:
             loads_P[x // (len(loads_E) // P)] -= stop - start

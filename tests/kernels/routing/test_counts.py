@@ -1,7 +1,3 @@
-"""Expert counts: by hand, and the kernel against the reference."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -67,9 +63,6 @@ def test_counts_by_hand() -> None:
     assert counts.tolist() == [[12, 21, 32]]
 
 
-# --------------------------------------------------------------------------- kernel
-
-
 def test_kernel_equals_reference(device: str) -> None:
     for T, K, B, E in shapes(device):
         ids = make_ids(T, K, E, device)
@@ -94,8 +87,7 @@ def test_kernel_counts_real_tokens(device: str) -> None:
 
 def test_kernel_adds_in_place(device: str) -> None:
     counts = torch.full((2, 5), 1 << 40, dtype=torch.int64, device=device)
-    ids = make_ids(8, 3, 5, device)
-    address = counts.data_ptr()
+    ids, address = make_ids(8, 3, 5, device), counts.data_ptr()
     for _ in range(3):
         add_expert_counts(counts, ids)
     assert counts.data_ptr() == address
@@ -132,9 +124,8 @@ def test_op_contract(device: str) -> None:
 def test_kernel_never_syncs_and_counts_at_each_replay() -> None:
     ids = make_ids(4096, 8, 64, "cuda")
     (counts,) = check_without_host(lambda ids: [count_experts_and_tokens(ids, 4, 64)], (ids,))
-    assert (
-        torch.equal(counts[:, :64], expected_counts(ids, 4, 64)) and (counts[:, 64] == 1024).all()
-    )
+    assert torch.equal(counts[:, :64], expected_counts(ids, 4, 64))
+    assert (counts[:, 64] == 1024).all()
 
 
 @pytest.mark.gpu
@@ -142,8 +133,6 @@ def test_kernel_addresses_past_2_to_the_31() -> None:
     T, K, B = 3 << 27, 8, 3
     ids = torch.zeros(T, K, dtype=torch.int32, device="cuda")
     ids[-1] = 5
-    counts = count_experts(ids, B, 7)
-    each = T // B * K
-    assert counts[:, 0].tolist() == [each, each, each - K]
-    assert counts[:, 5].tolist() == [0, 0, K]
+    counts, each = count_experts(ids, B, 7), T // B * K
+    assert counts[:, 0].tolist() == [each, each, each - K] and counts[:, 5].tolist() == [0, 0, K]
     assert int(counts.sum()) == T * K

@@ -1,7 +1,3 @@
-"""Entropy: that of the probabilities, summed to the same bits however tokens are dealt out."""
-
-from __future__ import annotations
-
 import math
 
 import pytest

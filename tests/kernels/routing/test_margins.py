@@ -1,7 +1,3 @@
-"""Margins: every token counts once per expert, where the reference counts it; their quantiles."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

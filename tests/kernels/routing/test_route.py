@@ -5,8 +5,6 @@ far apart, while random ones may differ in the last bit and swap places. Then a 
 that rounding explains, and such rows at most twice as many as plain PyTorch has.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -65,9 +63,7 @@ def inputs(name: str, device: str, *, grid: bool = True) -> tuple[Tensor, Tensor
     return logits.to(device), None if bias is None else bias.to(device)
 
 
-def with_gradient(
-    logits: Tensor, bias: Tensor | None, options: RouteOptions, *, ref: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def with_gradient(logits, bias, options, *, ref) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, weights, and the gradient of the logits under fixed weights of the weights."""
     logits = logits.detach().clone().requires_grad_()
     ids, weights = (route_ref if ref else route)(logits, bias, options)
@@ -75,9 +71,6 @@ def with_gradient(
     (weights * factor).sum().backward()
     assert logits.grad is not None
     return ids, weights.detach(), logits.grad
-
-
-# --------------------------------------------------------------------------- reference
 
 
 def choose(scores: list[list[float]], options: RouteOptions) -> list[list[int]]:
@@ -213,9 +206,8 @@ def test_refuses_what_cannot_be() -> None:
         with pytest.raises(ValueError, match=r"logits_TE of 12 experts must split into num_groups"):
             route(logits, None, options)
     options = replace(BASE, num_groups=4, top_groups=2, group_experts=4)
-    with pytest.raises(
-        ValueError, match=r"group_experts \(4\) must be <= the experts of a group \(3"
-    ):
+    message = r"group_experts \(4\) must be <= the experts of a group \(3"
+    with pytest.raises(ValueError, match=message):
         route(logits, None, options)
     route(logits, None, replace(options, top_groups=4))  # no group is excluded
 
@@ -230,9 +222,6 @@ def test_another_choice_is_not_possible(name: str) -> None:
     more = route_ref(logits, bias, replace(options, top_k=options.top_k + 1))[0]
     for wrong in (more[:, 1:], more[:, [1, 0, *range(2, options.top_k)]]):
         assert not is_possible(wrong, logits, bias, options).any()
-
-
-# --------------------------------------------------------------------------- kernel
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
@@ -369,8 +358,7 @@ def test_layouts(device: str) -> None:
         logits = logits.detach().requires_grad_()
         ids, weights = route(logits, None, BASE)
         expected = route_ref(logits, None, BASE)
-        assert ids.shape == weights.shape == (logits.shape[0], 3)
-        assert torch.equal(ids, expected[0])
+        assert ids.shape == weights.shape == (logits.shape[0], 3) and torch.equal(ids, expected[0])
         torch.testing.assert_close(weights, expected[1])
         raw = route(logits, None, replace(BASE, normalize=False))[1]
         raw_ref = route_ref(logits, None, replace(BASE, normalize=False))[1]
@@ -401,9 +389,6 @@ def test_compiles_without_breaks(device: str) -> None:
     expected[1].square().sum().backward()
     assert torch.equal(ids, expected[0]) and torch.equal(weights, expected[1])
     assert leaf.grad is not None and plain.grad is not None and torch.equal(leaf.grad, plain.grad)
-
-
-# --------------------------------------------------------------------------- GPU only
 
 
 @pytest.mark.gpu
@@ -437,7 +422,6 @@ def test_addresses_past_two_to_the_31() -> None:
 
 @pytest.mark.gpu
 def test_a_path_without_a_kernel_says_so() -> None:
-    with pytest.warns(
-        UserWarning, match=r"routing to 4 experts in torch.float64 has no kernel: plain"
-    ):
+    message = r"routing to 4 experts in torch.float64 has no kernel: plain"
+    with pytest.warns(UserWarning, match=message):
         route(torch.zeros(2, 4, dtype=torch.float64, device="cuda"), None, replace(BASE, top_k=1))

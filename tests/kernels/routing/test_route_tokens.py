@@ -1,7 +1,3 @@
-"""route_tokens: the bits of its two operations, forward and backward, and what it refuses."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -42,9 +38,7 @@ def results(run: Any, tensors: tuple[Tensor, ...], uses: tuple[bool, bool]) -> l
 
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])
 @pytest.mark.parametrize("uses", [(True, False), (False, True), (True, True)])
-def test_bits_are_those_of_two_operations(
-    device: str, weight_dtype: torch.dtype, uses: tuple[bool, bool]
-) -> None:
+def test_bits_are_those_of_two_operations(device, weight_dtype, uses) -> None:
     tensors = inputs(T, D, E, device, weight_dtype)
     one, two = (results(run, tensors, uses) for run in (route_tokens, in_two))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

@@ -1,7 +1,3 @@
-"""route_weights: the bits of `route` for its own choices, and any other choice by hand."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,26 +1,16 @@
-"""router_logits: exact splits, the error of an fp32 product or less, gradients in every dtype."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.kernels.routing import router_logits as module
-from moecore.kernels.routing.router_logits import (
-    _split_into_parts,
-    router_logits,
-    router_logits_ref,
-)
+from moecore.kernels.routing import router_logits as rl
 from tests.kernels.conftest import check_without_host
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def inputs(
-    T: int, D: int, E: int, device: str, weight_dtype: torch.dtype, *, x_dtype: torch.dtype = BF16
-) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(T, D, E, device, weight_dtype, *, x_dtype=BF16) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator(device).manual_seed(T + D + E)
 
     def draw(*shape: int) -> Tensor:
@@ -40,15 +30,12 @@ def upstream(T: int, E: int, device: str) -> Tensor:
 def results(tensors: tuple[Tensor, ...], g: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
     """Logits and gradients: of the op, or of F.linear in `dtype` rounded to the op's dtypes."""
     leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors]
-    logits = router_logits(*leaves) if dtype is None else F.linear(*leaves)
+    logits = rl.router_logits(*leaves) if dtype is None else F.linear(*leaves)
     logits.backward(g.to(logits.dtype))
     grads = [t.grad for t in leaves]
     if dtype == FP32:
         grads = [grad.to(t.dtype) for grad, t in zip(grads, tensors, strict=True)]  # type: ignore[union-attr]
     return [logits.detach(), *grads]  # type: ignore[list-item]
-
-
-# --------------------------------------------------------------------------- reference
 
 
 @pytest.mark.parametrize("x_dtype", [BF16, FP16, FP32])
@@ -62,12 +49,12 @@ def test_dtypes(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
 
 def test_gradcheck() -> None:
     tensors = [t.double().requires_grad_() for t in inputs(4, 6, 3, "cpu", FP32)]
-    torch.autograd.gradcheck(lambda *t: router_logits_ref(*t, dtype=torch.float64), tensors)
+    torch.autograd.gradcheck(lambda *t: rl.router_logits_ref(*t, dtype=torch.float64), tensors)
 
 
 def test_second_derivative() -> None:
     tensors = [t.double().requires_grad_() for t in inputs(4, 6, 3, "cpu", FP32)]
-    torch.autograd.gradgradcheck(lambda *t: router_logits_ref(*t, dtype=torch.float64), tensors)
+    torch.autograd.gradgradcheck(lambda *t: rl.router_logits_ref(*t, dtype=torch.float64), tensors)
 
 
 def test_function_transforms() -> None:
@@ -75,7 +62,7 @@ def test_function_transforms() -> None:
     x, weight, bias = (t.double() for t in inputs(4, 6, 3, "cpu", FP32))
 
     def total(x: Tensor) -> Tensor:
-        return router_logits_ref(x, weight, bias, dtype=torch.float64).square().sum()
+        return rl.router_logits_ref(x, weight, bias, dtype=torch.float64).square().sum()
 
     _, tangent = torch.func.jvp(total, (x,), (x,))
     by_token = torch.func.vmap(torch.func.grad(lambda x: total(x[None])))(x)
@@ -89,7 +76,7 @@ def check_autocast(tensors: tuple[Tensor, ...]) -> None:
     g, found = upstream(37, 13, str(tensors[0].device)), []
     for enabled in (False, True):
         leaves = [t.clone().requires_grad_() for t in tensors]
-        logits = router_logits(*leaves)
+        logits = rl.router_logits(*leaves)
         with torch.autocast(g.device.type, dtype=FP16, enabled=enabled):
             found.append(torch.autograd.grad(logits, leaves, g))
     assert all(map(torch.equal, *found))
@@ -99,10 +86,7 @@ def test_refuses_shapes_that_do_not_fit() -> None:
     x, weight, bias = inputs(4, 6, 3, "cpu", FP32)
     for args in ((x[:, :5], weight, bias), (x, weight, bias[:2]), (x, weight[:2], bias)):
         with pytest.raises(ValueError, match="must agree in D and E"):
-            router_logits(*args)
-
-
-# --------------------------------------------------------------------------- kernel
+            rl.router_logits(*args)
 
 
 def shapes(device: str) -> list[tuple[int, int, int]]:
@@ -140,9 +124,7 @@ def test_errors_against_fp64(weight_dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])
-def test_splits_of_the_tokens_add_up(
-    weight_dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_splits_of_the_tokens_add_up(weight_dtype, device, monkeypatch) -> None:
     """The gradient of the weight from several programs, the last of them with fewer tokens."""
     tensors, g = inputs(131, 24, 5, device, weight_dtype), upstream(131, 5, device)
     once = results(tensors, g, None)[2]
@@ -154,9 +136,7 @@ def test_splits_of_the_tokens_add_up(
 
 @pytest.mark.parametrize("x_dtype", [BF16, FP32])
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])
-def test_autocast_rounds_no_gradient_of_kernels(
-    x_dtype: torch.dtype, weight_dtype: torch.dtype, device: str
-) -> None:
+def test_autocast_rounds_no_gradient_of_kernels(x_dtype, weight_dtype, device) -> None:
     check_autocast(inputs(37, 48, 13, device, weight_dtype, x_dtype=x_dtype))
 
 
@@ -166,7 +146,7 @@ def test_parts_add_up(parts: tuple[int, ...], side_by_side: bool, device: str) -
     v = inputs(37, 48, 13, device, FP32)[1] * 2.0 ** torch.arange(-60, 36, 2, device=device)
     if side_by_side:
         v = v.T.contiguous()
-    out = _split_into_parts(v, parts, side_by_side=side_by_side)
+    out = rl._split_into_parts(v, parts, side_by_side=side_by_side)
     stacked = out.chunk(len(parts), dim=1 if side_by_side else 0)
     padding = [part[:, 13:] if side_by_side else part[13:] for part in stacked]
     assert not torch.stack(padding).any()
@@ -180,7 +160,7 @@ def test_parts_add_up(parts: tuple[int, ...], side_by_side: bool, device: str) -
 def test_values_that_are_not_finite_stay_visible(device: str) -> None:
     x, weight, bias = inputs(20, 48, 13, device, FP32)
     weight[3, 5], weight[4, 6], x[7] = float("inf"), float("nan"), float("inf")
-    found, expected = router_logits(x, weight, bias), router_logits_ref(x, weight, bias)
+    found, expected = rl.router_logits(x, weight, bias), rl.router_logits_ref(x, weight, bias)
     assert torch.equal(found.isfinite(), expected.isfinite())
     assert torch.equal(found.isnan(), expected.isnan())
     torch.testing.assert_close(found[:7], expected[:7], equal_nan=True)
@@ -197,9 +177,9 @@ def test_layouts(weight_dtype: torch.dtype, device: str) -> None:
         (x[:, :10], weight[:, :10].T),
     ):
         leaves = [x_TD.detach().requires_grad_(), weight_ED.detach().requires_grad_()]
-        logits = router_logits(*leaves)
+        logits = rl.router_logits(*leaves)
         grads = torch.autograd.grad(logits.sum(), leaves)
-        expected = router_logits_ref(*leaves, None)
+        expected = rl.router_logits_ref(*leaves, None)
         wanted = torch.autograd.grad(expected.sum(), leaves)
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
         for a, e in zip(grads, wanted, strict=True):
@@ -212,7 +192,7 @@ def test_only_the_gradient_that_is_asked_for(needed: int, device: str) -> None:
     tensors = inputs(9, 24, 5, device, BF16)
     everything = results(tensors, upstream(9, 5, device), None)[1:]
     leaves = [t.clone().requires_grad_(i == needed) for i, t in enumerate(tensors)]
-    router_logits(*leaves).backward(upstream(9, 5, device))
+    rl.router_logits(*leaves).backward(upstream(9, 5, device))
     for i, t in enumerate(leaves):
         assert torch.equal(t.grad, everything[i]) if i == needed else t.grad is None  # type: ignore[arg-type]
 
@@ -222,16 +202,13 @@ def test_custom_op_contract(device: str) -> None:
     torch.library.opcheck(torch.ops.moecore.router_logits.default, tuple(leaves))
 
 
-# --------------------------------------------------------------------------- GPU only
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])
 def test_repeats_captures_and_never_syncs(weight_dtype: torch.dtype) -> None:
     g = upstream(4099, 96, "cuda")
 
     def with_gradients(*leaves: Tensor) -> list[Tensor]:
-        logits = router_logits(*leaves)
+        logits = rl.router_logits(*leaves)
         return [logits, *torch.autograd.grad(logits, leaves, g)]
 
     tensors = inputs(4099, 2048, 96, "cuda", weight_dtype)
@@ -261,12 +238,12 @@ def test_addresses_past_two_to_the_31() -> None:
     far[-100:] = x
     far.requires_grad_()
     weight.requires_grad_()
-    logits = router_logits(far, weight)
+    logits = rl.router_logits(far, weight)
     g = torch.zeros_like(logits)
     g[-100:] = upstream(100, E, "cuda")
     dx, dweight = torch.autograd.grad(logits, (far, weight), g)
     near = x.requires_grad_()
-    wanted = router_logits(near, weight)
+    wanted = rl.router_logits(near, weight)
     near_dx, near_dweight = torch.autograd.grad(wanted, (near, weight), g[-100:])
     assert torch.equal(logits[-100:], wanted) and not logits[:-100].any()
     assert torch.equal(dx[-100:], near_dx) and not dx[:-100].any()

@@ -4,8 +4,6 @@ A number of E2M1 is the nearest of a list, draws are unsigned 32-bit numbers of 
 matrix is written as a matrix. What the formats fix in fp32 (scales, divisions) is in fp32 here too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,3 @@
-"""Weighted activation: known values, gradients, and kernel against reference."""
-
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -33,9 +29,7 @@ ALL = [
 NAMES = [f"{o.kind}-{'interleaved' if o.interleaved else 'split'}" for o in ALL]
 
 
-def inputs(
-    R: int, F_: int, options: ActivationOptions, *, device: str = "cpu", dtype: Any = torch.float64
-) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(R, F_, options, *, device="cpu", dtype=torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     """h, weights and the output's gradient."""
     generator = torch.Generator(device).manual_seed(R * 31 + F_)
     where: dict[str, Any] = dict(generator=generator, device=device)
@@ -49,9 +43,6 @@ def inputs(
 
 def count(n: int, device: str = "cpu") -> Tensor:
     return torch.tensor(n, dtype=torch.int32, device=device)
-
-
-# ------------------------------------------------------------------- reference, by hand
 
 
 @pytest.mark.parametrize(
@@ -147,8 +138,6 @@ def check_unused_rows(device: str, options: ActivationOptions) -> None:
         assert t is not None and not t[5:].any() and not t.isnan().any()
 
 
-# ------------------------------------------------------------------------------- kernel
-
 # R, F, rows in use (None: all, and no count is passed)
 TINY = {
     "plain": (19, 24, 15),
@@ -183,9 +172,7 @@ def test_kernel_is_as_good_as_pytorch_at_real_sizes(name: str, options: Activati
     check_against_fp64("cuda", REAL[name], options, torch.bfloat16)
 
 
-def check_against_fp64(
-    device: str, case: tuple[int, int, int | None], options: ActivationOptions, dtype: torch.dtype
-) -> None:
+def check_against_fp64(device, case, options, dtype) -> None:
     R, F_, used = case
     num_rows = None if used is None else count(used, device)
     h, w, da = inputs(R, F_, options, device=device, dtype=dtype)
@@ -198,7 +185,6 @@ def check_against_fp64(
     assert all(torch.equal(x, y) for x, y in zip(again, (dh, dw, a), strict=True))
     for t in (a, dh, dw):
         assert used is None or not t[used:].any()
-
     # A block of rows at a time: fp64 of everything would not fit.
     for start in sorted({0, max((used or R) - 64, 0)}):
         rows = slice(start, min(start + 64, used if used is not None else R))
@@ -216,9 +202,7 @@ def check_against_fp64(
             check_errors(found[rows], rough, true, dtype)
 
 
-def gradients_of(
-    op: Any, h: Tensor, w: Tensor, da: Tensor, options: ActivationOptions
-) -> tuple[Tensor, ...]:
+def gradients_of(op, h, w, da, options) -> tuple[Tensor, ...]:
     h.requires_grad_(), w.requires_grad_()
     a = op(h, w, options)
     return a.detach(), *torch.autograd.grad(a, (h, w), da)
@@ -268,8 +252,7 @@ def test_kernel_lets_nan_through_and_stays_finite_far_out(device: str) -> None:
         h[0], h[1], h[2] = 1e4, -1e4, float("nan")
         dh, _, a = weighted_activation_bwd(h, da, None, None, options)
         expected = weighted_activation_bwd_ref(h, da, None, None, options)
-        assert dh[:2].isfinite().all() and a[:2].isfinite().all()
-        assert a[2].isnan().all()
+        assert dh[:2].isfinite().all() and a[:2].isfinite().all() and a[2].isnan().all()
         if options.kind == "relu":  # whose slope of a NaN is 1, as torch's
             assert torch.equal(dh[2], da[2])
         else:

@@ -1,7 +1,3 @@
-"""The kernels of the casts against their references, bit for bit."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

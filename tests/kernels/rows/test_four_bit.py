@@ -1,7 +1,3 @@
-"""NF4 and MXFP4: values by their definitions, and the kernel's bits, those of the reference."""
-
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
@@ -75,8 +71,7 @@ def test_nearest_codes(kind: Any) -> None:
     x = torch.randn(3, 4 * fmt.group, generator=generator)
     x *= torch.tensor([1.0, 1e-4, 300.0])[:, None]
     x[1, : fmt.group] = 0
-    blocks = quantise(x, kind)
-    groups = x.view(-1, fmt.group)
+    blocks, groups = quantise(x, kind), x.view(-1, fmt.group)
     amax = groups.abs().amax(1)
     if kind == "nf4":
         scales = amax
@@ -89,8 +84,7 @@ def test_nearest_codes(kind: Any) -> None:
     assert torch.allclose(found, errors, rtol=1e-5, atol=1e-12)
     # bitsandbytes' kernels take the lower code at a border, and a group of zeros stays one.
     assert not dequantise(blocks, torch.float32)[1, : fmt.group].any()
-    borders = torch.zeros(fmt.group)
-    values = sorted(set(fmt.values))
+    borders, values = torch.zeros(fmt.group), sorted(set(fmt.values))
     halves = [(a + b) / 2 for a, b in itertools.pairwise(values)]
     borders[: len(halves)] = torch.tensor(halves)
     borders[-1] = max(values)

@@ -1,7 +1,3 @@
-"""Rows as FP8: the bytes of the reference, wide again where they belong, and how wrong they are."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -44,9 +40,7 @@ def test_bytes_of_the_reference(D: int, dtype: torch.dtype, device: str) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("D", DIMS)
-def test_rows_are_wide_again_and_their_handle_has_the_gradient(
-    D: int, dtype: torch.dtype, device: str
-) -> None:
+def test_rows_are_wide_again_and_their_handle_has_the_gradient(D, dtype, device) -> None:
     for S in COUNTS:
         packed = pack_rows(values_of(S, D, dtype=dtype, device=device))
         want = widened(packed, D, dtype)
@@ -108,8 +102,7 @@ def test_gathers_wide_rows_and_reads_no_hole(D: int, K: int, device: str) -> Non
     ids = ids.to(device, torch.int32)
     index = build_index(ids, torch.ones(S, K, device=device), first_expert=0, num_local_experts=e)
     x = values_of(S, D, dtype=torch.bfloat16, device=device)
-    packed = pack_rows(x)
-    hole = (index.slots_SK < 0).all(1)
+    packed, hole = pack_rows(x), (index.slots_SK < 0).all(1)
     assert hole.any()
     packed[hole] = 0x7F  # NaN
     where = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])

@@ -1,7 +1,3 @@
-"""The expert index: by hand, as properties for random routings, and kernel against reference."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -17,9 +13,7 @@ from tests.kernels.conftest import check_without_host, poison
 Routed = tuple[Tensor, Tensor, dict[str, int]]
 
 
-def routing(
-    S: int, K: int, E: int, *, device: str = "cpu", dropped: float = 0.1, skew: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def routing(S, K, E, *, device="cpu", dropped=0.1, skew=0.0) -> tuple[Tensor, Tensor]:
     """K distinct experts of E per row, some dropped; skew favours the first experts."""
     generator = torch.Generator().manual_seed(S * 31 + K * 7 + E)
     scores = torch.rand(S, E, generator=generator) + skew * torch.linspace(1, 0, E)
@@ -29,9 +23,7 @@ def routing(
     return ids_SK.to(device, torch.int32), weights_SK.to(device)
 
 
-def by_hand(
-    ids: list[list[int]], first_expert: int, num_local_experts: int, row_multiple: int
-) -> list[Any]:
+def by_hand(ids, first_expert, num_local_experts, row_multiple) -> list[Any]:
     """Per expert row below the end: its (s, k), or None for padding; then the offsets."""
     rows: list[tuple[int, int] | None] = []
     offsets = []
@@ -55,9 +47,6 @@ def check_by_hand(index: ExpertIndex, ids_SK: Tensor, weights_SK: Tensor, **opti
     assert torch.equal(index.slots_SK, slots)
 
 
-# ------------------------------------------------------------------- reference, by hand
-
-
 def test_worked_example() -> None:
     ids = torch.tensor([[3, 0], [2, 3], [5, 3]], dtype=torch.int32)
     weights = torch.arange(1.0, 7.0).view(3, 2)
@@ -76,8 +65,7 @@ def test_worked_example() -> None:
 def routings(draw: st.DrawFn) -> Routed:
     """ids with dropped and foreign experts (distinct per row), weights, and the options."""
     E = draw(st.integers(1, 9))
-    K = draw(st.integers(1, E))
-    S = draw(st.integers(0, 8))
+    K, S = draw(st.integers(1, E)), draw(st.integers(0, 8))
     first = draw(st.integers(0, E - 1))
     num_local = draw(st.integers(1, E - first))
     multiple = draw(st.sampled_from([1, 1, 2, 16]))
@@ -173,8 +161,6 @@ def check_compiles(device: str) -> None:
         check_gradient(found, weights)
 
 
-# ------------------------------------------------------------------------------- kernel
-
 # S, K, E, first, num_local, multiple
 TINY = {
     "plain": (70, 3, 9, 0, 9, 1),
@@ -196,9 +182,7 @@ REAL = {
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("skew", [0.0, 3.0], ids=["even", "skewed"])
 @pytest.mark.parametrize("is_few", [True, False], ids=["few", "many"])
-def test_kernel_equals_reference(
-    device: str, name: str, skew: float, is_few: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_equals_reference(device, name, skew, is_few, monkeypatch) -> None:
     """Also where few pairs are counted as many are."""
     monkeypatch.setattr(index_module, "FEW_BLOCKS", index_module.FEW_BLOCKS if is_few else -1)
     check_against_reference(device, TINY[name], skew)

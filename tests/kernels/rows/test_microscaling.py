@@ -1,7 +1,5 @@
 """MXFP8 and NVFP4 in plain PyTorch, against their definition and two other implementations."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -22,14 +20,7 @@ from moecore.kernels.rows.microscaling import (
     quantise_nvfp4,
     unpack_e2m1,
 )
-from tests.kernels.rows.microscaling_oracle import (
-    Rounding,
-    draws,
-    e2m1,
-    fp4,
-    hadamard_matrix,
-    tensor_scale,
-)
+from tests.kernels.rows import microscaling_oracle
 from tests.moe.fp8_reference import fp8
 
 MXFP8, NVFP4 = Recipe(scaling="mxfp8"), Recipe(scaling="nvfp4")
@@ -69,13 +60,15 @@ def test_mxfp8_is_its_definition(block: tuple[int, int]) -> None:
 @pytest.mark.parametrize("block", BLOCKS)
 def test_nvfp4_is_its_definition(block: tuple[int, int], random: bool, power_of_two: bool) -> None:
     x = uneven(48, 64)
-    scale = tensor_scale(x, power_of_two)
+    scale = microscaling_oracle.tensor_scale(x, power_of_two)
     ours = compute_tensor_scales(x.abs().amax(), Recipe(scaling="nvfp4", power_of_two=power_of_two))
     assert torch.equal(ours, scale)
     drawn = draw_uniform(x) if random else None
     values, scales = quantise_nvfp4(x, block, ours.reshape(1, 1), drawn)
     assert scales.dtype == torch.float8_e4m3fn
-    expected = fp4(x, *block, scale, draws(x) if random else None)
+    expected = microscaling_oracle.fp4(
+        x, *block, scale, microscaling_oracle.draws(x) if random else None
+    )
     # The product of the two scales is rounded to fp32, which only "fp32 scales" show.
     found = wide(values, scales.float() * scale, block)
     assert torch.equal(found, expected)
@@ -89,7 +82,7 @@ def test_e2m1_is_the_nearest() -> None:
     x = torch.cat((x, torch.full((len(x), 1), 6.0)), 1)
     values, scales = quantise_nvfp4(x, (1, 16), torch.ones(1, 1))
     assert (scales.float() == 1).all() and set(values.abs().unique().tolist()) == set(E2M1)
-    assert torch.equal(values.double(), e2m1(x))
+    assert torch.equal(values.double(), microscaling_oracle.e2m1(x))
     up, down = (
         quantise_nvfp4(x, (1, 16), torch.ones(1, 1), torch.full_like(x, draw))[0].abs()
         for draw in (0.0, 1 - 2.0**-24)
@@ -117,7 +110,7 @@ def test_both_layouts_of_matrices(recipe: Recipe) -> None:
         for operand, is_transposed in ((both.rows, False), (both.columns, True)):
             found = operand.values[i].double() * operand.scales[i]
             found = found.T if is_transposed else found
-            expected = Rounding(recipe).weight(matrix, transposed=is_transposed)
+            expected = microscaling_oracle.Rounding(recipe).weight(matrix, transposed=is_transposed)
             torch.testing.assert_close(found, expected, rtol=2**-23, atol=0)
     same = torch.equal(both.rows.values, both.columns.values.transpose(1, 2))
     assert same == (recipe.scaling == "nvfp4")
@@ -136,9 +129,9 @@ def test_an_expert_has_its_own_scale() -> None:
     found, other = quantise_microscaled(x, PAPER, **how), quantise_microscaled(noise, PAPER, **how)
     assert torch.equal(found.values[:27], other.values[:27])
     assert torch.equal(found.scales[:3], other.scales[:3]) and found.scales.shape == (4,)
-    assert torch.equal(found.scales[0], tensor_scale(x[:7], False))
+    assert torch.equal(found.scales[0], microscaling_oracle.tensor_scale(x[:7], False))
     assert found.scales[1] == 2.0**-126  # it has no rows
-    assert torch.equal(found.scales[2], tensor_scale(x[7:27], False))
+    assert torch.equal(found.scales[2], microscaling_oracle.tensor_scale(x[7:27], False))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -152,8 +145,7 @@ def test_what_is_not_finite_stays_in_its_block(recipe: Recipe, bad: float) -> No
     whole = slice(40 // block * block, 40 // block * block + block)
     alone = recipe.scaling == "mxfp8" and math.isnan(bad)  # E4M3 has a NaN, E2M1 has none
     spoilt[5, 40 if alone else whole] = True
-    assert torch.equal(found.values.isnan(), spoilt)
-    assert found.scales.isfinite().all()
+    assert torch.equal(found.values.isnan(), spoilt) and found.scales.isfinite().all()
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
@@ -170,7 +162,7 @@ def test_zeros_tiny_and_huge_values(recipe: Recipe) -> None:
 
 def test_the_transform_is_the_matrix_and_leaves_products() -> None:
     x, y = uneven(48, 32), uneven(48, 64, seed=1)
-    matrix = hadamard_matrix()
+    matrix = microscaling_oracle.hadamard_matrix()
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(16, dtype=torch.float64))
     expected = (matrix @ x.double().reshape(3, 16, 32)).reshape(48, 32)
     # Four additions of 16 numbers up to 900, each rounded to half a unit in the last place.
@@ -183,7 +175,8 @@ def test_the_transform_is_the_matrix_and_leaves_products() -> None:
 def test_draws_depend_on_place_and_value() -> None:
     x = uneven(33, 57)
     found = draw_uniform(x)
-    assert torch.equal(found.double(), draws(x)) and torch.equal(found, draw_uniform(x))
+    assert torch.equal(found.double(), microscaling_oracle.draws(x))
+    assert torch.equal(found, draw_uniform(x))
     assert found.min() >= 0 and found.max() < 1
     same = torch.ones(64, 64)  # one value everywhere
     assert draw_uniform(same).unique().numel() > 4080
@@ -231,8 +224,7 @@ def test_a_gpu_has_the_bits_of_a_cpu(recipe: Recipe, over_rows: bool) -> None:
         quantise_microscaled_matrices(w.cuda(), recipe),
     )
     for a, b in ((ours.rows, theirs.rows), (ours.columns, theirs.columns)):
-        assert a is not None and b is not None
-        assert torch.equal(a.values, b.values.cpu().float())
+        assert a is not None and b is not None and torch.equal(a.values, b.values.cpu().float())
 
 
 # Two implementations that nobody here wrote. Both multiply by reciprocals where the definition
@@ -243,8 +235,7 @@ def differ(found: Tensor, expected: Tensor) -> float:
 
 def test_mxfp8_of_torchao() -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason=NO_ORACLE)
-    x = uneven(96, 128)
-    mode = mx.ScaleCalculationMode.RCEIL
+    x, mode = uneven(96, 128), mx.ScaleCalculationMode.RCEIL
     scales, values = mx.to_mx(x, torch.float8_e4m3fn, 32, mode)
     ours, our_scales = quantise_mxfp8(x, (1, 32))
     # Of a block of zeros any scale will do.
@@ -256,12 +247,11 @@ def test_mxfp8_of_torchao() -> None:
 def test_nvfp4_of_torchao() -> None:
     nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", reason=NO_ORACLE)
     x = uneven(96, 128)
-    scale = tensor_scale(x, False)
+    scale = microscaling_oracle.tensor_scale(x, False)
     scales, packed = nv.nvfp4_quantize(x, 16, scale)
     ours, our_scales = quantise_nvfp4(x, (1, 16), scale.reshape(1, 1))
     used = our_scales.float() >= 2.0**-6  # torchao has no smaller ones
-    assert used.float().mean() > 0.9
-    assert torch.equal(scales.float()[used], our_scales.float()[used])
+    assert used.float().mean() > 0.9 and torch.equal(scales.float()[used], our_scales.float()[used])
     found = unpack_e2m1(packed).view(96, 8, 16)[used]
     assert differ(found.abs(), ours.view(96, 8, 16)[used].abs()) < 1e-3
     assert torch.equal(pack_e2m1(unpack_e2m1(packed)), packed)

@@ -4,8 +4,6 @@ The tests without a device run the references, whose protocol is that of a model
 Kernels are compared with the same model.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from dataclasses import dataclass, replace
@@ -17,32 +15,19 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv
-from moecore.kernels.rows.free_list import (
-    DEMAND_WORD,
-    FREE_WORD,
-    HEAD_WORD,
-    HOST_FREE_WORD,
-    HOST_HEAD_WORD,
-    LOCK_WORD,
-    MISSED_WORD,
-    MISSING,
-    NONE,
-    PEAK_WORD,
-    PagePool,
-    return_pages,
-)
+from moecore.kernels.rows import free_list as fl
 from moecore.kernels.rows.pages import PageLayout, stash_or_restore_rows, take_pages_for_rows
 
 STEP_BYTES = 16
 
 
-def make(num_pages: int, page_bytes: int, device: str, host: int = 0) -> PagePool:
-    pool = PagePool.allocate(num_pages, page_bytes, torch.device(device), num_host_pages=host)
+def make(num_pages: int, page_bytes: int, device: str, host: int = 0) -> fl.PagePool:
+    pool = fl.PagePool.allocate(num_pages, page_bytes, torch.device(device), num_host_pages=host)
     pool.pages.fill_(255)
     return pool
 
 
-def first_rows(pool: PagePool, width: int, length: int) -> PageLayout:
+def first_rows(pool: fl.PagePool, width: int, length: int) -> PageLayout:
     """One matrix, the first so many of whose rows are in use."""
     return PageLayout.from_matrices(pool, [(width, False)], 0, length)
 
@@ -55,12 +40,12 @@ def random_rows(length: int, width: int, device: str) -> Tensor:
     return torch.randint(0, 255, (length, width), dtype=torch.uint8).to(device)
 
 
-def free_ids(pool: PagePool) -> tuple[list[int], list[int]]:
+def free_ids(pool: fl.PagePool) -> tuple[list[int], list[int]]:
     """The two free lists from head to tail."""
     P, Q = pool.pages.shape[0], pool.host_pages.shape[0]
     ids, state = pool.free_ids.tolist(), pool.state.tolist()
-    here = [ids[(state[HEAD_WORD] + i) % P] for i in range(state[FREE_WORD])]
-    there = [ids[P + (state[HOST_HEAD_WORD] + i) % Q] for i in range(state[HOST_FREE_WORD])]
+    here = [ids[(state[fl.HEAD_WORD] + i) % P] for i in range(state[fl.FREE_WORD])]
+    there = [ids[P + (state[fl.HOST_HEAD_WORD] + i) % Q] for i in range(state[fl.HOST_FREE_WORD])]
     return here, there
 
 
@@ -70,19 +55,19 @@ def check_the_example(device: str) -> None:
     layout = first_rows(pool, STEP_BYTES // 2, 5)
     first, second = layout.make_table(), layout.make_table()
     take_pages_for_rows(first, layout, None, int32(3, device))
-    assert first[:3].tolist() == [0, 1, NONE] and free_ids(pool)[0] == [2, 3]
+    assert first[:3].tolist() == [0, 1, fl.NONE] and free_ids(pool)[0] == [2, 3]
     assert pool.report.sum() == 0
     take_pages_for_rows(second, layout, None, int32(5, device))
-    assert second[:3].tolist() == [2, 3, MISSING] and free_ids(pool)[0] == []
-    assert pool.report[PEAK_WORD] == 5 and pool.report[MISSED_WORD] == 1
-    return_pages(first, 3, pool)
-    assert first[:3].tolist() == [NONE] * 3
+    assert second[:3].tolist() == [2, 3, fl.MISSING] and free_ids(pool)[0] == []
+    assert pool.report[fl.PEAK_WORD] == 5 and pool.report[fl.MISSED_WORD] == 1
+    fl.return_pages(first, 3, pool)
+    assert first[:3].tolist() == [fl.NONE] * 3
     take_pages_for_rows(first, layout, None, int32(2, device))
-    assert first[:3].tolist() == [0, NONE, NONE]
+    assert first[:3].tolist() == [0, fl.NONE, fl.NONE]
     stash_or_restore_rows([None], first, layout, stash=False, released_table=(second, 3))
-    return_pages(second, 3, pool)  # has nothing any more
+    fl.return_pages(second, 3, pool)  # has nothing any more
     assert free_ids(pool)[0] == [1, 2, 3]
-    assert pool.state[PEAK_WORD] == 5 and pool.state[DEMAND_WORD] == 1
+    assert pool.state[fl.PEAK_WORD] == 5 and pool.state[fl.DEMAND_WORD] == 1
 
 
 def test_the_example() -> None:
@@ -106,7 +91,6 @@ def used_rows(layout: PageLayout, slots: Tensor | None, num_rows: Tensor | None)
     found = []
     for listed in layout.has_list:
         if listed:
-            assert slots is not None
             found.append((slots.amax(1) >= 0).nonzero()[:, 0])
         else:
             assert num_rows is not None
@@ -129,15 +113,15 @@ def check_rounds(device: str, num_rounds: int, P: int, Q: int, layout_of: Any) -
         i = rng.randrange(4)
         gone = held.pop(i, None)
         for page in chain(*gone.pages) if gone is not None else ():
-            if page != MISSING:
+            if page != fl.MISSING:
                 lists[page >= P].append(page)
         if rng.random() < 0.3:
             j = rng.choice(list(held)) if held and rng.random() < 0.5 else None
             if j is None:
-                return_pages(tables[i], N, pool)
+                fl.return_pages(tables[i], N, pool)
             else:  # with a copy of another table
                 check_rows(tables[j], layout, held[j], over=(tables[i], N))
-            assert (tables[i][:N] == NONE).all()
+            assert (tables[i][:N] == fl.NONE).all()
         else:
             slots = num_rows = None
             if any(layout.has_list):
@@ -151,26 +135,27 @@ def check_rounds(device: str, num_rounds: int, P: int, Q: int, layout_of: Any) -
             for rows, width in zip(used, layout.widths, strict=True):
                 need = cdiv(len(rows), pool.page_bytes // width)
                 rings = (lists[0] or lists[1] for _ in range(need))
-                pages.append([ring.popleft() if ring else MISSING for ring in rings])
+                pages.append([ring.popleft() if ring else fl.MISSING for ring in rings])
             matrices = [
                 random_rows(n, width, device)
                 for n, width in zip(lengths, layout.widths, strict=True)
             ]
             held[i] = Held(pages, matrices, used)
-            missed += list(chain(*pages)).count(MISSING)
+            missed += list(chain(*pages)).count(fl.MISSING)
             take_pages_for_rows(tables[i], layout, slots, num_rows)
             stash_or_restore_rows(matrices, tables[i], layout, stash=True)
             taken = list(chain(*pages))
-            assert tables[i][:N].tolist() == taken + [NONE] * (N - len(taken))
+            assert tables[i][:N].tolist() == taken + [fl.NONE] * (N - len(taken))
         assert free_ids(pool) == tuple(map(list, lists))
         everywhere = list(chain(*(chain(*one.pages) for one in held.values())))
         wanted = len(everywhere)
         most = max(most, wanted)
-        everywhere = [page for page in everywhere if page != MISSING]
+        everywhere = [page for page in everywhere if page != fl.MISSING]
         assert sorted(chain(everywhere, *lists)) == list(range(P + Q))
         state = pool.state.tolist()
-        assert (state[PEAK_WORD], state[MISSED_WORD]) == (most, missed) and not state[LOCK_WORD]
-        assert state[DEMAND_WORD] == wanted
+        assert (state[fl.PEAK_WORD], state[fl.MISSED_WORD]) == (most, missed)
+        assert not state[fl.LOCK_WORD]
+        assert state[fl.DEMAND_WORD] == wanted
         if held:
             j = rng.choice(list(held))
             skipped = rng.choice([None, *range(len(layout.widths))])
@@ -178,14 +163,7 @@ def check_rounds(device: str, num_rounds: int, P: int, Q: int, layout_of: Any) -
     assert missed or num_rounds < 100, "the pool was never too small"
 
 
-def check_rows(
-    table: Tensor,
-    layout: PageLayout,
-    held: Held,
-    *,
-    skipped: int | None = None,
-    over: tuple[Tensor, int] | None = None,
-) -> None:
+def check_rows(table, layout, held, *, skipped=None, over=None) -> None:
     """What has pages came back, what has none is NaN, and no other row is written."""
     back = [torch.full_like(x, 7) for x in held.matrices]
     given = [None if m == skipped else x for m, x in enumerate(back)]
@@ -240,10 +218,10 @@ def check_a_full_pool(page_rows: int, width: int, device: str) -> None:
     take_pages_for_rows(none, layout, None, int32(0, device))
     take_pages_for_rows(table, layout, None, int32(R, device))
     stash_or_restore_rows([x], table, layout, stash=True)
-    assert pool.state[FREE_WORD] == 0 and pool.state[MISSED_WORD] == 0
+    assert pool.state[fl.FREE_WORD] == 0 and pool.state[fl.MISSED_WORD] == 0
     check_rows(table, layout, Held([[0, 1, 2]], [x], [torch.arange(R)]))
     take_pages_for_rows(none, layout, None, int32(1, device))
-    assert none[:3].tolist() == [MISSING, NONE, NONE] and pool.report[PEAK_WORD] == 4
+    assert none[:3].tolist() == [fl.MISSING, fl.NONE, fl.NONE] and pool.report[fl.PEAK_WORD] == 4
 
 
 def test_no_rows_at_all() -> None:
@@ -253,7 +231,7 @@ def test_no_rows_at_all() -> None:
     take_pages_for_rows(table, layout, None, int32(0))
     stash_or_restore_rows([x], table, layout, stash=True)
     stash_or_restore_rows([x], table, layout, stash=False)
-    return_pages(table, layout.num_entries, pool)
+    fl.return_pages(table, layout.num_entries, pool)
     assert free_ids(pool)[0] == [0]
 
 
@@ -267,7 +245,7 @@ def test_a_list_of_rows_by_kernels(S: int, K: int, device: str) -> None:
     take_pages_for_rows(table, layout, slots, None)
     want = (slots.amax(1) >= 0).nonzero()[:, 0]
     found = table[layout.num_entries :].tolist()
-    assert found[:2] == [len(want), NONE] and found[2:][: len(want)] == want.tolist()
+    assert found[:2] == [len(want), fl.NONE] and found[2:][: len(want)] == want.tolist()
 
 
 def test_addresses_past_2_to_the_31(device: str) -> None:
@@ -277,7 +255,7 @@ def test_addresses_past_2_to_the_31(device: str) -> None:
     memory = torch.empty(P, step * width, dtype=torch.uint8, device=device)
     small = make(P, 1, device)
     pool = replace(small, pages=memory)
-    pool.state[HEAD_WORD] = P - 1
+    pool.state[fl.HEAD_WORD] = P - 1
     layout = first_rows(pool, width, 70)
     x, table = random_rows(70, width, device), layout.make_table()
     take_pages_for_rows(table, layout, None, int32(70, device))
@@ -309,11 +287,11 @@ def test_streams_may_take_and_return_at_the_same_time() -> None:
                 )
                 wrong[i] += (back != i).sum()
                 if round_ % 3:
-                    return_pages(table, layout.num_entries, pool)
+                    fl.return_pages(table, layout.num_entries, pool)
     torch.cuda.synchronize()
     for table in tables:
-        return_pages(table, layout.num_entries, pool)
+        fl.return_pages(table, layout.num_entries, pool)
     here, there = free_ids(pool)
     assert not any(wrong) and sorted(here) == list(range(700))
     assert sorted(there) == list(range(700, 800))
-    assert pool.state[MISSED_WORD] == 0 and pool.state[DEMAND_WORD] == 0
+    assert pool.state[fl.MISSED_WORD] == 0 and pool.state[fl.DEMAND_WORD] == 0

@@ -1,7 +1,3 @@
-"""The activation between FP8 products: against the reference, code by code."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -37,8 +33,7 @@ def assert_close(values: Tensor, scales: Tensor, theirs: Tensor, their_scales: T
 
 
 def assert_rows(ours: Blocks, theirs: Blocks, used: int) -> None:
-    assert ours.values.shape == theirs.values.shape
-    assert ours.scales.shape == theirs.scales.shape
+    assert ours.values.shape == theirs.values.shape and ours.scales.shape == theirs.scales.shape
     parts = [
         (x.values[:used], x.scales[:, :used].T.repeat_interleave(128, 1)) for x in (ours, theirs)
     ]
@@ -49,9 +44,7 @@ def assert_bits(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def inputs(
-    R: int, F: int, options: ActivationOptions, dtype: torch.dtype, device: str, used: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(R, F, options, dtype, device, used) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """h, da, weights and the number of rows; NaN past it."""
     C = 2 * F if options.gated else F
     h = values_of(R, C, dtype=dtype, device=device)
@@ -116,8 +109,7 @@ def test_backward_of_the_reference(kind: str, device: str) -> None:
             assert_rows(got[0], want[0], used)
             assert_rows(got[2], want[2], used)
             scale = (da.float().abs() * want_output(h, da, options)).nan_to_num().sum(1)
-            assert ((got[1] - want[1]).abs() <= 1e-5 * scale).all()
-            assert (got[1][used:] == 0).all()
+            assert ((got[1] - want[1]).abs() <= 1e-5 * scale).all() and (got[1][used:] == 0).all()
             kept = quantise_rows_ref(h, power_of_two=power_of_two)
             of_kept = qa.quantised_activation_bwd(kept, *args[1:], power_of_two=power_of_two)
             wide = Rows(widen_rows(kept)), *args[1:]

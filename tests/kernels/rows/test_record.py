@@ -1,7 +1,3 @@
-"""Rows in FP8 come out wide with the bits of the reference."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,9 +12,7 @@ from moecore.kernels.rows.record import Rows, widen_rows
     ("R", "C", "used"), [(0, 128, 0), (1, 128, 1), (37, 384, 30), (37, 384, 0)]
 )
 @pytest.mark.parametrize("power_of_two", [True, False])
-def test_equals_the_reference(
-    power_of_two: bool, R: int, C: int, used: int, dtype: torch.dtype, device: str
-) -> None:
+def test_equals_the_reference(power_of_two, R, C, used, dtype, device) -> None:
     if INTERPRET and dtype == torch.bfloat16 and not power_of_two:
         pytest.skip("the interpreter truncates to bf16")
     sizes = torch.logspace(-30, 10, max(R, 1), device=device)

@@ -1,7 +1,3 @@
-"""rotary: its reference's values and gradients, for every layout that attention brings."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,3 @@
-"""The map of row tiles covers each row once."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,3 @@
-"""Row movers: by hand, each the other's adjoint, and kernel against reference bit for bit."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -24,9 +20,7 @@ from tests.kernels.conftest import check_without_host, poison
 Where = tuple[Tensor, Tensor, Tensor]  # row_ids_R, slots_SK, num_rows
 
 
-def index_of(
-    S: int, K: int, E: int, *, num_local: int | None = None, multiple: int = 1, device: str = "cpu"
-) -> Where:
+def index_of(S, K, E, *, num_local=None, multiple=1, device="cpu") -> Where:
     """The index of a random routing with dropped choices and, with num_local < E, foreign ones."""
     generator = torch.Generator().manual_seed(S * 31 + K * 7 + E)
     ids_SK = torch.rand(S, E, generator=generator).argsort(1)[:, :K]
@@ -45,9 +39,6 @@ def index_of(
 def rows_of(n: int, D: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(n, D, generator=generator, device=device).to(dtype)
-
-
-# ------------------------------------------------------------------- reference, by hand
 
 
 def test_worked_example() -> None:
@@ -79,8 +70,7 @@ def test_each_is_the_gradient_of_the_other(S: int, K: int, half: bool) -> None:
                 assert torch.equal(gathered[slot], x[s])
                 by_hand[s] += y[slot].detach().float()
     unnamed = sorted(set(range(ids.numel())) - set(slots.flatten().tolist()))
-    assert not gathered[unnamed].any()
-    assert torch.equal(summed, by_hand.to(dtype))
+    assert not gathered[unnamed].any() and torch.equal(summed, by_hand.to(dtype))
     gathered.backward(y.detach())
     assert torch.equal(x.grad, summed.detach())  # type: ignore[arg-type]
     summed.backward(x.detach())
@@ -124,8 +114,6 @@ def test_ops_tell_the_truth_to_the_compiler() -> None:
     assert torch.equal(x.grad, (slots >= 0).sum(1)[:, None] * 2.0 * torch.ones_like(x))  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------- kernel
-
 # S, K, E, num_local, multiple, D
 TINY = {
     "plain": (17, 3, 9, 9, 1, 40),
@@ -164,9 +152,7 @@ def test_kernel_equals_reference_at_real_sizes(name: str) -> None:
     check_against_reference("cuda", REAL[name], torch.bfloat16, True)
 
 
-def check_against_reference(
-    device: str, case: tuple[int, ...], dtype: torch.dtype, with_num_rows: bool
-) -> None:
+def check_against_reference(device, case, dtype, with_num_rows) -> None:
     S, K, E, num_local, multiple, D = case
     ids, slots, used = index_of(S, K, E, num_local=num_local, multiple=multiple, device=device)
     if not with_num_rows and not S:
@@ -178,7 +164,6 @@ def check_against_reference(
     named[slots.flatten().long()] = True  # -1 is the spare last entry
     y[~named[:-1]] = float("nan")  # nobody reads them
     y.requires_grad_()
-
     gathered = gather_rows(x, ids, slots, num_rows)
     assert torch.equal(gathered, gather_rows_ref(x, ids, slots, num_rows))
     summed = sum_rows(y, ids, slots, num_rows)

@@ -1,7 +1,3 @@
-"""scaled_cast: the bits of its reference, whatever the shape."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,9 +11,7 @@ TARGETS = DTYPES[:2] if INTERPRET else DTYPES  # the interpreter cuts to bf16 in
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (8192,), (2, 4099, 3)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("to", TARGETS)
-def test_bits_of_the_reference(
-    shape: tuple[int, ...], dtype: torch.dtype, to: torch.dtype, device: str
-) -> None:
+def test_bits_of_the_reference(shape, dtype, to, device) -> None:
     x = torch.randn(shape, device=device).to(dtype)
     for scale in (1.0, 0.125, 1 / 3):
         for given in (scale, torch.tensor(scale, device=device)):

@@ -66,10 +66,8 @@ def test_an_amax_from_elsewhere_saturates() -> None:
     x = torch.tensor([[0.5, -3.0, math.inf, math.nan] * 4])
     wide = dequantise(cast_ref(x, torch.tensor([1.75]), "tensor", "e4m3", True))
     assert wide[0, :2].tolist() == [0.5, -1.75] and wide[0, 2:4].isnan().all()
-    assert (
-        compute_amax(x).item() == math.inf
-        and compute_amax(torch.tensor([[1.0, math.nan]])).item() == 1
-    )
+    assert compute_amax(x).item() == math.inf
+    assert compute_amax(torch.tensor([[1.0, math.nan]])).item() == 1
     assert compute_amax(torch.zeros(0, 16)).item() == 0
 
 

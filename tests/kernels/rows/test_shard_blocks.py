@@ -1,7 +1,3 @@
-"""Parts of a matrix, quantised on their ranks, are those of the whole: every byte and scale."""
-
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -65,12 +61,10 @@ def test_parts_of_a_matrix(case: str, power_of_two: bool, dtype: torch.dtype, de
         want = quantise_matrix(
             whole.view(rows, columns), "block", power_of_two=power_of_two, columnwise=False
         )
-        assert want.rows is not None
         assert_same(values.view(rows, columns), want.rows.values[:, :columns])
         assert_same(scales, want.rows.scales)
     else:
         blocks = quantise_weights(whole.view(1, rows, columns), power_of_two=power_of_two).rows
-        assert blocks is not None
         assert_same(values.view(rows, columns), blocks.values[0])
         assert_same(scales[:, : columns // 128], blocks.scales[0])
 

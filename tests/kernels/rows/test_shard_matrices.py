@@ -1,29 +1,15 @@
-"""Parts of weights, quantised apart: the bits of the whole, wherever it is cut."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.grouped.scaled_rows import quantise_expert_matrices_ref
-from moecore.kernels.rows import microscaled
+from moecore.kernels.rows import microscaled, shard_matrices
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled import quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import unpack_matrices
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import MatrixShard, view_as_matrices
-from moecore.kernels.rows.shard_matrices import (
-    count_matrices,
-    pack_shard_,
-    pack_shard_ref_,
-    quantise_shard_,
-    write_finite_amax_,
-    write_matrix_amax_,
-    write_square_amax_,
-    write_square_amax_ref_,
-)
 
 # Shape, dim that is cut, rows of it on each rank.
 CUTS = [
@@ -66,22 +52,20 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize(("shape", "dim", "sizes"), CUTS)
 @pytest.mark.parametrize("power_of_two", [True, False])
-def test_nvfp4(
-    shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], power_of_two: bool
-) -> None:
+def test_nvfp4(shape, dim, sizes, power_of_two) -> None:
     recipe, x = Recipe(scaling="nvfp4", power_of_two=power_of_two), weight(shape)
-    e, (rows, columns) = count_matrices(x.shape), (x[..., 0].numel(), shape[-1])
+    e, (rows, columns) = shard_matrices.count_matrices(x.shape), (x[..., 0].numel(), shape[-1])
     squares, amax = torch.zeros(rows // 16, columns // 16), torch.zeros(e)
     for part, place, first in parts(x, dim, sizes):
         of_squares, of_matrices = torch.full_like(squares, 7), torch.full_like(amax, 7)
-        write_square_amax_(part, place, of_squares)
-        write_finite_amax_(part, first, of_matrices)
+        shard_matrices.write_square_amax_(part, place, of_squares)
+        shard_matrices.write_finite_amax_(part, first, of_matrices)
         squares, amax = squares.maximum(of_squares), amax.maximum(of_matrices)
     packed = []
     for part, place, _ in parts(x, dim, sizes):
         scales = torch.zeros_like(squares).to(FP8)
         bytes_ = torch.zeros(part.numel() // 2, dtype=torch.uint8)
-        pack_shard_(part, place, squares, amax, scales, bytes_, recipe)
+        shard_matrices.pack_shard_(part, place, squares, amax, scales, bytes_, recipe)
         packed.append(bytes_.view(*part.shape[:-1], part.shape[-1] // 2))
     matrices = torch.Size((e, rows // e, columns))
     found = Blocks(torch.cat(packed, dim), scales, "packed", amax)
@@ -96,21 +80,22 @@ def test_nvfp4(
 
 @pytest.mark.parametrize(("shape", "dim", "sizes"), CUTS)
 @pytest.mark.parametrize("is_finite", [True, False])
-def test_one_scale_per_matrix(
-    shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], is_finite: bool
-) -> None:
+def test_one_scale_per_matrix(shape, dim, sizes, is_finite) -> None:
     x = weight(shape)
     x = torch.where(x.isinf(), 3.0, x) if is_finite else x  # infinity makes all of a matrix NaN
-    e, amax = count_matrices(x.shape), torch.zeros(count_matrices(x.shape))
+    e, amax = (
+        shard_matrices.count_matrices(x.shape),
+        torch.zeros(shard_matrices.count_matrices(x.shape)),
+    )
     for part, _, first in parts(x, dim, sizes):
         of_matrices = torch.full_like(amax, 7)
-        write_matrix_amax_(part, first, of_matrices)
+        shard_matrices.write_matrix_amax_(part, first, of_matrices)
         amax = amax.maximum(of_matrices)
     found = []
     for part, _, first in parts(x, dim, sizes):
         scales = torch.zeros(e)
         values = torch.zeros(part.numel(), dtype=torch.uint8)
-        quantise_shard_(part, first, amax, scales, values, power_of_two=False)
+        shard_matrices.quantise_shard_(part, first, amax, scales, values, power_of_two=False)
         found.append(values.view(part.shape))
     expected = quantise_expert_matrices_ref(
         x.view(e, -1, shape[-1]), per_row=False, power_of_two=False
@@ -121,14 +106,8 @@ def test_one_scale_per_matrix(
 
 
 @pytest.mark.parametrize(("shape", "dim", "sizes"), [*CUTS, WIDE])
-def test_kernels_have_the_bits_of_their_references(
-    shape: tuple[int, ...],
-    dim: int,
-    sizes: tuple[int, ...],
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole, count = weight(shape), count_matrices(torch.Size(shape))
+def test_kernels_have_the_bits_of_their_references(shape, dim, sizes, device, monkeypatch) -> None:
+    whole, count = weight(shape), shard_matrices.count_matrices(torch.Size(shape))
     rows, columns = whole.numel() // shape[-1], shape[-1]
     for dtype in (torch.float32, torch.bfloat16):
         cut = parts(whole.to(dtype).to(device), dim, sizes)
@@ -136,22 +115,22 @@ def test_kernels_have_the_bits_of_their_references(
         amax = torch.zeros(count, device=device)
         for part, place, first in cut:
             found, expected = torch.full_like(squares, 7), torch.full_like(squares, 7)
-            write_square_amax_(part, place, found)
-            write_square_amax_ref_(part, place, expected)
+            shard_matrices.write_square_amax_(part, place, found)
+            shard_matrices.write_square_amax_ref_(part, place, expected)
             assert torch.equal(found, expected)
             of_matrices = torch.full_like(amax, 7)
-            write_finite_amax_(part, first, of_matrices)
+            shard_matrices.write_finite_amax_(part, first, of_matrices)
             with monkeypatch.context() as patch:
                 patch.setattr(microscaled, "has_cast_kernel", lambda _: False)
                 by_reference = torch.full_like(amax, 7)
-                write_finite_amax_(part, first, by_reference)
+                shard_matrices.write_finite_amax_(part, first, by_reference)
             assert torch.equal(of_matrices, by_reference)
             squares, amax = squares.maximum(found), amax.maximum(of_matrices)
         assert squares.isinf().any() and amax.isfinite().all()
         for part, place, _ in cut:
             for recipe in RECIPES:
                 results = []
-                for pack in (pack_shard_, pack_shard_ref_):
+                for pack in (shard_matrices.pack_shard_, shard_matrices.pack_shard_ref_):
                     scales = torch.zeros_like(squares).to(FP8)
                     packed = torch.full((part.numel() // 2,), 0x55, device=device).byte()
                     pack(part, place, squares, amax, scales, packed, recipe)

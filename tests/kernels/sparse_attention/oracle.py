@@ -1,7 +1,5 @@
 """Sparse attention by its definition, one query and one head at a time, under autograd."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

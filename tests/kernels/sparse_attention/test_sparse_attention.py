@@ -1,7 +1,3 @@
-"""Sparse attention in chunks against its definition, and how large its tensors are."""
-
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -47,9 +43,7 @@ def leaves_of(num_tokens: int, dtype: torch.dtype = torch.float64) -> list[Tenso
     return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-def found_by(
-    function: Any, documents: list[int], leaves: list[Tensor], **how: Any
-) -> dict[str, Any]:
+def found_by(function, documents, leaves, **how) -> dict[str, Any]:
     """Return outputs and gradients of all leaves."""
     own = [x.detach().clone().requires_grad_() for x in leaves]
     if "selected_tK" not in how:
@@ -177,9 +171,7 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.numel = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         out = func(*args, **(kwargs or {}))
         made = [t.untyped_storage().nbytes() for t in tree_leaves(out) if isinstance(t, Tensor)]
         self.numel = max([self.numel, *(size // 4 for size in made)])

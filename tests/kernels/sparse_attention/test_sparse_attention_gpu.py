@@ -1,7 +1,3 @@
-"""Sparse attention on a GPU: against CPUs and dense attention with a mask, its waits and bytes."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -140,9 +136,7 @@ def no_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_host_waits_for_nothing_and_no_tensor_is_of_all_pairs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_host_waits_for_nothing_and_no_tensor_is_of_all_pairs(monkeypatch) -> None:
     monkeypatch.setattr(attention, "CHUNK_NUMBERS", 2**24)
     tokens = 16384
     leaves = large_leaves(tokens)

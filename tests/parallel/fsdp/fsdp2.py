@@ -1,7 +1,5 @@
 """FSDP2 as the oracle of `shard/`: the same plan, applied with torch's `fully_shard`."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

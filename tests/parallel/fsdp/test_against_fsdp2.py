@@ -4,8 +4,6 @@ gloo adds ranks in an order that depends on where a number lies in a message, an
 Here both add the ranks in their order.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,9 +25,9 @@ from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.fsdp import transport
 from moecore.parallel.model.parallel_state import list_engines
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import beside
 from tests.helpers.parts import on_parts
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.parallel.fsdp.fsdp2 import parallelize_with_fsdp2
 
 pytestmark = pytest.mark.slow
@@ -88,9 +86,7 @@ BY_DAY = ("uneven experts, bf16", "reduced in bf16")
 NIGHTLY = [name for name in CASES if name not in BY_DAY]
 
 
-def make(
-    case: Case, engine: str, seed: int = 0, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
-) -> tuple[Decoder, torch.optim.Optimizer]:
+def make(case, engine, seed=0, kind=torch.optim.AdamW) -> tuple[Decoder, torch.optim.Optimizer]:
     model = Decoder(case.config, device="meta")
     BOTH[engine](model, build_meshes(case.parallel, "cpu"), fsdp=case.fsdp)
     assert bool(list_engines(model)) == (engine == "units")
@@ -206,16 +202,11 @@ def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:
     return {name: sorted({n for one in every for n in one[name]}) for name in found}
 
 
-@pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> dict[str, list[str]]:
-    differences: dict[str, list[str]] = run_ranks(WORLD, worker, asked_for(request, "name"))
-    return differences
+found = ranks_fixture(WORLD, worker, "name")
 
 
 @pytest.mark.parametrize("name", beside(CASES, NIGHTLY))
-def test_losses_gradients_and_parameters_have_the_same_bits(
-    name: str, found: dict[str, list[str]]
-) -> None:
+def test_losses_gradients_and_parameters_have_the_same_bits(name, found) -> None:
     assert found[name] == []
 
 

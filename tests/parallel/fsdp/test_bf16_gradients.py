@@ -1,7 +1,3 @@
-"""bf16 parameters have bf16 gradients in every unit, which lose what adding in bf16 loses alone."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,7 +9,7 @@ from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parall
 from moecore.models import Decoder
 from moecore.moe.router import Router
 from moecore.train import AdamW
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.parallel.small_decoder import small_decoder
 
 MICRO_BATCHES = 3
@@ -61,7 +57,6 @@ def gradients(layout: str, dtype: torch.dtype, rank: int) -> list[dict[str, Tens
 
 
 def local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -87,10 +82,7 @@ def worst_errors(rank: int, device: torch.device) -> dict[str, float]:
     return found
 
 
-@pytest.fixture(scope="module")
-def worst() -> dict[str, float]:
-    found: dict[str, float] = run_ranks(4, worst_errors)
-    return found
+worst = ranks_fixture(4, worst_errors)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,7 +1,3 @@
-"""Parameters that FSDP2 could not train are named before anything is sharded."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,9 +66,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize(("path", "options"), MIXED)
-def test_two_dtypes_train_as_they_do_in_one_process(
-    path: str, options: FSDPOptions, meshes: Meshes
-) -> None:
+def test_two_dtypes_train_as_they_do_in_one_process(path, options, meshes) -> None:
     model, plain = make(), make()
     for one in (model, plain):
         one.get_submodule(path).float()

@@ -4,8 +4,6 @@ A schedule is a list of turns (verb, micro-batch): F forward, B whole backward, 
 inputs, W of weights. What is freed becomes nan, so W reads no whole weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -41,8 +39,7 @@ from moecore.parallel.model.parallel_state import list_engines
 from moecore.parallel.model.shard_model import shard_model
 from moecore.precision.apply import defer_linears
 from moecore.precision.linear import Fp8Products
-from tests.helpers.grids import asked_for
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.parallel.fsdp.test_unit import BLOCKS, DIM, Model, freed_is_nan
 from tests.parallel.fsdp.units import recorded, units
 from tests.parallel.small_decoder import small_decoder
@@ -237,24 +234,18 @@ def reductions(model: nn.Module, events: list[str]) -> dict[str, set[int]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> dict[Any, Any]:
-    return run_ranks(WORLD, worker, asked_for(request, "case", "way"))
+found = ranks_fixture(WORLD, worker, "case", "way")
 
 
 @pytest.mark.parametrize(
     ("case", "way"), [(c, w) for c, w, _ in WAYS] + [(c, "whole") for c in FEW]
 )
-def test_gradients_have_the_bits_of_whole_backwards(
-    case: str, way: str, found: dict[Any, Any]
-) -> None:
+def test_gradients_have_the_bits_of_whole_backwards(case, way, found) -> None:
     assert found[case, way] == [{}] * WORLD
 
 
 @pytest.mark.parametrize(("case", "way"), [(c, w) for c, w, _ in OTHER_ORDERS])
-def test_another_order_changes_the_order_of_sums_alone(
-    case: str, way: str, found: dict[Any, Any]
-) -> None:
+def test_another_order_changes_the_order_of_sums_alone(case, way, found) -> None:
     assert max((e for ours in found[case, way] for e in ours.values()), default=0.0) <= 1e-6
 
 
@@ -268,11 +259,9 @@ def test_products_of_weights_run_in_w_alone(case: str, way: str, found: dict[Any
 def test_what_accumulates_is_reduced_once(case: str, way: str, found: dict[Any, Any]) -> None:
     """Other units by each part that has a gradient of theirs."""
     for by in found[case, way, "reductions"]:
-        assert by["once"] <= {1}
-        assert by["each"] <= set(range(N, 2 * N + 1))
+        assert by["once"] <= {1} and by["each"] <= set(range(N, 2 * N + 1))
 
 
-# -------------------------------------------------------------------------------------------------
 # One process without other ranks: an engine of nn.Linear's, with biases and gains.
 
 
@@ -339,7 +328,6 @@ def test_who_wants_to_see_a_gradient_sees_it_in_d() -> None:
         run.turn("F", 0)
         layer = next(unit for unit in units(run.model) if unit.options.name == "layers.0")
         whole = next(p.unsharded for p in layer.params if p.slot.param.endswith("linear.weight"))
-        assert whole is not None
         whole.register_hook(seen.append)
         run.turn("D", 0)
         assert len(seen) == 1

@@ -4,8 +4,6 @@ That gradients are right on every folding is part of `tests/test_parity.py`; how
 and reduce is part of `test_accumulate.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +20,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.moe.moe_cases import make_layer
 
 CONFIG = MoEConfig(dim=32, hidden_dim=24, num_experts=6, top_k=2)
@@ -130,21 +128,18 @@ def ways_of_a_gradient(rank: int) -> dict[str, Any]:
     loss.backward()
     found["sink"] = local([w.grad for w in weights])
     found["added by autograd"] = [w.grad._version for w in weights]
-
     weights, loss = fresh()
     seen: list[Tensor] = []
     for w in weights:
         w.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
     loss.backward()
     found["seen"] = sorted(seen, key=lambda g: g.ndim, reverse=True)
-
     weights, loss = fresh()
     loss.backward(retain_graph=True)
     first = [w.grad for w in weights]
     loss.backward()
     found["twice"] = local([w.grad for w in weights])
     found["in place"] = [w.grad is g for w, g in zip(weights, first, strict=True)]
-
     weights, loss = fresh()
     for w in weights:  # strides that the kernel can not add to
         w.grad = DTensor.from_local(
@@ -173,9 +168,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return run_ranks(2, worker)
+found = ranks_fixture(2, worker)
 
 
 def test_one_rank_has_all_experts_whole() -> None:
@@ -192,9 +185,7 @@ def test_one_rank_has_all_experts_whole() -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_kept_or_cast_again_the_gradient_has_the_same_bits(
-    name: str, found: dict[str, Any]
-) -> None:
+def test_kept_or_cast_again_the_gradient_has_the_same_bits(name, found) -> None:
     assert all(found[name].values()), found[name]
 
 

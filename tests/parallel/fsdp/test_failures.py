@@ -4,8 +4,6 @@ Each case is a group of its own, whose collectives end after TIMEOUT_S; all case
 A rank writes how it ended. One that has not ended after HARD_S is a failure.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,3 @@
-"""Weights that are gathered in FP8: the bytes of one rank's quantisation, and the same training."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -40,8 +36,7 @@ from moecore.parallel.fsdp.transport import PackedTransport
 from moecore.parallel.fsdp.unit import Unit
 from moecore.precision.linear import Fp8Products
 from moecore.train import AdamW
-from tests.helpers.grids import asked_for
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture, run_ranks
 from tests.parallel.fsdp.units import units
 from tests.parallel.model.test_plan import planned
 from tests.parallel.small_decoder import small_decoder
@@ -73,9 +68,7 @@ RECIPES = {"model dim": (Recipe(), ROUNDED), "tp, ep": (ROUNDED,), "hybrid": (RO
 REGIONS = MemoryOptions(recompute=("norm", "activation", "qkv_proj", "mlp", "expert_fc1"))
 
 
-def make(
-    parallel: ParallelConfig, fsdp: FSDPOptions, precision: Any = "blockwise", memory: Any = None
-) -> Decoder:
+def make(parallel, fsdp, precision="blockwise", memory=None) -> Decoder:
     model, meshes = Decoder(CONFIG, device="meta"), meshes_of(parallel)
     parallelize_moe(model, meshes, fsdp=fsdp, precision=precision, memory=memory)
     model.to_empty(device=meshes.device_type)
@@ -128,14 +121,12 @@ def differs(model: Decoder, power_of_two: bool) -> list[str]:
             if weight.ndim > 2:
                 matrices = weight.reshape(-1, weight.shape[1:-1].numel(), columns)
                 blocks = quantise_weights(matrices, power_of_two=power_of_two)
-                assert blocks.rows is not None
                 want, got = blocks.rows, view_as_matrices(found, blocks.rows.values.shape).rows
             else:
                 want = quantise_matrix(
                     weight, "block", power_of_two=power_of_two, columnwise=False
                 ).rows
                 got = make_dense_operand(found)
-            assert want is not None and got is not None
             same = torch.equal(got.scales, want.scales)
             same &= torch.equal(*(side.values.view(torch.uint8) for side in (got, want)))
             if not same:
@@ -165,21 +156,13 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def losses(
-    rank: int,
-    parallel: ParallelConfig,
-    fsdp: FSDPOptions,
-    steps: int,
-    micro: int = 1,
-    memory: MemoryOptions | None = None,
-) -> list[float]:
+def losses(rank, parallel, fsdp, steps, micro=1, memory=None) -> list[float]:
     """The mean of all ranks' losses in each step; four batches come again and again."""
     torch.manual_seed(0)
     model = make(parallel, fsdp, memory=memory)
     owner = TrainStep(model, AdamW(model.parameters(), lr=5e-5), max_norm=1.0)
     owner.num_micro_batches = micro
-    found = []
-    data = rank // parallel.tp
+    found, data = [], rank // parallel.tp
     for step in range(steps):
         for i in range(micro):
             with owner.micro_batch():
@@ -337,14 +320,11 @@ def gpu_worker(rank: int, device: torch.device) -> dict[str, Any]:
 def test_on_gpus() -> None:
     """Bytes are gathered beside compute. One step's loss is noisy: bf16's mean is compared."""
     results = run_ranks(2, gpu_worker, device_type="cuda")
-    assert results["wrong"] == []
-    assert results["kept"] == results["fp8"]
+    assert results["wrong"] == [] and results["kept"] == results["fp8"]
     assert abs(sum(results["fp8"]) / sum(results["bf16"]) - 1) < BOUND
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return run_ranks(WORLD, worker, asked_for(request, "name"))
+results = ranks_fixture(WORLD, worker, "name")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -4,8 +4,6 @@ Every run is compared with one process that trains the same decoder on all ranks
 gradients are right on every folding is part of tests/test_parity.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,25 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moecore import (
-    FSDPOptions,
-    MoELayer,
-    ParallelConfig,
-    TrainStep,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore import FSDPOptions, MoELayer, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.fsdp.units import find_blocks, find_heads
-from tests.helpers.grids import asked_for
 from tests.helpers.parts import on_parts
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.parallel.fsdp.units import recorded, unit_names
 from tests.parallel.small_decoder import small_decoder
 
-WORLD = 2
-STEPS = 3
-FP32_BOUND = 1e-5
+WORLD, STEPS, FP32_BOUND = 2, 3, 1e-5
 EP, DEFAULTS = ParallelConfig(ep=2), FSDPOptions()
 PLAIN = small_decoder(32, 24, num_layers=3, dense_layers=(1,), mlp_hidden_dim=48, ce_chunk_tokens=7)
 MTP = replace(PLAIN, num_mtp_layers=2, mtp_loss_coef=0.4)
@@ -163,9 +151,7 @@ def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return run_ranks(WORLD, worker, asked_for(request, "name"))
+found = ranks_fixture(WORLD, worker, "name")
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -189,17 +175,14 @@ def test_it_is_gathered_while_the_last_block_runs(found: dict[str, Any]) -> None
 
 def test_it_is_reduced_first_and_the_embedding_last(found: dict[str, Any]) -> None:
     reduced = [e for e in found["events"] if e.startswith("reduce ")]
-    assert reduced[0] == "reduce lm_head"
-    assert reduced[1] == "reduce model.layers.2"
-    assert reduced[-1] == "reduce the model"
-    assert len(reduced) == 2 + PLAIN.num_layers
+    assert reduced[0] == "reduce lm_head" and reduced[1] == "reduce model.layers.2"
+    assert reduced[-1] == "reduce the model" and len(reduced) == 2 + PLAIN.num_layers
 
 
 def test_its_backward_gathers_the_last_block(found: dict[str, Any]) -> None:
     events = found["events"]
     gathers = [i for i, e in enumerate(events) if e == "gather model.layers.2"]
-    assert len(gathers) == 2
-    assert gathers[1] < events.index("backward model.layers.2")
+    assert len(gathers) == 2 and gathers[1] < events.index("backward model.layers.2")
 
 
 def test_with_mtp_it_is_gathered_and_reduced_once(found: dict[str, Any]) -> None:
@@ -252,8 +235,7 @@ def test_heads_of_other_models_stay_with_the_root(two_ranks: Any) -> None:
     model.lm_head = nn.Linear(32, 61, device="meta")
     assert find_heads(model, find_blocks(model)) == []
     parallelize_moe(model, two_ranks)
-    assert "lm_head" not in unit_names(model)
-    assert isinstance(model.lm_head.weight, DTensor)
+    assert "lm_head" not in unit_names(model) and isinstance(model.lm_head.weight, DTensor)
 
 
 def test_a_head_inside_a_block_stays_with_it(two_ranks: Any) -> None:

@@ -3,8 +3,6 @@
 Gathers in fp32 are the definition: products quantise the whole weight then, on every rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +33,7 @@ from moecore.parallel.fsdp.size import compute_rank_bytes
 from moecore.parallel.fsdp.transport import PackedTransport
 from moecore.parallel.fsdp.unit import Unit
 from moecore.train import AdamW
-from tests.helpers.grids import asked_for
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.parallel.fsdp.units import units
 from tests.parallel.model.test_plan import planned
 from tests.parallel.small_decoder import small_decoder
@@ -153,9 +150,7 @@ def worker(rank: int, device: torch.device, cases: list[str]) -> list[dict[str, 
     return gather_objects(results)
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(4, worker, asked_for(request, "case"))
+results = ranks_fixture(4, worker, "case")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,7 +1,3 @@
-"""Parameters that are frozen and thawed after `parallelize_moe`: they train as in a plain model."""
-
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from itertools import pairwise
@@ -25,9 +21,8 @@ from moecore.models import Decoder
 from moecore.parallel.fsdp.formats import BlockFormat
 from tests.families.transformers.hf_models import random_model
 from tests.families.transformers.lora_cases import adapted_model
-from tests.helpers.grids import asked_for
 from tests.helpers.parts import on_parts
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.helpers.whole import Held, part_of
 from tests.parallel.fsdp.units import units
 from tests.parallel.small_decoder import small_decoder
@@ -117,7 +112,6 @@ def steps(ours: Any, plain: nn.Module) -> list[float]:
         optimizers[1].step()
         optimizers[1].zero_grad()
         total = step.finish().norm
-        assert total is not None
         found += [grads, abs(total.total / float(norm) - 1), worst(values(ours), values(plain))]
     return found
 
@@ -200,10 +194,7 @@ def worker(rank: int, device: torch.device, cases: list[str]) -> dict[str, list[
     return {name: [error for of_rank in every for error in of_rank[name]] for name in every[0]}
 
 
-@pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> dict[str, list[float]]:
-    result: dict[str, list[float]] = run_ranks(WORLD, worker, asked_for(request, "case"))
-    return result
+found = ranks_fixture(WORLD, worker, "case")
 
 
 @pytest.mark.parametrize("case", [*CASES, "FP8"])

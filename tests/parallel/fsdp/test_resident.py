@@ -3,8 +3,6 @@
 That forwards without a backward change nothing, in any order, is part of `test_unit.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any
@@ -23,7 +21,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.train.rerun import drop_step
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.moe.moe_cases import make_layer
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
@@ -145,9 +143,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return copy.deepcopy(found)
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[Any, Any]:
-    return run_ranks(2, worker)
+found = ranks_fixture(2, worker)
 
 
 @pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "resharded"])

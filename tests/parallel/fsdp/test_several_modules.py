@@ -1,7 +1,3 @@
-"""Routers of a list of blocks, and blocks that are one unit, are right whatever runs of them."""
-
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from tests.helpers.grids import asked_for
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.moe.moe_cases import make_layer
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
@@ -140,7 +135,6 @@ def failed_on_one_rank(*, announced: bool) -> Case:
             try:
                 models[0](ids())
             except FloatingPointError:  # ranks agree to leave it out
-                assert hook is not None
                 hook.remove()
         for micro_batch, model in zip((first, second), models, strict=True):
             with micro_batch():
@@ -173,15 +167,11 @@ def worker(rank: int, device: torch.device, cases: list[tuple[str, str]]) -> Any
     return copy.deepcopy(found)
 
 
-@pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> dict[Any, Any]:
-    return run_ranks(2, worker, asked_for(request, "options", "name"))
+found = ranks_fixture(2, worker, "options", "name")
 
 
 @pytest.mark.parametrize(("options", "name"), list(product(OPTIONS, CASES)))
-def test_gradients_are_those_of_the_plain_way(
-    options: str, name: str, found: dict[Any, Any]
-) -> None:
+def test_gradients_are_those_of_the_plain_way(options, name, found) -> None:
     result = found[options, name]
     assert not isinstance(result, str), result
     ours, plain = result

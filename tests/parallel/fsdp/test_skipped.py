@@ -1,7 +1,3 @@
-"""Ranks that use other parameters, or skip modules: gradients are those of one process."""
-
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -22,8 +18,7 @@ from moecore import (
 )
 from moecore.base.rank_checks import gather_objects
 from tests.families.transformers.family_models import batch, loss_of, tiny_model
-from tests.helpers.grids import asked_for
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.helpers.whole import Held, by_turns, part_of
 
 pytestmark = pytest.mark.slow
@@ -228,9 +223,7 @@ def worker(rank: int, _device: torch.device, asked: list[str]) -> Any:
     return gather_objects(found)
 
 
-@pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> Any:
-    return run_ranks(WORLD, worker, asked_for(request, "name"))
+found = ranks_fixture(WORLD, worker, "name")
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, *IMAGES])

@@ -1,7 +1,3 @@
-"""Ranks that run other things than each other: every rank raises one line that names it."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -142,9 +138,7 @@ CASES: dict[str, tuple[Callable[[Rank], None], ParallelConfig, dict[str, Any], s
 }
 
 
-def worker(
-    rank: int, _device: torch.device, names: list[str], widths: tuple[int, ...]
-) -> list[dict[str, str]]:
+def worker(rank, _device, names, widths) -> list[dict[str, str]]:
     errors = {}
     for name in names:
         act, parallel, options, _ = CASES[name]

@@ -238,8 +238,7 @@ def train_recomputed(pair: Pair, depth: int) -> None:
 
 def train_a_block(pair: Pair, depth: int) -> None:
     """One block alone, outside of the model's forward."""
-    grads = []
-    x = pair.batch().bfloat16()
+    grads, x = [], pair.batch().bfloat16()
     for model in (pair.model, pair.plain.model):
         leaf = x.clone().requires_grad_()
         model.layers[depth - 1](leaf).float().square().mean().backward()
@@ -368,9 +367,7 @@ def play(pair: Pair, acts: list[tuple[Act, int]]) -> None:
 @given(
     acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(1, BLOCKS)), min_size=1, max_size=8)
 )
-def test_any_order_computes_what_a_plain_module_does(
-    options: str, acts: list[tuple[Act, int]]
-) -> None:
+def test_any_order_computes_what_a_plain_module_does(options, acts) -> None:
     play(Pair(**OPTIONS[options]), acts)
 
 
@@ -484,9 +481,7 @@ STEPS = [
 
 @pytest.mark.parametrize("options", [*OPTIONS, "without a copy"])
 @pytest.mark.parametrize("change", [scale, add_to_tensor, take_step, *STEPS])
-def test_a_backward_of_parameters_that_have_changed_is_refused(
-    change: Callable[[Pair], None], options: str
-) -> None:
+def test_a_backward_of_parameters_that_have_changed_is_refused(change, options) -> None:
     """As plain PyTorch refuses it. A resident unit computes with the values of the forward."""
     pair = Pair(**OPTIONS.get(options, dict(param_dtype=None)))
     x = pair.batch()

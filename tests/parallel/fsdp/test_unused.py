@@ -3,8 +3,6 @@
 Units are of unequal size, so collectives in another order fit no tensor and end the process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache, partial
@@ -26,8 +24,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.rank_checks import gather_objects
-from tests.helpers.grids import asked_for
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.helpers.whole import by_turns
 from tests.parallel.fsdp.test_skipped import DIM, Grads, differing, grads_of, row, run_in_pairs
 from tests.parallel.fsdp.units import recorded
@@ -208,9 +205,7 @@ def wanted_of(place: int) -> Grads:
 
 
 @cache
-def made(
-    parallel: ParallelConfig, options: tuple[tuple[str, Any], ...], has_step: bool
-) -> tuple[Model, TrainStep | None]:
+def made(parallel, options, has_step) -> tuple[Model, TrainStep | None]:
     """Return a model of a layout, which changes what it runs from step to step."""
     model = Model(branches)
     parallelize_moe(model, build_meshes(parallel, "cpu"), fsdp=FSDPOptions(**dict(options)))
@@ -263,9 +258,7 @@ def worker(rank: int, _device: torch.device, names: list[str]) -> Any:
     return gather_objects(found | {"frozen": collectives(rank)})
 
 
-@pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> Any:
-    return run_ranks(WORLD, worker, asked_for(request, "name"))
+found = ranks_fixture(WORLD, worker, "name")
 
 
 @pytest.mark.parametrize("name", CASES)

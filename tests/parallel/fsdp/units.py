@@ -1,7 +1,5 @@
 """What tests look up in the engine of a parallelized model, and what its units do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

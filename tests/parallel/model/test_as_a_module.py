@@ -1,7 +1,3 @@
-"""What users do with an `nn.Module` besides training it works on a parallelized model, too."""
-
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -103,9 +99,8 @@ def averaged(layout: str | None, path: str) -> dict[str, Any]:
     trained = copy.deepcopy(model)
     assert all(map(torch.equal, parts(copy.copy(model)), parts(model)))
     for held in (model, mean.module, {"model": model}):
-        with pytest.raises(
-            ValueError, match=r"^a parallelized model must not be pickled, because"
-        ) as e:
+        message = r"^a parallelized model must not be pickled, because"
+        with pytest.raises(ValueError, match=message) as e:
             torch.save(held, f"{path}.pt")
         assert "\n" not in str(e.value)
     load(saved, model)
@@ -217,9 +212,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_hooks_of_a_parameter_get_its_gradient_and_change_it(
-    layout: str, found: dict[str, Any]
-) -> None:
+def test_hooks_of_a_parameter_get_its_gradient_and_change_it(layout, found) -> None:
     expected = hooked(None)
     assert expected["layers.0.experts.w1"][1].abs().max() == 0
     assert {"seen 0", "seen 1"} < expected.keys()
@@ -244,9 +237,7 @@ def test_a_state_dict_of_whole_tensors_is_loaded(layout: str, found: dict[str, A
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_modules_fill_themselves_the_same_on_every_layout(
-    layout: str, found: dict[str, Any]
-) -> None:
+def test_modules_fill_themselves_the_same_on_every_layout(layout, found) -> None:
     expected = filled(None)
     assert expected.keys() == found[f"filled {layout}"].keys()
     for name, tensor in expected.items():

@@ -3,8 +3,6 @@
 That the norm equals one process's on every folding is part of tests/test_parity.py.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any
@@ -19,8 +17,8 @@ from moecore import parallelize_moe as parallelize
 from moecore.base.rank_checks import gather_objects
 from moecore.parallel.model.clip import GradientNorm, clip_and_step
 from moecore.parallel.model.parallel_state import get_moe_state
-from tests.helpers.grids import asked_for, grid
-from tests.helpers.ranks import run_ranks
+from tests.helpers.grids import grid
+from tests.helpers.ranks import ranks_fixture
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
 BAD = {"1.experts.w2": 3, "1.router.weight": 0, "0.bias": 2}  # parameter -> the rank that breaks
@@ -36,9 +34,7 @@ def loss_of(model: nn.Module) -> Tensor:
     return 1e6 * model(torch.linspace(-1, 1, 96).view(6, 16)).square().sum()
 
 
-def step_with_bad_gradient(
-    name: str, bad_rank: int, value: float, *, fused: bool
-) -> dict[str, Any]:
+def step_with_bad_gradient(name, bad_rank, value, *, fused) -> dict[str, Any]:
     model = parallelize(make_model(), build_meshes(ParallelConfig(ep=2), "cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
     step = TrainStep(model, optimizer, max_norm=1.0)
@@ -130,15 +126,11 @@ def worker(rank: int, device: torch.device, cases: list[tuple[str, float, bool]]
     return gather_objects(mine)
 
 
-@pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest) -> list[Any]:
-    return run_ranks(4, worker, asked_for(request, "name", "value", "fused"))
+ranks = ranks_fixture(4, worker, "name", "value", "fused")
 
 
 @grid(name=BAD, value=[math.nan, math.inf], fused=[False, True])
-def test_every_rank_skips_and_names_the_parameter(
-    name: str, value: float, fused: bool, ranks: list[Any]
-) -> None:
+def test_every_rank_skips_and_names_the_parameter(name, value, fused, ranks) -> None:
     for found in (r[f"{name}/{value}/{fused}"] for r in ranks):
         assert found["names"] == (name,)
         assert found["unchanged"] and found["skipped"] and found["goes on"]
@@ -149,13 +141,11 @@ def test_every_rank_skips_and_names_the_parameter(
 def test_weights_that_differ_between_ranks_are_refused_everywhere(ranks: list[Any]) -> None:
     for rank in ranks:
         assert "weights of 1.experts.w1" in rank["weights"]
-        assert "weights of table" in rank["buffers"]
-        assert "is_meta of" in rank["meta"]
+        assert "weights of table" in rank["buffers"] and "is_meta of" in rank["meta"]
 
 
 def test_a_rank_without_gradients_takes_part(ranks: list[Any]) -> None:
-    assert len({rank["lacking"] for rank in ranks}) == 1
-    assert math.isfinite(ranks[0]["lacking"])
+    assert len({rank["lacking"] for rank in ranks}) == 1 and math.isfinite(ranks[0]["lacking"])
 
 
 def test_one_reduction_for_all_gradients_and_one_for_all_layers(ranks: list[Any]) -> None:

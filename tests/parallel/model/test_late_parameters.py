@@ -1,7 +1,3 @@
-"""Parameters that come after parallelize_moe are refused where nothing reduces their gradients."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +19,7 @@ from moecore import (
 from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.model.parallel_state import get_moe_state
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.moe.moe_cases import make_layer
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
@@ -184,9 +180,7 @@ def worker(rank: int, device: torch.device) -> list[Any]:
     return gather_objects(mine)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[Any]:
-    return run_ranks(2, worker, over_gloo=True)  # DDP
+ranks = ranks_fixture(2, worker, over_gloo=True)  # DDP
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -199,9 +193,7 @@ def test_what_nobody_reduces_is_refused(layout: str, name: str, ranks: list[Any]
 
 @pytest.mark.parametrize("name", WORKS)
 @pytest.mark.parametrize("layout", PARALLEL)
-def test_what_somebody_reduces_or_nobody_trains_works(
-    layout: str, name: str, ranks: list[Any]
-) -> None:
+def test_what_somebody_reduces_or_nobody_trains_works(layout, name, ranks) -> None:
     """Gathered copies are no new parameters either."""
     for rank in ranks:
         assert rank[layout, name] == [""] * 5
@@ -214,8 +206,7 @@ def test_a_head_around_the_model_is_refused(ranks: list[Any]) -> None:
 
 def test_models_made_on_meta_and_plain_ones_work(ranks: list[Any]) -> None:
     for rank in ranks:
-        assert rank["meta"] == ["", ""]
-        assert rank["plain"] == ""
+        assert rank["meta"] == ["", ""] and rank["plain"] == ""
 
 
 @pytest.mark.usefixtures("no_group_left")

@@ -1,18 +1,12 @@
-"""A plan of a world that this machine does not have: whole, in order, and plain data."""
-
-from __future__ import annotations
-
 import json
 import math
 import time
 from dataclasses import asdict, replace
 from itertools import pairwise, product
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -45,9 +39,7 @@ SMALL = small_decoder(
 )
 
 
-def planned(
-    world_size: int, parallel: ParallelConfig, model: nn.Module, rank: int = 0, **options: Any
-) -> ShardPlan:
+def planned(world_size, parallel, model, rank=0, **options) -> ShardPlan:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     _clear_sharding_prop_cache()  # of the meshes of other ranks, which are equal
     try:
@@ -221,9 +213,8 @@ def test_what_units_are_told() -> None:
     for plan_ in (plan, summed):
         (dispatcher,) = {(plan_.dispatcher, plan_.dispatcher_reason)}
         assert dispatcher == ("alltoall", "'nvlink' must go with device_type ('cpu') = 'cuda'")
-    with pytest.raises(
-        ValueError, match=r"DispatchOptions.name \('nvlink'\) must go with device_type"
-    ):
+    message = r"DispatchOptions.name \('nvlink'\) must go with device_type"
+    with pytest.raises(ValueError, match=message):
         planned(4, ParallelConfig(ep=4), Decoder(SMALL, device="meta"), dispatch="nvlink")
 
 
@@ -265,9 +256,7 @@ def test_a_plan_has_no_batch() -> None:
         (6, "1f1b", None, 3),  # dealt evenly
     ],
 )
-def test_a_rank_without_any_part_is_refused(
-    pp: int, schedule: Any, layout: str | None, idle: int | None
-) -> None:
+def test_a_rank_without_any_part_is_refused(pp, schedule, layout, idle) -> None:
     pipeline = PipelineConfig(layout=layout, schedule=schedule)
     model = Decoder(SMALL, device="meta")
     if idle is None:

@@ -1,7 +1,3 @@
-"""A plan is what is then made, and in what order: on ranks that communicate."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +19,7 @@ from moecore import (
 from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder
 from moecore.parallel.model.parallel_state import get_parallel_state
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.parallel.fsdp.units import units as units_of
 from tests.parallel.small_decoder import small_decoder
 
@@ -187,9 +183,7 @@ def worker(rank: int, device: torch.device) -> list[dict[str, Any]]:
     return gather_objects(mine)
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks(WORLD, worker)
+found = ranks_fixture(WORLD, worker)
 
 
 @pytest.mark.parametrize("name", CASES)

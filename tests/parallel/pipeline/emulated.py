@@ -1,11 +1,8 @@
 """Pipeline ranks in one process: each is a copy of the model that keeps its stages."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +29,7 @@ def stages_of(layout: str) -> list[Stage]:
                 layers=tuple(range(layers, layers + t)),
                 mtp=tuple(range(mtp, mtp + m)),
                 loss="L" in letters,
-            )
+            ),
         )
         layers, mtp = layers + t, mtp + m
     return stages
@@ -47,9 +44,7 @@ class Result:
     ranks: Sequence[nn.Module]
 
 
-def run_stages(
-    model: nn.Module, layout: str, num_ranks: int, inputs: Mapping[str, Any], *, backward: bool
-) -> Result:
+def run_stages(model, layout, num_ranks, inputs, *, backward) -> Result:
     """Run the stages of a model on copies of it, of which rank r keeps r, r + num_ranks, ..."""
     ranks = [copy.deepcopy(model) for _ in range(num_ranks)]
     for rank, held in enumerate(ranks):
@@ -57,9 +52,7 @@ def run_stages(
     return run_on(ranks, layout, inputs, backward=backward)
 
 
-def run_on(
-    ranks: Sequence[nn.Module], layout: str, inputs: Mapping[str, Any], *, backward: bool
-) -> Result:
+def run_on(ranks, layout, inputs, *, backward) -> Result:
     """Run the stages of a model forward and, for a loss, backward.
 
     Args:

@@ -4,19 +4,11 @@ The model has 4 layers (dense, MoE, MoE, MoE), a multi-token prediction module a
 up to three stages hold the embedding table.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore import (
-    BalanceConfig,
-    ParallelConfig,
-    PipelineConfig,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore import BalanceConfig, ParallelConfig, PipelineConfig, build_meshes, parallelize_moe
 from moecore.base.params import compute_global_indices
 from moecore.models import Decoder
 from tests.parallel.small_decoder import small_decoder

@@ -1,7 +1,3 @@
-"""What stages alone can meet: one that trains nothing, other optimizers, whole forwards."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,7 +20,7 @@ from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, preset
 from moecore.train import AdamW, Muon, assign_matrices
 from tests.families.transformers.hf_models import random_model
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "overlapped")
 
@@ -128,10 +124,7 @@ def worker(rank: int, device: torch.device) -> list[dict[str, Any]]:
     return gather_objects(found)
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    result: list[dict[str, Any]] = run_ranks(2, worker)
-    return result
+found = ranks_fixture(2, worker)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -147,8 +140,6 @@ def test_stages_with_other_optimizers_are_refused(name: str, found: list[dict[st
 
 
 @pytest.mark.parametrize("name", ["generate", "forward"])
-def test_a_forward_of_this_ranks_part_alone_is_refused(
-    name: str, found: list[dict[str, Any]]
-) -> None:
+def test_a_forward_of_this_ranks_part_alone_is_refused(name, found) -> None:
     for of_rank in found:
         assert "must be run by TrainStep's forward_backward or losses" in of_rank[name]

@@ -1,7 +1,3 @@
-"""Layout strings: what they are read as, what they refuse, and layouts that moecore proposes."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise
 
@@ -71,8 +67,7 @@ def test_the_text_of_a_layout_is_read_back(layers: list[int], num_mtp_layers: in
     letters = "E" + "|".join("t" * number for number in [1, *layers]) + "m" * num_mtp_layers + "L"
     numbers = {"num_layers": 1 + sum(layers), "num_mtp_layers": num_mtp_layers}
     layout = parse_layout(letters, **numbers)
-    assert parse_layout(layout.text, **numbers) == layout
-    assert len(layout.text) <= len(letters)
+    assert parse_layout(layout.text, **numbers) == layout and len(layout.text) <= len(letters)
 
 
 def test_texts_and_pictures() -> None:
@@ -133,9 +128,7 @@ whole = st.integers(0, 6).map(float)
     ),
     st.integers(1, 5),
 )
-def test_a_balanced_layout_is_the_best_of_all(
-    bound: frozenset[int], costs: LayoutCosts, num_stages: int
-) -> None:
+def test_a_balanced_layout_is_the_best_of_all(bound, costs, num_stages) -> None:
     costs = replace(costs, bound=bound & {*range(1, len(costs.layers))})
     layout = balanced_layout(costs, num_stages=num_stages)
     assert len(layout.stages) == num_stages

@@ -1,7 +1,3 @@
-"""Stages whose activations lie in host memory compute the bits of those whose activations stay."""
-
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +29,7 @@ from moecore.parallel.pipeline.orders import Action
 from moecore.parallel.pipeline.run import _ScheduleRun
 from moecore.train.memory.groups import OffloadChunk
 from moecore.train.memory.offload import Offload
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.parallel.small_decoder import small_decoder
 from tests.train.memory.blocks import LateStreams
 
@@ -139,9 +135,7 @@ def copies(chunk: OffloadChunk) -> list[Any]:
     ]
 
 
-def trained(
-    meshes: Meshes, config: PipelineConfig, memory: MemoryOptions, watch: Watch | None = None
-) -> tuple[dict[str, Tensor], Offload | None]:
+def trained(meshes, config, memory, watch=None) -> tuple[dict[str, Tensor], Offload | None]:
     """Return losses and gradients of a step on this rank, and what offloads."""
     model = Decoder(DECODER, device="meta")
     with patch("moecore.train.memory.apply.Offload", partial(Offload, min_bytes=1)):
@@ -158,9 +152,7 @@ def trained(
     return found | {"losses": losses}, offload
 
 
-def compared(
-    meshes: Meshes, config: PipelineConfig, fractions: Any, recompute: Any
-) -> dict[str, Any]:
+def compared(meshes, config, fractions, recompute) -> dict[str, Any]:
     """Return where a step with offload differs from one without, and what it copies."""
     plain = MemoryOptions(recompute=recompute)
     want, nothing = trained(meshes, config, plain)
@@ -205,9 +197,7 @@ def worker(rank: int, device: torch.device) -> list[dict[str, Any]]:
     return gather_objects(found)
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    return run_ranks(4, worker)
+results = ranks_fixture(4, worker)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -239,20 +229,16 @@ def test_what_has_gone_is_freed_and_back_in_time(name: str, results: list[dict[s
         assert found["watch"].freed == sum(found["watch"].whole.values())
 
 
-def test_a_last_block_leaves_where_an_item_runs_while_it_is_away(
-    results: list[dict[str, Any]],
-) -> None:
+def test_a_last_block_leaves_where_an_item_runs_while_it_is_away(results) -> None:
     def whole(name: str) -> dict[int, int]:
         return dict(sum((of_rank[name]["watch"].whole for of_rank in results[::2]), Counter()))
 
     assert whole("interleaved") == {0: 4, 1: 4, 2: 2}  # the first of each round comes back at once
-    assert whole("pairs") == {0: 4, 1: 4}
-    assert whole("1f1b") == {}
+    assert whole("pairs") == {0: 4, 1: 4} and whole("1f1b") == {}
 
 
 def test_the_last_stage_of_1f1b_copies_nothing(results: list[dict[str, Any]]) -> None:
-    assert PLANNED == (0.5, 0.0)
-    assert results[0]["1f1b"]["out"] > 0
+    assert PLANNED == (0.5, 0.0) and results[0]["1f1b"]["out"] > 0
     last = results[2]["1f1b"]
     assert last["out"] == last["back"] == 0 < last["watch"].kept[1]
 

@@ -1,7 +1,3 @@
-"""Fractions whose copies hide, beside a simulation in which items wait for copies."""
-
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, get_args
 
@@ -120,8 +116,7 @@ def check(schedule: Schedule, costs: Costs, sizes: list[int]) -> None:
         for a in list_actions(item)
         if ahead is not None and a.kind == "F" and a[1:] == ahead[1:]
     }
-    assert not any(fractions[stage] for stage in soon)
-    assert late(schedule, costs, copies) < 1e-9
+    assert not any(fractions[stage] for stage in soon) and late(schedule, costs, copies) < 1e-9
     for stage, fraction in enumerate(fractions):
         if fraction < 1 and stage not in soon:
             more = [c + 1e-4 * (i == stage) for i, c in enumerate(copies)]

@@ -4,8 +4,6 @@ Cases, oracle and bounds are those of `tests/test_parity.py`: losses, gradients,
 auxiliary losses, counts and weights after two steps. Micro-batches of a step differ in length.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -62,9 +60,7 @@ GRADS = FSDPOptions(dense_strategy="optim_grads")
 RING = ContextOptions(way="p2p")
 
 
-def staged(
-    world: int, dense: str, expert: str, stages: PipelineConfig, micro_batches: int, **options: Any
-) -> Case:
+def staged(world, dense, expert, stages, micro_batches, **options) -> Case:
     return case(world, dense, expert, pipeline=stages, accumulate=micro_batches, **options)
 
 
@@ -317,18 +313,14 @@ def test_pipeline_is_one_process(one: Case, results: dict[str, dict[str, float]]
 
 
 @pytest.mark.parametrize("one", ROUGH, ids=lambda one: one.name)
-def test_rounded_pipeline_is_at_most_twice_as_wrong(
-    one: Case, results: dict[str, dict[str, float]]
-) -> None:
+def test_rounded_pipeline_is_at_most_twice_as_wrong(one, results) -> None:
     ratios = results[one.name]
     assert any(name.startswith("grad/") for name in ratios)
     assert {n: ratio for n, ratio in ratios.items() if not ratio < 2} == {}
 
 
 @pytest.mark.parametrize("name", PREDICTING)
-def test_prediction_modules_and_copies_of_the_table(
-    name: str, results: dict[str, dict[str, float]]
-) -> None:
+def test_prediction_modules_and_copies_of_the_table(name, results) -> None:
     errors = results[name]
     assert any("mtp.1" in each for each in errors)
     assert {n: e for n, e in errors.items() if not e < FP32_BOUND} == {}

@@ -1,7 +1,3 @@
-"""Orders of ranks: valid for any sizes, and those that torch's own schedules have."""
-
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any, get_args
@@ -166,9 +162,6 @@ def test_check_finds_what_is_wrong(change: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-# ------------------------------------------------------------------- torch's schedules as oracle
-
-
 def converted(action: Any) -> Item:
     if action.sub_actions:
         forward, backward = map(converted, action.sub_actions)
@@ -199,9 +192,7 @@ def of_torch(name: str, schedule: Schedule) -> Schedule:
     ],
 )
 @pytest.mark.parametrize(("pp", "number"), [(2, 4), (4, 16), (4, 10), (4, 3), (3, 9), (1, 4)])
-def test_orders_are_those_of_torch(
-    name: Any, theirs: str, chunks: int, pp: int, number: int
-) -> None:
+def test_orders_are_those_of_torch(name, theirs, chunks, pp, number) -> None:
     schedule = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number)
     assert schedule.orders == of_torch(theirs, schedule).orders
 
@@ -234,9 +225,7 @@ def without_weights(schedule: Schedule) -> list[list[tuple[bool, int, int]]]:
     ("name", "theirs"), [("zbv", "ScheduleZBVZeroBubble"), ("dualpipe-v", "ScheduleDualPipeV")]
 )
 @pytest.mark.parametrize(("pp", "number"), [(2, 4), (4, 8), (4, 17), (3, 9), (6, 12), (1, 4)])
-def test_a_v_is_that_of_torch_but_for_its_weight_gradients(
-    name: Any, theirs: str, pp: int, number: int
-) -> None:
+def test_a_v_is_that_of_torch_but_for_its_weight_gradients(name, theirs, pp, number) -> None:
     """The first weight gradient to wait is the first to run here, whichever stage it is of."""
     schedule = make_schedule(name, pp=pp, chunks=2, num_micro_batches=number)
     other = of_torch(theirs, schedule)

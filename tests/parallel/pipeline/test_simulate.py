@@ -1,7 +1,3 @@
-"""Simulated steps: bubbles beside their closed forms, and exchanges by hand."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -61,8 +57,6 @@ def test_exchange_hides_behind_the_other_pass_of_an_overlap() -> None:
     assert apart.makespan == 45 and apart.exposed_exchange == (18,)
 
 
-# ------------------------------------------------------------------------ DeepSeek-V3, 256 ranks
-
 # Embedding and three dense layers cost as much as two MoE layers; 61 layers, one MTP module.
 DEEPSEEK = LayoutCosts(embedding=0.2, layers=(0.6,) * 3 + (1.0,) * 58, mtp=(1.5,), loss=1.0)
 
@@ -81,8 +75,7 @@ def test_layouts_of_deepseek_v3(name: Any, text: str, pp: int, number: int) -> N
     schedule = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number)
     timeline = simulate(schedule, Costs.from_forward(stages))
     closed = 3 * max(stages) * (number * chunks + pp - 1)
-    assert timeline.makespan == pytest.approx(closed, rel=0.03)
-    assert timeline.makespan <= closed
+    assert timeline.makespan == pytest.approx(closed, rel=0.03) and timeline.makespan <= closed
     even = even_layout(61, num_stages=4 * pp, num_mtp_layers=1)
     other = simulate(schedule, Costs.from_forward(DEEPSEEK.sum_stages(even)))
     assert other.makespan > 1.05 * timeline.makespan

@@ -3,21 +3,18 @@
 Steps that equal one process are part of `test_parity.py`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import warnings
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from moecore import ParallelConfig, TrainStep, build_meshes, clip_grad_norm_, parallelize_moe
 from moecore.models import Decoder
 from moecore.parallel.model.parallel_state import all_reduce_stage_copies, find_staged_module
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.parallel.pipeline.stages import (
     CONFIG,
     LAYOUTS,
@@ -137,10 +134,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    found: dict[str, Any] = run_ranks(4, worker)
-    return found
+results = ranks_fixture(4, worker)
 
 
 def test_copies_stay_equal(results: dict[str, Any]) -> None:

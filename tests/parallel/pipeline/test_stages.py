@@ -1,7 +1,3 @@
-"""Stages of a Decoder against the whole model: losses and gradients to the bit."""
-
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from dataclasses import replace
@@ -21,8 +17,7 @@ from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import AbsentModule, get_hidden_shape, remove_other_stages
 from tests.parallel.pipeline.emulated import assert_same, run_stages, staged, stages_of
 
-TABLE = "model.embed_tokens.weight"
-LAYERS = 3
+TABLE, LAYERS = "model.embed_tokens.weight", 3
 CONFIGS = {
     "qwen3": replace(preset("tiny-qwen3"), num_layers=LAYERS),
     "by token id": replace(preset("tiny-qwen3"), num_layers=LAYERS, hash_layers=2),
@@ -120,8 +115,7 @@ def test_the_layers_of_other_stages_do_not_run():
     for stage, expected in zip(stages, ran, strict=True):
         calls.clear()
         hidden = staged(model)(stage=stage, hidden=hidden, **batch())
-        assert calls.keys() & set(parts) == expected
-        assert calls[""] == 1
+        assert calls.keys() & set(parts) == expected and calls[""] == 1
 
 
 def test_a_rank_keeps_what_its_stages_need():
@@ -136,8 +130,7 @@ def test_a_rank_keeps_what_its_stages_need():
     table, norm, head = "embed_tokens.weight", "norm.weight", "lm_head.weight"
     assert kept("tied, mtp", 0) == {table, "layers.0"}
     assert kept("tied, mtp", 1, 5) == {"layers.1", table}
-    assert kept("latent, mtp", 1, 5) == {"layers.1", head}
-    assert kept("tied, mtp", 2) == set()
+    assert kept("latent, mtp", 1, 5) == {"layers.1", head} and kept("tied, mtp", 2) == set()
     assert kept("tied, mtp", 3) == {"layers.2", norm, "mtp.0", table}
     assert kept("latent, mtp", 2, 4) == {"mtp.1", table}
 

@@ -1,7 +1,3 @@
-"""Timelines of simulated and measured steps, and their pictures."""
-
-from __future__ import annotations
-
 import sys
 from itertools import combinations
 from pathlib import Path

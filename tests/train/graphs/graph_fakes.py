@@ -1,7 +1,5 @@
 """CUDA graphs without a GPU, of steps and of parts: what was captured runs again at each replay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -146,9 +144,7 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def fake_capture_graph(
-    function: Any, inputs: tuple[Tensor, ...]
-) -> tuple[Any, Any, Exception | None]:
+def fake_capture_graph(function, inputs) -> tuple[Any, Any, Exception | None]:
     try:
         graph = FakeGraph(function, inputs)
     except FloatingPointError as error:

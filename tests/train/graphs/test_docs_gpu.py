@@ -1,7 +1,5 @@
 """The CUDA graph example of docs/memory.md replays a graph, in a fresh process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ A fake graph runs the captured function again. That real replays train as eager 
 on GPUs, in test_forward_backward_gpu.py.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +36,7 @@ from moecore.train import GraphedForwardBackward
 from moecore.train.graphs import forward_backward as module
 from moecore.train.graphs.forward_backward import collect_facts
 from tests.helpers.errors import error_of
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.moe.emulated_exchange import emulated
 from tests.moe.moe_cases import make_layer
 from tests.train.graphs.graph_fakes import fake_steps
@@ -125,9 +123,7 @@ def make_forward_backward(fails: str = "") -> Any:
     return forward_backward
 
 
-def train(
-    owner: TrainStep, run: Callable[[Tensor], Tensor], x: Tensor, steps: range
-) -> list[float]:
+def train(owner, run, x, steps) -> list[float]:
     """Return the losses of some steps."""
     losses = []
     for n in steps:
@@ -143,12 +139,10 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     buffers, record = object(), get_parallel_state(model)
     record.exchanges = exchanges = SimpleNamespace(all_exchanges=(buffers,))
     run = GraphedForwardBackward(function, model)
-
     losses = train(owner, run, x, range(2))
     found["another shape at capture"] = error_of(lambda: run(x[:2]))
     found["losses"] = losses + train(owner, run, x, range(2, 6))
     found["calls"] = function.calls
-
     run(x)
     found["gradients"] = error_of(lambda: run(x))
     model.zero_grad()
@@ -156,12 +150,10 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     run(x)
     found["two in a step"] = error_of(owner.finish)
     owner.drop()
-
     model[1].get_part("router").tape = object()
     with pytest.raises(NotImplementedError, match="must not be recorded or replayed in a CUDA"):
         run(x)
     model[1].get_part("router").tape = None
-
     exchanges.all_exchanges = (buffers, object())  # one of an evaluation
     run(x)
     owner.drop()
@@ -219,9 +211,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return run_ranks(2, worker)
+found = ranks_fixture(2, worker)
 
 
 def test_dispatchers_that_wait_for_sizes_are_refused_and_so_is_a_cpu(found: dict[str, Any]) -> None:
@@ -270,9 +260,7 @@ def test_a_model_must_be_parallelized_and_a_warm_up_be_there() -> None:
         GraphedForwardBackward(print, nn.Linear(2, 2), warm_up=1)
 
 
-def test_lines_that_wait_for_the_gpu_are_named(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_lines_that_wait_for_the_gpu_are_named(monkeypatch, recwarn) -> None:
     modes: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)

@@ -6,8 +6,6 @@ On 1, 2 or 4 GPUs, as many as there are. Eager training is run twice: a replay m
 much as two eager runs do, which is nothing where all kernels are deterministic.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
@@ -39,7 +37,7 @@ from moecore import (
 from moecore.models import Decoder, preset
 from moecore.parallel.model.parallel_state import get_capacity, get_moe_state
 from moecore.train import GraphedForwardBackward
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 
 # One per GPU: gloo's collectives, which ranks that share one have, cannot be captured.
 WORLD = next((n for n in (4, 2, 1) if n <= torch.cuda.device_count()), 0)
@@ -282,7 +280,6 @@ def refusals() -> dict[str, str]:
     attempt("micro-batches", lambda: job.run(job.batch(0)))
     job.owner.num_micro_batches = MICRO_BATCHES
     job.step(4)
-
     waiting = Job(case, graphed=False)
     waiting.run = GraphedForwardBackward(
         lambda x: waiting.forward_backward(x) | {"one": torch.ones(1).cuda()}, waiting.model
@@ -341,9 +338,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return run_ranks(WORLD, worker, device_type="cuda")
+found = ranks_fixture(WORLD, worker, device_type="cuda")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,10 +3,7 @@
 Fakes replay here; test_graphed_blocks_gpu.py does the same with real graphs.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -32,9 +29,9 @@ from moecore.base.options.precision import Recipe
 from moecore.models import Decoder, preset
 from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import beside
 from tests.helpers.parts import on_parts
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture, run_ranks
 from tests.helpers.te_definition import te_defined
 from tests.train.graphs.graph_fakes import fake_graphs
 
@@ -126,9 +123,7 @@ NIGHTLY = ["MXFP8", "NVFP4", "shared experts, latent attention, a token ahead"]
 NIGHTLY += ["MoE layers computed again", "experts offloaded", "gathered for each pass"]
 
 
-def train(
-    case: Case, device: torch.device, *, graphed: bool, between: Callable[[], None] = lambda: None
-) -> tuple[list[Any], Decoder]:
+def train(case, device, *, graphed, between=lambda: None) -> tuple[list[Any], Decoder]:
     """Return losses and norms of each step, then parameters; and the model."""
     config = replace(preset(case.preset), num_layers=LAYERS)
     moe = replace(config.moe, dim=case.dim, hidden_dim=case.dim, **case.moe)
@@ -204,9 +199,7 @@ def compared(case: Case, device: torch.device, eager: list[Any]) -> tuple[bool, 
     return same, len(parts), {len(part._pairs) for part in parts}, fake.replays
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return run_ranks(WORLD, worker, asked_for(request, "name"))
+results = ranks_fixture(WORLD, worker, "name")
 
 
 @pytest.mark.slow
@@ -214,8 +207,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, Any]:
 def test_replays_train_as_eager_calls_do(name: str, results: dict[str, Any]) -> None:
     case, (same, parts, pairs, replays) = ON_CPUS[name], results[name]
     assert same, "losses, norms and weights have equal bits"
-    assert parts == case.parts
-    assert max(pairs) == case.pairs
+    assert parts == case.parts and max(pairs) == case.pairs
     assert replays >= parts * (STEPS * MICRO_BATCHES - WARM_UP)
 
 

@@ -7,8 +7,6 @@ share one have for messages (gloo) sends no GPU memory. Eager training is run tw
 differ from it as much as two eager runs do. Between steps memory that was freed is written over.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moecore import DenseOptions, MemoryOptions
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.train.graphs.test_forward_backward_gpu import scribble
 from tests.train.graphs.test_graphed_blocks import CASES, SHARED, Case, parts_of, train
 
@@ -56,15 +54,12 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return run_ranks(WORLD, worker, device_type="cuda")
+found = ranks_fixture(WORLD, worker, device_type="cuda")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_replays_train_as_eager_calls_do(name: str, found: dict[str, Any]) -> None:
     case, (eager, again, graphed, parts, pairs) = CASES[name], found[name]
     noise = (eager - again).abs().cummax(0).values
-    assert ((eager - graphed).abs() <= 2 * noise).all()
-    assert pairs == case.pairs
+    assert ((eager - graphed).abs() <= 2 * noise).all() and pairs == case.pairs
     assert parts == case.parts

@@ -3,8 +3,6 @@
 Fakes replay here; what real graphs compute is proved in test_graphed_blocks_gpu.py.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,14 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from moecore.base.saved_tensors import use_packer
 from moecore.kernels.experts.contract import SINK
 from moecore.moe.micro_batch import MicroBatch
+from moecore.train.graphs import graphed_part as gp
 from moecore.train.graphs import graphed_part as module
-from moecore.train.graphs.graphed_part import (
-    WARM_UP,
-    GraphedPart,
-    GraphMemory,
-    flatten_tensors,
-    unflatten_tensors,
-)
 from tests.train.graphs.graph_fakes import FakeRecorder, fake_graphs
 
 
@@ -52,12 +44,12 @@ def fake() -> Iterator[FakeRecorder]:
 
 def graphed(may_run: Callable[[], bool] | None = None) -> Two:
     model = Two()
-    part = GraphedPart("two", model.forward, list(model.modules()), GraphMemory(), may_run)
+    part = gp.GraphedPart("two", model.forward, list(model.modules()), gp.GraphMemory(), may_run)
     model.forward = part  # type: ignore[method-assign]
     return model
 
 
-def warm(model: nn.Module, *args: Any, calls: int = WARM_UP, **kwargs: Any) -> None:
+def warm(model: nn.Module, *args: Any, calls: int = gp.WARM_UP, **kwargs: Any) -> None:
     for _ in range(calls):
         model(*args, **kwargs)[0].sum().backward()
     model.zero_grad()
@@ -116,9 +108,9 @@ def test_a_forward_in_flight_has_graphs_of_its_own(fake: FakeRecorder) -> None:
 
 def test_a_forward_has_the_slot_of_its_first_part_in_all(fake: FakeRecorder) -> None:
     """Beside a backward that has left the last part, and not the first."""
-    memory, parts = GraphMemory(), [Two(), Two()]
+    memory, parts = gp.GraphMemory(), [Two(), Two()]
     for i, part in enumerate(parts):
-        part.forward = GraphedPart(f"part {i}", part.forward, [part, part.linear], memory)  # type: ignore[method-assign]
+        part.forward = gp.GraphedPart(f"part {i}", part.forward, [part, part.linear], memory)  # type: ignore[method-assign]
     first, last = parts
     for part in parts:
         warm(part, x_of(0))
@@ -179,12 +171,12 @@ def test_without_gradients_nothing_is_replayed(fake: FakeRecorder) -> None:
 
 def test_parameters_that_move_are_captured_anew(fake: FakeRecorder) -> None:
     model, plain = graphed(), Two()
-    warm(model, x_of(0), calls=WARM_UP + 1)
+    warm(model, x_of(0), calls=gp.WARM_UP + 1)
     with torch.no_grad():
         moved = {name: value + 1 for name, value in model.state_dict().items()}
     for m in (model, plain):
         m.load_state_dict(moved, assign=True)
-        warm(m, x_of(1), calls=WARM_UP + 1)
+        warm(m, x_of(1), calls=gp.WARM_UP + 1)
     assert fake.captures == 2, "one call notices, then others warm up"
     warm(model, x_of(1))
     assert fake.captures == 4
@@ -196,9 +188,8 @@ def test_whoever_takes_gradients_of_parameters_sees_no_capture(fake: FakeRecorde
     weight = model.linear.weight
     setattr(weight, SINK, seen.append)
     weight.register_hook(lambda grad: seen.append("hook"))
-    warm(model, x_of(0), calls=WARM_UP + 1)
-    assert seen == ["hook"] * (WARM_UP + 1)
-    assert model.linear.weight is weight
+    warm(model, x_of(0), calls=gp.WARM_UP + 1)
+    assert seen == ["hook"] * (gp.WARM_UP + 1) and model.linear.weight is weight
 
 
 def test_packers_outside_of_a_part_are_not_asked(fake: FakeRecorder) -> None:
@@ -206,31 +197,27 @@ def test_packers_outside_of_a_part_are_not_asked(fake: FakeRecorder) -> None:
     warm(model, x_of(0))
     with use_packer(asked.append):
         model(x_of(1))[0].sum().backward()
-    assert fake.captures == 2
-    assert not asked
+    assert fake.captures == 2 and not asked
 
 
 def test_a_part_that_may_not_run_is_a_plain_call(fake: FakeRecorder) -> None:
     model = graphed(may_run=lambda: False)
-    warm(model, x_of(0), calls=WARM_UP + 2)
+    warm(model, x_of(0), calls=gp.WARM_UP + 2)
     assert fake.captures == 0
 
 
 def test_a_copy_has_graphs_of_its_own(fake: FakeRecorder) -> None:
     model = graphed()
-    warm(model, x_of(0), calls=WARM_UP + 1)
+    warm(model, x_of(0), calls=gp.WARM_UP + 1)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.linear.weight.zero_()
         other.linear.bias.zero_()
-    warm(other, x_of(0), calls=WARM_UP + 1)
-    assert fake.captures == 4
-    assert not other(x_of(1))[0].any() and model(x_of(1))[0].any()
+    warm(other, x_of(0), calls=gp.WARM_UP + 1)
+    assert fake.captures == 4 and not other(x_of(1))[0].any() and model(x_of(1))[0].any()
 
 
-def test_a_capture_that_fails_says_where(
-    fake: FakeRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_that_fails_says_where(fake, monkeypatch) -> None:
     def fail(*args: Any) -> Any:
         raise ValueError("operation not permitted")
 
@@ -246,10 +233,10 @@ def test_forms_are_equal_but_for_tensors() -> None:
     a, b = torch.ones(2), torch.zeros(3)
     value = ((a, 1), {"x": [b, None]}, MicroBatch(num_sequences=2, padding_mask_T=a))
     tensors: list[Tensor] = []
-    form = flatten_tensors(value, tensors)
+    form = gp.flatten_tensors(value, tensors)
     assert [x is y for x, y in zip(tensors, (a, b, a), strict=True)] == [True] * 3
     again: list[Tensor] = []
-    assert form == flatten_tensors(unflatten_tensors(form, [b, a, b]), again)
+    assert form == gp.flatten_tensors(gp.unflatten_tensors(form, [b, a, b]), again)
     assert [x is y for x, y in zip(again, (b, a, b), strict=True)] == [True] * 3
     for other in (
         ((a, 2), *value[1:]),
@@ -257,4 +244,4 @@ def test_forms_are_equal_but_for_tensors() -> None:
         ((a, 1), value[1], MicroBatch(num_sequences=2)),
         ([a, 1], *value[1:]),
     ):
-        assert form != flatten_tensors(other, [])
+        assert form != gp.flatten_tensors(other, [])

@@ -1,7 +1,5 @@
 """Compiled blocks train like eager ones, on ranks under FSDP2 and ep, and share their code."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,10 +26,9 @@ from moecore.models import Decoder, DecoderConfig, preset
 from moecore.train.graphs.graphed_part import GraphedPart
 from moecore.train.graphs.regions import _can_replay, compile_blocks, graph_blocks
 from tests.helpers.parts import on_parts
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 
-WORLD = 2
-STEPS = 2
+WORLD, STEPS = 2, 2
 # A dense block and two with MoE. Inductor compiles a file of C++ between two products, of which
 # latent attention has most: it is compiled over cp, without C++.
 GROUPED = replace(preset("tiny"), num_layers=3, dense_layers=(0,), mlp_hidden_dim=48)
@@ -120,9 +117,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
 
 # At night: one process compiles the same in tests/train/memory/test_compiled.py, and ranks do in
 # tests/integrations.
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return run_ranks(WORLD, worker)
+found = ranks_fixture(WORLD, worker)
 
 
 @pytest.mark.slow
@@ -148,8 +143,7 @@ def test_attention_over_ranks_runs_between_what_is_compiled(found: dict[str, Any
 def check_equal(eager: Trained, compiled: Trained) -> None:
     losses, params, _ = eager
     compiled_losses, compiled_params, _ = compiled
-    assert losses[0] != losses[1]
-    assert compiled_losses == pytest.approx(losses, rel=1e-5)
+    assert losses[0] != losses[1] and compiled_losses == pytest.approx(losses, rel=1e-5)
     for want, got in zip(params, compiled_params, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 

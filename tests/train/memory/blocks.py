@@ -1,7 +1,5 @@
 """Small models whose blocks have parts, and the bytes of a call."""
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moecore.base.torch_private import get_local_tensor
-from moecore.models import Decoder
 from moecore.models.block import Block
 from moecore.models.layers import MLP, Attention, RMSNorm
 from moecore.models.mla import LatentAttention
@@ -79,9 +76,7 @@ class Plain(nn.Module):
         return (x * self.embedding(labels_BT)).sum()
 
 
-def offloaded(
-    model: Plain | Decoder, parts: Callable[[nn.Module], str | None] = part_of, **options: Any
-) -> Offload:
+def offloaded(model, parts=part_of, **options) -> Offload:
     """Return what offloads a model's parts, however small."""
     device = next(model.parameters()).device
     offload = Offload(device, **{"min_bytes": 1} | options)
@@ -117,9 +112,7 @@ class _Storages(TorchDispatchMode):
         self.peak = 0
         self.elsewhere: Callable[[], int] = lambda: 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         given = {s.data_ptr() for s in map(_storage, tree_leaves((args, kwargs))) if s is not None}
         out = func(*args, **(kwargs or {}))
         for storage in map(_storage, tree_leaves(out)):

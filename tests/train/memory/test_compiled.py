@@ -1,7 +1,3 @@
-"""Regions of torch.compile keep what eager ones keep: the same bytes, bits and products."""
-
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import Counter

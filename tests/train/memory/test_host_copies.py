@@ -1,7 +1,3 @@
-"""Where host copies lie, and that they are what the tensors were at the call."""
-
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

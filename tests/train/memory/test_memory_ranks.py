@@ -1,7 +1,3 @@
-"""Memory options over ranks: the bits and the collectives of ranks that keep everything."""
-
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -29,8 +25,8 @@ from moecore.parallel.model import phases
 from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.stash import Stash
-from tests.helpers.grids import asked_for, beside
-from tests.helpers.ranks import run_ranks
+from tests.helpers.grids import beside
+from tests.helpers.ranks import ranks_fixture
 from tests.moe.emulated_exchange import EmulatedExchangePool
 
 WORLD = 6
@@ -55,9 +51,7 @@ STASH = MemoryOptions(recompute=("norm",), stash=StashOptions(page_rows=4, facto
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce")
 
 
-def gradients(
-    name: str, layout: str, memory: MemoryOptions, **options: Any
-) -> tuple[dict[str, Tensor], Any]:
+def gradients(name, layout, memory, **options) -> tuple[dict[str, Tensor], Any]:
     """Return this rank's gradients after two steps' backwards, and the calls of collectives."""
     model = Decoder(preset(name), device="meta")
     meshes = meshes_of(layout)
@@ -140,9 +134,7 @@ def worker(rank: int, device: torch.device, cases: list[tuple[str, ...]]) -> dic
     return problems
 
 
-@pytest.fixture(scope="module")
-def ran(request: pytest.FixtureRequest) -> Any:
-    return run_ranks(WORLD, worker, asked_for(request, "layout", "name", "option"))
+ran = ranks_fixture(WORLD, worker, "layout", "name", "option")
 
 
 @pytest.mark.parametrize(

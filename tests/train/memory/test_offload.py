@@ -1,7 +1,3 @@
-"""Offloaded activations come back as they were, whatever the order, and free what they should."""
-
-from __future__ import annotations
-
 import copy
 import gc
 import logging
@@ -32,24 +28,15 @@ from moecore.moe.records import ExpertInput
 from moecore.train.memory import storages
 from moecore.train.memory.apply import apply_memory_options
 from moecore.train.memory.offload import Offload
-from tests.train.memory.blocks import (
-    LateStreams,
-    Plain,
-    PlainBlock,
-    counting_bytes,
-    in_chunks,
-    offloaded,
-    part_of,
-    part_or_block,
-)
+from tests.train.memory import blocks
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
-Model = Plain | Decoder
+Model = blocks.Plain | Decoder
 
 
 def make(name: str) -> Model:
     if name == "plain":
-        return Plain(3)
+        return blocks.Plain(3)
     config = preset(name)
     moe = replace(config.moe, balance=BalanceConfig())  # auxiliary losses refuse retained graphs
     return Decoder(replace(config, moe=moe))
@@ -86,8 +73,7 @@ def twice(model: Model) -> None:
 
 
 def with_dropped(model: Model) -> None:
-    first = model(*batch(0))
-    second = model(*batch(1))
+    first, second = model(*batch(0)), model(*batch(1))
     del first
     second.backward()
 
@@ -136,16 +122,14 @@ def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("run", [None, *ORDERS], ids=lambda run: getattr(run, "__name__", "early"))
 @pytest.mark.parametrize("name", ["plain", "tiny-qwen3", "tiny-deepseek-v3"])
-def test_gradients_have_the_bits_of_those_without(
-    name: str, run: Callable[[Model], None] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_have_the_bits_of_those_without(name, run, monkeypatch) -> None:
     """Also where copies end as late as somebody waits for them."""
     if is_late := run is not None:
-        monkeypatch.setattr(storages, "CopyStreams", LateStreams)
+        monkeypatch.setattr(storages, "CopyStreams", blocks.LateStreams)
     model, run = make(name), run or one
     want = gradients(model, run)
-    for parts in (part_of, part_or_block):
-        offload = offloaded(model, parts)
+    for parts in (blocks.part_of, blocks.part_or_block):
+        offload = blocks.offloaded(model, parts)
         assert_equal(gradients(model, run), want)
         host_bytes = offload.host_bytes
         assert offload.out_bytes > 0 == offload.used_host_bytes
@@ -159,8 +143,8 @@ def test_gradients_have_the_bits_of_those_without(
 
 def test_what_is_asked_for_is_there_already() -> None:
     """All parts of all layers but the last travel, each once, and come back a layer ahead."""
-    model = Plain(4)
-    offload = offloaded(model)
+    model = blocks.Plain(4)
+    offload = blocks.offloaded(model)
     one(model)
     D, T = 16, 48
     # Per layer: norm's input and 2 statistics, twice; MLPs of widths D and 4 D: input, h, gelu(h).
@@ -169,11 +153,11 @@ def test_what_is_asked_for_is_there_already() -> None:
     assert offload.late_bytes == 0
 
 
-def peak(model: Plain, offload: Offload | None) -> int:
+def peak(model: blocks.Plain, offload: Offload | None) -> int:
     tokens = batch(0, 64)
     for _ in range(2):  # gradients and host memory are there
         model(*tokens).backward()
-    with counting_bytes(offload) as bytes_:
+    with blocks.counting_bytes(offload) as bytes_:
         model(*tokens).backward()
     return bytes_.peak
 
@@ -181,14 +165,14 @@ def peak(model: Plain, offload: Offload | None) -> int:
 def test_the_peak_is_one_layer_whatever_the_number_of_layers() -> None:
     peaks, without = {}, {}
     for num_layers in (1, 2, 4, 8, 16):
-        model = Plain(num_layers)
+        model = blocks.Plain(num_layers)
         without[num_layers] = peak(model, None)
-        peaks[num_layers] = peak(model, offloaded(model))
+        peaks[num_layers] = peak(model, blocks.offloaded(model))
     assert without[16] - without[8] == 8 * (without[2] - without[1]) > 0
     assert set(peaks.values()) == {without[1]}, "that of a model with one layer"
 
 
-def all_at_once(model: Plain, batches: list[tuple[Tensor, Tensor]]) -> None:
+def all_at_once(model: blocks.Plain, batches: list[tuple[Tensor, Tensor]]) -> None:
     losses = deque(model(*each) for each in batches)
     while losses:
         losses.popleft().backward()
@@ -196,17 +180,19 @@ def all_at_once(model: Plain, batches: list[tuple[Tensor, Tensor]]) -> None:
 
 def test_chunks_in_flight_are_away() -> None:
     """A forward more costs what lies outside of parts, and its last layer leaves too."""
-    model, peaks, want = Plain(2), {}, {}
+    model, peaks, want = blocks.Plain(2), {}, {}
     offload, batches = Offload(CPU, min_bytes=1), [batch(i) for i in range(8)]
     for number in (4, 8):
-        with counting_bytes() as bytes_:
+        with blocks.counting_bytes() as bytes_:
             want[number] = gradients(model, lambda m, n=number: all_at_once(m, batches[:n]))
         peaks[number] = bytes_.peak
-    offload.attach(list(model.layers), part_of)
+    offload.attach(list(model.layers), blocks.part_of)
     for number in (4, 8):
         for _ in range(2):  # host memory is there
-            with counting_bytes(offload) as bytes_:
-                found = gradients(model, lambda m, n=number: in_chunks(m, offload, batches[:n]))
+            with blocks.counting_bytes(offload) as bytes_:
+                found = gradients(
+                    model, lambda m, n=number: blocks.in_chunks(m, offload, batches[:n])
+                )
             assert_equal(found, want[number])
         peaks[-number] = bytes_.peak
     assert offload.late_bytes == offload.used_host_bytes == 0
@@ -217,9 +203,8 @@ def test_chunks_in_flight_are_away() -> None:
 
 
 def test_a_chunk_that_fails_leaves_nothing() -> None:
-    model = Plain(2)
-    want = gradients(model, one)
-    offload = offloaded(model)
+    model = blocks.Plain(2)
+    want, offload = gradients(model, one), blocks.offloaded(model)
     with pytest.raises(ZeroDivisionError), offload.offload_forward(offloads_last_block=True):
         loss = model(*batch(0)) / (1 // 0)
         loss.backward()
@@ -230,8 +215,8 @@ def test_a_chunk_that_fails_leaves_nothing() -> None:
 
 def test_a_fraction_is_met_in_all_layers_alike() -> None:
     for fraction in (0.0, 0.2, 0.5, 0.8, 1.0):
-        model = Plain(6)
-        offload = offloaded(model, fraction=fraction)
+        model = blocks.Plain(6)
+        offload = blocks.offloaded(model, fraction=fraction)
         one(model)
         largest = 4 * 48 * 64
         assert 0 <= fraction * offload.candidate_bytes - offload.out_bytes < largest
@@ -241,7 +226,7 @@ def test_a_fraction_is_met_in_all_layers_alike() -> None:
 def test_host_memory_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     model = make("plain")
     want = gradients(model, in_order)
-    offload = offloaded(model, max_host_bytes=50_000)
+    offload = blocks.offloaded(model, max_host_bytes=50_000)
     with caplog.at_level(logging.WARNING, "moecore.train.memory"):
         for _ in range(2):
             assert_equal(gradients(model, in_order), want)
@@ -252,8 +237,8 @@ def test_host_memory_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_host_without_memory_is_an_error_of_one_line() -> None:
-    model = Plain(2)
-    offload = offloaded(model)
+    model = blocks.Plain(2)
+    offload = blocks.offloaded(model)
 
     def refuse(num_bytes: int) -> None:
         raise RuntimeError("can't allocate memory\nstack")
@@ -311,8 +296,7 @@ def test_a_change_in_place_is_an_error_as_without(when: str) -> None:
 
 def test_what_is_held_by_others_is_offloaded_once() -> None:
     """Weights never, a table that all layers read in the first layer of the first forward alone."""
-    offload = Offload(CPU, min_bytes=0)
-    table = torch.randn(4, 4)
+    offload, table = Offload(CPU, min_bytes=0), torch.randn(4, 4)
     linear = nn.Linear(4, 4, bias=False)
     linear.register_buffer("scale", torch.randn(4, 4))
     out = []
@@ -431,8 +415,7 @@ def test_what_is_made_of_weights_stays() -> None:
         x = torch.randn(4, 4, requires_grad=True)
         _ = (x * weight) @ made[0] + x * made[1]
     keys = {get_storage_key(tensor) for tensor in asked}
-    assert get_storage_key(x) in keys
-    assert keys.isdisjoint(map(get_storage_key, (weight, *made)))
+    assert get_storage_key(x) in keys and keys.isdisjoint(map(get_storage_key, (weight, *made)))
 
 
 def test_small_tensors_and_other_devices_stay() -> None:
@@ -471,7 +454,7 @@ def test_other_hooks_and_recomputation_decide_themselves() -> None:
             )
         one(model)
 
-    offload = offloaded(model)
+    offload = blocks.offloaded(model)
     assert_equal(gradients(model, checkpointed), want)
     assert 0 < offload.out_bytes == offload.back_bytes and offload.used_host_bytes == 0
 
@@ -481,8 +464,7 @@ def test_other_hooks_and_recomputation_decide_themselves() -> None:
 def test_gathered_weights_of_inner_units_are_right(reshard: bool) -> None:
     """FSDP2 gathers them after their block has begun, and may free them before it ends."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,))
-    model = make("plain")
+    mesh, model = init_device_mesh("cpu", (1,)), make("plain")
     for layer in model.layers:
         fully_shard(layer.mlps[1], mesh=mesh, reshard_after_forward=reshard)
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
@@ -494,7 +476,9 @@ def test_gathered_weights_of_inner_units_are_right(reshard: bool) -> None:
         return {n: p.grad.to_local().clone() for n, p in model.named_parameters()}
 
     want = run()
-    offload = offloaded(model, lambda m: "block" if isinstance(m, PlainBlock) else None)
+    offload = blocks.offloaded(
+        model, lambda m: "block" if isinstance(m, blocks.PlainBlock) else None
+    )
     for _ in range(2):
         assert_equal(run(), want)
     assert offload.out_bytes > 0 and offload.used_host_bytes == 0
@@ -502,7 +486,7 @@ def test_gathered_weights_of_inner_units_are_right(reshard: bool) -> None:
 
 def test_compiled_blocks_compute_the_same() -> None:
     model = make("plain")
-    offload = offloaded(model)
+    offload = blocks.offloaded(model)
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, backend="eager", fullgraph=True)
     want = gradients(make("plain"), one)
@@ -512,8 +496,7 @@ def test_compiled_blocks_compute_the_same() -> None:
 
 def test_a_copy_of_a_model_has_its_own() -> None:
     model = make("plain")
-    want = gradients(model, one)
-    offload = offloaded(model)
+    want, offload = gradients(model, one), blocks.offloaded(model)
     twin = copy.deepcopy(model)
     assert_equal(gradients(twin, one), want)
     assert offload.out_bytes == 0
@@ -523,7 +506,7 @@ def test_a_copy_of_a_model_has_its_own() -> None:
 
 def test_nothing_is_left_to_the_garbage_collector() -> None:
     model = make("tiny-qwen3")
-    offload = offloaded(model)
+    offload = blocks.offloaded(model)
     one(model)
     gc.collect()
     gc.disable()

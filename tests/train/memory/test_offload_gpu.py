@@ -1,9 +1,5 @@
-"""Copies beside compute on a GPU: late ones change nothing, and memory is freed as on a CPU."""
-
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,13 +73,10 @@ def late(which: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("which", ["none", "out", "back", "compute"])
 @pytest.mark.parametrize("parts", [part_of, part_or_block])
-def test_late_copies_and_late_compute_give_equal_gradients(
-    parts: Callable[[nn.Module], str | None], which: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_copies_and_late_compute_give_equal_gradients(parts, which, monkeypatch) -> None:
     model = make(4)
     seeds = (0, 1)
-    want = gradients(model, seeds)
-    offload = offloaded(model, parts)
+    want, offload = gradients(model, seeds), offloaded(model, parts)
     if which == "compute":
         for layer in model.layers:
             layer.mlps[0].register_forward_pre_hook(lambda *_: torch.cuda._sleep(PAUSE))
@@ -104,8 +97,7 @@ class Beside(nn.Module):
         self.stream = stream
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norms[0](x)
-        current = torch.cuda.current_stream()
+        x, current = self.norms[0](x), torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             y = self.mlps[0](x)
@@ -118,8 +110,7 @@ class Beside(nn.Module):
 
 @pytest.mark.parametrize("which", ["none", "out", "back"])
 def test_a_part_on_a_stream_of_its_own(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = torch.cuda.Stream()
-    model = make(1)
+    stream, model = torch.cuda.Stream(), make(1)
     model.layers = nn.ModuleList(Beside(stream) for _ in range(5)).cuda()
     want = gradients(model)
     offloaded(model)
@@ -189,9 +180,7 @@ def capture(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> torch.cuda.CUDAG
     return graph
 
 
-def check_replays(
-    plain: Any, model: Any, length: int = TOKENS, after: Callable[[], None] = lambda: None
-) -> None:
+def check_replays(plain, model, length=TOKENS, after=lambda: None) -> None:
     """Also while eager forwards, replays and eager backwards alternate."""
     want = {seed: gradients(plain, [seed], length) for seed in (0, 1, 2)}
     inputs = tuple(t.clone() for t in tokens(0, length))
@@ -203,7 +192,6 @@ def check_replays(
         graph.replay()
         assert_equal(written, want[seed])
     after()
-
     model.zero_grad()
     loss = model(*tokens(1, length))
     graph.replay()  # of seed 0, into memory of its own
@@ -228,5 +216,4 @@ def test_later_steps_need_no_more_memory() -> None:
     reserved, host = torch.cuda.memory_reserved(), offload.host_bytes
     for _ in range(5):
         gradients(model)
-    assert offload.host_bytes == host
-    assert torch.cuda.memory_reserved() <= reserved * 1.05
+    assert offload.host_bytes == host and torch.cuda.memory_reserved() <= reserved * 1.05

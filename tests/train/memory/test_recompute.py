@@ -1,7 +1,3 @@
-"""Regions: the same bits, fewer bytes, no product twice; and what they refuse."""
-
-from __future__ import annotations
-
 import copy
 import warnings
 import weakref
@@ -91,9 +87,7 @@ def counting(counts: Counter[Any]) -> Iterator[None]:
     """Count the products of forward and backward, which run in this thread on a CPU."""
 
     class Count(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
             counts[func] += func in PRODUCTS
             return func(*args, **(kwargs or {}))
 
@@ -267,9 +261,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     [(name, has) for name in DRAWS for has in (True, False) if has or "own" not in name],
 )
 @pytest.mark.parametrize("repeats_products", [True, False])
-def test_random_numbers_are_those_of_forward(
-    name: str, repeats_products: bool, has_products: bool
-) -> None:
+def test_random_numbers_are_those_of_forward(name, repeats_products, has_products) -> None:
     torch.manual_seed(0)
     x, linear = torch.randn(8, 16, requires_grad=True), nn.Linear(16, 16)
 
@@ -338,7 +330,6 @@ def test_offload_of_every_part_beside_what_is_computed_again(name: str) -> None:
     model = Decoder(preset(name))
     options = MemoryOptions(recompute="gemm_last", offload=OFFLOADED)
     offload = apply_memory_options(model.layers, options, CPU)
-    assert offload is not None
     offload.min_bytes = 1
     model(tokens(0), tokens(1)).backward()
     assert offload.out_bytes == offload.candidate_bytes == offload.back_bytes > 0

@@ -1,7 +1,3 @@
-"""Regions on a GPU: the bits of a model that keeps all, where torch promises bits at all."""
-
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 

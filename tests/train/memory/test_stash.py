@@ -1,7 +1,3 @@
-"""Rows in pages come back as they were, cost what is in use, and their pages are free again."""
-
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Callable
@@ -82,20 +78,16 @@ def widths(stash: Stash) -> list[tuple[int, bool]]:
 
 def wanted(stash: Stash) -> int:
     """Pages that tables have, or lack."""
-    assert stash.pages.pool is not None
     return int(stash.pages.pool.state[DEMAND_WORD])
 
 
 @pytest.mark.parametrize("run", [None, *ORDERS], ids=lambda run: getattr(run, "__name__", "early"))
-def test_gradients_have_the_bits_of_those_without(
-    group: None, run: Callable[[Tower], None] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_have_the_bits_of_those_without(group, run, monkeypatch) -> None:
     """Late copies come to memory of NaN, which rows that are not in use still are then."""
     if run is not None:
         monkeypatch.setattr(storages, "CopyStreams", LateStreams)
     model, run = make_tower(3), run or one
-    want = gradients(model, run)
-    stash = stashed(model)
+    want, stash = gradients(model, run), stashed(model)
     for _ in range(2):
         assert_equal(gradients(model, run), want)
         assert stash.out_bytes > 0 and all_free(stash)
@@ -122,8 +114,7 @@ def test_with_other_options(group: None, name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(storages, "CopyStreams", LateStreams)
     options, num_widths = CASES[name]
     model = make_tower(3, **options)
-    want = gradients(model, in_order)
-    stash = stashed(model)
+    want, stash = gradients(model, in_order), stashed(model)
     assert_equal(gradients(model, in_order), want)
     assert len(widths(stash)) == num_widths and all_free(stash)
     for block in model.layers:
@@ -215,8 +206,7 @@ def test_nobody_is_asked_about_what_has_no_counted_rows() -> None:
 def test_other_parts_may_be_offloaded(group: None, run: Callable[[Tower], None]) -> None:
     """Norms and what a block keeps besides; of its MoE layer all but what lies in pages."""
     model = make_tower(4)
-    want = gradients(model, run)
-    stash = stashed(model)
+    want, stash = gradients(model, run), stashed(model)
     offload = Offload(torch.device("cpu"), min_bytes=1)
     norms = {block.norm: "norm" for block in model.layers}
     offload.attach(list(model.layers), (norms | dict.fromkeys(model.layers, "rest")).get)
@@ -260,8 +250,7 @@ def test_pages_are_free_after_an_error_in_backward(group: None) -> None:
 
 def test_too_few_pages_are_an_error_that_names_the_factor(group: None) -> None:
     model = make_tower(4)
-    want = gradients(model, one)
-    stash = stashed(model, factor=0.2)
+    want, stash = gradients(model, one), stashed(model, factor=0.2)
     found = gradients(model, one)
     assert any(grad.isnan().any() for grad in found.values()), "never wrong numbers"
     with pytest.raises(ExchangeError, match=r"factor \(0.2\) must be >= (\d.\d+) for the 90") as e:
@@ -270,8 +259,7 @@ def test_too_few_pages_are_an_error_that_names_the_factor(group: None) -> None:
     assert all_free(stash) and "\n" not in str(e.value)
     stash.detach()
     least = e.value.stash_factor
-    assert least is not None and f">= {least:g} for" in str(e.value)
-    assert e.value.row_factor is None
+    assert least is not None and f">= {least:g} for" in str(e.value) and e.value.row_factor is None
     stash = stashed(model, factor=least)
     assert_equal(gradients(model, one), want)
     stash.wait_and_raise_errors()
@@ -290,8 +278,7 @@ def test_pages_of_the_host_are_taken_when_no_other_is_left(group: None) -> None:
     stash.wait_and_raise_errors()
     pool = stash.pages.pool
     assert pool is not None and pool.state[PEAK_WORD] > pool.pages.shape[0]
-    assert 99_000 < pool.host_pages.nbytes <= 100_000
-    assert all_free(stash)
+    assert 99_000 < pool.host_pages.nbytes <= 100_000 and all_free(stash)
 
 
 def counted(function: Callable[..., None], counts: Counter[str]) -> Callable[..., None]:
@@ -316,9 +303,7 @@ class CountedStream:
         self.counts["waits"] += 1
 
 
-def test_a_layer_takes_three_launches_and_four_events(
-    group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_takes_three_launches_and_four_events(group, monkeypatch) -> None:
     """Pages and a copy; a copy back, which returns pages. An event each way and direction.
 
     The pages of what comes back last are returned alone.
@@ -327,8 +312,7 @@ def test_a_layer_takes_three_launches_and_four_events(
     for name in ("take_pages_for_rows", "stash_or_restore_rows", "return_pages"):
         monkeypatch.setattr(stash_module, name, counted(getattr(stash_module, name), counts))
     stash = stashed(model)
-    streams = stash._streams
-    here = CountedStream(counts)
+    streams, here = stash._streams, CountedStream(counts)
     monkeypatch.setattr(streams_module, "get_current_stream", lambda device: here)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(CopyStream, "use_next_stream", lambda self: nullcontext())
@@ -369,8 +353,7 @@ def test_a_graph_has_tables_of_its_own(group: None, monkeypatch: pytest.MonkeyPa
     model = make_tower(3)
     stash = stashed(model)
     one(model)
-    loss = model(*batch(0))
-    held = wanted(stash)
+    loss, held = model(*batch(0)), wanted(stash)
     with monkeypatch.context() as patch:
         patch.setattr(stash._streams, "is_capturing", lambda: True)
         del loss
@@ -394,12 +377,10 @@ def test_a_graph_has_tables_of_its_own(group: None, monkeypatch: pytest.MonkeyPa
 def test_eager_rows_do_not_go_into_a_graph(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the last layer, which wait for the next forward."""
     model = make_tower(3)
-    want = gradients(model, one)
-    stash = stashed(model)
+    want, stash = gradients(model, one), stashed(model)
     one(model)
     model.zero_grad()
-    loss = model(*batch(0))
-    of_two_layers = wanted(stash)
+    loss, of_two_layers = model(*batch(0)), wanted(stash)
     with monkeypatch.context() as patch:
         patch.setattr(stash._streams, "is_capturing", lambda: True)
         captured = model(*batch(0))
@@ -459,9 +440,8 @@ def test_it_is_not_used_where_shapes_are_exact() -> None:
     model, options = Tower(2), MemoryOptions(stash=StashOptions())
     with pytest.warns(UserWarning, match="MemoryOptions.stash is not used: no MoE layer"):
         found = apply_stash(model.layers, options, torch.device("cpu"))
-    assert (
-        found is None and apply_memory_options(model.layers, options, torch.device("cpu")) is None
-    )
+    assert found is None
+    assert apply_memory_options(model.layers, options, torch.device("cpu")) is None
 
 
 def test_experts_that_keep_other_rows_have_none_in_pages(group: None) -> None:

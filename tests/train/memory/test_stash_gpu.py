@@ -1,7 +1,3 @@
-"""Rows in pages of a GPU: bits, peak memory, graphs, and copies that come late."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -46,7 +42,6 @@ gradients = partial(offload_gpu.gradients, length=TOKENS)
 def check_all_free(stash: Stash) -> None:
     stash.wait_and_raise_errors()
     pool = stash.pages.pool
-    assert pool is not None
     words = pool.state.tolist()
     assert (words[FREE_WORD], words[DEMAND_WORD]) == (pool.pages.shape[0], 0)
     assert words[MISSED_WORD] == 0
@@ -54,12 +49,9 @@ def check_all_free(stash: Stash) -> None:
 
 
 @pytest.mark.parametrize("which", ["none", "copy_rows_in", "copy_rows_out", "compute"])
-def test_late_copies_and_late_compute_give_equal_gradients(
-    which: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_copies_and_late_compute_give_equal_gradients(which, monkeypatch) -> None:
     model = make(4)
-    want = gradients(model, (0, 1))
-    stash = stash_of(model)
+    want, stash = gradients(model, (0, 1)), stash_of(model)
 
     def late(method: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:
@@ -83,8 +75,7 @@ def held(model: Tower) -> int:
     """Return the bytes that lie between forward and backward."""
     gradients(model)
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    loss = model(*tokens(0))
+    before, loss = torch.cuda.memory_allocated(), model(*tokens(0))
     after = torch.cuda.memory_allocated()
     loss.backward()
     return after - before
@@ -93,13 +84,10 @@ def held(model: Tower) -> int:
 def test_one_layer_has_memory_of_the_worst_case() -> None:
     """The others' rows are in pages, which are there before and after."""
     model = make(6)
-    without = held(model)
-    stash = stash_of(model)
-    with_pages = held(model)
+    without, stash, with_pages = held(model), stash_of(model), held(model)
     saved = 5 * (X_BYTES + H_BYTES)
     assert without - with_pages >= 0.97 * saved
     actual = 6 * (X_BYTES + H_BYTES) / RoomyDispatcher.room
-    assert stash.pages.pool is not None
     assert stash.pages.pool.pages.nbytes <= 2.01 * actual, "the factor"
 
 

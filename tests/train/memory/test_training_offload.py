@@ -1,7 +1,3 @@
-"""A training that is off the device between steps has the bits of one that never was."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +69,7 @@ def test_cycles_change_no_bit_and_grow_nothing(no_group_left: None, number: int)
         assert all(storage.nbytes() == 0 for storage in before)
         run.offload.onload()
         sizes.add((run.offload.host_bytes, len(before)))
-    assert equal(run, other) and len(sizes) == 1
-    assert not run.offload.offloaded_parts
+    assert equal(run, other) and len(sizes) == 1 and not run.offload.offloaded_parts
 
 
 def cycles(rank: int, device: torch.device, folder: str) -> dict[str, list[Any]]:
@@ -148,8 +143,7 @@ def test_what_would_read_memory_that_is_away_raises_one_line(no_group_left: None
 
 
 def test_gradients_and_shared_memory_come_back(no_group_left: None) -> None:
-    model = torch.nn.Linear(4, 3)
-    flat = torch.arange(15.0)
+    model, flat = torch.nn.Linear(4, 3), torch.arange(15.0)
     model.weight.data, model.bias.data = flat[:12].view(3, 4), flat[12:]
     model(torch.ones(2, 4)).sum().backward()
     want = [x.clone() for x in (model.weight, model.bias, model.weight.grad, model.bias.grad)]

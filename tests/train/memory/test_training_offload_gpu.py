@@ -3,8 +3,6 @@
 python -m pytest -m gpu tests/train/memory
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable
@@ -67,10 +65,8 @@ def test_offload_frees_the_device_at_the_speed_of_the_bus(no_group_left: None) -
             losses.append(loss.detach())
             del loss
             if cycles:
-                before = torch.cuda.memory_allocated()
-                out = seconds(offload.offload)
-                left = reserved() - reserved_before
-                back = seconds(offload.onload)
+                before, out = torch.cuda.memory_allocated(), seconds(offload.offload)
+                left, back = reserved() - reserved_before, seconds(offload.onload)
         if cycles:
             moved = sum(p.numel() for p in model.parameters()) * 12  # weights and two moments
             bus_out, bus_back = bus_seconds(moved)
@@ -83,8 +79,7 @@ def test_offload_frees_the_device_at_the_speed_of_the_bus(no_group_left: None) -
     run(replace(CONFIG, num_layers=1))  # libraries reserve their workspaces, which stay
     gc.collect()
     torch.cuda.empty_cache()
-    reserved_before = reserved()
-    found = run(cycles=True)
+    reserved_before, found = reserved(), run(cycles=True)
     torch.cuda.empty_cache()
     wanted = run()
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -1,7 +1,5 @@
 """MoE layers one above the other, whose shapes have room for more rows than come, on a CPU."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -82,25 +80,20 @@ class RoomyDispatcher:
         return y_SD.index_select(0, plan)
 
 
-def set_dispatchers(
-    model: Tower, group: dist.ProcessGroup, how: str, *, fp8: bool = False, **options: Any
-) -> None:
+def set_dispatchers(model, group, how, *, fp8=False, **options) -> None:
     """Let the layers of a tower, whose experts are this rank's, use one dispatcher."""
     place = ExpertPlacement(group=group, num_experts=EXPERTS, ep=group.size(), etp=1)
     given = NVLinkOptions(**dict(max_tokens=MAX_TOKENS, row_factor=None) | options)
     exchanges = EmulatedExchangePool(group, ep=group.size(), options=given, fp8=fp8)
     exchanges.watch = "skips"
     for layer in model.layers:
-        is_padded = how == "padded"
-        moe = layer.moe
+        is_padded, moe = how == "padded", layer.moe
         moe.dispatcher = (
             AllToAllDispatcher(place, fp8=fp8) if is_padded else NVLinkDispatcher(place, exchanges)
         )
 
 
-def make_tower(
-    num_layers: int, how: str = "nvlink", sizes: dict[str, Any] | None = None, **options: Any
-) -> Tower:
+def make_tower(num_layers, how="nvlink", sizes=None, **options) -> Tower:
     """Return one on the default group; "padded" has room for all rows of a capacity.
 
     Args:

@@ -1,7 +1,3 @@
-"""AdamW: torch's steps, state and signals; half the moments without a training that stalls."""
-
-from __future__ import annotations
-
 import copy
 import math
 import pickle
@@ -201,9 +197,7 @@ def test_small_second_moments_fall_again() -> None:
 
 @pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16, FP8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_state_dict_keeps_moments_that_the_weights_dtype_has_no_room_for(
-    dtype: torch.dtype, moment_dtype: torch.dtype
-) -> None:
+def test_a_state_dict_keeps_moments_that_the_weights_dtype_has_no_room_for(dtype, moment_dtype):
     params = [nn.Parameter(torch.ones(3, dtype=dtype))]
     params[0].grad = torch.full_like(params[0], 1e-4)  # its square is 0 in fp16
     first = AdamW(params, moment_dtype=moment_dtype)
@@ -410,8 +404,7 @@ def check_resharded(folder: str) -> None:
 
 def partial_gradients() -> dict[str, Tensor]:
     """Step with gradients that are still to be summed over the ranks, as autograd leaves some."""
-    mesh = init_device_mesh("cpu", (4,))
-    found = {}
+    mesh, found = init_device_mesh("cpu", (4,)), {}
     for name in ("torch", "ours", "clipped"):
         whole = DTensor.from_local(torch.ones(3), mesh, [Replicate()])
         param = nn.Parameter(whole)

@@ -1,7 +1,3 @@
-"""The code of docs/optimizers.md runs as it stands there, on one process."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

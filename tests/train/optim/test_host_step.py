@@ -1,7 +1,3 @@
-"""HostAdamW: the bits of AdamW on a CPU, state on the host, checkpoints and signals of AdamW."""
-
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path
@@ -34,20 +30,13 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_step, "CHUNK", 300)
 
 
-def make_params(
-    dtype: torch.dtype = torch.float32, device: str = "cpu", sizes: Any = SIZES
-) -> list[nn.Parameter]:
+def make_params(dtype=torch.float32, device="cpu", sizes=SIZES) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     found = [torch.randn(size, generator=generator) for size in sizes]
     return [nn.Parameter(value.to(device, dtype)) for value in found]
 
 
-def train(
-    params: list[nn.Parameter],
-    optimizer: Optimizer,
-    steps: range = range(NUM_STEPS),
-    **signals: float,
-) -> None:
+def train(params, optimizer, steps=range(NUM_STEPS), **signals) -> None:
     """Step; one parameter has no gradient at first, and every other step is skipped if asked."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -74,9 +63,7 @@ def equal_state(a: Optimizer, b: Optimizer) -> bool:
 @pytest.mark.parametrize("signals", [{}, {"grad_scale": 1.7}, {"grad_scale": 0.3, "found_inf": 1}])
 @pytest.mark.parametrize("host_fraction", [0, 0.3, 1])
 @pytest.mark.parametrize("late", [False, True])
-def test_bits_of_adamw(
-    late: bool, host_fraction: float, signals: dict[str, float], request: pytest.FixtureRequest
-) -> None:
+def test_bits_of_adamw(late, host_fraction, signals, request) -> None:
     if late:
         request.getfixturevalue("late_copies")
     ours, theirs = make_params(), make_params()
@@ -174,8 +161,7 @@ def test_short_host_memory_is_one_line_and_loses_nothing(monkeypatch: pytest.Mon
         message = r"host_fraction .1. of .* must fit .*: lower it"
         with pytest.raises(MemoryError, match=message) as e:
             train(params, optimizer, range(1))
-    assert "\n" not in str(e.value)
-    assert all(map(torch.equal, params, make_params()))
+    assert "\n" not in str(e.value) and all(map(torch.equal, params, make_params()))
     train(params, optimizer)
     others = make_params()
     train(others, AdamW(others))
@@ -246,8 +232,7 @@ def test_shards_clipping_skips_and_checkpoints(runs: dict[str, Any]) -> None:
     for kind in ("host", "both"):
         found = runs["host"][kind]
         assert found["losses"] == plain["losses"]
-        assert all(map(torch.equal, found["state"], plain["state"]))
-        assert 0.3 < found["share"] < 0.55
+        assert all(map(torch.equal, found["state"], plain["state"])) and 0.3 < found["share"] < 0.55
 
 
 def test_offloaded_state_with_shards_skips_and_checkpoints(runs: dict[str, Any]) -> None:

@@ -3,8 +3,6 @@
 python -m pytest -m gpu tests/train/optim
 """
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any
@@ -35,9 +33,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("signals", [{}, {"grad_scale": 1.7, "found_inf": 1}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("late", [None, "copies", "model"])
-def test_bits_of_the_cpu_and_of_the_gpu(
-    late: str | None, dtype: torch.dtype, signals: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_of_the_cpu_and_of_the_gpu(late, dtype, signals, monkeypatch) -> None:
     """What the host steps equals HostAdamW of CPU tensors; all others AdamW of the GPU."""
     params, on_cpu, on_gpu = (
         make_params(dtype, device, SIZES) for device in ("cuda", "cpu", "cuda")

@@ -1,7 +1,3 @@
-"""Muon in one process: torch's steps, matrices apart, orthogonal results, signals, assignments."""
-
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace
@@ -113,8 +109,7 @@ def halves(experts: Experts) -> list[Tensor]:
 @pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
 def test_experts_are_stepped_one_by_one(layout: ExpertLayout, adjust: Any) -> None:
     torch.manual_seed(0)
-    experts = Experts(CONFIG, layout=layout)
-    gradients = Experts(CONFIG, layout=layout)
+    experts, gradients = Experts(CONFIG, layout=layout), Experts(CONFIG, layout=layout)
     for param, grad in zip(experts.parameters(), gradients.parameters(), strict=True):
         nn.init.normal_(param)
         nn.init.normal_(grad)
@@ -194,8 +189,7 @@ def test_signals_clip_and_skip(beta2: float | None) -> None:
     states = [value.clone() for s in ours.state.values() for value in s.values()]
     assert len(states) == (3 if beta2 is None else 6)
     norm = clip_and_step(signalled, 1.0, [ours])
-    assert norm.skipped
-    assert all(map(torch.equal, before, signalled.parameters()))
+    assert norm.skipped and all(map(torch.equal, before, signalled.parameters()))
     assert all(map(torch.equal, states, (v for s in ours.state.values() for v in s.values())))
     for a, b in zip(signalled.parameters(), plain.parameters(), strict=True):
         generator = torch.Generator().manual_seed(5)
@@ -240,8 +234,7 @@ def test_who_is_stepped_by_what() -> None:
     assignment = assign_matrices(model)
     found = reasons(assignment)
     assert found["model.embed_tokens.weight"] == "an embedding"
-    assert found["lm_head.weight"] == "a head"
-    assert found["model.norm.weight"] == "a vector"
+    assert found["lm_head.weight"] == "a head" and found["model.norm.weight"] == "a vector"
     stepped = {n for n, d in assignment.decisions.items() if d.layout is not None}
     assert {"model.layers.1.mlp.router.weight", "model.layers.1.mlp.experts.w1"} <= stepped
     assert set(found) == {name for name, _ in model.named_parameters()}
@@ -324,7 +317,6 @@ def test_queries_keys_and_values_in_one() -> None:
     places = torch.arange(linear.out_features)[None, None]
     split = net.fix_query_key_value_ordering(places, torch.zeros(1, 1, ba.out_features))
     layout = assign_matrices(net).decisions["in_proj_qkvz.weight"].layout
-    assert layout is not None
     parts = layout.list_parts(linear.weight)
     assert [part.rows.tolist() for part in parts] == [s.flatten().tolist() for s in split[:4]]
     unknown = nn.ModuleDict({"qkv": nn.Linear(4, 12, bias=False)})

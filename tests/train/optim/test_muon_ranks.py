@@ -1,7 +1,5 @@
 """Muon and NorMuon on six ranks equal one process, copies to the bit; a nan changes nothing."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from typing import Any
@@ -149,8 +147,7 @@ def run_skip(model: Decoder, meshes: Any) -> dict[str, Any]:
         before = local(model, optimizers)
         with step.micro_batch():
             (factor * model(tokens[:, :-1], tokens[:, 1:])).backward()
-        done = step.finish()
-        after = local(model, optimizers)
+        done, after = step.finish(), local(model, optimizers)
         same = before.keys() == after.keys() and all(
             torch.equal(before[key], after[key]) for key in before
         )
@@ -247,9 +244,7 @@ def expected() -> dict[tuple[float | None, str], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", beside(LAYOUTS, NIGHTLY))
 @pytest.mark.parametrize("when", ["whole", "resumed"])
-def test_ranks_equal_one_process(
-    name: str, when: str, results: Any, expected: dict[Any, dict[str, Tensor]]
-) -> None:
+def test_ranks_equal_one_process(name, when, results, expected) -> None:
     if name not in results:
         pytest.skip("strided shards need torch 2.13")
     assert results[name]["differ"] == [], "copies have equal bits"

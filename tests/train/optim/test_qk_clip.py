@@ -1,7 +1,3 @@
-"""QK-clip: the largest logits, and heads above tau that end at tau while others stay."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -186,8 +182,7 @@ def test_bad_models() -> None:
 
 def test_compiled_blocks_are_watched() -> None:
     model = make_model("gqa")
-    clip = QKClip(model, tau=TAU)
-    attention = model.layers[0].self_attn
+    clip, attention = QKClip(model, tau=TAU), model.layers[0].self_attn
     attention.forward = torch.compile(attention.forward, backend="eager", fullgraph=True)
     model(TOKENS, TOKENS).backward()
     got = clip._watchers[0].max_H.clone()
@@ -201,8 +196,7 @@ def test_compiled_blocks_are_watched() -> None:
 @pytest.mark.gpu
 def test_the_host_waits_for_nothing() -> None:
     model = make_model("gqa").cuda()
-    clip = QKClip(model, tau=TAU)
-    tokens = TOKENS.cuda()
+    clip, tokens = QKClip(model, tau=TAU), TOKENS.cuda()
     model(tokens, tokens).backward()
     skipped = torch.zeros((), dtype=torch.bool, device="cuda")
     torch.cuda.synchronize()

@@ -1,7 +1,3 @@
-"""State that is away between steps: the same bits, in the right place at every moment."""
-
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -54,9 +50,7 @@ def batch(step: int) -> Tensor:
     return torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
 
 
-def train(
-    net: nn.Module, optimizer: Optimizer, steps: range = range(NUM_STEPS), parts: int = 1
-) -> None:
+def train(net, optimizer, steps=range(NUM_STEPS), parts=1) -> None:
     for step in steps:
         for x in batch(step).chunk(parts):
             net(x).square().sum().backward()

@@ -3,8 +3,6 @@
 python -m pytest -m gpu tests/train/optim
 """
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 
@@ -54,8 +52,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Non
 def run(fraction: float | None, make: Any = AdamW) -> dict[str, Any]:
     """Train; return weights, state, and bytes at the peak and at the end of a forward."""
     gc.collect()
-    start = torch.cuda.memory_allocated()
-    net = Net()
+    start, net = torch.cuda.memory_allocated(), Net()
     optimizer = make(net.parameters(), lr=1e-3)
     offload = None
     if fraction is not None:
@@ -205,7 +202,6 @@ def graphed_run(kind: str, folder: str) -> dict[str, list[float]]:
         tokens = torch.randint(0, 256, (2, 4, 128), generator=generator).cuda()
         losses += (call or forward_backward)(tokens).tolist()
         done = owner.finish()
-        assert done.norm is not None
         norms.append(done.norm.total)
         if step in (1, 5):
             with torch.no_grad():

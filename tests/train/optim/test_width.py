@@ -1,7 +1,3 @@
-"""Rates by width: the paper's table, and changes of activations that do not grow with the width."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,8 +69,7 @@ def test_muons_update_has_one_spectral_norm_over_the_root_of_outputs_by_inputs(a
         return nn.ModuleDict(ends | layers)
 
     base, wide = model_of(16, 24), model_of(128, 48)  # 8 and 2 times as wide
-    rates = width_rates(wide, base)
-    norms = []
+    rates, norms = width_rates(wide, base), []
     for model in (base, wide):
         optimizer = Muon(assign_matrices(model), lr=0.1, weight_decay=0.0, adjust_lr_fn=adjust)
         if model is wide:
@@ -173,7 +168,6 @@ def test_groups_on_any_layout() -> None:
     rates.scale_weights(model)
     for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.full_tensor() if hasattr(a, "full_tensor") else a, b), name
-
     optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.2)
     part = AdamW([model.get_parameter("model.norm.weight")], lr=0.1, weight_decay=0.2)
     for one in (optimizer, part):
@@ -221,9 +215,8 @@ def test_a_run_goes_on_with_the_base_that_it_began_with(tmp_path: Path) -> None:
 
 def test_refusals() -> None:
     tied = replace(BASE, tie_embeddings=True)
-    with pytest.raises(
-        ValueError, match=r"model \(Decoder\) must have a trained head that is not t"
-    ):
+    message = r"model \(Decoder\) must have a trained head that is not t"
+    with pytest.raises(ValueError, match=message):
         rates_of(tied, tied)
     with pytest.raises(ValueError, match=r"base \(.*\) must have the parameters of model"):
         rates_of(replace(BASE, num_layers=3))
