@@ -21,12 +21,12 @@ from moecore.io.checkpoint.host_memory import HOST_VARIABLE
 from moecore.recipes.report import METRICS
 
 pytestmark = pytest.mark.slow
-STEPS, SECONDS = 60, 150
+STEPS, SECONDS = 160, 300
 # Otherwise ranks that start again without a failure read addresses of the ranks before them.
 NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 RUN = (
     f"pretrain --preset tiny --batch-size 2 --global-batch-size 12 "
-    f"--seq-len 64 --steps {STEPS} --sample-every 0 --checkpoint-every 1000 "
+    f"--seq-len 32 --steps {STEPS} --sample-every 0 --checkpoint-every 1000 "
     "--memory-checkpoint-every 5 --lr-schedule constant --warmup-steps 0 --aux-loss 0"
 ).split()
 
