@@ -196,7 +196,13 @@ class Gradients:
         has_sums = grads or self._filled or is_changed or self.is_expected
         if not (has_sums and (grads or self.reduces)):
             return
-        sums = self._acquire_sums() or self._allocate_sums()
+        sums = self._acquire_sums()
+        if sums is None and self.buffer is not None and self.buffer.registered is not None:
+            raise RuntimeError(  # the other ranks may reduce registered memory
+                "FSDPOptions.nccl_ub (True) must be False for a model in which more than 2 units "
+                "of a role (blocks, experts) have gradients that are not reduced: drop it"
+            )
+        sums = sums or self._allocate_sums()
         new = [i for i in grads if i not in self._filled]
         copy_all([sums.parameters[i] for i in new], [grads[i] for i in new])
         for i in self._filled.intersection(grads):
@@ -273,6 +279,8 @@ class Gradients:
             flat = flags.new_empty(sum(self._sizes))
             shards = self._view_reduced_shards(flat, indices)
         all_flags = flat[-self._num_flags :]
+        if self.buffer is not None and self.buffer.registered is not None:
+            flags = sums.flat[-flags.numel() :].copy_(flags)  # the launch must read no other memory
         with streams.use_reduce_stream():
             if self._transport is not None:
                 self._transport.reduce_scatter([*shards, all_flags], [*regions, flags])
