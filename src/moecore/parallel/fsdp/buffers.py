@@ -71,8 +71,8 @@ def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
                 yield from _assign_layouts_to_buffers("weights", dtype, layouts, len(layouts))
             for i, layout in enumerate(unit.layouts):
                 if layout.ranks > 1 and any(slot.param in trained for slot in layout.slots):
-                    own = (unit.name, i) if unit.accumulates else None
-                    resident[unit.role, layout.reduces, own].append((unit, i))
+                    layout_idx = (unit.name, i) if unit.accumulates else None
+                    resident[unit.role, layout.reduces, layout_idx].append((unit, i))
     for (_, dtype, _), layouts in resident.items() if plan.nccl_ub else ():
         yield from _assign_layouts_to_buffers("sums", dtype, layouts, SUMS, has_flags=True)
 
@@ -110,9 +110,9 @@ def _assign_layouts_to_buffers(
 
 
 class RegisteredMemory:
-    """A block of memory that is registered with NCCL's communicator of `group`, for many buffers.
+    """A block of memory that is registered with NCCL's communicator of `group`.
 
-    NCCL's symmetric kernels need equal offsets on all ranks, so all buffers are in one block.
+    NCCL's symmetric kernels need equal offsets on all ranks, so the block has all buffers.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -147,7 +147,7 @@ class RegisteredMemory:
             self._deregister = None  # drops the memory pool
 
     def make_view(self, offset: int, num_bytes: int) -> Tensor:
-        """Return a part of the block, uint8 [num_bytes], with a version counter of its own."""
+        """Return a part of the block, uint8 [num_bytes], with a new version counter."""
         assert self._block is not None, "the first all-gather has allocated the block"
         storage = self._block.untyped_storage()
         return self._block.new_empty(0).set_(storage, offset, (num_bytes,), (1,))
@@ -163,7 +163,7 @@ class Buffer(Generic[Holder]):
     """A flat tensor that units use one at a time; `holder` is its current user, or None.
 
     `last_use` is the event of the last use. The next user waits for the event before it overwrites
-    the tensor. `registered` None = the tensor has memory of its own.
+    the tensor. `registered` None = the tensor is not in registered memory.
     """
 
     def __init__(
@@ -189,6 +189,14 @@ class Buffer(Generic[Holder]):
                     num_bytes = self.numel * self.dtype.itemsize
                     self._flat = self.registered.make_view(self._offset, num_bytes).view(self.dtype)
         return self._flat
+
+    def check_is_replaceable(self) -> None:
+        """Raise a RuntimeError if a reduction must not use memory outside of this buffer."""
+        if self.registered is not None:  # NCCL fails if the other ranks use the buffer
+            raise RuntimeError(
+                f"FSDPOptions.nccl_ub (True) must be False for a model in which more than {SUMS} "
+                "units of a role (blocks, experts) have gradients that are not reduced: drop it"
+            )
 
     def free(self) -> None:
         """Free the buffer's memory; views of the buffer are invalid until `reallocate`."""

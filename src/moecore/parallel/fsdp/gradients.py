@@ -196,13 +196,7 @@ class Gradients:
         has_sums = grads or self._filled or is_changed or self.is_expected
         if not (has_sums and (grads or self.reduces)):
             return
-        sums = self._acquire_sums()
-        if sums is None and self.buffer is not None and self.buffer.registered is not None:
-            raise RuntimeError(  # the other ranks may reduce registered memory
-                "FSDPOptions.nccl_ub (True) must be False for a model in which more than 2 units "
-                "of a role (blocks, experts) have gradients that are not reduced: drop it"
-            )
-        sums = sums or self._allocate_sums()
+        sums = self._acquire_sums() or self._allocate_sums()
         new = [i for i in grads if i not in self._filled]
         copy_all([sums.parameters[i] for i in new], [grads[i] for i in new])
         for i in self._filled.intersection(grads):
@@ -245,6 +239,8 @@ class Gradients:
         return self._sums
 
     def _allocate_sums(self) -> UnitViews:
+        if self.buffer is not None:
+            self.buffer.check_is_replaceable()
         numel = self._layout.buffer_numel + self._num_flags
         return self._make_sum_views(torch.empty(numel, dtype=self.dtype, device=self._device))
 
