@@ -125,7 +125,7 @@ class UnitEngine:
             unit.reshard()
 
     def close(self) -> None:
-        """Reshard all units; free memory registered with NCCL until the next forward. Collective."""
+        """Reshard units; free memory registered with NCCL until the next forward. Collective."""
         self.reshard()
         for buffer in (buffer for unit in self.units for buffer in unit.list_buffers()):
             if buffer.registered is not None:
