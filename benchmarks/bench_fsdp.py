@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.bench_fsdp --model qwen3-8b --layers 8 --results
     torchrun --nproc-per-node 2 -m benchmarks.bench_fsdp --model qwen3-30b-a3b --layers 3 --results
+    torchrun --nproc-per-node 2 -m benchmarks.bench_fsdp --model qwen3-30b-a3b --layers 3 \
+        --variants moecore moecore-nccl-ub --results
 
 All variants compute in bf16, keep fp32 weights, reduce gradients in fp32, free blocks between
 forward and backward, and step with torch's fused AdamW without weight decay. They start with the
@@ -13,6 +15,10 @@ In every round each variant runs some steps, in another order. A step is forward
 optimizer. Its time is the slowest rank's mean over the steps of a round, the median of all rounds.
 All models exist at once: `peak_gib` is a variant's memory between steps plus its peak in a step,
 without the other variants, on the rank with the most.
+
+The variant moecore-nccl-ub sets `FSDPOptions.nccl_ub`. On GPUs another step of each variant is
+profiled: rows have the name, the CUDA blocks and the time of the longest NCCL kernel of the
+all-gathers and of the reduce-scatters. A block occupies an SM.
 """
 
 from __future__ import annotations
@@ -20,9 +26,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -144,14 +152,17 @@ def make_config(args: argparse.Namespace) -> DecoderConfig:
 
 
 def _make_maker(
-    build: Callable[..., nn.Module],
+    build: Callable[..., nn.Module], **options: Any
 ) -> Callable[[argparse.Namespace, torch.device], Made]:
-    """Return a function that makes a model sharded by `build` and its optimizer."""
+    """Return a function that makes a model sharded by `build` and its optimizer.
+
+    `options` are fields of `FSDPOptions`.
+    """
 
     def make(args: argparse.Namespace, device: torch.device) -> Made:
         model = Decoder(make_config(args), device="meta")
         meshes = build_meshes(ParallelConfig(ep=args.ep), device.type)
-        build(model, meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
+        build(model, meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16, **options))
         model.to_empty(device=device)
         model.init_weights()
         return model, _make_adamw(model, args.lr)
@@ -194,7 +205,10 @@ MAKERS: dict[str, Callable[[argparse.Namespace, torch.device], Made]] = {
     "fsdp2": _make_maker(parallelize_with_fsdp2),
     "moecore": _make_maker(parallelize_moe),
     "megatron-fsdp": _megatron,
+    "moecore-nccl-ub": _make_maker(parallelize_moe, nccl_ub=True),
 }
+DEFAULT = ["fsdp2", "moecore", "megatron-fsdp"]
+COLLECTIVES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter"}
 
 
 def _make_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -219,7 +233,7 @@ def describe(
     run: Run, batch_size: int, seconds: list[float], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Return the row of a variant; collective."""
-    step = statistics.median(seconds)
+    step, launches = statistics.median(seconds), profile_collectives(run, batch_size)
     return {
         "op": "fsdp_step",
         "provider": run.name,
@@ -238,7 +252,38 @@ def describe(
         "held_gib": _reduce_max(run.held, run.device) / 2**30,
         "first_loss": run.losses[0].item(),
         "last_loss": run.losses[-1].item(),
+        **launches,
     }
+
+
+def profile_collectives(run: Run, batch_size: int) -> dict[str, Any]:
+    """Return name, CUDA blocks and time of the longest NCCL kernel of each collective of a step.
+
+    A CPU has none of these fields. Collective.
+    """
+    if run.device.type != "cuda":
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run.run_turn(batch_size=batch_size, steps=1)
+    run.losses.pop()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        with open(f"{folder}/trace.json") as file:
+            return find_longest_launches(json.load(file)["traceEvents"])
+
+
+def find_longest_launches(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return name, CUDA blocks and microseconds of the longest kernel of each collective."""
+    fields: dict[str, Any] = {}
+    for name, word in COLLECTIVES.items():
+        of_nccl = (e for e in events if e.get("cat") == "kernel" and e["name"].startswith("nccl"))
+        kernels = [e for e in of_nccl if word in e["name"]]
+        if kernels:
+            longest = max(kernels, key=lambda event: event["dur"])
+            blocks = math.prod(longest["args"]["grid"])
+            fields |= {f"{name}_kernel": longest["name"].partition("(")[0]}
+            fields |= {f"{name}_blocks": blocks, f"{name}_us": longest["dur"]}
+    return fields
 
 
 def _format_row(row: dict[str, Any], base: dict[str, Any]) -> str:
@@ -256,6 +301,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         )
     if "WORLD_SIZE" not in os.environ:
         raise ValueError("WORLD_SIZE must be set: start it with torchrun --nproc-per-node N -m")
+    if "moecore-nccl-ub" in args.variants and not torch.cuda.is_available():
+        raise ValueError("--variants (moecore-nccl-ub) must run on GPUs: use --variants moecore")
     config = make_config(args)
     if args.seq_len > config.max_seq_len:
         raise ValueError(f"--seq-len ({args.seq_len}) must be <= {config.max_seq_len}: shorten it")
@@ -275,7 +322,7 @@ def _get_allocated(device: torch.device) -> int:
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--variants", nargs="+", default=list(MAKERS), choices=list(MAKERS))
+    add("--variants", nargs="+", default=DEFAULT, choices=list(MAKERS))
     add("--model", default="qwen3-30b-a3b", help=f"a preset, or one of {', '.join(DENSE)}")
     add("--layers", type=int, help="of the model; default: all")
     add("--ep", type=int, default=1)

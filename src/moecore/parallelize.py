@@ -243,6 +243,7 @@ def _fuse_loss(model: nn.Module, state: ParallelState) -> None:
 
 
 PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
+    phases.check_registered_buffers,  # before anything is sharded
     phases.resolve_dispatcher,  # completes the plan
     _shard_over_tp_and_ep,  # ep, etp and tp: layers and units read the local shapes
     phases.apply_context_parallel,  # before balance, whose groups it makes

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from benchmarks.bench_fsdp import find_longest_launches
 
 from tests.benchmarks.forks import rows_of, run
 
@@ -25,3 +26,15 @@ def test_variants_compute_the_same(model: str, tmp_path: Path) -> None:
 def test_what_needs_a_gpu_is_one_line() -> None:
     said = run("bench_fsdp", ["--model", "tiny-dense"], num_ranks=1, code=2)
     assert "--variants (megatron-fsdp) must run on GPUs, with --ep (1) 1" in said
+
+
+def test_the_longest_kernel_of_each_collective_has_its_blocks() -> None:
+    names = ("ncclSymkDevKernel_AllGather(a)", "ncclDevKernel_AllGather", "gemm_AllGather")
+    sizes = ((3, [2, 2, 1]), (2, [24, 1, 1]), (9, [132, 1, 1]))
+    kernels = [
+        dict(cat="kernel", name=name, dur=us, args=dict(grid=grid))
+        for name, (us, grid) in zip(names, sizes, strict=True)
+    ]
+    assert find_longest_launches([{"ph": "M"}, *kernels]) == dict(
+        all_gather_kernel="ncclSymkDevKernel_AllGather", all_gather_blocks=4, all_gather_us=3
+    )

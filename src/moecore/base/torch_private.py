@@ -357,6 +357,22 @@ def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
     return _get_backends(group)[device_type] == "gloo"
 
 
+@contextmanager
+def register_allocations(
+    group: dist.ProcessGroup, device: torch.device
+) -> Iterator[Callable[[], None]]:
+    """Return a context whose allocations become NCCL's symmetric windows at its end. Collective.
+
+    The context yields a function that ends the registration, before the memory is freed. The group
+    must have run a collective before, which creates NCCL's communicator.
+    """
+    backend: Any = group._get_backend(device)
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    with torch.cuda.use_mem_pool(pool):
+        yield lambda: backend.deregister_mem_pool(pool)
+    backend.register_mem_pool(pool, symm=True)
+
+
 def choose_small_tensor_device_type(group: dist.ProcessGroup | None) -> str:
     """Return "cpu" if the group has a CPU backend, otherwise its first backend's device type."""
     names = _get_backends(group or dist.group.WORLD)  # type: ignore[arg-type]

@@ -485,8 +485,9 @@ class TrainStep:
             arguments.raise_pending_errors()
 
     def close(self) -> None:
-        """Free the buffers of "nvlink" and "nccl_ep"; collective. Later forwards allocate again.
+        """Free buffers that other ranks access; collective. Later forwards allocate again.
 
+        The buffers are those of "nvlink", "nccl_ep" and `FSDPOptions.nccl_ub`.
         After an ExchangeError, buffers are freed and the error is raised; training can continue.
         """
         for exchanges in self._exchanges:

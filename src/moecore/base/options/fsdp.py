@@ -34,6 +34,9 @@ class FSDPOptions(CheckedRecord):
             collectives and more memory. The experts of each layer remain a separate unit.
         fp8_param_gather: all-gather weights in the FP8 format of their products: a half of the
             bytes of bf16, with "nvfp4" a quarter. Only for "blockwise", "tensorwise" and "nvfp4".
+        nccl_ub: register the buffers of all-gathers and reduce-scatters with NCCL (user buffers),
+            so that its kernels need fewer SMs. Needs NCCL, and parameters that several ranks shard.
+            The gradient sums of all units then stay allocated.
     """
 
     param_dtype: (
@@ -48,3 +51,4 @@ class FSDPOptions(CheckedRecord):
     prefetch_blocks: Annotated[CountOrZero, "use 0 for none"] = 1
     blocks_per_unit: Annotated[Count, "use 1 for a unit per block"] = 1
     fp8_param_gather: bool = False
+    nccl_ub: bool = False

@@ -124,6 +124,13 @@ class UnitEngine:
                 runs.clear()
             unit.reshard()
 
+    def close(self) -> None:
+        """Reshard units; free memory registered with NCCL until the next forward. Collective."""
+        self.reshard()
+        for buffer in (buffer for unit in self.units for buffer in unit.list_buffers()):
+            if buffer.registered is not None:
+                buffer.free()
+
     def start_micro_batches(self, *, pending_forwards: float, runs_stages: bool = False) -> None:
         """Announce micro-batches of a step, which share units that stay unsharded until backward.
 

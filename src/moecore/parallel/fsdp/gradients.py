@@ -239,6 +239,8 @@ class Gradients:
         return self._sums
 
     def _allocate_sums(self) -> UnitViews:
+        if self.buffer is not None:
+            self.buffer.check_is_replaceable()
         numel = self._layout.buffer_numel + self._num_flags
         return self._make_sum_views(torch.empty(numel, dtype=self.dtype, device=self._device))
 
@@ -273,6 +275,8 @@ class Gradients:
             flat = flags.new_empty(sum(self._sizes))
             shards = self._view_reduced_shards(flat, indices)
         all_flags = flat[-self._num_flags :]
+        if self.buffer is not None and self.buffer.registered is not None:
+            flags = sums.flat[-flags.numel() :].copy_(flags)  # the launch must read no other memory
         with streams.use_reduce_stream():
             if self._transport is not None:
                 self._transport.reduce_scatter([*shards, all_flags], [*regions, flags])

@@ -214,6 +214,7 @@ class ShardPlan:
             of the GPUs to each other's memory.
         dispatcher_reason: why this dispatcher was chosen.
         parallel_reason: why moecore chose these degrees; None = the caller chose them.
+        nccl_ub: whether the buffers of collectives are registered with NCCL.
     """
 
     model: str
@@ -227,6 +228,7 @@ class ShardPlan:
     dispatcher: str
     dispatcher_reason: str
     parallel_reason: str | None = None
+    nccl_ub: bool = False
 
     @property
     def world_size(self) -> int:

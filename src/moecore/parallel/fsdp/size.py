@@ -81,7 +81,7 @@ def compute_rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
             if unit.accumulates
             for layout in unit.layouts
             if any(slot.param in trained for slot in layout.slots)
-            and (layout.ranks > 1 or layout.dtype != layout.reduces)
+            and (layout.dtype != layout.reduces if layout.ranks == 1 else not plan.nccl_ub)
         ),
     )
 

@@ -83,7 +83,7 @@ class Unit:
         self.backwards = 0  # backwards of its modules that run
         self.pending_backwards: set[Any] = set()  # runs and visits whose backward has not ended
         self._streams = streams
-        self._group = shard_group
+        self.shard_group = shard_group
         self._transport: UnitTransport | None = None
         if shard_group is not None and params:
             self._transport = make_transport(shard_group, streams.device_type)
@@ -176,6 +176,8 @@ class Unit:
             disable_dispatch_modes(),
             publish_errors(f"the all-gather of {self.options.name}"),
         ):
+            if self.buffer is not None and self.buffer.registered is not None:
+                self.buffer.registered.allocate(self.device)
             if not self._versioned_tensors:
                 self._make_unsharded()
                 self._streams.sync_gather_stream()  # the current stream may still use new memory
@@ -268,9 +270,9 @@ class Unit:
             return
         header = [] if self.header is None else self.header.make_header(self)
         headers = self._transport.all_gather(views.regions, views.padded_local, header)
-        if headers and self.header is not None and self._group is not None:
+        if headers and self.header is not None and self.shard_group is not None:
             collective = f"the all-gather of {self.options.name}"
-            check_collective_headers(collective, headers, self.header.formatters, self._group)
+            check_collective_headers(collective, headers, self.header.formatters, self.shard_group)
         for param, region, data in zip(params, views.regions, views.parameters, strict=True):
             if param.is_strided:
                 *outer, last = param.shard_shape

@@ -56,9 +56,10 @@ class ParallelState:
     all_stages: AllStages | None = None  # which stages have each parameter; None = no stages
 
     @property
-    def pools(self) -> list[ExchangePool | EPGroups]:
-        """The pools of exchange buffers, which `close` frees."""
-        return [pool for pool in (self.exchanges, self.ep_groups) if pool is not None]
+    def pools(self) -> list[ExchangePool | EPGroups | UnitEngine]:
+        """The owners of memory that other ranks access, which `close` frees."""
+        owners = (self.exchanges, self.ep_groups, self.engine)
+        return [owner for owner in owners if owner is not None]
 
     def list_blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules of `model` that are blocks in the plan, such as decoder layers."""

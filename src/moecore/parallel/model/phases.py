@@ -15,6 +15,7 @@ from torch import nn
 from moecore.attention.context_parallel.local_tokens import ContextParallel
 from moecore.base.options.dispatch import DISPATCHERS, NVLinkOptions
 from moecore.base.options.layer import MoEConfig
+from moecore.base.torch_private import is_gloo
 from moecore.moe.aux_loss import list_aux_losses
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clones import Cloner
@@ -52,6 +53,17 @@ from moecore.parallel.pipeline.transport import create_communicators
 from moecore.precision.apply import make_linear_products
 
 logger = logging.getLogger("moecore.parallelize")
+
+
+def check_registered_buffers(_model: nn.Module, state: ParallelState) -> None:
+    """Raise a ValueError if `FSDPOptions.nccl_ub` is set and NCCL does not shard any unit."""
+    device_type, relation = state.plan.device_type, None
+    if device_type != "cuda" or is_gloo(dist.group.WORLD, device_type):  # type: ignore[arg-type]
+        relation = f"collectives of NCCL on GPUs, and those on {device_type} are gloo's"
+    elif all(layout.ranks == 1 for unit in state.plan.units for layout in unit.layouts):
+        relation = "parameters that several ranks shard, and no rank has such a parameter"
+    if state.plan.nccl_ub and relation is not None:
+        raise ValueError(f"FSDPOptions.nccl_ub (True) must go with {relation}: drop it")
 
 
 def choose_dispatcher(request: Request) -> tuple[str, str]:

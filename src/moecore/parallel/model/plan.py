@@ -72,6 +72,7 @@ def make_shard_plan(
         dispatcher=dispatcher,
         dispatcher_reason=reason,
         parallel_reason=request.meshes.reason,
+        nccl_ub=request.fsdp.nccl_ub,
     )
 
 

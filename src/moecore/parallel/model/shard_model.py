@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.param_reader import ParamReader
-from moecore.parallel.fsdp.buffers import Buffer, plan_buffers
+from moecore.parallel.fsdp.buffers import Buffer, RegisteredMemory, plan_buffers
 from moecore.parallel.fsdp.engine import UnitEngine
 from moecore.parallel.fsdp.formats import FORMATS, CastFormat, Format
 from moecore.parallel.fsdp.params import Owners, UnitParam
@@ -55,11 +55,15 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
         for unit in units_of[unit_plan.name]:
             unit.prefetch_forward = [u for n in unit_plan.forward_prefetch for u in units_of[n]]
             unit.prefetch_backward = [u for n in unit_plan.backward_prefetch for u in units_of[n]]
+    memory_of: dict[dist.ProcessGroup, RegisteredMemory] = {}
     for buffer_plan in plan_buffers(plan):
         users = [units_of[name][i] for name, i in buffer_plan.places]
         is_weights, mark = buffer_plan.contents == "weights", streams.make_event()
         dtype = users[0].dtype if is_weights else getattr(torch, buffer_plan.dtype)
-        shared_buffer = Buffer[Any](buffer_plan.numel, dtype, mark)
+        group, registered = users[0].shard_group, None
+        if plan.nccl_ub and group is not None:
+            registered = memory_of.setdefault(group, RegisteredMemory(group))
+        shared_buffer = Buffer[Any](buffer_plan.numel, dtype, mark, registered)
         for unit in users:
             (unit if is_weights else unit.gradients).buffer = shared_buffer
     root, *inner_units = [unit for unit_plan in plan.units for unit in units_of[unit_plan.name]]

@@ -50,8 +50,8 @@ class TrainingOffload:
     """Frees a training's device memory for other code, such as an inference engine.
 
     Steps have the same bits as without an offload. Call it between steps, on every rank. "buffers"
-    is a collective with dispatcher "nvlink". The host waits for the copies. Host memory is pinned
-    at the first call, which takes seconds, and reused.
+    is a collective with dispatcher "nvlink" or `FSDPOptions.nccl_ub`. The host waits for the
+    copies. Host memory is pinned at the first call, which takes seconds, and reused.
 
     CUDA contexts, NCCL communicators and loaded kernels stay on the device.
 
@@ -204,7 +204,7 @@ class TrainingOffload:
             yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def _free_buffers(self) -> None:
-        """Free CUDA graphs, exchange buffers, pages and FSDP buffers. Collective with "nvlink"."""
+        """Free CUDA graphs, exchange buffers, pages and FSDP buffers. Collective, see the class."""
         drop_graphs(self._model)
         for record in list_parallel_states(self._model):
             if record.exchanges is not None:
