@@ -257,6 +257,11 @@ def test_options_that_do_not_fit(words: str, wanted: str) -> None:
     assert wanted in str(error.value)
 
 
+def test_the_kl_term_is_no_option() -> None:
+    with pytest.raises(ValueError, match="--kto-kl must be a flag of moecore finetune"):
+        finetune.parse_arguments(["--model", "a", "--data", "b", "--kto-kl", "1"])
+
+
 def test_a_step_of_one_row_is_refused(runs: tuple[Path, Any]) -> None:
     words = f"--objective kto --model {runs[0] / 'tiny'} --data b --batch-size 1"
     args = finetune.parse_arguments(words.split())

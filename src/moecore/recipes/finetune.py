@@ -106,7 +106,7 @@ class FinetuneConfig(ShardedConfig):
     dataset: Annotated[DatasetOptions, PREFIX] = DatasetOptions()
     columns: Annotated[ColumnNames, PREFIX] = ColumnNames()
     dpo: Annotated[DPO | None, PREFIX] = None
-    kto: Annotated[KTO | None, PREFIX] = None
+    kto: Annotated[KTO | None, Table(prefix=True, without=("kl",))] = None
 
 
 def check_objective(args: FinetuneConfig) -> None:

@@ -12,7 +12,7 @@ and ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -270,7 +270,7 @@ class KTO(CheckedRecord):
     beta: Positive = 0.1
     desirable_weight: Positive = 1.0
     undesirable_weight: Positive = 1.0
-    kl: PositiveOrZero = field(default=0.0, metadata={"is_option": False})
+    kl: PositiveOrZero = 0.0
     mean: ClassVar[Mean] = "sequence"
     needs: ClassVar[tuple[str, ...]] = ("advantages_N", "ref_log_probs_N")
     entropy: ClassVar[bool] = False
