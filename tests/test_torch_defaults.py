@@ -38,7 +38,7 @@ from moecore.moe.shortage import ShortageCounters
 from moecore.packing import PackedCollator
 from moecore.recipes.chat import Example
 from moecore.recipes.data import BatchShape
-from moecore.recipes.preferences import Preference, make_preference_steps
+from moecore.recipes.preferences import Preference, make_pair_batch, make_preference_steps
 from moecore.rl import DPO, GRPO, GSPO, PPO, Engine, Rollouts, group_advantages
 from moecore.train import AdamW, Muon, assign_matrices
 
@@ -269,7 +269,9 @@ def test_batches_of_preferences(default: str) -> None:
     example = Example(tokens_T, torch.tensor([False, False, True, True]))
     with torch_default(default):
         shape = BatchShape(batch_size=1, seq_len=8, grad_accum=1, data_ranks=1)
-        steps = make_preference_steps([Preference(example, example)], shape, seed=0, data_rank=0)
+        steps = make_preference_steps(
+            [Preference(example, example)], shape, make_batch=make_pair_batch, seed=0, data_rank=0
+        )
         rollouts = steps.next_batch().rollouts
     assert rollouts.tokens_N.tolist() == tokens_T.tolist() * 2
     assert rollouts.response_mask_N.tolist() == [False, False, True, True] * 2

@@ -128,8 +128,9 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     if rank == 0:
         file.write_text(format_recipe(planned, folder / "wide-bf16"))
     torch.distributed.barrier()
+    make_job = script.FineTuning.__init__
     with (
-        patch.object(script, "FineTuning", wraps=script.FineTuning) as job,
+        patch.object(script.FineTuning, "__init__", autospec=True, side_effect=make_job) as job,
         patch.object(optimizer, "StateOffload", wraps=optimizer.StateOffload) as offload,
     ):
         start("small", f"--config {file} --checkpoint-every 0")

@@ -41,7 +41,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def on_two_ranks(rank: int, device: torch.device, folder: Path) -> dict[str, Tensor]:
     """Run with all weights and with adapters; return the first gradients of all weights."""
     script = importlib.import_module("moecore.recipes.finetune")
-    tuning = script.PreferenceTuning
+    tuning = script.JOBS["dpo"]
     forward_backward, build_model = tuning.forward_backward, script.build_model
     grads: dict[str, Tensor] = {}
 
@@ -204,7 +204,7 @@ BAD_ROWS = {
     '{"prompt": [{"role": "user", "content": "q"}], "chosen": "q a", "rejected": "q b"}': (
         "must have prompt in the form of its completions"
     ),
-    '{"chosen": "a", "rejected": "b"}': "must have a prompt before both completions: add one",
+    '{"chosen": "a", "rejected": "b"}': "must have a prompt before each completion: add one",
 }
 
 

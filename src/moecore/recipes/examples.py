@@ -23,7 +23,7 @@ from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, convert_to_fo
 MAX_PLACES = 5  # of rows that are left out, in the first lines of a run
 
 
-# Makes an `Example` or `Preference` of a row.
+# Makes `Example`s, `Preference`s or `UnpairedPreference`s of a row.
 RowEncoder = Callable[[Row, Any, int, DatasetOptions, ColumnNames], Sequence[Any]]
 
 
@@ -48,7 +48,7 @@ class Examples:
 
 
 def count_tokens(example: Any) -> int:
-    """Return the number of tokens in all sequences of an `Example` or `Preference`."""
+    """Return the number of tokens in all sequences of an example."""
     return sum(len(part.tokens_T) for part in example.parts)
 
 
@@ -151,10 +151,12 @@ def split_examples(examples: list[Any], *, share: float, seed: int) -> tuple[lis
 
 
 def compute_examples_digest(examples: Sequence[Any]) -> str:
-    """Return 12 hex digits of the SHA-256 of the examples' tokens and answer masks, in order."""
+    """Return 12 hex digits of the SHA-256 of tokens, answer masks and labels, in order."""
     digest = hashlib.sha256()
-    for part in (part for example in examples for part in example.parts):
-        digest.update(len(part.tokens_T).to_bytes(8, "little"))
-        digest.update(part.tokens_T.numpy().data)
-        digest.update(part.is_answer_T.numpy().data)
+    for example in examples:
+        for part in example.parts:
+            digest.update(len(part.tokens_T).to_bytes(8, "little"))
+            digest.update(part.tokens_T.numpy().data)
+            digest.update(part.is_answer_T.numpy().data)
+        digest.update(bytes([example.is_desirable]) if hasattr(example, "is_desirable") else b"")
     return digest.hexdigest()[:12]

@@ -38,14 +38,13 @@ from moecore.recipes.dry_run import make_planned_run, print_batch, print_plan
 from moecore.recipes.examples import (
     Examples,
     compute_examples_digest,
-    encode_row,
     make_packed_steps,
     make_scheduled_steps,
     read_examples,
     split_examples,
 )
 from moecore.recipes.files import find_model_directory
-from moecore.recipes.finetuning import FineTuning, PreferenceTuning
+from moecore.recipes.finetuning import JOBS, FineTuning
 from moecore.recipes.hf_model import (
     build_hf_model,
     can_pack_documents,
@@ -59,10 +58,10 @@ from moecore.recipes.loop import count_ranks, run, run_command
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.options import ShardedConfig, parallelize
 from moecore.recipes.parser import parse
-from moecore.recipes.preferences import encode_preference, make_preference_steps
+from moecore.recipes.preferences import make_preference_steps
 from moecore.recipes.report import make_run_dir
 from moecore.recipes.rows import ColumnNames, DatasetOptions
-from moecore.rl import DPO
+from moecore.rl import DPO, KTO
 
 PREFIX = Table(prefix=True)
 FINETUNING = OptimizerConfig(lr=1e-5, weight_decay=0.0)
@@ -75,7 +74,8 @@ class FinetuneConfig(ShardedConfig):
     Attributes:
         model: a directory of config, tokenizer and weights, or a name of the hub.
         data: .jsonl and .parquet files, directories of save_to_disk, hf:NAME, or plain text.
-        objective: "sft" learns answers; "dpo" prefers chosen to rejected answers.
+        objective: "sft" learns answers; "dpo" prefers chosen to rejected answers; "kto" learns
+            which answers are desirable.
         eval_data: files of the evaluation.
         eval_share: share of `data` that is evaluated and not trained, without `eval_data`.
         epochs: times that all of `data` is read.
@@ -85,11 +85,12 @@ class FinetuneConfig(ShardedConfig):
         dataset: the format of the data.
         columns: the names of the columns of the data.
         dpo: objective "dpo".
+        kto: objective "kto".
     """
 
     model: Annotated[Path, Spelling(alias="hf_config")]  # as `moecore plan --write` names it
     data: tuple[Path, ...]
-    objective: Literal["sft", "dpo"] = "sft"
+    objective: Literal["sft", "dpo", "kto"] = "sft"
     eval_data: tuple[Path, ...] = ()
     eval_share: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
     epochs: Count = 1
@@ -105,25 +106,28 @@ class FinetuneConfig(ShardedConfig):
     dataset: Annotated[DatasetOptions, PREFIX] = DatasetOptions()
     columns: Annotated[ColumnNames, PREFIX] = ColumnNames()
     dpo: Annotated[DPO | None, PREFIX] = None
+    kto: Annotated[KTO | None, Table(prefix=True, without=("kl",))] = None
 
 
 def check_objective(args: FinetuneConfig) -> None:
     """Raise ValueError for options that do not apply to the objective."""
-    if args.objective == "sft":
-        if args.dpo is not None:
-            raise ValueError(f"--objective (sft) must be dpo with options of [dpo]: {args.dpo}")
-        return
-    if args.sharding.dynamic_cp is not None or args.cuda_graph:
+    for name, job in JOBS.items():
+        options = None if job.options is None else getattr(args, name)
+        if options is not None and args.objective != name:
+            raise ValueError(
+                f"--objective ({args.objective}) must be {name} with options of [{name}]: {options}"
+            )
+    if args.objective != "sft" and (args.sharding.dynamic_cp is not None or args.cuda_graph):
         option = "--cuda-graph" if args.cuda_graph else "--dynamic-cp"
-        raise ValueError(f"{option} must not go with --objective dpo: drop it")
+        raise ValueError(f"{option} must not go with --objective {args.objective}: drop it")
 
 
 def make_step_reader(
     args: FinetuneConfig, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
 ) -> Callable[..., Any]:
     """Return a function of (examples, shape, seed) that returns this data rank's steps."""
-    if args.objective == "dpo":
-        return partial(make_preference_steps, data_rank=meshes.data_rank)
+    if (make_batch := JOBS[args.objective].make_batch) is not None:
+        return partial(make_preference_steps, make_batch=make_batch, data_rank=meshes.data_rank)
     if args.sharding.dynamic_cp is None:
         return partial(make_packed_steps, data_rank=meshes.data_rank, packs=packs)
     collator = ScheduledCollator(
@@ -139,7 +143,7 @@ def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[
     """Return (all examples of --data, training examples, evaluation examples)."""
     read = partial(
         read_examples,
-        encode=encode_row if args.objective == "sft" else encode_preference,
+        encode=JOBS[args.objective].encode,
         tokenizer=read_tokenizer(args.model),
         seq_len=args.seq_len,
         options=args.dataset,
@@ -175,9 +179,9 @@ def build_job(args: FinetuneConfig) -> FineTuning:
         dtype = args.get_compute_dtype(device)
     hf = build_hf_model(config, args.model, dtype)
     packed_rows = can_pack_documents(hf)  # of the whole model, of which a stage has a part
-    if args.objective == "dpo" and not packed_rows:
+    if args.objective != "sft" and not packed_rows:
         raise ValueError(
-            f"--objective (dpo) must be sft for {type(hf).__name__}, because "
+            f"--objective ({args.objective}) must be sft for {type(hf).__name__}, because "
             f"{find_packing_problem(hf)} needs rows of one example each"
         )
     if args.recompute:
@@ -185,14 +189,15 @@ def build_job(args: FinetuneConfig) -> FineTuning:
     if args.lora is not None:
         hf = add_adapters(hf, args.lora)
     model = build_model(args, hf, meshes, shape)
-    job_class: Callable[..., FineTuning] = FineTuning
-    if args.objective == "dpo":
+    job_class: Callable[..., FineTuning] = JOBS[args.objective]
+    if (options := JOBS[args.objective].options) is not None:
         reference = None
         if args.lora is None:
             hf = build_hf_model(config, args.model, args.get_compute_dtype(device))
             reference = build_model(args, hf, meshes, shape, is_reference=True)
             reference.requires_grad_(False).eval()
-        job_class = partial(PreferenceTuning, reference=reference)
+        objective = getattr(args, args.objective) or options()
+        job_class = partial(job_class, reference=reference, objective=objective)
     data_facts = f"{len(examples)} examples, digest {compute_examples_digest(examples)}"
     facts = {"--model": args.model.resolve().name, "--data": data_facts}
     if (problem := find_difference(facts, meshes.device_type)) is not None:
@@ -236,7 +241,7 @@ def build_model(
             f"{option} must be left out for {type(model).__name__}, because {other} needs rows of "
             "one example each"
         )
-    num_rows = shape.batch_size * (2 if args.objective == "dpo" else 1)
+    num_rows = shape.batch_size * JOBS[args.objective].num_sequences
     max_tokens = (longest or num_rows * shape.seq_len // shape.cp) // meshes.parallel.tp
     parallelize(model, meshes, args, max_tokens=max_tokens, moe=args.make_moe_overrides())
     load_weights(args, model, meshes.device_type, cast=args.lora is not None or is_reference)
@@ -251,6 +256,12 @@ def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig
     args.check_sharding()
     check_objective(args)
     args.check_seq_len(parallel)
+    shape = make_batch_shape(args, parallel)
+    if args.objective == "kto" and shape.grad_accum * shape.batch_size < 2:
+        raise ValueError(
+            f"--batch-size ({shape.batch_size}) must be >= 2 with --objective kto, whose KL term "
+            "pairs each prompt with another completion of its data rank: raise it"
+        )
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_len > longest:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""One rank's part of `moecore finetune`: the jobs of the objectives "sft" and "dpo"."""
+"""One rank's part of `moecore finetune`: the jobs of the objectives "sft", "dpo" and "kto"."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,18 @@ from moecore.base.streams import copy_to_device
 from moecore.models import DecoderConfig
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.data import GraphedStep, StepBatch, Steps
-from moecore.recipes.examples import Examples
+from moecore.recipes.examples import Examples, encode_row
 from moecore.recipes.hf_model import export_run, make_causal_lm_inputs
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
 from moecore.recipes.metrics import Metrics, compute_padding_and_mfu
-from moecore.recipes.preferences import PreferenceBatch
-from moecore.rl import DPO, Engine, Rollouts
+from moecore.recipes.preferences import (
+    encode_preference,
+    encode_unpaired_preference,
+    make_pair_batch,
+    make_unpaired_batch,
+)
+from moecore.rl import DPO, KTO, Engine, Rollouts
 
 
 @dataclass(kw_only=True)
@@ -35,6 +40,11 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
     packs: bool  # whether rows have several documents
     decoder: DecoderConfig | None  # the config for counts of FLOPs; None = unknown
     read: Callable[..., Steps[Any]]  # of (examples, shape, seed)
+
+    options: ClassVar[Any] = None  # the record of the objective's options
+    num_sequences: ClassVar[int] = 1  # of an example
+    encode: ClassVar[Any] = staticmethod(encode_row)  # makes examples of a row
+    make_batch: ClassVar[Any] = None  # of (examples, seq_len); None = packed rows
 
     saves_memory = "add --recompute, lower --seq-len"
     chosen_by = "--data, --seq-len, --eval-every and --cp"
@@ -140,25 +150,33 @@ class PreferenceTuning(FineTuning):
     """The job of objective "dpo": pairs of a chosen and a rejected answer to one prompt."""
 
     reference: Any  # the frozen model; None = the trained model without its LoRA adapters
+    objective: Any  # the options
 
     unit = "pair"
+    options: ClassVar[Any] = DPO
+    num_sequences = 2
+    encode: ClassVar[Any] = staticmethod(encode_preference)
+    make_batch: ClassVar[Any] = staticmethod(make_pair_batch)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.objective: DPO = self.args.dpo or DPO()
-        # A micro-batch has room for `batch_size` pairs of the greatest length.
-        max_tokens = 2 * self.shape.batch_size * self.shape.seq_len
+        # A micro-batch has capacity for `batch_size` examples of the greatest length.
+        max_tokens = self.num_sequences * self.shape.batch_size * self.shape.seq_len
         self.engine = Engine(
             self.model, self.owner, max_tokens=max_tokens, reference=self.reference
         )
         self._metrics: Metrics = {}
 
     def forward_backward(self, num_labels: Tensor, batch: Any) -> Tensor:
-        """Run forward and backward; return the mean loss over all pairs, divided by data ranks."""
-        rollouts = self.add_reference_log_probs(batch)
+        """Run forward and backward; return the mean loss of examples, divided by data ranks."""
+        rollouts = self.prepare_rollouts(batch)
         result = self.engine.forward_backward(rollouts, self.objective)
-        # Means of TRL's metrics, such as "rewards/chosen", over the pairs of all ranks.
-        log_ratios_i2 = self.objective.compute_log_ratios(result.scores.log_probs_N, rollouts)
+        self._metrics = self.compute_rewards(result.scores.log_probs_N, rollouts)
+        return result.loss / self.meshes.data_ranks  # every rank has the mean
+
+    def compute_rewards(self, log_probs_N: Tensor, rollouts: Rollouts) -> Metrics:
+        """Return means of TRL's metrics, such as "rewards/chosen", over all ranks. Collective."""
+        log_ratios_i2 = self.objective.compute_log_ratios(log_probs_N, rollouts)
         rewards_i2 = self.objective.beta * log_ratios_i2
         margins_i = rewards_i2[:, 0] - rewards_i2[:, 1]
         sums = torch.stack([*rewards_i2.sum(0), margins_i.sum(), (margins_i > 0).sum()])
@@ -167,28 +185,80 @@ class PreferenceTuning(FineTuning):
         *totals, num_pairs = sums.tolist()
         names = ("chosen", "rejected", "margins", "accuracies")
         pairs = zip(names, totals, strict=True)
-        self._metrics = {f"rewards/{name}": total / num_pairs for name, total in pairs}
-        return result.loss / self.meshes.data_ranks  # every rank has the mean
+        return {f"rewards/{name}": total / num_pairs for name, total in pairs}
 
-    def add_reference_log_probs(self, batch: PreferenceBatch) -> Rollouts:
-        """Return a batch's sequences, on the device, with log-probabilities of `reference`."""
-        scores = self.engine.reference_log_probs(batch.rollouts)
-        return batch.rollouts.replace(
+    def prepare_rollouts(self, batch: Any) -> Rollouts:
+        """Return the sequences of a batch with log-probabilities of `reference`. Collective."""
+        return self.add_reference_log_probs(batch.rollouts)
+
+    def add_reference_log_probs(self, rollouts: Rollouts) -> Rollouts:
+        """Return sequences with log-probabilities of `reference`; values are on the device."""
+        scores, advantages_N = self.engine.reference_log_probs(rollouts), rollouts.advantages_N
+        return rollouts.replace(
             ref_log_probs_N=scores.log_probs_N,
-            response_mask_N=batch.rollouts.response_mask_N.to(self.device),
+            response_mask_N=rollouts.response_mask_N.to(self.device),
+            advantages_N=None if advantages_N is None else advantages_N.to(self.device),
         )
 
     def get_data_metrics(self) -> Metrics:
-        """Return the rewards of the last step's pairs."""
+        """Return the rewards of the last step's examples."""
         return self._metrics
 
     def sum_losses(self, batch: Any) -> Tensor:
-        """Return the sum of the DPO losses of this data rank's pairs, 0-dim."""
-        rollouts = self.add_reference_log_probs(batch)
+        """Return the sum of the losses of this data rank's examples, 0-dim."""
+        rollouts = self.prepare_rollouts(batch)
         log_probs_N = self.engine.log_probs(rollouts).log_probs_N
-        log_ratios_i2 = self.objective.compute_log_ratios(log_probs_N, rollouts)
-        return self.objective.compute_pair_losses(log_ratios_i2).sum()
+        losses: Tensor = self.objective.compute_losses(log_probs_N, rollouts)
+        return losses.sum()
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
         """Return "answer_tokens", the number of tokens of completions."""
         return {"answer_tokens": counts[2]}
+
+
+@dataclass(kw_only=True)
+class UnpairedTuning(PreferenceTuning):
+    """The job of objective "kto": completions that have a label, desirable or not."""
+
+    unit = "completion"
+    options = KTO
+    num_sequences = 1
+    encode = staticmethod(encode_unpaired_preference)
+    make_batch = staticmethod(make_unpaired_batch)
+
+    def prepare_rollouts(self, batch: Any) -> Rollouts:
+        """Set the KL term of `objective` from mismatched completions; return the sequences."""
+        rollouts = self.add_reference_log_probs(batch.mismatched)
+        log_probs_N = self.engine.log_probs(rollouts).log_probs_N
+        log_ratios_n = self.objective.compute_log_ratios(log_probs_N, rollouts)
+        sums = torch.stack([log_ratios_n.sum(), log_ratios_n.new_tensor(len(log_ratios_n))])
+        dist.all_reduce(sums)
+        self.objective = replace(self.objective, kl=max(0.0, float(sums[0] / sums[1])))
+        return super().prepare_rollouts(batch)
+
+    def compute_rewards(self, log_probs_N: Tensor, rollouts: Rollouts) -> Metrics:
+        """Return means of TRL's metrics over the completions of all ranks. Collective."""
+        rewards_n = self.objective.beta * self.objective.compute_log_ratios(log_probs_N, rollouts)
+        is_desirable_n = self.objective.find_desirable(rollouts)
+        values = rewards_n, rollouts.sum_responses(log_probs_N), torch.ones_like(rewards_n)
+        values_n3 = torch.stack(values, dim=1)
+        sums = torch.stack(
+            [values_n3[mask_n].sum(0) for mask_n in (is_desirable_n, ~is_desirable_n)]
+        )
+        dist.all_reduce(sums)
+        metrics: Metrics = {"kl": self.objective.kl}
+        for name, (reward, log_prob, count) in zip(
+            ("chosen", "rejected"), sums.tolist(), strict=True
+        ):
+            if count:  # a batch may have only desirable completions
+                metrics |= {f"rewards/{name}": reward / count, f"logps/{name}": log_prob / count}
+        if sums[:, 2].all():
+            metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        return metrics
+
+
+JOBS: dict[str, type[FineTuning]] = {
+    "sft": FineTuning,
+    "dpo": PreferenceTuning,
+    "kto": UnpairedTuning,
+}

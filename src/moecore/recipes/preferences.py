@@ -1,20 +1,22 @@
-"""Pairs of a preferred and a rejected completion of one prompt, and the steps that read them.
+"""Pairs of completions of one prompt, completions with a label, and the steps that read them.
 
-A row has chosen and rejected, each a text, a message or a list of messages. The prompt is a text or
-a list of messages. Without a prompt, the common first messages or characters of both are the
-prompt. TRL's DPOTrainer has equal tokens: a completion is the text after the longest
-common prefix of the tokens of the prompt and of the prompt with each completion.
+A row of a pair has chosen and rejected, each a text, a message or a list of messages. The prompt
+is a text or a list of messages. Without a prompt, the common first messages or characters of both
+are the prompt. An unpaired row has prompt, completion and label. TRL's trainers have equal tokens:
+a completion is the text after the longest common prefix of the tokens of the prompt and of the
+prompt with each completion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from moecore.base.fields import quote
 from moecore.packing import PackedBatchSampler
 from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.chat import Example, count_common_prefix, find_borders, is_chat
@@ -46,26 +48,102 @@ class Preference:
 
 
 @dataclass(frozen=True, slots=True)
+class UnpairedPreference:
+    """A completion of a prompt, and whether it is desirable."""
+
+    sequence: Example  # the prompt and the completion
+    completion_T: Tensor  # all tokens of the completion, which `cut` does not shorten
+    is_desirable: bool
+
+    @property
+    def parts(self) -> tuple[Example, ...]:
+        """The sequence in a tuple of length 1."""
+        return (self.sequence,)
+
+    @property
+    def num_answers(self) -> int:
+        """The number of tokens of the completion in the sequence."""
+        return self.sequence.num_answers
+
+    def cut(self, seq_len: int) -> UnpairedPreference:
+        """Return the example with the first `seq_len` tokens of the sequence."""
+        return replace(self, sequence=self.sequence.cut(seq_len))
+
+    def continue_with(self, completion_T: Tensor) -> Example:
+        """Return the prompt with another completion."""
+        prompt_T = self.sequence.tokens_T[~self.sequence.is_answer_T]
+        tokens_T = torch.cat([prompt_T, completion_T])
+        return Example(tokens_T, torch.arange(len(tokens_T), device="cpu") >= len(prompt_T))
+
+
+@dataclass(frozen=True, slots=True)
 class PreferenceBatch:
     """A data rank's pairs of a step. Sequence 2i of `rollouts` is preferred to sequence 2i + 1."""
 
     rollouts: Rollouts
+    num_sequences: ClassVar[int] = 2  # of an example
 
     def count_labels_and_tokens(self) -> Tensor:
-        """Return int64 [4]: number of pairs, all tokens, tokens of completions, and 0."""
-        rollouts = self.rollouts
-        num_pairs, num_answers = rollouts.num_sequences // 2, int(rollouts.response_mask_N.sum())
+        """Return int64 [4]: number of examples, all tokens, tokens of completions, and 0."""
+        rollouts, num_answers = self.rollouts, int(self.rollouts.response_mask_N.sum())
+        num_examples = rollouts.num_sequences // self.num_sequences
         return torch.tensor(
-            [num_pairs, len(rollouts.tokens_N), num_answers, 0], dtype=torch.int64, device="cpu"
+            [num_examples, len(rollouts.tokens_N), num_answers, 0], dtype=torch.int64, device="cpu"
         )
 
 
+@dataclass(frozen=True, slots=True)
+class UnpairedBatch(PreferenceBatch):
+    """A data rank's labelled completions of a step; `advantages_N` is 1 or -1 (undesirable)."""
+
+    # Each prompt with the completion of the example before; the first has the last completion.
+    mismatched: Rollouts
+    num_sequences: ClassVar[int] = 1
+
+
+def make_pair_batch(pairs: Sequence[Preference], _seq_len: int) -> PreferenceBatch:
+    """Return the batch of a data rank's pairs."""
+    return PreferenceBatch(_make_rollouts([part for pair in pairs for part in pair.parts]))
+
+
+def make_unpaired_batch(examples: Sequence[UnpairedPreference], seq_len: int) -> UnpairedBatch:
+    """Return the batch of a data rank's labelled completions."""
+    rollouts = _make_rollouts([example.sequence for example in examples])
+    signs = [1.0 if example.is_desirable else -1.0 for example in examples]
+    signs_n = torch.tensor(signs, dtype=torch.float32, device="cpu")
+    completions = [example.completion_T for example in (*examples[-1:], *examples[:-1])]
+    pairs = zip(examples, completions, strict=True)
+    mismatched = [example.continue_with(other_T).cut(seq_len) for example, other_T in pairs]
+    return UnpairedBatch(
+        rollouts.replace(advantages_N=rollouts.expand_to_tokens(signs_n)),
+        _make_rollouts(mismatched),
+    )
+
+
+def _make_rollouts(parts: Sequence[Example]) -> Rollouts:
+    """Return the rollouts of sequences, whose responses are the completions."""
+    lengths = torch.tensor(
+        [0, *(len(part.tokens_T) for part in parts)], dtype=torch.int64, device="cpu"
+    )
+    no_tokens = torch.empty(0, dtype=torch.int64, device="cpu")
+    return Rollouts(
+        tokens_N=torch.cat([no_tokens, *(part.tokens_T for part in parts)]).long(),
+        cu_seqlens=lengths.cumsum(0),
+        response_mask_N=torch.cat([no_tokens, *(p.is_answer_T for p in parts)]).bool(),
+    )
+
+
 def make_preference_steps(
-    pairs: Sequence[Preference], shape: BatchShape, *, seed: int | None, data_rank: int
-) -> Steps[PreferenceBatch]:
-    """Return this data rank's steps of pairs; `seed` None = the order of `pairs`."""
+    examples: Sequence[Any],
+    shape: BatchShape,
+    *,
+    make_batch: Callable[[Sequence[Any], int], Any],
+    seed: int | None,
+    data_rank: int,
+) -> Steps[Any]:
+    """Return this data rank's steps of batches; `seed` None = the order of `examples`."""
     sampler = PackedBatchSampler(
-        [1] * len(pairs),
+        [1] * len(examples),
         1,
         rows=shape.grad_accum * shape.batch_size,
         data_rank=data_rank,
@@ -74,20 +152,7 @@ def make_preference_steps(
         shuffle=seed is not None,
     )
 
-    def build_batch(numbers: list[int]) -> PreferenceBatch:
-        parts = [part for number in numbers for part in pairs[number].parts]
-        lengths = torch.tensor(
-            [0, *(len(part.tokens_T) for part in parts)], dtype=torch.int64, device="cpu"
-        )
-        no_tokens = torch.empty(0, dtype=torch.int64, device="cpu")
-        rollouts = Rollouts(
-            tokens_N=torch.cat([no_tokens, *(part.tokens_T for part in parts)]).long(),
-            cu_seqlens=lengths.cumsum(0),
-            response_mask_N=torch.cat([no_tokens, *(p.is_answer_T for p in parts)]).bool(),
-        )
-        return PreferenceBatch(rollouts)
-
-    return Steps(sampler, build_batch)
+    return Steps(sampler, lambda numbers: make_batch([examples[i] for i in numbers], shape.seq_len))
 
 
 def encode_preference(
@@ -115,26 +180,55 @@ def encode_preference(
         count = count_common_prefix(preferred, rejected)
         count -= count > 0 and preferred[count - 1] == " "
         prompt, completions = preferred[:count], [preferred[count:], rejected[count:]]
+    tools = parse_tools(columns)
+    return [Preference(*_encode_completions(row, tokenizer, prompt, completions, tools))]
+
+
+def encode_unpaired_preference(
+    row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, column_names: ColumnNames
+) -> list[UnpairedPreference]:
+    """Return [the completion of a row's prompt with its label]."""
+    columns = row.select_columns(column_names)
+    prompt, completion = (_as_messages(columns.get(n)) for n in ("prompt", "completion"))
+    are_texts = isinstance(prompt, str) and isinstance(completion, str)
+    if not are_texts and not (is_chat(prompt) and is_chat(completion)):
+        raise ValueError(
+            f"{row.location} must have {column_names.prompt} and {column_names.completion}, both "
+            "texts or both messages: correct the row or [columns]"
+        )
+    if not isinstance(label := columns.get("label"), bool):
+        raise ValueError(
+            f"{row.location} must have {column_names.label}, true or false, not "
+            f"{quote(label)}: correct the row or [columns]"
+        )
+    tools = parse_tools(columns)
+    (sequence,) = _encode_completions(row, tokenizer, prompt, [completion], tools)
+    return [UnpairedPreference(sequence, sequence.tokens_T[sequence.is_answer_T], label)]
+
+
+def _encode_completions(
+    row: Row, tokenizer: Any, prompt: Any, completions: Sequence[Any], tools: Any
+) -> list[Example]:
+    """Return the prompt with each completion, of which the tokens of completions are learned."""
     try:
-        if is_text:
+        if isinstance(prompt, str):
             prompt_ids, *ids = _tokenize_texts(tokenizer, prompt, completions)
         else:
-            prompt_ids, *ids = _tokenize_chats(tokenizer, prompt, completions, parse_tools(columns))
+            prompt_ids, *ids = _tokenize_chats(tokenizer, prompt, completions, tools)
     except Exception as error:  # of any kind: a template is code
         raise ValueError(
             f"{row.location} must fit the chat template of --model: {shorten_text(error)}"
         ) from None
     num_prompt = min(count_common_prefix(prompt_ids, tokens) for tokens in ids)
     if not num_prompt:
-        raise ValueError(f"{row.location} must have a prompt before both completions: add one")
-    examples = [
+        raise ValueError(f"{row.location} must have a prompt before each completion: add one")
+    return [
         Example(
             torch.tensor(tokens, dtype=torch.int32, device="cpu"),
             torch.arange(len(tokens), device="cpu") >= num_prompt,
         )
         for tokens in ids
     ]
-    return [Preference(*examples)]
 
 
 def _as_messages(value: Any) -> Any:

@@ -71,6 +71,7 @@ class ColumnNames(CheckedRecord):
         text: a text of which all tokens are learned.
         preferred: the better completion of objective dpo, which published data call chosen.
         rejected: the worse completion of objective dpo.
+        label: whether the completion of objective kto is desirable, true or false.
     """
 
     messages: str = "messages"
@@ -86,6 +87,7 @@ class ColumnNames(CheckedRecord):
     text: str = "text"
     preferred: str = "chosen"
     rejected: str = "rejected"
+    label: str = "label"
 
     def rename_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns of a row that these names select, by field name."""

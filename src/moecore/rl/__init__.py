@@ -2,12 +2,12 @@
 
 from moecore.rl.choices import choices_from_tensors, choices_to_tensors
 from moecore.rl.engine import Engine
-from moecore.rl.objectives import DPO, GRPO, GSPO, PPO, OwnObjective
+from moecore.rl.objectives import DPO, GRPO, GSPO, KTO, PPO, OwnObjective
 from moecore.rl.replay import RouterReplay
 from moecore.rl.rollouts import Rollouts, group_advantages
 
 __all__ = [
-    "DPO", "GRPO", "GSPO", "PPO", "Engine",
+    "DPO", "GRPO", "GSPO", "KTO", "PPO", "Engine",
     "OwnObjective", "Rollouts", "RouterReplay", "choices_from_tensors",
     "choices_to_tensors", "group_advantages",
 ]  # fmt: skip

@@ -203,7 +203,7 @@ class Engine:
         Args:
             rollouts: of this data-parallel rank, with the fields that the objective needs. Ranks
                 may have different numbers of sequences.
-            objective: `PPO`, `GRPO`, `GSPO`, `DPO`, or an `OwnObjective`.
+            objective: `PPO`, `GRPO`, `GSPO`, `DPO`, `KTO`, or an `OwnObjective`.
 
         Raises:
             ValueError: as `log_probs`, if a field is missing, if no token of any rank has a weight,

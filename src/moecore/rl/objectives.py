@@ -226,8 +226,12 @@ class DPO(CheckedRecord):
 
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
         """Return for each token the loss of its pair of sequences, [N]."""
-        loss_i = self.compute_pair_losses(self.compute_log_ratios(log_probs_N, rollouts))
+        loss_i = self.compute_losses(log_probs_N, rollouts)
         return rollouts.expand_to_tokens(loss_i.repeat_interleave(2))
+
+    def compute_losses(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
+        """Return the loss of each pair, fp32 [pairs]."""
+        return self.compute_pair_losses(self.compute_log_ratios(log_probs_N, rollouts))
 
     def compute_log_ratios(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
         """Return each response's log-ratio to the reference, fp32 [pairs, 2], chosen first."""
@@ -243,6 +247,57 @@ class DPO(CheckedRecord):
             exchanged_i = -torch.nn.functional.logsigmoid(-logits_i)
             loss_i = torch.lerp(loss_i, exchanged_i, self.label_smoothing)
         return loss_i
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KTO(CheckedRecord):
+    """The loss of KTO: weight * (1 - sigmoid(beta * s * (log-ratio - kl))) of each sequence.
+
+    A log-ratio is a response's log-probability by the policy minus the reference model's. The sign
+    s is 1 for a desirable response and -1 for an undesirable response. It is the sign of the sum of
+    the response's `advantages_N`. The loss is the mean over sequences.
+
+    Source: KTO (arXiv:2402.01306), equations 7 and 8, as in TRL's KTOTrainer.
+
+    Attributes:
+        beta: a larger value keeps the policy closer to the reference model.
+        desirable_weight: the factor of the losses of desirable responses.
+        undesirable_weight: the factor of the losses of undesirable responses.
+        kl: the estimate of KL(policy || reference) of this batch, equal on all ranks. `moecore
+            finetune` computes it as the mean log-ratio of responses to other prompts, at least 0.
+    """
+
+    beta: Positive = 0.1
+    desirable_weight: Positive = 1.0
+    undesirable_weight: Positive = 1.0
+    kl: PositiveOrZero = 0.0
+    mean: ClassVar[Mean] = "sequence"
+    needs: ClassVar[tuple[str, ...]] = ("advantages_N", "ref_log_probs_N")
+    entropy: ClassVar[bool] = False
+    group_size: ClassVar[int] = 1
+
+    def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
+        """Return for each token the loss of its sequence, [N]."""
+        return rollouts.expand_to_tokens(self.compute_losses(log_probs_N, rollouts))
+
+    def compute_losses(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
+        """Return the loss of each sequence, fp32 [sequences]."""
+        is_desirable_n = self.find_desirable(rollouts)
+        logits_n = self.beta * (self.compute_log_ratios(log_probs_N, rollouts) - self.kl)
+        losses_n = 1 - torch.where(is_desirable_n, logits_n, -logits_n).sigmoid()
+        return losses_n * torch.where(
+            is_desirable_n, self.desirable_weight, self.undesirable_weight
+        )
+
+    def compute_log_ratios(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
+        """Return each response's log-ratio to the reference, fp32 [sequences]."""
+        assert rollouts.ref_log_probs_N is not None, "the engine has looked"
+        return rollouts.sum_responses(log_probs_N - rollouts.ref_log_probs_N)
+
+    def find_desirable(self, rollouts: Rollouts) -> Tensor:
+        """Return whether each response is desirable, bool [sequences]."""
+        assert rollouts.advantages_N is not None, "the engine has looked"
+        return rollouts.sum_responses(rollouts.advantages_N) > 0
 
 
 @dataclass(frozen=True, slots=True)
