@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -24,9 +25,21 @@ from moecore import (
     parallelize_moe,
     place_experts,
 )
-from moecore.io import Saver, latest, load, save
+from moecore.io import (
+    Saver,
+    export_hf,
+    latest,
+    load,
+    load_adapters,
+    load_hf,
+    merge_adapters,
+    save,
+    save_adapters,
+    stream_weights,
+)
 from moecore.models import Decoder
 from moecore.train import AdamW, Muon, assign_matrices, move_experts
+from tests.families.transformers.lora_cases import adapted_model, batches
 from tests.helpers.ranks import run_ranks
 from tests.io.checkpoint.test_optimizers import differing, state_of
 from tests.parallel.small_decoder import small_decoder
@@ -36,14 +49,14 @@ pytestmark = pytest.mark.slow
 WORLD = 4
 BALANCE = BalanceConfig(bias_update_rate=0.001, global_batch_coef=0.01)
 MOE = dict(expert_bias=True, score_function="sigmoid", balance=BALANCE)
-# Degrees, number of experts, optimizer. With 6 experts an edp rank has parts of all of them.
-CASES: dict[str, tuple[dict[str, int], int, str]] = {
-    "ep=4": (dict(ep=4), 8, "AdamW"),
-    "ep=2, edp_shard=2": (dict(ep=2), 8, "torch"),
-    "ep=2, edp_shard=2, parts": (dict(ep=2), 6, "AdamW"),
-    "ep=2, edp_replicate=2": (dict(ep=2, dp_replicate=2), 8, "AdamW"),
-    "bf16": (dict(ep=2), 8, "masters"),
-    "Muon": (dict(ep=2), 8, "Muon"),
+# Degrees, number of experts, optimizer, dispatcher. Of 6 experts an edp rank has parts of all.
+CASES: dict[str, tuple[dict[str, int], int, str, str]] = {
+    "ep=4": (dict(ep=4), 8, "AdamW", "alltoall"),
+    "ep=2, edp_shard=2": (dict(ep=2), 8, "torch", "alltoall"),
+    "ep=2, edp_shard=2, parts": (dict(ep=2), 6, "AdamW", "alltoall"),
+    "ep=2, edp_replicate=2": (dict(ep=2, dp_replicate=2), 8, "AdamW", "allgather"),
+    "bf16": (dict(ep=2), 8, "masters", "alltoall"),
+    "Muon": (dict(ep=2), 8, "Muon", "alltoall"),
 }
 
 
@@ -60,7 +73,9 @@ def make_optimizers(model: Any, kind: str) -> Any:
     return AdamW(params, **options, master_remainder=is_bf16)
 
 
-def build(experts: int, kind: str, degrees: dict[str, int] | None) -> tuple[Any, Any]:
+def build(
+    experts: int, kind: str, degrees: dict[str, int] | None, dispatcher: str = "alltoall"
+) -> tuple[Any, Any]:
     """Return a decoder whose router prefers the first experts, and its optimizers."""
     torch.manual_seed(0)
     model: Any = Decoder(small_decoder(32, 128, experts=experts, moe=MOE))
@@ -69,7 +84,7 @@ def build(experts: int, kind: str, degrees: dict[str, int] | None) -> tuple[Any,
     if kind == "masters":
         model.to(torch.bfloat16)
     if degrees is not None:
-        parallelize_moe(model, build_meshes(ParallelConfig(**degrees), "cpu"))
+        parallelize_moe(model, build_meshes(ParallelConfig(**degrees), "cpu"), dispatch=dispatcher)
     return model, make_optimizers(model, kind)
 
 
@@ -96,16 +111,16 @@ def numbers(results: list[Any]) -> list[float]:
 
 
 def case_of(rank: int, folder: str, case: str) -> dict[str, Any]:
-    degrees, experts, kind = CASES[case]
+    degrees, experts, kind, dispatcher = CASES[case]
     root = Path(folder) / case
-    model, optimizers = build(experts, kind, degrees)
+    model, optimizers = build(experts, kind, degrees, dispatcher)
     *_, (_, done) = train(model, optimizers, rank, range(2))
     loads, ep = done.metrics.tokens_per_expert, degrees["ep"]
     before = save(root / "before", 2, model, optimizers)
     expected = numbers(train(model, optimizers, rank, range(2, 5)))
     end = save(root / "end", 5, model, optimizers)
 
-    model, optimizers = build(experts, kind, degrees)
+    model, optimizers = build(experts, kind, degrees, dispatcher)
     load(before, model, optimizers)
     orders = move_experts(model, optimizers, loads)
     shares = {}
@@ -134,6 +149,35 @@ def case_of(rank: int, folder: str, case: str) -> dict[str, Any]:
     }
 
 
+def adapters_of(rank: int, folder: str) -> dict[str, Any]:
+    """LoRA of experts, and a transformers model with a router of its own."""
+    root, losses, files = Path(folder), [], []
+    for moves in (False, True):
+        model = adapted_model("qwen3-moe", {})
+        parallelize_moe(model, build_meshes(ParallelConfig(ep=2), "cpu"))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        step = TrainStep(model, optimizer)
+        for number in range(3):
+            losses.append(float(step.forward_backward([batches(number)[rank]])))
+            loads = step.finish().metrics.tokens_per_expert
+            if moves and number == 0:
+                orders = move_experts(model, optimizer, loads)
+                assert any(x.tolist() != list(range(8)) for x in orders.values())
+                with pytest.raises(NotImplementedError, match="must be in the model's order"):
+                    stream_weights(model)
+        path = root / str(moves)
+        save_adapters(model, path / "adapters")
+        load_adapters(model, path / "adapters")
+        merge_adapters(model)
+        export_hf(model, path / "merged")
+        load_hf(path / "merged", model)
+        export_hf(model, path / "again")
+        for part in ("adapters/adapter_model", "merged/model", "again/model"):
+            files.append(load_file(path / f"{part}.safetensors"))
+    return {"losses": losses, "files": files}
+
+
 def _is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
@@ -141,37 +185,40 @@ def _is_sharded(tensor: Tensor) -> bool:
 def refusals_of(rank: int) -> dict[str, str]:
     errors = {}
 
-    def note(name: str, call: Callable[[], object]) -> None:
+    def note(name: str, call: Callable[..., object], *args: Any) -> None:
         try:
-            call()
+            call(*args)
         except (ValueError, NotImplementedError) as error:
             errors[name] = str(error)
 
     model, optimizer = build(8, "AdamW", dict(ep=2))
     loads = {name: torch.arange(8) for name, m in model.named_modules() if isinstance(m, MoELayer)}
-    note("optimizers", lambda: move_experts(model, None, loads))
-    note("names", lambda: move_experts(model, optimizer, {"x": torch.ones(8)}))
-    note("shapes", lambda: move_experts(model, optimizer, dict.fromkeys(loads, torch.ones(7))))
-    skewed = {name: x.roll(rank) for name, x in loads.items()}
-    note("ranks", lambda: move_experts(model, optimizer, skewed))
+    note("optimizers", move_experts, model, None, loads)
+    note("names", move_experts, model, optimizer, {"x": torch.ones(8)})
+    note("shapes", move_experts, model, optimizer, dict.fromkeys(loads, torch.ones(7)))
+    note("ranks", move_experts, model, optimizer, {n: x.roll(rank) for n, x in loads.items()})
     assert model.state_dict()  # nothing has moved
     move_experts(model, optimizer, loads)
     note("state_dict", model.state_dict)
-    note("init_weights", lambda: model.init_weights(seed=1))
+    note("init_weights", model.init_weights)
     for name, degrees, options in (
         ("ep", dict(), dict()),
         ("etp", dict(ep=2, etp=2), dict()),
+        ("pp", dict(ep=2, pp=2), dict()),
         ("clones", dict(ep=2), dict(dispatch=DispatchOptions(clones=CloneOptions()))),
     ):
         torch.manual_seed(0)
         other: Any = Decoder(small_decoder(32, 128, experts=8, moe=MOE))
         parallelize_moe(other, build_meshes(ParallelConfig(**degrees), "cpu"), **options)
-        note(name, lambda: move_experts(other, AdamW(other.parameters()), loads))
+        note(name, move_experts, other, AdamW(other.parameters()), loads)
     return errors
 
 
 def worker(rank: int, _: torch.device, folder: str) -> dict[str, Any]:
-    return {case: case_of(rank, folder, case) for case in CASES} | {"": refusals_of(rank)}
+    return {case: case_of(rank, folder, case) for case in CASES} | {
+        "refusals": refusals_of(rank),
+        "adapters": adapters_of(rank, folder),
+    }
 
 
 @cache
@@ -194,6 +241,16 @@ def test_the_run_is_that_without_moves(case: str) -> None:
             torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_adapters_and_exports_keep_their_order() -> None:
+    outcome = outcomes()["adapters"]
+    losses = torch.tensor(outcome["losses"]).view(2, 3)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+    stay, moved = outcome["files"][:3], outcome["files"][3:]
+    for expected, actual in zip(stay, moved, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    assert all(x.equal(moved[1][name]) for name, x in moved[2].items())
+
+
 def test_what_is_refused() -> None:
     expected = {
         "optimizers": "must have no gradient and an optimizer to move",
@@ -204,9 +261,10 @@ def test_what_is_refused() -> None:
         "init_weights": "must be in the model's order",
         "ep": "must be parallelized with ep > 1",
         "etp": "move_experts with etp is not supported",
+        "pp": "move_experts with pp is not supported",
         "clones": "move_experts with DispatchOptions.clones is not supported",
     }
-    errors = outcomes()[""]
+    errors = outcomes()["refusals"]
     assert errors.keys() == expected.keys()
     for name, text in expected.items():
         assert text in errors[name] and "\n" not in errors[name]

@@ -200,7 +200,7 @@ def _check_state(layer: RoutedLayer, owners: Sequence[Optimizer]) -> list[str]:
 
 def _get_state(owner: Optimizer, param: Tensor) -> dict[str, Tensor]:
     """Return a parameter's optimizer state as checkpoints store it."""
-    state: dict[str, Tensor] = getattr(owner, "get_stored_state", owner.state.get)(param)
+    state: dict[str, Tensor] = getattr(owner, "get_stored_state", owner.state.__getitem__)(param)
     return state
 
 
