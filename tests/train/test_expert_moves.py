@@ -20,6 +20,7 @@ from moecore import (
     DispatchOptions,
     MoELayer,
     ParallelConfig,
+    PipelineConfig,
     TrainStep,
     build_meshes,
     parallelize_moe,
@@ -204,7 +205,7 @@ def refusals_of(rank: int) -> dict[str, str]:
     for name, degrees, options in (
         ("ep", dict(), dict()),
         ("etp", dict(ep=2, etp=2), dict()),
-        ("pp", dict(ep=2, pp=2), dict()),
+        ("pp", dict(ep=2, pp=2), dict(pipeline=PipelineConfig())),
         ("clones", dict(ep=2), dict(dispatch=DispatchOptions(clones=CloneOptions()))),
     ):
         torch.manual_seed(0)
