@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -39,15 +40,21 @@ from moecore.io import (
     stream_weights,
 )
 from moecore.models import Decoder
+from moecore.recipes import train as recipe
 from moecore.train import AdamW, Muon, assign_matrices, move_experts
 from tests.families.transformers.lora_cases import adapted_model, batches
 from tests.helpers.ranks import run_ranks
 from tests.io.checkpoint.test_optimizers import differing, state_of
 from tests.parallel.small_decoder import small_decoder
+from tests.recipes.launched import launched
 
 pytestmark = pytest.mark.slow
 
 WORLD = 4
+RUN = (
+    "--preset tiny-qwen3 --tokens random --num-layers 1 --batch-size 2 --seq-len 16 --steps 4 "
+    "--sample-every 0 --checkpoint-every 4"
+)
 BALANCE = BalanceConfig(bias_update_rate=0.001, global_batch_coef=0.01)
 MOE = dict(expert_bias=True, score_function="sigmoid", balance=BALANCE)
 # Degrees, number of experts, optimizer, dispatcher. Of 6 experts an edp rank has parts of all.
@@ -250,6 +257,22 @@ def test_adapters_and_exports_keep_their_order() -> None:
     for expected, actual in zip(stay, moved, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     assert all(x.equal(moved[1][name]) for name, x in moved[2].items())
+
+
+def test_the_option_of_the_commands(tmp_path: Path) -> None:
+    words = RUN.split()
+    losses, orders = [], [["--ep", "2"], ["--ep", "2", "--move-experts-every", "1"]]
+    for i, more in enumerate(orders):
+        run_dir = tmp_path / str(i)
+        words_of_run = [*words, *more, "--run-dir", str(run_dir)]
+        code, text = launched(recipe.run_rank, "train.py", words_of_run, tmp_path / "text")
+        assert code == 0, text
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    words_of_run = [*words, "--ep", "1", "--move-experts-every", "1", "--run-dir", str(tmp_path)]
+    code, text = launched(recipe.run_rank, "train.py", words_of_run, tmp_path / "error")
+    assert code == 2 and "must be parallelized with ep > 1" in text
 
 
 def test_what_is_refused() -> None:
