@@ -161,6 +161,7 @@ VALID: dict[str, Any] = {
     **dict(names="dcp", plan=PLAN, base=META),
     **dict(moe=LAYER, latent_dim=8),
     **dict(loads_E=TOKENS[0], num_ranks=1, layer=MoELayer(LAYER), order_E=TOKENS[0]),
+    **dict(optimizers=None, loads=None),
     **dict(rows=1, lengths=[1], bin_tokens=4, max_tokens=4, ranks=1, cp=1, rank=0, epoch=0),
     **dict(sizes=[1], bytes_per_second=1.0),
     **dict(table=CostTable.of("h200-141")),

@@ -81,6 +81,9 @@ class RoutedLayer(nn.Module):
     config: MoEConfig
     dispatcher: Dispatcher  # `parallelize_moe` replaces the local one
     cloner: Cloner | None = None  # clones hot experts on other ranks
+    # int32 [E + 1]: the slot of each expert in the stacked parameters, then -1; None = the model's
+    # order. `train/expert_moves.py` sets it.
+    slots_E1: Tensor | None = None
     tracker: LoadTracker  # counts loads and computes the auxiliary losses
 
     @property
@@ -120,6 +123,22 @@ class RoutedLayer(nn.Module):
         if self.cloner is not None:
             self.cloner.drop_step_counts()
 
+    def check_expert_order(self) -> None:
+        """Raise NotImplementedError if experts are in another order than the model's."""
+        if self.slots_E1 is not None:
+            raise NotImplementedError(
+                "experts that move_experts moved must be in the model's order to be read or "
+                "written by number: call move_experts(model, optimizers, None) before"
+            )
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.check_expert_order()
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.check_expert_order()
+        super()._load_from_state_dict(*args, **kwargs)
+
     def run_on_zero_tokens(self, x_0D: Tensor) -> Tensor:
         """Run the forward for zero tokens, without the hooks of this module; return its output."""
         return self.forward(x_0D)  # type: ignore[no-any-return]
@@ -144,6 +163,8 @@ class RoutedLayer(nn.Module):
         with annotate_range("moecore::dispatch"):
             if multiple > 1:
                 routing = replace(routing, rows_multiple=multiple)
+            if self.slots_E1 is not None:  # the id -1 reads the last entry
+                routing = replace(routing, physical_TK=self.slots_E1[routing.expert_ids_TK])
             if self.cloner is None:
                 expert_input = dispatcher.dispatch(rows_TL, routing)
             else:
@@ -250,6 +271,7 @@ class MoELayer(RoutedLayer, BiasOwner):
         child of another class, such as a model's shared expert.
         """
         check_arguments(MoELayer.init_weights, locals())
+        self.check_expert_order()
         for name, child in _iterate_children(self):
             if not isinstance(child, Router | Experts | SharedExpert | Latent):
                 raise ValueError(

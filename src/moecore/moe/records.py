@@ -37,7 +37,7 @@ class Routing:
         weights_TK: fp32, factor on the expert's output; differentiable.
         chosen_ids_TK: int32, the ids before capacity dropped choices. Load counts use these ids.
         physical_TK: int32, the physical expert of each choice (`moe/placement.py`) if experts have
-            clones; None = the expert id.
+            clones or were moved between ranks; None = the expert id.
         logits_TE: router dtype, differentiable; the balance losses read them. None if the model has
             a router that is not moecore's.
         padding_mask_T: bool, True = padding, whose ids are all -1; None = no padding.

@@ -65,6 +65,7 @@ from moecore.recipes.resume import describe_continuation, save_config
 from moecore.recipes.rollback import ROLLED_BACK, check_rollback, roll_back
 from moecore.recipes.schedule import is_due
 from moecore.recipes.stragglers import COMPUTE, DATA, OPTIMIZER, PhaseTimer
+from moecore.train import move_experts
 
 CPU_RANKS = 2
 KEPT_CHECKPOINTS = 2
@@ -160,6 +161,8 @@ def run_stage(
         if args.deterministic:
             check_deterministic(job.model, job.device)
         check_profile(args, job.start)
+        if args.move_experts_every:
+            move_experts(job.model, job.optimizers, {})  # checks the model and moves nothing
         if not args.plain_host:
             bind_to_gpu()
     except ARGUMENT_ERRORS as error:
@@ -222,6 +225,9 @@ def train(job: TrainingJob[Any]) -> int:
         for step in range(job.start + 1, args.steps + 1):
             try:
                 queue.append(train_step(job, step, stops=bool(request.number)))
+                if args.move_experts_every and step % args.move_experts_every == 0:
+                    loads = queue[-1].result.metrics.tokens_per_expert
+                    move_experts(job.model, job.optimizers, loads)
                 if is_due(step, every=args.eval_every, last_step=args.steps):
                     with measure_wall_time(report, "evaluate"):
                         metrics = queue[-1].extra | job.evaluate()

@@ -68,6 +68,7 @@ class RunConfig:
         checkpoint_every: steps between checkpoints; 0 = none.
         memory_checkpoint_every: steps between checkpoints in the memory of hosts; 0 = none.
         expert_loads_every: steps between logs of the load of each expert; 0 = none.
+        move_experts_every: steps between moves of experts to ranks of even loads; 0 = no moves.
         profile: steps that the profiler traces for `moecore report`; 0 = none.
         peak_tflops: peak of one device for MFU; None = the bfloat16 peak of a known GPU.
         hang_timeout: seconds after which a phase of a step that waits for other ranks ends the run
@@ -104,6 +105,7 @@ class RunConfig:
     checkpoint_every: CountOrZero = 100
     memory_checkpoint_every: CountOrZero = 0
     expert_loads_every: CountOrZero = 10
+    move_experts_every: CountOrZero = 0
     profile: CountOrZero = 0
     peak_tflops: Positive | None = None
     hang_timeout: Positive | None = None
@@ -281,6 +283,7 @@ class ShardedConfig(RunConfig):
         for name, other, reason in (
             (f"--pp {pp}", pp > 1, "wait for other ranks"),
             (f"--dynamic-cp {dynamic_cp}", dynamic_cp is not None, "have shapes of their own"),
+            ("--move-experts-every", self.move_experts_every > 0, "read other tables of experts"),
         ):
             if self.cuda_graph and other:
                 raise ValueError(

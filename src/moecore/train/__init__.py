@@ -1,5 +1,6 @@
 """Training steps, optimizers, activation memory, CUDA graphs and compiled regions."""
 
+from moecore.train.expert_moves import move_experts
 from moecore.train.graphs.forward_backward import GraphedForwardBackward
 from moecore.train.memory.training_offload import TrainingOffload
 from moecore.train.optim.adamw import AdamW
@@ -20,5 +21,6 @@ __all__ = [
     "StateOffload",
     "TrainingOffload",
     "assign_matrices",
+    "move_experts",
     "width_rates",
 ]  # fmt: skip

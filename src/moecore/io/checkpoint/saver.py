@@ -45,6 +45,7 @@ from moecore.io.checkpoint.snapshot import Snapshot, get_local_tensors, join_sta
 from moecore.io.checkpoint.state import Optimizers
 from moecore.io.checkpoint.store import start_draft, write_checkpoint
 from moecore.parallel.model.parameter_guards import check_optimizer_is_newer
+from moecore.train.expert_moves import restore_expert_order
 from moecore.train.memory.host import HostCopies
 
 logger = logging.getLogger("moecore.io")
@@ -85,6 +86,7 @@ class Saver:
         self._snapshot = partial(
             take_snapshot, model=model, optimizer=optimizer, scheduler=scheduler, config=config
         )
+        self._restore_expert_order = partial(restore_expert_order, model, optimizer)
         self._progress = progress
         self._control = ControlGroup()
         self._group = self._control.group
@@ -124,10 +126,11 @@ class Saver:
         """
         self._check_is_open()
         self._wait_for_previous_save()
-        run_and_share_errors(
-            lambda: self._copies.reserve_like(get_local_tensors(self._snapshot(0, extra=None))),
-            self._group,
-        )
+        with self._restore_expert_order():
+            run_and_share_errors(
+                lambda: self._copies.reserve_like(get_local_tensors(self._snapshot(0, extra=None))),
+                self._group,
+            )
 
     @share_call_errors
     def save(self, step: Step, extra: Mapping[str, Any] | None = None, *, wait: bool) -> AnyPath:
@@ -153,6 +156,11 @@ class Saver:
             check_arguments(Saver.save, arguments)
             self._check_is_open()
         self._wait_for_previous_save()
+        with self._restore_expert_order():
+            return self._write_or_copy(step, extra, wait=wait)
+
+    def _write_or_copy(self, step: int, extra: Mapping[str, Any] | None, *, wait: bool) -> AnyPath:
+        """Write a checkpoint, or copy its tensors to host memory and start to write them."""
         snapshot = run_and_share_errors(lambda: self._snapshot(step, extra=extra), self._group)
         check_rank_agreement(snapshot, self._group)
         snapshot = join_stages(snapshot, self._group)

@@ -64,6 +64,7 @@ from moecore.io.checkpoint.storage import (
 )
 from moecore.io.checkpoint.transformers_buffers import compute_missing_buffers
 from moecore.moe.layer import RoutedLayer
+from moecore.train.expert_moves import run_in_expert_order
 from moecore.train.rerun import drop_step
 
 Verify = Literal["full", "sizes"]
@@ -72,6 +73,7 @@ logger = logging.getLogger("moecore.io")
 
 
 @share_call_errors
+@run_in_expert_order
 def save(
     root: str | os.PathLike[str],
     step: Step,
@@ -130,6 +132,7 @@ def save(
 
 
 @share_call_errors
+@run_in_expert_order
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -178,7 +181,7 @@ def load(
     view, comparison = compare_checkpoint(manifest, model, optimizer, scheduler, cast=cast)
     run_and_share_errors(lambda: refuse_differences(comparison, path, strict=strict))
     if comparison.uncompared and is_first_rank():
-        warnings.warn(f"path ({path}): {comparison.uncompared}", stacklevel=3)
+        warnings.warn(f"path ({path}): {comparison.uncompared}", stacklevel=4)
     verify_files(path, manifest, verify, meter)
     drop_step(model)
     for layer in model.modules():
@@ -190,7 +193,7 @@ def load(
             for buffer, value in compute_missing_buffers(model):
                 buffer.copy_(value)
     except NotImplementedError as error:
-        warnings.warn(f"path ({path}): {error}: left as it was", stacklevel=3)
+        warnings.warn(f"path ({path}): {error}: left as it was", stacklevel=4)
     amax = allocate_amax_load_target(model, manifest)
     extra = _read_into_objects(path, manifest, view, comparison, amax, meter, strict=strict)
     restore_amax_histories(model, amax)
@@ -200,7 +203,7 @@ def load(
         comparison.scheduler.load_state_dict(values)
     if comparison.left_out and is_first_rank():
         differences = f"{len(comparison.left_out)} differ: {join_problems(comparison.left_out)}"
-        warnings.warn(f"path ({path}): {differences}: left as it was", stacklevel=3)
+        warnings.warn(f"path ({path}): {differences}: left as it was", stacklevel=4)
     meter.log(f"loaded {path}, verify={verify}")
     return extra
 

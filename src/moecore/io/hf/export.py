@@ -47,6 +47,7 @@ from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export_plan import ExportLayout, plan_export
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
 from moecore.io.hf.merge import check_no_unmerged_adapters
+from moecore.train.expert_moves import run_in_expert_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class ExportReport:
 
 @torch.no_grad()
 @share_call_errors
+@run_in_expert_order
 def export_hf(
     model: nn.Module,
     path: str | os.PathLike[str],

@@ -62,6 +62,7 @@ from moecore.io.hf.verify import LAYER, find_copy_problems
 from moecore.models.decoder import Decoder
 from moecore.moe.experts import Experts
 from moecore.parallel.model.parallel_state import find_staged_module
+from moecore.train.expert_moves import run_in_expert_order
 from moecore.train.rerun import drop_step
 
 CHUNK_BYTES = 64 << 20
@@ -95,6 +96,7 @@ class LoadReport:
 
 @torch.no_grad()
 @share_call_errors
+@run_in_expert_order
 def load_hf(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -40,6 +40,7 @@ from moecore.io.hf.pieces import (
 )
 from moecore.moe.low_rank import LowRank
 from moecore.parallel.model.parallel_state import find_staged_module
+from moecore.train.expert_moves import run_in_expert_order
 from moecore.train.rerun import drop_step
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -94,6 +95,7 @@ def init_adapters(model: nn.Module, seed: int = 0) -> None:
                 _init_adapter_layer(clean_name(path), layer, adapter, seed, is_normal=is_normal)
 
 
+@run_in_expert_order
 def save_adapters(
     model: nn.Module, path: str | os.PathLike[str], *, adapter: str = "default"
 ) -> None:
@@ -143,6 +145,7 @@ def save_adapters(
     run_on_first_rank(lambda: _write_adapter_files(model, path, adapter, file_tensors))
 
 
+@run_in_expert_order
 def load_adapters(
     model: nn.Module, path: str | os.PathLike[str], *, adapter: str = "default"
 ) -> None:
