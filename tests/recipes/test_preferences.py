@@ -1,172 +1,63 @@
-import importlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from moecore.io import save_adapters
 from moecore.recipes.examples import read_examples
 from moecore.recipes.preferences import encode_preference
 from moecore.recipes.rows import ColumnNames
-from moecore.recipes.tiny_model import make_tokenizer, write_tiny_model
-from tests.helpers.ranks import run_ranks
-from tests.recipes.launched import metrics, rank_of_command
+from moecore.recipes.tiny_model import make_tokenizer
+from tests.recipes.trl_parity import (
+    RUNS,
+    Case,
+    Recorded,
+    compare,
+    make_folder,
+    train_on_two_ranks,
+    train_stock,
+)
 
 transformers = pytest.importorskip("transformers", minversion="5")
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-STEPS, PAIRS, TOKENS, RATE = 4, 2, 96, 1e-3  # pairs of a rank and step
 BETA = 0.3
-WORDS = (
-    f"--objective dpo --dpo-beta {BETA} --ep 2 --lr {RATE} "
-    f"--batch-size {PAIRS} --seq-len {TOKENS} --max-steps {STEPS} --lr-schedule constant "
-    "--warmup-steps 0 --eval-every 4 --eval-share 0.2 --checkpoint-every 0"
-)
-RUNS = {"full": "", "adapters": "--lora-rank 4 --lora-alpha 32"}
+CASE = Case(objective="dpo", words=f"--dpo-beta {BETA}", rows=2, tokens=96, eval_share=0.2)
 
 
 def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "tiny" / "pairs.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines[:24]]
-
-
-def on_two_ranks(rank: int, device: torch.device, folder: Path) -> dict[str, Tensor]:
-    """Run with all weights and with adapters; return the first gradients of all weights."""
-    script = importlib.import_module("moecore.recipes.finetune")
-    tuning = script.JOBS["dpo"]
-    forward_backward, build_model = tuning.forward_backward, script.build_model
-    grads: dict[str, Tensor] = {}
-
-    def start(run: str) -> None:
-        def seen(job: Any, *args: Any) -> Tensor:
-            loss = forward_backward(job, *args)
-            if not grads:
-                params = job.model.named_parameters()
-                grads.update({name: param.grad.full_tensor() for name, param in params})
-            return loss
-
-        def build(*args: Any, **options: Any) -> Any:
-            model = build_model(*args, **options)
-            if run == "adapters":
-                save_adapters(model, folder / "first")
-            return model
-
-        words = f"--model {folder / 'tiny'} --data {folder / 'pairs.jsonl'} {WORDS} {RUNS[run]}"
-        words += f" --run-dir {folder / run}"
-        with (
-            patch.object(tuning, "forward_backward", seen),
-            patch.object(script, "build_model", build),
-        ):
-            code, said = rank_of_command(rank, device, "finetune", 2, words.split())
-        assert code == 0, said
-
-    for run in RUNS:
-        start(run)
-    return grads
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("dpo")
-    write_tiny_model(
-        folder / "tiny", hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16
-    )
-    text = "".join(f"{json.dumps(row)}\n" for row in rows_of(folder))
-    (folder / "pairs.jsonl").write_text(text)
-    return folder, run_ranks(2, on_two_ranks, folder, over_gloo=True)
+    rows = make_folder(folder)[:24]
+    return folder, rows, train_on_two_ranks(folder, CASE, rows)
 
 
-class RecordingTrainer(trl.DPOTrainer):
-    """Keeps the loss of each step, and the gradients of the first one before they are clipped."""
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(*args, **kwargs)
-        self.losses = [*getattr(self, "losses", []), float(loss)]
-        if len(self.losses) == 1:
-            params = self.model.named_parameters()
-            self.first = {n: p.grad.clone() for n, p in params if p.grad is not None}
-        return loss
-
+class RecordingTrainer(Recorded, trl.DPOTrainer):
     def _get_train_sampler(self, *args: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def stock(folder: Path, run: str, train: list[Any], held_out: list[Any]) -> RecordingTrainer:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32)
-    if run == "adapters":
-        peft = pytest.importorskip("peft")
-        model = peft.PeftModel.from_pretrained(model, folder / "first", is_trainable=True)
-    args = trl.DPOConfig(
-        str(folder / "stock"),
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=2 * PAIRS,
-        per_device_eval_batch_size=2 * PAIRS,
-        max_steps=STEPS,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        adam_beta2=0.95,
-        max_length=TOKENS,
-        beta=BETA,
-        logging_steps=1,
-        router_aux_loss_coef=0.0,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = RecordingTrainer(
-        model,
-        args=args,
-        train_dataset=datasets.Dataset.from_list(train),
-        eval_dataset=datasets.Dataset.from_list(held_out),
-        processing_class=transformers.AutoTokenizer.from_pretrained(folder / "tiny"),
-    )
-    trainer.train()
-    return trainer
-
-
-def order_of(folder: Path) -> tuple[list[Any], list[Any]]:
-    """Return the rows as the run trains on them, and those that are held out."""
-    from moecore.packing import PackedBatchSampler
-    from moecore.recipes.examples import split_examples
-
-    rows = rows_of(folder)
-    train, held_out = split_examples(rows, share=0.2, seed=0)
-    steps = iter(PackedBatchSampler([1] * len(train), 1, rows=2 * PAIRS, seed=0))
-    return [train[i] for _ in range(STEPS) for i in next(steps)], held_out
-
-
 @pytest.mark.parametrize("run", RUNS)
-def test_two_ranks_equal_trl(run: str, runs: tuple[Path, dict[str, Tensor]]) -> None:
-    folder, grads = runs
-    train, held_out = order_of(folder)
-    trainer = stock(folder, run, train, held_out)
-    found = metrics(folder / run)
-    assert [line["loss"] for line in found] == pytest.approx(trainer.losses, rel=1e-5)
+def test_two_ranks_equal_trl(run: str, runs: tuple[Path, list[Any], dict[str, Tensor]]) -> None:
+    folder, rows, grads = runs
+    config = partial(trl.DPOConfig, beta=BETA)
+    trainer = train_stock(RecordingTrainer, config, folder, CASE, run, rows)
+    names = [f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")]
+    found = compare(folder, run, trainer, grads, names)
     assert found[0]["loss"] == pytest.approx(0.693147, rel=1e-5)  # the policy is the reference
     assert abs(trainer.losses[-1] - trainer.losses[0]) > 0.01
-    if run == "full":
-        assert grads.keys() == trainer.first.keys()
-        for name, grad in trainer.first.items():
-            error = (grads[name] - grad).abs().max() / grad.abs().max()
-            assert error < 1e-5, name
-    log = [entry for entry in trainer.state.log_history if "rewards/margins" in entry]
-    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
-        pair = [line[name] for line in found], [entry[name] for entry in log]
-        assert pair[0] == pytest.approx(pair[1], rel=1e-4, abs=1e-5), name
-    after = trainer.evaluate()["eval_loss"]
-    assert found[-1]["eval_loss"] == pytest.approx(after, rel=1e-4)
 
 
-def test_the_tokens_are_trls(runs: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+def test_the_tokens_are_trls(
+    runs: tuple[Path, list[Any], dict[str, Tensor]], tmp_path: Path
+) -> None:
     """Texts and chats, with and without a prompt of their own."""
     ask, right, wrong = (
         turn(r, c) for r, c in (("user", "2 + 2?"), *[("assistant", a) for a in "45"])

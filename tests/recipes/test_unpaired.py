@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,170 +14,72 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.io import save_adapters
 from moecore.recipes import finetune
 from moecore.recipes.examples import compute_examples_digest, read_examples
 from moecore.recipes.finetune import check_objective
 from moecore.recipes.preferences import encode_unpaired_preference, make_unpaired_batch
-from moecore.recipes.tiny_model import make_tokenizer, write_tiny_model
+from moecore.recipes.tiny_model import make_tokenizer
 from moecore.rl import KTO, Rollouts
-from tests.helpers.ranks import run_ranks
-from tests.recipes.launched import metrics, rank_of_command
+from tests.recipes.trl_parity import (
+    RUNS,
+    Case,
+    Recorded,
+    compare,
+    make_folder,
+    train_on_two_ranks,
+    train_stock,
+)
 
 transformers = pytest.importorskip("transformers", minversion="5")
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-STEPS, ROWS, TOKENS, RATE = 4, 3, 40, 1e-3  # rows of a rank and step
 BETA, DESIRABLE, UNDESIRABLE = 0.3, 1.5, 0.75
-WORDS = (
-    f"--objective kto --kto-beta {BETA} --kto-desirable-weight {DESIRABLE} "
-    f"--kto-undesirable-weight {UNDESIRABLE} --ep 2 --lr {RATE} --batch-size {ROWS} "
-    f"--seq-len {TOKENS} --max-steps {STEPS} --lr-schedule constant --warmup-steps 0 "
-    "--eval-every 4 --eval-share 0.25 --checkpoint-every 0"
+CASE = Case(
+    objective="kto",
+    words=f"--kto-beta {BETA} --kto-desirable-weight {DESIRABLE} "
+    f"--kto-undesirable-weight {UNDESIRABLE}",
+    rows=3,
+    tokens=40,
+    eval_share=0.25,
 )
-RUNS = {"full": "", "adapters": "--lora-rank 4 --lora-alpha 32"}
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
+def label_pairs(pairs: list[Any]) -> list[dict[str, Any]]:
     """Return labelled completions, some of them longer than the row, from pairs."""
-    lines = (folder / "tiny" / "pairs.jsonl").read_text().splitlines()[:36]
     rows = []
-    for i, pair in enumerate(map(json.loads, lines)):
+    for i, pair in enumerate(pairs[:36]):
         label = i % 3 != 1
         completion = pair["chosen" if label else "rejected"]
         rows.append({"prompt": pair["prompt"], "completion": completion, "label": label})
     return rows
 
 
-def on_two_ranks(rank: int, device: torch.device, folder: Path) -> dict[str, Tensor]:
-    """Run with all weights and with adapters; return the first gradients of all weights."""
-    script = importlib.import_module("moecore.recipes.finetune")
-    tuning = script.JOBS["kto"]
-    forward_backward, build_model = tuning.forward_backward, script.build_model
-    grads: dict[str, Tensor] = {}
-
-    def start(run: str) -> None:
-        def seen(job: Any, *args: Any) -> Tensor:
-            loss = forward_backward(job, *args)
-            if not grads:
-                params = job.model.named_parameters()
-                grads.update({name: param.grad.full_tensor() for name, param in params})
-            return loss
-
-        def build(*args: Any, **options: Any) -> Any:
-            model = build_model(*args, **options)
-            if run == "adapters":
-                save_adapters(model, folder / "first")
-            return model
-
-        words = f"--model {folder / 'tiny'} --data {folder / 'rows.jsonl'} {WORDS} {RUNS[run]}"
-        words += f" --run-dir {folder / run}"
-        with (
-            patch.object(tuning, "forward_backward", seen),
-            patch.object(script, "build_model", build),
-        ):
-            code, said = rank_of_command(rank, device, "finetune", 2, words.split())
-        assert code == 0, said
-
-    for run in RUNS:
-        start(run)
-    return grads
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("kto")
-    write_tiny_model(
-        folder / "tiny", hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16
-    )
-    text = "".join(f"{json.dumps(row)}\n" for row in rows_of(folder))
-    (folder / "rows.jsonl").write_text(text)
-    return folder, run_ranks(2, on_two_ranks, folder, over_gloo=True)
+    rows = label_pairs(make_folder(folder))
+    return folder, rows, train_on_two_ranks(folder, CASE, rows)
 
 
-class RecordingTrainer(trl.KTOTrainer):
-    """Keeps losses and the first gradients; completions rotate among the rows of one rank."""
+class RecordingTrainer(Recorded, trl.KTOTrainer):
+    """Completions rotate among the rows of one rank."""
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, name: str) -> Any:
-        with patch.object(args, "per_device_train_batch_size", ROWS):
+        with patch.object(args, "per_device_train_batch_size", CASE.rows):
             return super()._prepare_dataset(dataset, processing_class, args, name)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(*args, **kwargs)
-        self.losses = [*getattr(self, "losses", []), float(loss)]
-        if len(self.losses) == 1:
-            params = self.model.named_parameters()
-            self.first = {n: p.grad.clone() for n, p in params if p.grad is not None}
-        return loss
-
-
-def stock(folder: Path, run: str, train: list[Any], held_out: list[Any]) -> RecordingTrainer:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32)
-    if run == "adapters":
-        peft = pytest.importorskip("peft")
-        model = peft.PeftModel.from_pretrained(model, folder / "first", is_trainable=True)
-    args = trl.KTOConfig(
-        str(folder / "stock"),
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=2 * ROWS,
-        per_device_eval_batch_size=2 * ROWS,
-        max_steps=STEPS,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        adam_beta2=0.95,
-        max_length=TOKENS,
-        beta=BETA,
-        desirable_weight=DESIRABLE,
-        undesirable_weight=UNDESIRABLE,
-        logging_steps=1,
-        router_aux_loss_coef=0.0,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = RecordingTrainer(
-        model,
-        args=args,
-        train_dataset=datasets.Dataset.from_list(train),
-        eval_dataset=datasets.Dataset.from_list(held_out),
-        processing_class=transformers.AutoTokenizer.from_pretrained(folder / "tiny"),
-    )
-    trainer.train()
-    return trainer
-
-
-def order_of(folder: Path) -> tuple[list[Any], list[Any]]:
-    """Return the rows as the run trains on them, and those that are held out."""
-    from moecore.packing import PackedBatchSampler
-    from moecore.recipes.examples import split_examples
-
-    rows = rows_of(folder)
-    train, held_out = split_examples(rows, share=0.25, seed=0)
-    steps = iter(PackedBatchSampler([1] * len(train), 1, rows=2 * ROWS, seed=0))
-    return [train[i] for _ in range(STEPS) for i in next(steps)], held_out
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_two_ranks_equal_trl(run: str, runs: tuple[Path, dict[str, Tensor]]) -> None:
-    folder, grads = runs
-    train, held_out = order_of(folder)
-    trainer = stock(folder, run, train, held_out)
-    found = metrics(folder / run)
-    assert [line["loss"] for line in found] == pytest.approx(trainer.losses, rel=1e-5)
-    if run == "full":
-        assert grads.keys() == trainer.first.keys()
-        for name, grad in trainer.first.items():
-            error = (grads[name] - grad).abs().max() / grad.abs().max()
-            assert error < 1e-5, name
-    log = [entry for entry in trainer.state.log_history if "rewards/margins" in entry]
+def test_two_ranks_equal_trl(run: str, runs: tuple[Path, list[Any], dict[str, Tensor]]) -> None:
+    folder, rows, grads = runs
+    config = partial(
+        trl.KTOConfig, beta=BETA, desirable_weight=DESIRABLE, undesirable_weight=UNDESIRABLE
+    )
+    trainer = train_stock(RecordingTrainer, config, folder, CASE, run, rows)
     rewards = [f"rewards/{name}" for name in ("chosen", "rejected", "margins")]
-    for name in (*rewards, "kl", "logps/chosen", "logps/rejected"):
-        pair = [line[name] for line in found], [entry[name] for entry in log]
-        assert pair[0] == pytest.approx(pair[1], rel=1e-4, abs=1e-5), name
-    assert found[-1]["kl"] > 0.01 and found[-1]["rewards/margins"] > 0.01
-    after = trainer.evaluate()["eval_loss"]
-    assert found[-1]["eval_loss"] == pytest.approx(after, rel=1e-4)
+    names = (*rewards, "kl", "logps/chosen", "logps/rejected")
+    last = compare(folder, run, trainer, grads, names)[-1]
+    assert last["kl"] > 0.01 and last["rewards/margins"] > 0.01
 
 
 def test_completions_rotate_and_labels_are_signs(tmp_path: Path) -> None:
