@@ -85,6 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--fp8-base", action="store_true", help="store frozen experts in FP8 alone")
     add("--experts-strategy", choices=get_args(Strategy), default="optim_grads_params")
     add("--recompute", nargs="*", default=(), help="parts of MemoryOptions.recompute")
+    add("--offload-frozen", action="store_true", help="keep 4-bit experts in host memory")
     add("--checkpointing", action="store_true", help="recompute each layer, as transformers does")
     add("--moments", choices=get_args(MomentDtype), default="float32", help="AdamW's moments")
     add("--limit-gib", type=float, help="of the allocator's memory, in which all must fit")
@@ -108,6 +109,7 @@ def describe(args: argparse.Namespace) -> Row:
         "experts_strategy": args.experts_strategy,
         "recompute": list(args.recompute),
         "frozen_dense": args.frozen_dense,
+        "offload_frozen": args.offload_frozen,
         "moments": args.moments,
         "limit_gib": args.limit_gib,
     }
@@ -141,7 +143,7 @@ def build(args: argparse.Namespace, meshes: Meshes) -> Any:
         if args.frozen_dense
         else args.precision,
         dense=DenseOptions(compile=not args.frozen_dense),
-        memory=MemoryOptions(recompute=tuple(args.recompute)),
+        memory=MemoryOptions(recompute=tuple(args.recompute), offload_frozen=args.offload_frozen),
         fsdp=FSDPOptions(
             param_dtype=get_compute_dtype(meshes),
             dense_strategy="optim",

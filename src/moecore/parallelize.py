@@ -42,7 +42,12 @@ from moecore.parallel.model.shard_model import shard_model
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.precision.apply import apply_precision, defer_linears
 from moecore.precision.stored import store_experts_in_four_bits, store_linears_in_four_bits
-from moecore.train.phases import apply_compile, apply_cuda_graphs, apply_recompute_and_offload
+from moecore.train.phases import (
+    apply_compile,
+    apply_cuda_graphs,
+    apply_frozen_offload,
+    apply_recompute_and_offload,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -253,6 +258,7 @@ PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     _defer_weight_gradients,  # before sharding, because units look for linears that defer
     _shard_over_data_ranks,  # after changes of classes and parameters, before wrappers of forwards
     _store_frozen_experts,  # units have copied the values, and find the new parameters in forward
+    apply_frozen_offload,
     apply_compile,  # inside the hooks of units
     apply_recompute_and_offload,  # around compiled modules
     apply_cuda_graphs,  # around recomputation and offload

@@ -32,8 +32,10 @@ from moecore.planning import (
     fake_world,
     plan_memory,
     plan_peak_memory,
+    plan_time,
 )
 from moecore.planning import transformers as planned_transformers
+from moecore.planning.costs import CostTable
 from moecore.planning.estimate import count_saved_bytes_by_block
 from moecore.planning.layouts import Layout
 from moecore.planning.recipe import format_python_calls
@@ -330,6 +332,20 @@ def test_adapters_and_recompute_are_planned() -> None:
     assert recomputed.num_bytes < kept.num_bytes and recomputed.activations < 0.6 * kept.activations
 
 
+def test_adapters_are_flags_of_the_command(tmp_path: Path, capsys: Any) -> None:
+    sizes = dict(hidden_size=128, moe_intermediate_size=64)
+    config = json.loads(default("qwen3_moe", num_hidden_layers=2, vocab_size=128, **sizes).values)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["plan", "--config", str(tmp_path), "--gpus", "1", "--lora-rank", "2"]
+    assert main([*words, "--ep", "1", "--precision", "nf4", "--offload-frozen"]) == 0
+    assert "host: frozen experts" in capsys.readouterr().out
+    assert main(words) != 0
+    assert "must go with degrees: add --ep 1" in capsys.readouterr().err
+    words = ["plan", "--preset", "tiny-qwen3", "--gpus", "1", "--ep", "1", "--checkpointing"]
+    assert main(words) != 0
+    assert "--preset (tiny-qwen3) must not go with --lora-rank" in capsys.readouterr().err
+
+
 def test_a_frozen_base_in_four_bits_is_planned() -> None:
     sizes = dict(hidden_size=128, moe_intermediate_size=64, num_experts=16, num_experts_per_tok=2)
     base = default("qwen3_moe", num_hidden_layers=4, vocab_size=128, head_dim=16, **sizes)
@@ -341,7 +357,15 @@ def test_a_frozen_base_in_four_bits_is_planned() -> None:
     assert plain - small == 2 * experts - experts * 4.5 / 8
     # At the peak the matrices of one layer are dequantised.
     saved = ranks[0].num_bytes - ranks[1].num_bytes
-    assert plain - small - 2 * experts / 4 < saved
+    layer = experts // 4
+    assert plain - small - 2 * layer <= saved <= plain - small
+    # In host memory, with two layers on the device at the peak.
+    offloaded = replace(stored, memory=MemoryOptions(offload_frozen=True))
+    rank, num_bytes = plan_memory(offloaded).largest, experts * 4.5 / 8
+    assert rank.host == {"frozen experts": num_bytes}
+    assert ranks[1].num_bytes - rank.num_bytes == num_bytes / 2
+    table = CostTable.of("h100-80")
+    assert plan_time(offloaded, table).seconds > plan_time(stored, table).seconds
     dense = plan_memory(replace(run, precision=Precision(frozen="nf4", frozen_dense=True))).largest
     smaller = sum(n for kind, n in dense.device.items() if "parameters" in kind)
     config = json.loads(base.values)

@@ -25,7 +25,7 @@ from moecore.base.torch_private import (
     tree_leaves,
 )
 from moecore.kernels.rows.scaling import Blocks
-from moecore.moe.stored_weights import get_four_bit_blocks, read_four_bit_values
+from moecore.moe.stored_weights import get_four_bit_blocks, read_on_device
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class ParamReader:
         if blocks is None or dtype is None:
             local = get_local_param(param, needs_values=needs_values)
         else:
-            local = read_four_bit_values(blocks, dtype)
+            local = read_on_device(blocks, dtype)
         if self._packs:
             key = get_storage_key(local)
             self._operands[key] = local
@@ -149,7 +149,7 @@ class ParamReader:
         """Return the object to save for backward in place of a weight; None for an activation."""
         key = get_storage_key(tensor)
         if (blocks := self._dequantised.get(key)) is not None:
-            read_values = partial(read_four_bit_values, blocks, tensor.dtype)
+            read_values = partial(read_on_device, blocks, tensor.dtype)
             return RecomputedView.from_view(tensor, read_values)
         return TensorHandle(tensor) if key in self._operands else None
 

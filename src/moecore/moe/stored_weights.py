@@ -9,7 +9,9 @@ has K / 2 bytes and K / group scales, which are innermost in memory. Example: gp
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +30,36 @@ EXPORT_UPDATE = "_moecore_export_update"
 STORED_NUMEL = 1 << 22  # values, at least one row, that `store_in_four_bits` quantises at once
 
 
+class HostMatrix(Protocol):
+    """Host memory for the blocks of a 4-bit parameter, and copies of the blocks on the device."""
+
+    def allocate(self, device: torch.device) -> HostBlocks:
+        """Return the blocks in host memory; on meta if `device` is meta and was meta before."""
+
+    def fetch(self) -> Blocks:
+        """Return the blocks on the device, for work of its current stream."""
+
+    def drop_device_copies(self) -> None:
+        """Free the device memory of copies, before host memory is written. Host sync."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBlocks(Blocks):
+    """4-bit blocks in host memory; `matrix` copies them to the device."""
+
+    matrix: HostMatrix
+
+
 def get_four_bit_blocks(param: Tensor) -> Blocks | None:
     """Return the blocks of a parameter that is stored in 4 bits; None = not in 4 bits."""
     blocks: Blocks | None = getattr(param, GATHERED_BLOCKS, None)
     return blocks if blocks is not None and blocks.kind in FORMATS else None
+
+
+def get_host_matrix(param: Tensor) -> HostMatrix | None:
+    """Return the host memory of a 4-bit parameter; None = the blocks are not in host memory."""
+    blocks = get_four_bit_blocks(param)
+    return blocks.matrix if isinstance(blocks, HostBlocks) else None
 
 
 def make_stored_parameter(
@@ -47,10 +75,26 @@ def make_stored_parameter(
     if isinstance(param, DTensor):
         nothing = make_dtensor(nothing, param.device_mesh, param.placements, like=param)
     new_param = make_parameter_like(nothing, param)
-    setattr(new_param, GATHERED_BLOCKS, blocks)
-    if blocks.kind in FORMATS:
-        setattr(new_param, WRITE_VALUES, partial(_write_values, blocks))
+    _set_blocks(new_param, blocks)
     return new_param
+
+
+def _set_blocks(param: nn.Parameter, blocks: Blocks) -> None:
+    """Set the attributes of a parameter that is stored in `blocks`."""
+    setattr(param, GATHERED_BLOCKS, blocks)
+    if blocks.kind in FORMATS:
+        setattr(param, WRITE_VALUES, partial(_write_values, blocks, param.device))
+
+
+@torch.no_grad()
+def store_on_host(param: nn.Parameter, matrix: HostMatrix) -> None:
+    """Move the blocks of a 4-bit parameter to host memory, in place."""
+    blocks = get_four_bit_blocks(param)
+    assert blocks is not None, "the caller has looked"
+    host_blocks = matrix.allocate(param.device)
+    for target, source in zip(host_blocks.tensors(), blocks.tensors(), strict=True):
+        target.copy_(source)
+    _set_blocks(param, host_blocks)
 
 
 @torch.no_grad()
@@ -62,7 +106,7 @@ def store_in_four_bits(param: nn.Parameter, kind: FrozenFormat, k: int) -> nn.Pa
     blocks = _map_tensors(blocks, lambda t: t.movedim(-1, k))
     rows = max(1, STORED_NUMEL // max(1, local[:1].numel()))  # little temporary memory
     for i in range(0, 0 if local.is_meta else local.shape[0], rows):
-        _write_values(blocks, (slice(i, i + rows),), local[i : i + rows])
+        _write_values(blocks, local.device, (slice(i, i + rows),), local[i : i + rows])
     return make_stored_parameter(param, blocks)
 
 
@@ -86,29 +130,53 @@ def _move_stored_parameter(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) 
     blocks = get_four_bit_blocks(param)
     assert blocks is not None, "the caller has looked"
     value = fn(get_local_tensor(param).detach().as_strided((), ()))
+    if isinstance(blocks, HostBlocks):
+        return make_stored_parameter(param, blocks.matrix.allocate(value.device), value)
     values, scales = (fn(tensor) for tensor in blocks.tensors())
     if scales.dtype != blocks.scales.dtype:
         scales = blocks.scales.to(scales.device)
     return make_stored_parameter(param, Blocks(values, scales, blocks.kind), value)
 
 
+def read_on_device(blocks: Blocks, dtype: torch.dtype) -> Tensor:
+    """Dequantise the 4-bit blocks of a parameter to `dtype`, on the parameter's device."""
+    if isinstance(blocks, HostBlocks):
+        blocks = blocks.matrix.fetch()
+    return read_four_bit_values(blocks, dtype)
+
+
 @torch.no_grad()
-def read_four_bit_values(blocks: Blocks, dtype: torch.dtype, box: tuple[slice, ...] = ()) -> Tensor:
-    """Dequantise 4-bit blocks to `dtype`; `box` has a slice per dim to read, () = all."""
+def read_four_bit_values(
+    blocks: Blocks,
+    dtype: torch.dtype,
+    box: tuple[slice, ...] = (),
+    device: torch.device | None = None,
+) -> Tensor:
+    """Dequantise 4-bit blocks to `dtype`; `box` has a slice per dim to read, () = all.
+
+    `device` is the device of the result; None = the device of the blocks.
+    """
     k = _find_summed_dim(blocks)
     outer, inner = list(box), [slice(None)] * len(box)
     if k < len(box):
         outer[k], inner[k] = slice(None), box[k]
-    part = _map_tensors(blocks, lambda t: t[tuple(outer)].movedim(k, -1))
+    part = _map_tensors(blocks, lambda t: t[tuple(outer)].to(device).movedim(k, -1))
     return dequantise(part, dtype).movedim(-1, k)[tuple(inner)]
 
 
 @torch.no_grad()
-def _write_values(blocks: Blocks, box: tuple[slice, ...], values: Tensor) -> None:
-    """Quantise `values` into the blocks at the slices `box`, which have the summed dim in full."""
+def _write_values(
+    blocks: Blocks, device: torch.device, box: tuple[slice, ...], values: Tensor
+) -> None:
+    """Quantise `values` on `device` into the blocks at the slices `box`.
+
+    The slices have the summed dim in full.
+    """
+    if isinstance(blocks, HostBlocks):
+        blocks.matrix.drop_device_copies()
     k = _find_summed_dim(blocks)
     targets = [tensor[box].movedim(k, -1) for tensor in blocks.tensors()]
-    values = values.to(blocks.values.device).movedim(k, -1)
+    values = values.to(device).movedim(k, -1)
     assert values.shape[-1] == 2 * blocks.values.shape[k], "K is never divided"
     quantised = quantise(values, blocks.kind)  # type: ignore[arg-type]
     for target, source in zip(targets, quantised.tensors(), strict=True):

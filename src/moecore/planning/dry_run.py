@@ -29,6 +29,7 @@ from moecore.base.streams import use_dry_streams
 from moecore.base.torch_private import get_local_tensor, is_inside_backward
 from moecore.kernels.meta import record_launches_on_meta
 from moecore.models.tp_products import compute_workspace_bytes
+from moecore.moe.stored_weights import get_four_bit_blocks, get_host_matrix
 from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.planning.model import ModuleParts
 from moecore.planning.record import END, SLICES, PartStart, QueuedLaunch, Work, WorkRecorder
@@ -123,9 +124,12 @@ def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
         use_dry_streams(recorder.queues),
     ):
         model = build_model(run, "cpu")
-        for tensor in (*model.parameters(), *model.buffers()):
-            recorder.count_storage(get_local_tensor(tensor))
         recorder.params = list(model.parameters())
+        for tensor in (*recorder.params, *model.buffers()):
+            recorder.count_storage(get_local_tensor(tensor))
+            blocks = get_four_bit_blocks(tensor) if get_host_matrix(tensor) is None else None
+            for part in blocks.tensors() if blocks is not None else ():
+                recorder.count_storage(part)
         tokens_BT = run.make_tokens()  # which the caller of a step has allocated
         with OnMeta("cuda"), recorder, torch.enable_grad():
             optimizer = build_optimizer(run, model)

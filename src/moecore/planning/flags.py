@@ -26,6 +26,7 @@ from moecore.base.options.names import (
     Strategy,
 )
 from moecore.base.options.precision import Precision
+from moecore.families.transformers.lora import LoRAOptions
 from moecore.io.hf.config import FAMILIES, decoder_config_from_hf
 from moecore.io.hf.config_fields import read_config
 from moecore.models import PRESETS
@@ -69,6 +70,9 @@ class PlannedConfig:
         recompute: parts of MemoryOptions.
         offload: parts of MemoryOptions.
         moments: dtype of AdamW's moments.
+        offload_frozen: keep frozen experts in host memory, with a 4-bit precision.
+        lora_rank: rank of LoRA adapters, with --config and degrees; None = all weights are trained.
+        checkpointing: recompute each layer, as transformers does, with --config.
         stash: store saved expert rows in pages, with dispatcher nvlink.
         row_factor: capacity of dispatcher nvlink over even loads; None = 2.0 within nodes.
         master_remainder: bf16 weights, see moecore.train.AdamW.
@@ -95,6 +99,9 @@ class PlannedConfig:
     precision: PrecisionName | Literal["bf16"] | None = None
     recompute: tuple[Recomputed | Literal["gemm_last"], ...] = ()
     offload: tuple[Offloaded, ...] = ()
+    offload_frozen: bool = False
+    lora_rank: int | None = None
+    checkpointing: bool = False
     moments: MomentDtype = "float32"
     stash: bool = False
     row_factor: float | None = None
@@ -183,6 +190,10 @@ def format_gpu_name(args: PlannedConfig) -> str:
 
 def check_no_unused_options(args: PlanConfig) -> None:
     """Raise a UsageError for an option that the mode (search, run, --explain) does not read."""
+    if args.lora_rank is not None or args.checkpointing:
+        _refuse(args, ("explain", "call", "write"), "moecore finetune --dry-run has adapters")
+        if not args.parallel:
+            raise UsageError("--lora-rank and --checkpointing must go with degrees: add --ep 1")
     if args.explain is not None:
         unread = (*DEGREES, *OF_RUNS, "top", "png", "timeline", "html")
         return _refuse(args, unread, "--explain has all degrees")
@@ -238,6 +249,14 @@ def parse_layout(text: str) -> Layout:
 
 def _parse_model(args: Any) -> AnyModel:
     """Return the model of `--preset` or `--config`, with max_seq_len of at least `--seq-len`."""
+    if args.lora_rank is not None or args.checkpointing:
+        if args.preset:
+            raise ValueError(
+                f"--preset ({args.preset}) must not go with --lora-rank and --checkpointing, which "
+                "are for classes of transformers: use --config"
+            )
+        lora = None if args.lora_rank is None else LoRAOptions(rank=args.lora_rank)
+        return replace(TransformersModel.of(args.config), lora=lora, recompute=args.checkpointing)
     if args.preset:
         model = PRESETS[args.preset]
     elif read_config(args.config).get("model_type") not in FAMILIES:
@@ -278,12 +297,13 @@ def _parse_precision(args: Any) -> Precision | None:
 
 
 def _parse_memory_options(args: Any) -> MemoryOptions:
-    """Return the memory options of `--recompute`, `--offload` and `--stash`."""
+    """Return the memory options of the flags."""
     parts = MemoryOptions(recompute=args.recompute).parts
     return MemoryOptions(
         recompute="gemm_last" if args.recompute == ("gemm_last",) else parts,
         offload=args.offload,
         stash=StashOptions() if args.stash else None,
+        offload_frozen=args.offload_frozen,
     )
 
 

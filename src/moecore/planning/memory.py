@@ -66,6 +66,7 @@ class _RankStep:
     passes: Sequence[_Pass]
     end: Segment
     offloaded_state: int  # bytes that are on the host between the first pass and the last one
+    frozen_experts: int  # bytes that are always on the host
 
     def iterate_peaks(self) -> Iterator[_Peak]:
         """Yield the peak bytes of each segment, from one module's pass to the next, in order."""
@@ -94,7 +95,7 @@ class RankMemory:
     pp_rank: int
     stages: tuple[str, ...]  # letters of its stages in a pipeline layout; ("all",) = no pipeline
     device: Mapping[str, int]  # on the GPU: stored tensors and the step's allocations
-    host: Mapping[str, int]  # peak of pinned memory: offloaded activations and optimizer state
+    host: Mapping[str, int]  # peak of pinned memory: offloaded activations, state and experts
     in_flight: tuple[int, ...]  # by stage: micro-batches from forward to the end of backward
 
     @property
@@ -191,6 +192,7 @@ def _make_rank_memory(
         host_level += copies[stage] if direction == "F" else -copies[stage]
         host_peak = max(host_peak, host_level)
     host = {"activations": host_peak, "optimizer state": step.offloaded_state}
+    host["frozen experts"] = step.frozen_experts
     return RankMemory(
         pp_rank=pp_rank,
         stages=("all",) if run.pipeline is None else tuple(stage.letters for stage in stages),
@@ -247,6 +249,7 @@ def _make_rank_steps(run: TrainingRun) -> Iterator[_RankStep]:
             passes=passes,
             end=segments.end,
             offloaded_state=round(per_element / run.dtype.itemsize * size.gradients),
+            frozen_experts=size.host,
         )
 
 

@@ -41,6 +41,7 @@ def format_option_flags(run: TrainingRun) -> list[str]:
         "precision": None if run.precision is None else _format_precision(run.precision).strip("'"),
         "recompute": ("gemm_last", *parts) if has_gemm_last else memory.parts,
         "offload": memory.offload,
+        "offload-frozen": memory.offload_frozen,
         "stash": memory.stash is not None,
         "row-factor": None if run.nvlink is None else run.nvlink.row_factor,
         "dispatcher": None if run.dispatcher == "auto" else run.dispatcher,
@@ -84,7 +85,7 @@ def format_python_calls(run: TrainingRun) -> str:
     check_arguments(format_python_calls, locals())
     sizes = f"{run.num_micro_batches}, {run.batch_size}, {run.seq_len}"
     arguments = {"fsdp": _format_record(run.fsdp), "loss": "'mean'"}
-    if run.memory.parts or run.memory.offload or run.memory.stash:
+    if _find_non_default_fields(run.memory):
         arguments["memory"] = _format_record(run.memory)
     if run.precision is not None:
         arguments["precision"] = _format_precision(run.precision)

@@ -345,7 +345,9 @@ def list_rank_bytes(run: TrainingRun) -> tuple[RankBytes, ...]:
         seq_len=min(run.seq_len, run.planned_model.num_mtp_layers + 1),
         batch_size=1,
         num_micro_batches=1,
-        memory=MemoryOptions(recompute=("expert_fc1",) if is_fc1 else ()),
+        memory=MemoryOptions(
+            recompute=("expert_fc1",) if is_fc1 else (), offload_frozen=run.memory.offload_frozen
+        ),
         optimizer=OptimizerOptions(master_remainder=run.optimizer.master_remainder),
         nvlink=None,
         dispatcher="auto",

@@ -184,7 +184,7 @@ def read_stored_values(
 
 def _read_with_update(param: Tensor, blocks: Blocks, slices: tuple[slice, ...]) -> Tensor:
     """Return `slices` of a 4-bit parameter in fp32, with the update of merged adapters."""
-    values = read_four_bit_values(blocks, torch.float32, slices)
+    values = read_four_bit_values(blocks, torch.float32, slices, param.device)
     update: Callable[..., None] | None = getattr(param, EXPORT_UPDATE, None)
     if update is not None:
         update(values, slices)

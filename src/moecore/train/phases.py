@@ -9,6 +9,7 @@ from moecore.parallel.model.phases import group_blocks_by_stage
 from moecore.train.graphs.regions import compile_blocks, find_compiled_modules, graph_blocks
 from moecore.train.memory.apply import apply_memory_options, apply_stash
 from moecore.train.memory.compiled import make_inductor_options
+from moecore.train.memory.frozen_offload import FrozenOffload
 
 
 def apply_compile(model: nn.Module, state: ParallelState) -> None:
@@ -29,6 +30,13 @@ def apply_recompute_and_offload(model: nn.Module, state: ParallelState) -> None:
         blocks, request.memory, device, compiled_modules=state.compiled, blocks_by_stage=chunks
     )
     state.stash = apply_stash(blocks, request.memory, device, compiled_modules=state.compiled)
+
+
+def apply_frozen_offload(model: nn.Module, state: ParallelState) -> None:
+    """If `MemoryOptions.offload_frozen`, move the 4-bit experts to host memory."""
+    if state.request.memory.offload_frozen:
+        experts = [layer.get_part("experts") for layer in state.layers.values()]
+        FrozenOffload(experts, state.request.meshes.device)
 
 
 def apply_cuda_graphs(model: nn.Module, state: ParallelState) -> None:

@@ -68,6 +68,8 @@ class MemoryOptions(CheckedRecord):
             ("nvlink", a padded capacity). None = each layer saves its padded buffers.
         fused_loss: a transformers model that trains with labels computes head and loss in chunks
             of tokens, so that the full logits never exist.
+        offload_frozen: the 4-bit blocks of frozen experts (`Precision.frozen`) are in pinned host
+            memory. The blocks of a layer are copied to the GPU before its forward and its backward.
     """
 
     recompute: Parts = ()
@@ -76,6 +78,7 @@ class MemoryOptions(CheckedRecord):
     offload_host_bytes: NumBytes | None = None
     stash: StashOptions | None = None
     fused_loss: bool = True
+    offload_frozen: bool = False
 
     def _find_field_errors(self) -> FieldErrors:
         for name, parts in (("recompute", self.parts), ("offload", self.offload)):

@@ -16,7 +16,7 @@ class RoleBytes:
     """One rank's bytes for all units with one role, such as the experts."""
 
     role: UnitRole
-    parameters: int  # this rank's shards
+    parameters: int  # this rank's shards on the device
     gradients: int  # this rank's shards of the gradients, in the parameters' dtype
     unsharded: int  # all parameters of the role, all-gathered or cast at the same time
 
@@ -31,6 +31,7 @@ class RankBytes:
     # Gradient sums of units that accumulate over micro-batches, without sums that become the
     # gradients themselves.
     accumulated: int
+    host: int = 0  # parameters in host memory
 
     @property
     def parameters(self) -> int:
@@ -58,7 +59,7 @@ def compute_rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
         roles.append(
             RoleBytes(
                 role=role,
-                parameters=sum(p.num_bytes(coordinate) for p in role_params),
+                parameters=sum(p.num_bytes(coordinate) for p in role_params if not p.on_host),
                 gradients=sum(p.num_bytes(coordinate) for p in role_params if p.trainable),
                 unsharded=sum(
                     layout.unsharded_numel // layout.values_per_byte * _get_itemsize(layout.gathers)
@@ -83,6 +84,7 @@ def compute_rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
             if any(slot.param in trained for slot in layout.slots)
             and (layout.dtype != layout.reduces if layout.ranks == 1 else not plan.nccl_ub)
         ),
+        host=sum(param.num_bytes(coordinate) for param in plan.params if param.on_host),
     )
 
 

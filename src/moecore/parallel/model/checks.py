@@ -47,7 +47,8 @@ def check_request(model: nn.Module, request: Request) -> None:
     """Raise a ValueError or NotImplementedError if options, meshes and model are incompatible."""
     _check_arguments(request)
     _check_model_is_plain(model)
-    for check in (_check_pp_and_tp, _check_context, _check_indexers, _check_fp8_head):
+    checks = _check_pp_and_tp, _check_context, _check_indexers, _check_fp8_head
+    for check in (*checks, _check_frozen_offload):
         check(model, request)
     if request.precision is not None and request.precision.frozen_dense:
         tp = request.meshes.parallel.tp
@@ -336,6 +337,15 @@ def _check_fp8_head(model: nn.Module, request: Request) -> None:
             raise ValueError(
                 f"Precision.fp8_head (True) must be False for {name}, because {reason}: drop it"
             )
+
+
+def _check_frozen_offload(model: nn.Module, request: Request) -> None:
+    precision = request.precision
+    if request.memory.offload_frozen and (precision is None or precision.frozen is None):
+        raise ValueError(
+            "MemoryOptions.offload_frozen (True) must be False without Precision.frozen, the 4-bit "
+            "format of frozen experts: pass precision='nf4'"
+        )
 
 
 def _check_experts(layer_name: str, layer: RoutedLayer, meshes: Meshes) -> None:

@@ -130,6 +130,7 @@ class _PlanBuilder:
         self.name_of = {param: name for name, param in model.named_parameters()}
         self.model_units = find_units(model, self.options)
         self.frozen = None if request.precision is None else request.precision.frozen
+        self.offloads_frozen = request.memory.offload_frozen
         linears = list_storable_linears(model, request.precision)
         self.frozen_dense = {linear.weight for linear in linears.values()}  # on every data rank
         self.in_fp8 = {  # experts whose products read the stored weights
@@ -179,6 +180,7 @@ class _PlanBuilder:
                 mesh="expert" if param in experts else "dense",
                 placements=self._plan_placements(param, experts.get(param)),
                 frozen=self.frozen if param in matrices else None,
+                on_host=self.offloads_frozen and param in matrices and param in experts,
             )
             for param, name in self.name_of.items()
         }

@@ -1,7 +1,8 @@
 """Host memory for copies of tensors, and storages that move between device and host.
 
     HostPool      a piece of a slab for each saved activation      Offload
-    HostCopies    memory by name, the same in every step           StateOffload, TrainingOffload
+    HostCopies    memory by name, the same in every step           StateOffload, TrainingOffload,
+                                                                   FrozenOffload
     HostSlots     a few slots for chunks of tensors                HostAdamW (`host_step.py`)
 
 The classes on the right are policies: they choose what is copied and when. All memory is allocated
@@ -308,7 +309,10 @@ class HostCopies:
         for name in sorted(new, key=lambda name: -tensors[name].nbytes):
             like, device_type = tensors[name], tensors[name].device.type
             slabs, size = self._slabs[device_type], round_up_to_alignment(like.nbytes)
-            slab_bytes = max(size, min(remaining_bytes[device_type], SLAB_BYTES))
+            # Of more than `SLAB_BYTES`, the largest power of two: little is added by rounding up.
+            rest = remaining_bytes[device_type]
+            rest = rest if rest <= SLAB_BYTES else compute_pinned_size(rest + 1) // 2
+            slab_bytes = max(size, rest)
             slab = slabs.find_slab(size)
             slab = slab or slabs.allocate_slab(compute_pinned_size(slab_bytes))
             self._copies[name] = slab.allocate(like.nbytes).view(like.dtype).view(like.shape)

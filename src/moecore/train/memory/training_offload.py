@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from moecore.base.fields import check_arguments
 from moecore.base.torch_private import get_storage_key, get_stored_local_tensor, tree_leaves
 from moecore.moe.param_reader import get_fp8_blocks
+from moecore.moe.stored_weights import get_host_matrix
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.model.parallel_state import (
     get_progress,
@@ -211,6 +212,8 @@ class TrainingOffload:
                 record.exchanges.close()
             if isinstance(record.stash, Stash):
                 record.stash.free_pages()
+        for matrix in filter(None, map(get_host_matrix, self._model.parameters())):
+            matrix.drop_device_copies()
         units = [unit for engine in list_engines(self._model) for unit in engine.units]
         self._freed = list(dict.fromkeys(b for unit in units for b in unit.list_buffers()))
         for buffer in self._freed:
