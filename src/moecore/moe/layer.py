@@ -131,14 +131,6 @@ class RoutedLayer(nn.Module):
                 "written by number: call move_experts(model, optimizers, None) before"
             )
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.check_expert_order()
-        super()._save_to_state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.check_expert_order()
-        super()._load_from_state_dict(*args, **kwargs)
-
     def run_on_zero_tokens(self, x_0D: Tensor) -> Tensor:
         """Run the forward for zero tokens, without the hooks of this module; return its output."""
         return self.forward(x_0D)  # type: ignore[no-any-return]

@@ -13,11 +13,12 @@ Legend: E experts, P ranks of ep, r rows of dim 0 of this rank's shard.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ from moecore.parallel.model.parallel_state import (
 P = ParamSpec("P")
 T = TypeVar("T")
 Optimizers = Optimizer | Sequence[Optimizer]
+_guarded: weakref.WeakSet[RoutedLayer] = weakref.WeakSet()
 Orders = Mapping[RoutedLayer, Tensor]  # int64 [E] on the CPU: the expert in each slot
 
 
@@ -126,7 +128,10 @@ def run_in_expert_order(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        values = parameters.bind(*args, **kwargs).arguments
+        try:
+            values = parameters.bind(*args, **kwargs).arguments
+        except TypeError:  # `function` raises it on all ranks
+            return function(*args, **kwargs)
         if not isinstance(values["model"], nn.Module):  # `function` raises an error
             return function(*args, **kwargs)
         with restore_expert_order(values["model"], values.get("optimizer")):
@@ -257,9 +262,20 @@ def _apply_orders(model: nn.Module, owners: Sequence[Optimizer], orders: Orders)
                     _move_rows_(value, sources_E, param.device)
                 getattr(owner, "restore_state", owner.state.__setitem__)(param, state)
         experts.reader.drop_copies()  # quantised weights in the last order
-        slots_E1 = torch.cat([order_E.argsort(), torch.tensor([-1], device="cpu")])
+        slots_E1 = torch.cat(
+            [order_E.argsort(), torch.full((1,), -1, dtype=torch.int64, device="cpu")]
+        )
         is_identity = order_E.equal(torch.arange(E, device="cpu"))
         layer.slots_E1 = None if is_identity else slots_E1.to(param.device, torch.int32)
+        if layer not in _guarded:  # `state_dict` and `load_state_dict` raise an error
+            layer.register_state_dict_pre_hook(_check_expert_order)
+            layer.register_load_state_dict_pre_hook(_check_expert_order)
+            _guarded.add(layer)
+
+
+def _check_expert_order(layer: nn.Module, *_: Any) -> None:
+    assert isinstance(layer, RoutedLayer), "the hook is of a layer"
+    layer.check_expert_order()
 
 
 def _move_rows_(tensor: Tensor, sources_E: Tensor, device: torch.device) -> None:
