@@ -135,7 +135,7 @@ class ParamReader:
 
     @contextmanager
     def _pack_saved_weights(self) -> Iterator[None]:
-        """Return a context in which `_pack` replaces weights that are saved for backward."""
+        """Return a context in which autograd saves `_pack(weight)`, which backward reads again."""
         self._packs = True
         try:
             with use_packer(self._pack):

@@ -215,7 +215,10 @@ class Router(BiasOwner):
         return F.embedding(token_ids_T, table_VK).int()  # indexing would accept the id -1
 
     def _assign_experts(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """Return ids [T, K] by a rule that compares tokens: Sinkhorn, expert choice or a user's."""
+        """Return ids [T, K] by a rule that compares tokens: Sinkhorn, expert choice or a user's.
+
+        An id is -1 if fewer than K experts choose the token.
+        """
         config, E, K = self.config, self.config.num_experts, self.config.top_k
         logits_NE, padding_N = micro_batch.all_gather_rows(logits_TE), micro_batch.gather_padding()
         rule = ASSIGNMENTS[config.assignment]

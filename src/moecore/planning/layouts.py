@@ -225,7 +225,7 @@ def list_smaller_option_sets(
 
 
 def _list_different_fields(first_set: OptionSet, second_set: OptionSet) -> list[str]:
-    """Compare two option sets, and return the names of the run's fields that differ."""
+    """Return the names of fields of `TrainingRun` whose values differ between two option sets."""
     return [name for name in DEFAULTS if getattr(first_set, name) != getattr(second_set, name)]
 
 

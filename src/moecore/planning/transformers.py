@@ -292,7 +292,7 @@ def _find_block_kinds(hf: Any, blocks: Sequence[nn.Module]) -> Iterator[Hashable
     """Yield a hashable kind of each block; blocks of one kind have equal modules and configs."""
     config = hf.config.get_text_config()
     lists = list(_find_layer_lists(config, len(blocks)))
-    is_distinct = not _has_independent_outer_params(hf, blocks)
+    is_distinct = not _keeps_other_params_with_fewer_layers(hf, blocks)
     for i, block in enumerate(blocks):
         if is_distinct:
             yield i
@@ -306,7 +306,7 @@ def _find_block_kinds(hf: Any, blocks: Sequence[nn.Module]) -> Iterator[Hashable
         yield tuple(kind)
 
 
-def _has_independent_outer_params(hf: Any, blocks: Sequence[nn.Module]) -> bool:
+def _keeps_other_params_with_fewer_layers(hf: Any, blocks: Sequence[nn.Module]) -> bool:
     """Return whether a model with one layer less has the same parameters outside its layers."""
     config = copy.deepcopy(hf.config)
     inner = {p for block in blocks for p in block.parameters()}

@@ -403,7 +403,11 @@ def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
 
 
 def choose_amax(past_amax: Tensor | None, x: Tensor, *, has_all_amax: bool) -> Tensor | None:
-    """Return `past_amax`, fp32 [n], with its zeros replaced by x's amax, unless `has_all_amax`."""
+    """Return the amax for delayed scaling, fp32 [n]; None = without delayed scaling.
+
+    This is `past_amax`, and x's amax where a history is empty (0). With `has_all_amax` no history
+    is empty, and x is not read.
+    """
     return past_amax if past_amax is None or has_all_amax else compute_amax(x, past_amax)
 
 

@@ -161,7 +161,10 @@ def _compute_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """`F.cross_entropy` of lazy logits [N, V] in chunks of tokens; None = it needs their values."""
+    """Compute `F.cross_entropy` of lazy logits [N, V] in chunks of tokens.
+
+    Returns None for options that need all logits, such as class weights or label smoothing.
+    """
     unsupported = (weight, size_average, reduce)
     is_plain = all(other is None for other in unsupported) and label_smoothing == 0.0
     is_known = reduction in ("mean", "sum") and ignore_index == IGNORE_INDEX

@@ -65,7 +65,7 @@ def make_recipe_error(products_name: str, recipe: Recipe) -> str:
 
 
 def uses_transformer_engine(products_name: str, recipe: Recipe | None) -> bool:
-    """Return whether this expert backend with this recipe runs in Transformer Engine."""
+    """Return whether these products, with this recipe, are Transformer Engine's."""
     return products_name == "te" or (recipe is not None and recipe.backend == "te")
 
 

@@ -84,8 +84,11 @@ def _compute_scores(logits, column_mask, FUNCTION: tl.constexpr):
 
 
 @triton.jit
-def _mask_padding_rows(padding, first_row, rows, num_rows):
-    """Return bool per row: True for `rows` of a sequence that exist and are not padding."""
+def _find_real_rows(padding, first_row, rows, num_rows):
+    """Return bool per row: True for real tokens among `rows` of a sequence of `num_rows` rows.
+
+    The sequence begins at `first_row` of `padding`.
+    """
     real = rows < num_rows
     if padding is not None:
         real = real & (tl.load(padding + first_row + rows, mask=real, other=1) == 0)
@@ -116,7 +119,7 @@ def balance_statistics_fwd_kernel(
     z_sums = tl.zeros([BLOCK_T], tl.float32)
     for tile in range(program % num_parts, tl.cdiv(num_rows, BLOCK_T), num_parts):
         rows = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-        in_rows = _mask_padding_rows(padding, first, rows, num_rows)
+        in_rows = _find_real_rows(padding, first, rows, num_rows)
         inside = in_rows[:, None] & in_cols[None, :]
         addresses = base + rows.to(tl.int64)[:, None] * E + cols[None, :]
         x = tl.load(addresses, mask=inside, other=-float("inf"))
@@ -183,7 +186,7 @@ def balance_statistics_bwd_kernel(
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
     rows = (tl.program_id(0) % num_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
-    in_rows = _mask_padding_rows(padding, sequence * num_rows, rows, num_rows)
+    in_rows = _find_real_rows(padding, sequence * num_rows, rows, num_rows)
     inside = in_rows[:, None] & in_cols[None, :]
     addresses = (sequence * num_rows + rows)[:, None] * E + cols[None, :]
     dscores = tl.load(dscore_sums + sequence * E + cols, mask=in_cols, other=0.0)[None, :]

@@ -226,7 +226,10 @@ class StreamedDocuments:
             self.length, ordinal = read, max(ordinal, begin + read)
 
     def _find_epoch_start(self, epoch_ordinal: int) -> int:
-        """Return the index of the first document of the epoch that starts at `epoch_ordinal`."""
+        """Return the index in the source of the document with which an epoch starts.
+
+        `epoch_ordinal` is the position of this document in the stream over all epochs.
+        """
         if self.length and self._key is None:
             return find_epoch_start(epoch_ordinal, self.length, self._partitions)
         return 0

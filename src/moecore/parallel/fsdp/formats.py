@@ -122,7 +122,7 @@ class QuantisedFormat(ABC):
             dim = param.slot.dim
             size = param.shard.shape[dim]
             places.append(MatrixShard.from_slice(param.shape, dim, param.start, size))
-        shapes = [self._get_blocks_shape(place) for place in places]
+        shapes = [self._get_block_grid(place) for place in places]
         has_matrices = self._has_matrix_amax
         sizes = [math.prod(shape) for shape in shapes]
         sizes += [count_matrices(param.shape) if has_matrices else 0 for param in params]
@@ -138,7 +138,7 @@ class QuantisedFormat(ABC):
         return parts
 
     @abstractmethod
-    def _get_blocks_shape(self, shard: MatrixShard) -> tuple[int, int]:
+    def _get_block_grid(self, shard: MatrixShard) -> tuple[int, int]:
         """Return the numbers of scale blocks along rows and columns of the unsharded matrix."""
 
     @abstractmethod
@@ -160,7 +160,7 @@ class BlockFormat(QuantisedFormat):
     _has_matrix_amax = False
 
     @override
-    def _get_blocks_shape(self, shard: MatrixShard) -> tuple[int, int]:
+    def _get_block_grid(self, shard: MatrixShard) -> tuple[int, int]:
         return shard.scales_shape
 
     @override
@@ -181,7 +181,7 @@ class MatrixFormat(QuantisedFormat):
     """FP8 with a scale per matrix, from its amax or its amax history."""
 
     @override
-    def _get_blocks_shape(self, shard: MatrixShard) -> tuple[int, int]:
+    def _get_block_grid(self, shard: MatrixShard) -> tuple[int, int]:
         return (0, 0)  # a matrix has one scale and is not divided into blocks
 
     @override
@@ -209,7 +209,7 @@ class PackedFormat(QuantisedFormat):
     _scale_dtype = FP8
 
     @override
-    def _get_blocks_shape(self, shard: MatrixShard) -> tuple[int, int]:
+    def _get_block_grid(self, shard: MatrixShard) -> tuple[int, int]:
         return shard.rows // SQUARE, shard.columns // SQUARE
 
     @override

@@ -300,7 +300,10 @@ def select_local_stages(
 
 
 def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
-    """Create `state.pipeline`, and compare parameters that pipeline stages share. Collective."""
+    """Create `state.pipeline`. Collective.
+
+    Raises ValueError if stages have different values of a parameter that they share.
+    """
     request, meshes = state.request, state.request.meshes
     if state.layout is None:
         return

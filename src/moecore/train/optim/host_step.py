@@ -259,6 +259,7 @@ class HostSlots:
     def start_copies(self, chunks: Iterable[Columns]) -> Iterator[list[list[Tensor]]]:
         """Start the first copies to the host; return an iterator over the chunks' host copies.
 
+        An item has a list per column of the chunk (such as gradients), with a tensor per parameter.
         The host waits for each chunk's copy. Copies are valid until the iterator advances.
         """
         # Copies that the caller starts before it takes the next chunk precede the slot's next use.

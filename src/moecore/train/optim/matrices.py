@@ -255,7 +255,7 @@ def _choose_layout(
     if "lora_" in module_path or "lora_" in param_name:
         return None, "a low-rank factor"
     if isinstance(module, SharedExpert):
-        return _make_shared_layout(module, param_name)
+        return _make_shared_expert_layout(module, param_name)
     if is_thin:
         return None, "a linear of one output" if isinstance(module, nn.Linear) else VECTOR
     if isinstance(module, Router) or (last in ROUTERS and param.ndim == 2):
@@ -294,7 +294,10 @@ def _make_expert_layout(experts: Experts, param_name: str) -> tuple[MatrixLayout
     return matrix_layout, "routed experts"
 
 
-def _make_shared_layout(experts: SharedExpert, param_name: str) -> tuple[MatrixLayout | None, str]:
+def _make_shared_expert_layout(
+    experts: SharedExpert, param_name: str
+) -> tuple[MatrixLayout | None, str]:
+    """Return a parameter's layout (None = no matrix that Muon updates), and its kind in words."""
     if param_name == "gate":
         return None, "gates of shared experts"
     rows, columns = getattr(experts, param_name).shape

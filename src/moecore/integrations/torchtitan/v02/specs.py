@@ -136,7 +136,7 @@ def _shard_over_tp(model: Any, _: ParallelDims, meshes: Meshes, job: Any) -> Mes
     return meshes
 
 
-def _apply_checkpointing(model: nn.Module, job: Any) -> None:
+def _apply_activation_checkpointing(model: nn.Module, job: Any) -> None:
     """Apply the job's activation checkpointing, in place; the router is not recomputed."""
     ac, field = job.activation_checkpoint, "per_op_sac_force_recompute_mm_shapes_by_fqns"
     if ac.mode != "none":
@@ -150,7 +150,7 @@ V02 = parallelize.Version(
     block=MoE,
     adapter=make_titan_moe,
     apply_tp=_shard_over_tp,
-    checkpoint=_apply_checkpointing,
+    checkpoint=_apply_activation_checkpointing,
 )
 
 

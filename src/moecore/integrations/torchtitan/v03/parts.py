@@ -232,7 +232,7 @@ def _shard_over_tp(
     return replace(meshes, dense_fsdp=parallel_dims.get_mesh(names))
 
 
-def _apply_checkpointing(model: nn.Module, job: Any) -> None:
+def _apply_activation_checkpointing(model: nn.Module, job: Any) -> None:
     """Apply the job's activation checkpointing; matrix products of MoE layers are saved."""
     ac = job.activation_checkpoint
     if type(ac) is SelectiveAC.Config:
@@ -247,5 +247,5 @@ V03 = Version(
     block=MoE,
     adapter=make_titan_moe,
     apply_tp=_shard_over_tp,
-    checkpoint=_apply_checkpointing,
+    checkpoint=_apply_activation_checkpointing,
 )
