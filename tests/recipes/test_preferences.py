@@ -21,9 +21,9 @@ from tests.recipes.trl_parity import (
     train_stock,
 )
 
-transformers = pytest.importorskip("transformers", minversion="5")
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
+transformers = pytest.importorskip("transformers", reason="models of extra `hf`")
+trl = pytest.importorskip("trl", reason="the oracle, of extra `trl`")
+datasets = pytest.importorskip("datasets", reason="what TRL reads, of extra `train`")
 BETA = 0.3
 CASE = Case(objective="dpo", words=f"--dpo-beta {BETA}", rows=2, tokens=96, eval_share=0.2)
 

@@ -30,9 +30,9 @@ from tests.recipes.trl_parity import (
     train_stock,
 )
 
-transformers = pytest.importorskip("transformers", minversion="5")
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
+transformers = pytest.importorskip("transformers", reason="models of extra `hf`")
+trl = pytest.importorskip("trl", reason="the oracle, of extra `trl`")
+datasets = pytest.importorskip("datasets", reason="what TRL reads, of extra `train`")
 BETA, DESIRABLE, UNDESIRABLE = 0.3, 1.5, 0.75
 CASE = Case(
     objective="kto",

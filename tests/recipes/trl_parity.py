@@ -115,7 +115,7 @@ def train_stock(
     train = [train[i] for _ in range(case.steps) for i in next(steps)]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32)
     if run == "adapters":
-        peft = pytest.importorskip("peft")
+        peft = pytest.importorskip("peft", reason="adapters, of extra `lora`")
         model = peft.PeftModel.from_pretrained(model, folder / "first", is_trainable=True)
     args = config_class(
         str(folder / "stock"),

@@ -118,7 +118,7 @@ def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> No
 def _fill_shard(
     param: Tensor, key: str, seed: int, fill_: Callable[[Tensor, torch.Generator], Tensor]
 ) -> None:
-    """Fill a shard with its part of global values, which follow from `key` and `seed` alone.
+    """Fill a shard with its part of global values, which depend only on `key` and `seed`.
 
     `fill_` receives a block of global rows in fp32, and the generator that draws its values.
     """

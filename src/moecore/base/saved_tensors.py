@@ -126,7 +126,7 @@ def use_packer(
 def mark_used_rows(*rows: UsedRows) -> Iterator[None]:
     """Return a context in which packers know which rows of padded, saved matrices have data.
 
-    The records replace those of an outer context; the first that matches a tensor is used.
+    The records replace the records of an outer context; the first that matches a tensor is used.
     """
     before, _packers.rows = _packers.rows, rows
     try:

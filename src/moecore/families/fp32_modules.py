@@ -96,7 +96,7 @@ def _cast_buffers_in_forward(module: nn.Module, names: Sequence[str], dtype: tor
 
 
 def _find_half_dtype(model: nn.Module, compute_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return `compute_dtype`, or if None that of the model's first 16-bit parameter, if 16-bit."""
+    """Return `compute_dtype` or the dtype of the first 16-bit parameter; None = not 16-bit."""
     if compute_dtype is None:
         compute_dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), None)
     return compute_dtype if compute_dtype in HALF_DTYPES else None

@@ -181,7 +181,7 @@ def make_gluon_descriptor(tensor: Tensor, block_shape: tuple[int, ...]) -> Any:
 
 @functools.cache
 def _choose_shared_layout(dtype: torch.dtype, block_shape: tuple[int, ...]) -> Any:
-    """Return Gluon's default shared-memory layout of a block; other dtypes have that of fp32."""
+    """Return Gluon's default shared-memory layout of a block; other dtypes as fp32."""
     dtypes = {
         torch.float8_e4m3fn: gl.float8e4nv,
         torch.bfloat16: gl.bfloat16,

@@ -58,7 +58,7 @@ class LinearProducts(ABC):
 def linear(args: tuple[Any, ...], products: type[LinearProducts], sink: GradSink | None) -> Tensor:
     """Return x @ weight^T + bias as one autograd node, computed by the functions of `products`.
 
-    `args` are those of `products.forward`. `sink` may compute the weight's gradient after backward;
+    `args` are as in `products.forward`. `sink` may compute the weight's gradient after backward;
     None = autograd gets it.
     """
     y: Tensor = _LinearFunction.apply(*args, products, sink)

@@ -121,7 +121,7 @@ class Documents:
 
 
 class RemainingDocuments:
-    """The indices of documents that no round has taken; `trial` has those of the tried round."""
+    """The indices of documents that no round has taken; `trial` = indices in the tried round."""
 
     def __init__(self, count: int) -> None:
         self._next = list(range(count + 1))

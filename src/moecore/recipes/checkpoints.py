@@ -1,7 +1,8 @@
 """Where a run's checkpoints are: a directory or URL, and the memory of its hosts.
 
-A file beside the checkpoints, `memory-id`, names the run's checkpoints in memory. Without this
-file, such as in a new directory or after `set_latest`, a run begins without checkpoints in memory.
+The file `memory-id` in the directory of the checkpoints names the checkpoints in memory. Without
+this file, such as in a new directory or after `set_latest`, a run begins without checkpoints in
+memory.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def read_decoder_config(path: Path) -> DecoderConfig:
 
 
 def export_config(hf_config: Path, rotary: RotaryOptions, config: DecoderConfig) -> dict[str, Any]:
-    """Return the config.json of an export: that of --hf-config, with [rotary] if it is set."""
+    """Return the config.json of an export: --hf-config, with [rotary] if it is set."""
     values = read_config(find_config(hf_config))
     return dict(values) if rotary == RotaryOptions() else add_rotary_fields(values, config)
 

@@ -200,7 +200,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def draw_curves(figure_module: ModuleType, metrics_path: Path, loss_unit: str = "byte") -> None:
-    """Draw loss or reward, load and two heat maps of loads into curves.png beside the metrics."""
+    """Draw loss or reward, load and two heat maps of loads into the run's curves.png."""
     lines, _ = read_metrics(metrics_path)
     steps = [line["step"] for line in lines]
     canvas = figure_module.Figure(figsize=(11, 6.5), layout="constrained")

@@ -44,7 +44,7 @@ def gather_totals(
     """Return the totals of the global batch. Collective over the world, with a host sync.
 
     `local_totals` is None if this rank has the error text `problem`. The values of
-    `global_entries` must be equal on all ranks, and those of `shared_entries` on the ranks of one
+    `global_entries` must be equal on all ranks, and `shared_entries` on the ranks of one
     data-parallel rank; otherwise every rank raises a ValueError.
     """
     totals = local_totals or Totals(num_micro_batches=0, weight=0.0, num_responses=0)

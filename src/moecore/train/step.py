@@ -487,7 +487,7 @@ class TrainStep:
     def close(self) -> None:
         """Free buffers that other ranks access; collective. Later forwards allocate again.
 
-        The buffers are those of "nvlink", "nccl_ep" and `FSDPOptions.nccl_ub`.
+        The buffers belong to "nvlink", "nccl_ep" and `FSDPOptions.nccl_ub`.
         After an ExchangeError, buffers are freed and the error is raised; training can continue.
         """
         for exchanges in self._exchanges:

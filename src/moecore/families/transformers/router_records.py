@@ -89,7 +89,7 @@ class RouterRecord:
     scale: str = ""  # option with a factor on the weights or on the routed output; "" = 1
     ranks_groups: bool = False  # whether groups are ranked by the sum of their two best scores
     layer_class: type[MoELayer] = MoELayer  # for blocks with another forward
-    children: tuple[str, ...] = ()  # children that `layer_class` runs, beside parts of `layout`
+    children: tuple[str, ...] = ()  # children that `layer_class` runs, except parts of `layout`
 
 
 DEEPSEEK_V3 = RouterRecord(

@@ -211,7 +211,7 @@ class StackedRowsHook:
         self._receive_ranges = [find_common_ranges(maker, tp.rank) for maker in ranks]
 
     def __call__(self, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
-        """Exchange local columns `y` for those of this rank's heads; backward sums gradients."""
+        """Exchange columns `y` for the columns of this rank's heads; backward sums gradients."""
         return run_and_save(exchange_with_grad, y, self._exchange_outputs, self._exchange_grads)  # type: ignore[no-any-return]
 
     def _exchange_outputs(self, y: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from moecore.io.checkpoint.ranks import gather_objects
 SCHEME = "hostmemory"
 HOST_VARIABLE = "MOECORE_HOST"  # its name, where one machine stands for several hosts
 IDLE_SECONDS = 12 * 3600.0
+FINAL = ".safetensors"  # files of ranks, which have a new name in each save and never change
 START_SECONDS = 20.0  # for a server to start
 REQUEST_SECONDS = 60.0  # for an answer
 
@@ -75,7 +76,9 @@ class _Hosts:
     ring: tuple[_Host, ...]
     num_copies: int
 
-    def ask_all(self, method: str, name: str) -> Iterator[tuple[_Host, Any, bytes]]:
+    def ask_all(
+        self, method: str, name: str, headers: dict[str, str] | None = None
+    ) -> Iterator[tuple[_Host, Any, bytes]]:
         """Yield (host, headers, body) of the hosts that have the file.
 
         OSError if no host answered. A lost host is skipped, because others have its files.
@@ -83,7 +86,7 @@ class _Hosts:
         failures = list[OSError]()
         for host in self.ring:
             try:
-                yield host, *host.request(method, name)
+                yield host, *host.request(method, name, headers=headers)
             except FileNotFoundError:
                 pass
             except OSError as error:
@@ -99,7 +102,7 @@ class _Hosts:
         copies = list[tuple[int, _Host, int]]()
         for host, headers, _ in self.ask_all("HEAD", name):
             copies.append((int(headers["X-Version"]), host, int(headers["X-Size"])))
-            if name.endswith(".safetensors"):
+            if name.endswith(FINAL):
                 break
         if not copies:
             raise FileNotFoundError(name)
@@ -161,11 +164,13 @@ class HostMemoryFileSystem(AbstractFileSystem):
 
     def cat_file(self, path: str, start: int, end: int, **_: Any) -> bytes:
         """Return the bytes `start` to `end` (exclusive) of a file."""
-        name = quote(f"/{path}")
-        host, size = _get_hosts().find(name)
-        if start >= min(end, size):
-            return b""
-        return host.request("GET", name, headers={"Range": f"bytes={start}-{end - 1}"})[1]
+        name, hosts = quote(f"/{path}"), _get_hosts()
+        headers = {"Range": f"bytes={start}-{end - 1}"}
+        if not name.endswith(FINAL):
+            return hosts.find(name)[0].request("GET", name, headers=headers)[1]
+        for answer in hosts.ask_all("GET", name, headers):  # of the first host that has the file
+            return answer[2]
+        raise FileNotFoundError(path)
 
     def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
         """Write a file to all hosts."""
@@ -247,6 +252,8 @@ def _start_server(name: str, ip: str) -> _Host:
     base = memory if memory.is_dir() else Path(tempfile.gettempdir())
     folder = base / f"moecore-{os.getuid()}-{quote(name, safe='')}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise OSError(f"{folder} must be a directory of this user: remove it")
     port_file = folder / f".port-{ip}"
     end, is_started = time.monotonic() + START_SECONDS, False
     while time.monotonic() < end:

@@ -145,7 +145,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.server.folder.joinpath(*parts)
 
     def _get_upload_path(self) -> Path:
-        """Return the path of the request's upload, a hidden file beside its target."""
+        """Return the path of the request's upload, a hidden file in its target's folder."""
         path, upload = self._get_path(), self._get_query().removeprefix("upload=")
         if not upload.isalnum():
             raise ValueError("not an upload")

@@ -1,7 +1,7 @@
 """Exports of linears in bitsandbytes' NF4 format, as transformers stores them; `quant.py` reads it.
 
 The fp32 values of a weight that is stored in NF4 are collected and quantised again. The codes and
-the scales are those of the weight, because each group has a code of +1 or -1 or only zeros.
+the scales equal the scales of the weight, because each group has a code of +1 or -1 or only zeros.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def get_export_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
 def find_stored_tensors(
     megatron_block: MegatronBlock, shapes: Shapes, config: DecoderConfig
 ) -> tuple[tuple[LayerPlace, ...], list[str]]:
-    """Return a block's places, two if gate and up are apart, () if missing; and error texts."""
+    """Return a block's places, two if gate and up are separate, () if missing; and error texts."""
     for stacked in (True, False):
         for places in _list_candidate_places(megatron_block, config, stacked=stacked):
             num_dims = [(shapes.get(place.key), len(place.index)) for place in places]

@@ -187,7 +187,7 @@ def _store_grads_kernel(grads_ptr, experts_ptr, buffer, piece, rank, CONST: tl.c
 def _receive_grads_kernel(
     grads_ptr, experts_ptr, buffer, piece, rank, timeout_ns, CONST: tl.constexpr
 ):
-    """Wait for this program's flags, then add clones' gradients to those of experts, [e, W]."""
+    """Wait for this program's flags, then add clones' gradients to experts' gradients, [e, W]."""
     pid = tl.program_id(0)
     operation = tl.load(buffer.state + OPERATION)
     element = grads_ptr.dtype.element_ty

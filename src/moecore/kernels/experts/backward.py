@@ -98,7 +98,7 @@ def compute_gradients(
         dy: contiguous, maybe in FP8. The gradient of the input has the same rows.
         has_expert_rows: whether dy has expert rows, which the dispatcher sums, not tokens.
         sinks: receive the gradients of w1 and w2 in place of autograd, which gets None.
-        sender: receives gradients of rows and routing weights before those of the matrices are
+        sender: receives gradients of rows and routing weights before gradients of matrices are
             computed.
     """
     grad = products.prepare_output_grad(dy, has_expert_rows=has_expert_rows, grad_flags=grad_flags)

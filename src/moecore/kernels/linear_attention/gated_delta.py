@@ -105,7 +105,7 @@ def gated_delta_rule(
     Differentiable once. flash-linear-attention synchronises the host once for each `cu_seqlens`.
 
     Args:
-        rule: tensors of any strides; q, k and v have one float dtype, which is that of the outputs.
+        rule: tensors of any strides; q, k and v have one float dtype, which the outputs have too.
         cu_seqlens: int32 [n + 1]: each document's first token, then T. Documents may be empty.
         initial_states_nHkv: each document's state before its first token, fp32 (fp64 for fp64), as
             the last states; None = 0.

@@ -179,7 +179,7 @@ def compute_even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tenso
 
     The share is approximate, because other experts' biases change too, and because the quantile is
     interpolated within a bin. If no token was counted, the result is `bias_E`. No host sync.
-    `histogram_EX` [..., E, X] and `bias_E` [..., E] are those of `add_margins_`.
+    `histogram_EX` [..., E, X] and `bias_E` [..., E] are arguments of `add_margins_`.
     """
     if not can_use_kernel(bias_E):
         return compute_even_bias_ref(histogram_EX, bias_E, top_k)

@@ -237,7 +237,7 @@ def _build_index_fwd_place_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _build_index_bwd_kernel(dweights_ptr, slots_ptr, dpairs_ptr, num_pairs, BLOCK: tl.constexpr):
-    """Write BLOCK pairs' gradients [N]: those of their expert rows [R], or 0 for slot -1."""
+    """Write BLOCK pairs' gradients [N]: their expert rows' gradients [R], or 0 for slot -1."""
     pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slots = tl.load(slots_ptr + pairs, mask=pairs < num_pairs, other=-1)
     grads = tl.load(dweights_ptr + slots, mask=slots >= 0, other=0.0)

@@ -47,7 +47,7 @@ class Rows:
         return self.values.dtype if self.wide_dtype is None else self.wide_dtype
 
     def widen(self) -> Tensor:
-        """Return the rows [S, D] in `dtype`; their gradient becomes that of `grad_handle_SD`."""
+        """Return the rows [S, D] in `dtype`; their gradient is given to `grad_handle_SD`."""
         if self.scales is None:
             return self.values
         if self.grad_handle_SD is None:

@@ -111,7 +111,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the untied heads (`is_fsdp_head`) behind a block, which become units, in order."""
+    """Return the untied heads (`is_fsdp_head`) after a block, which become units, in order."""
     # In the root unit no compute would hide a head's all-gather and reduction. A separate unit is
     # all-gathered while the last block runs, is resident, and is reduced first. Only the forward of
     # the head may read its weight, as in `moecore.models`. Heads of other models belong to the

@@ -175,7 +175,7 @@ def clip_and_step(
 ) -> GradientNorm:
     """Unscale and clip gradients, step the optimizers, and return the norm before clipping.
 
-    The arguments are those of `unscale_and_clip_`. No host sync if all optimizers are fused.
+    The arguments are as in `unscale_and_clip_`. No host sync if all optimizers are fused.
     """
     signals: dict[str, Tensor] = {}
     with annotate_range("moecore::clip"):
