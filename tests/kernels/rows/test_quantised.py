@@ -159,15 +159,6 @@ def test_rows_in_expert_order_stay(device: str) -> None:
     assert torch.equal(got.scales[:, :130], rows.scales[:130].T)  # type: ignore[index]
 
 
-def test_no_rows(device: str) -> None:
-    rows = q.quantise_rows(torch.zeros(0, 256, device=device), power_of_two=True)
-    none = torch.zeros(3, device=device, dtype=torch.int32)
-    tiles = map_row_tiles(none, 0)
-    assert q.tile_tokens(rows, none[:0], tiles).values.shape[1:] == (256, 128)
-    got = q.gather_row_blocks(rows, none[:0], none.new_zeros(0, 2), none[0])
-    assert got.values.shape == (0, 256) and got.scales.shape == (2, 0)
-
-
 def row_blocks(x: Tensor, power_of_two: bool) -> Blocks:
     rows = q.quantise_rows(x, power_of_two=power_of_two)
     return q.gather_row_blocks(rows, None, None, None)
