@@ -223,17 +223,6 @@ def test_worked_example_of_a_tile(device: str) -> None:
     assert got.values[0, :3, :3].float().tolist() == [[448, 112, 0], [5, 3, 0], [0, 0.0234375, 0]]
 
 
-def test_not_finite_rows_poison_their_own_tile(device: str) -> None:
-    tiles, R = tiles_of([130, 5], device)
-    x = torch.ones(R, 256, device=device, dtype=torch.bfloat16)
-    x[3, 10], x[131, 20] = torch.nan, torch.inf
-    got = q.tile_tokens(row_blocks(x, True), None, tiles)
-    nan = got.values[:3].float().isnan()
-    assert nan[0].nonzero().tolist() == [[10, 3]] and not nan[1].any()
-    assert nan[2, :128, 1].all() and not nan[2, 128:].any()
-    assert got.scales[:3].isinf().tolist() == [[False, False], [False, False], [True, False]]
-
-
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_of_the_reference(dtype: torch.dtype, power_of_two: bool, device: str) -> None:
