@@ -569,14 +569,9 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
         3,
     ),
     "quantised fp32": (lambda: run_quantised_activation("geglu", True, torch.float32), 3),
-    "AdamW": (lambda: run_adamw(torch.float32), 1),
-    "AdamW, bf16 moments": (lambda: run_adamw(torch.bfloat16), 1),
     "momentum": (run_momentum, 1),
     "batch-invariant products": (lambda: run_invariant_products(torch.bfloat16), 3),
     "batch-invariant products of fp32": (lambda: run_invariant_products(torch.float32), 3),
-    "AdamW, FP8 moments": (lambda: run_adamw(torch.uint8), 1),
-    "AdamW, FP8 moments, remainders": (lambda: run_adamw(torch.uint8, split=True), 1),
-    "AdamW, fp32 moments, remainders": (lambda: run_adamw(torch.float32, split=True), 1),
     "hyper-connections": (lambda: run_hyper_connections(7168, torch.bfloat16), 7),
     "hyper-connections of fp32": (lambda: run_hyper_connections(4096, torch.float32), 5),
     "pages": (lambda: run_pages(2 * D, 6 * F), 6),
@@ -715,9 +710,12 @@ def test_transposed_gradient_is_staged_by_matrix_stores(compiled: dict[str, Any]
         (torch.float32, True, (2, 3, 0)),
     ],
 )
-def test_adamw_moves_four_elements_at_a_time(moment_dtype, split, loads, compiled) -> None:
+def test_adamw_moves_four_elements_at_a_time(
+    moment_dtype, split, loads, compiled, tmp_path
+) -> None:
     run_adamw(moment_dtype, split)
     (kernel,) = compiled.values()
+    assert spilled_bytes(kernel, tmp_path) <= MAX_SPILL_BYTES
     ptx = kernel.asm["ptx"]
     block = adamw.FP8_BLOCK if moment_dtype == torch.uint8 else adamw.BLOCK
     fours = block // (4 * 32 * adamw.NUM_WARPS)  # of a thread

@@ -2,29 +2,22 @@
 
 from collections import Counter
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts import fp8_products
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, Refetch, UnsummedInput
 from moecore.kernels.experts.products import quantise_matrices
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.packed import pack_rows
 from moecore.kernels.rows.record import Rows
 from tests.kernels.experts.chosen import expert_mlp, list_saved
-from tests.kernels.experts.test_expert_mlp import NAMES, Sink, make, rows_of
+from tests.kernels.experts.test_expert_mlp import NAMES, make, rows_of
 from tests.moe.fp8_reference import Result, experts_fp8
 
 SIZES: dict[str, Any] = {"S": 23, "D": 256, "F": 128}
@@ -161,31 +154,6 @@ def test_keeps_one_byte_per_element(keep_hidden: Any) -> None:
     assert sum(sizes.values()) == S * D + S * D // 128 * 4 + hidden
 
 
-def test_sinks_and_sender() -> None:
-    leaves, ids = make("swiglu", **SIZES)
-    expected = run(leaves, ids, options_of())
-    index = rows_of(ids, leaves["weights"], 5)
-    sinks = tuple(Sink(torch.ones_like(leaves[n])) for n in ("w1", "w2"))
-    weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], sinks=sinks)  # type: ignore[arg-type]
-    grad_handle_RD = leaves["x"].detach()[index.row_ids_R].requires_grad_()
-    sent: list[Any] = []
-
-    class Sender:
-        def start_sending(self, *args: Any) -> None:
-            assert not any(sink.taken for sink in sinks)
-            sent.append(args)
-
-    part = UnsummedInput(grad_handle_RD, Sender())
-    y_RD = expert_mlp(Rows(leaves["x"].detach()), weights, index, options_of(), unsummed=part)
-    y_RD.backward(gradient_of(leaves["x"])[index.row_ids_R])
-    assert len(sent) == 1 and sent[0][0] is not None
-    where = (index.row_ids_R, index.slots_SK, index.num_rows)
-    assert torch.equal(sum_rows(sent[0][0], *where), expected["x"])
-    for sink, name in zip(sinks, ("w1", "w2"), strict=True):
-        assert sink.taken == 1 and leaves[name].grad is None
-        torch.testing.assert_close(sink.add_to, 1 + expected[name], rtol=1e-6, atol=1e-6)
-
-
 def test_gradients_of_wide_weights_are_not_rounded() -> None:
     """Weights in fp32 beside rows in bf16: their gradients are the products' fp32 sums."""
     leaves, ids = make("swiglu", **SIZES)
@@ -275,25 +243,4 @@ def test_under_a_dispatch_mode(scaling: Any, where: str) -> None:
     with Watch():
         y.backward(gradient_of(y))
     assert torch.equal(y, expected["y"])
-    assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)  # type: ignore[arg-type]
-
-
-def test_selective_checkpointing_keeps_the_op_of_the_experts() -> None:
-    leaves, ids = make("swiglu", **SIZES)
-    expected, calls = run(leaves, ids, options_of()), []
-    kept = torch.ops.moecore.expert_mlp.default
-
-    def policy(ctx: Any, op: Any, *args: Any, **how: Any) -> CheckpointPolicy:
-        calls.append(op)
-        must = op is kept
-        return CheckpointPolicy.MUST_SAVE if must else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
-        return apply({"x": x, "w1": w1, "w2": w2}, rows_of(ids, weights, 5), options_of())
-
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    args = [leaves[n] for n in NAMES]
-    y = checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
-    y.backward(gradient_of(y))
-    assert kept in calls
     assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)  # type: ignore[arg-type]
