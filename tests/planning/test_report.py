@@ -238,6 +238,11 @@ def test_each_option_is_reached_by_its_parts(option: Option) -> None:
     assert not anchor or anchor in {title.replace(" ", "-").replace("'", "") for title in titles}
 
 
+def test_each_option_stands_once_and_names_parts() -> None:
+    assert len({option.name for option in OPTIONS}) == len(OPTIONS)
+    assert {part for option in OPTIONS for part in option.shortens} <= {*LIMIT_OF}
+
+
 def test_a_lever_that_is_pulled_is_not_named() -> None:
     assert "GraphedForwardBackward" in make_report(trace_of("late launches")).levers[0].lever
     after = make_report(trace_of("late launches", with_graph=True)).levers

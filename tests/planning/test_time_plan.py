@@ -23,7 +23,7 @@ from moecore.planning import (
     time_step,
 )
 from moecore.planning.record import place_launches
-from moecore.planning.segments import Segments
+from moecore.planning.segments import Segments, make_segments
 from moecore.planning.times import simulate_queue
 from tests.helpers.grids import beside
 
@@ -151,6 +151,14 @@ def test_the_network_carries_one_collective_at_a_time() -> None:
     pairs = replace(run, num_gpus=64, parallel=ParallelConfig(pp=2, ep=16), pipeline=pipeline)
     staged = plan_time(pairs, table)
     assert 0.5 * found.seconds < staged.seconds < 0.75 * found.seconds  # half, and a bubble
+
+
+def test_which_layer_is_like_which() -> None:
+    segments = make_segments(STAGED)
+    assert segments.num_micro_batches == 3
+    assert segments.sampled_layers == {"F": (0, 1, 1, 1, 1, 1, 2, 3), "B": (0, 1, 2, 2, 2, 2, 2, 3)}
+    dense = make_segments(replace(STAGED, model=replace(DEEPSEEK, num_layers=8)))
+    assert dense.sampled_layers == {"F": (0, 0, 0, 1, 2, 2, 3, 4), "B": (0, 0, 0, 1, 2, 3, 3, 4)}
 
 
 def test_the_next_change() -> None:
