@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from benchmarks.bench_train import find_committed, list_runs, split_arguments, train
 
-from tests.benchmarks.forks import REPO, rows_of, run, run_command
+from tests.benchmarks.forks import REPO, rows_of
 
 ARGUMENTS = (
     "--preset tiny-qwen3 --tokens random --routing balanced --seq-len 32 --batch-size 2"
@@ -21,16 +21,6 @@ def test_a_run_prints_and_records_its_row(tmp_path: Path) -> None:
     check(row, said)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly  # its ranks do as above
-def test_torchrun_starts_it(tmp_path: Path) -> None:
-    where = f"--run-dir {tmp_path / 'run'} --results {tmp_path / 'results'}"
-    said = run_command(f"-m benchmarks.bench_train {ARGUMENTS} {where}", num_ranks=2)
-    (file,) = (tmp_path / "results").iterdir()
-    (row,) = [json.loads(line) for line in file.read_text().splitlines()]
-    check(row, said)
-
-
 def check(row: dict[str, Any], said: str) -> None:
     assert "tokens_per_second_per_gpu" in said
     assert (row["op"], row["preset"], row["num_gpus"], row["ep"]) == ("train", "tiny-qwen3", 2, 2)
@@ -39,13 +29,6 @@ def check(row: dict[str, Any], said: str) -> None:
     assert rate == pytest.approx(row["tokens_per_step"] / 2 / row["step_ms"] * 1e3, rel=1e-4)
     assert row["mfu"] == pytest.approx(row["tflops_per_gpu"] / row["ceiling_tflops"], rel=1e-4)
     assert row["load_max_over_mean"] == 1.0, "balanced"
-
-
-@pytest.mark.slow
-def test_a_wrong_argument_is_one_line(tmp_path: Path) -> None:
-    words = f"{ARGUMENTS} --num-layers 0 --run-dir {tmp_path}".split()
-    said = run("bench_train", words, num_ranks=1, code=2)
-    assert "--num-layers (0) must be a whole number >= 1" in said
 
 
 @pytest.mark.parametrize("more", ["", "--fp8-head", "--fp8-param-gather --fp8-dispatch --fp8-head"])

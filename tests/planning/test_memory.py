@@ -154,12 +154,6 @@ def test_kinds_are_positive_and_add_up(model, layout, schedule, strategy) -> Non
     assert tuple(sum(rank.device.values()) for rank in ranks) == plan_peak_memory(run)
 
 
-def test_bytes_that_a_kind_lacks_are_taken_from_others() -> None:
-    sizes = {"parameters": 50, "other": 3, "backward": 9, "attention": 20, "counts": -25, "none": 0}
-    found = memory._remove_negative_bytes(sizes, {"parameters"})
-    assert found == {"parameters": 50, "other": 3, "backward": 4}
-
-
 @pytest.mark.parametrize(
     ("schedule", "numbers"),
     [

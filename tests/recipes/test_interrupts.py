@@ -45,27 +45,30 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(n).items() if k not in MEASURED} for n in lines]
 
 
-def send(number: int, run_dir: Path) -> None:
-    """Send a signal to this process, which launches, once three steps are done."""
-    end = time.monotonic() + 200
-    while time.monotonic() < end and len((run_dir / "metrics.jsonl").read_bytes().splitlines()) < 3:
+def send(number: int, run_dir: Path, before: int) -> None:
+    """Send a signal to this process, which launches, once three more steps are done."""
+    end, metrics = time.monotonic() + 200, run_dir / "metrics.jsonl"
+    while time.monotonic() < end and len(metrics.read_bytes().splitlines()) < before + 3:
         time.sleep(0.02)
     os.kill(os.getpid(), number)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_stopped_has_saved_its_last_step(number: int, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_has_saved_its_last_step(tmp_path: Path) -> None:
     run_dir, unbroken = tmp_path / "run", tmp_path / "unbroken"
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").touch()
-    sender = threading.Thread(target=send, args=(number, run_dir), daemon=True)
-    sender.start()
-    assert train(run_dir, 3000) == 128 + number
-    sender.join()
-    done = len(lines_of(run_dir))
-    saved = latest(run_dir / "checkpoints")
-    assert saved is not None and saved.name == f"step-{done:06}" and 3 <= done < 3000
+    done = 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        args = (number, run_dir, before := done)
+        sender = threading.Thread(target=send, args=args, daemon=True)
+        sender.start()
+        assert train(run_dir, 3000) == 128 + number
+        sender.join()
+        done = len(lines_of(run_dir))
+        saved = latest(run_dir / "checkpoints")
+        assert saved is not None and saved.name == f"step-{done:06}"
+        assert before + 3 <= done < 3000
     assert train(run_dir, done + 2) == train(unbroken, done + 2) == 0
     assert lines_of(run_dir) == lines_of(unbroken)
 

@@ -4,13 +4,11 @@ Both are measured against stock in fp32. A batch in which a token stands between
 rounding tells nothing; `SEEDS` has others.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -36,14 +34,6 @@ from tests.helpers.ranks import run_ranks
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 SEEDS = {"minimax": 1, "phimoe": 2}
 BIASES = [6.912, 6.900, 6.904, 6.908]  # bf16 has 6.906 and 6.9375 there
-
-
-@pytest.fixture(scope="module")
-def meshes() -> Iterator[Meshes]:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    yield build_meshes(ParallelConfig(), "cpu")
-    dist.destroy_process_group()
 
 
 def computing_dtypes(model: nn.Module) -> dict[str, torch.dtype]:

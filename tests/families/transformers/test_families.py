@@ -398,18 +398,13 @@ def test_two_ranks_equal_one_process(ran, family, folding) -> None:
     assert result["stock"] == ""
 
 
-@pytest.fixture(scope="module")
-def alone() -> Meshes:
-    return build_meshes(ParallelConfig(), "cpu")
-
-
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_is_refused(family: str, alone: Meshes) -> None:
+def test_what_is_refused(family: str, meshes: Meshes) -> None:
     """On meta: nothing is computed."""
     with torch.device("meta"):
         model = tiny_model(family)
     with pytest.raises((NotImplementedError, ValueError), match=re.escape(REFUSED[family])):
-        parallelize_moe(model, alone)
+        parallelize_moe(model, meshes)
 
 
 @pytest.mark.parametrize("family", taken())

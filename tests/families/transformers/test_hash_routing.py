@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from moecore import BalanceConfig, Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import BalanceConfig, Meshes, TrainStep, parallelize_moe
 from moecore.rl import RouterReplay
 from tests.families.transformers.family_models import batch, loss_of, tiny_model
 
 BY_ID, LEARNED = "model.layers.0.mlp", "model.layers.1.mlp"
-
-
-@pytest.fixture(scope="module")
-def meshes() -> Meshes:
-    return build_meshes(ParallelConfig(), "cpu")
 
 
 def deepseek_v4() -> Any:

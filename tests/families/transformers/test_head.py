@@ -28,11 +28,6 @@ LINE = (
 )
 
 
-@pytest.fixture(scope="module")
-def meshes() -> Meshes:
-    return build_meshes(ParallelConfig(), device_type="cpu")
-
-
 def step(model: nn.Module, *args: Any, **given: Any) -> dict[str, Tensor]:
     """Return the loss of a forward, and every gradient."""
     out = model(*args, **given, use_cache=False)

@@ -14,19 +14,11 @@ from moecore import (
     DenseOptions,
     Meshes,
     MoELayer,
-    ParallelConfig,
     TrainStep,
-    build_meshes,
     parallelize_moe,
 )
 from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers import hf_models
-
-
-@pytest.fixture(scope="module")
-def meshes() -> Meshes:
-    """One process: build_meshes starts the group by itself."""
-    return build_meshes(ParallelConfig(), "cpu")
 
 
 def shapes(tensors: Any) -> dict[str, tuple[int, ...]]:

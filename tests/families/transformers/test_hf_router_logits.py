@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore import Meshes, MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
+from moecore import Meshes, MoEConfig, MoELayer, parallelize_moe
 from moecore.families import adopt
 from moecore.families.family import swap_blocks
 from moecore.families.transformers.blocks import STACKED
@@ -14,11 +14,6 @@ from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers import hf_models as hm
 
 ASKED: dict[str, Any] = {"output_router_logits": True}
-
-
-@pytest.fixture(scope="module")
-def meshes() -> Meshes:
-    return build_meshes(ParallelConfig(), "cpu")
 
 
 def pair(name: str, **kwargs: Any) -> tuple[nn.Module, nn.Module]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore import MemoryOptions, Meshes, ParallelConfig, build_meshes, parallelize_moe
+from moecore import MemoryOptions, Meshes, parallelize_moe
 from moecore.families import use_causal_attention
 from moecore.families.family import find_family
 from moecore.models.log_probs import LogProbLoss
@@ -17,11 +17,6 @@ LENGTHS = (9, 5, 4)
 TEMPERATURE = 0.7
 # granitemoe divides its logits; gpt-oss would not keep documents apart by positions
 NAMES = ["qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "deepseek-v3", "gpt-oss", "granitemoe"]
-
-
-@pytest.fixture(scope="module")
-def meshes() -> Meshes:
-    return build_meshes(ParallelConfig(), device_type="cpu")
 
 
 def made(name: str) -> nn.Module:

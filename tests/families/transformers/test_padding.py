@@ -4,15 +4,13 @@ Expected values are by hand, from the router logits that stock transformers give
 """
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from moecore import BalanceConfig, Meshes, ParallelConfig, build_meshes, parallelize_moe
+from moecore import BalanceConfig, Meshes, parallelize_moe
 from moecore.families import use_causal_attention
 from moecore.families.transformers.experts import get_image_mask, has_vision_experts
 from moecore.families.transformers.guards import NATIVE
@@ -24,12 +22,6 @@ transformers = pytest.importorskip("transformers", minversion="5")
 
 K = 2
 LOSS = BalanceConfig(micro_batch_coef=1.0)
-
-
-@pytest.fixture(scope="module")
-def meshes() -> Iterator[Meshes]:
-    yield build_meshes(ParallelConfig(), "cpu")
-    dist.destroy_process_group()
 
 
 def rows(side: str, seed: int) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
-from moecore import Meshes, MoELayer, ParallelConfig, build_meshes, parallelize_moe
+from moecore import Meshes, MoELayer, parallelize_moe
 from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.base.options.layer import BalanceConfig, CapacityConfig
 from moecore.families.family import swap_blocks
@@ -50,11 +50,6 @@ def families() -> list[str]:
 FAMILIES = families()
 EACH = beside(FAMILIES, [f for f in FAMILIES if f not in BY_DAY])
 BIASED = tuple(f for f in BY_DAY if f not in ("cohere2_moe", "granitemoe", "mistral4"))
-
-
-@pytest.fixture(scope="module")
-def meshes() -> Meshes:
-    return build_meshes(ParallelConfig(), "cpu")
 
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
