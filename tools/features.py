@@ -1,4 +1,4 @@
-"""Write docs/features.md, the map of features: `python -m tools.features`."""
+"""Write the map of features into docs/from_megatron.md: `python -m tools.features`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGE = DOCS / "features.md"
+PAGE = DOCS / "from_megatron.md"
 BEGIN = (
-    "# Features\n\nThis page lists the features of these sources and their place in moecore. "
-    "Names begin with `moecore.`. A record is a measurement or a test run on a GPU.\n\n"
+    "## Features and their tests\n\nThe table lists features of these sources. Names begin with "
+    "`moecore.`. A record is a measurement or a test run on a GPU.\n\n"
 )
 
 
@@ -39,20 +39,18 @@ def find_name(name: str) -> object:
 
 
 def make_page(features: dict[str, Any]) -> str:
-    """Return the text of docs/features.md."""
+    """Return docs/from_megatron.md with the map as its last section."""
     lines = [f"- **{key}**: {text}" for key, text in features["sources"].items()]
-    lines += ["", "| source | feature | option or function | test | record |", "|---" * 5 + "|"]
+    lines += ["", "| source | feature | option or function | test, record |", "|---" * 4 + "|"]
     for row in features["feature"]:
         names = ", ".join(f"`{name.removeprefix('moecore.')}`" for name in row["option"])
         test = f"[{Path(row['test']).stem}](../tests/{row['test']})"
         path = row["record"]
-        record = (
-            f"[{path.split('/')[0][:10]}](../benchmarks/results/{path})" if path else "no record"
-        )
-        lines.append(f"| {row['source']} | {row['asks']} | {names} | {test} | {record} |")
+        record = f", [{path.split('/')[0][:10]}](../benchmarks/results/{path})" if path else ""
+        lines.append(f"| {row['source']} | {row['asks']} | {names} | {test}{record} |")
     lines += ["", "Not implemented:", ""]
     lines += [f"- {row['asks']} ({row['source']})" for row in features["missing"]]
-    return BEGIN + "\n".join(lines) + "\n"
+    return PAGE.read_text().partition(BEGIN)[0] + BEGIN + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
