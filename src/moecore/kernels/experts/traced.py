@@ -25,8 +25,8 @@ from moecore.kernels.ops import Op
 from moecore.kernels.rows.activation import FLAT, make_activation_options
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.index import ExpertIndex
-from moecore.kernels.rows.move import sum_rows_without_autograd
 from moecore.kernels.rows.microscaled_rows import pack_microscaled_rows
+from moecore.kernels.rows.move import sum_rows_without_autograd
 from moecore.kernels.rows.record import Rows
 
 _INDEX = "Tensor row_ids_R, Tensor slots_SK, Tensor offsets_e"
