@@ -64,7 +64,7 @@ class Products(Protocol):
         return rows
 
     def pack_rows(self, rows: Rows) -> Rows:
-        """Return rows of `prepare_rows` as forward saves and backward reads them; unchanged here."""
+        """Return `prepare_rows`' result as it is saved for backward; here unchanged."""
         return rows
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Any]:

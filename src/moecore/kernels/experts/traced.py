@@ -120,6 +120,7 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     if h_format == "fp8":
         return y, empty((R, C), dtype=FP8), empty((R, C // BLOCK), dtype=torch.float32)
     if h_format == "microscaled":
+        assert recipe is not None
         values, scales = pack_microscaled_rows(empty((R, C)), recipe)
         return y, values, scales
     return y, empty((R, C) if args.saves_h else (0,)), empty((0,), dtype=torch.float32)

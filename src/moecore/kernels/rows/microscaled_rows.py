@@ -71,7 +71,7 @@ def widen_microscaled_rows_ref(values: Tensor, scales: Tensor, dtype: torch.dtyp
         of_blocks = scales[:, :-1].contiguous().view(FP8).float() * powers
         wide = unpack_e2m1(values)
     blocks = wide.unflatten(1, (of_blocks.shape[1], -1))
-    return (blocks * of_blocks[..., None]).flatten(1).to(dtype)
+    return (blocks * of_blocks[..., None]).flatten(1).to(dtype)  # type: ignore[no-any-return]
 
 
 @triton.jit
