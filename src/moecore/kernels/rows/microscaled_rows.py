@@ -162,6 +162,13 @@ def microscaled_widen_rows_kernel(
     tl.store(out_ptr + row * D + columns, x.to(out_ptr.dtype.element_ty), mask=columns < D)
 
 
+def make_empty_microscaled_rows(x_SD: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Return uninitialised results of `pack_microscaled_rows`."""
+    (S, D), is_nvfp4, new = x_SD.shape, recipe.scaling == "nvfp4", x_SD.new_empty
+    values = new(S, D // (1 + is_nvfp4), dtype=torch.uint8 if is_nvfp4 else FP8)
+    return values, new(S, D // recipe.weight_multiple + is_nvfp4, dtype=torch.uint8)
+
+
 def pack_microscaled_rows(x_SD: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Quantise rows to values and scales of the recipe's format. No autograd, no host sync.
 
@@ -171,11 +178,11 @@ def pack_microscaled_rows(x_SD: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]
     (S, D), size, is_nvfp4 = x_SD.shape, recipe.weight_multiple, recipe.scaling == "nvfp4"
     if not can_use_kernel(x_SD):
         return pack_microscaled_rows_ref(x_SD, replace(recipe, power_of_two=True))
-    values = x_SD.new_empty(S, D // (1 + is_nvfp4), dtype=torch.uint8)
-    scales = x_SD.new_empty(S, D // size + is_nvfp4, dtype=torch.uint8)
+    values, scales = make_empty_microscaled_rows(x_SD, recipe)
     constants = dict(D=D, SIZE=size, E2M1=is_nvfp4, BLOCKS=COLUMNS // size, num_warps=NUM_WARPS)
-    launch(quantise_microscaled_rows_kernel, S, x_SD, values, scales, **constants)
-    return values if is_nvfp4 else values.view(FP8), scales
+    args = (x_SD, values.view(torch.uint8), scales)
+    launch(quantise_microscaled_rows_kernel, S, *args, **constants)
+    return values, scales
 
 
 def widen_microscaled_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
