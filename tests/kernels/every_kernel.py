@@ -39,6 +39,7 @@ from moecore.kernels.rows.four_bit import dequantise, quantise
 from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
+from moecore.kernels.rows.microscaled_rows import pack_microscaled_rows, widen_microscaled_rows
 from moecore.kernels.rows.move import copy_first_rows, gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, view_packed_rows
 from moecore.kernels.rows.pages import PageLayout, stash_or_restore_rows, take_pages_for_rows
@@ -186,6 +187,8 @@ def run_quantised(device: str, index: Any) -> None:
                     x_TD[:, 32:], recipe, over_rows=over_rows, is_gradient=True, pack=packed
                 )
             quantise_microscaled_matrices(x_TD[None, :32], recipe, pack=packed)
+        packed_rows = pack_microscaled_rows(x_TD, recipe)
+        widen_microscaled_rows(*packed_rows, x_TD.dtype)
     run_block_scaled(x_TD)
     dequantise(quantise(x_TD[:, :64], "nf4"), torch.bfloat16)
     part = torch.randn(2, 24, 144, device=device)

@@ -14,7 +14,7 @@ from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.packed import pack_rows
 from moecore.kernels.rows.record import Rows
-from tests.kernels.experts.chosen import expert_mlp
+from tests.kernels.experts.chosen import expert_mlp, list_saved
 from tests.kernels.experts.test_expert_mlp import make, rows_of
 from tests.kernels.experts.test_fp8_products import OUTPUTS, apply, check, gradient_of, run
 from tests.kernels.rows.microscaling_oracle import experts
@@ -57,6 +57,34 @@ def test_more_than_a_block_of_one_expert_and_bf16(recipe: Recipe) -> None:
     found = run(leaves, ids, options_of(recipe))
     check(found, oracle(leaves, ids, recipe, "swiglu"), 2 * BOUNDS[recipe.scaling])
     assert {found[n].dtype for n in ("y", "x", "w1", "w2")} == {torch.bfloat16}
+
+
+@both
+def test_x_and_h_are_saved_in_the_format(recipe: Recipe) -> None:
+    """At most 0.55 and 0.30 of the bytes of bf16."""
+    leaves, ids = make("swiglu", S=43, D=128, F=96, dtype=torch.bfloat16)
+    index = rows_of(ids, leaves["weights"], 5)
+    shapes = {"x": leaves["x"].shape, "h": (index.row_ids_R.shape[0], leaves["w1"].shape[1])}
+    share = {"mxfp8": 0.55, "nvfp4": 0.30}[recipe.scaling]
+    x, x_scales, h, h_scales = list_saved(lambda: apply(leaves, index, options_of(recipe)))[:4]
+    for shape, saved in ((shapes["x"], (x, x_scales)), (shapes["h"], (h, h_scales))):
+        assert saved[0].shape[0] == saved[1].shape[0] == shape[0]
+        assert sum(t.nbytes for t in saved) <= share * shape[0] * shape[1] * 2
+    wide = replace(recipe, keep_hidden="wide")
+    x, h = list_saved(lambda: apply(leaves, index, options_of(wide)))[:2]
+    assert (x.dtype, x.shape, h.dtype, h.shape) == (x.dtype, shapes["x"], x.dtype, shapes["h"])
+
+
+@both
+@pytest.mark.parametrize("keep_hidden", ["auto", "wide"])
+def test_gradients_are_those_of_the_saved_values(recipe: Recipe, keep_hidden: Any) -> None:
+    """A second FC1 gives the bits of a saved H, which it rounds alike."""
+    recipe = replace(recipe, keep_hidden=keep_hidden)
+    leaves, ids = make("swiglu", **SIZES)
+    found = run(leaves, ids, options_of(recipe))
+    check(found, oracle(leaves, ids, recipe, "swiglu"), BOUNDS[recipe.scaling])
+    again = run(leaves, ids, options_of(recipe, saves_h=False))
+    assert all(torch.equal(found[name], again[name]) for name in OUTPUTS)
 
 
 def test_each_option_changes_gradients_alone() -> None:

@@ -165,8 +165,9 @@ def test_gradients_of_wide_weights_are_not_rounded() -> None:
     assert not torch.equal(found["w1"], rounded)
 
 
-@pytest.mark.parametrize("scaling", ["blockwise", "nvfp4"])
-def test_opcheck(scaling: str) -> None:
+# opcheck adds the elements of outputs, which torch does not for FP8 on a CPU.
+@pytest.mark.parametrize(("scaling", "hidden"), [("blockwise", "wide"), ("nvfp4", "auto")])
+def test_opcheck(scaling: str, hidden: str) -> None:
     leaves, ids = make("swiglu", S=5, D=128, F=128, drop=False)
     rows = rows_of(ids, leaves["weights"].detach(), 5)
     weights = rows.weights_R.detach().requires_grad_()
@@ -174,7 +175,7 @@ def test_opcheck(scaling: str) -> None:
     args = (leaves["x"], leaves["w1"], leaves["w2"], *none, weights, None, False, None)
     args += (rows.row_ids_R, rows.slots_SK, rows.offsets_e)
     args += ("swiglu", 7.0, 7.0, 1.702, False, "triton", True)
-    args += (scaling, True, "e4m3", 0, "wide", True, True, "moecore", torch.float32)
+    args += (scaling, True, "e4m3", 0, hidden, True, True, "moecore", torch.float32)
     torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
 
 

@@ -111,6 +111,14 @@ class Rounding:
         random = draws(padded, first_row) if gradient and self.recipe.stochastic_rounding else None
         return fp4(padded, 16, 1, tensor_scale(padded, self.recipe.power_of_two), random)
 
+    def saved(self, x: Tensor) -> Tensor:
+        """Return what backward reads of X or H: of E2M1 each row has a power of two."""
+        if self.recipe.keep_hidden == "wide" or not len(x):
+            return x.double()
+        if self.recipe.scaling == "mxfp8":
+            return fp8(x, 1, 32)
+        return torch.cat([fp4(row[None], 1, 16, tensor_scale(row, True)) for row in x])
+
     def weight(self, w: Tensor, *, transposed: bool = False) -> Tensor:
         if self.recipe.scaling == "mxfp8":
             return fp8(w, 32, 1) if transposed else fp8(w, 1, 32)
@@ -140,14 +148,15 @@ def experts(
         weight = weights[source, choice].double()[:, None]
         rows, here = x[source], dict(gradient=True, first_row=row)
         h = (q.over_columns(rows) @ q.weight(w1[i]).T).to(dtype)
-        leaf = h.double().requires_grad_()
+        a = (_activation(h.double(), kind) * weight).to(dtype)
+        y_rows = (q.over_columns(a) @ q.weight(w2[i]).T).to(dtype)
+        leaf = q.saved(h).requires_grad_()  # from here on backward
         act = _activation(leaf, kind)
-        a = (act.detach() * weight).to(dtype)
+        a, rows = (act.detach() * weight).to(dtype), q.saved(rows).to(dtype)
         da = q.over_columns(dy[source], **here) @ q.weight(w2[i], transposed=True)
         da = da.to(dtype)
         (dh,) = torch.autograd.grad(act, leaf, da.double() * weight)
         dh = dh.to(dtype)
-        y_rows = (q.over_columns(a) @ q.weight(w2[i]).T).to(dtype)
         dx_rows = (q.over_columns(dh, **here) @ q.weight(w1[i], transposed=True)).to(dtype)
         out.y.index_add_(0, source, y_rows.double())
         out.x.index_add_(0, source, dx_rows.double())

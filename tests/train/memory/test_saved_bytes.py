@@ -201,6 +201,18 @@ def test_what_experts_keep_by_hand() -> None:
         assert kept.device["routing"] >= T * D * 2 + T * E * 4 + T * K * 4
 
 
+@pytest.mark.parametrize(("scaling", "row_bytes"), [("mxfp8", 256 + 8), ("nvfp4", 128 + 17)])
+def test_what_experts_keep_in_blackwell_formats(scaling: Any, row_bytes: int) -> None:
+    """H of 256 columns: values, and a byte per block; of "nvfp4" one more per row."""
+    T, K, E = 96, 2, 8
+    x = torch.empty(T, 256, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    layer = MoELayer(LAYERS["plain"][0], device="meta", dtype=torch.bfloat16)
+    layer.experts.set_backend("auto", recipe=Recipe(scaling=scaling))
+    call = dict(options=MemoryOptions(), device_type="cuda")
+    (kept,) = count_saved_bytes(layer, [layer], lambda copy: copy(x), **call).blocks  # type: ignore[arg-type]
+    assert kept.device["experts"] == T * K * row_bytes + T * K * (4 + 4) + E * 4
+
+
 def test_a_gpu_keeps_what_was_predicted() -> None:
     """What an H200 allocated beside it: the model's last norm, its input and output.
 

@@ -16,8 +16,8 @@ from moecore.base.registry import Registry
 
 Scaling = Literal["blockwise", "rowwise", "tensorwise", "mxfp8", "nvfp4"]
 Format = Literal["e4m3", "e5m2"]
-Hidden = Literal["wide", "fp8"]
-KeepHidden = Literal["auto", Hidden]
+Hidden = Literal["wide", "fp8", "microscaled"]
+KeepHidden = Literal["auto", "wide", "fp8"]
 RecipeBackend = Literal["moecore", "te"]
 FrozenFormat = Literal["nf4", "mxfp4"]
 Block = tuple[int | None, int | None]  # rows and columns that share a scale; None = all
@@ -64,7 +64,9 @@ class Recipe(CheckedRecord):
             scaling for "tensorwise", from the maximum of the last n steps: no extra pass over the
             tensor, but larger values are clipped. The rows of a layer's experts share one history.
         keep_hidden: format of FC1's output that the experts save for backward: "wide" = the dtype
-            of the products, "fp8" = 1 x 128 blocks ("blockwise" only), "auto" = "fp8" if allowed.
+            of the products, "fp8" = 1 x 128 blocks ("blockwise" only). "auto" = "fp8" if allowed.
+            For "mxfp8" and "nvfp4" the field also applies to FC1's input, and "auto" saves both in
+            the format of the recipe, in blocks along a row.
         hadamard: for "nvfp4": apply a random Hadamard transform to 16 tokens of both operands of a
             weight gradient before quantisation, which spreads outliers.
         stochastic_rounding: for "nvfp4": round gradients stochastically, so that their mean is
@@ -113,6 +115,8 @@ class Recipe(CheckedRecord):
         """The format in which experts save FC1's output for backward; never "auto"."""
         if self.keep_hidden != "auto":
             return self.keep_hidden
+        if self.is_emulated:
+            return "microscaled"
         return "fp8" if (self.scaling, self.backend) == ("blockwise", "moecore") else "wide"
 
     @property
@@ -179,7 +183,7 @@ class Recipe(CheckedRecord):
         line = f"{self.scaling} FP8{suffix}: {formats}, {blocks}, scales {scales}"
         if self.amax_history:
             line += f" of the last {self.amax_history} steps"
-        return line if self.hidden_format == "wide" else f"{line}, hidden kept in fp8"
+        return f"{line}, hidden kept in fp8" if self.hidden_format == "fp8" else line
 
 
 Role = Literal["experts", "shared_experts", "mlp", "attention"]

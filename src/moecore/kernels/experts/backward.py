@@ -142,6 +142,6 @@ def _compute_grad(sink: GradSink | None, compute: ComputeGrad, *operands: Any) -
 
 
 def _prepare_rows(products: Products, state: SavedState) -> Rows:
-    """Return the saved source rows in the format that `products` read."""
+    """Return the source rows in the format in which `products` save them."""
     assert state.rows is not None, "the source rows were not fetched again"
-    return products.prepare_rows(state.rows)
+    return products.pack_rows(products.prepare_rows(state.rows))

@@ -60,7 +60,11 @@ class Products(Protocol):
         self.low2 = LowRankProducts(weights.update2, index.offsets_e, has_kernels=has_kernels)
 
     def prepare_rows(self, rows: Rows) -> Rows:
-        """Return token rows in the format that `fc1` reads and forward saves; here unchanged."""
+        """Return token rows in the format that `fc1` reads; here unchanged."""
+        return rows
+
+    def pack_rows(self, rows: Rows) -> Rows:
+        """Return `prepare_rows`' result as it is saved for backward; here unchanged."""
         return rows
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Any]:

@@ -3,8 +3,9 @@
     ScaledMatmuls    FP8 with a scale per row or per tensor: "rowwise", "tensorwise"
     EmulatedMatmuls  a scale per block of 32 or 16: "mxfp8", "nvfp4"
 
-X and H are saved for backward in the dtype of the rows, and each operand is quantised from this
-dtype along the dim that its product sums. Source rows that were dispatched in FP8 are widened
+X and H are saved for backward in the dtype of the rows, or by "mxfp8" and "nvfp4" in the format of
+the recipe (`Recipe.keep_hidden`), and widened in backward. Each operand is quantised from the dtype
+of the rows along the dim that its product sums. Source rows that were dispatched in FP8 are widened
 first. The layers of these recipes are slower than those of "blockwise".
 
 Letters: as in `contract.py`; P expert rows, each expert's padded with zeros to full blocks.
@@ -37,7 +38,9 @@ from moecore.kernels.grouped.scaled_rows import (
 from moecore.kernels.grouped.wgrad import grouped_wgrad, scale_and_store_grad
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
+from moecore.kernels.rows.microscaled_rows import pack_microscaled_rows
 from moecore.kernels.rows.microscaling import transpose_matrices, unpack_matrices
+from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import Blocks, OperandPair
 from moecore.kernels.rows.shard_blocks import transpose_values
 
@@ -221,6 +224,12 @@ class EmulatedMatmuls(Matmuls):
         )
         grad_eNK = grad_eNK * (source.scales * other.scales)[:-1, None, None]
         return scale_and_store_grad(grad_eNK, *target)
+
+    def pack_rows(self, rows: Rows) -> Rows:
+        is_packed = rows.scales is not None and rows.scales.dtype == torch.uint8
+        if is_packed or self.recipe.hidden_format == "wide":
+            return rows
+        return Rows(*pack_microscaled_rows(rows.widen().detach(), self.recipe), rows.dtype)
 
     def drop_weights(self) -> None:
         self.matrices.drop_matrices()

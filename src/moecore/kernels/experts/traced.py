@@ -25,6 +25,7 @@ from moecore.kernels.ops import Op
 from moecore.kernels.rows.activation import FLAT, make_activation_options
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.microscaled_rows import make_empty_microscaled_rows
 from moecore.kernels.rows.move import sum_rows_without_autograd
 from moecore.kernels.rows.record import Rows
 
@@ -115,8 +116,12 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     empty = partial(args.x_SD.new_empty, dtype=args.dtype)
     y = empty((R if args.unsummed else S, D))
     recipe = _make_expert_options(args).recipe
-    if args.saves_h and recipe is not None and recipe.hidden_format == "fp8":
+    h_format = "wide" if recipe is None or not args.saves_h else recipe.hidden_format
+    if h_format == "fp8":
         return y, empty((R, C), dtype=FP8), empty((R, C // BLOCK), dtype=torch.float32)
+    if h_format == "microscaled":
+        assert recipe is not None
+        return y, *make_empty_microscaled_rows(empty((R, C)), recipe)
     return y, empty((R, C) if args.saves_h else (0,)), empty((0,), dtype=torch.float32)
 
 

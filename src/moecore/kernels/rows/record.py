@@ -15,6 +15,7 @@ from torch import Tensor
 from moecore.base.torch_private import register_dataclass
 from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
 from moecore.kernels.rows.e4m3 import from_e4m3
+from moecore.kernels.rows.microscaled_rows import widen_microscaled_rows
 from moecore.kernels.rows.packed import gather_packed_rows, unpack_rows, view_packed_rows
 
 PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # scales of one program: 32 elements per thread
@@ -22,7 +23,11 @@ PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # scales of one program: 32 elements p
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A matrix [S, D] with a row per token, unquantised or in FP8 with a scale per 128 columns."""
+    """A matrix [S, D] with a row per token, unquantised or in FP8 with a scale per 128 columns.
+
+    Rows that are saved for backward may be in MXFP8 or NVFP4 (`microscaled_rows.py`), which have
+    uint8 scales.
+    """
 
     values: Tensor  # [S, D] bf16, fp16, fp32 or fp64; float8_e4m3fn with scales, rows maybe strided
     scales: Tensor | None = None  # None, or fp32 [S, ceil(D / 128)]: factor of each 128 columns
@@ -50,6 +55,8 @@ class Rows:
         """Return the rows [S, D] in `dtype`; their gradient is given to `grad_handle_SD`."""
         if self.scales is None:
             return self.values
+        if self.scales.dtype == torch.uint8:
+            return widen_microscaled_rows(self.values, self.scales, self.dtype)
         if self.grad_handle_SD is None:
             return _widen(self.values, self.scales, self.dtype)
         return _Widened.apply(self.grad_handle_SD, self.values, self.scales)  # type: ignore[no-any-return]
