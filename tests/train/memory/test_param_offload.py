@@ -83,7 +83,7 @@ def test_bits_are_those_of_shards_on_the_device(ranks: dict[str, bool], case: st
 
 
 def test_options_that_do_not_fit_are_refused(no_group_left: None) -> None:
-    with pytest.raises(ValueError, match="offload_params .* must be False with FSDPOptions.fp8"):
+    with pytest.raises(ValueError, match=r"offload_params .* must be False with FSDPOptions.fp8"):
         parallelize_moe(
             Decoder(preset("tiny")),
             build_meshes(ParallelConfig(), "cpu"),

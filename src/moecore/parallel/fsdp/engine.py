@@ -52,7 +52,7 @@ from moecore.base.torch_private import (
 from moecore.parallel.fsdp.deferred import WeightGradients
 from moecore.parallel.fsdp.progress import Progress
 from moecore.parallel.fsdp.runs import ForwardRun, GradBoundary
-from moecore.parallel.fsdp.transport import ShardCopies, UnitStreams
+from moecore.parallel.fsdp.transport import UnitStreams
 from moecore.parallel.fsdp.uneven_ranks import UnevenRanks
 from moecore.parallel.fsdp.unit import CollectiveHeader, State, Unit
 
@@ -111,10 +111,6 @@ class UnitEngine:
                 before, after = partial(self._pre_forward, unit), partial(self._post_forward, unit)
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
                 module.register_forward_hook(after, always_call=True)
-
-    def set_shard_copies(self, shard_copies: ShardCopies) -> None:
-        """Set the copies of shards that the caller has moved to host memory."""
-        self._streams.shard_copies = shard_copies
 
     def reshard(self) -> None:
         """Reshard all units, even if their backward has not ended. No communication."""

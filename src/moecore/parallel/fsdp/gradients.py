@@ -24,7 +24,6 @@ from moecore.base.torch_private import (
     foreach_div_,
     get_local_tensor,
     has_gradient_hooks,
-    has_tensor_hooks,
     is_gloo,
     will_run_node,
 )
@@ -112,7 +111,7 @@ class Gradients:
             if param_idx not in self._filled:
                 self._divided.add(param_idx)
             self._filled.add(param_idx)
-        elif self._needs_new_grad(param):
+        elif param.needs_new_grad:
             param.accumulate_grad(grad.view(param.shard.shape))  # else the kernel has added it
         return None
 
@@ -157,18 +156,13 @@ class Gradients:
             out = sums.parameters[param_idx].view(grad_shape)
             return GradTarget(out, accumulate=adds, scale=scale)
         grad = param.sharded.grad
-        if grad is None or self._needs_new_grad(param):
+        if grad is None or param.needs_new_grad:
             return GradTarget(dtype=param.dtype, scale=scale)
         local = get_local_tensor(grad)
         fits = local.dtype == param.dtype and local.is_contiguous() and not grad.requires_grad
         if not fits or local.shape != param.shard.shape:
             return None
         return GradTarget(local.view(grad_shape), accumulate=True, scale=scale)
-
-    def _needs_new_grad(self, param: UnitParam) -> bool:
-        """Whether kernels must not add to `.grad`: it is None, on the host, or has hooks."""
-        has_other = param.shard_copies is not None or has_tensor_hooks(param.sharded)
-        return has_other or param.sharded.grad is None
 
     def is_complete(self) -> bool:
         """Whether the running backward will compute no further gradient of the unit."""

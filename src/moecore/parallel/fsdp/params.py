@@ -106,6 +106,12 @@ class UnitParam:
         return self.shard_copies.device
 
     @property
+    def needs_new_grad(self) -> bool:
+        """Whether kernels must not add to `.grad`: it is None, on the host, or has hooks."""
+        is_on_host = self.shard_copies is not None
+        return is_on_host or self.sharded.grad is None or has_tensor_hooks(self.sharded)
+
+    @property
     def values(self) -> Tensor:
         """This rank's shard on the device of compute."""
         return self.shard if self.device_shard is None else self.device_shard

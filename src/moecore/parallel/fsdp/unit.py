@@ -40,7 +40,7 @@ from moecore.parallel.fsdp.gradients import Gradients
 from moecore.parallel.fsdp.params import UnitParam, UnitViews, make_views, register_params
 from moecore.parallel.fsdp.plan import FlatLayout, UnitOptions
 from moecore.parallel.fsdp.progress import Progress
-from moecore.parallel.fsdp.transport import UnitStreams, UnitTransport, make_transport
+from moecore.parallel.fsdp.transport import ShardCopies, UnitStreams, UnitTransport, make_transport
 
 
 class State(enum.Enum):
@@ -210,6 +210,12 @@ class Unit:
         if self.state is State.UNSHARDING:
             self._end_unshard()
             self.state = State.UNSHARDED
+
+    def move_to_host(self, host_shards: Sequence[Tensor], shard_copies: ShardCopies) -> None:
+        """Move the shards to `host_shards`, from which `shard_copies` copies to the device."""
+        self._streams.shard_copies = shard_copies
+        for param, host_shard in zip(self.params, host_shards, strict=True):
+            param.move_to_host(host_shard, shard_copies)
 
     def _end_unshard(self) -> None:
         """Make the current stream wait for the all-gather, and free copies of host shards."""

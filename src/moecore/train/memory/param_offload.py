@@ -99,10 +99,9 @@ def offload_params(engine: UnitEngine, device: torch.device) -> None:
     """
     offload = ParamOffload(device)
     params = [param for unit in engine.units for param in unit.params]
-    shards = {str(i): param.shard for i, param in enumerate(params)}
+    shards = {param.slot.param: param.shard for param in params}
     gib = sum(shard.nbytes for shard in shards.values()) / 2**30
     with explain_memory_errors(f"MemoryOptions.offload_params ({gib:.1f} GiB)"):
         memory = offload.shards.reserve_like(shards)
-    for i, param in enumerate(params):
-        param.move_to_host(memory[str(i)], offload)
-    engine.set_shard_copies(offload)
+    for unit in engine.units:
+        unit.move_to_host([memory[param.slot.param] for param in unit.params], offload)
