@@ -46,6 +46,7 @@ from moecore.train.phases import (
     apply_compile,
     apply_cuda_graphs,
     apply_frozen_offload,
+    apply_param_offload,
     apply_recompute_and_offload,
 )
 
@@ -259,6 +260,7 @@ PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     _shard_over_data_ranks,  # after changes of classes and parameters, before wrappers of forwards
     _store_frozen_experts,  # units have copied the values, and find the new parameters in forward
     apply_frozen_offload,
+    apply_param_offload,  # after the units have made the shards
     apply_compile,  # inside the hooks of units
     apply_recompute_and_offload,  # around compiled modules
     apply_cuda_graphs,  # around recomputation and offload

@@ -10,6 +10,7 @@ from moecore.train.graphs.regions import compile_blocks, find_compiled_modules, 
 from moecore.train.memory.apply import apply_memory_options, apply_stash
 from moecore.train.memory.compiled import make_inductor_options
 from moecore.train.memory.frozen_offload import FrozenOffload
+from moecore.train.memory.param_offload import offload_params
 
 
 def apply_compile(model: nn.Module, state: ParallelState) -> None:
@@ -37,6 +38,13 @@ def apply_frozen_offload(model: nn.Module, state: ParallelState) -> None:
     if state.request.memory.offload_frozen:
         experts = [layer.get_part("experts") for layer in state.layers.values()]
         FrozenOffload(experts, state.request.meshes.device)
+
+
+def apply_param_offload(_model: nn.Module, state: ParallelState) -> None:
+    """If `MemoryOptions.offload_params`, move all shards to host memory."""
+    if state.request.memory.offload_params:
+        assert state.engine is not None, "an earlier phase has made the engine"
+        offload_params(state.engine, state.request.meshes.device)
 
 
 def apply_cuda_graphs(model: nn.Module, state: ParallelState) -> None:

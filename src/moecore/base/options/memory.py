@@ -70,6 +70,9 @@ class MemoryOptions(CheckedRecord):
             of tokens, so that the full logits never exist.
         offload_frozen: the 4-bit blocks of frozen experts (`Precision.frozen`) are in pinned host
             memory. The blocks of a layer are copied to the GPU before its forward and its backward.
+        offload_params: trained weights and their gradients are in pinned host memory, and the
+            optimizer steps on the CPU, as with FSDP2's `CPUOffloadPolicy`. Shards are copied to the
+            GPU before each all-gather, and gradients to the host after each reduction.
     """
 
     recompute: Parts = ()
@@ -79,6 +82,7 @@ class MemoryOptions(CheckedRecord):
     stash: StashOptions | None = None
     fused_loss: bool = True
     offload_frozen: bool = False
+    offload_params: bool = False
 
     def _find_field_errors(self) -> FieldErrors:
         for name, parts in (("recompute", self.parts), ("offload", self.offload)):

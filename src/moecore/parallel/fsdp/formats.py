@@ -63,7 +63,7 @@ class CastFormat:
 
     def write_shards(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
         """Cast this rank's shard of `params[i]` into `local_views[i]` of the unit's buffer."""
-        copy_all(local_views, [param.shard.reshape(-1) for param in params])
+        copy_all(local_views, [param.values.reshape(-1) for param in params])
 
 
 class QuantisedFormat(ABC):

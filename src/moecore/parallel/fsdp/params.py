@@ -26,12 +26,14 @@ from moecore.base.torch_private import (
     call_accumulate_hooks,
     foreach_copy_,
     get_local_tensor,
+    has_accumulate_hooks,
     has_tensor_hooks,
     make_dtensor_like,
     make_parameter_like,
 )
 from moecore.moe.param_reader import get_fp8_blocks
 from moecore.parallel.fsdp.plan import FlatSlot
+from moecore.parallel.fsdp.transport import ShardCopies
 
 LARGE = 1 << 22  # elements from which a separate copy is faster than a fused copy
 Owners = list[tuple[nn.Module, str]]  # modules and attributes that have one parameter
@@ -77,6 +79,8 @@ class UnitParam:
         self.sharded = make_parameter_like(make_dtensor(shard, *place, like=param), param)
         self.shard = get_local_tensor(self.sharded)  # this rank's local tensor
         self.unsharded: nn.Parameter | None = None  # None before the first all-gather
+        self.shard_copies: ShardCopies | None = None  # None = the shard is on the device
+        self.device_shard: Tensor | None = None  # a copy of a shard that is in host memory
         register_params([self], unsharded=False)
 
     @property
@@ -94,6 +98,33 @@ class UnitParam:
         """Dtype of the sharded parameter."""
         return self.shard.dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Device of compute: of the shard, or of its copies if the shard is in host memory."""
+        if self.shard_copies is None or self.shard.is_meta:
+            return self.shard.device
+        return self.shard_copies.device
+
+    @property
+    def needs_new_grad(self) -> bool:
+        """Whether kernels must not add to `.grad`: it is None, on the host, or has hooks."""
+        is_on_host = self.shard_copies is not None
+        return is_on_host or self.sharded.grad is None or has_tensor_hooks(self.sharded)
+
+    @property
+    def values(self) -> Tensor:
+        """This rank's shard on the device of compute."""
+        return self.shard if self.device_shard is None else self.device_shard
+
+    def move_to_host(self, host_shard: Tensor, shard_copies: ShardCopies) -> None:
+        """Replace the sharded parameter by a copy in `host_shard`, which `shard_copies` reads."""
+        host_shard.copy_(self.shard)
+        self.sharded = make_parameter_like(
+            make_dtensor_like(host_shard, self.sharded), self.sharded
+        )
+        self.shard, self.shard_copies = get_local_tensor(self.sharded), shard_copies
+        register_params([self], unsharded=False)
+
     def refresh_sharded_param(self) -> bool:
         """Read the module's current sharded parameter; return whether its memory is new."""
         module, attribute = self.owners[0]
@@ -109,6 +140,11 @@ class UnitParam:
                 "parallelize_moe has made: copy values into it"
             )
         self.sharded, self.shard = param, get_local_tensor(param)
+        if self.shard_copies is not None and self.shard.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"{self.slot.param} (on {self.shard.device}) must be in host memory with "
+                "MemoryOptions.offload_params: call model.to_empty(device='cpu')"
+            )
         register_params([self], unsharded=False)  # on all modules that share it
         return True
 
@@ -157,6 +193,12 @@ class UnitParam:
     def accumulate_grad_with_hooks(self, grad: Tensor) -> None:
         """Add a local gradient to the shard's `.grad`; call its post-accumulate-grad hooks."""
         self.accumulate_grad(grad)
+        self.call_hooks()
+
+    def call_hooks(self) -> None:
+        """Call the shard's post-accumulate-grad hooks, which read a complete `.grad`."""
+        if self.shard_copies is not None and has_accumulate_hooks(self.sharded):
+            self.shard_copies.synchronize()
         call_accumulate_hooks(self.sharded)
 
     def accumulate_grad(self, grad: Tensor) -> None:
@@ -164,7 +206,9 @@ class UnitParam:
         if has_tensor_hooks(self.sharded):
             grad = apply_tensor_hooks(self.sharded, make_dtensor_like(grad, self.sharded))
             grad = get_local_tensor(grad)
-        if self.sharded.grad is None:
+        if self.shard_copies is not None:
+            self.shard_copies.add_grad(self.sharded, grad)
+        elif self.sharded.grad is None:
             self.sharded.grad = make_dtensor_like(grad, self.sharded)
         else:
             get_local_tensor(self.sharded.grad).add_(grad)

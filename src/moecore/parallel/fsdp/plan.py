@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -116,11 +116,12 @@ class FlatLayout:
     slots: tuple[FlatSlot, ...]  # one slot per parameter, in the unit's order
     shard_numel: int  # elements of a rank's flat shard
     unsharded_numel: int  # elements of the unsharded buffer: ranks * shard_numel
+    on_host: bool = False  # whether the sharded parameters are in host memory
 
     @property
     def has_buffer(self) -> bool:
-        """Whether unsharded parameters need a buffer: they are sharded, or cast for compute."""
-        return bool(self.slots) and (self.ranks > 1 or self.gathers != self.dtype)
+        """Whether unsharded parameters need a buffer: they are sharded, cast, or on the host."""
+        return bool(self.slots) and (self.on_host or self.ranks > 1 or self.gathers != self.dtype)
 
     @property
     def values_per_byte(self) -> int:
@@ -291,6 +292,7 @@ def make_flat_layouts(
     reduce_dtype: str = "float32",
     recipes: Mapping[str, Recipe] | None = None,
     fp32_names: Set[str] = frozenset(),
+    on_host: bool = False,
 ) -> tuple[FlatLayout, ...]:
     """Group a unit's parameters by dtypes and recipe, and return a flat layout for each group.
 
@@ -308,7 +310,8 @@ def make_flat_layouts(
         ranks = num_ranks if param.frozen is None else 1  # 4-bit weights are not all-gathered
         gathers = gathers if param.frozen is None else param.dtype
         groups.setdefault((param.dtype, gathers, reduces, recipe, ranks), []).append(param)
-    return tuple(make_flat_layout(*key[:-1], params, key[-1]) for key, params in groups.items())
+    layouts = (make_flat_layout(*key[:-1], params, key[-1]) for key, params in groups.items())
+    return tuple(replace(layout, on_host=on_host) for layout in layouts)
 
 
 def make_flat_layout(

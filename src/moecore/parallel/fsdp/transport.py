@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -123,11 +123,30 @@ class StreamEvent:
         self._is_recorded = False
 
 
+class ShardCopies(Protocol):
+    """Copies between shards in host memory and the device (`MemoryOptions.offload_params`)."""
+
+    device: torch.device
+
+    def fetch(self, host_shards: Sequence[Tensor]) -> list[Tensor]:
+        """Start to copy shards to the device; return the copies."""
+
+    def wait(self) -> None:
+        """Make the current stream wait for all copies to the device."""
+
+    def add_grad(self, sharded: Tensor, grad: Tensor) -> None:
+        """Start to add a local gradient on the device to `.grad` of a parameter on the host."""
+
+    def synchronize(self) -> None:
+        """Wait for all copies in both directions. Host sync."""
+
+
 class UnitStreams:
     """The CUDA streams for all-gathers and reductions of a model's units; on a CPU no streams."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
+        self.shard_copies: ShardCopies | None = None  # None = the shards are on the device
         self._gather = create_stream(device_type, priority=-1)
         self._reduce = create_stream(device_type, priority=-1)
         self._queued: list[Stream] = []  # streams for which `wait_for_collectives` must wait
@@ -149,6 +168,8 @@ class UnitStreams:
         for stream in self._queued:  # other streams may not belong to a CUDA graph
             self._get_current_stream().wait_stream(stream)
         self._queued.clear()
+        if self.shard_copies is not None:  # the host may read gradients after backward
+            self.shard_copies.synchronize()
 
     def record_reduce_stream(self, tensor: Tensor) -> None:
         """Keep a tensor's memory allocated until the launched reductions are complete."""

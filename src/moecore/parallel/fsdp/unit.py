@@ -40,7 +40,7 @@ from moecore.parallel.fsdp.gradients import Gradients
 from moecore.parallel.fsdp.params import UnitParam, UnitViews, make_views, register_params
 from moecore.parallel.fsdp.plan import FlatLayout, UnitOptions
 from moecore.parallel.fsdp.progress import Progress
-from moecore.parallel.fsdp.transport import UnitStreams, UnitTransport, make_transport
+from moecore.parallel.fsdp.transport import ShardCopies, UnitStreams, UnitTransport, make_transport
 
 
 class State(enum.Enum):
@@ -115,8 +115,8 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """Device of the shards."""
-        return self.params[0].shard.device
+        """Device of compute."""
+        return self.params[0].device
 
     @property
     def is_in_use(self) -> bool:
@@ -182,8 +182,15 @@ class Unit:
                 self._make_unsharded()
                 self._streams.sync_gather_stream()  # the current stream may still use new memory
             if self.buffer is not None and self._views is not None:
+                copies = self._streams.shard_copies
+                if copies is not None:
+                    device_shards = copies.fetch([param.shard for param in self.params])
+                    for param, device_shard in zip(self.params, device_shards, strict=True):
+                        param.device_shard = device_shard
                 with self._streams.use_gather_stream() if self.is_sharded else nullcontext():
                     self.buffer.last_use.wait()
+                    if copies is not None:
+                        copies.wait()
                     self._fill_buffer(self._views)
                     self._unshard_event.record()
             set_version_counters(self._versioned_tensors, self._unsharded_versions)
@@ -201,8 +208,20 @@ class Unit:
         if self.state is State.SHARDED:
             self.unshard()
         if self.state is State.UNSHARDING:
-            self._unshard_event.wait()
+            self._end_unshard()
             self.state = State.UNSHARDED
+
+    def move_to_host(self, host_shards: Sequence[Tensor], shard_copies: ShardCopies) -> None:
+        """Move the shards to `host_shards`, from which `shard_copies` copies to the device."""
+        self._streams.shard_copies = shard_copies
+        for param, host_shard in zip(self.params, host_shards, strict=True):
+            param.move_to_host(host_shard, shard_copies)
+
+    def _end_unshard(self) -> None:
+        """Make the current stream wait for the all-gather, and free copies of host shards."""
+        self._unshard_event.wait()
+        for param in self.params:
+            param.device_shard = None
 
     def register_params(self, *, unsharded: bool) -> None:
         """If UNSHARDED, register the unsharded (or the sharded) parameters on the modules."""
@@ -215,7 +234,7 @@ class Unit:
             return
         self.register_params(unsharded=False)
         if self.state is State.UNSHARDING:
-            self._unshard_event.wait()
+            self._end_unshard()
         if self.buffer is not None:
             set_version_counters(self._versioned_tensors, self._resharded_versions)
             self.buffer.last_use.record()

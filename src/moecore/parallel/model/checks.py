@@ -48,7 +48,7 @@ def check_request(model: nn.Module, request: Request) -> None:
     _check_arguments(request)
     _check_model_is_plain(model)
     checks = _check_pp_and_tp, _check_context, _check_indexers, _check_fp8_head
-    for check in (*checks, _check_frozen_offload):
+    for check in (*checks, _check_frozen_offload, _check_param_offload):
         check(model, request)
     if request.precision is not None and request.precision.frozen_dense:
         tp = request.meshes.parallel.tp
@@ -337,6 +337,24 @@ def _check_fp8_head(model: nn.Module, request: Request) -> None:
             raise ValueError(
                 f"Precision.fp8_head (True) must be False for {name}, because {reason}: drop it"
             )
+
+
+def _check_param_offload(_model: nn.Module, request: Request) -> None:
+    p, precision = request.meshes.parallel, request.precision
+    conflicts = {
+        f"ParallelConfig.pp ({p.pp}), whose stages share copies of weights": p.pp > 1,
+        "DenseOptions.graph, which captures no copies": bool(request.graph_scopes),
+        "FSDPOptions.fp8_param_gather, which quantises on the GPU": request.fsdp.fp8_param_gather,
+        "FSDPOptions.nccl_ub, whose buffers are registered": request.fsdp.nccl_ub,
+        "Precision.frozen, whose weights are stored in 4 bits": (
+            precision is not None and precision.frozen is not None
+        ),
+    }
+    conflict = next((text for text, is_set in conflicts.items() if is_set), None)
+    if request.memory.offload_params and conflict is not None:
+        raise ValueError(
+            f"MemoryOptions.offload_params (True) must be False with {conflict}: drop one of them"
+        )
 
 
 def _check_frozen_offload(model: nn.Module, request: Request) -> None:

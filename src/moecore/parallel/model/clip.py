@@ -273,7 +273,7 @@ def _sum_squares(
     if all_stages is not None:
         squares = all_stages.scatter_values(param_names, squares)
     if has_invalid_grads is not None:
-        squares[:1] += torch.where(has_invalid_grads, torch.nan, 0.0)
+        squares[:1] += torch.where(has_invalid_grads, torch.nan, 0.0).to(squares.device)
     dist.all_reduce(squares)
     return squares
 

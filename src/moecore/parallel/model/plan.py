@@ -131,6 +131,7 @@ class _PlanBuilder:
         self.model_units = find_units(model, self.options)
         self.frozen = None if request.precision is None else request.precision.frozen
         self.offloads_frozen = request.memory.offload_frozen
+        self.offloads_params = request.memory.offload_params
         linears = list_storable_linears(model, request.precision)
         self.frozen_dense = {linear.weight for linear in linears.values()}  # on every data rank
         self.in_fp8 = {  # experts whose products read the stored weights
@@ -225,7 +226,8 @@ class _PlanBuilder:
         forward: Prefetch = {}
         backward: Prefetch = {}
         if options.prefetch_blocks:
-            unsharded = set(units.experts if has_unsharded_experts(self.meshes) else ())
+            has_copies = not has_unsharded_experts(self.meshes) or self.offloads_params
+            unsharded = set(() if has_copies else units.experts)
             groups = [[u for u in group if u not in unsharded] for group in units.first_use]
             units = replace(units, first_use=groups)
             num_units = -(-options.prefetch_blocks // options.blocks_per_unit)
@@ -277,6 +279,7 @@ class _PlanBuilder:
             backward_prefetch=tuple(self.names[unit] for unit in backward_prefetch),
             layouts=make_flat_layouts(
                 params,
+                on_host=self.offloads_params,
                 num_ranks=1 if strategy == "no_shard" else fsdp_mesh.size(fsdp_mesh.ndim - 1),
                 gather_dtype=gather_dtype,
                 reduce_dtype=get_dtype_name(reduce_dtype),

@@ -2,7 +2,7 @@
 
     HostPool      a piece of a slab for each saved activation      Offload
     HostCopies    memory by name, the same in every step           StateOffload, TrainingOffload,
-                                                                   FrozenOffload
+                                                                   FrozenOffload, ParamOffload
     HostSlots     a few slots for chunks of tensors                HostAdamW (`host_step.py`)
 
 The classes on the right are policies: they choose what is copied and when. All memory is allocated
