@@ -265,10 +265,8 @@ class _SparseAttention(torch.autograd.Function):
             delta_CH = (do_CHv.to(wide) * chunk.slice_queries(o)).sum(-1)
             if uses_kernels:
                 args = q_CHl, heads.keys_Nl, chunk.slice_queries(selected)
-                o_CHL, _ = attend_to_selected(*args, L, options.scale, sinks)
-                dq_CHl = differentiate_selected(
-                    *args, do_CHL, lse_CH, delta_CH, options.scale, dkeys
-                )
+                args = *args, do_CHL, lse_CH, delta_CH
+                dq_CHl, o_CHL = differentiate_selected(*args, options.scale, dkeys)
             else:
                 keys = (
                     chunk.span if selected is None else SelectedKeys(chunk.slice_queries(selected))

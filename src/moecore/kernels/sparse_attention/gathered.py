@@ -2,16 +2,18 @@
 
 Each query has its own list of keys, in ascending order, then -1. A program reads rows of keys by
 index, in tiles of BK keys, and skips tiles after the last key of the list. No tensor of gathered
-rows exists. FLOPs per query, key and head:
+rows exists. Products per query, key and head, of 2 FLOPs per dim:
 
-    kernel                          products                                  FLOPs
-    _sparse_attention_fwd_kernel    scores (l), sum of latents (L)            2 (l + L)
-    _sparse_attention_bwd_q_kernel  scores (l), dp (L), dq (l)                2 (2 l + L)
-    _sparse_attention_bwd_k_kernel  ds^T q (l), p^T do (L)                    2 (l + L)
+    kernel                                 products
+    _sparse_attention_fwd_kernel           scores (l dims), sum of latents (L)
+    _sparse_attention_bwd_scores_kernel    scores (l), dp (L)
+    _sum_selected_rows_kernel              output in latent dims (L), gradient of the query (l)
+    _sparse_attention_bwd_k_kernel         ds^T q (l), p^T do (L)
 
-The second kernel writes p and ds of a chunk, 4 H K bytes per query. The third kernel reads them,
-sums over all heads, and adds rows of fp32 to the keys' gradients: 4 l K bytes of atomic additions
-per query. Their order is not deterministic, see `has_gathered_kernels`.
+In backward, p and ds of a chunk are in memory, 4 H K bytes per query. Therefore scores are computed
+once, no program has two large accumulators, and one program sums a key's gradient over all heads.
+Then 4 l K bytes per query are added to the keys' gradients by atomic additions in fp32. Their order
+is not deterministic. Per-key lists of queries would be deterministic but would not save products.
 
 Legend: C queries, N keys, K selected keys, H heads, l = L + R dims of a latent key.
 """
@@ -80,8 +82,9 @@ def _sparse_attention_fwd_kernel(
     STAGES: tl.constexpr,
 ):
     """Write attention output, in latent dims, and log-sum-exp of one query and BH heads."""
-    query = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * BH + tl.arange(0, BH)
+    parts: tl.constexpr = (H + BH - 1) // BH
+    query = (tl.program_id(0) // parts).to(tl.int64)
+    heads = tl.program_id(0) % parts * BH + tl.arange(0, BH)
     mask = heads < H
     latent, turned, tile = tl.arange(0, L), tl.arange(0, R), tl.arange(0, BK)
     row = (query * H + heads)[:, None]
@@ -103,7 +106,8 @@ def _sparse_attention_fwd_kernel(
         k_row = keys_ptr + key[:, None] * (L + R)
         k_latent = tl.load(k_row + latent[None, :])
         k_turned = tl.load(k_row + L + turned[None, :])
-        s = _multiply(q_latent, k_latent.T, WIDEN) + _multiply(q_turned, k_turned.T, WIDEN)
+        s = _multiply(q_turned, k_turned.T, WIDEN)  # warps share only the work of the last product
+        s += _multiply(q_latent, k_latent.T, WIDEN)
         s = tl.where(seen[None, :], s * factor, float("-inf"))
         higher = tl.maximum(high, tl.max(s, 1))
         p = tl.exp2(s - higher[:, None])
@@ -118,14 +122,13 @@ def _sparse_attention_fwd_kernel(
 
 
 @triton.jit
-def _sparse_attention_bwd_q_kernel(
+def _sparse_attention_bwd_scores_kernel(
     q_ptr,  # [C, H, L + R]
     keys_ptr,  # [N, L + R]
     selected_ptr,  # [C, K] int32
     do_ptr,  # [C, H, L]
     lse_ptr,  # [C, H] fp32
     delta_ptr,  # [C, H] fp32
-    dq_ptr,  # [C, H, L + R]
     p_ptr,  # [C, H, K]
     ds_ptr,  # [C, H, K], times `scale`
     scale,
@@ -139,9 +142,10 @@ def _sparse_attention_bwd_q_kernel(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the gradient of one query and BH heads, and p and ds of its keys."""
-    query = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * BH + tl.arange(0, BH)
+    """Write p and ds of one query and BH heads."""
+    parts: tl.constexpr = (H + BH - 1) // BH
+    query = (tl.program_id(0) // parts).to(tl.int64)
+    heads = tl.program_id(0) % parts * BH + tl.arange(0, BH)
     mask = heads < H
     latent, turned, tile = tl.arange(0, L), tl.arange(0, R), tl.arange(0, BK)
     row = (query * H + heads)[:, None]
@@ -152,8 +156,6 @@ def _sparse_attention_bwd_q_kernel(
     lse = tl.load(lse_ptr + query * H + heads, mask=mask, other=0.0) * 1.4426950408889634
     delta = tl.load(delta_ptr + query * H + heads, mask=mask, other=0.0)
     factor = scale * 1.4426950408889634
-    dq_latent = tl.zeros([BH, L], dtype=tl.float32)
-    dq_turned = tl.zeros([BH, R], dtype=tl.float32)
     num_keys = _count_keys(selected_ptr, query, K, PADDED)
     for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
         seen = begin + tile < num_keys
@@ -161,45 +163,81 @@ def _sparse_attention_bwd_q_kernel(
         k_row = keys_ptr + key[:, None] * (L + R)
         k_latent = tl.load(k_row + latent[None, :])
         k_turned = tl.load(k_row + L + turned[None, :])
-        s = _multiply(q_latent, k_latent.T, WIDEN) + _multiply(q_turned, k_turned.T, WIDEN)
+        s = _multiply(q_turned, k_turned.T, WIDEN)  # warps share only the work of the last product
+        s += _multiply(q_latent, k_latent.T, WIDEN)
         dp = _multiply(do, k_latent.T, WIDEN)
-        p = tl.where(seen[None, :], tl.exp2(s * factor - lse[:, None]), 0.0)
-        ds = (p * (dp - delta[:, None]) * scale).to(k_latent.dtype)
-        dq_latent += _multiply(ds, k_latent, WIDEN)
-        dq_turned += _multiply(ds, k_turned, WIDEN)
-        at = row * K + begin + tile[None, :]
-        tl.store(p_ptr + at, p.to(k_latent.dtype), mask=mask[:, None] & seen[None, :])
-        tl.store(ds_ptr + at, ds, mask=mask[:, None] & seen[None, :])
-    dq_row = dq_ptr + row * (L + R)
-    dtype = dq_ptr.dtype.element_ty
-    tl.store(dq_row + latent[None, :], dq_latent.to(dtype), mask=mask[:, None])
-    tl.store(dq_row + L + turned[None, :], dq_turned.to(dtype), mask=mask[:, None])
+        p = tl.exp2(s * factor - lse[:, None])
+        ds = p * (dp - delta[:, None]) * scale
+        at, stored = row * K + begin + tile[None, :], mask[:, None] & seen[None, :]
+        tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=stored)
+        tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit
-def _sparse_attention_bwd_k_kernel(
-    q_ptr,  # [C, H, L + R]
+def _sum_selected_rows_kernel(
+    w_ptr,  # [C, H, K]
+    keys_ptr,  # [N, L + R]
     selected_ptr,  # [C, K] int32
-    do_ptr,  # [C, H, L]
-    p_ptr,  # [C, H, K]
-    ds_ptr,  # [C, H, K]
-    dkeys_ptr,  # [N, L + R] fp32, added to
+    out_ptr,  # [C, H, WIDTH]
     H: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
     PADDED: tl.constexpr,  # K, as a power of two
     WIDEN: tl.constexpr,
+    WIDTH: tl.constexpr,  # dims of a row of the output
+    FIRST: tl.constexpr,  # dim of the first program: 0, or L
+    PARTS: tl.constexpr,  # programs of a query
     BH: tl.constexpr,  # all heads, as a power of two
     BK: tl.constexpr,
+    BL: tl.constexpr,  # dims of a program
+    STAGES: tl.constexpr,
+):
+    """Write the sum of w * key of one query, all heads, and BL dims."""
+    query = (tl.program_id(0) // PARTS).to(tl.int64)
+    heads, tile = tl.arange(0, BH), tl.arange(0, BK)
+    dims = FIRST + tl.program_id(0) % PARTS * BL + tl.arange(0, BL)
+    row = (query * H + heads)[:, None]
+    mask = (heads < H)[:, None]
+    total = tl.zeros([BH, BL], dtype=tl.float32)
+    num_keys = _count_keys(selected_ptr, query, K, PADDED)
+    for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
+        seen = begin + tile < num_keys
+        key = tl.load(selected_ptr + query * K + begin + tile, mask=seen, other=0).to(tl.int64)
+        w = tl.load(
+            w_ptr + row * K + begin + tile[None, :], mask=mask & seen[None, :], other=0.0
+        )
+        k = tl.load(keys_ptr + key[:, None] * (L + R) + dims[None, :])
+        total += _multiply(w, k, WIDEN)
+    out = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * WIDTH + dims[None, :], out, mask=mask)
+
+
+@triton.jit
+def _sparse_attention_bwd_k_kernel(
+    ds_ptr,  # [C, H, K]
+    q_ptr,  # [C, H, L + R]
+    selected_ptr,  # [C, K] int32
+    dkeys_ptr,  # [N, L + R] fp32, added to
+    p_ptr,  # [C, H, K]
+    do_ptr,  # [C, H, L]
+    H: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,  # K, as a power of two
+    WIDEN: tl.constexpr,
     FIRST: tl.constexpr,  # dim of the first program: 0, or L
+    PARTS: tl.constexpr,  # programs of a query
+    BH: tl.constexpr,  # all heads, as a power of two
+    BK: tl.constexpr,
     BL: tl.constexpr,  # dims of a program
     STAGES: tl.constexpr,
 ):
     """Add gradients of one query's keys, of BL latent dims or of the rotated dims."""
-    query = tl.program_id(0).to(tl.int64)
+    query = (tl.program_id(0) // PARTS).to(tl.int64)
     heads, tile = tl.arange(0, BH), tl.arange(0, BK)
-    dims = FIRST + tl.program_id(1) * BL + tl.arange(0, BL)
+    dims = FIRST + tl.program_id(0) % PARTS * BL + tl.arange(0, BL)
     row = (query * H + heads)[:, None]
     mask = (heads < H)[:, None]
     q = tl.load(q_ptr + row * (L + R) + dims[None, :], mask=mask, other=0.0)
@@ -238,7 +276,7 @@ def attend_to_selected(
     sinks = q_CHl if sinks_H is None else sinks_H.contiguous()
     launch(
         _sparse_attention_fwd_kernel,
-        (C, cdiv(H, HEADS)),
+        C * cdiv(H, HEADS),
         *(q_CHl.contiguous(), keys_Nl.contiguous(), selected_CK, sinks, o_CHL, lse_CH),
         scale,
         **_list_constants(H, latent_dim, key_dim, K),
@@ -260,40 +298,58 @@ def differentiate_selected(
     delta_CH: Tensor,
     scale: float,
     dkeys_Nl: Tensor,
-) -> Tensor:
-    """Return the gradient of `q_CHl`; add the gradient of the keys to `dkeys_Nl`, in fp32."""
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of `q_CHl` and the output; add the gradient of the keys to `dkeys_Nl`.
+
+    The output is [C, H, L], in latent dims. `dkeys_Nl` is fp32.
+    """
     (C, H, key_dim), (K, L) = q_CHl.shape, (selected_CK.shape[1], do_CHL.shape[2])
-    q_CHl, dq_CHl = q_CHl.contiguous(), torch.empty_like(q_CHl)
-    p_CHK, ds_CHK = (q_CHl.new_empty(C, H, K) for _ in range(2))
+    q_CHl, keys_Nl, dq_CHl = q_CHl.contiguous(), keys_Nl.contiguous(), torch.empty_like(q_CHl)
+    o_CHL, (p_CHK, ds_CHK) = torch.empty_like(do_CHL), q_CHl.new_empty(2, C, H, K)
     constants = _list_constants(H, L, key_dim, K)
     launch(
-        _sparse_attention_bwd_q_kernel,
-        (C, cdiv(H, HEADS)),
-        *(q_CHl, keys_Nl.contiguous(), selected_CK, do_CHL, lse_CH, delta_CH),
-        *(dq_CHl, p_CHK, ds_CHK, scale),
+        _sparse_attention_bwd_scores_kernel,
+        C * cdiv(H, HEADS),
+        *(q_CHl, keys_Nl, selected_CK, do_CHL, lse_CH, delta_CH, p_CHK, ds_CHK, scale),
         **constants,
         BH=HEADS,
         BK=32,
         STAGES=2,
         num_warps=8,
     )
-    for first, num_dims, width in ((0, L, min(256, L)), (L, key_dim - L, key_dim - L)):
+    width = min(256, L)
+    latent, turned = (0, L // width, width), (L, 1, key_dim - L)
+    constants = constants | dict(BH=max(HEADS, next_power_of_2(H)), BK=64, num_warps=8)
+    for w, out, (first, parts, width) in (
+        (p_CHK, o_CHL, latent),
+        (ds_CHK, dq_CHl, latent),
+        (ds_CHK, dq_CHl, turned),
+    ):
+        launch(
+            _sum_selected_rows_kernel,
+            C * parts,
+            *(w, keys_Nl, selected_CK, out),
+            **constants,
+            WIDTH=out.shape[2],
+            FIRST=first,
+            PARTS=parts,
+            BL=width,
+            STAGES=3,
+        )
+    for first, parts, width in (latent, turned):
         launch(
             _sparse_attention_bwd_k_kernel,
-            (C, num_dims // width),
-            *(q_CHl, selected_CK, do_CHL, p_CHK, ds_CHK, dkeys_Nl),
+            C * parts,
+            *(ds_CHK, q_CHl, selected_CK, dkeys_Nl, p_CHK, do_CHL),
             **constants,
             FIRST=first,
-            BH=max(16, next_power_of_2(H)),
-            BK=64,
+            PARTS=parts,
             BL=width,
             STAGES=2,
-            num_warps=8,
         )
-    return dq_CHl
+    return dq_CHl, o_CHL
 
 
 def _list_constants(H: int, L: int, key_dim: int, K: int) -> dict[str, object]:
     """Return the constants that the kernels share."""
-    padded = next_power_of_2(K)
-    return dict(H=H, L=L, R=key_dim - L, K=K, PADDED=padded, WIDEN=INTERPRET)
+    return dict(H=H, L=L, R=key_dim - L, K=K, PADDED=next_power_of_2(K), WIDEN=INTERPRET)

@@ -181,20 +181,19 @@ def _select_keys_kernel(
     cutoff = tl.full([], 0, dtype=tl.uint32)  # its leading digits, of 8 bits each
     remaining = tl.full([], 0, dtype=tl.int32) + top_k  # keys to select among equal digits
     for step in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * step
         counts = tl.zeros([256], dtype=tl.int32)
         for begin in range(0, S, BLOCK):
             ordered, is_choice = _load_ordered(row_ptr, begin + block, S)
             if step > 0:
-                is_choice &= (ordered >> (shift + 8)) == (cutoff >> (shift + 8))
-            digits = ((ordered >> shift) & 255).to(tl.int32)
+                is_choice &= (ordered >> (32 - 8 * step)) == (cutoff >> (32 - 8 * step))
+            digits = ((ordered >> (24 - 8 * step)) & 255).to(tl.int32)
             counts += tl.histogram(digits, 256, mask=is_choice)
         if step == 0:
             remaining = tl.minimum(remaining, tl.sum(counts, 0))
         at_least = tl.cumsum(counts, 0, reverse=True)
         digit = tl.maximum(tl.max(tl.where(at_least >= remaining, bins, 0), 0), 0)
         remaining -= tl.sum(tl.where(bins > digit, counts, 0), 0)
-        cutoff |= digit.to(tl.uint32) << shift
+        cutoff |= digit.to(tl.uint32) << (24 - 8 * step)
     num_selected = tl.full([], 0, dtype=tl.int32)
     for begin in range(0, S, BLOCK):
         ordered, is_choice = _load_ordered(row_ptr, begin + block, S)
