@@ -134,7 +134,7 @@ def _split_into_chunks(
     begins, number = range(0, t, size), cdiv(t, size)
     if heads.q_tHd.is_meta and number:  # the middle one stands for all
         size = cdiv(t, number)
-        begins = range(min(number // 2 * size, t - size), t, t)
+        begins = range((number - 1) * size // 2, t, t)
     for begin in begins:
         end = min(t, begin + size)
         part = slice(begin, end)
@@ -153,9 +153,7 @@ def _compute_latent_queries(heads: LatentHeads) -> Tensor:
     return torch.cat((q_HCL.transpose(0, 1), heads.q_tHd[..., n:]), dim=-1)
 
 
-def _has_kernels(
-    heads: LatentHeads, selected_tK: Tensor | None, options: _SparseOptions
-) -> bool:
+def _has_kernels(heads: LatentHeads, selected_tK: Tensor | None, options: _SparseOptions) -> bool:
     """Whether the kernels of `gathered.py` support the call."""
     is_supported = selected_tK is not None and not options.returns_divergences
     (_, L, _), key_dim = heads.down_HLv.shape, heads.keys_Nl.shape[1]

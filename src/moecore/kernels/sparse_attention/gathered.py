@@ -40,9 +40,7 @@ def has_gathered_kernels(q_tHd: Tensor, latent_dim: int, key_dim: int) -> bool:
     """Whether the kernels support the dtype, dims and device."""
     dims = latent_dim, key_dim - latent_dim
     are_powers = all(16 <= n <= 512 and n & (n - 1) == 0 for n in dims)
-    return (
-        q_tHd.dtype in (torch.bfloat16, torch.float16) and are_powers and can_use_kernel(q_tHd)
-    )
+    return q_tHd.dtype in (torch.bfloat16, torch.float16) and are_powers and can_use_kernel(q_tHd)
 
 
 @triton.jit
@@ -176,27 +174,26 @@ def _sparse_attention_bwd_scores_kernel(
 @triton.jit
 def _sum_selected_rows_kernel(
     w_ptr,  # [C, H, K]
-    keys_ptr,  # [N, L + R]
+    keys_ptr,  # [N, D], part of the rows of L + R numbers
     selected_ptr,  # [C, K] int32
-    out_ptr,  # [C, H, WIDTH]
+    out_ptr,  # [C, H, D], part of rows of WIDTH numbers
     H: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
     PADDED: tl.constexpr,  # K, as a power of two
     WIDEN: tl.constexpr,
-    WIDTH: tl.constexpr,  # dims of a row of the output
-    FIRST: tl.constexpr,  # dim of the first program: 0, or L
+    WIDTH: tl.constexpr,
     PARTS: tl.constexpr,  # programs of a query
     BH: tl.constexpr,  # all heads, as a power of two
     BK: tl.constexpr,
     BL: tl.constexpr,  # dims of a program
     STAGES: tl.constexpr,
 ):
-    """Write the sum of w * key of one query, all heads, and BL dims."""
+    """Write the sum of w * key of one query, all heads, and BL of the D dims."""
     query = (tl.program_id(0) // PARTS).to(tl.int64)
     heads, tile = tl.arange(0, BH), tl.arange(0, BK)
-    dims = FIRST + tl.program_id(0) % PARTS * BL + tl.arange(0, BL)
+    dims = tl.program_id(0) % PARTS * BL + tl.arange(0, BL)
     row = (query * H + heads)[:, None]
     mask = (heads < H)[:, None]
     total = tl.zeros([BH, BL], dtype=tl.float32)
@@ -204,9 +201,7 @@ def _sum_selected_rows_kernel(
     for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
         seen = begin + tile < num_keys
         key = tl.load(selected_ptr + query * K + begin + tile, mask=seen, other=0).to(tl.int64)
-        w = tl.load(
-            w_ptr + row * K + begin + tile[None, :], mask=mask & seen[None, :], other=0.0
-        )
+        w = tl.load(w_ptr + row * K + begin + tile[None, :], mask=mask & seen[None, :], other=0.0)
         k = tl.load(keys_ptr + key[:, None] * (L + R) + dims[None, :])
         total += _multiply(w, k, WIDEN)
     out = total.to(out_ptr.dtype.element_ty)
@@ -216,32 +211,31 @@ def _sum_selected_rows_kernel(
 @triton.jit
 def _sparse_attention_bwd_k_kernel(
     ds_ptr,  # [C, H, K]
-    q_ptr,  # [C, H, L + R]
+    q_ptr,  # [C, H, D], part of rows of L + R numbers
     selected_ptr,  # [C, K] int32
-    dkeys_ptr,  # [N, L + R] fp32, added to
-    p_ptr,  # [C, H, K]
-    do_ptr,  # [C, H, L]
+    dkeys_ptr,  # [N, D] fp32, part of rows of L + R numbers, added to
+    p_ptr,  # [C, H, K], or None for rotated dims
+    do_ptr,  # [C, H, L], or None
     H: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
     PADDED: tl.constexpr,  # K, as a power of two
     WIDEN: tl.constexpr,
-    FIRST: tl.constexpr,  # dim of the first program: 0, or L
     PARTS: tl.constexpr,  # programs of a query
     BH: tl.constexpr,  # all heads, as a power of two
     BK: tl.constexpr,
     BL: tl.constexpr,  # dims of a program
     STAGES: tl.constexpr,
 ):
-    """Add gradients of one query's keys, of BL latent dims or of the rotated dims."""
+    """Add gradients of one query's keys, of BL of the D dims."""
     query = (tl.program_id(0) // PARTS).to(tl.int64)
     heads, tile = tl.arange(0, BH), tl.arange(0, BK)
-    dims = FIRST + tl.program_id(0) % PARTS * BL + tl.arange(0, BL)
+    dims = tl.program_id(0) % PARTS * BL + tl.arange(0, BL)
     row = (query * H + heads)[:, None]
     mask = (heads < H)[:, None]
     q = tl.load(q_ptr + row * (L + R) + dims[None, :], mask=mask, other=0.0)
-    if FIRST == 0:
+    if p_ptr is not None:
         do = tl.load(do_ptr + row * L + dims[None, :], mask=mask, other=0.0)
     num_keys = _count_keys(selected_ptr, query, K, PADDED)
     for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
@@ -250,7 +244,7 @@ def _sparse_attention_bwd_k_kernel(
         at = row * K + begin + tile[None, :]
         ds = tl.load(ds_ptr + at, mask=mask & seen[None, :], other=0.0)
         rows = _multiply(ds.T, q, WIDEN)
-        if FIRST == 0:
+        if p_ptr is not None:
             p = tl.load(p_ptr + at, mask=mask & seen[None, :], other=0.0)
             rows += _multiply(p.T, do, WIDEN)
         tl.atomic_add(
@@ -317,33 +311,32 @@ def differentiate_selected(
         STAGES=2,
         num_warps=8,
     )
-    width = min(256, L)
-    latent, turned = (0, L // width, width), (L, 1, key_dim - L)
     constants = constants | dict(BH=max(HEADS, next_power_of_2(H)), BK=64, num_warps=8)
-    for w, out, (first, parts, width) in (
-        (p_CHK, o_CHL, latent),
-        (ds_CHK, dq_CHl, latent),
-        (ds_CHK, dq_CHl, turned),
+    for w_CHK, part, out in (
+        (p_CHK, slice(L), o_CHL),
+        (ds_CHK, slice(L), dq_CHl[..., :L]),
+        (ds_CHK, slice(L, None), dq_CHl[..., L:]),
     ):
+        width = min(256, out.shape[2])
         launch(
             _sum_selected_rows_kernel,
-            C * parts,
-            *(w, keys_Nl, selected_CK, out),
+            C * (out.shape[2] // width),
+            *(w_CHK, keys_Nl[:, part], selected_CK, out),
             **constants,
-            WIDTH=out.shape[2],
-            FIRST=first,
-            PARTS=parts,
+            WIDTH=out.stride(1),
+            PARTS=out.shape[2] // width,
             BL=width,
             STAGES=3,
         )
-    for first, parts, width in (latent, turned):
+    for part, p_and_do in ((slice(L), (p_CHK, do_CHL)), (slice(L, None), (None, None))):
+        q_part = q_CHl[..., part]
+        width = min(256, q_part.shape[2])
         launch(
             _sparse_attention_bwd_k_kernel,
-            C * parts,
-            *(ds_CHK, q_CHl, selected_CK, dkeys_Nl, p_CHK, do_CHL),
+            C * (q_part.shape[2] // width),
+            *(ds_CHK, q_part, selected_CK, dkeys_Nl[:, part], *p_and_do),
             **constants,
-            FIRST=first,
-            PARTS=parts,
+            PARTS=q_part.shape[2] // width,
             BL=width,
             STAGES=2,
         )
