@@ -262,9 +262,10 @@ class _SparseAttention(torch.autograd.Function):
             do_CHL = (do_HCv @ heads.down_HLv.mT).transpose(0, 1).contiguous()
             delta_CH = (do_CHv.to(wide) * chunk.slice_queries(o)).sum(-1)
             if uses_kernels:
-                args = q_CHl, heads.keys_Nl, chunk.slice_queries(selected)
-                args = *args, do_CHL, lse_CH, delta_CH
-                dq_CHl, o_CHL = differentiate_selected(*args, options.scale, dkeys)
+                dq_CHl, o_CHL = differentiate_selected(
+                    *(q_CHl, heads.keys_Nl, chunk.slice_queries(selected)),
+                    *(do_CHL, lse_CH, delta_CH, options.scale, dkeys),
+                )
             else:
                 keys = (
                     chunk.span if selected is None else SelectedKeys(chunk.slice_queries(selected))

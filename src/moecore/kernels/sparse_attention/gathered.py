@@ -52,9 +52,9 @@ def _multiply(a, b, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _count_keys(selected_ptr, query, K: tl.constexpr, PADDED: tl.constexpr):
+def _count_keys(selected_ptr, query, K: tl.constexpr, LANES: tl.constexpr):
     """Return the number of keys in a query's list."""
-    places = tl.arange(0, PADDED)
+    places = tl.arange(0, LANES)
     selected = tl.load(selected_ptr + query * K + places, mask=places < K, other=-1)
     return tl.sum((selected >= 0).to(tl.int32), 0)
 
@@ -72,7 +72,7 @@ def _sparse_attention_fwd_kernel(
     L: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
-    PADDED: tl.constexpr,  # K, as a power of two
+    LANES: tl.constexpr,  # K, as a power of two
     HAS_SINKS: tl.constexpr,
     WIDEN: tl.constexpr,
     BH: tl.constexpr,
@@ -97,7 +97,7 @@ def _sparse_attention_fwd_kernel(
         high = sinks * 1.4426950408889634
         total += 1.0
     acc = tl.zeros([BH, L], dtype=tl.float32)
-    num_keys = _count_keys(selected_ptr, query, K, PADDED)
+    num_keys = _count_keys(selected_ptr, query, K, LANES)
     for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
         seen = begin + tile < num_keys
         key = tl.load(selected_ptr + query * K + begin + tile, mask=seen, other=0).to(tl.int64)
@@ -134,7 +134,7 @@ def _sparse_attention_bwd_scores_kernel(
     L: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
-    PADDED: tl.constexpr,  # K, as a power of two
+    LANES: tl.constexpr,  # K, as a power of two
     WIDEN: tl.constexpr,
     BH: tl.constexpr,
     BK: tl.constexpr,
@@ -154,7 +154,7 @@ def _sparse_attention_bwd_scores_kernel(
     lse = tl.load(lse_ptr + query * H + heads, mask=mask, other=0.0) * 1.4426950408889634
     delta = tl.load(delta_ptr + query * H + heads, mask=mask, other=0.0)
     factor = scale * 1.4426950408889634
-    num_keys = _count_keys(selected_ptr, query, K, PADDED)
+    num_keys = _count_keys(selected_ptr, query, K, LANES)
     for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
         seen = begin + tile < num_keys
         key = tl.load(selected_ptr + query * K + begin + tile, mask=seen, other=0).to(tl.int64)
@@ -166,9 +166,9 @@ def _sparse_attention_bwd_scores_kernel(
         dp = _multiply(do, k_latent.T, WIDEN)
         p = tl.exp2(s * factor - lse[:, None])
         ds = p * (dp - delta[:, None]) * scale
-        at, stored = row * K + begin + tile[None, :], mask[:, None] & seen[None, :]
-        tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=stored)
-        tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty), mask=stored)
+        at, store_mask = row * K + begin + tile[None, :], mask[:, None] & seen[None, :]
+        tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=store_mask)
+        tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty), mask=store_mask)
 
 
 @triton.jit
@@ -181,7 +181,7 @@ def _sum_selected_rows_kernel(
     L: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
-    PADDED: tl.constexpr,  # K, as a power of two
+    LANES: tl.constexpr,  # K, as a power of two
     WIDEN: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,  # programs of a query
@@ -197,7 +197,7 @@ def _sum_selected_rows_kernel(
     row = (query * H + heads)[:, None]
     mask = (heads < H)[:, None]
     total = tl.zeros([BH, BL], dtype=tl.float32)
-    num_keys = _count_keys(selected_ptr, query, K, PADDED)
+    num_keys = _count_keys(selected_ptr, query, K, LANES)
     for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
         seen = begin + tile < num_keys
         key = tl.load(selected_ptr + query * K + begin + tile, mask=seen, other=0).to(tl.int64)
@@ -220,7 +220,7 @@ def _sparse_attention_bwd_k_kernel(
     L: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
-    PADDED: tl.constexpr,  # K, as a power of two
+    LANES: tl.constexpr,  # K, as a power of two
     WIDEN: tl.constexpr,
     PARTS: tl.constexpr,  # programs of a query
     BH: tl.constexpr,  # all heads, as a power of two
@@ -237,7 +237,7 @@ def _sparse_attention_bwd_k_kernel(
     q = tl.load(q_ptr + row * (L + R) + dims[None, :], mask=mask, other=0.0)
     if p_ptr is not None:
         do = tl.load(do_ptr + row * L + dims[None, :], mask=mask, other=0.0)
-    num_keys = _count_keys(selected_ptr, query, K, PADDED)
+    num_keys = _count_keys(selected_ptr, query, K, LANES)
     for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
         seen = begin + tile < num_keys
         key = tl.load(selected_ptr + query * K + begin + tile, mask=seen, other=0).to(tl.int64)
@@ -267,6 +267,7 @@ def attend_to_selected(
     (C, H, key_dim), K = q_CHl.shape, selected_CK.shape[1]
     o_CHL = q_CHl.new_empty(C, H, latent_dim)
     lse_CH = q_CHl.new_empty(C, H, dtype=torch.float32)
+    selected_CK = selected_CK.contiguous()
     sinks = q_CHl if sinks_H is None else sinks_H.contiguous()
     launch(
         _sparse_attention_fwd_kernel,
@@ -299,6 +300,7 @@ def differentiate_selected(
     """
     (C, H, key_dim), (K, L) = q_CHl.shape, (selected_CK.shape[1], do_CHL.shape[2])
     q_CHl, keys_Nl, dq_CHl = q_CHl.contiguous(), keys_Nl.contiguous(), torch.empty_like(q_CHl)
+    selected_CK = selected_CK.contiguous()
     o_CHL, (p_CHK, ds_CHK) = torch.empty_like(do_CHL), q_CHl.new_empty(2, C, H, K)
     constants = _list_constants(H, L, key_dim, K)
     launch(
@@ -345,4 +347,4 @@ def differentiate_selected(
 
 def _list_constants(H: int, L: int, key_dim: int, K: int) -> dict[str, object]:
     """Return the constants that the kernels share."""
-    return dict(H=H, L=L, R=key_dim - L, K=K, PADDED=next_power_of_2(K), WIDEN=INTERPRET)
+    return dict(H=H, L=L, R=key_dim - L, K=K, LANES=next_power_of_2(K), WIDEN=INTERPRET)

@@ -190,8 +190,8 @@ def _select_keys_kernel(
             counts += tl.histogram(digits, 256, mask=is_choice)
         if step == 0:
             remaining = tl.minimum(remaining, tl.sum(counts, 0))
-        at_least = tl.cumsum(counts, 0, reverse=True)
-        digit = tl.maximum(tl.max(tl.where(at_least >= remaining, bins, 0), 0), 0)
+        suffix_sums = tl.cumsum(counts, 0, reverse=True)
+        digit = tl.max(tl.where(suffix_sums >= remaining, bins, 0), 0)
         remaining -= tl.sum(tl.where(bins > digit, counts, 0), 0)
         cutoff |= digit.to(tl.uint32) << (24 - 8 * step)
     num_selected = tl.full([], 0, dtype=tl.int32)
