@@ -263,8 +263,11 @@ class _SparseAttention(torch.autograd.Function):
             delta_CH = (do_CHv.to(wide) * chunk.slice_queries(o)).sum(-1)
             if uses_kernels:
                 dq_CHl, o_CHL = differentiate_selected(
-                    *(q_CHl, heads.keys_Nl, chunk.slice_queries(selected)),
-                    *(do_CHL, lse_CH, delta_CH, options.scale, dkeys),
+                    *(q_CHl, heads.keys_Nl, chunk.slice_queries(selected), do_CHL),
+                    lse_CH=lse_CH,
+                    delta_CH=delta_CH,
+                    scale=options.scale,
+                    dkeys_Nl=dkeys,
                 )
             else:
                 keys = (
