@@ -5,6 +5,8 @@
 The kernel of `compute_span_scores` sums over heads in registers and writes only [C, S] numbers. It
 reads its keys once, and the queries of all heads from the L2 cache. It computes 2 C S h i FLOPs.
 Tiles outside all spans are filled without a product. Plain PyTorch writes and reads C S h numbers.
+The kernel of `select_keys` finds the smallest selected score by 8 bits at a time: it reads a row
+five times and writes only its keys.
 
 Legend: C queries of a chunk, S keys of a span, N keys, K keys that a query reads, h heads, i dims.
 """
@@ -27,7 +29,7 @@ from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.keys import Keys, SpanOfKeys
 
 DIMS = (16, 32, 64, 128)  # of a head: one step of a product
-SELECTING = 4  # numbers that `select_keys` allocates per pair of query and key
+SELECTING = 4  # numbers that `select_keys` allocates per query and key without its kernel
 
 
 def compute_index_scores(indexer: IndexerHeads, keys: Keys) -> Tensor:
@@ -93,7 +95,7 @@ def differentiate_divergence(
 
 def count_workspace_floats(indexer: IndexerHeads) -> int:
     """Return the workspace of the indexer's scores and top-k: fp32 numbers per query and key."""
-    return SELECTING if _has_index_kernel(indexer) else max(SELECTING, indexer.q_thi.shape[1])
+    return 1 if _has_index_kernel(indexer) else max(SELECTING, indexer.q_thi.shape[1])
 
 
 def _has_index_kernel(indexer: IndexerHeads) -> bool:
