@@ -134,41 +134,44 @@ def _sparse_attention_bwd_scores_kernel(
     L: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
-    LANES: tl.constexpr,  # K, as a power of two
+    LANES: tl.constexpr,
     WIDEN: tl.constexpr,
     BH: tl.constexpr,
     BK: tl.constexpr,
+    BL: tl.constexpr,  # latent dims of a step
     STAGES: tl.constexpr,
 ):
-    """Write p and ds of one query and BH heads."""
+    """Write p and ds of one query, BH heads and BK keys."""
     parts: tl.constexpr = (H + BH - 1) // BH
-    query = (tl.program_id(0) // parts).to(tl.int64)
-    heads = tl.program_id(0) % parts * BH + tl.arange(0, BH)
-    mask = heads < H
-    latent, turned, tile = tl.arange(0, L), tl.arange(0, R), tl.arange(0, BK)
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    query = (tl.program_id(0) // (parts * tiles)).to(tl.int64)
+    heads = tl.program_id(0) // tiles % parts * BH + tl.arange(0, BH)
+    columns = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
+    mask, dims, turned = (heads < H)[:, None], tl.arange(0, BL), tl.arange(0, R)
     row = (query * H + heads)[:, None]
+    key = tl.load(selected_ptr + query * K + columns, mask=columns < K, other=-1)
+    seen = key >= 0
+    if tl.max(key, 0) < 0:
+        return
     q_row = q_ptr + row * (L + R)
-    q_latent = tl.load(q_row + latent[None, :], mask=mask[:, None], other=0.0)
-    q_turned = tl.load(q_row + L + turned[None, :], mask=mask[:, None], other=0.0)
-    do = tl.load(do_ptr + row * L + latent[None, :], mask=mask[:, None], other=0.0)
-    lse = tl.load(lse_ptr + query * H + heads, mask=mask, other=0.0) * 1.4426950408889634
-    delta = tl.load(delta_ptr + query * H + heads, mask=mask, other=0.0)
-    factor = scale * 1.4426950408889634
-    num_keys = _count_keys(selected_ptr, query, K, LANES)
-    for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
-        seen = begin + tile < num_keys
-        key = tl.load(selected_ptr + query * K + begin + tile, mask=seen, other=0).to(tl.int64)
-        k_row = keys_ptr + key[:, None] * (L + R)
-        k_latent = tl.load(k_row + latent[None, :])
-        k_turned = tl.load(k_row + L + turned[None, :])
-        s = _multiply(q_turned, k_turned.T, WIDEN)  # warps share only the work of the last product
-        s += _multiply(q_latent, k_latent.T, WIDEN)
-        dp = _multiply(do, k_latent.T, WIDEN)
-        p = tl.exp2(s * factor - lse[:, None])
-        ds = p * (dp - delta[:, None]) * scale
-        at, store_mask = row * K + begin + tile[None, :], mask[:, None] & seen[None, :]
-        tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=store_mask)
-        tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty), mask=store_mask)
+    k_row = keys_ptr + tl.maximum(key, 0).to(tl.int64)[:, None] * (L + R)
+    s = tl.zeros([BH, BK], dtype=tl.float32)
+    dp = tl.zeros([BH, BK], dtype=tl.float32)
+    for first in tl.range(0, L, BL, num_stages=STAGES):
+        k = tl.load(k_row + first + dims[None, :])
+        q = tl.load(q_row + first + dims[None, :], mask=mask, other=0.0)
+        do = tl.load(do_ptr + row * L + first + dims[None, :], mask=mask, other=0.0)
+        s += _multiply(q, k.T, WIDEN)
+        dp += _multiply(do, k.T, WIDEN)
+    q = tl.load(q_row + L + turned[None, :], mask=mask, other=0.0)
+    s += _multiply(q, tl.load(k_row + L + turned[None, :]).T, WIDEN)
+    lse = tl.load(lse_ptr + query * H + heads, mask=heads < H, other=0.0)
+    delta = tl.load(delta_ptr + query * H + heads, mask=heads < H, other=0.0)
+    p = tl.exp2((s * scale - lse[:, None]) * 1.4426950408889634)
+    ds = p * (dp - delta[:, None]) * scale
+    at, store_mask = row * K + columns[None, :], mask & seen[None, :]
+    tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=store_mask)
+    tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty), mask=store_mask)
 
 
 @triton.jit
@@ -303,14 +306,16 @@ def differentiate_selected(
     selected_CK = selected_CK.contiguous()
     o_CHL, (p_CHK, ds_CHK) = torch.empty_like(do_CHL), q_CHl.new_empty(2, C, H, K)
     constants = _list_constants(H, L, key_dim, K)
+    heads = min(128, max(HEADS, next_power_of_2(H)))
     launch(
         _sparse_attention_bwd_scores_kernel,
-        C * cdiv(H, HEADS),
+        C * cdiv(H, heads) * cdiv(K, 128),
         *(q_CHl, keys_Nl, selected_CK, do_CHL, lse_CH, delta_CH, p_CHK, ds_CHK, scale),
         **constants,
-        BH=HEADS,
-        BK=32,
-        STAGES=2,
+        BH=heads,
+        BK=128,
+        BL=min(64, L),
+        STAGES=4,
         num_warps=8,
     )
     constants = constants | dict(BH=max(HEADS, next_power_of_2(H)), BK=64, num_warps=8)
