@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moecore.kernels.attention import compute_sinks_grad
 from moecore.kernels.common import cdiv
@@ -148,9 +149,16 @@ def _split_into_chunks(
 
 def _compute_latent_queries(heads: LatentHeads) -> Tensor:
     """Return queries projected to the dims of latent keys; rotary dims are unchanged."""
-    n = heads.up_HnL.shape[1]
-    q_HCL = heads.q_tHd[..., :n].transpose(0, 1) @ heads.up_HnL
-    return torch.cat((q_HCL.transpose(0, 1), heads.q_tHd[..., n:]), dim=-1)
+    (C, H, _), (_, n, L) = heads.q_tHd.shape, heads.up_HnL.shape
+    q_CHl = heads.q_tHd.new_empty(C, H, heads.keys_Nl.shape[1])
+    q_CHl[..., L:] = heads.q_tHd[..., n:]
+    _project_heads(heads.q_tHd[..., :n], heads.up_HnL, q_CHl[..., :L])
+    return q_CHl
+
+
+def _project_heads(x_CHa: Tensor, w_Hab: Tensor, out_CHb: Tensor) -> None:
+    """Write each head's product to `out_CHb`, which may be strided, without a copy."""
+    torch.bmm(x_CHa.transpose(0, 1), w_Hab, out=out_CHb.transpose(0, 1))
 
 
 def _has_kernels(heads: LatentHeads, selected_tK: Tensor | None, options: _SparseOptions) -> bool:
@@ -220,7 +228,7 @@ class _SparseAttention(torch.autograd.Function):
                     lse_CH = torch.logaddexp(lse_CH, sinks.to(wide))
                 p = p.sub_(lse_CH[..., None]).exp_()
                 o_CHL = keys.sum_weighted_rows(p.to(q.dtype), rows[..., :L]).to(q.dtype)
-            chunk.slice_queries(o).copy_((o_CHL.transpose(0, 1) @ down).transpose(0, 1))
+            _project_heads(o_CHL, down, chunk.slice_queries(o))
             chunk.slice_queries(lse).copy_(lse_CH)
             if kl is not None:
                 chunk.slice_queries(kl).copy_(
@@ -236,6 +244,7 @@ class _SparseAttention(torch.autograd.Function):
         return o, selected, kl
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         do, _, dkl = grads
         *tensors, selected, sinks, o, lse = ctx.saved_tensors
@@ -258,8 +267,8 @@ class _SparseAttention(torch.autograd.Function):
         ):
             q_CHl, lse_CH = _compute_latent_queries(chunk.heads), chunk.slice_queries(lse)
             do_CHv, q_CHd = chunk.slice_queries(do), chunk.heads.q_tHd
-            do_HCv = do_CHv.transpose(0, 1)
-            do_CHL = (do_HCv @ heads.down_HLv.mT).transpose(0, 1).contiguous()
+            do_CHL = q_CHd.new_empty(*do_CHv.shape[:2], L)
+            _project_heads(do_CHv, heads.down_HLv.mT, do_CHL)
             delta_CH = (do_CHv.to(wide) * chunk.slice_queries(o)).sum(-1)
             if uses_kernels:
                 dq_CHl, o_CHL = differentiate_selected(
@@ -288,11 +297,11 @@ class _SparseAttention(torch.autograd.Function):
                 dq_CHl = keys.sum_weighted_rows(ds, rows).to(q_CHd.dtype)
                 o_CHL = keys.sum_weighted_rows(p, rows[..., :L]).to(q_CHd.dtype)
                 keys.add_outer_products(dkeys, (ds, q_CHl), (p, do_CHL))
-            dq_HCL = dq_CHl[..., :L].transpose(0, 1)
-            chunk.slice_queries(dq)[..., :n].copy_((dq_HCL @ heads.up_HnL.mT).transpose(0, 1))
-            chunk.slice_queries(dq)[..., n:].copy_(dq_CHl[..., L:])
-            dup += multiply_in_fp32(q_CHd[..., :n].permute(1, 2, 0), dq_HCL)
-            ddown += multiply_in_fp32(o_CHL.permute(1, 2, 0), do_HCv)
+            dq_CHL, dq_CHd = dq_CHl[..., :L], chunk.slice_queries(dq)
+            _project_heads(dq_CHL, heads.up_HnL.mT, dq_CHd[..., :n])
+            dq_CHd[..., n:] = dq_CHl[..., L:]
+            dup += multiply_in_fp32(q_CHd[..., :n].permute(1, 2, 0), dq_CHL.transpose(0, 1))
+            ddown += multiply_in_fp32(o_CHL.permute(1, 2, 0), do_CHv.transpose(0, 1))
         sums = zip((dkeys, dup, ddown), heads[1:], strict=True)
         of_heads = (dq, *(d.to(x.dtype) for d, x in sums))
         of_index: Any = (None, None, None)
