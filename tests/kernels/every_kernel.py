@@ -51,7 +51,8 @@ from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.kernels.rows.scaling import KINDS, Blocks
 from moecore.kernels.rows.shard_matrices import pack_shard_, write_square_amax_
 from moecore.kernels.sparse_attention.contract import IndexerHeads
-from moecore.kernels.sparse_attention.index import compute_span_scores
+from moecore.kernels.sparse_attention.gathered import attend_to_selected, differentiate_selected
+from moecore.kernels.sparse_attention.index import compute_span_scores, select_keys
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from tests.kernels.choices import SIGMOID
 from tests.kernels.experts.chosen import expert_mlp
@@ -124,7 +125,10 @@ def run_pieces(device: str) -> None:
     compute_even_bias(histogram, scores_of[1], K)
     own_T, half_Td = torch.arange(T, device=device), x_TD[:, :64].contiguous()
     indexer = IndexerHeads(half_Td.view(T, 4, 16), half_Td[:, :16], half_Td[:, :4].float())
-    compute_span_scores(indexer, SpanOfKeys(0, T, torch.zeros_like(own_T), own_T))
+    scores = compute_span_scores(indexer, SpanOfKeys(0, T, torch.zeros_like(own_T), own_T))
+    selected, q, keys = select_keys(scores, 0, 7), half_Td.view(T, 2, 32), half_Td[:, :32]
+    o, lse = attend_to_selected(q, keys, selected, 16, 0.5, None)
+    differentiate_selected(q, keys, selected, o, lse, lse, 0.5, keys.float())
     index_of = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
     views = view_packed_rows(pack_rows(x_TD[:, :64].contiguous()), 64)
     gather_packed_rows(*views, x_TD.dtype, *index_of)

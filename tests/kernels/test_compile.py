@@ -57,7 +57,8 @@ from moecore.kernels.rows import packed as fp8_rows
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.kernels.sparse_attention.contract import IndexerHeads
-from moecore.kernels.sparse_attention.index import compute_span_scores
+from moecore.kernels.sparse_attention.gathered import attend_to_selected, differentiate_selected
+from moecore.kernels.sparse_attention.index import compute_span_scores, select_keys
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from tests.helpers.grids import beside
 from tests.kernels.choices import BASE
@@ -508,6 +509,14 @@ def run_index_scores(heads: int, dim: int) -> None:
     compute_span_scores(index_of, SpanOfKeys(0, 4 * T, own, own))
 
 
+def run_gathered_attention(H: int, dim: int, top_k: int) -> None:
+    """Forward and backward of queries with selected keys, as DeepSeek-V3.2's."""
+    q, keys, selected = bf16(T, H, dim), bf16(4 * T, dim), ints(T, top_k)
+    o, lse = attend_to_selected(q, keys, selected, 512, 0.1, torch.zeros(H))
+    attend_to_selected(q, keys, selected, 512, 0.1, None)
+    differentiate_selected(q, keys, selected, o, lse, lse, 0.1, keys.float())
+
+
 CASES: dict[str, tuple[Callable[[], None], int]] = {
     "route": (lambda: run_route("softmax"), 2),
     "route weights": (run_route_weights, 2),
@@ -523,6 +532,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "index": (run_index, 4),
     "index scores, 64 heads of 128": (lambda: run_index_scores(64, 128), 1),
     "index scores, 32 heads of 64": (lambda: run_index_scores(32, 64), 1),
+    "selection of keys": (lambda: select_keys(torch.zeros(T, 32768), 0, 2048), 1),
+    "attention to selected keys": (lambda: run_gathered_attention(128, 576, 2048), 5),
     "index of expert choice": (lambda: run_index(1024, 1024), 5),
     "rows": (run_rows, 2),
     "rows of expert choice": (lambda: run_rows(1024), 2),

@@ -103,6 +103,13 @@ def place_launches(launches: Iterable[QueuedLaunch]) -> list[PlacedLaunch]:
 
 PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
 INDEX_SCORES = "_index_scores_kernel"  # of queries of all heads by keys
+# Of queries and selected keys: positions of the arguments [queries, heads, dims of a product].
+SELECTED_KEYS = {
+    "_sparse_attention_fwd_kernel": (0, 4),
+    "_sparse_attention_bwd_scores_kernel": (0, 3),
+    "_sum_selected_rows_kernel": (3,),
+    "_sparse_attention_bwd_k_kernel": (1, 5),
+}
 GROUPED_PRODUCT = "scaled_grouped_mm"  # torch's in FP8
 WITHOUT_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "set_", "alias")
 SLICES = (GATHER_SLICES, SEND_SLICES)  # beside products of tp ranks
@@ -147,6 +154,11 @@ def compute_kernel_work(name: str, args: Args) -> Work:
         return Work(name, "attention", scan.flops, num_bytes, scan.shape, _format_dtype(tensors[0]))
     if name == INDEX_SCORES:
         return _make_matmul_work("mm", (args[0], args[1].mT), tensors, name)
+    if name in SELECTED_KEYS:
+        factors = [args[i] for i in SELECTED_KEYS[name] if args[i] is not None]
+        sizes = prod(factors[0].shape[:2]), args[2].shape[1], sum(x.shape[2] for x in factors)
+        num_bytes, dtype = _count_bytes(tensors), _format_dtype(factors[0])
+        return Work(name, "product", 2 * prod(sizes), num_bytes, sizes, dtype)
     if name.startswith("attention"):
         return _make_attention_work(name, tensors, name.endswith("bwd"))
     if name in PRODUCTS:

@@ -148,6 +148,75 @@ def test_of_equal_scores_the_earlier_keys_are_selected() -> None:
     assert select_keys(scores[:, :2], 0, 3).tolist() == [[0, 1, -1], [1, -1, -1], [0, 1, -1]]
 
 
+@pytest.mark.parametrize(("keys", "top_k"), [(1, 1), (40, 64), (300, 64), (5000, 2048)])
+def test_the_kernel_selects_the_same_keys(keys: int, top_k: int, device: str) -> None:
+    g = torch.Generator().manual_seed(keys)
+    scores = torch.randn(6, keys, generator=g).relu_() * 3e38 ** torch.linspace(-1, 1, 6)[:, None]
+    scores *= torch.where(torch.rand(6, keys, generator=g) < 0.2, -1, 1)  # zeros of both signs
+    scores[2, keys // 2 :] = -torch.inf
+    scores[3] = -torch.inf
+    got = select_keys(scores.to(device), 7, top_k)
+    assert torch.equal(got.cpu(), select_keys(scores.double(), 7, top_k))  # plain PyTorch
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("sinks", [False, True])
+def test_kernels_are_at_most_twice_as_wrong_as_plain_pytorch(
+    sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The interpreter truncates casts to bf16.
+    for name, size in (("L", 32), ("r", 16)):
+        monkeypatch.setitem(globals(), name, size)
+    monkeypatch.setattr(attention, "CHUNK_NUMBERS", 4000)  # several chunks
+    leaves = [x.half() for x in leaves_of(DOCUMENTS[-1])]
+    how: dict[str, Any] = {}
+    heads, indexer = LatentHeads(*leaves[:4]), IndexerHeads(*leaves[4:])
+    args = (heads, spans_of(DOCUMENTS))
+    how["selected_tK"] = sparse_attention(*args, scale=SCALE, indexer=indexer, top_k=7).selected_tK
+    calls: list[Any] = []
+    run = attention.differentiate_selected
+    monkeypatch.setattr(
+        attention,
+        "differentiate_selected",
+        lambda *args, **how: calls.append(1) or run(*args, **how),
+    )
+    found = {}
+    for function, dtype in (
+        (sparse_attention, torch.float16),
+        (sparse_attention_ref, torch.float16),
+        (sparse_attention_ref, torch.float64),
+    ):
+        if sinks:
+            values = torch.tensor([-1.0, 0.5, 3.0], dtype=dtype, requires_grad=True)
+            how["sinks_H"] = values
+        found[function, dtype] = found_by(function, DOCUMENTS, [x.to(dtype) for x in leaves], **how)
+        if sinks:
+            found[function, dtype]["sinks"] = values.grad
+    assert len(calls) > 1
+    got, plain, exact = found.values()
+    for leaf in ("o_tHv", *LEAVES[:4], *["sinks"] * sinks):
+        want = exact[leaf].detach()
+        error, of_plain = (x[leaf].detach().double() - want for x in (got, plain))
+        assert error.norm() <= 2 * of_plain.norm() + 2**-9 * want.norm(), leaf
+        error, of_plain, want = (x.view(len(x), -1).norm(dim=1) for x in (error, of_plain, want))
+        assert error.max() <= 2 * of_plain.max() + 2**-9 * want.max(), leaf
+
+
+@pytest.mark.interpret
+def test_deterministic_backward_has_no_atomic_additions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("L", 32), ("r", 16)):
+        monkeypatch.setitem(globals(), name, size)
+    leaves = [x.bfloat16() for x in leaves_of(DOCUMENTS[-1])]
+    grads = found_by(sparse_attention, DOCUMENTS, leaves, top_k=7)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(attention, "differentiate_selected", None)
+    expected = found_by(sparse_attention, DOCUMENTS, leaves, top_k=7)
+    assert torch.equal(grads["o_tHv"], expected["o_tHv"])
+    for leaf in LEAVES[:4]:
+        error = (grads[leaf] - expected[leaf]).float().norm()
+        assert error <= 2**-6 * expected[leaf].float().norm(), leaf
+
+
 @pytest.mark.parametrize("name", ["selected, divergences", "all, divergences"])
 def test_bf16_is_at_most_twice_as_wrong_as_plain_pytorch(name: str) -> None:
     # The keys that bf16 selects are read by all, and products of the indexer are exact in fp32.

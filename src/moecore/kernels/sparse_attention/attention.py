@@ -8,6 +8,9 @@ has l numbers for all heads. The indexer scores the chunk's queries with all key
 in fp32, and only the indices of the selected keys are saved. Backward recomputes the scores of
 attention from the saved log-sum-exp, and the indexer's scores of the selected keys.
 
+Queries of 16 bits that read selected keys use the kernels of `gathered.py`. The kernels do not
+support divergences, and their backward is used only if autograd need not be deterministic.
+
 `CHUNK_NUMBERS` limits the bytes of a chunk for any t and N.
 """
 
@@ -19,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moecore.kernels.attention import compute_sinks_grad
 from moecore.kernels.common import cdiv
@@ -28,6 +32,11 @@ from moecore.kernels.sparse_attention.contract import (
     KeySpans,
     LatentHeads,
     SparseOutput,
+)
+from moecore.kernels.sparse_attention.gathered import (
+    attend_to_selected,
+    differentiate_selected,
+    has_gathered_kernels,
 )
 from moecore.kernels.sparse_attention.index import (
     compute_divergence,
@@ -106,22 +115,27 @@ def _split_into_chunks(
     indexer: IndexerHeads,
     spans: KeySpans,
     keys_per_query: int | None,
+    *,
     selects_keys: bool,
+    uses_kernels: bool,
 ) -> Iterator[_Chunk]:
     """Split the queries into chunks of bounded memory; on meta one chunk represents all."""
     (t, H, _), (N, key_dim) = heads.q_tHd.shape, heads.keys_Nl.shape
     reach = min(N, spans.longest if spans.stride == 1 else 3 * spans.longest // 2)
     num_heads = max(H, indexer.q_thi.shape[1])
-    of_query = [
-        reach * num_heads if keys_per_query is None else keys_per_query * max(key_dim, num_heads)
-    ]
+    if keys_per_query is None:
+        of_query = [reach * num_heads]
+    elif uses_kernels:
+        of_query = [H * max(key_dim, keys_per_query)]
+    else:
+        of_query = [keys_per_query * max(key_dim, num_heads)]
     if selects_keys:
         of_query.append(reach * count_workspace_floats(indexer))
     size = max(1, CHUNK_NUMBERS // max(of_query))
     begins, number = range(0, t, size), cdiv(t, size)
     if heads.q_tHd.is_meta and number:  # the middle one stands for all
         size = cdiv(t, number)
-        begins = range(min(number // 2 * size, t - size), t, t)
+        begins = range((number - 1) * size // 2, t, t)
     for begin in begins:
         end = min(t, begin + size)
         part = slice(begin, end)
@@ -135,9 +149,23 @@ def _split_into_chunks(
 
 def _compute_latent_queries(heads: LatentHeads) -> Tensor:
     """Return queries projected to the dims of latent keys; rotary dims are unchanged."""
-    n = heads.up_HnL.shape[1]
-    q_HCL = heads.q_tHd[..., :n].transpose(0, 1) @ heads.up_HnL
-    return torch.cat((q_HCL.transpose(0, 1), heads.q_tHd[..., n:]), dim=-1)
+    (C, H, _), (_, n, L) = heads.q_tHd.shape, heads.up_HnL.shape
+    q_CHl = heads.q_tHd.new_empty(C, H, heads.keys_Nl.shape[1])
+    q_CHl[..., L:] = heads.q_tHd[..., n:]
+    _project_heads(heads.q_tHd[..., :n], heads.up_HnL, q_CHl[..., :L])
+    return q_CHl
+
+
+def _project_heads(x_CHa: Tensor, w_Hab: Tensor, out_CHb: Tensor) -> None:
+    """Write each head's product to `out_CHb`, which may be strided, without a copy."""
+    torch.bmm(x_CHa.transpose(0, 1), w_Hab, out=out_CHb.transpose(0, 1))
+
+
+def _has_kernels(heads: LatentHeads, selected_tK: Tensor | None, options: _SparseOptions) -> bool:
+    """Whether the kernels of `gathered.py` support the call."""
+    is_supported = selected_tK is not None and not options.returns_divergences
+    (_, L, _), key_dim = heads.down_HLv.shape, heads.keys_Nl.shape[1]
+    return is_supported and has_gathered_kernels(heads.q_tHd, L, key_dim)
 
 
 def _compute_scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Tensor:
@@ -172,23 +200,35 @@ class _SparseAttention(torch.autograd.Function):
         if new_width is not None:
             selected = q.new_empty(t, new_width, dtype=torch.int32)
         width = None if selected is None else selected.shape[1]
-        for chunk in _split_into_chunks(heads, index, spans, width, new_width is not None):
+        uses_kernels = _has_kernels(heads, selected, options)
+        for chunk in _split_into_chunks(
+            *(heads, index, spans, width),
+            selects_keys=new_width is not None,
+            uses_kernels=uses_kernels,
+        ):
             keys: Keys = chunk.span
             if selected is not None and new_width is not None:
                 scores_CS = compute_span_scores(chunk.indexer, chunk.span)
                 selected_CK = select_keys(scores_CS, chunk.span.first, new_width)
                 chunk.slice_queries(selected).copy_(selected_CK)
                 del scores_CS, selected_CK
-            if selected is not None:
-                keys = SelectedKeys(chunk.slice_queries(selected))
-            rows = keys.select_rows(keys_Nl)
-            p = _compute_scores(_compute_latent_queries(chunk.heads), rows, keys, options.scale)
-            lse_CH = p.logsumexp(-1)
-            if sinks is not None:
-                lse_CH = torch.logaddexp(lse_CH, sinks.to(wide))
-            p = p.sub_(lse_CH[..., None]).exp_()
-            o_CHL = keys.sum_weighted_rows(p.to(q.dtype), rows[..., :L]).to(q.dtype)
-            chunk.slice_queries(o).copy_((o_CHL.transpose(0, 1) @ down).transpose(0, 1))
+            q_CHl = _compute_latent_queries(chunk.heads)
+            if selected is not None and uses_kernels:
+                selected_CK = chunk.slice_queries(selected)
+                o_CHL, lse_CH = attend_to_selected(
+                    q_CHl, keys_Nl, selected_CK, L, options.scale, sinks
+                )
+            else:
+                if selected is not None:
+                    keys = SelectedKeys(chunk.slice_queries(selected))
+                rows = keys.select_rows(keys_Nl)
+                p = _compute_scores(q_CHl, rows, keys, options.scale)
+                lse_CH = p.logsumexp(-1)
+                if sinks is not None:
+                    lse_CH = torch.logaddexp(lse_CH, sinks.to(wide))
+                p = p.sub_(lse_CH[..., None]).exp_()
+                o_CHL = keys.sum_weighted_rows(p.to(q.dtype), rows[..., :L]).to(q.dtype)
+            _project_heads(o_CHL, down, chunk.slice_queries(o))
             chunk.slice_queries(lse).copy_(lse_CH)
             if kl is not None:
                 chunk.slice_queries(kl).copy_(
@@ -204,6 +244,7 @@ class _SparseAttention(torch.autograd.Function):
         return o, selected, kl
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         do, _, dkl = grads
         *tensors, selected, sinks, o, lse = ctx.saved_tensors
@@ -219,32 +260,48 @@ class _SparseAttention(torch.autograd.Function):
             dk_Ni = torch.zeros_like(index.k_Ni, dtype=wide)
             dindex = torch.empty_like(index.q_thi), dk_Ni, torch.empty_like(index.w_th)
         width = None if selected is None else selected.shape[1]
-        for chunk in _split_into_chunks(heads, index, ctx.spans, width, False):
-            keys = chunk.span if selected is None else SelectedKeys(chunk.slice_queries(selected))
-            rows, q_CHl = keys.select_rows(heads.keys_Nl), _compute_latent_queries(chunk.heads)
-            p = _compute_scores(q_CHl, rows, keys, options.scale)
-            p = p.sub_(chunk.slice_queries(lse)[..., None]).exp_()
+        uses_kernels = _has_kernels(heads, selected, options)
+        uses_kernels &= not torch.are_deterministic_algorithms_enabled()
+        for chunk in _split_into_chunks(
+            *(heads, index, ctx.spans, width), selects_keys=False, uses_kernels=uses_kernels
+        ):
+            q_CHl, lse_CH = _compute_latent_queries(chunk.heads), chunk.slice_queries(lse)
             do_CHv, q_CHd = chunk.slice_queries(do), chunk.heads.q_tHd
-            if dkl is not None and dindex is not None:
-                parts = differentiate_divergence(
-                    chunk.slice_queries(dkl), p.mean(1), chunk.indexer, keys, dindex[1]
-                )
-                for total, part in zip((dindex[0], dindex[2]), parts, strict=True):
-                    chunk.slice_queries(total).copy_(part)
-            do_HCv = do_CHv.transpose(0, 1)
-            do_CHL = (do_HCv @ heads.down_HLv.mT).transpose(0, 1).contiguous()
-            dp = keys.compute_dot_products(do_CHL, rows[..., :L])
+            do_CHL = q_CHd.new_empty(*do_CHv.shape[:2], L)
+            _project_heads(do_CHv, heads.down_HLv.mT, do_CHL)
             delta_CH = (do_CHv.to(wide) * chunk.slice_queries(o)).sum(-1)
-            ds = dp.sub_(delta_CH[..., None]).mul_(p).mul_(options.scale).to(q_CHd.dtype)
-            p = p.to(q_CHd.dtype)
-            dq_CHl = keys.sum_weighted_rows(ds, rows).to(q_CHd.dtype)
-            dq_HCL = dq_CHl[..., :L].transpose(0, 1)
-            chunk.slice_queries(dq)[..., :n].copy_((dq_HCL @ heads.up_HnL.mT).transpose(0, 1))
-            chunk.slice_queries(dq)[..., n:].copy_(dq_CHl[..., L:])
-            dup += multiply_in_fp32(q_CHd[..., :n].permute(1, 2, 0), dq_HCL)
-            o_CHL = keys.sum_weighted_rows(p, rows[..., :L]).to(q_CHd.dtype)
-            ddown += multiply_in_fp32(o_CHL.permute(1, 2, 0), do_HCv)
-            keys.add_outer_products(dkeys, (ds, q_CHl), (p, do_CHL))
+            if uses_kernels:
+                dq_CHl, o_CHL = differentiate_selected(
+                    *(q_CHl, heads.keys_Nl, chunk.slice_queries(selected), do_CHL),
+                    lse_CH=lse_CH,
+                    delta_CH=delta_CH,
+                    scale=options.scale,
+                    dkeys_Nl=dkeys,
+                )
+            else:
+                keys = (
+                    chunk.span if selected is None else SelectedKeys(chunk.slice_queries(selected))
+                )
+                rows = keys.select_rows(heads.keys_Nl)
+                p = _compute_scores(q_CHl, rows, keys, options.scale)
+                p = p.sub_(lse_CH[..., None]).exp_()
+                if dkl is not None and dindex is not None:
+                    parts = differentiate_divergence(
+                        chunk.slice_queries(dkl), p.mean(1), chunk.indexer, keys, dindex[1]
+                    )
+                    for total, part in zip((dindex[0], dindex[2]), parts, strict=True):
+                        chunk.slice_queries(total).copy_(part)
+                dp = keys.compute_dot_products(do_CHL, rows[..., :L])
+                ds = dp.sub_(delta_CH[..., None]).mul_(p).mul_(options.scale).to(q_CHd.dtype)
+                p = p.to(q_CHd.dtype)
+                dq_CHl = keys.sum_weighted_rows(ds, rows).to(q_CHd.dtype)
+                o_CHL = keys.sum_weighted_rows(p, rows[..., :L]).to(q_CHd.dtype)
+                keys.add_outer_products(dkeys, (ds, q_CHl), (p, do_CHL))
+            dq_CHL, dq_CHd = dq_CHl[..., :L], chunk.slice_queries(dq)
+            _project_heads(dq_CHL, heads.up_HnL.mT, dq_CHd[..., :n])
+            dq_CHd[..., n:] = dq_CHl[..., L:]
+            dup += multiply_in_fp32(q_CHd[..., :n].permute(1, 2, 0), dq_CHL.transpose(0, 1))
+            ddown += multiply_in_fp32(o_CHL.permute(1, 2, 0), do_CHv.transpose(0, 1))
         sums = zip((dkeys, dup, ddown), heads[1:], strict=True)
         of_heads = (dq, *(d.to(x.dtype) for d, x in sums))
         of_index: Any = (None, None, None)

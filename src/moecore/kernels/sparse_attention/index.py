@@ -5,6 +5,8 @@
 The kernel of `compute_span_scores` sums over heads in registers and writes only [C, S] numbers. It
 reads its keys once, and the queries of all heads from the L2 cache. It computes 2 C S h i FLOPs.
 Tiles outside all spans are filled without a product. Plain PyTorch writes and reads C S h numbers.
+The kernel of `select_keys` finds the smallest selected score by 8 bits at a time: it reads a row
+five times and writes only its keys.
 
 Legend: C queries of a chunk, S keys of a span, N keys, K keys that a query reads, h heads, i dims.
 """
@@ -14,12 +16,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, can_use_kernel, cdiv, launch, tl, triton
+from moecore.kernels.common import (
+    INTERPRET,
+    can_use_kernel,
+    cdiv,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+)
 from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.keys import Keys, SpanOfKeys
 
 DIMS = (16, 32, 64, 128)  # of a head: one step of a product
-SELECTING = 4  # numbers that `select_keys` allocates per pair of query and key
+SELECTING = 4  # numbers that `select_keys` allocates per query and key without its kernel
 
 
 def compute_index_scores(indexer: IndexerHeads, keys: Keys) -> Tensor:
@@ -38,6 +48,12 @@ def select_keys(scores_CS: Tensor, first_key: int, top_k: int) -> Tensor:
     Example: scores [2, 0, 0, 3, 0], first_key 10 and top_k 3 give [10, 11, 13].
     """
     C, S = scores_CS.shape
+    if scores_CS.dtype == torch.float32 and can_use_kernel(scores_CS):
+        out = torch.empty(C, top_k, dtype=torch.int32, device=scores_CS.device)
+        block = min(4096, max(256, next_power_of_2(S)))
+        args = scores_CS.contiguous(), out, S, first_key, top_k
+        launch(_select_keys_kernel, C, *args, BLOCK=block, num_warps=8)
+        return out
     is_choice_CS = scores_CS > -torch.inf
     if top_k < S:
         cutoff_C1 = scores_CS.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
@@ -79,7 +95,7 @@ def differentiate_divergence(
 
 def count_workspace_floats(indexer: IndexerHeads) -> int:
     """Return the workspace of the indexer's scores and top-k: fp32 numbers per query and key."""
-    return SELECTING if _has_index_kernel(indexer) else max(SELECTING, indexer.q_thi.shape[1])
+    return 1 if _has_index_kernel(indexer) else max(SELECTING, indexer.q_thi.shape[1])
 
 
 def _has_index_kernel(indexer: IndexerHeads) -> bool:
@@ -140,6 +156,60 @@ def _index_scores_kernel(
         tl.where(seen, total, float("-inf")),
         mask=row_mask[:, None] & (columns < num_keys)[None, :],
     )
+
+
+@triton.jit
+def _load_ordered(row_ptr, columns, S):
+    """Return scores as unsigned integers of the same order, and whether the query sees the key."""
+    scores = tl.load(row_ptr + columns, mask=columns < S, other=float("-inf"))
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 equals 0
+    ordered = (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+    return ordered, scores > float("-inf")
+
+
+@triton.jit(do_not_specialize=["S", "first_key"])
+def _select_keys_kernel(
+    scores_ptr,  # [C, S] fp32
+    out_ptr,  # [C, top_k] int32
+    S,
+    first_key,
+    top_k,
+    BLOCK: tl.constexpr,
+):
+    """Write the keys with the top_k largest scores of one row: a radix search of the cutoff."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr, out_row = scores_ptr + row * S, out_ptr + row * top_k
+    block, bins = tl.arange(0, BLOCK), tl.arange(0, 256)
+    cutoff = tl.full([], 0, dtype=tl.uint32)  # its leading digits, of 8 bits each
+    remaining = tl.full([], 0, dtype=tl.int32) + top_k  # keys to select among equal digits
+    for step in tl.static_range(4):
+        counts = tl.zeros([256], dtype=tl.int32)
+        for begin in range(0, S, BLOCK):
+            ordered, is_choice = _load_ordered(row_ptr, begin + block, S)
+            if step > 0:
+                is_choice &= (ordered >> (32 - 8 * step)) == (cutoff >> (32 - 8 * step))
+            digits = ((ordered >> (24 - 8 * step)) & 255).to(tl.int32)
+            counts += tl.histogram(digits, 256, mask=is_choice)
+        if step == 0:
+            remaining = tl.minimum(remaining, tl.sum(counts, 0))
+        suffix_sums = tl.cumsum(counts, 0, reverse=True)
+        digit = tl.max(tl.where(suffix_sums >= remaining, bins, 0), 0)
+        remaining -= tl.sum(tl.where(bins > digit, counts, 0), 0)
+        cutoff |= digit.to(tl.uint32) << (24 - 8 * step)
+    num_selected = tl.full([], 0, dtype=tl.int32)
+    for begin in range(0, S, BLOCK):
+        ordered, is_choice = _load_ordered(row_ptr, begin + block, S)
+        is_equal = (is_choice & (ordered == cutoff)).to(tl.int32)
+        is_first = (is_equal > 0) & (tl.cumsum(is_equal, 0) <= remaining)
+        selected = (is_choice & (ordered > cutoff)) | is_first
+        places = num_selected + tl.cumsum(selected.to(tl.int32), 0) - 1
+        keys = (first_key + begin + block).to(tl.int32)
+        tl.store(out_row + places, keys, mask=selected)
+        num_selected += tl.sum(selected.to(tl.int32), 0)
+        remaining -= tl.sum(is_first.to(tl.int32), 0)
+    for begin in range(0, top_k, BLOCK):
+        places = begin + block
+        tl.store(out_row + places, -1, mask=(places >= num_selected) & (places < top_k))
 
 
 def compute_span_scores(indexer: IndexerHeads, span: SpanOfKeys) -> Tensor:
