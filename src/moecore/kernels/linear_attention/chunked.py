@@ -1,0 +1,269 @@
+"""The delta rule with a decay per head, chunk by chunk, by Triton kernels.
+
+In a chunk of C tokens with the state S before it, keys K, queries Q (both normed, Q scaled), sums G
+of g since the chunk began, L the last of them, and D_ij = exp(G_i - G_j) for i >= j, otherwise 0:
+
+    X = (I + strictly lower part of beta K K^T D)^-1     w = X beta exp(G) K     u = X beta V
+    N = u - w S                                         P = Q K^T D
+    O = exp(G) Q S + P N                                S' = exp(L) S + (exp(L - G) K)^T N
+
+Gradients, with Y = beta (V - exp(G) K S), N = X Y, dS' from the next chunk, and E = exp(L - G):
+
+    dN = P^T dO + E K dS'       dY = X^T dN        dS = exp(L) dS' + (exp(G) Q)^T dO - w^T dN
+    dP = dO N^T D               dA = -strictly lower part of dY N^T D           dV = beta dY
+    dQ = exp(G) dO S^T + dP K   dKr = -exp(G) dY S^T + dA K                     dK = beta dKr + dKc
+    dKc = E N dS'^T + dP^T Q + (beta dA)^T K            dbeta = sum(dY V + K dKr) of each row
+    dG = sum(Q dQ + beta K dKr - K dKc) of each row     dL = sum(K E N dS'^T) + exp(L) sum(S dS')
+
+Without beta, N = V and X, w, dA and dKr do not exist. Backward recomputes all but the inputs.
+Per token and value head, with R value heads per key head, in multiply-adds and in elements moved:
+
+    kernel        multiply-adds                     elements
+    prepare       C (2 k / R + 10 C + k + v)        4 k / R + 2 v + k + 2 C
+    states_fwd    2 k v                             k + 2 v + k / R + k v / C
+    output        k v + C v                         k / R + 2 v + C + k v / C
+    states_bwd    3 k v + C v                       k + 2 v + 2 k / R + C + k v / C
+    bwd           3 k v + C (4 k + 3 v)             6 k / R + 5 v + C + 2 k v / C
+
+Source: Gated Delta Networks (arXiv:2412.06464), section 3.3; the gradients are derived by hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.kernels.common import can_use_kernel, launch
+from moecore.kernels.linear_attention.chunked_kernel import (
+    delta_bwd_kernel,
+    delta_output_kernel,
+    delta_prepare_kernel,
+    delta_states_bwd_kernel,
+    delta_states_fwd_kernel,
+)
+from moecore.kernels.linear_attention.contract import DeltaRule
+from moecore.kernels.meta import record_launch
+from moecore.kernels.zigzag import find_document_ids
+
+CHUNK = 64
+DIMS = (16, 32, 64, 128)  # of a key, and of a tile of values
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class ScanSize(NamedTuple):
+    """The shape and the FLOPs of one recorded kernel launch of linear attention."""
+
+    shape: tuple[int, int, int, int, int]  # documents, value heads, tokens of a document, k, v
+    flops: int
+
+
+def find_problem(rule: DeltaRule) -> str | None:
+    """Return why the kernels cannot compute this rule, in one line; None = they can."""
+    k, v = rule.k_Thk.shape[-1], rule.v_THv.shape[-1]
+    if rule.v_THv.dtype not in HALVES or not can_use_kernel(rule.v_THv):
+        device = rule.v_THv.device.type
+        return f"tensors ({rule.v_THv.dtype} on {device}) must be of 16 bits on cuda"
+    if rule.g_THk.ndim == 3:
+        return "decays (per key dim) must be per head"
+    if k not in DIMS or v % DIMS[0]:
+        return f"dims of a head (k {k}, v {v}) must be k in {DIMS} and v a multiple of {DIMS[0]}"
+    return None
+
+
+def gated_delta_rule(
+    rule: DeltaRule, cu_seqlens: Tensor, initial_states_nHkv: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return outputs o_THv and each document's last state, computed by the kernels.
+
+    Columns of a state are independent: tiles of values wider than a kernel's are heads.
+    """
+    (T, H, v), k = rule.v_THv.shape, rule.k_Thk.shape[-1]
+    tile = min(v & -v, DIMS[-1])
+    q, keys, values, g, beta = rule[:5]
+    values = values.unflatten(2, (-1, tile)).flatten(1, 2)
+    if v > tile:
+        g = g.repeat_interleave(v // tile, dim=1)
+        beta = None if beta is None else beta.repeat_interleave(v // tile, dim=1)
+        if initial_states_nHkv is not None:
+            split = initial_states_nHkv.unflatten(3, (-1, tile)).transpose(2, 3)
+            initial_states_nHkv = split.flatten(1, 2)
+    o, last = _ChunkedRule.apply(
+        q, keys, values, g, beta, initial_states_nHkv, cu_seqlens, rule.scale, rule.norm_qk
+    )
+    last = last.unflatten(1, (H, -1)).transpose(2, 3).reshape(-1, H, k, v)
+    return o.view(T, H, v), last
+
+
+class _Chunks(NamedTuple):
+    """Offsets of documents and chunks; the number of chunks is an upper bound."""
+
+    cu_seqlens: Tensor
+    first_chunks: Tensor  # int32 [n + 1]: each document's first chunk, then the number of chunks
+    table: Tensor  # int32 [2, chunks]: each chunk's first token, and its document's end
+
+    @staticmethod
+    def make(cu_seqlens: Tensor, T: int) -> _Chunks:
+        """Cut documents into chunks, without a host sync."""
+        counts = -(-cu_seqlens.diff() // CHUNK)
+        firsts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        ids = torch.arange(T // CHUNK + len(counts), dtype=torch.int32, device=firsts.device)
+        documents = find_document_ids(firsts, len(ids)).clamp(max=len(counts) - 1)
+        starts = cu_seqlens[documents] + (ids - firsts[documents]) * CHUNK
+        table = torch.stack((starts, cu_seqlens[documents + 1])).int()
+        return _Chunks(cu_seqlens, firsts, table)
+
+
+class _Scan:
+    """The inputs of a rule, and the tensors that forward and backward compute from them."""
+
+    def __init__(
+        self, rule: DeltaRule, cu_seqlens: Tensor, initial: Tensor | None
+    ) -> None:
+        self.q, self.k, self.v = map(_make_rows, rule[:3])
+        self.g, self.beta, self.initial = rule.g_THk.contiguous(), rule.beta_TH, initial
+        if self.beta is not None:
+            self.beta = self.beta.contiguous()
+        self.scale, self.norm = rule.scale, rule.norm_qk
+        (self.T, self.H, V), (h, K) = self.v.shape, self.k.shape[1:]
+        self.chunks = _Chunks.make(cu_seqlens, self.T)
+        self.num_chunks = self.chunks.table.shape[1]
+        self.sizes = dict(h=h, R=self.H // h, K=K, V=V, CHUNK=CHUNK)
+        self.options = dict(HAS_BETA=self.beta is not None)
+        self._compute()
+
+    def launch(self, kernel: Any, grid: tuple[int, int], madds: int, *args: Any, **how: Any) -> None:
+        """Launch a kernel with `madds` multiply-adds per token and value head; record it on meta."""
+        if not self.k.is_meta:
+            launch(kernel, grid, *args, **self.sizes, **how)
+            return
+        n, K, V = len(self.chunks.first_chunks) - 1, self.sizes["K"], self.sizes["V"]
+        shape = n, self.H, self.T // max(1, n), K, V
+        name = getattr(kernel, "__name__", None) or kernel.name
+        record_launch(name, ScanSize(shape, 2 * self.T * self.H * madds), *args)
+
+    def _compute(self) -> None:
+        """Compute what backward reads too: normed keys and queries, P, X, w, S and N."""
+        (T, H), C = (self.T, self.H), CHUNK
+        (_, h, K), V = self.k.shape, self.v.shape[-1]
+        new = self.k.new_empty
+        self.normed_q, self.normed_k = new(T, h, K), new(T, h, K)
+        self.decay, self.scores = new(T, H, dtype=torch.float32), new(T, H, C)
+        self.inverse = self.w = self.normed_k  # without beta no kernel accesses them
+        u, beta = self.v, self.g
+        if self.beta is not None:
+            self.inverse, self.w, u, beta = new(T, H, C), new(T, H, K), new(T, H, V), self.beta
+        strides = self.q.stride(0), self.k.stride(0), self.v.stride(0)
+        self.launch(
+            delta_prepare_kernel,
+            (self.num_chunks, h),
+            2 * C * K * h // H + (C * (10 * C + K + V) if self.beta is not None else 0),
+            *(self.q, self.k, self.v, self.g, beta, self.chunks.table),
+            *(self.normed_q, self.normed_k, self.decay, self.scores, self.inverse, self.w, u),
+            *(*strides, self.scale, self.num_chunks),
+            LEVELS=C.bit_length() - 1,
+            NORM=self.norm,
+            **self.options,
+            **PREPARE,
+        )
+        n = len(self.chunks.first_chunks) - 1
+        self.states, self.last = new(self.num_chunks, H, K, V), new(n, H, K, V, dtype=torch.float32)
+        self.updates = u if self.beta is None else torch.empty_like(u)
+        block = min(STATES["BLOCK_V"], V)
+        self.launch(
+            delta_states_fwd_kernel,
+            (n * H, V // block),
+            (1 + (self.beta is not None)) * K * V,
+            *(self.normed_k, self.w, u, self.decay, *self.chunks[:2]),
+            *(self.last if self.initial is None else self.initial, self.states, self.updates),
+            *(self.last, u.stride(0)),
+            HAS_INITIAL=self.initial is not None,
+            **self.options,
+            **(STATES | dict(BLOCK_V=block)),
+        )
+
+    def compute_outputs(self) -> Tensor:
+        """Return the outputs o_THv."""
+        o, (K, V) = self.v.new_empty(self.v.shape), self.states.shape[2:]
+        self.launch(
+            delta_output_kernel,
+            (self.num_chunks, self.H),
+            (K + CHUNK) * V,
+            *(self.normed_q, self.scores, self.updates, self.decay, self.states),
+            *(self.chunks.table, o, self.updates.stride(0), self.num_chunks),
+            **OUTPUT,
+        )
+        return o
+
+    def compute_gradients(self, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v, g, beta and the initial states."""
+        (_, h, K), V = self.k.shape, self.v.shape[-1]
+        dstates, dupdates = torch.empty_like(self.states), torch.empty_like(do)
+        dinitial, n = torch.empty_like(dlast), len(dlast)
+        block = min(STATES_BWD["BLOCK_V"], V)
+        self.launch(
+            delta_states_bwd_kernel,
+            (n * self.H, V // block),
+            (2 + (self.beta is not None)) * K * V + CHUNK * V,
+            *(self.normed_q, self.normed_k, self.w, self.scores, self.decay, do),
+            *(*self.chunks[:2], dlast, dstates, dupdates, dinitial),
+            **self.options,
+            **(STATES_BWD | dict(BLOCK_V=block)),
+        )
+        dq, dk, dg = (x.new_empty(x.shape) for x in (self.q, self.k, self.g))
+        dv, dbeta = dupdates, None
+        if self.beta is not None:
+            dv, dbeta = torch.empty_like(do), torch.empty_like(self.beta)
+        strides = self.q.stride(0), self.k.stride(0), self.v.stride(0), self.updates.stride(0)
+        madds = 2 * K * V + CHUNK * (2 * K + V)
+        self.launch(
+            delta_bwd_kernel,
+            (self.num_chunks, h),
+            madds + (K * V + 2 * CHUNK * (K + V) if self.beta is not None else 0),
+            *(self.q, self.k, self.v, self.g if self.beta is None else self.beta),
+            *(self.normed_q, self.normed_k, self.decay, self.inverse, self.updates, self.states),
+            *(do, dupdates, dstates, self.chunks.table),
+            *(dq, dk, dv, dg, dg if dbeta is None else dbeta),
+            *(*strides, self.scale, self.num_chunks),
+            NORM=self.norm,
+            **self.options,
+            **BWD,
+        )
+        return dq, dk, dv, dg, dbeta, None if self.initial is None else dinitial
+
+
+# Launch options on Hopper.
+PREPARE: dict[str, Any] = dict(num_warps=4, num_stages=1)
+STATES: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=3)
+OUTPUT: dict[str, Any] = dict(num_warps=4, num_stages=1)
+STATES_BWD: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=2)
+BWD: dict[str, Any] = dict(num_warps=8, num_stages=1)
+
+
+def _make_rows(x_THX: Tensor) -> Tensor:
+    """Return x with heads and dims contiguous in each row, copied if they are not."""
+    is_row = x_THX.stride(2) == 1 and x_THX.stride(1) == x_THX.shape[2]
+    return x_THX if is_row else x_THX.contiguous()
+
+
+class _ChunkedRule(torch.autograd.Function):
+    """apply(q, k, v, g, beta, initial, cu_seqlens, scale, norm_qk) -> outputs, last states."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        *tensors, initial, cu_seqlens, scale, norm = inputs
+        initial = None if initial is None else initial.contiguous()
+        ctx.save_for_backward(*tensors, initial, cu_seqlens)
+        ctx.options = scale, norm
+        scan = _Scan(DeltaRule(*tensors, scale, norm), cu_seqlens, initial)
+        return scan.compute_outputs(), scan.last
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, initial, cu_seqlens = ctx.saved_tensors
+        scan = _Scan(DeltaRule(*tensors, *ctx.options), cu_seqlens, initial)
+        do, dlast = (grad.contiguous() for grad in grads)
+        return *scan.compute_gradients(do, dlast), None, None, None

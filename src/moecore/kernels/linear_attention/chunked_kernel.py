@@ -1,0 +1,370 @@
+"""The kernels of `chunked.py`, with its letters. BLOCK_V value dims of a head in one program.
+
+`chunks_ptr` has each chunk's first token, then each chunk's end of document; a chunk without tokens
+has a first token at or after this end. Tokens after a document have zeros for q, k, v, g and beta.
+"""
+
+from moecore.kernels.common import tl, triton
+
+
+@triton.jit
+def _load_rows(ptr, tokens, end, columns, stride):
+    """Return rows `tokens` and `columns` of a matrix [T, stride]; rows from `end` on are zero."""
+    cells = tokens.to(tl.int64)[:, None] * stride + columns[None, :]
+    return tl.load(ptr + cells, mask=(tokens < end)[:, None], other=0.0)
+
+
+@triton.jit
+def _load_columns(ptr, tokens, end, columns, stride):
+    """Return the transpose of `_load_rows`, loaded as such."""
+    cells = tokens.to(tl.int64)[None, :] * stride + columns[:, None]
+    return tl.load(ptr + cells, mask=(tokens < end)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_rows(ptr, x, tokens, end, columns, stride):
+    cells = tokens.to(tl.int64)[:, None] * stride + columns[None, :]
+    tl.store(ptr + cells, x.to(ptr.dtype.element_ty), mask=(tokens < end)[:, None])
+
+
+@triton.jit
+def _invert(A, i, LEVELS: tl.constexpr):
+    """Return (I + A)^-1 of a strictly lower A [2^LEVELS, 2^LEVELS], by joining diagonal blocks.
+
+    The inverse of [[X, 0], [B, Y]] with inverses x and y is [[x, 0], [-y B x, y]].
+    """
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    inverse -= tl.where((i >> 1)[:, None] == (i >> 1)[None, :], A, 0.0)
+    for level in range(1, LEVELS):
+        is_joined = (i >> (level + 1))[:, None] == (i >> (level + 1))[None, :]
+        is_joined &= (i >> level)[:, None] != (i >> level)[None, :]
+        product = tl.dot(tl.where(is_joined, A, 0.0), inverse, input_precision="tf32")
+        inverse -= tl.dot(inverse, product, input_precision="tf32")
+    return inverse
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def delta_prepare_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,  # [T, H]
+    beta_ptr,  # [T, H]
+    chunks_ptr,  # int32 [2, num_chunks]
+    normed_q_ptr,  # [T, h, k], out
+    normed_k_ptr,  # [T, h, k], out
+    decay_ptr,  # fp32 [T, H], out: sums of g since the chunk began
+    scores_ptr,  # [T, H, CHUNK], out: P
+    inverse_ptr,  # [T, H, CHUNK], out: X
+    w_ptr,  # [T, H, k], out
+    u_ptr,  # [T, H, v], out
+    q_stride,
+    k_stride,
+    v_stride,
+    scale,
+    num_chunks,
+    h: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+):
+    """Write what depends on one chunk alone, of one key head and its R value heads."""
+    chunk, key_head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(chunks_ptr + chunk), tl.load(chunks_ptr + num_chunks + chunk)
+    if start >= end:
+        return
+    i, k, v = tl.arange(0, CHUNK), tl.arange(0, K), tl.arange(0, V)
+    t, H = start + i, h * R
+    dtype = normed_k_ptr.dtype.element_ty
+    q = _load_rows(q_ptr + key_head * K, t, end, k, q_stride).to(tl.float32)
+    keys = _load_rows(k_ptr + key_head * K, t, end, k, k_stride)
+    if NORM:
+        q *= tl.rsqrt(tl.sum(q * q, 1, keep_dims=True) + 1e-6)
+        wide = keys.to(tl.float32)
+        keys = (wide * tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) + 1e-6)).to(dtype)
+    q = (q * scale).to(dtype)
+    _store_rows(normed_q_ptr + key_head * K, q, t, end, k, h * K)
+    _store_rows(normed_k_ptr + key_head * K, keys, t, end, k, h * K)
+    keys_kC = tl.trans(keys)
+    qk, kk = tl.dot(q, keys_kC), tl.dot(keys, keys_kC)
+    for r in range(R):
+        head = key_head * R + r
+        rows = t.to(tl.int64) * H + head
+        decay = tl.cumsum(tl.load(g_ptr + rows, mask=t < end, other=0.0).to(tl.float32), 0)
+        tl.store(decay_ptr + rows, decay, mask=t < end)
+        is_past = i[:, None] >= i[None, :]
+        between = tl.exp(tl.where(is_past, decay[:, None] - decay[None, :], float("-inf")))
+        _store_rows(scores_ptr + head * CHUNK, qk * between, t, end, i, H * CHUNK)
+        if HAS_BETA:
+            beta = tl.load(beta_ptr + rows, mask=t < end, other=0.0).to(tl.float32)
+            A = tl.where(i[:, None] > i[None, :], kk * between * beta[:, None], 0.0)
+            inverse = _invert(A, i, LEVELS)
+            _store_rows(inverse_ptr + head * CHUNK, inverse, t, end, i, H * CHUNK)
+            inverse *= beta[None, :]
+            values = _load_rows(v_ptr + head * V, t, end, v, v_stride)
+            u = tl.dot(inverse.to(dtype), values)
+            _store_rows(u_ptr + head * V, u, t, end, v, H * V)
+            w = tl.dot((inverse * tl.exp(decay)[None, :]).to(dtype), keys)
+            _store_rows(w_ptr + head * K, w, t, end, k, H * K)
+
+
+@triton.jit
+def delta_states_fwd_kernel(
+    k_ptr,  # [T, h, k], normed
+    w_ptr,  # [T, H, k]
+    u_ptr,  # [T, H, v], or the values if HAS_BETA is False
+    decay_ptr,  # fp32 [T, H]
+    cu_seqlens_ptr,  # int [n + 1]
+    first_chunks_ptr,  # int32 [n + 1]
+    initial_ptr,  # fp32 [n, H, k, v]
+    states_ptr,  # [num_chunks, H, k, v], out: S, before each chunk
+    updates_ptr,  # [T, H, v], out if HAS_BETA: N
+    last_ptr,  # fp32 [n, H, k, v], out
+    u_stride,
+    h: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Scan the chunks of a document: the state of one value head, BLOCK_V columns of it."""
+    H: tl.constexpr = h * R
+    document, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    i, k = tl.arange(0, CHUNK), tl.arange(0, K)
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    cells = k[:, None] * V + v[None, :]
+    dtype = k_ptr.dtype.element_ty
+    k_ptr += head // R * K
+    start, end = tl.load(cu_seqlens_ptr + document), tl.load(cu_seqlens_ptr + document + 1)
+    first, last = tl.load(first_chunks_ptr + document), tl.load(first_chunks_ptr + document + 1)
+    state = tl.zeros([K, BLOCK_V], dtype=tl.float32)
+    if HAS_INITIAL:
+        state = tl.load(initial_ptr + (document * H + head) * K * V + cells)
+    for step in range(0, last - first):
+        chunk = first.to(tl.int64) + step
+        t = start + step * CHUNK + i
+        low = state.to(dtype)
+        tl.store(states_ptr + (chunk * H + head) * K * V + cells, low)
+        updates = _load_rows(u_ptr + head * V, t, end, v, u_stride).to(tl.float32)
+        if HAS_BETA:
+            updates -= tl.dot(_load_rows(w_ptr + head * K, t, end, k, H * K), low)
+            _store_rows(updates_ptr + head * V, updates, t, end, v, H * V)
+        final = tl.minimum(start + (step + 1) * CHUNK, end) - 1
+        total = tl.load(decay_ptr + final.to(tl.int64) * H + head)
+        decay = tl.load(decay_ptr + t.to(tl.int64) * H + head, mask=t < end, other=0.0)
+        updates *= tl.exp(tl.where(t < end, total - decay, 0.0))[:, None]
+        keys = _load_columns(k_ptr, t, end, k, h * K)
+        state = state * tl.exp(total) + tl.dot(keys, updates.to(dtype))
+    tl.store(last_ptr + (document * H + head) * K * V + cells, state)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def delta_output_kernel(
+    q_ptr,  # [T, h, k], normed
+    scores_ptr,  # [T, H, CHUNK]
+    updates_ptr,  # [T, H, v]
+    decay_ptr,  # fp32 [T, H]
+    states_ptr,  # [num_chunks, H, k, v]
+    chunks_ptr,  # int32 [2, num_chunks]
+    o_ptr,  # [T, H, v], out
+    updates_stride,
+    num_chunks,
+    h: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Write the outputs of one chunk and value head."""
+    H: tl.constexpr = h * R
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(chunks_ptr + chunk), tl.load(chunks_ptr + num_chunks + chunk)
+    if start >= end:
+        return
+    i, k, v = tl.arange(0, CHUNK), tl.arange(0, K), tl.arange(0, V)
+    t = start + i
+    states_ptr += (chunk.to(tl.int64) * H + head) * K * V
+    q = _load_rows(q_ptr + head // R * K, t, end, k, h * K)
+    decay = tl.load(decay_ptr + t.to(tl.int64) * H + head, mask=t < end, other=0.0)
+    o = tl.dot(q, tl.load(states_ptr + k[:, None] * V + v[None, :])) * tl.exp(decay)[:, None]
+    scores = _load_rows(scores_ptr + head * CHUNK, t, end, i, H * CHUNK)
+    o += tl.dot(scores, _load_rows(updates_ptr + head * V, t, end, v, updates_stride))
+    _store_rows(o_ptr + head * V, o, t, end, v, H * V)
+
+
+@triton.jit
+def delta_states_bwd_kernel(
+    q_ptr,  # [T, h, k], normed
+    k_ptr,  # [T, h, k], normed
+    w_ptr,  # [T, H, k]
+    scores_ptr,  # [T, H, CHUNK]
+    decay_ptr,  # fp32 [T, H]
+    do_ptr,  # [T, H, v]
+    cu_seqlens_ptr,  # int [n + 1]
+    first_chunks_ptr,  # int32 [n + 1]
+    dlast_ptr,  # fp32 [n, H, k, v]
+    dstates_ptr,  # [num_chunks, H, k, v], out: dS', gradients of the states after each chunk
+    dupdates_ptr,  # [T, H, v], out: dN
+    dinitial_ptr,  # fp32 [n, H, k, v], out
+    h: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Scan the chunks of a document in reverse: the gradient of BLOCK_V columns of the state."""
+    H: tl.constexpr = h * R
+    document, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    i, k = tl.arange(0, CHUNK), tl.arange(0, K)
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    cells = k[:, None] * V + v[None, :]
+    dtype = k_ptr.dtype.element_ty
+    k_ptr += head // R * K
+    q_ptr += head // R * K
+    start, end = tl.load(cu_seqlens_ptr + document), tl.load(cu_seqlens_ptr + document + 1)
+    first, last = tl.load(first_chunks_ptr + document), tl.load(first_chunks_ptr + document + 1)
+    dstate = tl.load(dlast_ptr + (document * H + head) * K * V + cells)
+    for step in range(0, last - first):
+        from_first = last - first - 1 - step
+        chunk = first.to(tl.int64) + from_first
+        t = start + from_first * CHUNK + i
+        low = dstate.to(dtype)
+        tl.store(dstates_ptr + (chunk * H + head) * K * V + cells, low)
+        final = tl.minimum(start + (from_first + 1) * CHUNK, end) - 1
+        total = tl.load(decay_ptr + final.to(tl.int64) * H + head)
+        decay = tl.load(decay_ptr + t.to(tl.int64) * H + head, mask=t < end, other=0.0)
+        dupdates = tl.dot(_load_rows(k_ptr, t, end, k, h * K), low)
+        dupdates *= tl.exp(tl.where(t < end, total - decay, 0.0))[:, None]
+        do = _load_rows(do_ptr + head * V, t, end, v, H * V)
+        dupdates += tl.dot(_load_columns(scores_ptr + head * CHUNK, t, end, i, H * CHUNK), do)
+        _store_rows(dupdates_ptr + head * V, dupdates, t, end, v, H * V)
+        dstate *= tl.exp(total)
+        do = (do.to(tl.float32) * tl.exp(decay)[:, None]).to(dtype)
+        dstate += tl.dot(_load_columns(q_ptr, t, end, k, h * K), do)
+        if HAS_BETA:
+            w = _load_columns(w_ptr + head * K, t, end, k, H * K)
+            dstate -= tl.dot(w, dupdates.to(dtype))
+    tl.store(dinitial_ptr + (document * H + head) * K * V + cells, dstate)
+
+
+@triton.jit
+def _differentiate_norm(dnormed, x, scale, NORM: tl.constexpr):
+    """Return the gradient of x, from the gradient of its scaled and, with NORM, normed rows."""
+    if NORM:
+        x = x.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + 1e-6)
+        x *= rstd
+        dnormed = rstd * (dnormed - x * tl.sum(x * dnormed, 1, keep_dims=True))
+    return dnormed * scale
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def delta_bwd_kernel(
+    q_ptr,  # not normed
+    k_ptr,
+    v_ptr,
+    beta_ptr,  # [T, H]
+    normed_q_ptr,  # [T, h, k]
+    normed_k_ptr,  # [T, h, k]
+    decay_ptr,  # fp32 [T, H]
+    inverse_ptr,  # [T, H, CHUNK]
+    updates_ptr,  # [T, H, v]
+    states_ptr,  # [num_chunks, H, k, v]
+    do_ptr,  # [T, H, v]
+    dupdates_ptr,  # [T, H, v]
+    dstates_ptr,  # [num_chunks, H, k, v]
+    chunks_ptr,  # int32 [2, num_chunks]
+    dq_ptr,  # [T, h, k], out
+    dk_ptr,  # [T, h, k], out
+    dv_ptr,  # [T, H, v], out if HAS_BETA
+    dg_ptr,  # [T, H], out
+    dbeta_ptr,  # [T, H], out
+    q_stride,
+    k_stride,
+    v_stride,
+    updates_stride,
+    scale,
+    num_chunks,
+    h: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+):
+    """Write the gradients of one chunk's inputs, of one key head and its R value heads."""
+    chunk, key_head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(chunks_ptr + chunk), tl.load(chunks_ptr + num_chunks + chunk)
+    if start >= end:
+        return
+    H: tl.constexpr = h * R
+    i, k, v = tl.arange(0, CHUNK), tl.arange(0, K), tl.arange(0, V)
+    t = start + i
+    is_past = (i[:, None] >= i[None, :]) & (t < end)[:, None]
+    dtype = normed_k_ptr.dtype.element_ty
+    q = _load_rows(normed_q_ptr + key_head * K, t, end, k, h * K)
+    keys = _load_rows(normed_k_ptr + key_head * K, t, end, k, h * K)
+    dq, dk = tl.zeros([CHUNK, K], dtype=tl.float32), tl.zeros([CHUNK, K], dtype=tl.float32)
+    for r in range(R):
+        head = key_head * R + r
+        rows = t.to(tl.int64) * H + head
+        decay = tl.load(decay_ptr + rows, mask=t < end, other=0.0)
+        total = tl.load(decay_ptr + (tl.minimum(start + CHUNK, end) - 1).to(tl.int64) * H + head)
+        between = tl.exp(tl.where(is_past, decay[:, None] - decay[None, :], float("-inf")))
+        until_last = tl.exp(tl.where(t < end, total - decay, 0.0))
+        since_first = tl.exp(decay)
+        updates = _load_rows(updates_ptr + head * V, t, end, v, updates_stride)
+        states = (chunk.to(tl.int64) * H + head) * K * V + v[:, None] + k[None, :] * V
+        states_vk, dstates_vk = tl.load(states_ptr + states), tl.load(dstates_ptr + states)
+        dtotal = tl.exp(total) * tl.sum(states_vk.to(tl.float32) * dstates_vk.to(tl.float32))
+
+        do = _load_rows(do_ptr + head * V, t, end, v, H * V)
+        dscores = (tl.dot(do, tl.trans(updates)) * between).to(dtype)
+        dq_r = tl.dot((do.to(tl.float32) * since_first[:, None]).to(dtype), states_vk)
+        dq_r += tl.dot(dscores, keys)
+        dq += dq_r
+        ddecay = tl.sum(q.to(tl.float32) * dq_r, 1)
+
+        scaled = (updates.to(tl.float32) * until_last[:, None]).to(dtype)
+        dk_r = tl.dot(scaled, dstates_vk)
+        dtotal += tl.sum(dk_r * keys.to(tl.float32))
+        dk_r += tl.dot(tl.trans(dscores), q)
+        if HAS_BETA:
+            beta = tl.load(beta_ptr + rows, mask=t < end, other=0.0).to(tl.float32)
+            inverse = _load_columns(inverse_ptr + head * CHUNK, t, end, i, H * CHUNK)
+            dY = tl.dot(inverse, _load_rows(dupdates_ptr + head * V, t, end, v, H * V))
+            _store_rows(dv_ptr + head * V, dY * beta[:, None], t, end, v, H * V)
+            values = _load_rows(v_ptr + head * V, t, end, v, v_stride)
+            dbeta = tl.sum(dY * values.to(tl.float32), 1)
+            dA = tl.dot(dY.to(dtype), tl.trans(updates)) * between
+            dA = tl.where(i[:, None] > i[None, :], -dA, 0.0)
+            dk_r += tl.dot(tl.trans((dA * beta[:, None]).to(dtype)), keys)
+            ddecay -= tl.sum(keys.to(tl.float32) * dk_r, 1)
+            dk += dk_r
+            dk_r = tl.dot((dY * -since_first[:, None]).to(dtype), states_vk)
+            dk_r += tl.dot(dA.to(dtype), keys)
+            of_row = tl.sum(keys.to(tl.float32) * dk_r, 1)
+            tl.store(dbeta_ptr + rows, (dbeta + of_row).to(dbeta_ptr.dtype.element_ty), mask=t < end)
+            ddecay += beta * of_row
+            dk += dk_r * beta[:, None]
+        else:
+            ddecay -= tl.sum(keys.to(tl.float32) * dk_r, 1)
+            dk += dk_r
+        dg = tl.cumsum(ddecay, 0, reverse=True) + dtotal
+        tl.store(dg_ptr + rows, dg.to(dg_ptr.dtype.element_ty), mask=t < end)
+    raw_q = _load_rows(q_ptr + key_head * K, t, end, k, q_stride)
+    dq = _differentiate_norm(dq, raw_q, scale, NORM)
+    _store_rows(dq_ptr + key_head * K, dq, t, end, k, h * K)
+    raw_k = _load_rows(k_ptr + key_head * K, t, end, k, k_stride)
+    dk = _differentiate_norm(dk, raw_k, 1.0, NORM)
+    _store_rows(dk_ptr + key_head * K, dk, t, end, k, h * K)
