@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.kernels.common import disable_autocast, warn_on_fallback
-from moecore.kernels.linear_attention import fla
+from moecore.kernels.linear_attention import chunked, fla
 from moecore.kernels.linear_attention.contract import DeltaRule
 from moecore.kernels.zigzag import find_document_ids, find_positions_in_documents
 
@@ -111,6 +111,8 @@ def gated_delta_rule(
             the last states; None = 0.
     """
     with disable_autocast(rule.v_THv):
+        if chunked.find_problem(rule) is None:
+            return chunked.gated_delta_rule(rule, cu_seqlens, initial_states_nHkv)
         if (reason := fla.find_problem(rule)) is None:
             return fla.gated_delta_rule(rule, cu_seqlens, initial_states_nHkv)
         warn_on_fallback(rule.v_THv, f"a gated delta rule of {rule.v_THv.dtype} ({reason})")
