@@ -36,9 +36,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, launch
+from moecore.kernels.common import can_use_kernel, cdiv, launch
 from moecore.kernels.linear_attention.chunked_kernel import (
     delta_bwd_kernel,
+    delta_norm_bwd_kernel,
     delta_output_kernel,
     delta_prepare_kernel,
     delta_states_bwd_kernel,
@@ -119,9 +120,7 @@ class _Chunks(NamedTuple):
 class _Scan:
     """The inputs of a rule, and the tensors that forward and backward compute from them."""
 
-    def __init__(
-        self, rule: DeltaRule, cu_seqlens: Tensor, initial: Tensor | None
-    ) -> None:
+    def __init__(self, rule: DeltaRule, cu_seqlens: Tensor, initial: Tensor | None) -> None:
         self.q, self.k, self.v = map(_make_rows, rule[:3])
         self.g, self.beta, self.initial = rule.g_THk.contiguous(), rule.beta_TH, initial
         if self.beta is not None:
@@ -134,7 +133,9 @@ class _Scan:
         self.options = dict(HAS_BETA=self.beta is not None)
         self._compute()
 
-    def launch(self, kernel: Any, grid: tuple[int, int], madds: int, *args: Any, **how: Any) -> None:
+    def launch(
+        self, kernel: Any, grid: tuple[int, int], madds: int, *args: Any, **how: Any
+    ) -> None:
         """Launch a kernel with `madds` multiply-adds per token and value head; record it on meta."""
         if not self.k.is_meta:
             launch(kernel, grid, *args, **self.sizes, **how)
@@ -158,8 +159,8 @@ class _Scan:
         strides = self.q.stride(0), self.k.stride(0), self.v.stride(0)
         self.launch(
             delta_prepare_kernel,
-            (self.num_chunks, h),
-            2 * C * K * h // H + (C * (10 * C + K + V) if self.beta is not None else 0),
+            (self.num_chunks, H),
+            C * K + (C * (10 * C + 2 * K + V) if self.beta is not None else 0),
             *(self.q, self.k, self.v, self.g, beta, self.chunks.table),
             *(self.normed_q, self.normed_k, self.decay, self.scores, self.inverse, self.w, u),
             *(*strides, self.scale, self.num_chunks),
@@ -199,38 +200,40 @@ class _Scan:
 
     def compute_gradients(self, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, g, beta and the initial states."""
-        (_, h, K), V = self.k.shape, self.v.shape[-1]
+        (_, h, K), V, is_delta = self.k.shape, self.v.shape[-1], self.beta is not None
         dstates, dupdates = torch.empty_like(self.states), torch.empty_like(do)
         dinitial, n = torch.empty_like(dlast), len(dlast)
         block = min(STATES_BWD["BLOCK_V"], V)
         self.launch(
             delta_states_bwd_kernel,
             (n * self.H, V // block),
-            (2 + (self.beta is not None)) * K * V + CHUNK * V,
+            (2 + is_delta) * K * V + CHUNK * V,
             *(self.normed_q, self.normed_k, self.w, self.scores, self.decay, do),
             *(*self.chunks[:2], dlast, dstates, dupdates, dinitial),
             **self.options,
             **(STATES_BWD | dict(BLOCK_V=block)),
         )
-        dq, dk, dg = (x.new_empty(x.shape) for x in (self.q, self.k, self.g))
-        dv, dbeta = dupdates, None
+        dv, dg, dbeta = dupdates, torch.empty_like(self.g), None
         if self.beta is not None:
             dv, dbeta = torch.empty_like(do), torch.empty_like(self.beta)
-        strides = self.q.stride(0), self.k.stride(0), self.v.stride(0), self.updates.stride(0)
-        madds = 2 * K * V + CHUNK * (2 * K + V)
+        dnormed = [self.k.new_empty(self.T, self.H, K) for _ in range(2)]
         self.launch(
             delta_bwd_kernel,
-            (self.num_chunks, h),
-            madds + (K * V + 2 * CHUNK * (K + V) if self.beta is not None else 0),
-            *(self.q, self.k, self.v, self.g if self.beta is None else self.beta),
-            *(self.normed_q, self.normed_k, self.decay, self.inverse, self.updates, self.states),
-            *(do, dupdates, dstates, self.chunks.table),
-            *(dq, dk, dv, dg, dg if dbeta is None else dbeta),
-            *(*strides, self.scale, self.num_chunks),
-            NORM=self.norm,
+            (self.num_chunks, self.H),
+            (2 + is_delta) * K * V + CHUNK * (2 * K + V) * (1 + is_delta),
+            *(self.normed_q, self.normed_k, self.v, self.beta if is_delta else self.g),
+            *(self.decay, self.inverse, self.updates, self.states, do, dupdates, dstates),
+            *(self.chunks.table, *dnormed, dv, dg, dbeta if is_delta else dg),
+            *(self.v.stride(0), self.updates.stride(0), self.num_chunks),
+            PART=min(2048, K * V),
             **self.options,
-            **BWD,
+            **(BWD | dict(BLOCK_K=min(BWD["BLOCK_K"], K))),
         )
+        dq, dk = (x.new_empty(x.shape) for x in (self.q, self.k))
+        grid = cdiv(self.T, CHUNK), h
+        for x, dx_THk, dx, scale in zip((self.q, self.k), dnormed, (dq, dk), (self.scale, 1.0)):
+            args = x, dx_THk, dx, x.stride(0), scale, self.T
+            self.launch(delta_norm_bwd_kernel, grid, 0, *args, NORM=self.norm)
         return dq, dk, dv, dg, dbeta, None if self.initial is None else dinitial
 
 
@@ -239,7 +242,7 @@ PREPARE: dict[str, Any] = dict(num_warps=4, num_stages=1)
 STATES: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=3)
 OUTPUT: dict[str, Any] = dict(num_warps=4, num_stages=1)
 STATES_BWD: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=2)
-BWD: dict[str, Any] = dict(num_warps=8, num_stages=1)
+BWD: dict[str, Any] = dict(BLOCK_K=32, num_warps=4, num_stages=1)
 
 
 def _make_rows(x_THX: Tensor) -> Tensor:

@@ -28,6 +28,15 @@ def _store_rows(ptr, x, tokens, end, columns, stride):
 
 
 @triton.jit
+def _normalise_rows(ptr, tokens, end, columns, stride, scale, NORM: tl.constexpr):
+    """Return `_load_rows` times `scale`, and with NORM divided by each row's length."""
+    x = _load_rows(ptr, tokens, end, columns, stride).to(tl.float32)
+    if NORM:
+        x *= tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + 1e-6)
+    return (x * scale).to(ptr.dtype.element_ty)
+
+
+@triton.jit
 def _invert(A, i, LEVELS: tl.constexpr):
     """Return (I + A)^-1 of a strictly lower A [2^LEVELS, 2^LEVELS], by joining diagonal blocks.
 
@@ -72,44 +81,38 @@ def delta_prepare_kernel(
     NORM: tl.constexpr,
     HAS_BETA: tl.constexpr,
 ):
-    """Write what depends on one chunk alone, of one key head and its R value heads."""
-    chunk, key_head = tl.program_id(0), tl.program_id(1)
+    """Write what depends on one chunk alone, of one value head."""
+    H: tl.constexpr = h * R
+    chunk, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunks_ptr + chunk), tl.load(chunks_ptr + num_chunks + chunk)
     if start >= end:
         return
     i, k, v = tl.arange(0, CHUNK), tl.arange(0, K), tl.arange(0, V)
-    t, H = start + i, h * R
+    t, key_head = start + i, head // R
+    rows = t.to(tl.int64) * H + head
     dtype = normed_k_ptr.dtype.element_ty
-    q = _load_rows(q_ptr + key_head * K, t, end, k, q_stride).to(tl.float32)
-    keys = _load_rows(k_ptr + key_head * K, t, end, k, k_stride)
-    if NORM:
-        q *= tl.rsqrt(tl.sum(q * q, 1, keep_dims=True) + 1e-6)
-        wide = keys.to(tl.float32)
-        keys = (wide * tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) + 1e-6)).to(dtype)
-    q = (q * scale).to(dtype)
-    _store_rows(normed_q_ptr + key_head * K, q, t, end, k, h * K)
-    _store_rows(normed_k_ptr + key_head * K, keys, t, end, k, h * K)
+    decay = tl.cumsum(tl.load(g_ptr + rows, mask=t < end, other=0.0).to(tl.float32), 0)
+    tl.store(decay_ptr + rows, decay, mask=t < end)
+    is_past = i[:, None] >= i[None, :]
+    between = tl.exp(tl.where(is_past, decay[:, None] - decay[None, :], float("-inf")))
+    keys = _normalise_rows(k_ptr + key_head * K, t, end, k, k_stride, 1.0, NORM)
+    q = _normalise_rows(q_ptr + key_head * K, t, end, k, q_stride, scale, NORM)
+    if head % R == 0:
+        _store_rows(normed_q_ptr + key_head * K, q, t, end, k, h * K)
+        _store_rows(normed_k_ptr + key_head * K, keys, t, end, k, h * K)
     keys_kC = tl.trans(keys)
-    qk, kk = tl.dot(q, keys_kC), tl.dot(keys, keys_kC)
-    for r in range(R):
-        head = key_head * R + r
-        rows = t.to(tl.int64) * H + head
-        decay = tl.cumsum(tl.load(g_ptr + rows, mask=t < end, other=0.0).to(tl.float32), 0)
-        tl.store(decay_ptr + rows, decay, mask=t < end)
-        is_past = i[:, None] >= i[None, :]
-        between = tl.exp(tl.where(is_past, decay[:, None] - decay[None, :], float("-inf")))
-        _store_rows(scores_ptr + head * CHUNK, qk * between, t, end, i, H * CHUNK)
-        if HAS_BETA:
-            beta = tl.load(beta_ptr + rows, mask=t < end, other=0.0).to(tl.float32)
-            A = tl.where(i[:, None] > i[None, :], kk * between * beta[:, None], 0.0)
-            inverse = _invert(A, i, LEVELS)
-            _store_rows(inverse_ptr + head * CHUNK, inverse, t, end, i, H * CHUNK)
-            inverse *= beta[None, :]
-            values = _load_rows(v_ptr + head * V, t, end, v, v_stride)
-            u = tl.dot(inverse.to(dtype), values)
-            _store_rows(u_ptr + head * V, u, t, end, v, H * V)
-            w = tl.dot((inverse * tl.exp(decay)[None, :]).to(dtype), keys)
-            _store_rows(w_ptr + head * K, w, t, end, k, H * K)
+    scores = tl.dot(q, keys_kC) * between
+    _store_rows(scores_ptr + head * CHUNK, scores, t, end, i, H * CHUNK)
+    if HAS_BETA:
+        beta = tl.load(beta_ptr + rows, mask=t < end, other=0.0).to(tl.float32)
+        A = tl.dot(keys, keys_kC) * between * beta[:, None]
+        inverse = _invert(tl.where(i[:, None] > i[None, :], A, 0.0), i, LEVELS)
+        _store_rows(inverse_ptr + head * CHUNK, inverse, t, end, i, H * CHUNK)
+        inverse *= beta[None, :]
+        u = tl.dot(inverse.to(dtype), _load_rows(v_ptr + head * V, t, end, v, v_stride))
+        _store_rows(u_ptr + head * V, u, t, end, v, H * V)
+        w = tl.dot((inverse * tl.exp(decay)[None, :]).to(dtype), keys)
+        _store_rows(w_ptr + head * K, w, t, end, k, H * K)
 
 
 @triton.jit
@@ -256,25 +259,12 @@ def delta_states_bwd_kernel(
     tl.store(dinitial_ptr + (document * H + head) * K * V + cells, dstate)
 
 
-@triton.jit
-def _differentiate_norm(dnormed, x, scale, NORM: tl.constexpr):
-    """Return the gradient of x, from the gradient of its scaled and, with NORM, normed rows."""
-    if NORM:
-        x = x.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + 1e-6)
-        x *= rstd
-        dnormed = rstd * (dnormed - x * tl.sum(x * dnormed, 1, keep_dims=True))
-    return dnormed * scale
-
-
 @triton.jit(do_not_specialize=["num_chunks"])
 def delta_bwd_kernel(
-    q_ptr,  # not normed
-    k_ptr,
+    q_ptr,  # [T, h, k], normed
+    k_ptr,  # [T, h, k], normed
     v_ptr,
     beta_ptr,  # [T, H]
-    normed_q_ptr,  # [T, h, k]
-    normed_k_ptr,  # [T, h, k]
     decay_ptr,  # fp32 [T, H]
     inverse_ptr,  # [T, H, CHUNK]
     updates_ptr,  # [T, H, v]
@@ -283,88 +273,115 @@ def delta_bwd_kernel(
     dupdates_ptr,  # [T, H, v]
     dstates_ptr,  # [num_chunks, H, k, v]
     chunks_ptr,  # int32 [2, num_chunks]
-    dq_ptr,  # [T, h, k], out
-    dk_ptr,  # [T, h, k], out
+    dq_ptr,  # [T, H, k], out: of normed queries, before the sum over value heads
+    dk_ptr,  # [T, H, k], out: of normed keys
     dv_ptr,  # [T, H, v], out if HAS_BETA
     dg_ptr,  # [T, H], out
     dbeta_ptr,  # [T, H], out
-    q_stride,
-    k_stride,
     v_stride,
     updates_stride,
-    scale,
     num_chunks,
     h: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
-    NORM: tl.constexpr,
     HAS_BETA: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Write the gradients of one chunk's inputs, of one key head and its R value heads."""
-    chunk, key_head = tl.program_id(0), tl.program_id(1)
+    """Write the gradients of one chunk's inputs, of one value head."""
+    H: tl.constexpr = h * R
+    chunk, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunks_ptr + chunk), tl.load(chunks_ptr + num_chunks + chunk)
     if start >= end:
         return
-    H: tl.constexpr = h * R
-    i, k, v = tl.arange(0, CHUNK), tl.arange(0, K), tl.arange(0, V)
+    i, v = tl.arange(0, CHUNK), tl.arange(0, V)
     t = start + i
+    rows = t.to(tl.int64) * H + head
+    state = (chunk.to(tl.int64) * H + head) * K * V
+    dtype = k_ptr.dtype.element_ty
+    total = tl.load(decay_ptr + (tl.minimum(start + CHUNK, end) - 1).to(tl.int64) * H + head)
+    products = tl.zeros([PART], dtype=tl.float32)
+    for first in range(0, K * V, PART):
+        cells = state + first + tl.arange(0, PART)
+        dstate = tl.load(dstates_ptr + cells).to(tl.float32)
+        products += tl.load(states_ptr + cells).to(tl.float32) * dstate
+    dtotal = tl.exp(total) * tl.sum(products)
+    decay = tl.load(decay_ptr + rows, mask=t < end, other=0.0)
     is_past = (i[:, None] >= i[None, :]) & (t < end)[:, None]
-    dtype = normed_k_ptr.dtype.element_ty
-    q = _load_rows(normed_q_ptr + key_head * K, t, end, k, h * K)
-    keys = _load_rows(normed_k_ptr + key_head * K, t, end, k, h * K)
-    dq, dk = tl.zeros([CHUNK, K], dtype=tl.float32), tl.zeros([CHUNK, K], dtype=tl.float32)
-    for r in range(R):
-        head = key_head * R + r
-        rows = t.to(tl.int64) * H + head
-        decay = tl.load(decay_ptr + rows, mask=t < end, other=0.0)
-        total = tl.load(decay_ptr + (tl.minimum(start + CHUNK, end) - 1).to(tl.int64) * H + head)
-        between = tl.exp(tl.where(is_past, decay[:, None] - decay[None, :], float("-inf")))
-        until_last = tl.exp(tl.where(t < end, total - decay, 0.0))
-        since_first = tl.exp(decay)
-        updates = _load_rows(updates_ptr + head * V, t, end, v, updates_stride)
-        states = (chunk.to(tl.int64) * H + head) * K * V + v[:, None] + k[None, :] * V
-        states_vk, dstates_vk = tl.load(states_ptr + states), tl.load(dstates_ptr + states)
-        dtotal = tl.exp(total) * tl.sum(states_vk.to(tl.float32) * dstates_vk.to(tl.float32))
-
-        do = _load_rows(do_ptr + head * V, t, end, v, H * V)
-        dscores = (tl.dot(do, tl.trans(updates)) * between).to(dtype)
-        dq_r = tl.dot((do.to(tl.float32) * since_first[:, None]).to(dtype), states_vk)
-        dq_r += tl.dot(dscores, keys)
-        dq += dq_r
-        ddecay = tl.sum(q.to(tl.float32) * dq_r, 1)
-
-        scaled = (updates.to(tl.float32) * until_last[:, None]).to(dtype)
-        dk_r = tl.dot(scaled, dstates_vk)
-        dtotal += tl.sum(dk_r * keys.to(tl.float32))
-        dk_r += tl.dot(tl.trans(dscores), q)
+    between = tl.exp(tl.where(is_past, decay[:, None] - decay[None, :], float("-inf")))
+    until_last = tl.exp(tl.where(t < end, total - decay, 0.0))
+    updates = _load_rows(updates_ptr + head * V, t, end, v, updates_stride)
+    do = _load_rows(do_ptr + head * V, t, end, v, H * V)
+    dscores = (tl.dot(do, tl.trans(updates)) * between).to(dtype)
+    since_first = tl.exp(decay)
+    ddecay = tl.zeros([CHUNK], dtype=tl.float32)
+    if HAS_BETA:
+        beta = tl.load(beta_ptr + rows, mask=t < end, other=0.0).to(tl.float32)
+        inverse = _load_columns(inverse_ptr + head * CHUNK, t, end, i, H * CHUNK)
+        dY = tl.dot(inverse, _load_rows(dupdates_ptr + head * V, t, end, v, H * V))
+        _store_rows(dv_ptr + head * V, dY * beta[:, None], t, end, v, H * V)
+        values = _load_rows(v_ptr + head * V, t, end, v, v_stride)
+        dbeta = tl.sum(dY * values.to(tl.float32), 1)
+        dA = tl.dot(dY.to(dtype), tl.trans(updates)) * between
+        dA = tl.where(i[:, None] > i[None, :], -dA, 0.0)
+        beta_dA = (dA * beta[:, None]).to(dtype)
+        dA, dY = dA.to(dtype), dY.to(dtype)
+    for first in range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        q = _load_rows(q_ptr + head // R * K, t, end, k, h * K)
+        keys = _load_rows(k_ptr + head // R * K, t, end, k, h * K)
+        cells = state + v[:, None] + k[None, :] * V
+        state_vk = tl.load(states_ptr + cells)
+        dq = tl.dot(do, state_vk) * since_first[:, None]
+        dq = tl.dot(dscores, keys, acc=dq)
+        ddecay += tl.sum(q.to(tl.float32) * dq, 1)
+        _store_rows(dq_ptr + head * K, dq, t, end, k, H * K)
+        dk = tl.dot(updates, tl.load(dstates_ptr + cells)) * until_last[:, None]
+        dtotal += tl.sum(dk * keys.to(tl.float32))
+        dk = tl.dot(tl.trans(dscores), q, acc=dk)
         if HAS_BETA:
-            beta = tl.load(beta_ptr + rows, mask=t < end, other=0.0).to(tl.float32)
-            inverse = _load_columns(inverse_ptr + head * CHUNK, t, end, i, H * CHUNK)
-            dY = tl.dot(inverse, _load_rows(dupdates_ptr + head * V, t, end, v, H * V))
-            _store_rows(dv_ptr + head * V, dY * beta[:, None], t, end, v, H * V)
-            values = _load_rows(v_ptr + head * V, t, end, v, v_stride)
-            dbeta = tl.sum(dY * values.to(tl.float32), 1)
-            dA = tl.dot(dY.to(dtype), tl.trans(updates)) * between
-            dA = tl.where(i[:, None] > i[None, :], -dA, 0.0)
-            dk_r += tl.dot(tl.trans((dA * beta[:, None]).to(dtype)), keys)
-            ddecay -= tl.sum(keys.to(tl.float32) * dk_r, 1)
-            dk += dk_r
-            dk_r = tl.dot((dY * -since_first[:, None]).to(dtype), states_vk)
-            dk_r += tl.dot(dA.to(dtype), keys)
-            of_row = tl.sum(keys.to(tl.float32) * dk_r, 1)
-            tl.store(dbeta_ptr + rows, (dbeta + of_row).to(dbeta_ptr.dtype.element_ty), mask=t < end)
+            dk = tl.dot(tl.trans(beta_dA), keys, acc=dk)
+        ddecay -= tl.sum(keys.to(tl.float32) * dk, 1)
+        if HAS_BETA:
+            dk_row = tl.dot(dY, state_vk) * -since_first[:, None]
+            dk_row = tl.dot(dA, keys, acc=dk_row)
+            of_row = tl.sum(keys.to(tl.float32) * dk_row, 1)
+            dbeta += of_row
             ddecay += beta * of_row
-            dk += dk_r * beta[:, None]
-        else:
-            ddecay -= tl.sum(keys.to(tl.float32) * dk_r, 1)
-            dk += dk_r
-        dg = tl.cumsum(ddecay, 0, reverse=True) + dtotal
-        tl.store(dg_ptr + rows, dg.to(dg_ptr.dtype.element_ty), mask=t < end)
-    raw_q = _load_rows(q_ptr + key_head * K, t, end, k, q_stride)
-    dq = _differentiate_norm(dq, raw_q, scale, NORM)
-    _store_rows(dq_ptr + key_head * K, dq, t, end, k, h * K)
-    raw_k = _load_rows(k_ptr + key_head * K, t, end, k, k_stride)
-    dk = _differentiate_norm(dk, raw_k, 1.0, NORM)
-    _store_rows(dk_ptr + key_head * K, dk, t, end, k, h * K)
+            dk += dk_row * beta[:, None]
+        _store_rows(dk_ptr + head * K, dk, t, end, k, H * K)
+    if HAS_BETA:
+        tl.store(dbeta_ptr + rows, dbeta.to(dbeta_ptr.dtype.element_ty), mask=t < end)
+    dg = tl.cumsum(ddecay, 0, reverse=True) + dtotal
+    tl.store(dg_ptr + rows, dg.to(dg_ptr.dtype.element_ty), mask=t < end)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def delta_norm_bwd_kernel(
+    x_ptr,  # queries or keys
+    dnormed_ptr,  # [T, H, k]
+    dx_ptr,  # [T, h, k], out
+    stride,
+    scale,
+    num_tokens,
+    h: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Sum gradients over the R value heads of a key head, and differentiate norm and scale."""
+    head, k = tl.program_id(1), tl.arange(0, K)
+    t = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    dx = tl.zeros([CHUNK, K], dtype=tl.float32)
+    for r in range(R):
+        dx += _load_rows(dnormed_ptr + (head * R + r) * K, t, num_tokens, k, h * R * K)
+    if NORM:
+        x = _load_rows(x_ptr + head * K, t, num_tokens, k, stride).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + 1e-6)
+        x *= rstd
+        dx = rstd * (dx - x * tl.sum(x * dx, 1, keep_dims=True))
+    _store_rows(dx_ptr + head * K, dx * scale, t, num_tokens, k, h * K)
