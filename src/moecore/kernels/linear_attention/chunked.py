@@ -18,12 +18,13 @@ Gradients, with Y = beta (V - exp(G) K S), N = X Y, dS' from the next chunk, and
 Without beta, N = V and X, w, dA and dKr do not exist. Backward recomputes all but the inputs.
 Per token and value head, with R value heads per key head, in multiply-adds and in elements moved:
 
-    kernel        multiply-adds                     elements
-    prepare       C (2 k / R + 10 C + k + v)        4 k / R + 2 v + k + 2 C
-    states_fwd    2 k v                             k + 2 v + k / R + k v / C
-    output        k v + C v                         k / R + 2 v + C + k v / C
-    states_bwd    3 k v + C v                       k + 2 v + 2 k / R + C + k v / C
-    bwd           3 k v + C (4 k + 3 v)             6 k / R + 5 v + C + 2 k v / C
+    kernel        multiply-adds                elements
+    fwd_chunks    C (3 k + v) + 10 C^2         2 k + 2 k / R + 2 v + k + 2 C
+    fwd_states    2 k v                        k + k / R + 2 v + k v / C
+    fwd_outputs   k v + C v                    k / R + 2 v + C + k v / C
+    bwd_states    3 k v + C v                  k + 2 k / R + 2 v + C + k v / C
+    bwd_chunks    3 k v + 2 C (2 k + v) + C v  2 k + 2 k / R + 5 v + C + 4 k v / C
+    bwd_norm      0                            2 k + 4 k / R
 
 Source: Gated Delta Networks (arXiv:2412.06464), section 3.3; the gradients are derived by hand.
 """
@@ -38,12 +39,12 @@ from torch import Tensor
 
 from moecore.kernels.common import can_use_kernel, cdiv, launch
 from moecore.kernels.linear_attention.chunked_kernel import (
-    delta_bwd_kernel,
-    delta_norm_bwd_kernel,
-    delta_output_kernel,
-    delta_prepare_kernel,
-    delta_states_bwd_kernel,
-    delta_states_fwd_kernel,
+    delta_rule_bwd_chunks_kernel,
+    delta_rule_bwd_norm_kernel,
+    delta_rule_bwd_states_kernel,
+    delta_rule_fwd_chunks_kernel,
+    delta_rule_fwd_outputs_kernel,
+    delta_rule_fwd_states_kernel,
 )
 from moecore.kernels.linear_attention.contract import DeltaRule
 from moecore.kernels.meta import record_launch
@@ -52,6 +53,12 @@ from moecore.kernels.zigzag import find_document_ids
 CHUNK = 64
 DIMS = (16, 32, 64, 128)  # of a key, and of a tile of values
 HALVES = (torch.bfloat16, torch.float16)
+# Launch options on Hopper.
+CHUNKS: dict[str, Any] = dict(num_warps=4, num_stages=1)
+STATES: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=3)
+OUTPUT: dict[str, Any] = dict(num_warps=4, num_stages=1)
+STATES_BWD: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=2)
+BWD: dict[str, Any] = dict(BLOCK_K=32, num_warps=4, num_stages=1)
 
 
 class ScanSize(NamedTuple):
@@ -158,7 +165,7 @@ class _Scan:
             self.inverse, self.w, u, beta = new(T, H, C), new(T, H, K), new(T, H, V), self.beta
         strides = self.q.stride(0), self.k.stride(0), self.v.stride(0)
         self.launch(
-            delta_prepare_kernel,
+            delta_rule_fwd_chunks_kernel,
             (self.num_chunks, H),
             C * K + (C * (10 * C + 2 * K + V) if self.beta is not None else 0),
             *(self.q, self.k, self.v, self.g, beta, self.chunks.table),
@@ -167,14 +174,14 @@ class _Scan:
             LEVELS=C.bit_length() - 1,
             NORM=self.norm,
             **self.options,
-            **PREPARE,
+            **CHUNKS,
         )
         n = len(self.chunks.first_chunks) - 1
         self.states, self.last = new(self.num_chunks, H, K, V), new(n, H, K, V, dtype=torch.float32)
         self.updates = u if self.beta is None else torch.empty_like(u)
         block = min(STATES["BLOCK_V"], V)
         self.launch(
-            delta_states_fwd_kernel,
+            delta_rule_fwd_states_kernel,
             (n * H, V // block),
             (1 + (self.beta is not None)) * K * V,
             *(self.normed_k, self.w, u, self.decay, *self.chunks[:2]),
@@ -189,7 +196,7 @@ class _Scan:
         """Return the outputs o_THv."""
         o, (K, V) = self.v.new_empty(self.v.shape), self.states.shape[2:]
         self.launch(
-            delta_output_kernel,
+            delta_rule_fwd_outputs_kernel,
             (self.num_chunks, self.H),
             (K + CHUNK) * V,
             *(self.normed_q, self.scores, self.updates, self.decay, self.states),
@@ -205,7 +212,7 @@ class _Scan:
         dinitial, n = torch.empty_like(dlast), len(dlast)
         block = min(STATES_BWD["BLOCK_V"], V)
         self.launch(
-            delta_states_bwd_kernel,
+            delta_rule_bwd_states_kernel,
             (n * self.H, V // block),
             (2 + is_delta) * K * V + CHUNK * V,
             *(self.normed_q, self.normed_k, self.w, self.scores, self.decay, do),
@@ -218,9 +225,9 @@ class _Scan:
             dv, dbeta = torch.empty_like(do), torch.empty_like(self.beta)
         dnormed = [self.k.new_empty(self.T, self.H, K) for _ in range(2)]
         self.launch(
-            delta_bwd_kernel,
+            delta_rule_bwd_chunks_kernel,
             (self.num_chunks, self.H),
-            (2 + is_delta) * K * V + CHUNK * (2 * K + V) * (1 + is_delta),
+            (2 + is_delta) * K * V + CHUNK * (2 * K + V + is_delta * 2 * (K + V)),
             *(self.normed_q, self.normed_k, self.v, self.beta if is_delta else self.g),
             *(self.decay, self.inverse, self.updates, self.states, do, dupdates, dstates),
             *(self.chunks.table, *dnormed, dv, dg, dbeta if is_delta else dg),
@@ -231,18 +238,11 @@ class _Scan:
         )
         dq, dk = (x.new_empty(x.shape) for x in (self.q, self.k))
         grid = cdiv(self.T, CHUNK), h
-        for x, dx_THk, dx, scale in zip((self.q, self.k), dnormed, (dq, dk), (self.scale, 1.0)):
+        gradients = (self.q, dnormed[0], dq, self.scale), (self.k, dnormed[1], dk, 1.0)
+        for x, dx_THk, dx, scale in gradients:
             args = x, dx_THk, dx, x.stride(0), scale, self.T
-            self.launch(delta_norm_bwd_kernel, grid, 0, *args, NORM=self.norm)
+            launch(delta_rule_bwd_norm_kernel, grid, *args, **self.sizes, NORM=self.norm)
         return dq, dk, dv, dg, dbeta, None if self.initial is None else dinitial
-
-
-# Launch options on Hopper.
-PREPARE: dict[str, Any] = dict(num_warps=4, num_stages=1)
-STATES: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=3)
-OUTPUT: dict[str, Any] = dict(num_warps=4, num_stages=1)
-STATES_BWD: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=2)
-BWD: dict[str, Any] = dict(BLOCK_K=32, num_warps=4, num_stages=1)
 
 
 def _make_rows(x_THX: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def _invert(A, i, LEVELS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def delta_prepare_kernel(
+def delta_rule_fwd_chunks_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -116,7 +116,7 @@ def delta_prepare_kernel(
 
 
 @triton.jit
-def delta_states_fwd_kernel(
+def delta_rule_fwd_states_kernel(
     k_ptr,  # [T, h, k], normed
     w_ptr,  # [T, H, k]
     u_ptr,  # [T, H, v], or the values if HAS_BETA is False
@@ -150,7 +150,7 @@ def delta_states_fwd_kernel(
     state = tl.zeros([K, BLOCK_V], dtype=tl.float32)
     if HAS_INITIAL:
         state = tl.load(initial_ptr + (document * H + head) * K * V + cells)
-    for step in range(0, last - first):
+    for step in range(last - first):
         chunk = first.to(tl.int64) + step
         t = start + step * CHUNK + i
         low = state.to(dtype)
@@ -169,7 +169,7 @@ def delta_states_fwd_kernel(
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def delta_output_kernel(
+def delta_rule_fwd_outputs_kernel(
     q_ptr,  # [T, h, k], normed
     scores_ptr,  # [T, H, CHUNK]
     updates_ptr,  # [T, H, v]
@@ -203,7 +203,7 @@ def delta_output_kernel(
 
 
 @triton.jit
-def delta_states_bwd_kernel(
+def delta_rule_bwd_states_kernel(
     q_ptr,  # [T, h, k], normed
     k_ptr,  # [T, h, k], normed
     w_ptr,  # [T, H, k]
@@ -236,7 +236,7 @@ def delta_states_bwd_kernel(
     start, end = tl.load(cu_seqlens_ptr + document), tl.load(cu_seqlens_ptr + document + 1)
     first, last = tl.load(first_chunks_ptr + document), tl.load(first_chunks_ptr + document + 1)
     dstate = tl.load(dlast_ptr + (document * H + head) * K * V + cells)
-    for step in range(0, last - first):
+    for step in range(last - first):
         from_first = last - first - 1 - step
         chunk = first.to(tl.int64) + from_first
         t = start + from_first * CHUNK + i
@@ -260,7 +260,7 @@ def delta_states_bwd_kernel(
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def delta_bwd_kernel(
+def delta_rule_bwd_chunks_kernel(
     q_ptr,  # [T, h, k], normed
     k_ptr,  # [T, h, k], normed
     v_ptr,
@@ -359,7 +359,7 @@ def delta_bwd_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def delta_norm_bwd_kernel(
+def delta_rule_bwd_norm_kernel(
     x_ptr,  # queries or keys
     dnormed_ptr,  # [T, H, k]
     dx_ptr,  # [T, h, k], out
