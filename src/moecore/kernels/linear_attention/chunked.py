@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch
+from moecore.kernels.common import can_use_kernel, cdiv, launch_or_record
 from moecore.kernels.linear_attention.chunked_kernel import (
     delta_rule_bwd_chunks_kernel,
     delta_rule_bwd_norm_kernel,
@@ -47,7 +47,6 @@ from moecore.kernels.linear_attention.chunked_kernel import (
     delta_rule_fwd_states_kernel,
 )
 from moecore.kernels.linear_attention.contract import DeltaRule
-from moecore.kernels.meta import record_launch
 from moecore.kernels.zigzag import find_document_ids
 
 CHUNK = 64
@@ -143,14 +142,12 @@ class _Scan:
     def launch(
         self, kernel: Any, grid: tuple[int, int], madds: int, *args: Any, **how: Any
     ) -> None:
-        """Launch a kernel with `madds` multiply-adds per token and value head; record it on meta."""
-        if not self.k.is_meta:
-            launch(kernel, grid, *args, **self.sizes, **how)
-            return
-        n, K, V = len(self.chunks.first_chunks) - 1, self.sizes["K"], self.sizes["V"]
-        shape = n, self.H, self.T // max(1, n), K, V
-        name = getattr(kernel, "__name__", None) or kernel.name
-        record_launch(name, ScanSize(shape, 2 * self.T * self.H * madds), *args)
+        """Launch a kernel, or record it with its multiply-adds per token and value head."""
+        if self.k.is_meta:
+            n, K, V = len(self.chunks.first_chunks) - 1, self.sizes["K"], self.sizes["V"]
+            shape = n, self.H, self.T // max(1, n), K, V
+            args = ScanSize(shape, 2 * self.T * self.H * madds), *args
+        launch_or_record(kernel, grid, *args, **self.sizes, **how)
 
     def _compute(self) -> None:
         """Compute what backward reads too: normed keys and queries, P, X, w, S and N."""
@@ -241,7 +238,7 @@ class _Scan:
         gradients = (self.q, dnormed[0], dq, self.scale), (self.k, dnormed[1], dk, 1.0)
         for x, dx_THk, dx, scale in gradients:
             args = x, dx_THk, dx, x.stride(0), scale, self.T
-            launch(delta_rule_bwd_norm_kernel, grid, *args, **self.sizes, NORM=self.norm)
+            launch_or_record(delta_rule_bwd_norm_kernel, grid, *args, **self.sizes, NORM=self.norm)
         return dq, dk, dv, dg, dbeta, None if self.initial is None else dinitial
 
 

@@ -19,7 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.common import KERNEL_DTYPES, can_use_kernel, cdiv, disable_autocast, launch
+from moecore.kernels.common import (
+    KERNEL_DTYPES,
+    can_use_kernel,
+    cdiv,
+    disable_autocast,
+    launch_or_record,
+)
 from moecore.kernels.linear_attention.convolution_kernel import (
     convolution_bwd_kernel,
     convolution_fwd_kernel,
@@ -83,7 +89,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, borders)
         args = x, weight, weight if bias is None else bias, borders
         grid = cdiv(T, TILE["BLOCK_T"]), cdiv(D, TILE["BLOCK_D"])
-        launch(convolution_fwd_kernel, grid, *args, y, T, D, **ctx.constants)
+        launch_or_record(convolution_fwd_kernel, grid, *args, y, T, D, **ctx.constants)
         return y
 
     @staticmethod
@@ -94,7 +100,7 @@ class _Convolution(torch.autograd.Function):
         grid = cdiv(T, TILE["BLOCK_T"]), cdiv(D, TILE["BLOCK_D"])
         sums = x.new_empty(grid[0], W + 1, D, dtype=torch.float32)
         args = x, weight, weight if bias is None else bias, borders, dy.contiguous(), dx, sums
-        launch(convolution_bwd_kernel, grid, *args, T, D, **ctx.constants)
+        launch_or_record(convolution_bwd_kernel, grid, *args, T, D, **ctx.constants)
         sums = sums.sum(0)
         dbias = None if bias is None else sums[W].to(bias.dtype)
         return dx, sums[:W].T.to(weight.dtype), dbias, None, None

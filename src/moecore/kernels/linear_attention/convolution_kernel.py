@@ -80,11 +80,10 @@ def convolution_bwd_kernel(
             y = _convolve(x_ptr, weight_ptr, bias_ptr, t + ahead, first, end, d, D, W, HAS_BIAS)
             gate = tl.sigmoid(y)
             dy *= gate * (1.0 + y * (1.0 - gate))
-        tap: tl.constexpr = W - 1 - ahead
-        weight = tl.load(weight_ptr + d * W + tap, mask=d < D, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + d * W + W - 1 - ahead, mask=d < D, other=0.0).to(tl.float32)
         dx += weight[None, :] * dy
         dweight = tl.sum(dy * _load_tokens(x_ptr, t, first, end, d, D), 0)
-        tl.store(sums_ptr + tap * D, dweight, mask=d < D)
+        tl.store(sums_ptr + (W - 1 - ahead) * D, dweight, mask=d < D)
         if ahead == 0:
             tl.store(sums_ptr + W * D, tl.sum(dy, 0), mask=d < D)
     mask = (t < num_tokens)[:, None] & (d < D)[None, :]
