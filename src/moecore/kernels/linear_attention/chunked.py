@@ -264,6 +264,7 @@ class _ChunkedRule(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, initial, cu_seqlens = ctx.saved_tensors
-        scan = _Scan(DeltaRule(*tensors, *ctx.options), cu_seqlens, initial)
+        scale, norm = ctx.options
+        scan = _Scan(DeltaRule(*tensors, scale, norm), cu_seqlens, initial)
         do, dlast = (grad.contiguous() for grad in grads)
         return *scan.compute_gradients(do, dlast), None, None, None

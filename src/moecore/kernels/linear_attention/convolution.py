@@ -32,7 +32,7 @@ from moecore.kernels.linear_attention.convolution_kernel import (
 )
 from moecore.kernels.zigzag import find_document_ids
 
-TILE = dict(BLOCK_T=64, BLOCK_D=64)
+TILE = dict(BLOCK_T=32, BLOCK_D=64)
 
 
 def causal_convolution(

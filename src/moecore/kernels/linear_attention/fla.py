@@ -40,8 +40,10 @@ def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_states_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return outputs o_THv and each document's last state, computed by flash-linear-attention."""
+    q, k, v, g, beta = rule[:5]
+    assert beta is not None, "`find_problem` requires learning rates"
     o_1THv, states_nHkv = _import_function()(
-        *(x[None] for x in rule[:5]),
+        *(x[None] for x in (q, k, v, g, beta)),
         scale=rule.scale,
         initial_state=initial_states_nHkv,
         output_final_state=True,
