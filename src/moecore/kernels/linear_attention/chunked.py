@@ -140,14 +140,14 @@ class _Scan:
         self._compute()
 
     def launch(
-        self, kernel: Any, grid: tuple[int, int], madds: int, *args: Any, **how: Any
+        self, kernel: Any, grid: tuple[int, int], madds: int, *args: Any, **constants: Any
     ) -> None:
         """Launch a kernel, or record it with its multiply-adds per token and value head."""
         if self.k.is_meta:
             n, K, V = len(self.chunks.first_chunks) - 1, self.sizes["K"], self.sizes["V"]
             shape = n, self.H, self.T // max(1, n), K, V
             args = ScanSize(shape, 2 * self.T * self.H * madds), *args
-        launch_or_record(kernel, grid, *args, **self.sizes, **how)
+        launch_or_record(kernel, grid, *args, **self.sizes, **constants)
 
     def _compute(self) -> None:
         """Compute what backward reads too: normed keys and queries, P, X, w, S and N."""
@@ -253,18 +253,17 @@ class _ChunkedRule(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *tensors, initial, cu_seqlens, scale, norm = inputs
+        q, k, v, g, beta, initial, cu_seqlens, scale, norm = inputs
         initial = None if initial is None else initial.contiguous()
-        ctx.save_for_backward(*tensors, initial, cu_seqlens)
+        ctx.save_for_backward(q, k, v, g, beta, initial, cu_seqlens)
         ctx.options = scale, norm
-        scan = _Scan(DeltaRule(*tensors, scale, norm), cu_seqlens, initial)
+        scan = _Scan(DeltaRule(q, k, v, g, beta, scale, norm), cu_seqlens, initial)
         return scan.compute_outputs(), scan.last
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, initial, cu_seqlens = ctx.saved_tensors
-        scale, norm = ctx.options
-        scan = _Scan(DeltaRule(*tensors, scale, norm), cu_seqlens, initial)
+        q, k, v, g, beta, initial, cu_seqlens = ctx.saved_tensors
+        scan = _Scan(DeltaRule(q, k, v, g, beta, *ctx.options), cu_seqlens, initial)
         do, dlast = (grad.contiguous() for grad in grads)
         return *scan.compute_gradients(do, dlast), None, None, None

@@ -81,7 +81,7 @@ def delta_rule_fwd_chunks_kernel(
     NORM: tl.constexpr,
     HAS_BETA: tl.constexpr,
 ):
-    """Write what depends on one chunk alone, of one value head."""
+    """Write normed q and k, decays, P, X, w and u of one chunk and value head."""
     H: tl.constexpr = h * R
     chunk, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunks_ptr + chunk), tl.load(chunks_ptr + num_chunks + chunk)

@@ -74,17 +74,17 @@ def convolution_bwd_kernel(
     end = tl.load(borders_ptr + num_tokens + t, mask=t < num_tokens, other=0)
     dx = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
     sums_ptr += tl.program_id(0).to(tl.int64) * (W + 1) * D + d
-    for ahead in tl.static_range(W):  # the token `ahead` of t reads t with this tap from the last
-        dy = _load_tokens(dy_ptr, t + ahead, first, end, d, D)
+    for lag in tl.static_range(W):  # the token `lag` of t reads t with this tap from the last
+        dy = _load_tokens(dy_ptr, t + lag, first, end, d, D)
         if SILU:
-            y = _convolve(x_ptr, weight_ptr, bias_ptr, t + ahead, first, end, d, D, W, HAS_BIAS)
+            y = _convolve(x_ptr, weight_ptr, bias_ptr, t + lag, first, end, d, D, W, HAS_BIAS)
             gate = tl.sigmoid(y)
             dy *= gate * (1.0 + y * (1.0 - gate))
-        weight = tl.load(weight_ptr + d * W + W - 1 - ahead, mask=d < D, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + d * W + W - 1 - lag, mask=d < D, other=0.0).to(tl.float32)
         dx += weight[None, :] * dy
         dweight = tl.sum(dy * _load_tokens(x_ptr, t, first, end, d, D), 0)
-        tl.store(sums_ptr + (W - 1 - ahead) * D, dweight, mask=d < D)
-        if ahead == 0:
+        tl.store(sums_ptr + (W - 1 - lag) * D, dweight, mask=d < D)
+        if lag == 0:
             tl.store(sums_ptr + W * D, tl.sum(dy, 0), mask=d < D)
     mask = (t < num_tokens)[:, None] & (d < D)[None, :]
     cells = t.to(tl.int64)[:, None] * D + d[None, :]
