@@ -121,8 +121,8 @@ def make_low_rule(borders, device, kind, has_initial, **dims: int):
 
 # The last has repeated keys, whose triangular systems are ill-conditioned, and wide values.
 DIMS = {
-    **{name: dict(H=4, h=2, k=64, v=32) for name in BORDERS},
-    "repeated": dict(H=2, h=1, k=16, v=48),
+    **{name: dict(H=4, h=2, k=64, v=128) for name in BORDERS},
+    "repeated": dict(H=2, h=1, k=16, v=176),
 }
 
 

@@ -50,7 +50,7 @@ from moecore.kernels.linear_attention.contract import DeltaRule
 from moecore.kernels.zigzag import find_document_ids
 
 CHUNK = 64
-DIMS = (16, 32, 64, 128)  # of a key, and of a tile of values
+KEY_DIMS, TILE = (64, 128), 128  # of a key, and of a tile of values; Triton 3.6 miscompiles smaller
 HALVES = (torch.bfloat16, torch.float16)
 # Launch options on Hopper.
 CHUNKS: dict[str, Any] = dict(num_warps=4, num_stages=1)
@@ -69,14 +69,14 @@ class ScanSize(NamedTuple):
 
 def find_problem(rule: DeltaRule) -> str | None:
     """Return why the kernels cannot compute this rule, in one line; None = they can."""
-    k, v = rule.k_Thk.shape[-1], rule.v_THv.shape[-1]
+    k = rule.k_Thk.shape[-1]
     if rule.v_THv.dtype not in HALVES or not can_use_kernel(rule.v_THv):
         device = rule.v_THv.device.type
         return f"tensors ({rule.v_THv.dtype} on {device}) must be of 16 bits on cuda"
     if rule.g_THk.ndim == 3:
         return "decays (per key dim) must be per head"
-    if k not in DIMS or v % DIMS[0]:
-        return f"dims of a head (k {k}, v {v}) must be k in {DIMS} and v a multiple of {DIMS[0]}"
+    if k > KEY_DIMS[-1]:
+        return f"key dims ({k}) must be <= {KEY_DIMS[-1]}"
     return None
 
 
@@ -85,23 +85,30 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs o_THv and each document's last state, computed by the kernels.
 
-    Columns of a state are independent: tiles of values wider than a kernel's are heads.
+    Keys are padded with zeros to `KEY_DIMS`, values to full tiles. Columns of a state are
+    independent, so each tile of values is a head.
     """
     (T, H, v), k = rule.v_THv.shape, rule.k_Thk.shape[-1]
-    tile = min(v & -v, DIMS[-1])
+    more_k, tiles = KEY_DIMS[k > KEY_DIMS[0]] - k, cdiv(v, TILE)
     q, keys, values, g, beta = rule[:5]
-    values = values.unflatten(2, (-1, tile)).flatten(1, 2)
-    if v > tile:
-        g = g.repeat_interleave(v // tile, dim=1)
-        beta = None if beta is None else beta.repeat_interleave(v // tile, dim=1)
-        if initial_states_nHkv is not None:
-            split = initial_states_nHkv.unflatten(3, (-1, tile)).transpose(2, 3)
-            initial_states_nHkv = split.flatten(1, 2)
+    q, keys = (_pad(x, more_k) for x in (q, keys))
+    values = _pad(values, tiles * TILE - v).unflatten(2, (tiles, TILE)).flatten(1, 2)
+    if initial_states_nHkv is not None:
+        padded = _pad(initial_states_nHkv, tiles * TILE - v, more_k)
+        initial_states_nHkv = padded.unflatten(3, (tiles, TILE)).transpose(2, 3).flatten(1, 2)
+    if tiles > 1:
+        g = g.repeat_interleave(tiles, dim=1)
+        beta = None if beta is None else beta.repeat_interleave(tiles, dim=1)
     o, last = _ChunkedRule.apply(
         q, keys, values, g, beta, initial_states_nHkv, cu_seqlens, rule.scale, rule.norm_qk
     )
-    last = last.unflatten(1, (H, -1)).transpose(2, 3).reshape(-1, H, k, v)
-    return o.view(T, H, v), last
+    last = last.unflatten(1, (H, tiles)).transpose(2, 3).flatten(3)
+    return o.view(T, H, -1)[..., :v], last[..., :k, :v]
+
+
+def _pad(x: Tensor, columns: int, rows: int = 0) -> Tensor:
+    """Return x with zeros after its last dim and the dim before; x itself if there are none."""
+    return F.pad(x, (0, columns, 0, rows)) if columns or rows else x
 
 
 class _Chunks(NamedTuple):
@@ -176,17 +183,16 @@ class _Scan:
         n = len(self.chunks.first_chunks) - 1
         self.states, self.last = new(self.num_chunks, H, K, V), new(n, H, K, V, dtype=torch.float32)
         self.updates = u if self.beta is None else torch.empty_like(u)
-        block = min(STATES["BLOCK_V"], V)
         self.launch(
             delta_rule_fwd_states_kernel,
-            (n * H, V // block),
+            (n * H, V // STATES["BLOCK_V"]),
             (1 + (self.beta is not None)) * K * V,
             *(self.normed_k, self.w, u, self.decay, *self.chunks[:2]),
             *(self.last if self.initial is None else self.initial, self.states, self.updates),
             *(self.last, u.stride(0)),
             HAS_INITIAL=self.initial is not None,
             **self.options,
-            **(STATES | dict(BLOCK_V=block)),
+            **STATES,
         )
 
     def compute_outputs(self) -> Tensor:
@@ -207,15 +213,14 @@ class _Scan:
         (_, h, K), V, is_delta = self.k.shape, self.v.shape[-1], self.beta is not None
         dstates, dupdates = torch.empty_like(self.states), torch.empty_like(do)
         dinitial, n = torch.empty_like(dlast), len(dlast)
-        block = min(STATES_BWD["BLOCK_V"], V)
         self.launch(
             delta_rule_bwd_states_kernel,
-            (n * self.H, V // block),
+            (n * self.H, V // STATES_BWD["BLOCK_V"]),
             (2 + is_delta) * K * V + CHUNK * V,
             *(self.normed_q, self.normed_k, self.w, self.scores, self.decay, do),
             *(*self.chunks[:2], dlast, dstates, dupdates, dinitial),
             **self.options,
-            **(STATES_BWD | dict(BLOCK_V=block)),
+            **STATES_BWD,
         )
         dv, dg, dbeta = dupdates, torch.empty_like(self.g), None
         if self.beta is not None:
@@ -229,9 +234,9 @@ class _Scan:
             *(self.decay, self.inverse, self.updates, self.states, do, dupdates, dstates),
             *(self.chunks.table, *dnormed, dv, dg, dbeta if is_delta else dg),
             *(self.v.stride(0), self.updates.stride(0), self.num_chunks),
-            PART=min(2048, K * V),
+            PART=2048,
             **self.options,
-            **(BWD | dict(BLOCK_K=min(BWD["BLOCK_K"], K))),
+            **BWD,
         )
         dq, dk = (x.new_empty(x.shape) for x in (self.q, self.k))
         grid = cdiv(self.T, CHUNK), h
