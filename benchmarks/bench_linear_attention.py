@@ -7,6 +7,7 @@ The layer is transformers' own. In one process:
 
     rows, eager      one sequence, with transformers' functions of plain PyTorch
     rows, package    the same with the packages that transformers calls if they are installed
+    rows, kernels    the same sequence as one packed document, after `use_causal_attention`
     documents        packed documents of skewed lengths, after `use_causal_attention`
     one by one       the same documents, one call of "rows, package" per document
 
@@ -116,6 +117,7 @@ def make_alone_calls(layer: nn.Module, T: int, device: torch.device) -> dict[str
     x = make_inputs(layer, T, device)
     borders = torch.tensor([0, *make_lengths(T)]).cumsum(0).int()
     documents = make_packed_sequence(borders, None, (1, T), device)
+    row = make_packed_sequence(torch.tensor([0, T], dtype=torch.int32), None, (1, T), device)
     single = [
         make_call(layer, x[:, a:b].contiguous(), Sequence()) for a, b in pairwise(borders.tolist())
     ]
@@ -127,6 +129,7 @@ def make_alone_calls(layer: nn.Module, T: int, device: torch.device) -> dict[str
     return {
         "rows, eager": eager,
         "rows, package": make_call(layer, x, Sequence()),
+        "rows, kernels": make_call(layer, x, row),
         "documents": make_call(layer, x, documents),
         "one by one": lambda: [call() for call in single],
     }

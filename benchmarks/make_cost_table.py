@@ -82,7 +82,7 @@ ASSUMED = (
     "have one rate",
     "collectives without records (all_reduce, broadcast) have all_gather's efficiency",
     "rows of operations without records, such as torch's own, have the efficiency of a copy",
-    "kernels of linear attention (flash-linear-attention, taken to be installed) reach the share "
+    "kernels of linear attention reach the share "
     "of the roofline of their FLOP and bytes that attention of as many heads and tokens reaches",
     "sparse attention's gathered products and index scores have the rate of products of their "
     "sizes, its other work a copy's; the host queues a chunk's work ahead of the device",

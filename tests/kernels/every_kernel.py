@@ -26,6 +26,7 @@ from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled
 from moecore.kernels.grouped.scaled import mixed_format_gemm, mixed_format_wgrad
 from moecore.kernels.hyper_connections import SinkhornOptions, collapse_streams, expand_streams
 from moecore.kernels.invariant.product import invariant_product
+from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gated_delta_rule
 from moecore.kernels.momentum import momentum_
 from moecore.kernels.routing.clones import assign_physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
@@ -115,6 +116,7 @@ def run_pieces(device: str) -> None:
     rotary(x_TD.view(1, T, 9, 8).requires_grad_(), angles_Td, angles_Td).sum().backward()
     invariant_product(x_TD, x_TD.t(), x_TD[:, 0])
     run_streams(x_TD.view(T, 4, 18))
+    run_linear_attention(device)
     run_adamw(device)
     flags = torch.ones(2, device=device)
     how = dict(grad_scale=flags[0], found_inf=flags[1])
@@ -155,6 +157,17 @@ def run_streams(streams_TND: Tensor) -> None:
     given = (weight.to(streams_TND.device).requires_grad_() for weight in weights)
     x_TD, collapsed = collapse_streams(streams_TND, *given, options)
     expand_streams(x_TD, collapsed).sum().backward()
+
+
+def run_linear_attention(device: str) -> None:
+    """A gated delta rule and a short convolution of two documents, and their gradients."""
+    cu_seqlens = torch.tensor([0, 30, 100], dtype=torch.int32, device=device)
+    x_TD, weight = (torch.randn(s, device=device).bfloat16() for s in ((100, 128), (128, 4)))
+    x_TD, g_TH = x_TD.requires_grad_(), torch.zeros(100, 2, device=device)
+    y_TD = causal_convolution(x_TD, weight, None, cu_seqlens, apply_silu=True)
+    q, k, v = (x.unflatten(1, (-1, 32)) for x in y_TD.split((32, 32, 64), dim=1))
+    rule = DeltaRule(q, k, v, g_TH, g_TH.sigmoid().bfloat16(), scale=0.2, norm_qk=True)
+    gated_delta_rule(rule, cu_seqlens)[0].float().sum().backward()
 
 
 def run_quantised(device: str, index: Any) -> None:

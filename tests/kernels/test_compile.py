@@ -25,6 +25,7 @@ from moecore.kernels.common import BLOCK_SCALED_TRITON
 from moecore.kernels.experts import contract, expert_mlp
 from moecore.kernels.grouped import block_scaled, fp8, scaled, scaled_rows, wgrad
 from moecore.kernels.invariant import product
+from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gated_delta_rule
 from moecore.kernels.routing import (
     balance,
     balance_loss,
@@ -494,6 +495,20 @@ def run_cross_entropy_in_blocks(V: int) -> None:
     cross_entropy.softmax_gradient_blocks(logits, labels, high, total, power_of_two=True)
 
 
+def run_delta_rule(has_rates: bool, *, k: int = 128, v: int = 128) -> None:
+    gates = torch.zeros(T, 4, requires_grad=True)
+    heads = (bf16(T, n, d).requires_grad_() for n, d in ((2, k), (2, k), (4, v)))
+    rule = DeltaRule(*heads, gates, gates.bfloat16() if has_rates else None, 0.1, has_rates)
+    cu_seqlens = torch.tensor([0, T], dtype=torch.int32)
+    gated_delta_rule(rule, cu_seqlens)[0].sum().backward()
+
+
+def run_convolution(channels: int) -> None:
+    x, cu_seqlens = bf16(T, channels).requires_grad_(), torch.tensor([0, T], dtype=torch.int32)
+    y = causal_convolution(x, bf16(channels, 4), bf16(channels), cu_seqlens, apply_silu=True)
+    y.sum().backward()
+
+
 def run_hyper_connections(D: int, dtype: torch.dtype) -> None:
     """A collapse and an expansion of four streams, and their gradients."""
     streams = torch.zeros(T, 4, D, dtype=dtype, requires_grad=True)
@@ -593,6 +608,9 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "momentum": (run_momentum, 1),
     "batch-invariant products": (lambda: run_invariant_products(torch.bfloat16), 3),
     "batch-invariant products of fp32": (lambda: run_invariant_products(torch.float32), 3),
+    "gated delta rule": (lambda: run_delta_rule(True), 6),
+    "delta rule without rates, of wide values": (lambda: run_delta_rule(False, v=3 * 64), 6),
+    "short convolution": (lambda: run_convolution(8192), 2),
     "hyper-connections": (lambda: run_hyper_connections(7168, torch.bfloat16), 7),
     "hyper-connections of fp32": (lambda: run_hyper_connections(4096, torch.float32), 5),
     "pages": (lambda: run_pages(2 * D, 6 * F), 6),

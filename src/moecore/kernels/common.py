@@ -146,6 +146,14 @@ def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants:
     keep_prepared(kernel, args, constants, compiled)
 
 
+def launch_or_record(kernel: Any, grid: tuple[int, int], /, *args: Any, **constants: Any) -> None:
+    """Call `launch`, but on meta tensors only report the launch to a dry run, if there is one."""
+    if next(arg for arg in args if isinstance(arg, Tensor)).is_meta:
+        record_launch(kernel.fn.__name__ if HAS_TRITON else kernel.name, *args)
+    else:
+        launch(kernel, grid, *args, **constants)
+
+
 def disable_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Return a context that disables autocast on the tensor's device; it does nothing on meta."""
     if tensor.is_meta or not torch.is_autocast_enabled(tensor.device.type):

@@ -36,7 +36,7 @@ from moecore.base.torch_private import (
     list_open_ranges,
     tree_map_only,
 )
-from moecore.kernels.linear_attention.fla_on_meta import ScanSize
+from moecore.kernels.linear_attention.chunked import ScanSize
 from moecore.kernels.meta import get_meta_repeats
 from moecore.kernels.ops import PLAIN_TYPES
 from moecore.models.tp_products import GATHER_SLICES, SEND_SLICES

@@ -1,6 +1,7 @@
-"""The delta rule with decays of packed documents, by flash-linear-attention or in plain PyTorch.
+"""The delta rule with decays of packed documents, by kernels or in plain PyTorch.
 
-    fla.py                16 bits on GPUs, if the package flash-linear-attention is installed
+    chunked.py            16 bits on GPUs, a decay per head
+    fla.py                16 bits on GPUs, a decay per key dim, with flash-linear-attention
     gated_delta_rule_ref  all other tensors, any device
 
 The reference cuts each document into chunks of C tokens, and pads its last chunk with tokens that
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.kernels.common import disable_autocast, warn_on_fallback
-from moecore.kernels.linear_attention import fla
+from moecore.kernels.linear_attention import chunked, fla
 from moecore.kernels.linear_attention.contract import DeltaRule
 from moecore.kernels.zigzag import find_document_ids, find_positions_in_documents
 
@@ -102,7 +103,8 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of linear attention by a gated delta rule, and each document's last state.
 
-    Differentiable once. flash-linear-attention synchronises the host once for each `cu_seqlens`.
+    Differentiable once. Deterministic. With a decay per key dim, flash-linear-attention reads each
+    `cu_seqlens` once on the host.
 
     Args:
         rule: tensors of any strides; q, k and v have one float dtype, which the outputs have too.
@@ -111,7 +113,9 @@ def gated_delta_rule(
             the last states; None = 0.
     """
     with disable_autocast(rule.v_THv):
+        if (problem := chunked.find_problem(rule)) is None:
+            return chunked.gated_delta_rule(rule, cu_seqlens, initial_states_nHkv)
         if (reason := fla.find_problem(rule)) is None:
             return fla.gated_delta_rule(rule, cu_seqlens, initial_states_nHkv)
-        warn_on_fallback(rule.v_THv, f"a gated delta rule of {rule.v_THv.dtype} ({reason})")
+        warn_on_fallback(rule.v_THv, f"a gated delta rule ({problem}; {reason})")
         return gated_delta_rule_ref(rule, cu_seqlens, initial_states_nHkv)

@@ -1,0 +1,274 @@
+"""The delta rule with a decay per head, chunk by chunk, by Triton kernels.
+
+In a chunk of C tokens with the state S before it, keys K, queries Q (both normed, Q scaled), sums G
+of g since the chunk began, L the last of them, and D_ij = exp(G_i - G_j) for i >= j, otherwise 0:
+
+    X = (I + strictly lower part of beta K K^T D)^-1     w = X beta exp(G) K     u = X beta V
+    N = u - w S                                         P = Q K^T D
+    O = exp(G) Q S + P N                                S' = exp(L) S + (exp(L - G) K)^T N
+
+Gradients, with Y = beta (V - exp(G) K S), N = X Y, dS' from the next chunk, and E = exp(L - G):
+
+    dN = P^T dO + E K dS'       dY = X^T dN        dS = exp(L) dS' + (exp(G) Q)^T dO - w^T dN
+    dP = dO N^T D               dA = -strictly lower part of dY N^T D           dV = beta dY
+    dQ = exp(G) dO S^T + dP K   dKr = -exp(G) dY S^T + dA K                     dK = beta dKr + dKc
+    dKc = E N dS'^T + dP^T Q + (beta dA)^T K            dbeta = sum(dY V + K dKr) of each row
+    dG = sum(Q dQ + beta K dKr - K dKc) of each row     dL = sum(K E N dS'^T) + exp(L) sum(S dS')
+
+Without beta, N = V and X, w, dA and dKr do not exist. Backward recomputes all but the inputs.
+Per token and value head, with R value heads per key head, in multiply-adds and in elements moved:
+
+    kernel        multiply-adds                elements
+    fwd_chunks    C (3 k + v) + 10 C^2         2 k + 2 k / R + 2 v + k + 2 C
+    fwd_states    2 k v                        k + k / R + 2 v + k v / C
+    fwd_outputs   k v + C v                    k / R + 2 v + C + k v / C
+    bwd_states    3 k v + C v                  k + 2 k / R + 2 v + C + k v / C
+    bwd_chunks    3 k v + 2 C (2 k + v) + C v  2 k + 2 k / R + 5 v + C + 4 k v / C
+    bwd_norm      0                            2 k + 4 k / R
+
+Source: Gated Delta Networks (arXiv:2412.06464), section 3.3; the gradients are derived by hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.kernels.common import can_use_kernel, cdiv, launch_or_record
+from moecore.kernels.linear_attention.chunked_kernel import (
+    delta_rule_bwd_chunks_kernel,
+    delta_rule_bwd_norm_kernel,
+    delta_rule_bwd_states_kernel,
+    delta_rule_fwd_chunks_kernel,
+    delta_rule_fwd_outputs_kernel,
+    delta_rule_fwd_states_kernel,
+)
+from moecore.kernels.linear_attention.contract import DeltaRule
+from moecore.kernels.zigzag import find_document_ids
+
+CHUNK = 64
+KEY_DIMS, TILE = (64, 128), 128  # of a key, and of a tile of values; Triton 3.6 miscompiles smaller
+HALVES = (torch.bfloat16, torch.float16)
+# Launch options on Hopper.
+CHUNKS: dict[str, Any] = dict(num_warps=4, num_stages=1)
+STATES: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=3)
+OUTPUT: dict[str, Any] = dict(num_warps=4, num_stages=1)
+STATES_BWD: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=2)
+BWD: dict[str, Any] = dict(BLOCK_K=32, num_warps=4, num_stages=1)
+
+
+class ScanSize(NamedTuple):
+    """The shape and the FLOPs of one recorded kernel launch of linear attention."""
+
+    shape: tuple[int, int, int, int, int]  # documents, value heads, tokens of a document, k, v
+    flops: int
+
+
+def find_problem(rule: DeltaRule) -> str | None:
+    """Return why the kernels cannot compute this rule, in one line; None = they can."""
+    k = rule.k_Thk.shape[-1]
+    if rule.v_THv.dtype not in HALVES or not can_use_kernel(rule.v_THv):
+        device = rule.v_THv.device.type
+        return f"tensors ({rule.v_THv.dtype} on {device}) must be of 16 bits on cuda"
+    if rule.g_THk.ndim == 3:
+        return "decays (per key dim) must be per head"
+    if k > KEY_DIMS[-1]:
+        return f"key dims ({k}) must be <= {KEY_DIMS[-1]}"
+    return None
+
+
+def gated_delta_rule(
+    rule: DeltaRule, cu_seqlens: Tensor, initial_states_nHkv: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return outputs o_THv and each document's last state, computed by the kernels.
+
+    Keys are padded with zeros to `KEY_DIMS`, values to full tiles. Columns of a state are
+    independent, so each tile of values is a head.
+    """
+    (T, H, v), k = rule.v_THv.shape, rule.k_Thk.shape[-1]
+    more_k, tiles = KEY_DIMS[k > KEY_DIMS[0]] - k, cdiv(v, TILE)
+    q, keys, values, g, beta = rule[:5]
+    q, keys = (_pad(x, more_k) for x in (q, keys))
+    values = _pad(values, tiles * TILE - v).unflatten(2, (tiles, TILE)).flatten(1, 2)
+    if initial_states_nHkv is not None:
+        padded = _pad(initial_states_nHkv, tiles * TILE - v, more_k)
+        initial_states_nHkv = padded.unflatten(3, (tiles, TILE)).transpose(2, 3).flatten(1, 2)
+    if tiles > 1:
+        g = g.repeat_interleave(tiles, dim=1)
+        beta = None if beta is None else beta.repeat_interleave(tiles, dim=1)
+    o, last = _ChunkedRule.apply(
+        q, keys, values, g, beta, initial_states_nHkv, cu_seqlens, rule.scale, rule.norm_qk
+    )
+    last = last.unflatten(1, (H, tiles)).transpose(2, 3).flatten(3)
+    return o.view(T, H, -1)[..., :v], last[..., :k, :v]
+
+
+def _pad(x: Tensor, columns: int, rows: int = 0) -> Tensor:
+    """Return x with zeros after its last dim and the dim before; x itself if there are none."""
+    return F.pad(x, (0, columns, 0, rows)) if columns or rows else x
+
+
+class _Chunks(NamedTuple):
+    """Offsets of documents and chunks; the number of chunks is an upper bound."""
+
+    cu_seqlens: Tensor
+    first_chunks: Tensor  # int32 [n + 1]: each document's first chunk, then the number of chunks
+    table: Tensor  # int32 [2, chunks]: each chunk's first token, and its document's end
+
+    @staticmethod
+    def make(cu_seqlens: Tensor, T: int) -> _Chunks:
+        """Cut documents into chunks, without a host sync."""
+        counts = -(-cu_seqlens.diff() // CHUNK)
+        firsts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        ids = torch.arange(T // CHUNK + len(counts), dtype=torch.int32, device=firsts.device)
+        documents = find_document_ids(firsts, len(ids)).clamp(max=len(counts) - 1)
+        starts = cu_seqlens[documents] + (ids - firsts[documents]) * CHUNK
+        table = torch.stack((starts, cu_seqlens[documents + 1])).int()
+        return _Chunks(cu_seqlens, firsts, table)
+
+
+class _Scan:
+    """The inputs of a rule, and the tensors that forward and backward compute from them."""
+
+    def __init__(self, rule: DeltaRule, cu_seqlens: Tensor, initial: Tensor | None) -> None:
+        self.q, self.k, self.v = map(_make_rows, rule[:3])
+        self.g, self.beta, self.initial = rule.g_THk.contiguous(), rule.beta_TH, initial
+        if self.beta is not None:
+            self.beta = self.beta.contiguous()
+        self.scale, self.norm = rule.scale, rule.norm_qk
+        (self.T, self.H, V), (h, K) = self.v.shape, self.k.shape[1:]
+        self.chunks = _Chunks.make(cu_seqlens, self.T)
+        self.num_chunks = self.chunks.table.shape[1]
+        self.sizes = dict(h=h, R=self.H // h, K=K, V=V, CHUNK=CHUNK)
+        self.options = dict(HAS_BETA=self.beta is not None)
+        self._compute()
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, int], madds: int, *args: Any, **constants: Any
+    ) -> None:
+        """Launch a kernel, or record it with its multiply-adds per token and value head."""
+        if self.k.is_meta:
+            n, K, V = len(self.chunks.first_chunks) - 1, self.sizes["K"], self.sizes["V"]
+            shape = n, self.H, self.T // max(1, n), K, V
+            args = ScanSize(shape, 2 * self.T * self.H * madds), *args
+        launch_or_record(kernel, grid, *args, **self.sizes, **constants)
+
+    def _compute(self) -> None:
+        """Compute what backward reads too: normed keys and queries, P, X, w, S and N."""
+        (T, H), C = (self.T, self.H), CHUNK
+        (_, h, K), V = self.k.shape, self.v.shape[-1]
+        new = self.k.new_empty
+        self.normed_q, self.normed_k = new(T, h, K), new(T, h, K)
+        self.decay, self.scores = new(T, H, dtype=torch.float32), new(T, H, C)
+        self.inverse = self.w = self.normed_k  # without beta no kernel accesses them
+        u, beta = self.v, self.g
+        if self.beta is not None:
+            self.inverse, self.w, u, beta = new(T, H, C), new(T, H, K), new(T, H, V), self.beta
+        strides = self.q.stride(0), self.k.stride(0), self.v.stride(0)
+        self.launch(
+            delta_rule_fwd_chunks_kernel,
+            (self.num_chunks, H),
+            C * K + (C * (10 * C + 2 * K + V) if self.beta is not None else 0),
+            *(self.q, self.k, self.v, self.g, beta, self.chunks.table),
+            *(self.normed_q, self.normed_k, self.decay, self.scores, self.inverse, self.w, u),
+            *(*strides, self.scale, self.num_chunks),
+            LEVELS=C.bit_length() - 1,
+            NORM=self.norm,
+            **self.options,
+            **CHUNKS,
+        )
+        n = len(self.chunks.first_chunks) - 1
+        self.states, self.last = new(self.num_chunks, H, K, V), new(n, H, K, V, dtype=torch.float32)
+        self.updates = u if self.beta is None else torch.empty_like(u)
+        self.launch(
+            delta_rule_fwd_states_kernel,
+            (n * H, V // STATES["BLOCK_V"]),
+            (1 + (self.beta is not None)) * K * V,
+            *(self.normed_k, self.w, u, self.decay, *self.chunks[:2]),
+            *(self.last if self.initial is None else self.initial, self.states, self.updates),
+            *(self.last, u.stride(0)),
+            HAS_INITIAL=self.initial is not None,
+            **self.options,
+            **STATES,
+        )
+
+    def compute_outputs(self) -> Tensor:
+        """Return the outputs o_THv."""
+        o, (K, V) = self.v.new_empty(self.v.shape), self.states.shape[2:]
+        self.launch(
+            delta_rule_fwd_outputs_kernel,
+            (self.num_chunks, self.H),
+            (K + CHUNK) * V,
+            *(self.normed_q, self.scores, self.updates, self.decay, self.states),
+            *(self.chunks.table, o, self.updates.stride(0), self.num_chunks),
+            **OUTPUT,
+        )
+        return o
+
+    def compute_gradients(self, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v, g, beta and the initial states."""
+        (_, h, K), V, is_delta = self.k.shape, self.v.shape[-1], self.beta is not None
+        dstates, dupdates = torch.empty_like(self.states), torch.empty_like(do)
+        dinitial, n = torch.empty_like(dlast), len(dlast)
+        self.launch(
+            delta_rule_bwd_states_kernel,
+            (n * self.H, V // STATES_BWD["BLOCK_V"]),
+            (2 + is_delta) * K * V + CHUNK * V,
+            *(self.normed_q, self.normed_k, self.w, self.scores, self.decay, do),
+            *(*self.chunks[:2], dlast, dstates, dupdates, dinitial),
+            **self.options,
+            **STATES_BWD,
+        )
+        dv, dg, dbeta = dupdates, torch.empty_like(self.g), None
+        if self.beta is not None:
+            dv, dbeta = torch.empty_like(do), torch.empty_like(self.beta)
+        dnormed = [self.k.new_empty(self.T, self.H, K) for _ in range(2)]
+        self.launch(
+            delta_rule_bwd_chunks_kernel,
+            (self.num_chunks, self.H),
+            (2 + is_delta) * K * V + CHUNK * (2 * K + V + is_delta * 2 * (K + V)),
+            *(self.normed_q, self.normed_k, self.v, self.beta if is_delta else self.g),
+            *(self.decay, self.inverse, self.updates, self.states, do, dupdates, dstates),
+            *(self.chunks.table, *dnormed, dv, dg, dbeta if is_delta else dg),
+            *(self.v.stride(0), self.updates.stride(0), self.num_chunks),
+            PART=2048,
+            **self.options,
+            **BWD,
+        )
+        dq, dk = (x.new_empty(x.shape) for x in (self.q, self.k))
+        grid = cdiv(self.T, CHUNK), h
+        gradients = (self.q, dnormed[0], dq, self.scale), (self.k, dnormed[1], dk, 1.0)
+        for x, dx_THk, dx, scale in gradients:
+            args = x, dx_THk, dx, x.stride(0), scale, self.T
+            launch_or_record(delta_rule_bwd_norm_kernel, grid, *args, **self.sizes, NORM=self.norm)
+        return dq, dk, dv, dg, dbeta, None if self.initial is None else dinitial
+
+
+def _make_rows(x_THX: Tensor) -> Tensor:
+    """Return x with heads and dims contiguous in each row, copied if they are not."""
+    is_row = x_THX.stride(2) == 1 and x_THX.stride(1) == x_THX.shape[2]
+    return x_THX if is_row else x_THX.contiguous()
+
+
+class _ChunkedRule(torch.autograd.Function):
+    """apply(q, k, v, g, beta, initial, cu_seqlens, scale, norm_qk) -> outputs, last states."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, g, beta, initial, cu_seqlens, scale, norm = inputs
+        initial = None if initial is None else initial.contiguous()
+        ctx.save_for_backward(q, k, v, g, beta, initial, cu_seqlens)
+        ctx.options = scale, norm
+        scan = _Scan(DeltaRule(q, k, v, g, beta, scale, norm), cu_seqlens, initial)
+        return scan.compute_outputs(), scan.last
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, g, beta, initial, cu_seqlens = ctx.saved_tensors
+        scan = _Scan(DeltaRule(q, k, v, g, beta, *ctx.options), cu_seqlens, initial)
+        do, dlast = (grad.contiguous() for grad in grads)
+        return *scan.compute_gradients(do, dlast), None, None, None

@@ -1,0 +1,387 @@
+"""The kernels of `chunked.py`, with its letters. BLOCK_V value dims of a head in one program.
+
+`chunks_ptr` has each chunk's first token, then each chunk's end of document; a chunk without tokens
+has a first token at or after this end. Tokens after a document have zeros for q, k, v, g and beta.
+"""
+
+from moecore.kernels.common import tl, triton
+
+
+@triton.jit
+def _load_rows(ptr, tokens, end, columns, stride):
+    """Return rows `tokens` and `columns` of a matrix [T, stride]; rows from `end` on are zero."""
+    cells = tokens.to(tl.int64)[:, None] * stride + columns[None, :]
+    return tl.load(ptr + cells, mask=(tokens < end)[:, None], other=0.0)
+
+
+@triton.jit
+def _load_columns(ptr, tokens, end, columns, stride):
+    """Return the transpose of `_load_rows`, loaded as such."""
+    cells = tokens.to(tl.int64)[None, :] * stride + columns[:, None]
+    return tl.load(ptr + cells, mask=(tokens < end)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_rows(ptr, x, tokens, end, columns, stride):
+    cells = tokens.to(tl.int64)[:, None] * stride + columns[None, :]
+    tl.store(ptr + cells, x.to(ptr.dtype.element_ty), mask=(tokens < end)[:, None])
+
+
+@triton.jit
+def _normalise_rows(ptr, tokens, end, columns, stride, scale, NORM: tl.constexpr):
+    """Return `_load_rows` times `scale`, and with NORM divided by each row's length."""
+    x = _load_rows(ptr, tokens, end, columns, stride).to(tl.float32)
+    if NORM:
+        x *= tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + 1e-6)
+    return (x * scale).to(ptr.dtype.element_ty)
+
+
+@triton.jit
+def _invert(A, i, LEVELS: tl.constexpr):
+    """Return (I + A)^-1 of a strictly lower A [2^LEVELS, 2^LEVELS], by joining diagonal blocks.
+
+    The inverse of [[X, 0], [B, Y]] with inverses x and y is [[x, 0], [-y B x, y]].
+    """
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    inverse -= tl.where((i >> 1)[:, None] == (i >> 1)[None, :], A, 0.0)
+    for level in range(1, LEVELS):
+        is_joined = (i >> (level + 1))[:, None] == (i >> (level + 1))[None, :]
+        is_joined &= (i >> level)[:, None] != (i >> level)[None, :]
+        product = tl.dot(tl.where(is_joined, A, 0.0), inverse, input_precision="tf32")
+        inverse -= tl.dot(inverse, product, input_precision="tf32")
+    return inverse
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def delta_rule_fwd_chunks_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,  # [T, H]
+    beta_ptr,  # [T, H]
+    chunks_ptr,  # int32 [2, num_chunks]
+    normed_q_ptr,  # [T, h, k], out
+    normed_k_ptr,  # [T, h, k], out
+    decay_ptr,  # fp32 [T, H], out: sums of g since the chunk began
+    scores_ptr,  # [T, H, CHUNK], out: P
+    inverse_ptr,  # [T, H, CHUNK], out: X
+    w_ptr,  # [T, H, k], out
+    u_ptr,  # [T, H, v], out
+    q_stride,
+    k_stride,
+    v_stride,
+    scale,
+    num_chunks,
+    h: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+):
+    """Write normed q and k, decays, P, X, w and u of one chunk and value head."""
+    H: tl.constexpr = h * R
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(chunks_ptr + chunk), tl.load(chunks_ptr + num_chunks + chunk)
+    if start >= end:
+        return
+    i, k, v = tl.arange(0, CHUNK), tl.arange(0, K), tl.arange(0, V)
+    t, key_head = start + i, head // R
+    rows = t.to(tl.int64) * H + head
+    dtype = normed_k_ptr.dtype.element_ty
+    decay = tl.cumsum(tl.load(g_ptr + rows, mask=t < end, other=0.0).to(tl.float32), 0)
+    tl.store(decay_ptr + rows, decay, mask=t < end)
+    is_past = i[:, None] >= i[None, :]
+    between = tl.exp(tl.where(is_past, decay[:, None] - decay[None, :], float("-inf")))
+    keys = _normalise_rows(k_ptr + key_head * K, t, end, k, k_stride, 1.0, NORM)
+    q = _normalise_rows(q_ptr + key_head * K, t, end, k, q_stride, scale, NORM)
+    if head % R == 0:
+        _store_rows(normed_q_ptr + key_head * K, q, t, end, k, h * K)
+        _store_rows(normed_k_ptr + key_head * K, keys, t, end, k, h * K)
+    keys_kC = tl.trans(keys)
+    scores = tl.dot(q, keys_kC) * between
+    _store_rows(scores_ptr + head * CHUNK, scores, t, end, i, H * CHUNK)
+    if HAS_BETA:
+        beta = tl.load(beta_ptr + rows, mask=t < end, other=0.0).to(tl.float32)
+        A = tl.dot(keys, keys_kC) * between * beta[:, None]
+        inverse = _invert(tl.where(i[:, None] > i[None, :], A, 0.0), i, LEVELS)
+        _store_rows(inverse_ptr + head * CHUNK, inverse, t, end, i, H * CHUNK)
+        inverse *= beta[None, :]
+        u = tl.dot(inverse.to(dtype), _load_rows(v_ptr + head * V, t, end, v, v_stride))
+        _store_rows(u_ptr + head * V, u, t, end, v, H * V)
+        w = tl.dot((inverse * tl.exp(decay)[None, :]).to(dtype), keys)
+        _store_rows(w_ptr + head * K, w, t, end, k, H * K)
+
+
+@triton.jit
+def delta_rule_fwd_states_kernel(
+    k_ptr,  # [T, h, k], normed
+    w_ptr,  # [T, H, k]
+    u_ptr,  # [T, H, v], or the values if HAS_BETA is False
+    decay_ptr,  # fp32 [T, H]
+    cu_seqlens_ptr,  # int [n + 1]
+    first_chunks_ptr,  # int32 [n + 1]
+    initial_ptr,  # fp32 [n, H, k, v]
+    states_ptr,  # [num_chunks, H, k, v], out: S, before each chunk
+    updates_ptr,  # [T, H, v], out if HAS_BETA: N
+    last_ptr,  # fp32 [n, H, k, v], out
+    u_stride,
+    h: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Scan the chunks of a document: the state of one value head, BLOCK_V columns of it."""
+    H: tl.constexpr = h * R
+    document, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    i, k = tl.arange(0, CHUNK), tl.arange(0, K)
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    cells = k[:, None] * V + v[None, :]
+    dtype = k_ptr.dtype.element_ty
+    k_ptr += head // R * K
+    start, end = tl.load(cu_seqlens_ptr + document), tl.load(cu_seqlens_ptr + document + 1)
+    first, last = tl.load(first_chunks_ptr + document), tl.load(first_chunks_ptr + document + 1)
+    state = tl.zeros([K, BLOCK_V], dtype=tl.float32)
+    if HAS_INITIAL:
+        state = tl.load(initial_ptr + (document * H + head) * K * V + cells)
+    for step in range(last - first):
+        chunk = first.to(tl.int64) + step
+        t = start + step * CHUNK + i
+        low = state.to(dtype)
+        tl.store(states_ptr + (chunk * H + head) * K * V + cells, low)
+        updates = _load_rows(u_ptr + head * V, t, end, v, u_stride).to(tl.float32)
+        if HAS_BETA:
+            updates -= tl.dot(_load_rows(w_ptr + head * K, t, end, k, H * K), low)
+            _store_rows(updates_ptr + head * V, updates, t, end, v, H * V)
+        final = tl.minimum(start + (step + 1) * CHUNK, end) - 1
+        total = tl.load(decay_ptr + final.to(tl.int64) * H + head)
+        decay = tl.load(decay_ptr + t.to(tl.int64) * H + head, mask=t < end, other=0.0)
+        updates *= tl.exp(tl.where(t < end, total - decay, 0.0))[:, None]
+        keys = _load_columns(k_ptr, t, end, k, h * K)
+        state = state * tl.exp(total) + tl.dot(keys, updates.to(dtype))
+    tl.store(last_ptr + (document * H + head) * K * V + cells, state)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def delta_rule_fwd_outputs_kernel(
+    q_ptr,  # [T, h, k], normed
+    scores_ptr,  # [T, H, CHUNK]
+    updates_ptr,  # [T, H, v]
+    decay_ptr,  # fp32 [T, H]
+    states_ptr,  # [num_chunks, H, k, v]
+    chunks_ptr,  # int32 [2, num_chunks]
+    o_ptr,  # [T, H, v], out
+    updates_stride,
+    num_chunks,
+    h: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Write the outputs of one chunk and value head."""
+    H: tl.constexpr = h * R
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(chunks_ptr + chunk), tl.load(chunks_ptr + num_chunks + chunk)
+    if start >= end:
+        return
+    i, k, v = tl.arange(0, CHUNK), tl.arange(0, K), tl.arange(0, V)
+    t = start + i
+    states_ptr += (chunk.to(tl.int64) * H + head) * K * V
+    q = _load_rows(q_ptr + head // R * K, t, end, k, h * K)
+    decay = tl.load(decay_ptr + t.to(tl.int64) * H + head, mask=t < end, other=0.0)
+    o = tl.dot(q, tl.load(states_ptr + k[:, None] * V + v[None, :])) * tl.exp(decay)[:, None]
+    scores = _load_rows(scores_ptr + head * CHUNK, t, end, i, H * CHUNK)
+    o += tl.dot(scores, _load_rows(updates_ptr + head * V, t, end, v, updates_stride))
+    _store_rows(o_ptr + head * V, o, t, end, v, H * V)
+
+
+@triton.jit
+def delta_rule_bwd_states_kernel(
+    q_ptr,  # [T, h, k], normed
+    k_ptr,  # [T, h, k], normed
+    w_ptr,  # [T, H, k]
+    scores_ptr,  # [T, H, CHUNK]
+    decay_ptr,  # fp32 [T, H]
+    do_ptr,  # [T, H, v]
+    cu_seqlens_ptr,  # int [n + 1]
+    first_chunks_ptr,  # int32 [n + 1]
+    dlast_ptr,  # fp32 [n, H, k, v]
+    dstates_ptr,  # [num_chunks, H, k, v], out: dS', gradients of the states after each chunk
+    dupdates_ptr,  # [T, H, v], out: dN
+    dinitial_ptr,  # fp32 [n, H, k, v], out
+    h: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Scan the chunks of a document in reverse: the gradient of BLOCK_V columns of the state."""
+    H: tl.constexpr = h * R
+    document, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    i, k = tl.arange(0, CHUNK), tl.arange(0, K)
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    cells = k[:, None] * V + v[None, :]
+    dtype = k_ptr.dtype.element_ty
+    k_ptr += head // R * K
+    q_ptr += head // R * K
+    start, end = tl.load(cu_seqlens_ptr + document), tl.load(cu_seqlens_ptr + document + 1)
+    first, last = tl.load(first_chunks_ptr + document), tl.load(first_chunks_ptr + document + 1)
+    dstate = tl.load(dlast_ptr + (document * H + head) * K * V + cells)
+    for step in range(last - first):
+        from_first = last - first - 1 - step
+        chunk = first.to(tl.int64) + from_first
+        t = start + from_first * CHUNK + i
+        low = dstate.to(dtype)
+        tl.store(dstates_ptr + (chunk * H + head) * K * V + cells, low)
+        final = tl.minimum(start + (from_first + 1) * CHUNK, end) - 1
+        total = tl.load(decay_ptr + final.to(tl.int64) * H + head)
+        decay = tl.load(decay_ptr + t.to(tl.int64) * H + head, mask=t < end, other=0.0)
+        dupdates = tl.dot(_load_rows(k_ptr, t, end, k, h * K), low)
+        dupdates *= tl.exp(tl.where(t < end, total - decay, 0.0))[:, None]
+        do = _load_rows(do_ptr + head * V, t, end, v, H * V)
+        dupdates += tl.dot(_load_columns(scores_ptr + head * CHUNK, t, end, i, H * CHUNK), do)
+        _store_rows(dupdates_ptr + head * V, dupdates, t, end, v, H * V)
+        dstate *= tl.exp(total)
+        do = (do.to(tl.float32) * tl.exp(decay)[:, None]).to(dtype)
+        dstate += tl.dot(_load_columns(q_ptr, t, end, k, h * K), do)
+        if HAS_BETA:
+            w = _load_columns(w_ptr + head * K, t, end, k, H * K)
+            dstate -= tl.dot(w, dupdates.to(dtype))
+    tl.store(dinitial_ptr + (document * H + head) * K * V + cells, dstate)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def delta_rule_bwd_chunks_kernel(
+    q_ptr,  # [T, h, k], normed
+    k_ptr,  # [T, h, k], normed
+    v_ptr,
+    beta_ptr,  # [T, H]
+    decay_ptr,  # fp32 [T, H]
+    inverse_ptr,  # [T, H, CHUNK]
+    updates_ptr,  # [T, H, v]
+    states_ptr,  # [num_chunks, H, k, v]
+    do_ptr,  # [T, H, v]
+    dupdates_ptr,  # [T, H, v]
+    dstates_ptr,  # [num_chunks, H, k, v]
+    chunks_ptr,  # int32 [2, num_chunks]
+    dq_ptr,  # [T, H, k], out: of normed queries, before the sum over value heads
+    dk_ptr,  # [T, H, k], out: of normed keys
+    dv_ptr,  # [T, H, v], out if HAS_BETA
+    dg_ptr,  # [T, H], out
+    dbeta_ptr,  # [T, H], out
+    v_stride,
+    updates_stride,
+    num_chunks,
+    h: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Write the gradients of one chunk's inputs, of one value head."""
+    H: tl.constexpr = h * R
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(chunks_ptr + chunk), tl.load(chunks_ptr + num_chunks + chunk)
+    if start >= end:
+        return
+    i, v = tl.arange(0, CHUNK), tl.arange(0, V)
+    t = start + i
+    rows = t.to(tl.int64) * H + head
+    state = (chunk.to(tl.int64) * H + head) * K * V
+    dtype = k_ptr.dtype.element_ty
+    total = tl.load(decay_ptr + (tl.minimum(start + CHUNK, end) - 1).to(tl.int64) * H + head)
+    products = tl.zeros([PART], dtype=tl.float32)
+    for first in range(0, K * V, PART):
+        cells = state + first + tl.arange(0, PART)
+        dstate = tl.load(dstates_ptr + cells).to(tl.float32)
+        products += tl.load(states_ptr + cells).to(tl.float32) * dstate
+    dtotal = tl.exp(total) * tl.sum(products)
+    decay = tl.load(decay_ptr + rows, mask=t < end, other=0.0)
+    is_past = (i[:, None] >= i[None, :]) & (t < end)[:, None]
+    between = tl.exp(tl.where(is_past, decay[:, None] - decay[None, :], float("-inf")))
+    until_last = tl.exp(tl.where(t < end, total - decay, 0.0))
+    updates = _load_rows(updates_ptr + head * V, t, end, v, updates_stride)
+    do = _load_rows(do_ptr + head * V, t, end, v, H * V)
+    dscores = (tl.dot(do, tl.trans(updates)) * between).to(dtype)
+    since_first = tl.exp(decay)
+    ddecay = tl.zeros([CHUNK], dtype=tl.float32)
+    if HAS_BETA:
+        beta = tl.load(beta_ptr + rows, mask=t < end, other=0.0).to(tl.float32)
+        inverse = _load_columns(inverse_ptr + head * CHUNK, t, end, i, H * CHUNK)
+        dY = tl.dot(inverse, _load_rows(dupdates_ptr + head * V, t, end, v, H * V))
+        _store_rows(dv_ptr + head * V, dY * beta[:, None], t, end, v, H * V)
+        values = _load_rows(v_ptr + head * V, t, end, v, v_stride)
+        dbeta = tl.sum(dY * values.to(tl.float32), 1)
+        dA = tl.dot(dY.to(dtype), tl.trans(updates)) * between
+        dA = tl.where(i[:, None] > i[None, :], -dA, 0.0)
+        beta_dA = (dA * beta[:, None]).to(dtype)
+        dA, dY = dA.to(dtype), dY.to(dtype)
+    for first in range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        q = _load_rows(q_ptr + head // R * K, t, end, k, h * K)
+        keys = _load_rows(k_ptr + head // R * K, t, end, k, h * K)
+        cells = state + v[:, None] + k[None, :] * V
+        state_vk = tl.load(states_ptr + cells)
+        dq = tl.dot(do, state_vk) * since_first[:, None]
+        dq = tl.dot(dscores, keys, acc=dq)
+        ddecay += tl.sum(q.to(tl.float32) * dq, 1)
+        _store_rows(dq_ptr + head * K, dq, t, end, k, H * K)
+        dk = tl.dot(updates, tl.load(dstates_ptr + cells)) * until_last[:, None]
+        dtotal += tl.sum(dk * keys.to(tl.float32))
+        dk = tl.dot(tl.trans(dscores), q, acc=dk)
+        if HAS_BETA:
+            dk = tl.dot(tl.trans(beta_dA), keys, acc=dk)
+        ddecay -= tl.sum(keys.to(tl.float32) * dk, 1)
+        if HAS_BETA:
+            dk_row = tl.dot(dY, state_vk) * -since_first[:, None]
+            dk_row = tl.dot(dA, keys, acc=dk_row)
+            of_row = tl.sum(keys.to(tl.float32) * dk_row, 1)
+            dbeta += of_row
+            ddecay += beta * of_row
+            dk += dk_row * beta[:, None]
+        _store_rows(dk_ptr + head * K, dk, t, end, k, H * K)
+    if HAS_BETA:
+        tl.store(dbeta_ptr + rows, dbeta.to(dbeta_ptr.dtype.element_ty), mask=t < end)
+    dg = tl.cumsum(ddecay, 0, reverse=True) + dtotal
+    tl.store(dg_ptr + rows, dg.to(dg_ptr.dtype.element_ty), mask=t < end)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def delta_rule_bwd_norm_kernel(
+    x_ptr,  # queries or keys
+    dnormed_ptr,  # [T, H, k]
+    dx_ptr,  # [T, h, k], out
+    stride,
+    scale,
+    num_tokens,
+    h: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Sum gradients over the R value heads of a key head, and differentiate norm and scale."""
+    head, k = tl.program_id(1), tl.arange(0, K)
+    t = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    dx = tl.zeros([CHUNK, K], dtype=tl.float32)
+    for r in range(R):
+        dx += _load_rows(dnormed_ptr + (head * R + r) * K, t, num_tokens, k, h * R * K)
+    if NORM:
+        x = _load_rows(x_ptr + head * K, t, num_tokens, k, stride).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + 1e-6)
+        x *= rstd
+        dx = rstd * (dx - x * tl.sum(x * dx, 1, keep_dims=True))
+    _store_rows(dx_ptr + head * K, dx * scale, t, num_tokens, k, h * K)

@@ -1,0 +1,88 @@
+"""What the kernels save, allocate and launch in a dry run on meta tensors, by hand."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.base.streams import use_dry_streams
+from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gated_delta_rule
+from moecore.kernels.linear_attention.chunked import CHUNK
+from moecore.kernels.meta import record_launches_on_meta
+from moecore.planning.record import WorkRecorder
+from moecore.train.memory.on_meta import OnMeta
+
+T, h, H, k, v, W = 512, 2, 6, 64, 128, 4
+
+
+class Found(NamedTuple):
+    """Bytes that a forward keeps, the most of it and of its backward, and what is launched."""
+
+    kept: int
+    forward: int
+    backward: int
+    launches: Counter[tuple[str, int]]
+    flops: int
+
+
+def recorded(run: Callable[[], Tensor]) -> Found:
+    """Run forward and backward of an operation on meta."""
+    recorder = WorkRecorder(8)
+    dry = record_launches_on_meta(recorder.record_kernel), use_dry_streams(recorder.queues)
+    with dry[0], dry[1], OnMeta("cuda"), recorder:
+        recorder.start_recording()
+        before, out = recorder.level, run()
+        kept, forward = recorder.level, recorder.peak
+        grad = torch.empty_like(out)
+        recorder.peak = recorder.level
+        out.backward(gradient=grad)
+    works = [one.work for one in recorder.queued]
+    kernels = Counter((w.name, w.num_bytes) for w in works if "kernel" in w.name)
+    sizes = (size - before for size in (kept, forward, recorder.peak))
+    return Found(*sizes, kernels, sum(w.flops for w in works))
+
+
+def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta").requires_grad_()
+
+
+def rule_of() -> DeltaRule:
+    mixed = on_meta(T, 2 * h * k + H * v).split((h * k, h * k, H * v), dim=-1)
+    q, keys, values = (x.unflatten(1, (-1, d)) for x, d in zip(mixed, (k, k, v), strict=True))
+    decays, rates = on_meta(T, H, dtype=torch.float32), on_meta(T, H)
+    return DeltaRule(q, keys, values, decays, rates, k**-0.5, True)
+
+
+def without_rates() -> DeltaRule:
+    return rule_of()._replace(beta_TH=None, scale=1.0, norm_qk=False)
+
+
+# Multiply-adds per token and value head, of what backward computes again, and of the rest.
+AGAIN = 2 * k * v + CHUNK * (3 * k + v) + 10 * CHUNK**2
+REST = 7 * k * v + CHUNK * (4 * k + 5 * v)
+AGAIN_WITHOUT_RATES, REST_WITHOUT_RATES = k * v + CHUNK * k, 5 * k * v + CHUNK * (2 * k + 3 * v)
+
+
+@pytest.mark.parametrize(
+    ("make", "again", "rest"),
+    [(rule_of, AGAIN, REST), (without_rates, AGAIN_WITHOUT_RATES, REST_WITHOUT_RATES)],
+)
+def test_a_rule_saves_its_inputs_and_records_its_products(make, again, rest) -> None:
+    cu_seqlens = torch.empty(2, dtype=torch.int32, device="meta")
+    found = recorded(lambda: gated_delta_rule(make(), cu_seqlens)[0])
+    inputs = 2 * (2 * h * k + H * v) + 4 * H + 2 * H * (make is rule_of)
+    assert found.kept == pytest.approx(T * (inputs + 2 * H * v), abs=2**12)
+    assert found.flops == 2 * T * H * (2 * again + rest)
+    assert sum(found.launches.values()) == 3 + 2 + 4
+
+
+def test_a_convolution_saves_its_input() -> None:
+    D = 2 * h * k + H * v
+    cu_seqlens = torch.empty(2, dtype=torch.int32, device="meta")
+    x, weight = on_meta(T, D), on_meta(D, W)
+    found = recorded(lambda: causal_convolution(x, weight, None, cu_seqlens, apply_silu=True))
+    assert found.kept == pytest.approx(2 * T * D + 8 * T, abs=2**12)
+    assert sum(found.launches.values()) == 2
