@@ -22,7 +22,7 @@ ALONE = {
     "a balance loss": ("balancing", 0),
     "a step": ("parallelize", 0),
     "an exchange": ("dispatchers", 0),
-    "a layer": ("layer", 0),
+    "a layer": ("models", 1),
     "strategies": ("sharding", 0),
     "two parts": ("sharding", 1),
     "a corpus": ("pretraining", 0),

@@ -1,4 +1,4 @@
-"""docs/layer.md lists every activation of experts, and each has the value that stands there."""
+"""docs/models.md lists every activation of experts, and each has the value that stands there."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from moecore.base.options.layer import GATED_ACTIVATIONS, Activation
 from moecore.kernels.rows.activation import ActivationOptions, activate_rows
 
-PAGE = Path(__file__).parents[1] / "docs" / "layer.md"
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 ROW = re.compile(r'^\| `"(\w+)"` \| (yes|no) \| `([^`]+)` \|', re.MULTILINE)
 
 

@@ -8,4 +8,4 @@ def test_the_examples_run():
     blocks = [part.split("```")[0] for part in DOCS.read_text().split("```python\n")[1:]]
     for block in blocks:
         exec(block, names)
-    assert len(blocks) == 1 and names["loss"] > 0
+    assert len(blocks) == 2 and names["loss"] > 0
