@@ -72,7 +72,8 @@ class UsedRows:
 
     def matches(self, tensor: Tensor) -> bool:
         """Whether this record describes `tensor`: the padded matrix or a slice of its columns."""
-        if tensor.ndim != 2 or not tensor.dtype.is_floating_point:
+        is_data = tensor.dtype.is_floating_point or tensor.dtype == torch.uint8
+        if tensor.ndim != 2 or not is_data:
             return False
         if tensor.shape[0] != self.length or not self.length:
             return False

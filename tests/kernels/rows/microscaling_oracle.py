@@ -113,7 +113,7 @@ class Rounding:
 
     def saved(self, x: Tensor) -> Tensor:
         """Return what backward reads of X or H: of E2M1 each row has a power of two."""
-        if self.recipe.keep_hidden == "wide" or not len(x):
+        if self.recipe.hidden_format == "wide" or not len(x):
             return x.double()
         if self.recipe.scaling == "mxfp8":
             return fp8(x, 1, 32)

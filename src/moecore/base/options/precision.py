@@ -66,7 +66,7 @@ class Recipe(CheckedRecord):
         keep_hidden: format of FC1's output that the experts save for backward: "wide" = the dtype
             of the products, "fp8" = 1 x 128 blocks ("blockwise" only). "auto" = "fp8" if allowed.
             For "mxfp8" and "nvfp4" the field also applies to FC1's input, and "auto" saves both in
-            the format of the recipe, in blocks along a row.
+            the format of the recipe, in blocks along a row, if `power_of_two`.
         hadamard: for "nvfp4": apply a random Hadamard transform to 16 tokens of both operands of a
             weight gradient before quantisation, which spreads outliers.
         stochastic_rounding: for "nvfp4": round gradients stochastically, so that their mean is
@@ -115,7 +115,7 @@ class Recipe(CheckedRecord):
         """The format in which experts save FC1's output for backward; never "auto"."""
         if self.keep_hidden != "auto":
             return self.keep_hidden
-        if self.is_emulated:
+        if self.is_emulated and self.power_of_two:  # other scales round a second time
             return "microscaled"
         return "fp8" if (self.scaling, self.backend) == ("blockwise", "moecore") else "wide"
 

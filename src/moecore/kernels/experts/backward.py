@@ -144,4 +144,5 @@ def _compute_grad(sink: GradSink | None, compute: ComputeGrad, *operands: Any) -
 def _prepare_rows(products: Products, state: SavedState) -> Rows:
     """Return the source rows in the format in which `products` save them."""
     assert state.rows is not None, "the source rows were not fetched again"
-    return products.pack_rows(products.prepare_rows(state.rows))
+    rows = products.prepare_rows(state.rows)
+    return products.pack_rows(rows) if products.packs_rows else rows

@@ -37,6 +37,7 @@ class Products(Protocol):
 
     # whether `prepare_output_grad` accepts rows that were packed by `pack_rows`, with equal results
     accepts_packed_grads: bool = False
+    packs_rows: bool = False  # whether rows are saved in another format than `fc1` reads
     index_cache: Any = None  # a value computed from the index, which backward's products reuse
     activation: ActivationOptions
     weights_R: Tensor
@@ -64,7 +65,7 @@ class Products(Protocol):
         return rows
 
     def pack_rows(self, rows: Rows) -> Rows:
-        """Return `prepare_rows`' result as it is saved for backward; here unchanged."""
+        """Return `prepare_rows`' result as it is saved for backward, if `packs_rows`."""
         return rows
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Any]:
@@ -78,7 +79,8 @@ class Products(Protocol):
 
     def recompute_activation(self, h: Rows) -> Any:
         """Return the activation of FC1's output `h`, times routing weights, as `fc2` reads it."""
-        return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
+        h_RC = h.values if h.scales is None else h.widen()
+        return weighted_activation(h_RC, self.weights_R, self.row_map.num_rows, self.activation)
 
     def prepare_output_grad(
         self, dy: Any, *, has_expert_rows: bool, grad_flags: GradFlags | None = None

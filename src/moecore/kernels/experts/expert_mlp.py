@@ -82,7 +82,10 @@ class _ExpertMLP(torch.autograd.Function):
         if receiver is not None:
             receiver.accepts_packed_grads = products.accepts_packed_grads
         refetch_tensors = () if refetch is None else refetch.tensors
-        x = rows if rows.is_saved_elsewhere or refetch is not None else products.pack_rows(x)
+        if rows.is_saved_elsewhere:
+            x = rows
+        elif products.packs_rows and refetch is None:
+            x = products.pack_rows(x)
         state = SavedState(x if refetch is None else None, h, weights, index)
         matrices: list[Tensor] = []
         tensors, ctx.pair = state.list_saved_tensors(), None

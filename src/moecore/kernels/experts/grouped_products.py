@@ -48,8 +48,10 @@ class Matmuls(Protocol):
     def compute_weight_grad(self, dy: Tensor, x: Tensor, role: Role, target: GradTarget) -> Tensor:
         """Return each expert's dy^T x, the gradient of w1 or w2 (`role`), written to `target`."""
 
+    packs_rows: bool = False  # whether `pack_rows` changes the format
+
     def pack_rows(self, rows: Rows) -> Rows:
-        """Return rows of X or H in the format in which they are saved; here unchanged."""
+        """Return rows of X or H in the format in which they are saved, if `packs_rows`."""
         return rows
 
     def drop_weights(self) -> None:
@@ -94,22 +96,22 @@ class GroupedProducts(Products):
     ) -> None:
         super().__init__(index, activation, weights, has_kernels=matmuls.has_low_rank_kernels)
         self.matmuls, self.index_cache = matmuls, matmuls.index_cache
+        self.packs_rows = matmuls.packs_rows
 
     def pack_rows(self, rows: Rows) -> Rows:
         return self.matmuls.pack_rows(rows)
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Tensor]:
         h = Rows(self._multiply(self._gather_by_expert(rows), "x"))
-        return self.pack_rows(h) if saves_h else None, self.recompute_activation(h)
+        a = self.recompute_activation(h)
+        return None if not saves_h else self.pack_rows(h) if self.packs_rows else h, a
 
     def fc2(self, a_RF: Tensor) -> Tensor:
         return self._multiply(a_RF, "a")
 
     def recompute_h(self, rows: Rows) -> Rows:
-        return self.pack_rows(Rows(self._multiply(self._gather_by_expert(rows), "x")))
-
-    def recompute_activation(self, h: Rows) -> Tensor:
-        return super().recompute_activation(Rows(h.widen()))  # type: ignore[no-any-return]
+        h = Rows(self._multiply(self._gather_by_expert(rows), "x"))
+        return self.pack_rows(h) if self.packs_rows else h
 
     def prepare_output_grad(
         self, dy: Tensor, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
@@ -124,7 +126,8 @@ class GroupedProducts(Products):
 
     def activation_bwd(self, dy_RD: Tensor, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         da_RF, num_rows = self._multiply(dy_RD, "dy"), self.row_map.num_rows
-        return weighted_activation_bwd(h.widen(), da_RF, self.weights_R, num_rows, self.activation)
+        h_RC = h.values if h.scales is None else h.widen()
+        return weighted_activation_bwd(h_RC, da_RF, self.weights_R, num_rows, self.activation)
 
     def fc1_dgrad(self, dh_RC: Tensor) -> Tensor:
         return self._multiply(dh_RC, "dh")

@@ -226,8 +226,7 @@ class EmulatedMatmuls(Matmuls):
         return scale_and_store_grad(grad_eNK, *target)
 
     def pack_rows(self, rows: Rows) -> Rows:
-        is_packed = rows.scales is not None and rows.scales.dtype == torch.uint8
-        if is_packed or self.recipe.hidden_format == "wide":
+        if rows.scales is not None and rows.scales.dtype == torch.uint8:  # packed already
             return rows
         return Rows(*pack_microscaled_rows(rows.widen().detach(), self.recipe), rows.dtype)
 

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from moecore.base.torch_private import (
+    call_accumulate_hooks,
     foreach_div_,
     get_local_tensor,
     has_gradient_hooks,
+    has_tensor_hooks,
     is_gloo,
     will_run_node,
 )
@@ -111,7 +113,11 @@ class Gradients:
             if param_idx not in self._filled:
                 self._divided.add(param_idx)
             self._filled.add(param_idx)
-        elif param.needs_new_grad:
+        elif (
+            param.shard_copies is not None
+            or param.sharded.grad is None
+            or has_tensor_hooks(param.sharded)
+        ):
             param.accumulate_grad(grad.view(param.shard.shape))  # else the kernel has added it
         return None
 
@@ -156,7 +162,7 @@ class Gradients:
             out = sums.parameters[param_idx].view(grad_shape)
             return GradTarget(out, accumulate=adds, scale=scale)
         grad = param.sharded.grad
-        if grad is None or param.needs_new_grad:
+        if grad is None or param.shard_copies is not None or has_tensor_hooks(param.sharded):
             return GradTarget(dtype=param.dtype, scale=scale)
         local = get_local_tensor(grad)
         fits = local.dtype == param.dtype and local.is_contiguous() and not grad.requires_grad
@@ -350,7 +356,9 @@ class Gradients:
     def _accumulate_unreduced(self, grads: dict[int, Tensor], kernel_params: set[int]) -> None:
         """Add {parameter index: gradient} / divisor to `.grad` of the shards; call all hooks."""
         for i in kernel_params.difference(grads):  # whose gradients kernels have written
-            self._params[i].call_hooks()
+            if self._params[i].shard_copies is not None:
+                self._params[i].wait_for_host_grad()
+            call_accumulate_hooks(self._params[i].sharded)
         if not grads:
             return
         dtype, shards = self._params[0].dtype, list(grads.values())

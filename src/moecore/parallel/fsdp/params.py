@@ -106,12 +106,6 @@ class UnitParam:
         return self.shard_copies.device
 
     @property
-    def needs_new_grad(self) -> bool:
-        """Whether kernels must not add to `.grad`: it is None, on the host, or has hooks."""
-        is_on_host = self.shard_copies is not None
-        return is_on_host or self.sharded.grad is None or has_tensor_hooks(self.sharded)
-
-    @property
     def values(self) -> Tensor:
         """This rank's shard on the device of compute."""
         return self.shard if self.device_shard is None else self.device_shard
@@ -193,13 +187,14 @@ class UnitParam:
     def accumulate_grad_with_hooks(self, grad: Tensor) -> None:
         """Add a local gradient to the shard's `.grad`; call its post-accumulate-grad hooks."""
         self.accumulate_grad(grad)
-        self.call_hooks()
+        if self.shard_copies is not None:
+            self.wait_for_host_grad()
+        call_accumulate_hooks(self.sharded)
 
-    def call_hooks(self) -> None:
-        """Call the shard's post-accumulate-grad hooks, which read a complete `.grad`."""
+    def wait_for_host_grad(self) -> None:
+        """If post-accumulate-grad hooks will read `.grad` in host memory, wait for its copy."""
         if self.shard_copies is not None and has_accumulate_hooks(self.sharded):
             self.shard_copies.synchronize()
-        call_accumulate_hooks(self.sharded)
 
     def accumulate_grad(self, grad: Tensor) -> None:
         """Apply tensor hooks to a local gradient; add it to `.grad`, or make it `.grad` if None."""

@@ -208,7 +208,9 @@ class Unit:
         if self.state is State.SHARDED:
             self.unshard()
         if self.state is State.UNSHARDING:
-            self._end_unshard()
+            self._unshard_event.wait()
+            if self._streams.shard_copies is not None:
+                self._free_device_shards()
             self.state = State.UNSHARDED
 
     def move_to_host(self, host_shards: Sequence[Tensor], shard_copies: ShardCopies) -> None:
@@ -217,9 +219,8 @@ class Unit:
         for param, host_shard in zip(self.params, host_shards, strict=True):
             param.move_to_host(host_shard, shard_copies)
 
-    def _end_unshard(self) -> None:
-        """Make the current stream wait for the all-gather, and free copies of host shards."""
-        self._unshard_event.wait()
+    def _free_device_shards(self) -> None:
+        """Free the copies of host shards, which the all-gather has read."""
         for param in self.params:
             param.device_shard = None
 
@@ -234,7 +235,9 @@ class Unit:
             return
         self.register_params(unsharded=False)
         if self.state is State.UNSHARDING:
-            self._end_unshard()
+            self._unshard_event.wait()
+            if self._streams.shard_copies is not None:
+                self._free_device_shards()
         if self.buffer is not None:
             set_version_counters(self._versioned_tensors, self._resharded_versions)
             self.buffer.last_use.record()
