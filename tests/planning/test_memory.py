@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +21,15 @@ from moecore.base.options.precision import Precision
 from moecore.cli import main
 from moecore.models import Decoder, SparseKeysConfig, preset
 from moecore.planning import (
+    CostTable,
     OptimizerOptions,
     TrainingRun,
+    dry_run,
     fake_world,
     memory,
     plan_memory,
     plan_peak_memory,
+    plan_time,
 )
 from moecore.planning.gpus import GPUS
 from moecore.planning.run import _compute_rank_bytes, list_rank_bytes
@@ -195,6 +199,31 @@ def test_what_is_offloaded_is_in_host_memory() -> None:
     kept = plan_memory(deep).largest
     assert gone.host["activations"] > 0 and not kept.host
     assert gone.activations < kept.activations and gone.num_bytes < kept.num_bytes
+
+
+def test_weights_in_host_memory_are_counted_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = preset("tiny")
+    sizes = {n: x.numel() for n, x in Decoder(tiny, device="meta").named_parameters()}
+    run = TrainingRun(model=tiny, num_gpus=2, seq_len=64, parallel=ParallelConfig(ep=2))
+    away = replace(run, memory=MemoryOptions(offload_params=True))
+    rank, shard = plan_memory(away).largest, 4 * sum(sizes.values()) // 2  # fp32, over two ranks
+    assert rank.host == {"parameters": shard, "gradients": shard, "optimizer state": 2 * shard}
+    assert not any("parameters" in kind or kind == "optimizer state" for kind in rank.device)
+    # Forward and backward copy all shards to the GPU, except that the backward reads routers and
+    # tensors outside of blocks of the forward. All gradients are copied to the host.
+    copies = Counter[str]()
+    for launch in dry_run(away).queued:
+        copies[launch.work.name] += launch.work.num_bytes
+    once = 4 * sum(n for k, n in sizes.items() if "layers" not in k or "router" in k) // 2
+    assert copies["copy to device"] == 2 * shard - once and copies["copy to host"] == shard
+    assert plan_time(away, CostTable.of("h100-80")).parts["pcie"] > 0
+    words = "plan --preset tiny --gpus 2 --ep 2 --seq-len 64 --offload-params"
+    assert main(words.split()) == 0
+    assert "host: parameters" in capsys.readouterr().out
+    assert main(["plan", "--preset", "tiny", "--gpus", "2", "--offload-params"]) != 0
+    assert "have no offload_params in a search" in capsys.readouterr().err
+    assert main([*words.split(), "--call"]) == 0
+    assert "materialize(model, device=meshes.device_type)" in capsys.readouterr().out
 
 
 def test_pinned_memory_is_that_of_the_gpus_of_a_server() -> None:

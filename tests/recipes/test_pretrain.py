@@ -107,6 +107,13 @@ def test_a_killed_run_goes_on_on_any_ranks(corpus: Path, straight: Path, tmp_pat
 
 
 @pytest.mark.slow
+def test_weights_in_host_memory_are_the_same_run(corpus, straight, tmp_path) -> None:
+    run_in_forks(words(corpus, tmp_path, "--offload-params"))
+    assert metrics(tmp_path) == metrics(straight)
+    assert "offload_params = true\n" in (tmp_path / "config.toml").read_text()
+
+
+@pytest.mark.slow
 def test_steps_of_any_number_of_documents_are_graphs(corpus, straight, tmp_path) -> None:
     """The stand-in asserts that all ranks have steps of the same shapes."""
     run = words(corpus, tmp_path / "run", "--cuda-graph")
@@ -193,6 +200,9 @@ ERRORS = {
     "--config missing.toml": "--config (missing.toml) must be a readable file",
     "--cuda-graph --pp 2": "--cuda-graph must not go with --pp 2, whose micro-batches wait",
     "--cuda-graph --dynamic-cp 512": "--cuda-graph must not go with --dynamic-cp 512, whose",
+    "--offload-params --optimizer muon": "--offload-params must not go with --optimizer muon",
+    "--offload-params --state-offload 1": "--offload-params must not go with --state-offload",
+    "--offload-params --move-experts-every 2": "must not go with --move-experts-every, which sends",
     "--cp 3": "must be a multiple of 6 with --cp 3",
     "--dynamic-cp 128": "--dynamic-cp (128) must be >= what each of 1 data ranks holds",
     "--dynamic-cp 0": "--dynamic-cp (0) must be a multiple of 2 with --tp (1), a power of two",

@@ -26,7 +26,12 @@ from torch import Tensor, nn
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.options.precision import Precision
 from moecore.base.streams import use_dry_streams
-from moecore.base.torch_private import get_local_tensor, is_inside_backward
+from moecore.base.torch_private import (
+    NOTHING,
+    allocate_as_host_memory,
+    get_local_tensor,
+    is_inside_backward,
+)
 from moecore.kernels.meta import record_launches_on_meta
 from moecore.models.tp_products import compute_workspace_bytes
 from moecore.moe.stored_weights import get_four_bit_blocks, get_host_matrix
@@ -125,8 +130,14 @@ def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
     ):
         model = build_model(run, "cpu")
         recorder.params = list(model.parameters())
+        on_host = run.memory.offload_params
         for tensor in (*recorder.params, *model.buffers()):
-            recorder.count_storage(get_local_tensor(tensor))
+            with (
+                allocate_as_host_memory()
+                if on_host and isinstance(tensor, nn.Parameter)
+                else NOTHING
+            ):
+                recorder.count_storage(get_local_tensor(tensor))
             blocks = get_four_bit_blocks(tensor) if get_host_matrix(tensor) is None else None
             for part in blocks.tensors() if blocks is not None else ():
                 recorder.count_storage(part)
@@ -144,12 +155,15 @@ def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
                 recorder.start_recording()
                 step.forward_backward([inputs] * number)
                 recorder.begin_part("B", END)
-                step.finish()
+                with allocate_as_host_memory() if on_host else NOTHING:
+                    step.finish()
                 recorder.end_part()
         record = get_parallel_state(model)
         assert record is not None
         exchanges, stash = record.exchanges, record.stash
         trained = (p for p in model.parameters() if p.requires_grad)
+        if on_host:  # clipping and the optimizer run on the CPU, whose time has no cost
+            del recorder.queued[recorder.starts[-1].first :]
         optimizer_bytes = sum(_count_optimizer_bytes(optimizer, p) for p in trained)
         return DryRun(
             rank=rank,

@@ -71,6 +71,7 @@ class PlannedConfig:
         offload: parts of MemoryOptions.
         moments: dtype of AdamW's moments.
         offload_frozen: keep frozen experts in host memory, with a 4-bit precision.
+        offload_params: keep weights, gradients and optimizer state in host memory, with degrees.
         lora_rank: rank of LoRA adapters, with --config and degrees; None = all weights are trained.
         checkpointing: recompute each layer, as transformers does, with --config.
         stash: store saved expert rows in pages, with dispatcher nvlink.
@@ -100,6 +101,7 @@ class PlannedConfig:
     recompute: tuple[Recomputed | Literal["gemm_last"], ...] = ()
     offload: tuple[Offloaded, ...] = ()
     offload_frozen: bool = False
+    offload_params: bool = False
     lora_rank: int | None = None
     checkpointing: bool = False
     moments: MomentDtype = "float32"
@@ -304,6 +306,7 @@ def _parse_memory_options(args: Any) -> MemoryOptions:
         offload=args.offload,
         stash=StashOptions() if args.stash else None,
         offload_frozen=args.offload_frozen,
+        offload_params=args.offload_params,
     )
 
 

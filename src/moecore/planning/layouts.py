@@ -92,6 +92,8 @@ class SearchRequest(CheckedRecord):
         longest = self.planned_model.max_seq_len
         if longest is not None and self.seq_len > longest:
             yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"
+        if self.memory != ANY and self.memory.offload_params:
+            yield "memory", "have no offload_params in a search: give degrees, such as --ep 8"
 
     @property
     def planned_model(self) -> PlannedModel:

@@ -23,6 +23,7 @@ from moecore.planning.gpus import Gpu
 from moecore.planning.record import HOST_COPIES, PASSES, RESIDENT, Pass
 from moecore.planning.run import (
     TrainingRun,
+    count_optimizer_bytes,
     count_resident_bytes,
     count_state_bytes,
     fake_world,
@@ -66,7 +67,7 @@ class _RankStep:
     passes: Sequence[_Pass]
     end: Segment
     offloaded_state: int  # bytes that are on the host between the first pass and the last one
-    frozen_experts: int  # bytes that are always on the host
+    host: Mapping[str, int]  # bytes that are always on the host, by kind
 
     def iterate_peaks(self) -> Iterator[_Peak]:
         """Yield the peak bytes of each segment, from one module's pass to the next, in order."""
@@ -95,7 +96,7 @@ class RankMemory:
     pp_rank: int
     stages: tuple[str, ...]  # letters of its stages in a pipeline layout; ("all",) = no pipeline
     device: Mapping[str, int]  # on the GPU: stored tensors and the step's allocations
-    host: Mapping[str, int]  # peak of pinned memory: offloaded activations, state and experts
+    host: Mapping[str, int]  # peak of host memory: offloaded activations, weights and state
     in_flight: tuple[int, ...]  # by stage: micro-batches from forward to the end of backward
 
     @property
@@ -191,8 +192,7 @@ def _make_rank_memory(
             copies[stage] = sum(work.num_bytes for work in works if work.name == HOST_COPIES[0])
         host_level += copies[stage] if direction == "F" else -copies[stage]
         host_peak = max(host_peak, host_level)
-    host = {"activations": host_peak, "optimizer state": step.offloaded_state}
-    host["frozen experts"] = step.frozen_experts
+    host = {"activations": host_peak, "optimizer state": step.offloaded_state, **step.host}
     return RankMemory(
         pp_rank=pp_rank,
         stages=("all",) if run.pipeline is None else tuple(stage.letters for stage in stages),
@@ -243,13 +243,17 @@ def _make_rank_steps(run: TrainingRun) -> Iterator[_RankStep]:
         moe_runs = sum(i not in model.dense for stage in stages for i in stage.layers)
         moe_runs += model.mtp_runs * sum(len(stage.mtp) for stage in stages)
         resident = count_resident_bytes(run, size)
+        host = {"frozen experts": size.host}
+        if run.memory.offload_params:
+            host = {"parameters": size.host, "gradients": size.gradients}
+            host["optimizer state"] = count_optimizer_bytes(run, size)
         resident |= {"other": other, "pages": round(pages_per_run * moe_runs)}
         yield _RankStep(
             resident=resident | {"exchange buffers": step.buffers},
             passes=passes,
             end=segments.end,
             offloaded_state=round(per_element / run.dtype.itemsize * size.gradients),
-            frozen_experts=size.host,
+            host=host,
         )
 
 

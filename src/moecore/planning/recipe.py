@@ -42,6 +42,7 @@ def format_option_flags(run: TrainingRun) -> list[str]:
         "recompute": ("gemm_last", *parts) if has_gemm_last else memory.parts,
         "offload": memory.offload,
         "offload-frozen": memory.offload_frozen,
+        "offload-params": memory.offload_params,
         "stash": memory.stash is not None,
         "row-factor": None if run.nvlink is None else run.nvlink.row_factor,
         "dispatcher": None if run.dispatcher == "auto" else run.dispatcher,
@@ -103,6 +104,9 @@ def format_python_calls(run: TrainingRun) -> str:
     fraction = options.offload_fraction
     is_split = run.dispatcher == "hierarchical"
     domain = f", ranks_per_domain={run.ranks_per_domain}" if is_split else ""
+    imports, allocates = "", "model.to_empty("
+    if run.memory.offload_params:
+        imports, allocates = ", materialize", "materialize(model, "
     source = run.planned_model.make_source(run.dtype)
     replaces = any("replace(" in line for line in source.build)
     lines = [
@@ -111,7 +115,7 @@ def format_python_calls(run: TrainingRun) -> str:
         "",
         "from moecore import *",
         *source.imports,
-        f"from moecore.train import AdamW{', StateOffload' if fraction else ''}",
+        f"from moecore.train import AdamW{', StateOffload' if fraction else ''}{imports}",
         "",
         f"meshes = build_meshes({_format_record(run.parallel)}{domain})",
         *source.build,
@@ -120,7 +124,7 @@ def format_python_calls(run: TrainingRun) -> str:
         "    meshes,",
         *(f"    {key}={value}," for key, value in arguments.items()),
         ")",
-        "model.to_empty(device=meshes.device_type)",
+        f"{allocates}device=meshes.device_type)",
         source.fill,
         f"optimizer = AdamW(model.parameters(){moments})",
         *([f"StateOffload(optimizer, model, fraction={fraction})"] if fraction else []),

@@ -317,16 +317,21 @@ def list_rank_stages(run: TrainingRun) -> list[list[Stage]]:
 
 def count_max_parameter_bytes(run: TrainingRun) -> int:
     """Return the largest number of bytes of parameters that a pipeline rank stores."""
-    return max(size.parameters for size in list_rank_bytes(run))
+    return max(size.parameters or size.host for size in list_rank_bytes(run))
 
 
 def count_resident_bytes(run: TrainingRun, rank_bytes: RankBytes) -> dict[str, int]:
-    """Return a rank's bytes between steps by kind; offloaded optimizer state is counted too."""
+    """Return a rank's bytes between steps by kind; state that `StateOffload` moves is counted."""
     sizes = {f"parameters: {role.role}": role.parameters for role in rank_bytes.roles}
     sizes |= {"gathered weights": rank_bytes.weights, "sums of gradients": rank_bytes.sums}
-    per_element = count_state_bytes(run.optimizer)
-    sizes["optimizer state"] = int(rank_bytes.gradients // run.dtype.itemsize * per_element)
+    if not run.memory.offload_params:
+        sizes["optimizer state"] = count_optimizer_bytes(run, rank_bytes)
     return sizes
+
+
+def count_optimizer_bytes(run: TrainingRun, rank_bytes: RankBytes) -> int:
+    """Return the bytes of a rank's optimizer state, on the GPU and in host memory."""
+    return int(rank_bytes.gradients // run.dtype.itemsize * count_state_bytes(run.optimizer))
 
 
 @cache
@@ -346,7 +351,9 @@ def list_rank_bytes(run: TrainingRun) -> tuple[RankBytes, ...]:
         batch_size=1,
         num_micro_batches=1,
         memory=MemoryOptions(
-            recompute=("expert_fc1",) if is_fc1 else (), offload_frozen=run.memory.offload_frozen
+            recompute=("expert_fc1",) if is_fc1 else (),
+            offload_frozen=run.memory.offload_frozen,
+            offload_params=run.memory.offload_params,
         ),
         optimizer=OptimizerOptions(master_remainder=run.optimizer.master_remainder),
         nvlink=None,

@@ -119,6 +119,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
                 self.args.run_dir / SAMPLES,
                 step=step,
                 num_tokens=options.sample_tokens,
+                device=self.meshes.device,
             )
             for text in texts:
                 print_on_rank_0(f"sample of step {step}: {text!r}")

@@ -193,10 +193,10 @@ def write_samples(
     *,
     step: int,
     num_tokens: int,
+    device: torch.device,
 ) -> list[str]:
     """Continue each prompt, append the texts to a file on rank 0, and return them. Collective."""
     texts = []
-    device = next(model.parameters()).device
     end = None if tokenizer.hf is None else tokenizer.hf.eos_token_id
     lines = read_samples(file, before=step) if is_first_rank() else []
     model.eval()

@@ -32,6 +32,7 @@ from moecore.recipes.files import format_option, name_option_in_errors
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import print_on_rank_0
 from moecore.recipes.report import EXPORT
+from moecore.train import materialize
 
 ADAPTERS = "adapters"  # folder of a run
 EXPERT_COUNT = re.compile(r"(moe_)?(n|num)_(local_|routed_)?experts")  # its names in configs
@@ -92,7 +93,7 @@ def read_config(path: Path) -> Any:
 
 def load_weights(args: Any, model: nn.Module, device: str, *, cast: bool) -> None:
     """Allocate a sharded model, load --model (`cast` = of any dtype), and init LoRA. Collective."""
-    model.to_empty(device=device)
+    materialize(model, device=device)
     with name_option_in_errors("--model"), show_progress("loading weights", unit="B") as report:
         load_hf(args.model, model, cast=cast, progress=report)
     if args.lora is not None:

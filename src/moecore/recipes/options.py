@@ -281,6 +281,15 @@ class ShardedConfig(RunConfig):
             )
         pp, dynamic_cp = self.get_degree("pp"), self.sharding.dynamic_cp
         for name, other, reason in (
+            ("--optimizer muon", self.optimizer.optimizer == "muon", "steps on the GPU"),
+            ("--state-offload", self.optimizer.state_offload > 0, "copies state to the GPU"),
+            ("--move-experts-every", self.move_experts_every > 0, "sends weights from the GPU"),
+        ):
+            if self.memory.offload_params and other:
+                raise ValueError(
+                    f"--offload-params must not go with {name}, which {reason}: drop one of them"
+                )
+        for name, other, reason in (
             (f"--pp {pp}", pp > 1, "wait for other ranks"),
             (f"--dynamic-cp {dynamic_cp}", dynamic_cp is not None, "have shapes of their own"),
             ("--move-experts-every", self.move_experts_every > 0, "read other tables of experts"),

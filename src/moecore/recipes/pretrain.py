@@ -54,6 +54,7 @@ from moecore.recipes.options import ShardedConfig, get_moe_config, parallelize
 from moecore.recipes.parser import parse
 from moecore.recipes.report import make_run_dir
 from moecore.recipes.schedule import BatchRamp, LearningRateSchedule, plan_stages
+from moecore.train import materialize
 from moecore.train.optim.width import WidthRates, width_rates
 
 FIELDS_OF_RUN = "row_tokens", "multiple", "vocab_size", "seed"  # of [corpus], which the run sets
@@ -241,7 +242,7 @@ def build_model(
     model = Decoder(config, device="meta", dtype=dtype)
     longest = args.sharding.dynamic_cp
     parallelize(model, meshes, args, max_tokens=longest and longest // meshes.parallel.tp)
-    model.to_empty(device=torch.device(meshes.device_type))
+    materialize(model, device=meshes.device_type)
     # The head reads tied embeddings, whose logits would be as wide.
     wide = {} if config.tie_embeddings else {"embedding_std": args.embedding_std}
     model.init_weights(args.seed, **wide)

@@ -2,6 +2,7 @@
 
 from moecore.train.expert_moves import move_experts
 from moecore.train.graphs.forward_backward import GraphedForwardBackward
+from moecore.train.memory.param_offload import materialize
 from moecore.train.memory.training_offload import TrainingOffload
 from moecore.train.optim.adamw import AdamW
 from moecore.train.optim.host_step import HostAdamW
@@ -21,6 +22,7 @@ __all__ = [
     "StateOffload",
     "TrainingOffload",
     "assign_matrices",
+    "materialize",
     "move_experts",
     "width_rates",
 ]  # fmt: skip

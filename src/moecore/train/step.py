@@ -131,7 +131,7 @@ class TrainStep:
         self._is_overlapped = getattr(request.pipeline, "schedule", None) == "overlapped"
         self._pairs = Pairs(self._engines)
         self._has_scaled_loss = True  # the running micro-batch's loss
-        device = next(self.model.parameters()).device
+        device = request.meshes.device  # sharded parameters may be in host memory
         self._scale = None if loss_scale is None else LossScale(loss_scale, device)
         self._spikes = None if skip_spikes is None else SpikeLimit(skip_spikes, device)
         self._scale_value = None if self._scale is None else self._scale.value

@@ -17,7 +17,7 @@ from moecore import (
 )
 from moecore.models import Decoder, preset
 from moecore.parallel.model.parallel_state import list_engines
-from moecore.train import AdamW
+from moecore.train import AdamW, materialize
 from tests.helpers.ranks import run_ranks
 
 STEPS, MICRO_BATCHES = 3, 2
@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ep 2, edp 2": dict(parallel=ParallelConfig(ep=2)),
     "ep 4": dict(parallel=ParallelConfig(ep=4)),
     "replicated": dict(parallel=ParallelConfig(ep=1, dp_replicate=2)),
+    "on meta": dict(parallel=ParallelConfig(ep=2), is_on_meta=True),
     "resident, bf16": dict(
         parallel=ParallelConfig(ep=2),
         fsdp=FSDPOptions(dense_strategy="optim", param_dtype=torch.bfloat16),
@@ -32,11 +33,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def train(parallel: ParallelConfig, offload: bool, fsdp: FSDPOptions | None = None) -> Any:
+def train(
+    parallel: ParallelConfig,
+    offload: bool,
+    fsdp: FSDPOptions | None = None,
+    is_on_meta: bool = False,
+) -> Any:
     """Return losses, gradients and weights of a few steps with accumulation and clipping."""
     torch.manual_seed(0)
     meshes, memory = build_meshes(parallel, "cpu"), MemoryOptions(offload_params=offload)
-    model = parallelize_moe(Decoder(preset("tiny")), meshes, memory=memory, fsdp=fsdp)
+    model = Decoder(preset("tiny"), device="meta" if is_on_meta else "cpu")
+    parallelize_moe(model, meshes, memory=memory, fsdp=fsdp)
+    if is_on_meta:
+        materialize(model, device="cpu")
+        model.init_weights()
     step = TrainStep(
         model, AdamW(model.parameters()), max_norm=0.1, num_micro_batches=MICRO_BATCHES
     )
@@ -54,6 +64,9 @@ def train(parallel: ParallelConfig, offload: bool, fsdp: FSDPOptions | None = No
     copies = list_engines(model)[0]._streams.shard_copies
     assert (copies is not None) == offload
     assert copies is None or min(copies.shards.count_bytes(), copies.grads.count_bytes()) > 0
+    # All shards are still in the slab of the offload.
+    storages = {x.to_local().untyped_storage().data_ptr() for x in model.parameters()}
+    assert (len(storages) == 1) == offload
     state = {name: value.to_local().clone() for name, value in model.state_dict().items()}
     return results, state
 

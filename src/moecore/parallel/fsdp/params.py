@@ -112,7 +112,8 @@ class UnitParam:
 
     def move_to_host(self, host_shard: Tensor, shard_copies: ShardCopies) -> None:
         """Replace the sharded parameter by a copy in `host_shard`, which `shard_copies` reads."""
-        host_shard.copy_(self.shard)
+        if not self.shard.is_meta:
+            host_shard.copy_(self.shard)
         self.sharded = make_parameter_like(
             make_dtensor_like(host_shard, self.sharded), self.sharded
         )
@@ -137,7 +138,7 @@ class UnitParam:
         if self.shard_copies is not None and self.shard.device.type not in ("cpu", "meta"):
             raise ValueError(
                 f"{self.slot.param} (on {self.shard.device}) must be in host memory with "
-                "MemoryOptions.offload_params: call model.to_empty(device='cpu')"
+                "MemoryOptions.offload_params: call materialize(model, device=...)"
             )
         register_params([self], unsharded=False)  # on all modules that share it
         return True

@@ -61,7 +61,7 @@ class ParamPlan:
     # rows per rank, and the remaining rows on the last ranks.
     placements: tuple[AxisPlacement, ...]
     frozen: FrozenFormat | None = None  # the 4-bit format in which the parameter is stored
-    on_host: bool = False  # whether the 4-bit blocks are in host memory
+    on_host: bool = False  # whether the shard, or its 4-bit blocks, are in host memory
 
     @property
     def numel(self) -> int:

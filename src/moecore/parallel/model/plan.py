@@ -181,7 +181,8 @@ class _PlanBuilder:
                 mesh="expert" if param in experts else "dense",
                 placements=self._plan_placements(param, experts.get(param)),
                 frozen=self.frozen if param in matrices else None,
-                on_host=self.offloads_frozen and param in matrices and param in experts,
+                on_host=self.offloads_params
+                or (self.offloads_frozen and param in matrices and param in experts),
             )
             for param, name in self.name_of.items()
         }

@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from moecore.base.fields import Device, check_arguments
 from moecore.base.streams import get_current_stream
 from moecore.base.torch_private import get_local_tensor, make_dtensor_like
 from moecore.parallel.fsdp.engine import UnitEngine
+from moecore.parallel.model.parallel_state import list_engines
 from moecore.train.memory.host import HostCopies, explain_memory_errors
 from moecore.train.memory.streams import CopyJob, CopyStreams
 
@@ -89,10 +91,13 @@ class ParamOffload:
 
 
 @torch.no_grad()
-def offload_params(engine: UnitEngine, device: torch.device) -> None:
-    """Move the shards of an engine's units to pinned host memory, in place.
+def offload_params(
+    engine: UnitEngine, device: torch.device, *, memory_device: torch.device | None = None
+) -> None:
+    """Move the shards of an engine's units to host memory, pinned if `device` is a GPU, in place.
 
-    Shards on meta stay there; `to_empty(device="cpu")` gives them memory that is not pinned.
+    The memory suits copies to `memory_device`; None = the device of the shards. Shards on meta stay
+    there, or become memory without values.
 
     Raises:
         MemoryError: when host memory is insufficient.
@@ -100,8 +105,37 @@ def offload_params(engine: UnitEngine, device: torch.device) -> None:
     offload = ParamOffload(device)
     params = [param for unit in engine.units for param in unit.params]
     shards = {param.slot.param: param.shard for param in params}
+    likes = {n: x.new_empty((), device=memory_device).expand(x.shape) for n, x in shards.items()}
     gib = sum(shard.nbytes for shard in shards.values()) / 2**30
     with explain_memory_errors(f"MemoryOptions.offload_params ({gib:.1f} GiB)"):
-        memory = offload.shards.reserve_like(shards)
+        memory = offload.shards.reserve_like(likes)
     for unit in engine.units:
         unit.move_to_host([memory[param.slot.param] for param in unit.params], offload)
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, *, device: Device) -> None:
+    """Allocate a parallelized model that is on meta, in place and without values.
+
+    With `MemoryOptions.offload_params` the shards are in host memory, pinned if the ranks have
+    GPUs, and all other tensors are on `device`. Without the option the function is
+    `model.to_empty(device=device)`. Parameters are new objects, of which the optimizer is made.
+
+    Args:
+        model: a model on meta, after `parallelize_moe`.
+        device: device of compute.
+
+    Raises:
+        MemoryError: when host memory is insufficient.
+    """
+    check_arguments(materialize, locals())
+    engines, host_params = list[tuple[UnitEngine, torch.device]](), set[int]()
+    for engine in list_engines(model):
+        params = [param for unit in engine.units for param in unit.params]
+        copies = {param.shard_copies.device for param in params if param.shard_copies is not None}
+        if copies:
+            engines.append((engine, copies.pop()))
+            host_params |= {id(param.sharded) for param in params}
+    model._apply(lambda x: torch.empty_like(x, device="meta" if id(x) in host_params else device))
+    for engine, compute_device in engines:
+        offload_params(engine, compute_device, memory_device=compute_device)
