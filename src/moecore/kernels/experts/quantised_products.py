@@ -178,6 +178,7 @@ class EmulatedMatmuls(Matmuls):
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
         self.recipe, self.offsets_e = recipe, index.offsets_e
+        self.packs_rows = recipe.hidden_format == "microscaled"
         device, length = index.row_ids_R.device, index.row_ids_R.shape[0]
         self.has_low_rank_kernels = has_hopper_kernels(device)
         self.is_packed = has_block_scaled_kernels(device)  # operands are bytes

@@ -94,8 +94,8 @@ def gated_delta_rule(
     q, keys = (_pad(x, more_k) for x in (q, keys))
     values = _pad(values, tiles * TILE - v).unflatten(2, (tiles, TILE)).flatten(1, 2)
     if initial_states_nHkv is not None:
-        padded = _pad(initial_states_nHkv, tiles * TILE - v, more_k)
-        initial_states_nHkv = padded.unflatten(3, (tiles, TILE)).transpose(2, 3).flatten(1, 2)
+        states = _pad(initial_states_nHkv, tiles * TILE - v, more_k)
+        initial_states_nHkv = states.unflatten(3, (tiles, TILE)).transpose(2, 3).flatten(1, 2)
     if tiles > 1:
         g = g.repeat_interleave(tiles, dim=1)
         beta = None if beta is None else beta.repeat_interleave(tiles, dim=1)

@@ -113,12 +113,8 @@ class Gradients:
             if param_idx not in self._filled:
                 self._divided.add(param_idx)
             self._filled.add(param_idx)
-        elif (
-            param.shard_copies is not None
-            or param.sharded.grad is None
-            or has_tensor_hooks(param.sharded)
-        ):
-            param.accumulate_grad(grad.view(param.shard.shape))  # else the kernel has added it
+        elif target.out is None:  # else the kernel has added it
+            param.accumulate_grad(grad.view(param.shard.shape))
         return None
 
     def defer_matmul(
@@ -356,8 +352,7 @@ class Gradients:
     def _accumulate_unreduced(self, grads: dict[int, Tensor], kernel_params: set[int]) -> None:
         """Add {parameter index: gradient} / divisor to `.grad` of the shards; call all hooks."""
         for i in kernel_params.difference(grads):  # whose gradients kernels have written
-            if self._params[i].shard_copies is not None:
-                self._params[i].wait_for_host_grad()
+            self._params[i].wait_for_host_grad()
             call_accumulate_hooks(self._params[i].sharded)
         if not grads:
             return
