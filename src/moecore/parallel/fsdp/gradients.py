@@ -155,8 +155,9 @@ class Gradients:
                 return None
             adds = param_idx in self._filled
             scale = 1.0 if adds and param_idx not in self._divided else scale
-            out = sums.parameters[param_idx].view(grad_shape)
-            return GradTarget(out, accumulate=adds, scale=scale)
+            return GradTarget(
+                sums.parameters[param_idx].view(grad_shape), accumulate=adds, scale=scale
+            )
         grad = param.sharded.grad
         if grad is None or param.shard_copies is not None or has_tensor_hooks(param.sharded):
             return GradTarget(dtype=param.dtype, scale=scale)
@@ -352,7 +353,8 @@ class Gradients:
     def _accumulate_unreduced(self, grads: dict[int, Tensor], kernel_params: set[int]) -> None:
         """Add {parameter index: gradient} / divisor to `.grad` of the shards; call all hooks."""
         for i in kernel_params.difference(grads):  # whose gradients kernels have written
-            self._params[i].wait_for_host_grad()
+            if self._params[i].shard_copies is not None:
+                self._params[i].wait_for_host_grad()
             call_accumulate_hooks(self._params[i].sharded)
         if not grads:
             return
