@@ -4,8 +4,7 @@
     autograd --copy--^                  reduce-scatter over shards, all-reduce over replicas
 
 A kernel with a `GradSink` writes a weight gradient directly into the sums, in the reduce dtype.
-Gradients that autograd computes are copied into the sums. If one rank owns the unsharded unit and
-gradients do not accumulate, kernels write to `.grad` of the shards.
+If one rank owns the unit and gradients do not accumulate, kernels write to `.grad` of the shards.
 """
 
 from __future__ import annotations
@@ -155,9 +154,8 @@ class Gradients:
                 return None
             adds = param_idx in self._filled
             scale = 1.0 if adds and param_idx not in self._divided else scale
-            return GradTarget(
-                sums.parameters[param_idx].view(grad_shape), accumulate=adds, scale=scale
-            )
+            out = sums.parameters[param_idx].view(grad_shape)
+            return GradTarget(out, accumulate=adds, scale=scale)
         grad = param.sharded.grad
         if grad is None or param.shard_copies is not None or has_tensor_hooks(param.sharded):
             return GradTarget(dtype=param.dtype, scale=scale)
