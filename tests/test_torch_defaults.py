@@ -237,7 +237,7 @@ def test_the_capacity_that_a_buffer_needed(default: str) -> None:
     words = torch.tensor([1003, 1], dtype=torch.int32)
     shortage = ShortageCounters(words, words, even=1000.0)
     with torch_default(default):
-        factor = shortage.compute_min_factor()
+        factor = shortage.compute_min_capacity_factor()
     assert factor.dtype == torch.float32 and factor.item() == pytest.approx(1.003)
 
 

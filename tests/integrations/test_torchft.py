@@ -223,7 +223,7 @@ def test_rows_that_do_not_fit_skip_the_step_of_all(monkeypatch, needed):
     from moecore.integrations.torchft import Replicas
 
     capacity = SimpleNamespace(
-        owners=[None, SimpleNamespace(compute_min_factor=lambda _: torch.tensor(needed))]
+        owners=[None, SimpleNamespace(compute_min_capacity_factor=lambda _: torch.tensor(needed))]
     )
     here, sent = object.__new__(Replicas), list[torch.Tensor]()
     here._records = [SimpleNamespace(capacity=None), SimpleNamespace(capacity=capacity)]

@@ -292,7 +292,7 @@ def evaluations() -> list[Any]:
     want, *_ = evaluated(max_tokens=2 * TOKENS)
     got, model, step = evaluated(row_factor=0.5)
     (holder,) = limited(model)
-    left = (float(holder.compute_min_factor(torch.device("cpu"))), holder.capacity_factor)
+    left = (float(holder.compute_min_capacity_factor(torch.device("cpu"))), holder.capacity_factor)
     step.check()
     return gather_objects((list(map(torch.equal, want, got)), left))
 

@@ -235,7 +235,9 @@ class Replicas:
         owners = [owner for record in capacities for owner in record.owners if owner is not None]
         filled = [grad for grad in grads if grad.numel()]
         if owners and filled:  # after an overflow of a dispatch buffer, all replicas skip the step
-            shortage = torch.stack([owner.compute_min_factor(self._device) for owner in owners])
+            shortage = torch.stack(
+                [owner.compute_min_capacity_factor(self._device) for owner in owners]
+            )
             filled[0].masked_fill_(shortage.amax() > 0, torch.nan)
         self._all_reduce_over_replicas(grads, dist.ReduceOp.AVG)
 

@@ -22,7 +22,7 @@ from moecore.io.checkpoint.directory import (
     latest,
     prune,
 )
-from moecore.io.checkpoint.lock import find_dead_drafts
+from moecore.io.checkpoint.lock import find_abandoned_drafts
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.io.checkpoint.object_storage import AnyPath, make_path
 
@@ -194,7 +194,7 @@ def run_prune(args: Any) -> int:
         raise UsageError(f"path ({path}) must be a run: it is not there")
     root = find_checkpoint_root(path)
     old = find_prunable_checkpoints(root, args.keep)
-    drafts = find_dead_drafts(root) if old else []  # without old ones no lock is taken
+    drafts = find_abandoned_drafts(root) if old else []  # without old ones no lock is taken
     if not args.dry_run:
         old = prune(root, args.keep)
         drafts = [path for path in drafts if not path.exists()]

@@ -193,6 +193,7 @@ class _GatherOrSumRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row_ids_R: Tensor, num_sums: int | None) -> Tensor:
+        """Return x[row_ids_R], or with `num_sums` the sums of the rows of x by index."""
         ctx.save_for_backward(row_ids_R)
         ctx.num_sums = x.shape[0] if num_sums is None else None
         return _gather_or_sum_rows(x, row_ids_R, num_sums)

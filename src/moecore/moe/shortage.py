@@ -47,7 +47,7 @@ class ShortageCounters:
     report: Tensor  # copy of the first word in host memory, written when rows exceed the capacity
     even: float  # rows of even loads
 
-    def compute_min_factor(self) -> Tensor:
+    def compute_min_capacity_factor(self) -> Tensor:
         """Return the smallest factor for which all rows fit, on the device. 0 = all fitted."""
         return self.words[0].float() * (self.words[-1] > 0) / self.even
 
@@ -111,9 +111,9 @@ class BufferOwner(ABC):
         self.wait_for_reports()
         self.raise_reported_errors(includes_shortages=includes_shortages)
 
-    def compute_min_factor(self, device: torch.device) -> Tensor:
+    def compute_min_capacity_factor(self, device: torch.device) -> Tensor:
         """Return the smallest capacity factor for all rows, on the device; 0 = all rows fitted."""
-        factors = [shortage.compute_min_factor() for shortage in self.shortages]
+        factors = [shortage.compute_min_capacity_factor() for shortage in self.shortages]
         if not factors:
             return torch.zeros((), device=device, dtype=torch.float32)
         return torch.stack(factors).amax()

@@ -226,6 +226,7 @@ def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> 
 
 
 def _read_run_id(file: Path) -> str:
+    """Return the first line of a text file, which is the id of its run; "" without lines."""
     return next(read_lines(file), b"").decode()
 
 

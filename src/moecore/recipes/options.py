@@ -238,7 +238,7 @@ class ShardedConfig(RunConfig):
         return None
 
     def make_context_options(self) -> ContextOptions | None:
-        """Return the options of table [context]; --dynamic-cp sets `dynamic`."""
+        """Return context parallelism options, dynamic if --dynamic-cp is set; None = defaults."""
         if self.sharding.dynamic_cp is None:
             return self.context
         return replace(self.context or ContextOptions(), dynamic=True)

@@ -129,7 +129,9 @@ class Reruns:
     def _compute_local_capacity_factors(self) -> Tensor:
         """Return fp32 [buffer owners]: the least factor for this rank's rows; 0 = rows fit."""
         device, zero = self._device, torch.zeros((), device=self._device, dtype=torch.float32)
-        factors = [zero if h is None else h.compute_min_factor(device) for h in self._holders]
+        factors = [
+            zero if h is None else h.compute_min_capacity_factor(device) for h in self._holders
+        ]
         return torch.stack(factors)
 
     def _reduce_capacity_factors(self) -> HostCopyOfTensor:

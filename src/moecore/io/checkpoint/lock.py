@@ -215,8 +215,8 @@ def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
     return idle_seconds > STALE_SECONDS
 
 
-def find_dead_drafts(root: AnyPath) -> list[Path]:
-    """Return the leftovers of a job that died with the run's lock, or [] without such a job."""
+def find_abandoned_drafts(root: AnyPath) -> list[Path]:
+    """Return unfinished checkpoint folders of a job that ended with the lock of `root`, or []."""
     if isinstance(root, RemotePath):
         return []  # each pruning deletes incomplete steps
     owner, text, touched = _read_owner(root)

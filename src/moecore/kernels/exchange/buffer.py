@@ -51,7 +51,7 @@ class ExchangeLayout:
 
     @property
     def source_rows(self) -> int:
-        """Number of source rows, S = G * C: a rank receives at most one row per (rank, token)."""
+        """Maximum number of rows that a rank receives: one for each token of each rank."""
         return self.num_ranks * self.max_tokens
 
     @property

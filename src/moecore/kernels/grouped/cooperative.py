@@ -209,11 +209,11 @@ def sm90_bf16_grouped_kernel(
     h_desc,  # the same in blocks like those of out_desc
     out_ptr,  # [R, N]; rows past the last offset stay as they are, in both outputs
     out_desc,  # the same as blocks [BLOCK_M / 2, BLOCK_N], with h half as wide
-    u_desc,  # of an addend: [R, rank] in blocks like those of a_desc; None without
-    m_desc,  # its matrices in blocks like those of b_desc, of rank in place of K; None without
+    u_desc,  # LoRA rows [R, rank] in blocks as of a_desc; None = no LoRA
+    m_desc,  # LoRA matrices in blocks as of b_desc, with rank in place of K; None = no LoRA
     K,
     N,
-    rank,  # summed columns of the addend; None without
+    rank,  # of LoRA; None = no LoRA
     CONST: gl.constexpr,  # GroupedConstants
 ):
     """Write each row of a times its expert's matrix b, [rows, N], to out_ptr.

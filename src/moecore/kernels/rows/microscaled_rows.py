@@ -82,9 +82,9 @@ def quantise_microscaled_rows_kernel(
     D: tl.constexpr,
     SIZE: tl.constexpr,  # columns of a block
     E2M1: tl.constexpr,
-    BLOCKS: tl.constexpr,  # of one step
+    BLOCKS: tl.constexpr,  # number of blocks that a step of the loop quantises
 ):
-    """Quantise one row: with E2M1 first its largest magnitude, then values and scales."""
+    """Write the values and block scales of one row; of E2M1 also the scale of the row."""
     row = tl.program_id(0).to(tl.int64)
     STEP: tl.constexpr = BLOCKS * SIZE
     ROW_SCALES: tl.constexpr = D // SIZE + E2M1

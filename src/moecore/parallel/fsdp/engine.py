@@ -268,7 +268,7 @@ class UnitEngine:
             run.versions = unit.list_versions()
             for leaf in _list_leaves((args, kwargs)):  # parameters outlive a step
                 if _requires_grad(leaf) and not isinstance(leaf, nn.Parameter):
-                    self._get_grad_boundary(leaf).ends.append(run)
+                    self._get_or_register_boundary(leaf).ends.append(run)
                     run.inputs += 1
             if visit is not None and not is_recompute:
                 args, kwargs = visit.record_inputs((args, kwargs))
@@ -289,7 +289,7 @@ class UnitEngine:
             output = self._unalias_outputs(output, run)
             for leaf in _list_leaves(output):
                 if _requires_grad(leaf):
-                    self._get_grad_boundary(leaf).begins.append(run)
+                    self._get_or_register_boundary(leaf).begins.append(run)
                     if run.visit is not None and not is_recompute:
                         run.visit.record_output(leaf)
         if is_recompute:  # the backward of a recomputed forward follows and reshards the unit
@@ -350,7 +350,7 @@ class UnitEngine:
             if other.can_unshard():
                 other.unshard()
 
-    def _get_grad_boundary(self, activation: Tensor) -> GradBoundary:
+    def _get_or_register_boundary(self, activation: Tensor) -> GradBoundary:
         """Return an activation's tensor hook for arriving gradients; register a missing hook."""
         boundary: GradBoundary | None = getattr(activation, GRAD_BOUNDARY, None)
         version = sum_version_counters(activation)

@@ -117,6 +117,7 @@ class QuantisedFormat(ABC):
             self._quantise_shard(shard, scaling, values)
 
     def _make_shard_scalings(self, params: Sequence[UnitParam]) -> list[_ShardScaling]:
+        """Return the position and the amax buffers of each parameter's shard, all zero."""
         places = []  # of the shards in the unsharded parameters, viewed as matrices
         for param in params:
             dim = param.slot.dim
