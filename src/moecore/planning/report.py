@@ -33,12 +33,13 @@ CATEGORIES = {
     r"|^_?(amax|cast|pad_offsets)_|finite_amax|(block|square)_amax|pack_squares|transpose_values",
     "experts": r"_gg_|cooperative|pingpong|grouped|wgrad|_mlp|activation|gather_(packed_)?rows"
     r"|sum_rows|gather_used|map_row_tiles|_finish_bwd_kernel|sum_parts",
+    "attention": r"sdpa|flash|fmha|attn|attention|_rotary_kernel|_index_scores|_select_keys"
+    r"|_sum_selected_rows|^delta_rule_|^convolution_(fwd|bwd)",
     "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts"
     r"|add_margins|even_bias|add_entropy|^_(split|product|sum_splits)_kernel"
     r"|plan_clones|physical_ids",
     "residual streams": r"(collapse|expand)_streams",
     "loss": r"cross_entropy|_row_statistics|_softmax_gradient",
-    "attention": r"sdpa|flash|fmha|attn|attention|_rotary_kernel",
     "dense products": r"nvjet|gemm|cutlass|cublas|splitK|_invariant_product",
     "optimizer": r"[Aa]dam|multi_tensor|foreach|lpnorm|norm_reduce|scaled_cast|_momentum_kernel",
     "pages": r"_pages_kernel|_take_rows_kernel",

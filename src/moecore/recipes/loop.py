@@ -238,7 +238,9 @@ def train(job: TrainingJob[Any]) -> int:
                 report_steps(job, queue, report)
                 raise
             is_checkpoint = is_due(step, every=args.checkpoint_every, last_step=args.steps)
-            is_read = is_checkpoint or step in (job.start + 1, args.steps)
+            is_in_memory = memory_saver is not None and step % args.memory_checkpoint_every == 0
+            # The line of a step is written before a checkpoint from which a run continues after it.
+            is_read = is_checkpoint or is_in_memory or step in (job.start + 1, args.steps)
             report_steps(job, queue, report, pending=0 if is_read else 1)
             if job.is_stopping:
                 report_steps(job, queue, report)
@@ -249,7 +251,7 @@ def train(job: TrainingJob[Any]) -> int:
                 with measure_wall_time(report, "save"):
                     save_checkpoint(job, saver, step)
                 has_checkpoint = True
-            elif may_save and memory_saver and step % args.memory_checkpoint_every == 0:
+            elif may_save and memory_saver is not None and is_in_memory:
                 memory_saver.check()
                 with measure_wall_time(report, "save"):
                     save_checkpoint(job, memory_saver, step)
