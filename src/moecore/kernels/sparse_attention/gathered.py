@@ -99,14 +99,14 @@ def _sparse_attention_fwd_kernel(
     acc = tl.zeros([BH, L], dtype=tl.float32)
     num_keys = _count_keys(selected_ptr, query, K, LANES)
     for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
-        seen = begin + tile < num_keys
-        key = tl.load(selected_ptr + query * K + begin + tile, mask=seen, other=0).to(tl.int64)
+        is_key = begin + tile < num_keys
+        key = tl.load(selected_ptr + query * K + begin + tile, mask=is_key, other=0).to(tl.int64)
         k_row = keys_ptr + key[:, None] * (L + R)
         k_latent = tl.load(k_row + latent[None, :])
         k_turned = tl.load(k_row + L + turned[None, :])
         s = _multiply(q_turned, k_turned.T, WIDEN)  # warps share only the work of the last product
         s += _multiply(q_latent, k_latent.T, WIDEN)
-        s = tl.where(seen[None, :], s * factor, float("-inf"))
+        s = tl.where(is_key[None, :], s * factor, float("-inf"))
         higher = tl.maximum(high, tl.max(s, 1))
         p = tl.exp2(s - higher[:, None])
         shrink = tl.exp2(high - higher)
@@ -150,7 +150,7 @@ def _sparse_attention_bwd_scores_kernel(
     mask, dims, turned = (heads < H)[:, None], tl.arange(0, BL), tl.arange(0, R)
     row = (query * H + heads)[:, None]
     key = tl.load(selected_ptr + query * K + columns, mask=columns < K, other=-1)
-    seen = key >= 0
+    is_key = key >= 0
     if tl.max(key, 0) < 0:
         return
     q_row = q_ptr + row * (L + R)
@@ -169,7 +169,7 @@ def _sparse_attention_bwd_scores_kernel(
     delta = tl.load(delta_ptr + query * H + heads, mask=heads < H, other=0.0)
     p = tl.exp2((s * scale - lse[:, None]) * 1.4426950408889634)
     ds = p * (dp - delta[:, None]) * scale
-    at, store_mask = row * K + columns[None, :], mask & seen[None, :]
+    at, store_mask = row * K + columns[None, :], mask & is_key[None, :]
     tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=store_mask)
     tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty), mask=store_mask)
 
@@ -202,9 +202,9 @@ def _sum_selected_rows_kernel(
     total = tl.zeros([BH, BL], dtype=tl.float32)
     num_keys = _count_keys(selected_ptr, query, K, LANES)
     for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
-        seen = begin + tile < num_keys
-        key = tl.load(selected_ptr + query * K + begin + tile, mask=seen, other=0).to(tl.int64)
-        w = tl.load(w_ptr + row * K + begin + tile[None, :], mask=mask & seen[None, :], other=0.0)
+        is_key = begin + tile < num_keys
+        key = tl.load(selected_ptr + query * K + begin + tile, mask=is_key, other=0).to(tl.int64)
+        w = tl.load(w_ptr + row * K + begin + tile[None, :], mask=mask & is_key[None, :], other=0.0)
         k = tl.load(keys_ptr + key[:, None] * (L + R) + dims[None, :])
         total += _multiply(w, k, WIDEN)
     out = total.to(out_ptr.dtype.element_ty)
@@ -242,18 +242,18 @@ def _sparse_attention_bwd_k_kernel(
         do = tl.load(do_ptr + row * L + dims[None, :], mask=mask, other=0.0)
     num_keys = _count_keys(selected_ptr, query, K, LANES)
     for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
-        seen = begin + tile < num_keys
-        key = tl.load(selected_ptr + query * K + begin + tile, mask=seen, other=0).to(tl.int64)
+        is_key = begin + tile < num_keys
+        key = tl.load(selected_ptr + query * K + begin + tile, mask=is_key, other=0).to(tl.int64)
         at = row * K + begin + tile[None, :]
-        ds = tl.load(ds_ptr + at, mask=mask & seen[None, :], other=0.0)
+        ds = tl.load(ds_ptr + at, mask=mask & is_key[None, :], other=0.0)
         rows = _multiply(ds.T, q, WIDEN)
         if p_ptr is not None:
-            p = tl.load(p_ptr + at, mask=mask & seen[None, :], other=0.0)
+            p = tl.load(p_ptr + at, mask=mask & is_key[None, :], other=0.0)
             rows += _multiply(p.T, do, WIDEN)
         tl.atomic_add(
             dkeys_ptr + key[:, None] * (L + R) + dims[None, :],
             rows,
-            mask=seen[:, None],
+            mask=is_key[:, None],
             sem="relaxed",
         )
 

@@ -63,7 +63,8 @@ class CastFormat:
 
     def write_shards(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
         """Cast this rank's shard of `params[i]` into `local_views[i]` of the unit's buffer."""
-        copy_all(local_views, [param.values.reshape(-1) for param in params])
+        shards = [p.shard if p.device_shard is None else p.device_shard for p in params]
+        copy_all(local_views, [shard.reshape(-1) for shard in shards])
 
 
 class QuantisedFormat(ABC):

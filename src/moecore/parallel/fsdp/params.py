@@ -105,11 +105,6 @@ class UnitParam:
             return self.shard.device
         return self.shard_copies.device
 
-    @property
-    def values(self) -> Tensor:
-        """This rank's shard on the device of compute."""
-        return self.shard if self.device_shard is None else self.device_shard
-
     def move_to_host(self, host_shard: Tensor, shard_copies: ShardCopies) -> None:
         """Replace the sharded parameter by a copy in `host_shard`, which `shard_copies` reads."""
         if not self.shard.is_meta:
