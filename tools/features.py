@@ -48,7 +48,7 @@ def make_page(features: dict[str, Any]) -> str:
         path = row["record"]
         record = f", [{path.split('/')[0][:10]}](../benchmarks/results/{path})" if path else ""
         lines.append(f"| {row['source']} | {row['asks']} | {names} | {test}{record} |")
-    lines += ["", "Not implemented:", ""]
+    lines += ["", "These features of the sources are not implemented:", ""]
     lines += [f"- {row['asks']} ({row['source']})" for row in features["missing"]]
     return PAGE.read_text().partition(BEGIN)[0] + BEGIN + "\n".join(lines) + "\n"
 
