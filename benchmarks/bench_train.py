@@ -60,7 +60,7 @@ CEILING_SIDE = 8192
 CEILING_SECONDS = 2.0
 GRAPH_WARM_UP = 3
 Row = dict[str, Any]
-# What distinguishes two runs, beside preset and number of GPUs.
+# Options that a row shows, beside preset and number of GPUs.
 SHOWN = (
     "batch_size",
     "seq_len",
@@ -343,7 +343,8 @@ def measure_ceiling(device: torch.device) -> float:
 
 def report(row: Row, folder: Path | None) -> None:
     """Print the row and a committed row of the same arguments, and append the row."""
-    ours = find_committed(row)
+    command = shlex.join(["-m", "benchmarks.bench_train", *sys.argv[1:]])
+    ours = find_committed(command, row["num_gpus"])
     for name in (f for f in PRINTED if f in row):
         beside = f"   committed {ours[name]:.4g}" if ours and name in ours else ""
         print(f"{name:<28}{row[name]:.4g}{beside}")
@@ -365,20 +366,27 @@ def report(row: Row, folder: Path | None) -> None:
             print(f"idle {ms:.2f} ms, {count} times: {name}", flush=True)
     if folder is None:
         return
-    command = shlex.join(["-m", "benchmarks.bench_train", *sys.argv[1:]])
     environment = dataclasses.replace(Environment.here(), command=command)
     append_row(folder, environment, {k: _round(v) for k, v in row.items()})
 
 
-def find_committed(row: Row) -> Row | None:
-    """Return the newest committed row of the same case, or None."""
-    same = ("op", "preset", "num_gpus", *SHOWN)
-    rows = []
-    for path in sorted((RESULTS / "train").glob("*.jsonl")):
-        rows += [json.loads(line) for line in path.read_text().splitlines()]
-    # A row from before an option was there had it off.
-    found = [r for r in rows if all((r.get(n) or None) == (row.get(n) or None) for n in same)]
-    return found[-1] if found else None
+def find_committed(command: str, num_gpus: int) -> Row | None:
+    """Return the newest committed row of the same command on as many GPUs, or None."""
+    same = _read_arguments(command)
+    for path in sorted((RESULTS / "train").glob("*.jsonl"), reverse=True):
+        for row in map(json.loads, reversed(path.read_text().splitlines())):
+            if row.get("num_gpus") == num_gpus and _read_arguments(row["command"]) == same:
+                return row
+    return None
+
+
+def _read_arguments(command: str) -> list[str]:
+    """Return the words of a command in a fixed order, without those of `--results`."""
+    words = shlex.split(command)
+    if "--results" in words:
+        start = words.index("--results")
+        del words[start : start + 2]
+    return sorted(words)
 
 
 def _count_tokens(shape: BatchShape) -> int:

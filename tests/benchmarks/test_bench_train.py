@@ -43,11 +43,13 @@ def test_the_baseline_in_bf16_has_no_products_in_fp8(more: str) -> None:
     assert bf16 == replace(run, precision=None, fp8={}), "nothing else differs"
 
 
-def test_a_row_from_before_an_option_is_one_without_it() -> None:
-    """The newest find_committed row with other options, and none of a run that had the new one."""
-    path = sorted((REPO / "benchmarks/results/train").glob("*.jsonl"))[0]
-    row = json.loads(path.read_text().splitlines()[0])
-    assert "bias_per_micro_batch" not in row
-    found = find_committed(row | {"bias_per_micro_batch": False, "fp8_dispatch": False})
-    assert found is not None and found["batch_size"] == row["batch_size"]
-    assert find_committed(row | {"bias_per_micro_batch": True}) is None
+def test_the_row_beside_has_the_same_arguments() -> None:
+    """In any order and with any `--results`; a run with one option more has no row."""
+    path = sorted((REPO / "benchmarks/results/train").glob("*.jsonl"))[-1]
+    row = json.loads(path.read_text().splitlines()[-1])
+    command, _, _ = row["command"].partition(" --results")
+    first, *options = command.split(" --")
+    command = " --".join([first, "results elsewhere", *reversed(options)])
+    assert find_committed(command, row["num_gpus"]) == row
+    assert find_committed(command + " --latent-dim 77", row["num_gpus"]) is None
+    assert find_committed(command, 77) is None
