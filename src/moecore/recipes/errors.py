@@ -21,7 +21,7 @@ ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
 
 
 class DivergedError(RuntimeError):
-    """Raised on every rank if losses stay nan or inf, or if rollbacks do not end spikes."""
+    """Raised on every rank for lasting nan or inf, spikes after rollbacks, or unequal replays."""
 
 
 class RewardError(RuntimeError):

@@ -97,6 +97,9 @@ class TrainingJob(ABC, Generic[BatchT]):
         """Read and ignore a batch that a rollback removed; `step` is the step that had it."""
         self.next_batch(step)
 
+    def check_replays(self, step: int, num_labels: Tensor, batch: BatchT) -> None:
+        """Look for silent data corruption by replays of a micro-batch, if they are due."""
+
     @abstractmethod
     def forward_backward(self, num_labels: Tensor, batch: BatchT) -> Tensor:
         """Run forward and backward of a step; return this rank's part of the mean loss.

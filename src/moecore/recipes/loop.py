@@ -318,8 +318,10 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
     dist.all_reduce(counts)
     fetched = Moment(job.device)  # when the last rank has its data
     counts //= copies
+    num_labels = counts[0].clamp(min=1)
     with measure(COMPUTE):
-        loss = job.forward_backward(counts[0].clamp(min=1), batch)
+        job.check_replays(step, num_labels, batch)
+        loss = job.forward_backward(num_labels, batch)
     with measure(OPTIMIZER):  # moves the expert biases, too; a nan skips it everywhere
         result = job.owner.finish()
     dist.all_reduce(loss)

@@ -54,6 +54,7 @@ from moecore.recipes.options import ShardedConfig, get_moe_config, parallelize
 from moecore.recipes.parser import parse
 from moecore.recipes.report import make_run_dir
 from moecore.recipes.schedule import BatchRamp, LearningRateSchedule, plan_stages
+from moecore.recipes.sdc import SDCOptions
 from moecore.train import materialize
 from moecore.train.optim.width import WidthRates, width_rates
 
@@ -83,6 +84,7 @@ class PretrainConfig(ShardedConfig):
         rotary: positions for sequences of another length.
         batch: growth of the batch at the beginning of the run.
         samples: texts that the model generates during the training.
+        sdc_check: checks for silent data corruption; None = no checks.
         stages: options of each stage.
         stage_tables: the tables of [[stages]].
     """
@@ -113,6 +115,7 @@ class PretrainConfig(ShardedConfig):
     rotary: RotaryOptions = RotaryOptions()
     batch: BatchRamp = BatchRamp()
     samples: SampleOptions = SampleOptions()
+    sdc_check: Annotated[SDCOptions | None, Table(prefix=True)] = None
     stages: tuple[PretrainConfig, ...] = make_internal_field(())
     stage_tables: tuple[dict[str, Any], ...] = make_internal_field(())
 
@@ -283,6 +286,8 @@ def check_options(args: PretrainConfig, world_size: int) -> tuple[DecoderConfig,
             "whole micro-batches: drop one of them"
         )
     args.logging.check_packages()
+    if args.sdc_check is not None:
+        args.sdc_check.check(args)
     samples, pp = args.samples, args.get_degree("pp")
     samples.encode_prompts(tokenizer, config)
     if samples.sample_every and pp > 1:

@@ -100,7 +100,7 @@ def format_command_line() -> str:
 LAYOUT = {*DEGREES, "parallel", "ranks", "layout", "pipeline"}
 SAME_NUMBERS = LAYOUT | {
     *("run_dir", "checkpoint_dir", "checkpoint_every", "memory_checkpoint_every"),
-    *("expert_loads_every", "profile"),
+    *("expert_loads_every", "profile", "sdc_check"),
     *("peak_tflops", "logging", "plain_host", "workers", "samples", "hang_timeout"),
     *("memory", "recompute", "offload", "offload_fraction"),
 }
