@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -85,10 +86,14 @@ class HangWatch:
                 if phase not in ("", DATA) and seconds > self._timeout:
                     store.set(KEY, "")
                 if store.check([KEY]):
-                    self._end(store)
+                    try:
+                        self._report(store)
+                    except Exception:  # without a report, too, no rank must hang
+                        traceback.print_exc()
+                    os._exit(1)
 
-    def _end(self, store: dist.Store) -> None:
-        """Write this rank's record; on one rank, print the report of all; end this process."""
+    def _report(self, store: dist.Store) -> None:
+        """Write this rank's record; on one rank, print the report of all."""
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         record = {
             "rank": rank,
@@ -109,7 +114,6 @@ class HangWatch:
             records = [json.loads(store.get(key)) for key in keys if store.check([key])]
             print(format_report(records, num_ranks, self._timeout), file=sys.stderr, flush=True)
             store.set(f"{KEY}/end", "")
-        os._exit(1)
 
 
 def read_top_frame(thread: int) -> str:
@@ -136,7 +140,8 @@ def read_flight_recorder() -> list[dict[str, Any]]:
                 connection.request("POST", f"/handler/{handler}")
                 response = connection.getresponse()
                 content = response.read()
-                entries += json.loads(content)["entries"] if response.status == 200 else []
+                if response.status == 200:  # torch 2.15 leaves out empty "entries"
+                    entries += json.loads(content).get("entries", [])
     return entries
 
 
