@@ -132,7 +132,7 @@ def test_flops_of_sparse_attention(T: int) -> None:
     K = min(T, mla.sparse.top_k)
     forward = n * L + K * (L + r) + K * L + L * v
     backward = 3 * n * L + 2 * K * (L + r) + 2 * K * L + 2 * L * v + K * (2 * L + r)
-    kernels = "_sparse_attention", "_sum_selected_rows", "bmm"
+    kernels = "_sparse_attention", "sm90_sparse_attention", "_sum_selected_rows", "bmm"
     found = sum(w.flops for w in works if w.name.startswith(kernels))
     assert found == 2 * T * H * (forward + backward)
     index = [w for w in works if w.name == "_index_scores_kernel"]

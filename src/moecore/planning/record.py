@@ -154,8 +154,8 @@ def compute_kernel_work(name: str, args: Args) -> Work:
         return Work(name, "attention", scan.flops, num_bytes, scan.shape, _format_dtype(tensors[0]))
     if name == INDEX_SCORES:
         return _make_matmul_work("mm", (args[0], args[1].mT), tensors, name)
-    if name in SELECTED_KEYS:
-        factors = [args[i] for i in SELECTED_KEYS[name] if args[i] is not None]
+    if (general_name := name.removeprefix("sm90")) in SELECTED_KEYS:
+        factors = [args[i] for i in SELECTED_KEYS[general_name]]
         sizes = prod(factors[0].shape[:2]), args[2].shape[1], sum(x.shape[2] for x in factors)
         num_bytes, dtype = _count_bytes(tensors), _format_dtype(factors[0])
         return Work(name, "product", 2 * prod(sizes), num_bytes, sizes, dtype)

@@ -13,6 +13,7 @@ from moecore.kernels.sparse_attention import (
     attention,
     sparse_attention,
 )
+from moecore.kernels.sparse_attention.gathered import attend_to_selected
 from tests.kernels.sparse_attention.oracle import sparse_attention_ref
 from tests.kernels.sparse_attention.test_sparse_attention import (
     DOCUMENTS,
@@ -107,12 +108,30 @@ def check_half(tokens: int, top_k: int, device: str) -> None:
         assert rows[0] <= 2 * rows[1] + 2**-9 * want.flatten(1).norm(dim=1).max(), name
 
 
-@pytest.mark.parametrize(("num_heads", "tokens", "top_k"), [(16, 2048, 256), (128, 1100, 300)])
+@pytest.mark.parametrize(
+    ("num_heads", "tokens", "top_k"), [(16, 2048, 256), (96, 700, 300), (128, 1100, 300)]
+)
 def test_bf16_is_at_most_twice_as_wrong_as_dense_attention(
     num_heads: int, tokens: int, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "H", num_heads)
     check_half(tokens, top_k, "cuda")
+
+
+@pytest.mark.parametrize("num_heads", [64, 96])
+def test_a_sink_adds_its_exponential_to_the_denominator(num_heads: int) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    q, keys, sinks = (
+        torch.randn(s, generator=g, device="cuda").bfloat16()
+        for s in ((40, num_heads, L + r), (900, L + r), (num_heads,))
+    )
+    selected = torch.arange(40 * 150, device="cuda", dtype=torch.int32).view(40, 150) % 900
+    o, lse = attend_to_selected(q, keys, selected, L, SCALE, None)
+    got, got_lse = attend_to_selected(q, keys, selected, L, SCALE, 4 * sinks)
+    want_lse = torch.logaddexp(lse, 4 * sinks.float())
+    torch.testing.assert_close(got_lse, want_lse)
+    want = o.float() * (lse - want_lse).exp()[..., None]
+    assert (got.float() - want).norm() <= 2**-8 * want.norm()
 
 
 def test_selects_the_keys_of_exact_scores() -> None:

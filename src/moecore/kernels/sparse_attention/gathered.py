@@ -10,10 +10,11 @@ rows exists. Products per query, key and head, of 2 FLOPs per dim:
     _sum_selected_rows_kernel              output in latent dims (L), gradient of the query (l)
     _sparse_attention_bwd_k_kernel         ds^T q (l), p^T do (L)
 
-In backward, p and ds of a chunk are in memory, 4 H K bytes per query. Therefore scores are computed
+In backward, p and ds of a chunk are in memory, 4 H P bytes per query. Therefore scores are computed
 once, no program has two large accumulators, and one program sums a key's gradient over all heads.
 Then 4 l K bytes per query are added to the keys' gradients by atomic additions in fp32. Their order
-is not deterministic. Per-key lists of queries would be deterministic but would not save products.
+is not deterministic. P is K rounded up to a multiple of 128. Scores after the last key are 0, so
+that loads need no mask by key: such a mask would make them 2 bytes wide.
 
 Legend: C queries, N keys, K selected keys, H heads, l = L + R dims of a latent key.
 """
@@ -32,6 +33,11 @@ from moecore.kernels.common import (
     tl,
     triton,
 )
+from moecore.kernels.sparse_attention.hopper import (
+    has_hopper_gathered_kernels,
+    sm90_sparse_attention_bwd_k_kernel,
+    sm90_sparse_attention_fwd_kernel,
+)
 
 HEADS = 64  # of a program: the least rows of a product on Hopper
 
@@ -39,8 +45,9 @@ HEADS = 64  # of a program: the least rows of a product on Hopper
 def has_gathered_kernels(q_tHd: Tensor, latent_dim: int, key_dim: int) -> bool:
     """Whether the kernels support the dtype, dims and device."""
     dims = latent_dim, key_dim - latent_dim
-    are_powers = all(16 <= n <= 512 and n & (n - 1) == 0 for n in dims)
-    return q_tHd.dtype in (torch.bfloat16, torch.float16) and are_powers and can_use_kernel(q_tHd)
+    min_dims = 32, 16 * cdiv(latent_dim, 128)  # a product has at least 16 columns
+    fit = all(a <= n <= 512 and n & (n - 1) == 0 for a, n in zip(min_dims, dims, strict=True))
+    return q_tHd.dtype in (torch.bfloat16, torch.float16) and fit and can_use_kernel(q_tHd)
 
 
 @triton.jit
@@ -127,8 +134,8 @@ def _sparse_attention_bwd_scores_kernel(
     do_ptr,  # [C, H, L]
     lse_ptr,  # [C, H] fp32
     delta_ptr,  # [C, H] fp32
-    p_ptr,  # [C, H, K]
-    ds_ptr,  # [C, H, K], times `scale`
+    p_ptr,  # [C, H, P], 0 where a tile of BK keys has fewer
+    ds_ptr,  # [C, H, P], times `scale`
     scale,
     H: tl.constexpr,
     L: tl.constexpr,
@@ -136,6 +143,7 @@ def _sparse_attention_bwd_scores_kernel(
     K: tl.constexpr,
     LANES: tl.constexpr,
     WIDEN: tl.constexpr,
+    P: tl.constexpr,  # K, as a multiple of BK
     BH: tl.constexpr,
     BK: tl.constexpr,
     BL: tl.constexpr,  # latent dims of a step
@@ -143,7 +151,7 @@ def _sparse_attention_bwd_scores_kernel(
 ):
     """Write p and ds of one query, BH heads and BK keys."""
     parts: tl.constexpr = (H + BH - 1) // BH
-    tiles: tl.constexpr = (K + BK - 1) // BK
+    tiles: tl.constexpr = P // BK
     query = (tl.program_id(0) // (parts * tiles)).to(tl.int64)
     heads = tl.program_id(0) // tiles % parts * BH + tl.arange(0, BH)
     columns = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
@@ -168,94 +176,104 @@ def _sparse_attention_bwd_scores_kernel(
     lse = tl.load(lse_ptr + query * H + heads, mask=heads < H, other=0.0)
     delta = tl.load(delta_ptr + query * H + heads, mask=heads < H, other=0.0)
     p = tl.exp2((s * scale - lse[:, None]) * 1.4426950408889634)
+    p = tl.where(is_key[None, :], p, 0.0)
     ds = p * (dp - delta[:, None]) * scale
-    at, store_mask = row * K + columns[None, :], mask & is_key[None, :]
-    tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=store_mask)
-    tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty), mask=store_mask)
+    at = row * P + columns[None, :]
+    tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=mask)
+    tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _sum_selected_rows_kernel(
-    w_ptr,  # [C, H, K]
-    keys_ptr,  # [N, D], part of the rows of L + R numbers
+    w_ptr,  # [C, H, P]
+    keys_ptr,  # [N, L + R]
     selected_ptr,  # [C, K] int32
-    out_ptr,  # [C, H, D], part of rows of WIDTH numbers
+    out_ptr,  # [C, H, L + R], or without `HAS_ROTATED` [C, H, L]
     H: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
-    LANES: tl.constexpr,  # K, as a power of two
+    LANES: tl.constexpr,
     WIDEN: tl.constexpr,
-    WIDTH: tl.constexpr,
+    P: tl.constexpr,
+    HAS_ROTATED: tl.constexpr,
     PARTS: tl.constexpr,  # programs of a query
     BH: tl.constexpr,  # all heads, as a power of two
     BK: tl.constexpr,
-    BL: tl.constexpr,  # dims of a program
     STAGES: tl.constexpr,
 ):
-    """Write the sum of w * key of one query, all heads, and BL of the D dims."""
+    """Write the sum of w * key of one query, all heads, and a part of the dims."""
     query = (tl.program_id(0) // PARTS).to(tl.int64)
-    heads, tile = tl.arange(0, BH), tl.arange(0, BK)
-    dims = tl.program_id(0) % PARTS * BL + tl.arange(0, BL)
+    part, heads, tile = tl.program_id(0) % PARTS, tl.arange(0, BH), tl.arange(0, BK)
+    latent = part * (L // PARTS) + tl.arange(0, L // PARTS)
+    turned = L + part * (R // PARTS) + tl.arange(0, R // PARTS)
     row = (query * H + heads)[:, None]
     mask = (heads < H)[:, None]
-    total = tl.zeros([BH, BL], dtype=tl.float32)
+    latent_sum = tl.zeros([BH, L // PARTS], dtype=tl.float32)
+    turned_sum = tl.zeros([BH, R // PARTS], dtype=tl.float32)
     num_keys = _count_keys(selected_ptr, query, K, LANES)
     for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
         is_key = begin + tile < num_keys
         key = tl.load(selected_ptr + query * K + begin + tile, mask=is_key, other=0).to(tl.int64)
-        w = tl.load(w_ptr + row * K + begin + tile[None, :], mask=mask & is_key[None, :], other=0.0)
-        k = tl.load(keys_ptr + key[:, None] * (L + R) + dims[None, :])
-        total += _multiply(w, k, WIDEN)
-    out = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * WIDTH + dims[None, :], out, mask=mask)
+        w = tl.load(w_ptr + row * P + begin + tile[None, :], mask=mask, other=0.0)
+        k_row = keys_ptr + key[:, None] * (L + R)
+        latent_sum += _multiply(w, tl.load(k_row + latent[None, :]), WIDEN)
+        if HAS_ROTATED:
+            turned_sum += _multiply(w, tl.load(k_row + turned[None, :]), WIDEN)
+    out_row = out_ptr + row * (L + R if HAS_ROTATED else L)
+    tl.store(out_row + latent[None, :], latent_sum.to(out_ptr.dtype.element_ty), mask=mask)
+    if HAS_ROTATED:
+        tl.store(out_row + turned[None, :], turned_sum.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _sparse_attention_bwd_k_kernel(
-    ds_ptr,  # [C, H, K]
-    q_ptr,  # [C, H, D], part of rows of L + R numbers
+    ds_ptr,  # [C, H, P]
+    q_ptr,  # [C, H, L + R]
     selected_ptr,  # [C, K] int32
-    dkeys_ptr,  # [N, D] fp32, part of rows of L + R numbers, added to
-    p_ptr,  # [C, H, K], or None for rotated dims
-    do_ptr,  # [C, H, L], or None
+    dkeys_ptr,  # [N, L + R] fp32, added to
+    p_ptr,  # [C, H, P]
+    do_ptr,  # [C, H, L]
     H: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
-    LANES: tl.constexpr,  # K, as a power of two
+    LANES: tl.constexpr,
     WIDEN: tl.constexpr,
+    P: tl.constexpr,
     PARTS: tl.constexpr,  # programs of a query
     BH: tl.constexpr,  # all heads, as a power of two
     BK: tl.constexpr,
-    BL: tl.constexpr,  # dims of a program
     STAGES: tl.constexpr,
 ):
-    """Add gradients of one query's keys, of BL of the D dims."""
+    """Add gradients of one query's keys, of a part of the dims."""
+    HALF: tl.constexpr = L // PARTS // 2  # both at once would need too much shared memory
     query = (tl.program_id(0) // PARTS).to(tl.int64)
-    heads, tile = tl.arange(0, BH), tl.arange(0, BK)
-    dims = tl.program_id(0) % PARTS * BL + tl.arange(0, BL)
+    part, heads, tile = tl.program_id(0) % PARTS, tl.arange(0, BH), tl.arange(0, BK)
+    low = part * (L // PARTS) + tl.arange(0, HALF)[None, :]
+    turned = L + part * (R // PARTS) + tl.arange(0, R // PARTS)[None, :]
     row = (query * H + heads)[:, None]
     mask = (heads < H)[:, None]
-    q = tl.load(q_ptr + row * (L + R) + dims[None, :], mask=mask, other=0.0)
-    if p_ptr is not None:
-        do = tl.load(do_ptr + row * L + dims[None, :], mask=mask, other=0.0)
+    q_row, do_row = q_ptr + row * (L + R), do_ptr + row * L
+    q_low = tl.load(q_row + low, mask=mask, other=0.0)
+    q_high = tl.load(q_row + low + HALF, mask=mask, other=0.0)
+    q_turned = tl.load(q_row + turned, mask=mask, other=0.0)
+    do_low = tl.load(do_row + low, mask=mask, other=0.0)
+    do_high = tl.load(do_row + low + HALF, mask=mask, other=0.0)
     num_keys = _count_keys(selected_ptr, query, K, LANES)
     for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
+        at = row * P + begin + tile[None, :]
+        ds = tl.load(ds_ptr + at, mask=mask, other=0.0)
+        p = tl.load(p_ptr + at, mask=mask, other=0.0)
         is_key = begin + tile < num_keys
         key = tl.load(selected_ptr + query * K + begin + tile, mask=is_key, other=0).to(tl.int64)
-        at = row * K + begin + tile[None, :]
-        ds = tl.load(ds_ptr + at, mask=mask & is_key[None, :], other=0.0)
-        rows = _multiply(ds.T, q, WIDEN)
-        if p_ptr is not None:
-            p = tl.load(p_ptr + at, mask=mask & is_key[None, :], other=0.0)
-            rows += _multiply(p.T, do, WIDEN)
-        tl.atomic_add(
-            dkeys_ptr + key[:, None] * (L + R) + dims[None, :],
-            rows,
-            mask=is_key[:, None],
-            sem="relaxed",
-        )
+        out, is_key = dkeys_ptr + key[:, None] * (L + R), is_key[:, None]
+        dk = _multiply(ds.T, q_low, WIDEN) + _multiply(p.T, do_low, WIDEN)
+        tl.atomic_add(out + low, dk, mask=is_key, sem="relaxed")
+        dk = _multiply(ds.T, q_high, WIDEN) + _multiply(p.T, do_high, WIDEN)
+        tl.atomic_add(out + low + HALF, dk, mask=is_key, sem="relaxed")
+        dk = _multiply(ds.T, q_turned, WIDEN)
+        tl.atomic_add(out + turned, dk, mask=is_key, sem="relaxed")
 
 
 def attend_to_selected(
@@ -272,18 +290,14 @@ def attend_to_selected(
     lse_CH = q_CHl.new_empty(C, H, dtype=torch.float32)
     selected_CK = selected_CK.contiguous()
     sinks = q_CHl if sinks_H is None else sinks_H.contiguous()
-    launch(
-        _sparse_attention_fwd_kernel,
-        C * cdiv(H, HEADS),
-        *(q_CHl.contiguous(), keys_Nl.contiguous(), selected_CK, sinks, o_CHL, lse_CH),
-        scale,
-        **_list_constants(H, latent_dim, key_dim, K),
-        HAS_SINKS=sinks_H is not None,
-        BH=HEADS,
-        BK=64,
-        STAGES=2,
-        num_warps=8,
-    )
+    args = (q_CHl.contiguous(), keys_Nl.contiguous(), selected_CK, sinks, o_CHL, lse_CH, scale)
+    constants = _list_constants(H, latent_dim, key_dim, K) | dict(HAS_SINKS=sinks_H is not None)
+    constants |= dict(BH=HEADS, BK=64, num_warps=8)
+    if has_hopper_gathered_kernels(q_CHl, latent_dim):
+        del constants["WIDEN"]
+        launch(sm90_sparse_attention_fwd_kernel, C * cdiv(H, HEADS), *args, **constants)
+    else:
+        launch(_sparse_attention_fwd_kernel, C * cdiv(H, HEADS), *args, **constants, STAGES=2)
     return o_CHL, lse_CH
 
 
@@ -304,49 +318,38 @@ def differentiate_selected(
     (C, H, key_dim), (K, L) = q_CHl.shape, (selected_CK.shape[1], do_CHL.shape[2])
     q_CHl, keys_Nl, dq_CHl = q_CHl.contiguous(), keys_Nl.contiguous(), torch.empty_like(q_CHl)
     selected_CK = selected_CK.contiguous()
-    o_CHL, (p_CHK, ds_CHK) = torch.empty_like(do_CHL), q_CHl.new_empty(2, C, H, K)
-    constants = _list_constants(H, L, key_dim, K)
+    P = 128 * cdiv(K, 128)
+    o_CHL, (p_CHP, ds_CHP) = torch.empty_like(do_CHL), q_CHl.new_empty(2, C, H, P)
+    constants = dict(_list_constants(H, L, key_dim, K), P=P, num_warps=8)
     heads = min(128, max(HEADS, next_power_of_2(H)))
     launch(
         _sparse_attention_bwd_scores_kernel,
-        C * cdiv(H, heads) * cdiv(K, 128),
-        *(q_CHl, keys_Nl, selected_CK, do_CHL, lse_CH, delta_CH, p_CHK, ds_CHK, scale),
+        C * cdiv(H, heads) * (P // 128),
+        *(q_CHl, keys_Nl, selected_CK, do_CHL, lse_CH, delta_CH, p_CHP, ds_CHP, scale),
         **constants,
         BH=heads,
         BK=128,
         BL=min(64, L),
         STAGES=4,
-        num_warps=8,
     )
-    constants = constants | dict(BH=max(HEADS, next_power_of_2(H)), BK=64, num_warps=8)
-    for w_CHK, part, out in (
-        (p_CHK, slice(L), o_CHL),
-        (ds_CHK, slice(L), dq_CHl[..., :L]),
-        (ds_CHK, slice(L, None), dq_CHl[..., L:]),
-    ):
-        width = min(256, out.shape[2])
+    parts = cdiv(L, 256)
+    constants |= dict(BH=max(HEADS, next_power_of_2(H)), BK=64, PARTS=parts)
+    for w_CHP, out in ((p_CHP, o_CHL), (ds_CHP, dq_CHl)):
         launch(
             _sum_selected_rows_kernel,
-            C * (out.shape[2] // width),
-            *(w_CHK, keys_Nl[:, part], selected_CK, out),
+            C * parts,
+            *(w_CHP, keys_Nl, selected_CK, out),
             **constants,
-            WIDTH=out.stride(1),
-            PARTS=out.shape[2] // width,
-            BL=width,
-            STAGES=3,
+            HAS_ROTATED=out is dq_CHl,
+            STAGES=5,
         )
-    for part, p_and_do in ((slice(L), (p_CHK, do_CHL)), (slice(L, None), (None, None))):
-        q_part = q_CHl[..., part]
-        width = min(256, q_part.shape[2])
-        launch(
-            _sparse_attention_bwd_k_kernel,
-            C * (q_part.shape[2] // width),
-            *(ds_CHK, q_part, selected_CK, dkeys_Nl[:, part], *p_and_do),
-            **constants,
-            PARTS=q_part.shape[2] // width,
-            BL=width,
-            STAGES=2,
-        )
+    args = (ds_CHP, q_CHl, selected_CK, dkeys_Nl, p_CHP, do_CHL)
+    if has_hopper_gathered_kernels(q_CHl, L):
+        del constants["WIDEN"], constants["BH"]
+        launch(sm90_sparse_attention_bwd_k_kernel, C * parts, *args, **constants)
+    else:
+        constants |= dict(PARTS=cdiv(L, 128), STAGES=2)
+        launch(_sparse_attention_bwd_k_kernel, C * cdiv(L, 128), *args, **constants)
     return dq_CHl, o_CHL
 
 
