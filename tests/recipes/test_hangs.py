@@ -1,10 +1,14 @@
 import re
 import socket
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from moecore.recipes import hangs
 from moecore.recipes.hangs import find_missing_ranks, format_report, summarize_collectives
 from tests.recipes import hanging
 from tests.recipes.launched import launched
@@ -39,6 +43,24 @@ def test_the_report_names_the_rank_that_did_not_arrive(
     assert re.match(rf"  rank 1 on {host} for \d+ s: step 2, in {of_rank_1}, {stack}", found["1"])
     start = rf"  rank 0 on {host} for \d+ s: step 2, in {of_rank_0}, at File .*, waits in "
     assert re.match(rf"{start}gloo:\w+, number \d+ of gloo group \d+", found["0"]), found["0"]
+
+
+def test_a_report_that_fails_ends_its_rank(monkeypatch: Any, capfd: Any) -> None:
+    def read_nothing() -> None:
+        raise KeyError("entries")
+
+    store = dist.HashStore()
+    store.set(hangs.KEY, "")  # another rank's timeout
+    world = SimpleNamespace(get_group_store=lambda: SimpleNamespace(clone=lambda: store))
+    monkeypatch.setattr(hangs.dist, "group", SimpleNamespace(WORLD=world))
+    monkeypatch.setattr(hangs, "read_flight_recorder", read_nothing)
+    monkeypatch.setattr(hangs, "get_default_timeout", lambda: None)
+    for name in ("get_rank", "get_world_size"):
+        monkeypatch.setattr(hangs.dist, name, lambda: 1)
+    monkeypatch.setattr(hangs.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        hangs.HangWatch(0.1)._run()
+    assert ended.value.code == 1 and "KeyError: 'entries'" in capfd.readouterr().err
 
 
 def record(rank: int, waits: Any = None, phase: str = "forward and backward", **last: int) -> Any:
