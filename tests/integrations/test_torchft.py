@@ -5,14 +5,8 @@ The steps that were made are made again by one process, of the same batches.
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,152 +17,32 @@ from torch import nn
 
 pytest.importorskip("torchft", reason="the replicas are torchft's, which extra `torchft` has")
 
-from torchft.coordination import LighthouseServer
+from benchmarks.kills import Plan, read_newest_step, run_replicas
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder
 from moecore.train import AdamW, QKClip
-from tests.integrations.torchft_runs import MODEL, NUM_RANKS, ROWS, SEQ_LEN, batch_of, main
-from tests.recipes.test_cluster import free_port
-
-SERVER = multiprocessing.get_context("forkserver")  # imports once what each rank imports
-SERVER.set_forkserver_preload(["moecore.integrations.torchft", main.__module__])
-STEPS = int(os.environ.get("MOECORE_REPLICA_STEPS", "40"))
-KILLS = max(2, STEPS // 40)
-PATIENCE_S = 120.0  # for what takes seconds
-
-
-class Replica:
-    """Two processes of one replica."""
-
-    def __init__(self, number: int, folder: Path, lighthouse: str, *more: int) -> None:
-        self.logs = [folder / f"replica{number}-{rank}.jsonl" for rank in range(NUM_RANKS)]
-        env = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-        env |= {"TORCHFT_LIGHTHOUSE": lighthouse, "WORLD_SIZE": str(NUM_RANKS)}
-        self.ranks = [
-            SERVER.Process(target=main, args=(log, env | {"RANK": str(rank)}, *more))
-            for rank, log in enumerate(self.logs)
-        ]
-        for rank in self.ranks:
-            rank.start()
-
-    @property
-    def steps(self) -> int:
-        """Steps that its first rank has made."""
-        return sum("norm" in row for row in lines_of(self.logs[0]))
-
-    def stop(self) -> None:
-        for rank in self.ranks:
-            rank.kill()
-            rank.join()
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a log; the last one of a killed rank may be cut."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-
-
-@contextmanager
-def lighthouse() -> Iterator[str]:
-    server = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=20_000, heartbeat_timeout_ms=1000
-    )
-    try:
-        yield server.address()
-    finally:
-        server.shutdown()
-
-
-def wait(until: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not until():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
-
-
-def run(folder: Path, num_replicas: int, kills: int, seed: int) -> list[dict[str, Any]]:
-    """Train while replicas, or one of their ranks, are killed and come back; return all lines."""
-    choose, everyone = random.Random(seed), list[Replica]()
-    with lighthouse() as address:
-        try:
-            everyone += [Replica(i, folder, address) for i in range(num_replicas)]
-            here = everyone.copy()
-            for _ in range(kills):
-                wait(lambda: all(one.steps for one in here), "a replica does not come")
-                victim = here.pop(choose.randrange(num_replicas))
-                go_on(here[0], choose.randint(1, STEPS // (2 * kills)))
-                for rank in choose.choice([[0], [1], [0, 1]]):
-                    victim.ranks[rank].kill()
-                time.sleep(choose.uniform(0, 0.5))
-                victim.stop()  # as torchrun does when a rank has died
-                go_on(here[0], choose.randint(2, 4))
-                here.append(Replica(len(everyone), folder, address))
-                everyone.append(here[-1])
-            wait(lambda: all(one.steps for one in here), "a replica does not come")
-            last = max(row["place"][0] for row in lines_of(here[0].logs[0]))
-            draft = folder / "draft"
-            draft.write_text(str(max(STEPS, last + 30)))
-            draft.rename(folder / "stop")
-            ranks = [rank for one in here for rank in one.ranks]
-            wait(lambda: all(rank.exitcode is not None for rank in ranks), "ranks do not end")
-            assert not any(rank.exitcode for rank in ranks)
-        finally:
-            for one in everyone:
-                one.stop()
-    return [row for one in everyone for log in one.logs for row in lines_of(log)]
-
-
-def go_on(one: Replica, number: int) -> None:
-    """Wait until a replica has made so many steps more."""
-    least = one.steps + number
-    wait(lambda: one.steps >= least, "no step is made")
-
-
-def replayed(made: dict[int, int]) -> list[tuple[float, list[float]]]:
-    """Return norm and losses of steps with so many replicas, made by one process."""
-    model = Decoder(MODEL)
-    model.init_weights(0)
-    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
-    step = TrainStep(model, AdamW(model.parameters(), lr=1e-4), max_norm=1.0)
-    found = []
-    for number in sorted(made):
-        step.num_micro_batches = made[number] * NUM_RANKS
-        places = [(r, rank) for r in range(made[number]) for rank in range(NUM_RANKS)]
-        losses = step.forward_backward([batch_of(number, *place) for place in places])
-        done = step.finish()
-        found.append((float(done.norm.total), losses.tolist()))
-    return found
+from tests.integrations.torchft_runs import (
+    MODEL,
+    PAUSE_STEP,
+    Replica,
+    go_on,
+    lighthouse,
+    lines_of,
+    wait,
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_replicas_that_are_killed_lose_no_step(num_replicas: int, tmp_path: Path) -> None:
-    rows = run(tmp_path, num_replicas, KILLS, seed=num_replicas)
-    made = [row for row in rows if "norm" in row]
-    sizes, digests, norms = (defaultdict[Any, set[Any]](set) for _ in range(3))
-    for row in made:
-        (number, _, size), rank = row["place"], row["rank"]
-        sizes[number].add(size)
-        digests[number, rank].add(row["digest"])
-        norms[number].add((row["norm"], row["chosen"]))
-    # Each step was made once, by one set of replicas, and all of them then had the same bits.
-    assert len(sizes) >= STEPS and sorted(sizes) == list(range(len(sizes)))
-    assert all(len(found) == 1 for found in (*sizes.values(), *digests.values(), *norms.values()))
-    replicas_of = {number: max(found) for number, found in sizes.items()}
-    assert num_replicas - 1 in replicas_of.values() and num_replicas in replicas_of.values()
-    layers = MODEL.num_layers - len(MODEL.dense_layers)
-    choices = layers * MODEL.moe.top_k * ROWS * SEQ_LEN * NUM_RANKS
-    for number, (norm, losses) in enumerate(replayed(replicas_of)):
-        ((found, chosen),) = norms[number]
-        assert found == pytest.approx(norm, rel=1e-4) and chosen == choices * replicas_of[number]
-        for row in made:
-            if row["place"][0] == number:
-                own = losses[row["place"][1] * NUM_RANKS + row["rank"]]
-                assert row["loss"] == pytest.approx(own, rel=1e-4)
-    # A kill costs each rank that stays one attempt at most.
-    dropped = [row for row in rows if "norm" not in row]
-    assert len(dropped) <= KILLS * (num_replicas - 1) * NUM_RANKS, dropped
+    """The run also checks that each step was made once, and that its replicas had the same bits."""
+    plan = Plan(steps=40, every=(5, 15), num_replicas=num_replicas, timeout_s=20.0, seed=0)
+    figures = run_replicas(plan, tmp_path)
+    assert figures["steps"] >= plan.steps and figures["kills"] >= 2 and figures["timeouts"] == 0
+    assert 0 < figures["full_steps"] < figures["steps"] and figures["difference"] < 1e-4
+    # A kill costs each replica that stays one attempt at most.
+    assert figures["lost_steps"] <= figures["kills"] * (num_replicas - 1)
 
 
 @pytest.mark.slow
@@ -196,6 +70,24 @@ def test_a_replica_that_made_steps_apart_ends(tmp_path: Path) -> None:
         if "norm" in row:
             digests[row["place"][0], row["rank"]].add(row["digest"])
     assert all(len(found) == 1 for found in digests.values())
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_longer_than_another_does_not_end_its_replica(tmp_path: Path) -> None:
+    """Rank 0 misses the lost replica 3 seconds before rank 1 begins to wait for it."""
+    with lighthouse() as address:
+        stays, leaves = (Replica(i, tmp_path, address, -1, 0, 6.0, (3, 1000)[i]) for i in range(2))
+        try:
+            wait(lambda: read_newest_step([leaves]) == PAUSE_STEP - 1, "no step is made")
+            time.sleep(1)
+            leaves.ranks[0].kill()  # rank 1 sleeps, and keeps its connections
+            wait(
+                lambda: read_newest_step([stays]) > PAUSE_STEP + 3,
+                "the other replica does not go on",
+            )
+            assert all(rank.exitcode is None for rank in stays.ranks)
+        finally:
+            stays.stop(), leaves.stop()
 
 
 @pytest.mark.parametrize("aborted", [None, RuntimeError("aborted")])

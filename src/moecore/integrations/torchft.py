@@ -74,7 +74,8 @@ class Replicas:
         first_step: number of optimizer steps of a loaded checkpoint.
         min_replicas: minimum number of replicas of a step; fewer replicas wait.
         timeout_s: seconds after which a replica that does not answer has left. It must exceed the
-            duration of any step, including compilation in the first step.
+            duration of any step, including compilation in the first step. A vote has twice and a
+            quorum three times this timeout.
 
     Raises:
         ValueError: if the loss is a sum; from `begin`, if a `QKClip` watches the model.
@@ -122,6 +123,7 @@ class Replicas:
         timeout = timedelta(seconds=timeout_s)
         is_cpu = request.meshes.device_type == "cpu"
         self._group = ProcessGroupGloo(timeout) if is_cpu else ProcessGroupNCCL(timeout)
+        # Another rank or replica may wait in a collective for `timeout` before it votes or joins.
         self._manager = Manager(
             pg=self._group,
             load_state_dict=self._load_state,
@@ -129,8 +131,8 @@ class Replicas:
             min_replica_size=min_replicas,
             init_sync=False,  # ranks of a replica would receive states of different replicas
             use_async_quorum=False,  # a rejoining replica needs its state before its forward
-            timeout=timeout,
-            quorum_timeout=timeout,
+            timeout=2 * timeout,
+            quorum_timeout=3 * timeout,
             connect_timeout=timeout,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
