@@ -3,6 +3,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -249,6 +250,20 @@ def test_a_worker_that_is_killed_is_one_line(capfd: pytest.CaptureFixture[str]) 
     straight = loader(Slow())
     next(straight)
     assert torch.equal(next(other)["input_ids"], next(straight)["input_ids"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_leaves_workers(number: signal.Signals) -> None:
+    """A scheduler or a terminal sends it; the rank saves a checkpoint, for which it reads on."""
+    one, straight = loader(Slow(), workers=1), loader(Slow())
+    next(one), next(straight)
+    (worker,) = one._batch_iterator._workers  # type: ignore[union-attr]
+    subprocess.run(["kill", f"-{number.value}", str(worker.pid)], check=True)
+    for _ in range(9):
+        assert torch.equal(next(one)["input_ids"], next(straight)["input_ids"])
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0
 
 
 # What rank 1 of two has otherwise, and the beginning of the error of both.

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -194,6 +196,7 @@ class PositionedLoader(Generic[Batch]):
                 collate_fn=_identity,
                 generator=torch.Generator(),  # torch's default generator is part of a run's state
                 prefetch_factor=2 if self._workers else None,
+                worker_init_fn=_ignore_job_signals,
             )
             with _restore_sigchld_handler(), torch.device("cpu"):  # `iter` draws a seed on the CPU
                 self._batch_iterator = iter(loader)
@@ -355,6 +358,21 @@ def _restore_sigchld_handler() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGCHLD) is not before:  # set in the main thread only
             signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
+
+
+def _ignore_job_signals(_: int) -> None:
+    """Let only its rank end this worker by SIGTERM; the job's SIGTERM or Ctrl-C stops the rank."""
+    if not hasattr(signal, "sigwaitinfo"):
+        return
+    numbers = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def wait_for_rank() -> None:
+        while signal.sigwaitinfo(numbers).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait_for_rank, daemon=True).start()
 
 
 def _identity(batch: Any) -> Any:
