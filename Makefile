@@ -22,7 +22,7 @@ wait $$interpreted || code=$$?; cat $$log; exit $$code
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test nightly test-for test-oldest test-newest test-peers test-extras site quick quick-ranks golden demo bench card bench-docs lint format clean
+.PHONY: help venv test nightly test-for test-oldest test-newest test-peers test-extras site quick quick-ranks golden demo bench kills card bench-docs lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 13
@@ -91,6 +91,9 @@ demo: $(READY)  ## train the tiny preset into runs/demo
 
 bench: $(READY)  ## run the benchmarks (on a GPU; else a smoke), then: make bench-docs
 	$(PY) -m pytest -q benchmarks $(ARGS)
+
+kills: $(READY)  ## kill ranks in 3,000 steps, three ways to go on (half an hour; needs .[torchft])
+	$(ON_CPUS) $(PY) -m benchmarks.kills $(ARGS)
 
 card: $(READY)  ## run a published figure's step on GPUs beside it: make card CARD=qwen3-30b-a3b-1gpu
 	$(PY) -m benchmarks.card $(CARD) $(ARGS)
