@@ -87,6 +87,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--recompute", nargs="*", default=(), help="parts of MemoryOptions.recompute")
     add("--offload-frozen", action="store_true", help="keep 4-bit experts in host memory")
     add("--checkpointing", action="store_true", help="recompute each layer, as transformers does")
+    add("--eager", dest="compile", action="store_false", help="without torch.compile")
     add("--moments", choices=get_args(MomentDtype), default="float32", help="AdamW's moments")
     add("--limit-gib", type=float, help="of the allocator's memory, in which all must fit")
     add("--warm-up", type=int, default=4, help="steps that do not count")
@@ -108,6 +109,7 @@ def describe(args: argparse.Namespace) -> Row:
         **{name: getattr(args, name) for name in names},
         "experts_strategy": args.experts_strategy,
         "recompute": list(args.recompute),
+        "compile": args.compile,
         "frozen_dense": args.frozen_dense,
         "offload_frozen": args.offload_frozen,
         "moments": args.moments,
@@ -142,7 +144,7 @@ def build(args: argparse.Namespace, meshes: Meshes) -> Any:
         precision=Precision(frozen=args.precision, frozen_dense=True)
         if args.frozen_dense
         else args.precision,
-        dense=DenseOptions(compile=not args.frozen_dense),
+        dense=DenseOptions(compile=args.compile),
         memory=MemoryOptions(recompute=tuple(args.recompute), offload_frozen=args.offload_frozen),
         fsdp=FSDPOptions(
             param_dtype=get_compute_dtype(meshes),

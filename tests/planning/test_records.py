@@ -1,3 +1,4 @@
+import argparse
 import json
 from dataclasses import replace
 from functools import cache
@@ -5,9 +6,21 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
+from benchmarks.bench_hf import make_qwen3_config
 from benchmarks.bench_plan import CASES
 
-from moecore.planning import CostTable, dry_run, plan_peak_memory, plan_time
+from moecore import FSDPOptions, MemoryOptions, Precision
+from moecore.families.transformers.lora import LoRAOptions
+from moecore.planning import (
+    CostTable,
+    OptimizerOptions,
+    TrainingRun,
+    TransformersModel,
+    dry_run,
+    plan_peak_memory,
+    plan_time,
+)
 from moecore.planning.segments import SampledRun
 from moecore.planning.times import TimePlan
 
@@ -31,6 +44,14 @@ GPUS = {
     "NVIDIA H200": "h200-141",
     "NVIDIA H100 80GB HBM3": "h100-80",
     "2 x NVIDIA H100 80GB HBM3": "h100-80",
+}
+
+LORA = PLANNING.parent / "lora" / "2026-11-30-nvidia-h200.jsonl"
+ON_LORA_HOST = "rank 16, 48 layers of qwen3-30b-a3b"  # the host limits its step
+ADAPTED = {
+    ON_LORA_HOST: dict(preset="qwen3-30b-a3b", precision="nf4", rank=16),
+    "8 layers of qwen3-235b-a22b": dict(preset="qwen3-235b-a22b", offload_frozen=False),
+    "experts in host memory": dict(preset="qwen3-235b-a22b", offload_frozen=True),
 }
 
 
@@ -86,3 +107,28 @@ def test_copies_to_the_host_are_the_wall_beyond_compute() -> None:
     for case in RECORDS:
         hidden = planned(case)[-1].parts["pcie"] == 0
         assert hidden == ("offloaded" not in case and "levers" not in case), case
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+def test_adapters(case: str) -> None:
+    """Plans of LoRA over 4-bit experts of a transformers model, whose norms are one kernel each."""
+    rows = map(json.loads, LORA.read_text().splitlines())
+    row = next(row for row in rows if row | ADAPTED[case] == row)
+    config = make_qwen3_config(argparse.Namespace(**row)).to_dict()
+    model = TransformersModel.of(config | {"architectures": ["Qwen3MoeForCausalLM"]})
+    lora, recompute = LoRAOptions(rank=row["rank"]), row["checkpointing"]
+    run = TrainingRun(
+        model=replace(model, lora=lora, recompute=recompute),
+        num_gpus=1,
+        seq_len=row["seq_len"],
+        batch_size=row["batch_size"],
+        precision=Precision.of(row["precision"]),
+        memory=MemoryOptions(offload_frozen=row.get("offload_frozen", False)),
+        optimizer=OptimizerOptions(moment_dtype=row["moments"]),
+        fsdp=FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim"),
+    )
+    assert max(plan_peak_memory(run)) / 2**30 == pytest.approx(row["peak_gib"], rel=0.01)
+    time = plan_time(run, CostTable.of("h200-141"))
+    assert (time.limit == "host") == (case == ON_LORA_HOST)
+    if case != ON_LORA_HOST:
+        assert time.seconds * 1e3 == pytest.approx(row["step_ms"], rel=0.05)

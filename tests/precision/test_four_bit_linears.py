@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from moecore import (
     DenseOptions,
@@ -24,6 +26,7 @@ from moecore.io import export_hf, init_adapters, latest, load, load_hf, merge_ad
 from moecore.kernels.rows.four_bit import dequantise, quantise
 from moecore.moe.stored_weights import get_four_bit_blocks
 from moecore.parallelize import plan_sharding
+from moecore.precision.apply import list_storable_linears
 from tests.families.transformers.hf_models import random_model
 from tests.families.transformers.lora_cases import adapted_model, batches, lora_config, peft
 from tests.helpers.ranks import run_ranks
@@ -91,6 +94,40 @@ def test_bits_are_of_the_dequantised_values(
     assert compare(0, torch.device("cpu"), case) == (num_linears, True)
 
 
+def test_a_compiled_step_has_the_bits_of_an_eager_step(
+    no_group_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the MoE layer breaks a graph, and autograd saves no weight."""
+    expected = results(parallelized(NF4))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch.compiler.reset()
+    counters.clear()
+    model = parallelized(NF4, dense=DenseOptions(compile=True))
+    saved: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape) if tensor.is_floating_point() else ())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = results(model)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert not {(128, 128), (64, 128)} & set(saved)  # of queries, keys, values and the output
+    graphs = 3  # the dense layer, and the layer with experts before and after them
+    assert counters["stats"]["unique_graphs"] == graphs
+    (reason,) = counters["graph_break"]
+    assert "MoELayer.forward" in reason
+
+
+def test_weights_that_other_modules_read_keep_their_dtype() -> None:
+    """A fused scan and multi-head attention of torch read the weight of `out_proj`."""
+    scan = nn.ModuleDict({"in_proj": nn.Linear(64, 64), "out_proj": nn.Linear(64, 64)})
+    model = nn.ModuleDict({"mixer": scan, "self_attn": nn.MultiheadAttention(64, 1)})
+    assert list(list_storable_linears(model, NF4)) == ["mixer.out_proj"]
+    scan.ssm_state_size = 16
+    assert not list_storable_linears(model, NF4)
+
+
 SHARDED: list[dict[str, Any]] = [
     dict(folding=dict(ep=4)),
     dict(folding=dict(ep=4), fsdp=FSDPOptions(dense_strategy="no_shard")),
@@ -109,6 +146,7 @@ def test_a_linear_dequantises_in_backward(
 ) -> None:
     """No weight waits for backward, and the plan counts its 4 bits."""
     from moecore.moe import stored_weights
+    from moecore.precision import stored
 
     alive: list[Any] = []
 
@@ -119,7 +157,8 @@ def test_a_linear_dequantises_in_backward(
         alive.append(weakref.ref(value.untyped_storage()))
         return value
 
-    monkeypatch.setattr(stored_weights, "dequantise", counted)
+    for module in (stored_weights, stored):  # experts, linears
+        monkeypatch.setattr(module, "dequantise", counted)
     model = parallelized(NF4)
     loss = model(**batches(0)[0], use_cache=False).loss
     num_matrices = sum(LAYERS) + 2
@@ -200,9 +239,6 @@ def test_linears_with_a_recipe_keep_their_dtype(no_group_left: None) -> None:
 REFUSED = {
     r"q_proj.base_layer.weight \(trained\) must be frozen with Precision.frozen_dense": dict(
         trained=True
-    ),
-    r"DenseOptions.compile \(True\) must be False with Precision.frozen_dense": dict(
-        dense=DenseOptions(compile=True)
     ),
     r"DenseOptions.graph \(True\) must be False with Precision.frozen_dense": dict(
         dense=DenseOptions(graph=True)

@@ -5,12 +5,8 @@ The experts of a `MoELayer` have no linears: the layer reads `Precision.find_rec
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -104,7 +100,7 @@ def list_storable_linears(model: nn.Module, precision: Precision | None) -> dict
     """Return the linears that `Precision.frozen_dense` stores in 4 bits, by clean module name.
 
     They have a role, no FP8 recipe, a weight of their own, and inputs that groups of values divide.
-    The class of the parent does not read the weight.
+    `nn.MultiheadAttention` and the fused scans of Mamba layers read weights of their `out_proj`.
     """
     if precision is None or precision.frozen is None or not precision.frozen_dense:
         return {}
@@ -121,18 +117,11 @@ def list_storable_linears(model: nn.Module, precision: Precision | None) -> dict
             and has_forward
             and module.in_features % group == 0
             and uses[module.weight] == 1
-            and not _reads_weight(type(modules[parent]), leaf)  # type: ignore[arg-type]
+            and not isinstance(modules[parent], nn.MultiheadAttention)
+            and not (leaf == "out_proj" and hasattr(modules[parent], "ssm_state_size"))
         ):
             storable[name] = module
     return storable
-
-
-@functools.cache
-def _reads_weight(parent: type[nn.Module], child_name: str) -> bool:
-    """Whether the source of a module class mentions the weight of its child `child_name`."""
-    with suppress(OSError, TypeError):  # a class without source
-        return re.search(rf"\b{child_name}\.weight\b", inspect.getsource(parent)) is not None
-    return False
 
 
 def defer_linears(model: nn.Module) -> None:

@@ -22,9 +22,10 @@ from moecore.base.options.precision import FrozenFormat, Precision
 from moecore.base.params import clean_name, get_local_param
 from moecore.base.regions import run_product
 from moecore.base.torch_private import get_autocast_dtype, get_local_tensor
-from moecore.kernels.linear import Gradients, LinearProducts, linear
+from moecore.kernels.linear import LinearProducts
+from moecore.kernels.ops import Op
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
-from moecore.kernels.rows.four_bit import FORMATS
+from moecore.kernels.rows.four_bit import FORMATS, dequantise
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import MatrixShard, quantise_blocks_, write_block_amax_
 from moecore.moe.experts import Experts
@@ -106,9 +107,8 @@ def find_linear_storage_problem(
         return f"model ({type(model).__name__}) must have linears to store {suffix}: drop it"
     if tp > 1:
         return f"ParallelConfig.tp ({tp}) must be 1 {suffix}: use dp_shard or cp instead"
-    for option in ("compile", "graph"):
-        if getattr(dense, option):
-            return f"DenseOptions.{option} (True) must be False {suffix}: drop one of them"
+    if dense.graph:
+        return f"DenseOptions.graph (True) must be False {suffix}: drop one of them"
     for name, module in linears.items():
         if module.weight.requires_grad:
             fix = "call requires_grad_(False), or add adapters first (peft.get_peft_model)"
@@ -231,45 +231,50 @@ class FourBitProducts(LinearProducts):
     Forward and backward each dequantise the weight. Backward saves no tensor.
     """
 
-    differentiable_twice = True
-
     @override
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
         """Return x @ weight^T + bias. `training` has no effect."""
-        return run_product(self._multiply, x, weight, bias)  # type: ignore[no-any-return]
+        x = x.to(get_autocast_dtype(x) or x.dtype)
+        bias_N = None if bias is None else get_local_param(bias)
+        blocks = get_four_bit_blocks(weight)
+        assert blocks is not None, "the weight is stored in 4 bits"
+        args = x, bias_N, blocks.values, blocks.scales, blocks.kind
+        return run_product(_four_bit_linear, *args)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         """Return the name of the products."""
         return "weight in 4 bits"
 
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x @ weight^T + bias as one autograd node, which gets no weight but its blocks."""
-        x = x.to(get_autocast_dtype(x) or x.dtype)
-        bias_N = None if bias is None else get_local_param(bias)
-        return linear((x, None, bias_N, get_four_bit_blocks(weight)), type(self), None)
 
-    @override
-    @staticmethod
-    def forward(x: Tensor, weight: None, bias_N: Tensor | None, blocks: Blocks) -> Tensor:
-        """Return y [..., N] = x [..., K] @ weight^T + bias; `bias_N` None = no bias."""
-        return F.linear(x, read_four_bit_values(blocks, x.dtype), bias_N)
+def _multiply(
+    x: Tensor, bias_N: Tensor | None, values: Tensor, scales: Tensor, kind: str
+) -> Tensor:
+    """Return y [..., N] = x [..., K] @ weight^T + bias; `bias_N` None = no bias."""
+    return F.linear(x, dequantise(Blocks(values, scales, kind), x.dtype), bias_N)
 
-    @override
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], y: Tensor) -> None:
-        """Store the blocks and the dtype of x in `ctx`."""
-        x, _, _, ctx.blocks = inputs
-        ctx.dtype = x.dtype
 
-    @override
-    @staticmethod
-    def compute_gradients(ctx: Any, dy: Tensor) -> Gradients:
-        """Return dx, None for the frozen weight, and dbias; None if not needed."""
-        wants_x, _, wants_bias, *_ = ctx.needs_input_grad
-        dy_TN, dx = dy.reshape(-1, dy.shape[-1]), None
-        if wants_x:
-            dx_TK = dy_TN.mm(read_four_bit_values(ctx.blocks, ctx.dtype))
-            dx = dx_TK.view(*dy.shape[:-1], dx_TK.shape[1])
-        return dx, None, dy_TN.sum(0) if wants_bias else None
+def _store_blocks_in_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Store the blocks and the dtype of x in `ctx`, outside of the saved tensors."""
+    x, _, *blocks = inputs
+    ctx.blocks, ctx.dtype = Blocks(*blocks), x.dtype
+
+
+def _compute_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Return dx and dbias, None if not needed, and None for the other inputs."""
+    wants_x, wants_bias, *_ = ctx.needs_input_grad
+    dy_TN, dx = dy.reshape(-1, dy.shape[-1]), None
+    if wants_x:
+        dx_TK = dy_TN.mm(dequantise(ctx.blocks, ctx.dtype))
+        dx = dx_TK.view(*dy.shape[:-1], dx_TK.shape[1])
+    return dx, dy_TN.sum(0) if wants_bias else None, None, None, None
+
+
+_four_bit_linear: Op[Tensor] = Op(
+    "four_bit_linear",
+    _multiply,
+    lambda x, bias_N, values, *_: x.new_empty(*x.shape[:-1], values.shape[0]),
+    setup_context=_store_blocks_in_context,
+    backward=_compute_gradients,
+)

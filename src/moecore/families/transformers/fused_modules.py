@@ -37,6 +37,7 @@ from moecore.kernels.hyper_connections import (
     collapse_streams,
     expand_streams,
 )
+from moecore.kernels.meta import meta_is_gpu
 
 LAYER, CONNECTION = "DeepseekV4DecoderLayer", "DeepseekV4HyperConnection"
 EPS = ("variance_epsilon", "eps")  # attribute names of eps in transformers' classes
@@ -77,7 +78,8 @@ def _get_eps(module: nn.Module) -> float | None:
 def _apply_rms_norm(module: Any, x: Tensor) -> Tensor:
     """Replacement forward of an RMS norm: the fused kernel on GPUs, otherwise the class's code."""
     weight_D = module.weight
-    is_plain = x.is_cuda and weight_D.dtype == x.dtype and not torch.is_autocast_enabled("cuda")
+    is_gpu = x.is_cuda or (x.is_meta and meta_is_gpu())
+    is_plain = is_gpu and weight_D.dtype == x.dtype and not torch.is_autocast_enabled("cuda")
     if torch.compiler.is_compiling() or not is_plain:
         y: Tensor = type(module).forward(module, x)
         return y

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moecore.base.options.precision import FrozenFormat
 from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
+from moecore.kernels.ops import Op
 from moecore.kernels.rows.scaling import Blocks
 
 GROUPS_PER_PROGRAM = 64
@@ -113,22 +114,25 @@ def quantise(x: Tensor, kind: FrozenFormat) -> Blocks:
 def dequantise(blocks: Blocks, dtype: torch.dtype) -> Tensor:
     """Return the values [..., K] of 4-bit blocks in `dtype`, a new contiguous tensor. No autograd.
 
-    On CUDA one kernel runs, after copies of tensors that are not contiguous. No host sync.
+    On CUDA one kernel runs, after copies of tensors that are not contiguous. No host sync. A
+    compiler sees a custom op.
     """
-    shape = (*blocks.values.shape[:-1], 2 * blocks.values.shape[-1])
-    if blocks.values.is_meta and not can_use_kernel(blocks.values):
-        return blocks.values.new_empty(shape, dtype=dtype)
-    if not can_use_kernel(blocks.values):
+    return _dequantise(blocks.values, blocks.scales, blocks.kind, dtype)
+
+
+def _launch_dequantise(values: Tensor, scales: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """Compute `dequantise` by the kernel if it can run, otherwise in plain PyTorch."""
+    blocks = Blocks(values, scales, kind)
+    if not can_use_kernel(values):
         return dequantise_ref(blocks, dtype)
-    fmt = FORMATS[blocks.kind]  # type: ignore[index]
-    out = blocks.values.new_empty(shape, dtype=dtype)
-    num_groups = blocks.scales.numel()
+    fmt = FORMATS[kind]  # type: ignore[index]
+    out, num_groups = _make_empty_values(values, scales, kind, dtype), scales.numel()
     launch(
         dequantise_four_bit_kernel,
         cdiv(num_groups, GROUPS_PER_PROGRAM),
-        blocks.values.contiguous(),
-        blocks.scales.contiguous(),
-        _get_values(blocks.kind, blocks.values.device),
+        values.contiguous(),
+        scales.contiguous(),
+        _get_values(kind, values.device),
         out,
         num_groups,
         PAIRS=fmt.group // 2,
@@ -137,6 +141,14 @@ def dequantise(blocks: Blocks, dtype: torch.dtype) -> Tensor:
         E8M0=fmt.scale_dtype == torch.uint8,
     )
     return out
+
+
+def _make_empty_values(values: Tensor, scales: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """Return an empty output of `dequantise`."""
+    return values.new_empty(*values.shape[:-1], 2 * values.shape[-1], dtype=dtype)
+
+
+_dequantise: Op[Tensor] = Op("dequantise_four_bit", _launch_dequantise, _make_empty_values)
 
 
 def dequantise_ref(blocks: Blocks, dtype: torch.dtype) -> Tensor:
