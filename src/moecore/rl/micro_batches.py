@@ -35,37 +35,59 @@ class RowLimits:
     """Length limits of the row of a micro-batch."""
 
     max_tokens: int  # of a row, before cp and tp split the row
-    sequence_unit: int  # each sequence is padded to a multiple of this number of tokens
-    row_unit: int  # each row is padded to a multiple of this number of tokens
+    cp: int
+    tp: int
 
     @classmethod
     def from_parallel(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
         """Return limits for these degrees; ValueError if cp and tp do not divide `max_tokens`."""
-        sequence_unit = get_length_multiple(parallel.cp)
-        row_unit = sequence_unit * parallel.tp
-        if max_tokens % row_unit:
+        limits = cls(max_tokens=max_tokens, cp=parallel.cp, tp=parallel.tp)
+        if max_tokens % limits.row_unit:
             raise ValueError(
-                f"max_tokens ({max_tokens}) must be a multiple of {row_unit}, into which cp "
+                f"max_tokens ({max_tokens}) must be a multiple of {limits.row_unit}, into which cp "
                 f"({parallel.cp}) and tp ({parallel.tp}) cut a row: round it up"
             )
-        return cls(max_tokens=max_tokens, sequence_unit=sequence_unit, row_unit=row_unit)
+        return limits
+
+    @property
+    def sequence_unit(self) -> int:
+        """Each sequence is padded to a multiple of this number of tokens."""
+        return get_length_multiple(self.cp)
+
+    @property
+    def row_unit(self) -> int:
+        """Each row is padded to a multiple of this number of tokens."""
+        return self.sequence_unit * self.tp
 
     def compute_padded_length(self, num_tokens: int) -> int:
         """Return the padded length of a sequence of `num_tokens` tokens."""
         return -(-num_tokens // self.sequence_unit) * self.sequence_unit
 
 
-def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
-    """Return sequence indices by micro-batch; `group_size` consecutive sequences stay together."""
-    lengths = [limits.compute_padded_length(length) for length in rollouts.lengths]
+def group_sequences(rollouts: Rollouts, group_size: int) -> list[list[int]]:
+    """Return groups of `group_size` consecutive sequences, which stay in one micro-batch."""
     number = rollouts.num_sequences
     if number % group_size:
         raise ValueError(
             f"rollouts ({number} sequences) must be a multiple of {group_size}, which belong "
             "together: give whole pairs"
         )
-    units = [list(range(i, i + group_size)) for i in range(0, number, group_size)]
-    sums = [sum(lengths[i] for i in unit) for unit in units]
+    return [list(range(i, i + group_size)) for i in range(0, number, group_size)]
+
+
+def sum_padded_lengths(
+    rollouts: Rollouts, units: Sequence[Sequence[int]], limits: RowLimits
+) -> list[int]:
+    """Return the tokens of each unit of sequences, with their padding."""
+    lengths = [limits.compute_padded_length(length) for length in rollouts.lengths]
+    return [sum(lengths[i] for i in unit) for unit in units]
+
+
+def assign_sequences(
+    rollouts: Rollouts, units: Sequence[Sequence[int]], limits: RowLimits
+) -> list[list[int]]:
+    """Return sequence indices by micro-batch; the sequences of a unit stay together."""
+    sums = sum_padded_lengths(rollouts, units, limits)
     longest = max(sums, default=0)
     if longest > limits.max_tokens:
         raise ValueError(
@@ -88,6 +110,8 @@ class RolloutRow:
     rows_M: Tensor  # int64, positions in the row that predict a response token
     tokens_M: Tensor  # int64, the index in `rollouts` of each predicted token
     local_token_idx_T: Tensor  # int64, the index in `rollouts` of each position; -1 = padding
+    cp: int  # context parallel ranks that share the row
+    is_first: bool  # False = another data rank returns the row's loss and scores
 
     def scatter_to_tokens(self, values_BT: Tensor) -> Tensor:
         """Return [N]: the value at the position of [1, T] that predicts the token, or 0."""
@@ -105,7 +129,12 @@ class RolloutRow:
 
 
 def build_row(
-    rollouts: Rollouts, sequence_idxs: Sequence[int], limits: RowLimits, device: torch.device
+    rollouts: Rollouts,
+    sequence_idxs: Sequence[int],
+    limits: RowLimits,
+    device: torch.device,
+    *,
+    is_first: bool = True,
 ) -> RolloutRow:
     """Return the row of the sequences with these indices, on `device`; [] = a row of padding."""
     selection = rollouts.take(sequence_idxs)
@@ -141,4 +170,6 @@ def build_row(
         rows_M=rows_M.to(device),
         tokens_M=next_T[rows_M].to(device),
         local_token_idx_T=token_idx_T.to(device),
+        cp=limits.cp,
+        is_first=is_first,
     )

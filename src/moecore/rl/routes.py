@@ -96,8 +96,16 @@ class RoutedLayers:
         """Return a context that records the expert choices of forwards, for `gather_routes`."""
         return nullcontext() if self.replay is None else self.replay.record()
 
-    def gather_routes(self, rows: Sequence[RolloutRow], rollouts: Rollouts) -> Tensor:
-        """Return the expert ids recorded for `rows`, int32 [tokens, layers, K]. Collective."""
+    def gather_routes(
+        self,
+        rows: Sequence[RolloutRow],
+        rollouts: Rollouts,
+        groups: Sequence[dist.ProcessGroup],
+    ) -> Tensor:
+        """Return the expert ids recorded for `rows`, int32 [tokens, layers, K]. Collective.
+
+        The ranks of `groups` recorded other layers, or rows of other tokens.
+        """
         shape = (len(rollouts.tokens_N), *self.shape)
         routes_NLK = torch.full(shape, -1, dtype=torch.int32, device=self.meshes.device)
         choices = {} if self.replay is None else self.replay.choices()
@@ -107,8 +115,8 @@ class RoutedLayers:
                 is_token_T = row.local_token_idx_T >= 0
                 token_idx_t = row.token_idx_N[row.local_token_idx_T[is_token_T]]
                 routes_NLK[token_idx_t, place] = ids_TK[is_token_T]
-        if self.meshes.pipeline_groups is not None:  # -1 in the layers of other stages
-            dist.all_reduce(routes_NLK, dist.ReduceOp.MAX, group=self.meshes.pipeline_groups[0])
+        for group in groups:  # -1 in what other ranks recorded
+            dist.all_reduce(routes_NLK, dist.ReduceOp.MAX, group=group)
         return routes_NLK
 
     def replay_rows(self, rows: Sequence[RolloutRow]) -> AbstractContextManager[None]:
@@ -156,6 +164,6 @@ def _make_module_sort_key(model: nn.Module, module_name: str) -> list[int]:
 
 def _make_row_micro_batch(row: RolloutRow, layer: MoELayer) -> MicroBatch:
     """Return how tp and cp ranks share the tokens of a packed row in this layer."""
-    groups = layer.tracker.groups
+    groups = layer.tracker.groups.select_cp_groups(row.cp)
     micro_batch = MicroBatch(group=groups.micro_batch, cp=groups.cp)
     return replace(micro_batch, cu_seqlens=row.batch["cu_seqlens"].to(row.local_token_idx_T.device))
