@@ -1,8 +1,8 @@
 """Router replay, fp16 with a loss scale and offload, in every combination, in one engine.
 
 Two optimizer steps on four ranks. A combination must give the losses and the weights of the engine
-without it: to 1e-5 in fp32, and of the engine's own run in fp16. Some combinations also have dynamic
-context parallelism, whose rows round otherwise in fp16.
+without it: to 1e-5 in fp32, and of the engine's own run in fp16. Some combinations also have
+dynamic context parallelism, whose rows round otherwise in fp16.
 """
 
 from itertools import combinations
@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore import ContextOptions, FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import (
+    ContextOptions,
+    FSDPOptions,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.rl import GRPO, Engine
 from moecore.train import AdamW
 from moecore.train.loss_scale import DynamicLossScale
@@ -67,7 +74,7 @@ results = ranks_fixture(4, worker, "name")
 def test_a_combination_trains_as_without_it(name: str, results: Any) -> None:
     base = "plain-fp16" if "fp16" in name else "plain"
     (losses, weights), (base_losses, base_weights) = results[name], results[base]
-    if name == "fp16" or "dynamic" in name and "fp16" in name:
+    if name == "fp16" or ("dynamic" in name and "fp16" in name):
         if name == "fp16":  # is another run than fp32's
             base_losses = results["plain"][0]
         assert losses != base_losses

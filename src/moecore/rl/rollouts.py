@@ -188,7 +188,7 @@ class Rollouts(CheckedRecord):
         borders = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
         return replace(parts[0], cu_seqlens=borders, **changes)
 
-    def get_token_values(self) -> dict[str, Tensor]:
+    def get_token_values(self) -> dict[str, Any]:
         """Return the fields that have a value per token and are not None, by name."""
         names = (f.name for f in fields(self) if f.name.endswith(("_N", "_NLK")))
         return {name: value for name in names if (value := getattr(self, name)) is not None}
