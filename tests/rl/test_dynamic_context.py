@@ -153,6 +153,6 @@ def test_numbers_are_those_of_one_cp(name: str, results: Any) -> None:
 def test_refusals_are_of_all_ranks(results: Any) -> None:
     found = results[1]
     assert found["long"].startswith("max_tokens (16) must be >= 18, what each of 4 ranks holds")
-    assert found["odd"].startswith("rollouts (1 sequences) must be a multiple of 2")
+    assert found["odd"].startswith("rollouts (3 sequences) must be a multiple of 2")
     assert found["reference"].startswith("ContextOptions.dynamic (False) of the reference must be")
     assert found["invariant"].startswith("ContextOptions.dynamic (True) must be False, because")
