@@ -104,7 +104,8 @@ def schedule_batch(
     """
     tensors = {"cu_seqlens": rollouts.cu_seqlens, **rollouts.get_token_values()}
     parts = [rollouts.replace(**{name: value.cpu() for name, value in tensors.items()})]
-    data_groups = [meshes.dense.get_group(axis) for axis in DATA_AXES]
+    axis_groups = (meshes.dense.get_group(axis) for axis in DATA_AXES)
+    data_groups = [group for group in axis_groups if group.size() > 1]
     for group in data_groups:
         parts = [part for of_rank in gather_objects(parts, group) for part in of_rank]
     first = sum(len(part.tokens_N) for part in parts[: meshes.data_rank])

@@ -222,7 +222,7 @@ class Engine:
             ]
             with self._replay_routes(rows, rollouts):
                 losses = self.step.forward_backward(micro_batches)
-            is_first = torch.tensor([row.is_first for row in rows], device="cpu")
+            is_first = torch.tensor([row.is_first for row in rows], dtype=torch.bool, device="cpu")
             losses = losses.where(copy_to_device(is_first, losses.device), 0)
             loss = sum_over_data_ranks(losses.sum() / factor, self._meshes)
             return ObjectiveResult(

@@ -181,7 +181,7 @@ class Rollouts(CheckedRecord):
     def concatenate(cls, parts: Sequence[Rollouts]) -> Rollouts:
         """Return the sequences of all parts, which have the same fields and temperature."""
         sizes = [0, *(length for part in parts for length in part.lengths)]
-        changes = {
+        changes: dict[str, Any] = {
             name: torch.cat([getattr(part, name) for part in parts])
             for name in parts[0].get_token_values()
         }
