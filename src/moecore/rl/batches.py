@@ -1,40 +1,31 @@
-r"""RolloutBatch: rollouts that data ranks compute together, and the rows of this rank.
+"""RolloutBatch: rollouts that data ranks compute together, and the rows of this rank.
 
 Legend: N tokens of the rollouts, L MoE layers, K experts per token.
 
-Without dynamic context parallelism each data rank computes its own rollouts. With dynamic context
-parallelism the data ranks gather their rollouts and schedule all sequences (`schedule_documents`):
+With dynamic context parallelism the data ranks gather their rollouts, schedule all sequences
+(`packing/schedule.py`) and all-reduce the scores:
 
-    data rank 0    s0 s1     \                     round 0    ranks 0 and 1: s2
-                              s0 s1 s2 s3 s4  ->
-    data rank 1    s2 s3 s4  /                     round 1    rank 0: s0 s4    rank 1: s1 s3
-
-Scores of all sequences are then all-reduced, and each data rank selects its own.
+    data rank 0    s0 s1             round 0    ranks 0 and 1: s2
+    data rank 1    s2 s3 s4          round 1    rank 0: s0 s4    rank 1: s1 s3
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import product
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.rank_checks import gather_objects
 from moecore.packing.schedule import schedule_documents
 from moecore.parallel.mesh import Meshes
-from moecore.rl.micro_batches import (
-    RolloutRow,
-    RowLimits,
-    build_row,
-    group_sequences,
-    sum_padded_lengths,
-)
+from moecore.rl.micro_batches import RolloutRow, RowLimits, build_row, group_sequences
 from moecore.rl.rollouts import Rollouts
 from moecore.rl.totals import Totals
-
-DATA_AXES = ("dp_shard", "dp_replicate")  # the inner axis first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +44,9 @@ class RolloutBatch:
     rollouts: Rollouts  # of this data rank; with dynamic context parallelism, of all data ranks
     rows: list[RolloutRow]  # as many on every rank
     totals: Totals  # of the global batch
-    local_tokens: slice  # the tokens of this data rank in `rollouts`
-    groups: list[dist.ProcessGroup]  # whose ranks compute scores of other tokens or layers
+    groups: Sequence[dist.ProcessGroup]  # whose ranks compute scores of other tokens or layers
+    # the tokens of this data rank in `rollouts`
+    local_tokens: slice = field(default_factory=lambda: slice(None))
 
     def make_empty_scores(self, *, entropy: bool) -> TokenScores:
         """Return scores of 0 for the tokens of `rollouts`, with entropies if requested."""
@@ -63,36 +55,12 @@ class RolloutBatch:
         return TokenScores(log_probs_N=zeros_N, entropy_N=zeros_N.clone() if entropy else None)
 
     def reduce_scores(self, scores: TokenScores) -> TokenScores:
-        """All-reduce the log-probabilities and entropies of `rollouts`; return local scores."""
-        changes: dict[str, Tensor] = {}
-        for name in TokenScores.__dataclass_fields__:
-            if (values_N := getattr(scores, name)) is not None:
-                for group in self.groups if name != "routes_NLK" else ():
-                    dist.all_reduce(values_N, group=group)
-                changes[name] = values_N[self.local_tokens]
-        return replace(scores, **changes)
-
-
-def build_batch(
-    rollouts: Rollouts,
-    totals: Totals,
-    limits: RowLimits,
-    assignments: Sequence[Sequence[int]],
-    meshes: Meshes,
-) -> RolloutBatch:
-    """Return a batch of this data rank's rollouts, with a row for each of `assignments`."""
-    num_padding_rows = max(1, totals.num_micro_batches) - len(assignments)
-    rows = [
-        build_row(rollouts, sequence_idxs, limits, meshes.device)
-        for sequence_idxs in (*assignments, *([()] * num_padding_rows))
-    ]
-    return RolloutBatch(
-        rollouts=rollouts,
-        rows=rows,
-        totals=totals,
-        local_tokens=slice(None),
-        groups=[*(meshes.pipeline_groups or ())[:1]],
-    )
+        """All-reduce log-probabilities and entropies; return this data rank's scores."""
+        changes = {n: x for n in scores.__slots__ if (x := getattr(scores, n)) is not None}
+        for name, group in product(("log_probs_N", "entropy_N"), self.groups):
+            if name in changes:
+                dist.all_reduce(changes[name], group=group)
+        return replace(scores, **{name: x[self.local_tokens] for name, x in changes.items()})
 
 
 def schedule_batch(
@@ -102,39 +70,32 @@ def schedule_batch(
 
     `limits` are of cp 1. Raises a ValueError, equal on all ranks, if a sequence is too long.
     """
-    tensors = {"cu_seqlens": rollouts.cu_seqlens, **rollouts.get_token_values()}
-    parts = [rollouts.replace(**{name: value.cpu() for name, value in tensors.items()})]
-    axis_groups = (meshes.dense.get_group(axis) for axis in DATA_AXES)
-    data_groups = [group for group in axis_groups if group.size() > 1]
-    for group in data_groups:
-        parts = [part for of_rank in gather_objects(parts, group) for part in of_rank]
-    first = sum(len(part.tokens_N) for part in parts[: meshes.data_rank])
+    local_values = {"cu_seqlens": rollouts.cu_seqlens.diff(), **rollouts.get_token_values()}
+    parts = [{name: value.cpu() for name, value in local_values.items()}]
+    data_groups = [meshes.dense.get_group(axis) for axis in ("dp_shard", "dp_replicate")]
+    for data_group in data_groups:
+        parts = [part for of_rank in gather_objects(parts, data_group) for part in of_rank]
+    first = sum(len(part["tokens_N"]) for part in parts[: meshes.data_rank])
     local_tokens = slice(first, first + len(rollouts.tokens_N))
-    rollouts = Rollouts.concatenate(parts)
-    units = group_sequences(rollouts, group_size)
+    values = {name: torch.cat([part[name] for part in parts]) for name in local_values}
+    values["cu_seqlens"] = F.pad(values["cu_seqlens"].cumsum(0), (1, 0))
+    rollouts = rollouts.replace(**values)
+    units, lengths = group_sequences(rollouts, group_size), rollouts.lengths
     largest = replace(limits, cp=meshes.data_ranks & -meshes.data_ranks)
     # Each sequence of a unit has its own padding, but the schedule pads the unit only once.
-    lengths = sum_padded_lengths(rollouts, units, largest if group_size > 1 else limits)
+    padding = largest if group_size > 1 else limits
     rank_unit = largest.row_unit // largest.cp
     schedule = schedule_documents(
-        lengths,
+        [padding.sum_padded(lengths[i] for i in unit) for unit in units],
         ranks=meshes.data_ranks,
         max_tokens=limits.max_tokens // rank_unit * rank_unit,
     )
-    rows = [
-        build_row(
-            rollouts,
-            [sequence for unit in group.documents for sequence in units[unit]],
-            replace(limits, cp=group.cp),
-            meshes.device,
-            is_first=group.first_rank == meshes.data_rank,
-        )
-        for group in schedule.select_rank_groups(meshes.data_rank)
-    ]
+    rows = []
+    for group in schedule.select_rank_groups(meshes.data_rank):
+        sequence_idxs = [i for unit in group.documents for i in units[unit]]
+        row = build_row(rollouts, sequence_idxs, replace(limits, cp=group.cp), meshes.device)
+        rows.append(replace(row, is_first=group.first_rank == meshes.data_rank))
+    groups = [*(meshes.pipeline_groups or ())[:1], *data_groups]
     return RolloutBatch(
-        rollouts=rollouts,
-        rows=rows,
-        totals=totals,
-        local_tokens=local_tokens,
-        groups=[*(meshes.pipeline_groups or ())[:1], *data_groups],
+        rollouts=rollouts, rows=rows, totals=totals, groups=groups, local_tokens=local_tokens
     )

@@ -12,9 +12,10 @@ Legend: N tokens of a data-parallel rank's rollouts, L MoE layers, K experts per
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -27,9 +28,15 @@ from moecore.base.streams import copy_to_device
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.fsdp.progress import check_grad_enabled
 from moecore.parallel.model.parallel_state import get_parallel_state
-from moecore.rl.batches import RolloutBatch, TokenScores, build_batch, schedule_batch
+from moecore.rl.batches import RolloutBatch, TokenScores, schedule_batch
 from moecore.rl.invariance import check_batch_invariance, use_batch_invariance
-from moecore.rl.micro_batches import RolloutRow, RowLimits, assign_sequences, group_sequences
+from moecore.rl.micro_batches import (
+    RolloutRow,
+    RowLimits,
+    assign_sequences,
+    build_row,
+    group_sequences,
+)
 from moecore.rl.objectives import Objective, check_losses
 from moecore.rl.rollouts import PER_TOKEN, Rollouts
 from moecore.rl.routes import RoutedLayers
@@ -116,22 +123,27 @@ class Engine:
                     f"step (of a {type(step.model).__name__}) must be of the model: pass "
                     "TrainStep(model, optimizer)"
                 )
-            of_reference = None if reference is None else get_parallel_state(reference)
-            is_dynamic = state.request.is_dynamic
-            if of_reference is not None and of_reference.request.is_dynamic != is_dynamic:
-                raise ValueError(
-                    f"ContextOptions.dynamic ({not is_dynamic}) of the reference must be that of "
-                    f"the model ({is_dynamic}): parallelize both with the same context"
-                )
             self._is_invariant = batch_invariant
-            for part in (model, reference) if batch_invariant else ():
-                if part is not None and (of := get_parallel_state(part)) is not None:
+            for part in (model, reference):
+                of = None if part is None else get_parallel_state(part)
+                if of is not None and of.request.is_dynamic != state.request.is_dynamic:
+                    raise ValueError(
+                        f"ContextOptions.dynamic ({of.request.is_dynamic}) of the reference must "
+                        "be that of the model: parallelize both with the same context"
+                    )
+                if part is not None and of is not None and batch_invariant:
                     check_batch_invariance(part, of)
             self.model, self.step = model, step
             self._request = state.request
             self._meshes = state.request.meshes
             self._layers = RoutedLayers.from_model(model, self._meshes)
-            self._limits = RowLimits.from_parallel(max_tokens, self._meshes.parallel)
+            p = self._meshes.parallel
+            self._limits = RowLimits(max_tokens=max_tokens, cp=p.cp, tp=p.tp)
+            if max_tokens % (unit := self._limits.row_unit):
+                raise ValueError(
+                    f"max_tokens ({max_tokens}) must be a multiple of {unit}, into which cp "
+                    f"({p.cp}) and tp ({p.tp}) cut a row: round it up"
+                )
         check_equal({"reference is None": reference is None}, self._meshes.device_type)
         self._reference = None if reference is None else TrainStep(reference)
         steps = [step, *filter(None, [self._reference])]
@@ -220,7 +232,7 @@ class Engine:
             micro_batches = [
                 self._make_inputs(row, scores, objective, shares_N[row.token_idx_N]) for row in rows
             ]
-            with self._replay_routes(rows, rollouts):
+            with self._layers.replay_rows(rows):
                 losses = self.step.forward_backward(micro_batches)
             is_first = torch.tensor([row.is_first for row in rows], dtype=torch.bool, device="cpu")
             losses = losses.where(copy_to_device(is_first, losses.device), 0)
@@ -256,12 +268,11 @@ class Engine:
             batch = self._build_batch(rollouts, None, entropy=entropy, routes=routes)
             rows, scores = batch.rows, batch.make_empty_scores(entropy=entropy)
             micro_batches = [self._make_inputs(row, scores, None, None) for row in rows]
-            tapes = self._layers.record_routes() if routes else self._replay_routes(rows, rollouts)
+            tapes = self._layers.record_routes() if routes else self._layers.replay_rows(rows)
             with tapes:
                 step.compute_losses(micro_batches)
             if routes:
-                routes_NLK = self._layers.gather_routes(rows, batch.rollouts, batch.groups)
-                scores = replace(scores, routes_NLK=routes_NLK)
+                scores = replace(scores, routes_NLK=self._layers.gather_routes(batch))
             return batch.reduce_scores(scores)
 
     @contextmanager
@@ -283,14 +294,6 @@ class Engine:
             return nullcontext()
         return use_batch_invariance(state.layers, self._meshes.device.type)
 
-    def _replay_routes(
-        self, rows: Sequence[RolloutRow], rollouts: Rollouts
-    ) -> AbstractContextManager[None]:
-        """Return a context in which forwards of rows replay `Rollouts.routes_NLK`, if given."""
-        if rollouts.routes_NLK is None:
-            return nullcontext()
-        return self._layers.replay_rows(rows)
-
     def _build_batch(
         self,
         rollouts: Rollouts,
@@ -300,7 +303,7 @@ class Engine:
         routes: bool = False,
     ) -> RolloutBatch:
         """Check rollouts; return this rank's packed rows and the global totals. Collective."""
-        is_dynamic, limits = self._request.is_dynamic, self._limits
+        is_dynamic, limits, meshes = self._request.is_dynamic, self._limits, self._meshes
         with self._raise_on_all_ranks("rollouts"):
             for name in () if objective is None else objective.needs:
                 if getattr(rollouts, name) is None:
@@ -312,8 +315,8 @@ class Engine:
             if routes or rollouts.routes_NLK is not None:
                 self._layers.check_routes(rollouts)
             group_size = 1 if objective is None else objective.group_size
-            units = group_sequences(rollouts, group_size)
-            assignments = [] if is_dynamic else assign_sequences(rollouts, units, limits)
+            assign = group_sequences if is_dynamic else partial(assign_sequences, limits=limits)
+            assignments = assign(rollouts, group_size=group_size)
             local_totals = compute_totals(rollouts, len(assignments), group_size)
         global_entries: dict[str, Any] = {"the objective": type(objective).__name__}
         global_entries["entropy"] = entropy
@@ -327,7 +330,7 @@ class Engine:
         global_entries["batch_invariant"] = self._is_invariant
         shared = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
         totals = gather_totals(
-            self._meshes, local_totals, None, global_entries=global_entries, shared_entries=shared
+            meshes, local_totals, None, global_entries=global_entries, shared_entries=shared
         )
         if objective is not None and not totals.weight:
             raise ValueError(
@@ -337,8 +340,11 @@ class Engine:
         if objective is None:
             rollouts = rollouts.replace(**dict.fromkeys(PER_TOKEN))
         if is_dynamic:
-            return schedule_batch(rollouts, totals, limits, group_size, self._meshes)
-        return build_batch(rollouts, totals, limits, assignments, self._meshes)
+            return schedule_batch(rollouts, totals, limits, group_size, meshes)
+        assignments += [[] for _ in range(max(1, totals.num_micro_batches) - len(assignments))]
+        rows = [build_row(rollouts, idxs, limits, meshes.device) for idxs in assignments]
+        groups = (meshes.pipeline_groups or ())[:1]
+        return RolloutBatch(rollouts=rollouts, rows=rows, totals=totals, groups=groups)
 
     def _make_inputs(
         self,

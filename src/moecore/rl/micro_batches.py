@@ -16,7 +16,7 @@ Example, the response [8 9] to [5 6] and cp 2:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,7 +26,6 @@ from torch import Tensor
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.bins import pack_lengths
 from moecore.packing.collate import PackedBatch, PackedCollator, get_length_multiple
-from moecore.parallel.mesh import ParallelConfig
 from moecore.rl.rollouts import PER_TOKEN, Rollouts
 
 
@@ -38,30 +37,15 @@ class RowLimits:
     cp: int
     tp: int
 
-    @classmethod
-    def from_parallel(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
-        """Return limits for these degrees; ValueError if cp and tp do not divide `max_tokens`."""
-        limits = cls(max_tokens=max_tokens, cp=parallel.cp, tp=parallel.tp)
-        if max_tokens % limits.row_unit:
-            raise ValueError(
-                f"max_tokens ({max_tokens}) must be a multiple of {limits.row_unit}, into which cp "
-                f"({parallel.cp}) and tp ({parallel.tp}) cut a row: round it up"
-            )
-        return limits
-
-    @property
-    def sequence_unit(self) -> int:
-        """Each sequence is padded to a multiple of this number of tokens."""
-        return get_length_multiple(self.cp)
-
     @property
     def row_unit(self) -> int:
         """Each row is padded to a multiple of this number of tokens."""
-        return self.sequence_unit * self.tp
+        return get_length_multiple(self.cp) * self.tp
 
-    def compute_padded_length(self, num_tokens: int) -> int:
-        """Return the padded length of a sequence of `num_tokens` tokens."""
-        return -(-num_tokens // self.sequence_unit) * self.sequence_unit
+    def sum_padded(self, lengths: Iterable[int]) -> int:
+        """Return the sum of the padded lengths of sequences."""
+        unit = get_length_multiple(self.cp)
+        return sum(-(-length // unit) * unit for length in lengths)
 
 
 def group_sequences(rollouts: Rollouts, group_size: int) -> list[list[int]]:
@@ -75,19 +59,10 @@ def group_sequences(rollouts: Rollouts, group_size: int) -> list[list[int]]:
     return [list(range(i, i + group_size)) for i in range(0, number, group_size)]
 
 
-def sum_padded_lengths(
-    rollouts: Rollouts, units: Sequence[Sequence[int]], limits: RowLimits
-) -> list[int]:
-    """Return the tokens of each unit of sequences, with their padding."""
-    lengths = [limits.compute_padded_length(length) for length in rollouts.lengths]
-    return [sum(lengths[i] for i in unit) for unit in units]
-
-
-def assign_sequences(
-    rollouts: Rollouts, units: Sequence[Sequence[int]], limits: RowLimits
-) -> list[list[int]]:
-    """Return sequence indices by micro-batch; the sequences of a unit stay together."""
-    sums = sum_padded_lengths(rollouts, units, limits)
+def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
+    """Return sequence indices by micro-batch; `group_size` consecutive sequences stay together."""
+    lengths, units = rollouts.lengths, group_sequences(rollouts, group_size)
+    sums = [limits.sum_padded(lengths[i] for i in unit) for unit in units]
     longest = max(sums, default=0)
     if longest > limits.max_tokens:
         raise ValueError(
@@ -111,7 +86,7 @@ class RolloutRow:
     tokens_M: Tensor  # int64, the index in `rollouts` of each predicted token
     local_token_idx_T: Tensor  # int64, the index in `rollouts` of each position; -1 = padding
     cp: int  # context parallel ranks that share the row
-    is_first: bool  # False = another data rank returns the row's loss and scores
+    is_first: bool = True  # False = another data rank returns the row's loss and scores
 
     def scatter_to_tokens(self, values_BT: Tensor) -> Tensor:
         """Return [N]: the value at the position of [1, T] that predicts the token, or 0."""
@@ -129,19 +104,14 @@ class RolloutRow:
 
 
 def build_row(
-    rollouts: Rollouts,
-    sequence_idxs: Sequence[int],
-    limits: RowLimits,
-    device: torch.device,
-    *,
-    is_first: bool = True,
+    rollouts: Rollouts, sequence_idxs: Sequence[int], limits: RowLimits, device: torch.device
 ) -> RolloutRow:
     """Return the row of the sequences with these indices, on `device`; [] = a row of padding."""
     selection = rollouts.take(sequence_idxs)
     borders = selection.borders
-    padded_tokens = sum(map(limits.compute_padded_length, selection.lengths))
+    padded_tokens = limits.sum_padded(selection.lengths)
     row_tokens = -(-max(1, padded_tokens) // limits.row_unit) * limits.row_unit
-    collate = PackedCollator(row_tokens=row_tokens, multiple=limits.sequence_unit)
+    collate = PackedCollator(row_tokens=row_tokens, multiple=get_length_multiple(limits.cp))
     # Of the places of tokens, not of their ids: one index finds all that is known of a token.
     batch = collate([torch.arange(a, b, device="cpu") for a, b in pairwise(borders)])
     token_idx_T = batch["input_ids"].flatten().masked_fill(batch["padding_mask"].flatten(), -1)
@@ -171,5 +141,4 @@ def build_row(
         tokens_M=next_T[rows_M].to(device),
         local_token_idx_T=token_idx_T.to(device),
         cp=limits.cp,
-        is_first=is_first,
     )

@@ -177,17 +177,6 @@ class Rollouts(CheckedRecord):
         borders = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
         return replace(self, cu_seqlens=borders, **changes)
 
-    @classmethod
-    def concatenate(cls, parts: Sequence[Rollouts]) -> Rollouts:
-        """Return the sequences of all parts, which have the same fields and temperature."""
-        sizes = [0, *(length for part in parts for length in part.lengths)]
-        changes: dict[str, Any] = {
-            name: torch.cat([getattr(part, name) for part in parts])
-            for name in parts[0].get_token_values()
-        }
-        borders = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
-        return replace(parts[0], cu_seqlens=borders, **changes)
-
     def get_token_values(self) -> dict[str, Any]:
         """Return the fields that have a value per token and are not None, by name."""
         names = (f.name for f in fields(self) if f.name.endswith(("_N", "_NLK")))
