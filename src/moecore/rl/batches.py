@@ -86,7 +86,7 @@ def schedule_batch(
     padding = largest if group_size > 1 else limits
     rank_unit = largest.row_unit // largest.cp
     schedule = schedule_documents(
-        [padding.sum_padded(lengths[i] for i in unit) for unit in units],
+        [padding.sum_padded_lengths(lengths[i] for i in unit) for unit in units],
         ranks=meshes.data_ranks,
         max_tokens=limits.max_tokens // rank_unit * rank_unit,
     )

@@ -42,7 +42,7 @@ class RowLimits:
         """Each row is padded to a multiple of this number of tokens."""
         return get_length_multiple(self.cp) * self.tp
 
-    def sum_padded(self, lengths: Iterable[int]) -> int:
+    def sum_padded_lengths(self, lengths: Iterable[int]) -> int:
         """Return the sum of the padded lengths of sequences."""
         unit = get_length_multiple(self.cp)
         return sum(-(-length // unit) * unit for length in lengths)
@@ -62,7 +62,7 @@ def group_sequences(rollouts: Rollouts, group_size: int) -> list[list[int]]:
 def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
     """Return sequence indices by micro-batch; `group_size` consecutive sequences stay together."""
     lengths, units = rollouts.lengths, group_sequences(rollouts, group_size)
-    sums = [limits.sum_padded(lengths[i] for i in unit) for unit in units]
+    sums = [limits.sum_padded_lengths(lengths[i] for i in unit) for unit in units]
     longest = max(sums, default=0)
     if longest > limits.max_tokens:
         raise ValueError(
@@ -109,7 +109,7 @@ def build_row(
     """Return the row of the sequences with these indices, on `device`; [] = a row of padding."""
     selection = rollouts.take(sequence_idxs)
     borders = selection.borders
-    padded_tokens = limits.sum_padded(selection.lengths)
+    padded_tokens = limits.sum_padded_lengths(selection.lengths)
     row_tokens = -(-max(1, padded_tokens) // limits.row_unit) * limits.row_unit
     collate = PackedCollator(row_tokens=row_tokens, multiple=get_length_multiple(limits.cp))
     # Of the places of tokens, not of their ids: one index finds all that is known of a token.
