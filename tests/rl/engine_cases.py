@@ -53,10 +53,14 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: get_local_tensor(grad).clone() for name, grad in grads}
 
 
-def rollouts_of(data_rank: int, vocabulary: int = VOCABULARY) -> Rollouts:
+def rollouts_of(
+    data_rank: int,
+    vocabulary: int = VOCABULARY,
+    lengths: Sequence[tuple[int, int]] = LENGTHS,
+) -> Rollouts:
     """Other sequences on every data rank, and more on later ones; ratios on both sides of clips."""
     generator = torch.Generator().manual_seed(data_rank)
-    lengths = (LENGTHS * 2)[: 4 + 2 * (data_rank % 2)]
+    lengths = [*lengths, *lengths][: 4 + 2 * (data_rank % 2)]
     ids = [torch.randint(0, vocabulary, (a + b,), generator=generator) for a, b in lengths]
     pairs = [(x[:a], x[a:]) for x, (a, _) in zip(ids, lengths, strict=True)]
     made = Rollouts.of(*zip(*pairs, strict=True), temperature=TEMPERATURE)

@@ -1,7 +1,8 @@
 """Router replay, fp16 with a loss scale and offload, in every combination, in one engine.
 
 Two optimizer steps on four ranks. A combination must give the losses and the weights of the engine
-without it: to 1e-5 in fp32, and of the engine's own run in fp16.
+without it: to 1e-5 in fp32, and of the engine's own run in fp16. Some combinations also have
+dynamic context parallelism, whose rows round otherwise in fp16.
 """
 
 from itertools import combinations
@@ -11,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import (
+    ContextOptions,
+    FSDPOptions,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.rl import GRPO, Engine
 from moecore.train import AdamW
 from moecore.train.loss_scale import DynamicLossScale
@@ -21,6 +29,7 @@ from tests.rl import engine_cases as ec
 
 OPTIONS = ("replay", "fp16", "offload")
 CASES = ["+".join(names) for n in (1, 2, 3) for names in combinations(OPTIONS, n)]
+CASES += ["dynamic", "dynamic+replay+offload", "dynamic+replay+fp16+offload"]
 BASES = {"plain": "", "plain-fp16": "fp16"}
 
 
@@ -29,11 +38,14 @@ def train(options: str) -> tuple[list[float], dict[str, Tensor]]:
     meshes = build_meshes(ParallelConfig(dp_shard=4, ep=2), "cpu")
     is_fp16 = "fp16" in options
     fsdp = FSDPOptions(param_dtype=torch.float16 if is_fp16 else None)
-    model = parallelize_moe(ec.decoder(), meshes, fsdp=fsdp)
+    dynamic: Any = dict(loss="sum", context=ContextOptions(dynamic=True))
+    dynamic = dynamic if "dynamic" in options else {}
+    model = parallelize_moe(ec.decoder(), meshes, fsdp=fsdp, **dynamic)
     scale = DynamicLossScale(initial=2.0**10) if is_fp16 else None
     optimizer = AdamW(model.parameters(), lr=1e-3)
     step = TrainStep(model, optimizer, max_norm=1.0, loss_scale=scale)
-    engine, rollouts = Engine(model, step, max_tokens=24), ec.rollouts_of(meshes.data_rank)
+    max_tokens = 4 if dynamic else 24  # of a data rank: groups of 2 and 4 ranks share sequences
+    engine, rollouts = Engine(model, step, max_tokens=max_tokens), ec.rollouts_of(meshes.data_rank)
     losses = []
     for _ in range(2):
         scores = engine.log_probs(rollouts, routes=True)
@@ -62,8 +74,9 @@ results = ranks_fixture(4, worker, "name")
 def test_a_combination_trains_as_without_it(name: str, results: Any) -> None:
     base = "plain-fp16" if "fp16" in name else "plain"
     (losses, weights), (base_losses, base_weights) = results[name], results[base]
-    if name == "fp16":  # is another run than fp32's
-        base_losses = results["plain"][0]
+    if name == "fp16" or ("dynamic" in name and "fp16" in name):
+        if name == "fp16":  # is another run than fp32's
+            base_losses = results["plain"][0]
         assert losses != base_losses
         torch.testing.assert_close(losses, base_losses, rtol=2e-2, atol=2e-2)
         return

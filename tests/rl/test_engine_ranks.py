@@ -55,10 +55,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 WEIGHTED = ("cp3-tp2-ep2", "pp2-dp3-ep3")  # weights of routes are given too
 
 
-def made(family: str) -> nn.Module:
+def made(family: str, num_experts: int = 6) -> nn.Module:
     if family == "native":
-        return ec.decoder(num_experts=6)
-    model = random_model("qwen3-moe", num_experts=6, num_hidden_layers=3)
+        return ec.decoder(num_experts=num_experts)
+    model = random_model("qwen3-moe", num_experts=num_experts, num_hidden_layers=3)
     use_causal_attention(model)
     model.set_experts_implementation("eager")  # what multiplies fp64
     return model

@@ -15,8 +15,32 @@ empty.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+T = TypeVar("T")
+_TABLES = WeakTensorKeyDictionary()  # cu_seqlens -> {(function, num_tokens): (version, table)}
+
+
+def get_shared_table(make: Callable[[Tensor, int], T], cu_seqlens: Tensor, num_tokens: int) -> T:
+    """Return make(cu_seqlens, num_tokens), shared by all layers until `cu_seqlens` changes.
+
+    A table must not contain `cu_seqlens`, with which it is freed. A captured CUDA graph has tables
+    of its own, because its replays run no Python.
+    """
+    is_captured = cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
+    is_special = type(cu_seqlens) is not Tensor or cu_seqlens.is_meta or cu_seqlens.is_inference()
+    if is_captured or is_special:
+        return make(cu_seqlens, num_tokens)
+    tables = _TABLES.setdefault(cu_seqlens, {})
+    if tables.get((make, num_tokens), [None])[0] != cu_seqlens._version:
+        with torch.inference_mode(False):  # the backward of a later call may save the table
+            tables[make, num_tokens] = cu_seqlens._version, make(cu_seqlens, num_tokens)
+    return tables[make, num_tokens][1]  # type: ignore[no-any-return]
 
 
 def find_document_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:

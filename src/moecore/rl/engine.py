@@ -12,29 +12,35 @@ Legend: N tokens of a data-parallel rank's rollouts, L MoE layers, K experts per
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.failures import publish_errors, share_call_errors, share_errors
 from moecore.base.fields import Count, check_arguments
 from moecore.base.rank_checks import check_equal
+from moecore.base.streams import copy_to_device
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.fsdp.progress import check_grad_enabled
 from moecore.parallel.model.parallel_state import get_parallel_state
+from moecore.rl.batches import RolloutBatch, TokenScores, schedule_batch
 from moecore.rl.invariance import check_batch_invariance, use_batch_invariance
-from moecore.rl.micro_batches import RolloutRow, RowLimits, assign_sequences, build_row
+from moecore.rl.micro_batches import (
+    RolloutRow,
+    RowLimits,
+    assign_sequences,
+    build_row,
+    group_sequences,
+)
 from moecore.rl.objectives import Objective, check_losses
 from moecore.rl.rollouts import PER_TOKEN, Rollouts
 from moecore.rl.routes import RoutedLayers
 from moecore.rl.totals import (
-    Totals,
     check_token_ids,
     compute_shares,
     compute_totals,
@@ -46,15 +52,6 @@ from moecore.train.step import TrainStep
 
 if TYPE_CHECKING:
     from moecore.io.hf.stream import WeightStream
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenScores:
-    """Values of the tokens of rollouts, on the device and detached; None = not requested."""
-
-    log_probs_N: Tensor  # fp32, of response tokens given the tokens before them; 0 elsewhere
-    entropy_N: Tensor | None  # fp32, of each response token's distribution, in nats
-    routes_NLK: Tensor | None = None  # int32, each token's experts in each MoE layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,16 +74,17 @@ class Engine:
         step: the model's `TrainStep`. `forward_backward` sets its `num_micro_batches`, and the
             caller ends each step with `step.finish()`.
         max_tokens: maximum number of tokens of a micro-batch's row, with padding, before cp and tp
-            split the row.
-        reference: a model parallelized on the same meshes; None = `model` without peft adapters.
+            split the row. With `ContextOptions.dynamic`: of each data rank, before tp splits them.
+        reference: a model parallelized on the same meshes, with the same `ContextOptions.dynamic`;
+            None = `model` without peft adapters.
         batch_invariant: whether a token's log-probability does not depend, bit for bit, on the
             other tokens in its row or micro-batch, or on dp, ep and pp. Kernels are slower. While
             the engine runs, other threads of the process use the same kernels.
 
     Raises:
         ValueError: for a model that is not parallelized, a `max_tokens` that cp and tp do
-            not divide, or a model that cannot be batch invariant.
-        NotImplementedError: for dynamic context parallelism.
+            not divide, a reference with another `ContextOptions.dynamic`, or a model that cannot
+            be batch invariant.
 
     Example:
         engine = Engine(model, step, max_tokens=8192)
@@ -125,19 +123,27 @@ class Engine:
                     f"step (of a {type(step.model).__name__}) must be of the model: pass "
                     "TrainStep(model, optimizer)"
                 )
-            if state.request.is_dynamic:
-                raise NotImplementedError(
-                    "ContextOptions.dynamic (True) must be False for an Engine"
-                )
             self._is_invariant = batch_invariant
-            for part in (model, reference) if batch_invariant else ():
-                if part is not None and (of := get_parallel_state(part)) is not None:
+            for part in (model, reference):
+                of = None if part is None else get_parallel_state(part)
+                if of is not None and of.request.is_dynamic != state.request.is_dynamic:
+                    raise ValueError(
+                        f"ContextOptions.dynamic ({of.request.is_dynamic}) of the reference must "
+                        "be that of the model: parallelize both with the same context"
+                    )
+                if part is not None and of is not None and batch_invariant:
                     check_batch_invariance(part, of)
             self.model, self.step = model, step
-            self._request, self._pipeline = state.request, state.pipeline
+            self._request = state.request
             self._meshes = state.request.meshes
             self._layers = RoutedLayers.from_model(model, self._meshes)
-            self._limits = RowLimits.from_parallel(max_tokens, self._meshes.parallel)
+            p = self._meshes.parallel
+            self._limits = RowLimits(max_tokens=max_tokens, cp=p.cp, tp=p.tp)
+            if max_tokens % (unit := self._limits.row_unit):
+                raise ValueError(
+                    f"max_tokens ({max_tokens}) must be a multiple of {unit}, into which cp "
+                    f"({p.cp}) and tp ({p.tp}) cut a row: round it up"
+                )
         check_equal({"reference is None": reference is None}, self._meshes.device_type)
         self._reference = None if reference is None else TrainStep(reference)
         steps = [step, *filter(None, [self._reference])]
@@ -215,21 +221,24 @@ class Engine:
             check_grad_enabled("forward_backward()")
         errors = publish_errors("forward_backward() of rollouts")
         with errors, self._use_batch_invariance(self.model):
-            rows, totals = self._build_rows(rollouts, objective, entropy=objective.entropy)
-            number = self.step.num_micro_batches = totals.num_micro_batches
+            batch = self._build_batch(rollouts, objective, entropy=objective.entropy)
+            rows, number = batch.rows, len(batch.rows)
+            self.step.num_micro_batches = number
             is_mean = self._request.loss == "mean"
             factor = number * self._meshes.data_ranks if is_mean else 1
-            shares_N = compute_shares(rollouts, objective.mean, totals, factor)
+            shares_N = compute_shares(batch.rollouts, objective.mean, batch.totals, factor)
             shares_N = shares_N.to(self._meshes.device)
-            scores = self._make_empty_scores(rollouts, objective.entropy)
+            scores = batch.make_empty_scores(entropy=objective.entropy)
             micro_batches = [
                 self._make_inputs(row, scores, objective, shares_N[row.token_idx_N]) for row in rows
             ]
-            with self._replay_routes(rows, rollouts):
+            with self._layers.replay_rows(rows):
                 losses = self.step.forward_backward(micro_batches)
+            is_first = torch.tensor([row.is_first for row in rows], dtype=torch.bool, device="cpu")
+            losses = losses.where(copy_to_device(is_first, losses.device), 0)
             loss = sum_over_data_ranks(losses.sum() / factor, self._meshes)
             return ObjectiveResult(
-                loss=loss, scores=self._reduce_over_stages(scores), num_micro_batches=number
+                loss=loss, scores=batch.reduce_scores(scores), num_micro_batches=number
             )
 
     def weights(self, **options: Any) -> WeightStream:
@@ -256,15 +265,15 @@ class Engine:
     ) -> TokenScores:
         """Return scores without gradients, with `entropy` and `routes` if requested. Collective."""
         with publish_errors("log_probs() of rollouts"), self._use_batch_invariance(step.model):
-            rows, _ = self._build_rows(rollouts, None, entropy=entropy, routes=routes)
-            scores = self._make_empty_scores(rollouts, entropy)
+            batch = self._build_batch(rollouts, None, entropy=entropy, routes=routes)
+            rows, scores = batch.rows, batch.make_empty_scores(entropy=entropy)
             micro_batches = [self._make_inputs(row, scores, None, None) for row in rows]
-            tapes = self._layers.record_routes() if routes else self._replay_routes(rows, rollouts)
+            tapes = self._layers.record_routes() if routes else self._layers.replay_rows(rows)
             with tapes:
                 step.compute_losses(micro_batches)
             if routes:
-                scores = replace(scores, routes_NLK=self._layers.gather_routes(rows, rollouts))
-            return self._reduce_over_stages(scores)
+                scores = replace(scores, routes_NLK=self._layers.gather_routes(batch))
+            return batch.reduce_scores(scores)
 
     @contextmanager
     def _raise_on_all_ranks(self, caller: str) -> Iterator[None]:
@@ -285,23 +294,16 @@ class Engine:
             return nullcontext()
         return use_batch_invariance(state.layers, self._meshes.device.type)
 
-    def _replay_routes(
-        self, rows: Sequence[RolloutRow], rollouts: Rollouts
-    ) -> AbstractContextManager[None]:
-        """Return a context in which forwards of rows replay `Rollouts.routes_NLK`, if given."""
-        if rollouts.routes_NLK is None:
-            return nullcontext()
-        return self._layers.replay_rows(rows)
-
-    def _build_rows(
+    def _build_batch(
         self,
         rollouts: Rollouts,
         objective: Objective | None,
         *,
         entropy: bool,
         routes: bool = False,
-    ) -> tuple[list[RolloutRow], Totals]:
+    ) -> RolloutBatch:
         """Check rollouts; return this rank's packed rows and the global totals. Collective."""
+        is_dynamic, limits, meshes = self._request.is_dynamic, self._limits, self._meshes
         with self._raise_on_all_ranks("rollouts"):
             for name in () if objective is None else objective.needs:
                 if getattr(rollouts, name) is None:
@@ -313,7 +315,8 @@ class Engine:
             if routes or rollouts.routes_NLK is not None:
                 self._layers.check_routes(rollouts)
             group_size = 1 if objective is None else objective.group_size
-            assignments = assign_sequences(rollouts, self._limits, group_size)
+            assign = group_sequences if is_dynamic else partial(assign_sequences, limits=limits)
+            assignments = assign(rollouts, group_size=group_size)
             local_totals = compute_totals(rollouts, len(assignments), group_size)
         global_entries: dict[str, Any] = {"the objective": type(objective).__name__}
         global_entries["entropy"] = entropy
@@ -327,16 +330,21 @@ class Engine:
         global_entries["batch_invariant"] = self._is_invariant
         shared = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
         totals = gather_totals(
-            self._meshes, local_totals, None, global_entries=global_entries, shared_entries=shared
+            meshes, local_totals, None, global_entries=global_entries, shared_entries=shared
         )
         if objective is not None and not totals.weight:
             raise ValueError(
                 "rollouts (0 tokens of responses with a weight on all ranks) must have some: "
                 "leave the batch out"
             )
+        if objective is None:
+            rollouts = rollouts.replace(**dict.fromkeys(PER_TOKEN))
+        if is_dynamic:
+            return schedule_batch(rollouts, totals, limits, group_size, meshes)
         assignments += [[] for _ in range(max(1, totals.num_micro_batches) - len(assignments))]
-        build = partial(build_row, rollouts, limits=self._limits, device=self._meshes.device)
-        return list(map(build, assignments)), totals
+        rows = [build_row(rollouts, idxs, limits, meshes.device) for idxs in assignments]
+        groups = (meshes.pipeline_groups or ())[:1]
+        return RolloutBatch(rollouts=rollouts, rows=rows, totals=totals, groups=groups)
 
     def _make_inputs(
         self,
@@ -354,8 +362,9 @@ class Engine:
         def loss(log_probs_BT: Tensor, entropy_BT: Tensor | None) -> Tensor:
             log_probs_N = row.scatter_to_tokens(log_probs_BT)
             entropy_N = None if entropy_BT is None else row.scatter_to_tokens(entropy_BT)
-            scores.log_probs_N[row.token_idx_N] = log_probs_N.detach()
-            if entropy_N is not None and scores.entropy_N is not None:
+            if row.is_first:
+                scores.log_probs_N[row.token_idx_N] = log_probs_N.detach()
+            if row.is_first and entropy_N is not None and scores.entropy_N is not None:
                 scores.entropy_N[row.token_idx_N] = entropy_N.detach()
             if objective is None or shares_N is None:
                 return log_probs_N.new_zeros(())
@@ -371,16 +380,5 @@ class Engine:
             entropy=scores.entropy_N is not None,
         )
         inputs = self._request.family.make_forward_arguments(row.batch)
+        inputs |= {"cp": row.cp} if self._request.is_dynamic else {}
         return inputs | {"log_prob_loss": log_prob_loss}
-
-    def _make_empty_scores(self, rollouts: Rollouts, entropy: bool) -> TokenScores:
-        zeros_N = torch.zeros_like(rollouts.tokens_N, dtype=torch.float32).to(self._meshes.device)
-        return TokenScores(log_probs_N=zeros_N, entropy_N=zeros_N.clone() if entropy else None)
-
-    def _reduce_over_stages(self, scores: TokenScores) -> TokenScores:
-        """All-reduce scores over pp in place, since only the stage with the head computes them."""
-        if self._pipeline is not None:
-            for numbers_N in (scores.log_probs_N, scores.entropy_N):
-                if numbers_N is not None:
-                    dist.all_reduce(numbers_N, group=self._pipeline.groups[0])
-        return scores

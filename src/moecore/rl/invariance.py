@@ -50,6 +50,8 @@ def _find_invariance_obstacles(
     for axis in ("tp", "cp", "etp"):
         if getattr(degrees, axis) > 1:
             yield axis, getattr(degrees, axis), "be 1, because its ranks each add a part of a sum,"
+    if request.is_dynamic:
+        yield "ContextOptions.dynamic", True, "be False, because ranks each add a part of a sum,"
     if request.precision is not None:
         yield "precision", request.precision, "be None, because scales may be of many tokens,"
     if request.dispatch.fp8:

@@ -16,7 +16,7 @@ Example, the response [8 9] to [5 6] and cp 2:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,7 +26,6 @@ from torch import Tensor
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.bins import pack_lengths
 from moecore.packing.collate import PackedBatch, PackedCollator, get_length_multiple
-from moecore.parallel.mesh import ParallelConfig
 from moecore.rl.rollouts import PER_TOKEN, Rollouts
 
 
@@ -35,37 +34,35 @@ class RowLimits:
     """Length limits of the row of a micro-batch."""
 
     max_tokens: int  # of a row, before cp and tp split the row
-    sequence_unit: int  # each sequence is padded to a multiple of this number of tokens
-    row_unit: int  # each row is padded to a multiple of this number of tokens
+    cp: int
+    tp: int
 
-    @classmethod
-    def from_parallel(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
-        """Return limits for these degrees; ValueError if cp and tp do not divide `max_tokens`."""
-        sequence_unit = get_length_multiple(parallel.cp)
-        row_unit = sequence_unit * parallel.tp
-        if max_tokens % row_unit:
-            raise ValueError(
-                f"max_tokens ({max_tokens}) must be a multiple of {row_unit}, into which cp "
-                f"({parallel.cp}) and tp ({parallel.tp}) cut a row: round it up"
-            )
-        return cls(max_tokens=max_tokens, sequence_unit=sequence_unit, row_unit=row_unit)
+    @property
+    def row_unit(self) -> int:
+        """Each row is padded to a multiple of this number of tokens."""
+        return get_length_multiple(self.cp) * self.tp
 
-    def compute_padded_length(self, num_tokens: int) -> int:
-        """Return the padded length of a sequence of `num_tokens` tokens."""
-        return -(-num_tokens // self.sequence_unit) * self.sequence_unit
+    def sum_padded_lengths(self, lengths: Iterable[int]) -> int:
+        """Return the sum of the padded lengths of sequences."""
+        unit = get_length_multiple(self.cp)
+        return sum(-(-length // unit) * unit for length in lengths)
 
 
-def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
-    """Return sequence indices by micro-batch; `group_size` consecutive sequences stay together."""
-    lengths = [limits.compute_padded_length(length) for length in rollouts.lengths]
+def group_sequences(rollouts: Rollouts, group_size: int) -> list[list[int]]:
+    """Return groups of `group_size` consecutive sequences, which stay in one micro-batch."""
     number = rollouts.num_sequences
     if number % group_size:
         raise ValueError(
             f"rollouts ({number} sequences) must be a multiple of {group_size}, which belong "
             "together: give whole pairs"
         )
-    units = [list(range(i, i + group_size)) for i in range(0, number, group_size)]
-    sums = [sum(lengths[i] for i in unit) for unit in units]
+    return [list(range(i, i + group_size)) for i in range(0, number, group_size)]
+
+
+def assign_sequences(rollouts: Rollouts, limits: RowLimits, group_size: int) -> list[list[int]]:
+    """Return sequence indices by micro-batch; `group_size` consecutive sequences stay together."""
+    lengths, units = rollouts.lengths, group_sequences(rollouts, group_size)
+    sums = [limits.sum_padded_lengths(lengths[i] for i in unit) for unit in units]
     longest = max(sums, default=0)
     if longest > limits.max_tokens:
         raise ValueError(
@@ -88,6 +85,8 @@ class RolloutRow:
     rows_M: Tensor  # int64, positions in the row that predict a response token
     tokens_M: Tensor  # int64, the index in `rollouts` of each predicted token
     local_token_idx_T: Tensor  # int64, the index in `rollouts` of each position; -1 = padding
+    cp: int  # context parallel ranks that share the row
+    is_first: bool = True  # False = another data rank returns the row's loss and scores
 
     def scatter_to_tokens(self, values_BT: Tensor) -> Tensor:
         """Return [N]: the value at the position of [1, T] that predicts the token, or 0."""
@@ -110,9 +109,9 @@ def build_row(
     """Return the row of the sequences with these indices, on `device`; [] = a row of padding."""
     selection = rollouts.take(sequence_idxs)
     borders = selection.borders
-    padded_tokens = sum(map(limits.compute_padded_length, selection.lengths))
+    padded_tokens = limits.sum_padded_lengths(selection.lengths)
     row_tokens = -(-max(1, padded_tokens) // limits.row_unit) * limits.row_unit
-    collate = PackedCollator(row_tokens=row_tokens, multiple=limits.sequence_unit)
+    collate = PackedCollator(row_tokens=row_tokens, multiple=get_length_multiple(limits.cp))
     # Of the places of tokens, not of their ids: one index finds all that is known of a token.
     batch = collate([torch.arange(a, b, device="cpu") for a, b in pairwise(borders)])
     token_idx_T = batch["input_ids"].flatten().masked_fill(batch["padding_mask"].flatten(), -1)
@@ -141,4 +140,5 @@ def build_row(
         rows_M=rows_M.to(device),
         tokens_M=next_T[rows_M].to(device),
         local_token_idx_T=token_idx_T.to(device),
+        cp=limits.cp,
     )

@@ -171,12 +171,16 @@ class Rollouts(CheckedRecord):
                 "take those that there are"
             )
         token_idx_N, lengths = self.find_token_indices(indices), self.lengths
-        names = (f.name for f in fields(self) if f.name.endswith(("_N", "_NLK")))
-        values = ((n, value) for n in names if (value := getattr(self, n)) is not None)
+        values = self.get_token_values().items()
         changes = {name: value[token_idx_N.to(value.device)] for name, value in values}
         sizes = [0, *(lengths[i] for i in indices)]
         borders = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
         return replace(self, cu_seqlens=borders, **changes)
+
+    def get_token_values(self) -> dict[str, Any]:
+        """Return the fields that have a value per token and are not None, by name."""
+        names = (f.name for f in fields(self) if f.name.endswith(("_N", "_NLK")))
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def find_token_indices(self, sequence_idxs: Sequence[int]) -> Tensor:
         """Return the token indices of these sequences in their order, int64 on the CPU."""

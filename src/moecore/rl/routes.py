@@ -26,6 +26,7 @@ from moecore.models.block import MTPLayer
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
 from moecore.parallel.mesh import Meshes
+from moecore.rl.batches import RolloutBatch
 from moecore.rl.choices import check_entry_weights, check_expert_ids
 from moecore.rl.micro_batches import RolloutRow
 from moecore.rl.replay import RouterReplay
@@ -96,24 +97,24 @@ class RoutedLayers:
         """Return a context that records the expert choices of forwards, for `gather_routes`."""
         return nullcontext() if self.replay is None else self.replay.record()
 
-    def gather_routes(self, rows: Sequence[RolloutRow], rollouts: Rollouts) -> Tensor:
-        """Return the expert ids recorded for `rows`, int32 [tokens, layers, K]. Collective."""
-        shape = (len(rollouts.tokens_N), *self.shape)
+    def gather_routes(self, batch: RolloutBatch) -> Tensor:
+        """Return the expert ids recorded for the rows, int32 [tokens, layers, K]. Collective."""
+        shape = (len(batch.rollouts.tokens_N), *self.shape)
         routes_NLK = torch.full(shape, -1, dtype=torch.int32, device=self.meshes.device)
         choices = {} if self.replay is None else self.replay.choices()
         for name, layer, place in self._iterate_local_layers():
-            for row, ids_tK in zip(rows, choices[name], strict=True):
+            for row, ids_tK in zip(batch.rows, choices[name], strict=True):
                 ids_TK = _make_row_micro_batch(row, layer).all_gather_rows(ids_tK)
                 is_token_T = row.local_token_idx_T >= 0
                 token_idx_t = row.token_idx_N[row.local_token_idx_T[is_token_T]]
                 routes_NLK[token_idx_t, place] = ids_TK[is_token_T]
-        if self.meshes.pipeline_groups is not None:  # -1 in the layers of other stages
-            dist.all_reduce(routes_NLK, dist.ReduceOp.MAX, group=self.meshes.pipeline_groups[0])
+        for group in batch.groups:  # -1 in what other ranks recorded
+            dist.all_reduce(routes_NLK, dist.ReduceOp.MAX, group=group)
         return routes_NLK
 
     def replay_rows(self, rows: Sequence[RolloutRow]) -> AbstractContextManager[None]:
-        """Return a context in which forward i replays the routes of packed row `rows[i]`."""
-        if self.replay is None:
+        """Return a context in which forward i replays the routes of `rows[i]`, if given."""
+        if self.replay is None or rows[0].rollouts.routes_NLK is None:
             return nullcontext()
         routes = [row.rollouts.routes_NLK for row in rows]
         weights = [row.rollouts.route_weights_NLK for row in rows]
@@ -156,6 +157,6 @@ def _make_module_sort_key(model: nn.Module, module_name: str) -> list[int]:
 
 def _make_row_micro_batch(row: RolloutRow, layer: MoELayer) -> MicroBatch:
     """Return how tp and cp ranks share the tokens of a packed row in this layer."""
-    groups = layer.tracker.groups
+    groups = layer.tracker.groups.select_cp_groups(row.cp)
     micro_batch = MicroBatch(group=groups.micro_batch, cp=groups.cp)
     return replace(micro_batch, cu_seqlens=row.batch["cu_seqlens"].to(row.local_token_idx_T.device))

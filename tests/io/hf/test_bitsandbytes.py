@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from moecore import ParallelConfig, Precision, build_meshes, parallelize_moe
 from moecore.base.torch_private import get_local_tensor
 from moecore.io import export_hf, load_hf
-from moecore.kernels.rows.four_bit import NF4
+from moecore.io.hf import bitsandbytes
+from moecore.kernels.rows.four_bit import NF4, quantise
 from moecore.moe.stored_weights import get_four_bit_blocks
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.ranks import run_ranks
@@ -163,7 +165,9 @@ def test_files_of_an_export(no_group_left: None, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     model = frozen_model()
-    export_hf(model, tmp_path / "export", quantization="bitsandbytes")
+    with patch.object(bitsandbytes, "quantise", side_effect=quantise) as counted:
+        export_hf(model, tmp_path / "export", quantization="bitsandbytes")
+    assert counted.call_count == 2 * 7  # each linear once
     stored = load_file(tmp_path / "export" / "model.safetensors")
     name = "model.layers.1.self_attn.o_proj.weight"
     blocks = get_four_bit_blocks(dict(model.named_parameters())[name])

@@ -3,6 +3,7 @@
 With a device the kernels, on GPUs or interpreted; else plain PyTorch.
 """
 
+import weakref
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from moecore.kernels.linear_attention import (
     gated_delta_rule,
 )
 from moecore.kernels.linear_attention.gated_delta import gated_delta_rule_ref
+from moecore.kernels.zigzag import find_document_ids, get_shared_table
 from tests.kernels.conftest import check_without_host
 from tests.kernels.linear_attention.oracle import convolution_ref, delta_rule_ref
 
@@ -75,6 +77,25 @@ def test_the_rule_is_its_definition(name: str, has_initial: bool, kind: str) -> 
     pairs += zip(grads(got, leaves), grads(want, leaves), strict=True)
     for found, expected in pairs:
         assert relative(found, expected) <= 5e-6
+
+
+def test_layers_share_tables_of_documents() -> None:
+    borders, made = torch.tensor([0, 2, 5], dtype=torch.int32), []
+
+    def make(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+        made.append(num_tokens)
+        return find_document_ids(cu_seqlens, num_tokens)
+
+    with torch.inference_mode():
+        table = get_shared_table(make, borders, 5)
+    assert get_shared_table(make, borders, 5) is table and not table.is_inference()
+    get_shared_table(make, borders, 4)
+    assert made == [5, 4]
+    borders[1] = 3
+    assert get_shared_table(make, borders, 5).tolist() == [0, 0, 0, 1, 1]
+    freed = weakref.ref(borders)
+    del borders
+    assert freed() is None
 
 
 def test_in_fp64_it_is_its_definition_to_the_last_digits() -> None:

@@ -104,10 +104,15 @@ def _make_nf4_items(item: Item) -> Iterator[NF4Item]:
 
 
 class NF4Collector(ErrorKeeper):
-    """Assembles items by another collector, and quantises the weights of `NF4Item`s."""
+    """Assembles items by another collector, and quantises the weights of `NF4Item`s.
+
+    A file has all scales before the codes, so its writer stores codes until they are requested.
+    """
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
+        # By weight and writer rank; the keys are equal on all ranks.
+        self._codes: dict[tuple[str, int], Tensor | None] = {}
 
     def collect_tensor(self, item: Item, writer_rank: int) -> Tensor | None:
         """Return the full tensor on the CPU of rank `writer_rank`, and None on other ranks."""
@@ -115,15 +120,20 @@ class NF4Collector(ErrorKeeper):
             return self._collector.collect_tensor(item, writer_rank)
         if item.constant is not None:
             return item.constant if get_rank_and_world()[0] == writer_rank else None
-        weight = self._collector.collect_tensor(item.origin, writer_rank)
+        key, is_scale = (item.origin.name, writer_rank), item.dtype.is_floating_point
+        if not is_scale and key in self._codes:
+            return self._codes.pop(key)
+        weight, scales = self._collector.collect_tensor(item.origin, writer_rank), None
+        self._codes[key] = None
         with self._keep_error():
             if weight is not None:
                 blocks = quantise(weight, "nf4")
-                tensor = blocks.scales if item.dtype.is_floating_point else blocks.values
-                return tensor.reshape(item.shape)
-        return None
+                scales = blocks.scales.flatten()
+                self._codes[key] = blocks.values.reshape(-1, 1)
+        return scales if is_scale else self._codes.pop(key)
 
     def raise_error(self) -> None:
-        """Raise the first stored error of this rank."""
+        """Raise the first stored error of this rank, and drop codes of other files."""
+        self._codes.clear()
         ErrorKeeper.raise_error(self)
         self._collector.raise_error()

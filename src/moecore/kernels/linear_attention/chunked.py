@@ -47,7 +47,7 @@ from moecore.kernels.linear_attention.chunked_kernel import (
     delta_rule_fwd_states_kernel,
 )
 from moecore.kernels.linear_attention.contract import DeltaRule
-from moecore.kernels.zigzag import find_document_ids
+from moecore.kernels.zigzag import find_document_ids, get_shared_table
 
 CHUNK = 64
 KEY_DIMS, TILE = (64, 128), 128  # of a key, and of a tile of values; Triton 3.6 miscompiles smaller
@@ -118,16 +118,21 @@ class _Chunks(NamedTuple):
     first_chunks: Tensor  # int32 [n + 1]: each document's first chunk, then the number of chunks
     table: Tensor  # int32 [2, chunks]: each chunk's first token, and its document's end
 
-    @staticmethod
-    def make(cu_seqlens: Tensor, T: int) -> _Chunks:
+    @classmethod
+    def make(cls, cu_seqlens: Tensor, T: int) -> _Chunks:
         """Cut documents into chunks, without a host sync."""
+        return cls(cu_seqlens, *get_shared_table(cls._make_table, cu_seqlens, T))
+
+    @staticmethod
+    def _make_table(cu_seqlens: Tensor, T: int) -> tuple[Tensor, Tensor]:
+        """Return `first_chunks` and `table`."""
         counts = -(-cu_seqlens.diff() // CHUNK)
         firsts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
         ids = torch.arange(T // CHUNK + len(counts), dtype=torch.int32, device=firsts.device)
         documents = find_document_ids(firsts, len(ids)).clamp(max=len(counts) - 1)
         starts = cu_seqlens[documents] + (ids - firsts[documents]) * CHUNK
         table = torch.stack((starts, cu_seqlens[documents + 1])).int()
-        return _Chunks(cu_seqlens, firsts, table)
+        return firsts, table
 
 
 class _Scan:

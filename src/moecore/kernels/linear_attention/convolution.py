@@ -30,7 +30,7 @@ from moecore.kernels.linear_attention.convolution_kernel import (
     convolution_bwd_kernel,
     convolution_fwd_kernel,
 )
-from moecore.kernels.zigzag import find_document_ids
+from moecore.kernels.zigzag import find_document_ids, get_shared_table
 
 TILE = dict(BLOCK_T=32, BLOCK_D=64)
 
@@ -75,6 +75,12 @@ def causal_convolution(
         return (F.silu(y_TD) if apply_silu else y_TD).to(x_TD.dtype)
 
 
+def _make_borders(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Return int32 [2, T]: the first token of each token's document, and its end."""
+    documents = find_document_ids(cu_seqlens, T)
+    return torch.stack((cu_seqlens[documents], cu_seqlens[documents + 1])).int()
+
+
 class _Convolution(torch.autograd.Function):
     """apply(x, weight, bias or None, cu_seqlens, apply_silu) -> y."""
 
@@ -82,8 +88,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, weight, bias, cu_seqlens, apply_silu = inputs
         x, weight = x.contiguous(), weight.contiguous()
-        documents = find_document_ids(cu_seqlens, len(x))
-        borders = torch.stack((cu_seqlens[documents], cu_seqlens[documents + 1])).int()
+        borders = get_shared_table(_make_borders, cu_seqlens, len(x))
         (T, D), W, y = x.shape, weight.shape[1], torch.empty_like(x)
         ctx.constants = dict(W=W, HAS_BIAS=bias is not None, SILU=apply_silu, **TILE)
         ctx.save_for_backward(x, weight, bias, borders)
