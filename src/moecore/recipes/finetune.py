@@ -30,6 +30,7 @@ from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.stock import enable_activation_checkpointing
 from moecore.io.hf.config_fields import HFConfig
 from moecore.models import DecoderConfig, document_cost
+from moecore.models.distillation import Distillation
 from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
@@ -50,6 +51,8 @@ from moecore.recipes.hf_model import (
     can_pack_documents,
     count_experts,
     find_decoder_config,
+    has_tokenizer,
+    load_tokenizer,
     load_weights,
     read_config,
     read_tokenizer,
@@ -75,7 +78,7 @@ class FinetuneConfig(ShardedConfig):
         model: a directory of config, tokenizer and weights, or a name of the hub.
         data: .jsonl and .parquet files, directories of save_to_disk, hf:NAME, or plain text.
         objective: "sft" learns answers; "dpo" prefers chosen to rejected answers; "kto" learns
-            which answers are desirable.
+            which answers are desirable; "distill" learns answers and a teacher's probabilities.
         eval_data: files of the evaluation.
         eval_share: share of `data` that is evaluated and not trained, without `eval_data`.
         epochs: times that all of `data` is read.
@@ -86,11 +89,12 @@ class FinetuneConfig(ShardedConfig):
         columns: the names of the columns of the data.
         dpo: objective "dpo".
         kto: objective "kto".
+        distill: objective "distill".
     """
 
     model: Annotated[Path, Spelling(alias="hf_config")]  # as `moecore plan --write` names it
     data: tuple[Path, ...]
-    objective: Literal["sft", "dpo", "kto"] = "sft"
+    objective: Literal["sft", "dpo", "kto", "distill"] = "sft"
     eval_data: tuple[Path, ...] = ()
     eval_share: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
     epochs: Count = 1
@@ -107,6 +111,7 @@ class FinetuneConfig(ShardedConfig):
     columns: Annotated[ColumnNames, PREFIX] = ColumnNames()
     dpo: Annotated[DPO | None, PREFIX] = None
     kto: Annotated[KTO | None, Table(prefix=True, without=("kl",))] = None
+    distill: Annotated[Distillation | None, PREFIX] = None
 
 
 def check_objective(args: FinetuneConfig) -> None:
@@ -117,6 +122,10 @@ def check_objective(args: FinetuneConfig) -> None:
             raise ValueError(
                 f"--objective ({args.objective}) must be {name} with options of [{name}]: {options}"
             )
+    if args.objective == "distill" and args.distill is None:
+        raise ValueError(
+            "--objective (distill) must have a teacher: give --distill-teacher its directory"
+        )
     if args.objective != "sft" and (args.sharding.dynamic_cp is not None or args.cuda_graph):
         option = "--cuda-graph" if args.cuda_graph else "--dynamic-cp"
         raise ValueError(f"{option} must not go with --objective {args.objective}: drop it")
@@ -192,9 +201,10 @@ def build_job(args: FinetuneConfig) -> FineTuning:
     job_class: Callable[..., FineTuning] = JOBS[args.objective]
     if (options := JOBS[args.objective].options) is not None:
         reference = None
-        if args.lora is None:
-            hf = build_hf_model(config, args.model, args.get_compute_dtype(device))
-            reference = build_model(args, hf, meshes, shape, is_reference=True)
+        if (path := job_class.find_reference(args)) is not None:
+            hf = build_hf_model(read_config(path), path, args.get_compute_dtype(device))
+            frozen = replace(args, model=path, lora=None)
+            reference = build_model(frozen, hf, meshes, shape, is_reference=True)
             reference.requires_grad_(False).eval()
         objective = getattr(args, args.objective) or options()
         job_class = partial(job_class, reference=reference, objective=objective)
@@ -262,13 +272,39 @@ def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig
             f"--batch-size ({shape.batch_size}) must be >= 2 with --objective kto, whose KL term "
             "pairs each prompt with another completion of its data rank: raise it"
         )
+    check_length(args, config, "--model")
+    if args.distill is not None:
+        args = replace(args, distill=check_teacher(args, args.distill, config))
+    args.logging.check_packages()
+    return args, config
+
+
+def check_length(args: FinetuneConfig, config: Any, option: str) -> None:
+    """Raise ValueError if rows are longer than a model has positions."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_len > longest:
         raise ValueError(
-            f"--seq-len ({args.seq_len}) must be <= max_position_embeddings ({longest}) of --model"
+            f"--seq-len ({args.seq_len}) must be <= max_position_embeddings ({longest}) of {option}"
         )
-    args.logging.check_packages()
-    return args, config
+
+
+def check_teacher(args: FinetuneConfig, distill: Distillation, config: Any) -> Distillation:
+    """Return the options with a local teacher; ValueError unless it has the model's tokens."""
+    option = "--distill-teacher"
+    path = find_model_directory(distill.teacher, option)
+    teacher = read_config(path, option)
+    check_length(args, teacher, option)
+    sizes = [x.get_text_config().vocab_size for x in (teacher, config)]
+    same = sizes[0] == sizes[1]
+    if same and has_tokenizer(path):
+        vocabularies = [load_tokenizer(x, option).get_vocab() for x in (path, args.model)]
+        same = vocabularies[0] == vocabularies[1]
+    if not same:
+        raise ValueError(
+            f"{option} ({path}) must have the tokens of --model ({args.model}), vocab_size "
+            f"{sizes[0]} and {sizes[1]}: take a teacher with the same tokenizer"
+        )
+    return replace(distill, teacher=path)
 
 
 parse_arguments = partial(parse, FinetuneConfig, prog="moecore finetune")
