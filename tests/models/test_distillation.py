@@ -43,7 +43,7 @@ def compute(
 ) -> Tensor:
     """Return the loss of heads whose hidden states these are."""
     hidden, weight, labels = student[0][None], student[1], student[2][None]
-    stored = TeacherForward(labels_BT=labels, top_k=options.top_k, heads=[])
+    stored = TeacherForward(labels, top_k=options.top_k, heads=[])
     rest: Any = (labels, lambda x: x)
     with torch.no_grad():
         assert stored.compute_from_hidden(teacher[0][None], teacher[1], *rest, group=group) == 0

@@ -20,7 +20,7 @@ Source: arXiv:1503.02531 has the factor T^2; kd_ratio, kl_type and temperature a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -176,18 +176,16 @@ class DistillationLoss:
         return loss_C.sum(), logits_CV.to(products.hidden_CD.dtype)
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
 class TeacherForward:
     """A `log_prob_loss` of a teacher's forward, which stores the teacher's logits. Returns 0.
 
     Without `top_k` it stores hidden states, and a copy of the unsharded head in `heads`, which the
-    frozen teacher's forwards share.
+    frozen teacher's forwards share. It is no dataclass, because cp ranks store different tokens.
     """
 
-    labels_BT: Tensor
-    top_k: int | None
-    heads: list[Tensor]
-    _read: Teacher = field(init=False)
+    def __init__(self, labels_BT: Tensor, *, top_k: int | None, heads: list[Tensor]) -> None:
+        self.labels_BT, self.top_k, self._heads = labels_BT, top_k, heads
+        self._read: Teacher
 
     def __call__(self, part: slice) -> tuple[Tensor | None, Tensor]:
         """Return the ids and logits of a slice of this rank's tokens; see `Teacher`."""
@@ -206,9 +204,9 @@ class TeacherForward:
         """Store the teacher's logits of this rank's tokens; return 0."""
         hidden_ND = hidden_BtD.detach().flatten(0, 1).to(weight_VD.dtype)
         k = self.top_k
-        if k is None and not self.heads:
-            self.heads.append(weight_VD.detach().clone())
-        weight_VD = self.heads[0] if k is None else weight_VD.detach()
+        if k is None and not self._heads:
+            self._heads.append(weight_VD.detach().clone())
+        weight_VD = self._heads[0] if k is None else weight_VD.detach()
         self._read = partial(_compute_logits, hidden_ND, weight_VD)
         if k is not None:
             starts = range(0, len(hidden_ND), chunk_tokens)

@@ -304,7 +304,7 @@ class DistillationTuning(FineTuning):
             del arguments["shift_labels"], arguments["num_tokens"]
             labels_BT = arguments.pop("labels")
             teachers.append(
-                TeacherForward(labels_BT=labels_BT, top_k=self.objective.top_k, heads=self._heads)
+                TeacherForward(labels_BT, top_k=self.objective.top_k, heads=self._heads)
             )
         pairs = list(zip(inputs, teachers, strict=True))
         self.reference_step.compute_losses([x | {"log_prob_loss": of} for x, of in pairs])
