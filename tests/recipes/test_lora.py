@@ -89,9 +89,8 @@ rank_pattern = ["layers.0.mlp.experts.gate_up_proj=3", "[qk]_proj=2"]
 alpha_pattern = ['1\\.mlp\\.experts\\.down_proj=7', "k_proj=5"]
 """
 CASES = [
-    pytest.param("", None, id="plain"),
-    pytest.param("", "nf4", id="nf4-in-host-memory"),
     pytest.param(PATTERNS, None, id="patterns"),
+    pytest.param("", "nf4", id="nf4-in-host-memory"),
     pytest.param("rslora = true", None, marks=pytest.mark.nightly, id="rslora"),
 ]
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -376,7 +377,9 @@ def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
         target_parameters=sorted(experts) if options.experts else None,
         task_type="CAUSAL_LM",
     )
-    adapted_model = get_peft_model(model, config)
+    with warnings.catch_warnings():  # peft's check of patterns does not know the experts' names
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
+        adapted_model = get_peft_model(model, config)
     adapted = adapted_model.base_model.targeted_module_names
     adapted += adapted_model.base_model.targeted_parameter_names
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
