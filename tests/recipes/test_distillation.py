@@ -19,8 +19,8 @@ STEPS, ROWS, TOKENS, RATE, EPS = 3, 4, 96, 1e-3, 1e-4
 STUDENT = dict(hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16)
 TEACHER = STUDENT | dict(hidden_size=48, num_hidden_layers=4, moe_intermediate_size=24)
 COMMON = (
-    f"--objective distill --eps {EPS} --distill-temperature 1.7 --distill-kd-ratio 0.3 --lr {RATE} --seq-len "
-    f"{TOKENS} --max-steps {STEPS} --lr-schedule constant --warmup-steps 0 --eval-every 0 "
+    f"--objective distill --distill-temperature 1.7 --distill-kd-ratio 0.3 --lr {RATE} --eps {EPS} "
+    f"--seq-len {TOKENS} --max-steps {STEPS} --lr-schedule constant --warmup-steps 0 --eval-every 0 "
     "--checkpoint-every 0"
 )
 FULL, TOP_K = make_options("forward", None), make_options("reverse", 20)
@@ -33,7 +33,9 @@ LAYOUTS = {  # data ranks times rows times micro-batches = ROWS; and documents a
 
 def train(rank: int, device: torch.device, folder: Path) -> None:
     for layout, (degrees, options, _) in LAYOUTS.items():
-        words = f"{COMMON} {degrees} --distill-kl-type {options.kl_type} --run-dir {folder / layout} "
+        words = (
+            f"{COMMON} {degrees} --distill-kl-type {options.kl_type} --run-dir {folder / layout} "
+        )
         words += f"--model {folder / 'student'} --distill-teacher {folder / 'teacher'} "
         words += f"--data {folder / 'some.jsonl'}"
         words += "" if options.top_k is None else f" --distill-top-k {options.top_k}"

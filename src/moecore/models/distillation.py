@@ -61,16 +61,10 @@ class Distillation(CheckedRecord):
 def compute_kl(
     logits_CX: Tensor, teacher_CX: Tensor, kl_type: KLType, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the KL divergence [C] of softmaxes, and its gradient of `logits_CX`.
-
-    The ranks of `group` have other columns. Columns with a teacher logit of -inf are left out.
-    """
-    is_out_CX = teacher_CX.isneginf()
-    logits_CX = logits_CX.masked_fill(is_out_CX, -torch.inf)
+    """Return the KL divergence [C] of softmaxes over the ranks of `group`, and its gradient."""
     log_p_CX, log_q_CX = (_log_softmax(x_CX, group) for x_CX in (logits_CX, teacher_CX))
     p_CX, q_CX = log_p_CX.exp(), log_q_CX.exp()
-    terms_CX = (log_p_CX - log_q_CX).masked_fill_(is_out_CX, 0)
-    terms_CX.mul_(-q_CX if kl_type == "forward" else p_CX)
+    terms_CX = (log_p_CX - log_q_CX).mul_(-q_CX if kl_type == "forward" else p_CX)
     kl_C = terms_CX.sum(1)
     kl_C = kl_C if group is None else _gather_ranks(kl_C, group).sum(0)
     if kl_type == "forward":

@@ -51,7 +51,6 @@ from moecore.recipes.hf_model import (
     can_pack_documents,
     count_experts,
     find_decoder_config,
-    has_tokenizer,
     load_tokenizer,
     load_weights,
     read_config,
@@ -200,8 +199,8 @@ def build_job(args: FinetuneConfig) -> FineTuning:
     model = build_model(args, hf, meshes, shape)
     job_class: Callable[..., FineTuning] = JOBS[args.objective]
     if (options := JOBS[args.objective].options) is not None:
-        reference = None
-        if (path := job_class.find_reference(args)) is not None:
+        reference, path = None, args.model if args.lora is None else None
+        if (path := args.distill.teacher if args.distill is not None else path) is not None:
             hf = build_hf_model(read_config(path), path, args.get_compute_dtype(device))
             frozen = replace(args, model=path, lora=None)
             reference = build_model(frozen, hf, meshes, shape, is_reference=True)
@@ -272,37 +271,27 @@ def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig
             f"--batch-size ({shape.batch_size}) must be >= 2 with --objective kto, whose KL term "
             "pairs each prompt with another completion of its data rank: raise it"
         )
-    check_length(args, config, "--model")
     if args.distill is not None:
         args = replace(args, distill=check_teacher(args, args.distill, config))
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_len > longest:
+        raise ValueError(
+            f"--seq-len ({args.seq_len}) must be <= max_position_embeddings ({longest}) of --model"
+        )
     args.logging.check_packages()
     return args, config
 
 
-def check_length(args: FinetuneConfig, config: Any, option: str) -> None:
-    """Raise ValueError if rows are longer than a model has positions."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest and args.seq_len > longest:
-        raise ValueError(
-            f"--seq-len ({args.seq_len}) must be <= max_position_embeddings ({longest}) of {option}"
-        )
-
-
 def check_teacher(args: FinetuneConfig, distill: Distillation, config: Any) -> Distillation:
-    """Return the options with a local teacher; ValueError unless it has the model's tokens."""
+    """Return the options with a local `teacher`; ValueError unless it has the model's tokens."""
     option = "--distill-teacher"
     path = find_model_directory(distill.teacher, option)
-    teacher = read_config(path, option)
-    check_length(args, teacher, option)
-    sizes = [x.get_text_config().vocab_size for x in (teacher, config)]
-    same = sizes[0] == sizes[1]
-    if same and has_tokenizer(path):
-        vocabularies = [load_tokenizer(x, option).get_vocab() for x in (path, args.model)]
-        same = vocabularies[0] == vocabularies[1]
-    if not same:
+    sizes = [x.get_text_config().vocab_size for x in (config, read_config(path, option))]
+    tokens, of_teacher = (load_tokenizer(x, option).get_vocab().items() for x in (args.model, path))
+    if sizes[0] != sizes[1] or not tokens <= of_teacher:
         raise ValueError(
-            f"{option} ({path}) must have the tokens of --model ({args.model}), vocab_size "
-            f"{sizes[0]} and {sizes[1]}: take a teacher with the same tokenizer"
+            f"{option} ({path}) must have the tokens and vocab_size ({sizes[0]}) of --model, not "
+            f"others ({sizes[1]}): choose a teacher with the same tokenizer"
         )
     return replace(distill, teacher=path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -51,11 +50,6 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
     saves_memory = "add --recompute, lower --seq-len"
     chosen_by = "--data, --seq-len, --eval-every and --cp"
-
-    @staticmethod
-    def find_reference(args: Any) -> Path | None:
-        """Return the directory of a frozen model that the objective needs; None = no model."""
-        return None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,11 +165,6 @@ class PreferenceTuning(FineTuning):
     encode: ClassVar[Any] = staticmethod(encode_preference)
     make_batch: ClassVar[Any] = staticmethod(make_pair_batch)
 
-    @staticmethod
-    def find_reference(args: Any) -> Path | None:
-        """Return --model, or None with LoRA, without whose adapters the model is the reference."""
-        return args.model if args.lora is None else None
-
     def __post_init__(self) -> None:
         super().__post_init__()
         # A micro-batch has capacity for `batch_size` examples of the greatest length.
@@ -280,7 +269,7 @@ class DistillationTuning(FineTuning):
     """The job of objective "distill": answers, and the logits of a frozen teacher."""
 
     reference: Any  # the teacher
-    objective: Any  # the options
+    objective: Distillation
 
     options: ClassVar[Any] = Distillation
 
@@ -288,38 +277,25 @@ class DistillationTuning(FineTuning):
         super().__post_init__()
         self.reference_step, self._heads = TrainStep(self.reference), list[Tensor]()
 
-    @staticmethod
-    def find_reference(args: Any) -> Path | None:
-        """Return the directory of the teacher."""
-        teacher: Path = args.distill.teacher
-        return teacher
-
     def make_inputs(
         self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
     ) -> list[dict[str, Any]]:
         """Run forwards of the teacher; return the student's forward arguments. Collective."""
-        inputs = super().make_inputs(num_labels, micro_batches)
-        teachers = []
+        inputs, options = super().make_inputs(num_labels, micro_batches), self.objective
         for arguments in inputs:
             del arguments["shift_labels"], arguments["num_tokens"]
-            labels_BT = arguments.pop("labels")
-            teachers.append(
-                TeacherForward(labels_BT, top_k=self.objective.top_k, heads=self._heads)
+            arguments["log_prob_loss"] = TeacherForward(
+                arguments.pop("labels"), top_k=options.top_k, heads=self._heads
             )
-        pairs = list(zip(inputs, teachers, strict=True))
-        self.reference_step.compute_losses([x | {"log_prob_loss": of} for x, of in pairs])
-        return [
-            arguments
-            | {
-                "log_prob_loss": DistillationLoss(
-                    labels_BT=teacher.labels_BT,
-                    num_tokens=num_labels,
-                    teacher=teacher,
-                    options=self.objective,
-                )
-            }
-            for arguments, teacher in pairs
-        ]
+        self.reference_step.compute_losses(inputs)
+        for arguments in inputs:
+            arguments["log_prob_loss"] = DistillationLoss(
+                labels_BT=arguments["log_prob_loss"].labels_BT,
+                num_tokens=num_labels,
+                teacher=arguments["log_prob_loss"],
+                options=options,
+            )
+        return inputs
 
 
 JOBS: dict[str, type[FineTuning]] = {

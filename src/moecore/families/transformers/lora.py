@@ -335,14 +335,13 @@ class LoRAOptions(CheckedRecord):
 
     def _find_field_errors(self) -> FieldErrors:
         for name in ("rank_pattern", "alpha_pattern"):
-            for entry in getattr(self, name):
-                pattern, _, number = entry.rpartition("=")
-                try:
-                    is_valid = bool(re.compile(pattern) and pattern and int(number) > 0)
-                except (re.error, ValueError):
-                    is_valid = False
-                if not is_valid:
-                    yield name, "be PATTERN=NUMBER, a regular expression and a number >= 1"
+            try:
+                numbers = _read_patterns(getattr(self, name))
+                is_valid = all(re.compile(x) and number > 0 for x, number in numbers.items())
+            except (re.error, ValueError):
+                is_valid = False
+            if not is_valid:
+                yield name, "be PATTERN=NUMBER, regular expressions with numbers >= 1: correct it"
 
 
 def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
@@ -380,13 +379,13 @@ def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
     with warnings.catch_warnings():  # peft's check of patterns does not know the experts' names
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
         adapted_model = get_peft_model(model, config)
-    adapted = adapted_model.base_model.targeted_module_names
-    adapted += adapted_model.base_model.targeted_parameter_names
+    tuner = adapted_model.base_model
+    adapted = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
         if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted):
             raise ValueError(
                 f"LoRAOptions.rank_pattern and alpha_pattern ({pattern!r}) must match a layer with "
-                "adapters, whose names end in " + ", ".join(sorted({*config.target_modules, *experts}))
+                f"adapters, such as {adapted[0]}: correct it"
             )
     return adapted_model
 
