@@ -20,8 +20,8 @@ STUDENT = dict(hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate
 TEACHER = STUDENT | dict(hidden_size=48, num_hidden_layers=4, moe_intermediate_size=24)
 COMMON = (
     f"--objective distill --distill-temperature 1.7 --distill-kd-ratio 0.3 --lr {RATE} --eps {EPS} "
-    f"--seq-len {TOKENS} --max-steps {STEPS} --lr-schedule constant --warmup-steps 0 --eval-every 0 "
-    "--checkpoint-every 0"
+    f"--seq-len {TOKENS} --max-steps {STEPS} --lr-schedule constant --warmup-steps 0 "
+    "--eval-every 0 --checkpoint-every 0"
 )
 FULL, TOP_K = make_options("forward", None), make_options("reverse", 20)
 LAYOUTS = {  # data ranks times rows times micro-batches = ROWS; and documents are padded for cp

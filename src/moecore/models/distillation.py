@@ -65,7 +65,7 @@ def compute_kl(
     log_p_CX, log_q_CX = (_log_softmax(x_CX, group) for x_CX in (logits_CX, teacher_CX))
     p_CX, q_CX = log_p_CX.exp(), log_q_CX.exp()
     terms_CX = (log_p_CX - log_q_CX).mul_(-q_CX if kl_type == "forward" else p_CX)
-    kl_C = terms_CX.sum(1)
+    kl_C: Tensor = terms_CX.sum(1)
     kl_C = kl_C if group is None else _gather_ranks(kl_C, group).sum(0)
     if kl_type == "forward":
         return kl_C, p_CX.sub_(q_CX)
@@ -74,17 +74,18 @@ def compute_kl(
 
 def _log_softmax(x_CX: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the log-softmax over the columns of all ranks of `group`."""
-    total_C = x_CX.logsumexp(1)
+    total_C: Tensor = x_CX.logsumexp(1)
     total_C = total_C if group is None else _gather_ranks(total_C, group).logsumexp(0)
     return x_CX - total_C[:, None]
 
 
 def _gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tensors of G ranks, [G, C, ...]. Collective."""
-    return all_gather_rows(x_C, group).unflatten(0, (group.size(), -1))
+    x_GC: Tensor = all_gather_rows(x_C, group).unflatten(0, (group.size(), -1))
+    return x_GC
 
 
-class _HeadLoss:
+class _LinearHeadLoss:
     """Base of objects that a forward receives as `log_prob_loss`; see `LogProbLoss`."""
 
     def compute_from_logits(self, *_: Any) -> Tensor:
@@ -96,7 +97,7 @@ class _HeadLoss:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DistillationLoss(_HeadLoss):
+class DistillationLoss(_LinearHeadLoss):
     """The loss of the student's forward, divided by `num_tokens`; -100 = a label without a loss."""
 
     labels_BT: Tensor  # int64, of full rows, already shifted
@@ -158,7 +159,7 @@ class DistillationLoss(_HeadLoss):
         return loss_C.sum(), logits_CV.to(products.hidden_CD.dtype)
 
 
-class TeacherForward(_HeadLoss):
+class TeacherForward(_LinearHeadLoss):
     """The `log_prob_loss` of a teacher's forward, which stores its logits and returns 0.
 
     Without `top_k` it stores hidden states, and a copy of the unsharded head in `heads`, which the

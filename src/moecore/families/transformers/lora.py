@@ -379,8 +379,8 @@ def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
     with warnings.catch_warnings():  # peft's check of patterns does not know the experts' names
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
         adapted_model = get_peft_model(model, config)
-    tuner = adapted_model.base_model
-    adapted = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
+    tuner: Any = adapted_model.base_model
+    adapted: list[str] = tuner.targeted_module_names + tuner.targeted_parameter_names
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
         if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted):
             raise ValueError(
