@@ -81,3 +81,28 @@ def test_four_ranks_equal_stock_models(tmp_path: Path) -> None:
         losses = [line["loss"] for line in metrics(tmp_path / layout)]
         wanted = train_stock(tmp_path, examples, unit, options)
         assert losses == pytest.approx(wanted, rel=1e-5), layout
+
+
+WORDS = "--objective distill --distill-teacher {teacher}"
+BAD_WORDS = {
+    "--objective distill": "--objective (distill) must have a teacher: give --distill-teacher",
+    "--distill-teacher {teacher}": "--objective (sft) must be distill with options of [distill]",
+    f"{WORDS} --dynamic-cp 9": "--dynamic-cp must not go with --objective distill",
+    f"{WORDS} --distill-kd-ratio 0": "--distill-kd-ratio (0.0) must be a number > 0 and <= 1",
+    f"{WORDS}/none": "--distill-teacher ({teacher}/none) must be a Hugging Face directory",
+    WORDS: "must have the tokens and vocab_size (2048) of --model, not others (2056)",
+}
+
+
+def test_options_that_do_not_fit(tmp_path: Path) -> None:
+    from moecore.recipes.finetune import check_options, parse_arguments
+
+    write_tiny_model(tmp_path / "student", **STUDENT)
+    teacher = tmp_path / "teacher"
+    write_tiny_model(teacher, **STUDENT, vocab_size=2056)
+    model = ["--model", str(tmp_path / "student"), "--data", "a"]
+    for words, wanted in BAD_WORDS.items():
+        with pytest.raises(ValueError) as error:
+            check_options(parse_arguments([*model, *words.format(teacher=teacher).split()]), 1)
+        text = str(error.value)
+        assert wanted.format(teacher=teacher) in text and "\n" not in text, words

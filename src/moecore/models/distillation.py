@@ -35,7 +35,6 @@ from moecore.moe.dispatch.collectives import all_gather_rows
 from moecore.precision.head import HeadProducts, mm_with_dtype
 
 CHUNK_TOKENS = 512
-KLType = Literal["forward", "reverse"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,14 +51,14 @@ class Distillation(CheckedRecord):
     """
 
     teacher: Path
-    kl_type: KLType = "forward"
+    kl_type: Literal["forward", "reverse"] = "forward"
     temperature: Positive = 1.0
     top_k: Count | None = None
     kd_ratio: Annotated[float, Bound(">", 0), Bound("<=", 1)] = 0.5
 
 
 def compute_kl(
-    logits_CX: Tensor, teacher_CX: Tensor, kl_type: KLType, group: dist.ProcessGroup | None
+    logits_CX: Tensor, teacher_CX: Tensor, kl_type: str, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Return the KL divergence [C] of softmaxes over the ranks of `group`, and its gradient."""
     log_p_CX, log_q_CX = (_log_softmax(x_CX, group) for x_CX in (logits_CX, teacher_CX))
@@ -173,21 +172,19 @@ class TeacherForward(_LinearHeadLoss):
         self,
         hidden_BtD: Tensor,
         weight_VD: Tensor,
-        _labels_Bt: Tensor,
-        _gather_full_rows: Callable[[Tensor], Tensor],
-        *,
+        *_: Any,
         chunk_tokens: int = CHUNK_TOKENS,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """Store the teacher's logits of this rank's tokens; return 0. Collective with `top_k`."""
-        hidden_ND, k = hidden_BtD.flatten(0, 1).to(weight_VD.dtype), self._top_k
-        if k is None:
+        hidden_ND = hidden_BtD.flatten(0, 1).to(weight_VD.dtype)
+        if self._top_k is None:
             if not self._heads:
                 self._heads.append(weight_VD.detach().clone())
             self._hidden_ND = hidden_ND
         else:
             chunks = [
-                _select_top_k(_compute_logits(hidden_CD, weight_VD), k, group)
+                _select_top_k(_compute_logits(hidden_CD, weight_VD), self._top_k, group)
                 for hidden_CD in hidden_ND.split(chunk_tokens)
             ]
             self._ids_Nk, self._logits_Nk = map(torch.cat, zip(*chunks, strict=True))
@@ -211,10 +208,9 @@ def _select_top_k(
     logits_CV: Tensor, k: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Return the ids, int64, and values of the k largest logits over the ranks of `group`."""
-    V = logits_CV.shape[1]
-    logits_CX, ids_CX = logits_CV.topk(min(k, V))
+    logits_CX, ids_CX = logits_CV.topk(min(k, logits_CV.shape[1]))
     if group is not None:
-        pair = logits_CX, ids_CX + V * group.rank()
+        pair = logits_CX, ids_CX + logits_CV.shape[1] * group.rank()
         logits_CX, ids_CX = (_gather_ranks(x, group).transpose(0, 1).flatten(1) for x in pair)
         logits_CX, columns_Ck = logits_CX.topk(min(k, logits_CX.shape[1]))
         ids_CX = ids_CX.gather(1, columns_Ck)

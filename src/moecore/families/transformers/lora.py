@@ -381,7 +381,7 @@ def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
         adapted_model = get_peft_model(model, config)
     tuner: Any = adapted_model.base_model
     adapted: list[str] = tuner.targeted_module_names + tuner.targeted_parameter_names
-    for pattern in (*config.rank_pattern, *config.alpha_pattern):
+    for pattern in _read_patterns(options.rank_pattern + options.alpha_pattern):
         if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted):
             raise ValueError(
                 f"LoRAOptions.rank_pattern and alpha_pattern ({pattern!r}) must match a layer with "
@@ -392,5 +392,4 @@ def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
 
 def _read_patterns(entries: Sequence[str]) -> dict[str, int]:
     """Return {regular expression: number} of entries "PATTERN=NUMBER"."""
-    pairs = (entry.rpartition("=") for entry in entries)
-    return {pattern: int(number) for pattern, _, number in pairs}
+    return {name: int(number) for name, _, number in (x.rpartition("=") for x in entries)}
