@@ -10,10 +10,9 @@ With student logits z, teacher logits y, p = softmax(z / T), q = softmax(y / T) 
     "reverse"    KL = sum of p (log p - log q)      d KL / d z = p (log p - log q - KL) / T
 
 p and q are over the vocabulary, or over the k tokens with the largest teacher logits.
-`models/loss.py` runs the chunks: forward computes the gradients. Memory of a chunk: about
-8 * C * V * 4 bytes, or 2 * C * V * 4 bytes with `top_k`.
+Forward computes the gradients, as in `models/loss.py`. A chunk needs about 8 * C * V * 4 bytes.
 
-Source: arXiv:1503.02531 (the factor T^2). NeMo AutoModel and NeMo RL have these names of options.
+Source: arXiv:1503.02531 (the factor T^2). kd_ratio and kl_type are names of NVIDIA NeMo.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class Distillation(CheckedRecord):
     """Learn from labels (cross-entropy) and from a teacher's probabilities (KL divergence).
 
     Attributes:
-        teacher: the directory of the teacher, or its name of the hub. It is frozen, sharded as the
-            trained model, and has the same tokens.
+        teacher: directory or hub name of the frozen teacher, sharded as the trained model.
         kl_type: "forward" is KL(teacher || student), and "reverse" is KL(student || teacher).
         temperature: divisor of the logits in the KL divergence, whose factor is its square.
         top_k: number of tokens, of the largest teacher logits, in the KL divergence; None = all.
@@ -61,25 +59,24 @@ def compute_kl(
     logits_CX: Tensor, teacher_CX: Tensor, kl_type: str, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Return the KL divergence [C] of softmaxes over the ranks of `group`, and its gradient."""
-    log_p_CX, log_q_CX = (_log_softmax(x_CX, group) for x_CX in (logits_CX, teacher_CX))
+    log_p_CX, log_q_CX = (
+        x_CX - _gather_ranks(x_CX.logsumexp(1), group).logsumexp(0)[:, None]
+        for x_CX in (logits_CX, teacher_CX)
+    )
     p_CX, q_CX = log_p_CX.exp(), log_q_CX.exp()
-    terms_CX = (log_p_CX - log_q_CX).mul_(-q_CX if kl_type == "forward" else p_CX)
-    kl_C: Tensor = terms_CX.sum(1)
-    kl_C = kl_C if group is None else _gather_ranks(kl_C, group).sum(0)
-    if kl_type == "forward":
+    is_forward = kl_type == "forward"
+    terms_CX = log_q_CX.sub_(log_p_CX) if is_forward else log_p_CX.sub_(log_q_CX)
+    terms_CX.mul_(q_CX if is_forward else p_CX)
+    kl_C = _gather_ranks(terms_CX.sum(1), group).sum(0)
+    if is_forward:
         return kl_C, p_CX.sub_(q_CX)
     return kl_C, terms_CX.sub_(p_CX.mul_(kl_C[:, None]))
 
 
-def _log_softmax(x_CX: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the log-softmax over the columns of all ranks of `group`."""
-    total_C: Tensor = x_CX.logsumexp(1)
-    total_C = total_C if group is None else _gather_ranks(total_C, group).logsumexp(0)
-    return x_CX - total_C[:, None]
-
-
-def _gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors of G ranks, [G, C, ...]. Collective."""
+def _gather_ranks(x_C: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the tensors of G ranks, [G, C, ...]; None = 1 rank. Collective."""
+    if group is None:
+        return x_C[None]
     x_GC: Tensor = all_gather_rows(x_C, group).unflatten(0, (group.size(), -1))
     return x_GC
 
@@ -90,8 +87,8 @@ class _LinearHeadLoss:
     def compute_from_logits(self, *_: Any) -> Tensor:
         """Raise NotImplementedError: the model changes its logits after its head."""
         raise NotImplementedError(
-            "distillation must be of models whose logits are those of a linear head without a "
-            "bias: this model, or its options, scale, cap or compile them, so choose another model"
+            "distillation must be of models whose logits are those of a linear head without a bias"
+            ", neither scaled, capped nor compiled: choose another model"
         )
 
 
@@ -142,7 +139,7 @@ class DistillationLoss(_LinearHeadLoss):
             is_local_Ck = (ids_Ck >= 0) & (ids_Ck < V)
             ids_Ck = ids_Ck.where(is_local_Ck, 0)
             x_Ck = logits_CV.gather(1, ids_Ck).where(is_local_Ck, 0)
-            x_Ck = x_Ck if group is None else _gather_ranks(x_Ck, group).sum(0)
+            x_Ck = _gather_ranks(x_Ck, group).sum(0)
             kl_C, d_kl_CX = compute_kl(x_Ck / T, teacher_CX, self.options.kl_type, None)
             d_kl_CX = d_kl_CX.where(is_local_Ck, 0)
         of_rows = combine_row_statistics(logits_CV, labels_C, group)
@@ -161,8 +158,8 @@ class DistillationLoss(_LinearHeadLoss):
 class TeacherForward(_LinearHeadLoss):
     """The `log_prob_loss` of a teacher's forward, which stores its logits and returns 0.
 
-    Without `top_k` it stores hidden states, and a copy of the unsharded head in `heads`, which the
-    forwards of a frozen teacher share. Ranks compare no attributes: cp ranks have other tokens.
+    Without `top_k` it stores hidden states, and one copy of the frozen head in the list `heads`.
+    It is no dataclass, whose fields ranks would compare: cp ranks have different tokens.
     """
 
     def __init__(self, labels_BT: Tensor, *, top_k: int | None, heads: list[Tensor]) -> None:

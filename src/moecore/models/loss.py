@@ -33,8 +33,8 @@ from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.moe.dispatch.collectives import all_gather_rows
 from moecore.precision.head import HeadProducts, make_head_products
 
-# Returns a chunk's summed loss and, if the bool is True, the gradient of its logits [C, V], which
-# may be overwritten. `HeadProducts` reads the gradient; the slice has the chunk's tokens.
+# Returns the summed loss of the tokens in a slice and, if the bool is True, the gradient of their
+# logits [C, V] for `HeadProducts`. The logits may be overwritten.
 ChunkLoss = Callable[
     [HeadProducts, Tensor, Tensor, slice, bool, dist.ProcessGroup | None], tuple[Tensor, Any]
 ]
