@@ -155,4 +155,4 @@ def test_patterns_that_do_not_fit(name: str) -> None:
     with pytest.raises(
         ValueError, match=r"\('no_proj'\) must match a layer with adapters, such as"
     ):
-        add_adapters(tiny_model("qwen3-moe"), LoRAOptions(**{name: ("q_proj=2", "no_proj=3")}))
+        add_adapters(tiny_model("qwen3_moe"), LoRAOptions(**{name: ("q_proj=2", "no_proj=3")}))
