@@ -1,5 +1,6 @@
 """`moecore finetune --objective distill` against stock transformers models and torch's AdamW."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ BAD_WORDS = {
     "--objective distill": "--objective (distill) must have a teacher: give --distill-teacher",
     "--distill-teacher {teacher}": "--objective (sft) must be distill with options of [distill]",
     f"{WORDS} --dynamic-cp 9": "--dynamic-cp must not go with --objective distill",
-    f"{WORDS} --distill-kd-ratio 0": "--distill-kd-ratio (0.0) must be a number > 0 and <= 1",
+    f"{WORDS} --distill-kd-ratio 0": "--distill-kd-ratio (0.0) must be a finite number > 0 and <= 1",
     f"{WORDS}/none": "--distill-teacher ({teacher}/none) must be a Hugging Face directory",
     WORDS: "must have the tokens and vocab_size (2048) of --model, not others (2056)",
 }
@@ -99,7 +100,9 @@ def test_options_that_do_not_fit(tmp_path: Path) -> None:
 
     write_tiny_model(tmp_path / "student", **STUDENT)
     teacher = tmp_path / "teacher"
-    write_tiny_model(teacher, **STUDENT, vocab_size=2056)
+    write_tiny_model(teacher, **STUDENT)
+    config = teacher / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 2056}))
     model = ["--model", str(tmp_path / "student"), "--data", "a"]
     for words, wanted in BAD_WORDS.items():
         with pytest.raises(ValueError) as error:
