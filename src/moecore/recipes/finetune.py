@@ -203,8 +203,8 @@ def build_job(args: FinetuneConfig) -> FineTuning:
         if (path := args.distill.teacher if args.distill is not None else path) is not None:
             hf = build_hf_model(read_config(path), path, args.get_compute_dtype(device))
             frozen = replace(args, model=path, lora=None)
-            reference = build_model(frozen, hf, meshes, shape, is_reference=True)
-            reference.requires_grad_(False).eval()
+            hf.requires_grad_(False)  # before, because frozen experts may be stored in 4 bits
+            reference = build_model(frozen, hf, meshes, shape, is_reference=True).eval()
         objective = getattr(args, args.objective) or options()
         job_class = partial(job_class, reference=reference, objective=objective)
     data_facts = f"{len(examples)} examples, digest {compute_examples_digest(examples)}"
