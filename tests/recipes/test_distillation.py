@@ -89,7 +89,7 @@ BAD_WORDS = {
     "--objective distill": "--objective (distill) must have a teacher: give --distill-teacher",
     "--distill-teacher {teacher}": "--objective (sft) must be distill with options of [distill]",
     f"{WORDS} --dynamic-cp 9": "--dynamic-cp must not go with --objective distill",
-    f"{WORDS} --distill-kd-ratio 0": "--distill-kd-ratio (0.0) must be a finite number > 0 and <= 1",
+    f"{WORDS} --distill-kd-ratio 0": "--distill-kd-ratio (0.0) must be a finite number > 0",
     f"{WORDS}/none": "--distill-teacher ({teacher}/none) must be a Hugging Face directory",
     WORDS: "must have the tokens and vocab_size (2048) of --model, not others (2056)",
 }
