@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moecore.families.transformers.lora import LoRAOptions, add_adapters
 from moecore.io import save_adapters
 from moecore.kernels.rows.four_bit import dequantise, quantise
 from moecore.packing import PackedBatchSampler
 from moecore.recipes.tiny_model import write_tiny_model
+from tests.families.transformers.family_models import tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.recipes.launched import metrics, rank_of_command
 from tests.recipes.test_finetune import loss_of
@@ -83,8 +85,13 @@ def train_stock(folder: Path, examples: list[Any], kind: Any) -> tuple[list[floa
     return losses, model
 
 
+# Of one layer's experts, of all layers' attention, and of a part of a name that no layer ends in.
+PATTERNS = """
+rank_pattern = ["layers.0.mlp.experts.gate_up_proj=3", "[qk]_proj=2"]
+alpha_pattern = ['1\\.mlp\\.experts\\.down_proj=7', "k_proj=5"]
+"""
 CASES = [
-    pytest.param("", None, id="plain"),
+    pytest.param(PATTERNS, None, id="patterns"),
     pytest.param("", "nf4", id="nf4-in-host-memory"),
     pytest.param("rslora = true", None, marks=pytest.mark.nightly, id="rslora"),
 ]
@@ -131,3 +138,21 @@ def test_two_ranks_equal_peft(more: str, kind: Any, tmp_path: Path) -> None:
     with torch.no_grad():
         pair = [loss_of(m, examples[0])[0].item() for m in (reloaded.eval(), model.eval())]
     assert pair[0] == pytest.approx(pair[1], rel=1e-5)
+
+
+BAD_PATTERNS = {
+    "q_proj": "be PATTERN=NUMBER",
+    "(=3": "be PATTERN=NUMBER",
+    "q=0": "be PATTERN=NUMBER",
+}
+
+
+@pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
+def test_patterns_that_do_not_fit(name: str) -> None:
+    for entry, wanted in BAD_PATTERNS.items():
+        with pytest.raises(ValueError, match=rf"LoRAOptions.{name} \(.*must {wanted}"):
+            LoRAOptions(**{name: (entry,)})
+    with pytest.raises(
+        ValueError, match=r"\('no_proj'\) must match a layer with adapters, such as"
+    ):
+        add_adapters(tiny_model("qwen3_moe"), LoRAOptions(**{name: ("q_proj=2", "no_proj=3")}))

@@ -17,6 +17,7 @@ cross-entropy (arXiv:2411.09009).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,12 @@ from moecore.kernels.cross_entropy import IGNORE_INDEX, softmax_statistics
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.moe.dispatch.collectives import all_gather_rows
 from moecore.precision.head import HeadProducts, make_head_products
+
+# Returns the summed loss of the tokens in a slice and, if the bool is True, the gradient of their
+# logits [C, V] for `HeadProducts`. The logits may be overwritten.
+ChunkLoss = Callable[
+    [HeadProducts, Tensor, Tensor, slice, bool, dist.ProcessGroup | None], tuple[Tensor, Any]
+]
 
 
 def linear_cross_entropy(
@@ -78,14 +85,29 @@ def linear_cross_entropy(
         raise ValueError(
             f"num_tokens ({num_tokens.dtype}) must be an integer tensor: pass num_tokens.long()"
         )
-    dtype = find_matmul_dtype(hidden_ND, weight_VD, labels_N)
-    total: Tensor = _LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype, group, recipe
-    )
+    args = hidden_ND, weight_VD, labels_N, _compute_cross_entropy_
+    total = sum_head_losses(*args, chunk_tokens=chunk_tokens, group=group, recipe=recipe)
     if num_tokens is None:
         num_tokens = count_labels(labels_N)
     divisor = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)
     return total / divisor
+
+
+def sum_head_losses(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    compute_loss: ChunkLoss,
+    *,
+    chunk_tokens: int,
+    group: dist.ProcessGroup | None,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """Return the sum of `compute_loss` over chunks of tokens; see `linear_cross_entropy`."""
+    dtype = find_matmul_dtype(hidden_ND, weight_VD, labels_N)
+    options = chunk_tokens, torch.is_grad_enabled(), dtype, group, recipe, compute_loss
+    total: Tensor = _HeadLoss.apply(hidden_ND, weight_VD, labels_N, *options)
+    return total
 
 
 def find_matmul_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> torch.dtype:
@@ -114,7 +136,7 @@ def count_labels(labels: Tensor) -> Tensor:
     return (labels != IGNORE_INDEX).sum()
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _HeadLoss(torch.autograd.Function):
     """Autograd function of the loss summed over labels, whose forward computes the gradients."""
 
     @staticmethod
@@ -128,6 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         product_dtype: torch.dtype,
         group: dist.ProcessGroup | None,
         recipe: Recipe | None,
+        compute_loss: ChunkLoss,
     ) -> Tensor:
         ctx.hidden_dtype, ctx.weight_dtype = hidden_ND.dtype, weight_VD.dtype
         hidden_ND, weight_VD = hidden_ND.to(product_dtype), weight_VD.to(product_dtype)
@@ -145,9 +168,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 part = slice(start, start + chunk_tokens)
                 d_hidden_CD = None if d_hidden_ND is None else d_hidden_ND[part]
                 gradients = d_hidden_CD, d_weight_VD
-                total += _compute_chunk_loss_(
-                    hidden_ND[part], products, labels_N[part], *gradients, start == 0, group
-                )
+                rows = hidden_ND[part], products, labels_N[part]
+                total += _compute_chunk_loss_(*rows, *gradients, part, group, compute_loss)
         ctx.save_for_backward(d_hidden_ND, d_weight_VD)
         return total
 
@@ -164,7 +186,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if d_weight_VD is not None:
             # One pass and one rounding; an fp32 product as large as the head never exists.
             d_weight_VD = scaled_cast(d_weight_VD, ctx.weight_dtype, grads[0])
-        return d_hidden_ND, d_weight_VD, *[None] * 6
+        return d_hidden_ND, d_weight_VD, *[None] * 7
 
 
 def _compute_chunk_loss_(
@@ -173,30 +195,42 @@ def _compute_chunk_loss_(
     labels_C: Tensor,
     d_hidden_CD: Tensor | None,
     d_weight_VD: Tensor | None,
-    is_first_chunk: bool,
+    part: slice,
     group: dist.ProcessGroup | None,
+    compute_loss: ChunkLoss,
 ) -> Tensor:
     """Return a chunk's summed loss, overwrite d_hidden_CD, and add to d_weight_VD.
 
-    d_weight_VD is overwritten if `is_first_chunk`. None = not computed.
+    The first chunk overwrites d_weight_VD. None = not computed.
     """
     # All tensors as large as the logits are freed on return, before the next chunk.
     want = d_hidden_CD is not None or d_weight_VD is not None
     logits_CV = products.compute_logits(hidden_CD)
-    d_logits = None
-    if group is None:
-        loss, d_logits = products.compute_cross_entropy(logits_CV, labels_C, needs_grad=want)
-    else:
-        of_rows = combine_row_statistics(logits_CV, labels_C, group)
-        loss = -of_rows.compute_label_log_probs().sum()
-        if want:
-            d_logits = products.compute_softmax_gradient(logits_CV, *of_rows[:3])
+    loss, d_logits = compute_loss(products, logits_CV, labels_C, part, want, group)
     del logits_CV
     if d_hidden_CD is not None:
         products.write_d_hidden(d_logits, d_hidden_CD)
     if d_weight_VD is not None:
-        products.add_d_weight(d_logits, d_weight_VD, overwrites=is_first_chunk)
+        products.add_d_weight(d_logits, d_weight_VD, overwrites=part.start == 0)
     return loss
+
+
+def _compute_cross_entropy_(
+    products: HeadProducts,
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    _part: slice,
+    needs_grad: bool,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Any]:
+    """Return a chunk's summed cross-entropy and its gradient; overwrites the logits."""
+    if group is None:
+        return products.compute_cross_entropy(logits_CV, labels_C, needs_grad=needs_grad)
+    of_rows = combine_row_statistics(logits_CV, labels_C, group)
+    loss = -of_rows.compute_label_log_probs().sum()
+    if not needs_grad:
+        return loss, None
+    return loss, products.compute_softmax_gradient(logits_CV, *of_rows[:3])
 
 
 class RowStatistics(NamedTuple):

@@ -30,6 +30,7 @@ from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.stock import enable_activation_checkpointing
 from moecore.io.hf.config_fields import HFConfig
 from moecore.models import DecoderConfig, document_cost
+from moecore.models.distillation import Distillation
 from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
@@ -50,6 +51,7 @@ from moecore.recipes.hf_model import (
     can_pack_documents,
     count_experts,
     find_decoder_config,
+    load_tokenizer,
     load_weights,
     read_config,
     read_tokenizer,
@@ -75,7 +77,7 @@ class FinetuneConfig(ShardedConfig):
         model: a directory of config, tokenizer and weights, or a name of the hub.
         data: .jsonl and .parquet files, directories of save_to_disk, hf:NAME, or plain text.
         objective: "sft" learns answers; "dpo" prefers chosen to rejected answers; "kto" learns
-            which answers are desirable.
+            which answers are desirable; "distill" learns answers and a teacher's probabilities.
         eval_data: files of the evaluation.
         eval_share: share of `data` that is evaluated and not trained, without `eval_data`.
         epochs: times that all of `data` is read.
@@ -86,11 +88,12 @@ class FinetuneConfig(ShardedConfig):
         columns: the names of the columns of the data.
         dpo: objective "dpo".
         kto: objective "kto".
+        distill: objective "distill".
     """
 
     model: Annotated[Path, Spelling(alias="hf_config")]  # as `moecore plan --write` names it
     data: tuple[Path, ...]
-    objective: Literal["sft", "dpo", "kto"] = "sft"
+    objective: Literal["sft", "dpo", "kto", "distill"] = "sft"
     eval_data: tuple[Path, ...] = ()
     eval_share: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
     epochs: Count = 1
@@ -107,6 +110,7 @@ class FinetuneConfig(ShardedConfig):
     columns: Annotated[ColumnNames, PREFIX] = ColumnNames()
     dpo: Annotated[DPO | None, PREFIX] = None
     kto: Annotated[KTO | None, Table(prefix=True, without=("kl",))] = None
+    distill: Annotated[Distillation | None, PREFIX] = None
 
 
 def check_objective(args: FinetuneConfig) -> None:
@@ -117,6 +121,10 @@ def check_objective(args: FinetuneConfig) -> None:
             raise ValueError(
                 f"--objective ({args.objective}) must be {name} with options of [{name}]: {options}"
             )
+    if args.objective == "distill" and args.distill is None:
+        raise ValueError(
+            "--objective (distill) must have a teacher: give --distill-teacher its directory"
+        )
     if args.objective != "sft" and (args.sharding.dynamic_cp is not None or args.cuda_graph):
         option = "--cuda-graph" if args.cuda_graph else "--dynamic-cp"
         raise ValueError(f"{option} must not go with --objective {args.objective}: drop it")
@@ -191,11 +199,12 @@ def build_job(args: FinetuneConfig) -> FineTuning:
     model = build_model(args, hf, meshes, shape)
     job_class: Callable[..., FineTuning] = JOBS[args.objective]
     if (options := JOBS[args.objective].options) is not None:
-        reference = None
-        if args.lora is None:
-            hf = build_hf_model(config, args.model, args.get_compute_dtype(device))
-            reference = build_model(args, hf, meshes, shape, is_reference=True)
-            reference.requires_grad_(False).eval()
+        reference, path = None, args.model if args.lora is None else None
+        if (path := args.distill.teacher if args.distill is not None else path) is not None:
+            hf = build_hf_model(read_config(path), path, args.get_compute_dtype(device))
+            frozen = replace(args, model=path, lora=None)
+            hf.requires_grad_(False)  # before, because frozen experts may be stored in 4 bits
+            reference = build_model(frozen, hf, meshes, shape, is_reference=True).eval()
         objective = getattr(args, args.objective) or options()
         job_class = partial(job_class, reference=reference, objective=objective)
     data_facts = f"{len(examples)} examples, digest {compute_examples_digest(examples)}"
@@ -262,6 +271,8 @@ def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig
             f"--batch-size ({shape.batch_size}) must be >= 2 with --objective kto, whose KL term "
             "pairs each prompt with another completion of its data rank: raise it"
         )
+    if args.distill is not None:
+        args = replace(args, distill=check_teacher(args, args.distill, config))
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_len > longest:
         raise ValueError(
@@ -269,6 +280,20 @@ def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig
         )
     args.logging.check_packages()
     return args, config
+
+
+def check_teacher(args: FinetuneConfig, distill: Distillation, config: Any) -> Distillation:
+    """Return the options with a local `teacher`; ValueError unless it has the model's tokens."""
+    option = "--distill-teacher"
+    path = find_model_directory(distill.teacher, option)
+    sizes = [x.get_text_config().vocab_size for x in (config, read_config(path, option))]
+    tokens, of_teacher = (load_tokenizer(x, option).get_vocab().items() for x in (args.model, path))
+    if sizes[0] != sizes[1] or not tokens <= of_teacher:
+        raise ValueError(
+            f"{option} ({path}) must have the tokens and vocab_size ({sizes[0]}) of --model, not "
+            f"others ({sizes[1]}): choose a teacher with the same tokenizer"
+        )
+    return replace(distill, teacher=path)
 
 
 parse_arguments = partial(parse, FinetuneConfig, prog="moecore finetune")

@@ -1,4 +1,4 @@
-"""One rank's part of `moecore finetune`: the jobs of the objectives "sft", "dpo" and "kto"."""
+"""One rank's part of `moecore finetune`: the jobs of all objectives."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from moecore.base.progress import track_progress
 from moecore.base.streams import copy_to_device
 from moecore.models import DecoderConfig
+from moecore.models.distillation import Distillation, DistillationLoss, TeacherForward
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.data import GraphedStep, StepBatch, Steps
 from moecore.recipes.examples import Examples, encode_row
@@ -27,6 +28,7 @@ from moecore.recipes.preferences import (
     make_unpaired_batch,
 )
 from moecore.rl import DPO, KTO, Engine, Rollouts
+from moecore.train.step import TrainStep
 
 
 @dataclass(kw_only=True)
@@ -96,8 +98,13 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
     ) -> Tensor:
         """Run micro-batches of tensors; return their summed losses divided by `num_labels`."""
-        inputs = [make_causal_lm_inputs(num_labels, *parts) for parts in micro_batches]
-        return self.owner.forward_backward(inputs).sum()
+        return self.owner.forward_backward(self.make_inputs(num_labels, micro_batches)).sum()
+
+    def make_inputs(
+        self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
+    ) -> list[dict[str, Any]]:
+        """Return the forward arguments of micro-batches, whose losses `num_labels` divides."""
+        return [make_causal_lm_inputs(num_labels, *parts) for parts in micro_batches]
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
@@ -123,7 +130,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
             losses = self.owner.compute_losses(batch.inputs(self.device, transformers=True))
             return batch.compute_local_loss(losses) * batch.num_labels
         divisor = torch.ones((), dtype=torch.int64, device=self.device)
-        inputs = [make_causal_lm_inputs(divisor, *x) for x in iterate_micro_batches(self, batch)]
+        inputs = self.make_inputs(divisor, iterate_micro_batches(self, batch))
         return self.owner.compute_losses(inputs).sum()
 
     def compute_metrics(self, token_counts: list[int], seconds: float) -> Metrics:
@@ -257,8 +264,43 @@ class UnpairedTuning(PreferenceTuning):
         return metrics
 
 
+@dataclass(kw_only=True)
+class DistillationTuning(FineTuning):
+    """The job of objective "distill": answers, and the logits of a frozen teacher."""
+
+    reference: Any  # the teacher
+    objective: Distillation
+
+    options: ClassVar[Any] = Distillation
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reference_step, self._heads = TrainStep(self.reference), list[Tensor]()
+
+    def make_inputs(
+        self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
+    ) -> list[dict[str, Any]]:
+        """Run forwards of the teacher; return the student's forward arguments. Collective."""
+        inputs, options = super().make_inputs(num_labels, micro_batches), self.objective
+        for arguments in inputs:
+            del arguments["shift_labels"], arguments["num_tokens"]
+            arguments["log_prob_loss"] = TeacherForward(
+                arguments.pop("labels"), top_k=options.top_k, heads=self._heads
+            )
+        self.reference_step.compute_losses(inputs)
+        for arguments in inputs:
+            arguments["log_prob_loss"] = DistillationLoss(
+                labels_BT=arguments["log_prob_loss"].labels_BT,
+                num_tokens=num_labels,
+                teacher=arguments["log_prob_loss"],
+                options=options,
+            )
+        return inputs
+
+
 JOBS: dict[str, type[FineTuning]] = {
     "sft": FineTuning,
     "dpo": PreferenceTuning,
     "kto": UnpairedTuning,
+    "distill": DistillationTuning,
 }

@@ -68,24 +68,24 @@ def make_causal_lm_inputs(
     return inputs | {"use_cache": False}
 
 
-def read_config(path: Path) -> Any:
+def read_config(path: Path, option: str = "--model") -> Any:
     """Return the transformers config of a model directory; ValueError if it has no experts."""
     from transformers import AutoConfig
 
     if not (path / "config.json").is_file():
         raise ValueError(
-            f"--model ({path}) must be a Hugging Face directory with config.json, weights and "
+            f"{option} ({path}) must be a Hugging Face directory with config.json, weights and "
             "tokenizer, or the name of a published model: correct it"
         )
     try:
         config = AutoConfig.from_pretrained(path)
     except Exception as error:  # of any kind: transformers reads what the file has
         raise ValueError(
-            f"--model ({path}) must have a config.json of transformers: {shorten_text(error)}"
+            f"{option} ({path}) must have a config.json of transformers: {shorten_text(error)}"
         ) from None
     if count_experts(config) == 0:
         raise ValueError(
-            f"--model ({path}) must have routed experts: {config.model_type} has none, see "
+            f"{option} ({path}) must have routed experts: {config.model_type} has none, see "
             "docs/huggingface.md for the families"
         )
     return config

@@ -15,15 +15,17 @@ Legend: E experts, D model dim, r rank, O output dim of a matrix.
 from __future__ import annotations
 
 import functools
+import re
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from moecore.base.fields import CheckedRecord, Count
+from moecore.base.fields import CheckedRecord, Count, FieldErrors
 from moecore.base.params import clean_name
 from moecore.base.peft_layers import is_tuner_layer
 from moecore.families.adapters import CONVOLUTIONS
@@ -315,6 +317,9 @@ class LoRAOptions(CheckedRecord):
         rank: columns of A and rows of B.
         alpha: numerator of the scale of B A: alpha / rank, or with `rslora` alpha / sqrt(rank).
         rslora: whether the scale is rank-stabilised (arXiv:2312.03732).
+        rank_pattern: "PATTERN=RANK" for layers of another rank, as in peft: a regular expression
+            that the end of a layer's name matches. The first match counts.
+        alpha_pattern: "PATTERN=ALPHA" for layers of another alpha.
         target_modules: last parts of the names of linear layers with adapters; () = all linear
             layers except the head and routers.
         experts: whether the stacked matrices of experts have adapters.
@@ -323,8 +328,20 @@ class LoRAOptions(CheckedRecord):
     rank: Count = 16
     alpha: Count = 32
     rslora: bool = False
+    rank_pattern: tuple[str, ...] = ()
+    alpha_pattern: tuple[str, ...] = ()
     target_modules: tuple[str, ...] = ()
     experts: bool = True
+
+    def _find_field_errors(self) -> FieldErrors:
+        for name in ("rank_pattern", "alpha_pattern"):
+            try:
+                numbers = _read_patterns(getattr(self, name))
+                is_valid = all(re.compile(x) and number > 0 for x, number in numbers.items())
+            except (re.error, ValueError):
+                is_valid = False
+            if not is_valid:
+                yield name, "be PATTERN=NUMBER, regular expressions with numbers >= 1: correct it"
 
 
 def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
@@ -353,8 +370,26 @@ def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
         r=options.rank,
         lora_alpha=options.alpha,
         use_rslora=options.rslora,
+        rank_pattern=_read_patterns(options.rank_pattern),
+        alpha_pattern=_read_patterns(options.alpha_pattern),
         target_modules=sorted(options.target_modules or linears),
         target_parameters=sorted(experts) if options.experts else None,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)
+    with warnings.catch_warnings():  # peft's check of patterns does not know the experts' names
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
+        adapted_model = get_peft_model(model, config)
+    tuner: Any = adapted_model.base_model
+    adapted: list[str] = tuner.targeted_module_names + tuner.targeted_parameter_names
+    for pattern in _read_patterns(options.rank_pattern + options.alpha_pattern):
+        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted):
+            raise ValueError(
+                f"LoRAOptions.rank_pattern and alpha_pattern ({pattern!r}) must match a layer with "
+                f"adapters, such as {adapted[0]}: correct it"
+            )
+    return adapted_model
+
+
+def _read_patterns(entries: Sequence[str]) -> dict[str, int]:
+    """Return {regular expression: number} of entries "PATTERN=NUMBER"."""
+    return {name: int(number) for name, _, number in (x.rpartition("=") for x in entries)}

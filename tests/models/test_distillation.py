@@ -1,0 +1,120 @@
+"""The loss of distillation against torch's own KL divergence and cross-entropy, in fp64."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.models import distillation
+from moecore.models.distillation import Distillation, DistillationLoss, TeacherForward
+from tests.helpers.ranks import run_ranks
+from tests.models.test_loss import make
+
+N, V = 37, 104
+CASES = [(kl_type, top_k) for kl_type in ("forward", "reverse") for top_k in (None, 5, 999)]
+
+
+def plain_loss(
+    student: tuple[Tensor, ...], teacher: tuple[Tensor, ...], options: Distillation
+) -> Tensor:
+    """Return the mean over labels, from all logits."""
+    hidden, weight, labels = student
+    counts = labels != -100
+    z, y = (hidden @ weight.t())[counts], (teacher[0] @ teacher[1].t())[counts].detach()
+    x = z
+    if options.top_k is not None:
+        y, ids = y.topk(min(options.top_k, V))
+        x = z.gather(1, ids)
+    log_p, log_q = ((logits / options.temperature).log_softmax(1) for logits in (x, y))
+    pair = (log_p, log_q) if options.kl_type == "forward" else (log_q, log_p)
+    kl = F.kl_div(*pair, reduction="batchmean", log_target=True) * options.temperature**2
+    return (1 - options.kd_ratio) * F.cross_entropy(z, labels[counts]) + options.kd_ratio * kl
+
+
+def compute(
+    student: tuple[Tensor, ...],
+    teacher: tuple[Tensor, ...],
+    options: Distillation,
+    group: Any = None,
+) -> Tensor:
+    """Return the loss of heads whose hidden states these are."""
+    hidden, weight, labels = student[0][None], student[1], student[2][None]
+    stored = TeacherForward(labels, top_k=options.top_k, heads=[])
+    rest: Any = (labels, lambda x: x)
+    with torch.no_grad():
+        assert stored.compute_from_hidden(teacher[0][None], teacher[1], *rest, group=group) == 0
+    loss = DistillationLoss(
+        labels_BT=labels, num_tokens=(labels != -100).sum(), teacher=stored, options=options
+    )
+    return loss.compute_from_hidden(hidden, weight, *rest, group=group)
+
+
+def make_options(kl_type: str, top_k: int | None, ratio: float = 0.3) -> Distillation:
+    return Distillation(
+        teacher=Path("a"), kl_type=kl_type, temperature=1.7, top_k=top_k, kd_ratio=ratio
+    )
+
+
+def leaves(student: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    hidden, weight, labels = student
+    return *(x.detach().double().requires_grad_() for x in (hidden, weight)), labels
+
+
+@pytest.mark.parametrize(("kl_type", "top_k"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_loss_and_gradients_equal_torchs(
+    kl_type: str, top_k: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distillation, "CHUNK_TOKENS", 7)
+    options = make_options(kl_type, top_k)
+    student, teacher = make(N, 13, V, dtype), make(N, 24, V, dtype, seed=1)
+    exact = leaves(student)
+    wanted = plain_loss(exact, tuple(x.detach().double() for x in teacher), options)
+    (3 * wanted).backward()
+    found = compute(student, teacher, options)
+    (3 * found).backward()
+    error = 1e-12 if dtype == torch.float64 else 1e-5
+    pairs = [(found, wanted), *((a.grad, b.grad) for a, b in zip(student[:2], exact, strict=False))]
+    for got, want in pairs:
+        assert got.dtype == dtype and (got - want).abs().max() <= error * want.abs().max()
+
+
+@pytest.mark.parametrize(("kl_type", "top_k"), CASES)
+def test_the_teacher_as_student_has_no_loss(kl_type: str, top_k: int | None) -> None:
+    student = make(N, 13, V, torch.float64)
+    loss = compute(student, student, make_options(kl_type, top_k, ratio=1.0))
+    loss.backward()
+    assert abs(float(loss.detach())) < 1e-15
+    assert all(x.grad.abs().max() < 1e-15 for x in student[:2])
+
+
+def on_ranks(rank: int, device: torch.device) -> None:
+    group = dist.group.WORLD
+    rows = slice(rank * V // 4, (rank + 1) * V // 4)
+    for kl_type, top_k in CASES:
+        options = make_options(kl_type, top_k)
+        student, teacher = make(N, 13, V, torch.float64), make(N, 24, V, torch.float64, seed=1)
+        exact = leaves(student)
+        plain_loss(exact, teacher, options).backward()
+        hidden, weight = student[0], student[1].detach()[rows].clone().requires_grad_()
+        part = hidden, weight, student[2]
+        found = compute(part, (teacher[0], teacher[1][rows]), options, group)
+        found.backward()
+        assert torch.allclose(found, plain_loss(exact, teacher, options), rtol=1e-12)
+        dist.all_reduce(hidden.grad)  # each rank has a part of the sum
+        assert (hidden.grad - exact[0].grad).abs().max() < 1e-13
+        assert (weight.grad - exact[1].grad[rows]).abs().max() < 1e-13
+
+
+def test_a_vocabulary_over_four_ranks() -> None:
+    run_ranks(4, on_ranks)
+
+
+def test_other_heads_are_refused() -> None:
+    logits, _, labels = make(N, 13, V)
+    with pytest.raises(NotImplementedError, match="without a bias"):
+        TeacherForward(labels, top_k=None, heads=[]).compute_from_logits(logits)
