@@ -1,6 +1,7 @@
-"""A linear attention layer, forward and backward: a gated delta net with the sizes of Qwen3-Next.
+"""A linear attention layer, forward and backward, with the sizes of Qwen3-Next or of Kimi Linear.
 
     python -m benchmarks.bench_linear_attention
+    python -m benchmarks.bench_linear_attention --layer kimi_delta_attention
     torchrun --nproc-per-node 2 -m benchmarks.bench_linear_attention
 
 The layer is transformers' own. In one process:
@@ -10,6 +11,9 @@ The layer is transformers' own. In one process:
     rows, kernels    the same sequence as one packed document, after `use_causal_attention`
     documents        packed documents of skewed lengths, after `use_causal_attention`
     one by one       the same documents, one call of "rows, package" per document
+
+Without a package, Kimi delta attention allocates 64 k numbers per token and head. Its calls of
+transformers' functions are therefore only measured up to 4,096 tokens.
 
 On several ranks, each with a part of one sequence:
 
@@ -43,7 +47,8 @@ from moecore.attention.sequence import Sequence, make_packed_sequence
 from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequence_argument
 
 MODULE = "benchmarks.bench_linear_attention"
-PLAIN = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+PLAIN = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "causal_conv1d_fn")
+MAX_PLAIN_TOKENS = {"gated_delta_net": 65536, "kimi_delta_attention": 4096}
 Call = Callable[[], Any]
 
 
@@ -56,14 +61,17 @@ def main() -> int:
         torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    layer = make_layer(args.small).to(device, torch.bfloat16 if device.type == "cuda" else None)
+    dtype = torch.bfloat16 if device.type == "cuda" else None
+    layer = make_layer(args.layer, args.small).to(device, dtype)
     accept_sequence_argument(layer)
     for T in args.tokens:
-        calls = (
-            make_alone_calls(layer, T, device) if world == 1 else make_rank_calls(layer, T, device)
-        )
+        if world == 1:
+            is_short = MAX_PLAIN_TOKENS[args.layer] >= T
+            calls = make_alone_calls(layer, T, device, has_plain=is_short)
+        else:
+            calls = make_rank_calls(layer, T, device)
         for name, ms in time_calls(calls, args.rounds, device).items():
-            row = dict(op="gated_delta_net", shape=f"{T} tokens", backend=name, ms=round(ms, 3))
+            row = dict(op=args.layer, shape=f"{T} tokens", backend=name, ms=round(ms, 3))
             if not dist.is_initialized() or dist.get_rank() == 0:
                 print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
                 if args.results is not None:
@@ -77,6 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
+    add("--layer", choices=list(MAX_PLAIN_TOKENS), default="gated_delta_net")
     add("--tokens", type=int, nargs="+", default=[4096, 16384, 65536], help="of the row")
     add("--rounds", type=int, default=10)
     add("--small", action="store_true", help="two heads, for a CPU")
@@ -85,20 +94,29 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_layer(small: bool) -> nn.Module:
-    """Return a layer with random weights and the sizes of Qwen3-Next-80B-A3B."""
-    from transformers import Qwen3NextConfig
+def make_layer(kind: str, small: bool) -> nn.Module:
+    """Return a layer with random weights: Qwen3-Next-80B-A3B's or Kimi-Linear-48B-A3B's sizes."""
+    from transformers import KimiLinearConfig, Qwen3NextConfig
+    from transformers.models.kimi_linear.modeling_kimi_linear import (
+        KimiLinearDeltaAttention,
+        KimiLinearPreTrainedModel,
+    )
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
     heads = dict(linear_num_key_heads=1, linear_num_value_heads=2) if small else {}
     torch.manual_seed(0)
+    if kind == "kimi_delta_attention":
+        config = KimiLinearConfig(**dict(linear_num_heads=2) if small else {})
+        layer = KimiLinearDeltaAttention(config, 0)
+        layer.apply(KimiLinearPreTrainedModel(config)._init_weights)
+        return layer
     return Qwen3NextGatedDeltaNet(Qwen3NextConfig(**heads), 0)
 
 
 def make_inputs(layer: Any, num_tokens: int, device: torch.device) -> Tensor:
     g = torch.Generator(device).manual_seed(1)
     x = torch.randn(1, num_tokens, layer.hidden_size, generator=g, device=device)
-    return x.to(layer.out_proj.weight.dtype)
+    return x.to(next(layer.parameters()).dtype)
 
 
 def make_call(layer: nn.Module, x_1TD: Tensor, sequence: Sequence) -> Call:
@@ -112,8 +130,10 @@ def make_call(layer: nn.Module, x_1TD: Tensor, sequence: Sequence) -> Call:
     return call
 
 
-def make_alone_calls(layer: nn.Module, T: int, device: torch.device) -> dict[str, Call]:
-    """Return the calls of a single process by name."""
+def make_alone_calls(
+    layer: nn.Module, T: int, device: torch.device, *, has_plain: bool = True
+) -> dict[str, Call]:
+    """Return the calls of a single process by name; those of transformers only if `has_plain`."""
     x = make_inputs(layer, T, device)
     borders = torch.tensor([0, *make_lengths(T)]).cumsum(0).int()
     documents = make_packed_sequence(borders, None, (1, T), device)
@@ -126,13 +146,15 @@ def make_alone_calls(layer: nn.Module, T: int, device: torch.device) -> dict[str
         with use_plain_functions(layer):
             make_call(layer, x, Sequence())()
 
-    return {
-        "rows, eager": eager,
-        "rows, package": make_call(layer, x, Sequence()),
+    calls: dict[str, Call] = {
         "rows, kernels": make_call(layer, x, row),
         "documents": make_call(layer, x, documents),
-        "one by one": lambda: [call() for call in single],
     }
+    if has_plain:
+        calls["rows, eager"] = eager
+        calls["rows, package"] = make_call(layer, x, Sequence())
+        calls["one by one"] = lambda: [call() for call in single]
+    return calls
 
 
 def make_rank_calls(layer: nn.Module, T: int, device: torch.device) -> dict[str, Call]:
@@ -150,7 +172,8 @@ def make_rank_calls(layer: nn.Module, T: int, device: torch.device) -> dict[str,
 def use_plain_functions(layer: nn.Module) -> Iterator[None]:
     """Return a context in which the layer calls transformers' functions of plain PyTorch."""
     of_file = inspect.unwrap(type(layer).forward).__globals__
-    with patch.dict(of_file, {name: inspect.unwrap(of_file[name]) for name in PLAIN}):
+    plain = {name: inspect.unwrap(of_file[name]) for name in PLAIN if name in of_file}
+    with patch.dict(of_file, plain):
         yield
 
 

@@ -160,14 +160,15 @@ def run_streams(streams_TND: Tensor) -> None:
 
 
 def run_linear_attention(device: str) -> None:
-    """A gated delta rule and a short convolution of two documents, and their gradients."""
+    """Delta rules of both kinds of decays, a short convolution, and their gradients."""
     cu_seqlens = torch.tensor([0, 30, 100], dtype=torch.int32, device=device)
     x_TD, weight = (torch.randn(s, device=device).bfloat16() for s in ((100, 128), (128, 4)))
     x_TD, g_TH = x_TD.requires_grad_(), torch.zeros(100, 2, device=device)
     y_TD = causal_convolution(x_TD, weight, None, cu_seqlens, apply_silu=True)
     q, k, v = (x.unflatten(1, (-1, 32)) for x in y_TD.split((32, 32, 64), dim=1))
     rule = DeltaRule(q, k, v, g_TH, g_TH.sigmoid().bfloat16(), scale=0.2, norm_qk=True)
-    gated_delta_rule(rule, cu_seqlens)[0].float().sum().backward()
+    rules = rule, rule._replace(g_THk=g_TH[..., None].repeat(1, 1, 32))
+    sum(gated_delta_rule(one, cu_seqlens)[0].float().sum() for one in rules).backward()
 
 
 def run_quantised(device: str, index: Any) -> None:

@@ -97,5 +97,5 @@ def _get_cu_seqlens(sequence: Sequence, x_BTX: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def _make_cached_cu_seqlens(B: int, T: int, device: torch.device) -> Tensor:
-    # With one tensor for all layers and steps, flash-linear-attention reads it once on the host.
+    # With one tensor for all layers and steps, layers share the tables of their kernels.
     return make_row_cu_seqlens(B, B * T, device)

@@ -34,7 +34,7 @@ CATEGORIES = {
     "experts": r"_gg_|cooperative|pingpong|grouped|wgrad|_mlp|activation|gather_(packed_)?rows"
     r"|sum_rows|gather_used|map_row_tiles|_finish_bwd_kernel|sum_parts",
     "attention": r"sdpa|flash|fmha|attn|attention|_rotary_kernel|_index_scores|_select_keys"
-    r"|_sum_selected_rows|_add_rows_by_key|^delta_rule_|^convolution_(fwd|bwd)",
+    r"|_sum_selected_rows|_add_rows_by_key|^(delta_rule|kda)_|^convolution_(fwd|bwd)",
     "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts"
     r"|add_margins|even_bias|add_entropy|^_(split|product|sum_splits)_kernel"
     r"|plan_clones|physical_ids",

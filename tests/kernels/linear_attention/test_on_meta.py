@@ -56,6 +56,10 @@ def rule_of() -> DeltaRule:
     return DeltaRule(q, keys, values, decays, rates, k**-0.5, True)
 
 
+def per_dim() -> DeltaRule:
+    return rule_of()._replace(g_THk=on_meta(T, H, k, dtype=torch.float32))
+
+
 def without_rates() -> DeltaRule:
     return rule_of()._replace(beta_TH=None, scale=1.0, norm_qk=False)
 
@@ -63,20 +67,27 @@ def without_rates() -> DeltaRule:
 # Multiply-adds per token and value head, of what backward computes again, and of the rest.
 AGAIN = 2 * k * v + CHUNK * (3 * k + v) + 10 * CHUNK**2
 REST = 7 * k * v + CHUNK * (4 * k + 5 * v)
+AGAIN_PER_DIM = 2 * k * v + CHUNK * (13 * k + v) + 10 * CHUNK**2
+REST_PER_DIM = 7 * k * v + CHUNK * (24 * k + 5 * v)
 AGAIN_WITHOUT_RATES, REST_WITHOUT_RATES = k * v + CHUNK * k, 5 * k * v + CHUNK * (2 * k + 3 * v)
 
 
 @pytest.mark.parametrize(
     ("make", "again", "rest"),
-    [(rule_of, AGAIN, REST), (without_rates, AGAIN_WITHOUT_RATES, REST_WITHOUT_RATES)],
+    [
+        (rule_of, AGAIN, REST),
+        (per_dim, AGAIN_PER_DIM, REST_PER_DIM),
+        (without_rates, AGAIN_WITHOUT_RATES, REST_WITHOUT_RATES),
+    ],
 )
 def test_a_rule_saves_its_inputs_and_records_its_products(make, again, rest) -> None:
     cu_seqlens = torch.empty(2, dtype=torch.int32, device="meta")
     found = recorded(lambda: gated_delta_rule(make(), cu_seqlens)[0])
-    inputs = 2 * (2 * h * k + H * v) + 4 * H + 2 * H * (make is rule_of)
+    decays, rates = 4 * H * (k if make is per_dim else 1), 2 * H * (make is not without_rates)
+    inputs = 2 * (2 * h * k + H * v) + decays + rates
     assert found.kept == pytest.approx(T * (inputs + 2 * H * v), abs=2**12)
     assert found.flops == 2 * T * H * (2 * again + rest)
-    assert sum(found.launches.values()) == 3 + 2 + 4
+    assert sum(found.launches.values()) == 3 + 2 + 4 + (make is per_dim)
 
 
 def test_a_convolution_saves_its_input() -> None:

@@ -1,4 +1,4 @@
-"""The delta rule with a decay per head, chunk by chunk, by Triton kernels.
+"""The delta rule with decays, chunk by chunk, by Triton kernels.
 
 In a chunk of C tokens with the state S before it, keys K, queries Q (both normed, Q scaled), sums G
 of g since the chunk began, L the last of them, and D_ij = exp(G_i - G_j) for i >= j, otherwise 0:
@@ -16,17 +16,26 @@ Gradients, with Y = beta (V - exp(G) K S), N = X Y, dS' from the next chunk, and
     dG = sum(Q dQ + beta K dKr - K dKc) of each row     dL = sum(K E N dS'^T) + exp(L) sum(S dS')
 
 Without beta, N = V and X, w, dA and dKr do not exist. Backward recomputes all but the inputs.
+
+With a decay per key dim, G and L have key dims: P_ij = sum of Q_ik K_jk D_ijk over k, as K K^T D,
+and dG and dL are not summed over k. The kernels of `kda_kernel.py` then compute the chunks. The
+other kernels receive exp(G) Q and exp(L - G) K as queries and keys of each value head.
+
 Per token and value head, with R value heads per key head, in multiply-adds and in elements moved:
 
     kernel        multiply-adds                elements
     fwd_chunks    C (3 k + v) + 10 C^2         2 k + 2 k / R + 2 v + k + 2 C
+    kda_fwd       C (13 k + v) + 10 C^2        7 k + 2 v + 2 C
     fwd_states    2 k v                        k + k / R + 2 v + k v / C
     fwd_outputs   k v + C v                    k / R + 2 v + C + k v / C
     bwd_states    3 k v + C v                  k + 2 k / R + 2 v + C + k v / C
     bwd_chunks    3 k v + 2 C (2 k + v) + C v  2 k + 2 k / R + 5 v + C + 4 k v / C
+    kda_scores    3 C v                        5 v + 3 C
+    kda_bwd       3 k v + 24 C k               6 k + 4 v + 2 C + 2 k v / C
     bwd_norm      0                            2 k + 4 k / R
 
-Source: Gated Delta Networks (arXiv:2412.06464), section 3.3; the gradients are derived by hand.
+Source: Gated Delta Networks (arXiv:2412.06464), section 3.3, and Kimi Linear (arXiv:2510.26692),
+section 3; the gradients are derived by hand.
 """
 
 from __future__ import annotations
@@ -47,17 +56,25 @@ from moecore.kernels.linear_attention.chunked_kernel import (
     delta_rule_fwd_states_kernel,
 )
 from moecore.kernels.linear_attention.contract import DeltaRule
+from moecore.kernels.linear_attention.kda_kernel import (
+    kda_bwd_chunks_kernel,
+    kda_bwd_scores_kernel,
+    kda_fwd_chunks_kernel,
+)
 from moecore.kernels.zigzag import find_document_ids, get_shared_table
 
 CHUNK = 64
+LEVELS = CHUNK.bit_length() - 1
 KEY_DIMS, TILE = (64, 128), 128  # of a key, and of a tile of values; Triton 3.6 miscompiles smaller
 HALVES = (torch.bfloat16, torch.float16)
-# Launch options on Hopper.
+# Launch options on Hopper. ptxas 12.8 miscompiles others (tests/kernels/test_compile.py).
 CHUNKS: dict[str, Any] = dict(num_warps=4, num_stages=1)
 STATES: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=3)
 OUTPUT: dict[str, Any] = dict(num_warps=4, num_stages=1)
 STATES_BWD: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=2)
 BWD: dict[str, Any] = dict(BLOCK_K=32, num_warps=4, num_stages=1)
+KDA_CHUNKS: dict[str, Any] = dict(BLOCK_K=32, num_warps=8, num_stages=1)
+KDA_BWD: dict[str, Any] = dict(BLOCK_K=32, BLOCK_V=64, num_warps=8, num_stages=1)
 
 
 class ScanSize(NamedTuple):
@@ -73,8 +90,8 @@ def find_problem(rule: DeltaRule) -> str | None:
     if rule.v_THv.dtype not in HALVES or not can_use_kernel(rule.v_THv):
         device = rule.v_THv.device.type
         return f"tensors ({rule.v_THv.dtype} on {device}) must be of 16 bits on cuda"
-    if rule.g_THk.ndim == 3:
-        return "decays (per key dim) must be per head"
+    if rule.g_THk.ndim == 3 and rule.beta_TH is None:
+        return "decays without learning rates (per key dim) must be per head"
     if k > KEY_DIMS[-1]:
         return f"key dims ({k}) must be <= {KEY_DIMS[-1]}"
     return None
@@ -91,7 +108,7 @@ def gated_delta_rule(
     (T, H, v), k = rule.v_THv.shape, rule.k_Thk.shape[-1]
     more_k, tiles = KEY_DIMS[k > KEY_DIMS[0]] - k, cdiv(v, TILE)
     q, keys, values, g, beta = rule[:5]
-    q, keys = (_pad(x, more_k) for x in (q, keys))
+    q, keys, g = (_pad(x, more_k) if x.ndim == 3 else x for x in (q, keys, g))
     values = _pad(values, tiles * TILE - v).unflatten(2, (tiles, TILE)).flatten(1, 2)
     if initial_states_nHkv is not None:
         states = _pad(initial_states_nHkv, tiles * TILE - v, more_k)
@@ -148,7 +165,10 @@ class _Scan:
         self.chunks = _Chunks.make(cu_seqlens, self.T)
         self.num_chunks = self.chunks.table.shape[1]
         self.sizes = dict(h=h, R=self.H // h, K=K, V=V, CHUNK=CHUNK)
-        self.options = dict(HAS_BETA=self.beta is not None)
+        self.is_delta, self.is_per_dim = self.beta is not None, self.g.ndim == 3
+        self.decays: dict[str, Any] = dict(PER_DIM=self.is_per_dim)
+        if self.is_per_dim:  # decayed queries and keys belong to a value head
+            self.decays |= dict(h=self.H, R=1)
         self._compute()
 
     def launch(
@@ -159,31 +179,34 @@ class _Scan:
             n, K, V = len(self.chunks.first_chunks) - 1, self.sizes["K"], self.sizes["V"]
             shape = n, self.H, self.T // max(1, n), K, V
             args = ScanSize(shape, 2 * self.T * self.H * madds), *args
-        launch_or_record(kernel, grid, *args, **self.sizes, **constants)
+        launch_or_record(kernel, grid, *args, **(self.sizes | constants))
 
     def _compute(self) -> None:
-        """Compute what backward reads too: normed keys and queries, P, X, w, S and N."""
+        """Compute what backward reads too: normed keys and queries, G, P, X, w, S and N."""
         (T, H), C = (self.T, self.H), CHUNK
         (_, h, K), V = self.k.shape, self.v.shape[-1]
         new = self.k.new_empty
-        self.normed_q, self.normed_k = new(T, h, K), new(T, h, K)
-        self.decay, self.scores = new(T, H, dtype=torch.float32), new(T, H, C)
+        self.normed_q, self.normed_k = (new(T, H if self.is_per_dim else h, K) for _ in range(2))
+        self.decay, self.scores = new(self.g.shape, dtype=torch.float32), new(T, H, C)
         self.inverse = self.w = self.normed_k  # without beta no kernel accesses them
         u, beta = self.v, self.g
         if self.beta is not None:
             self.inverse, self.w, u, beta = new(T, H, C), new(T, H, K), new(T, H, V), self.beta
         strides = self.q.stride(0), self.k.stride(0), self.v.stride(0)
+        kernel, pairs = delta_rule_fwd_chunks_kernel, C * K
+        options = dict(HAS_BETA=self.is_delta, **CHUNKS)
+        if self.is_per_dim:
+            kernel, pairs, options = kda_fwd_chunks_kernel, LEVELS * C * K, KDA_CHUNKS
         self.launch(
-            delta_rule_fwd_chunks_kernel,
+            kernel,
             (self.num_chunks, H),
-            C * K + (C * (10 * C + 2 * K + V) if self.beta is not None else 0),
+            pairs + self.is_delta * (pairs + C * (10 * C + K + V)),
             *(self.q, self.k, self.v, self.g, beta, self.chunks.table),
             *(self.normed_q, self.normed_k, self.decay, self.scores, self.inverse, self.w, u),
             *(*strides, self.scale, self.num_chunks),
-            LEVELS=C.bit_length() - 1,
+            LEVELS=LEVELS,
             NORM=self.norm,
-            **self.options,
-            **CHUNKS,
+            **options,
         )
         n = len(self.chunks.first_chunks) - 1
         self.states, self.last = new(self.num_chunks, H, K, V), new(n, H, K, V, dtype=torch.float32)
@@ -191,12 +214,13 @@ class _Scan:
         self.launch(
             delta_rule_fwd_states_kernel,
             (n * H, V // STATES["BLOCK_V"]),
-            (1 + (self.beta is not None)) * K * V,
+            (1 + self.is_delta) * K * V,
             *(self.normed_k, self.w, u, self.decay, *self.chunks[:2]),
             *(self.last if self.initial is None else self.initial, self.states, self.updates),
             *(self.last, u.stride(0)),
             HAS_INITIAL=self.initial is not None,
-            **self.options,
+            HAS_BETA=self.is_delta,
+            **self.decays,
             **STATES,
         )
 
@@ -209,13 +233,14 @@ class _Scan:
             (K + CHUNK) * V,
             *(self.normed_q, self.scores, self.updates, self.decay, self.states),
             *(self.chunks.table, o, self.updates.stride(0), self.num_chunks),
+            **self.decays,
             **OUTPUT,
         )
         return o
 
     def compute_gradients(self, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, g, beta and the initial states."""
-        (_, h, K), V, is_delta = self.k.shape, self.v.shape[-1], self.beta is not None
+        (_, h, K), V, is_delta = self.k.shape, self.v.shape[-1], self.is_delta
         dstates, dupdates = torch.empty_like(self.states), torch.empty_like(do)
         dinitial, n = torch.empty_like(dlast), len(dlast)
         self.launch(
@@ -224,25 +249,17 @@ class _Scan:
             (2 + is_delta) * K * V + CHUNK * V,
             *(self.normed_q, self.normed_k, self.w, self.scores, self.decay, do),
             *(*self.chunks[:2], dlast, dstates, dupdates, dinitial),
-            **self.options,
+            HAS_BETA=is_delta,
+            **self.decays,
             **STATES_BWD,
         )
         dv, dg, dbeta = dupdates, torch.empty_like(self.g), None
         if self.beta is not None:
             dv, dbeta = torch.empty_like(do), torch.empty_like(self.beta)
         dnormed = [self.k.new_empty(self.T, self.H, K) for _ in range(2)]
-        self.launch(
-            delta_rule_bwd_chunks_kernel,
-            (self.num_chunks, self.H),
-            (2 + is_delta) * K * V + CHUNK * (2 * K + V + is_delta * 2 * (K + V)),
-            *(self.normed_q, self.normed_k, self.v, self.beta if is_delta else self.g),
-            *(self.decay, self.inverse, self.updates, self.states, do, dupdates, dstates),
-            *(self.chunks.table, *dnormed, dv, dg, dbeta if is_delta else dg),
-            *(self.v.stride(0), self.updates.stride(0), self.num_chunks),
-            PART=2048,
-            **self.options,
-            **BWD,
-        )
+        grads = (*dnormed, dv, dg, dg if dbeta is None else dbeta)
+        launch = self._launch_kda_gradients if self.is_per_dim else self._launch_chunk_gradients
+        launch(do, dupdates, dstates, *grads)
         dq, dk = (x.new_empty(x.shape) for x in (self.q, self.k))
         grid = cdiv(self.T, CHUNK), h
         gradients = (self.q, dnormed[0], dq, self.scale), (self.k, dnormed[1], dk, 1.0)
@@ -250,6 +267,46 @@ class _Scan:
             args = x, dx_THk, dx, x.stride(0), scale, self.T
             launch_or_record(delta_rule_bwd_norm_kernel, grid, *args, **self.sizes, NORM=self.norm)
         return dq, dk, dv, dg, dbeta, None if self.initial is None else dinitial
+
+    def _launch_chunk_gradients(self, do: Tensor, dN: Tensor, dS: Tensor, *grads: Tensor) -> None:
+        """Compute the gradients of normed q and k, v, g and beta, with a decay per head."""
+        (K, V), is_delta = self.states.shape[2:], self.is_delta
+        self.launch(
+            delta_rule_bwd_chunks_kernel,
+            (self.num_chunks, self.H),
+            (2 + is_delta) * K * V + CHUNK * (2 * K + V + is_delta * 2 * (K + V)),
+            *(self.normed_q, self.normed_k, self.v, self.g if self.beta is None else self.beta),
+            *(self.decay, self.inverse, self.updates, self.states, do, dN, dS),
+            *(self.chunks.table, *grads, self.v.stride(0), self.updates.stride(0), self.num_chunks),
+            PART=2048,
+            HAS_BETA=is_delta,
+            **BWD,
+        )
+
+    def _launch_kda_gradients(self, do: Tensor, dN: Tensor, dS: Tensor, *grads: Tensor) -> None:
+        """Compute the gradients of normed q and k, v, g and beta, with a decay per key dim."""
+        (K, V), grid = self.states.shape[2:], (self.num_chunks, self.H)
+        dq, dk, dv, dg, dbeta = grads
+        dscores, dA = torch.empty_like(self.scores), torch.empty_like(self.scores)
+        self.launch(
+            kda_bwd_scores_kernel,
+            grid,
+            3 * CHUNK * V,
+            *(self.beta, self.inverse, self.updates, do, dN, self.chunks.table),
+            *(dscores, dA, dv, self.num_chunks),
+            **CHUNKS,
+        )
+        self.launch(
+            kda_bwd_chunks_kernel,
+            grid,
+            3 * K * V + 4 * LEVELS * CHUNK * K,
+            *(self.q, self.k, self.v, self.beta, self.decay, dscores, dA, self.updates),
+            *(self.states, do, dN, dS, self.chunks.table, dq, dk, dg, dbeta),
+            *(self.q.stride(0), self.k.stride(0), self.v.stride(0), self.scale, self.num_chunks),
+            LEVELS=LEVELS,
+            NORM=self.norm,
+            **KDA_BWD,
+        )
 
 
 def _make_rows(x_THX: Tensor) -> Tensor:

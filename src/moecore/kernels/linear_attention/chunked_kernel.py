@@ -2,42 +2,44 @@
 
 `chunks_ptr` has each chunk's first token, then each chunk's end of document; a chunk without tokens
 has a first token at or after this end. Tokens after a document have zeros for q, k, v, g and beta.
+With PER_DIM, h is H, decays are [T, H, k], and queries and keys are multiplied by decays already.
 """
 
 from moecore.kernels.common import tl, triton
 
 
 @triton.jit
-def _load_rows(ptr, tokens, end, columns, stride):
+def load_rows(ptr, tokens, end, columns, stride):
     """Return rows `tokens` and `columns` of a matrix [T, stride]; rows from `end` on are zero."""
     cells = tokens.to(tl.int64)[:, None] * stride + columns[None, :]
     return tl.load(ptr + cells, mask=(tokens < end)[:, None], other=0.0)
 
 
 @triton.jit
-def _load_columns(ptr, tokens, end, columns, stride):
-    """Return the transpose of `_load_rows`, loaded as such."""
+def load_columns(ptr, tokens, end, columns, stride):
+    """Return the transpose of `load_rows`, loaded as such."""
     cells = tokens.to(tl.int64)[None, :] * stride + columns[:, None]
     return tl.load(ptr + cells, mask=(tokens < end)[None, :], other=0.0)
 
 
 @triton.jit
-def _store_rows(ptr, x, tokens, end, columns, stride):
+def store_rows(ptr, x, tokens, end, columns, stride):
+    """Store x where `load_rows` would load it."""
     cells = tokens.to(tl.int64)[:, None] * stride + columns[None, :]
     tl.store(ptr + cells, x.to(ptr.dtype.element_ty), mask=(tokens < end)[:, None])
 
 
 @triton.jit
-def _normalise_rows(ptr, tokens, end, columns, stride, scale, NORM: tl.constexpr):
-    """Return `_load_rows` times `scale`, and with NORM divided by each row's length."""
-    x = _load_rows(ptr, tokens, end, columns, stride).to(tl.float32)
+def normalise_rows(ptr, tokens, end, columns, stride, scale, NORM: tl.constexpr):
+    """Return `load_rows` times `scale`, and with NORM divided by each row's length."""
+    x = load_rows(ptr, tokens, end, columns, stride).to(tl.float32)
     if NORM:
         x *= tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + 1e-6)
     return (x * scale).to(ptr.dtype.element_ty)
 
 
 @triton.jit
-def _invert(A, i, LEVELS: tl.constexpr):
+def invert(A, i, LEVELS: tl.constexpr):
     """Return (I + A)^-1 of a strictly lower A [2^LEVELS, 2^LEVELS], by joining diagonal blocks.
 
     The inverse of [[X, 0], [B, Y]] with inverses x and y is [[x, 0], [-y B x, y]].
@@ -95,24 +97,24 @@ def delta_rule_fwd_chunks_kernel(
     tl.store(decay_ptr + rows, decay, mask=t < end)
     is_past = i[:, None] >= i[None, :]
     between = tl.exp(tl.where(is_past, decay[:, None] - decay[None, :], float("-inf")))
-    keys = _normalise_rows(k_ptr + key_head * K, t, end, k, k_stride, 1.0, NORM)
-    q = _normalise_rows(q_ptr + key_head * K, t, end, k, q_stride, scale, NORM)
+    keys = normalise_rows(k_ptr + key_head * K, t, end, k, k_stride, 1.0, NORM)
+    q = normalise_rows(q_ptr + key_head * K, t, end, k, q_stride, scale, NORM)
     if head % R == 0:
-        _store_rows(normed_q_ptr + key_head * K, q, t, end, k, h * K)
-        _store_rows(normed_k_ptr + key_head * K, keys, t, end, k, h * K)
+        store_rows(normed_q_ptr + key_head * K, q, t, end, k, h * K)
+        store_rows(normed_k_ptr + key_head * K, keys, t, end, k, h * K)
     keys_kC = tl.trans(keys)
     scores = tl.dot(q, keys_kC) * between
-    _store_rows(scores_ptr + head * CHUNK, scores, t, end, i, H * CHUNK)
+    store_rows(scores_ptr + head * CHUNK, scores, t, end, i, H * CHUNK)
     if HAS_BETA:
         beta = tl.load(beta_ptr + rows, mask=t < end, other=0.0).to(tl.float32)
         A = tl.dot(keys, keys_kC) * between * beta[:, None]
-        inverse = _invert(tl.where(i[:, None] > i[None, :], A, 0.0), i, LEVELS)
-        _store_rows(inverse_ptr + head * CHUNK, inverse, t, end, i, H * CHUNK)
+        inverse = invert(tl.where(i[:, None] > i[None, :], A, 0.0), i, LEVELS)
+        store_rows(inverse_ptr + head * CHUNK, inverse, t, end, i, H * CHUNK)
         inverse *= beta[None, :]
-        u = tl.dot(inverse.to(dtype), _load_rows(v_ptr + head * V, t, end, v, v_stride))
-        _store_rows(u_ptr + head * V, u, t, end, v, H * V)
+        u = tl.dot(inverse.to(dtype), load_rows(v_ptr + head * V, t, end, v, v_stride))
+        store_rows(u_ptr + head * V, u, t, end, v, H * V)
         w = tl.dot((inverse * tl.exp(decay)[None, :]).to(dtype), keys)
-        _store_rows(w_ptr + head * K, w, t, end, k, H * K)
+        store_rows(w_ptr + head * K, w, t, end, k, H * K)
 
 
 @triton.jit
@@ -134,6 +136,7 @@ def delta_rule_fwd_states_kernel(
     V: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_BETA: tl.constexpr,
+    PER_DIM: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -155,15 +158,18 @@ def delta_rule_fwd_states_kernel(
         t = start + step * CHUNK + i
         low = state.to(dtype)
         tl.store(states_ptr + (chunk * H + head) * K * V + cells, low)
-        updates = _load_rows(u_ptr + head * V, t, end, v, u_stride).to(tl.float32)
+        updates = load_rows(u_ptr + head * V, t, end, v, u_stride).to(tl.float32)
         if HAS_BETA:
-            updates -= tl.dot(_load_rows(w_ptr + head * K, t, end, k, H * K), low)
-            _store_rows(updates_ptr + head * V, updates, t, end, v, H * V)
+            updates -= tl.dot(load_rows(w_ptr + head * K, t, end, k, H * K), low)
+            store_rows(updates_ptr + head * V, updates, t, end, v, H * V)
         final = tl.minimum(start + (step + 1) * CHUNK, end) - 1
-        total = tl.load(decay_ptr + final.to(tl.int64) * H + head)
-        decay = tl.load(decay_ptr + t.to(tl.int64) * H + head, mask=t < end, other=0.0)
-        updates *= tl.exp(tl.where(t < end, total - decay, 0.0))[:, None]
-        keys = _load_columns(k_ptr, t, end, k, h * K)
+        if PER_DIM:
+            total = tl.load(decay_ptr + (final.to(tl.int64) * H + head) * K + k)[:, None]
+        else:
+            total = tl.load(decay_ptr + final.to(tl.int64) * H + head)
+            decay = tl.load(decay_ptr + t.to(tl.int64) * H + head, mask=t < end, other=0.0)
+            updates *= tl.exp(tl.where(t < end, total - decay, 0.0))[:, None]
+        keys = load_columns(k_ptr, t, end, k, h * K)
         state = state * tl.exp(total) + tl.dot(keys, updates.to(dtype))
     tl.store(last_ptr + (document * H + head) * K * V + cells, state)
 
@@ -184,6 +190,7 @@ def delta_rule_fwd_outputs_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
+    PER_DIM: tl.constexpr,
 ):
     """Write the outputs of one chunk and value head."""
     H: tl.constexpr = h * R
@@ -194,12 +201,13 @@ def delta_rule_fwd_outputs_kernel(
     i, k, v = tl.arange(0, CHUNK), tl.arange(0, K), tl.arange(0, V)
     t = start + i
     states_ptr += (chunk.to(tl.int64) * H + head) * K * V
-    q = _load_rows(q_ptr + head // R * K, t, end, k, h * K)
-    decay = tl.load(decay_ptr + t.to(tl.int64) * H + head, mask=t < end, other=0.0)
-    o = tl.dot(q, tl.load(states_ptr + k[:, None] * V + v[None, :])) * tl.exp(decay)[:, None]
-    scores = _load_rows(scores_ptr + head * CHUNK, t, end, i, H * CHUNK)
-    o += tl.dot(scores, _load_rows(updates_ptr + head * V, t, end, v, updates_stride))
-    _store_rows(o_ptr + head * V, o, t, end, v, H * V)
+    q = load_rows(q_ptr + head // R * K, t, end, k, h * K)
+    o = tl.dot(q, tl.load(states_ptr + k[:, None] * V + v[None, :]))
+    if not PER_DIM:
+        o *= tl.exp(tl.load(decay_ptr + t.to(tl.int64) * H + head, mask=t < end))[:, None]
+    scores = load_rows(scores_ptr + head * CHUNK, t, end, i, H * CHUNK)
+    o += tl.dot(scores, load_rows(updates_ptr + head * V, t, end, v, updates_stride))
+    store_rows(o_ptr + head * V, o, t, end, v, H * V)
 
 
 @triton.jit
@@ -222,6 +230,7 @@ def delta_rule_bwd_states_kernel(
     V: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_BETA: tl.constexpr,
+    PER_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Scan the chunks of a document in reverse: the gradient of BLOCK_V columns of the state."""
@@ -243,18 +252,22 @@ def delta_rule_bwd_states_kernel(
         low = dstate.to(dtype)
         tl.store(dstates_ptr + (chunk * H + head) * K * V + cells, low)
         final = tl.minimum(start + (from_first + 1) * CHUNK, end) - 1
-        total = tl.load(decay_ptr + final.to(tl.int64) * H + head)
-        decay = tl.load(decay_ptr + t.to(tl.int64) * H + head, mask=t < end, other=0.0)
-        dupdates = tl.dot(_load_rows(k_ptr, t, end, k, h * K), low)
-        dupdates *= tl.exp(tl.where(t < end, total - decay, 0.0))[:, None]
-        do = _load_rows(do_ptr + head * V, t, end, v, H * V)
-        dupdates += tl.dot(_load_columns(scores_ptr + head * CHUNK, t, end, i, H * CHUNK), do)
-        _store_rows(dupdates_ptr + head * V, dupdates, t, end, v, H * V)
+        dupdates = tl.dot(load_rows(k_ptr, t, end, k, h * K), low)
+        if PER_DIM:
+            total = tl.load(decay_ptr + (final.to(tl.int64) * H + head) * K + k)[:, None]
+        else:
+            total = tl.load(decay_ptr + final.to(tl.int64) * H + head)
+            decay = tl.load(decay_ptr + t.to(tl.int64) * H + head, mask=t < end, other=0.0)
+            dupdates *= tl.exp(tl.where(t < end, total - decay, 0.0))[:, None]
+        do = load_rows(do_ptr + head * V, t, end, v, H * V)
+        dupdates += tl.dot(load_columns(scores_ptr + head * CHUNK, t, end, i, H * CHUNK), do)
+        store_rows(dupdates_ptr + head * V, dupdates, t, end, v, H * V)
         dstate *= tl.exp(total)
-        do = (do.to(tl.float32) * tl.exp(decay)[:, None]).to(dtype)
-        dstate += tl.dot(_load_columns(q_ptr, t, end, k, h * K), do)
+        if not PER_DIM:
+            do = (do.to(tl.float32) * tl.exp(decay)[:, None]).to(dtype)
+        dstate += tl.dot(load_columns(q_ptr, t, end, k, h * K), do)
         if HAS_BETA:
-            w = _load_columns(w_ptr + head * K, t, end, k, H * K)
+            w = load_columns(w_ptr + head * K, t, end, k, H * K)
             dstate -= tl.dot(w, dupdates.to(dtype))
     tl.store(dinitial_ptr + (document * H + head) * K * V + cells, dstate)
 
@@ -312,17 +325,17 @@ def delta_rule_bwd_chunks_kernel(
     is_past = (i[:, None] >= i[None, :]) & (t < end)[:, None]
     between = tl.exp(tl.where(is_past, decay[:, None] - decay[None, :], float("-inf")))
     until_last = tl.exp(tl.where(t < end, total - decay, 0.0))
-    updates = _load_rows(updates_ptr + head * V, t, end, v, updates_stride)
-    do = _load_rows(do_ptr + head * V, t, end, v, H * V)
+    updates = load_rows(updates_ptr + head * V, t, end, v, updates_stride)
+    do = load_rows(do_ptr + head * V, t, end, v, H * V)
     dscores = (tl.dot(do, tl.trans(updates)) * between).to(dtype)
     since_first = tl.exp(decay)
     ddecay = tl.zeros([CHUNK], dtype=tl.float32)
     if HAS_BETA:
         beta = tl.load(beta_ptr + rows, mask=t < end, other=0.0).to(tl.float32)
-        inverse = _load_columns(inverse_ptr + head * CHUNK, t, end, i, H * CHUNK)
-        dY = tl.dot(inverse, _load_rows(dupdates_ptr + head * V, t, end, v, H * V))
-        _store_rows(dv_ptr + head * V, dY * beta[:, None], t, end, v, H * V)
-        values = _load_rows(v_ptr + head * V, t, end, v, v_stride)
+        inverse = load_columns(inverse_ptr + head * CHUNK, t, end, i, H * CHUNK)
+        dY = tl.dot(inverse, load_rows(dupdates_ptr + head * V, t, end, v, H * V))
+        store_rows(dv_ptr + head * V, dY * beta[:, None], t, end, v, H * V)
+        values = load_rows(v_ptr + head * V, t, end, v, v_stride)
         dbeta = tl.sum(dY * values.to(tl.float32), 1)
         dA = tl.dot(dY.to(dtype), tl.trans(updates)) * between
         dA = tl.where(i[:, None] > i[None, :], -dA, 0.0)
@@ -330,14 +343,14 @@ def delta_rule_bwd_chunks_kernel(
         dA, dY = dA.to(dtype), dY.to(dtype)
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
-        q = _load_rows(q_ptr + head // R * K, t, end, k, h * K)
-        keys = _load_rows(k_ptr + head // R * K, t, end, k, h * K)
+        q = load_rows(q_ptr + head // R * K, t, end, k, h * K)
+        keys = load_rows(k_ptr + head // R * K, t, end, k, h * K)
         cells = state + v[:, None] + k[None, :] * V
         state_vk = tl.load(states_ptr + cells)
         dq = tl.dot(do, state_vk) * since_first[:, None]
         dq = tl.dot(dscores, keys, acc=dq)
         ddecay += tl.sum(q.to(tl.float32) * dq, 1)
-        _store_rows(dq_ptr + head * K, dq, t, end, k, H * K)
+        store_rows(dq_ptr + head * K, dq, t, end, k, H * K)
         dk = tl.dot(updates, tl.load(dstates_ptr + cells)) * until_last[:, None]
         dtotal += tl.sum(dk * keys.to(tl.float32))
         dk = tl.dot(tl.trans(dscores), q, acc=dk)
@@ -351,7 +364,7 @@ def delta_rule_bwd_chunks_kernel(
             dbeta += of_row
             ddecay += beta * of_row
             dk += dk_row * beta[:, None]
-        _store_rows(dk_ptr + head * K, dk, t, end, k, H * K)
+        store_rows(dk_ptr + head * K, dk, t, end, k, H * K)
     if HAS_BETA:
         tl.store(dbeta_ptr + rows, dbeta.to(dbeta_ptr.dtype.element_ty), mask=t < end)
     dg = tl.cumsum(ddecay, 0, reverse=True) + dtotal
@@ -378,10 +391,10 @@ def delta_rule_bwd_norm_kernel(
     t = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     dx = tl.zeros([CHUNK, K], dtype=tl.float32)
     for r in range(R):
-        dx += _load_rows(dnormed_ptr + (head * R + r) * K, t, num_tokens, k, h * R * K)
+        dx += load_rows(dnormed_ptr + (head * R + r) * K, t, num_tokens, k, h * R * K)
     if NORM:
-        x = _load_rows(x_ptr + head * K, t, num_tokens, k, stride).to(tl.float32)
+        x = load_rows(x_ptr + head * K, t, num_tokens, k, stride).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + 1e-6)
         x *= rstd
         dx = rstd * (dx - x * tl.sum(x * dx, 1, keep_dims=True))
-    _store_rows(dx_ptr + head * K, dx * scale, t, num_tokens, k, h * K)
+    store_rows(dx_ptr + head * K, dx * scale, t, num_tokens, k, h * K)

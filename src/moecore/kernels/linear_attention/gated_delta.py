@@ -1,7 +1,6 @@
 """The delta rule with decays of packed documents, by kernels or in plain PyTorch.
 
-    chunked.py            16 bits on GPUs, a decay per head
-    fla.py                16 bits on GPUs, a decay per key dim, with flash-linear-attention
+    chunked.py            16 bits on GPUs
     gated_delta_rule_ref  all other tensors, any device
 
 The reference cuts each document into chunks of C tokens, and pads its last chunk with tokens that
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.kernels.common import disable_autocast, warn_on_fallback
-from moecore.kernels.linear_attention import chunked, fla
+from moecore.kernels.linear_attention import chunked
 from moecore.kernels.linear_attention.contract import DeltaRule
 from moecore.kernels.zigzag import find_document_ids, find_positions_in_documents
 
@@ -103,8 +102,7 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of linear attention by a gated delta rule, and each document's last state.
 
-    Differentiable once. Deterministic. With a decay per key dim, flash-linear-attention reads each
-    `cu_seqlens` once on the host.
+    Differentiable once. Deterministic. No host sync.
 
     Args:
         rule: tensors of any strides; q, k and v have one float dtype, which the outputs have too.
@@ -115,7 +113,5 @@ def gated_delta_rule(
     with disable_autocast(rule.v_THv):
         if (problem := chunked.find_problem(rule)) is None:
             return chunked.gated_delta_rule(rule, cu_seqlens, initial_states_nHkv)
-        if (reason := fla.find_problem(rule)) is None:
-            return fla.gated_delta_rule(rule, cu_seqlens, initial_states_nHkv)
-        warn_on_fallback(rule.v_THv, f"a gated delta rule ({problem}; {reason})")
+        warn_on_fallback(rule.v_THv, f"a gated delta rule ({problem})")
         return gated_delta_rule_ref(rule, cu_seqlens, initial_states_nHkv)
