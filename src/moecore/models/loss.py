@@ -155,7 +155,8 @@ class _HeadLoss(torch.autograd.Function):
         ctx.hidden_dtype, ctx.weight_dtype = hidden_ND.dtype, weight_VD.dtype
         hidden_ND, weight_VD = hidden_ND.to(product_dtype), weight_VD.to(product_dtype)
         dtype = torch.promote_types(product_dtype, torch.float32)
-        want_hidden, want_weight = (needs_grads and need for need in ctx.needs_input_grad[:2])
+        want_hidden = needs_grads and ctx.needs_input_grad[0]
+        want_weight = needs_grads and ctx.needs_input_grad[1]
         d_hidden_ND = torch.empty_like(hidden_ND) if want_hidden else None
         d_weight_VD = torch.empty_like(weight_VD, dtype=dtype) if want_weight else None
         total = torch.zeros((), dtype=dtype, device=hidden_ND.device)
