@@ -470,6 +470,7 @@ OTHER_RUNS = {
     "--grad-accum 2": "rows per step (4) must be 8 as in ",
     "--seq-len 40": "--data (38 examples, digest ",
     "--model {other}": "--model (other) must be tiny as in ",
+    "--objective distill --distill-teacher {other}": "--objective (distill) must be sft as in ",
 }
 
 

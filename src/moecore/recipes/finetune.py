@@ -208,7 +208,12 @@ def build_job(args: FinetuneConfig) -> FineTuning:
         objective = getattr(args, args.objective) or options()
         job_class = partial(job_class, reference=reference, objective=objective)
     data_facts = f"{len(examples)} examples, digest {compute_examples_digest(examples)}"
-    facts = {"--model": args.model.resolve().name, "--data": data_facts}
+    facts = {
+        "--objective": args.objective,
+        "--model": args.model.resolve().name,
+        "--distill-teacher": args.distill and args.distill.teacher.resolve().name,
+        "--data": data_facts,
+    }
     if (problem := find_difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     decoder = find_decoder_config(args.model)
