@@ -178,6 +178,7 @@ ARGUMENTS: dict[str, list[dict[str, Any]]] = {
     "ActivationOptions": [{"kind": "swiglu"}],
     "ExpertMLPOptions": [{"activation": ActivationOptions(kind="swiglu")}],
     "Precision": [{"recipe": Recipe()}],
+    "Distillation": [{"teacher": Path("teacher")}],
     "MeasuredCost": [dict(lengths=(2, 4), seconds={1: (1.0, 2.0)})],
     "PackedCollator": [{"row_tokens": 4}],
     "ScheduledCollator": [{"max_tokens": 4}],
