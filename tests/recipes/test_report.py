@@ -53,6 +53,7 @@ def run(train: ModuleType, run_dir: Path, arguments: str) -> int:
 
 def test_loads_of_layers_and_mfu_reach_every_log(train, tmp_path, monkeypatch) -> None:
     (tmp_path / "wandb.py").write_text(WANDB)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     run_dir = tmp_path / "run"
     assert run(train, run_dir, "--wandb mine --peak-tflops 2") == 0
