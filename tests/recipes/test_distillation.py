@@ -15,7 +15,7 @@ from tests.helpers.ranks import run_ranks
 from tests.models.test_distillation import make_options, plain_loss
 from tests.recipes.launched import metrics, rank_of_command
 
-transformers = pytest.importorskip("transformers", minversion="5")
+transformers = pytest.importorskip("transformers", minversion="5", reason="it trains them")
 STEPS, ROWS, TOKENS, RATE, EPS = 3, 4, 96, 1e-3, 1e-4
 STUDENT = dict(hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16)
 TEACHER = STUDENT | dict(hidden_size=48, num_hidden_layers=4, moe_intermediate_size=24)

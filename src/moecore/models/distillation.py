@@ -159,7 +159,8 @@ class TeacherForward(_LinearHeadLoss):
     """The `log_prob_loss` of a teacher's forward, which stores its logits and returns 0.
 
     Without `top_k` it stores hidden states, and one copy of the frozen head in the list `heads`.
-    It is no dataclass, whose fields ranks would compare: cp ranks have different tokens.
+    It is not a dataclass, because ranks compare the fields of dataclasses, and the tokens of cp
+    ranks differ.
     """
 
     def __init__(self, labels_BT: Tensor, *, top_k: int | None, heads: list[Tensor]) -> None:

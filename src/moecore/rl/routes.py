@@ -108,7 +108,7 @@ class RoutedLayers:
                 is_token_T = row.local_token_idx_T >= 0
                 token_idx_t = row.token_idx_N[row.local_token_idx_T[is_token_T]]
                 routes_NLK[token_idx_t, place] = ids_TK[is_token_T]
-        for group in batch.groups:  # -1 in what other ranks recorded
+        for group in batch.groups:  # -1 in entries of other ranks
             dist.all_reduce(routes_NLK, dist.ReduceOp.MAX, group=group)
         return routes_NLK
 

@@ -100,7 +100,8 @@ def trace_results(model: nn.Module) -> Iterator[ResultTrace]:
                 after = module.register_forward_hook(
                     lambda _, _x, y, place=f"output of {title}": trace.record_activations(place, y)
                 )
-                stack.callback(before.remove), stack.callback(after.remove)
+                for handle in (before, after):
+                    stack.callback(handle.remove)
         stack.enter_context(patch_attributes(UnitParam, pop_grad=record_autograd_grad))
         with patch_attributes(Gradients, compute_and_accumulate=record_kernel_grad):
             yield trace

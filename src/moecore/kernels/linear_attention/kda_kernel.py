@@ -1,4 +1,4 @@
-"""The kernels of `chunked.py` for a decay per key dim (Kimi delta attention), with its letters.
+"""The kernels of `chunked.py` for a decay per key dim (Kimi delta attention), in its notation.
 
 The decay between two tokens is one matrix per key dim, so P and A are sums over pairs of halves.
 At level l, tokens i and j are in the later and the earlier half of a block of 2^(l+1) tokens, whose
@@ -135,7 +135,7 @@ def kda_bwd_scores_kernel(
     V: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write dP, dA, dY and dV of one chunk and value head; entries that the masks drop are any."""
+    """Write dP, dA, dY and dV of one chunk and value head; masked entries are undefined."""
     H: tl.constexpr = h * R
     chunk, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunks_ptr + chunk), tl.load(chunks_ptr + num_chunks + chunk)
