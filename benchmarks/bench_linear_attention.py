@@ -18,7 +18,7 @@ transformers' functions are therefore only measured up to 4,096 tokens.
 On several ranks, each with a part of one sequence:
 
     over ranks       states are passed from part to part
-    alone            the whole sequence on one GPU, with "rows, package"
+    alone            the whole sequence on one GPU, as "rows, kernels"
 
 Calls alternate. A time is the slowest rank's, the median over rounds, in milliseconds.
 """
@@ -119,6 +119,12 @@ def make_inputs(layer: Any, num_tokens: int, device: torch.device) -> Tensor:
     return x.to(next(layer.parameters()).dtype)
 
 
+def make_row(num_tokens: int, device: torch.device) -> Sequence:
+    """Return a row with one packed document."""
+    borders = torch.tensor([0, num_tokens], dtype=torch.int32)
+    return make_packed_sequence(borders, None, (1, num_tokens), device)
+
+
 def make_call(layer: nn.Module, x_1TD: Tensor, sequence: Sequence) -> Call:
     """Return a call that runs forward and backward of the layer."""
 
@@ -137,7 +143,6 @@ def make_alone_calls(
     x = make_inputs(layer, T, device)
     borders = torch.tensor([0, *make_lengths(T)]).cumsum(0).int()
     documents = make_packed_sequence(borders, None, (1, T), device)
-    row = make_packed_sequence(torch.tensor([0, T], dtype=torch.int32), None, (1, T), device)
     single = [
         make_call(layer, x[:, a:b].contiguous(), Sequence()) for a, b in pairwise(borders.tolist())
     ]
@@ -147,7 +152,7 @@ def make_alone_calls(
             make_call(layer, x, Sequence())()
 
     calls: dict[str, Call] = {
-        "rows, kernels": make_call(layer, x, row),
+        "rows, kernels": make_call(layer, x, make_row(T, device)),
         "documents": make_call(layer, x, documents),
     }
     if has_plain:
@@ -164,7 +169,7 @@ def make_rank_calls(layer: nn.Module, T: int, device: torch.device) -> dict[str,
     held = LocalTokens(ContextParallel(dist.group.WORLD), (1, T))
     return {
         "over ranks": make_call(layer, held.slice_local(x), Sequence(local_tokens=held)),
-        "alone": make_call(layer, x, Sequence()),
+        "alone": make_call(layer, x, make_row(T, device)),
     }
 
 
