@@ -46,7 +46,8 @@ class Cloner:
     """Chooses busy experts of a layer, and the ranks that compute a part of their tokens as clones.
 
     `group` has the ranks with this rank's etp index, in ep order. `exchanges` has the buffers of
-    dispatcher "nvlink", or is None with any other dispatcher.
+    dispatcher "nvlink"; None = another dispatcher. A clone is a temporary copy of a busy expert on
+    another rank.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Cloner:
         return self._exchanges is None
 
     def get_counts(self, device: torch.device) -> Tensor:
-        """Return int64 [2]: number of clones and of forwards here since the last optimizer step."""
+        """Return int64 [2]: this rank's clones and forwards, both since the last optimizer step."""
         if self._counts_2 is None:
             self._counts_2 = torch.zeros(2, dtype=torch.int64, device=device)
         return self._counts_2
@@ -86,7 +87,7 @@ class Cloner:
     ) -> tuple[Routing, AnyClones | None]:
         """Plan a forward's clones; return the routing with physical ids, and the clones or None.
 
-        `training`: `get_counts` includes this forward. Collective, except with a `PeriodicPlan`.
+        If `training`, `get_counts` includes this forward. Collective, except with a `PeriodicPlan`.
         """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
@@ -130,7 +131,7 @@ class Cloner:
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 
     def add_clones_to_input(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
-        """Return `inp` with `clones`, and row offsets of only this rank's experts and clones."""
+        """Return `inp` with `clones` and row offsets of only this rank's experts and clones."""
         number = self._placement.num_local + (0 if clones is None else clones.num_local_clones)
         index = inp.index._replace(offsets_e=inp.index.offsets_e[:number])
         return replace(inp, index=index, clones=clones)
@@ -138,7 +139,7 @@ class Cloner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clones:
-    """The expert weights that one rank sends and receives for the clones of one forward."""
+    """Sends weights of experts to their clones (copies on other ranks), and gradients back."""
 
     group: dist.ProcessGroup
     pairs: Pairs | None  # runs another micro-batch while weights are sent
@@ -156,7 +157,7 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return the clones of a plan with the expert of each slot of all ranks; -1 = empty."""
+        """Return the clones of a plan: the expert id of each slot on all ranks; -1 = empty slot."""
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         # rank 0 sends its expert 0 to rank 2. Rank 0 receives expert 3 from rank 1 and expert 4
         # from rank 2, so its order is [1, 0].
@@ -233,7 +234,7 @@ class Clones:
 
 @dataclass(frozen=True, slots=True)
 class PeerClones:
-    """The clones of one forward of a layer, sent through peers' memory. No host sync."""
+    """As `Clones` (copies of busy experts), but sent by stores into peers' memory. No host sync."""
 
     exchange: CloneExchange
     places: ClonePlaces  # the plan, on the device
@@ -244,7 +245,7 @@ class PeerClones:
         return self.places.num_clones
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send experts' weights [e, ...] to clones; return local clones [n, ...], 0 if empty."""
+        """As `Clones.fetch_clone_weights`; the weights of empty slots are 0."""
         return self.exchange.fetch_clone_weights(tensors, self.places)
 
     @torch.no_grad()
@@ -269,7 +270,7 @@ def _count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 class PeriodicPlan:
-    """A layer's plan of clones for `num_steps` optimizer steps, made from the loads of one step.
+    """A layer's clones (expert copies) for `num_steps` steps, planned from the loads of one step.
 
     The plan is identical on all ranks. Each rank sends the plan's share of its tokens to each
     clone, without the counts of other ranks. Checkpoints do not contain the plan, so a resumed run
