@@ -52,7 +52,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineLayout:
-    """The pipeline stages of a model: a result of `parse_layout`, `even_layout`, `balanced_layout`."""
+    """The pipeline stages of a model, from `parse_layout`, `even_layout` or `balanced_layout`."""
 
     stages: tuple[Stage, ...]  # in the order of forward
     num_layers: int  # number of transformer layers

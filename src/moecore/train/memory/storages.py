@@ -49,7 +49,7 @@ class Store(Protocol):
     def copy_to_device(
         self, copies: Sequence[StorageCopy], freed_pieces: Sequence[Any] = ()
     ) -> None:
-        """Start copies from the store to `data` of `copies`; also free the store's `freed_pieces`."""
+        """Start copies from the store to `data` of `copies`; also free pieces `freed_pieces`."""
 
     def free_pieces(self, pieces: Sequence[Any]) -> None:
         """Free the store's memory of copies that backward no longer needs."""
