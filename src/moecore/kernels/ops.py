@@ -106,7 +106,7 @@ class Op(Generic[Out]):
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is no subclass or lazily negated view, and not on meta (or dry run)."""
+    """Return whether a tensor is no subclass or lazily negated, and either real or of a dry run."""
     return (
         type(tensor) in PLAIN_TYPES
         and (not tensor.is_meta or is_inside_custom_ops())

@@ -71,8 +71,8 @@ class _TapeForward:
 class TapeReplay:
     """The replay of recorded expert choices in one `with replay.replay(...)` context.
 
-    The mappings have layer names as keys. `weights` None = the routers compute weights.
-    `fills_missing` = routers choose for tokens whose ids are all -1. Each forward replays entry
+    The mappings have layer names as keys. If `weights` is None, routers compute weights. If
+    `fills_missing`, routers choose for tokens whose ids are all -1. Each forward replays entry
     `selected` of each list; None = the next entry.
     """
 
@@ -135,7 +135,7 @@ class TapeReplay:
                 )
 
     def take_entry_idx(self, layer_name: str) -> int | None:
-        """Return which recorded entry this call of a layer replays; None = the replay has ended."""
+        """Return the index of the entry that this call of a layer replays; None = replay ended."""
         if is_inside_backward():  # the entry that the recomputed forward replayed: Note [pairing]
             while self._entered_nodes:
                 _mark_upstream_nodes(self._entered_nodes.pop())
@@ -276,7 +276,7 @@ def _mark_upstream_nodes(node: Any) -> None:
 
 
 def remove_tapes(tapes: Mapping[Router, Any]) -> None:
-    """Remove these recorders or replays from their routers; another recorder or replay remains."""
+    """Remove each of these recorders or replays from its router, unless it has another one now."""
     for router, tape in tapes.items():
         if router.tape is tape:
             router.tape = None

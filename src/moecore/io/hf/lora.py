@@ -71,8 +71,8 @@ class StoredAdapter:
 def init_adapters(model: nn.Module, seed: int = 0) -> None:
     """Initialize A and B of all adapters as peft does; values do not depend on the layout.
 
-    B is 0 and A uniform, or normal with `LoraConfig(init_lora_weights="gaussian")`; an embedding's
-    A is 0 and its B normal. `load_hf` fills copies of `modules_to_save`. No communication.
+    B is 0. A is uniform, or normal with `LoraConfig(init_lora_weights="gaussian")`. For an
+    embedding A is 0 and B is normal. `load_hf` fills copies of `modules_to_save`. No communication.
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.

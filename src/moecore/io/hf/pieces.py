@@ -63,7 +63,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class FileRecipe:
-    """The pieces that store one model tensor of shape `shape` in files, without overlap."""
+    """How files store one model tensor of shape `shape`: its pieces, without overlap."""
 
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
@@ -93,7 +93,7 @@ def get_detached_shard(tensor: Tensor) -> Tensor:
 
 
 class ShardBox(NamedTuple):
-    """A box (slices) of a piece to read, and the slices of a tensor's local shard that it fills."""
+    """A box (slice per dim) of a piece to read, and the slices of the local shard that it fills."""
 
     piece: TensorPiece
     box: tuple[slice, ...]
@@ -107,7 +107,10 @@ def list_shard_boxes(
     dtypes: Mapping[str, torch.dtype],
     max_bytes: int,
 ) -> list[ShardBox]:
-    """Return the boxes of file tensors that fill this rank's shards, of `max_bytes` or one row."""
+    """Return the boxes of file tensors that fill this rank's shards.
+
+    A box has at most `max_bytes`, or one row.
+    """
     boxes = []
     for name, recipe in recipes.items():
         local = get_detached_shard(tensors[name])
@@ -120,7 +123,7 @@ def list_shard_boxes(
 
 
 def find_shard_runs(indices: Sequence[Tensor]) -> ShardRuns:
-    """Convert a shard's global indices per dim to runs (first, length) of consecutive indices."""
+    """Convert a shard's global indices, per dim, to (first, length) of consecutive indices."""
     return tuple(tuple(find_consecutive_runs(index)) for index in indices)
 
 

@@ -159,7 +159,7 @@ class BitsAndBytesSource(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class ViewedSource(TensorSource):
-    """A strided `view` of another tensor of the directory, `origin`."""
+    """A tensor that is a strided `view` of `origin`, another tensor of the directory."""
 
     origin: TensorSource = field(kw_only=True)
     view: FileView = field(kw_only=True)
@@ -232,7 +232,7 @@ def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
 def find_sources(
     files: HFFiles, quantization: Mapping[str, Any] | None
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return a directory's tensors by unquantised name, and error texts."""
+    """Return the tensors of a directory by unquantised name, and error texts of wrong tensors."""
     entries, problems = files.tensors, list[str]()
     sources: dict[str, TensorSource] = {}
     size = (quantization or {}).get("weight_block_size") or (128, 128)

@@ -104,7 +104,7 @@ class ExchangePointers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerBuffer:
-    """The addresses at which one rank accesses all ranks' exchange buffers, and this rank's state."""
+    """The addresses at which a rank accesses all ranks' exchange buffers, and this rank's state."""
 
     rank: int  # this rank in the group
     bases: Tensor  # int64 [4, G] on the device, this rank's addresses of every rank's regions

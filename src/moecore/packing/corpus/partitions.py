@@ -30,7 +30,7 @@ from moecore.packing.documents import Integers, cut_lengths, hash_values
 
 
 class Cursor(NamedTuple):
-    """The position of one source in one partition of its documents, saved to resume."""
+    """The position of a source within one partition (share) of its documents, saved to resume."""
 
     rows: int  # rows that the source has produced
     ordinal: int  # ordinal of the current document, or of the first document of the window
@@ -92,13 +92,13 @@ class SplitPacker(RowPacker):
 
 
 class WholePacker(RowPacker):
-    """Packs several documents together, and cuts only documents longer than a row."""
+    """Packs a window of documents into rows, and cuts only documents longer than a row."""
 
     _window: _Window | None = None
 
     @override
     def make_next_row(self) -> list[Piece]:
-        """Return the next row of the documents that are packed together, or of the next ones."""
+        """Return the next row of the current window of documents, or of the next window."""
         rows, ordinal, offset, credit, _ = self.cursor
         window = self._window
         if window is None:
