@@ -92,7 +92,7 @@ def run_and_save(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def is_recomputing() -> bool:
-    """Whether `recompute_products` is active in this thread, so that no products are saved."""
+    """Whether `recompute_products` is active in this thread: no matrix products are saved."""
     return _state.is_recomputing
 
 

@@ -337,7 +337,7 @@ def set_timeout_to_default(group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def wrap_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Return a context in which `wrap` wraps each group's methods that start or await work."""
+    """Return a context in which `wrap` is applied to groups' methods that start or await work."""
     wait = vars(dist.Work)["wait"]  # `getattr` would return a function that is no method
     methods: list[tuple[type, str, Any]] = [(dist.Work, "wait", wait)]
     for name, method in vars(dist.ProcessGroup).items():

@@ -208,8 +208,8 @@ def _encode_moment(
 def encode_moments(m, v, random_bits):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
     """Quantise AdamW's moments m and v to FP8: uint8 codes of each, and int16 exponents per row.
 
-    The low byte of an exponent is m's, and the high byte is v's. `random_bits` has 16 bits for m in
-    its low half, and 16 for v in its high half.
+    The low byte of an exponent belongs to m, and the high byte to v. `random_bits` has 16 bits for
+    m in its low half, and 16 for v in its high half.
     """
     first = _compute_exponents(m, _FIRST)
     inverse = _compute_scale(254 - first)[:, None]

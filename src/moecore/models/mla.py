@@ -78,7 +78,7 @@ class Indexer(nn.Module):
 
 
 def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> KeyChoice:
-    """Return the record of which keys a layer reads, and whether its indexer is trained.
+    """Return the record of the keys that a layer reads, and of whether its indexer is trained.
 
     In the stage "warm_up" of `config`, attention reads all keys.
     """

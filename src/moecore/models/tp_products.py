@@ -96,7 +96,7 @@ WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
 def compute_workspace_bytes(launch_name: str, num_ranks: int, exchange_bytes: int) -> int:
     """Return the bytes of symmetric memory that a rank needs for a sliced exchange.
 
-    `launch_name` names the exchange, and `exchange_bytes` is its size.
+    `launch_name` is a key of `WORKSPACE_SLICES`. `exchange_bytes` is the size of the exchange.
     """
     return WORKSPACE_SLICES[launch_name] * exchange_bytes // (2 * (num_ranks - 1))
 

@@ -84,7 +84,7 @@ def check_backend(backend: str, spec: ExpertSpec) -> None:
 def find_backend_computation(
     backend: str, spec: ExpertSpec, *, needs_autograd: bool
 ) -> Computation | None:
-    """Return the function of a backend that computes experts; None = use the fused `expert_mlp`."""
+    """Return the function that computes experts for a backend name; None = use `expert_mlp`."""
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
     may_group = backend == "auto" and spec.recipe is None and is_floating
     if may_group and (problem := spec.find_grouped_problem()) is not None:

@@ -289,7 +289,7 @@ class PeriodicPlan:
         self.clear()
 
     def clear(self) -> None:
-        """Drop the plan until the end of the next step. No communication, no host sync."""
+        """Drop the planned clones; the end of the next step plans new ones. No communication."""
         self._steps_remaining = 0
         self.experts = [-1] * (self._placement.ep * self._placement.num_clones)
         if self._plan is not None:

@@ -132,7 +132,7 @@ class Experts(nn.Module):
             )
 
     def add_low_rank_updates(self, param_name: str, update: LowRank) -> None:
-        """Register LoRA adapters of w1 or w2; later forwards add their output to the matrix's."""
+        """Register LoRA adapters of w1 or w2; later forwards add the adapters' outputs."""
         names = (self.layout.w1, self.layout.w2)
         if param_name not in names or self.is_separate:
             raise ValueError(

@@ -124,7 +124,10 @@ class Documents:
 
 
 class RemainingDocuments:
-    """The indices of documents in no round yet; `trial` has indices in the round that is tried."""
+    """The indices of documents that are not in a round (a micro-batch per rank) yet.
+
+    `trial` has the indices of documents in the round that is tried.
+    """
 
     def __init__(self, count: int) -> None:
         self._next = list(range(count + 1))

@@ -48,7 +48,7 @@ class ProductLinear(nn.Linear):
     products: LinearProducts
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight^T + bias, in the dtype of the input, or autocast's."""
+        """Return input @ weight^T + bias, in the dtype of the input or the dtype of autocast."""
         return self.products(input, self.weight, self.bias, training=self.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

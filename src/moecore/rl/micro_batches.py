@@ -94,7 +94,7 @@ class RolloutRow:
         return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
 
     def gather_at_positions(self, values_N: Tensor, padding_value: float) -> Tensor:
-        """Return [T, ..]: the value, in `values_N`, of each position's token, or `padding_value`."""
+        """Return [T, ..]: the entry of `values_N` for each position's token, or `padding_value`."""
         values_T = values_N.new_full(
             (len(self.local_token_idx_T), *values_N.shape[1:]), padding_value
         )

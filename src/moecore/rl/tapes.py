@@ -276,7 +276,7 @@ def _mark_upstream_nodes(node: Any) -> None:
 
 
 def remove_tapes(tapes: Mapping[Router, Any]) -> None:
-    """Remove each of these recorders or replays from its router, unless it has another one now."""
+    """Remove these recorders or replays from their routers; newer ones are not removed."""
     for router, tape in tapes.items():
         if router.tape is tape:
             router.tape = None

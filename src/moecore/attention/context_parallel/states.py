@@ -55,7 +55,7 @@ class LocalChunks:
 
     @cached_property
     def chunk_lengths(self) -> Tensor:
-        """int [n], the number of tokens of one chunk of each document."""
+        """[n], the number of tokens of one chunk of each document."""
         return self.cu_seqlens.diff() // (2 * self.group.size())
 
     def gather_previous_tokens(self, x_tD: Tensor, num_tokens: int) -> Tensor:

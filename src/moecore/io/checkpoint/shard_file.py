@@ -272,7 +272,7 @@ def _count_contiguous_elements(tensor_shape: Sequence[int], slice_shape: Sequenc
 def find_file_problem(
     path: AnyPath, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
-    """Compare size, header and, if `full`, SHA-256 with the manifest; return an error text or None."""
+    """Compare size, header and, if `full`, SHA-256 with the manifest; return an error text."""
     try:
         with closing(open_file(path)) as file:
             size = file.get_size()

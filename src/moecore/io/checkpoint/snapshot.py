@@ -182,7 +182,7 @@ class StagePart:
 
 
 def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
-    """Return the union of all stages' `StagePart`s; `part` is this rank's. Collective."""
+    """Return the union of the `StagePart`s of all stages; `part` is the local one. Collective."""
     return part if stages is None else _merge_parts(_gather_parts(part, stages, group))
 
 
@@ -247,7 +247,7 @@ def collect_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's state for `load_rank_state`: local tensors, not copied, and JSON values."""
+    """Return this rank's state for `load_rank_state`: local tensors (not copied) and JSON."""
     snapshot = take_snapshot(0, model, optimizer, extra, scheduler=scheduler, config=None)
     facts = {"optimizer": snapshot.facts.optimizer, "scheduler": snapshot.facts.scheduler}
     return {"tensors": get_local_tensors(snapshot), **facts}

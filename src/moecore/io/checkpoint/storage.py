@@ -316,7 +316,7 @@ class Reader(_DCPStorage, StorageReader):
 
 
 def run_dcp_call(verb: str, path: AnyPath, action: Callable[[], object]) -> None:
-    """Run the DCP call `action`; OSError ("could not `verb` `path`") if a rank or collective fails."""
+    """Run a DCP call; raise OSError ("could not `verb` `path`") if any rank or collective fails."""
     try:
         if not dist.is_initialized():
             # No catch_warnings: it changes the filters of all threads, and this may be a second.

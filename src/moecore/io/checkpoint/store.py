@@ -229,7 +229,10 @@ def write_checkpoint(
     meter: Meter,
     group: Group = None,
 ) -> None:
-    """Write `local_tensors` of the snapshot's tensors, and publish the draft. Collective."""
+    """Write this rank's `local_tensors`, named as in the snapshot; publish the draft.
+
+    Collective.
+    """
     save_snapshot = partial(
         dcp.save,
         snapshot.tensors,

@@ -28,7 +28,7 @@ from moecore.moe.layer import LayerLayout, MoELayer
 
 @dataclass(frozen=True, slots=True)
 class UpcycledFamily:
-    """A transformers MoE family, with whose config and names an upcycled dense model is exported."""
+    """A transformers MoE family: an upcycled dense model is exported with its config and names."""
 
     model_type: str
     some_dense: bool  # whether layers may be dense

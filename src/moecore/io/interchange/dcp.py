@@ -213,7 +213,7 @@ class _ChunkPlanner(SavePlanner):
 
 
 def find_prefixes(files: DCPFiles, ending: str) -> list[str]:
-    """Return prefixes (such as "model.") of tensor names with this ending, except optimizers'."""
+    """Return prefixes (such as "model.") of tensor names with this ending, without optimizers."""
     names = [name for name in files.tensors if name == ending or name.endswith(f".{ending}")]
     parts = [name.removesuffix(ending) for name in names]
     return [p for p in parts if not any(part.startswith("optim") for part in p.split("."))]

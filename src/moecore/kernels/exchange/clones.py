@@ -271,8 +271,8 @@ receive_grads = partial(_launch_clone_kernel, _receive_grads_kernel, True)
 def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: ClonePlaces) -> Tensor:
     """Copy weights from the experts' ranks to this rank's clones; return them. Collective.
 
-    A clone is a copy of an expert. `expert_weights` are this rank's, in any dtype. An empty slot of
-    `clone_places` gets zeros. No host sync.
+    A clone is a copy of an expert. `expert_weights` are the weights of this rank's experts, in any
+    dtype. An empty slot of `clone_places` gets zeros. No host sync.
     """
     out = expert_weights.new_empty(clone_places.num_clones, *expert_weights.shape[1:])
     rows_eW = _view_as_words(expert_weights.contiguous())
@@ -286,8 +286,9 @@ def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: Clon
 def add_clone_grads_(buffer: CloneBuffer, grads: Tensor, clone_places: ClonePlaces) -> Tensor:
     """Add the gradients of all ranks' clones to their experts' gradients, in place. Collective.
 
-    `grads` [experts + clones, ...] is contiguous, of one of `SUM_DTYPES`. Returns the experts'
-    part. Sums are in fp32, in the order of clones, and rounded once. No host sync.
+    `grads` [experts + clones, ...] is contiguous, of one of `SUM_DTYPES`. A clone is a copy of an
+    expert. Returns the gradients of this rank's experts. Sums are in fp32, in the order of clones,
+    and rounded once. No host sync.
     """
     home_eW, clones_cW = _view_rows(grads).split((clone_places.num_local, clone_places.num_clones))
     for piece in split_into_pieces(buffer.layout, home_eW, clone_places.num_clones):

@@ -158,7 +158,7 @@ def quantise_microscaled(
             blocks.
         is_gradient: whether values are stochastically rounded if the recipe says so.
         source_rows_M: int64, the row of x of each row of the operand; -1 = zeros. None = row i is
-            x's row i, and with `over_rows` zeros fill the last block.
+            x's row i, and if `over_rows`, zeros fill the last block.
         expert_M: int64, the expert of each row, or e if it has none; the rows of a block have one
             expert. None = one scale for all rows.
     """

@@ -289,7 +289,7 @@ class CloneExchange:
         return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
     def add_clone_grads_(self, grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
-        """Add clones' gradients, the last c of [e + c, ...], to their experts'; return [e, ...]."""
+        """Add clones' gradients, the last c of [e + c, ...], to their experts'. Return [e, ...]."""
         add_ = clone_kernels.add_clone_grads_
         return [add_(self.buffer, grad.contiguous(), places) for grad in grads]
 

@@ -261,7 +261,7 @@ class TokenCapacity(BufferOwner):
         return () if self._shortage is None else (self._shortage,)
 
     def record_token_excess(self, num_tokens: int) -> bool:
-        """Record a forward with `num_tokens`, too many tokens; return whether the step is rerun."""
+        """Record that a forward has too many tokens, `num_tokens`; return whether it is rerun."""
         if self.watch != "reruns":
             return False
         if self._shortage is None:

@@ -55,7 +55,7 @@ PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one
 class RankBatches(IterableDataset[Any]):
     """The batches of a data rank, each with the position after it.
 
-    Items are (batch, cursors after the batch by partition, number of documents by source name).
+    Items are (batch, {partition: position after the batch}, {source name: number of documents}).
     """
 
     def __init__(

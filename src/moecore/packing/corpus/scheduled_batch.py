@@ -158,7 +158,7 @@ class ScheduledCollator(CheckedRecord):
         return self.schedule_rows([pieces])
 
     def schedule_rows(self, rows: Rows) -> ScheduledBatch:
-        """Return this rank's batch of the documents in `rows`; all data ranks pass the same rows."""
+        """Return this rank's batch of the documents in `rows`, the same rows on all data ranks."""
         pieces = [piece for row in rows for piece in row]
         lengths = [len(piece.ids) for piece in pieces]
         plan = schedule_documents(

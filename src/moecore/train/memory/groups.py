@@ -40,7 +40,7 @@ class HandleCounts:
         return self.backward_idx
 
     def count_unpack(self, backward_idx: int) -> tuple[int, bool]:
-        """Count an unpacked handle; return its next backward's index, and if this one has ended."""
+        """Count an unpacked handle; return (its next backward's index, whether backward ended)."""
         if backward_idx != self.backward_idx:
             return backward_idx, False
         self.remaining -= 1

@@ -245,7 +245,7 @@ class MovedStorage:
     tensors: list[tuple[Tensor, Tensor]]  # each with another tensor of its place in the storage
 
     def move_to_host(self) -> None:
-        """Make the tensors views of the host copy, which the caller has made; free the device's."""
+        """Make the tensors views of the host copy that the caller made; free the device memory."""
         for tensor, place in self.tensors:
             tensor.data = self._view_like(place, self.host)
         self.free_device_memory()

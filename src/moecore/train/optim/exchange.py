@@ -97,7 +97,7 @@ class ExchangeRound:
     def return_from_owners(
         self, owned: Sequence[Tensor], like: Tensor, group: dist.ProcessGroup
     ) -> Iterator[tuple[MatrixBlock, Tensor]]:
-        """Send updates `owned` back; yield (block of a parameter, update of it). Collective."""
+        """Send updates `owned` to the ranks of their blocks; yield (block, update). Collective."""
         return _exchange_blocks(owned, self.returns, self.results, like, group)
 
 

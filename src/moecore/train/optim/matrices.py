@@ -79,7 +79,7 @@ class MatrixLayout(CheckedRecord):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """(rows, columns) of each matrix of `sections`; without `sections`, of the one matrix."""
+        """(rows, columns) of each matrix of `sections`, or of the whole stored matrix if None."""
         if self.sections is None:
             return [(self.rows, self.columns)]
         sizes = [size * self.sections.repeats for size in self.sections.sizes]
