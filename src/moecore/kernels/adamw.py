@@ -99,7 +99,7 @@ class AdamWTensors:
 
     @classmethod
     def from_params(cls, params_and_seeds: Sequence[tuple[ParamTensors, int]]) -> "AdamWTensors":
-        """Make the record from each parameter's tensors and seed, with None in the same fields."""
+        """Make the record from (tensors, seed) pairs; a field is None in all of them or in none."""
         params, numbers = zip(*params_and_seeds, strict=True)
         weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*params, strict=True)
         exponents, remainders = ([t for t in column if t is not None] for column in optional)

@@ -71,7 +71,7 @@ class Cloner:
         return self._exchanges is None
 
     def get_counts(self, device: torch.device) -> Tensor:
-        """Return int64 [2]: this rank's clones and forwards, both since the last optimizer step."""
+        """Return int64 [2]: this rank's clones (expert copies) and forwards since the last step."""
         if self._counts_2 is None:
             self._counts_2 = torch.zeros(2, dtype=torch.int64, device=device)
         return self._counts_2
@@ -85,9 +85,10 @@ class Cloner:
     def place_clones(
         self, routing: Routing, pairs: Pairs | None, *, training: bool
     ) -> tuple[Routing, AnyClones | None]:
-        """Plan a forward's clones; return the routing with physical ids, and the clones or None.
+        """Plan a forward's clones (expert copies on ranks with few tokens).
 
-        If `training`, `get_counts` includes this forward. Collective, except with a `PeriodicPlan`.
+        Returns the routing with physical ids, and the clones or None. If `training`, `get_counts`
+        includes this forward. Collective, except with a `PeriodicPlan`.
         """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
@@ -183,7 +184,10 @@ class Clones:
         return len(self.order)
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send experts' weights [e, ...] to clones; return local clones [n, ...]. Collective."""
+        """Send experts' weights [e, ...] to their copies; return this rank's [n, ...].
+
+        Collective.
+        """
         expert_rows = [t[list(self.send_ids)] for t in tensors]
         rows = self._exchange(expert_rows, self.num_local_clones, to_experts=False)
         return rows if self._is_in_order else [t[list(self.order)] for t in rows]
@@ -241,7 +245,7 @@ class PeerClones:
 
     @property
     def num_local_clones(self) -> int:
-        """Number of slots for clones on this rank, n, including empty slots."""
+        """Number of slots for expert copies (clones) on this rank, n, including empty slots."""
         return self.places.num_clones
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:

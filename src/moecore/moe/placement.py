@@ -88,7 +88,7 @@ class ExpertPlacement:
         return dist.get_rank(self.group) // self.etp * self.num_physical
 
     def convert_to_physical_ids(self, ids_TK: Tensor) -> Tensor:
-        """Convert expert ids to physical ids, which also number slots for clones; -1 stays -1."""
+        """Convert expert ids to physical ids, which number copies of experts too; -1 stays -1."""
         # Example, two ranks of two experts and one clone: [0, 1, 2, 3, -1] give [0, 1, 3, 4, -1].
         if not self.num_clones:
             return ids_TK

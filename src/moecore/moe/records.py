@@ -59,7 +59,7 @@ class Routing:
 
     @property
     def destinations_TK(self) -> Tensor:
-        """The id of the expert or clone that computes each choice, int32; -1 = dropped."""
+        """The id of the expert (or expert copy) that computes each choice, int32; -1 = dropped."""
         return self.expert_ids_TK if self.physical_TK is None else self.physical_TK
 
     @property

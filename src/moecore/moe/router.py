@@ -284,7 +284,10 @@ def compute_micro_batch_bias(
 
 
 def choose_best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:
-    """Return int32 [T, K]: the K best experts by score, without bias and groups; padding: -1."""
+    """Return int32 [T, K]: the K experts with the best scores, regardless of bias and groups.
+
+    The ids of padding are -1.
+    """
     options = replace(_make_route_options(config), num_groups=1, top_groups=1)
     ids_TK, _ = route(logits_TE.detach(), None, options)
     return ids_TK if padding_mask_T is None else ids_TK.masked_fill(padding_mask_T[:, None], -1)

@@ -79,12 +79,12 @@ class BufferOwner(ABC):
     @property
     @abstractmethod
     def capacity_factor(self) -> float | None:
-        """The capacity factor. None = buffers have space for all rows."""
+        """Capacity divided by the rows of even loads; None = buffers have space for all rows."""
 
     @property
     @abstractmethod
     def shortages(self) -> Sequence[ShortageCounters]:
-        """The shortage counters of all allocated buffers; counts may be 0."""
+        """Counters of rows above the capacity, one record per allocated buffer; counts may be 0."""
 
     @abstractmethod
     def set_capacity_factor(self, capacity_factor: float) -> None:

@@ -114,7 +114,7 @@ def store_in_four_bits(param: nn.Parameter, kind: FrozenFormat, k: int) -> nn.Pa
 def apply_to_blocks(
     module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[], object]
 ) -> None:
-    """Run `apply`, the module's `_apply` of `fn`; for 4-bit parameters `fn` receives the blocks."""
+    """Run `apply()`, which is `module._apply(fn)`; apply `fn` to the blocks of 4-bit parameters."""
     named = [(n, p) for n, p in module._parameters.items() if p is not None]
     four_bit_params = {n: p for n, p in named if get_four_bit_blocks(p) is not None}
     module._parameters.update(dict.fromkeys(four_bit_params))

@@ -90,7 +90,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch on the device, in microseconds."""
+    """Record of one kernel on the GPU, from a trace; times are in microseconds."""
 
     name: str
     start: float

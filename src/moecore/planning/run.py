@@ -159,7 +159,7 @@ class TrainingRun(CheckedRecord):
 
     @property
     def resolved(self) -> ParallelConfig:
-        """The degrees, with the number of ranks in place of -1."""
+        """The parallel degrees, with -1 replaced by the number of remaining ranks."""
         return self.parallel.resolve(self.num_gpus)
 
     @property

@@ -153,7 +153,7 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
     """Return the time of a rank's step, if other ranks are as fast.
 
     Raises:
-        NotImplementedError: for products whose time on the table's GPU is not modelled.
+        NotImplementedError: for matmuls whose time on the table's GPU is not modelled.
     """
     check_arguments(time_step, locals())
     check_time_is_modelled(step.precision, table.gpu, MEMORY_ONLY)

@@ -116,7 +116,7 @@ InputGrad = tuple[Tensor | None, Any]  # dx, and dy as `compute_weight_grad` tak
 
 
 class LinearCall(NamedTuple):
-    """The settings of one forward of a quantised linear, and its tensors without gradients."""
+    """The arguments of one forward of a quantised linear: operands, amax tensors and settings."""
 
     # quantised x for y, x for dw, and weight for y; None = `multiply` quantises the operand
     x_rows: Any = None

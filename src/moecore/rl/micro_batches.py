@@ -89,7 +89,7 @@ class RolloutRow:
     is_first: bool = True  # False = another data rank returns the row's loss and scores
 
     def scatter_to_tokens(self, values_BT: Tensor) -> Tensor:
-        """Return [N]: each token's value in [1, T], at the position that predicts it, or 0."""
+        """Return [N]: for each token, `values_BT` at the position that predicts it, or 0."""
         values_N = values_BT.new_zeros(len(self.token_idx_N))
         return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
 

@@ -98,7 +98,7 @@ class TapeReplay:
         self._hooks: list[Any] = []
 
     def start_replay(self) -> None:
-        """Start the replay: set `tape` of each router, and hook the model's forwards."""
+        """Set the replay as `tape` of each router, and register hooks on the model's forwards."""
         self._hooks = [
             self.model.register_forward_pre_hook(self._begin_forward),
             self.model.register_forward_hook(self._end_forward),
@@ -106,7 +106,7 @@ class TapeReplay:
         self._install_tapes()
 
     def end_replay(self) -> None:
-        """Remove the tapes and hooks; later backwards still replay: see Note [late backward]."""
+        """Remove the replay from routers, and the hooks. Later backwards still replay."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.selected, self._current_forward = [], None, None

@@ -26,7 +26,7 @@ from moecore.rl.rollouts import PER_TOKEN, Rollouts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """Totals of a batch: of one data-parallel rank, or of the global batch."""
+    """Micro-batches, weights and responses of a batch, on one data rank or of the global batch."""
 
     num_micro_batches: int  # of each rank; in the global totals, the maximum over ranks
     weight: float  # sum of the weights of response tokens

@@ -92,7 +92,10 @@ class ChunkLayout:
         return x_BtX.narrow(dim, C if half == "late" else 0, C)
 
     def write_half(self, x_BtX: Tensor, half: Half, values_BCX: Tensor, dim: int = 1) -> None:
-        """Write values, in place, to the tokens of `select_half(x_BtX, half, dim)`."""
+        """Write values to each document's early or late chunk of this rank ("all" = both).
+
+        `x_BtX`, `half` and `dim` are as in `select_half`. In place.
+        """
         if half == "all":
             x_BtX.copy_(values_BCX)
         elif self._cu_seqlens is not None:
@@ -121,10 +124,7 @@ class ChunkLayout:
         causal: bool = True,
         window: int | None = None,
     ) -> AttentionMask:
-        """Return the mask of attention of first chunks to first chunks in each document.
-
-        A document has `num_query_chunks` chunks of queries and `num_key_chunks` chunks of keys.
-        """
+        """Return the attention mask if each document has these numbers of query and key chunks."""
         if self._cu_seqlens is None:
             return AttentionMask(causal=causal, window=window)
         return AttentionMask(
@@ -179,7 +179,7 @@ class ChunkLayout:
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
-    """The process groups that one rank uses for context parallelism (cp)."""
+    """The process groups of this rank for context parallelism (cp): all, all-to-all and ring."""
 
     group: dist.ProcessGroup
     # consecutive ranks of `group` that exchange heads for tokens; None = no all-to-all

@@ -29,7 +29,7 @@ from moecore.precision.stored import read_stored_values
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A Hugging Face tensor to assemble; each part is a model tensor's name and a piece of it."""
+    """A Hugging Face tensor to assemble from parts: model tensor names, and slices of them."""
 
     name: str
     shape: tuple[int, ...]
@@ -175,7 +175,7 @@ class StoredCollector:
 
 
 def write_piece(values: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
-    """Copy `values` of a piece into the part of a Hugging Face tensor that stores the piece."""
+    """Copy `values` to the part of a Hugging Face tensor (`file_tensor`) that `piece` describes."""
     assert piece.view is not None, "other pieces are file tensors"
     target = piece.view.apply(file_tensor)
     target.copy_(values.view(target.shape))

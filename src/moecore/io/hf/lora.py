@@ -48,7 +48,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """An adapter's tensor in the model, and the piece of peft's file that stores the tensor."""
+    """A LoRA matrix in the model, and the part of a tensor in peft's file that stores it."""
 
     tensor: Tensor
     piece: TensorPiece

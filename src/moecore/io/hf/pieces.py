@@ -27,7 +27,7 @@ ShardRuns = tuple[Runs, ...]  # global indices of a shard, per dim
 
 @dataclass(frozen=True, slots=True)
 class FileView:
-    """A strided view of a file tensor."""
+    """The position of a strided view in a file tensor: starts and dims."""
 
     file_shape: tuple[int, ...]
     starts: tuple[int, ...]  # the view's first index in each dim of the file tensor
@@ -63,7 +63,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class FileRecipe:
-    """How files store one model tensor of shape `shape`: its pieces, without overlap."""
+    """How files store a model tensor of shape `shape`: disjoint `TensorPiece`s of file tensors."""
 
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
@@ -81,7 +81,7 @@ def map_file_shapes(recipes: Mapping[str, FileRecipe]) -> dict[str, tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class PieceOverlap:
-    """The elements that a piece of a file tensor and a shard have in common, as slices of each."""
+    """The elements that a `TensorPiece` and a rank's shard have in common, as slices of each."""
 
     source: tuple[slice, ...]  # of the piece
     target: tuple[slice, ...]  # of the shard
@@ -93,7 +93,7 @@ def get_detached_shard(tensor: Tensor) -> Tensor:
 
 
 class ShardBox(NamedTuple):
-    """A box (slice per dim) of a piece to read, and the slices of the local shard that it fills."""
+    """A box (slice per dim) of a file tensor to read, and the slices of the shard that it fills."""
 
     piece: TensorPiece
     box: tuple[slice, ...]

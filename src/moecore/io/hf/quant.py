@@ -165,7 +165,7 @@ class ViewedSource(TensorSource):
     view: FileView = field(kw_only=True)
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return a box of the view, from the smallest box of `origin` that contains it."""
+        """Return a box (slices) of the view, from the smallest box of `origin` that contains it."""
         starts, dims, rest = list(self.view.starts), list[ViewDim](), list(self.view.dims)
         sizes, inner_box = list[int](), list[slice]()
         for part, n in zip(box, self.shape, strict=True):
@@ -192,7 +192,7 @@ class ViewedSource(TensorSource):
 def read_box(
     files: BoxReader, sources: Mapping[str, TensorSource], piece: TensorPiece, box: Box
 ) -> Tensor:
-    """Read a box (one slice per dim) of a piece, dequantised, into a new CPU tensor."""
+    """Read a box (one slice per dim) of a file tensor, dequantised, into a new CPU tensor."""
     source = sources[piece.name]
     if piece.view is not None:
         parts = (source.name, piece.shape, source.dtype, source.quantized)

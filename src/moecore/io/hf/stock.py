@@ -179,7 +179,7 @@ def plan_written_tensors(
 def trace_loading_rules(
     meta_model: nn.Module, file_shapes: Shapes, names: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
-    """Run transformers' loading rules on meta; return the named tensors' pieces, or error texts."""
+    """Run transformers' loading rules on meta; return tensors' parts in files, or error texts."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 

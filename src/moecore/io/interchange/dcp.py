@@ -44,7 +44,7 @@ from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
 class DCPFiles:
-    """Reads boxes of the tensors in a DCP directory; a context manager that caches a chunk."""
+    """Reads boxes (slices) of tensors in a DCP directory; a context that caches one chunk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

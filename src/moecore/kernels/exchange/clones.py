@@ -65,20 +65,20 @@ class CloneLayout:
         return [base_address, 0, 0, base_address + 2 * self.set_bytes]
 
     def slot_bytes(self, num_clones: int) -> int:
-        """Return the bytes of one clone's slot if a rank has `num_clones` clones."""
+        """Return the bytes of one slot (for an expert copy) if a rank has `num_clones` slots."""
         return self.set_bytes // num_clones // ALIGNMENT * ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneBuffer(PeerBuffer):
-    """The addresses at which a rank accesses all ranks' buffers for the exchange of clones."""
+    """The addresses at which a rank accesses all ranks' buffers for expert copies (clones)."""
 
     layout: CloneLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClonePlaces:
-    """The expert of each clone slot on all ranks (-1 = empty), and the numbers per rank."""
+    """The expert in each slot for an expert copy, of all ranks (-1 = empty), and slots per rank."""
 
     experts_N: Tensor  # int32 on the device; -1 = the place is empty
     num_clones: int  # c; place n is the (n % c)-th of block n // c

@@ -76,7 +76,7 @@ class DispatchedRows(NamedTuple):
 
 
 class Ptrs(NamedTuple):
-    """Pointers of a kernel: the rows that it sends, its output, and the index of rows."""
+    """Pointers that a kernel receives: rows to send, output, and the index of rows between them."""
 
     rows: Any  # [T, D] to spread, [R, D] to add
     peers: Any  # [T] int64 ranks by bit

@@ -255,7 +255,7 @@ class EmulatedMatmuls(Matmuls):
 def quantise_matrices_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
-    """Quantise matrices to MXFP8 or NVFP4: bytes if the device multiplies them, otherwise wide."""
+    """Return MXFP8 or NVFP4 operands: packed for devices that multiply them, otherwise rounded."""
     is_packed = has_block_scaled_kernels(w_eNK.device)
     return quantise_microscaled_matrices(
         w_eNK, recipe, rowwise=rowwise, columnwise=columnwise, pack=is_packed

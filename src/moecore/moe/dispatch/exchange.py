@@ -285,11 +285,17 @@ class CloneExchange:
         return rows_GE
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
-        """Send experts' weights [e, ...] to clones; return clones [c, ...], 0 in empty slots."""
+        """Send experts' weights [e, ...] to their copies; return this rank's copies [c, ...].
+
+        The copy in an empty slot is 0.
+        """
         return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
     def add_clone_grads_(self, grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
-        """Add clones' gradients, the last c of [e + c, ...], to their experts'. Return [e, ...]."""
+        """Add gradients of expert copies to the gradients of their experts; return [e, ...].
+
+        Each of `grads` is [e + c, ...]: this rank's e experts, then its c slots for copies.
+        """
         add_ = clone_kernels.add_clone_grads_
         return [add_(self.buffer, grad.contiguous(), places) for grad in grads]
 

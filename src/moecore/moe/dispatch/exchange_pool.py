@@ -74,7 +74,7 @@ class ExchangePool(BufferOwner):
 
     @property
     def shortages(self) -> tuple[ShortageCounters, ...]:
-        """The shortage counters of all allocated exchanges of token rows, not of clones."""
+        """Counters of expert rows above the capacity, for each exchange of token rows."""
         return tuple(exchange.shortage for exchange in self.token_exchanges)
 
     def set_capacity_factor(self, capacity_factor: float) -> None:
@@ -96,8 +96,8 @@ class ExchangePool(BufferOwner):
     def get_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
         """Return the exchange for `top_k` choices per token, and rows of x_TD's width and dtype.
 
-        Collective at the first use. Raises ValueError for rows that stores cannot send, and for
-        tokens above the capacity in a step that is not rerun.
+        Collective at the first use. Raises ValueError for rows that kernels cannot store to peers,
+        and for tokens above the capacity in a step that is not rerun.
         """
         problem = find_unsendable_row_problem(x_TD)
         if problem is not None:
@@ -132,7 +132,7 @@ class ExchangePool(BufferOwner):
 
     @property
     def token_exchanges(self) -> tuple[Exchange, ...]:
-        """All allocated exchanges of token rows, not of clones."""
+        """All allocated exchanges of token rows, without the exchange of expert copies (clones)."""
         return tuple(self._entries.values())
 
     @property
@@ -142,7 +142,7 @@ class ExchangePool(BufferOwner):
 
     @property
     def all_exchanges(self) -> tuple[Any, ...]:
-        """All allocated exchanges: the exchanges of token rows and the exchange of clones."""
+        """All allocated exchanges: of token rows and, if used, of expert copies (clones)."""
         return (*self.token_exchanges, *([] if self._clones is None else [self._clones]))
 
     def raise_reported_errors(self, *, includes_shortages: bool = True) -> None:
@@ -257,7 +257,7 @@ class TokenCapacity(BufferOwner):
 
     @property
     def shortages(self) -> tuple[ShortageCounters, ...]:
-        """The counters of tokens above the capacity; () if no forward exceeded the capacity."""
+        """Counters of tokens above the capacity; () if no forward exceeded the capacity."""
         return () if self._shortage is None else (self._shortage,)
 
     def record_token_excess(self, num_tokens: int) -> bool:

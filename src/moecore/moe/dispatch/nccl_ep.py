@@ -92,7 +92,10 @@ class EPGroups:
         self._groups: dict[tuple[int, int, int], EPGroup] = {}
 
     def get_group(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
-        """Return the group for experts and rows of `row_bytes`. Collective at its first use."""
+        """Return the NCCL EP group for these sizes (`row_bytes` per row).
+
+        Collective at first use.
+        """
         # Powers of two, so that few groups are created if the number of tokens changes.
         num_tokens = min(MAX_TOKENS, max(MIN_TOKENS, 1 << (max_tokens - 1).bit_length()))
         key = (num_experts, row_bytes, num_tokens)

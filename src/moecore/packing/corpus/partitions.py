@@ -50,7 +50,7 @@ class RowPacker(ABC):
 
     @abstractmethod
     def make_next_row(self) -> list[Piece]:
-        """Return the document pieces of the next row, and advance `cursor`."""
+        """Return the next row, as consecutive parts of documents, and advance `cursor`."""
 
     def _check_window_unchanged(self, num_tokens: int, max_offset: int) -> None:
         """Raise a CorpusError if the resumed document or window has changed."""
@@ -191,7 +191,7 @@ class Partition:
         return sum(cursor.rows for cursor in self.cursors)
 
     def make_next_row(self) -> list[Piece]:
-        """Return the pieces of the next row, all from one source, and advance the cursors."""
+        """Return the next row, as parts of documents of one source, and advance the cursors."""
         credits = [c.credit + w for c, w in zip(self.cursors, self._shares, strict=True)]
         source_idx = int(np.argmax(credits))
         pieces = self._sources[source_idx].make_next_row()

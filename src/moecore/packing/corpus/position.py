@@ -45,7 +45,7 @@ FIELDS: dict[str, Any] = {
 
 
 class Position(NamedTuple):
-    """The validated position of a loader in its sources, for all data ranks."""
+    """The validated position of a loader in its sources, which all data ranks share."""
 
     rows: int  # rows that the run has received
     partitions: int

@@ -170,11 +170,12 @@ class IndexedDocuments:
 
 
 class StreamedDocuments:
-    """The documents of an iterable, each taken once by an ordinal that counts over all epochs.
+    """The documents of an iterable, by ordinal: a number that counts documents over all epochs.
 
-    The stream is read and shuffled in blocks. Documents that are read before they are taken are
-    buffered, and documents of other processes' partitions are discarded. Each epoch calls `iter`. A
-    method `skip` of the iterable, as of Hugging Face streaming datasets, makes resuming faster.
+    The stream is read and shuffled in blocks. Each ordinal is requested once. Documents that are
+    read before their ordinal is requested are buffered, and documents of other processes'
+    partitions are discarded. Each epoch calls `iter`. A method `skip` of the iterable, as of
+    Hugging Face streaming datasets, makes resuming faster.
     """
 
     def __init__(

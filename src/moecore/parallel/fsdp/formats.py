@@ -157,7 +157,10 @@ class QuantisedFormat(ABC):
 
 
 class BlockFormat(QuantisedFormat):
-    """FP8 with a scale per block of 128 x 128 elements; columns are the last dim of a parameter."""
+    """All-gathers a unit's shards in FP8 with a scale per block of 128 x 128 elements.
+
+    Columns are the last dim of a parameter.
+    """
 
     _has_matrix_amax = False
 
@@ -180,7 +183,7 @@ class BlockFormat(QuantisedFormat):
 
 
 class MatrixFormat(QuantisedFormat):
-    """FP8 with a scale per matrix, from its amax or its amax history."""
+    """All-gathers a unit's shards in FP8 with a scale per matrix, from its amax or amax history."""
 
     @override
     def _get_block_grid(self, shard: MatrixShard) -> tuple[int, int]:
@@ -206,7 +209,7 @@ class MatrixFormat(QuantisedFormat):
 
 
 class PackedFormat(QuantisedFormat):
-    """E2M1 (FP4), two values per byte, with a scale per block of 16 x 16 elements."""
+    """All-gathers a unit's shards in E2M1 (FP4), two per byte, with a scale per 16 x 16 block."""
 
     _scale_dtype = FP8
 

@@ -56,10 +56,10 @@ class CoalescedTransport:
         return []  # the host would have to wait for the headers
 
     def reduce_scatter(self, shards: Tensors, regions: Tensors, in_place: bool) -> None:
-        """Reduce-scatter (sum) each of `regions`, [ranks * n], into the shard [n] at its index.
+        """Reduce-scatter (sum) each region [ranks * n] into the shard [n] with its index.
 
-        `in_place` = the sums are written to this rank's part of each region, then copied. NCCL's
-        symmetric kernels read and write registered memory only.
+        If `in_place`, the sums are written to this rank's part of each region, then copied, because
+        NCCL's symmetric kernels read and write registered memory only.
         """
         rank, ranks = self._group.rank(), self._group.size()
         sums = [r.view(ranks, -1)[rank] for r in regions] if in_place else shards

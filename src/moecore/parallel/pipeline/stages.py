@@ -47,7 +47,7 @@ class AbsentModule(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageParts:
-    """The names of the modules that a model's stages contain."""
+    """The names of the modules of a model from which pipeline stages are built."""
 
     embedding: str
     towers: tuple[str, ...] = ()  # encoders of images and audio, in the stage of the embedding

@@ -106,10 +106,7 @@ class GraphMemory:
         self._grads.clear()
 
     def choose_slot(self, graph_pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
-        """Return a memory pool that no graph awaiting its backward uses.
-
-        `graph_pairs` maps a pool to the graphs of the part in this pool.
-        """
+        """Return a memory pool without pending backward; `graph_pairs` maps pools to graphs."""
         pair = graph_pairs.get(self._current)
         if pair is not None and not pair.is_free:
             free = next((slot for slot in self.slots if slot.is_free), None)

@@ -150,7 +150,7 @@ class Layer:
 
 @dataclass(eq=False, slots=True)
 class OffloadChunk:
-    """One forward of several blocks, such as a pipeline stage, with offloaded saved tensors."""
+    """Record of one offloaded forward of several blocks, such as the blocks of a pipeline stage."""
 
     offloads_last_block: bool  # whether the last block is also offloaded
     layers: list[Layer] = field(default_factory=list)
@@ -159,7 +159,7 @@ class OffloadChunk:
 
 @dataclass(slots=True)
 class StorageUse:
-    """The storage and group of a handle, each with the index of the backward that unpacks it."""
+    """The storage and the group of a handle, and for each the backward that next unpacks it."""
 
     copy: StorageCopy
     group: StorageGroup

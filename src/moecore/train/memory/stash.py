@@ -172,7 +172,7 @@ class PageStore:
 
     @property
     def shortage(self) -> ShortageCounters | None:
-        """Counters of needed pages, for a pool that is too small; None = no pool is allocated."""
+        """Counters of needed pages, if the pool is too small; None = no pool is allocated."""
         if self.pool is None:
             return None
         words = (self.pool.state[PEAK_WORD:], self.pool.report[PEAK_WORD:])
@@ -357,7 +357,7 @@ class Stash(Offload, BufferOwner):
 
     @property
     def shortages(self) -> tuple[ShortageCounters, ...]:
-        """The shortage counters of the pool of pages; () if no pool is allocated."""
+        """Counters of pages above the capacity; () if no pool of pages is allocated."""
         shortage = self.pages.shortage
         return () if shortage is None else (shortage,)
 
@@ -382,6 +382,6 @@ class Stash(Offload, BufferOwner):
         )
 
     def wait_for_reports(self) -> None:
-        """Synchronise with the GPU, which writes the reports of shortages. Host sync."""
+        """Synchronise with the GPU, which reports if pages were insufficient. Host sync."""
         if self._streams.device.type == "cuda":
             torch.cuda.synchronize(self._streams.device)

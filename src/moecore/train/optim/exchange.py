@@ -47,7 +47,7 @@ class MatrixBlock(NamedTuple):
         return not any(isinstance(i, Tensor) for i in (self.batch, self.rows, self.columns))
 
     def read_from(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the block of `tensors[self.place]`: a view if `is_view`, otherwise a copy."""
+        """Return this block of `tensors[self.place]`: a view if `is_view`, otherwise a copy."""
         values = tensors[self.place]
         for dim, index in enumerate((self.batch, self.rows, self.columns)):
             if isinstance(index, Tensor):

@@ -239,7 +239,7 @@ def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> It
 
 
 class HostSlots:
-    """A fixed number of host buffers, pinned for a GPU; each stores the copies of one chunk."""
+    """Host buffers, pinned for a GPU; each has the copies of one chunk of parameters' tensors."""
 
     def __init__(self, stream: CopyStream, num_slots: int) -> None:
         self.stream, self._num_slots = stream, num_slots
