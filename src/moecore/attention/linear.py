@@ -35,8 +35,8 @@ def attend_linear(
 ) -> Tensor:
     """Return o_BTHv: each token's query applied to the state of its document up to this token.
 
-    `g_BTHk` has logarithms of decays, and `beta_BTH` learning rates (None = no delta rule).
-    `norm_qk` divides queries and keys by their L2 norms. Collective with cp > 1.
+    `g_BTHk` has logarithms of decays, and `beta_BTH` learning rates (None = no delta rule). If
+    `norm_qk`, queries and keys are divided by their L2 norms. Collective with cp > 1.
     """
     q, k, v, g = (x.flatten(0, 1) for x in (q_BThk, k_BThk, v_BTHv, g_BTHk))
     beta = None if beta_BTH is None else beta_BTH.flatten(0, 1)

@@ -31,7 +31,7 @@ class RotaryTable:
     """cos and sin of every position and frequency, computed once per forward.
 
     The class is plain because FSDP's mixed precision would cast tensors in tuples and dataclasses
-    to 16 bits. `is_shared` = all rows have equal positions.
+    to 16 bits. If `is_shared`, all rows have equal positions.
 
     Source: RoFormer (arXiv:2104.09864).
     """

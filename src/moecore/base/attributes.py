@@ -122,7 +122,7 @@ def _read_field(record: Any, name: str) -> Any:
 
 
 def describe_value(value: Any, depth: int = 0) -> Any:
-    """Return a description of a value; equal values of ranks have descriptions of equal `repr`."""
+    """Return a description of a value; ranks with equal values get descriptions of equal `repr`."""
     if isinstance(value, str) and DEVICE.fullmatch(value):
         return Verbatim("a device")
     if value is None or type(value) in ATOMS or isinstance(value, torch.dtype):

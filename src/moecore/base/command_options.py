@@ -26,7 +26,7 @@ class UsageError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Metadata of an `Annotated` field whose value is a dataclass: how they become options."""
+    """Metadata of an `Annotated` field with a dataclass: how its fields become options."""
 
     record: type | None = None  # the dataclass; None = the annotated type
     without: tuple[str, ...] = ()  # names of fields that are not options
@@ -35,7 +35,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spelling:
-    """Metadata of an `Annotated` field: how a command line spells its option."""
+    """Metadata of an `Annotated` field: how the command line spells the option of this field."""
 
     is_positional: bool = False  # whether the option is a word without a flag
     alias: str | None = None  # a second name of the field, as a flag and as a key
@@ -74,12 +74,12 @@ class CommandOption(NamedTuple):
 
 
 def make_internal_field(default: Any) -> Any:
-    """Return a dataclass field with this default that is not an option of the command."""
+    """Return a dataclass field with this default, which is not an option of the command."""
     return field(default=default, metadata={"is_option": False})
 
 
 def make_unsaved_field(default: Any) -> Any:
-    """Return a dataclass field with this default, an option not saved in RUN_DIR/config.toml."""
+    """Return a dataclass field with this default: an option not written to RUN_DIR/config.toml."""
     return field(default=default, metadata={"is_saved": False})
 
 
@@ -137,7 +137,7 @@ def read_field_texts(record: type) -> dict[str, str]:
 
 
 def find_table(hint: Any) -> Table | None:
-    """Return the `Table` of a field's annotation, with its record; None for a plain option."""
+    """Return the `Table` in a field's annotation, with its dataclass; None for a plain option."""
     notes = getattr(hint, "__metadata__", ())
     table = next((note for note in notes if isinstance(note, Table)), Table())
     if table.record is not None:

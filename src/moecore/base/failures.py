@@ -47,8 +47,8 @@ def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
     """Return a context that writes an error of its body to the default process group's store.
 
     A transport error (gloo, NCCL, the store) becomes a `RankError` that quotes the errors that
-    other ranks wrote. With `is_written` False only transport errors are handled. `activity`
-    describes the body in errors, such as "micro-batch 2 of 4".
+    other ranks wrote. If `is_written` is False, errors are not written, and transport errors are
+    still converted. `activity` describes the body in errors, such as "micro-batch 2 of 4".
     """
     try:
         yield
@@ -101,9 +101,9 @@ def share_errors(group: Group = None) -> Iterator[None]:
 
 
 def share_call_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function so that every rank raises the TypeError of one rank's wrong arguments.
+    """Wrap a function: a TypeError for one rank's wrong arguments is raised on every rank.
 
-    Other ranks receive the error in the function's first collective, which must be `share_errors`.
+    The function's first collective must be in `share_errors`, where other ranks get the error.
     """
     parameters = signature(function)
 
@@ -149,7 +149,7 @@ def explain_transport_errors(activity: str) -> AbstractContextManager[None]:
 
 
 def explain_transport_error(activity: str, error: Exception) -> str:
-    """Return a transport error's text with the errors of other ranks, within `GRACE_S` seconds."""
+    """Return a transport error's text, with errors that other ranks report within `GRACE_S` s."""
     store = _get_store()
     if store is None:
         return str(error)
@@ -185,7 +185,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def withdraw_error_records() -> None:
-    """Delete this rank's records from the store, because the rank continues after its error."""
+    """Delete the errors that this rank wrote to the store, because the rank continues."""
     while _local_records:
         store, number = _local_records.pop()
         with suppress(dist.DistError):  # of a group that has ended since

@@ -57,20 +57,20 @@ FieldErrors = Iterator[tuple[str, str]]  # (field, "<relation>: <fix>") of each 
 
 
 class Bound(NamedTuple):
-    """A number must be `sign` ("<", "<=", ">" or ">=") `limit`."""
+    """Metadata of a number's annotation: the number must be `sign` ("<", ">=", ..) `limit`."""
 
     sign: str
     limit: float
 
 
 class OneOf(NamedTuple):
-    """A value must be one of `choices`, which may grow if they are a `Registry`."""
+    """Metadata of an annotation: the value must be one of `choices`; a `Registry` may grow."""
 
     choices: Collection[Any]
 
 
 class Passes(NamedTuple):
-    """A value must satisfy `check`; `noun` names a valid value in errors."""
+    """Metadata of an annotation: `check(value)` must be True; `noun` is a valid value's name."""
 
     check: Callable[[Any], bool]
     noun: str

@@ -40,8 +40,8 @@ def clean_name(name: str) -> str:
 def get_local_param(param: Tensor, *, needs_values: bool = True) -> Tensor:
     """Return this rank's local tensor of a parameter; differentiable.
 
-    Raises a NotImplementedError for a parameter that has only FP8 blocks, unless `needs_values` is
-    False: the caller then reads only the blocks (`get_fp8_blocks`).
+    Raises NotImplementedError for a parameter that has only FP8 blocks (values with scales). If
+    `needs_values` is False there is no error, and the caller reads the blocks (`get_fp8_blocks`).
     """
     local = param
     if isinstance(param, DTensor) and torch.compiler.is_compiling():
@@ -72,12 +72,15 @@ class _ToLocal(torch.autograd.Function):
 
 
 def has_values(local_tensor: Tensor) -> bool:
-    """Whether a local tensor has memory for its values; False for a parameter in FP8 blocks."""
+    """Whether a local tensor has memory for its values; False if only FP8 blocks store them."""
     return local_tensor.numel() < 2 or any(local_tensor.stride())
 
 
 def write_values(param: Tensor, box: tuple[slice, ...], values: Tensor) -> None:
-    """Write `values` to the slice `box` of a parameter's local tensor, or of quantised blocks."""
+    """Write `values` to the slices `box` (one per dim) of a parameter's local tensor.
+
+    If the parameter is stored in quantised blocks, the values are quantised and written there.
+    """
     target, write = get_local_tensor(param).detach()[box], getattr(param, WRITE_VALUES, None)
     if write is None:
         target.copy_(values.view(target.shape))
@@ -86,7 +89,7 @@ def write_values(param: Tensor, box: tuple[slice, ...], values: Tensor) -> None:
 
 
 def check_has_values(local_tensor: Tensor) -> None:
-    """Raise NotImplementedError for a parameter in FP8 blocks, whose tensor has no values."""
+    """Raise NotImplementedError for a parameter that only FP8 blocks (with scales) store."""
     if not has_values(local_tensor):
         raise NotImplementedError(
             f"a weight {list(local_tensor.shape)} was gathered or is stored in FP8, so products of "
@@ -147,7 +150,10 @@ def _fill_shard(
 
 
 def compute_global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
-    """Return a shard's global indices per dim, sorted int64 on the CPU; None = this rank."""
+    """Return the global indices of a shard per dim, sorted int64 on the CPU.
+
+    `coordinate` is a rank's position in the mesh; None = this rank.
+    """
     # Example: [8] over (edp_shard=2, ep=2) with placements (_StridedShard(0, split_factor=2),
     # Shard(0)): ep splits first, so rank (edp 1, ep 0) holds [2, 3].
     indices = [torch.arange(n, device="cpu") for n in param.shape]
@@ -187,7 +193,7 @@ def _get_chunk_indices(indices: Tensor, num_chunks: int, chunk_idx: int) -> Tens
 
 
 def find_consecutive_runs(indices: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield (first number, length) of each run of consecutive numbers in sorted `indices`."""
+    """Yield (first number, length) of each sequence of consecutive numbers in sorted `indices`."""
     if indices.numel():
         edges = [0, *(indices.diff() != 1).nonzero().flatten().add(1).tolist(), indices.numel()]
         yield from ((int(indices[a]), b - a) for a, b in itertools.pairwise(edges))
@@ -209,8 +215,8 @@ def shard_parameter(
 ) -> None:
     """Replace a module's unsharded parameter `name` by a DTensor of this rank's shard.
 
-    No communication: each rank must have equal values. `reads_local_tensor`: the module computes
-    with the local tensor, not the DTensor.
+    No communication: each rank must have equal values. If `reads_local_tensor`, the module computes
+    with the local tensor, not with the DTensor.
     """
     # With `reads_plain` the module's unit registers the local tensor, and its gradient has
     # `make_grad_placements`. Sharded dims must divide evenly. `_StridedShard(dim, split_factor=n)`

@@ -36,5 +36,5 @@ def find_lora_base(module: Any) -> nn.Module | None:
 
 
 def list_lora_pairs(module: Any) -> list[tuple[nn.Linear, nn.Linear]]:
-    """Return (A, B), two linear layers, of each LoRA adapter, active or not, of a LoRA module."""
+    """Return the linears (A, B) of each LoRA adapter of a peft module, active or not."""
     return [(module.lora_A[name], module.lora_B[name]) for name in module.lora_A]

@@ -67,8 +67,8 @@ class ProgressLines:
 def show_progress(label: str, *, unit: str = "", as_lines: bool = False) -> Iterator[Report]:
     """Return a context that shows progress and yields the function `report(number_done, total)`.
 
-    Any thread can call `report`. `unit` is the unit of the numbers ("B" = bytes). With `as_lines`
-    the progress is text lines, never a tqdm bar.
+    Any thread can call `report`. `unit` is the unit of the numbers ("B" = bytes). If `as_lines`,
+    progress is printed as text lines, never as a tqdm bar.
     """
     tqdm = None if as_lines or not sys.stderr.isatty() else _import_tqdm()
     is_initialized = dist.is_available() and dist.is_initialized()
@@ -91,7 +91,7 @@ def show_progress(label: str, *, unit: str = "", as_lines: bool = False) -> Iter
 def track_progress(
     items: Iterable[T], label: str, *, total: int = 0, unit: str = "", as_lines: bool = False
 ) -> Iterator[T]:
-    """Yield the items and show the number done (`show_progress`); `total` 0 = `len(items)`."""
+    """Yield the items and show how many are done (`show_progress`); `total` 0 = `len(items)`."""
     total = total or (len(items) if isinstance(items, Sized) else 0)
     with show_progress(label, unit=unit, as_lines=as_lines) as report:
         report(0, total)

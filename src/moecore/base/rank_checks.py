@@ -148,7 +148,8 @@ def describe_optimizers(
 ) -> dict[str, Any]:
     """Return optimizer classes and options as entries for `check_equal`.
 
-    Without `names`, values of single parameters, which pipeline stages do not share, are left out.
+    If `names` is None, options of single parameters are left out, because pipeline stages have
+    different parameters.
     """
     options: dict[str, Any] = {}
     for place, optimizer in enumerate(optimizers):
@@ -199,7 +200,7 @@ def check_equal_weights(
 def find_differing_tensors(
     tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
 ) -> list[str]:
-    """Return the names of tensors that differ between ranks, equal on all ranks. Collective."""
+    """Return the names of tensors that differ between ranks, identical on all ranks. Collective."""
     if not _has_peers(group):
         return []
     real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}
@@ -223,7 +224,7 @@ def raise_problem_on_all_ranks(
 
 
 def raise_problem_on_world(problem: str | None, device_type: str) -> None:
-    """Raise a ValueError on every rank if any has a `problem`. One all-reduce, host sync."""
+    """Raise a ValueError on all ranks if one rank has a `problem`. One all-reduce, host sync."""
     has_problem = torch.tensor(problem is not None, dtype=torch.int64, device=device_type)
     dist.all_reduce(has_problem, op=dist.ReduceOp.MAX)
     if has_problem.item():
@@ -232,7 +233,7 @@ def raise_problem_on_world(problem: str | None, device_type: str) -> None:
 
 
 def gather_first_problem(problem: str) -> str:
-    """Return the error text of the first rank that has one, or "". Collective over all ranks."""
+    """Return the `problem` of the first rank that has one, otherwise "". Collective."""
     of_ranks = gather_objects(problem)
     if len(of_ranks) == 1:
         return problem
@@ -337,6 +338,6 @@ def get_rank_or_zero() -> int:
 
 
 def get_host_id() -> str:
-    """Return the boot id of this host, which its containers share, otherwise the host's name."""
+    """Return this host's boot id, which its containers share, or the host name without one."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()

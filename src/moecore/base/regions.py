@@ -27,14 +27,14 @@ PRODUCTS = frozenset((F.linear, F.scaled_dot_product_attention, *OF_TORCH, *OF_T
 
 
 class Region(Protocol):
-    """A part of the model that backward recomputes, except the results that it saves."""
+    """A part of the model that backward recomputes, except the results that the region saves."""
 
     @property
     def is_running_product(self) -> bool:
-        """Whether `run_product` of this region is running its function."""
+        """Whether a function inside `run_product` of this region is running."""
 
     def run_product(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return function(*args, **kwargs) and save it; recomputation returns the saved result."""
+        """Return and save function(*args, **kwargs); recomputation returns the saved result."""
 
     def save_generator(self, generator: torch.Generator) -> None:
         """Record that the region draws random numbers from this generator."""
@@ -57,7 +57,7 @@ def is_in_region() -> bool:
 
 @contextmanager
 def intercept_products(region: Region, *, has_products: bool) -> Iterator[None]:
-    """Return a context of `region`, which receives torch's matrix products if `has_products`."""
+    """Return a context of `region`; if `has_products`, the region receives matrix products."""
     _state.region = region
     try:
         with _InterceptProducts() if has_products else nullcontext():
@@ -77,7 +77,7 @@ class _InterceptProducts(TorchFunctionMode):
 
 
 def run_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return function(*args, **kwargs), a matrix product; save it if a region is active."""
+    """Return function(*args, **kwargs), a matrix product, which an active region saves."""
     if _state.is_recomputing:
         return function(*args, **kwargs)
     return run_and_save(function, *args, **kwargs)
@@ -92,10 +92,10 @@ def run_and_save(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def is_recomputing() -> bool:
-    """Whether `recompute_products` is active in this thread, so that forwards save no products."""
+    """Whether `recompute_products` is active in this thread: no matrix products are saved."""
     return _state.is_recomputing
 
 
 def recompute_products() -> AbstractContextManager[None]:
-    """Return a context whose forwards save no matrix products; backward computes them again."""
+    """Return a context whose forwards save no matrix products; backward recomputes products."""
     return patch_attributes(_state, is_recomputing=True)

@@ -62,7 +62,7 @@ class TensorHandle:
 
 @dataclass(frozen=True, slots=True)
 class UsedRows:
-    """Which rows of a padded matrix contain data, so that packers can skip the other rows."""
+    """Which rows of a padded matrix contain data; packers need not save the other rows."""
 
     length: int
     num_rows: Tensor | None = None  # 0-dim int32: the first rows are in use; None = see `slots`
@@ -99,7 +99,7 @@ def use_packer(
 ) -> Iterator[None]:
     """Return a context in which a packer is called for each tensor that autograd saves.
 
-    Under saved_tensors_hooks of the caller the context does nothing.
+    If the caller has installed saved_tensors_hooks, the context does nothing.
 
     Args:
         packer: returns a handle, or None if it does not accept the tensor.
@@ -127,7 +127,8 @@ def use_packer(
 def mark_used_rows(*rows: UsedRows) -> Iterator[None]:
     """Return a context in which packers know which rows of padded, saved matrices have data.
 
-    The records replace the records of an outer context; the first that matches a tensor is used.
+    The records replace the records of an outer context. The first record that matches a tensor is
+    used.
     """
     before, _packers.rows = _packers.rows, rows
     try:

@@ -38,7 +38,7 @@ class Stream(Protocol):
 
 
 class DryStream:
-    """A stream of a dry run (a step on meta tensors): the numbers of operations to wait for.
+    """A stream of a dry run (a step on meta tensors): the operations that its next one waits for.
 
     Operations are numbered in the order of their launches.
     """
@@ -49,7 +49,7 @@ class DryStream:
         self.dependencies = frozenset[int]()  # last operation, and operations it waited for
 
     def record_event(self) -> frozenset[int]:
-        """Return the numbers of the operations on which the next operation depends."""
+        """Return the numbers of the operations on which this stream's next operation depends."""
         return self.dependencies
 
     def wait_event(self, event: Any) -> None:
@@ -66,7 +66,7 @@ class DryStream:
 
 
 class DryEvent:
-    """An event of a dry run (a step on meta tensors): the dependencies of the recording stream."""
+    """An event of a dry run (a step on meta tensors): the dependencies of its stream."""
 
     def __init__(self, queues: DryQueues) -> None:
         self._queues, self._dependencies = queues, frozenset[int]()
@@ -81,7 +81,7 @@ class DryEvent:
 
 
 class DryQueues:
-    """All streams of a dry run (a step on meta tensors), and its number of launched operations."""
+    """All streams of a dry run (a step on meta tensors), and the number of launched operations."""
 
     def __init__(self) -> None:
         self.num_streams = 0
@@ -123,7 +123,7 @@ def create_stream(device: torch.device | str, priority: int = 0) -> Stream | Non
 
 
 def create_event(device: torch.device | str) -> Event | None:
-    """Create an event, which can be recorded repeatedly; None on a CPU."""
+    """Create a CUDA event, which can be recorded repeatedly; None on a CPU."""
     if _dry.queues is not None:
         return DryEvent(_dry.queues)
     return torch.Event("cuda") if torch.device(device).type == "cuda" else None
@@ -209,7 +209,7 @@ class HostCopyOfTensor:
 
 
 def start_host_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
-    """Start to copy one-element GPU tensors; return a function of all values, with floats."""
+    """Start to copy one-element GPU tensors; return a function that waits for all values."""
     on_gpu = {key: x for key, x in values.items() if isinstance(x, Tensor) and x.is_cuda}
     if not on_gpu:
         return lambda: dict(values)

@@ -15,7 +15,7 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(slots=True, eq=False)
 class TableRow:
-    """One row of the parameter table: parameters of equal kind, shapes and placement."""
+    """One row of the table of parameters: parameters of equal kind, shapes and placement."""
 
     kind: str  # attention, router, experts and so on
     shapes: tuple[Shape, Shape]  # global shape, and shape of this rank's shard
@@ -40,7 +40,7 @@ def format_axes(axes: Iterable[tuple[str, int | None]]) -> str:
 
 
 def merge_table_rows(rows: Iterable[TableRow]) -> list[TableRow]:
-    """Return table rows by kind, `MAX_ROWS` of each; the smallest rows of a kind are merged."""
+    """Return at most `MAX_ROWS` table rows per kind; the smallest rows of a kind are merged."""
     of_kind: dict[str, list[TableRow]] = {}
     for row in rows:
         of_kind.setdefault(row.kind, []).append(row)

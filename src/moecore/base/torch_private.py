@@ -230,12 +230,12 @@ def run_backward(outputs: Sequence[Any], grads: Sequence[Tensor]) -> None:
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Register a function that autograd calls at the end of the running backward."""
+    """Register a function that autograd calls when the running backward has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def will_run_node(node: Any) -> bool:
-    """Whether the running backward will execute a node; None = a leaf, which counts as True."""
+    """Whether the running backward will execute `node`; None means a leaf, for which it is True."""
     try:
         return node is None or torch._C._will_engine_execute_node(node)
     except RuntimeError:  # the node of a leaf whose gradient `autograd.grad` computes
@@ -321,7 +321,7 @@ STARTS = ("all", "reduce", "broadcast", "gather", "scatter", "send", "recv", "ba
 
 
 def get_default_timeout() -> timedelta | None:
-    """Return the timeout of the default process group; None = a fake group has no timeout."""
+    """Return the timeout of the default process group; None for a fake group without one."""
     group = dist.group.WORLD
     assert group is not None, "the default process group must exist"
     options = group._get_backend(torch.device(next(iter(_get_backends(group))))).options
@@ -337,7 +337,7 @@ def set_timeout_to_default(group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def wrap_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Return a context in which `wrap` wraps the methods of all groups that start or await work."""
+    """Return a context in which `wrap` is applied to groups' methods that start or await work."""
     wait = vars(dist.Work)["wait"]  # `getattr` would return a function that is no method
     methods: list[tuple[type, str, Any]] = [(dist.Work, "wait", wait)]
     for name, method in vars(dist.ProcessGroup).items():
@@ -401,7 +401,7 @@ def get_local_tensor(tensor: Tensor) -> Tensor:
 
 
 def get_stored_local_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor object that a DTensor stores, where `get_local_tensor` returns a view."""
+    """Return the tensor object that a DTensor stores; `get_local_tensor` returns a view of it."""
     if not isinstance(tensor, DTensor):
         return tensor
     names, _ = tensor.__tensor_flatten__()  # the first name is the local tensor
@@ -424,7 +424,7 @@ def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None =
 
 
 def make_parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:
-    """Return a parameter that takes over the object `data`, with `requires_grad` of `like`."""
+    """Return a parameter that contains the tensor `data`, with `requires_grad` of `like`."""
     if isinstance(data, DTensor):
         data.detach = lambda: data  # type: ignore[method-assign]  # torch's own DTensor operation takes 1 ms
     param = nn.Parameter(data, requires_grad=like.requires_grad)
@@ -466,7 +466,7 @@ def all_gather_and_consume(
     x_GC: Tensor,
     group: dist.ProcessGroup,
 ) -> None:
-    """All-gather `x_C` along dim 0 into `x_GC`; call consume_slice(slice, rank) for each rank."""
+    """All-gather `x_C` along dim 0 to `x_GC`; call consume_slice(slice, rank) per arrived rank."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_all_gather_and_consume(x_C, consume_slice, x_GC, group.group_name)
@@ -475,7 +475,7 @@ def all_gather_and_consume(
 def produce_and_all_to_all(
     produce_slice: Callable[[int, Tensor], None], output_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Fill a slice for each rank by produce_slice(rank, slice); all-to-all to `output_GC`."""
+    """Call produce_slice(rank, slice) to fill each rank's slice; all-to-all to `output_GC`."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_produce_and_all2all(produce_slice, output_GC, group.group_name)

@@ -124,7 +124,7 @@ def quantise(
 def quantise_experts(
     x_RK: Tensor, splits: list[int], recipe: Recipe, operand: Operand, *, over_rows: bool
 ) -> list[Any]:
-    """Quantise each expert's rows, in `splits`; return one `quantise` result per expert."""
+    """Quantise the rows of each expert, `splits[e]` rows of x; return one result per expert."""
     quantizers = _make_quantizers(recipe, operand, over_rows, len(splits), x_RK.device)
     with torch.no_grad():
         x_RK = _cast_for_quantizer(x_RK, recipe)

@@ -42,8 +42,8 @@ def replace_blocks(
 ) -> dict[str, RoutedLayer]:
     """Replace each MoE block in place by its adapter's layer; return all MoE layers by name.
 
-    `adapters` are the user's, by exact class; `find_adapter` finds moecore's. A known block that is
-    not supported (`get_refusal_reason`) and an unknown MoE block raise errors.
+    `adapters` maps exact classes to the user's adapters; `find_adapter` finds moecore's adapters. A
+    known block that is not supported (`get_refusal_reason`) and an unknown MoE block raise errors.
     """
     adapters_of = _find_blocks(
         model, lambda block: adapters.get(type(block)) or find_adapter(block), get_refusal_reason

@@ -36,7 +36,7 @@ from moecore.parallel.pipeline.stages import StagedModel
 
 
 class ProtocolFamily(Family):
-    """The functions of `parallelize_moe` for models that implement moecore's own protocols."""
+    """The model-specific functions of `parallelize_moe` for models with moecore's protocols."""
 
     @override
     def swap_blocks(
@@ -57,7 +57,7 @@ class ProtocolFamily(Family):
 
     @override
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
-        """Compute the loss of each `Head` with this FP8 recipe; None = in the weight's dtype."""
+        """Compute the loss of each `Head` in this FP8 recipe; None = in the dtype of the weight."""
         for module in model.modules():
             if isinstance(module, Head):
                 module.loss_recipe = recipe
@@ -71,7 +71,7 @@ class ProtocolFamily(Family):
 
 
 class TransformersFamily(ProtocolFamily):
-    """The functions of `parallelize_moe` for models with transformers modules, maybe with peft."""
+    """The model-specific functions of `parallelize_moe` for transformers models, also with peft."""
 
     @override
     def unwrap_peft(self, model: nn.Module) -> nn.Module:
@@ -99,7 +99,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        """Return whether a token is not padding, as a 0-dim tensor if a mask [B, T] says so."""
+        """Return whether some token is not padding; a 0-dim tensor if a mask [B, T] decides."""
         mask_BT = inputs.get("padding_mask")
         if mask_BT is not None:
             result: bool | Tensor = ~mask_BT.all()
@@ -185,7 +185,7 @@ class TransformersFamily(ProtocolFamily):
     def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
-        """Make methods that need full parameters raise; `warns_about_cache`: warn of KV caches."""
+        """Make methods that need full parameters raise; if `warns_about_cache`, warn of caches."""
         super().install_guards(model, wrapper=wrapper, warns_about_cache=warns_about_cache)
         guard_models(model)
         if warns_about_cache:

@@ -28,7 +28,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def is_selection_bias(name: str) -> bool:
-    """Whether a name belongs to a router bias that is added to scores only to select experts."""
+    """Whether a name is the name of a router bias that affects only the selection of experts."""
     return name.endswith(SELECTION_BIASES)
 
 

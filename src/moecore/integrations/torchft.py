@@ -61,10 +61,11 @@ class ReplicaPlace(NamedTuple):
 class Replicas:
     """Runs the steps of a `TrainStep` together with other replicas. Construct it on every rank.
 
-    If a replica leaves, `finish` drops the step, and the remaining replicas repeat the step. A
-    rejoining replica receives weights, optimizer, scheduler, loss scale and generators from a peer
-    in `begin`. Gradients are averaged over the replicas of a step. Expert biases are updated from
-    the choices of all replicas. If one replica skips a step, all replicas skip it.
+    A replica is one copy of the model on its ranks. If a replica leaves, `finish` drops the step,
+    and the remaining replicas repeat it. A rejoining replica receives weights, optimizer,
+    scheduler, loss scale and generators from a peer in `begin`. Gradients are averaged over the
+    replicas of a step. Expert biases are updated from the choices of all replicas. If one replica
+    skips a step, all replicas skip it.
 
     Args:
         model: parallelized with loss="mean"; identical weights on all replicas.
@@ -147,7 +148,10 @@ class Replicas:
         return int(self._manager.current_step())
 
     def begin(self) -> ReplicaPlace:
-        """Begin a step with all connected replicas; wait for `min_replicas` of them. Collective."""
+        """Begin a step with all connected replicas, after at least `min_replicas` joined.
+
+        Collective.
+        """
         if any(getattr(module, "observe_scores", None) for module in self._model.modules()):
             raise ValueError(
                 "QKClip must not watch the model of Replicas, each of which would clip by logits "

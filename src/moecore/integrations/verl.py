@@ -153,7 +153,7 @@ class MoECoreEngine(BaseEngine):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Loss | None, forward_only: bool = False
     ) -> Any:
-        """Run verl's batch; return its output, only log-probabilities without a loss function."""
+        """Run verl's batch; return its output: only log-probabilities without a loss function."""
         group = self.get_data_parallel_group()
         num_tokens = data["loss_mask"].sum().to(self._meshes.device)
         dist.all_reduce(num_tokens, group=group)
@@ -249,7 +249,7 @@ class MoECoreEngine(BaseEngine):
         return dist.group.WORLD
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Return True: every rank is a data rank."""
+        """Return True, because every rank is a data rank and has outputs."""
         return True
 
     def to(

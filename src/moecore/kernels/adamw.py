@@ -69,7 +69,7 @@ class AdamWOptions(CheckedRecord):
 
 
 class ParamTensors(NamedTuple):
-    """One parameter's tensors in an AdamW update; None = no FP8 exponents or no bf16 remainder."""
+    """One parameter's tensors in an AdamW update; exponents (FP8) and remainder (bf16) or None."""
 
     weight: Tensor
     grad: Tensor
@@ -82,7 +82,7 @@ class ParamTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdamWTensors:
-    """The tensors of an AdamW update of several parameters: in each list one per parameter."""
+    """The tensors of an AdamW update of several parameters: each list has one per parameter."""
 
     weights: Sequence[Tensor]  # changed in place
     grads: Sequence[Tensor]  # of the same shapes, read
@@ -99,7 +99,7 @@ class AdamWTensors:
 
     @classmethod
     def from_params(cls, params_and_seeds: Sequence[tuple[ParamTensors, int]]) -> "AdamWTensors":
-        """Make the record from each parameter's tensors and seed; the same fields must be None."""
+        """Make the record from (tensors, seed) pairs; a field is None in all of them or in none."""
         params, numbers = zip(*params_and_seeds, strict=True)
         weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*params, strict=True)
         exponents, remainders = ([t for t in column if t is not None] for column in optional)

@@ -73,7 +73,7 @@ def _multiply_uint32(value: Tensor, factor: int) -> Tensor:
 
 
 def round_stochastically_ref(x: Tensor, random_bits: Tensor) -> Tensor:
-    """Round x to bf16 stochastically; return fp32. `random_bits`: int64 below 2^16 per element."""
+    """Round x to bf16 stochastically and return fp32; `random_bits` are int64 below 2^16."""
     bits = (x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) + random_bits.view_as(x)
     bits = bits & 0xFFFF0000
     bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
@@ -208,7 +208,8 @@ def _encode_moment(
 def encode_moments(m, v, random_bits):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
     """Quantise AdamW's moments m and v to FP8: uint8 codes of each, and int16 exponents per row.
 
-    The low byte of an exponent is m's, the high byte v's. Likewise the halves of `random_bits`.
+    The low byte of an exponent belongs to m, and the high byte to v. `random_bits` has 16 bits for
+    m in its low half, and 16 for v in its high half.
     """
     first = _compute_exponents(m, _FIRST)
     inverse = _compute_scale(254 - first)[:, None]

@@ -127,7 +127,7 @@ _NO_CONTEXT = nullcontext()
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Return a context that makes the tensor's device current: Triton launches on that device."""
+    """Return a context in which the tensor's device is current, because Triton launches on it."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return _NO_CONTEXT
     return torch.cuda.device(tensor.device)
@@ -162,7 +162,7 @@ def disable_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def iterate_expert_slices(offsets_e: Tensor) -> Iterator[slice]:
-    """Yield each expert's slice of the sorted rows; offsets_e sums the row counts. Host sync."""
+    """Yield the slice of rows of each expert; `offsets_e` is the running sum of rows. Host sync."""
     start = 0
     for stop in offsets_e.tolist():
         yield slice(start, stop)

@@ -66,7 +66,7 @@ def cross_entropy_ref_(
 
 
 class CrossEntropyConstants(NamedTuple):
-    """Compile-time constants: V vocabulary columns, of which a step reads LANES * WIDTH."""
+    """Compile-time constants: V vocabulary columns, read in steps of LANES * WIDTH columns."""
 
     V: int
     LANES: int
@@ -272,9 +272,9 @@ def cross_entropy_(
     Args:
         logits_CV: [tokens, vocabulary], any float dtype, overwritten: the gradient may use its
             memory. Copied when not contiguous.
-        labels_C: int64 in [0, V), or -100: the row is not read, its loss and gradient are 0. For
-            any other label, the kernel's loss and row of the gradient are NaN, and plain PyTorch
-            raises an error.
+        labels_C: int64 in [0, V), or -100 = ignored: the row is not read, its loss and gradient are
+            0. For any other label, the kernel's loss and row of the gradient are NaN, and plain
+            PyTorch raises an error.
         grad_dtype: dtype of the gradient; None = no gradient.
 
     Returns:
@@ -375,8 +375,8 @@ def softmax_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     """Return softmax statistics of each row's columns on this rank; the caller combines ranks.
 
     The result is [C, 3], fp32 (fp64 for fp64 logits): the maximum, the sum of exp(x - maximum), and
-    the logit of the label, 0 if another rank has its column. A row of label -100 is not read: 0, 1,
-    0.
+    the label's logit (0 if it is on another rank). A row with label -100 is not read, and gives 0,
+    1, 0.
     """
     if logits_CV.dtype not in KERNEL_DTYPES or not can_use_kernel(logits_CV):
         return softmax_statistics_ref(logits_CV, labels_C)

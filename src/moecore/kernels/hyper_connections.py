@@ -52,7 +52,7 @@ class SinkhornOptions:
 
 @dataclass(frozen=True, slots=True)
 class CollapsedStreams:
-    """The residual streams before a sublayer, and the weights that mix its output into them."""
+    """The residual streams before a sublayer, and the weights that mix its output into streams."""
 
     streams_TND: Tensor
     weights_TW: Tensor  # fp32

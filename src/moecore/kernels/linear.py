@@ -58,8 +58,8 @@ class LinearProducts(ABC):
 def linear(args: tuple[Any, ...], products: type[LinearProducts], sink: GradSink | None) -> Tensor:
     """Return x @ weight^T + bias as one autograd node, computed by the functions of `products`.
 
-    `args` are as in `products.forward`. `sink` may compute the weight's gradient after backward;
-    None = autograd gets it.
+    `args` are as in `products.forward`. `sink` (`GradSink`) receives the weight's gradient and may
+    compute it after backward; None = autograd receives it.
     """
     y: Tensor = _LinearFunction.apply(*args, products, sink)
     return y

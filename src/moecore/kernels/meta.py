@@ -18,7 +18,7 @@ OnLaunch = Callable[[str, Sequence[Any]], None]  # name and arguments of a kerne
 
 
 class MetaSettings(threading.local):
-    """Settings of this thread for dry runs on meta tensors: GPU features and recorders."""
+    """Settings of this thread for dry runs (steps on meta tensors): GPU features and recorders."""
 
     is_gpu = False
     on_launch: OnLaunch | None = None
@@ -58,8 +58,8 @@ def record_launches_on_meta(
     """Return a context for dry runs, in which kernels on meta tensors are recorded, not launched.
 
     The context calls `on_launch` with each kernel's name and arguments. Meta stands for a Hopper
-    GPU, and with `has_block_scales` for one that also multiplies MXFP8 and NVFP4 (Blackwell).
-    `num_peers` ranks can access each other's memory.
+    GPU. If `has_block_scales`, meta stands for a GPU that also multiplies MXFP8 and NVFP4
+    (Blackwell). `num_peers` ranks can access each other's memory.
     """
     settings = _set_meta_settings(
         on_launch=on_launch, num_peers=num_peers, is_gpu=True, has_block_scales=has_block_scales

@@ -75,9 +75,9 @@ def momentum_(
 ) -> Tensor:
     """Update momentum in place, m <- decay * m + (1 - decay) * g, and return a copy in `out_dtype`.
 
-    g is grad / grad_scale (fp32 scalar; None = 1). The momentum is fp32 or fp64, the decay in [0,
-    1). With `nesterov`, the result is decay * m + (1 - decay) * g. If `found_inf`, an fp32 scalar,
-    is above 0, the momentum does not change and the result is finite.
+    g is grad / grad_scale; grad_scale is an fp32 scalar, None = 1. The momentum is fp32 or fp64,
+    the decay in [0, 1). With `nesterov`, the result is decay * m + (1 - decay) * g. If `found_inf`,
+    an fp32 scalar, is above 0, the momentum does not change and the result is finite.
     """
     plain = momentum.dtype != torch.float32 or not {grad.dtype, out_dtype} <= {*KERNEL_DTYPES}
     if plain or not can_use_kernel(momentum) or not momentum.is_contiguous():

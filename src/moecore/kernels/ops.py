@@ -21,7 +21,7 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 def make_setup_context(saved_inputs: slice, option_inputs: slice = slice(0)) -> Callable[..., None]:
     """Return an `Op`'s `setup_context`, which saves inputs[saved_inputs] for backward.
 
-    It stores inputs[option_inputs], which are not tensors, as `ctx.others`.
+    It stores the other inputs, inputs[option_inputs], which are no tensors, as `ctx.others`.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -106,7 +106,7 @@ class Op(Generic[Out]):
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is no subclass, not negated lazily, and real or of a dry run."""
+    """Return whether a tensor is no subclass or lazily negated, and either real or of a dry run."""
     return (
         type(tensor) in PLAIN_TYPES
         and (not tensor.is_meta or is_inside_custom_ops())

@@ -60,13 +60,13 @@ INT32 = "-2147483648 <= {0} <= 2147483647"
 
 
 class Descriptor:
-    """Base class of TMA descriptors with a tensor's address and no reference to the tensor."""
+    """Base class of TMA descriptors, which contain a tensor's address but do not refer to it."""
 
     kind: int  # number of the dtype, block and layout, for which kernels are compiled
     _encoded: tuple[Any, ...] | None = None
 
     def encoded(self) -> tuple[Any, ...]:
-        """Return the arguments for Triton's C launcher; () before a first launch with this kind."""
+        """Return the arguments for Triton's C launcher; () before the first launch of this kind."""
         if self._encoded is None:
             meta = _METAS.get(self.kind)
             if meta is None:

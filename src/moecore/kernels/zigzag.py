@@ -29,8 +29,8 @@ _TABLES = WeakTensorKeyDictionary()  # cu_seqlens -> {(function, num_tokens): (v
 def get_shared_table(make: Callable[[Tensor, int], T], cu_seqlens: Tensor, num_tokens: int) -> T:
     """Return make(cu_seqlens, num_tokens), shared by all layers until `cu_seqlens` changes.
 
-    A table must not contain `cu_seqlens`, with which it is freed. A captured CUDA graph has tables
-    of its own, because its replays run no Python.
+    A table is freed with `cu_seqlens`, so the table must not refer to it. A captured CUDA graph has
+    separate tables, because its replays run no Python.
     """
     is_captured = cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
     is_special = type(cu_seqlens) is not Tensor or cu_seqlens.is_meta or cu_seqlens.is_inference()

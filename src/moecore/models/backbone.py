@@ -40,7 +40,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim, dtype=dtype))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return the embeddings of tokens [B, T]; under tp of this rank's slice, [B, T / tp, D]."""
+        """Return embeddings of tokens [B, T]; under tp of this rank's slice, [B, T / tp, D]."""
         weight_vD = get_local_param(self.weight)
         if self.tp is None:
             return F.embedding(tokens_BT, weight_vD)
@@ -100,10 +100,10 @@ class Backbone(nn.Module):
         max_seqlen: int | None = None,
         cp: int | None = None,
     ) -> Sequence:
-        """Build the record that blocks read, of this rank's tokens: documents, mask, rotary table.
+        """Build the `Sequence` record that blocks read: documents, padding mask and rotary table.
 
-        The arguments, of full rows, are as in `Decoder.forward`. Raises a ValueError for documents
-        that are longer than `max_seq_len`.
+        The arguments describe full rows as in `Decoder.forward`; the record describes this rank's
+        tokens. Raises a ValueError for documents that are longer than `max_seq_len`.
         """
         ranks = self.select_cp_ranks(cp)
         (B, T), device = tokens_BT.shape, tokens_BT.device
@@ -151,7 +151,7 @@ class Backbone(nn.Module):
         return not is_compiled and all(block.mixer != "linear" for block in blocks)
 
     def select_cp_ranks(self, cp: int | None) -> ContextParallel | None:
-        """Return the cp group of a forward with this `cp` argument; None = no cp."""
+        """Return the cp group for the argument `cp` of a forward; None = no context parallelism."""
         return select_cp_ranks(cp, self.cp, self.context_groups)
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:

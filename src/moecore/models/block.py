@@ -27,8 +27,8 @@ LINEAR: dict[type, Callable[..., LinearAttention]] = {
 class Block(nn.Module):
     """One layer: attention or linear attention, then an MLP or MoE layer, each with a norm.
 
-    A layer may lack either half, see `DecoderConfig.pattern`. `runs` is the number of times that
-    the layer runs in one forward of its decoder.
+    A layer may have only one of both halves: see `DecoderConfig.pattern`. `runs` is the number of
+    times that the layer runs in one forward of its decoder.
     """
 
     def __init__(

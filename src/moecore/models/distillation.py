@@ -94,7 +94,7 @@ class _LinearHeadLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DistillationLoss(_LinearHeadLoss):
-    """The loss of the student's forward, divided by `num_tokens`; -100 = a label without a loss."""
+    """The loss of a student's forward, summed and divided by `num_tokens`; label -100 = no loss."""
 
     labels_BT: Tensor  # int64, of full rows, already shifted
     num_tokens: Tensor
@@ -156,11 +156,11 @@ class DistillationLoss(_LinearHeadLoss):
 
 
 class TeacherForward(_LinearHeadLoss):
-    """The `log_prob_loss` of a teacher's forward, which stores its logits and returns 0.
+    """A loss of a teacher's forward (argument `log_prob_loss`) that stores the logits and is 0.
 
-    Without `top_k` it stores hidden states, and one copy of the frozen head in the list `heads`.
-    It is not a dataclass, because ranks compare the fields of dataclasses, and the tokens of cp
-    ranks differ.
+    If `top_k` is None, it stores hidden states, and one copy of the frozen head in the list
+    `heads`. It is not a dataclass, because ranks compare the fields of dataclasses, and the tokens
+    of cp ranks differ.
     """
 
     def __init__(self, labels_BT: Tensor, *, top_k: int | None, heads: list[Tensor]) -> None:
@@ -174,7 +174,10 @@ class TeacherForward(_LinearHeadLoss):
         chunk_tokens: int = CHUNK_TOKENS,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Store the teacher's logits of this rank's tokens; return 0. Collective with `top_k`."""
+        """Store the teacher's logits of this rank's tokens and return 0.
+
+        Collective if `top_k` is set.
+        """
         hidden_ND = hidden_BtD.flatten(0, 1).to(weight_VD.dtype)
         if self._top_k is None:
             if not self._heads:
@@ -189,7 +192,7 @@ class TeacherForward(_LinearHeadLoss):
         return hidden_ND.new_zeros((), dtype=torch.float32)
 
     def read(self, part: slice) -> tuple[Tensor | None, Tensor]:
-        """Return ids and logits [C, k] of a slice of tokens; None and [C, V] without `top_k`."""
+        """Return stored ids and logits [C, k] of C tokens; if `top_k` is None, (None, [C, V])."""
         if self._top_k is None:
             return None, _compute_logits(self._hidden_ND[part], self._heads[0])
         return self._ids_Nk[part], self._logits_Nk[part]

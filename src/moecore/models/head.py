@@ -18,7 +18,10 @@ from moecore.models.tensor_parallel import TensorParallel, all_reduce_replicated
 
 
 class Head(nn.Module):
-    """The output matrix and the loss. A tied head has no weight and uses the embedding table."""
+    """A decoder's output matrix and loss.
+
+    A tied head has no weight and uses the embedding table.
+    """
 
     is_fsdp_head = True
     tp_shard_dim = 0
@@ -45,8 +48,8 @@ class Head(nn.Module):
     ) -> Tensor:
         """Return the fp32 loss, divided by `num_tokens`, or without labels the logits [B, T, V].
 
-        Labels have full rows. `is_detached` = the weight gets no gradient. Results are equal on all
-        cp and tp ranks.
+        Labels have full rows. If `is_detached`, the weight gets no gradient. Results are equal on
+        all cp and tp ranks.
         """
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None, "a tied head is called with the embedding table"

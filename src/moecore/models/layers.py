@@ -33,8 +33,8 @@ ScoreObserver = Callable[[Tensor, Tensor, Sequence, float], None]
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim, computed in fp32 and rounded once.
 
-    With `over_tp` the last dim, of global size `dim`, is sharded over tp, and the mean square is
-    all-reduced over tp. With `zero_centered` the factor is 1 + weight.
+    If `over_tp`, the last dim, of global size `dim`, is sharded over tp, and the mean square is
+    all-reduced over tp. If `zero_centered`, the factor is 1 + weight.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Attention(nn.Module):
 
     A token attends to at most `window` keys, its own key included; None = all. Sinks are replicated
     over tp, and each rank reads the sinks of its heads. The output bias is added after the
-    reduce-scatter over tp. With gates `q_proj` returns each head's query, followed by the head's
-    gate. Every forward calls `observe_scores`, unless it is None, with the rotated queries and
-    keys.
+    reduce-scatter over tp. If heads have gates, `q_proj` returns each head's query, followed by the
+    head's gate. Every forward calls `observe_scores`, unless it is None, with the rotated queries
+    and keys.
     """
 
     observe_scores: ScoreObserver | None = None

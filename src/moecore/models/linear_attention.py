@@ -85,7 +85,7 @@ class LinearAttention(nn.Module):
         return F.softplus(upcast_to_fp32(a_BTH) + self.slice_local_heads(self.dt_bias))
 
     def compute_decay_rates(self) -> Tensor:
-        """Return -exp(A_log), the log of each local head's decay per unit of time, fp32 [H]."""
+        """Return -exp(A_log), each local head's log-decay per unit of time (negative), fp32 [H]."""
         return -upcast_to_fp32(self.slice_local_heads(self.A_log)).exp()
 
     def slice_local_heads(self, param: nn.Parameter) -> Tensor:

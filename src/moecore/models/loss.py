@@ -103,7 +103,10 @@ def sum_head_losses(
     group: dist.ProcessGroup | None,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """Return the sum of `compute_loss` over chunks of tokens; see `linear_cross_entropy`."""
+    """Return the sum of `compute_loss` over chunks of tokens.
+
+    The other arguments are as in `linear_cross_entropy`.
+    """
     dtype = find_matmul_dtype(hidden_ND, weight_VD, labels_N)
     options = chunk_tokens, torch.is_grad_enabled(), dtype, group, recipe, compute_loss
     total: Tensor = _HeadLoss.apply(hidden_ND, weight_VD, labels_N, *options)

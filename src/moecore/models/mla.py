@@ -43,7 +43,7 @@ from moecore.precision.plain import Linear
 
 
 class KeyNorm(nn.LayerNorm):
-    """LayerNorm of the indexer's keys, whose parameters may be sharded DTensors."""
+    """LayerNorm of the indexer's keys; its parameters may be sharded DTensors."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normed input, in the dtype of the input."""
@@ -78,14 +78,17 @@ class Indexer(nn.Module):
 
 
 def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> KeyChoice:
-    """Return the keys that a layer reads, all in warm-up, and whether its indexer learns."""
+    """Return the record of the keys that a layer reads, and of whether its indexer is trained.
+
+    In the stage "warm_up" of `config`, attention reads all keys.
+    """
     learns = config is not None and layer.training and torch.is_grad_enabled()
     is_warm_up = config is not None and config.stage == "warm_up"
     return KeyChoice(top_k=None if is_warm_up else top_k, returns_divergences=learns)
 
 
 def compute_mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
-    """Return this rank's summed divergences / the tokens of all cp ranks, without padding."""
+    """Return this rank's sum of divergences / the tokens of all cp ranks; padding is excluded."""
     mask_BT, local_tokens = sequence.padding_mask_BT, sequence.local_tokens
     if mask_BT is None:
         cp = 1 if local_tokens is None else local_tokens.cp.size

@@ -63,7 +63,10 @@ class TensorParallel:
 
     @cached_property
     def peer_problem(self) -> str | None:
-        """Reason why GPUs cannot read each other's memory, or None. Host sync at first access."""
+        """The reason why GPUs cannot read each other's memory, or None.
+
+        Host sync at first access.
+        """
         if is_gloo(self.group, "cuda"):
             return "must have NCCL, and so a GPU for each rank"
         return find_peer_access_problem(self.group)

@@ -57,7 +57,7 @@ MIN_SLICE_BYTES = 32 << 20
 
 
 class SlicedExchange(NamedTuple):
-    """Two collectives over one sequence that call the caller's matmul for each rank's slice.
+    """Two collectives that run the caller's matmul on the slice of one rank after the other.
 
     all_gather(x_tD, consume, x_TD, group) all-gathers x_tD into x_TD, and calls consume(slice_tD,
     rank) for each rank's slice. all_to_all(produce, parts_TD, group) calls produce(rank, slice_tD),
@@ -94,7 +94,10 @@ WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
 
 
 def compute_workspace_bytes(launch_name: str, num_ranks: int, exchange_bytes: int) -> int:
-    """Return a rank's symmetric memory for a launch in slices that exchanges `exchange_bytes`."""
+    """Return the bytes of symmetric memory that a rank needs for a sliced exchange.
+
+    `launch_name` is a key of `WORKSPACE_SLICES`. `exchange_bytes` is the size of the exchange.
+    """
     return WORKSPACE_SLICES[launch_name] * exchange_bytes // (2 * (num_ranks - 1))
 
 
@@ -184,7 +187,7 @@ def select_sliced_exchange(tp: TensorParallel, x: Tensor) -> SlicedExchange | No
 
 
 def find_overlap_problem(linear: nn.Linear, x: Tensor) -> str | None:
-    """Return why a linear's matmul cannot overlap a collective in slices; None = it can."""
+    """Return the reason why a linear's matmul cannot overlap with a sliced collective, or None."""
     forward = type(linear).forward
     is_plain = forward in PLAIN_FORWARDS
     if isinstance(linear, ProductLinear):

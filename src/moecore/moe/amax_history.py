@@ -35,7 +35,7 @@ LINEAR_OPERANDS: tuple[OperandName, ...] = ("input", "weight", "gradient")
 
 
 class AmaxHistory:
-    """The amax (largest magnitude) of a matmul's operands in the last `num_steps` steps."""
+    """The amax (largest magnitude) of each operand of a matmul in the last `num_steps` steps."""
 
     def __init__(self, num_steps: int, operands: Sequence[str] = LINEAR_OPERANDS) -> None:
         self.num_steps, self.operands = num_steps, operands
@@ -48,11 +48,11 @@ class AmaxHistory:
         self._pending_copy: tuple[HostCopyOfTensor, int] | None = None
 
     def get_max_amax(self, operand: str) -> Tensor | None:
-        """Return an operand's largest recorded amax, fp32 [1]; 0 or None = nothing is recorded."""
+        """Return an operand's largest amax over the recorded steps, fp32 [1]; 0 or None = none."""
         return self._past.get(operand)
 
     def get_current_amax(self, device: torch.device, *, training: bool) -> dict[str, Tensor]:
-        """Return {operand: fp32 [1]}, the step's amax, which kernels raise in place; {} = none."""
+        """Return {operand: fp32 [1]}, amax of the running step, which kernels raise; {} = none."""
         if not (training and torch.is_grad_enabled()):
             return {}
         # {} under torch.compile before the tensors exist: a graph cannot allocate tensors that its
@@ -127,7 +127,7 @@ def advance_amax_histories(
 
 @torch.no_grad()
 def push_amax(histories: Sequence[AmaxHistory], step_amax: Tensor) -> None:
-    """Record fp32 `step_amax`, by history and operand, as the newest step; reset the current."""
+    """Record fp32 `step_amax`, one element per history and operand, as the newest step."""
     # The number of launches does not depend on the number of histories. No host sync.
     of_length: dict[int, list[tuple[AmaxHistory, str, Tensor]]] = {}
     values = iter(step_amax.split(1))

@@ -52,9 +52,9 @@ class AuxLoss(LossFactors):
 
     @torch.compiler.disable  # its backward counts on the host
     def attach_loss(self, y: Tensor, loss: Tensor) -> Tensor:
-        """Return y, whose backward adds `loss`, a scalar, to `total` and runs the loss's backward.
+        """Return y; its backward adds the scalar `loss` to `total` and runs the backward of `loss`.
 
-        Raises ValueError for fp16 without a loss scale.
+        Raises ValueError if y is fp16 and no loss scale is set.
         """
         self.check_loss_scale(y)
         if self.token_weight is not None:

@@ -69,7 +69,7 @@ def register_expert_backend(name: str, computation: Computation) -> None:
 
 
 def check_backend(backend: str, spec: ExpertSpec) -> None:
-    """Raise a ValueError for a backend that does not exist or cannot compute these experts."""
+    """Raise ValueError if no backend has this name, or the backend cannot compute these experts."""
     if backend not in EXPERT_BACKENDS:
         names = ", ".join(map(repr, EXPERT_BACKENDS))
         raise ValueError(f"expert_backend ({backend!r}) must be one of {names}")
@@ -84,7 +84,7 @@ def check_backend(backend: str, spec: ExpertSpec) -> None:
 def find_backend_computation(
     backend: str, spec: ExpertSpec, *, needs_autograd: bool
 ) -> Computation | None:
-    """Return a backend's function that computes experts; None = the fused `expert_mlp`."""
+    """Return the function that computes experts for a backend name; None = use `expert_mlp`."""
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
     may_group = backend == "auto" and spec.recipe is None and is_floating
     if may_group and (problem := spec.find_grouped_problem()) is not None:

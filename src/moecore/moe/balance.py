@@ -285,7 +285,7 @@ class LoadTracker(LossFactors):
     def commit_counts(
         self, losses: Tensor | None, prior_counts_E: Tensor | None, choice_tensors: tuple[Any, ...]
     ) -> None:
-        """Add a micro-batch's losses and `observed` tensors of `_attach_losses` to the totals."""
+        """Add a micro-batch's losses and counts of its choices to the totals of the step."""
         ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = choice_tensors
         self.num_in_flight = max(0, self.num_in_flight - 1)
         self._end_forward_in_flight(prior_counts_E)

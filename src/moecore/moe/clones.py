@@ -46,7 +46,8 @@ class Cloner:
     """Chooses busy experts of a layer, and the ranks that compute a part of their tokens as clones.
 
     `group` has the ranks with this rank's etp index, in ep order. `exchanges` has the buffers of
-    dispatcher "nvlink", or is None with any other dispatcher.
+    dispatcher "nvlink"; None = another dispatcher. A clone is a temporary copy of a busy expert on
+    another rank.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Cloner:
         return self._exchanges is None
 
     def get_counts(self, device: torch.device) -> Tensor:
-        """Return int64 [2]: number of clones and of forwards here since the last optimizer step."""
+        """Return int64 [2]: this rank's clones (expert copies) and forwards since the last step."""
         if self._counts_2 is None:
             self._counts_2 = torch.zeros(2, dtype=torch.int64, device=device)
         return self._counts_2
@@ -84,9 +85,10 @@ class Cloner:
     def place_clones(
         self, routing: Routing, pairs: Pairs | None, *, training: bool
     ) -> tuple[Routing, AnyClones | None]:
-        """Plan a forward's clones; return the routing with physical ids, and the clones or None.
+        """Plan a forward's clones (expert copies on ranks with few tokens).
 
-        `training`: `get_counts` includes this forward. Collective, except with a `PeriodicPlan`.
+        Returns the routing with physical ids, and the clones or None. If `training`, `get_counts`
+        includes this forward. Collective, except with a `PeriodicPlan`.
         """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
@@ -130,7 +132,7 @@ class Cloner:
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 
     def add_clones_to_input(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
-        """Return `inp` with `clones`, and row offsets of only this rank's experts and clones."""
+        """Return `inp` with `clones` and row offsets of only this rank's experts and clones."""
         number = self._placement.num_local + (0 if clones is None else clones.num_local_clones)
         index = inp.index._replace(offsets_e=inp.index.offsets_e[:number])
         return replace(inp, index=index, clones=clones)
@@ -138,7 +140,7 @@ class Cloner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clones:
-    """The expert weights that one rank sends and receives for the clones of one forward."""
+    """Sends weights of experts to their clones (copies on other ranks), and gradients back."""
 
     group: dist.ProcessGroup
     pairs: Pairs | None  # runs another micro-batch while weights are sent
@@ -156,7 +158,7 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return the clones of a plan with the expert of each slot of all ranks; -1 = empty."""
+        """Return the clones of a plan: the expert id of each slot on all ranks; -1 = empty slot."""
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         # rank 0 sends its expert 0 to rank 2. Rank 0 receives expert 3 from rank 1 and expert 4
         # from rank 2, so its order is [1, 0].
@@ -182,7 +184,10 @@ class Clones:
         return len(self.order)
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send experts' weights [e, ...] to clones; return local clones [n, ...]. Collective."""
+        """Send experts' weights [e, ...] to their copies; return this rank's [n, ...].
+
+        Collective.
+        """
         expert_rows = [t[list(self.send_ids)] for t in tensors]
         rows = self._exchange(expert_rows, self.num_local_clones, to_experts=False)
         return rows if self._is_in_order else [t[list(self.order)] for t in rows]
@@ -233,18 +238,18 @@ class Clones:
 
 @dataclass(frozen=True, slots=True)
 class PeerClones:
-    """The clones of one forward of a layer, sent through peers' memory. No host sync."""
+    """As `Clones` (copies of busy experts), but sent by stores into peers' memory. No host sync."""
 
     exchange: CloneExchange
     places: ClonePlaces  # the plan, on the device
 
     @property
     def num_local_clones(self) -> int:
-        """Number of slots for clones on this rank, n, including empty slots."""
+        """Number of slots for expert copies (clones) on this rank, n, including empty slots."""
         return self.places.num_clones
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send experts' weights [e, ...] to clones; return local clones [n, ...], 0 if empty."""
+        """As `Clones.fetch_clone_weights`; the weights of empty slots are 0."""
         return self.exchange.fetch_clone_weights(tensors, self.places)
 
     @torch.no_grad()
@@ -269,7 +274,7 @@ def _count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 class PeriodicPlan:
-    """A layer's plan of clones for `num_steps` optimizer steps, made from the loads of one step.
+    """A layer's clones (expert copies) for `num_steps` steps, planned from the loads of one step.
 
     The plan is identical on all ranks. Each rank sends the plan's share of its tokens to each
     clone, without the counts of other ranks. Checkpoints do not contain the plan, so a resumed run
@@ -288,7 +293,7 @@ class PeriodicPlan:
         self.clear()
 
     def clear(self) -> None:
-        """Drop the plan until the end of the next step. No communication, no host sync."""
+        """Drop the planned clones; the end of the next step plans new ones. No communication."""
         self._steps_remaining = 0
         self.experts = [-1] * (self._placement.ep * self._placement.num_clones)
         if self._plan is not None:

@@ -132,7 +132,7 @@ class Experts(nn.Module):
             )
 
     def add_low_rank_updates(self, param_name: str, update: LowRank) -> None:
-        """Register LoRA adapters of w1 or w2; later forwards add their output to the matrix's."""
+        """Register LoRA adapters of w1 or w2; later forwards add the adapters' outputs."""
         names = (self.layout.w1, self.layout.w2)
         if param_name not in names or self.is_separate:
             raise ValueError(
@@ -182,7 +182,7 @@ class Experts(nn.Module):
 
     @property
     def is_strided(self) -> bool:
-        """Whether the etp slice of FC1 consists of two pieces, one of gate and one of up."""
+        """Whether this rank's etp slice of FC1 has two pieces, one of gate and one of up."""
         return self.config.gated and self.layout.gate_up == "concatenated"
 
     @property
@@ -191,7 +191,7 @@ class Experts(nn.Module):
         return self.config.gated and self.layout.gate_up == "separate"
 
     def get_model_dim_idx(self, param: nn.Parameter) -> int | None:
-        """Return the index of a matrix's model dim D; None for a bias."""
+        """Return the index of the model dim D in a matrix's shape; None for a bias."""
         transposed = self.layout.transposed
         fc1 = [self.layout.w1] + [self.layout.w3] * self.is_separate
         if any(param is getattr(self, name) for name in fc1):
@@ -202,7 +202,7 @@ class Experts(nn.Module):
 
     @property
     def summed_dims(self) -> dict[str, int]:
-        """Index of the input dim of w1 and w2, over which matmuls sum, by parameter name."""
+        """Parameter name -> index of the input dim of w1 and w2, over which matmuls sum."""
         names = (self.layout.w1, self.layout.w2)
         return {n: 1 if self.layout.transposed else getattr(self, n).ndim - 1 for n in names}
 
@@ -215,7 +215,7 @@ class Experts(nn.Module):
                 init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
     def make_spec(self, **fields: Any) -> ExpertSpec:
-        """Return these experts' features for the choice of a backend; `fields` adds features."""
+        """Return the record by which a backend is chosen; `fields` are further fields of it."""
         return ExpertSpec(
             gated=self.config.gated,
             interleaved=self._is_interleaved,
@@ -295,7 +295,7 @@ class Experts(nn.Module):
 
     @property
     def rows_multiple(self) -> int:
-        """Each expert's row count must be a multiple of this number, which the recipe sets."""
+        """Number of which each expert's row count must be a multiple; the FP8 recipe sets it."""
         return 1 if self.recipe is None else self.recipe.row_multiple
 
     @property

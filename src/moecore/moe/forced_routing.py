@@ -19,10 +19,10 @@ GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 fill [0, 1) evenly, ho
 def force_even_load(model: nn.Module) -> None:
     """Force even choices of experts in every MoELayer, in place.
 
-    Experts are chosen cyclically, so a rank's loads differ by at most one. Weights are still
-    computed from the scores. The update of the selection bias is turned off. Layers with expert
-    choice routing are not changed, because their loads are even. Call `force_even_load` before or
-    after `parallelize_moe`.
+    Experts are chosen cyclically, so the counts of a rank's choices differ by at most one. Weights
+    are still computed from the scores. The update of the selection bias is turned off. Layers with
+    expert choice routing are not changed, because their loads are even. Call `force_even_load`
+    before or after `parallelize_moe`.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.config.assignment != "expert_choice":
@@ -33,7 +33,7 @@ def force_expert_loads(model: nn.Module, shares: Mapping[int, float]) -> None:
     """Force the loads of experts in every MoELayer, in place, to `shares` of all choices.
 
     The remaining experts have equal shares. A rank's loads differ from the shares by a few choices.
-    Weights and biases are treated as in `force_even_load`.
+    Weights and selection biases are treated as in `force_even_load`.
 
     Args:
         model: before or after `parallelize_moe`.
@@ -98,7 +98,7 @@ def make_ids_from_shares(
 
 
 def make_even_ids(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:
-    """Return int32 ids [T, K]: choice j of T * K is j * step % E, for a step coprime to E."""
+    """Return int32 ids [T, K]: choice j of T * K is expert j * step % E; step is coprime to E."""
     # The step is the first number >= 2E / 3K that is coprime to E. A token's experts then span two
     # thirds of all experts, so it is sent to about as many ranks as with random choices: for E=128,
     # K=8, to 5.5 (random: 5.3) of 8 ranks, and to 3.4 (random: 3.6) of 4.

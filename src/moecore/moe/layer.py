@@ -124,7 +124,7 @@ class RoutedLayer(nn.Module):
             self.cloner.drop_step_counts()
 
     def check_expert_order(self) -> None:
-        """Raise NotImplementedError if experts are in another order than the model's."""
+        """Raise NotImplementedError if `reorder_experts` has changed the order of the experts."""
         if self.slots_E1 is not None:
             raise NotImplementedError(
                 "experts that move_experts moved must be in the model's order to be read or "

@@ -46,10 +46,10 @@ class LowRank(nn.Module):
         return list(self.lora_A)
 
     def make_local_update(self, read: Read, slice_pair: SlicePair) -> LowRankUpdate | None:
-        """Return this rank's A and B of all adapters together; None = no adapter. Differentiable.
+        """Return this rank's part of A and B, all adapters together; None = no adapter.
 
-        `read` returns the local experts' part of a parameter. `slice_pair` slices A [e, r, I] and
-        B [e, O, r] to this rank's part of the matrix.
+        Differentiable. `read` returns the local experts' part of a parameter. `slice_pair` slices A
+        [e, r, I] and B [e, O, r] to this rank's part of the matrix.
         """
         pairs = [(read(self.lora_A[n]), read(self.lora_B[n]), self.scaling[n]) for n in self.in_use]
         if not pairs:

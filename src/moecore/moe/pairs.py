@@ -45,7 +45,7 @@ class PairedModel(Protocol):
 
 
 class Pairs:
-    """Runs a forward and another micro-batch's backward in two threads, which alternate."""
+    """Alternates a forward and another micro-batch's backward in two threads, to hide exchanges."""
 
     def __init__(self, models: Sequence[PairedModel]) -> None:
         self.can_alternate = True  # whether some layer has exchanges, at which they alternate
@@ -97,7 +97,7 @@ class Pairs:
 
     @contextmanager
     def launch_on_side_stream(self, *, waits_for_current: bool = False) -> Iterator[None]:
-        """Return a context that launches on a side stream, which may first wait for this stream."""
+        """Return a context on a side stream, which waits for the current if `waits_for_current`."""
         if not torch.cuda.is_initialized():
             yield
             return
@@ -210,10 +210,10 @@ def run_exchanges(
 ) -> None:
     """Start independent collectives and wait for them; meanwhile another micro-batch computes.
 
-    Each function runs a collective, and with `async_op=True` returns its work. `pairs` alternates
-    two micro-batches; None = only this one. `may_overlap` = the collectives read no result of work
-    launched after the last `read_numbers`, and write memory allocated inside
-    `Pairs.launch_on_side_stream`.
+    Each function, called with `async_op=True`, starts a collective and returns its `Work`. `pairs`
+    alternates two micro-batches; None = only this one. `may_overlap` promises that the collectives
+    read no result of work launched after the last `read_numbers`. They must write memory allocated
+    inside `Pairs.launch_on_side_stream`.
     """
     pair = None if pairs is None else pairs.running_pair
     if pairs is None or pair is None:

@@ -45,14 +45,14 @@ def _make_version_key(param: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RecomputedView:
-    """A view of a tensor that is saved for backward as the function that makes the tensor again."""
+    """A view that is saved for backward as a function, which recomputes the viewed tensor."""
 
     make: Callable[[], Tensor]
     place: tuple[Sequence[int], Sequence[int], int]  # size, stride and offset of the view
 
     @classmethod
     def from_view(cls, view: Tensor, make: Callable[[], Tensor]) -> RecomputedView:
-        """Return what to save in place of `view` of the tensor that `make` returns."""
+        """Return the record to save for `view`, which is a view of the result of `make`."""
         return cls(make, (view.size(), view.stride(), int(view.storage_offset())))
 
     def unpack(self) -> Tensor:
@@ -65,7 +65,8 @@ class ParamReader:
 
     The micro-batches of a step share a copy. Outside of a step every forward makes a new copy. No
     copy exists after its step, because fused optimizers, graph replays and writes to `.data` change
-    a weight without a new version. Without `caches_copies`, forward and backward each quantise.
+    a weight without a new version. If `caches_copies` is False, forward and backward each quantise
+    the weights.
     """
 
     def __init__(self, *, caches_copies: bool = True) -> None:
@@ -84,7 +85,7 @@ class ParamReader:
     ) -> Tensor:
         """Return the local shard of a parameter, or a parameter that is no DTensor. Differentiable.
 
-        `needs_values` = the caller casts the values, so the parameter must not have only FP8
+        If `needs_values`, the caller casts the values, so the parameter must not have only FP8
         blocks. With `dtype`, 4-bit blocks are dequantised to it, and other values are cast to it.
         """
         blocks = None
@@ -102,7 +103,10 @@ class ParamReader:
         return local if dtype is None else local.to(dtype)
 
     def read_fp8_blocks(self, param: nn.Parameter) -> Blocks | None:
-        """Return an all-gathered parameter's FP8 blocks, which count as no activation, or None."""
+        """Return FP8 values and scales of an all-gathered parameter, or None.
+
+        Saved-tensor hooks do not count these tensors as activations.
+        """
         blocks = get_fp8_blocks(param)
         if blocks is not None and self._packs:
             for tensor in blocks.tensors():
@@ -112,7 +116,7 @@ class ParamReader:
     def get_quantised_weights(
         self, key: Hashable, params: Sequence[nn.Parameter], quantise: Callable[[], T]
     ) -> T | None:
-        """Return `params` quantised, cached as `key` if valid; None without `caches_copies`."""
+        """Return `quantise()` or its result cached as `key`; None if `caches_copies` is False."""
         if not self.keep:
             return None
         before, copy = self._copies.pop(key, (None, None))

@@ -79,7 +79,7 @@ class ExpertPlacement:
 
     @property
     def num_physical(self) -> int:
-        """Number of experts and of slots for clones on each rank, e + c."""
+        """Number e + c of each rank's experts and slots for clones (temporary expert copies)."""
         return self.num_local + self.num_clones
 
     @property
@@ -88,7 +88,7 @@ class ExpertPlacement:
         return dist.get_rank(self.group) // self.etp * self.num_physical
 
     def convert_to_physical_ids(self, ids_TK: Tensor) -> Tensor:
-        """Convert expert ids to physical ids, which also number slots for clones; -1 stays -1."""
+        """Convert expert ids to physical ids, which number copies of experts too; -1 stays -1."""
         # Example, two ranks of two experts and one clone: [0, 1, 2, 3, -1] give [0, 1, 3, 4, -1].
         if not self.num_clones:
             return ids_TK
@@ -115,7 +115,7 @@ class ExpertPlacement:
         return BalancedRows(num_source_rows, self.compute_balanced_rows(num_tokens, top_k))
 
     def compute_max_rows(self, routing: Routing) -> int:
-        """Return the most expert rows of a rank, if all ranks have as many tokens as this rank."""
+        """Return the maximum expert rows of a rank if all ranks have this rank's token count."""
         (T, K), num_physical = routing.destinations_TK.shape, self.num_physical
         max_source_rows = min(T * min(K, num_physical), num_physical * routing.max_rows_per_expert)
         return self.group.size() * max_source_rows
@@ -136,7 +136,7 @@ class ExpertPlacement:
     def find_unsummed(
         self, rows: Rows, index: ExpertIndex, routing: Routing
     ) -> UnsummedInput | None:
-        """Return the record for experts that sum no rows, for one expert per rank, or None."""
+        """Return the record that turns the experts' sums off, for one expert per rank, or None."""
         # Each received row then has one choice, and rows are in expert order.
         # Example, expert 1 of two, received ids [[1, 0], [0, 1]]: row_ids_R [0, 1], slots_SK [[0,
         # -1], [-1, 1]]. Padding of rows adds expert rows or source rows without a choice.

@@ -59,7 +59,7 @@ class Routing:
 
     @property
     def destinations_TK(self) -> Tensor:
-        """The id of the expert or clone that computes each choice, int32; -1 = dropped."""
+        """The id of the expert (or expert copy) that computes each choice, int32; -1 = dropped."""
         return self.expert_ids_TK if self.physical_TK is None else self.physical_TK
 
     @property
@@ -70,9 +70,9 @@ class Routing:
 
 
 def split_zero_experts(routing: Routing, num_experts: int) -> tuple[Routing, Tensor]:
-    """Return the routing without choices of zero experts, and the sums of their weights, [T, 1].
+    """Return the routing without choices of zero experts, and the sum of their weights, [T, 1].
 
-    A zero expert returns its input. Its id is `num_experts` or larger, and becomes -1.
+    A zero expert returns its input unchanged. Its id is `num_experts` or larger, and becomes -1.
     """
     # Example, E=2, ids [[1, 2], [3, 2]], weights [[.5, .5], [.6, .4]]: ids [[1, -1], [-1, -1]] and
     # the sums [[.5], [1.]].
@@ -92,18 +92,18 @@ class ChoiceTape(Protocol):
 
         None = no record, so the router chooses. `choose()` returns the router's ids, for tokens
         without a record; it is collective if the router's rule compares tokens. The router computes
-        weights that are -1, or all weights if the second value is None.
+        weights for entries that are -1, or all weights if the second result is None.
         """
 
     def observe_choice(self, ids_TK: Tensor) -> None:
         """Record the expert ids of a forward, int32 [T, K], before capacity drops choices."""
 
     def make_rewind(self) -> Callable[[], None]:
-        """Return a function that undoes all later forwards, if the step is repeated."""
+        """Return a function that undoes all later forwards, called before a step is repeated."""
 
 
 class BalancedRows(NamedTuple):
-    """How many rows are used if all experts have even loads; only the device knows the numbers."""
+    """Numbers of rows that even loads would use. Only the device knows the real numbers."""
 
     source: int
     expert: int | None  # None where R is exact
@@ -146,7 +146,7 @@ class ExpertInput:
     receiver: GradientReceiver | None = None
 
     def replace_rows(self, rows: Rows) -> ExpertInput:
-        """Return a copy with other source rows; `dataclasses.replace` would be slower."""
+        """Return a copy with other source rows, faster than by `dataclasses.replace`."""
         fields = (self.index, self.plan, self.unsummed, self.balanced, self.clones, self.receiver)
         return ExpertInput(rows, *fields)
 
@@ -179,7 +179,7 @@ class Dispatcher(Protocol):
     def has_spare_rows(self, *, pads: bool) -> bool:
         """Whether buffers may have more rows than the rank receives.
 
-        `pads` = the experts' capacity sizes the buffers, not the received counts (`Routing.pad`).
+        If `pads`, the experts' capacity sizes the buffers, not the received counts (`Routing.pad`).
         """
         return False
 
@@ -212,7 +212,7 @@ class _RouteGradToHandle(torch.autograd.Function):
 
 
 def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
-    """Return `inp` with unpacked, differentiable rows, for experts that sum per received row."""
+    """Return `inp` for experts that sum per received row: with unpacked, differentiable rows."""
     if inp.unsummed is None:
         return inp if inp.rows.scales is None else inp.replace_rows(Rows(inp.rows.widen()))
     if inp.unsummed.refetch is not None:

@@ -57,7 +57,7 @@ class RoutedExperts(RoutedLayer, Experts):
         return self if role == "experts" else None
 
     def check_config(self, layer_name: str, config: MoEConfig) -> None:
-        """Raise ValueError if the config differs from this layer's: the router is not moecore's."""
+        """Raise ValueError if the config differs from this layer's, which has no moecore router."""
         for field in fields(config):
             value = getattr(config, field.name)
             if value != getattr(self.config, field.name):

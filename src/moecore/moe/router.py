@@ -271,7 +271,10 @@ class Router(BiasOwner):
 def compute_micro_batch_bias(
     logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch
 ) -> Tensor:
-    """Return a bias, fp32 [E], with which this micro-batch has even loads. Collective."""
+    """Return fp32 [E], a selection bias that gives experts even loads in this micro-batch.
+
+    Collective.
+    """
     histogram_EX = logits_TE.new_zeros(config.num_candidates, NUM_BINS, dtype=torch.int64)
     score_options = (config.top_k, config.score_function)
     add_margins_(histogram_EX, logits_TE, bias_E, *score_options, micro_batch.padding_mask_T)
@@ -281,7 +284,10 @@ def compute_micro_batch_bias(
 
 
 def choose_best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:
-    """Return int32 [T, K]: the K best experts by score, without bias and groups; padding -1."""
+    """Return int32 [T, K]: the K experts with the best scores, regardless of bias and groups.
+
+    The ids of padding are -1.
+    """
     options = replace(_make_route_options(config), num_groups=1, top_groups=1)
     ids_TK, _ = route(logits_TE.detach(), None, options)
     return ids_TK if padding_mask_T is None else ids_TK.masked_fill(padding_mask_T[:, None], -1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class BiasOwner(nn.Module):
-    """A module that can have a selection bias, fp32, as the buffer `bias_name`; "" = none."""
+    """A module that can have a router's selection bias, fp32, as buffer `bias_name`; "" = none."""
 
     bias_name: str = ""
 

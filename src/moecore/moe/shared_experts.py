@@ -42,7 +42,8 @@ class SharedExpert(_MatrixModule):
     """The sum of n MLPs w2 @ act(w1 @ x), each optionally times sigmoid(gate @ x).
 
     The matrices of the n MLPs are concatenated and multiplied in one matmul. Expert i owns hidden
-    columns [i * F / n, (i + 1) * F / n). With a gated activation all n gates precede all n ups.
+    columns [i * F / n, (i + 1) * F / n). With a gated activation, the rows of w1 are the gates of
+    all n experts, then the up halves.
 
     Parameters: `w1` [2F or F, D], `w2` [D, F], and `gate` [n, D] with `config.shared_gate`; F is
     `num_shared_experts * shared_hidden_dim`.

@@ -36,7 +36,7 @@ Watch = Literal["reruns", "skips", "graph"]  # how a step handles rows above the
 
 @dataclass(eq=False, frozen=True, slots=True)
 class ShortageCounters:
-    """Counters of the rows that one buffer would have needed, if they exceeded its capacity.
+    """Counters of the rows that a buffer would have needed, if the rows exceeded its capacity.
 
     A capacity factor is a number of rows divided by `even`, the number of rows with even loads.
     """
@@ -48,7 +48,7 @@ class ShortageCounters:
     even: float  # rows of even loads
 
     def compute_min_capacity_factor(self) -> Tensor:
-        """Return the smallest factor for which all rows fit, on the device. 0 = all fitted."""
+        """Return the smallest factor for which all rows fit, fp32 on the device; 0 = all fitted."""
         return self.words[0].float() * (self.words[-1] > 0) / self.even
 
     @property
@@ -70,7 +70,7 @@ class ShortageCounters:
 
 
 class BufferOwner(ABC):
-    """Base class of an owner of buffers; `option` names the user's capacity factor option."""
+    """Base class of owners of buffers with a capacity; `option` names the user's option for it."""
 
     option: str
     is_known_late = False  # whether a backward may also record a shortage
@@ -79,16 +79,16 @@ class BufferOwner(ABC):
     @property
     @abstractmethod
     def capacity_factor(self) -> float | None:
-        """The capacity factor. None = buffers have space for all rows."""
+        """Capacity divided by the rows of even loads; None = buffers have space for all rows."""
 
     @property
     @abstractmethod
     def shortages(self) -> Sequence[ShortageCounters]:
-        """The shortage counters of all allocated buffers; counts may be 0."""
+        """Counters of rows above the capacity, one record per allocated buffer; counts may be 0."""
 
     @abstractmethod
     def set_capacity_factor(self, capacity_factor: float) -> None:
-        """Set the capacity factor of later forwards. The buffers must not contain used rows."""
+        """Set the capacity factor of later forwards, while no buffer contains used rows."""
 
     @abstractmethod
     def make_error(self, shortage: ShortageCounters) -> RuntimeError:
@@ -99,7 +99,10 @@ class BufferOwner(ABC):
         """Wait for the device, which writes the reports. Host sync."""
 
     def raise_reported_errors(self, *, includes_shortages: bool = True) -> None:
-        """Raise an error, once, for a too small buffer that the host knows of. No host sync."""
+        """Raise, once, the error for a buffer that was too small, if the host knows of it.
+
+        No host sync.
+        """
         for shortage in self.shortages if includes_shortages else ():
             if shortage.reported_num_rows:
                 error = self.make_error(shortage)
@@ -119,7 +122,7 @@ class BufferOwner(ABC):
         return torch.stack(factors).amax()
 
     def clear_counters(self, *, host: bool = True) -> None:
-        """Set all counters on the device to 0, and with `host` also the reports. No host sync."""
+        """Set all counters on the device to 0, and if `host` also the reports. No host sync."""
         for shortage in self.shortages:
             shortage.clear(host=host)
 
@@ -145,7 +148,7 @@ class SkippedSteps:
 
 
 class BufferCapacities:
-    """The owners of a model's buffers with a limited capacity: expert rows, tokens and pages."""
+    """All owners of buffers with a limited capacity in a model: expert rows, tokens and pages."""
 
     def __init__(self, *owners: BufferOwner | None, device: torch.device) -> None:
         self.owners = owners
@@ -169,14 +172,17 @@ class BufferCapacities:
             owner.wait_and_raise_errors(includes_shortages=not self.skips)
 
     def end_step(self, *, skips: bool) -> None:
-        """Raise reported errors, or enlarge too small buffers if the device `skips` such steps."""
+        """Raise reported errors, or enlarge too small buffers if their steps are skipped.
+
+        If `skips`, the device skips a step whose buffers were too small, so no error is raised.
+        """
         self.skips = skips
         self.raise_reported_errors()
         if skips and self.graph_steps is None:
             self.enlarge_buffers()
 
     def enlarge_buffers(self) -> None:
-        """Enlarge buffers to the capacity that skipped steps needed, by the host's reports."""
+        """Enlarge buffers to the capacity that skipped steps needed, as reported to the host."""
         for owner in self._list_owners():
             min_factor = max((counter.reported_factor for counter in owner.shortages), default=0.0)
             for shortage in owner.shortages:
@@ -192,7 +198,7 @@ class BufferCapacities:
 
     @contextmanager
     def watch_shortages(self, handling: Watch) -> Iterator[None]:
-        """Return a context for the forwards of a step that handles a shortage as `handling` says.
+        """Return a context for a step's forwards: rows above a capacity are handled by `handling`.
 
         "reruns" repeats the step, "skips" skips it on the device, and "graph" is a step in a CUDA
         graph. If contexts are nested, the outermost `handling` is used.
@@ -208,7 +214,7 @@ class BufferCapacities:
 
     @contextmanager
     def enter_graph(self) -> Iterator[None]:
-        """Return a context whose steps are captured in or replayed from a CUDA graph."""
+        """Return a context for a step that is captured in, or replayed from, a CUDA graph."""
         self.is_graphed = True
         try:
             with self.watch_shortages("graph"):
@@ -233,5 +239,5 @@ class BufferCapacities:
 
 
 def compute_next_factor(needed_factor: float) -> float:
-    """Return the next capacity factor: the needed `needed_factor` plus 5%, rounded up to 0.01."""
+    """Return the next capacity factor: `needed_factor` plus 5%, rounded up to 0.01."""
     return math.ceil(needed_factor * SLACK * 100) / 100

@@ -77,7 +77,7 @@ class MoEState:
     def announce_micro_batches(
         self, have_tokens: Sequence[bool | Tensor], device: torch.device
     ) -> None:
-        """Set which micro-batches of the next step have tokens on this rank, one flag for each.
+        """Set a flag for each micro-batch of the next step: whether this rank has tokens in it.
 
         Collective if there are auxiliary losses: one small all-reduce. No host sync.
         """
@@ -107,7 +107,7 @@ class MoEState:
         return None if self._loss_scale is None else self._loss_scale()
 
     def set_loss_scale(self, scale: Tensor | None) -> None:
-        """Set the loss scale, an fp32 scalar on the device, of which a weak reference is stored."""
+        """Set the loss scale, an fp32 scalar on the device; only a weak reference is stored."""
         self._loss_scale = None if scale is None else weakref.ref(scale)
         for layer in self.layers.values():
             layer.tracker.loss_scale = self._loss_scale
@@ -120,7 +120,7 @@ class MoEState:
         return self.reduce_step(is_skipped=is_skipped)
 
     def start_micro_batch(self, *, is_last: bool, in_flight: bool = False) -> None:
-        """Prepare all layers; the micro-batch's quantised weights are cached unless `is_last`."""
+        """Prepare all layers; the next micro-batch reuses quantised weights unless `is_last`."""
         for layer in self.layers.values():
             layer.get_part("experts").reader.start_micro_batch(is_last=is_last)
             if in_flight:

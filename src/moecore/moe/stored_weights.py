@@ -31,33 +31,33 @@ STORED_NUMEL = 1 << 22  # values, at least one row, that `store_in_four_bits` qu
 
 
 class HostMatrix(Protocol):
-    """Host memory for the blocks of a 4-bit parameter, and copies of the blocks on the device."""
+    """Host memory for blocks (values and scales) of a 4-bit parameter, and copies on the device."""
 
     def allocate(self, device: torch.device) -> HostBlocks:
         """Return the blocks in host memory; on meta if `device` is meta and was meta before."""
 
     def fetch(self) -> Blocks:
-        """Return the blocks on the device, for work of its current stream."""
+        """Return the blocks on the device, ready for kernels on its current stream."""
 
     def drop_device_copies(self) -> None:
-        """Free the device memory of copies, before host memory is written. Host sync."""
+        """Free the copies on the device, before the host blocks are written. Host sync."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostBlocks(Blocks):
-    """4-bit blocks in host memory; `matrix` copies them to the device."""
+    """Blocks (4-bit values with scales) in host memory; `matrix` copies them to the device."""
 
     matrix: HostMatrix
 
 
 def get_four_bit_blocks(param: Tensor) -> Blocks | None:
-    """Return the blocks of a parameter that is stored in 4 bits; None = not in 4 bits."""
+    """Return the 4-bit values and scales of a parameter; None = it is not stored in 4 bits."""
     blocks: Blocks | None = getattr(param, GATHERED_BLOCKS, None)
     return blocks if blocks is not None and blocks.kind in FORMATS else None
 
 
 def get_host_matrix(param: Tensor) -> HostMatrix | None:
-    """Return the host memory of a 4-bit parameter; None = the blocks are not in host memory."""
+    """Return the host memory of a 4-bit parameter; None = its blocks are not in host memory."""
     blocks = get_four_bit_blocks(param)
     return blocks.matrix if isinstance(blocks, HostBlocks) else None
 
@@ -65,9 +65,10 @@ def get_host_matrix(param: Tensor) -> HostMatrix | None:
 def make_stored_parameter(
     param: nn.Parameter, blocks: Blocks, value: Tensor | None = None
 ) -> nn.Parameter:
-    """Return a parameter like `param` with `blocks` as an attribute, but without values.
+    """Return a parameter like `param` that stores only `blocks`, quantised values with scales.
 
-    `value` is a tensor with the new dtype and device; None = as `param`.
+    Its tensor has the shape of `param` and one nan as storage. `value` is a tensor with the new
+    dtype and device, whose contents are not read; None = as `param`.
     """
     local = get_local_tensor(param).detach()
     nan = (local if value is None else value).new_full((), torch.nan)
@@ -99,7 +100,7 @@ def store_on_host(param: nn.Parameter, matrix: HostMatrix) -> None:
 
 @torch.no_grad()
 def store_in_four_bits(param: nn.Parameter, kind: FrozenFormat, k: int) -> nn.Parameter:
-    """Return a parameter like `param` that is stored in 4 bits; dim `k` is summed in forward."""
+    """Return a parameter like `param`, stored in 4 bits; forward's matmul sums over dim `k`."""
     local = get_local_tensor(param).detach()
     shape = tuple(local.movedim(k, -1).shape)
     blocks = make_empty_blocks(shape, kind, local.device)
@@ -113,7 +114,7 @@ def store_in_four_bits(param: nn.Parameter, kind: FrozenFormat, k: int) -> nn.Pa
 def apply_to_blocks(
     module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[], object]
 ) -> None:
-    """Run `apply`, the module's `_apply` of `fn`; of its 4-bit parameters `fn` gets the blocks."""
+    """Run `apply()`, which is `module._apply(fn)`; apply `fn` to the blocks of 4-bit parameters."""
     named = [(n, p) for n, p in module._parameters.items() if p is not None]
     four_bit_params = {n: p for n, p in named if get_four_bit_blocks(p) is not None}
     module._parameters.update(dict.fromkeys(four_bit_params))

@@ -41,7 +41,7 @@ TooLong = Literal["raise", "cut"]
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """An assignment of documents to bins: `bins[i]` is int64, the document indices of bin i."""
+    """The packing of documents into bins: `bins[i]` is int64, the document indices of bin i."""
 
     documents: Integers  # int64 [N], the document indices of bin 0, then of bin 1, and so on
     offsets: Integers  # int64 [b + 1]; bin i is `documents[offsets[i] : offsets[i + 1]]`

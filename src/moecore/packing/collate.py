@@ -48,7 +48,7 @@ class PackedBatch(TypedDict):
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of one document that are in one row, with their labels."""
+    """Consecutive tokens of one document (all or a part of it) in one row, with their labels."""
 
     ids: Integers
     next_id: int  # the label of the last token; -100 = ignored by the loss

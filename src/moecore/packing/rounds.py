@@ -36,7 +36,7 @@ ROUNDING = 1e-9  # relative error of sums of costs
 
 @dataclass(slots=True)
 class RankBlock:
-    """A group of `cp` ranks in a round, with its documents, and its time and tokens per rank."""
+    """A group of `cp` ranks in one round, with its documents, and its time and tokens per rank."""
 
     cp: int
     documents: list[int] = field(default_factory=list)  # longest first
@@ -48,7 +48,7 @@ Blocks = list[RankBlock]
 
 
 class Documents:
-    """The documents of a global batch, longest first, and their times on 1, 2, 4, ... ranks.
+    """The documents of a global batch, longest first, and the time of each on 1, 2, 4, ... ranks.
 
     Raises a ValueError if a document exceeds `max_tokens` even on the largest number of ranks.
     """
@@ -114,14 +114,20 @@ class Documents:
         return sum(self.work[i] for i in document_idxs), sum(self.lengths[i] for i in document_idxs)
 
     def find_first_fitting(self, cp: int, max_time: float, max_tokens: int) -> int:
-        """Return the longest document, taken or not, that fits `cp` ranks; `len(self)` if none."""
+        """Return the first (longest) document that fits `cp` ranks; `len(self)` if there is none.
+
+        `max_time` and `max_tokens` limit one rank. The document may already be in a round.
+        """
         return max(
             bisect_left(self._cost_up[cp], -max_time), bisect_left(self._tokens_up[cp], -max_tokens)
         )
 
 
 class RemainingDocuments:
-    """The indices of documents that no round has taken; `trial` = indices in the tried round."""
+    """The indices of documents that are not in a round (a micro-batch per rank) yet.
+
+    `trial` has the indices of documents in the round that is tried.
+    """
 
     def __init__(self, count: int) -> None:
         self._next = list(range(count + 1))
@@ -146,17 +152,17 @@ class RemainingDocuments:
         return end
 
     def take_document(self, document_idx: int) -> None:
-        """Mark a document as taken by the round that is tried; `trial.clear()` undoes the marks."""
+        """Mark a document as used in the round that is tried; `trial.clear()` undoes the marks."""
         self.trial[document_idx] = document_idx + 1
 
     def remove_documents(self, document_idxs: list[int]) -> None:
-        """Remove the documents that a round has taken."""
+        """Remove the documents of a round that was accepted."""
         for index in document_idxs:
             self._next[index] = index + 1
 
 
 def make_rounds(documents: Documents) -> list[Blocks]:
-    """Return all rounds, each a list of rank groups, largest first, that together use all ranks."""
+    """Return all rounds; each is a list of groups of ranks, largest first, that use all ranks."""
     search = _RoundSearch(documents)
     rounds = []
     while search.remaining.find_first(0) < len(documents):

@@ -22,7 +22,7 @@ DEFAULT_COST = DocumentCost()
 
 @dataclass(frozen=True, slots=True)
 class DocumentGroup:
-    """The ranks `first_rank` to `first_rank + cp - 1`, which share one micro-batch's documents."""
+    """Ranks `first_rank` to `first_rank + cp - 1`, which share the documents of a micro-batch."""
 
     first_rank: int
     cp: int
@@ -34,7 +34,7 @@ class DocumentGroup:
 
 @dataclass(frozen=True, slots=True)
 class DocumentSchedule:
-    """The rounds of a global batch.
+    """The rounds of a global batch; in a round each rank has one micro-batch, alone or in a group.
 
     Use `loss="sum"`, which sums gradients over ranks, and divide the loss sum of each micro-batch
     by `num_labels`. The gradient is then the gradient of the mean over all labels.

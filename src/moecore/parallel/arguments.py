@@ -103,10 +103,10 @@ class SharedArguments:
     def compare_arguments(self, arguments: Mapping[str, Any], cp: int | None) -> None:
         """Raise a ValueError if {name: argument} differs between ranks with the same sequences.
 
-        Different contents of device tensors raise in a later call. `cp` is the forward's context
-        parallel degree; None = the forward has no such argument. Collective. The first check with
-        gradients is collective over the world, so that all ranks raise an error, and synchronises
-        the host.
+        If the contents of device tensors differ, a later call raises the error. `cp` is the
+        forward's context parallel degree; None = the forward has no such argument. Collective. The
+        first check with gradients is collective over the world, so that all ranks raise an error,
+        and synchronises the host.
         """
         if is_inside_custom_ops():
             return
@@ -144,7 +144,7 @@ class SharedArguments:
         self.compare_arguments(named, None)
 
     def end_step(self) -> Tensor | None:
-        """Return whether ranks' contents differed, a 0-dim device bool; None = no comparison."""
+        """Return a 0-dim device bool: whether contents differed between ranks; None = no check."""
         checks, self._checks_of_step = self._checks_of_step, []
         if not checks:
             return None

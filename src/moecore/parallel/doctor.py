@@ -77,7 +77,7 @@ class RankFacts:
 
 
 def find_problems(facts: Sequence[RankFacts]) -> list[str]:
-    """Return one line of text per problem; `facts[i]` has the measurements of rank i."""
+    """Return one line per problem of a job's hosts; `facts[i]` has the measurements of rank i."""
     finders = _find_differences, _find_host_problems, _find_rank_problems, _find_link_problems
     return [line for find_lines in finders for line in find_lines(facts)]
 

@@ -274,7 +274,7 @@ def count_ranks_per_fabric(local_fabric: str | None) -> int | None:
 
 
 class DomainGroups(NamedTuple):
-    """The two process groups of a hierarchical dispatch, which split `Meshes.dispatch_group`."""
+    """Two process groups that split `Meshes.dispatch_group`: inside and across NVLink domains."""
 
     inside: dist.ProcessGroup  # the ranks of this rank's domain
     across: dist.ProcessGroup  # the ranks with this rank's index in each domain
@@ -289,7 +289,7 @@ def make_domain_groups(meshes: Meshes) -> DomainGroups:
 
 
 def check_dispatch_domains(meshes: Meshes) -> None:
-    """Raise a ValueError unless >= 2 domains of >= 2 ranks split the ep * etp dispatch ranks."""
+    """Raise a ValueError unless the ep * etp dispatch ranks are >= 2 domains of >= 2 ranks."""
     p, domain_size = meshes.parallel, meshes.ranks_per_domain
     relation = None
     if domain_size == 1 or p.ep * p.etp <= domain_size:
@@ -317,7 +317,7 @@ def make_context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dis
 def split_context_group(
     meshes: Meshes, cp: int, inner_size: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Split groups of `cp` ranks; return the inner (consecutive) and outer group. Collective."""
+    """Split groups of `cp` ranks into inner groups of consecutive ranks and outer. Collective."""
     tp, size = meshes.parallel.tp, dist.get_world_size()
     sizes = (size // (cp * tp), cp // inner_size, inner_size, tp)
     view = _make_mesh(meshes.device_type, sizes, ("data", "cp_outer", "cp_inner", "tp"))

@@ -55,7 +55,7 @@ BACKWARD = re.compile("backward|bwd")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point(CheckedRecord):
-    """A measured operation: its seconds on the device, with moecore's commit and the date."""
+    """A measured operation and its seconds on the device, with moecore's commit and the date."""
 
     work: Work
     seconds: Seconds
@@ -65,7 +65,7 @@ class Point(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExposedShare(CheckedRecord):
-    """The share of the time of tp exchanges that stays exposed if slices overlap with matmuls."""
+    """The fraction of tp communication time that matmuls do not hide, if both run in slices."""
 
     share: ShareOrZero  # of the seconds of the same exchanges without overlap
     gpu: GpuName  # the measured GPU
@@ -147,7 +147,7 @@ class CostTable(CheckedRecord):
         return f"{self.points_from}, its efficiencies with the maker's rates of {self.gpu}"
 
     def extend(self, points: Sequence[Point], source: str) -> CostTable:
-        """Return a table measured on `self.gpu` with `points` as additional measured operations.
+        """Return a copy of the table with `points` as additional operations measured on `self.gpu`.
 
         A new point replaces all points of the table with an equal name. The seconds of the
         remaining points are computed from this table. `source` is a text that describes `points`.

@@ -58,7 +58,7 @@ MAX_MICRO_BATCHES = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRun:
-    """The memory and launches of a rank's training step, recorded in the second step of a run."""
+    """Memory and launches of one rank's training step, recorded in the second step of a dry run."""
 
     rank: int
     resident_bytes: int  # allocated between steps
@@ -106,7 +106,7 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
 
 
 def record_with_even_loads(run: TrainingRun, record_run: Callable[[TrainingRun], DryRun]) -> DryRun:
-    """Return the dry run of `run`, with the launches of a run with even loads of experts."""
+    """Return the dry run of `run`, but with the launches of a run whose experts have even loads."""
     capacity_step = record_run(run)
     if run.with_even_loads == run:
         return capacity_step

@@ -70,7 +70,7 @@ class _Seconds(NamedTuple):
 
 
 class Estimator:
-    """An estimator of bytes and step seconds of a request's layouts, from dry runs of one node."""
+    """Estimates bytes and step seconds of a search's layouts, from dry runs of one node."""
 
     def __init__(self, request: SearchRequest, table: CostTable) -> None:
         self._request, self._table = request, table
@@ -104,14 +104,14 @@ class Estimator:
         self.num_bytes, self.seconds = cache(self._estimate_bytes), cache(self._estimate_seconds)
 
     def compute_sort_key(self, layout: Layout) -> tuple[float, ...]:
-        """Return (False, estimated seconds) if a layout fits, otherwise (True, estimated bytes)."""
+        """Return (False, estimated seconds) for a layout that fits, or (True, estimated bytes)."""
         options = self.choose_options(layout)
         if options is None:
             return True, self.num_bytes(layout)
         return False, self._time_ratios[layout.pp, layout.ep] * self.seconds(layout, options)
 
     def choose_options(self, layout: Layout) -> OptionSet | None:
-        """Return the fastest option set with which a layout is estimated to fit; None = no set."""
+        """Return the fastest option set with which a layout should fit; None = no set suffices."""
         byte_ratio, host_ratio = self._byte_ratios[layout.pp], self._host_ratios[layout.pp]
         fitting = (
             choice
@@ -125,7 +125,7 @@ class Estimator:
     def raise_byte_estimates(
         self, layout: Layout, options: OptionSet, planned_bytes: int, planned_host_bytes: int
     ) -> None:
-        """Scale the byte estimates of all layouts with the pp of `layout` up to a plan's bytes."""
+        """Scale byte estimates up to a plan's bytes, for all layouts with the pp of `layout`."""
         pp, ratio = layout.pp, planned_bytes / self.num_bytes(layout, options)
         self._byte_ratios[pp] = max(ratio, self._byte_ratios[pp])
         if planned_host_bytes:
@@ -133,7 +133,7 @@ class Estimator:
             self._host_ratios[pp] = max(ratio, self._host_ratios[pp])
 
     def correct_time_estimates(self, layout: Layout, options: OptionSet, seconds: float) -> None:
-        """Scale the time estimates of layouts with this pp and ep by a plan's seconds."""
+        """Scale the time estimates to a plan's `seconds`, for layouts with this pp and ep."""
         key, ratio = (layout.pp, layout.ep), seconds / self.seconds(layout, options)
         self._time_ratios[key] = min(self._time_ratios.get(key, math.inf), SPREAD * ratio)
 

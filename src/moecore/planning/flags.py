@@ -209,7 +209,7 @@ def check_no_unused_options(args: PlanConfig) -> None:
 
 
 def check_no_pipeline_options(args: PlannedConfig) -> None:
-    """Raise a UsageError for a given option of pipeline stages if pp is 1."""
+    """Raise a UsageError for an option of pipeline stages that is set although pp is 1."""
     if args.parallel.get("pp", 1) == 1:
         _refuse(args, OF_STAGES, "there are no stages without --pp")
 
@@ -234,7 +234,7 @@ def format_layout(run: TrainingRun) -> str:
 
 
 def parse_layout(text: str) -> Layout:
-    """Return the layout of a text such as "pp=8,ep=8". Raises ValueError for another form."""
+    """Return the layout that a text such as "pp=8,ep=8" describes, or raise ValueError."""
     degrees: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -277,7 +277,7 @@ def _parse_model(args: Any) -> AnyModel:
 
 
 def parse_search_request(args: PlanConfig) -> SearchRequest:
-    """Return the request of a search, which chooses the memory-saving options that are not set."""
+    """Return the request of a search, which chooses all memory-saving options that are not set."""
     options, memory = _parse_optimizer_options(args), _parse_memory_options(args)
     return SearchRequest(
         model=_parse_model(args),

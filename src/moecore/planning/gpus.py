@@ -245,7 +245,7 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
 
 
 def find_time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | None:
-    """Return why the time of a precision's matmuls is not modelled on a GPU; None = modelled."""
+    """Return the reason why the time of a precision's matmuls is not modelled on a GPU, or None."""
     # On other GPUs a dry run of MXFP8 and NVFP4 records their emulation, whose time differs from
     # the time of products on tensor cores. Without has_blockwise moecore has no FP8 kernel.
     record = get_gpu(gpu)

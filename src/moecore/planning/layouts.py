@@ -147,7 +147,7 @@ class Layout(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """The rule that refuses a layout, in a few words, and the reason as a sentence."""
+    """The rule that refuses a layout (a name in a few words), and the reason as a sentence."""
 
     rule: str
     reason: str
@@ -179,7 +179,7 @@ def find_refusal(request: SearchRequest, layout: Layout) -> Refusal | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptionSet:
-    """A set of options that save memory, in the order of `OPTIONS`, and the records they set."""
+    """Options that save memory, in the order of `OPTIONS`, and the option records of a run."""
 
     options: tuple[Option, ...]
     fsdp: FSDPOptions
@@ -189,7 +189,7 @@ class OptionSet:
 
     @property
     def overhead(self) -> Overhead:
-        """The largest overhead of the options (the last option's); "low" without options."""
+        """The overhead of the slowest option, which is the last; "low" without options."""
         return (self.options[-1].overhead if self.options else None) or "low"
 
 
@@ -204,7 +204,7 @@ def make_option_set(request: SearchRequest, options: tuple[Option, ...]) -> Opti
 
 
 def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
-    """Return sets of options, each with one more; the first has the options that save time, too."""
+    """Return option sets, each with one option more; the first has options that also save time."""
     sets = [make_option_set(request, ())]
     for option in OPTIONS:
         larger = make_option_set(request, (*sets[-1].options, option))
@@ -217,7 +217,10 @@ def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
 def list_smaller_option_sets(
     request: SearchRequest, option_set: OptionSet, *, includes_gains: bool
 ) -> Iterator[OptionSet]:
-    """Yield `option_set` without one option; `includes_gains`: also one that saves time."""
+    """Yield `option_set` without one of its options.
+
+    If `includes_gains`, options that save time are left out too.
+    """
     # The option with the largest overhead is removed first.
     for removal in (o for o in reversed(option_set.options) if includes_gains or not o.gains):
         options = tuple(option for option in option_set.options if option is not removal)
@@ -259,7 +262,7 @@ def make_run(request: SearchRequest, layout: Layout, options: OptionSet) -> Trai
 
 
 def list_schedules(run: TrainingRun) -> list[TrainingRun]:
-    """Return `run`, and its copies with each other schedule that has the same stages per rank."""
+    """Return `run`, and a copy for each other schedule with the same number of stages per rank."""
     if run.pipeline is None:
         return [run]
     chunks = run.pipeline.chunks or 1

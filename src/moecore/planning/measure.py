@@ -150,7 +150,7 @@ def measure_calls(calls: Iterable[tuple[Work, Call]], device: torch.device) -> I
 
 
 def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
-    """Yield (work, launch function) of each operation; keeps only the latest one's tensors."""
+    """Yield (work, launch function) of each operation; only the last one's tensors exist."""
     for M, N, K in sizes.products:
         a, b = _make_random_tensor(device, M, K), _make_random_tensor(device, K, N)
         num_bytes = 2 * (M * K + K * N + M * N)

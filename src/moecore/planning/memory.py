@@ -90,7 +90,8 @@ class _RankStep:
 class RankMemory:
     """The memory of one rank at its peak, in bytes by kind.
 
-    Activations are listed by part of the model, other memory by pass.
+    Activations are listed by part of the model. Temporary memory is listed by the pass (forward,
+    backward, optimizer) that allocates it.
     """
 
     pp_rank: int
@@ -218,7 +219,7 @@ def _remove_negative_bytes(
 
 
 def count_steady_micro_batches(run: TrainingRun) -> int:
-    """Return a number of micro-batches that suffices for the peak memory of all micro-batches."""
+    """Return how many micro-batches to dry-run, to find the peak memory of all micro-batches."""
     # The middle rounds of a pipeline are identical. A run without stages has rounds of one
     # micro-batch. Schedule "gpipe" keeps the activations of all micro-batches.
     number, pp = run.num_micro_batches, run.resolved.pp

@@ -45,7 +45,7 @@ class ModelSizes(NamedTuple):
 def count_sizes(
     model: nn.Module, expert_params: Iterable[nn.Parameter], tp_params: Iterable[nn.Parameter]
 ) -> ModelSizes:
-    """Count the elements of all parameters, of the routed experts' and of tp-sharded ones."""
+    """Count the elements of all parameters, of routed experts and of tp-sharded parameters."""
     groups = (model.parameters(), expert_params, tp_params)
     return ModelSizes(*(sum(param.numel() for param in group) for group in groups))
 
@@ -61,7 +61,7 @@ class ModelSource(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel(ABC):
-    """The sizes and layers of a model, which plans read, and a builder of its module on meta."""
+    """Base class of models in plans: sizes, layers, and a builder of the module on meta."""
 
     dim: int  # of hidden states
     vocab_size: int  # rows of the embedding
@@ -99,7 +99,7 @@ class PlannedModel(ABC):
 
     @abstractmethod
     def merge_loss_chunks(self, model: nn.Module, num_tokens: int) -> None:
-        """Let a module made by `build` compute the loss of `num_tokens` tokens in one chunk."""
+        """Make a module from `build` compute the loss of `num_tokens` tokens in one chunk."""
 
     @abstractmethod
     def collect_parts(self, model: nn.Module) -> ModuleParts:
@@ -107,7 +107,7 @@ class PlannedModel(ABC):
 
     @abstractmethod
     def make_inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
-        """Return the keyword arguments of a forward with loss; the tokens are labels, too."""
+        """Return the keyword arguments of a forward with loss; the tokens are also the labels."""
 
     @abstractmethod
     def count_parameters(self) -> ModelSizes:
@@ -218,7 +218,7 @@ class NativeModel(PlannedModel):
 
 
 class LayerKind(NamedTuple):
-    """The kind of a decoder layer: mixer and feed-forward part (None = missing), and window."""
+    """The kind of a decoder layer: attention kind, feed-forward kind (None = missing), window."""
 
     mixer: Mixer | None
     feedforward: Feedforward | None
@@ -233,7 +233,7 @@ HALVES: Mapping[tuple[Mixer | None, Feedforward | None], str] = {
 
 
 def find_layer_kind(config: DecoderConfig, layer: int) -> LayerKind:
-    """Return the mixer, feed-forward and window of layer `layer` of a decoder config."""
+    """Return the attention kind, feed-forward kind and window of layer `layer` of a decoder."""
     mixer = config.get_mixer(layer)
     window = config.get_window(layer) if mixer == "attention" else None
     return LayerKind(mixer, config.get_feedforward(layer), window)

@@ -82,7 +82,7 @@ def _double_stages_per_rank(run: TrainingRun) -> TrainingRun:
 
 @dataclass(frozen=True, slots=True, eq=False)  # each is in `OPTIONS` once
 class Option:
-    """A change of a run that saves memory or time, with the page that explains it."""
+    """An option of a run that saves memory or time, with the page that explains it."""
 
     name: str  # the Python source that sets the option, or a description in words
     page: str  # of docs, and its section
@@ -96,7 +96,7 @@ class Option:
     unless: str = r"(?!)"  # matches kernels and launches of traces that have it, or cannot have it
 
     def apply(self, run: TrainingRun, gpu: GpuName | Gpu) -> TrainingRun:
-        """Return the run with the option, or the same run if the run or the GPU cannot have it."""
+        """Return the run with the option set, or the run unchanged if run or GPU exclude it."""
         try:
             changed = run if self.change is None else self.change(run)
         except ValueError:  # such as "nvlink" between nodes
@@ -292,7 +292,7 @@ OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """An option and its gain: tokens per second with it over tokens per second without, minus 1."""
+    """An option and its gain: the relative increase of tokens per second that the option gives."""
 
     text: str
     gain: float
@@ -304,8 +304,8 @@ class Change:
 def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None) -> Change | None:
     """Return the change that gains most tokens per second; None = no option gains 1%.
 
-    `table` is the cost table of the plan. `limit` is the bytes that a rank may use; None = the
-    GPU's memory.
+    `table` is the cost table of the plan. `limit` is the maximum bytes of a rank; None = the GPU's
+    memory.
     """
     check_arguments(next_change, locals())
     limit = get_gpu(plan.gpu).memory if limit is None else limit

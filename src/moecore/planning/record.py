@@ -55,7 +55,7 @@ DIMS = {
 
 @dataclass(frozen=True, slots=True)
 class Work(CheckedRecord):
-    """One operation on the device."""
+    """An operation on the device: its kind, name, FLOP, bytes and sizes, which decide its time."""
 
     name: str  # of the kernel or of torch's operation, such as "aten.mm"
     kind: Kind  # decides the formula of its time
@@ -73,7 +73,7 @@ class Work(CheckedRecord):
 
 
 class QueuedLaunch(NamedTuple):
-    """A launch of an operation. Launches have numbers in the order of the host's calls."""
+    """A recorded launch of an operation; launches are numbered in the order of the host's calls."""
 
     work: Work
     stream: int  # the launches of a stream run in order
@@ -85,7 +85,7 @@ class QueuedLaunch(NamedTuple):
 
 
 class PlacedLaunch(NamedTuple):
-    """A launch in a simulated queue. A dependency is the distance back to an earlier launch."""
+    """A launch in a simulated queue; its dependencies are distances back to earlier launches."""
 
     queued: QueuedLaunch
     dependencies: tuple[int, ...]
@@ -93,7 +93,7 @@ class PlacedLaunch(NamedTuple):
 
 
 def place_launches(launches: Iterable[QueuedLaunch]) -> list[PlacedLaunch]:
-    """Return the launches as a queue, in which dependencies are distances back, not numbers."""
+    """Return the launches as a queue, with dependencies as distances back instead of numbers."""
     placed = []
     for i, item in enumerate(launches):
         kinds = (item.dependencies, item.host_dependencies)
@@ -289,7 +289,7 @@ PASSES: tuple[Pass, ...] = get_args(Pass)
 
 
 class PartStart(NamedTuple):
-    """The state of a recording when the host begins a module's pass."""
+    """The state of a recording when the host begins the forward or backward of a module."""
 
     direction: Pass
     part: str  # "embedding", "layer 3", "predictions" (all MTP modules), "head"; END at the end
@@ -342,7 +342,7 @@ class WorkRecorder(DispatchMode):
         self._open_kinds = [OPTIMIZER if part == END else KINDS[direction]]
 
     def end_part(self) -> None:
-        """Store the peak since the last `begin_part` in its `PartStart`."""
+        """Store the peak memory since the last `begin_part` in its `PartStart`."""
         if self.starts:
             self.starts[-1] = self.starts[-1]._replace(top=self._top, top_kinds=self._top_kinds)
             self._top, self._top_kinds = self.level, self.kinds.copy()

@@ -90,7 +90,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch on the device, in microseconds."""
+    """Record of one kernel on the GPU, from a trace; times are in microseconds."""
 
     name: str
     start: float
@@ -124,7 +124,7 @@ class OptionGain:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The time of a step by cause: milliseconds by part, the largest first, with the sum `wall`."""
+    """The time of a step by cause, in milliseconds, largest first; `wall` is the sum."""
 
     num_steps: int
     wall: float
@@ -133,13 +133,13 @@ class Report:
 
     @property
     def ms_by_limit(self) -> dict[str, float]:
-        """The milliseconds of a step by limit, the largest first."""
+        """The milliseconds of a step by limit (such as "network"), largest first."""
         sums = {limit: sum(self.parts.get(p, 0.0) for p in names) for limit, names in PARTS.items()}
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     @property
     def limit_text(self) -> str:
-        """The limit with most time and its largest part, as text."""
+        """The limit (such as memory bandwidth) with most time, and its largest part, as text."""
         limit = next(iter(self.ms_by_limit))
         return f"{limit}, most of it {max(PARTS[limit], key=lambda p: self.parts.get(p, 0.0))}"
 
@@ -194,7 +194,7 @@ def find_kernel_category(kernel_name: str) -> str:
 
 
 def classify_kernel(kernel: Kernel) -> str:
-    """Return the part of a step, a key of `LIMIT_OF`, to which a kernel belongs."""
+    """Return the part of a step to which a kernel belongs: a key of `LIMIT_OF`."""
     category = find_kernel_category(kernel.name)
     if category == "dense products" and kernel.phase == "experts":
         return "experts by other products"

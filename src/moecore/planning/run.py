@@ -159,12 +159,12 @@ class TrainingRun(CheckedRecord):
 
     @property
     def resolved(self) -> ParallelConfig:
-        """The degrees, with the number of ranks in place of -1."""
+        """The parallel degrees, with -1 replaced by the number of remaining ranks."""
         return self.parallel.resolve(self.num_gpus)
 
     @property
     def with_even_loads(self) -> TrainingRun:
-        """The run with even loads of experts, and dispatcher "nvlink" without spare capacity."""
+        """A copy of the run with even loads of experts, and "nvlink" without spare capacity."""
         nvlink = None if self.nvlink is None else replace(self.nvlink, row_factor=1.0)
         model = self.model
         if isinstance(model, DecoderConfig) and model.moe is not None and model.moe.zero_experts:
@@ -210,7 +210,7 @@ def build_model(run: TrainingRun, device_type: str) -> Any:
 
 
 def make_dispatch_options(run: TrainingRun) -> DispatchOptions:
-    """Return the `DispatchOptions` that a run passes to `parallelize_moe`."""
+    """Return the `DispatchOptions` that the run's `parallelize_moe` receives."""
     name = "alltoall" if run.nvlink is None else "nvlink"
     name = "hierarchical" if run.dispatcher == "hierarchical" else name
     return DispatchOptions(name=name, nvlink=run.nvlink, fp8=run.fp8_dispatch)
@@ -269,7 +269,7 @@ def enter_run_world(run: TrainingRun, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Return a context without automatic garbage collection, in which older objects are frozen."""
+    """Return a context without automatic garbage collection; existing objects are not examined."""
     is_frozen, is_on = _has_frozen_objects(), gc.isenabled()
     if is_frozen:
         gc.collect()  # objects of earlier dry runs, before they are frozen too
@@ -321,7 +321,7 @@ def count_max_parameter_bytes(run: TrainingRun) -> int:
 
 
 def count_resident_bytes(run: TrainingRun, rank_bytes: RankBytes) -> dict[str, int]:
-    """Return a rank's bytes between steps by kind; state that `StateOffload` moves is counted."""
+    """Return {kind: bytes} of a rank between steps, including state that `StateOffload` moves."""
     sizes = {f"parameters: {role.role}": role.parameters for role in rank_bytes.roles}
     sizes |= {"gathered weights": rank_bytes.weights, "sums of gradients": rank_bytes.sums}
     if not run.memory.offload_params:

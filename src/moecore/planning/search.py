@@ -50,7 +50,7 @@ MAX_DIVISORS = 64  # of a number of GPUs: layouts of a number with more would ta
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A planned layout with the fastest options with which it fits, or with all options."""
+    """A layout and its memory plan, with the fastest options that fit, or with all if none fit."""
 
     layout: Layout
     run: TrainingRun
@@ -91,7 +91,7 @@ class FittingCandidate(Candidate):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """The result of a search: planned layouts, and counts of all other layouts."""
+    """The result of a search: planned layouts, and how many layouts were refused or not planned."""
 
     request: SearchRequest
     fitting: tuple[FittingCandidate, ...]  # best first
@@ -212,7 +212,7 @@ def _check_time_is_modelled(request: SearchRequest) -> None:
 def find_faster_options(
     request: SearchRequest, fitting: FittingCandidate, table: CostTable, estimator: Estimator
 ) -> FittingCandidate:
-    """Return the fastest of `fitting` and its variants with balanced stages or fewer options."""
+    """Return the fastest of `fitting` and its variants: balanced stages, or fewer options."""
     runs = balance_stages(fitting.run, table)[1:]
     stage_layouts = (plan_candidate(request, fitting.layout, fitting.options, run) for run in runs)
     balanced = (add_step_time(candidate, table) for candidate in stage_layouts if candidate.fits)
@@ -316,7 +316,7 @@ def _plan_estimated_options(
 def plan_candidate(
     request: SearchRequest, layout: Layout, options: OptionSet, run: TrainingRun | None = None
 ) -> Candidate:
-    """Plan the memory of `run`, which has `options`; `run` None = the run of `make_run`."""
+    """Plan the memory of a layout and option set; `run` None = the run from `make_run`."""
     run = make_run(request, layout, options) if run is None else run
     pins = run.memory.offload or run.optimizer.offload_fraction
     host = plan_memory(run).count_pinned_bytes(get_gpu(request.gpu)) if pins else 0

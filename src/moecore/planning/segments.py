@@ -36,7 +36,7 @@ SampledLayers = Mapping[Literal["F", "B"], Sequence[int]]
 
 
 def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, SampledLayers]:
-    """Return a run of a few layers without a pipeline, and the layers that represent each layer."""
+    """Return a run of a few layers without pipeline stages, and the sample for each full layer."""
     # The samples of the last layer's kind are its first two and its last two layers. The samples of
     # another kind are its first layer, and its first layer behind a layer of the last kind, which
     # stands for the rest of its kind. A layer prefetches weights of the next but one. So the
@@ -157,7 +157,7 @@ class Segments:
         return self.passes.get((micro_batch_idx, direction, part), ())
 
     def list_recorded_modules(self, stage: Stage, direction: Pass) -> list[str]:
-        """Return the recorded modules ("layer 3") that stand for a stage's, in the pass's order."""
+        """Return the recorded modules ("layer 3") that represent the modules of a stage's pass."""
         parts = ["embedding"] * stage.embedding
         parts += [f"layer {self.sampled_layers[direction][layer]}" for layer in stage.layers]
         parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
@@ -244,7 +244,7 @@ _run_dry_cached = lru_cache(maxsize=64)(record_step)
 
 
 class SampledRun(NamedTuple):
-    """A run of few sampled layers, and the sample that represents each layer of a complete run."""
+    """A run of a few sampled layers, and the sampled layer that represents each layer."""
 
     run: TrainingRun
     sampled_layers: SampledLayers
@@ -277,7 +277,7 @@ class SampledRun(NamedTuple):
 
 
 def make_segments(run: TrainingRun) -> Segments:
-    """Return the segments for times; the optimizer's bytes are scaled to the complete model's."""
+    """Return the segments for times, with the optimizer's bytes scaled to the complete model."""
     small = SampledRun.from_run(run)
     segments, share = (
         small.segments,

@@ -57,7 +57,7 @@ ROUNDS = 3  # micro-batches of a simulated step over the number of pipeline rank
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The time of a step of one rank."""
+    """The seconds of a step of one rank, by the part that limits it."""
 
     seconds: float  # between the ends of two steps
     parts: Parts  # the seconds by limit, without hidden work
@@ -153,7 +153,7 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
     """Return the time of a rank's step, if other ranks are as fast.
 
     Raises:
-        NotImplementedError: for products whose time on the table's GPU is not modelled.
+        NotImplementedError: for matmuls whose time on the table's GPU is not modelled.
     """
     check_arguments(time_step, locals())
     check_time_is_modelled(step.precision, table.gpu, MEMORY_ONLY)
@@ -216,7 +216,7 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
 
 
 def balance_stages(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
-    """Return the run, and copies whose pipeline layouts balance layers, embedding and loss."""
+    """Return the run and copies with other pipeline layouts, which balance the stages' times."""
     if run.pipeline is None:
         return [run]
     segments, model = make_segments(run), run.planned_model

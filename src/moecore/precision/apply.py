@@ -40,7 +40,7 @@ ROUTED_NAMES = frozenset(("experts",))
 
 
 class LinearPrecision(NamedTuple):
-    """A linear's role, and its FP8 or FP4 recipe, or the reason why it is not quantised."""
+    """The role of a linear, and its FP8 or FP4 recipe or the reason why it is not quantised."""
 
     role: Role | None  # None = the linear has no role
     recipe: Recipe | None  # None = the linear is not changed
@@ -99,8 +99,9 @@ def _list_linears(model: nn.Module) -> dict[str, nn.Linear]:
 def list_storable_linears(model: nn.Module, precision: Precision | None) -> dict[str, nn.Linear]:
     """Return the linears that `Precision.frozen_dense` stores in 4 bits, by clean module name.
 
-    They have a role, no FP8 recipe, a weight of their own, and inputs that groups of values divide.
-    `nn.MultiheadAttention` and the fused scans of Mamba layers read weights of their `out_proj`.
+    These linears have a role, no FP8 recipe and an unshared weight, and their input dim is a
+    multiple of the format's group of values. `out_proj` of `nn.MultiheadAttention` and of Mamba
+    layers is excluded, because their fused operations read its weight.
     """
     if precision is None or precision.frozen is None or not precision.frozen_dense:
         return {}
@@ -127,9 +128,9 @@ def list_storable_linears(model: nn.Module, precision: Precision | None) -> dict
 def defer_linears(model: nn.Module) -> None:
     """Change linears and shared experts in place, so that their weight gradients can be deferred.
 
-    A weight's `GradSink`, if it has one, then computes the gradient later. Linears whose class
-    overrides forward do not change. Call it after `apply_precision`, and before `shard_model`,
-    `compile_blocks` and `apply_memory_options`.
+    The `GradSink` of a weight (it receives the gradient from kernels) may then compute the gradient
+    later. Linears whose class overrides forward do not change. Call it after `apply_precision`, and
+    before `shard_model`, `compile_blocks` and `apply_memory_options`.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module).forward in PLAIN_FORWARDS:

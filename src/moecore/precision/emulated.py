@@ -101,8 +101,8 @@ class EmulatedLinearProducts(QuantisedProducts):
     def prepare(self, x: Tensor, param: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         """Return the settings and tensors of one forward; x and `training` are not used.
 
-        They have the blocks of a weight that FSDP all-gathered packed. For other weights they have
-        the amax over all shards, or None for power-of-two scales.
+        If FSDP all-gathered the weight in FP4, the result has its blocks. For other weights the
+        result has the amax over all shards, or None for power-of-two scales.
         """
         recipe = self.recipe
         with torch.no_grad():
@@ -127,7 +127,7 @@ class EmulatedLinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
-        """Return dx (None if `weight_NK` is None), and dy unchanged for `compute_weight_grad`."""
+        """Return dx, or None if `weight_NK` is None, and dy unchanged for `compute_weight_grad`."""
         if weight_NK is None:
             return None, dy_TN
         weight = _quantise_weight(weight_NK, call, transposed=True)

@@ -44,7 +44,7 @@ class HeadProducts:
     """Computes an output head's logits and the gradients of both inputs, chunk by chunk of tokens.
 
     Call `compute_logits` first for each chunk. The other methods read the hidden states that
-    `compute_logits` saves. `training` = backward follows.
+    `compute_logits` saves. If `training`, a backward follows.
     """
 
     chunks = 1  # chunks of tokens whose logits need the memory of one chunk of fp32 logits
@@ -73,8 +73,8 @@ class HeadProducts:
     ) -> Any:
         """Return softmax(logits) - one_hot(labels), for `write_d_hidden`. Overwrites the logits.
 
-        `labels_C` are columns of this rank's vocabulary, or -1. `row_max_C` and `sums_C` are
-        the maximum and the sum of exp(x - maximum) over the full vocabulary.
+        `labels_C` are indices into this rank's part of the vocabulary, or -1. `row_max_C` and
+        `sums_C` are the maximum and the sum of exp(x - maximum) over the full vocabulary.
         """
         return softmax_gradient_(logits_CV, labels_C, row_max_C, sums_C, self.hidden_CD.dtype)
 
@@ -83,7 +83,7 @@ class HeadProducts:
         torch.mm(d_logits, self.weight_VD, out=out_CD)
 
     def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, overwrites: bool) -> None:
-        """Add d_logits^T @ hidden, to `out_VD`, or overwrite `out_VD` if `overwrites`."""
+        """Add d_logits^T @ hidden to `out_VD`, or overwrite `out_VD` if `overwrites`."""
         add_product_(out_VD, d_logits.t(), self.hidden_CD, beta=0 if overwrites else 1)
 
 
@@ -148,7 +148,7 @@ class BlockwiseHeadProducts(HeadProducts):
 def find_fp8_head_problem(
     shape: Sequence[int], recipe: Recipe, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why a recipe cannot multiply a head's local weight [V, D]; None = it can."""
+    """Return the reason why a recipe cannot multiply a head's local weight [V, D], or None."""
     is_gpu = device.type == "cuda"
     if is_gpu and not has_hopper_kernels(device):
         return "its products need a GPU of Hopper and Triton"
@@ -164,7 +164,7 @@ def find_fp8_head_problem(
 def make_head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -> HeadProducts:
     """Create the object for the matmuls of a head's local weight [V, D].
 
-    `recipe` None = matmuls in the weight's dtype. `training` = backward follows. Raises a
+    `recipe` None = matmuls in the weight's dtype. If `training`, a backward follows. Raises a
     ValueError if the recipe cannot multiply the weight.
     """
     if recipe is None:

@@ -73,7 +73,7 @@ class InputCastCache:
         return InputCastCache, ()
 
     def get_operands(self, x: Tensor, user: Any, recipe: Recipe, columnwise: bool) -> OperandPair:
-        """Return x quantised for forward and, with `columnwise`, for the weight gradient.
+        """Return x quantised for forward and, if `columnwise`, for the weight gradient.
 
         The result is from the cache, unless x has changed or the linear `user` has read it before.
         """
@@ -101,7 +101,7 @@ def cast_input(
     amax: Tensor | None = None,
     new_amax: Tensor | None = None,
 ) -> OperandPair:
-    """Quantise an input x [..., K] for forward and, with `columnwise`, for the weight gradient.
+    """Quantise an input x [..., K] for forward and, if `columnwise`, for the weight gradient.
 
     `amax`, fp32 [n], determines the scale; None = x's amax. `new_amax`, fp32 [1], is raised in
     place to x's amax.
@@ -116,7 +116,7 @@ InputGrad = tuple[Tensor | None, Any]  # dx, and dy as `compute_weight_grad` tak
 
 
 class LinearCall(NamedTuple):
-    """The settings of one forward of a quantised linear, and its tensors without gradients."""
+    """The arguments of one forward of a quantised linear: operands, amax tensors and settings."""
 
     # quantised x for y, x for dw, and weight for y; None = `multiply` quantises the operand
     x_rows: Any = None
@@ -187,7 +187,7 @@ class QuantisedProducts(LinearProducts):
     def prepare(self, x: Tensor, param: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         """Return the settings of one forward, with quantised operands or the amax that scales them.
 
-        `param` is the weight, maybe a DTensor, and `weight_NK` its local tensor. `training` = the
+        `param` is the weight, maybe a DTensor, and `weight_NK` its local tensor. If `training`, the
         amax of x is recorded for delayed scaling.
         """
 
@@ -199,7 +199,7 @@ class QuantisedProducts(LinearProducts):
     @staticmethod
     @abstractmethod
     def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
-        """Return dx, None if `weight_NK` is None, and dy in the form for `compute_weight_grad`."""
+        """Return dx (None if `weight_NK` is None), and dy in the form for `compute_weight_grad`."""
 
     @override
     @classmethod
@@ -357,7 +357,7 @@ class Fp8Products(QuantisedProducts):
     @override
     @staticmethod
     def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
-        """Return dx, None if `weight_NK` is None, and dy quantised for `compute_weight_grad`."""
+        """Return dx, or None if `weight_NK` is None, and dy quantised for `compute_weight_grad`."""
         recipe = call.recipe
         operands = quantise_matrix(
             dy_TN,
@@ -403,10 +403,10 @@ def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
 
 
 def choose_amax(past_amax: Tensor | None, x: Tensor, *, has_all_amax: bool) -> Tensor | None:
-    """Return the amax for delayed scaling, fp32 [n]; None = without delayed scaling.
+    """Return the amax that determines the scale, fp32 [n]; None = without delayed scaling.
 
-    This is `past_amax`, and x's amax where a history is empty (0). With `has_all_amax` no history
-    is empty, and x is not read.
+    The result is `past_amax`, with x's amax where a history is empty (0). If `has_all_amax`, no
+    history is empty, and x is not read.
     """
     return past_amax if past_amax is None or has_all_amax else compute_amax(x, past_amax)
 
@@ -422,7 +422,7 @@ def all_reduce_max(tensor: Tensor, param: Tensor) -> Tensor:
 
 
 def find_weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
-    """Return why FP8 products of a recipe (None = any) cannot read a weight; None = they can.
+    """Return the reason why FP8 products of a recipe (None = any) cannot read a weight, or None.
 
     The text is equal on the ranks that shard the weight.
     """

@@ -18,8 +18,8 @@ from moecore.moe.stored_weights import apply_to_blocks
 class Linear(nn.Linear):
     """An `nn.Linear` that multiplies the local shard of a DTensor weight and bias.
 
-    `tp_shard_dim` is the dim of the weight that tensor parallelism shards; None = replicated.
-    `residual` = the output is added to the residual stream.
+    `tp_shard_dim` is the dim of the weight that tensor parallelism shards; None = replicated. If
+    `residual`, the output is added to the residual stream.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Linear(nn.Linear):
 
 
 class ProductLinear(nn.Linear):
-    """An `nn.Linear`, with the same state dict, whose matmuls `products` computes."""
+    """An `nn.Linear` with the same state dict; `self.products` (set later) computes the matmuls."""
 
     products: LinearProducts
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight^T + bias, in the dtype of the input, or autocast's."""
+        """Return input @ weight^T + bias, in the dtype of the input or the dtype of autocast."""
         return self.products(input, self.weight, self.bias, training=self.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -65,7 +65,7 @@ PLAIN_FORWARDS = (nn.Linear.forward, Linear.forward)
 
 
 def set_products(linear: nn.Linear, products: LinearProducts) -> None:
-    """Make `products` compute a linear's matmuls, in place: its class becomes `ProductLinear`."""
+    """Let `products` compute a linear's matmuls, in place; its class becomes `ProductLinear`."""
     if not isinstance(linear, ProductLinear):
         plain: Any = type(linear)
         linear.__class__ = _make_product_class(plain)

@@ -76,8 +76,8 @@ def store_experts_in_fp8(model: nn.Module) -> None:
 def store_experts_in_four_bits(experts: Experts, kind: FrozenFormat) -> None:
     """Store the matrices of a layer's routed experts in a 4-bit format, in place.
 
-    Parameters on meta get blocks on meta, which `to_empty` allocates. `find_storage_problem` has
-    returned None.
+    Parameters on meta get blocks on meta, which `to_empty` allocates. Call it only if
+    `find_storage_problem` returned None.
     """
     experts.reader.dequantises = True
     for attribute, k in experts.summed_dims.items():
@@ -88,7 +88,7 @@ def store_experts_in_four_bits(experts: Experts, kind: FrozenFormat) -> None:
 def store_linears_in_four_bits(model: nn.Module, precision: Precision) -> None:
     """Store the linears of `list_storable_linears` in the format `Precision.frozen`, in place.
 
-    `find_linear_storage_problem` has returned None.
+    Call it only if `find_linear_storage_problem` returned None.
     """
     for module in list_storable_linears(model, precision).values():
         assert precision.frozen is not None
@@ -226,7 +226,7 @@ def _store_blocks(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
 
 
 class FourBitProducts(LinearProducts):
-    """Matmuls of a linear whose frozen weight is stored in 4 bits, in the dtype of x or autocast's.
+    """Matmuls of a linear with a frozen 4-bit weight, computed in the dtype of x or autocast's.
 
     Forward and backward each dequantise the weight. Backward saves no tensor.
     """

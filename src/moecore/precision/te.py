@@ -69,7 +69,7 @@ class TELinearProducts(QuantisedProducts):
 
     @override
     def prepare(self, x: Tensor, param: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return a `LinearCall` with the amax tensors; ValueError if the device cannot run it."""
+        """Return a `LinearCall` with the amax tensors; ValueError if TE cannot multiply x."""
         recipe, history = self.recipe, self.history
         check_has_values(weight_NK)
         problem = te.find_recipe_problem(recipe, x.device)
@@ -109,7 +109,7 @@ class TELinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
-        """Return dx (None if `weight_NK` is None), and dy unchanged for `compute_weight_grad`."""
+        """Return dx, or None if `weight_NK` is None, and dy unchanged for `compute_weight_grad`."""
         if weight_NK is None:
             return None, dy_TN
         if not dy_TN.shape[0] or dy_TN.is_meta:

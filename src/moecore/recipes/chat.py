@@ -40,7 +40,7 @@ PROBES = ("a", "0", ".")  # a vocabulary of text has an id for one of them
 
 @dataclass(frozen=True, slots=True)
 class BorderTokens:
-    """The special tokens before and after the text of a document."""
+    """The special tokens that begin and end the text of a document."""
 
     begin: tuple[int, ...]  # such as `<s>` of Llama and Gemma
     end: tuple[int, ...]  # with the end-of-sequence token
@@ -108,7 +108,7 @@ class Example:
 
 
 def encode_record(record: Any, tokenizer: Any, *, seq_len: int, location: str) -> list[Example]:
-    """Return the examples of a data row at `location`; only a text is split into pieces."""
+    """Return the examples of a data row at `location`; a text can give several examples."""
     fields: Any = record if isinstance(record, dict) else {}
     messages, num_prompt = fields.get("messages"), 0
     prompt, completion, text = (fields.get(name) for name in ("prompt", "completion", "text"))

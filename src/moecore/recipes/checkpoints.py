@@ -28,7 +28,7 @@ def get_checkpoint_dir(args: RunConfig) -> AnyPath:
 
 
 def connect_memory(args: RunConfig) -> AnyPath | None:
-    """Return the root of the run's checkpoints in memory; None = it has none. Collective."""
+    """Return the root of the run's checkpoints in host memory; None = not used. Collective."""
     if not args.memory_checkpoint_every:
         return None
     connect_host_memory()
@@ -82,7 +82,10 @@ def _get_step(path: AnyPath) -> int:
 
 
 def open_memory_saver(args: RunConfig, job: Any) -> AbstractContextManager[Saver | None]:
-    """Return a context with the saver of a job's checkpoints in memory, or None. Collective."""
+    """Return a context with the job's `Saver` of checkpoints in host memory, or None.
+
+    Collective.
+    """
     memory = connect_memory(args)
     if memory is None:
         return nullcontext()

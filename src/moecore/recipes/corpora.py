@@ -79,7 +79,7 @@ class SourceOptions(CheckedRecord):
 
 
 def name_sources(sources: Sequence[SourceOptions]) -> tuple[SourceOptions, ...]:
-    """Return the sources with a name each.
+    """Return copies of the sources, each with a name.
 
     A source without a name gets the name of its file, without the suffix. If other sources have the
     same name, folders are added in front: a/web.jsonl and b/web.jsonl become "a/web" and "b/web".
@@ -142,7 +142,7 @@ def _open_documents(options: SourceOptions, option: str) -> Any:
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """The documents of a data set at the indices of a range; index 0 is the range's first."""
+    """A part of a data set: the documents in a range of indices, counted from its first."""
 
     documents: Any
     indices: range
@@ -211,7 +211,7 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """A function from a document (a mapping with column `field`, a text or ids) to token ids."""
+    """A function that tokenizes a document: a mapping with column `field`, a text or token ids."""
 
     tokenizer: Tokenizer
     field: str

@@ -75,7 +75,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return pad_bounds(batch) if self.args.cuda_graph else batch
 
     def check_replays(self, step: int, num_labels: Tensor, batch: Any) -> None:
-        """Replay a micro-batch if [sdc_check] says so; DivergedError for unequal bits."""
+        """Replay a micro-batch if [sdc_check] says so; DivergedError if the bits differ."""
         if self._sdc is not None:
             run = partial(self.forward_backward, num_labels)
             self._sdc_metrics = self._sdc.check(step, batch, run)
@@ -136,7 +136,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
                 print_on_rank_0(f"sample of step {step}: {text!r}")
 
     def get_data_metrics(self) -> Metrics:
-        """Return epochs of sources, "bad_lines" if sources leave out lines, and [sdc_check]'s."""
+        """Return epochs of sources, "bad_lines" (skipped) if any, and metrics of [sdc_check]."""
         epochs = self.batches.sampler.get_epochs()
         metrics = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
         metrics |= self._sdc_metrics

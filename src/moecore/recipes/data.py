@@ -97,7 +97,7 @@ class StepBatch:
 
 
 class Steps(Generic[StepT]):
-    """An endless reader of this data rank's batches: `collate(item)` of each item of `sampler`."""
+    """An endless reader of this data rank's batches, which calls `collate` on `sampler`'s items."""
 
     def __init__(self, sampler: Any, collate: Callable[[Any], StepT]) -> None:
         self.sampler, self._collate = sampler, collate
@@ -111,7 +111,7 @@ class Steps(Generic[StepT]):
 class PackedSteps(Steps[StepBatch]):
     """A reader of packed documents, in their order if `seed` is None.
 
-    `packs` False = a row has one document, and its padding belongs to that document.
+    If `packs` is False, a row has one document, and its padding belongs to that document.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class PackedSteps(Steps[StepBatch]):
 
 
 def repeat_last_bound(cu_seqlens_n: Tensor, length: int) -> Tensor:
-    """Return `cu_seqlens_n` padded to `length` entries with its last bound: empty documents."""
+    """Return `cu_seqlens_n` extended to `length` entries by its last one: empty documents."""
     num_copies = length - cu_seqlens_n.shape[-1]
     return torch.cat(
         [cu_seqlens_n, cu_seqlens_n[..., -1:].expand(*cu_seqlens_n.shape[:-1], num_copies)], -1
@@ -170,7 +170,7 @@ def repeat_last_bound(cu_seqlens_n: Tensor, length: int) -> Tensor:
 
 
 class RandomSteps:
-    """A reader of uniformly random tokens, to measure speed. Its `sampler` is the reader."""
+    """Reads uniformly random tokens as batches, to measure speed; `sampler` is this object."""
 
     def __init__(self, vocab_size: int, shape: BatchShape, *, seed: int, data_rank: int) -> None:
         self._vocab_size, self._shape = vocab_size, shape

@@ -105,7 +105,7 @@ def export_config(hf_config: Path, rotary: RotaryOptions, config: DecoderConfig)
 
 
 def choose_balance(moe: MoEConfig) -> dict[str, Any]:
-    """Return the default fields of [balance]: a global-batch loss, or the quantile update."""
+    """Return the default fields of [balance]: a global-batch loss, or the quantile bias update."""
     if not moe.expert_bias:
         return {"micro_batch_coef": 0.0, "global_batch_coef": 0.05}
     if moe.score_function == "sigmoid" and moe.top_groups == moe.num_groups:

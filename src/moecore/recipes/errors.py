@@ -21,7 +21,7 @@ ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
 
 
 class DivergedError(RuntimeError):
-    """Raised on every rank for lasting nan or inf, spikes after rollbacks, or unequal replays."""
+    """Raised on every rank if nan, inf or spikes do not end, or a replay gives other bits."""
 
 
 class RewardError(RuntimeError):

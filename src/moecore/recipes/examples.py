@@ -29,7 +29,7 @@ RowEncoder = Callable[[Row, Any, int, DatasetOptions, ColumnNames], Sequence[Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examples:
-    """The training examples of data files, and counts of rows and examples that are left out."""
+    """The training examples of data files, and numbers of rows and examples that were skipped."""
 
     examples: list[Any]  # of at most seq_len tokens, each with an answer
     num_rows: int  # with rows that are left out
@@ -38,7 +38,7 @@ class Examples:
 
     @property
     def report(self) -> str:
-        """Text with counts of rows and tokens, and one line for each of the first left-out rows."""
+        """Text: numbers of rows and tokens, and a line for each of the first skipped rows."""
         num_tokens = sum(count_tokens(example) for example in self.examples)
         lines = [f"{self.num_rows} rows, {num_tokens} tokens in {len(self.examples)} examples"]
         lines += [f"left out: {problem}" for problem in self.problems[:MAX_PLACES]]

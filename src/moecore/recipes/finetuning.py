@@ -97,13 +97,13 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
     def run_micro_batches(
         self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
     ) -> Tensor:
-        """Run micro-batches of tensors; return their summed losses divided by `num_labels`."""
+        """Run micro-batches of tensors; return the sum of their losses, divided by `num_labels`."""
         return self.owner.forward_backward(self.make_inputs(num_labels, micro_batches)).sum()
 
     def make_inputs(
         self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
     ) -> list[dict[str, Any]]:
-        """Return the forward arguments of micro-batches, whose losses `num_labels` divides."""
+        """Return the forward arguments of micro-batches; each loss is divided by `num_labels`."""
         return [make_causal_lm_inputs(num_labels, *parts) for parts in micro_batches]
 
     @torch.no_grad()
@@ -175,7 +175,7 @@ class PreferenceTuning(FineTuning):
         self._metrics: Metrics = {}
 
     def forward_backward(self, num_labels: Tensor, batch: Any) -> Tensor:
-        """Run forward and backward; return the mean loss of examples, divided by data ranks."""
+        """Run forward and backward; return the mean loss of examples, divided by the data ranks."""
         rollouts = self.prepare_rollouts(batch)
         result = self.engine.forward_backward(rollouts, self.objective)
         self._metrics = self.compute_rewards(result.scores.log_probs_N, rollouts)
@@ -225,7 +225,7 @@ class PreferenceTuning(FineTuning):
 
 @dataclass(kw_only=True)
 class UnpairedTuning(PreferenceTuning):
-    """The job of objective "kto": completions that have a label, desirable or not."""
+    """The job of objective "kto": completions with a label, desirable or undesirable."""
 
     unit = "completion"
     options = KTO
@@ -266,7 +266,7 @@ class UnpairedTuning(PreferenceTuning):
 
 @dataclass(kw_only=True)
 class DistillationTuning(FineTuning):
-    """The job of objective "distill": answers, and the logits of a frozen teacher."""
+    """The job of objective "distill": answers, and a frozen teacher's logits for them."""
 
     reference: Any  # the teacher
     objective: Distillation

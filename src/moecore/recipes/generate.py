@@ -119,7 +119,7 @@ def find_or_convert_directory(path: Path, target: Path) -> Path:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]:
-    """Return the token ids of a prompt; `is_chat` puts the prompt into the chat template."""
+    """Return the token ids of a prompt; if `is_chat`, of the prompt in the chat template."""
     if is_chat and (tokenizer.hf is None or not tokenizer.hf.chat_template):
         raise ValueError("--chat must go with a tokenizer that has a chat template: drop it")
     try:

@@ -67,7 +67,7 @@ class WallTime:
         return min(1.0, self.seconds.get(STEPS, 0.0) / total)
 
     def save(self, *, is_forced: bool = True) -> None:
-        """Write the file; with `is_forced` False, at most once in five seconds."""
+        """Write the file; if `is_forced` is False, at most once in five seconds."""
         if not is_forced and time.monotonic() < self._next_save:
             return
         self._next_save = time.monotonic() + SAVE_S

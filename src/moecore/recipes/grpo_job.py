@@ -142,7 +142,7 @@ def read_prompts(
 def make_prompt_steps(
     prompts: Sequence[Prompt], *, rows: int, data_rank: int, data_ranks: int, seed: int
 ) -> Steps[list[Prompt]]:
-    """Return a reader of at most `rows` prompts of this rank a step; an epoch has each once."""
+    """Return a reader of at most `rows` prompts of this rank per step, each once per epoch."""
     sampler = PackedBatchSampler(
         [1] * len(prompts), 1, rows=rows, data_rank=data_rank, data_ranks=data_ranks, seed=seed
     )
@@ -169,7 +169,7 @@ class SamplingOptions(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A rank's completions of one step: rollouts with advantages, and a reward each, fp32 [n]."""
+    """A rank's sampled completions of one step: rollouts with advantages, and rewards, fp32 [n]."""
 
     rollouts: Rollouts
     rewards_n: Tensor
@@ -303,6 +303,6 @@ class Reinforcement(TrainingJob[Samples]):
 
 
 def cut_after_end(response: list[int], end_ids: set[int]) -> list[int]:
-    """Return the tokens of a response up to and including its first token of `end_ids`."""
+    """Return the tokens of a response up to and including the first that is in `end_ids`."""
     place = next((i for i, token in enumerate(response) if token in end_ids), len(response))
     return response[: place + 1]

@@ -49,7 +49,7 @@ Record = Mapping[str, Any]
 
 
 class HangWatch:
-    """Watches the phases of this rank's steps, and ends all ranks when a phase does not end.
+    """Watches the phases of this rank's steps, and ends all ranks if a phase does not end.
 
     `timeout` is in seconds; None = nine tenths of the process group's timeout.
     """
@@ -146,7 +146,7 @@ def read_flight_recorder() -> list[dict[str, Any]]:
 
 
 def summarize_collectives(entries: Sequence[Record]) -> dict[str, Any]:
-    """Return "last", a map of group to its last number, and "waits", the first open collective.
+    """Return "last", {group: number of its last collective}, and "waits", the first open one.
 
     "waits" is [group, number, operation], or None if all collectives are complete.
     """
@@ -192,7 +192,7 @@ def _list_late_ranks(record: Record, records: Sequence[Record]) -> list[int]:
 
 
 def format_report(records: Sequence[Record], num_ranks: int, timeout: float) -> str:
-    """Return the report: the missing ranks in the first line, then a line for equal records."""
+    """Return the report: missing ranks in the first line, then a line per set of equal records."""
     missing = find_missing_ranks(records, num_ranks)
     cause = f"other ranks wait for {_format_ranks(missing)}" if missing else "all ranks wait"
     lines = [

@@ -92,7 +92,7 @@ def read_config(path: Path, option: str = "--model") -> Any:
 
 
 def load_weights(args: Any, model: nn.Module, device: str, *, cast: bool) -> None:
-    """Allocate a sharded model, load --model (`cast` = of any dtype), and init LoRA. Collective."""
+    """Allocate a sharded model, load --model (if `cast`, of any dtype), init LoRA. Collective."""
     materialize(model, device=device)
     with name_option_in_errors("--model"), show_progress("loading weights", unit="B") as report:
         load_hf(args.model, model, cast=cast, progress=report)
@@ -118,12 +118,12 @@ def build_hf_model(config: Any, path: Path, dtype: torch.dtype = torch.float32) 
 
 
 def can_pack_documents(hf: nn.Module) -> bool:
-    """Return whether a model can keep several documents of a row separate."""
+    """Return whether a model can keep several documents in one row separate."""
     return find_packing_problem(hf) is None
 
 
 def find_decoder_config(path: Path) -> DecoderConfig | None:
-    """Return the decoder config of a directory, for FLOPs; None = no decoder for this family."""
+    """Return the decoder config of a directory, to count FLOPs; None = family not supported."""
     try:
         return decoder_config_from_hf(path)
     except (ValueError, NotImplementedError):  # a family, or a field of one, without

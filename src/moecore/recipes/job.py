@@ -27,10 +27,10 @@ from moecore.train.step import TrainStep
 
 
 class StepData(Protocol):
-    """The batch of one data rank for one optimizer step."""
+    """Protocol of the batch of one data rank for one optimizer step."""
 
     def count_labels_and_tokens(self) -> Tensor:
-        """Return int64 [4]: labels in the loss, tokens, and two counts that depend on the class."""
+        """Return int64 [4]: labels in the loss, tokens, and two counts that the class defines."""
 
 
 BatchT = TypeVar("BatchT", bound=StepData)
@@ -94,7 +94,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         """Return this data rank's batch for a step; the first step is 1."""
 
     def drop_batch(self, step: int) -> None:
-        """Read and ignore a batch that a rollback removed; `step` is the step that had it."""
+        """Read and ignore the batch of step `step`, which a rollback has removed from the run."""
         self.next_batch(step)
 
     def check_replays(self, step: int, num_labels: Tensor, batch: BatchT) -> None:

@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 
 
 def exit_at_interrupt() -> None:
-    """Make SIGINT end this process, unless SIGINT is ignored, as in a shell's background."""
+    """Make SIGINT end this process, unless it is ignored, as for a shell's background jobs."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 
 class StopRequest:
-    """The first SIGINT or SIGTERM of a process as `number` (0 = none), read between steps."""
+    """The first SIGINT or SIGTERM that a process received, as `number` (0 = none)."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -78,9 +78,9 @@ class Terminated(BaseException):
 def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     """Run `run_rank(args)` in `world_size` processes in torchrun's environment; wait for them.
 
-    No rank outlives this process, whatever ends the process: SIGTERM and Ctrl-C reach the ranks
-    first. Ranks that train then save a checkpoint; a second signal does not wait for it. `run_rank`
-    is a function at the top of a module, which returns an exit code. `args` must pickle.
+    No rank outlives this process. SIGTERM and Ctrl-C are sent to the ranks first. Ranks that train
+    then save a checkpoint; at a second signal they end without it. `run_rank` is a function at the
+    top of a module, which returns an exit code. `args` must pickle.
 
     Returns:
         0, the first exit code of a rank that is not 0, or 128 + the signal.

@@ -201,8 +201,9 @@ def run_stage(
 def train(job: TrainingJob[Any]) -> int:
     """Train to the last step; return 0, or 128 + the signal if a signal ended the training.
 
-    A signal ends the training after a step, with a checkpoint unless `checkpoint_every` is 0.
-    `ROLLED_BACK` = spikes have ended the training. No checkpoint is saved while spikes last.
+    A signal ends the training after a step, with a checkpoint unless `checkpoint_every` is 0. The
+    result is `ROLLED_BACK` if spikes have ended the training. No checkpoint is saved while spikes
+    last.
     """
     args, queue, has_checkpoint = job.args, deque[LaunchedStep](), job.start > 0
     with (
@@ -294,7 +295,7 @@ def measure_wall_time(report: RunReport | None, category: str) -> AbstractContex
 
 
 def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> LaunchedStep:
-    """Launch one optimizer step, without waiting for a GPU; `stops` is sent to all ranks."""
+    """Launch one optimizer step without waiting for a GPU; flag `stops` is sent to all ranks."""
     args, began = job.args, Moment(job.device)
     lr = args.optimizer.lr * job.stage.compute_rate_factor(args.schedule, step)
     for group in (group for optimizer in job.optimizers for group in optimizer.param_groups):
@@ -348,7 +349,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
 def report_steps(
     job: TrainingJob[Any], queue: deque[LaunchedStep], report: RunReport | None, *, pending: int = 0
 ) -> None:
-    """Remove and report all but the newest `pending` steps of `queue`, on rank 0 in `report`."""
+    """Remove all but the newest `pending` steps of `queue`; rank 0 writes them to `report`."""
     while len(queue) > pending:
         launched = queue.popleft()
         step = launched.step
@@ -377,7 +378,7 @@ def report_steps(
 
 
 def describe_ranks(job: TrainingJob[Any], *notes: str) -> str:
-    """Return text with the number and device of the ranks, the degrees above 1, and `notes`."""
+    """Return text: the number and device of the ranks, the degrees above 1, then `notes`."""
     p = job.meshes.parallel
     degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
     details = ", ".join([degrees or "no sharding", *notes])

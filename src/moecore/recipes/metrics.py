@@ -90,7 +90,7 @@ class LaunchedStep:
 
 
 def get_expert_loads(metrics: Metrics, layer: str) -> list[float]:
-    """Return each expert's load divided by the layer's mean; [] = the metrics lack the layer."""
+    """Return each expert's load divided by the layer's mean load; [] = no metrics of the layer."""
     names = (f"expert_load/{layer}/{e}" for e in itertools.count())
     return [metrics[name] for name in itertools.takewhile(metrics.__contains__, names)]
 
@@ -108,7 +108,7 @@ def drop_expert_loads(metrics: Metrics) -> Metrics:
 
 
 def compute_rank_load(loads_E: list[float], ep: int) -> float:
-    """Return the largest load of the `ep` ranks, of E / ep experts each, over their mean load."""
+    """Return the largest load of `ep` ranks, with E / ep experts each, divided by the mean."""
     num_local = len(loads_E) // ep
     ranks = [sum(loads_E[first : first + num_local]) for first in range(0, len(loads_E), num_local)]
     return max(ranks) / max(sum(ranks) / ep, 1e-9)
@@ -138,7 +138,7 @@ def compute_padding_and_mfu(
 
 
 def compute_flops(config: DecoderConfig, num_tokens: int, num_pairs: int) -> float:
-    """Return the FLOPs of forward and backward; `num_pairs` sums squared document lengths."""
+    """Return the FLOPs of forward and backward; `num_pairs` = sum of squared document lengths."""
     linear = flops_per_token(config, 0)
     return num_tokens * linear + num_pairs * (flops_per_token(config, 1) - linear)
 

@@ -137,7 +137,7 @@ class RunConfig:
         return self.global_batch_size // rows
 
     def get_degree(self, name: str) -> int:
-        """Return a parallel degree such as "pp", or 1 if the degree is not set or -1."""
+        """Return a parallel degree, such as that of "pp"; 1 if the degree is not set or -1."""
         return max(1, int(self.parallel.get(name, 1)))
 
     def make_parallel_config(self, world_size: int, *, num_experts: int) -> ParallelConfig:
@@ -229,7 +229,7 @@ class ShardedConfig(RunConfig):
         return replace(self.memory, stash=stash)
 
     def make_pipeline_options(self) -> PipelineConfig | None:
-        """Return the options of pipeline stages, None if --pp is 1; ValueError if some are set."""
+        """Return the options of pipeline stages; None if --pp is 1, ValueError if they are set."""
         pp = self.parallel.get("pp")
         if self.get_degree("pp") > 1:
             return self.pipeline or PipelineConfig()
@@ -260,7 +260,7 @@ class ShardedConfig(RunConfig):
         return replace(self.fsdp, param_dtype=dtype)
 
     def make_dispatch_options(self, max_tokens: int | None = None) -> DispatchOptions:
-        """Return the options of token dispatch; `max_tokens` is for `NVLinkOptions` without it."""
+        """Return the options of token dispatch; `max_tokens` is a default of `NVLinkOptions`."""
         nvlink, name = self.nvlink, self.sharding.dispatcher
         if max_tokens is not None and (nvlink or name in ("auto", "nvlink", "hierarchical")):
             nvlink = nvlink or NVLinkOptions()

@@ -138,7 +138,7 @@ def flatten_tables(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def format_toml(config: Any) -> str:
-    """Return the options of a command as TOML that `parse` reads; options of None are left out."""
+    """Return the options of a command as TOML that `parse` reads, without options that are None."""
     lines: dict[str, list[str]] = {"": []}
     config_class: Any = type(config)
     for option in list_options(config_class):

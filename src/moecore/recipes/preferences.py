@@ -27,7 +27,7 @@ from moecore.rl import Rollouts
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two sequences with the same prompt, one preferred; the tokens of completions are learned."""
+    """Two sequences with one prompt, of which one is preferred; completion tokens are learned."""
 
     preferred: Example
     rejected: Example
@@ -39,7 +39,7 @@ class Preference:
 
     @property
     def num_answers(self) -> int:
-        """The number of tokens of the shorter completion; 0 = the pair cannot be compared."""
+        """The number of tokens of the shorter completion; 0 = the pair cannot be used."""
         return min(part.num_answers for part in self.parts)
 
     def cut(self, seq_len: int) -> Preference:

@@ -65,7 +65,8 @@ NAMES = {
 class RunReport:
     """Writes a run's progress bar, metrics, curves and alarms, on rank 0.
 
-    Earlier starts completed `start` steps. A loss is a mean over units of text such as "byte".
+    Earlier starts of the run completed `start` steps. A loss is a mean per unit of text, such as
+    "byte".
     """
 
     def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:
@@ -163,7 +164,7 @@ def make_run_dir(path: Path) -> None:
 
 
 def truncate_metrics(path: Path, step: int) -> float:
-    """Remove damaged lines and steps after `step` from a file; return these steps' seconds."""
+    """Remove damaged lines and steps after `step` from a file; return the seconds of the steps."""
     lines, num_damaged = read_metrics(path)
     if num_damaged:
         print(f"{path}: dropped {num_damaged} damaged line(s)", flush=True)

@@ -40,9 +40,9 @@ def resume(
 ) -> int:
     """Load a run's newest checkpoint, if any; return its step, or 0 without one. Collective.
 
-    Raises ValueError unless the checkpoint has `facts` and a position in the same data, which the
-    options `chosen_by` determine. If the checkpoint ends the stage before `stage`, the data and the
-    rotary embedding may differ.
+    Raises ValueError unless the checkpoint has the values `facts` and a position in the same data.
+    `chosen_by` names the options that determine the data. If the checkpoint ends the stage before
+    `stage`, the data and the rotary embedding may differ.
     """
     newest = find_newest_checkpoint(args)
     if newest is None:

@@ -34,8 +34,9 @@ ROLLED_BACK = -1  # the exit status of a stage that starts again from the last c
 class SpikeStreak:
     """Counts consecutive spikes, with equal results on all ranks.
 
-    A step has a spike if it was skipped because of its gradient norm, or if its loss is nan or
-    above the limit of `SpikeLimit` for the losses before it. `options` None = nothing is counted.
+    A step has a spike if it was skipped because of its gradient norm. It also has a spike if its
+    loss is nan, or above the limit of `SpikeLimit` for the losses before it. If `options` is None,
+    nothing is counted.
     """
 
     def __init__(self, options: SpikeOptions | None, losses: Iterable[float] = ()) -> None:
@@ -47,7 +48,7 @@ class SpikeStreak:
 
     @property
     def is_persistent(self) -> bool:
-        """Whether there have been as many spikes in a row as a rollback needs."""
+        """Whether the number of consecutive spikes is sufficient for a rollback."""
         return 0 < self._after <= self.length
 
     def may_roll_back(self, *, has_checkpoint: bool) -> bool:
@@ -57,7 +58,7 @@ class SpikeStreak:
         return self.is_persistent
 
     def record(self, step: int, metrics: Metrics) -> None:
-        """Count a step. After `is_persistent`, further steps change nothing."""
+        """Count a step. Once `is_persistent` is True, further steps change nothing."""
         if not self._after or self.is_persistent:
             return
         is_overflow = "loss_scale" in metrics and not math.isfinite(metrics["grad_norm"])
@@ -71,7 +72,7 @@ class SpikeStreak:
 
 
 class LeftOut:
-    """The batches that a run skips after rollbacks, as ranges of first and last batch."""
+    """The batches that a run skips after rollbacks, as ranges [first batch, last batch]."""
 
     def __init__(self, ranges: Sequence[Sequence[int]]) -> None:
         self._batches = sorted({n for first, last in ranges for n in range(first, last + 1)})
@@ -101,7 +102,7 @@ def check_rollback(stages: Iterable[RunConfig]) -> None:
 
 
 def read_history(args: RunConfig, step: int) -> tuple[list[list[int]], list[float]]:
-    """Return the ranges of left-out batches and the losses in metrics.jsonl, up to a step."""
+    """Return the ranges of skipped batches, and the losses in metrics.jsonl, up to a step."""
     lines, _ = read_metrics(Path(args.run_dir, METRICS)) if step else ([], 0)
     lines = [line for line in lines if line["step"] <= step]
     ranges = [numbers for line in lines for numbers in line.get(LEFT_OUT, [])]
@@ -109,7 +110,7 @@ def read_history(args: RunConfig, step: int) -> tuple[list[list[int]], list[floa
 
 
 def roll_back(args: RunConfig, spikes: SpikeStreak, left_out: LeftOut) -> None:
-    """Write which batches the next start from the last checkpoint leaves out. Collective."""
+    """Write to a file which batches the next start from the last checkpoint skips. Collective."""
     last = spikes.last_step
     numbers = [left_out.find_batch(step) for step in (last - spikes.length + 1, last)]
     path, step = Path(args.run_dir, METRICS), read_latest_step(args)

@@ -142,7 +142,7 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
 def convert_to_form(
     columns: dict[str, Any], row_format: RowFormat, location: str
 ) -> dict[str, Any]:
-    """Return a row's columns in a form of chat.py, or unchanged if "auto" finds no format."""
+    """Return a row's columns in a form that chat.py reads; "auto" may leave them unchanged."""
     formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
     kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)
     if kind is None and row_format != "auto":

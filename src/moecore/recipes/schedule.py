@@ -56,7 +56,7 @@ class LearningRateSchedule(CheckedRecord):
     def compute_factor(
         self, step: int, *, num_steps: int, count_steps: Callable[[int], int]
     ) -> float:
-        """Return a step's learning rate over the peak; `count_steps` converts tokens to steps."""
+        """Return a step's learning rate / the peak rate; `count_steps` converts tokens to steps."""
         total = self.schedule_steps or num_steps
         warmup = self.warmup_steps
         if self.warmup_tokens is not None:
@@ -76,7 +76,7 @@ class LearningRateSchedule(CheckedRecord):
 
 
 def is_due(step: int, *, every: int, last_step: int) -> bool:
-    """Return whether an event is due: each `every` steps and at the last step; 0 = never."""
+    """Return whether an event is due: each `every` steps (0 = never) and at the last step."""
     return every > 0 and (step % every == 0 or step == last_step)
 
 
@@ -166,7 +166,7 @@ class StepSizes:
 def iterate_equal_steps(
     ramp: BatchRamp, *, first_step: int, rows: int, seq_len: int, tokens_before: int
 ) -> Iterator[EqualSteps]:
-    """Yield the ranges of steps with equal rows; `rows` is their number after the ramp."""
+    """Yield the ranges of steps with equal numbers of rows; after the ramp a step has `rows`."""
     if ramp.ramp_start is None or ramp.ramp_increment is None or ramp.ramp_tokens is None:
         yield EqualSteps(first_step, rows, seq_len)
         return
@@ -240,7 +240,10 @@ class TrainingStage:
         }
 
     def is_previous_stage(self, step: int, saved_name: str | None) -> bool:
-        """Return whether this checkpoint ends the stage before; ValueError for another stage's."""
+        """Return whether the checkpoint of `step` ends the stage before this stage.
+
+        Raises ValueError if the checkpoint is of another stage.
+        """
         if (saved_name or "") == self.name:
             return False
         if step != self.begin:

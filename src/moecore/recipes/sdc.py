@@ -151,7 +151,7 @@ class SDCCheck:
 
 
 def find_difference(a: Tensor, b: Tensor) -> float:
-    """Return the position of the first difference of checksums; inf = equal, up to zeros."""
+    """Return the index of the first difference of checksums, padded with zeros; inf = equal."""
     size = max(len(a), len(b))
     positions = (F.pad(a, (0, size - len(a))) != F.pad(b, (0, size - len(b)))).nonzero()
     return float(positions[0]) if len(positions) else math.inf

@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 
 
 class PhaseTimer:
-    """Measures the phases of one step on this rank, without collectives."""
+    """Measures the seconds of each phase of a step on this rank, excluding collectives."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,7 +54,7 @@ class PhaseTimer:
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Return a context whose duration without collectives is the time of `phase`."""
+        """Return a context whose duration, excluding collectives, is the time of `phase`."""
         device = CPU if phase == DATA else self._device
         stream = torch.cuda.current_stream() if device.type == "cuda" else None
         thread, waits = threading.get_ident(), list[Span]()
@@ -98,7 +98,7 @@ class PhaseTimer:
 
 
 class Stragglers:
-    """Compares the times of phases over ranks. Collective to construct."""
+    """Compares the times of a step's phases between ranks. Collective to construct."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -30,7 +30,10 @@ from moecore.rl.totals import Totals
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
-    """Values of the tokens of rollouts, on the device and detached; None = not requested."""
+    """Log-probabilities, entropies and routes of rollout tokens, on the device and detached.
+
+    A field is None if it was not requested.
+    """
 
     log_probs_N: Tensor  # fp32, of response tokens given the tokens before them; 0 elsewhere
     entropy_N: Tensor | None  # fp32, of each response token's distribution, in nats
@@ -49,7 +52,7 @@ class RolloutBatch:
     local_tokens: slice = field(default_factory=lambda: slice(None))
 
     def make_empty_scores(self, *, entropy: bool) -> TokenScores:
-        """Return scores of 0 for the tokens of `rollouts`, with entropies if requested."""
+        """Return scores of 0 for the tokens of `rollouts`, with entropies if `entropy`."""
         device = self.rows[0].token_idx_N.device
         zeros_N = torch.zeros(len(self.rollouts.tokens_N), device=device, dtype=torch.float32)
         return TokenScores(log_probs_N=zeros_N, entropy_N=zeros_N.clone() if entropy else None)
@@ -68,7 +71,8 @@ def schedule_batch(
 ) -> RolloutBatch:
     """Return a batch of all data ranks' rollouts, with a row for each round. Collective.
 
-    `limits` are of cp 1. Raises a ValueError, equal on all ranks, if a sequence is too long.
+    `limits` are the row limits for cp 1. Raises a ValueError, equal on all ranks, if a sequence is
+    too long.
     """
     local_values = {"cu_seqlens": rollouts.cu_seqlens.diff(), **rollouts.get_token_values()}
     parts = [{name: value.cpu() for name, value in local_values.items()}]

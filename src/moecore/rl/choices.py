@@ -151,7 +151,7 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
 def convert_from_engine_indices(
     indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
 ) -> dict[str, Tensor]:
-    """Convert an engine's expert ids (-1 = no choice) to this rank's {layer name: int32 [T, K]}.
+    """Convert an inference engine's ids (-1 = none) to this rank's {layer name: int32 [T, K]}.
 
     `engine_layers` names each of the engine's layers; None skips a layer.
     """
@@ -197,7 +197,10 @@ def convert_from_engine_indices(
 def convert_to_engine_indices(
     choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer], batch_size: int
 ) -> list[Tensor]:
-    """Return each recorded forward's ids, int32 [B, S, L, K]. Collective over tp and cp."""
+    """Return each recorded forward's ids as an engine stores them, int32 [B, S, L, K].
+
+    B sequences have S tokens, in L layers with K experts per token. Collective over tp and cp.
+    """
     check_choices(choices, layers)
     forwards = {name: len(choices[name]) for name in layers}
     if len(set(forwards.values())) > 1:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveResult:
-    """Result of `Engine.forward_backward`."""
+    """The loss and the log-probabilities that `Engine.forward_backward` returns."""
 
     loss: Tensor  # fp32 scalar, the mean over the global batch, equal on every rank
     scores: TokenScores  # of this data-parallel rank's tokens, by the policy of this forward

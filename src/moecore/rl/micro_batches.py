@@ -31,7 +31,7 @@ from moecore.rl.rollouts import PER_TOKEN, Rollouts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLimits:
-    """Length limits of the row of a micro-batch."""
+    """Length limits of the packed row of a micro-batch, in tokens."""
 
     max_tokens: int  # of a row, before cp and tp split the row
     cp: int
@@ -89,12 +89,12 @@ class RolloutRow:
     is_first: bool = True  # False = another data rank returns the row's loss and scores
 
     def scatter_to_tokens(self, values_BT: Tensor) -> Tensor:
-        """Return [N]: the value at the position of [1, T] that predicts the token, or 0."""
+        """Return [N]: for each token, `values_BT` at the position that predicts it, or 0."""
         values_N = values_BT.new_zeros(len(self.token_idx_N))
         return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
 
     def gather_at_positions(self, values_N: Tensor, padding_value: float) -> Tensor:
-        """Return [T, ..]: the value in `values_N` of each position's token, or `padding_value`."""
+        """Return [T, ..]: the entry of `values_N` for each position's token, or `padding_value`."""
         values_T = values_N.new_full(
             (len(self.local_token_idx_T), *values_N.shape[1:]), padding_value
         )

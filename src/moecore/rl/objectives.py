@@ -155,8 +155,8 @@ class PPO(CheckedRecord):
     def compute_log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
         """Return each token's log-probability minus the sampling policy's, fp32 [N].
 
-        Without `old_log_probs_N` the detached `log_probs_N` are subtracted: the value is 0, with a
-        gradient.
+        If `old_log_probs_N` is None, the detached `log_probs_N` are subtracted: the value is 0, but
+        it has a gradient.
         """
         old_N = rollouts.old_log_probs_N
         return log_probs_N - (log_probs_N.detach() if old_N is None else old_N)

@@ -113,7 +113,7 @@ class RoutedLayers:
         return routes_NLK
 
     def replay_rows(self, rows: Sequence[RolloutRow]) -> AbstractContextManager[None]:
-        """Return a context in which forward i replays the routes of `rows[i]`, if given."""
+        """Return a context in which forward i replays the routes of `rows[i]`, if it has routes."""
         if self.replay is None or rows[0].rollouts.routes_NLK is None:
             return nullcontext()
         routes = [row.rollouts.routes_NLK for row in rows]

@@ -71,8 +71,8 @@ class _TapeForward:
 class TapeReplay:
     """The replay of recorded expert choices in one `with replay.replay(...)` context.
 
-    The mappings have layer names as keys. `weights` None = the routers compute weights.
-    `fills_missing` = routers choose for tokens whose ids are all -1. Each forward replays entry
+    The mappings have layer names as keys. If `weights` is None, routers compute weights. If
+    `fills_missing`, routers choose for tokens whose ids are all -1. Each forward replays entry
     `selected` of each list; None = the next entry.
     """
 
@@ -98,7 +98,7 @@ class TapeReplay:
         self._hooks: list[Any] = []
 
     def start_replay(self) -> None:
-        """Start the replay: set `tape` of each router, and hook the model's forwards."""
+        """Set the replay as `tape` of each router, and register hooks on the model's forwards."""
         self._hooks = [
             self.model.register_forward_pre_hook(self._begin_forward),
             self.model.register_forward_hook(self._end_forward),
@@ -106,7 +106,7 @@ class TapeReplay:
         self._install_tapes()
 
     def end_replay(self) -> None:
-        """Remove the tapes and hooks; later backwards still replay: see Note [late backward]."""
+        """Remove the replay from routers, and the hooks. Later backwards still replay."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.selected, self._current_forward = [], None, None
@@ -135,7 +135,7 @@ class TapeReplay:
                 )
 
     def take_entry_idx(self, layer_name: str) -> int | None:
-        """Return which recorded entry this call of a layer replays; None = the replay has ended."""
+        """Return the index of the entry that this call of a layer replays; None = replay ended."""
         if is_inside_backward():  # the entry that the recomputed forward replayed: Note [pairing]
             while self._entered_nodes:
                 _mark_upstream_nodes(self._entered_nodes.pop())
@@ -276,7 +276,7 @@ def _mark_upstream_nodes(node: Any) -> None:
 
 
 def remove_tapes(tapes: Mapping[Router, Any]) -> None:
-    """Remove these recorders or replays from their routers; another recorder or replay remains."""
+    """Remove these recorders or replays from their routers; newer ones are not removed."""
     for router, tape in tapes.items():
         if router.tape is tape:
             router.tape = None

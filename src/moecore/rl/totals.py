@@ -26,7 +26,7 @@ from moecore.rl.rollouts import PER_TOKEN, Rollouts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """Totals of a batch: of one data-parallel rank, or of the global batch."""
+    """Micro-batches, weights and responses of a batch, on one data rank or of the global batch."""
 
     num_micro_batches: int  # of each rank; in the global totals, the maximum over ranks
     weight: float  # sum of the weights of response tokens
@@ -137,7 +137,7 @@ def compute_totals(rollouts: Rollouts, num_micro_batches: int, group_size: int) 
 
 
 def compute_shares(rollouts: Rollouts, mean: Mean, totals: Totals, loss_factor: float) -> Tensor:
-    """Return `loss_factor` times each token's weight in the global mean of losses, fp32 [N]."""
+    """Return fp32 [N], `loss_factor` times each token's weight in the global mean of the loss."""
     weights_N = _compute_weights(rollouts)
     if mean == "token":
         # This order, because a factor over weights of 1e-308 overflows.

@@ -107,7 +107,7 @@ def move_experts(
 def restore_expert_order(model: nn.Module, optimizers: Optimizers | None) -> Iterator[None]:
     """Return a context with experts in the model's order. Collective if experts were moved.
 
-    `optimizers` may leave out optimizers whose state the context neither reads nor writes.
+    `optimizers` needs only the optimizers whose state is read or written inside the context.
     """
     orders = {
         m: _get_order(m)

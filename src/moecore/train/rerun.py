@@ -53,7 +53,7 @@ class Reruns:
     def run_until_rows_fit(
         self, run_step: Callable[[], T], drop_step: Callable[[], None], tapes: Sequence[ChoiceTape]
     ) -> T:
-        """Call `run_step` until token rows fit on all ranks; return the last result."""
+        """Repeat `run_step` (after `drop_step`) until rows fit on all ranks; return its result."""
         # Each run has one all-reduce, for which the host waits. Layers in CUDA graphs have none.
         is_graphed = any(capacity.is_graphed for capacity in self._capacities)
         if is_graphed or not self._is_limited_on_any_rank:
@@ -98,7 +98,7 @@ class Reruns:
 
     @contextmanager
     def watch_shortages(self, reaction: Watch) -> Iterator[None]:
-        """Return a context in which a full buffer repeats ("reruns") or skips a step ("skips")."""
+        """Return a context in which rows above a capacity repeat ("reruns") or skip the step."""
         with ExitStack() as stack:
             for capacity in self._capacities:
                 stack.enter_context(capacity.watch_shortages(reaction))
@@ -107,7 +107,7 @@ class Reruns:
     def raise_visible_errors(self, *, skips: bool) -> None:
         """Raise an ExchangeError that the host already sees. No host sync.
 
-        With `skips`, too many rows are not an error, because the step is skipped.
+        If `skips`, rows above a capacity are no error, because their step is skipped.
         """
         for capacity in self._capacities:
             capacity.end_step(skips=skips)

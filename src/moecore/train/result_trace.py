@@ -31,7 +31,7 @@ from moecore.parallel.model.parallel_state import list_engines, list_parallel_st
 
 
 class ResultTrace:
-    """Checksums of results and their places, such as "forward, output of layers.1"."""
+    """Checksums of results, each with a name such as "forward, output of layers.1"."""
 
     def __init__(self) -> None:
         self.places: list[str] = []

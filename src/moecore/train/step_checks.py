@@ -74,7 +74,7 @@ def check_micro_batch(progress: Progress, *, has_stages: bool) -> None:
 
 
 def check_micro_batches(progress: Progress) -> None:
-    """Raise ValueError if `micro_batches()` must not begin, because a micro-batch has run."""
+    """Raise ValueError if a micro-batch has run, because `micro_batches()` must begin before."""
     progress.check_no_open_micro_batch("micro_batches()")
     if progress.num_done:
         raise ValueError(

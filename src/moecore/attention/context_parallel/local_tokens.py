@@ -40,7 +40,7 @@ Half = Literal["all", "early", "late"]
 
 
 class ChunkLayout:
-    """The assignment of the tokens of full rows [B, T] to G cp ranks, by two chunks per document.
+    """The assignment of tokens of full rows [B, T] to G cp ranks: two chunks of each document.
 
     `size` is G, and `num_tokens` is B * T. `cu_seqlens` describes documents packed into the rows;
     None = each row is one document. Document lengths are multiples of 2 * G and at most
@@ -92,7 +92,10 @@ class ChunkLayout:
         return x_BtX.narrow(dim, C if half == "late" else 0, C)
 
     def write_half(self, x_BtX: Tensor, half: Half, values_BCX: Tensor, dim: int = 1) -> None:
-        """Write values, in place, to each document's early, late or "all" tokens of this rank."""
+        """Write values to each document's early or late chunk of this rank ("all" = both).
+
+        `x_BtX`, `half` and `dim` are as in `select_half`. In place.
+        """
         if half == "all":
             x_BtX.copy_(values_BCX)
         elif self._cu_seqlens is not None:
@@ -121,7 +124,7 @@ class ChunkLayout:
         causal: bool = True,
         window: int | None = None,
     ) -> AttentionMask:
-        """Return the mask of attention between numbers of chunks of each document."""
+        """Return the attention mask if each document has these numbers of query and key chunks."""
         if self._cu_seqlens is None:
             return AttentionMask(causal=causal, window=window)
         return AttentionMask(
@@ -176,7 +179,7 @@ class ChunkLayout:
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
-    """The process groups that one rank uses for context parallelism (cp)."""
+    """The process groups of this rank for context parallelism (cp): all, all-to-all and ring."""
 
     group: dist.ProcessGroup
     # consecutive ranks of `group` that exchange heads for tokens; None = no all-to-all
@@ -204,7 +207,7 @@ class ContextParallel:
 def select_cp_ranks(
     cp_size: int | None, default: ContextParallel | None, groups: Mapping[int, ContextParallel]
 ) -> ContextParallel | None:
-    """Return `groups[cp_size]`, or `default` (None = 1 cp rank) for None or its size."""
+    """Return `groups[cp_size]`; for None or the size of `default`, return `default`."""
     size = 1 if default is None else default.size
     if cp_size in (None, size):
         return default
@@ -249,11 +252,11 @@ class LocalTokens:
 
     @property
     def ring_tokens(self) -> LocalTokens:
-        """This rank's tokens among its ring's ranks with "a2a+p2p", otherwise among all ranks."""
+        """This rank's tokens among its ring's ranks for "a2a+p2p", otherwise among all ranks."""
         return self._ring or self
 
     def make_local_chunks(self, device: torch.device) -> LocalChunks:
-        """Return this rank's two chunks of each document for linear attention. Cached."""
+        """Return this rank's two chunks of each document, for linear attention. Cached."""
         if self._local_chunks is None:
             B, T = self._shape
             rows = make_row_cu_seqlens(B, B * T, device)

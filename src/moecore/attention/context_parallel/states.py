@@ -40,7 +40,7 @@ MAX_GROUPS = 1023  # groups that torch's grouped product supports
 
 @dataclass(frozen=True)
 class LocalChunks:
-    """This rank's two chunks of each document: early and late, document by document."""
+    """This rank's two chunks (early and late) of each document, for linear attention."""
 
     group: dist.ProcessGroup
     cu_seqlens: Tensor
@@ -55,7 +55,7 @@ class LocalChunks:
 
     @cached_property
     def chunk_lengths(self) -> Tensor:
-        """[n], the number of tokens of a chunk of each document."""
+        """[n], the number of tokens of one chunk of each document."""
         return self.cu_seqlens.diff() // (2 * self.group.size())
 
     def gather_previous_tokens(self, x_tD: Tensor, num_tokens: int) -> Tensor:
@@ -153,7 +153,7 @@ def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, chunk_cu_seqlens: 
 def causal_conv1d_over_ranks(
     x_tD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, chunks: LocalChunks, *, apply_silu: bool
 ) -> Tensor:
-    """Return y_tD, the `causal_conv1d` of sharded documents, for local tokens. Collective."""
+    """Return y_tD of `causal_conv1d` for this rank's tokens of sharded documents. Collective."""
     past = chunks.gather_previous_tokens(x_tD, weight_DW.shape[1] - 1)
     inputs, cu_seqlens = (x_tD, weight_DW, bias_D), chunks.chunk_cu_seqlens
     return causal_convolution(*inputs, cu_seqlens, previous_tokens_nwD=past, apply_silu=apply_silu)

@@ -39,8 +39,8 @@ class ContextOptions(CheckedRecord):
     ) -> ContextOptions:
         """Return the options with `way` and `a2a_ranks` chosen for `cp` ranks; "auto" is replaced.
 
-        `num_heads` and `num_kv_heads` are the heads of one tp rank; `has_latents`: latent
-        attention.
+        `num_heads` and `num_kv_heads` are the heads of one tp rank. `has_latents` means latent
+        attention (MLA).
 
         Raises:
             ValueError: if the number of heads or cp does not allow the communication method.

@@ -94,7 +94,7 @@ class BalanceConfig(CheckedRecord):
 
     @property
     def needs_counts_loss(self) -> bool:
-        """Whether a balance loss, which reads token counts per expert, has a coefficient."""
+        """Whether a loss that reads token counts per expert has a coefficient above 0."""
         return any((self.micro_batch_coef, self.sequence_coef, self.global_batch_coef))
 
     @property
@@ -329,7 +329,7 @@ class MoEConfig(CheckedRecord):
             yield "balance.bias_update", relation
 
     def by_token_id(self, vocab_size: int) -> MoEConfig:
-        """Return a copy with assignment "hash": `vocab_size` table rows, no bias, no groups."""
+        """Return a copy with assignment "hash": a table of `vocab_size` rows, no bias or groups."""
         return replace(
             self,
             assignment="hash",

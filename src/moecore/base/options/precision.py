@@ -126,7 +126,7 @@ class Recipe(CheckedRecord):
 
     @property
     def reads_blocks(self) -> bool:
-        """Whether matmuls can read weights that are stored in FP8 blocks of 128 x 128."""
+        """Whether matmuls can read weights that are stored in FP8 with a scale per 128 x 128."""
         return self.scaling == "blockwise" and self.backend == "moecore"
 
     @property
@@ -316,5 +316,5 @@ def register_precision(name: str, precision: Precision) -> None:
 
 
 def find_fp8_exclusion_reason(module_name: str) -> str | None:
-    """Return why a module with this last part of its name never runs in FP8; None = it can."""
+    """Return why a module whose name ends in `module_name` never runs in FP8; None = it can."""
     return next((reason for word, reason in NEVER.items() if word in module_name.lower()), None)

@@ -46,10 +46,10 @@ def use_causal_attention(model: nn.Module) -> None:
     every row is one sequence.
 
     A batch of `packing.PackedCollator` is passed as `model(**batch)`; MoE layers do not route the
-    padding of its `padding_mask`. `position_ids` are optional and restart with each document by
-    default. Attention masks raise an error. Padding must be a separate document, or be at the end
-    of its row with labels of -100. Sequence-wise balance losses and capacity drops by position in
-    MoE layers are per document.
+    padding of its `padding_mask`. `position_ids` are optional; by default, positions restart with
+    each document. Attention masks raise an error. Padding must be a separate document, or be at the
+    end of its row with labels of -100. Sequence-wise balance losses and capacity drops by position
+    in MoE layers are per document.
 
     Args:
         model: a causal language model of transformers, before or after `parallelize_moe`.

@@ -30,7 +30,7 @@ def find_chunked_layers(model: nn.Module) -> list[Any]:
 
 
 def use_chunked_attention(model: nn.Module) -> None:
-    """Disable chunk masks and query temperatures of Llama 4, which the functions below compute."""
+    """Disable Llama 4's chunk masks and query temperatures, which functions of this file apply."""
     for layer in find_modules(model, CLASS):
         if _is_chunked(layer):
             setattr(layer, CHUNK_SIZE, layer.config.attention_chunk_size)

@@ -64,7 +64,7 @@ def read_layout(experts: Any) -> ExpertLayout:
 
 
 def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
-    """Return an experts module's parameters by name, without the rows of identity experts."""
+    """Return an experts module's parameters by name, without rows of identity (zero) experts."""
     # LongCat-Flash's FC1 has rows for experts that return their input, but its checkpoints do not.
     tensors = dict(experts.named_parameters(recurse=False))
     if getattr(experts, "zero_expert_num", 0):
@@ -77,8 +77,8 @@ def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
 def read_experts(experts: Any, layout: ExpertLayout) -> tuple[dict[str, Any], OwnActivation | None]:
     """Return sizes, activation and biases as fields of `MoEConfig`, and the module's activation.
 
-    The second result is None if an activation of moecore equals it. NotImplementedError for an
-    activation that mixes columns.
+    The second result is None if one of moecore's activations equals the module's activation.
+    NotImplementedError for an activation that mixes columns.
     """
     num_experts, sizes = len(getattr(experts, layout.w2)), getattr(experts, layout.w1).shape[1:]
     fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
@@ -182,7 +182,7 @@ def has_vision_experts(block: nn.Module) -> bool:
 def get_image_mask(
     block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return the forward's argument [B, T] that is nonzero for image tokens; None = no images."""
+    """Return the forward argument [B, T] that is nonzero for image tokens; None = no images."""
     return stock.bind_arguments(block, args, kwargs).get("moe_mm_token_type_ids")
 
 

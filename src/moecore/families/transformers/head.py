@@ -70,7 +70,7 @@ class LogitsSource:
         return None if self.tp is None else self.tp.group
 
     def multiply_gradient_by_tp(self, loss: Tensor) -> Tensor:
-        """Return `loss`; backward multiplies its gradient by the tp size, or by 1 without tp."""
+        """Return `loss`; backward multiplies its gradient by the number of tp ranks."""
         # Each tp rank starts backward with 1 / tp of the gradient: `GradientShareHooks`.
         if self.tp is None:
             return loss
@@ -78,7 +78,7 @@ class LogitsSource:
         return exchange_with_grad(loss, torch.clone, lambda grad: grad * size)
 
     def free_hidden(self, _grad: Tensor) -> None:
-        """Backward hook of the loss: free the hidden states, after which logits cannot be read."""
+        """Backward hook of the loss: free the hidden states; logits can then not be computed."""
         self.is_over, self.hidden = True, self.hidden[:0]
 
 
@@ -217,7 +217,7 @@ class HeadWithoutLogits(nn.Linear):
 
 @dataclass(eq=False)
 class RunningForward:
-    """A running forward of a model, and the hidden states of the lazy logits that it has made."""
+    """A running forward of a model, and the hidden states of the lazy `Logits` it has returned."""
 
     model: nn.Module
     head: nn.Module | None  # the head that returns `Logits`; None = heads return values

@@ -66,7 +66,7 @@ class _WrappedExperts:
 
 @contextmanager
 def unwrap_experts(model: nn.Module) -> Iterator[list[_WrappedExperts]]:
-    """Replace peft's wrappers of experts by the experts; put them back if the body raises."""
+    """Return a context in which experts replace their peft wrappers; undone if the body raises."""
     wrappers = list(_find_wrapped_experts(model)) if "peft" in sys.modules else []
     for wrapper in wrappers:
         wrapper.parent._modules[wrapper.child] = wrapper.experts
@@ -171,14 +171,14 @@ def disable_adapters(model: Any) -> Iterator[None]:
 
 
 def get_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the `tensors` (by name) that existed before peft, under their old names."""
+    """Return the tensors that existed before peft was added, by their names without peft."""
     added_prefixes, moved_prefixes = _list_peft_prefixes(model)
     base_tensors = {n: t for n, t in tensors.items() if not n.startswith(added_prefixes)}
     return {_rename_without_peft(n, moved_prefixes): t for n, t in base_tensors.items()}
 
 
 def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `tensors` of the module copies that peft trains, by the original modules' names."""
+    """Return the tensors of the module copies that peft trains, by the original modules' names."""
     _, moved_prefixes = _list_peft_prefixes(model)
     copy_of = {}
     for path, module in model.named_modules():

@@ -17,7 +17,7 @@ Stack = tuple[tuple[int, int], ...]
 
 
 def iterate_local_rows(sections: Stack, rank: int, tp: int) -> Iterator[slice]:
-    """Yield, for each section (heads, rows per head) of a matrix, the rows of the rank's heads."""
+    """Yield the rows of this rank's heads in each section (heads, rows per head) of a matrix."""
     # If a section has fewer heads than `tp`, several ranks have the same head.
     # Example: 4 heads of 8 rows, then 1 head of 8 rows. Rank 1 of 2 has rows 16:32 and 32:40.
     start = 0
@@ -68,7 +68,7 @@ def get_linears(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def list_output_linears(module: nn.Module) -> list[Any]:
-    """Return [module]; for a LoRA layer, its base linear and the B matrix of each adapter."""
+    """Return [module]; for a LoRA layer its base linear and the B matrix of each adapter."""
     base = find_lora_base(module)
     return [module] if base is None else [base, *(b for _, b in list_lora_pairs(module))]
 

@@ -84,8 +84,8 @@ SPARSE = ("indexed_attention", "deepseek_sparse_attention")  # the second: trans
 def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | None:
     """Return which part of a model forbids packed documents and cp, as text; None = no part.
 
-    `has_row_inputs`: whether `use_causal_attention` was called, which makes further kinds of layers
-    support documents, and refuses inputs of image and audio encoders.
+    If `has_row_inputs`, `use_causal_attention` was called. Further kinds of layers then support
+    documents, and inputs of image and audio encoders are refused.
     """
     config: Any = model.config
     text = config.get_text_config()
@@ -133,7 +133,10 @@ def find_one_document_problem(model: nn.Module) -> str | None:
 def find_unsupported_layer(
     model: nn.Module, row_layers: Mapping[str, int] | None = None
 ) -> str | None:
-    """Return the first layer of a kind without documents; `row_layers`: further kinds -> number."""
+    """Return the first layer of a kind that does not support documents, as text, or None.
+
+    `row_layers` maps further supported kinds to their number of layers.
+    """
     hf: Any = model
     kinds = getattr(hf.config.get_text_config(), "layer_types", None) or ()
     row_kinds = (kind for kind, number in (row_layers or {}).items() if number == kinds.count(kind))

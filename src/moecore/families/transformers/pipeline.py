@@ -54,7 +54,7 @@ REFUSED = (
 class StagedCausal:
     """A transformers causal language model that can run one of its stages: a `StagedModel`.
 
-    The first construction runs a copy of the model without its layers to check it.
+    The first construction checks the model: it runs a copy of the model without layers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,7 +72,10 @@ class StagedCausal:
         return module
 
     def set_submodule(self, target: str, module: nn.Module) -> None:
-        """Replace a module; after the first `AbsentModule`, direct calls of the model raise."""
+        """Replace a module.
+
+        After the first `AbsentModule`, direct calls of the model raise errors.
+        """
         self.model.set_submodule(target, module)
         if isinstance(module, AbsentModule) and not hasattr(self.model, IS_CUT):
             setattr(self.model, IS_CUT, True)

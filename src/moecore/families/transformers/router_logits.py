@@ -83,7 +83,7 @@ class _LogitRecorder(nn.Module):
 
 
 def record_logits(layer: MoELayer, router: nn.Module) -> MoELayer:
-    """Make transformers' hooks on the old `router` record `layer`'s logits; return the layer."""
+    """Make transformers' hooks on the old `router` record the logits of `layer`; return `layer`."""
     recorder = type(f"{type(router).__name__}Recorder", (_LogitRecorder, type(router)), {})()
     for name in HOOKS:
         if "forward_hooks" in name:  # the hooks, and flags of their arguments

@@ -79,7 +79,7 @@ MAX_NORM_MIN = 1e-12  # a larger bound of the sum of weights would change weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterRecord:
-    """The routing rule of a class of blocks. An option is an attribute of the router or block."""
+    """The routing rule of a class of blocks: how options are read from router or block."""
 
     layout: LayerLayout = STACKED  # names of the block's parts, except inside its experts module
     # Of the logits, unless the router has `expert_selection_fn`; None = the module `score_fn`.
@@ -180,7 +180,7 @@ OWN_ROUTERS = {
 
 
 def get_first_attribute(owners: tuple[Any, ...], *attribute_names: str) -> Any:
-    """Return the first named attribute that one of the owners has; None if none has any."""
+    """Return the first of the named attributes that an owner has, or None."""
     return next((getattr(o, n) for o in owners for n in attribute_names if hasattr(o, n)), None)
 
 

@@ -56,7 +56,7 @@ Choose = Callable[[Tensor], Tensor]  # selects a layer's tokens: [B, T] -> [N]
 
 
 class RowReader:
-    """Hooks that pass a forward's document bounds and padding to attention, as one `Sequence`."""
+    """Hooks that pass a forward's document bounds and padding to attention, as a `Sequence`."""
 
     def __init__(self, model: Any) -> None:
         self.cp: ContextParallel | None = None  # cp ranks; None = this rank has full rows
@@ -119,7 +119,7 @@ class RowReader:
         return replace(sequence, padding_mask_BT=mask_BT)
 
     def select_ranks(self, cp: int | None) -> ContextParallel | None:
-        """Return the ranks that share rows for a forward's argument `cp`; None = full rows."""
+        """Return the cp ranks for a forward's argument `cp`; None = each rank has full rows."""
         return select_cp_ranks(cp, self.cp, self.groups)
 
     def _pass_sequence(self, base: nn.Module, args: Any, kwargs: Kwargs) -> stock.Arguments:
@@ -144,7 +144,7 @@ class RowReader:
 
 
 class MaskReader:
-    """Hooks that give MoE layers padding mask and documents; attention is transformers' own."""
+    """Hooks that pass padding mask and documents only to MoE layers; attention is unchanged."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._state, self._has_warned = model, threading.local(), False
@@ -292,7 +292,7 @@ def _attends_to_next(mask: Any, row: int, token_idx: int) -> bool:
 
 
 class ModalityHooks:
-    """Selects the tokens of each MoE module in a block with separate text and image experts."""
+    """Hooks that select text or image tokens for the MoE modules of a block with both kinds."""
 
     def __init__(self, block: nn.Module) -> None:
         self._state = threading.local()

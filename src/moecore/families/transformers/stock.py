@@ -41,7 +41,7 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def find_modules(model: nn.Module, *class_names: str) -> list[Any]:
-    """Return the modules of a model whose classes are these classes of transformers."""
+    """Return the modules of a model whose class in transformers has one of `class_names`."""
     named = (m for m in model.modules() if type(m).__name__ in class_names)
     return [module for module in named if is_transformers_module(module)]
 
@@ -89,13 +89,13 @@ def has_extra_keywords(model: nn.Module) -> bool:
 
 
 def find_names_in_forward(module: nn.Module) -> frozenset[str]:
-    """Return the globals and attributes that the code of a module's forward names."""
+    """Return the names of globals and attributes in the code of a module's forward."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return frozenset(getattr(code, "co_names", ()))
 
 
 def get_loss_name(model: Any) -> str | None:
-    """Return the name of a model's loss by its `loss_type`; None if its forward has no loss."""
+    """Return the name of a model's loss, by its `loss_type`; None if forward has no loss."""
     if "loss_function" not in find_names_in_forward(model):
         return None
     from transformers.loss.loss_utils import LOSS_MAPPING
@@ -127,7 +127,10 @@ def get_router(block: nn.Module, layout: LayerLayout) -> Any:
 def refuse_customised_block(
     block: nn.Module, layout: LayerLayout, child_names: tuple[str, ...] = ()
 ) -> None:
-    """Refuse a block with other code than transformers', or children that its layer would lose."""
+    """Raise NotImplementedError for a block with code that is not from transformers.
+
+    Children that the new layer would drop are also refused, unless they are in `child_names`.
+    """
     home = (type(block).__module__,)
     kind = type(block).__name__
     holder, _, linear = layout.router.rpartition(".")
@@ -207,7 +210,7 @@ def list_overridden_methods(cls: type) -> Iterator[str]:
 
 
 def is_stock(function: Any) -> bool:
-    """Whether a function and all functions that it wraps are from transformers or torch."""
+    """Whether a function, and all functions that it wraps, are from transformers or torch."""
     # torch is an owner because its decorators wrap forwards. Globals identify a function;
     # `__module__` does not, because `functools.wraps` copies it.
     while function is not None:
@@ -271,7 +274,10 @@ def list_towers(model: Any) -> list[str]:
 
 
 def refuse_tower_inputs(model: Any, inputs: Mapping[str, Any], option_names: str) -> None:
-    """Raise ValueError for an argument by name, or for 3-D `position_ids`, that only towers use."""
+    """Raise ValueError for arguments that only image or audio encoders read, by name.
+
+    `position_ids` with three dims are such an argument. `option_names` names options in the error.
+    """
     base, decoder = get_base_model(model), get_text_decoder(model)
     if decoder is base:
         return

@@ -81,7 +81,7 @@ class TensorParallelTransformer:
         GradientShareHooks(tp, self.model)
 
     def check_degree(self, tp: int) -> None:
-        """Raise ValueError or NotImplementedError for a full model that tp cannot shard."""
+        """Raise ValueError or NotImplementedError if `tp` ranks cannot shard an unsharded model."""
         drawn = {f"{n}.p": m.p for n, m in self.model.named_modules() if isinstance(m, nn.Dropout)}
         for outer in find_outermost_models(self.model):
             fields = vars(outer.config.get_text_config()) if hasattr(outer, "config") else {}
@@ -163,13 +163,13 @@ class FullRowsLinear(nn.Linear):
     rows: list[slice]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the output columns of the slices `rows`, in their order."""
+        """Return the output columns `rows` (slices), in their order."""
         bias = None if self.bias is None else torch.cat([self.bias[part] for part in self.rows])
         return F.linear(input, torch.cat([self.weight[part] for part in self.rows]), bias)
 
 
 class LocalHeadsConfig:
-    """A proxy of a config: `num_attention_heads` is this rank's, other fields are the config's."""
+    """A proxy of a config: only `num_attention_heads` differs, and is the number on this rank."""
 
     def __init__(self, config: Any, num_attention_heads: int) -> None:
         self._config, self.num_attention_heads = config, num_attention_heads
@@ -277,7 +277,7 @@ class RowParallelLinear(nn.Linear):
     tp: TensorParallel
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the all-reduced output; `input` is a slice. Collective."""
+        """Return the all-reduced output; `input` has this rank's slice of features. Collective."""
         return self.tp.all_reduce(F.linear(input, self.weight)) + self.bias
 
 
@@ -382,7 +382,7 @@ class TokenSliceHooks:
 
 
 class GradientShareHooks:
-    """Hooks by which each tp rank starts backward with 1 / tp of the output's gradient."""
+    """Hooks on a model's output: backward starts on each tp rank with 1 / tp of the gradient."""
 
     def __init__(self, tp: TensorParallel, model: nn.Module) -> None:
         self._size, self._state = tp.size, threading.local()

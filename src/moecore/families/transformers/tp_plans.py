@@ -47,7 +47,7 @@ FUSED_BY_HEAD = {
 
 
 def plan_modules(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModulePlan], list[str]]:
-    """Return {module: plan} of sharded modules, and for each replicated class a line of reasons."""
+    """Return {module: plan} of the modules to shard, and a line with the reason per other class."""
     plans, replicated_types = dict[nn.Module, ModulePlan](), dict[type, str]()
     names = {module: name for name, module in model.named_modules()}
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]

@@ -60,7 +60,7 @@ class TitanLayer(MoELayer):
 
     @torch.no_grad()
     def init_parameters(self, initialisers: Fills, init_shared: Callable[[Any], Any]) -> None:
-        """Initialise all parameters by part and name, and the selection bias with zeros."""
+        """Initialise all parameters by module and parameter name, and the selection bias with 0."""
         for role, by_name in initialisers.items():
             for name, fill in by_name.items():
                 if (param := getattr(self.get_part(role), name)) is not None:

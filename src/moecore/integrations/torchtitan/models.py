@@ -75,7 +75,7 @@ class LossDecoder(Decoder):
             force_even_load(self)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
-        """Load the job's weights, or without `hf_weights` initialise from torch's seed."""
+        """Load the job's weights, or if `hf_weights` is not set, initialise from torch's seed."""
         _load_or_init_parameters(self, self, self.hf_weights, super().init_weights)
 
     def forward(  # type: ignore[override]
@@ -107,7 +107,7 @@ def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
 
 
 def divide_by_cp(model: nn.Module, loss: Tensor) -> Tensor:
-    """Return the value loss / cp with the gradient of `loss`: torchtitan sums values over cp."""
+    """Return loss / cp as value, but with the gradient of `loss`: torchtitan sums over cp."""
     request = get_request(model)
     cp = 1 if request is None else request.meshes.parallel.cp
     return loss if cp == 1 else loss + (loss / cp - loss).detach()
@@ -192,7 +192,7 @@ class HFModel(nn.Module):
         CausalContext(self.hf).apply_context_parallel(cp)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Load the job's weights, or without `hf_weights` initialise from torch's seed."""
+        """Load the job's weights, or if `hf_weights` is not set, initialise from torch's seed."""
         from moecore.io.hf.load import init_hf
 
         _load_or_init_parameters(self.hf, self, self.hf_weights, partial(init_hf, self.hf))
@@ -267,7 +267,10 @@ def parallelize_hf_model(
     balance: BalanceConfig | None,
     **_: Any,
 ) -> nn.Module:
-    """Replace an HFModel's MoE blocks, set `balance`, if given, and shard it: a parallelize_fn."""
+    """Replace the MoE blocks of an HFModel, set `balance` unless None, and shard the model.
+
+    This is torchtitan's `parallelize_fn`.
+    """
     if parallel_dims.tp > 1:
         raise NotImplementedError(
             f"parallelism.tensor_parallel_degree ({parallel_dims.tp}) must be 1 for a Hugging Face "

@@ -135,7 +135,7 @@ class JobConfig:
 
 
 def get_moecore_options(job_config: Any) -> Any:
-    """Return the section `moecore` of a torchtitan job, or a section with the defaults."""
+    """Return the section `moecore` of a torchtitan job, or the default section."""
     options = getattr(job_config, "moecore", None)
     return MoECore() if options is None else options
 
@@ -143,7 +143,7 @@ def get_moecore_options(job_config: Any) -> Any:
 def make_parallelize_arguments(
     moecore_section: Any, parallel: ParallelConfig, **fsdp_fields: Any
 ) -> dict[str, Any]:
-    """Convert a job's section to arguments of `parallelize_moe`, without the balance."""
+    """Convert a job's section to the arguments of `parallelize_moe`, except balance options."""
     keywords = read_arguments(moecore_section, "moecore", without=("dispatch", "moe", "fsdp"))
     section = moecore_section.dispatch
     dispatch = read_arguments(section, "moecore.dispatch")

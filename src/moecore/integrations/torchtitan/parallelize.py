@@ -44,7 +44,7 @@ Rule = tuple[str, Any, bool, str]  # field, value, whether it is an error, requi
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """Functions and classes by which torchtitan versions differ; `Any` is a job's config."""
+    """Functions and classes that differ between torchtitan versions; `Any` is a job's config."""
 
     rules: Callable[[Any, ParallelDims, bool], list[Rule]]  # bool: forward returns a loss
     block: type  # torchtitan's class of MoE blocks
@@ -81,7 +81,7 @@ def parallelize_titan_model(
 def parallelize_own_loss_model(
     model: nn.Module, parallel_dims: ParallelDims, job: Any, *, version: Version, **_: Any
 ) -> nn.Module:
-    """Shard a model that returns its loss: a parallelize_fn. `job` is torchtitan's config."""
+    """Shard a model that returns its loss: torchtitan's `parallelize_fn`; `job` is its config."""
     check_job(job, parallel_dims, version, returns_loss=True)
     version.checkpoint(model, job)
     return compile_and_shard(model, make_meshes(parallel_dims), job)
@@ -178,7 +178,7 @@ def check_model(option_name: str, model_class: type, known_classes: Iterable[typ
 
 
 def refuse_custom_function(option_name: str, value: Any, known_values: Container[Any]) -> None:
-    """Refuse a value of a job's option that moecore would replace, except `known_values`."""
+    """Raise for an option's value that moecore would replace, unless it is in `known_values`."""
     if value not in known_values:
         raise NotImplementedError(
             f"{option_name} ({value!r:.80}) must be torchtitan's own, because moecore's takes its "
@@ -255,7 +255,7 @@ def _unwrap_checkpoint(block: nn.Module) -> nn.Module:
 
 
 def remove_router_name(names: list[str]) -> list[str]:
-    """Return `names`, the modules that checkpointing recomputes, without the router's gate."""
+    """Return the names of modules that checkpointing recomputes, without the router's gate."""
     return [name for name in names if name != "moe.router.gate"]
 
 

@@ -98,7 +98,7 @@ class MicroBatchSchedule(StageSchedule):
 
 
 def check_stages(model: nn.Module, pp: int) -> None:
-    """Raise NotImplementedError unless the model is a LossDecoder without MTP and ties."""
+    """Raise NotImplementedError unless the model is a LossDecoder without MTP and tied weights."""
     if not isinstance(model, LossDecoder):
         raise NotImplementedError(
             f"parallelism.pipeline_parallel_degree ({pp}) must be 1 for {type(model).__name__}: "

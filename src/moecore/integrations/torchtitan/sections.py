@@ -97,7 +97,7 @@ def list_changed_fields(section: Any) -> list[str]:
 
 
 def is_disabled(section: Any, path: str) -> bool:
-    """Whether the section at `path` is disabled. ValueError if a disabled section sets fields."""
+    """Whether the section at `path` is disabled; ValueError if it is, but sets fields."""
     if getattr(section, "enable", True):
         return False
     if names := list_changed_fields(section):

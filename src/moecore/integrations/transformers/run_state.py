@@ -35,7 +35,7 @@ def find_checkpoint_to_resume(
     """Return the checkpoint to resume from, or None for a new run. Collective.
 
     `resume_from` is a directory or URL; True = the newest checkpoint in `root`; None or False = a
-    new run, which must not save (`will_save`) next to older checkpoints.
+    new run. If a new run `will_save`, `root` must have no older checkpoints.
     """
     newest = run_on_first_rank(lambda: latest(root))
     if resume_from is None or resume_from is False:

@@ -53,7 +53,7 @@ from moecore.train.step import StepResult, TrainStep
 
 
 class MoETrainer(Trainer):
-    """A Trainer of a model that `parallelize_moe` has sharded; arguments are Trainer's.
+    """A Trainer for a model that `parallelize_moe` has sharded, with the arguments of Trainer.
 
     Batches, losses and updates are those of Trainer under DDP. A trainer of TRL is combined with
     MoETrainer by inheritance: `class MoESFTTrainer(MoETrainer, SFTTrainer)`.
@@ -136,7 +136,7 @@ class MoETrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """Return a step's batches, and Trainer's number of labels; None = it is not counted."""
+        """Return a step's batches, and the number of labels as Trainer counts it, or None."""
         if self._steps is not None:
             return list(islice(epoch_iterator, num_batches)), None
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -302,7 +302,7 @@ class ShardedAccelerator(Accelerator):
         return int(super().process_index // self.copies)
 
     def gather(self, tensor: Any) -> Any:
-        """All-gather along dim 0, with one copy of data that cp and tp ranks share. Collective."""
+        """All-gather along dim 0; data that cp and tp ranks share is returned once. Collective."""
 
         def drop_copies(rows: Tensor) -> Tensor:
             first_copies: Tensor = rows.unflatten(0, (self.num_processes, self.copies, -1))[:, 0]
@@ -333,7 +333,10 @@ class ShardedAccelerator(Accelerator):
         super().backward(self.owner.scale_loss(loss), **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> float:
-        """Clip to the TrainStep's max_norm; return the norm before clipping. Ignores arguments."""
+        """Clip to the TrainStep's max_norm; return the norm before clipping.
+
+        Arguments are ignored.
+        """
         return self.owner.clip().total
 
 

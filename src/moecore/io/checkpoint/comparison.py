@@ -43,7 +43,7 @@ from moecore.parallel.model.parallel_state import find_staged_module
 
 @dataclass(slots=True)
 class Comparison:
-    """The state that a load will set, and the differences from the checkpoint."""
+    """The state that a load will set, and how it differs from the checkpoint."""
 
     model: set[str] = field(default_factory=set)  # the model's tensors that are loaded
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -65,7 +65,10 @@ def compare_checkpoint(
     *,
     cast: bool,
 ) -> tuple[ModelView, Comparison]:
-    """Return the model's tensors, and all stages' differences from a checkpoint. Collective."""
+    """Return the model's tensors, and a `Comparison` with the checkpoint of all stages.
+
+    Collective.
+    """
 
     def collect_part() -> tuple[ModelView, StagePart]:
         view = ModelView(model)
@@ -126,7 +129,7 @@ def _compare_local_objects(
 
 
 def refuse_differences(comparison: Comparison, path: AnyPath, *, strict: bool) -> None:
-    """Raise ValueError for differences that prevent a load; with `strict`, for all differences."""
+    """Raise ValueError for differences that prevent a load; if `strict`, for any difference."""
     problems = comparison.refused + (comparison.left_out if strict else [])
     fix = "build them as when it was saved"
     if strict and not comparison.refused:
@@ -145,7 +148,10 @@ def select_tensors(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
 def allocate_optimizer_load_target(
     comparison: Comparison, view: ModelView
 ) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
-    """Return tensors to read optimizer state into, per optimizer, and views by checkpoint name."""
+    """Return tensors to read optimizer state into: per optimizer, and as views by stored name.
+
+    The first result has, for each optimizer, parameter -> {state key: tensor}.
+    """
     states = [
         allocate_optimizer_state(o, view, comparison.matrices, comparison.scalars)
         for o in comparison.optimizers

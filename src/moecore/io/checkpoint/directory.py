@@ -115,8 +115,8 @@ def set_latest(path: str | os.PathLike[str]) -> None:
 def prune(root: str | os.PathLike[str], keep: Keep) -> list[AnyPath]:
     """Delete all complete checkpoints of a run except the newest; return the deleted paths.
 
-    The target of `latest` always remains. Steps after it, of a run that was rolled back, are
-    deleted first, then the lowest steps. Leftovers of a job that died with the lock are deleted.
+    The target of `latest` always remains. Steps after the target, of a run that was rolled back,
+    are deleted first, then the lowest steps. Files that a killed job left are also deleted.
 
     Example: if the run has 100 200 210 300 400 and latest is 210, keep=2 leaves 200 210.
 

@@ -148,7 +148,7 @@ def _get_hosts() -> _Hosts:
 
 
 class HostMemoryFileSystem(AbstractFileSystem):
-    """The methods of an fsspec file system that `RemotePath` calls; a path is JOB/NAME."""
+    """An fsspec file system in the memory of hosts, for `RemotePath`; a path is JOB/NAME."""
 
     protocol = SCHEME
 
@@ -206,8 +206,8 @@ def connect_host_memory(num_copies: Count = 2) -> None:
     find its files. A server deletes its files and ends after 12 hours without a request.
 
     Args:
-        num_copies: hosts that have each file of a rank, with the rank's own host, at most all
-            hosts. With 2, the loss of one host, or of hosts that are no neighbours in the order of
+        num_copies: number of hosts that store each file, including the host of the rank that wrote
+            it. With 2, the loss of one host, or of hosts that are no neighbours in the order of
             their names, loses no file.
 
     Raises:

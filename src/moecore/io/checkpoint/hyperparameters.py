@@ -37,7 +37,7 @@ def concat_param_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]
 
 
 def name_optimizer_classes(optimizers: Sequence[Optimizer]) -> str:
-    """Return the optimizers' common class name, or a name per parameter group ("Muon, AdamW")."""
+    """Return the class name of all optimizers, or if they differ one per group ("Muon, AdamW")."""
     # An optimizer may declare the class whose state it has as `checkpoint_class`.
     names = [
         str(getattr(optimizer, "checkpoint_class", type(optimizer).__name__))
@@ -48,7 +48,7 @@ def name_optimizer_classes(optimizers: Sequence[Optimizer]) -> str:
 
 
 def split_class_names(name: str, num_groups: int) -> list[str]:
-    """Convert a text of `name_optimizer_classes` to a list of one class name per group."""
+    """Convert a text of `name_optimizer_classes` to a list with the class name of each group."""
     names = name.split(", ")
     return names * num_groups if len(names) == 1 else names
 
@@ -69,7 +69,7 @@ def collect_hyperparameters(
 def find_group_mismatches(
     current_groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]
 ) -> list[str]:
-    """Return an error text per saved value that cannot be loaded; one text if names differ."""
+    """Return an error text per saved value that cannot be loaded, or one text if names differ."""
     # State is loaded by name, so the order of parameters in a group has no effect.
     if [sorted(group["params"]) for group in current_groups] != [
         sorted(g["params"]) for g in saved_groups
@@ -159,7 +159,7 @@ class _JoinedScheduler:
 def join_schedulers(
     scheduler: Schedulers | None, optimizers: Sequence[Optimizer]
 ) -> Scheduler | None:
-    """Return a list of schedulers as one scheduler; ValueError unless in the optimizers' order."""
+    """Return schedulers as one; ValueError unless they are in the order of the optimizers."""
     if not isinstance(scheduler, Sequence):
         return scheduler
     if not scheduler:

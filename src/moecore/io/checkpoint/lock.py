@@ -59,7 +59,7 @@ class RunLock:
         self._finalizer: weakref.finalize[..., RunLock] | None = None  # runs at exit at the latest
 
     def acquire(self) -> None:
-        """Create the lock, or check that it is still held; OSError if another job has it."""
+        """Create the lock, or check that this object has it; OSError if another job has it."""
         if self._finalizer is not None:
             if _read_owner(self.root)[1] != self.owner_text:
                 raise OSError(
@@ -125,7 +125,7 @@ def make_lock(root: AnyPath) -> RunLock | RemoteLock:
 
 
 def require_owner(root: AnyPath, text: bytes) -> None:
-    """Raise OSError unless the owner object is `text`; b"" allows any owner."""
+    """Raise OSError unless the run's owner object contains `text`; b"" allows any owner."""
     owner, current, _ = _read_owner(root)
     if text and current != text:
         owner_text = f"pid {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
@@ -160,7 +160,7 @@ def _release_lock(root: Path, text: bytes, stop_event: threading.Event, pid: int
 def hold_lock(root: AnyPath) -> Iterator[None]:
     """Return a context with the run's lock; OSError if another job has the lock.
 
-    On object storage the context has no lock, because acquiring it would end a running job's saves.
+    On object storage the context takes no lock, because that would end the saves of a running job.
     """
     if isinstance(root, RemotePath):
         yield

@@ -65,7 +65,7 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestChunk:
-    """A block of a tensor: shard file, key in the file, and offsets and sizes per tensor dim."""
+    """A block of a tensor: its shard file, its key in the file, and offset and size in each dim."""
 
     file: str
     key: str

@@ -31,7 +31,7 @@ PIECE_BYTES = 4 * 2**20  # of one read from a socket
 
 
 class MemoryServer(ThreadingHTTPServer):
-    """Serves the files of a folder."""
+    """HTTP server that stores files of a folder in the memory of one host."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -43,7 +43,7 @@ class MemoryServer(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request, see the module."""
+    """Answers one HTTP request of a client of `MemoryServer`."""
 
     server: MemoryServer
     protocol_version = "HTTP/1.1"
@@ -153,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def serve(folder: Path, ip: str, idle_seconds: float) -> None:
-    """Serve a folder until no request has come for `idle_seconds`, then delete the folder.
+    """Serve a folder until no request has arrived for `idle_seconds`, then delete the folder.
 
     The server also ends when another server has taken its place, or the folder is gone.
     """

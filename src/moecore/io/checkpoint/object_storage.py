@@ -126,7 +126,7 @@ def _find_file_system(url: str) -> tuple[Any, str]:
 
 
 class RemoteFile:
-    """Reads ranges of one object, or with `is_new` uploads it; the object appears at `commit`."""
+    """Reads ranges of an object; or if `is_new`, uploads an object, which appears at `commit`."""
 
     piece_bytes = 16 * 2**20  # of one request
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ControlGroup:
-    """A separate gloo group of all ranks, None without torch.distributed. Collective to construct.
+    """A gloo group of all ranks for checkpoints; None without torch.distributed. Collective.
 
     With a separate group, collectives of a background save do not mix with training collectives.
     """

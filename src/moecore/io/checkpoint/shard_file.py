@@ -71,7 +71,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """The header of a safetensors file, the position of each tensor in it, and the file size."""
+    """Header of a safetensors file, byte position of each tensor in the file, and file size."""
 
     header: bytes  # the first bytes of the file, its length field included
     begins: dict[str, int]  # key -> position of the first byte in the file
@@ -101,7 +101,7 @@ def compute_layout(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> 
 class ShardWriter:
     """Writes one new safetensors file sequentially; a second thread computes its SHA-256.
 
-    `header` is from `compute_layout`. `pinned` = tensors are copied through pinned host memory.
+    `header` is from `compute_layout`. If `pinned`, tensors are copied through pinned host memory.
     """
 
     def __init__(self, path: AnyPath, header: bytes, *, pinned: bool, meter: Meter) -> None:

@@ -182,12 +182,15 @@ class StagePart:
 
 
 def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
-    """Return the union of all stages' `StagePart`s; `part` is this rank's. Collective."""
+    """Return the union of the `StagePart`s of all stages; `part` is the local one. Collective."""
     return part if stages is None else _merge_parts(_gather_parts(part, stages, group))
 
 
 def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
-    """Return the tensors that this rank writes, with the metadata of all stages. Collective."""
+    """Return a snapshot of the tensors that this rank writes, with all stages' metadata.
+
+    Collective.
+    """
     stages, facts = snapshot.stages, snapshot.facts
     if stages is None:
         return snapshot
@@ -244,7 +247,7 @@ def collect_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's state for `load_rank_state`: local tensors (no copies) and JSON."""
+    """Return this rank's state for `load_rank_state`: local tensors (not copied) and JSON."""
     snapshot = take_snapshot(0, model, optimizer, extra, scheduler=scheduler, config=None)
     facts = {"optimizer": snapshot.facts.optimizer, "scheduler": snapshot.facts.scheduler}
     return {"tensors": get_local_tensors(snapshot), **facts}
@@ -258,7 +261,7 @@ def load_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Tensor]:
-    """Load a state of `collect_rank_state`, drop an unfinished step; return `extra` tensors."""
+    """Load a state of `collect_rank_state`; drop an unfinished step; return its `extra` tensors."""
     drop_step(model)
     kinds = defaultdict[str, dict[str, Tensor]](dict)
     for name, tensor in state["tensors"].items():

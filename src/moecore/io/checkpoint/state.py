@@ -41,8 +41,8 @@ Optimizers = Optimizer | Sequence[Optimizer]
 class ModelView:
     """The tensors of a model by name, and the views of these tensors that a checkpoint stores.
 
-    `tensors` has parameters and persistent buffers, `stored_views` the views. Frozen experts in 4
-    bits are left out, because `load_hf` fills them. Construction raises ValueError for tensors on
+    `tensors` has parameters and persistent buffers. `stored_views` has the views. Frozen experts in
+    4 bits are left out, because `load_hf` fills them. Construction raises ValueError for tensors on
     meta or stored only in FP8.
     """
 
@@ -186,7 +186,7 @@ def allocate_optimizer_state(
 def map_state_views(
     state: Mapping[Tensor, Mapping[str, Tensor]], model: ModelView, scalars: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return "<state key>.<fqn>" -> view that a checkpoint stores; `scalars` names scalar state."""
+    """Return "<state key>.<fqn>" -> stored view; `scalars` has the keys of scalar state."""
     views = {}
     for param, slots in state.items():
         name = model.get_name(param)

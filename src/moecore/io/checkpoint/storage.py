@@ -93,7 +93,7 @@ class _DCPStorage:
 
 
 class Writer(_DCPStorage, StorageWriter):
-    """DCP storage writer: each rank writes a shard file of `draft`, and rank 0 publishes them.
+    """DCP storage writer: each rank writes one shard file of `draft`; rank 0 publishes the draft.
 
     `facts` is the manifest's metadata. After publication, only the newest `keep` checkpoints remain
     (0 = all). `meter` counts the written bytes.
@@ -198,7 +198,7 @@ def _make_chunk_metadata(offset: torch.Size, slices: tuple[slice, ...]) -> Chunk
 
 
 class LocalSavePlanner(dcp.DefaultSavePlanner):
-    """DCP save planner for shards with several blocks; the values are from `local_tensors`."""
+    """DCP save planner for shards of several blocks, whose values are in `local_tensors`."""
 
     def __init__(self, local_tensors: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -229,7 +229,7 @@ class LocalSavePlanner(dcp.DefaultSavePlanner):
 
 
 class BlockLoadPlanner(dcp.DefaultLoadPlanner):
-    """DCP load planner for shards with several blocks of one tensor (_StridedShard)."""
+    """DCP load planner for shards that consist of several blocks of a tensor (_StridedShard)."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -316,7 +316,7 @@ class Reader(_DCPStorage, StorageReader):
 
 
 def run_dcp_call(verb: str, path: AnyPath, action: Callable[[], object]) -> None:
-    """Run a DCP call; raise OSError ("could not `verb` `path`") if a rank or collective failed."""
+    """Run a DCP call; raise OSError ("could not `verb` `path`") if any rank or collective fails."""
     try:
         if not dist.is_initialized():
             # No catch_warnings: it changes the filters of all threads, and this may be a second.

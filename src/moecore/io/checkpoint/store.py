@@ -154,13 +154,13 @@ def load(
     Args:
         path: a complete checkpoint, such as from `latest`, or its URL. From a URL each rank reads
             only the byte ranges of its shards, after `verify`.
-        model: materialised, with the same global shapes and dtypes.
-        optimizer: built like the saved one, or a list in the order of the save; its state may be
-            empty, and is replaced.
-        scheduler: built like the saved one, or a list; None = its state is not loaded.
-        strict: refuse any difference; False loads tensors with equal names and shapes, leaves
-            others unchanged and warns.
-        cast: allow dtypes that differ from the saved ones, and convert.
+        model: with storage (not on meta), and the global shapes and dtypes of the checkpoint.
+        optimizer: built like the saved optimizer, or a list in the order of the save; its state may
+            be empty, and is replaced.
+        scheduler: built like the saved scheduler, or a list; None = no scheduler state is loaded.
+        strict: refuse any difference; False loads tensors with equal names and shapes, does not
+            change other tensors, and warns.
+        cast: allow dtypes that differ from the saved dtypes, and convert the values.
         verify: "full" hashes every file first, each on one rank; "sizes" checks sizes and headers.
         progress: called with (bytes done, bytes expected) of this rank.
 
@@ -229,7 +229,10 @@ def write_checkpoint(
     meter: Meter,
     group: Group = None,
 ) -> None:
-    """Write `local_tensors`, laid out as the snapshot's, and publish the draft. Collective."""
+    """Write this rank's `local_tensors`, named as in the snapshot; publish the draft.
+
+    Collective.
+    """
     save_snapshot = partial(
         dcp.save,
         snapshot.tensors,

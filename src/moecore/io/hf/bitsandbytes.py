@@ -41,7 +41,7 @@ class NF4Item(Item):
 
 
 def plan_nf4_items(plan: ExportPlan) -> list[Item]:
-    """Return the tensors to write, with linears that are stored in NF4 in this format. Collective.
+    """Return the tensors to write; linears stored in NF4 have bitsandbytes' format. Collective.
 
     The fields of config.json in `plan.values` get a quantization_config. Raises a ValueError if the
     model has no linear in NF4.
@@ -104,7 +104,7 @@ def _make_nf4_items(item: Item) -> Iterator[NF4Item]:
 
 
 class NF4Collector(ErrorKeeper):
-    """Assembles items by another collector, and quantises the weights of `NF4Item`s.
+    """Assembles tensors by another collector, and quantises the weights of `NF4Item`s.
 
     A file has all scales before the codes, so its writer stores codes until they are requested.
     """

@@ -269,7 +269,7 @@ class RankCollector(BucketCollector):
 
 
 def count_bucket_bytes(item: Item) -> int:
-    """Return the bytes of a tensor in a bucket, with temporary copies of its strided pieces."""
+    """Return the bytes of a tensor in a bucket, with temporary copies of its strided parts."""
     numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
     return align_bytes(item.nbytes) + sum(numels) * item.dtype.itemsize
 

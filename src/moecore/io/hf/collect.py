@@ -29,7 +29,7 @@ from moecore.precision.stored import read_stored_values
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A Hugging Face tensor to assemble; each part is a model tensor's name and a piece of it."""
+    """A Hugging Face tensor to assemble from parts: model tensor names, and slices of them."""
 
     name: str
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class ErrorKeeper:
 
 
 class LocalPart(NamedTuple):
-    """Shape and dtype of a full tensor, and the global indices of this rank's shard, per dim."""
+    """Shape and dtype of a full tensor, and the global indices, per dim, of this rank's shard."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -120,7 +120,7 @@ class PartOwners:
 def read_shard_box(
     tensor: Tensor, box: tuple[slice, ...], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return slices `box` of this rank's shard: a view, or dequantised values of quantised storage.
+    """Return the slices `box` of this rank's shard: a view, or new values if it is quantised.
 
     Weights in 4 bits are dequantised to `dtype`; None = the tensor's dtype.
     """
@@ -143,7 +143,7 @@ class StoredCollector:
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Read a box of a stored tensor and return it as a new CPU tensor."""
+        """Read a box (one slice per dim) of a stored tensor, and return it as a new CPU tensor."""
         entry = self._tensors[name]
         out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype, device="cpu")
         for chunk, source, target in find_common_boxes(box, entry.chunks):
@@ -175,7 +175,7 @@ class StoredCollector:
 
 
 def write_piece(values: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
-    """Copy `values` of a piece into the part of a Hugging Face tensor that stores the piece."""
+    """Copy `values` to the part of a Hugging Face tensor (`file_tensor`) that `piece` describes."""
     assert piece.view is not None, "other pieces are file tensors"
     target = piece.view.apply(file_tensor)
     target.copy_(values.view(target.shape))

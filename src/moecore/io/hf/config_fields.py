@@ -138,7 +138,7 @@ def check_layers(hf_config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NativeFamily:
-    """A transformers model family that the native decoder implements."""
+    """How a transformers family that the native decoder implements is read from config.json."""
 
     architecture: str  # name of the class in transformers
     read: Callable[[Fields], DecoderConfig]

@@ -117,7 +117,7 @@ def open_native(
     dtype: torch.dtype | None,
     layout: HFLayout,
 ) -> StoredModel:
-    """Verify and return a native checkpoint's model; ValueError if it differs from `config`."""
+    """Verify a native checkpoint and return its model; ValueError if it differs from `config`."""
     manifest = verify(path)
     tensors = select_tensors(PREFIX, manifest)
     embedding = next((name for name in tensors if name.endswith(f".{EMBEDDING}")), EMBEDDING)
@@ -150,7 +150,9 @@ def hf_to_native(
     max_file_bytes: NumBytes = 5 * 10**9,
     progress: Progress | None = None,
 ) -> AnyPath:
-    """Convert a Hugging Face directory to a native checkpoint without optimizer state; return it.
+    """Convert a Hugging Face directory to a native checkpoint; return the checkpoint's path.
+
+    The checkpoint has no optimizer state.
 
     Args:
         path: the Hugging Face directory; quantised weights are dequantised.

@@ -79,8 +79,8 @@ def plan_export(
 ) -> ExportPlan:
     """Plan the Hugging Face tensors of a model without its LoRA adapters. Collective.
 
-    Arguments are as in `export_hf`. Without `needs_config`, a native decoder may have config None.
-    Its tensors then have the names that all families except Mixtral use.
+    Arguments are as in `export_hf`. If `needs_config` is False, `config` may be None for a native
+    decoder. Its tensors then have the names that all families except Mixtral use.
     """
     base = unwrap_peft(model)
 
@@ -138,7 +138,7 @@ def _plan_recipes(
 
 
 def choose_layout(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
-    """Return "mixtral" for the layout "per_expert" of Mixtral's config, otherwise `layout`."""
+    """Return "mixtral" for Mixtral's config and layout "per_expert", otherwise `layout`."""
     mixtral = config.get("model_type") == "mixtral"
     return "mixtral" if mixtral and layout == "per_expert" else layout
 
@@ -150,7 +150,7 @@ def make_items(
     dtype: torch.dtype | None,
     keeps_dtype: Callable[[str], bool],
 ) -> Iterator[Item]:
-    """Yield the Hugging Face tensors to write, in model order; `originals` = {copy: original}."""
+    """Yield the tensors to write, in model order; `originals` maps a copy to its original."""
     items: dict[str, Item] = {}
     for name, recipe in recipes.items():
         if name == HEAD and HEAD in originals:

@@ -72,11 +72,11 @@ class BoxReader(Protocol):
     """Protocol of objects that read boxes (a slice with start and stop per dim) of tensors."""
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of the stored tensor `name` as a new CPU tensor."""
+        """Return a box (one slice per dim) of the stored tensor `name`, as a new CPU tensor."""
 
 
 class HFFiles:
-    """Reads boxes of tensors in a Hugging Face directory; `tensors` None = read the headers."""
+    """Reads boxes (slices) of tensors in a Hugging Face directory; None = read their headers."""
 
     def __init__(
         self, path: str | os.PathLike[str], tensors: Mapping[str, FileTensor] | None = None

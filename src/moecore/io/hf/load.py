@@ -111,9 +111,9 @@ def load_hf(
     published). Files may be in fp32, bf16, fp16, or in DeepSeek-V3's block-wise FP8, gpt-oss's
     MXFP4 and bitsandbytes' 4 bits, which are dequantised. Frozen weights in 4 bits are quantised.
     For a PeftModel, the base model and the trained copies of `modules_to_save` are filled, and
-    adapters are unchanged.
-    Buffers without a file, such as rotary frequencies, are recomputed. Gradients and counts of an
-    unfinished step are dropped (`TrainStep.drop`). Each pipeline stage loads its tensors.
+    adapters are unchanged. Buffers without a file, such as rotary frequencies, are recomputed.
+    Gradients and counts of an unfinished step are dropped (`TrainStep.drop`). Each pipeline stage
+    loads its tensors.
 
     Args:
         path: a directory that every rank sees, with config.json and model.safetensors, or shards
@@ -122,8 +122,8 @@ def load_hf(
             parallelized, with real storage (after `to_empty`), any dtypes and devices.
         strict: model and files must have the same tensors, and config.json must describe the model,
             except for fields that only training reads. Multi-token prediction modules are ignored
-            if the transformers class has none. False loads the common tensors, reports the others
-            and warns of config differences. A partly stored parameter is always an error.
+            if the transformers class has none. False loads the common tensors, reports all other
+            tensors and warns of config differences. A partly stored parameter is always an error.
         cast: allow rounding to a parameter's narrower dtype (fp32 files into a bf16 model).
         progress: called with (bytes filled, bytes of this rank's tensors).
 
@@ -232,7 +232,7 @@ def _normalize_config(hf_config: Mapping[str, Any], model: nn.Module) -> Mapping
 
 
 def check_load_plan(path: Path, model: nn.Module, plan: LoadPlan, *, strict: bool) -> None:
-    """Raise one ValueError with all mismatches, or add recomputed buffers to the plan."""
+    """Raise one ValueError with all mismatches; otherwise add recomputed buffers to the plan."""
     if strict:
         unexpected_names = _select_unexpected_names(plan.left_over, find_first_ignored_layer(model))
         plan.problems += [f"{name} is no tensor of the model" for name in unexpected_names]

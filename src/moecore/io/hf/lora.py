@@ -48,7 +48,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """An adapter's tensor in the model, and the piece of peft's file that stores the tensor."""
+    """A LoRA matrix in the model, and the part of a tensor in peft's file that stores it."""
 
     tensor: Tensor
     piece: TensorPiece
@@ -71,8 +71,8 @@ class StoredAdapter:
 def init_adapters(model: nn.Module, seed: int = 0) -> None:
     """Initialize A and B of all adapters as peft does; values do not depend on the layout.
 
-    B is 0 and A uniform, or normal with `LoraConfig(init_lora_weights="gaussian")`; an embedding's
-    A is 0 and its B normal. `load_hf` fills copies of `modules_to_save`. No communication.
+    B is 0. A is uniform, or normal with `LoraConfig(init_lora_weights="gaussian")`. For an
+    embedding A is 0 and B is normal. `load_hf` fills copies of `modules_to_save`. No communication.
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.

@@ -29,7 +29,7 @@ from moecore.train.rerun import drop_step
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A weight, its peft layer, and the function that adds active LoRA adapters to a shard."""
+    """A weight, its peft layer, and the function that adds active LoRA adapters to its shard."""
 
     weight: Tensor
     layer: Any

@@ -27,7 +27,7 @@ ShardRuns = tuple[Runs, ...]  # global indices of a shard, per dim
 
 @dataclass(frozen=True, slots=True)
 class FileView:
-    """A strided view of a file tensor."""
+    """The position of a strided view in a file tensor: starts and dims."""
 
     file_shape: tuple[int, ...]
     starts: tuple[int, ...]  # the view's first index in each dim of the file tensor
@@ -63,7 +63,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class FileRecipe:
-    """The pieces that store one model tensor of shape `shape` in files, without overlap."""
+    """How files store a model tensor of shape `shape`: disjoint `TensorPiece`s of file tensors."""
 
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
@@ -81,7 +81,7 @@ def map_file_shapes(recipes: Mapping[str, FileRecipe]) -> dict[str, tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class PieceOverlap:
-    """The elements that a piece of a file tensor and a shard have in common, as slices of each."""
+    """The elements that a `TensorPiece` and a rank's shard have in common, as slices of each."""
 
     source: tuple[slice, ...]  # of the piece
     target: tuple[slice, ...]  # of the shard
@@ -93,7 +93,7 @@ def get_detached_shard(tensor: Tensor) -> Tensor:
 
 
 class ShardBox(NamedTuple):
-    """A box (slices) of a piece to read, and the slices of a tensor's local shard that it fills."""
+    """A box (slice per dim) of a file tensor to read, and the slices of the shard that it fills."""
 
     piece: TensorPiece
     box: tuple[slice, ...]
@@ -107,7 +107,10 @@ def list_shard_boxes(
     dtypes: Mapping[str, torch.dtype],
     max_bytes: int,
 ) -> list[ShardBox]:
-    """Return the boxes of file tensors that fill this rank's shards, of `max_bytes` or one row."""
+    """Return the boxes of file tensors that fill this rank's shards.
+
+    A box has at most `max_bytes`, or one row.
+    """
     boxes = []
     for name, recipe in recipes.items():
         local = get_detached_shard(tensors[name])
@@ -120,7 +123,7 @@ def list_shard_boxes(
 
 
 def find_shard_runs(indices: Sequence[Tensor]) -> ShardRuns:
-    """Convert a shard's global indices per dim to runs (first, length) of consecutive indices."""
+    """Convert a shard's global indices, per dim, to (first, length) of consecutive indices."""
     return tuple(tuple(find_consecutive_runs(index)) for index in indices)
 
 

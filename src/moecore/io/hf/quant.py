@@ -159,13 +159,13 @@ class BitsAndBytesSource(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class ViewedSource(TensorSource):
-    """A strided `view` of another tensor of the directory, `origin`."""
+    """A tensor that is a strided `view` of `origin`, another tensor of the directory."""
 
     origin: TensorSource = field(kw_only=True)
     view: FileView = field(kw_only=True)
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return a box of the view, from the smallest box of `origin` that contains it."""
+        """Return a box (slices) of the view, from the smallest box of `origin` that contains it."""
         starts, dims, rest = list(self.view.starts), list[ViewDim](), list(self.view.dims)
         sizes, inner_box = list[int](), list[slice]()
         for part, n in zip(box, self.shape, strict=True):
@@ -192,7 +192,7 @@ class ViewedSource(TensorSource):
 def read_box(
     files: BoxReader, sources: Mapping[str, TensorSource], piece: TensorPiece, box: Box
 ) -> Tensor:
-    """Read a box (one slice per dim) of a piece, dequantised, into a new CPU tensor."""
+    """Read a box (one slice per dim) of a file tensor, dequantised, into a new CPU tensor."""
     source = sources[piece.name]
     if piece.view is not None:
         parts = (source.name, piece.shape, source.dtype, source.quantized)
@@ -232,7 +232,7 @@ def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
 def find_sources(
     files: HFFiles, quantization: Mapping[str, Any] | None
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return a directory's tensors by unquantised name, and error texts."""
+    """Return the tensors of a directory by unquantised name, and error texts of wrong tensors."""
     entries, problems = files.tensors, list[str]()
     sources: dict[str, TensorSource] = {}
     size = (quantization or {}).get("weight_block_size") or (128, 128)

@@ -39,7 +39,7 @@ FIRST_ADDRESS = 1 << 40  # tensors that are not traced have smaller addresses
 
 
 def find_transformers_class(model_class: type) -> Any:
-    """Return the transformers class that `model_class` is or extends; None if there is none."""
+    """Return the transformers class that `model_class` is or derives from, or None."""
     for cls in model_class.__mro__:
         if cls.__module__.startswith("transformers.models.") and hasattr(cls, "base_model_prefix"):
             return cls
@@ -165,7 +165,7 @@ def plan_stock_tensors(
 def plan_written_tensors(
     meta_model: nn.Module | None, model_shapes: Shapes, layout: str
 ) -> dict[str, FileRecipe]:
-    """Return recipes for writing: names of `state_dict` if "fused", otherwise published names."""
+    """Return recipes for writing: with `state_dict`'s names if "fused", or with published names."""
     if meta_model is None:
         return plan_stock_tensors(None, model_shapes)
     files = (
@@ -179,7 +179,7 @@ def plan_written_tensors(
 def trace_loading_rules(
     meta_model: nn.Module, file_shapes: Shapes, names: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
-    """Run transformers' loading rules on meta; return the named tensors' pieces, or error texts."""
+    """Run transformers' loading rules on meta; return tensors' parts in files, or error texts."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 

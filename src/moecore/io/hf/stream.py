@@ -123,9 +123,9 @@ class WeightStream:
         for name, tensor in stream.changed_since(version):
             ...
 
-    The tensors of a bucket share one buffer, which a reference to a tensor keeps. If a rank leaves
-    a pass early, the pass ends on all ranks when the rank closes its generator: use `break`, or
-    `contextlib.closing(iter(stream))` if an exception may leave the loop.
+    The tensors of a bucket share one buffer, which exists as long as one of the tensors exists. If
+    a rank leaves a pass early, the pass ends on all ranks when the rank closes its generator: use
+    `break`, or `contextlib.closing(iter(stream))` if an exception may leave the loop.
     """
 
     def __init__(self, model: nn.Module, plan: ExportPlan, bucket_bytes: int, lora: LoRA) -> None:

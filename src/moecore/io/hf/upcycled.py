@@ -28,7 +28,7 @@ from moecore.moe.layer import LayerLayout, MoELayer
 
 @dataclass(frozen=True, slots=True)
 class UpcycledFamily:
-    """The transformers MoE family whose config and names are used for an upcycled dense model."""
+    """A transformers MoE family: an upcycled dense model is exported with its config and names."""
 
     model_type: str
     some_dense: bool  # whether layers may be dense

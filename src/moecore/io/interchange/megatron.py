@@ -108,7 +108,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class MegatronBlock:
-    """A matrix or vector of one layer or expert in Megatron-Core, and its Hugging Face rows."""
+    """A matrix or vector of a layer or expert in Megatron-Core, and its rows of Hugging Face."""
 
     names: tuple[str, ...]  # in its layer; the first is written, all are read
     parts: tuple[TensorPart, ...]
@@ -120,7 +120,7 @@ class MegatronBlock:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """The Megatron-Core tensor that stores a block, and the block's index in the tensor."""
+    """The name of the Megatron-Core tensor that stores a block, and the block's index in it."""
 
     key: str
     index: tuple[int, ...]  # into the first dims, which are layers, experts, both or none
@@ -204,7 +204,10 @@ def get_export_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
 def find_stored_tensors(
     megatron_block: MegatronBlock, shapes: Shapes, config: DecoderConfig
 ) -> tuple[tuple[LayerPlace, ...], list[str]]:
-    """Return a block's places, two if gate and up are separate, () if missing; and error texts."""
+    """Return the places of a block and error texts.
+
+    There are two places if gate and up are separate, and none if the block is missing.
+    """
     for stacked in (True, False):
         for places in _list_candidate_places(megatron_block, config, stacked=stacked):
             num_dims = [(shapes.get(place.key), len(place.index)) for place in places]

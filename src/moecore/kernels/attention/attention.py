@@ -70,8 +70,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values. No autograd, no host sync.
 
-    o_BTHv and lse_BHT (fp32) are over all keys, also keys of other calls, and the attention sinks:
-    note "final o and lse". dq is the contribution of these keys; the caller sums it over its calls.
+    o_BTHv and lse_BHT (fp32) are the final output and log-sum-exp: over the keys of all calls, and
+    the attention sinks. dq is the contribution of these keys; the caller sums dq over its calls.
     """
     _check_shapes(q_BTHd, k_BShd, v_BShv)
     with disable_autocast(q_BTHd):

@@ -70,7 +70,7 @@ class AttentionMask(CheckedRecord):
 
     @property
     def is_packed(self) -> bool:
-        """Whether each row packs several documents, whose offsets are `cu_seqlens_q` and `_k`."""
+        """Whether rows contain several documents, with offsets `cu_seqlens_q` and `_k`."""
         return self.cu_seqlens_q is not None
 
 
@@ -88,7 +88,7 @@ class AttentionKernel(Protocol):
     """The functions that each attention implementation (a module of this package) defines."""
 
     def find_problem(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
-        """Return why this implementation cannot run on these inputs, in one line; None = it can."""
+        """Return the reason why this implementation cannot run on these inputs, or None."""
 
     def forward(self, block: QKVBlock) -> tuple[Tensor, Tensor]:
         """Return attention outputs [B, T, heads, dim] and log-sum-exps of scores [B, heads, T]."""
@@ -96,7 +96,7 @@ class AttentionKernel(Protocol):
     def backward(
         self, block: QKVBlock, do: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients of q, k and v. o and lse are output and log-sum-exp over all keys."""
+        """Return gradients of q, k and v; o and lse are output and log-sum-exp over all keys."""
 
 
 def merge_blocks(
@@ -112,7 +112,7 @@ def merge_blocks(
 
 
 def add_sinks(o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output o and log-sum-exp lse with one more key per head: score `sinks_H`, value 0."""
+    """Return o and lse (log-sum-exp) with one more key per head, of score `sinks_H` and value 0."""
     lse = torch.logaddexp(lse_BHT, sinks_H[:, None].to(lse_BHT.dtype))
     shares_BTH = (lse_BHT - lse).exp().transpose(1, 2)
     return (o_BTHv * shares_BTH[..., None]).to(o_BTHv.dtype), lse

@@ -56,12 +56,12 @@ class ExchangeLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the rows of one slot. Successive operations alternate between two slots."""
+        """Bytes of one slot, an area for rows; operations alternate between the two slots."""
         return self.source_rows * self.row_bytes
 
     @property
     def chunk(self) -> int:
-        """Number of tokens in a chunk: their rows are sent together and announced by one flag."""
+        """Number of tokens in a chunk: tokens that are sent together and announced by one flag."""
         return min(64, max(8, next_power_of_2(cdiv(self.max_tokens, self.rounds * self.num_push))))
 
     @property
@@ -95,7 +95,7 @@ class ExchangeLayout:
 
 
 class ExchangePointers(NamedTuple):
-    """Addresses of all ranks' buffers, the exchange's state and its report to the host."""
+    """The three tensors with addresses that kernels receive: buffers, state, report to the host."""
 
     bases: Any
     state: Any
@@ -104,7 +104,7 @@ class ExchangePointers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerBuffer:
-    """The addresses of all ranks' exchange buffers as one rank maps them, and that rank's state."""
+    """The addresses at which a rank accesses all ranks' exchange buffers, and this rank's state."""
 
     rank: int  # this rank in the group
     bases: Tensor  # int64 [4, G] on the device, this rank's addresses of every rank's regions
@@ -122,7 +122,7 @@ class PeerBuffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SymmetricBuffer(PeerBuffer):
-    """One rank's mapping of all ranks' buffers for the exchange of token rows."""
+    """The addresses at which a rank accesses all ranks' buffers for the exchange of token rows."""
 
     layout: ExchangeLayout
     # for each peer, the memory to which `copy_sums_to_peers` writes; empty without `sums_slot`
@@ -130,6 +130,6 @@ class SymmetricBuffer(PeerBuffer):
 
 
 def view_int32(rows: Tensor) -> Tensor:
-    """Return rows as int32 words [rows, words], copied if their address is no multiple of 4."""
+    """Return rows as int32 [rows, words]; they are copied if their address is no multiple of 4."""
     is_odd = rows.storage_offset() * rows.itemsize % torch.int32.itemsize
     return (rows.clone() if is_odd else rows).view(torch.int32)

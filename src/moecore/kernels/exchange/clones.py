@@ -48,7 +48,7 @@ BLOCK_BYTES = 1 << 15  # bytes that a program moves at once
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneLayout:
-    """The buffer and launch sizes of an exchange of cloned experts, identical on all ranks."""
+    """Buffer and launch sizes of an exchange of clones (expert copies), identical on all ranks."""
 
     num_ranks: int
     set_bytes: int = SET_BYTES  # bytes of one of the two sets of slots
@@ -61,24 +61,24 @@ class CloneLayout:
         return 2 * self.set_bytes + 2 * self.num_ranks * self.num_programs * 4
 
     def locate_regions(self, base_address: int) -> list[int]:
-        """Return addresses [slots, 0, 0, flags] in the buffer at `base_address`; 0 = unused."""
+        """Return addresses [slots, 0, 0, flags] in the buffer at `base_address`; 0 = no region."""
         return [base_address, 0, 0, base_address + 2 * self.set_bytes]
 
     def slot_bytes(self, num_clones: int) -> int:
-        """Return the bytes of one clone's slot if a rank has `num_clones` clones."""
+        """Return the bytes of one slot (for an expert copy) if a rank has `num_clones` slots."""
         return self.set_bytes // num_clones // ALIGNMENT * ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneBuffer(PeerBuffer):
-    """One rank's mapping of all ranks' buffers for the exchange of cloned experts."""
+    """The addresses at which a rank accesses all ranks' buffers for expert copies (clones)."""
 
     layout: CloneLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClonePlaces:
-    """The expert (-1 = none) that each clone copies, and the experts and clones per rank."""
+    """The expert in each slot for an expert copy, of all ranks (-1 = empty), and slots per rank."""
 
     experts_N: Tensor  # int32 on the device; -1 = the place is empty
     num_clones: int  # c; place n is the (n % c)-th of block n // c
@@ -87,7 +87,7 @@ class ClonePlaces:
 
 
 class ClonePiece(NamedTuple):
-    """The range of an expert's flattened weights (W elements) that one operation sends."""
+    """A range of an expert's flattened weights (W elements), which one operation sends."""
 
     width: int  # W
     start: int
@@ -223,7 +223,7 @@ def _receive_grads_kernel(
 
 
 def split_into_pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
-    """Yield ranges of the columns of `rows` [experts, W], each of which fits a slot."""
+    """Yield ranges of the W columns of `rows` [experts, W], each of which fits in a slot."""
     width, max_width = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
     for start in range(0, width, max_width):
         yield ClonePiece(width, start, min(max_width, width - start))
@@ -271,8 +271,8 @@ receive_grads = partial(_launch_clone_kernel, _receive_grads_kernel, True)
 def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: ClonePlaces) -> Tensor:
     """Copy weights from the experts' ranks to this rank's clones; return them. Collective.
 
-    `expert_weights` are this rank's, in any dtype. A clone without an expert is zeros. No host
-    sync.
+    A clone is a copy of an expert. `expert_weights` are the weights of this rank's experts, in any
+    dtype. An empty slot of `clone_places` gets zeros. No host sync.
     """
     out = expert_weights.new_empty(clone_places.num_clones, *expert_weights.shape[1:])
     rows_eW = _view_as_words(expert_weights.contiguous())
@@ -286,8 +286,9 @@ def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: Clon
 def add_clone_grads_(buffer: CloneBuffer, grads: Tensor, clone_places: ClonePlaces) -> Tensor:
     """Add the gradients of all ranks' clones to their experts' gradients, in place. Collective.
 
-    `grads` [experts + clones, ...] is contiguous, of one of `SUM_DTYPES`. Returns the experts'
-    part. Sums are in fp32, in the order of clones, and rounded once. No host sync.
+    `grads` [experts + clones, ...] is contiguous, of one of `SUM_DTYPES`. A clone is a copy of an
+    expert. Returns the gradients of this rank's experts. Sums are in fp32, in the order of clones,
+    and rounded once. No host sync.
     """
     home_eW, clones_cW = _view_rows(grads).split((clone_places.num_local, clone_places.num_clones))
     for piece in split_into_pieces(buffer.layout, home_eW, clone_places.num_clones):

@@ -22,7 +22,10 @@ from moecore.kernels.exchange.buffer import SymmetricBuffer
 
 
 class SlotState(Enum):
-    """The state of the buffer's slot for sums that copy engines send, equal on all ranks."""
+    """The state of the part of exchange buffers that copy engines write; identical on all ranks.
+
+    Copy engines write partial sums of tokens into this slot of the peer ranks' buffers.
+    """
 
     FREE = "every rank has read it"
     COPYING = "copies write it"
@@ -30,7 +33,7 @@ class SlotState(Enum):
 
 
 class SlotEvent(Enum):
-    """An event that changes `SlotState`: copies begin, sums are read, or another operation."""
+    """An event that changes `SlotState`: copies begin, sums are read, or another operation runs."""
 
     OPERATION = "an operation that does not read the slot"
     COPY = "copies into the slot begin"

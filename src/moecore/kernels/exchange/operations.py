@@ -76,7 +76,7 @@ class DispatchedRows(NamedTuple):
 
 
 class Ptrs(NamedTuple):
-    """Pointers to the rows that a kernel sends, to its output, and to the index between both."""
+    """Pointers that a kernel receives: rows to send, output, and the index of rows between them."""
 
     rows: Any  # [T, D] to spread, [R, D] to add
     peers: Any  # [T] int64 ranks by bit
@@ -271,8 +271,8 @@ def dispatch_rows(
 ) -> Tensor:
     """Send tokens' rows to the ranks in peers_T; return [num_rows, D] in expert order. Collective.
 
-    peers_T and places_S are fields of `DispatchedRows`. slots_SN, int32, contiguous, has each
-    received row's output rows, -1 = none. Others are uninitialised.
+    peers_T and places_S are fields of `DispatchedRows`. slots_SN, int32, contiguous, has the output
+    rows of each received row, -1 = none. Output rows that no slot names are uninitialised.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     ptrs = Ptrs(view_int32(x_TD), peers_T, places_S, slots_SN, view_int32(out_RD))
@@ -379,10 +379,10 @@ def _limit_rows_kernel(
 
 
 def limit_rows(offsets_e: Tensor, max_rows: int, state: Tensor, host_report: Tensor) -> Tensor:
-    """Clamp offsets, int32 running sums, to `max_rows` and return them. No host sync.
+    """Clamp offsets, int32 running sums of expert rows, to `max_rows`; return them. No host sync.
 
-    If the last entry exceeds `max_rows`, word NEEDED_ROWS of `state` (device) and `host_report`
-    (host memory) is raised to it.
+    If the last offset exceeds `max_rows`, the word NEEDED_ROWS of `state` (on the device) and
+    `host_report` (host memory) are raised to this offset.
     """
     if not can_use_kernel(offsets_e):
         return limit_rows_ref(offsets_e, max_rows, state, host_report)

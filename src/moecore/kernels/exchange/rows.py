@@ -24,7 +24,7 @@ class RowChunk(NamedTuple):
 
 @triton.jit
 def locate_pairs(pair_ids, chunk, CONST: tl.constexpr):
-    """Return the token, the rank and whether it exists, of (token, rank) pairs of a chunk."""
+    """Return (token, rank, exists) of the (token, rank) pairs `pair_ids` of a chunk."""
     token = chunk.number * CONST.CHUNK + pair_ids // CONST.G
     exists = (pair_ids < CONST.CHUNK * CONST.G) & (token < chunk.max_tokens)
     return token, (pair_ids % CONST.G + token + chunk.rank) % CONST.G, exists
@@ -105,7 +105,7 @@ def locate_source_rows(source_rank, chunk_idx, max_tokens, CHUNK: tl.constexpr):
 
 @triton.jit
 def copy_rows(slot_ptr, out_ptr, out_rows, source_rows, CONST: tl.constexpr):
-    """Copy received rows at `slot_ptr` to `out_rows` of `out_ptr`, -1 = not copied."""
+    """Copy received rows at `slot_ptr` to rows `out_rows` of `out_ptr`; -1 = not copied."""
     from_ptrs, to_ptrs = slot_ptr + source_rows * CONST.D, out_ptr + out_rows.to(tl.int64) * CONST.D
     _move_rows(from_ptrs, to_ptrs, out_rows >= 0, CONST.D, CONST.RECEIVE_D, CONST.TILES, ".cg")
 
@@ -127,7 +127,7 @@ def push_choices(
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Store a chunk's ids and weights in peers' buffers; with REDUCE only weights' gradients."""
+    """Store a chunk's ids and weights in peers' buffers; if REDUCE, only gradients of weights."""
     G: tl.constexpr = CONST.G
     K: tl.constexpr = CONST.K
     for start in range(0, CONST.CHUNK * G, CONST.CHOICE_PAIRS):
@@ -177,7 +177,7 @@ def receive_choices(
     rank,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Copy a chunk's ids and weights to `out_ptrs`; return received rows, -1 = no row was sent."""
+    """Copy a chunk's ids and weights to `out_ptrs`; return the received rows, -1 = not sent."""
     K: tl.constexpr = CONST.K
     CHUNK: tl.constexpr = CONST.CHUNK
     ids_base = tl.load(bases_ptr + AT_IDS * CONST.G + rank).to(tl.pointer_type(tl.int32))

@@ -58,7 +58,7 @@ class ExchangeConstants(NamedTuple):
 
 
 def count_tiles(layout: ExchangeLayout, row_format: RowFormat) -> int:
-    """Return how many tiles a program loads before it stores one: 4 with few programs, or 1."""
+    """Return the tiles that a program loads before it stores them: 4 with few programs, or 1."""
     # 1 for odd row sizes, because masks need registers.
     bytes_in_flight = layout.num_push * layout.num_warps * TILE_BYTES_PER_WARP
     is_even = row_format.count * row_format.itemsize % 1024 == 0
@@ -68,9 +68,10 @@ def count_tiles(layout: ExchangeLayout, row_format: RowFormat) -> int:
 def choose_move_tile(
     layout: ExchangeLayout, row_format: RowFormat, max_rows: int, min_rows: int = 1
 ) -> tuple[int, int]:
-    """Return (rows, columns) of the tiles in which a kernel copies rows: `count_tiles` at once.
+    """Return (rows, columns) of the tiles in which a kernel copies rows.
 
-    A tile has at most `max_rows` rows, rounded up to a power of two, and at least `min_rows`.
+    A program loads `count_tiles` tiles at once. A tile has at most `max_rows` rows, rounded up to a
+    power of two, and at least `min_rows`.
     """
     # Example, 3584 words, one tile: 32 rows of 512 of many rows, 8 of 2048 of eight. Four tiles: 64
     # rows of 128.

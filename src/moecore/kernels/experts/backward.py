@@ -29,7 +29,7 @@ from moecore.kernels.rows.scaling import OperandPair
 
 
 class Grads(NamedTuple):
-    """Gradients from the experts' backward; None = not requested, or passed to a `GradSink`."""
+    """Gradients from the experts' backward; None = not requested, or given to a `GradSink`."""
 
     x: Tensor | None = None  # [S, D], or [R, D] of expert rows if the dispatcher sums them
     w1_eCD: Tensor | None = None
@@ -67,7 +67,7 @@ class SavedState:
         quantised: tuple[OperandPair, OperandPair] | None = None,
         magnitudes: Magnitudes | None = None,
     ) -> SavedState:
-        """Rebuild the state from `list_saved_tensors`' result; products compute in `dtype`."""
+        """Rebuild the state from the list of `list_saved_tensors`; matmuls compute in `dtype`."""
         x, x_scales, h, h_scales, w1_eCD, w2_eDF, *tail = tensors
         matrices: Any = dict(w1_eCD=w1_eCD, w2_eDF=w2_eDF)
         weights = ExpertWeights(**matrices, quantised=quantised, magnitudes=magnitudes)
@@ -92,11 +92,13 @@ def compute_gradients(
     """Return the gradients that `grad_flags` requests, from the gradient of the experts' output.
 
     Args:
-        products: for the same index and weights as in forward. Its weights are freed at the end.
-        state: its rows may be None if FC1 is not recomputed and w1 and its LoRA update have no
-            gradient.
+        products: the object for the same index and weights as in forward. Its weights are freed at
+            the end.
+        state: its token rows may be None if FC1 is not recomputed and neither w1 nor its LoRA
+            update has a gradient.
         dy: contiguous, maybe in FP8. The gradient of the input has the same rows.
-        has_expert_rows: whether dy has expert rows, which the dispatcher sums, not tokens.
+        has_expert_rows: whether dy has a row per expert row (the dispatcher sums them), not per
+            token.
         sinks: receive the gradients of w1 and w2 in place of autograd, which gets None.
         sender: receives gradients of rows and routing weights before gradients of matrices are
             computed.

@@ -31,8 +31,8 @@ class Products(Protocol):
     """FC1, activation, FC2 and their gradients, for one rank's experts in one precision.
 
     An object is made for one batch (`index` assigns tokens to experts) and one set of weights. In
-    the methods, h is FC1's output, a the activation and d a gradient. `has_kernels`: moecore's
-    kernels multiply the LoRA updates.
+    the methods, h is FC1's output, a the activation, and a prefix d means a gradient. If
+    `has_kernels`, moecore's kernels multiply the LoRA updates.
     """
 
     # whether `prepare_output_grad` accepts rows that were packed by `pack_rows`, with equal results
@@ -65,11 +65,11 @@ class Products(Protocol):
         return rows
 
     def pack_rows(self, rows: Rows) -> Rows:
-        """Return `prepare_rows`' result as it is saved for backward, if `packs_rows`."""
+        """Return rows from `prepare_rows` in the format saved for backward, if `packs_rows`."""
         return rows
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Any]:
-        """Return (FC1's output, or None unless `saves_h`; the activation times routing weights)."""
+        """Return (h, the output of FC1, or None unless `saves_h`; the activation times weights)."""
 
     def fc2(self, a: Any) -> Tensor:
         """Return `a` @ w2^T, FC2's output for each expert row; `a` is the activation from `fc1`."""
@@ -92,7 +92,7 @@ class Products(Protocol):
         """
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
-        """Return gradients of FC1's output and of routing weights (fp32), and the activation."""
+        """Return gradients of FC1's output and of routing weights (fp32); also the activation."""
 
     def fc1_dgrad(self, dh: Any) -> Tensor:
         """Return `dh` @ w1, the gradient of FC1's input, with a row per expert row."""

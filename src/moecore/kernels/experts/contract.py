@@ -43,7 +43,7 @@ LEAVE_OUT = "leave them out of Precision.roles, or by an override"
 
 
 class GradTarget(NamedTuple):
-    """Where a weight's gradient is written: into `out`, added to `out`, or into a new tensor."""
+    """Where a kernel writes a weight's gradient: to `out`, added to `out`, or to a new tensor."""
 
     # contiguous, of the weight's shape, fp32 or bf16; None = a new tensor
     out: Tensor | None = None
@@ -59,17 +59,17 @@ class GradSink(Protocol):
     """Receives a weight's gradient in place of autograd, for example to accumulate or defer it."""
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Call compute(*operands, target) now or later; `target` says where to write the gradient.
+        """Call compute(*operands, target), now or later; `target` is where to write the result.
 
         Returns a gradient for autograd, or None if the sink stores the gradient.
         """
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
-        """If the running backward defers weight gradients, store the call and return True."""
+        """Store the call and return True if the running backward defers weight gradients."""
 
 
 def find_sink(param: Tensor, grad_shape: torch.Size) -> GradSink | None:
-    """Return a parameter's `GradSink` for gradients of this shape; None = gradient to autograd."""
+    """Return a parameter's `GradSink` for gradients of this shape; None = autograd gets them."""
     if torch.compiler.is_compiling():
         return None
     make: Callable[[torch.Size], GradSink | None] | None = getattr(param, SINK, None)
@@ -77,14 +77,14 @@ def find_sink(param: Tensor, grad_shape: torch.Size) -> GradSink | None:
 
 
 class LowRankUpdate(NamedTuple):
-    """A LoRA update b @ a of each expert's matrix, or the gradients of a and b."""
+    """LoRA matrices a and b of each expert's matrix (W + b @ a), or the gradients of a and b."""
 
     a_erI: Tensor  # [e, r, in], r a multiple of 16 bytes, contiguous
     b_eOr: Tensor  # [e, out, r], scaling included, contiguous
 
 
 class RowMap(NamedTuple):
-    """The expert rows of each token, and the token of each expert row (its copy for one expert)."""
+    """The expert rows (copies for one expert) of each token, and the token of each expert row."""
 
     row_ids_R: Tensor  # int32, source row of each expert row
     slots_SK: Tensor  # int32, expert row of each source row's k-th choice; -1 = none
@@ -93,7 +93,7 @@ class RowMap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProductSource:
-    """The rows that a grouped matmul reads: tokens, gathered by id, or rows in expert order."""
+    """The rows that a grouped matmul reads: token rows by index, or rows in expert order."""
 
     rows: Tensor
     row_ids_R: Tensor | None  # None = the rows are in expert order
@@ -148,7 +148,7 @@ class ExpertWeights:
 
 
 class GradFlags(NamedTuple):
-    """One flag per gradient: whether the backward of the experts computes this gradient."""
+    """For each gradient, whether the backward of the experts computes it."""
 
     x: bool  # of source rows, or of expert rows if the dispatcher sums them
     w1_eCD: bool
@@ -181,12 +181,12 @@ class GradientReceiver(Protocol):
     accepts_packed_grads: bool  # set by the experts in forward, equal on all ranks
 
     def take_packed_grads(self, dy_RD: Tensor) -> Rows | None:
-        """Return the FP8 gradients that replace placeholder `dy_RD`; None = `dy_RD` has values."""
+        """Return the FP8 gradients for the placeholder `dy_RD`; None = `dy_RD` contains values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refetch:
-    """A function by which backward fetches the token rows again, so that they are not saved."""
+    """A function with which backward receives the token rows again, so they are not saved."""
 
     fetch: Callable[..., Rows]  # fetch(*tensors) returns the rows bit for bit
     tensors: tuple[Tensor, ...]  # saved for backward in place of the rows
@@ -194,7 +194,7 @@ class Refetch:
 
 @dataclass(frozen=True, slots=True)
 class UnsummedInput:
-    """Arguments of a dispatcher that sums the rows of a token's experts itself."""
+    """What experts need if the dispatcher, not the experts, sums the rows of a token's experts."""
 
     # [R, D], a tensor that is not read, often without memory (stride 0), whose gradient is the
     # gradient of the expert rows
@@ -225,7 +225,7 @@ class ExpertMLPOptions(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSpec:
-    """Shapes, dtypes and options of experts, by which a backend says whether it supports them."""
+    """Shapes, dtypes and options of experts; a backend decides by them if it can compute."""
 
     # as in `ActivationOptions`
     gated: bool
@@ -253,7 +253,7 @@ class ExpertSpec:
         activation: ActivationOptions,
         recipe: Recipe | None = None,
     ) -> ExpertSpec:
-        """Return the spec; with a recipe, `dtypes` has only the dtype of the rows."""
+        """Return the spec of weights; with a recipe, `dtypes` has only the dtype of the rows."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         of_weights = () if recipe is not None else (w1_eCD.dtype, w2_eDF.dtype)
         return cls(

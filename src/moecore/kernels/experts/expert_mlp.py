@@ -144,10 +144,10 @@ def expert_mlp(
 ) -> Tensor:
     """Return each token's sum of its experts' outputs, times routing weights.
 
-    Differentiable once, in reverse mode. Products "triton" have no host sync. Products "torch" have
-    no host sync in bf16 on Hopper and datacenter Blackwell; on other GPUs they loop over experts on
-    the host. Rows, FC1's output, weights and index are saved for backward. Backward computes no
-    product for an input without a gradient. Under a compiler or a dispatch mode, gradient sinks,
+    Differentiable once, in reverse mode. Backend "triton" has no host sync. Backend "torch" has no
+    host sync in bf16 on Hopper and datacenter Blackwell; on other GPUs it loops over experts on the
+    host. Rows, FC1's output, weights and index are saved for backward. Backward computes no product
+    for an input without a gradient. Under a compiler or a dispatch mode, gradient sinks,
     `unsummed.sender`, `unsummed.refetch` and quantised weights are not used.
 
     Args:

@@ -126,7 +126,8 @@ class BlockwiseProducts(Products):
     def activation_bwd(self, dy: _OutputGrads, h: Rows) -> tuple[_Fp8Operand, Tensor, _Fp8Operand]:
         """Return dh, dweights and the activation; dh and the activation are in FP8.
 
-        With LoRA dh is also wide, and the activation is only wide, quantised when it is first read.
+        With LoRA, dh also exists in the wide dtype. The activation then has only the wide dtype,
+        and is quantised when it is first read.
         """
         num_rows = self.row_map.num_rows
         ids_R, slots_SK = (None, None) if dy.is_unsummed else self.row_map[:2]
@@ -220,7 +221,7 @@ class BlockwiseProducts(Products):
 
 
 def quantise_weights_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise each expert's matrix with a scale per 128 x 128, to the operands of `layouts`."""
+    """Quantise each expert's matrix with a scale per 128 x 128; `layouts` selects the operands."""
     w_eNK = w_eNK.detach().contiguous()
     return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)
 

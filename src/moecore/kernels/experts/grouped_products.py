@@ -43,7 +43,7 @@ class Matmuls(Protocol):
     wants: GradFlags | None = None  # the gradients that the running backward computes
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return rows times their experts' w1 or w2; `operand` names the rows: see `MATRICES`."""
+        """Return rows times their experts' w1 or w2, or its transpose, as `operand` says."""
 
     def compute_weight_grad(self, dy: Tensor, x: Tensor, role: Role, target: GradTarget) -> Tensor:
         """Return each expert's dy^T x, the gradient of w1 or w2 (`role`), written to `target`."""

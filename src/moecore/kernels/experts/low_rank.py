@@ -21,7 +21,7 @@ from moecore.kernels.grouped.wgrad import grouped_wgrad
 
 
 class LowRankProducts:
-    """The LoRA part of one matrix's matmuls and its gradients; `update` None = addends are None."""
+    """The LoRA part of one matrix's matmuls and gradients; if `update` is None, it adds nothing."""
 
     def __init__(
         self, update: LowRankUpdate | None, offsets_e: Tensor, *, has_kernels: bool
@@ -32,7 +32,7 @@ class LowRankProducts:
     def compute_addend(
         self, rows: ProductSource | None, *, is_backward: bool = False
     ) -> Addend | None:
-        """Return (x A^T, B^T), or in backward (dy B, A), to add their product; None = no LoRA."""
+        """Return (x A^T, B^T), in backward (dy B, A), whose product is added; None = no LoRA."""
         if self.update is not None and is_backward not in self._addends:
             a_erI, b_eOr = self.update
             first, second = b_eOr, a_erI

@@ -65,7 +65,7 @@ def make_recipe_error(products_name: str, recipe: Recipe) -> str:
 
 
 def uses_transformer_engine(products_name: str, recipe: Recipe | None) -> bool:
-    """Return whether these products, with this recipe, are Transformer Engine's."""
+    """Return whether this backend, with this recipe, computes by Transformer Engine."""
     return products_name == "te" or (recipe is not None and recipe.backend == "te")
 
 
@@ -91,7 +91,8 @@ def make_products(
 ) -> Products:
     """Return the `Products` of `options.products`, a name that `choose_products` returned.
 
-    `index_cache` is the attribute of another object for the same index; None = compute it.
+    `index_cache` is the attribute `index_cache` of an earlier object for the same index; None =
+    compute it.
     """
     activation, recipe = options.activation, options.recipe
     matmuls: Matmuls

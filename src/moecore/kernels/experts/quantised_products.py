@@ -60,7 +60,7 @@ class QuantisedMatrices:
         self._operands: dict[tuple[Role, bool], Blocks] = {}  # by role and whether transposed
 
     def get_operand(self, role: Role, is_transposed: bool) -> Blocks:
-        """Return quantised w1 or w2 (`role`) as the operand summed over columns, or over rows."""
+        """Return w1 or w2 (`role`), quantised for sums over columns, or over rows if transposed."""
         weights = self._weights
         assert weights is not None, "the weights were dropped"
         if weights.quantised is not None:
@@ -161,7 +161,7 @@ class ScaledMatmuls(Matmuls):
 
 
 def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise matrices with a scale per row or matrix, to the operands that `layouts` requests."""
+    """Quantise matrices with a scale per row or matrix; `layouts` selects the operands."""
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return quantise_expert_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
 
@@ -255,7 +255,7 @@ class EmulatedMatmuls(Matmuls):
 def quantise_matrices_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
-    """Quantise matrices to MXFP8 or NVFP4; bytes if the device multiplies those, otherwise wide."""
+    """Return MXFP8 or NVFP4 operands: packed for devices that multiply them, otherwise rounded."""
     is_packed = has_block_scaled_kernels(w_eNK.device)
     return quantise_microscaled_matrices(
         w_eNK, recipe, rowwise=rowwise, columnwise=columnwise, pack=is_packed

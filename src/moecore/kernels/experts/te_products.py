@@ -54,7 +54,7 @@ class TEMatmuls(Matmuls):
         self._matrices: dict[Operand, Any] = {}  # by what is multiplied by them
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return expert rows times w1 or w2. Unused rows of the buffer are undefined in it."""
+        """Return expert rows times w1 or w2; results of unused rows of the buffer are undefined."""
         role, is_backward = MATRICES[operand]
         w_eNK = self.w1_eCD if role == "w1" else self.w2_eDF
         if operand not in self._matrices:

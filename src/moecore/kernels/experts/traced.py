@@ -221,7 +221,7 @@ def run_traced_expert_mlp(
     index: ExpertIndex,
     options: ExpertMLPOptions,
 ) -> Tensor:
-    """Return the tokens' outputs by the custom op, or with `grad_handle_RD` the expert rows'."""
+    """Return token outputs by the custom op; if `grad_handle_RD` is given, expert rows' outputs."""
     _raise_if_delayed_scaling(weights, options.recipe)
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.list_updates())
     handle = rows.grad_handle_SD if grad_handle_RD is None else grad_handle_RD

@@ -144,7 +144,7 @@ def block_scaled_grouped_wgrad_kernel(
     ADD: tl.constexpr,
     CONST: tl.constexpr,  # BlockScaledConstants
 ):
-    """Write (with ADD: add) each expert's weight gradient to out_ptr; 0 if it has no rows."""
+    """Write each expert's weight gradient to out_ptr (or add, if ADD); 0 if it has no rows."""
     B: tl.constexpr = CONST.B
     FORMAT: tl.constexpr = CONST.FORMAT
     BLOCK_M: tl.constexpr = CONST.BLOCK_M

@@ -218,7 +218,8 @@ def sm90_bf16_grouped_kernel(
 ):
     """Write each row of a times its expert's matrix b, [rows, N], to out_ptr.
 
-    With CONST.ACT, h_ptr receives the product h (gate and up columns), and out_ptr act(h) * weight.
+    If CONST.ACT, h_ptr receives the product h (gate and up columns), and out_ptr receives act(h) *
+    weight.
     """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N

@@ -59,7 +59,7 @@ def grouped_gemm_activation_ref(
 
 
 class TileConfig(NamedTuple):
-    """Tile sizes, pipeline stages and warps of a Triton kernel for grouped products."""
+    """Tile sizes, pipeline stages and warps of a Triton kernel for grouped matrix products."""
 
     BLOCK_M: int = 128
     BLOCK_N: int = 256

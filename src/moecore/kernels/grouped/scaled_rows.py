@@ -81,7 +81,7 @@ class PaddedRows(NamedTuple):
 
 
 def pad_rows(offsets_e: Tensor, num_rows: int, row_multiple: int = ALIGNED) -> PaddedRows:
-    """Return expert rows' positions after each expert is padded to `row_multiple`. No sync."""
+    """Return the position of each expert row if rows per expert are padded to `row_multiple`."""
     # Each expert has at least `multiple` rows, because torch's product does not write the output of
     # an expert without rows. Example, 22 rows, experts of 3 and 17: offsets 16, 48, position_R 0 to
     # 2, 16 to 32, 64, 64.

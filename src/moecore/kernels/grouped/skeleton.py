@@ -45,7 +45,7 @@ class GroupedConstants(NamedTuple):
 class Addend(NamedTuple):
     """Rows [R, r] and a matrix [r, N] per expert, whose product a kernel adds to another product.
 
-    A kernel sums both products in one loop, first the other product, then this one.
+    A kernel sums both products in one loop: first the other product, then the addend's.
     """
 
     rows_Rr: Tensor  # in expert order, contiguous; r a multiple of 8
@@ -189,7 +189,7 @@ def load_weight_tiles(
 
 @gluon.jit
 def wait_for_staging_buffer(MAX_PENDING_STORES: gl.constexpr = 0):
-    """Wait until TMA has read all blocks that this group staged but the last MAX_PENDING_STORES."""
+    """Wait until at most MAX_PENDING_STORES of this group's staged blocks are unread by TMA."""
     hopper.tma.store_wait(MAX_PENDING_STORES)
     thread_barrier()
 
@@ -227,7 +227,7 @@ def store_weight_block(
 ):
     """Copy x to shared memory; TMA stores it at (expert, first_row, first_column) of the gradients.
 
-    With TRANSPOSED, only out_smem and out_desc have the transposed layout.
+    If TRANSPOSED, out_smem and out_desc have the transposed layout, but x and the arguments do not.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]

@@ -41,8 +41,8 @@ def is_batch_invariant() -> bool:
 def batch_invariant(device_type: str) -> Iterator[None]:
     """Return a context in which matmuls give each row bits that do not depend on the batch's rows.
 
-    `device_type` is "cpu" or "cuda". A nested context changes nothing. The context holds for all
-    threads of the process, except modules that were compiled or captured in CUDA graphs.
+    `device_type` is "cpu" or "cuda". A nested context changes nothing. The context is active in all
+    threads of the process. Modules that were compiled or captured in CUDA graphs ignore it.
     """
     if device_type in _active:
         yield

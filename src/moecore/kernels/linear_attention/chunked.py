@@ -78,7 +78,7 @@ KDA_BWD: dict[str, Any] = dict(BLOCK_K=32, BLOCK_V=64, num_warps=8, num_stages=1
 
 
 class ScanSize(NamedTuple):
-    """The shape and the FLOPs of one recorded kernel launch of linear attention."""
+    """The shape and the FLOPs of one launch of a linear-attention kernel, recorded in a dry run."""
 
     shape: tuple[int, int, int, int, int]  # documents, value heads, tokens of a document, k, v
     flops: int
@@ -103,7 +103,7 @@ def gated_delta_rule(
     """Return outputs o_THv and each document's last state, computed by the kernels.
 
     Keys are padded with zeros to `KEY_DIMS`, values to full tiles. Columns of a state are
-    independent, so each tile of values is a head.
+    independent, so each tile of value dims is computed like a head.
     """
     (T, H, v), k = rule.v_THv.shape, rule.k_Thk.shape[-1]
     more_k, tiles = KEY_DIMS[k > KEY_DIMS[0]] - k, cdiv(v, TILE)

@@ -31,7 +31,7 @@ def store_rows(ptr, x, tokens, end, columns, stride):
 
 @triton.jit
 def normalise_rows(ptr, tokens, end, columns, stride, scale, NORM: tl.constexpr):
-    """Return `load_rows` times `scale`, and with NORM divided by each row's length."""
+    """Return `load_rows` times `scale`; if NORM, each row is divided by its length."""
     x = load_rows(ptr, tokens, end, columns, stride).to(tl.float32)
     if NORM:
         x *= tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + 1e-6)

@@ -31,9 +31,9 @@ BLOCK = 1024  # choices of one program
 
 
 class ClonePlan(NamedTuple):
-    """Which experts are cloned, and the range of tokens that each clone computes.
+    """Which experts are cloned (copied to other ranks), and each clone's range of tokens.
 
-    Each rank has a fixed number c of clones, maybe unused. Clone n is on rank n // c.
+    Each rank has c slots for clones, some maybe empty. Slot n of all ranks is on rank n // c.
     """
 
     experts_N: Tensor  # int32, the expert; -1 = the place is empty
@@ -205,11 +205,12 @@ def assign_physical_ids(
     """Return each choice's physical id, int32 [T, K]: of its expert or of a clone. No host sync.
 
     Each rank has num_local_experts + clones_per_rank physical ids: first its experts, then its
-    clones. -1 = dropped, in ids_TK and in the result. counts_before_E, int32, counts the choices of
-    each expert on all ranks before this rank.
+    clones. -1 means dropped in ids_TK and in the result. counts_before_E, int32, counts the choices
+    of each expert on all ranks before this rank.
 
-    Example, the plan of `plan_clones`, all ten choices on one rank: of expert 0's six tokens the
-    first three have physical id 0, the others 5; expert 1 is 1, experts 2 and 3 are 3, 4.
+    Example, the plan of `plan_clones`, all ten choices on one rank: the first three of expert 0's
+    six tokens have physical id 0, the last three 5 (the clone). Experts 1, 2 and 3 have ids 1, 3
+    and 4.
     """
     E = counts_before_E.numel()
     index = build_index(

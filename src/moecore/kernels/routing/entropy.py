@@ -71,8 +71,8 @@ def add_entropy_(
 ) -> None:
     """Add the summed entropy of tokens' scores, and the number of tokens, to total_2. No host sync.
 
-    total_2 is int64, contiguous; the entropy is in units of 2^-24 nats, and counts as 0 if it is
-    NaN. Logits have any float dtype. Scores other than "softmax" are divided by their sum.
+    total_2 is int64 [2], contiguous. The entropy is in units of 2^-24 nats; a NaN counts as 0.
+    Logits have any float dtype. Scores other than "softmax" are divided by their sum.
 
     Example, one token, softmax of two equal logits: total_2 gains [round(log(2) * 2^24), 1].
     """

@@ -22,7 +22,7 @@ TILE = 1024  # logits of one warp, which holds whole rows
 
 
 def compute_margin_range(bias_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower end of the first bin, and the width of a bin, both fp64 [..., 1]."""
+    """Return the lower end of the histogram's first bin and the width of a bin, fp64 [..., 1]."""
     low, high = (f(dim=-1, keepdim=True).double() for f in (bias_E.amin, bias_E.amax))
     return low - 1, (high + 2 - low) / NUM_BINS
 

@@ -55,7 +55,7 @@ class RouteOptions:
 
     @property
     def is_softmax_after_choice(self) -> bool:
-        """Whether the weights are a softmax over the K chosen logits."""
+        """Whether weights are a softmax over only the K logits of the chosen experts."""
         return self.score_order == "post" and self.score_function == "softmax"
 
 
@@ -255,8 +255,8 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
     Groups, and then experts, are chosen by the greatest selection score, and by the lowest id if
     scores are equal. A NaN counts as greater than every number, so ids stay distinct and in range,
     and a token with a NaN logit has a NaN weight. No host sync; bit-identical between runs. Scores
-    of the kernel and of `route_ref` may differ in their last bits, so experts that nearly tie may
-    be exchanged.
+    of the kernel and of `route_ref` may differ in their last bits, so they may choose different
+    experts if scores are nearly equal.
 
     Args:
         logits_TE: any float dtype, computed in fp32; fp64 is computed in plain PyTorch.

@@ -95,7 +95,7 @@ def compute_scores(logits, max_logit, inverse_exp_sum, FUNCTION: tl.constexpr):
 
 @triton.jit
 def compute_scores_of_rows(logits, FUNCTION: tl.constexpr):
-    """Return `compute_scores` of full rows, and max_logit and inverse_exp_sum, 0 if not read."""
+    """Return `compute_scores` of full rows, then max_logit and inverse_exp_sum (0 if unused)."""
     if FUNCTION != "softmax":
         top = tl.zeros([logits.shape[0], 1], dtype=tl.float32)
         factor = top

@@ -82,7 +82,7 @@ class ActivationOptions(CheckedRecord):
 def make_activation_options(
     activation_kind: str, limit: float, up_limit: float, alpha: float, interleaved: bool
 ) -> ActivationOptions:
-    """Return the options of these values, which are the tuple `ActivationOptions.flat`. Cached."""
+    """Return the options with these values, the elements of `ActivationOptions.flat`. Cached."""
     return ActivationOptions(
         kind=activation_kind, limit=limit, up_limit=up_limit, alpha=alpha, interleaved=interleaved
     )

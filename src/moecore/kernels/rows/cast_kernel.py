@@ -79,7 +79,7 @@ def load_amax(partial_amax_ptr, PARTS: tl.constexpr):
 
 @triton.jit
 def record_amax(x, new_amax_ptr, HAS_AMAX: tl.constexpr):
-    """Raise *new_amax_ptr to x's largest finite magnitude; return x, with HAS_AMAX inf as NaN."""
+    """Raise *new_amax_ptr to x's largest finite magnitude; return x, if HAS_AMAX inf as NaN."""
     if new_amax_ptr is not None:
         largest = abs_without_nan(x)
         largest = tl.where(largest < float("inf"), largest, 0.0)
@@ -178,7 +178,7 @@ def amax_kernel(
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise amax_ptr to one tile's magnitudes: per expert and column, with ROWS also per row."""
+    """Raise amax_ptr to the magnitudes in a tile: per expert and column, if ROWS also per row."""
     width = tl.cdiv(D, BLOCK)
     tile = tl.program_id(0) // width
     expert, start, end, first = locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)

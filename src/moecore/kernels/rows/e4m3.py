@@ -24,7 +24,8 @@ def compute_block_scale_ref(
 ) -> tuple[Tensor, Tensor]:
     """Return fp32 scales of blocks from their amax, and the reciprocals, NaN if amax is infinite.
 
-    A scale is amax / format_max (the largest FP8 value), or if `power_of_two` rounded up to one.
+    A scale is amax / format_max (the largest FP8 value). If `power_of_two`, scales are rounded up
+    to powers of two.
     """
     scales = amax / torch.full_like(
         amax, format_max

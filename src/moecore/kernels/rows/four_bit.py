@@ -52,7 +52,7 @@ NF4 = (
 
 @dataclass(frozen=True, slots=True)
 class FourBitFormat:
-    """A 4-bit format: the values of codes 0 to 15, the values per scale, the packing in bytes."""
+    """A 4-bit format: values of codes 0 to 15, number of values per scale, packing in bytes."""
 
     values: tuple[float, ...]
     group: int  # number of values that share a scale

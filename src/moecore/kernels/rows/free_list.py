@@ -164,7 +164,10 @@ def _free_pages_locked(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
 
 @triton.jit
 def free_pages(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
-    """Free a table's pages under the lock. `pool`: state, free ids, P, Q. Only one program."""
+    """Free the pages of a table, under the lock; only one program may call it.
+
+    `pool` is (state, free ids, P, Q).
+    """
     state_ptr = pool[0]
     _lock_free_lists(state_ptr)
     free, host_free, demand = _free_pages_locked(table_ptr, num_entries, pool, BLOCK)

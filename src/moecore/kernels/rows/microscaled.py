@@ -145,11 +145,11 @@ def quantise_microscaled(
     num_experts: int = 0,
     pack: bool = False,
 ) -> Blocks:
-    """Quantise x's rows in MXFP8 or NVFP4 to an operand [M, K]; [K, M] with `over_rows` and `pack`.
+    """Quantise x's rows in MXFP8 or NVFP4 to an operand [M, K]; [K, M] if `over_rows` and `pack`.
 
-    With `pack`, the result has bytes of values and of block scales. Without `pack`, it has values
-    already multiplied by their block scales, in bf16 (fp32 on CPUs), and the scale of each expert's
-    tensor, fp32 [e + 1]. No autograd, no host sync.
+    If `pack`, the result has bytes of values and of block scales. Otherwise it has values already
+    multiplied by their block scales, in bf16 (fp32 on CPUs), and the scale of each expert's tensor,
+    fp32 [e + 1]. No autograd, no host sync.
 
     Args:
         x_TK: any floating dtype.
@@ -158,7 +158,7 @@ def quantise_microscaled(
             blocks.
         is_gradient: whether values are stochastically rounded if the recipe says so.
         source_rows_M: int64, the row of x of each row of the operand; -1 = zeros. None = row i is
-            x's row i, and with `over_rows` zeros fill the last block.
+            x's row i, and if `over_rows`, zeros fill the last block.
         expert_M: int64, the expert of each row, or e if it has none; the rows of a block have one
             expert. None = one scale for all rows.
     """

@@ -173,7 +173,8 @@ def pack_microscaled_rows(x_SD: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]
     """Quantise rows to values and scales of the recipe's format. No autograd, no host sync.
 
     x_SD is bf16, fp16 or fp32, contiguous, with full blocks in a row; the recipe is "mxfp8" or
-    "nvfp4". Values round to the nearest. An infinity makes its block NaN; a NaN of MXFP8 stays one.
+    "nvfp4". Values round to the nearest. An infinity makes its block NaN; in MXFP8 a NaN stays a
+    NaN.
     """
     (S, D), size, is_nvfp4 = x_SD.shape, recipe.weight_multiple, recipe.scaling == "nvfp4"
     if not can_use_kernel(x_SD):

@@ -70,7 +70,7 @@ def sum_rows_ref(
 
 @cache
 def choose_column_block(num_columns: int, itemsize: int) -> dict[str, int]:
-    """Return BLOCK_D, a program's columns, and num_warps, for 16 bytes per thread and access."""
+    """Return BLOCK_D (columns of a program) and num_warps, for 16 bytes per thread and access."""
     # The most columns, up to 2048, that leave at most 1/8 idle.
     fits = (n for n in (2048, 1024, 512, 256) if -(-num_columns // n) * n * 8 <= num_columns * 9)
     block = next(fits, min(256, max(16, next_power_of_2(num_columns))))
@@ -273,7 +273,7 @@ def sum_rows(
     Differentiable in y_RD; `gather_rows` is the gradient. No host sync; the same bits in every run.
     Rows are added in fp32 (fp64 for fp64) in order of k and rounded once. y_RD is copied if not
     contiguous, and rows that slots_SK does not contain are not read. Other arguments are as in
-    `gather_rows`; the gradient needs all three.
+    `gather_rows`, and the gradient needs all three of them.
 
     Example, S = 2, K = 2, R = 3: slots_SK [[0, 2], [1, -1]] gives [y0 + y2, y1].
     """

@@ -39,7 +39,10 @@ TAKE_WARPS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageLayout:
-    """Which rows of several matrices are stored in pages of a `PagePool`, and how many fit a page.
+    """How rows of several matrices are stored in the pages of a `PagePool`.
+
+    A matrix is a uint8 buffer [rows, bytes]. Stored rows are either listed (tokens with an expert
+    row), or the first rows.
 
     A matrix is a uint8 buffer [rows, bytes]. Stored rows are either listed (tokens with an expert
     row), or the first rows.
@@ -340,7 +343,7 @@ def stash_or_restore_rows(
     stash: bool,
     released_table: tuple[Tensor, int] | None = None,
 ) -> None:
-    """Copy stored rows of matrices to their pages (`stash`), or back. No host sync.
+    """Copy stored rows of matrices to their pages if `stash`, otherwise back. No host sync.
 
     The table, from `take_pages_for_rows`, keeps its pages, and rows that are not stored do not
     change. Rows for which no page was free become NaN when they are copied back.

@@ -127,7 +127,7 @@ def _make_pair(
 
 
 def check_multiple_of_128(dim_name: str, size: int) -> None:
-    """Raise ValueError that names the size `dim_name` unless `size` is a multiple of 128."""
+    """Raise a ValueError, which names `dim_name`, unless `size` is a multiple of 128."""
     if size % BLOCK:
         raise ValueError(
             f"{dim_name} ({size}) must be a multiple of {BLOCK}: other columns have no whole blocks"

@@ -27,7 +27,7 @@ def store_row_blocks(
     C: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Quantise x, 128 columns (block number `block`) of rows, to e4m3; store it and row scales."""
+    """Quantise x (128 columns, block `block`, of rows) to e4m3; store values and row scales."""
     scale, inverse = compute_block_scale(tl.max(abs_without_nan(x), axis=1), POWER_OF_TWO)
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=row_mask[:, None])

@@ -110,7 +110,7 @@ class RowTiles(NamedTuple):
 
     @property
     def max_tiles(self) -> int:
-        """The map's capacity in row tiles; map[0, 0], on the device, is the number in use."""
+        """The map's capacity in row tiles; the device value map[0, 0] is the number in use."""
         return self.map.shape[0] - 1
 
 

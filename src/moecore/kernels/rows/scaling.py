@@ -56,7 +56,7 @@ LARGEST = {"e4m3": MAX, "e5m2": 57344.0}  # values
 
 
 class ScaleKind(NamedTuple):
-    """The shape of the elements that share a scale, for one kind of FP8 matmul operand."""
+    """The shape of the block of elements that share a scale, for a kind of FP8 matmul operand."""
 
     code: int  # constant of `cast_kernel`
     block: Block  # rows and columns of one scale
@@ -145,7 +145,7 @@ def quantise_ref(
     fp8_format: str = "e4m3",
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return FP8 values of x, and fp32 scales from `amax`, or from x's own over `amax_dim`."""
+    """Return FP8 values of x and fp32 scales, from `amax` or magnitudes of x over `amax_dim`."""
     x = x.float()
     amax = abs_without_nan_ref(x).amax(amax_dim, keepdim=True) if amax is None else amax
     scales, inverse = compute_block_scale_ref(amax, power_of_two, LARGEST[fp8_format])

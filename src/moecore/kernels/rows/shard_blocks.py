@@ -65,7 +65,7 @@ class MatrixShard(NamedTuple):
 
     @property
     def scales_shape(self) -> tuple[int, int]:
-        """Shape of the full matrix's scales, one per 128 x 128; columns are padded to 4, 8, ..."""
+        """Shape of the full matrix's scales, one per 128 x 128; columns are a multiple of 4."""
         return cdiv(self.rows, BLOCK), round_up(cdiv(self.columns, BLOCK), SCALE_COLUMNS)
 
     @property
@@ -84,7 +84,7 @@ class MatrixShard(NamedTuple):
 def view_as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
     """View an all-gathered FP8 weight of experts as the operand [experts, N, K] summed over K.
 
-    `shape` is the parameter's, with columns last.
+    `shape` is the shape of the parameter, with columns last.
     """
     scales, values_eNK = weight.scales, weight.values.view(*shape[:2], -1)
     if weight.kind == "block":
@@ -135,7 +135,7 @@ def quantise_blocks_ref_(
 
 @triton.jit
 def locate_shard_tile(position, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return tile row, tile column, offsets in the shard, and a mask, False on other ranks."""
+    """Return tile row, tile column, offsets in the shard, and a mask of this rank's elements."""
     tiles = tl.cdiv(position.columns, COLUMNS)
     i, j = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row = i.to(tl.int64) * ROWS + tl.arange(0, ROWS)

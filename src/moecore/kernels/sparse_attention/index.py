@@ -33,7 +33,7 @@ SELECTING = 4  # numbers that `select_keys` allocates per query and key without 
 
 
 def compute_index_scores(indexer: IndexerHeads, keys: Keys) -> Tensor:
-    """Return indexer scores [queries, keys], at least fp32; -inf if unseen."""
+    """Return indexer scores [queries, keys], at least fp32; -inf if a query may not see a key."""
     dots_ChK = keys.compute_dot_products(indexer.q_thi, keys.select_rows(indexer.k_Ni)).relu_()
     scores_CK = torch.einsum("chk,ch->ck", dots_ChK, indexer.w_th.to(dots_ChK.dtype))
     return scores_CK.masked_fill_(~keys.seen_CK, -torch.inf)
@@ -214,7 +214,7 @@ def _select_keys_kernel(
 
 
 def compute_span_scores(indexer: IndexerHeads, span: SpanOfKeys) -> Tensor:
-    """Return indexer scores [queries, keys] of a range of keys; -inf if unseen. No host sync."""
+    """Return indexer scores [queries, keys] of a key range; -inf if not visible. No host sync."""
     if not _has_index_kernel(indexer):
         return compute_index_scores(indexer, span)
     q_Chi, k_Si = indexer.q_thi.contiguous(), span.select_rows(indexer.k_Ni).contiguous()

@@ -16,7 +16,7 @@ from moecore.kernels.common import is_gpu
 
 
 class SelectedKeys:
-    """The keys of a chunk if each query has its own list, [queries, keys]; -1 = no key."""
+    """The keys of a chunk of queries with a list of keys per query, [queries, keys]; -1 = none."""
 
     def __init__(self, selected_CK: Tensor) -> None:
         self._selected_CK = selected_CK
@@ -57,7 +57,7 @@ class SelectedKeys:
 
 
 class SpanOfKeys:
-    """The keys of a chunk if all queries share one range of keys, of which each sees a part."""
+    """The keys of a chunk of queries that share one range of keys; each query sees a part of it."""
 
     def __init__(self, first_key: int, key_end: int, first_C: Tensor, last_C: Tensor) -> None:
         self.first, self.first_C, self.last_C = first_key, first_C, last_C

@@ -51,7 +51,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing, UnsummedRows
 
 @dataclass(frozen=True, slots=True)
 class AllToAllPlan:
-    """Record of one dispatch, which combine reads: where each token was sent, and rows per rank."""
+    """Record of a dispatch, which `combine` reads: where each token was sent, and rows per rank."""
 
     token_ids_M: Tensor  # int32, token of each sent row, ordered by destination and then by token
     slots_TG: Tensor  # int32, sent row of each token and destination; -1 = not sent to this rank
@@ -61,7 +61,7 @@ class AllToAllPlan:
 
 
 class ReceivedRows(NamedTuple):
-    """The received rows, the K physical expert ids and weights of each row, and combine's plan."""
+    """Rows that a rank received, the K physical expert ids and weights of each row, and a plan."""
 
     rows: Rows  # differentiable, as the weights are
     ids_SK: Tensor
@@ -86,7 +86,7 @@ class TokenExchange:
         *,
         balanced_counts: tuple[int, int],
     ) -> tuple[ReceivedRows, int]:
-        """Send rows; return received rows, and the number of choices for local experts.
+        """Send rows; return received rows, and the number of choices for this rank's experts.
 
         `pairs` runs another micro-batch meanwhile. On meta, `balanced_counts` replaces received
         counts: rows from each rank, and choices for local experts. One host sync.
@@ -130,7 +130,8 @@ class TokenExchange:
         """Send every rank `rows_per_rank` rows: its tokens, then padding. Return received rows.
 
         Args:
-            is_sent_GT: whether token t goes to rank g; at most `rows_per_rank` tokens per rank.
+            is_sent_GT: bool [G, T], whether token t is sent to rank g; at most `rows_per_rank`
+                tokens per rank.
             pairs: the micro-batches that overlap with this one; None = no overlap.
         """
         self._sizes.check_num_tokens(x_TD.shape[0], x_TD.device)
@@ -172,7 +173,7 @@ class TokenExchange:
         return ReceivedRows(rows, ids_SK, weights_SK, plan)
 
     def return_sums(self, y_SD: Tensor, plan: AllToAllPlan, pairs: Pairs | None) -> Tensor:
-        """Send rows y_SD back to their tokens' ranks; return each token's fp32 sum, [T, D]."""
+        """Send sums y_SD back to their tokens' ranks; return each token's fp32 sum, [T, D]."""
         row_map, S = (plan.token_ids_M, plan.slots_TG), y_SD.shape[0]
         to_tokens, to_experts = _make_collectives(plan, S, self.group, pairs)
 
@@ -206,7 +207,7 @@ class AllToAllDispatcher(Dispatcher):
         self.layer_check = self._exchange.layer_check
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Return `pads`: buffers exceed the received rows only if the capacity sizes them."""
+        """Return `pads`: buffers have spare rows only if the experts' capacity sizes them."""
         return pads
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
@@ -238,7 +239,7 @@ class AllToAllDispatcher(Dispatcher):
         return ExpertInput(*parts, receiver=source.plan.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, encoded_layer: int) -> SendOrder:
-        """Sort tokens by destination rank; return the order of the rows to send, and counts."""
+        """Sort tokens by destination rank; return the order of the rows to send, and row counts."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = mask_choices_by_block(ids_TK, p.num_physical, p.ep)
         num_rows = T * min(p.ep, K) * p.etp

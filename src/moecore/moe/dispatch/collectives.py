@@ -58,8 +58,8 @@ class EqualTokenCounts:
 class LayerCheck:
     """Checks that ranks exchange tokens of the same layer, by a number that each rank sends.
 
-    `layer` is the layer's number and name. `joins` = this rank does not run the layer, and
-    exchanges zero tokens. `is_skipped` = no rank ran the layer in the last exchange.
+    `layer` is the layer's number and name. If `joins` is True, this rank does not run the layer,
+    but exchanges zero tokens. `is_skipped` is True if no rank ran the layer in the last exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str]) -> None:
@@ -67,7 +67,7 @@ class LayerCheck:
         self.joins = self.is_skipped = False
 
     def encode_layer(self, x_TD: Tensor) -> int:
-        """Return an int that encodes the layer, the dtype of `x_TD`, the grad mode and `joins`."""
+        """Return an int that encodes layer, dtype of `x_TD`, grad mode and the flag `joins`."""
         dtype = DTYPES.index(x_TD.dtype) if x_TD.dtype in DTYPES else len(DTYPES)
         return self._layer << 6 | dtype << 2 | torch.is_grad_enabled() << 1 | self.joins
 
@@ -225,7 +225,7 @@ def all_gather_rows(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
 def reduce_scatter_rows(
     y_S: Tensor, group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> Tensor:
-    """Reduce-scatter blocks of C rows, in fp32 and in rank order. Backward all-gathers."""
+    """Reduce-scatter blocks of C rows to [C, ...], in fp32, in rank order. Backward all-gathers."""
     options: Any = dict(group=group, pairs=pairs)
     gather, add = partial(_gather_from_ranks, **options), partial(_sum_over_ranks, **options)
     return exchange_tensors((y_S,), add, gather)[0]  # type: ignore[no-any-return]

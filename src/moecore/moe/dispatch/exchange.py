@@ -55,7 +55,7 @@ class ExchangeError(RuntimeError):
 
 
 class ExchangeMap(NamedTuple):
-    """The map of a dispatch: the ranks of each token, and the rows of each received token."""
+    """Record of a dispatch: the ranks of each token, and the rows of each received token."""
 
     peers_T: Tensor  # int64, bit g of each local token: rank g received the token
     places_S: Tensor  # int32, the index of the source row itself; -1 = a hole
@@ -65,7 +65,10 @@ class ExchangeMap(NamedTuple):
 def raise_if_rank_missed_timeout(
     buffer: PeerBuffer, group: dist.ProcessGroup, operation_names: Sequence[str]
 ) -> None:
-    """Raise `ExchangeError` if a rank missed the buffer's timeout, as the host sees it."""
+    """Raise `ExchangeError` if the host knows that a rank missed the buffer's timeout.
+
+    No host sync.
+    """
     # The error stays until `ExchangePool.close` and new buffers, because the operations that the
     # late rank missed are unknown. Until then no operation waits for any rank.
     error = int(buffer.report[ERROR_WORD])
@@ -81,11 +84,11 @@ def raise_if_rank_missed_timeout(
 
 
 class Exchange:
-    """The operations of one rank that send rows by stores into the memory of peers. No host sync.
+    """The operations that send rows by stores into the memory of peer ranks. No host sync.
 
     All ranks of the group run the same operations in the same order, in one stream or in streams
-    that wait for each other. `balanced_rows` = the expert rows of a rank, if loads are even and
-    every rank has the maximum number of tokens.
+    that wait for each other. `balanced_rows` is the number of expert rows of a rank with even loads
+    and the maximum number of tokens.
     """
 
     def __init__(
@@ -141,7 +144,10 @@ class Exchange:
         return kernels.combine_rows(self.buffer, y_RD.contiguous(), *row_map, grads_and_slots)
 
     def can_copy(self) -> bool:
-        """Whether the buffer's slot for sums is free for `start_copies`; equal on all ranks."""
+        """Whether `start_copies` may begin: all ranks have read the last sums.
+
+        Equal on all ranks.
+        """
         return self.layout.sums_slot and SlotEvent.COPY in copies.TRANSITIONS[self._slot]
 
     def _change_slot_state(self, event: SlotEvent) -> None:
@@ -149,7 +155,7 @@ class Exchange:
         self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
-        """Start to copy sums to the tokens' ranks. Do not free `sums_SD` before `finish_copies`."""
+        """Start copies of sums [S, D] to tokens' ranks; `finish_copies` must precede a free."""
         self._change_slot_state(SlotEvent.COPY)
         with use_stream(self._get_ordered_copy_stream(sums_SD)):
             self._copy_sums(sums_SD)
@@ -192,7 +198,7 @@ class Exchange:
 
     @property
     def shortage(self) -> ShortageCounters:
-        """The counters of expert rows above the limit, which `limit_rows` changes."""
+        """The counters of expert rows above the limit of `limit_rows`."""
         words = (self.buffer.state, self.buffer.report)
         state, report = (w[NEEDED_WORD : NEEDED_WORD + 1] for w in words)
         return ShortageCounters(state, report, self.balanced_rows)
@@ -203,7 +209,7 @@ class Exchange:
 
 
 class MetaExchange(Exchange):
-    """An exchange on meta for dry runs: it sends nothing, and records launches and bytes."""
+    """An exchange on the meta device, for dry runs: it records launches and bytes only."""
 
     _tokens_per_peer = 0  # tokens sent to each other rank with even loads
 
@@ -279,11 +285,17 @@ class CloneExchange:
         return rows_GE
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
-        """Send experts' weights [e, ...] to clones; return clones [c, ...], 0 in empty slots."""
+        """Send experts' weights [e, ...] to their copies; return this rank's copies [c, ...].
+
+        The copy in an empty slot is 0.
+        """
         return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
     def add_clone_grads_(self, grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
-        """Add clones' gradients, the last c of [e + c, ...], to their experts'; return [e, ...]."""
+        """Add gradients of expert copies to the gradients of their experts; return [e, ...].
+
+        Each of `grads` is [e + c, ...]: this rank's e experts, then its c slots for copies.
+        """
         add_ = clone_kernels.add_clone_grads_
         return [add_(self.buffer, grad.contiguous(), places) for grad in grads]
 

@@ -42,7 +42,8 @@ class ExchangePool(BufferOwner):
 
     `group` has the ranks that exchange rows, and `ep` is the number of blocks into which experts
     are divided. With `fp8`, rows are sent as FP8. A kernel launch has `num_programs` programs, None
-    = one per SM. If `is_required` is False, all-to-all sends the rows that stores cannot send.
+    = one per SM. If `is_required` is False, an all-to-all sends rows that kernels cannot store to
+    peers.
     """
 
     option = "NVLinkOptions.row_factor"
@@ -73,7 +74,7 @@ class ExchangePool(BufferOwner):
 
     @property
     def shortages(self) -> tuple[ShortageCounters, ...]:
-        """The shortage counters of all allocated exchanges of token rows, not of clones."""
+        """Counters of expert rows above the capacity, for each exchange of token rows."""
         return tuple(exchange.shortage for exchange in self.token_exchanges)
 
     def set_capacity_factor(self, capacity_factor: float) -> None:
@@ -93,10 +94,10 @@ class ExchangePool(BufferOwner):
         )
 
     def get_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Return the exchange for `top_k` choices and rows of the width and dtype of x_TD.
+        """Return the exchange for `top_k` choices per token, and rows of x_TD's width and dtype.
 
-        Collective at the first use. Raises ValueError for rows that stores cannot send, and for
-        tokens above the capacity in a step that is not rerun.
+        Collective at the first use. Raises ValueError for rows that kernels cannot store to peers,
+        and for tokens above the capacity in a step that is not rerun.
         """
         problem = find_unsendable_row_problem(x_TD)
         if problem is not None:
@@ -120,7 +121,10 @@ class ExchangePool(BufferOwner):
         return exchange
 
     def get_clone_exchange(self, device: torch.device) -> CloneExchange:
-        """Return the exchange of clones. Collective at the first use, which allocates it."""
+        """Return the exchange of clones (expert copies).
+
+        Collective at first use, which allocates.
+        """
         if self._clones is None:
             self._clones = self._make_clone_exchange(device)
         self._clones.raise_if_rank_late()
@@ -128,17 +132,17 @@ class ExchangePool(BufferOwner):
 
     @property
     def token_exchanges(self) -> tuple[Exchange, ...]:
-        """All allocated exchanges of token rows, not of clones."""
+        """All allocated exchanges of token rows, without the exchange of expert copies (clones)."""
         return tuple(self._entries.values())
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes of the buffers that the forwards on meta would allocate on a device."""
+        """Bytes that buffers would have on a GPU, for the forwards that ran on the meta device."""
         return sum(exchange.layout.num_bytes for exchange in self._meta_entries.values())
 
     @property
     def all_exchanges(self) -> tuple[Any, ...]:
-        """All allocated exchanges: the exchanges of token rows and the exchange of clones."""
+        """All allocated exchanges: of token rows and, if used, of expert copies (clones)."""
         return (*self.token_exchanges, *([] if self._clones is None else [self._clones]))
 
     def raise_reported_errors(self, *, includes_shortages: bool = True) -> None:
@@ -245,7 +249,7 @@ class TokenCapacity(BufferOwner):
 
     @property
     def capacity_factor(self) -> float | None:
-        """The most tokens of a forward, 1 if unknown; None = a longer forward raises an error."""
+        """The capacity in tokens, 1 if unknown; None = a forward with more tokens raises."""
         if self._pool.capacity_factor is None:
             return None
         sizes = (exchange.layout.max_tokens for exchange in self._pool.token_exchanges)
@@ -253,11 +257,11 @@ class TokenCapacity(BufferOwner):
 
     @property
     def shortages(self) -> tuple[ShortageCounters, ...]:
-        """The counters of tokens above the capacity; () if no forward exceeded the capacity."""
+        """Counters of tokens above the capacity; () if no forward exceeded the capacity."""
         return () if self._shortage is None else (self._shortage,)
 
     def record_token_excess(self, num_tokens: int) -> bool:
-        """Record a forward with too many tokens, `num_tokens`; return whether the step is rerun."""
+        """Record that a forward has too many tokens, `num_tokens`; return whether it is rerun."""
         if self.watch != "reruns":
             return False
         if self._shortage is None:
@@ -270,7 +274,10 @@ class TokenCapacity(BufferOwner):
         return True
 
     def set_capacity_factor(self, capacity_factor: float) -> None:
-        """Free the buffers; the next have space for `capacity_factor` tokens. Collective."""
+        """Free the buffers. The next buffers have a capacity of `capacity_factor` tokens.
+
+        Collective.
+        """
         self._pool.options = replace(self._pool.options, max_tokens=math.ceil(capacity_factor))
         self._pool.free_buffers()
 
@@ -282,11 +289,11 @@ class TokenCapacity(BufferOwner):
         )
 
     def wait_for_reports(self) -> None:
-        """Return at once: the host knows the number of tokens."""
+        """Return at once, because the host knows the number of tokens."""
 
 
 def find_unsendable_row_problem(x_TD: Tensor) -> str | None:
-    """Return the reason why stores to peers cannot send rows like x_TD, or None."""
+    """Return the reason why kernels cannot store rows like x_TD to peer ranks, or None."""
     D = x_TD.shape[1]
     if x_TD.dtype in SUM_DTYPES and D * x_TD.itemsize % ROW_ALIGNMENT == 0:
         return None
@@ -305,7 +312,7 @@ def _raise_if_capturing_graph() -> None:
 
 
 def split_programs(num_programs: int) -> dict[str, int]:
-    """Divide a launch's Triton programs into senders and receivers: `ExchangeLayout` fields."""
+    """Return {`ExchangeLayout` field: number}: how a launch divides its programs into two roles."""
     is_small = num_programs < FEW_PROGRAMS
     push = max(1, num_programs * 5 // 12) if is_small else num_programs // 2
     return dict(num_push=push, num_receive=num_programs - push, rounds=16 if is_small else 8)

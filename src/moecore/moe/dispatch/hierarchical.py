@@ -34,7 +34,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class HierarchicalPlan:
-    """Record of one dispatch, which combine reads: the plans across domains and inside a domain."""
+    """Record of one dispatch, which `combine` reads: the records of the two levels of dispatch."""
 
     across: AllToAllPlan
     inside: Any
@@ -70,7 +70,7 @@ class HierarchicalDispatcher(Dispatcher):
         return None if inner is None else self._across.layer_check
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Return whether the dispatcher in the domain may have more buffer rows than tokens."""
+        """As `Dispatcher.has_spare_rows`, for the inner dispatcher, whose ranks are one domain."""
         return self._inside.has_spare_rows(pads=pads)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
@@ -142,6 +142,6 @@ class HierarchicalDispatcher(Dispatcher):
         return inp
 
     def combine(self, y_SD: Any, plan: HierarchicalPlan) -> Tensor:
-        """Sum y_SD in each domain, send sums to tokens' ranks, and return y_TD, summed in fp32."""
+        """Sum y_SD inside each domain, send sums to tokens' ranks; return their fp32 sum, y_TD."""
         y_AD = self._inside.combine(y_SD, plan.inside)[: plan.num_arrived]
         return self._across.return_sums(y_AD, plan.across, self.pairs)

@@ -29,7 +29,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 
 class LocalDispatcher(Dispatcher):
-    """Dispatcher of a rank that owns all experts."""
+    """The dispatcher of a rank that owns all experts. It communicates nothing."""
 
     waits_on_host = can_alternate = False
 
@@ -50,12 +50,12 @@ class LocalDispatcher(Dispatcher):
         return ExpertInput(Rows(x_TD), index, None)
 
     def combine(self, y_SD: Tensor, plan: None) -> Tensor:
-        """Return y_SD unchanged: the experts have summed over each token's experts."""
+        """Return y_SD unchanged, because the experts have summed each token's outputs."""
         return y_SD
 
 
 class ChoiceDispatcher:
-    """Dispatches each choice of an expert as a token, so that sums do not depend on ep."""
+    """Dispatches each choice of an expert as a token, by `inner`: sums do not depend on ep."""
 
     def __init__(self, inner: Dispatcher, num_choices: int) -> None:
         self.inner, self.num_choices = inner, num_choices
@@ -65,7 +65,7 @@ class ChoiceDispatcher:
 
     @property
     def pairs(self) -> Pairs | None:
-        """Overlap of a forward with another micro-batch's backward in `inner`; None = off."""
+        """Alternates a forward with another micro-batch's backward in `inner`; None = off."""
         return self.inner.pairs
 
     @pairs.setter
@@ -74,7 +74,7 @@ class ChoiceDispatcher:
         self.inner.pairs = pairs
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Dispatch each of the T * K choices as a token with one choice; return experts' input."""
+        """Dispatch the T * K choices as tokens with one choice each; return the experts' input."""
         K = self.num_choices
         mask_T, physical_TK = routing.padding_mask_T, routing.physical_TK
         by_choice = replace(
@@ -89,7 +89,7 @@ class ChoiceDispatcher:
         return self.inner.dispatch(x_TD[:, None].expand(-1, K, -1).flatten(0, 1), by_choice)
 
     def combine(self, y_SD: Any, plan: Any) -> Tensor:
-        """Return the sum of each token's choices, in order, in fp32 and rounded once."""
+        """Return the sum over each token's K choices, added in order in fp32 and rounded once."""
         y_TKD = self.inner.combine(y_SD, plan).unflatten(0, (-1, self.num_choices))
         wide = torch.promote_types(y_TKD.dtype, torch.float32)
         first, *rest = y_TKD.to(wide).unbind(1)

@@ -92,7 +92,10 @@ class EPGroups:
         self._groups: dict[tuple[int, int, int], EPGroup] = {}
 
     def get_group(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
-        """Return the group for experts and rows of `row_bytes`. Collective at its first use."""
+        """Return the NCCL EP group for these sizes (`row_bytes` per row).
+
+        Collective at first use.
+        """
         # Powers of two, so that few groups are created if the number of tokens changes.
         num_tokens = min(MAX_TOKENS, max(MIN_TOKENS, 1 << (max_tokens - 1).bit_length()))
         key = (num_experts, row_bytes, num_tokens)
@@ -117,7 +120,10 @@ class EPGroups:
         return EPGroup(group, num_experts // self.group.size(), max_tokens)
 
     def close(self) -> None:
-        """Free groups and communicator. Backwards of earlier forwards cannot run. Collective."""
+        """Free groups and the communicator; backwards of earlier forwards then cannot run.
+
+        Collective.
+        """
         for group in self._groups.values():
             group.close()
         self._groups.clear()
@@ -135,7 +141,10 @@ class EPGroup:
         self._idle = defaultdict[int, list[Any]](list)  # by the choices of a token
 
     def exchange_routing(self, ids_TK: Tensor, max_tokens: int) -> ForwardHandles:
-        """Exchange physical ids with all ranks; return this forward's handles. Host sync."""
+        """Exchange physical expert ids with all ranks; return the handles of this forward.
+
+        Host sync.
+        """
         from nccl import ep
 
         chunks = [ids_TK[i : i + self.num_tokens] for i in range(0, max_tokens, self.num_tokens)]
@@ -217,7 +226,7 @@ class ForwardHandles:
         return y_TD
 
     def compute_row_grads(self, dy_TD: Tensor) -> Tensor:
-        """Run combine's backward: send the tokens' gradients; return gradients of rows [S, D]."""
+        """Run combine's backward: send tokens' gradients dy_TD; return gradients of rows [S, D]."""
         dy_SD = dy_TD.new_empty(sum(self.rows), dy_TD.shape[1])
         for ep, handle, (x,), (out,) in self._iterate_chunks((dy_TD.contiguous(),), (dy_SD,)):
             inputs, outs = ep.DispatchInputs(tokens=x), ep.DispatchOutputs(tokens=out)

@@ -47,7 +47,7 @@ from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing, 
 
 @dataclass(frozen=True, slots=True)
 class NVLinkPlan:
-    """Record of one dispatch, which its combine reads: the tokens' ranks, and the rows to sum."""
+    """Record of one dispatch, which `combine` reads: ranks of each token, and rows to sum."""
 
     exchange: Exchange
     dtype: torch.dtype  # of the tokens, and so of all sums
@@ -70,7 +70,7 @@ class NVLinkDispatcher(Dispatcher):
 
     @property
     def saves_rows(self) -> bool:
-        """Whether source rows are saved for backward. Otherwise backward receives them again."""
+        """Whether source rows are saved for backward; otherwise backward receives them again."""
         return self.exchanges.options.keep_rows
 
     @property
@@ -86,8 +86,8 @@ class NVLinkDispatcher(Dispatcher):
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Send tokens to experts' ranks; return the experts' input. One host sync at first use.
 
-        With `NVLinkOptions.row_factor` "exact" each call has one host sync. Source rows of tokens
-        that this rank does not receive are uninitialised.
+        With `NVLinkOptions.row_factor` "exact" each call has one host sync. Source rows without a
+        received token are uninitialised.
         """
         if self._is_sent_by_alltoall(x_TD, routing):
             return self._alltoall.dispatch(x_TD, routing)

@@ -33,7 +33,10 @@ def make_exchange_buffer(
 def make_clone_buffer(
     group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> CloneBuffer:
-    """Allocate this rank's zeroed buffer for an exchange of cloned experts. Collective."""
+    """Allocate this rank's zeroed buffer to exchange clones (expert copies). Collective.
+
+    Collective.
+    """
     layout = CloneLayout(num_ranks=group.size())
     _, handles = _allocate_peer_memory(layout, group, device, timeout_s)
     return CloneBuffer(layout=layout, **handles)

@@ -41,7 +41,10 @@ class Wire:
     def gather_send_rows(
         self, x_TD: Tensor, token_ids_M: Tensor, slots_TG: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        """Gather the rows to send: (FP8 rows, gradient handle), or (None, rows) without FP8."""
+        """Gather rows to send. Returns (FP8 rows, gradient handle), or (None, rows) without FP8.
+
+        Autograd passes gradients of the rows through the handle, a placeholder without values.
+        """
         row_map = (token_ids_M, slots_TG)
         if not self.fp8:
             return None, gather_rows(x_TD, *row_map)
@@ -55,7 +58,7 @@ class Wire:
     def wrap_received_rows(
         self, rows_SN: Tensor, like: Tensor, grad_handle_SD: Tensor | None = None
     ) -> Rows:
-        """Return received rows of the width and dtype of `like`; FP8 rows stay packed."""
+        """Return received rows as `Rows`, of the width and dtype of `like`; FP8 stays packed."""
         if not self.fp8:
             return Rows(rows_SN)
         return Rows.from_bytes(rows_SN, like.shape[1], like.dtype, grad_handle_SD)
@@ -66,7 +69,7 @@ class Wire:
 
 
 def make_row_handle(like: Tensor, num_rows: int) -> Tensor:
-    """Return [num_rows, D] without values, with D and dtype of `like`: one element, expanded."""
+    """Return a placeholder [num_rows, D] of dtype `like.dtype`, whose storage is one element."""
     return like.new_empty(1).expand(num_rows, like.shape[1])
 
 
@@ -77,7 +80,7 @@ def gather_fp8_rows(words_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> 
 
 
 class Receiver:
-    """Receives gradients of experts' outputs as FP8 rows; autograd gets a tensor without values."""
+    """Receives gradients of experts' outputs as FP8 rows; autograd gets a placeholder tensor."""
 
     def __init__(self) -> None:
         self.accepts_packed_grads = False
@@ -85,10 +88,10 @@ class Receiver:
         self._entry: tuple[Tensor, Rows] | None = None
 
     def exchange_as_fp8(self, dy_TD: Tensor, exchange: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Send gradients dy as FP8 rows by `exchange`; return a stand-in for the received rows.
+        """Send gradients dy as FP8 rows by `exchange`; return a placeholder for received rows.
 
-        In a two-level dispatch, the first level returns unpacked rows instead. None = experts
-        accept no FP8, and dy is not sent.
+        In a two-level dispatch, the first level returns unpacked rows instead. If experts accept no
+        FP8 gradients, dy is not sent and the result is None.
         """
         if not (self.next or self).accepts_packed_grads:
             return None
@@ -101,7 +104,7 @@ class Receiver:
         return grad_handle_RD
 
     def take_packed_grads(self, dy: Tensor) -> Rows | None:
-        """Return the received FP8 rows for which `dy` stands; None if `dy` was sent unpacked."""
+        """Return the received FP8 rows of the placeholder `dy`; None if dy was sent unpacked."""
         entry, self._entry = self._entry, None
         if entry is not None and dy is not entry[0]:
             raise RuntimeError(

@@ -53,7 +53,10 @@ PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one
 
 
 class RankBatches(IterableDataset[Any]):
-    """A data rank's batches: (batch, cursors after it by partition, lengths by source name)."""
+    """The batches of a data rank, each with the position after it.
+
+    Items are (batch, {partition: position after the batch}, {source name: number of documents}).
+    """
 
     def __init__(
         self,
@@ -73,7 +76,11 @@ class RankBatches(IterableDataset[Any]):
         self.set_start(0, {}, {})
 
     def set_start(self, row: int, cursors: Cursors, sizes: Mapping[str, int | None]) -> None:
-        """Set the position of the next iteration; `sizes` None = unknown numbers of documents."""
+        """Set the position of the next iteration.
+
+        `cursors` has positions by partition. `sizes` has the number of documents by source name, or
+        None if the number is unknown.
+        """
         self._first, self._cursors, self._lengths = row, dict(cursors), dict(sizes)
 
     def get_option_facts(self) -> dict[str, Any]:
@@ -239,12 +246,12 @@ class PositionedLoader(Generic[Batch]):
         self._has_checked_ranks = True
 
     def close(self) -> None:
-        """End the workers. The next `next` starts new workers at the current position."""
+        """End the worker processes. The next `next` starts new workers at the current position."""
         self._batches.set_start(self._rows, self._loaded | self._cursors, self._lengths)
         self._batch_iterator = None
 
     def get_epochs(self) -> dict[str, int]:
-        """Return {source name: epoch of the last batch}; 0 until a stream has ended once."""
+        """Return {source name: epoch of the last batch}, 0 until a stream has ended once."""
         epochs = {}
         for i, name in enumerate(self._batches.names):
             ordinal = max((cursors[i].ordinal for cursors in self._last.values()), default=0)
@@ -252,7 +259,7 @@ class PositionedLoader(Generic[Batch]):
         return epochs
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON position after the last batch, equal on ranks. Collective over world.
+        """Return the position after the last batch as JSON values, equal on ranks. Collective.
 
         Raises:
             CorpusError: if ranks have different options or numbers of batches, or a stream has

@@ -30,7 +30,7 @@ from moecore.packing.documents import Integers, cut_lengths, hash_values
 
 
 class Cursor(NamedTuple):
-    """The position of one source in one partition of its documents, saved to resume."""
+    """The position of a source within one partition (share) of its documents, saved to resume."""
 
     rows: int  # rows that the source has produced
     ordinal: int  # ordinal of the current document, or of the first document of the window
@@ -50,7 +50,7 @@ class RowPacker(ABC):
 
     @abstractmethod
     def make_next_row(self) -> list[Piece]:
-        """Return the document pieces of the next row, and advance `cursor`."""
+        """Return the next row, as consecutive parts of documents, and advance `cursor`."""
 
     def _check_window_unchanged(self, num_tokens: int, max_offset: int) -> None:
         """Raise a CorpusError if the resumed document or window has changed."""
@@ -92,13 +92,13 @@ class SplitPacker(RowPacker):
 
 
 class WholePacker(RowPacker):
-    """Packs several documents together, and cuts only documents longer than a row."""
+    """Packs a window of documents into rows, and cuts only documents longer than a row."""
 
     _window: _Window | None = None
 
     @override
     def make_next_row(self) -> list[Piece]:
-        """Return the next row of the documents that are packed together, or of the next ones."""
+        """Return the next row of the current window of documents, or of the next window."""
         rows, ordinal, offset, credit, _ = self.cursor
         window = self._window
         if window is None:
@@ -191,7 +191,7 @@ class Partition:
         return sum(cursor.rows for cursor in self.cursors)
 
     def make_next_row(self) -> list[Piece]:
-        """Return the pieces of the next row, all from one source, and advance the cursors."""
+        """Return the next row, as parts of documents of one source, and advance the cursors."""
         credits = [c.credit + w for c, w in zip(self.cursors, self._shares, strict=True)]
         source_idx = int(np.argmax(credits))
         pieces = self._sources[source_idx].make_next_row()

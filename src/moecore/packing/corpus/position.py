@@ -45,7 +45,7 @@ FIELDS: dict[str, Any] = {
 
 
 class Position(NamedTuple):
-    """The validated position of a loader in its sources, for all data ranks."""
+    """The validated position of a loader in its sources, which all data ranks share."""
 
     rows: int  # rows that the run has received
     partitions: int
@@ -54,7 +54,7 @@ class Position(NamedTuple):
 
 
 def collect_facts(sources: Sequence[CorpusSource], options: CorpusOptions) -> dict[str, Any]:
-    """Return {name: JSON value} of the options and source properties that decide the rows."""
+    """Return {name: JSON value} of all options and source properties that decide the rows."""
     facts: dict[str, Any] = {"number of sources": len(sources)}
     facts |= {f"name of source {i}": source.name for i, source in enumerate(sources)}
     facts |= {name: getattr(options, name) for name in ROW_OPTIONS}
@@ -103,7 +103,7 @@ def check_equal_facts(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_stream_document_counts(lengths_of_ranks: Sequence[Mapping[str, int | None]]) -> None:
-    """Raise a CorpusError if ranks know different lengths of a stream; None = not known yet."""
+    """Raise CorpusError if ranks know different document counts of a stream; None = unknown."""
     firsts: dict[str, tuple[int, int]] = {}  # rank and length by name
     for rank, lengths in enumerate(lengths_of_ranks):
         for name, length in lengths.items():
@@ -119,7 +119,7 @@ def check_stream_document_counts(lengths_of_ranks: Sequence[Mapping[str, int | N
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the states of ranks: a partition has the cursors of the rank that read most of it."""
+    """Merge the states of ranks; a partition's cursors are from the rank that read most of it."""
     furthest: dict[int, list[list[float]]] = {}
     lengths: dict[str, int | None] = {}
     for state in states:
@@ -137,7 +137,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def parse_state(
     state: Mapping[str, Any], facts: Mapping[str, Any], sources: Sequence[CorpusSource]
 ) -> Position:
-    """Return the position in a `state_dict`; ValueError unless it has these facts and sources."""
+    """Return the position in a `state_dict`; ValueError if facts or sources differ from these."""
     try:
         values = json.loads(json.dumps(dict(state), allow_nan=False))  # tuples become lists
     except (TypeError, ValueError, RecursionError):

@@ -48,7 +48,7 @@ TRANSFORMERS = {name: name for name in NAMES} | {"shift_labels": "labels"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledBatch:
-    """A step of one data rank: a micro-batch for each round of the schedule, on the CPU."""
+    """A step of one data rank: one micro-batch per round of a `DocumentSchedule`, on the CPU."""
 
     micro_batches: tuple[PackedBatch, ...]  # the full row [1, cp * tokens] of this rank's groups
     cps: tuple[int, ...]  # number of ranks of this rank's groups
@@ -158,7 +158,7 @@ class ScheduledCollator(CheckedRecord):
         return self.schedule_rows([pieces])
 
     def schedule_rows(self, rows: Rows) -> ScheduledBatch:
-        """Return this rank's batch of the pieces in all rows of a step, equal on all ranks."""
+        """Return this rank's batch of the documents in `rows`, the same rows on all data ranks."""
         pieces = [piece for row in rows for piece in row]
         lengths = [len(piece.ids) for piece in pieces]
         plan = schedule_documents(

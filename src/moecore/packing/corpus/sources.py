@@ -118,7 +118,7 @@ DocumentRead = tuple[int, Callable[[], Any]]  # a document's index, and a functi
 
 
 def permute_index(index: int, num_items: int, key: int) -> int:
-    """Return entry `index` of a pseudo-random permutation of 0 .. num_items - 1 with this key."""
+    """Return entry `index` of the pseudo-random permutation of range(num_items) with this key."""
     half = max(1, -(-(num_items - 1).bit_length() // 2))
     mask = (1 << half) - 1
     while True:
@@ -140,20 +140,26 @@ def _hash_integer(integer: int) -> int:
 
 
 def find_epoch_start(ordinal: int, num_documents: int, num_partitions: int) -> int:
-    """Return the first document of an ordinal's epoch, for documents that are not shuffled."""
+    """Return the index of the first document of the epoch of `ordinal`, without shuffling.
+
+    An ordinal counts the documents of a source over all epochs.
+    """
     counts = num_documents, num_partitions
     return ordinal // math.lcm(*counts) % math.gcd(*counts)
 
 
 class IndexedDocuments:
-    """The documents of an indexed dataset by ordinal; `key` None = the dataset's order."""
+    """Reads documents of an indexed dataset by ordinal, a number that counts over all epochs.
+
+    `key` is the seed of the shuffle; None = the dataset's order.
+    """
 
     def __init__(self, documents: Any, key: int | None, *, partitions: int) -> None:
         self._documents, self._key, self.length = documents, key, len(documents)
         self._partitions = partitions
 
     def find_document(self, ordinal: int) -> DocumentRead:
-        """Return the index of an ordinal's document, and a function that reads the document."""
+        """Return the index of document `ordinal`, and a function that reads this document."""
         epoch, index = divmod(ordinal, self.length)
         if self._key is None:
             first = find_epoch_start(ordinal, self.length, self._partitions)
@@ -164,11 +170,12 @@ class IndexedDocuments:
 
 
 class StreamedDocuments:
-    """The documents of an iterable, each taken once by an ordinal that counts over all epochs.
+    """The documents of an iterable, by ordinal: a number that counts documents over all epochs.
 
-    The stream is read and shuffled in blocks. Documents that are read before they are taken are
-    buffered, and documents of other processes' partitions are discarded. Each epoch calls `iter`. A
-    method `skip` of the iterable, as of Hugging Face streaming datasets, makes resuming faster.
+    The stream is read and shuffled in blocks. Each ordinal is requested once. Documents that are
+    read before their ordinal is requested are buffered, and documents of other processes'
+    partitions are discarded. Each epoch calls `iter`. A method `skip` of the iterable, as of
+    Hugging Face streaming datasets, makes resuming faster.
     """
 
     def __init__(
@@ -190,7 +197,7 @@ class StreamedDocuments:
         self._stream = self._iterate_from_ordinal(first)
 
     def find_document(self, ordinal: int) -> DocumentRead:
-        """Return the index of an ordinal's document, and a function that returns the document."""
+        """Return the index of document `ordinal`, and a function that returns this document."""
         while ordinal not in self._buffer:
             stream_ordinal, number, document = next(self._stream)
             if stream_ordinal % self._partitions in self._partition_ids:
@@ -273,7 +280,7 @@ OrderedDocuments = IndexedDocuments | StreamedDocuments
 
 
 class DocumentReader:
-    """Reads and tokenizes a source's documents, once for all partitions, by `reader(ordinal)`."""
+    """Reads and tokenizes the documents of a source for all partitions: `reader(ordinal)`."""
 
     def __init__(
         self, source: CorpusSource, documents: OrderedDocuments, vocab_size: int | None
@@ -325,7 +332,7 @@ def describe_location(documents: Any, document_idx: int) -> str:
 
 
 def tokenize_document(source: CorpusSource, document: Any, vocab_size: int | None) -> Integers:
-    """Return token ids as a 1-D array of the smallest unsigned dtype; ValueError for others."""
+    """Return token ids as a 1-D array of the smallest unsigned dtype, or raise ValueError."""
     ids = document if source.tokenize is None else source.tokenize(document)
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

@@ -121,7 +121,7 @@ class RegisteredMemory:
         self._deregister: Callable[[], None] | None = None  # None = not allocated
 
     def reserve(self, num_bytes: int) -> int:
-        """Add aligned bytes to the block before its allocation, and return their offset."""
+        """Add aligned bytes to the block before its allocation; return their offset in bytes."""
         offset = self._num_bytes
         self._num_bytes += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return offset
@@ -160,10 +160,10 @@ class RegisteredMemory:
 
 
 class Buffer(Generic[Holder]):
-    """A flat tensor that units use one at a time; `holder` is its current user, or None.
+    """A flat tensor that units (parameter groups) use one at a time; `holder` uses it now.
 
     `last_use` is the event of the last use. The next user waits for the event before it overwrites
-    the tensor. `registered` None = the tensor is not in registered memory.
+    the tensor. If `registered` is None, the tensor is not in memory registered with NCCL.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from moecore.kernels.experts.contract import ComputeGrad
 
 
 class WeightProduct(NamedTuple):
-    """A matrix product that a backward has deferred; its result is the gradient of a weight."""
+    """A deferred matmul (function and operands), whose result is the gradient of a weight."""
 
     param_idx: int  # index of the parameter in its unit
     grad_shape: torch.Size  # shape of the gradient
@@ -36,7 +36,7 @@ class WeightProduct(NamedTuple):
         compute_grad: ComputeGrad,
         operands: tuple[Any, ...],
     ) -> WeightProduct:
-        """Return the product; its `stream` is the current stream, which made the operands."""
+        """Return the record of a matmul, with the current stream, which has made the operands."""
         device = next(iterate_tensors(operands)).device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         return cls(param_idx, grad_shape, compute_grad, operands, stream)
@@ -53,7 +53,7 @@ class WeightProduct(NamedTuple):
 
 
 class WeightGradients:
-    """Weight-gradient matmuls of one micro-batch and pipeline stage, deferred by its backward.
+    """Weight-gradient matmuls that the backward of a micro-batch and pipeline stage has deferred.
 
     After `run` the object can be used for another backward.
     """

@@ -63,7 +63,7 @@ class UnitEngine:
     """Hooks that unshard, reshard and reduce a model's units (FSDP2's parameter groups).
 
     Args:
-        units: in the order of forward, with the root's unit last.
+        units: parameter groups in the order of forward, with the unit of the root module last.
         experts_by_layer: MoE layer -> its experts, for layers that dispatch tokens to other ranks.
             Ranks may then skip modules that other ranks run (`UnevenRanks`). None = no rank skips.
     """
@@ -135,8 +135,8 @@ class UnitEngine:
         """Announce micro-batches of a step, which share units that stay unsharded until backward.
 
         `pending_forwards` is the number of forwards with gradients that have not ended in the step;
-        math.inf = more micro-batches will be announced. `runs_stages` = each forward runs a part of
-        the modules (a pipeline stage).
+        math.inf = more micro-batches will be announced. If `runs_stages`, each forward runs only
+        the modules of a pipeline stage.
         """
         if not self._in_step:
             self.reshard()
@@ -217,7 +217,7 @@ class UnitEngine:
 
     @contextmanager
     def alternate_passes(self) -> Iterator[None]:
-        """Return a context in which `unshard_pass` switches between a forward and a backward."""
+        """Return a context for a forward and a backward that alternate; `unshard_pass` switches."""
         self._check_no_failed_backward()
         self._is_paired = True
         try:
@@ -226,7 +226,7 @@ class UnitEngine:
             self._is_paired = False
 
     def unshard_pass(self, is_backward: bool) -> None:
-        """Unshard the units that the continuing forward (backward, if `is_backward`) uses."""
+        """Unshard the units of the pass that continues: backward if `is_backward`, or forward."""
         # The other pass may have resharded these units. Skipped modules count as running modules.
         for unit in self.units:
             if unit.runs[is_backward] or (is_backward and unit.backwards):

@@ -54,7 +54,7 @@ class CastFormat:
         self.dtype = dtype  # dtype of the unit's buffer
 
     def make_unsharded(self, params: Sequence[UnitParam], views: Sequence[Tensor]) -> list[Tensor]:
-        """Make `params[i].unsharded` of `views[i]`: a view of the unit's buffer, or the shard.
+        """Set `params[i].unsharded` to a tensor in `views[i]`, of the unit's buffer or the shard.
 
         Returns the tensors whose version counters autograd checks.
         """
@@ -89,7 +89,7 @@ class QuantisedFormat(ABC):
         self._shard_scalings: list[_ShardScaling] = []
 
     def make_unsharded(self, params: Sequence[UnitParam], views: Sequence[Tensor]) -> list[Tensor]:
-        """Make `params[i].unsharded`, one NaN with the parameter's shape, of values in `views[i]`.
+        """Set `params[i].unsharded` to a placeholder with the quantised values in `views[i]`.
 
         Returns the tensors whose version counters autograd checks.
         """
@@ -157,7 +157,10 @@ class QuantisedFormat(ABC):
 
 
 class BlockFormat(QuantisedFormat):
-    """FP8 with a scale per block of 128 x 128; columns are the last dim of a parameter."""
+    """All-gathers a unit's shards in FP8 with a scale per block of 128 x 128 elements.
+
+    Columns are the last dim of a parameter.
+    """
 
     _has_matrix_amax = False
 
@@ -180,7 +183,7 @@ class BlockFormat(QuantisedFormat):
 
 
 class MatrixFormat(QuantisedFormat):
-    """FP8 with a scale per matrix, from its amax or its amax history."""
+    """All-gathers a unit's shards in FP8 with a scale per matrix, from its amax or amax history."""
 
     @override
     def _get_block_grid(self, shard: MatrixShard) -> tuple[int, int]:
@@ -206,7 +209,7 @@ class MatrixFormat(QuantisedFormat):
 
 
 class PackedFormat(QuantisedFormat):
-    """E2M1, two values per byte, with a scale per 16 x 16 block."""
+    """All-gathers a unit's shards in E2M1 (FP4), two per byte, with a scale per 16 x 16 block."""
 
     _scale_dtype = FP8
 

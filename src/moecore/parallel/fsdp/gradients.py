@@ -41,8 +41,8 @@ MAX_EXACT_COUNT = 256  # largest number of ranks that bf16 counts exactly
 class Gradients:
     """Sums the gradients of a unit (FSDP2's parameter group) and reduces the sums to the shards.
 
-    `transport` None = the unit is not sharded. `replicas` are groups of the all-reduce. `options`
-    has the dtype and the divisor of the sums, and whether a step has one reduction.
+    If `transport` is None, the unit is not sharded. `replicas` are groups of the all-reduce.
+    `options` has the dtype and divisor of the sums, and whether a step has one reduction.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Gradients:
         self._remote_grads: dict[int, bool] = {}
 
     def make_sink(self, param_idx: int, grad_shape: torch.Size) -> GradSink | None:
-        """Return the object through which kernels write a gradient; None = none is needed."""
+        """Return the object that receives a gradient from kernels; None = no gradient needed."""
         unsharded = self._params[param_idx].unsharded
         if unsharded is None or not (unsharded.requires_grad and torch.is_grad_enabled()):
             return None
@@ -97,7 +97,7 @@ class Gradients:
     def compute_and_accumulate(
         self, param_idx: int, grad_shape: torch.Size, compute_grad: ComputeGrad, *operands: Any
     ) -> Tensor | None:
-        """Add a gradient to the sums, or defer it; return it to autograd if the sums are in use."""
+        """Add a gradient to the sums or defer its matmul; if the sums are in use, return it."""
         if self.defer_matmul(param_idx, grad_shape, compute_grad, *operands):
             return None
         target = self._choose_target(param_idx, grad_shape)
@@ -119,7 +119,7 @@ class Gradients:
     def defer_matmul(
         self, param_idx: int, grad_shape: torch.Size, compute_grad: ComputeGrad, *operands: Any
     ) -> bool:
-        """Store the matmul of a gradient (`WeightProduct`); return False if deferral is off."""
+        """Store the matmul of a gradient (`WeightProduct`) for later; False = deferral is off."""
         if self.deferred is None:
             return False
         product = WeightProduct.from_operands(param_idx, grad_shape, compute_grad, operands)
@@ -178,7 +178,7 @@ class Gradients:
 
     @torch.no_grad()
     def reduce_to_shards(self) -> None:
-        """Add gradients to the sums; if `reduces`, reduce them to `.grad` of shards. Collective."""
+        """Add gradients to the sums; if `self.reduces`, reduce to shards' `.grad`. Collective."""
         grads = dict[int, Tensor]()
         for i, param in enumerate(self._params):
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -220,7 +220,7 @@ class Gradients:
         self._release_sums()
 
     def clear_events(self) -> None:
-        """Clear the buffer's completed event; CUDA graph captures must not wait for it."""
+        """Forget the buffer's completed CUDA event: a graph capture must not wait for it."""
         if self.buffer is not None:
             self.buffer.last_use.clear()
 

@@ -44,7 +44,8 @@ class UnitParam:
 
     The constructor replaces the parameter of `owners` by this rank's shard on `device_type`. No
     communication. `mesh` has the axes of the data ranks, the sharding axis last; None = only this
-    rank has the parameter. `is_sharded` False = the last axis replicates it.
+    rank has the parameter. If `is_sharded` is False, the last axis of `mesh` replicates the
+    parameter.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class UnitParam:
         return self.shard_copies.device
 
     def move_to_host(self, host_shard: Tensor, shard_copies: ShardCopies) -> None:
-        """Replace the sharded parameter by a copy in `host_shard`, which `shard_copies` reads."""
+        """Replace the sharded parameter by `host_shard` in host memory; `shard_copies` reads it."""
         if not self.shard.is_meta:
             host_shard.copy_(self.shard)
         self.sharded = make_parameter_like(
@@ -188,7 +189,7 @@ class UnitParam:
         call_accumulate_hooks(self.sharded)
 
     def wait_for_host_grad(self) -> None:
-        """If post-accumulate-grad hooks will read `.grad` in host memory, wait for its copy."""
+        """If post-accumulate-grad hooks exist, wait until `.grad` has arrived in host memory."""
         if self.shard_copies is not None and has_accumulate_hooks(self.sharded):
             self.shard_copies.synchronize()
 
@@ -255,8 +256,8 @@ def make_views(
 ) -> UnitViews:
     """Return views of a unit's 1-D buffer `flat_buffer`, one per parameter in each list.
 
-    An element of `flat_buffer` has `values_per_byte` values of a parameter's last dim. Unsharded
-    copies of `is_strided` parameters begin `copies_offset` values after the start of `flat_buffer`.
+    Each element of `flat_buffer` contains `values_per_byte` values of a parameter. Unsharded copies
+    of `is_strided` parameters begin `copies_offset` values after the start of `flat_buffer`.
     """
     views, copies_offset = UnitViews(flat_buffer, [], [], [], []), copies_offset // values_per_byte
     for param in params:

@@ -36,7 +36,7 @@ DATA_AXES = ("dp_replicate", "dp_shard", "dp_shard_cp", "edp_replicate", "edp_sh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisPlacement:
-    """How one mesh axis shards or replicates a parameter."""
+    """The placement of a parameter over one mesh axis: sharded along a dim, or replicated."""
 
     axis: str
     size: int
@@ -80,7 +80,7 @@ class ParamPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatSlot:
-    """The position of a parameter in a unit's flat buffers, in elements."""
+    """The position, in elements, of a parameter in the flat buffers of its unit."""
 
     param: str
     dim: int  # dim that is sharded over data ranks
@@ -120,7 +120,7 @@ class FlatLayout:
 
     @property
     def has_buffer(self) -> bool:
-        """Whether unsharded parameters need a buffer: they are sharded, cast, or on the host."""
+        """Whether unsharded parameters need a buffer: if they are sharded, cast or on the host."""
         return bool(self.slots) and (self.on_host or self.ranks > 1 or self.gathers != self.dtype)
 
     @property
@@ -130,7 +130,7 @@ class FlatLayout:
 
     @property
     def buffer_numel(self) -> int:
-        """Elements of the buffer, with copies of parameters that are sharded along a dim > 0."""
+        """Elements of the unsharded buffer, with copies of parameters sharded along a dim > 0."""
         copies = sum(slot.numel for slot in self.slots if slot.dim > 0 and self.ranks > 1)
         return self.unsharded_numel + copies
 
@@ -185,7 +185,7 @@ class UnitOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """The sizes and the precision of one MoE layer."""
+    """Numbers of experts, hidden dim and precision of one MoE layer."""
 
     name: str
     experts: str  # name of its experts, and of their unit
@@ -294,7 +294,7 @@ def make_flat_layouts(
     fp32_names: Set[str] = frozenset(),
     on_host: bool = False,
 ) -> tuple[FlatLayout, ...]:
-    """Group a unit's parameters by dtypes and recipe, and return a flat layout for each group.
+    """Group a unit's parameters by dtypes and recipe; return a flat buffer layout for each group.
 
     `gather_dtype` None = the dtype of each parameter. `recipes` maps names of parameters that are
     all-gathered in FP8. Parameters in `fp32_names` keep their dtype and are reduced in fp32.

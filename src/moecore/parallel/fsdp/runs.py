@@ -33,7 +33,7 @@ class ExchangeLayer(Protocol):
 
 @dataclass(eq=False)
 class ModuleNode:
-    """A module with the engine's hooks, as a node in the tree of all such modules of a model."""
+    """A module with the engine's hooks, as a node in the tree of all modules with hooks."""
 
     module: nn.Module
     units: list[Unit]  # the units whose hooks the module has
@@ -56,7 +56,7 @@ class ModuleNode:
 
 
 class EmptyRun(NamedTuple):
-    """Input and output of an MoE layer's forward with zero tokens, until its backward runs."""
+    """Input and output of an MoE layer's forward on zero tokens, saved until its backward runs."""
 
     x_0D: Tensor
     y_0D: Tensor
@@ -64,7 +64,7 @@ class EmptyRun(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The graph edge, shape, dtype and device of an output; its values are not saved."""
+    """Graph edge, shape, dtype and device of a module's output; its values are not saved."""
 
     edge: GradientEdge
     shape: torch.Size
@@ -73,7 +73,7 @@ class Output(NamedTuple):
 
 
 class ForwardVisit:
-    """The record of one forward of a module with hooks, also if this rank skipped the module.
+    """The record of one forward of a module with hooks, or of a forward that this rank skips.
 
     `node` is the module. `parent` is the record of the enclosing module's forward; None = the
     outermost module. `forward_idx` is the number of the model's forward.
@@ -100,7 +100,7 @@ class ForwardVisit:
         self.outputs: list[Output] = []
 
     def add_to_pending_backwards(self, unit: Unit) -> None:
-        """Add this forward, without a `ForwardRun`, to the backwards that a unit expects."""
+        """Add this forward, which has no `ForwardRun`, to the backwards that a unit expects."""
         unit.pending_backwards.add(self)
 
     def record_inputs(self, arguments: Any) -> Any:
@@ -123,7 +123,7 @@ class ForwardVisit:
         return tree_map_only(Tensor, record, arguments)
 
     def record_output(self, output: Tensor) -> None:
-        """Set `needs_grad`; record the graph edge of `output` if a backward may start there."""
+        """Set `needs_grad`; record the graph edge of `output` if a backward may start at it."""
         self.needs_grad = True
         if self.node.has_separate_backward and self.parent is not None:
             edge = get_gradient_edge(output)
@@ -138,7 +138,10 @@ class ForwardVisit:
 
 
 class ForwardRun:
-    """The record of one forward of a unit's module with gradients, until its backward has ended."""
+    """The record of one forward (with gradients) of a module whose parameters are a unit.
+
+    It exists until the backward of this forward has ended.
+    """
 
     def __init__(self, unit: Unit, module: nn.Module, *, step_idx: int, forward_idx: int) -> None:
         self.unit, self.module = unit, module
@@ -175,11 +178,11 @@ class ForwardRun:
 
 
 class GradBoundary:
-    """A tensor hook on an activation between two modules.
+    """A tensor hook on an activation between two modules, which calls the engine in backward.
 
-    When the gradient arrives, the backward of the runs that read the activation ends (`ends`), and
-    the backward of the runs that returned the activation begins (`begins`), last run first. Several
-    forwards may share a leaf tensor. The hook of a leaf removes runs that wait for no backward.
+    When the gradient arrives, the backward of the forwards that read the activation (`ends`) is
+    complete. Then the backward of the forwards that returned it (`begins`) starts, last forward
+    first. The hook of a leaf tensor stays, and drops forwards whose backward has ended.
     """
 
     __torch_unserializable__ = True  # copies of the value have no boundary; no warning

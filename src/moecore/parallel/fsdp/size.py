@@ -13,7 +13,7 @@ from moecore.parallel.fsdp.plan import ShardPlan, UnitRole
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleBytes:
-    """One rank's bytes for all units with one role, such as the experts."""
+    """Bytes on one rank of all units (parameter groups) with one role, such as the experts."""
 
     role: UnitRole
     parameters: int  # this rank's shards on the device
@@ -23,7 +23,10 @@ class RoleBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBytes:
-    """One rank's bytes, without activations, optimizer states and copies inside collectives."""
+    """Bytes of parameters, gradients and buffers on one rank.
+
+    Activations, optimizer states and copies inside collectives are not included.
+    """
 
     roles: tuple[RoleBytes, ...]  # by role, in the order of the units
     weights: int  # buffers of unsharded parameters, allocated in the first step

@@ -39,7 +39,7 @@ RankHeader = Sequence[int]  # a header of `CollectiveHeader`
 
 
 class CoalescedTransport:
-    """Runs a unit's NCCL collectives on the current stream, one launch for all parameters."""
+    """Runs the NCCL collectives of a unit on the current stream: one launch for all parameters."""
 
     host_reads = False  # whether the host can read messages without a device synchronisation
 
@@ -49,17 +49,17 @@ class CoalescedTransport:
         self._gather.asyncOp = self._reduce.asyncOp = False
 
     def all_gather(self, regions: Tensors, shards: Tensors, header: RankHeader) -> list[RankHeader]:
-        """All-gather each shard [n] into the tensor [ranks * n] at its index in `regions`."""
+        """All-gather each shard [n] into the region [ranks * n] with its index; return []."""
         work = self._group.allgather_into_tensor_coalesced(regions, shards, self._gather)
         if work is not None:
             work.wait()
         return []  # the host would have to wait for the headers
 
     def reduce_scatter(self, shards: Tensors, regions: Tensors, in_place: bool) -> None:
-        """Reduce-scatter (sum) each of `regions`, [ranks * n], into the shard [n] at its index.
+        """Reduce-scatter (sum) each region [ranks * n] into the shard [n] with its index.
 
-        `in_place` = the sums are written to this rank's part of each region, then copied. NCCL's
-        symmetric kernels read and write registered memory only.
+        If `in_place`, the sums are written to this rank's part of each region, then copied, because
+        NCCL's symmetric kernels read and write registered memory only.
         """
         rank, ranks = self._group.rank(), self._group.size()
         sums = [r.view(ranks, -1)[rank] for r in regions] if in_place else shards
@@ -77,7 +77,7 @@ class PackedTransport:
         self._group, self.host_reads = group, device_type == "cpu"
 
     def all_gather(self, regions: Tensors, shards: Tensors, header: RankHeader) -> list[RankHeader]:
-        """All-gather all shards in one message; on CPUs return the `header` of all ranks, too."""
+        """All-gather all shards in one message. On CPUs, also return the `header` of each rank."""
         numbers = header if self.host_reads and not shards[0].is_meta else []
         words = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         shards = [*shards, words.to(shards[0].device).view(shards[0].dtype)]
@@ -110,7 +110,7 @@ def make_transport(group: dist.ProcessGroup, device_type: str) -> UnitTransport:
 
 
 class StreamEvent:
-    """A reusable CUDA event that is ignored until it is recorded; on a CPU it does nothing."""
+    """A reusable CUDA event. Until it is recorded, waits ignore it; on a CPU it does nothing."""
 
     def __init__(self, device_type: str) -> None:
         self._event = create_event(device_type)
@@ -181,7 +181,7 @@ class UnitStreams:
             self.shard_copies.synchronize()
 
     def record_reduce_stream(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory allocated until the launched reductions are complete."""
+        """Prevent reuse of a tensor's memory until the launched reductions have completed."""
         if isinstance(self._reduce, torch.cuda.Stream):
             tensor.record_stream(self._reduce)
 

@@ -50,10 +50,11 @@ from moecore.parallel.fsdp.unit import Unit
 
 
 class UnevenRanks:
-    """Issues the collectives of modules that this rank skips. A visit records a module's forward.
+    """Issues, for modules that this rank skips, the collectives that other ranks expect.
 
-    `experts_by_layer` maps MoE layers to experts. `active_runs` is the engine's list of runs in
-    backward. The three functions are the engine's methods with these names.
+    A `ForwardVisit` records a module's forward. `experts_by_layer` maps MoE layers to experts.
+    `active_runs` lists the engine's forwards whose backward has begun. The three functions are the
+    engine's methods with these names.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class UnevenRanks:
         return [] if parent is None or parent.is_in_backward else parent.runs.copy()
 
     def list_runs_without_backward(self) -> list[ForwardRun]:
-        """Return the runs of outermost forwards whose backward has not begun."""
+        """Return the `ForwardRun`s of outermost forwards whose backward has not begun."""
         return [run for visit in self._outermost_visits for run in visit.runs]
 
     def _record_backward_start(self, visit: ForwardVisit) -> None:

@@ -44,7 +44,7 @@ from moecore.parallel.fsdp.transport import ShardCopies, UnitStreams, UnitTransp
 
 
 class State(enum.Enum):
-    """Whether a unit is sharded, its all-gather is launched, or its buffer is ready."""
+    """Whether a unit is sharded, is being all-gathered, or is unsharded with its buffer ready."""
 
     SHARDED = enum.auto()
     UNSHARDING = enum.auto()
@@ -142,7 +142,7 @@ class Unit:
         )
 
     def list_versions(self) -> list[int]:
-        """Return each shard's version counter; while unsharded, its value at the all-gather."""
+        """Return each shard's version counter; while unsharded, the counter at the all-gather."""
         if self.state is State.SHARDED or self.buffer is None:
             # In-place operations of a DTensor do not change the version of its local tensor.
             return [sum_version_counters(param.sharded, param.shard) for param in self.params]
@@ -164,7 +164,10 @@ class Unit:
                 unsharded.requires_grad = is_trained
 
     def unshard(self) -> None:
-        """If SHARDED, reshard the buffer's current user and launch the all-gather. Collective."""
+        """If SHARDED, reshard the unit that uses the buffer, and launch the all-gather.
+
+        Collective.
+        """
         if self.state is not State.SHARDED:
             return
         self._acquire_buffer()
@@ -197,7 +200,7 @@ class Unit:
         self.state = State.UNSHARDING
 
     def can_unshard(self) -> bool:
-        """Whether a prefetch may take the buffer: its user is not in use and not UNSHARDING."""
+        """Whether a prefetch may take the buffer: its unit is not in use and not UNSHARDING."""
         holder = None if self.buffer is None else self.buffer.holder
         if holder is None or holder is self:
             return True
@@ -225,7 +228,7 @@ class Unit:
             param.device_shard = None
 
     def register_params(self, *, unsharded: bool) -> None:
-        """If UNSHARDED, register the unsharded (or the sharded) parameters on the modules."""
+        """If UNSHARDED, register the unsharded parameters on modules; if False, the sharded."""
         if self.state is State.UNSHARDED:
             register_params(self.params, unsharded=unsharded)
 
@@ -245,7 +248,7 @@ class Unit:
         self.state = State.SHARDED
 
     def clear_events(self) -> None:
-        """Clear the buffers' completed events; CUDA graph captures must not wait for them."""
+        """Forget the buffers' completed CUDA events: graph captures must not wait for them."""
         if self.buffer is not None:
             self.buffer.last_use.clear()
         self.gradients.clear_events()
@@ -326,7 +329,7 @@ class CollectiveHeader:
         }
 
     def begin_forward(self, progress: Progress | None) -> None:
-        """Set the numbers that all headers of one model forward contain."""
+        """Set the numbers that all headers contain during the model forward that begins."""
         autocast, micro_batch = None, 0
         if torch.is_autocast_enabled(self._device_type):
             autocast = torch.get_autocast_dtype(self._device_type)
@@ -336,7 +339,7 @@ class CollectiveHeader:
         self._forward_numbers = [*flags, DTYPES.index(autocast), micro_batch]
 
     def make_header(self, unit: Unit) -> list[int]:
-        """Return a unit's header: unit index, the forward's numbers, requires_grad checksum."""
+        """Return a unit's header: unit index, numbers of the forward, checksum of requires_grad."""
         trained = bytes(param.sharded.requires_grad for param in unit.params)
         checksum = (sum(trained) << 32) + zlib.crc32(trained)
         return [self._index[unit], *self._forward_numbers, checksum]

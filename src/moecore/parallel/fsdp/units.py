@@ -111,7 +111,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the untied heads (`is_fsdp_head`) after a block, which become units, in order."""
+    """Return the untied output heads (`is_fsdp_head`) after a block, which become units."""
     # In the root unit no compute would hide a head's all-gather and reduction. A separate unit is
     # all-gathered while the last block runs, is resident, and is reduced first. Only the forward of
     # the head may read its weight, as in `moecore.models`. Heads of other models belong to the
@@ -168,8 +168,9 @@ def is_in_router_unit(router: Router, options: FSDPOptions) -> bool:
 def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetch:
     """Map each unit's first module to the first modules of units that it prefetches in forward.
 
-    A unit prefetches the later units of its list in `units.first_use`, and all units of the next
-    `num_blocks` lists. These lists must be in the same outermost ModuleList.
+    `units.first_use` has a list of units for each group of blocks, or head. A unit prefetches the
+    later units of its list, and all units of the next `num_blocks` lists. Both must be in one
+    outermost ModuleList.
     """
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     list_of = _find_outermost_lists(model)

@@ -125,8 +125,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
     """Clip gradients in place to an L2 norm of at most `max_norm`; return the norm before clipping.
 
     If any gradient is nan or inf, all gradients become None on every rank, so that the optimizer
-    changes nothing, and a warning names the parameters. The same happens if ranks that process the
-    same sequences received different tensors. The next forward then raises an error. Host sync.
+    changes nothing. A warning names the parameters. If ranks with the same sequences received
+    different tensors, gradients become None too. The next forward then raises an error. Host sync.
 
     Args:
         model: a parallelized or plain model, the same on every rank.

@@ -62,7 +62,7 @@ class Family(Protocol):
         return cast(StagedModel, model)
 
     def make_tensor_parallel_model(self, model: nn.Module) -> Any:
-        """Return the `TensorParallelModel` of a model; any other object = tp is not supported."""
+        """Return a `TensorParallelModel` of the model; an object of another class = no tp."""
         return model
 
     def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
@@ -70,7 +70,7 @@ class Family(Protocol):
         return  # `Decoder.apply_tensor_parallel` checks its config
 
     def make_context_parallel_model(self, model: nn.Module) -> Any:
-        """Return a `ContextParallelModel` or `DynamicContextModel`; other = cp is not supported."""
+        """Return a `ContextParallelModel` or `DynamicContextModel`; any other object = no cp."""
         return model
 
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -144,7 +144,7 @@ class ContextParallelModel(Protocol):
     """
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return the options with `way` chosen; ValueError if the model's heads do not allow it."""
+        """Return the options with `way` (communication method) chosen; ValueError for its heads."""
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
         """Make forwards receive full sequences and compute only this rank's slice."""

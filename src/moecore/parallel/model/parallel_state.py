@@ -57,7 +57,7 @@ class ParallelState:
 
     @property
     def pools(self) -> list[ExchangePool | EPGroups | UnitEngine]:
-        """The owners of memory that other ranks access, which `close` frees."""
+        """The owners of memory that peer ranks can access; `close` frees their memory."""
         owners = (self.exchanges, self.ep_groups, self.engine)
         return [owner for owner in owners if owner is not None]
 
@@ -142,7 +142,7 @@ def find_staged_module(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
 
 @torch.no_grad()
 def all_reduce_stage_copies(model: nn.Module) -> None:
-    """Sum the gradients of parameters that pipeline stages share, in place. No host sync."""
+    """All-reduce (sum) the gradients of parameters that stages share, in place. No host sync."""
     owner, stages = find_staged_module(model)
     if stages is None:
         return

@@ -56,7 +56,7 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 def check_registered_buffers(_model: nn.Module, state: ParallelState) -> None:
-    """Raise a ValueError if `FSDPOptions.nccl_ub` is set and NCCL does not shard any unit."""
+    """Raise a ValueError if `FSDPOptions.nccl_ub` is set but NCCL shards no unit."""
     device_type, relation = state.plan.device_type, None
     if device_type != "cuda" or is_gloo(dist.group.WORLD, device_type):  # type: ignore[arg-type]
         relation = f"collectives of NCCL on GPUs, and those on {device_type} are gloo's"

@@ -73,11 +73,11 @@ class PipelineLayout:
 
     @property
     def text(self) -> str:
-        """The shortest layout string, which `parse_layout` can read."""
+        """The shortest layout string of these stages, which `parse_layout` can read."""
         return _join_stage_letters([stage.letters for stage in self.stages])
 
     def format_table(self, pp: NumStages, rank_of: Sequence[int] | None = None) -> str:
-        """Return a table of layer indices with a row per pp rank and a column per chunk."""
+        """Return a table of layer indices as text: a row per pp rank, a column per stage in it."""
         chunks = self.chunks(pp)
         rank_of = rank_of or [stage % pp for stage in range(len(self.stages))]
         lines = [("pp rank", *(f"chunk {chunk}" for chunk in range(chunks)))]

@@ -27,7 +27,7 @@ HALVINGS = 50
 
 
 def find_next_backwards(order: Sequence[Item]) -> list[Action | None]:
-    """Return the first backward after each item of a rank's order; None = no later backward."""
+    """Return, for each item of a rank's order, the next backward after it; None = no backward."""
     backwards: list[Action | None] = []
     upcoming: Action | None = None
     for item in reversed(order):
@@ -39,7 +39,7 @@ def find_next_backwards(order: Sequence[Item]) -> list[Action | None]:
 
 
 def list_last_block_offloads(order: Sequence[Item]) -> list[bool]:
-    """Return, for each item of a rank's order, whether its forward offloads the last block."""
+    """Return, for each item of a rank's order, whether its forward offloads its last block."""
     # Not if the micro-batch's backward is the next backward of this item or the two items after it.
     backwards = find_next_backwards(order)
     flags = []

@@ -20,7 +20,7 @@ Kind = Literal["F", "B", "D", "W"]
 
 
 class Action(NamedTuple):
-    """One pass of one micro-batch through one stage."""
+    """One pass (forward, backward, or a part of backward) of one micro-batch through one stage."""
 
     kind: Kind  # F forward, B backward, D gradients of inputs, W gradients of weights
     stage: int  # index of the virtual stage, in the order of forward
@@ -46,7 +46,7 @@ Pass = tuple[int, int] | None  # (stage, micro-batch); None = a gap
 
 
 class Shape(NamedTuple):
-    """A pipeline rank's index, and the numbers of ranks, chunks per rank and micro-batches."""
+    """Sizes of a pipeline: ranks, chunks (stages) per rank, this rank, number of micro-batches."""
 
     pp: int
     chunks: int
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """The forwards and backwards of one rank, and how they alternate."""
+    """The forwards and backwards of one rank in order, and the numbers by which they alternate."""
 
     forwards: Sequence[Pass]
     backwards: Sequence[Pass]
@@ -70,7 +70,7 @@ class Turns(NamedTuple):
 
 
 def make_order(turns: Turns) -> Iterator[Item]:
-    """Yield a rank's items in the order of execution, made from its forwards and backwards."""
+    """Yield a rank's items (`Action` or `Overlap`) in order of execution."""
     forwards = [Action("F", *pass_) if pass_ else None for pass_ in turns.forwards]
     while forwards and forwards[-1] is None:
         forwards.pop()
@@ -151,7 +151,7 @@ def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
 
 
 class Rule(NamedTuple):
-    """A schedule: stages per rank (None = any), whether stages form a V, and a rank's turns."""
+    """The rule of a named schedule: stages per rank (None = any), V shape, order of passes."""
 
     chunks: int | None
     is_v: bool

@@ -39,15 +39,15 @@ SideBySide = Callable[[Callable[[], Tensor | None], Callable[[], None]], Tensor 
 
 
 class StageOffload(Protocol):
-    """Offloads the tensors that stages' forwards save for backward, one chunk per forward."""
+    """Offloads the tensors that the forwards of pipeline stages save for backward."""
 
     def offload_forward(
         self, *, offloads_last_block: bool, resident_input: Tensor | None
     ) -> AbstractContextManager[Any]:
-        """Return a context that offloads a forward's saved tensors, and yields their record."""
+        """Return a context that offloads a forward's saved tensors, and yields a record of them."""
 
     def start_copy_back(self, chunk: Any) -> None:
-        """Start to copy the offloaded tensors of the record `chunk` back to the device."""
+        """Start to copy a forward's offloaded tensors, whose record is `chunk`, to the device."""
 
     def free_last_block(self, chunk: Any) -> None:
         """Free the device memory of a forward's last block, if its host copy is complete."""

@@ -39,7 +39,7 @@ class Schedule:
     orders: tuple[tuple[Item, ...], ...]  # the items of each rank, in order
 
     def list_dependencies(self, action: Action) -> list[Action]:
-        """Return the actions whose results `action` reads; kind "D" means "B" or "D"."""
+        """Return the actions whose results `action` reads; a kind "D" stands for "B" or "D"."""
         kind, stage, micro_batch = action
         if kind == "F":
             return [Action("F", stage - 1, micro_batch)] if stage else []

@@ -41,13 +41,13 @@ class AbsentModule(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """Return x, or with several results a tuple of x and None for each further result."""
+        """Return x. If the replaced module has several results, return (x, None, ...)."""
         return x if self._results == 1 else (x, *[None] * (self._results - 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageParts:
-    """The names of the modules that a model's stages contain."""
+    """The names of the modules of a model from which pipeline stages are built."""
 
     embedding: str
     towers: tuple[str, ...] = ()  # encoders of images and audio, in the stage of the embedding
@@ -148,12 +148,12 @@ def get_loss(output: Any) -> Tensor:
 
 
 def runs_final_norm(stage: Stage, num_mtp: int) -> bool:
-    """Whether a stage runs the final norm, in a model with `num_mtp` MTP modules."""
+    """Whether a stage runs the final norm, in a model with `num_mtp` multi-token modules."""
     return 0 in stage.mtp or (stage.loss and num_mtp == 0)
 
 
 def check_stage_modules(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
-    """Raise a ValueError if this rank lacks a module of a stage, except in torch.compile."""
+    """Raise a ValueError if this rank lacks a module of a stage; no check inside torch.compile."""
     if torch.compiler.is_compiling():
         return
     for name, module in _list_needed_modules(model, parts, stage, num_mtp):

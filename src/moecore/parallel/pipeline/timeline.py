@@ -27,7 +27,7 @@ MAX_WIDTH = 120  # inches
 
 
 class Span(NamedTuple):
-    """One item of a rank's order with start and end, in any unit of time."""
+    """The time of one item (action or `Overlap`) on a rank: start and end, in any unit."""
 
     start: float
     end: float
@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Start and end of each item on each rank."""
+    """Start and end of each item (action or `Overlap`) of a schedule on each rank."""
 
     # The spans of each rank in order of time. The earliest span of all ranks starts at 0.
     spans: tuple[tuple[Span, ...], ...]
@@ -124,7 +124,7 @@ def _read_trace_items(path: str | os.PathLike[str]) -> Iterator[tuple[Item, floa
 
 
 class Box(NamedTuple):
-    """A rectangle in the picture of a timeline; rank r has the y range from r to r + ROW."""
+    """A rectangle in a drawn timeline; the boxes of rank r have y between r and r + ROW."""
 
     start: float
     end: float
@@ -275,7 +275,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 def compute_spans(
     schedule: Schedule, get_duration: Callable[[Item], float], transfer_time: float
 ) -> tuple[tuple[Span, ...], ...]:
-    """Return the `Span`s of each rank: an item starts when rank and messages are ready."""
+    """Return each rank's `Span`s: an item starts when the rank is idle and its inputs are there."""
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     ends: dict[Action, tuple[int, float]] = {}  # rank and end
     for rank, item in schedule.iterate_in_time_order():

@@ -69,7 +69,7 @@ def _explain_errors(operation: str, pp_rank: int) -> Iterator[None]:
 
 
 class StageTransport:
-    """Sends and receives one pipeline rank's messages of one dtype in one run of a schedule."""
+    """Sends and receives the tensors of one pipeline rank and one dtype, for one schedule run."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class StageTransport:
         }
 
     def receive_input(self, action: Action) -> Tensor | None:
-        """Receive the tensor that an action reads, for the current stream; None = no such input."""
+        """Receive an action's input, for the current stream; None = the action receives none."""
         message = _get_needed_message(action, self._schedule.num_stages)
         if message is None:
             return None
@@ -166,7 +166,7 @@ class StageTransport:
 def create_communicators(
     direction_groups: Groups, stage_ranks: Sequence[int], pp_rank: int, device: torch.device
 ) -> None:
-    """Create all communicators: send a number between the ranks of each two neighbouring stages."""
+    """Create NCCL's communicators: the ranks of each two neighbouring stages send a number."""
     # A communicator must exist before the first message: see `StageTransport.receive`.
     neighbours = {pair for pair in pairwise(stage_ranks) if pair[0] != pair[1]}
     number = torch.zeros(1, device=device, dtype=torch.float32)

@@ -373,7 +373,7 @@ def _drop_fp8_copies(moe_state: MoEState) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphFacts:
-    """Host-side values that a captured graph relies on: modes, hooks, configs and addresses."""
+    """Host values on which a captured CUDA graph relies: modes, hooks, configs and addresses."""
 
     values: list[Any]
     owners: list[Any]  # owners of addresses in `values`, so that no other object gets them

@@ -100,13 +100,13 @@ class GraphMemory:
         return self._stream
 
     def clear(self) -> None:
-        """Drop the slots and gradient buffers; call it after the graphs of all parts were freed."""
+        """Drop memory pools and gradient buffers, after the graphs of all parts were freed."""
         self.slots = [_GraphSlot()]
         self._current = self.slots[0]
         self._grads.clear()
 
     def choose_slot(self, graph_pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
-        """Return a free CUDA memory pool for a part, whose graphs are `graph_pairs`, by pool."""
+        """Return a memory pool without pending backward; `graph_pairs` maps pools to graphs."""
         pair = graph_pairs.get(self._current)
         if pair is not None and not pair.is_free:
             free = next((slot for slot in self.slots if slot.is_free), None)

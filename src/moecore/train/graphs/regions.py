@@ -24,7 +24,7 @@ from moecore.train.graphs.graphed_part import GraphedPart, GraphMemory
 
 
 def find_compiled_modules(block: nn.Module) -> set[nn.Module]:
-    """Return the modules in a block that `compile_blocks` compiles, which excludes MoE layers."""
+    """Return the modules in a block that `compile_blocks` compiles: all except MoE layers."""
     layers = (module for module in block.modules() if isinstance(module, RoutedLayer))
     owners = [m for m in block.modules() if hasattr(m, "compile_regions")]
     modules: set[nn.Module] = set()

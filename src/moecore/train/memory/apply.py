@@ -64,7 +64,7 @@ def apply_stash(
     *,
     compiled_modules: Set[nn.Module] = frozenset(),
 ) -> Stash | None:
-    """Store saved rows of MoE layers outside of compiled code in a `Stash`; None = not used."""
+    """Store saved rows of MoE layers outside of compiled code in pages (`Stash`); None = off."""
     if options.stash is None:
         return None
     modules = (module for block in blocks for module in block.modules())

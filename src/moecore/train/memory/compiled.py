@@ -74,7 +74,7 @@ class RecomputeMarks(CustomGraphPass):
 
 
 def make_inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -> dict[str, Any]:
-    """Return options of torch.compile by which Inductor recomputes the selected parts of blocks."""
+    """Return options of torch.compile with which Inductor recomputes selected parts of blocks."""
     parts, products = set[str](), set[str]()
     for block in blocks:
         for part in find_parts(block):

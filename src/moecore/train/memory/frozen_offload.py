@@ -70,7 +70,8 @@ class _OffloadedLayer:
 class FrozenOffload:
     """Moves the 4-bit matrices of experts to host memory, from which they are copied when read.
 
-    The matrices refer to this object. Parameters on meta get host memory when they leave meta.
+    The 4-bit parameters refer to this object. Parameters on meta get host memory when they are
+    moved to a device.
     """
 
     def __init__(self, layers: Sequence[Experts], device: torch.device) -> None:

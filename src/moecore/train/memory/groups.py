@@ -24,7 +24,7 @@ REST: Key = ("", 0)  # tensors that a block saves outside of parts
 
 @dataclass(slots=True)
 class HandleCounts:
-    """Counts of the objects (handles) that replace the saved tensors of a storage or a group.
+    """Counts of handles: objects that replace the saved tensors of a storage or a group.
 
     With retain_graph a handle is unpacked in several backwards.
     """
@@ -40,7 +40,7 @@ class HandleCounts:
         return self.backward_idx
 
     def count_unpack(self, backward_idx: int) -> tuple[int, bool]:
-        """Count an unpacked handle; return (index of its next backward, whether this one ended)."""
+        """Count an unpacked handle; return (its next backward's index, whether backward ended)."""
         if backward_idx != self.backward_idx:
             return backward_idx, False
         self.remaining -= 1
@@ -64,7 +64,7 @@ class HandleCounts:
 
 @dataclass(eq=False, slots=True)
 class StorageCopy:
-    """A saved storage of `size` bytes, and its copy in host memory or device pages, if any."""
+    """A saved storage of `size` bytes, and its copy in host memory or in pages on the device."""
 
     size: int
     ref: StorageWeakRef  # to the saved storage
@@ -124,7 +124,10 @@ class StorageGroup:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Layer:
-    """One forward of a transformer block, with a `StorageGroup` for each part of the block."""
+    """Record of one forward of a transformer block: a `StorageGroup` for each part of the block.
+
+    A group has the storages that a part, such as attention, saves for backward.
+    """
 
     index: int  # of the block in its stage
     is_last: bool
@@ -132,7 +135,7 @@ class Layer:
     groups: dict[Key, StorageGroup] = field(default_factory=dict)
 
     def link_to_previous(self, previous_layer: Layer | None) -> None:
-        """Make each part's backward start to copy back the same part of `previous_layer`."""
+        """Make the backward of each part start the copy back of this part of `previous_layer`."""
         self.groups = {key: group for key, group in self.groups.items() if group.handles.alive}
         previous_groups = dict(previous_layer.groups) if previous_layer is not None else {}
         if not self.groups:
@@ -147,7 +150,7 @@ class Layer:
 
 @dataclass(eq=False, slots=True)
 class OffloadChunk:
-    """One forward of several blocks, such as a pipeline stage, with offloaded saved tensors."""
+    """Record of one offloaded forward of several blocks, such as the blocks of a pipeline stage."""
 
     offloads_last_block: bool  # whether the last block is also offloaded
     layers: list[Layer] = field(default_factory=list)
@@ -156,7 +159,7 @@ class OffloadChunk:
 
 @dataclass(slots=True)
 class StorageUse:
-    """A handle's storage and group, and for each the index of the backward that next unpacks it."""
+    """The storage and the group of a handle, and for each the backward that next unpacks it."""
 
     copy: StorageCopy
     group: StorageGroup

@@ -87,7 +87,7 @@ class Slabs:
 
 @dataclass(frozen=True, slots=True)
 class HostPiece:
-    """A piece of uint8 host memory; `of_graph` = a CUDA graph writes the piece in every replay."""
+    """A piece of uint8 host memory; if `of_graph`, a CUDA graph writes to it in every replay."""
 
     memory: Tensor
     of_graph: bool
@@ -109,7 +109,7 @@ class HostPool:
         return self._slabs.num_bytes
 
     def can_store(self, used_rows: UsedRows | None) -> bool:
-        """Return True: host memory can store any storage."""
+        """Return True, because host memory can store any storage."""
         return True
 
     def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
@@ -130,7 +130,7 @@ class HostPool:
     def copy_to_device(
         self, copies: Sequence[StorageCopy], freed_pieces: Sequence[HostPiece] = ()
     ) -> None:
-        """Start to copy storages back to their `data` on the device; also free `freed_pieces`."""
+        """Start to copy storages back to their `data` on the device; `freed_pieces` become free."""
         self.free_pieces(freed_pieces)
         # Each storage has an event of its own: the host's link is slow, and backward waits for the
         # storage that it reads, not for the whole group.
@@ -141,7 +141,7 @@ class HostPool:
             copy.busy = self._streams.back.start_copies([job], copy.out)
 
     def free_pieces(self, pieces: Sequence[HostPiece]) -> None:
-        """Free pieces for reuse. The next copy into a piece runs after its last reader."""
+        """Free pieces for reuse. A later copy into a piece waits until the piece was read."""
         for piece in pieces:
             self.used_bytes -= piece.memory.numel()
             self._free[piece.memory.numel(), piece.of_graph].append(piece.memory)
@@ -196,7 +196,7 @@ class HostPool:
 
 @contextmanager
 def explain_memory_errors(subject: str) -> Iterator[None]:
-    """Return a context that raises RuntimeErrors as a MemoryError whose text names `subject`."""
+    """Return a context that raises a RuntimeError in it as MemoryError, about `subject`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -245,7 +245,7 @@ class MovedStorage:
     tensors: list[tuple[Tensor, Tensor]]  # each with another tensor of its place in the storage
 
     def move_to_host(self) -> None:
-        """Make the tensors views of the host copy that the caller has made; free device memory."""
+        """Make the tensors views of the host copy that the caller made; free the device memory."""
         for tensor, place in self.tensors:
             tensor.data = self._view_like(place, self.host)
         self.free_device_memory()
@@ -285,7 +285,7 @@ class MovedStorage:
 
 
 class HostCopies:
-    """Reused host memory for copies of tensors, by name; each `copy_tensors` overwrites them."""
+    """Reused host memory for copies of tensors by name; `copy_tensors` overwrites older copies."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
@@ -293,7 +293,7 @@ class HostCopies:
         self._streams: dict[torch.device, CopyStream] = {}
 
     def reserve_like(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return name -> pinned host tensor of the tensor's shape and dtype; copy nothing."""
+        """Return name -> pinned host tensor with each tensor's shape and dtype, uninitialised."""
         new = [name for name in tensors if name not in self._copies]
         for name in tensors.keys() - new:
             tensor, copy = tensors[name], self._copies[name]

@@ -47,11 +47,11 @@ class Offload(SavedStorages):
     """Offloads saved tensors of a model's blocks to host memory, without a change of gradients.
 
     A deep copy of an `Offload`, or of a model with an `Offload`, has the same options and no
-    copies. Only storages on `device` of at least `min_bytes` are offloaded. On meta, bytes are only
-    counted.
-    `fraction` is the maximum share of the saved bytes that is offloaded, in the order in which
-    parts end, without the last layer. Copies that compute does not hide make steps slower. At most
-    `max_host_bytes` of pinned memory are used; None = no limit.
+    copies. Only storages on `device` of at least `min_bytes` are offloaded. On the meta device,
+    bytes are counted without copies. `fraction` is the maximum share of the saved bytes that is
+    offloaded, in the order in which parts of blocks end. The last block is not offloaded. Copies
+    that compute does not hide make steps slower. At most `max_host_bytes` of pinned memory are
+    used; None = no limit.
     """
 
     _rows_only = False  # True: only matrices whose used rows are counted are offloaded
@@ -118,11 +118,11 @@ class Offload(SavedStorages):
     def offload_forward(
         self, *, offloads_last_block: bool, resident_input: Tensor | None = None
     ) -> Iterator[OffloadChunk]:
-        """Return a context for a forward of all blocks; it yields the chunk for `start_copy_back`.
+        """Return a context for a forward of all blocks; it yields the record of this forward.
 
-        Call `start_copy_back` before the backward. With `offloads_last_block` the last block is
-        also offloaded, and `free_last_block` frees its device memory. `resident_input` is not
-        offloaded, because the caller holds this input until backward.
+        Call `start_copy_back` before the backward. If `offloads_last_block`, the last block is also
+        offloaded, and `free_last_block` frees its device memory. `resident_input` is not offloaded,
+        because the caller holds this input until backward.
         """
         # Forwards and backwards of other stages run between forward and backward of a stage. Only
         # the pipeline has their order, so it announces the backward.
@@ -149,7 +149,7 @@ class Offload(SavedStorages):
             chunk.pending_free = []
 
     def start_copy_back(self, chunk: OffloadChunk) -> None:
-        """Start to copy all storages of a chunk back to the device; call it before its backward."""
+        """Start to copy the storages of one forward's record back; call it before its backward."""
         with self._hold_lock():
             chunk.pending_free = []  # what `free_last_block` has not freed yet stays on the device
             for layer in reversed(chunk.layers):
@@ -244,7 +244,7 @@ class Offload(SavedStorages):
 def wrap_forward(
     module: nn.Module, function: Callable[..., Any], *bound_args: Any
 ) -> Callable[[], None]:
-    """Replace a forward by `function(forward, *bound_args, args, kwargs)`; return the undo."""
+    """Replace a forward by `function(forward, *bound_args, args, kwargs)`; return an undo call."""
     instance_forward, forward = vars(module).get("forward"), module.forward
     # A partial of bound methods: the deep copy of a module gets a forward of its own.
     wrapped = partial(_call_unless_compiled, function, forward, bound_args)

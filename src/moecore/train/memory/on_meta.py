@@ -80,7 +80,7 @@ class OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def move_to_meta(self, tensor: Tensor) -> Tensor:
-        """Return a meta tensor for a real one; views of one storage share a meta storage."""
+        """Return a meta tensor for a real tensor; views of one storage share a meta storage."""
         if tensor.is_meta or type(tensor) is not Tensor:
             return tensor
         key = get_storage_key(tensor)

@@ -96,8 +96,8 @@ def offload_params(
 ) -> None:
     """Move the shards of an engine's units to host memory, pinned if `device` is a GPU, in place.
 
-    The memory suits copies to `memory_device`; None = the device of the shards. Shards on meta stay
-    there, or become memory without values.
+    The memory is pinned for copies to `memory_device`; None = the device of the shards. Shards on
+    meta stay on meta, or become uninitialised host memory.
 
     Raises:
         MemoryError: when host memory is insufficient.
@@ -115,7 +115,7 @@ def offload_params(
 
 @torch.no_grad()
 def materialize(model: nn.Module, *, device: Device) -> None:
-    """Allocate a parallelized model that is on meta, in place and without values.
+    """Allocate a parallelized model that is on meta, in place, with uninitialised values.
 
     With `MemoryOptions.offload_params` the shards are in host memory, pinned if the ranks have
     GPUs, and all other tensors are on `device`. Without the option the function is

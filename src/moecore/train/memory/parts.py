@@ -33,14 +33,14 @@ class BlockPart(NamedTuple):
 
 
 class PartRecompute(NamedTuple):
-    """How backward recomputes a part: the options that select the part, and recomputed matmuls."""
+    """How backward recomputes a part of a block: the selecting options, and recomputed matmuls."""
 
     parts: Set[Recomputed]  # values of `MemoryOptions.recompute`; empty = not recomputed
     products: tuple[str, ...] = ()  # submodules whose products are recomputed; "" = the part
 
 
 def find_parts(block: nn.Module) -> Iterator[BlockPart]:
-    """Yield the parts of a block, outer parts first; a `RoutedExperts` has kind "experts"."""
+    """Yield the parts of a block that options can select, outer parts first."""
     for path, module in block.named_modules():
         name = clean_name(path)
         kind = _find_part_kind(name, module)

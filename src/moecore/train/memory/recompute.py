@@ -366,10 +366,10 @@ def recompute(
     *,
     has_products: bool = True,
 ) -> Any:
-    """Return `function(*args, **kwargs)`, whose saved values are recomputed in backward.
+    """Return `function(*args, **kwargs)`; backward recomputes tensors that the function saves.
 
-    `region_name` is for errors. `has_products` = the function may call matmuls or attention, whose
-    outputs are saved instead of recomputed.
+    `region_name` is for errors. If `has_products`, the function may call matmuls or attention,
+    whose outputs are saved and not recomputed.
     """
     kwargs = dict(kwargs or {})
     if is_in_region() or not _thread_regions.is_sharing or not is_packing():
@@ -381,7 +381,7 @@ def recompute(
 
 @contextmanager
 def share_region_outputs() -> Iterator[None]:
-    """Return a context in which modules save handles of region outputs, which can be freed."""
+    """Return a context in which modules save handles in place of outputs that can be recomputed."""
     regions = _thread_regions
     if regions.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
         yield

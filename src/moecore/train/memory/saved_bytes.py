@@ -57,7 +57,7 @@ class SavedBytes:
 
 @dataclass(frozen=True, slots=True)
 class ModelSavedBytes:
-    """Bytes that a forward saves; `outside` = storages of no block (head) or of several blocks."""
+    """Bytes that a forward saves, per block; `outside` = storages of no block or of several."""
 
     blocks: tuple[SavedBytes, ...]
     outside: SavedBytes

@@ -45,7 +45,10 @@ PAGE_ALIGNMENT = 16  # bytes that a thread copies at once
 
 @dataclass(eq=False, slots=True)
 class DispatchPages:
-    """The saved matrices of one MoE dispatch, whose used rows are in pages of one page table."""
+    """The rows that one MoE dispatch saves for backward, stored in pages on the device.
+
+    One page table lists the pages of all saved matrices of the dispatch.
+    """
 
     table: Tensor
     layout: PageLayout
@@ -65,13 +68,13 @@ class DispatchPages:
     def copy_rows_out(
         self, matrices: Sequence[Tensor | None], expired: DispatchPages | None
     ) -> None:
-        """Copy used rows to `matrices` (None = skip), and free pages `expired`, in one launch."""
+        """Copy used rows to `matrices` (None = skip); free the pages of `expired`. One launch."""
         table = None if expired is None else (expired.table, expired.layout.num_entries)
         stash_or_restore_rows(matrices, self.table, self.layout, stash=False, released_table=table)
 
 
 class PagePlace(NamedTuple):
-    """The place of a matrix in a `PageStore`: its dispatch, and its index in the dispatch."""
+    """The key of a matrix in a `PageStore`: its dispatch, and its index in the dispatch."""
 
     dispatch: DispatchPages
     number: int
@@ -106,11 +109,11 @@ class PageStore:
         return 0 if self.pool is None else self.pool.pages.nbytes
 
     def can_store(self, used_rows: UsedRows | None) -> bool:
-        """Return whether the used rows and their number with balanced routing are known."""
+        """Return whether it is known which rows are used, and how many even loads would use."""
         return used_rows is not None and used_rows.balanced is not None
 
     def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
-        """Start to copy used rows to pages; return `copies`, because all are accepted."""
+        """Start to copy used rows to pages; return `copies`, because pages accept all of them."""
         in_capture = self._return_pending_pages()
         if not copies:
             return []
@@ -169,7 +172,7 @@ class PageStore:
 
     @property
     def shortage(self) -> ShortageCounters | None:
-        """Counters of needed pages, which report a pool that is too small; None without a pool."""
+        """Counters of needed pages, if the pool is too small; None = no pool is allocated."""
         if self.pool is None:
             return None
         words = (self.pool.state[PEAK_WORD:], self.pool.report[PEAK_WORD:])
@@ -307,7 +310,10 @@ def _count_finished_matrices(pieces: Sequence[PagePlace]) -> list[DispatchPages]
 
 
 class Stash(Offload, BufferOwner):
-    """Stores experts' used rows in pages on the device, between forward and backward."""
+    """Stores the rows that experts save for backward in pages on the device.
+
+    Buffers of experts have space for the worst case. Pages store only the used rows.
+    """
 
     option = "StashOptions.factor"
     is_known_late = True  # a backward is the first to wait for the last copies
@@ -351,7 +357,7 @@ class Stash(Offload, BufferOwner):
 
     @property
     def shortages(self) -> tuple[ShortageCounters, ...]:
-        """The shortage of the pool of pages; () before there is a pool."""
+        """Counters of pages above the capacity; () if no pool of pages is allocated."""
         shortage = self.pages.shortage
         return () if shortage is None else (shortage,)
 
@@ -376,6 +382,6 @@ class Stash(Offload, BufferOwner):
         )
 
     def wait_for_reports(self) -> None:
-        """Synchronise with the GPU, which writes the reports of shortages. Host sync."""
+        """Synchronise with the GPU, which reports if pages were insufficient. Host sync."""
         if self._streams.device.type == "cuda":
             torch.cuda.synchronize(self._streams.device)

@@ -38,10 +38,10 @@ from moecore.train.memory.streams import CopyStreams
 
 
 class Store(Protocol):
-    """Protocol of memory for copies of storages. One thread at a time calls it. No host sync."""
+    """Protocol of memory for copies of storages, called by one thread at a time. No host sync."""
 
     def can_store(self, used_rows: UsedRows | None) -> bool:
-        """Return whether this store can hold a storage with these used rows; None = all rows."""
+        """Return whether this store accepts a storage of which `used_rows` are used; None = all."""
 
     def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
         """Start copies of storages to the store; return the copies that the store accepted."""
@@ -49,7 +49,7 @@ class Store(Protocol):
     def copy_to_device(
         self, copies: Sequence[StorageCopy], freed_pieces: Sequence[Any] = ()
     ) -> None:
-        """Start copies from the store to `data` of `copies`; also free `freed_pieces`."""
+        """Start copies from the store to `data` of `copies`; also free pieces `freed_pieces`."""
 
     def free_pieces(self, pieces: Sequence[Any]) -> None:
         """Free the store's memory of copies that backward no longer needs."""

@@ -20,7 +20,7 @@ PIECE_BYTES = 8 * 2**20  # 150 us
 
 
 class CopyJob(NamedTuple):
-    """A copy to launch on a `CopyStream`: `run(target, source)`; None = copy all bytes."""
+    """A copy to launch on a `CopyStream`: `run(target, source)`, or if None a copy of all bytes."""
 
     target: Any
     source: Any
@@ -36,9 +36,9 @@ class CopyJob(NamedTuple):
 
 
 class CopyEvent:
-    """A recorded event on a stream, after all work launched so far; on a CPU a no-op.
+    """An event on a stream, recorded after the work launched so far; on a CPU it does nothing.
 
-    `in_capture` = the event was recorded in a CUDA graph capture; None = query the stream.
+    `in_capture` says whether a CUDA graph captures the event; None = query the stream.
     """
 
     __slots__ = ("_event", "_passed", "in_capture")
@@ -65,7 +65,7 @@ class CopyEvent:
 
 
 class CopyStream:
-    """Runs copies in order on side streams of a device; `name` labels copies in a dry run."""
+    """Runs copies in order on side streams of a device; `name` labels the copies in a dry run."""
 
     def __init__(self, device: torch.device, name: str = "copy to device") -> None:
         self.device, self.name = device, name
@@ -110,7 +110,7 @@ class CopyStream:
             self._turns[0].wait_stream(get_current_stream(self.device))
 
     def start_copies(self, jobs: Iterable[CopyJob], *dependencies: CopyEvent) -> CopyEvent:
-        """Launch copies after the current stream's work and `dependencies`; return their end."""
+        """Launch copies after the current stream's work and `dependencies`; return an end event."""
         current = get_current_stream(self.device)
         # The current stream waits, too: it has already waited for most of these events.
         for event in dependencies:
@@ -140,7 +140,7 @@ class CopyStream:
 
 
 class CopyStreams:
-    """A stream for copies of activations to the host and one for copies back, which overlap."""
+    """Two streams that overlap: one copies activations to the host, and one copies them back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -50,9 +50,10 @@ GARBAGE_BYTES = 64 * 2**20  # left of a training: perhaps what reference cycles 
 class TrainingOffload:
     """Frees a training's device memory for other code, such as an inference engine.
 
-    Steps have the same bits as without an offload. Call it between steps, on every rank. "buffers"
-    is a collective with dispatcher "nvlink" or `FSDPOptions.nccl_ub`. The host waits for the
-    copies. Host memory is pinned at the first call, which takes seconds, and reused.
+    Training steps have the same bits as without an offload. Call the methods between steps, on
+    every rank. Part "buffers" is a collective with dispatcher "nvlink" or `FSDPOptions.nccl_ub`.
+    The host waits for the copies. Host memory is pinned at the first call, which takes seconds, and
+    reused.
 
     CUDA contexts, NCCL communicators and loaded kernels stay on the device.
 
@@ -82,7 +83,7 @@ class TrainingOffload:
 
     @property
     def offloaded_parts(self) -> frozenset[Part]:
-        """The parts that are not on the device."""
+        """The parts, such as "weights", whose memory is not on the device."""
         return frozenset(self._host_parts)
 
     @property

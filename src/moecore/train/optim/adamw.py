@@ -101,7 +101,7 @@ class AdamW(torch.optim.AdamW):
         self._step_supports_amp_scaling = True
 
     def get_class_options(self) -> dict[str, Any]:
-        """Return constructor options outside of `param_groups`, name -> value, equal on ranks."""
+        """Return constructor options that are not in `param_groups`, {name: value}."""
         return {"moment_dtype": self.moment_dtype, "master_remainder": self.master_remainder}
 
     def get_moment_dtype(self, param: Tensor) -> torch.dtype:

@@ -32,7 +32,7 @@ Index = slice | Tensor
 
 
 class MatrixBlock(NamedTuple):
-    """Indices of a block of matrices in one of several [batch, rows, columns] tensors."""
+    """Indices of a block of matrices within one tensor [batch, rows, columns] of a list."""
 
     place: int  # index of the tensor in a list of tensors
     batch: Index
@@ -47,7 +47,7 @@ class MatrixBlock(NamedTuple):
         return not any(isinstance(i, Tensor) for i in (self.batch, self.rows, self.columns))
 
     def read_from(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the block of `tensors[self.place]`: a view if `is_view`, otherwise a copy."""
+        """Return this block of `tensors[self.place]`: a view if `is_view`, otherwise a copy."""
         values = tensors[self.place]
         for dim, index in enumerate((self.batch, self.rows, self.columns)):
             if isinstance(index, Tensor):
@@ -74,7 +74,7 @@ class MatrixBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRound:
-    """This rank's part of two all-to-alls: matrices to their owner ranks, and results back.
+    """This rank's part of two all-to-alls: matrices to the ranks that step them, and updates back.
 
     `sends[r]`, `receives[r]`, `returns[r]` and `results[r]` are exchanged with group rank r.
     """
@@ -87,7 +87,7 @@ class ExchangeRound:
     results: list[list[MatrixBlock]]  # blocks of parameters, received from owners
 
     def send_to_owners(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-        """Send blocks of `tensors`, one per parameter; return the `owned` matrices. Collective."""
+        """Send blocks of `tensors`, one per parameter; return this rank's matrices. Collective."""
         like = tensors[self.params[0]]
         owned = [like.new_empty(shape) for shape in self.owned]
         for block, values in _exchange_blocks(tensors, self.sends, self.receives, like, group):
@@ -97,7 +97,7 @@ class ExchangeRound:
     def return_from_owners(
         self, owned: Sequence[Tensor], like: Tensor, group: dist.ProcessGroup
     ) -> Iterator[tuple[MatrixBlock, Tensor]]:
-        """Send blocks of `owned` back; yield (block of a parameter, its values). Collective."""
+        """Send updates `owned` to the ranks of their blocks; yield (block, update). Collective."""
         return _exchange_blocks(owned, self.returns, self.results, like, group)
 
 

@@ -33,9 +33,10 @@ def get_grad(param: Tensor) -> Tensor:
 def get_scale_signals(
     optimizer: torch.optim.Optimizer, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return `optimizer.grad_scale` and `found_inf`, which clipping sets, as scalars on `device`.
+    """Return `optimizer.grad_scale` and `optimizer.found_inf` as scalars on `device`.
 
-    Gradients are divided by grad_scale. found_inf > 0 skips the step. None = not set.
+    Clipping sets both; None = not set. Gradients are divided by grad_scale. If found_inf is above
+    0, the step is skipped.
     """
     signals = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     grad_scale, found_inf = (None if x is None else x.to(device).view(()) for x in signals)

@@ -77,7 +77,7 @@ class HostAdamW(AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, moment_dtype=moment_dtype)
 
     def get_class_options(self) -> dict[str, Any]:
-        """Return constructor options outside of `param_groups`, name -> value, equal on ranks."""
+        """Return constructor options that are not in `param_groups`, {name: value}."""
         return {**super().get_class_options(), "host_fraction": self.host_fraction}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> It
 
 
 class HostSlots:
-    """A fixed number of host buffers, pinned for a GPU; each stores the copies of one chunk."""
+    """Host buffers, pinned for a GPU; each has the copies of one chunk of parameters' tensors."""
 
     def __init__(self, stream: CopyStream, num_slots: int) -> None:
         self.stream, self._num_slots = stream, num_slots

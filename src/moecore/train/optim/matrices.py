@@ -37,9 +37,10 @@ FUSED = ("qkv", "query_key_value", "c_attn")  # parts of names
 class MatrixCut(CheckedRecord):
     """Several matrices that are stored in one, concatenated along its rows or columns.
 
-    The dim consists of `repeats` equal runs, each of pieces with `sizes`. Matrix i is the i-th
-    piece of every run. Example, 4 query and 2 key and value heads of dim 8: if all queries are
-    first, sizes=(32, 16, 16). In groups of 2 queries, key and value, sizes=(16, 8, 8), repeats=2.
+    The dim consists of `repeats` equal groups, each divided into pieces of `sizes`. Matrix i is the
+    i-th piece of every group. Example, 4 query and 2 key and value heads of dim 8: if all queries
+    are first, sizes=(32, 16, 16). In groups of 2 queries, key and value, sizes=(16, 8, 8),
+    repeats=2.
 
     Attributes:
         dim: 0 = rows, 1 = columns.
@@ -78,7 +79,7 @@ class MatrixLayout(CheckedRecord):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """(rows, columns) of each matrix of `sections`; without `sections`, of the one matrix."""
+        """(rows, columns) of each matrix of `sections`, or of the whole stored matrix if None."""
         if self.sections is None:
             return [(self.rows, self.columns)]
         sizes = [size * self.sections.repeats for size in self.sections.sizes]
@@ -106,7 +107,7 @@ class MatrixLayout(CheckedRecord):
     def list_parts(
         self, param: Tensor, coordinate: Sequence[int] | None = None
     ) -> list[MatrixPart]:
-        """Return a rank's shard of `param` in each section's matrices; None = this rank."""
+        """Return a rank's shard of `param` in the matrices of each section; None = this rank."""
         indices = compute_global_indices(param, coordinate)
         if len(indices) == 2:
             indices = [torch.arange(1, device="cpu"), *indices]
@@ -127,7 +128,7 @@ class MatrixLayout(CheckedRecord):
 
 
 class MatrixPart(NamedTuple):
-    """Indices, int64 per dim, of the elements of one section's matrices in a rank's shard."""
+    """Indices, int64 per dim, of the elements of a rank's shard in the matrices of a section."""
 
     batch: Tensor  # which matrices, in local order
     rows: Tensor  # indices in the rank's local tensor
@@ -144,7 +145,7 @@ Overrides = Annotated[
 
 
 class Decision(NamedTuple):
-    """The choice of Muon (with a layout) or AdamW (layout None) for a parameter, and its reason."""
+    """The optimizer of a parameter, Muon (with its layout) or AdamW (None), and the reason."""
 
     param: nn.Parameter
     layout: MatrixLayout | None

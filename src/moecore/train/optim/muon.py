@@ -169,7 +169,7 @@ class Muon(torch.optim.Optimizer):
             raise
 
     def get_class_options(self) -> dict[str, Any]:
-        """Return constructor options outside of `param_groups`, name -> value, equal on ranks."""
+        """Return constructor options that are not in `param_groups`, {name: value}."""
         return {"ns_dtype": self.ns_dtype, "layouts": list(self.layouts.values())}
 
     def get_moment_dtype(self, param: Tensor) -> torch.dtype:
@@ -397,7 +397,7 @@ def orthogonalize(
     coefficients: Sequence[float] = COEFFICIENTS,
     eps: float = 1e-7,
 ) -> Tensor:
-    """Return matrices with x's singular vectors and singular values of about 1 (Newton-Schulz).
+    """Return x with all singular values replaced by about 1 (Newton-Schulz iteration).
 
     `coefficients` are a, b and c. A matrix is first divided by its norm, at least `eps`.
     """

@@ -25,7 +25,7 @@ PART_NUMEL = 1 << 26  # elements that are fp32 at once
 
 
 def make_output_means(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
-    """Return zeros like `param`, a tensor or DTensor, with size 1 in the dim of the inputs."""
+    """Return zeros for running means of outputs: like `param`, with size 1 in the input dim."""
     dim = param.ndim - 2 if layout.transposed else param.ndim - 1
     local = get_local_tensor(param.detach())
     means = torch.zeros(_reduce_shape(local.shape, dim), dtype=dtype, device=local.device)

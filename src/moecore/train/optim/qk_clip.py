@@ -152,7 +152,7 @@ class QKClip:
     def step(self, *, is_skipped: bool | Tensor = False) -> None:
         """Scale the projections of heads above tau, and reset maxima. One all-reduce, no host sync.
 
-        Call it on every rank, after the optimizer. With `is_skipped`, a bool or a device bool, no
+        Call it on every rank, after the optimizer. If `is_skipped`, a bool or a device bool, no
         projection changes. Projections of attention with a frozen projection never change.
         """
         if not self._watchers:

@@ -200,7 +200,7 @@ def build_pipeline_schedule(
     parallelize_fn: Callable[..., nn.Module],
     loss_fn: Any,
 ) -> Any:
-    """Shard a model: a pipelining_fn. Returns (schedule, [model], has first stage, has last)."""
+    """Shard a model: a `pipelining_fn`. Returns (schedule, [model], has first stage, has last)."""
     check_stages(model, parallel_dims.pp)
     model = parallelize_fn(model, parallel_dims, job)
     batch = parallel_dims.get_optional_mesh("batch")
@@ -212,8 +212,8 @@ def build_pipeline_schedule(
 def accelerated(spec: TrainSpec) -> TrainSpec:
     """Return the TrainSpec of a torchtitan model whose MoE blocks become moecore layers.
 
-    Names, shapes and the layout of checkpoints stay torchtitan's. Selection biases are updated if
-    the given spec updates them (DeepSeek-V3 does, Qwen3 does not).
+    Names, shapes and the checkpoint layout of torchtitan do not change. Selection biases are
+    updated if the given spec updates them (DeepSeek-V3 does, Qwen3 does not).
 
     Args:
         spec: spec of torchtitan's Qwen3Model or DeepSeekV3Model or a subclass, with any flavors.

@@ -61,8 +61,8 @@ from moecore.models import PRESETS, DecoderConfig
 def accelerated(job: Trainer.Config) -> MoETrainer.Config:
     """Return the job of a torchtitan model with its MoE blocks as moecore layers.
 
-    Names, shapes and the layout of checkpoints stay torchtitan's. Selection biases are updated if
-    the given job updates them.
+    Names, shapes and the checkpoint layout of torchtitan do not change. Selection biases are
+    updated if the given job updates them.
 
     Args:
         job: job of torchtitan's Qwen3Model or DeepSeekV3Model or a subclass.
@@ -153,7 +153,7 @@ def _make_own_loss_job(
 
 
 def hf() -> OwnLossTrainer.Config:
-    """Return the job `hf_job()`, whose model is in the directory `hf_assets_path`."""
+    """Return the job `hf_job()`: its model is in the directory `hf_assets_path`."""
     return hf_job()
 
 

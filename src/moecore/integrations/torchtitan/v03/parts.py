@@ -40,7 +40,7 @@ from moecore.parallel.mesh import Meshes
 
 
 class MoETrainer(Trainer):
-    """torchtitan's trainer, whose config has a section `moecore`; a parallelize_fn receives it."""
+    """torchtitan's trainer with a config section `moecore`, which a `parallelize_fn` receives."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -62,7 +62,7 @@ class OwnLossTrainer(MoETrainer):
         """torchtitan's job config with an additional section `moecore`."""
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
-        """Yield torchtitan's batches; with `moecore.documents`, add document boundaries."""
+        """Yield torchtitan's batches; if `moecore.documents` is set, with document boundaries."""
         for inputs, labels in super().batch_generator(data_iterable):
             if self.config.moecore.documents:
                 inputs = inputs | models.make_document_inputs(inputs["positions"] == 0)
@@ -71,7 +71,7 @@ class OwnLossTrainer(MoETrainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return (inputs, labels, forward arguments: the labels, and under cp the full rows)."""
+        """Return (inputs, labels, forward arguments: labels, and under cp also full rows)."""
         model_inputs = {models.LABELS: labels, TOKENS: input_dict["input"]}
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
         if self.parallel_dims.cp == 1:
