@@ -224,7 +224,7 @@ class ShardedConfig(RunConfig):
     recipe: Recipe | None = None
 
     def make_memory_options(self) -> MemoryOptions:
-        """Return the options of table [memory], with the pages of [stash]."""
+        """Return the options of tables [memory] and [stash] (activations saved in pages)."""
         stash = self.stash or (StashOptions() if self.sharding.stash else None)
         return replace(self.memory, stash=stash)
 

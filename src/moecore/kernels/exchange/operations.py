@@ -321,7 +321,7 @@ def combine_rows(
         slots_SN: int32, contiguous, the rows of y_RD to add for each received row, -1 = none.
         choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots [S,
             K], the expert row of each choice. The gradients are returned to the tokens' ranks.
-        has_sums: `copy_sums_to_peers` has sent the sums y_RD [S, D]; slots_SN has their rows.
+        has_sums: y_RD has the sums per received row, [S, D], which `copy_sums_to_peers` has sent.
 
     Returns:
         Sums [T, D], zero for a token sent to no rank; gradients of weights [T, K] fp32 or None.

@@ -207,7 +207,7 @@ class AllToAllDispatcher(Dispatcher):
         self.layer_check = self._exchange.layer_check
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Return `pads`: buffers have spare rows only if the experts' capacity sizes them."""
+        """Whether buffers have unused rows: only if rows are padded to the experts' capacity."""
         return pads
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
