@@ -192,7 +192,7 @@ class DocumentCost(CheckedRecord):
             yield "quadratic", f"be > 0 with linear ({self.linear}): give one of them"
 
     def estimate(self, lengths_N: Integers, cp: int) -> Costs:
-        """Return the time of each document on each of its `cp` ranks, float64 [documents]."""
+        """Return each document's relative time on each of its `cp` ranks, float64 [documents]."""
         length = lengths_N.astype(np.float64)
         exchange = self.exchange * length * (cp - 1)
         compute = self.linear * length + np.maximum(self.quadratic * length**2, exchange)
@@ -233,7 +233,7 @@ class MeasuredCost(CheckedRecord):
         return max(self.seconds)
 
     def estimate(self, lengths_N: Integers, cp: int) -> Costs:
-        """Return the time of each document on each of its `cp` ranks, float64 [documents]."""
+        """Return each document's seconds on each of its `cp` ranks, float64 [documents]."""
         first, last = self.lengths[0], self.lengths[-1]
         times = self.seconds[cp]
         inside = np.interp(lengths_N, self.lengths, times)

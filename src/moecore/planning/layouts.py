@@ -58,11 +58,11 @@ class SearchRequest(CheckedRecord):
     """A model, its training, the GPUs, and the options that a search may choose ("any").
 
     Attributes:
-        model: the decoder, or a class of transformers.
+        model: the decoder, or a model class of transformers.
         num_gpus: ranks of the world.
         gpu: a key of `GPUS`, or a record of another GPU.
-        gpus_per_node: neighbouring ranks that NVLink connects; None = the largest number of the
-            GPU's kind that divides the world.
+        gpus_per_node: neighbouring ranks that NVLink connects; None = the largest node
+            of this GPU in `GPUS` that divides the world.
         seq_len: tokens of a row, a packed sequence.
         global_batch: rows of a step over all data ranks; None = 8 per GPU.
         fsdp: the sharding of parameters; "any" = weights stay unsharded in a step if that fits.

@@ -87,7 +87,7 @@ class TrainingRun(CheckedRecord):
     """A model, the number of GPUs, and the options of its training.
 
     Attributes:
-        model: the decoder, or a class of transformers.
+        model: the decoder, or a model class of transformers.
         num_gpus: the number of ranks.
         parallel: the degrees; -1 = all ranks that other degrees leave.
         seq_len: tokens of a row.

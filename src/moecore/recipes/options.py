@@ -260,7 +260,7 @@ class ShardedConfig(RunConfig):
         return replace(self.fsdp, param_dtype=dtype)
 
     def make_dispatch_options(self, max_tokens: int | None = None) -> DispatchOptions:
-        """Return the options of token dispatch; `max_tokens` is a default of `NVLinkOptions`."""
+        """Return the options of token dispatch. `max_tokens` is used if table [nvlink] has none."""
         nvlink, name = self.nvlink, self.sharding.dispatcher
         if max_tokens is not None and (nvlink or name in ("auto", "nvlink", "hierarchical")):
             nvlink = nvlink or NVLinkOptions()

@@ -108,7 +108,7 @@ def check_entry_weights(tensor_name: str, weights_TK: Tensor, ids_TK: Tensor) ->
 
 
 def choices_to_tensors(choices: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Return a flat dict of the choices for `safetensors.torch.save_file` or `torch.save`.
+    """Return recorded expert choices as a flat dict for `safetensors.torch.save_file`.
 
     Keys are "<layer>/<forward>", for example "model.layers.3.mlp/0". A layer that never ran has the
     key "<layer>/none" and an empty tensor. Tensors are contiguous copies.

@@ -277,7 +277,7 @@ class TrainStep:
             last forward, or with a stash or pipeline stages for the last backward.
 
         Raises:
-            ValueError: for another number of micro-batches, after micro_batch(), in no_grad().
+            ValueError: for another number of micro-batches, after micro_batch(), or in no_grad().
             PipelineError: when a neighbouring stage has failed; names stage and micro-batch.
         """
         with publish_errors(f"a step of {self.num_micro_batches} micro-batches"):
@@ -406,9 +406,9 @@ class TrainStep:
 
         Raises:
             ValueError: when micro-batches are missing, a layer with auxiliary losses ran another
-                number of micro-batches, `clip` has not run (loss scale without an optimizer), no
-                optimizer has a parameter with a gradient, or a parameter is newer than
-                `parallelize_moe`.
+                number of micro-batches, there is a loss scale without an optimizer and `clip` was
+                not called, no optimizer has a parameter with a gradient, or a parameter was
+                created after `parallelize_moe`.
             ExchangeError: when an exchange failed on this rank and the host already sees it
                 (`check` waits). It is raised before any update or collective. Other ranks may not
                 see the failure, so let the process end.

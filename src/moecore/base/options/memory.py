@@ -26,7 +26,7 @@ Parts = Annotated[tuple[Part, ...] | Literal["gemm_last"], "pass 'gemm_last'"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StashOptions(CheckedRecord):
-    """Paged storage for the rows that routed experts save for backward in padded buffers.
+    """Saves routed experts' rows for backward in pages, in place of each layer's padded buffers.
 
     Attributes:
         page_rows: rows of the widest saved matrix in one page; narrower matrices have more rows

@@ -219,13 +219,13 @@ class Precision(CheckedRecord):
         overrides: pairs of an `fnmatch` pattern for qualified module names and a recipe; None = no
             FP8. The first pattern that matches a module decides, also for roles not in `roles`.
         only_faster: routed experts keep their dtype where FP8 was measured to be slower or has no
-            products; a log line gives the reason. By default such experts are an error.
+            kernel; a log line gives the reason. By default such experts are an error.
         fp8_head: run the head's three products of the chunked loss (`linear_cross_entropy`) in FP8,
             in the "blockwise" recipe. Returned logits and log-probabilities are not affected.
         frozen: format in which frozen routed experts are stored, in 4 bits: "nf4" or "mxfp4". Their
             products are in the compute dtype. None = experts are stored in their dtype.
         frozen_dense: also store the frozen linears of attention, dense MLPs and shared experts in
-            the format `frozen`, on every data rank. Linears with a recipe keep their dtype.
+            the format `frozen`, whole on every data rank. Linears with a recipe keep their dtype.
     """
 
     recipe: Recipe | None = None

@@ -51,8 +51,8 @@ def send_weights(stream: WeightStream, group: BroadcastGroup | None) -> None:
             None on training ranks that send nothing. Several ranks may have a group each.
 
     Raises:
-        RuntimeError: on every training rank, in one line, if a receiver ended or exceeded the
-            group's timeout; as `WeightStream.buckets`. Training can continue, but the group is
+        RuntimeError: on every training rank if a receiver ended or exceeded the group's timeout,
+            and for the reasons of `WeightStream.buckets`. Training can continue, but the group is
             unusable.
     """
     check_arguments(send_weights, locals())

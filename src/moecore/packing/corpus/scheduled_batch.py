@@ -119,8 +119,8 @@ class ScheduledCollator(CheckedRecord):
     receive the same documents in the same order.
 
     Attributes:
-        max_tokens: the largest number of tokens of a rank's micro-batch; a multiple of tp, and even
-            if groups have several ranks.
+        max_tokens: the largest number of tokens of a rank's micro-batch, a multiple of tp. It must
+            be even if several ranks share documents.
         cost: the cost model of a document, by its length and cp.
         data_rank: this rank's index, `meshes.data_rank`.
         data_ranks: number of data ranks. The largest group is the largest power of two that divides

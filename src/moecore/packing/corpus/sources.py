@@ -332,7 +332,10 @@ def describe_location(documents: Any, document_idx: int) -> str:
 
 
 def tokenize_document(source: CorpusSource, document: Any, vocab_size: int | None) -> Integers:
-    """Return token ids as a 1-D array of the smallest unsigned dtype, or raise ValueError."""
+    """Return 1-D token ids in the smallest unsigned dtype that holds them.
+
+    Raises a ValueError for an id that is negative or not below `vocab_size` (None = any).
+    """
     ids = document if source.tokenize is None else source.tokenize(document)
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

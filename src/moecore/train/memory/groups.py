@@ -40,7 +40,11 @@ class HandleCounts:
         return self.backward_idx
 
     def count_unpack(self, backward_idx: int) -> tuple[int, bool]:
-        """Count an unpacked handle; return (its next backward's index, whether backward ended)."""
+        """Count a handle unpacked in a backward.
+
+        Returns the index of the next backward that will unpack it, and whether all handles of the
+        current backward are unpacked.
+        """
         if backward_idx != self.backward_idx:
             return backward_idx, False
         self.remaining -= 1

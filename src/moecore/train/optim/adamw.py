@@ -133,7 +133,8 @@ class AdamW(torch.optim.AdamW):
     def restore_state(self, param: Tensor, saved_state: dict[str, Tensor]) -> None:
         """Set a parameter's state from an AdamW state, converted to this optimizer's dtypes.
 
-        Tensors of the right dtype and device are not copied. A missing "remainder" becomes 0.
+        Tensors of the right dtype and device are not copied. A missing "remainder" (the
+        low bits of fp32 masters beside bf16 weights) becomes 0.
         """
         state, dtypes = dict(saved_state), self._get_state_dtypes(param)
         device = self.get_state_device(param)
