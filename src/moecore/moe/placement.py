@@ -136,7 +136,7 @@ class ExpertPlacement:
     def find_unsummed(
         self, rows: Rows, index: ExpertIndex, routing: Routing
     ) -> UnsummedInput | None:
-        """Return a record for experts that need no sums, because each row has one choice, or None."""
+        """Return a record for experts that need no sums, as each row has one choice, or None."""
         # Each received row then has one choice, and rows are in expert order.
         # Example, expert 1 of two, received ids [[1, 0], [0, 1]]: row_ids_R [0, 1], slots_SK [[0,
         # -1], [-1, 1]]. Padding of rows adds expert rows or source rows without a choice.
