@@ -13,7 +13,7 @@ r"""A transformers model in an FSDP2 loop, before and after parallelize_moe, wit
     ...+graph       the same, forward and backward as one CUDA graph, with `use_causal_attention`;
                     GPUs only
 
-All variants train a Qwen3-MoE model of the preset's sizes on random tokens, with AdamW, fp32
+All variants train a model of the preset's sizes on random tokens, with AdamW, fp32
 weights and bf16 compute (fp32 on CPUs), one after the other in one run, with randomly initialised
 routers. A step lasts from the end of the step before to its own end, on the slowest rank; the
 median counts. A variant that runs out of memory ends the run. The losses of one step must agree,
@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from benchmarks.hf_configs import make_hf_config
 from benchmarks.records import append_rows, results_path
 from benchmarks.trace import make_trace_fields, trace
 from moecore import (
@@ -94,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--preset", default="qwen3-30b-a3b", help="a Qwen3-MoE one, whose sizes the model has")
+    add("--preset", default="qwen3-30b-a3b", help="of `make_hf_config`")
     add("--layers", type=int, help="cut it to so many (None = all)")
     add("--batch-size", type=int, default=2, help="sequences per data rank")
     add("--tp", type=int, default=1, help="tensor parallel ranks; not of variant transformers")
@@ -121,32 +122,6 @@ def describe(args: argparse.Namespace, config: DecoderConfig) -> Row:
         "row_factor": args.row_factor,
         "flops_per_token": flops_per_token(config, args.seq_len),
     }
-
-
-def make_qwen3_config(args: argparse.Namespace) -> Any:
-    """Return a transformers config with the sizes of the preset."""
-    from transformers import Qwen3MoeConfig
-
-    config = preset(args.preset)
-    moe = config.moe
-    if moe is None or config.qk_norm != "head" or config.mla is not None or moe.shared_hidden_dim:
-        raise ValueError(f"--preset ({args.preset}) must be a Qwen3-MoE one: qwen3-30b-a3b, say")
-    return Qwen3MoeConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.dim,
-        num_hidden_layers=args.layers or config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_seq_len,
-        rms_norm_eps=config.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        moe_intermediate_size=moe.hidden_dim,
-        num_experts=moe.num_experts,
-        num_experts_per_tok=moe.top_k,
-        norm_topk_prob=True,
-        experts_implementation="grouped_mm",
-    )
 
 
 def build_plain(args: argparse.Namespace, config: Any, meshes: Meshes) -> Any:
@@ -238,7 +213,7 @@ def run(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
 def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
     """Return the losses and times of one variant."""
     device = torch.device(meshes.device_type)
-    model = VARIANTS[name](args, make_qwen3_config(args), meshes)
+    model = VARIANTS[name](args, make_hf_config(args.preset, args.layers), meshes)
     model.to_empty(device=device)
     init_hf(model)
     model.train()

@@ -1,15 +1,22 @@
-"""LoRA on a transformers Qwen3-MoE model with frozen weights: time and memory of a step.
+"""LoRA on a transformers model with frozen weights: time and memory of a step.
 
     torchrun --nproc-per-node 1 -m benchmarks.bench_lora --preset qwen3-30b-a3b --batch-size 2
     torchrun --nproc-per-node 2 -m benchmarks.bench_lora --precision blockwise --fp8-base
     torchrun --nproc-per-node 1 -m benchmarks.bench_lora --precision nf4 --checkpointing \
         --rank 8 --moments bfloat16 --limit-gib 24
+    torchrun --nproc-per-node 1 -m benchmarks.bench_lora --preset gpt-oss-20b --precision mxfp4 \
+        --rank 32 --seq-len 2048 --document-len 512
+    torchrun --nproc-per-node 1 -m benchmarks.bench_lora --variant peft --preset gpt-oss-20b
 
-The model has the preset's sizes, random weights in bf16 (fp32 on CPUs) and peft adapters on the
-projections of attention and on both matrices of all experts, which AdamW trains in fp32. All ranks
-share the experts. Every step has the same random tokens, so the loss falls. A step lasts from the
-end of the step before to its own end, on the slowest rank; the median counts. Rank 0 prints a line;
-`--results` appends a row to <folder>/<day>-<gpu>.jsonl.
+The model has the preset's sizes, random weights in bf16 (fp32 on CPUs) and peft adapters on all
+linears but routers and head, and on both matrices of all experts, which AdamW trains in fp32. All
+ranks share the experts. Every step has the same random tokens, so the loss falls. A step lasts from
+the end of the step before to its own end, on the slowest rank; the median counts. With
+`--document-len` each row has several documents, which attention keeps separate. Rank 0 prints a
+line; `--results` appends a row to <folder>/<day>-<gpu>.jsonl.
+
+Variant "peft" is the same model without moecore, on one rank: transformers' grouped_mm and
+attention, peft's adapters, torch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -17,12 +24,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import nullcontext
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from benchmarks.bench_hf import MAX_NORM, get_compute_dtype, make_qwen3_config, make_row
+from benchmarks.bench_hf import MAX_NORM, get_compute_dtype, make_row
+from benchmarks.hf_configs import make_hf_config
 from benchmarks.records import append_rows, results_path
 from moecore import (
     DenseOptions,
@@ -39,6 +49,8 @@ from moecore import (
 from moecore.base.options.fsdp import Strategy
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.names import MomentDtype
+from moecore.families import use_causal_attention
+from moecore.families.transformers.lora import LoRAOptions, add_adapters
 from moecore.families.transformers.stock import enable_activation_checkpointing
 from moecore.io import init_adapters, init_hf
 from moecore.models import preset
@@ -47,8 +59,6 @@ from moecore.recipes.metrics import Moment
 from moecore.train import AdamW
 
 Row = dict[str, Any]
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def main() -> int:
@@ -56,6 +66,9 @@ def main() -> int:
     args = parse_arguments()
     if "WORLD_SIZE" not in os.environ:
         print("bench_lora: error: start it with torchrun --nproc-per-node N -m", file=sys.stderr)
+        return 2
+    if args.variant == "peft" and os.environ["WORLD_SIZE"] != "1":
+        print("bench_lora: error: --variant peft needs --nproc-per-node 1", file=sys.stderr)
         return 2
     meshes = build_meshes(ParallelConfig(ep=int(os.environ["WORLD_SIZE"])))
     try:
@@ -74,10 +87,12 @@ def parse_arguments() -> argparse.Namespace:
     """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--preset", default="qwen3-30b-a3b", help="a Qwen3-MoE one, whose sizes the model has")
+    add("--variant", choices=["moecore", "peft"], default="moecore")
+    add("--preset", default="qwen3-30b-a3b", help="of `make_hf_config`")
     add("--layers", type=int, help="cut it to so many (None = all)")
     add("--batch-size", type=int, default=1, help="sequences per rank")
     add("--seq-len", type=int, default=4096)
+    add("--document-len", type=int, help="tokens of a document (None = one document per row)")
     add("--rank", type=int, default=16, help="of the adapters")
     choices = ["auto", "blockwise", "nf4", "mxfp4"]
     add("--precision", choices=choices, help="of products or frozen experts (None = bf16)")
@@ -104,6 +119,8 @@ def describe(args: argparse.Namespace) -> Row:
     names = ("preset", "batch_size", "seq_len", "rank", "precision", "fp8_base", "checkpointing")
     return {
         "op": "lora",
+        "variant": args.variant,
+        "document_len": args.document_len,
         "layers": args.layers or preset(args.preset).num_layers,
         "num_gpus": dist.get_world_size(),
         **{name: getattr(args, name) for name in names},
@@ -119,22 +136,10 @@ def describe(args: argparse.Namespace) -> Row:
 
 def build(args: argparse.Namespace, meshes: Meshes) -> Any:
     """Return the parallelized model with adapters and random weights."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        dtype = get_compute_dtype(meshes)
-        base = AutoModelForCausalLM.from_config(make_qwen3_config(args), dtype=dtype)
+    model = build_adapted_model(args, meshes)
+    use_causal_attention(model)
     if args.checkpointing:
-        enable_activation_checkpointing(base)
-    config = LoraConfig(
-        r=args.rank,
-        lora_alpha=2 * args.rank,
-        target_modules=ATTENTION,
-        target_parameters=EXPERTS,
-        task_type="CAUSAL_LM",
-    )
-    model = get_peft_model(base, config)
+        enable_activation_checkpointing(model)
     parallelize_moe(
         model,
         meshes,
@@ -162,34 +167,83 @@ def build(args: argparse.Namespace, meshes: Meshes) -> Any:
     return model
 
 
+def build_plain(args: argparse.Namespace, meshes: Meshes) -> Any:
+    """Return the model of transformers and peft with random weights."""
+    model = build_adapted_model(args, meshes)
+    if args.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.to_empty(device=meshes.device_type)
+    init_hf(model)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.zero_()
+    return model
+
+
+def build_adapted_model(args: argparse.Namespace, meshes: Meshes) -> Any:
+    """Return the transformers model with adapters on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    config, dtype = make_hf_config(args.preset, args.layers), get_compute_dtype(meshes)
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return add_adapters(base, LoRAOptions(rank=args.rank, alpha=2 * args.rank))
+
+
+def make_batch(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of a forward, with random tokens; no label crosses documents."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape, vocabulary = (args.batch_size, args.seq_len), preset(args.preset).vocab_size
+    tokens_BT = torch.randint(0, vocabulary, shape, generator=generator).to(device)
+    batch: dict[str, Any] = {"input_ids": tokens_BT, "labels": tokens_BT, "use_cache": False}
+    if (length := args.document_len) is None:
+        return batch
+    positions_T = torch.arange(args.seq_len, device=device) % length
+    batch["labels"] = torch.where(positions_T == 0, -100, tokens_BT)
+    if args.variant == "peft":  # transformers finds documents by their positions
+        return batch | {"position_ids": positions_T.expand(shape)}
+    starts = [row * args.seq_len + i for row in range(shape[0]) for i in range(0, shape[1], length)]
+    ends = torch.tensor([*starts, tokens_BT.numel()], dtype=torch.int32, device=device)
+    return batch | {"cu_seq_lens_q": ends, "max_length_q": min(length, args.seq_len)}
+
+
 def train(args: argparse.Namespace, meshes: Meshes) -> Row:
     """Return the losses and times of the steps."""
     device = torch.device(meshes.device_type)
     if args.limit_gib is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(args.limit_gib * 2**30 / total)
-    model = build(args, meshes)
+    is_plain = args.variant == "peft"
+    model = (build_plain if is_plain else build)(args, meshes)
     loaded = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     model.train()
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = AdamW(trained, lr=args.lr, moment_dtype=getattr(torch, args.moments))
-    step = TrainStep(model, optimizer, max_norm=MAX_NORM)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (args.batch_size, args.seq_len)
-    vocabulary = preset(args.preset).vocab_size
-    tokens_BT = torch.randint(0, vocabulary, shape, generator=generator).to(device)
+    if is_plain:
+        optimizer: Any = torch.optim.AdamW(trained, lr=args.lr, fused=True)
+        step = None
+    else:
+        optimizer = AdamW(trained, lr=args.lr, moment_dtype=getattr(torch, args.moments))
+        step = TrainStep(model, optimizer, max_norm=MAX_NORM)
+    batch = make_batch(args, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     moments, losses = [], []
     for _ in range(args.warm_up + args.timed):
-        with step.micro_batch():
-            loss = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+        with step.micro_batch() if step is not None else nullcontext():
+            loss = model(**batch).loss
             loss.backward()
-        step.finish()
+        if step is None:
+            nn.utils.clip_grad_norm_(trained, MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            step.finish()
         losses.append(loss.detach())
         moments.append(Moment(device))
     moments[-1].wait_for_gpu()
-    step.close()
+    if step is not None:
+        step.close()
     numbers = {"trained": sum(param.numel() for param in trained), "loaded_gib": loaded}
     return numbers | make_row(args, moments, torch.stack(losses), device)
 
@@ -197,7 +251,8 @@ def train(args: argparse.Namespace, meshes: Meshes) -> Row:
 def format_row(row: Row) -> str:
     """Return the row as a line."""
     return (
-        f"{row['layers']} layers, rank {row['rank']}, {row['precision'] or 'no FP8'}: "
+        f"{row['variant']}, {row['layers']} layers, rank {row['rank']}, "
+        f"{row['precision'] or 'no FP8'}: "
         f"{row['tokens_per_second_per_gpu']:.0f} tokens/s/GPU, {row['step_ms']:.1f} ms, "
         f"{row['peak_gib']:.1f} GiB (loading {row['loaded_gib']:.1f}), "
         f"{row['trained'] / 1e6:.1f} M trained, "

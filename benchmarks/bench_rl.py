@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.bench_hf import make_qwen3_config
+from benchmarks.hf_configs import make_hf_config
 from benchmarks.records import append_rows, results_path
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.torch_private import get_local_tensor
@@ -169,7 +169,9 @@ def make_stock_model(args: argparse.Namespace) -> Any:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            make_qwen3_config(args), dtype=choose_dtype(args), attn_implementation="sdpa"
+            make_hf_config(args.preset, args.layers),
+            dtype=choose_dtype(args),
+            attn_implementation="sdpa",
         )
     model.to_empty(device=args.device)
     init_hf(model)

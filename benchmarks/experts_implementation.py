@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.bench_hf import MAX_NORM, make_qwen3_config
+from benchmarks.bench_hf import MAX_NORM
+from benchmarks.hf_configs import make_hf_config
 from benchmarks.records import append_rows, results_path
 from moecore.integrations.transformers import register_experts
 from moecore.recipes.metrics import Moment
@@ -77,7 +78,9 @@ def build(args: argparse.Namespace, device: torch.device) -> Any:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(make_qwen3_config(args), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(
+            make_hf_config(args.preset, args.layers), dtype=dtype
+        )
     return model.train()
 
 

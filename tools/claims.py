@@ -22,6 +22,7 @@ STATUSES = ("measured", "planned", "published", "superseded")
 UNITS = ("tokens/s", "TFLOP/s", "GB/s", "TB/s", "GiB", "MiB", "GB", "ms", "s", "%", "times")
 NUMBER = r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)"
 WITH_UNIT = re.compile(rf"{NUMBER}\s?({'|'.join(map(re.escape, UNITS))})(?![\w/])")
+UNCLAIMED = re.compile(r"```.*?```|<!-- plans -->.*?<!-- end of plans -->", re.DOTALL)
 Figure = tuple[Decimal, str]
 
 
@@ -70,8 +71,8 @@ def read_settings() -> dict[str, set[Figure]]:
 
 
 def find_figures(text: str) -> Iterator[tuple[int, Figure]]:
-    """Yield the figures of a page with their line numbers; code blocks have none."""
-    text = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), text, flags=re.DOTALL)
+    """Yield the figures of a page with their line numbers; code blocks and plans have none."""
+    text = UNCLAIMED.sub(lambda block: "\n" * block[0].count("\n"), text)
     units: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
         is_row = line.startswith("|")

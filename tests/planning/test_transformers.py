@@ -339,6 +339,14 @@ def test_adapters_are_flags_of_the_command(tmp_path: Path, capsys: Any) -> None:
     words = ["plan", "--config", str(tmp_path), "--gpus", "1", "--lora-rank", "2"]
     assert main([*words, "--ep", "1", "--precision", "nf4", "--offload-frozen"]) == 0
     assert "host: frozen experts" in capsys.readouterr().out
+    assert main([*words, "--ep", "1", "--frozen-dense"]) != 0
+    assert "--frozen-dense must go with a 4-bit format" in capsys.readouterr().err
+    stored = [*words, "--ep", "1", "--precision", "nf4", "--json"]
+    peaks = []
+    for flags in ([], ["--frozen-dense"]):
+        assert main([*stored, *flags]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["ranks"][0]["peak"])
+    assert peaks[1] < peaks[0]
     assert main(words) != 0
     assert "must go with degrees: add --ep 1" in capsys.readouterr().err
     words = ["plan", "--preset", "tiny-qwen3", "--gpus", "1", "--ep", "1", "--checkpointing"]

@@ -115,15 +115,11 @@ def _compute_under_autograd(
     h_RC = torch.where(is_row_R1, h_RC, 0)
     if weights.b1_eC is not None:
         h_RC = h_RC + gather_rows_by_index(weights.b1_eC, expert_R)
-    weights_R1 = index.weights_R[:, None]
-    if weights.b1_eC is None and weights.b2_eD is None:  # saves only H on GPUs
-        a_RF = weighted_activation(h_RC, index.weights_R, index.num_rows, activation_options)
-    else:  # differentiable twice
-        a_RF = activate_rows(h_RC, activation_options) * weights_R1
-        a_RF = torch.where(is_row_R1, a_RF.to(x_RD.dtype), 0)
+    a_RF = weighted_activation(h_RC, index.weights_R, index.num_rows, activation_options)
     y_RD = _compute_grouped_matmul(a_RF, weights.w2_eDF, weights.update2, index.offsets_e)
     y_RD = torch.where(is_row_R1, y_RD, 0)
     if weights.b2_eD is not None:
+        weights_R1 = index.weights_R[:, None]
         y_RD = y_RD + (gather_rows_by_index(weights.b2_eD, expert_R) * weights_R1).to(y_RD.dtype)
     return sum_rows(y_RD, *row_map)
 

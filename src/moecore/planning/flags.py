@@ -70,6 +70,7 @@ class PlannedConfig:
         recompute: parts of MemoryOptions.
         offload: parts of MemoryOptions.
         moments: dtype of AdamW's moments.
+        frozen_dense: also store frozen linears in 4 bits, with a 4-bit precision.
         offload_frozen: keep frozen experts in host memory, with a 4-bit precision.
         offload_params: keep weights, gradients and optimizer state in host memory, with degrees.
         lora_rank: rank of LoRA adapters, with --config and degrees; None = all weights are trained.
@@ -100,6 +101,7 @@ class PlannedConfig:
     precision: PrecisionName | Literal["bf16"] | None = None
     recompute: tuple[Recomputed | Literal["gemm_last"], ...] = ()
     offload: tuple[Offloaded, ...] = ()
+    frozen_dense: bool = False
     offload_frozen: bool = False
     offload_params: bool = False
     lora_rank: int | None = None
@@ -294,8 +296,11 @@ def parse_search_request(args: PlanConfig) -> SearchRequest:
 
 
 def _parse_precision(args: Any) -> Precision | None:
-    """Return the precision of `--precision`; None = bf16."""
-    return Precision.of(None if args.precision == "bf16" else args.precision)
+    """Return the precision of `--precision` and `--frozen-dense`; None = bf16."""
+    precision = Precision.of(None if args.precision == "bf16" else args.precision)
+    if precision is None and args.frozen_dense:
+        raise ValueError("--frozen-dense must go with a 4-bit format: add --precision nf4")
+    return precision and replace(precision, frozen_dense=args.frozen_dense)
 
 
 def _parse_memory_options(args: Any) -> MemoryOptions:

@@ -291,6 +291,13 @@ def test_kernel_keeps_the_bits_of_small_values_under_smooth_limits(device: str) 
     torch.testing.assert_close(found[0].double(), slopes, rtol=2e-6, atol=cancelled)
 
 
+def test_a_function_runs_in_place_of_the_kernel(device: str) -> None:
+    options = ActivationOptions(kind="swiglu", function=lambda h: h.chunk(2, -1)[0].sin())
+    h_RC, weights_R, _ = inputs(5, 16, options, device=device, dtype=torch.float32)
+    expected = h_RC[:, :16].sin() * weights_R[:, None]
+    assert torch.equal(weighted_activation(h_RC, weights_R, None, options), expected)
+
+
 def test_kernel_reads_strided_input(device: str) -> None:
     options = ActivationOptions(kind="swiglu")
     h, w, da = inputs(9, 6, options, device=device, dtype=torch.float32)

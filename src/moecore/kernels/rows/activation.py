@@ -311,6 +311,6 @@ def weighted_activation(
         num_rows: 0-dim int32 on the device. Rows from num_rows on are not read, and are zero in the
             result. None means R.
     """
-    if h_RC.dtype in KERNEL_DTYPES and can_use_kernel(h_RC):
+    if options.function is None and h_RC.dtype in KERNEL_DTYPES and can_use_kernel(h_RC):
         return _weighted_activation(h_RC, weights_R, num_rows, *options.flat)
     return weighted_activation_ref(h_RC, weights_R, num_rows, options)
