@@ -10,6 +10,10 @@ r"""A whole training step: tokens/s, TFLOP/s, share of the dense ceiling, memory
         --bias-update quantile --bias-update-rate 1 --bias-per-micro-batch \
         --lr 3e-4 --schedule-steps 400 --precision blockwise --against-bf16
 
+    torchrun --nproc-per-node 1 -m benchmarks.bench_train --preset qwen3-30b-a3b --num-layers 4 \
+        --compile-dense --seq-len 4096 --batch-size 4 --lr 3e-4 --tokens random --routing balanced \
+        --skip-spikes-rollback-after 3 --timed 20 --checks 6
+
 It is the loop of `moecore train` with that command's arguments; `--routing`, `--warm-up`,
 `--timed`, `--against-bf16`, `--trace` and `--results` are its own. As there, ranks do not meet
 between steps and the host is a step ahead. A step's time is that from the end of the one before it
@@ -20,6 +24,10 @@ product of the same run, on warm GPUs, whatever `--precision` is. Rank 0 prints 
 with the same arguments is committed, that one beside it; `--results` appends it to
 <folder>/<day>-<gpu>.jsonl. `over_bf16` is the rate over that of the run without `--precision`
 and `--fp8-head`, which `--against-bf16` makes just before in the same process.
+
+`--checks N` measures the cost of a run's checks instead: N pairs of blocks of `--timed` steps, of
+which one block has hang watch, phase times, [skip_spikes] and report (metrics, alarms, goodput),
+and the other block has none of them. The mean step of the slowest rank is compared in each pair.
 """
 
 from __future__ import annotations
@@ -33,7 +41,10 @@ import shlex
 import statistics
 import sys
 import time
-from itertools import pairwise
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +52,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.power import PowerLog
-from benchmarks.records import RESULTS, Environment, append_row, results_path
+from benchmarks.records import RESULTS, Environment, append_row, append_rows, results_path
 from benchmarks.trace import Breakdown, format_table, make_trace_fields, trace
 from moecore.base.options.dispatch import NVLinkOptions
+from moecore.base.torch_private import patch_attributes
 from moecore.models import DecoderConfig
 from moecore.models.size import active_params, flops_per_token, num_params
 from moecore.moe.forced_routing import force_even_load, force_expert_loads
@@ -51,8 +63,8 @@ from moecore.recipes import train
 from moecore.recipes.corpus_training import CorpusTraining
 from moecore.recipes.data import BatchShape
 from moecore.recipes.errors import ARGUMENT_ERRORS, RUN_ERRORS, print_rank_error, print_run_error
-from moecore.recipes.host import bind_to_gpu
-from moecore.recipes.loop import train_step
+from moecore.recipes.host import bind_to_gpu, disable_garbage_collection
+from moecore.recipes.loop import open_report, print_on_rank_0, report_steps, train_step
 from moecore.recipes.metrics import LaunchedStep, Metrics, Moment
 from moecore.recipes.train import TrainConfig
 
@@ -119,7 +131,8 @@ def main() -> int:
         args = train.parse_arguments([*rest, "--checkpoint-every", "0", "--sample-every", "0"])
     except ARGUMENT_ERRORS as error:
         return print_rank_error(error, int(os.environ["RANK"]))
-    args = dataclasses.replace(args, steps=max(args.steps, own.warm_up + own.timed))
+    steps = own.warm_up + max(1, 2 * own.checks) * (own.timed + 1)
+    args = dataclasses.replace(args, steps=max(args.steps, steps))
     rows: list[Row] = []
     for run in list_runs(own, args):
         try:
@@ -134,9 +147,15 @@ def main() -> int:
         except ARGUMENT_ERRORS as error:
             return print_rank_error(error, int(os.environ["RANK"]))
         try:
-            row = measure(job, own)
+            row = measure_checks(job, own) if own.checks else measure(job, own)
         except RUN_ERRORS as error:
             return print_run_error(error, run)
+        if own.checks:
+            print_on_rank_0(json.dumps(row))
+            if dist.get_rank() == 0 and own.results is not None:
+                num_gpus = dist.get_world_size()
+                append_rows(own.results, "benchmarks.bench_train", [row], num_gpus=num_gpus)
+            break
         row["ceiling_tflops"] = measure_ceiling(job.device)
         row["mfu"] = row["tflops_per_gpu"] / row["ceiling_tflops"]
         rows.append(row)
@@ -200,6 +219,7 @@ def split_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     add("--warm-up", type=int, default=5, help="steps that do not count")
     add("--timed", type=int, default=10, help="steps that do")
     add("--against-bf16", action="store_true", help="of --precision: run without it before")
+    add("--checks", type=int, default=0, help="pairs of blocks with and without checks")
     add("--trace", action="store_true", help="profile one more step")
     add("--results", type=results_path, help="folder for the record")
     return parser.parse_known_args(arguments)
@@ -213,6 +233,59 @@ def measure(job: CorpusTraining, own: argparse.Namespace) -> Row:
         row |= break_down_step(job, first_step=own.warm_up + own.timed + 1)
     job.owner.check()  # no row of steps whose tokens got lost
     return row
+
+
+def measure_checks(job: CorpusTraining, own: argparse.Namespace) -> Row:
+    """Return the cost of a run's checks by alternating blocks of steps; collective."""
+    numbers, means_P2 = count(1), list[list[float]]()
+    with disable_garbage_collection(), job.hangs.watch(), open_report(job) as report:
+
+        def run_block(num_steps: int, *, has_checks: bool) -> float:
+            """Return the mean seconds of all steps but the first, on the slowest rank."""
+            queue, ends = deque[LaunchedStep](), list[Moment]()
+            with nullcontext() if has_checks else skip_checks(job):
+                for step in range(num_steps):
+                    queue.append(train_step(job, next(numbers)))
+                    ends.append(queue[-1].ended)
+                    pending = 1 if step < num_steps - 1 else 0
+                    report_steps(job, queue, report if has_checks else None, pending=pending)
+            mean = torch.tensor(ends[0].seconds_until(ends[-1]) / (num_steps - 1))
+            dist.all_reduce(mean := mean.to(job.device), op=dist.ReduceOp.MAX)
+            return mean.item()
+
+        run_block(own.warm_up, has_checks=True)
+        for pair in range(own.checks):
+            order = (True, False) if pair % 2 else (False, True)
+            means = {on: run_block(own.timed + 1, has_checks=on) for on in order}
+            means_P2.append([means[False], means[True]])
+    costs_P = [with_checks / without - 1 for without, with_checks in means_P2]
+    return {
+        "op": "checks",
+        "preset": job.args.preset,
+        "layers": job.args.model.get("num_layers"),
+        "num_gpus": dist.get_world_size(),
+        "block_steps": own.timed,
+        "step_ms": statistics.median(without for without, _ in means_P2) * 1e3,
+        "cost": statistics.median(costs_P),
+        "cost_of_pairs": [round(cost, 5) for cost in costs_P],
+    }
+
+
+@contextmanager
+def skip_checks(job: CorpusTraining) -> Iterator[None]:
+    """Return a context in which steps have no checks for hangs, stragglers and spikes."""
+
+    def ignore(*_: Any) -> None:
+        pass
+
+    args = dataclasses.replace(job.args, expert_loads_every=0)
+    with (
+        patch_attributes(job, args=args),
+        patch_attributes(job.owner, _spikes=None),
+        patch_attributes(job.hangs, enter=ignore),
+        patch_attributes(job.spikes, record=ignore),
+    ):
+        yield
 
 
 def time_steps(

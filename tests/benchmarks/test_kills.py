@@ -7,6 +7,8 @@ import torch
 from benchmarks import kills
 from safetensors.torch import save_file
 
+from tests.integrations.torchft_runs import Replay
+
 
 def test_a_line_that_is_cut_does_not_count(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
@@ -45,18 +47,28 @@ def rows_of_replicas() -> list[dict[str, Any]]:
         for rank in range(2):
             row = {"place": list(place), "rank": rank, "loss": 4.0, "seconds": 1.0}
             row |= {"ended": 10.0 + number} | {"norm": 1.0, "chosen": 8 * place[2], "digest": "a"}
+            row["choices"] = [place[1], rank]
             rows.append(row if number != 2 else {k: row[k] for k in ("place", "rank", "loss")})
     return rows
 
 
 def test_steps_of_replicas_are_counted_and_compared(monkeypatch: Any) -> None:
-    monkeypatch.setattr(
-        kills, "replayed", lambda sizes: [(1.0, [4.0] * 2 * n) for n in sizes.values()]
-    )
-    figures = kills.compare_replicas(rows_of_replicas(), 2, 7.0)
+    """The process that repeats them gets the choices, without those of a rank that has ended."""
+    rows = rows_of_replicas()
+    del rows[-1]
+
+    def repeat(choices: dict[int, Any]) -> list[Replay]:
+        in_order = [[0, 0], [0, 1], [1, 0], [1, 1]]
+        assert [choices[0], choices[1]] == [in_order, in_order[:2]]
+        assert choices[2] == (in_order if rows[-1]["choices"] == [1, 1] else [*in_order[:3], None])
+        return [Replay(1.0, [4.0] * len(x), 1e-8 * step) for step, x in choices.items()]
+
+    monkeypatch.setattr(kills, "replayed", repeat)
+    figures = kills.compare_replicas(rows, 2, 7.0)
     assert (figures["steps"], figures["lost_steps"], figures["full_steps"]) == (3, 1, 2)
     assert (figures["difference"], figures["longest_pause_s"]) == (0.0, 3.0)
     assert figures["goodput"] == pytest.approx(3 / 7)
+    assert (figures["margin"], figures["other_choices"]) == (2e-8, 2)
     rows = rows_of_replicas()
     rows[0]["loss"] = 4.5
     assert kills.compare_replicas(rows, 2, 7.0)["difference"] == 0.125

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.torch_private import get_local_tensor
+from moecore.kernels.routing.scores import compute_scores_ref
 from moecore.models import Decoder, preset
+from moecore.moe.layer import MoELayer
 from moecore.train import AdamW
 from tests.recipes.test_cluster import free_port
 
@@ -45,6 +47,11 @@ def batch_of(step: int, replica: int, rank: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed((step * 100 + replica) * 10 + rank)
     tokens_BT = torch.randint(MODEL.vocab_size, (ROWS, SEQ_LEN + 1), generator=generator)
     return {"tokens_BT": tokens_BT[:, :-1], "labels_BT": tokens_BT[:, 1:]}
+
+
+def routers_of(model: nn.Module) -> list[Any]:
+    """Return the routers of a model, in the order of the forward."""
+    return [layer.get_part("router") for layer in model.modules() if isinstance(layer, MoELayer)]
 
 
 def digest(model: nn.Module, optimizer: Any) -> str:
@@ -87,6 +94,9 @@ def main(
         build_meshes(ParallelConfig(ep=NUM_RANKS, edp_shard=1), "cpu")
     )
     replicas = Replicas(model, optimizer, step, first_step=first_step, timeout_s=timeout_s)
+    choices = list[Any]()  # the expert ids [T, K] of the step
+    (router,) = routers_of(model)
+    router.register_forward_hook(lambda _, _x, y: choices.append(y.chosen_ids_TK.tolist()))
     with log.open("w", buffering=1) as lines:
         attempts = 0
         while replicas.step < num_steps(log.parent / "stop"):
@@ -94,6 +104,7 @@ def main(
             if attempts == strays_after:
                 replicas._lineage += 1
             attempts += 1
+            choices.clear()
             losses = step.forward_backward([batch_of(place.step, place.replica, rank)])
             time.sleep(pause_s * (place.step == PAUSE_STEP and rank == 1))
             done = replicas.finish()
@@ -102,7 +113,7 @@ def main(
             if done is not None:
                 chosen = sum(int(n.sum()) for n in done.metrics.tokens_per_expert.values())
                 row |= {"norm": float(done.norm.total), "chosen": chosen}
-                row |= {"digest": digest(model, optimizer)}
+                row |= {"digest": digest(model, optimizer), "choices": choices[0]}
             lines.write(json.dumps(row) + "\n")
     replicas.close()
     dist.destroy_process_group()
@@ -166,17 +177,62 @@ def go_on(one: Replica, number: int) -> None:
     wait(lambda: one.steps >= least, "no step is made")
 
 
-def replayed(made: dict[int, int]) -> list[tuple[float, list[float]]]:
-    """Return norm and losses of steps with so many replicas, made by one process."""
+class Replay(NamedTuple):
+    """A step that one process has repeated with the experts that the ranks have chosen.
+
+    `margin` is the largest sum of scores that a token's experts have below the sum of the experts
+    that the process would choose; 0 = the process would choose the same experts.
+    """
+
+    norm: float
+    losses: list[float]
+    margin: float
+
+
+class RecordedChoices:
+    """A `ChoiceTape` with the expert ids of the next forwards; None = the router chooses."""
+
+    def __init__(self, router: Any) -> None:
+        self.of_forwards: Iterator[Any] = iter(())
+        self.margins = list[float]()
+        router.tape = self
+        router.register_forward_hook(self.measure_margin)
+
+    def get_recorded_choice(
+        self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
+    ) -> tuple[Tensor, None]:
+        self.best_TK, ids_TK = choose(), next(self.of_forwards)
+        return (self.best_TK if ids_TK is None else torch.tensor(ids_TK).int()), None
+
+    def observe_choice(self, ids_TK: Tensor) -> None:
+        pass
+
+    def measure_margin(self, router: Any, _: Any, routing: Any) -> None:
+        with torch.no_grad():
+            scores_TE = compute_scores_ref(routing.logits_TE, router.config.score_function)
+            if router.selection_bias is not None:
+                scores_TE += router.selection_bias
+            ids = self.best_TK.sort().values, routing.chosen_ids_TK.sort().values
+            best_T, chosen_T = (scores_TE.gather(1, x.long()).sum(1) for x in ids)
+            self.margins.append((best_T - chosen_T).max().item())
+
+
+def replayed(made: dict[int, list[Any]]) -> list[Replay]:
+    """Return the steps of one process; `made` has the expert ids [T, K] of each step's ranks.
+
+    None = unknown expert ids, which the process chooses itself.
+    """
     model = Decoder(MODEL)
     model.init_weights(0)
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
     step = TrainStep(model, AdamW(model.parameters(), lr=1e-4), max_norm=1.0)
-    found = []
-    for number in sorted(made):
-        step.num_micro_batches = made[number] * NUM_RANKS
-        places = [(r, rank) for r in range(made[number]) for rank in range(NUM_RANKS)]
+    (router,) = routers_of(model)
+    tape, found = RecordedChoices(router), list[Replay]()
+    for number, choices in sorted(made.items()):
+        step.num_micro_batches, tape.of_forwards = len(choices), iter(choices)
+        places = [divmod(i, NUM_RANKS) for i in range(len(choices))]
         losses = step.forward_backward([batch_of(number, *place) for place in places])
-        done = step.finish()
-        found.append((float(done.norm.total), losses.tolist()))
+        norm = step.finish().norm
+        found.append(Replay(float(norm.total), losses.tolist(), max(tape.margins)))
+        tape.margins.clear()
     return found

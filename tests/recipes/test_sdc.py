@@ -17,17 +17,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore.recipes import pretrain
+from moecore.recipes import finetune, pretrain
 from moecore.recipes.sdc import find_suspect_ranks
+from moecore.recipes.tiny_model import write_tiny_model
 from moecore.train.result_trace import trace_results
-from tests.helpers.ranks import ranks_fixture
+from tests.helpers.ranks import run_ranks
 from tests.recipes.launched import metrics
 from tests.recipes.test_train import run_in_forks, tensors
 
-WORDS = (
-    "--preset tiny-qwen3 --tokens random --batch-size 1 --grad-accum 2 --seq-len 16 --workers 0 "
-    "--sdc-check-every 2 --sdc-check-action log"
-)
+CHECKS = "--batch-size 1 --grad-accum 2 --sdc-check-every 2 --sdc-check-action log"
+WORDS = f"--preset tiny-qwen3 --tokens random --seq-len 16 --workers 0 {CHECKS}"
+TUNED = "--model {0} --data {0}/chats.jsonl --seq-len 64 --eval-share 0 " + CHECKS
 ATTENTION, EXPERTS = "model.layers.1.self_attn", "model.layers.1.mlp.experts"
 NORM = "model.layers.1.input_layernorm.weight"  # the first gradient of its FSDP unit
 NO_FAULT: tuple[tuple[Any, ...], str] = (), ""
@@ -91,6 +91,20 @@ CASES: dict[str, tuple[str, list[tuple[tuple[Any, ...], str]]]] = {
         ],
     ),
     "tensor parallel": ("--tp 2 --ep 2 --recompute moe", [NO_FAULT]),
+    "fine-tuning": (
+        "--ep 2",
+        [
+            NO_FAULT,
+            (
+                (3, EXPERTS, "forward", [1]),
+                f"rank 3 has a transient error in forward, output of {EXPERTS}",
+            ),
+            (
+                (1, EXPERTS, "forward", range(4)),
+                f"rank 1 or rank 3 has a persistent error in forward, output of {EXPERTS}",
+            ),
+        ],
+    ),
 }
 
 
@@ -124,26 +138,32 @@ def plant(module: nn.Module, phase: str, faulty_calls: Any) -> Any:
     return patch.object(module, "forward", call)
 
 
-def check_cases(rank: int, device: torch.device) -> dict[str, list[tuple[str, Any]]]:
+def check_cases(rank: int, device: torch.device, tiny: Path) -> dict[str, list[tuple[str, Any]]]:
     """Return the lines and the metrics of each check of each case."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4")
     results: dict[str, list[tuple[str, Any]]] = {}
     with TemporaryDirectory() as folder:
         for name, (words, faults) in CASES.items():
-            words = f"{WORDS} {words} --run-dir {folder}"
-            job, results[name] = pretrain.build_job(pretrain.parse_arguments(words.split())), []
+            recipe: Any = finetune if name == "fine-tuning" else pretrain
+            common = TUNED.format(tiny) if recipe is finetune else WORDS
+            words = f"{common} {words} --run-dir {folder}/{name.replace(' ', '-')}"
+            job, results[name] = recipe.build_job(recipe.parse_arguments(words.split())), []
             for step, (fault, _) in enumerate(faults, 1):
                 batch = job.next_batch(2 * step)
                 with ExitStack() as stack:
                     printed = stack.enter_context(redirect_stdout(StringIO()))
                     if fault and fault[0] == rank:
                         stack.enter_context(plant(job.model.get_submodule(fault[1]), *fault[2:]))
-                    job.check_replays(2 * step, torch.tensor(128), batch)
-                results[name].append((printed.getvalue(), job.get_data_metrics()))
+                    numbers = job.check_replays(2 * step, torch.tensor(128), batch)
+                results[name].append((printed.getvalue(), numbers))
     return results
 
 
-outcomes = ranks_fixture(4, check_cases)
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    tiny = tmp_path_factory.mktemp("model")
+    write_tiny_model(tiny)
+    return run_ranks(4, check_cases, tiny)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +55,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         if self.args.cuda_graph:
             self.run_micro_batches = GraphedStep(run_micro_batches, self.model)
         options = self.args.sdc_check
-        self._sdc = options and SDCCheck(options, self.meshes.parallel, self.owner)
-        self._sdc_metrics: Metrics = {}
+        self.sdc = options and SDCCheck(options, self.meshes.parallel, self.owner)
 
     def print_start(self) -> None:
         """Print the model, the ranks and the data of the run."""
@@ -73,12 +71,6 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         rows = self.stage.sizes.get_rows(step)
         batch = self.batches.next_batch(rows // (self.shape.data_ranks * self.shape.batch_size))
         return pad_bounds(batch) if self.args.cuda_graph else batch
-
-    def check_replays(self, step: int, num_labels: Tensor, batch: Any) -> None:
-        """Replay a micro-batch if [sdc_check] says so; DivergedError if the bits differ."""
-        if self._sdc is not None:
-            run = partial(self.forward_backward, num_labels)
-            self._sdc_metrics = self._sdc.check(step, batch, run)
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
         """Run the micro-batches; return this rank's term of the mean loss over all labels."""
@@ -136,10 +128,9 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
                 print_on_rank_0(f"sample of step {step}: {text!r}")
 
     def get_data_metrics(self) -> Metrics:
-        """Return epochs of sources, "bad_lines" (skipped) if any, and metrics of [sdc_check]."""
+        """Return epochs of sources, and "bad_lines" (the number of skipped lines) if any."""
         epochs = self.batches.sampler.get_epochs()
         metrics = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
-        metrics |= self._sdc_metrics
         return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
 
     def close(self) -> None:

@@ -63,6 +63,7 @@ from moecore.recipes.parser import parse
 from moecore.recipes.preferences import make_preference_steps
 from moecore.recipes.report import make_run_dir
 from moecore.recipes.rows import ColumnNames, DatasetOptions
+from moecore.recipes.sdc import SDCOptions
 from moecore.rl import DPO, KTO
 
 PREFIX = Table(prefix=True)
@@ -89,6 +90,7 @@ class FinetuneConfig(ShardedConfig):
         dpo: objective "dpo".
         kto: objective "kto".
         distill: objective "distill".
+        sdc_check: checks for silent data corruption; None = no checks.
     """
 
     model: Annotated[Path, Spelling(alias="hf_config")]  # as `moecore plan --write` names it
@@ -111,6 +113,7 @@ class FinetuneConfig(ShardedConfig):
     dpo: Annotated[DPO | None, PREFIX] = None
     kto: Annotated[KTO | None, Table(prefix=True, without=("kl",))] = None
     distill: Annotated[Distillation | None, PREFIX] = None
+    sdc_check: Annotated[SDCOptions | None, PREFIX] = None
 
 
 def check_objective(args: FinetuneConfig) -> None:
@@ -125,9 +128,13 @@ def check_objective(args: FinetuneConfig) -> None:
         raise ValueError(
             "--objective (distill) must have a teacher: give --distill-teacher its directory"
         )
-    if args.objective != "sft" and (args.sharding.dynamic_cp is not None or args.cuda_graph):
-        option = "--cuda-graph" if args.cuda_graph else "--dynamic-cp"
-        raise ValueError(f"{option} must not go with --objective {args.objective}: drop it")
+    for option, value in (
+        ("--cuda-graph", args.cuda_graph or None),
+        ("--dynamic-cp", args.sharding.dynamic_cp),
+        ("--sdc-check-every", args.sdc_check),
+    ):
+        if args.objective != "sft" and value is not None:
+            raise ValueError(f"{option} must not go with --objective {args.objective}: drop it")
 
 
 def make_step_reader(
@@ -269,6 +276,8 @@ def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig
     parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))
     args.check_sharding()
     check_objective(args)
+    if args.sdc_check is not None:
+        args.sdc_check.check(args)
     args.check_seq_len(parallel)
     shape = make_batch_shape(args, parallel)
     if args.objective == "kto" and shape.grad_accum * shape.batch_size < 2:

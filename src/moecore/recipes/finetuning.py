@@ -27,6 +27,7 @@ from moecore.recipes.preferences import (
     make_pair_batch,
     make_unpaired_batch,
 )
+from moecore.recipes.sdc import SDCCheck
 from moecore.rl import DPO, KTO, Engine, Rollouts
 from moecore.train.step import TrainStep
 
@@ -57,6 +58,8 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
             return self.run_micro_batches(num_labels, zip(*tensors, strict=True))
 
+        options = self.args.sdc_check
+        self.sdc = options and SDCCheck(options, self.meshes.parallel, self.owner)
         self.graph = GraphedStep(train_on, self.model) if self.args.cuda_graph else None
 
     def print_start(self) -> None:
@@ -89,6 +92,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
             inputs = batch.inputs(self.device, transformers=True)
             return batch.compute_local_loss(self.owner.forward_backward(inputs))
         if self.graph is None:
+            self.owner.num_micro_batches = len(batch.tokens_ABT)  # a replay has one
             return self.run_micro_batches(num_labels, iterate_micro_batches(self, batch))
         return self.graph(
             num_labels, *(copy_to_device(x, self.device) for x in batch.list_tensors())

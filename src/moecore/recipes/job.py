@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -58,6 +59,7 @@ class TrainingJob(ABC, Generic[BatchT]):
 
     def __post_init__(self) -> None:
         self.device = torch.device(self.meshes.device_type)
+        self.sdc: Any = None  # an `SDCCheck`
         torch.manual_seed(self.args.seed)
         args: RunConfig = self.args
         self.stage: TrainingStage = args.stage or plan_stage(
@@ -97,8 +99,10 @@ class TrainingJob(ABC, Generic[BatchT]):
         """Read and ignore the batch of step `step`, which a rollback has removed from the run."""
         self.next_batch(step)
 
-    def check_replays(self, step: int, num_labels: Tensor, batch: BatchT) -> None:
-        """Look for silent data corruption by replays of a micro-batch, if they are due."""
+    def check_replays(self, step: int, num_labels: Tensor, batch: BatchT) -> Metrics:
+        """Replay a micro-batch if [sdc_check] says so; DivergedError for unequal bits."""
+        run = partial(self.forward_backward, num_labels)
+        return {} if self.sdc is None else self.sdc.check(step, batch, run)
 
     @abstractmethod
     def forward_backward(self, num_labels: Tensor, batch: BatchT) -> Tensor:

@@ -321,7 +321,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
     counts //= copies
     num_labels = counts[0].clamp(min=1)
     with measure(COMPUTE):
-        job.check_replays(step, num_labels, batch)
+        sdc_metrics = job.check_replays(step, num_labels, batch)
         loss = job.forward_backward(num_labels, batch)
     with measure(OPTIMIZER):  # moves the expert biases, too; a nan skips it everywhere
         result = job.owner.finish()
@@ -342,7 +342,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         reader=job.reader,
         timer=timer,
         times_RP=times_RP,
-        extra=job.get_data_metrics() | job.stage.get_metrics(step),
+        extra=job.get_data_metrics() | sdc_metrics | job.stage.get_metrics(step),
     )
 
 
