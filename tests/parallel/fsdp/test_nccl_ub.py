@@ -260,5 +260,5 @@ def on_gpus(rank: int, device: torch.device) -> tuple[float, list[str]]:
 def test_nccl_runs_its_symmetric_kernels_on_gpus() -> None:
     difference, names = run_ranks(2, on_gpus, device_type="cuda")
     assert difference < 1e-5  # a step of the optimizer is 1e-3
-    for collective in ("AllGather", "ReduceScatter"):
-        assert any(n.startswith("ncclSym") and collective in n for n in names), names
+    # The output of a reduce-scatter is not registered, so NCCL runs it by its ring.
+    assert any(n.startswith("ncclSym") and "AllGather" in n for n in names), names
