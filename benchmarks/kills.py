@@ -16,7 +16,7 @@ A random rank is killed by SIGKILL at a random moment, each time after `--every`
 The model has two layers of the preset "tiny" ("tiny-shared" for replicas). The losses and the last
 checkpoint of "storage" and "memory" must have the bits of "undisturbed". All replicas of a step
 must have the same bits. One process repeats all steps of the replicas with their choices of
-experts; losses and gradient norms must agree to 1e-5. The fields of a row:
+experts; losses and gradient norms must agree to 1e-4. The fields of a row:
 
     lost_steps        steps that were computed again, or attempts of replicas that were repeated
     restart_s         mean seconds from a kill to the first step of the ranks that start again
@@ -25,9 +25,9 @@ experts; losses and gradient norms must agree to 1e-5. The fields of a row:
     full_steps        steps of all replicas
     timeouts          replicas that have ended by an error, and were started again as well
     difference        largest relative difference of a loss, or norm of replicas, from the other run
-    margin            largest difference of routing scores at which the one process would choose
-                      other experts; a rounding of 1e-7 may change a choice at such a margin
-    other_choices     steps in which the one process would choose other experts for a token
+    other_choices     tokens for which the one process would choose other experts: roundings decide
+                      between nearly equal scores
+    routing_faults    of these tokens, those whose scores are not equal up to 1e-4
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ OPTIONS = {
     "memory": "--checkpoint-every 1000 --memory-checkpoint-every 10",
 }
 AWAY_STEPS = (5, 20)  # from a kill to the start of a new replica
-TOLERANCE = 1e-5  # of replicas' losses, norms and routing margins
+TOLERANCE = 1e-4  # of replicas' losses and norms
 PATIENCE_S = 300.0  # without a new step, or until ranks end
 Row = dict[str, Any]
 
@@ -283,13 +283,12 @@ def compare_replicas(rows: list[Row], num_replicas: int, began: float) -> Row:
     choices = {step: [None] * NUM_RANKS * size for step, size in sizes.items()}
     for row in (row for step in sizes for row in steps[step]):  # a killed rank may lack its row
         choices[row["place"][0]][row["place"][1] * NUM_RANKS + row["rank"]] = row["choices"]
-    differences, margins = list[float](), list[float]()
-    for step, made in enumerate(replayed(choices)):
+    differences, steps_again = list[float](), replayed(choices)
+    for step, made in enumerate(steps_again):
         pairs = [(row["norm"], made.norm) for row in steps[step]]
         for row in steps[step]:
             pairs.append((row["loss"], made.losses[row["place"][1] * NUM_RANKS + row["rank"]]))
         differences.append(max(abs(value - other) / other for value, other in pairs))
-        margins.append(made.margin)
     ends = [min(row["ended"] for row in steps[step]) for step in sizes]
     seconds = sum(min(row["seconds"] for row in steps[step]) for step in sizes)
     return {
@@ -300,8 +299,8 @@ def compare_replicas(rows: list[Row], num_replicas: int, began: float) -> Row:
         "goodput": seconds / (ends[-1] - began),
         "full_steps": list(sizes.values()).count(num_replicas),
         "difference": max(differences),
-        "margin": max(margins),
-        "other_choices": sum(margin > 0 for margin in margins),
+        "other_choices": sum(made.other_choices for made in steps_again),
+        "routing_faults": sum(made.faults for made in steps_again),
     }
 
 
@@ -353,7 +352,7 @@ def main() -> int:
         for way, future in rows.items():
             row = future.result()
             if way == "replicas":
-                problems += max(row["difference"], row["margin"]) > TOLERANCE
+                problems += row["difference"] > TOLERANCE or row["routing_faults"] > 0
             else:
                 row |= compare_commands(Path(folder) / way, Path(folder) / "undisturbed")
                 problems += row["differing_losses"] + row["differing_tensors"]

@@ -7,7 +7,8 @@ import torch
 from benchmarks import kills
 from safetensors.torch import save_file
 
-from tests.integrations.torchft_runs import Replay
+from moecore.moe.router import Router
+from tests.integrations.torchft_runs import MODEL, RecordedChoices, Replay
 
 
 def test_a_line_that_is_cut_does_not_count(tmp_path: Path) -> None:
@@ -61,14 +62,14 @@ def test_steps_of_replicas_are_counted_and_compared(monkeypatch: Any) -> None:
         in_order = [[0, 0], [0, 1], [1, 0], [1, 1]]
         assert [choices[0], choices[1]] == [in_order, in_order[:2]]
         assert choices[2] == (in_order if rows[-1]["choices"] == [1, 1] else [*in_order[:3], None])
-        return [Replay(1.0, [4.0] * len(x), 1e-8 * step) for step, x in choices.items()]
+        return [Replay(1.0, [4.0] * len(x), step, step // 2) for step, x in choices.items()]
 
     monkeypatch.setattr(kills, "replayed", repeat)
     figures = kills.compare_replicas(rows, 2, 7.0)
     assert (figures["steps"], figures["lost_steps"], figures["full_steps"]) == (3, 1, 2)
     assert (figures["difference"], figures["longest_pause_s"]) == (0.0, 3.0)
     assert figures["goodput"] == pytest.approx(3 / 7)
-    assert (figures["margin"], figures["other_choices"]) == (2e-8, 2)
+    assert (figures["other_choices"], figures["routing_faults"]) == (3, 1)
     rows = rows_of_replicas()
     rows[0]["loss"] = 4.5
     assert kills.compare_replicas(rows, 2, 7.0)["difference"] == 0.125
@@ -77,3 +78,21 @@ def test_steps_of_replicas_are_counted_and_compared(monkeypatch: Any) -> None:
         kills.compare_replicas(rows, 2, 7.0)
     with pytest.raises(AssertionError, match="a step is missing"):
         kills.compare_replicas(rows_of_replicas()[4:], 2, 7.0)
+
+
+def test_only_ties_of_scores_explain_other_experts() -> None:
+    """Experts 2 and 3 have equal scores, and of the two the router chooses the lower id."""
+    router = Router(MODEL.moe)
+    router.init_weights(std=1.0, key="", seed=0)
+    router.weight.data[3] = router.weight.data[2]
+    x_TD = torch.randn(64, MODEL.dim, generator=torch.Generator().manual_seed(0))
+    ids_TK = router(x_TD).chosen_ids_TK
+    token = int(((ids_TK == 2).any(1) & ~(ids_TK == 3).any(1)).nonzero()[0])
+    tied_TK, wrong_TK = ids_TK.clone(), ids_TK.clone()
+    tied_TK[token][ids_TK[token] == 2] = 3
+    wrong_TK[token] = (ids_TK[token] + 4) % 8
+    tape = RecordedChoices(router)
+    for recorded_TK, counts in ((ids_TK, (0, 0)), (tied_TK, (1, 0)), (wrong_TK, (2, 1))):
+        tape.of_forwards = iter([recorded_TK.tolist()])
+        assert torch.equal(router(x_TD).chosen_ids_TK, recorded_TK)
+        assert (tape.other_choices, tape.faults) == counts

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.torch_private import get_local_tensor
-from moecore.kernels.routing.scores import compute_scores_ref
+from moecore.kernels.routing.route import route
 from moecore.models import Decoder, preset
 from moecore.moe.layer import MoELayer
 from moecore.train import AdamW
@@ -30,6 +30,7 @@ NUM_RANKS, ROWS, SEQ_LEN = 2, 2, 16
 SERVER = multiprocessing.get_context("forkserver")  # imports once what each rank imports
 SERVER.set_forkserver_preload(["moecore.integrations.torchft", __name__])
 PAUSE_STEP = 10
+TIE = 1e-4  # scores are equal up to it, after a few thousand steps of roundings
 PATIENCE_S = 120.0  # for what takes seconds
 
 
@@ -178,15 +179,12 @@ def go_on(one: Replica, number: int) -> None:
 
 
 class Replay(NamedTuple):
-    """A step that one process has repeated with the experts that the ranks have chosen.
-
-    `margin` is the largest sum of scores that a token's experts have below the sum of the experts
-    that the process would choose; 0 = the process would choose the same experts.
-    """
+    """A step that one process has repeated with the experts that the ranks have chosen."""
 
     norm: float
     losses: list[float]
-    margin: float
+    other_choices: int  # tokens for which the process would choose other experts
+    faults: int  # of these tokens: other experts also if scores differed by `TIE`
 
 
 class RecordedChoices:
@@ -194,9 +192,9 @@ class RecordedChoices:
 
     def __init__(self, router: Any) -> None:
         self.of_forwards: Iterator[Any] = iter(())
-        self.margins = list[float]()
+        self.other_choices = self.faults = 0
         router.tape = self
-        router.register_forward_hook(self.measure_margin)
+        router.register_forward_hook(self.count_other_choices)
 
     def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
@@ -207,14 +205,15 @@ class RecordedChoices:
     def observe_choice(self, ids_TK: Tensor) -> None:
         pass
 
-    def measure_margin(self, router: Any, _: Any, routing: Any) -> None:
-        with torch.no_grad():
-            scores_TE = compute_scores_ref(routing.logits_TE, router.config.score_function)
-            if router.selection_bias is not None:
-                scores_TE += router.selection_bias
-            ids = self.best_TK.sort().values, routing.chosen_ids_TK.sort().values
-            best_T, chosen_T = (scores_TE.gather(1, x.long()).sum(1) for x in ids)
-            self.margins.append((best_T - chosen_T).max().item())
+    def count_other_choices(self, router: Any, _: Any, routing: Any) -> None:
+        best_TK, chosen_TK = (x.sort().values for x in (self.best_TK, routing.chosen_ids_TK))
+        for t in (best_TK != chosen_TK).any(1).nonzero().flatten():
+            bias_E = router.selection_bias.clone()
+            bias_E[chosen_TK[t]] += TIE
+            bias_E[best_TK[t]] -= TIE  # lowers the sum of their group as well
+            again_1K, _ = route(routing.logits_TE[t].detach()[None], bias_E, router.options)
+            self.other_choices += 1
+            self.faults += not torch.equal(again_1K[0].sort().values, chosen_TK[t])
 
 
 def replayed(made: dict[int, list[Any]]) -> list[Replay]:
@@ -233,6 +232,7 @@ def replayed(made: dict[int, list[Any]]) -> list[Replay]:
         places = [divmod(i, NUM_RANKS) for i in range(len(choices))]
         losses = step.forward_backward([batch_of(number, *place) for place in places])
         norm = step.finish().norm
-        found.append(Replay(float(norm.total), losses.tolist(), max(tape.margins)))
-        tape.margins.clear()
+        counts = tape.other_choices, tape.faults
+        found.append(Replay(float(norm.total), losses.tolist(), *counts))
+        tape.other_choices = tape.faults = 0
     return found
