@@ -113,6 +113,28 @@ class LogProbLoss(CheckedRecord):
         return self.function(rows_BTX[..., 0], rows_BTX[..., 1] if self.entropy else None)
 
 
+def make_adapter_loss(
+    labels_BT: Tensor, adapter_ids_B: Tensor, num_labels_N: Tensor
+) -> LogProbLoss:
+    """Return the cross-entropy whose gradient of each LoRA adapter is that of the adapter's rows.
+
+    Each row's sum over labels is divided by its adapter's number of labels. With the argument
+    `adapter_ids` of a forward, the gradient of an adapter is then the gradient of its rows' mean.
+
+    Args:
+        labels_BT: int64, of full rows, already shifted; -100 = no label.
+        adapter_ids_B: int32 or int64, the adapter of each row.
+        num_labels_N: number of labels of each of N adapters; with `parallelize_moe(loss="sum")`
+            over all data ranks and micro-batches of the step.
+    """
+    divisors_B = num_labels_N.clamp(min=1).to(labels_BT.device)[adapter_ids_B.to(labels_BT.device)]
+
+    def loss(log_probs_BT: Tensor, _entropy: Tensor | None) -> Tensor:
+        return -(log_probs_BT.sum(1) / divisors_B).sum()
+
+    return LogProbLoss(labels_BT=labels_BT, function=loss)
+
+
 def linear_log_probs(
     hidden_ND: Tensor,
     weight_VD: Tensor,

@@ -300,11 +300,9 @@ def _make_expert_lora_class() -> type[LowRank]:
             self._disable_adapters = wrapper.disable_adapters
 
         @property
-        def in_use(self) -> list[str]:
+        def active(self) -> Sequence[str]:
             """Return the names of active LoRA adapters; [] if disabled or merged."""
-            if self.disable_adapters or self.merged:
-                return []
-            return [name for name in self.active_adapters if name in self.lora_A]
+            return [] if self.disable_adapters or self.merged else self.active_adapters
 
     return ExpertLora
 

@@ -241,6 +241,8 @@ def collect_adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredA
     }
     updates: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LowRank)}
     for path, update in updates.items():
+        if adapter not in update.lora_A:
+            continue
         path = clean_name(path)
         home = path.rpartition(".lora.")[0] + ".base_layer" * update.depth
         a, b = entries.pop(f"{path}.lora_A").tensor, entries.pop(f"{path}.lora_B").tensor
