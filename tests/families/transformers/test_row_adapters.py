@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moecore import BalanceConfig, Meshes, ParallelConfig, build_meshes, parallelize_moe
 from moecore.io import save_adapters
-from moecore.io.hf.lora import collect_adapter_tensors
+from moecore.io.hf.lora import WEIGHTS, collect_adapter_tensors
 from moecore.models import make_adapter_loss
 from tests.families.transformers import lora_cases as lc
 from tests.families.transformers.hf_models import enable_checkpointing, random_model, worst
@@ -112,3 +111,101 @@ def test_one_process_equals_separate_runs(
     parallelize_moe(model, meshes, expert_backend=backend, loss="sum")
     error, where = worst(train(model, 1, 0), separate_runs(model_name, 1))
     assert error <= 1e-5, f"{where}: {error}"
+
+
+# name -> model, layout, options of parallelize_moe
+CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "ep2-edp2": ("qwen3-moe", dict(ep=2, edp_shard=2), {}),
+    "allgather": ("mixtral", dict(ep=4), dict(dispatch="allgather")),
+    "tp2-ep2": ("qwen3-moe", dict(tp=2, ep=2), {}),
+    "ep2-etp2": ("gpt-oss", dict(ep=2, etp=2), {}),
+}
+
+
+def worker(rank: int, device: torch.device, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (model_name, layout, options) in CASES.items():
+        meshes = build_meshes(ParallelConfig(**layout), "cpu")
+        model = adapted(model_name, NAMES)
+        parallelize_moe(model, meshes, loss="sum", **options)
+        results = train(model, meshes.data_ranks, meshes.data_rank)
+        if name == "ep2-edp2":
+            for adapter in NAMES:
+                save_adapters(model, folder / adapter, adapter=adapter)
+        if rank == 0:
+            found[name] = worst(results, separate_runs(model_name, meshes.data_ranks))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("row_adapters")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = run_ranks(4, worker, folder)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_equal_separate_runs(results: dict[str, Any], name: str) -> None:
+    error, where = results[name]
+    assert error <= 1e-5, f"{where}: {error}"
+
+
+@pytest.mark.slow
+def test_each_adapter_has_a_directory_of_peft(results: dict[str, Any], folder: Path) -> None:
+    expected = separate_runs("qwen3-moe", 4)
+    for name in NAMES:
+        stock = lc.peft.PeftModel.from_pretrained(
+            random_model("qwen3-moe"), folder / name, adapter_name=name
+        )
+        written = {f"{name}/{key}": x for key, x in load_file(folder / name / WEIGHTS).items()}
+        assert worst(written, {key: expected[key] for key in written})[0] <= 1e-5
+        assert worst(state(stock), {key: expected[key] for key in written})[0] <= 1e-5
+
+
+def test_an_adapter_without_rows_has_a_gradient_of_zeros(meshes: Meshes) -> None:
+    model = parallelize_moe(adapted("qwen3-moe", NAMES), meshes)
+    tokens, _, _ = batch(0, 0)
+    model(input_ids=tokens, labels=tokens, adapter_ids=torch.zeros(ROWS).int()).loss.backward()
+    for name, grad in state(model, grads=True).items():
+        assert bool(grad.any()) == name.startswith("first/"), name
+
+
+def test_rows_without_ids_use_the_sum_of_adapters(meshes: Meshes) -> None:
+    tokens = batch(0, 0)[0]
+    model = adapted("qwen3-moe", NAMES)
+    expected = model(input_ids=tokens).logits
+    parallelize_moe(model, meshes)
+    assert worst({"": model(input_ids=tokens).logits}, {"": expected})[0] <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        (
+            torch.zeros(3).int(),
+            {},
+            r"adapter_ids \(torch.int32\) must be int32 or int64 \[4\]: ",
+        ),
+        ([0, 0, 0, 0], {}, r"adapter_ids \(list\) must be int32 or int64 \[4\]: pass one id per"),
+        (
+            torch.tensor([0, 1, 2, 3]),
+            {},
+            r"adapter_ids \(\[0, 1, 2, 3\]\) must lie in \[0, 3\)",
+        ),
+        (
+            torch.zeros(ROWS).int(),
+            dict(moe={"balance": BalanceConfig(micro_batch_coef=0.1)}),
+            r"adapter_ids must be left out, because BalanceConfig and MoEConfig.capacity of the",
+        ),
+    ],
+)
+def test_ids_that_are_refused(meshes: Meshes, ids: Any, options: Any, message: str) -> None:
+    model = parallelize_moe(adapted("qwen3-moe", NAMES), meshes, **options)
+    with pytest.raises(ValueError, match=message) as error:
+        model(input_ids=batch(0, 0)[0], adapter_ids=ids)
+    assert "\n" not in str(error.value)

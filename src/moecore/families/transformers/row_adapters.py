@@ -59,7 +59,12 @@ def _mask_rows(
 
 
 def _take_ids(
-    rows: RowAdapters, tuners: list[Any], layers: list[RoutedLayer], model: Any, args: Any, kwargs: Any
+    rows: RowAdapters,
+    tuners: list[Any],
+    layers: list[RoutedLayer],
+    model: Any,
+    args: Any,
+    kwargs: Any,
 ) -> stock.Arguments | None:
     """Forward pre-hook: check the argument `adapter_ids`, store it in `rows`, and remove it."""
     ids_B = kwargs.get(ARGUMENT)
