@@ -1,5 +1,6 @@
 """Several LoRA adapters trained at once equal runs of one adapter each, of stock peft."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moecore import BalanceConfig, Meshes, ParallelConfig, build_meshes, parallelize_moe
+from moecore import (
+    BalanceConfig,
+    CloneOptions,
+    DispatchOptions,
+    Meshes,
+    ParallelConfig,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.io import save_adapters
 from moecore.io.hf.lora import WEIGHTS, collect_adapter_tensors
 from moecore.models import make_adapter_loss
 from tests.families.transformers import lora_cases as lc
+from tests.families.transformers.family_models import tiny_model
 from tests.families.transformers.hf_models import enable_checkpointing, random_model, worst
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
@@ -134,7 +144,33 @@ def worker(rank: int, device: torch.device, folder: Path) -> dict[str, Any]:
                 save_adapters(model, folder / adapter, adapter=adapter)
         if rank == 0:
             found[name] = worst(results, separate_runs(model_name, meshes.data_ranks))
+    for name, (make, layout, options) in REFUSED.items():
+        model = parallelize_moe(make(), build_meshes(ParallelConfig(**layout), "cpu"), **options)
+        with pytest.raises(ValueError) as error:
+            model(input_ids=batch(0, 0)[0], adapter_ids=torch.zeros(ROWS).int())
+        found[name] = str(error.value)
     return found
+
+
+def with_own_router() -> Any:
+    """Return a model whose router is not moecore's, with two adapters of its experts."""
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    config = lc.lora_config(target_modules=["q_proj"], target_parameters=experts)
+    model = lc.peft.get_peft_model(tiny_model("lfm2_moe"), config)
+    model.add_adapter("second", config)
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+CLONES = DispatchOptions(clones=CloneOptions())
+REFUSED: dict[str, tuple[Any, dict[str, int], dict[str, Any]]] = {
+    "tp divides the rows of experts": (with_own_router, dict(tp=2, ep=2), {}),
+    "clones of experts have no adapters": (
+        partial(adapted, "qwen3-moe", NAMES),
+        dict(ep=2, edp_shard=2),
+        dict(dispatch=CLONES),
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +182,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = run_ranks(4, worker, folder)
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_layouts_without_adapters_per_row(results: dict[str, Any], name: str) -> None:
+    assert results[name].startswith(f"adapter_ids must be left out, because {name}")
+    assert "\n" not in results[name]
 
 
 @pytest.mark.slow

@@ -69,8 +69,8 @@ class TritonProducts(Products):
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Tensor]:
         x = self._choose_source(rows, "fc1")
         addend = self.low1.compute_addend(x)
-        is_gathered = self.tiles is not None and x.row_ids_R is None
-        if self.activation.gated and is_gathered and self.low1.can_fuse:
+        may_fuse = self.activation.gated and self.low1.can_fuse
+        if may_fuse and self.tiles is not None and x.row_ids_R is None:
             h_RC, a_RF = cooperative_activation(
                 x.rows, self.w1_eCD, self.tiles, self.weights_R, self.activation, addend=addend
             )
@@ -98,8 +98,8 @@ class TritonProducts(Products):
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         addend = self.low2.compute_addend(dy, is_backward=True)
-        has_kernel = self.tiles is not None and self.activation.gated and self.low2.can_fuse
-        if has_kernel and dy.rows.shape[0]:
+        may_fuse = self.activation.gated and self.low2.can_fuse
+        if may_fuse and self.tiles is not None and dy.rows.shape[0]:
             operands = (dy.rows, self.w2_eDF, self.tiles, h.values, self.weights_R, self.offsets_e)
             options: Any = dict(row_ids_R=dy.row_ids_R, addend=addend)
             return pingpong_activation_bwd(*operands, self.activation, **options)
