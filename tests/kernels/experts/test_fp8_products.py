@@ -173,7 +173,7 @@ def test_opcheck(scaling: str, hidden: str) -> None:
     weights = rows.weights_R.detach().requires_grad_()
     none = (None, None, None, None)
     args = (leaves["x"], leaves["w1"], leaves["w2"], *none, weights, None, False, None)
-    args += (rows.row_ids_R, rows.slots_SK, rows.offsets_e)
+    args += (rows.row_ids_R, rows.slots_SK, rows.offsets_e, None)
     args += ("swiglu", 7.0, 7.0, 1.702, False, "triton", True)
     args += (scaling, True, "e4m3", 0, hidden, True, True, "moecore", torch.float32)
     torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
