@@ -95,7 +95,8 @@ class TransformersFamily(ProtocolFamily):
         hook_moe_layers(model)
         hook_vision_experts(model)
         accept_log_prob_losses(model)
-        accept_adapter_ids(model)
+        if hasattr(model, "peft_config"):
+            accept_adapter_ids(model)
         fuse_norms(model)
         fuse_hyper_connections([m for m in model.modules() if stock.is_stock_forward(m, LAYER)])
 

@@ -182,12 +182,13 @@ def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
         delta = (_upcast(unshard_tensor(b)) @ _upcast(unshard_tensor(a))) * layer.scaling[adapter]
         if _get_layer_kind(layer) == "embedding" or layer.fan_in_fan_out:
             delta = delta.T
-        total += select_shard(delta, indices)
-        if is_dora_linear(layer, adapter):
+        if is_dora_linear(layer, adapter):  # the only adapter
             full = _upcast(unshard_tensor(layer.get_base_layer().weight)) + delta
             vector = _upcast(unshard_tensor(layer.lora_magnitude_vector[adapter].weight))
-            factors = vector / torch.linalg.norm(full, dim=1)
-            total *= select_shard(factors, indices[:1])[:, None]
+            full *= (vector / torch.linalg.norm(full, dim=1))[:, None]
+            total = select_shard(full, indices)
+        else:
+            total += select_shard(delta, indices)
     local_weight.copy_(total)
 
 
