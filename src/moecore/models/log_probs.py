@@ -116,10 +116,10 @@ class LogProbLoss(CheckedRecord):
 def make_adapter_loss(
     labels_BT: Tensor, adapter_ids_B: Tensor, num_labels_N: Tensor
 ) -> LogProbLoss:
-    """Return the cross-entropy whose gradient of each LoRA adapter is that of the adapter's rows.
+    """Return a cross-entropy whose gradient in each LoRA adapter is the mean over its rows' labels.
 
-    Each row's sum over labels is divided by its adapter's number of labels. With the argument
-    `adapter_ids` of a forward, the gradient of an adapter is then the gradient of its rows' mean.
+    The loss of a row is its sum over labels, divided by the number of labels of its adapter. Pass
+    the ids to the forward, too, as `adapter_ids`.
 
     Args:
         labels_BT: int64, of full rows, already shifted; -100 = no label.
