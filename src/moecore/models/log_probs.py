@@ -127,6 +127,7 @@ def make_adapter_loss(
         num_labels_N: number of labels of each of N adapters; with `parallelize_moe(loss="sum")`
             over all data ranks and micro-batches of the step.
     """
+    check_arguments(make_adapter_loss, locals())
     divisors_B = num_labels_N.clamp(min=1).to(labels_BT.device)[adapter_ids_B.to(labels_BT.device)]
 
     def loss(log_probs_BT: Tensor, _entropy: Tensor | None) -> Tensor:
