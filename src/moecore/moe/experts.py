@@ -321,6 +321,7 @@ class Experts(nn.Module):
         `num_groups` is the number of LoRA adapters of which each row uses one; 0 = all of them.
         """
         config, transposed, history = self.config, self.layout.transposed, self.history
+        has_lora = bool(self.lora_updates)
         w1 = self._read_param("w1", dtype)
         if self.is_separate:
             w1_eCD = torch.cat([w1, self._read_param("w3", dtype)], dim=1)
@@ -345,8 +346,8 @@ class Experts(nn.Module):
             w2_eDF=w2_eDF,
             b1_eC=b1_eC,
             b2_eD=b2_eD,
-            update1=self._slice_lora("w1", dtype, num_groups),
-            update2=self._slice_lora("w2", dtype, num_groups),
+            update1=self._slice_lora("w1", dtype, num_groups) if has_lora else None,
+            update2=self._slice_lora("w2", dtype, num_groups) if has_lora else None,
             sinks=(self._make_grad_sink("w1", w1_eCD), self._make_grad_sink("w2", w2_eDF)),
             quantised=self._quantise(w1_eCD, w2_eDF),
             magnitudes=magnitudes,
