@@ -67,7 +67,7 @@ def _take_ids(
     kwargs: Any,
 ) -> stock.Arguments | None:
     """Forward pre-hook: check the argument `adapter_ids`, store it in `rows`, and remove it."""
-    ids_B = kwargs.get(ARGUMENT)
+    rows.ids_B, ids_B = None, kwargs.get(ARGUMENT)  # a failed backward may have left ids
     if ARGUMENT not in kwargs:
         return None
     kwargs = {name: value for name, value in kwargs.items() if name != ARGUMENT}
