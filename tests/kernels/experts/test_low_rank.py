@@ -221,12 +221,18 @@ def test_keeps_what_it_keeps_without_updates() -> None:
     assert found[0] == found[1]
 
 
-def launched(form: Form, options: ExpertMLPOptions, **sizes: Any) -> dict[str, int]:
+def launched(
+    form: Form, options: ExpertMLPOptions, adapters: int = 1, **sizes: Any
+) -> dict[str, int]:
     """How often each kernel is launched for a forward and backward on Hopper."""
     leaves, ids = leaves_of("swiglu", form, 16, dtype=torch.bfloat16, **sizes)
     index = rows_of(ids, leaves["weights"].detach(), 5)
+    for name in leaves.keys() & {"a1", "b1", "a2", "b2"}:
+        leaves[name] = leaves[name].detach().repeat_interleave(adapters, 0).requires_grad_()
     leaves = {n: t.detach().to("meta").requires_grad_(t.requires_grad) for n, t in leaves.items()}
     index = ExpertIndex(*(t.detach().to("meta") for t in index[:4]))
+    if adapters > 1:
+        index = index._replace(offsets_g=index.offsets_e.repeat_interleave(adapters))
     index = index._replace(weights_R=index.weights_R.requires_grad_())
     names: list[str] = []
     with record_launches_on_meta(lambda name, _: names.append(name)):
@@ -249,6 +255,17 @@ def test_kernels_of_a_frozen_base(F: int) -> None:
         "sm90_bf16_grouped_nn_act_bwd_kernel": 1,
         "_grouped_gemm_fwd_kernel": 6,  # u of both, in backward again, and v of both
         "sm90_bf16_grouped_wgrad_kernel": 4,  # of A and B
+    }
+
+
+def test_kernels_of_several_adapters() -> None:
+    """No kernel of the base adds an update: the updates' groups are not its experts."""
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), products="triton")
+    found = launched(Form(), options, adapters=3, S=64, D=256, F=768)
+    assert {n: found[n] for n in found if "grouped" in n} == {
+        "sm90_bf16_grouped_kernel": 3,  # FC1, FC2 and FC1's input gradient
+        "_grouped_gemm_fwd_kernel": 11,  # FC2's input gradient; the other 6; added products
+        "sm90_bf16_grouped_wgrad_kernel": 4,
     }
 
 
