@@ -183,6 +183,7 @@ VALID: dict[str, Any] = {
     "bucket": WeightBucket.empty([], torch.device("cpu")),
     **dict(forward_backward=print, choices={}, tensors={}, params=[], forward=None, max_norm=1.0),
     **dict(hidden_ND=TOKENS, weight_VD=TOKENS, labels_N=TOKENS, tokens_BT=TOKENS, seq_len=1),
+    **dict(labels_BT=TOKENS, adapter_ids_B=TOKENS, num_labels_N=TOKENS),
     **dict(rewards_n=TOKENS[0].float(), groups_n=[0] * 4, estimator="k1"),
     **dict(log_probs_N=torch.ones(2), ref_log_probs_N=torch.ones(2)),
     **dict(

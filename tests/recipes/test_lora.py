@@ -93,6 +93,7 @@ alpha_pattern = ['1\\.mlp\\.experts\\.down_proj=7', "k_proj=5"]
 CASES = [
     pytest.param(PATTERNS, None, id="patterns"),
     pytest.param("", "nf4", id="nf4-in-host-memory"),
+    pytest.param("dora = true\nexperts = false", None, id="dora"),
     pytest.param("rslora = true", None, marks=pytest.mark.nightly, id="rslora"),
 ]
 
@@ -121,7 +122,8 @@ def test_two_ranks_equal_peft(more: str, kind: Any, tmp_path: Path) -> None:
     wanted = peft.get_peft_model_state_dict(model)
     adapters = load_file(tmp_path / "run" / "adapters" / "adapter_model.safetensors")
     first = load_file(tmp_path / "first" / "adapter_model.safetensors")
-    assert adapters.keys() == wanted.keys() and any("experts" in name for name in wanted)
+    assert adapters.keys() == wanted.keys()
+    assert any(("magnitude" if "dora" in more else "experts") in name for name in wanted)
     for name, tensor in wanted.items():
         assert (adapters[name] - tensor).abs().max() < 1e-5, name
         assert not torch.equal(tensor, first[name]), name

@@ -35,6 +35,14 @@ def find_lora_base(module: Any) -> nn.Module | None:
     return base_layer
 
 
+def is_dora_linear(module: Any, adapter: str) -> bool:
+    """Whether a peft layer is a linear [out, in] on which `adapter` has DoRA."""
+    from peft.tuners.lora import Linear
+
+    vectors = getattr(module, "lora_magnitude_vector", {})
+    return type(module) is Linear and adapter in vectors and not module.fan_in_fan_out
+
+
 def list_lora_pairs(module: Any) -> list[tuple[nn.Linear, nn.Linear]]:
     """Return the linears (A, B) of each LoRA adapter of a peft module, active or not."""
     return [(module.lora_A[name], module.lora_B[name]) for name in module.lora_A]

@@ -25,6 +25,7 @@ from moecore.families.transformers.head import find_plain_heads, fuse_loss
 from moecore.families.transformers.log_probs import accept_log_prob_losses
 from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.router_logits import refuse_lost_router_logits
+from moecore.families.transformers.row_adapters import accept_adapter_ids
 from moecore.families.transformers.rows import hook_moe_layers
 from moecore.families.transformers.sparse_attention import add_indexer_losses, find_sparse_attention
 from moecore.families.transformers.tensor_parallel import TensorParallelTransformer
@@ -94,6 +95,8 @@ class TransformersFamily(ProtocolFamily):
         hook_moe_layers(model)
         hook_vision_experts(model)
         accept_log_prob_losses(model)
+        if hasattr(model, "peft_config"):
+            accept_adapter_ids(model)
         fuse_norms(model)
         fuse_hyper_connections([m for m in model.modules() if stock.is_stock_forward(m, LAYER)])
 

@@ -9,7 +9,7 @@ from moecore.models.config import (
     YarnConfig,
 )
 from moecore.models.decoder import Decoder
-from moecore.models.log_probs import LogProbLoss, linear_log_probs
+from moecore.models.log_probs import LogProbLoss, linear_log_probs, make_adapter_loss
 from moecore.models.loss import linear_cross_entropy
 from moecore.models.presets import PRESETS, at_width, preset, with_latent_experts
 from moecore.models.size import active_params, document_cost, flops_per_token, num_params
@@ -18,5 +18,5 @@ __all__ = [
     "PRESETS", "Decoder", "DecoderConfig", "GatedDeltaConfig", "LogProbLoss", "MLAConfig",
     "Mamba2Config", "SparseKeysConfig", "YarnConfig",
     "active_params", "at_width", "document_cost", "flops_per_token", "linear_cross_entropy",
-    "linear_log_probs", "num_params", "preset", "with_latent_experts",
+    "linear_log_probs", "make_adapter_loss", "num_params", "preset", "with_latent_experts",
 ]  # fmt: skip

@@ -113,6 +113,29 @@ class LogProbLoss(CheckedRecord):
         return self.function(rows_BTX[..., 0], rows_BTX[..., 1] if self.entropy else None)
 
 
+def make_adapter_loss(
+    labels_BT: Tensor, adapter_ids_B: Tensor, num_labels_N: Tensor
+) -> LogProbLoss:
+    """Return a cross-entropy whose gradient in each LoRA adapter is the mean over its rows' labels.
+
+    The loss of a row is its sum over labels, divided by the number of labels of its adapter. Pass
+    the ids to the forward, too, as `adapter_ids`.
+
+    Args:
+        labels_BT: int64, of full rows, already shifted; -100 = no label.
+        adapter_ids_B: int32 or int64, the adapter of each row.
+        num_labels_N: number of labels of each of N adapters; with `parallelize_moe(loss="sum")`
+            over all data ranks and micro-batches of the step.
+    """
+    check_arguments(make_adapter_loss, locals())
+    divisors_B = num_labels_N.clamp(min=1).to(labels_BT.device)[adapter_ids_B.to(labels_BT.device)]
+
+    def loss(log_probs_BT: Tensor, _entropy: Tensor | None) -> Tensor:
+        return -(log_probs_BT.sum(1) / divisors_B).sum()
+
+    return LogProbLoss(labels_BT=labels_BT, function=loss)
+
+
 def linear_log_probs(
     hidden_ND: Tensor,
     weight_VD: Tensor,

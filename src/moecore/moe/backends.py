@@ -39,6 +39,7 @@ from moecore.kernels.common import warn_on_fallback
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, LowRankUpdate, ProductsName
 from moecore.kernels.experts.products import find_products_problem, make_recipe_error
 from moecore.kernels.rows.activation import ActivationOptions, activate_rows, weighted_activation
+from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.records import ExpertInput, convert_to_summed_input
 
@@ -111,12 +112,12 @@ def _compute_under_autograd(
     # input; a `where` on all sides keeps that garbage, NaN included, out of every result.
     x_RD = gather_rows(rows_SD, *row_map)
     x_RD = torch.where(is_row_R1, x_RD, 0)
-    h_RC = _compute_grouped_matmul(x_RD, weights.w1_eCD, weights.update1, index.offsets_e)
+    h_RC = _compute_grouped_matmul(x_RD, weights.w1_eCD, weights.update1, index)
     h_RC = torch.where(is_row_R1, h_RC, 0)
     if weights.b1_eC is not None:
         h_RC = h_RC + gather_rows_by_index(weights.b1_eC, expert_R)
     a_RF = weighted_activation(h_RC, index.weights_R, index.num_rows, activation_options)
-    y_RD = _compute_grouped_matmul(a_RF, weights.w2_eDF, weights.update2, index.offsets_e)
+    y_RD = _compute_grouped_matmul(a_RF, weights.w2_eDF, weights.update2, index)
     y_RD = torch.where(is_row_R1, y_RD, 0)
     if weights.b2_eD is not None:
         weights_R1 = index.weights_R[:, None]
@@ -125,15 +126,16 @@ def _compute_under_autograd(
 
 
 def _compute_grouped_matmul(
-    x_RI: Tensor, w_eOI: Tensor, lora_update: LowRankUpdate | None, offs: Tensor
+    x_RI: Tensor, w_eOI: Tensor, lora_update: LowRankUpdate | None, index: ExpertIndex
 ) -> Tensor:
     """Return [R, O]: x @ (w + b @ a)^T with each row's expert, with b @ a from `lora_update`.
 
-    Expert i has rows up to offs[i]; rows from offs[-1] on are uninitialised.
+    Rows from `index.num_rows` on are uninitialised.
     """
-    y_RO = grouped_mm(x_RI, w_eOI.transpose(1, 2), offs=offs)
+    y_RO = grouped_mm(x_RI, w_eOI.transpose(1, 2), offs=index.offsets_e)
     if lora_update is None:
         return y_RO
+    offs = index.offsets_e if index.offsets_g is None else index.offsets_g
     u_Rr = grouped_mm(x_RI, lora_update.a_erI.transpose(1, 2), offs=offs)
     return y_RO + grouped_mm(u_Rr, lora_update.b_eOr.transpose(1, 2), offs=offs)
 
@@ -144,23 +146,26 @@ def _compute_expert_by_expert(
     """Return y_SD, computed by one matmul per expert and matrix: the reference. One host sync."""
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
-    e, R = index.offsets_e.shape[0], index.row_ids_R.shape[0]
-    if index.offsets_e.is_meta:  # loads are even
+    offsets_g = index.offsets_e if index.offsets_g is None else index.offsets_g
+    g, R = offsets_g.shape[0], index.row_ids_R.shape[0]
+    adapters = g // index.offsets_e.shape[0]
+    if offsets_g.is_meta:  # loads are even
         record_host_wait()
-        stops = [R * i // e for i in range(1, e + 1)]
+        stops = [R * i // g for i in range(1, g + 1)]
     else:
-        stops = index.offsets_e.tolist()
+        stops = offsets_g.tolist()
     parts = []
     for i, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
+        e = i // adapters
         x_RD = gather_rows_by_index(rows_SD, index.row_ids_R[start:stop])
         weights_R1 = index.weights_R[start:stop, None]
-        h_RC = x_RD @ _compute_expert_matrix(weights.w1_eCD, weights.update1, i).T
+        h_RC = x_RD @ _compute_expert_matrix(weights.w1_eCD[e], weights.update1, i).T
         if weights.b1_eC is not None:
-            h_RC = h_RC + weights.b1_eC[i]
+            h_RC = h_RC + weights.b1_eC[e]
         a_RF = activate_rows(h_RC, activation_options) * weights_R1
-        y_RD = a_RF.to(x_RD.dtype) @ _compute_expert_matrix(weights.w2_eDF, weights.update2, i).T
+        y_RD = a_RF.to(x_RD.dtype) @ _compute_expert_matrix(weights.w2_eDF[e], weights.update2, i).T
         if weights.b2_eD is not None:
-            y_RD = y_RD + (weights.b2_eD[i] * weights_R1).to(y_RD.dtype)
+            y_RD = y_RD + (weights.b2_eD[e] * weights_R1).to(y_RD.dtype)
         parts.append(y_RD)
     return sum_rows_by_index(torch.cat(parts), index.row_ids_R[: stops[-1]], rows_SD.shape[0])
 
@@ -175,10 +180,10 @@ ExpertBackend = Annotated[
 ]
 
 
-def _compute_expert_matrix(w_eOI: Tensor, update: LowRankUpdate | None, expert_idx: int) -> Tensor:
+def _compute_expert_matrix(w_OI: Tensor, update: LowRankUpdate | None, group_idx: int) -> Tensor:
     if update is None:
-        return w_eOI[expert_idx]
-    return w_eOI[expert_idx] + update.b_eOr[expert_idx] @ update.a_erI[expert_idx]
+        return w_OI
+    return w_OI + update.b_eOr[group_idx] @ update.a_erI[group_idx]
 
 
 class _GatherOrSumRows(torch.autograd.Function):

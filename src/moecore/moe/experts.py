@@ -54,7 +54,7 @@ from moecore.moe.backends import (
 )
 from moecore.moe.clone_weights import concatenate_clones
 from moecore.moe.expert_layout import ExpertLayout, compute_expert_shapes
-from moecore.moe.low_rank import LowRank
+from moecore.moe.low_rank import LowRank, RowAdapters
 from moecore.moe.param_reader import ParamReader
 from moecore.moe.records import ExpertInput, UnsummedRows
 from moecore.moe.stored_weights import apply_to_blocks, get_four_bit_blocks
@@ -77,6 +77,8 @@ class Experts(nn.Module):
     in fp32 to [R, F], elementwise. This function replaces the config's activation, which then
     only decides whether there is a gate. `expert_mlp` cannot compute it.
     """
+
+    row_adapters: RowAdapters | None = None  # set if rows of a batch may use different adapters
 
     def __init__(
         self,
@@ -229,7 +231,8 @@ class Experts(nn.Module):
     def forward(self, inp: ExpertInput) -> Tensor | UnsummedRows:
         """Return y_SD, each row's sum over local experts; `UnsummedRows` with `inp.unsummed`."""
         with self.reader.exclude_from_activations():
-            weights = self._prepare_weights(inp.rows.dtype)
+            num_groups = 0 if inp.index.offsets_g is None else self.num_adapters
+            weights = self._prepare_weights(inp.rows.dtype, num_groups)
             context = NOTHING if inp.clones is None else concatenate_clones(weights, inp.clones)
             with context as all_weights:
                 return self._run_backend(inp, all_weights or weights)
@@ -284,6 +287,11 @@ class Experts(nn.Module):
         return self._modules.get("lora") or {}  # type: ignore[return-value]
 
     @property
+    def num_adapters(self) -> int:
+        """Number of LoRA adapters by which dispatch groups each expert's rows; 1 = no groups."""
+        return 1 if self.row_adapters is None else self.row_adapters.num_adapters
+
+    @property
     def _has_bias(self) -> bool:
         return self.config.fc1_bias or self.config.fc2_bias
 
@@ -307,9 +315,13 @@ class Experts(nn.Module):
     def _is_interleaved(self) -> bool:
         return self.config.gated and self.layout.gate_up == "interleaved"
 
-    def _prepare_weights(self, dtype: torch.dtype) -> ExpertWeights:
-        """Return this rank's weights for the kernels, cast to `dtype` unless a recipe is set."""
+    def _prepare_weights(self, dtype: torch.dtype, num_groups: int = 0) -> ExpertWeights:
+        """Return this rank's weights for the kernels, cast to `dtype` unless a recipe is set.
+
+        `num_groups` is the number of LoRA adapters of which each row uses one; 0 = all of them.
+        """
         config, transposed, history = self.config, self.layout.transposed, self.history
+        has_lora = bool(self.lora_updates)
         w1 = self._read_param("w1", dtype)
         if self.is_separate:
             w1_eCD = torch.cat([w1, self._read_param("w3", dtype)], dim=1)
@@ -334,8 +346,8 @@ class Experts(nn.Module):
             w2_eDF=w2_eDF,
             b1_eC=b1_eC,
             b2_eD=b2_eD,
-            update1=self._slice_lora("w1", dtype),
-            update2=self._slice_lora("w2", dtype),
+            update1=self._slice_lora("w1", dtype, num_groups) if has_lora else None,
+            update2=self._slice_lora("w2", dtype, num_groups) if has_lora else None,
             sinks=(self._make_grad_sink("w1", w1_eCD), self._make_grad_sink("w2", w2_eDF)),
             quantised=self._quantise(w1_eCD, w2_eDF),
             magnitudes=magnitudes,
@@ -376,7 +388,7 @@ class Experts(nn.Module):
             return self.reader.read(param, needs_values=False)
         return self.reader.read(param, dtype=dtype)
 
-    def _slice_lora(self, role: str, dtype: torch.dtype) -> LowRankUpdate | None:
+    def _slice_lora(self, role: str, dtype: torch.dtype, num_groups: int) -> LowRankUpdate | None:
         """Return this rank's slices of the LoRA update of matrix `role`; None = no LoRA."""
         name = getattr(self.layout, role)
         if name not in self.lora_updates:
@@ -391,7 +403,7 @@ class Experts(nn.Module):
             return a_erI, by_half[:, :, self.etp_rank].flatten(1, 2)
 
         read = partial(self.reader.read, dtype=dtype)
-        return self.lora_updates[name].make_local_update(read, slice_pair)
+        return self.lora_updates[name].make_local_update(read, slice_pair, num_groups)
 
 
 def _declare_used_rows(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager[None]:

@@ -151,18 +151,22 @@ class RoutedLayer(nn.Module):
         zero_weights_T1: Tensor | None = None
         if self.config.zero_experts:
             routing, zero_weights_T1 = split_zero_experts(routing, self.config.num_experts)
-        multiple, dispatcher = self.get_part("experts").rows_multiple, self.dispatcher
+        experts, dispatcher, clones = self.get_part("experts"), self.dispatcher, None
+        multiple, adapters = experts.rows_multiple, experts.row_adapters
         with annotate_range("moecore::dispatch"):
             if multiple > 1:
                 routing = replace(routing, rows_multiple=multiple)
             if self.slots_E1 is not None:  # the id -1 reads the last entry
                 routing = replace(routing, physical_TK=self.slots_E1[routing.expert_ids_TK])
-            if self.cloner is None:
-                expert_input = dispatcher.dispatch(rows_TL, routing)
-            else:
+            if self.cloner is not None:
                 place_clones = self.cloner.place_clones
                 routing, clones = place_clones(routing, dispatcher.pairs, training=self.training)
-                expert_input = dispatcher.dispatch(rows_TL, routing)
+            if adapters is not None:
+                routing = adapters.group_choices(routing)
+            expert_input = dispatcher.dispatch(rows_TL, routing)
+            if adapters is not None:
+                expert_input = adapters.add_groups(expert_input)
+            if self.cloner is not None:
                 expert_input = self.cloner.add_clones_to_input(expert_input, clones)
         rows = expert_input.rows
         if is_saved_elsewhere and rows.values is rows_TL:

@@ -1,8 +1,12 @@
 """Low-rank updates of experts' matrices (LoRA): W + s * B A per expert, which is never formed.
 
-Legend: E experts, e local experts (E / ep), I and O input and output dims of a matrix, r rank.
+Legend: E experts, e local experts (E / ep), I and O input and output dims of a matrix, r rank,
+B rows of a batch, T local tokens, N adapters, K choices of a token.
 
     y_O = W_OI x_I + s * B_Or (A_rI x_I)
+
+The rows of a batch may use different adapters (`RowAdapters`). Dispatch then sorts a rank's rows by
+(expert, adapter), and the products with A and B run over these groups.
 
 A and B are replicated over etp, which shards W. A rank uses the slices of A and B that match its
 slice of W. The sum of the gradients over etp is the full gradient.
@@ -10,17 +14,62 @@ slice of W. The sum of the gradients over etp is the full gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.kernels.experts.contract import LowRankUpdate
+from moecore.moe.records import ExpertInput, Routing
 
 ALIGNMENT = 16  # bytes of a row, which grouped products ask for
 Read = Callable[[nn.Parameter], Tensor]
 SlicePair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class RowAdapters(threading.local):
+    """The LoRA adapter of each row of the batch whose forward or backward runs in this thread.
+
+    The id i is the i-th active adapter of peft. `num_adapters` is the number of adapters.
+    """
+
+    ids_B: Tensor | None = None  # integers; None = every row uses the sum of the active adapters
+
+    def __init__(self, num_adapters: int) -> None:
+        self.num_adapters = num_adapters
+
+    def expand(self, num_tokens: int) -> Tensor | None:
+        """Return the adapter of each token, [T], of B rows of equal length; None without ids."""
+        if self.ids_B is None:
+            return None
+        length, rest = divmod(num_tokens, len(self.ids_B))
+        if rest:
+            raise ValueError(
+                f"tokens of a layer with adapters ({num_tokens}) must be a multiple of the rows of "
+                f"adapter_ids ({len(self.ids_B)}): pass one id per row"
+            )
+        return self.ids_B[:, None].expand(-1, length).flatten()
+
+    def group_choices(self, routing: Routing) -> Routing:
+        """Return the routing of each choice to the group expert * N + adapter of its token."""
+        # Example, N=2, experts [[3, 0], [2, -1]], adapters [0, 1]: groups [[6, 0], [5, -1]].
+        experts_TK, ids_T = routing.destinations_TK, self.expand(len(routing.weights_TK))
+        groups_TK = experts_TK * self.num_adapters
+        if ids_T is not None:
+            groups_TK = groups_TK + ids_T[:, None].to(torch.int32)
+        return replace(routing, physical_TK=groups_TK.where(experts_TK >= 0, -1))
+
+    def add_groups(self, inp: ExpertInput) -> ExpertInput:
+        """Return the input with the row offsets of experts, and with ids also of the groups."""
+        offsets_g = inp.index.offsets_e
+        offsets_e = offsets_g[self.num_adapters - 1 :: self.num_adapters].contiguous()
+        index = inp.index._replace(
+            offsets_e=offsets_e, offsets_g=None if self.ids_B is None else offsets_g
+        )
+        return replace(inp, index=index)
 
 
 class LowRank(nn.Module):
@@ -41,25 +90,44 @@ class LowRank(nn.Module):
         self.scaling = dict(scaling)
 
     @property
-    def in_use(self) -> list[str]:
-        """Names of the LoRA adapters that forward uses, in order."""
+    def active(self) -> Sequence[str]:
+        """Names of the model's LoRA adapters that forward uses, in order."""
         return list(self.lora_A)
 
-    def make_local_update(self, read: Read, slice_pair: SlicePair) -> LowRankUpdate | None:
+    @property
+    def in_use(self) -> list[str]:
+        """Names of this matrix's LoRA adapters that forward uses, in order."""
+        return [name for name in self.active if name in self.lora_A]
+
+    def make_local_update(
+        self, read: Read, slice_pair: SlicePair, num_groups: int = 0
+    ) -> LowRankUpdate | None:
         """Return this rank's part of A and B, all adapters together; None = no adapter.
 
         Differentiable. `read` returns the local experts' part of a parameter. `slice_pair` slices A
-        [e, r, I] and B [e, O, r] to this rank's part of the matrix.
+        [e, r, I] and B [e, O, r] to this rank's part of the matrix. If each row uses one of
+        `num_groups` adapters, dim 0 is e * num_groups, and r is the largest rank.
         """
-        pairs = [(read(self.lora_A[n]), read(self.lora_B[n]), self.scaling[n]) for n in self.in_use]
-        if not pairs:
+        names = self.in_use
+        if not names:
             return None
-        parts_a, parts_b = [a for a, _, _ in pairs], [b * s for _, b, s in pairs]
-        if len(pairs) == 1:  # torch.cat copies a single tensor, too
-            a_erI, b_eOr = slice_pair(parts_a[0], parts_b[0])
+        parts_a = {name: read(self.lora_A[name]) for name in names}
+        parts_b = {name: read(self.lora_B[name]) * self.scaling[name] for name in names}
+        if num_groups:
+            sizes = [a.shape[1] for a in parts_a.values()]
+            no_a, no_b = parts_a[names[0]][:, :0], parts_b[names[0]][:, :, :0]
+            groups_a, groups_b = [no_a] * num_groups, [no_b] * num_groups
+            for i, name in enumerate(self.active):
+                groups_a[i], groups_b[i] = parts_a.get(name, no_a), parts_b.get(name, no_b)
+            padded_a = [F.pad(a, (0, 0, 0, max(sizes) - a.shape[1])) for a in groups_a]
+            padded_b = [F.pad(b, (0, max(sizes) - b.shape[2])) for b in groups_b]
+            a_erI, b_eOr = (torch.stack(x, dim=1).flatten(0, 1) for x in (padded_a, padded_b))
+        elif len(names) == 1:  # torch.cat copies a single tensor, too
+            a_erI, b_eOr = parts_a[names[0]], parts_b[names[0]]
         else:
-            a_erI, b_eOr = slice_pair(torch.cat(parts_a, dim=1), torch.cat(parts_b, dim=2))
-        a_erI, b_eOr = a_erI.contiguous(), b_eOr.contiguous()
+            a_erI = torch.cat(list(parts_a.values()), dim=1)
+            b_eOr = torch.cat(list(parts_b.values()), dim=2)
+        a_erI, b_eOr = (x.contiguous() for x in slice_pair(a_erI, b_eOr))
         missing = -a_erI.shape[1] % (ALIGNMENT // a_erI.element_size())
         if missing:
             a_erI, b_eOr = F.pad(a_erI, (0, 0, 0, missing)), F.pad(b_eOr, (0, missing))

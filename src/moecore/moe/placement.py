@@ -66,6 +66,7 @@ class ExpertPlacement:
     ep: int
     etp: int  # ranks that share a block of experts
     num_clones: int = 0  # c
+    num_adapters: int = 1  # LoRA adapters, by which each expert's rows are grouped
     # `MoEConfig.num_groups` and `top_groups`: a token's experts are in so many groups
     num_groups: int = 1
     top_groups: int = 1
@@ -79,8 +80,11 @@ class ExpertPlacement:
 
     @property
     def num_physical(self) -> int:
-        """Number e + c of each rank's experts and slots for clones (temporary expert copies)."""
-        return self.num_local + self.num_clones
+        """Number e + c of each rank's experts and slots for clones (temporary expert copies).
+
+        With LoRA adapters that group the rows of experts, the number is times `num_adapters`.
+        """
+        return (self.num_local + self.num_clones) * self.num_adapters
 
     @property
     def first_physical(self) -> int:

@@ -109,6 +109,9 @@ def find_linear_storage_problem(
         return f"ParallelConfig.tp ({tp}) must be 1 {suffix}: use dp_shard or cp instead"
     if dense.graph:
         return f"DenseOptions.graph (True) must be False {suffix}: drop one of them"
+    for name, layer in model.named_modules():
+        if getattr(layer, "lora_magnitude_vector", None):
+            return f"{name} must have no DoRA, which reads its weight, {suffix}: drop one of them"
     for name, module in linears.items():
         if module.weight.requires_grad:
             fix = "call requires_grad_(False), or add adapters first (peft.get_peft_model)"

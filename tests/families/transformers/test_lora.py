@@ -18,6 +18,7 @@ from moecore import (
 )
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe
+from moecore.families.transformers.lora import LoRAOptions, add_adapters
 from moecore.io import (
     export_hf,
     init_adapters,
@@ -313,12 +314,14 @@ def test_a_trained_parameter_that_no_adapter_holds(meshes, part, tmp_path) -> No
             r"\(Qwen3MoeForCausalLM\) must have active adapters that are not merged",
         ),
         (
-            lambda path: merge_adapters(dora()),
+            lambda path: merge_adapters(dense_adapters(lora_bias=True)),
             NotImplementedError,
-            r"Linear with LoraConfig.use_dora, .* must not be merged here: save_adapters, and",
+            r"Linear with LoraConfig.lora_bias, .* must not be merged here: save_adapters, and",
         ),
         (
-            lambda path: init_adapters(dora()),
+            lambda path: init_adapters(
+                dense_adapters(use_dora=True, target_modules=["embed_tokens"])
+            ),
             ValueError,
             r"lora_magnitude_vector.default.\w+ must be A or B of LoRA to be filled from a seed",
         ),
@@ -354,8 +357,32 @@ def dense_config(**kwargs: Any) -> Any:
     return lc.lora_config(target_parameters=[], **kwargs)
 
 
-def dora() -> nn.Module:
-    return lc.peft.get_peft_model(one_layer(), dense_config(use_dora=True))
+def dense_adapters(**kwargs: Any) -> nn.Module:
+    return lc.peft.get_peft_model(one_layer(), dense_config(**kwargs))
+
+
+def test_a_new_dora_adapter_changes_nothing(meshes: Meshes) -> None:
+    """Its vector has the norms of the rows, as stock peft has them."""
+    model = parallelize_moe(dense_adapters(use_dora=True), meshes)
+    expected = {n: p.clone() for n, p in lc.in_peft_form(model).items() if "magnitude" in n}
+    before = lc.logits(model)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.fill_(0.5)
+    init_adapters(model, seed=1)
+    found = lc.in_peft_form(model)
+    assert expected and worst({n: found[n] for n in expected}, expected)[0] <= 1e-6
+    assert worst({"": lc.logits(model)}, {"": before})[0] <= 1e-5
+
+
+def test_dora_is_refused_on_experts() -> None:
+    message = r"LoRAOptions.experts \(True\) must be False with dora \(True\), which peft has only"
+    with pytest.raises(ValueError, match=message) as error:
+        LoRAOptions(dora=True)
+    assert_one_line(error)
+    model = add_adapters(one_layer(), LoRAOptions(rank=2, dora=True, experts=False))
+    assert any("lora_magnitude_vector" in name for name, _ in model.named_parameters())
 
 
 def test_an_embedding_and_a_normal_start(meshes: Meshes, tmp_path: Path) -> None:

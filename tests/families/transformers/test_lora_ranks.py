@@ -71,6 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]
         {},
     ),
     "gpt-oss": ("gpt-oss", {}, "ep2-edp2", {}, {}),
+    "dora": ("qwen3-moe", {}, "ep2-edp2", dict(target_parameters=[], use_dora=True), {}),
     "attention-alone": ("qwen3-moe", {}, "ep2-edp2", dict(target_parameters=[]), {}),
     "down-alone": (
         "qwen3-moe",

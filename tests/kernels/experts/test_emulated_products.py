@@ -136,7 +136,7 @@ def launched_products(recipe: Recipe) -> list[str]:
     leaves, ids = make("swiglu", S=40, D=128, F=96, dtype=torch.bfloat16)
     index = rows_of(ids, leaves["weights"].detach(), 5)
     on_meta = {n: t.detach().to("meta").requires_grad_() for n, t in leaves.items()}
-    index = ExpertIndex(*(t.detach().to("meta") for t in index))
+    index = ExpertIndex(*(t.detach().to("meta") for t in index[:4]))
     names: list[str] = []
     with record_launches_on_meta(lambda name, _: names.append(name)):
         y = apply(on_meta, index, options_of(recipe))

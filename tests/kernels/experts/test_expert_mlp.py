@@ -321,7 +321,15 @@ def test_opcheck(rows_are: str) -> None:
         x, scales = view_packed_rows(pack_rows_ref(x.detach()), x.shape[1])
     low = [torch.randn(5, *shape, requires_grad=True) for shape in ((4, 24), (80, 4))]
     args = (x, leaves["w1"], leaves["w2"], *low, None, None, weights)
-    args += (handle, rows_are == "unsummed", scales, rows.row_ids_R, rows.slots_SK, rows.offsets_e)
+    args += (
+        handle,
+        rows_are == "unsummed",
+        scales,
+        rows.row_ids_R,
+        rows.slots_SK,
+        rows.offsets_e,
+        None,
+    )
     args += ("swiglu", 7.0, 7.0, 1.702, False, "torch", True)
     args += ("", True, "e4m3", 0, "wide", True, True, "moecore", torch.float32)
     # That of the schema adds inputs up, which FP8 cannot.

@@ -146,7 +146,7 @@ def test_what_nobody_wants_costs_no_product(frozen, monkeypatch) -> None:
 def test_keeps_one_byte_per_element(keep_hidden: Any) -> None:
     leaves, ids = make("swiglu", S=512, D=256, F=128, dtype=torch.bfloat16)
     index = rows_of(ids, leaves["weights"], 5)
-    given = {leaves[n].data_ptr() for n in ("w1", "w2")} | {t.data_ptr() for t in index}
+    given = {leaves[n].data_ptr() for n in ("w1", "w2")} | {t.data_ptr() for t in index[:4]}
     saved = list_saved(lambda: apply(leaves, index, options_of(keep_hidden=keep_hidden)))
     sizes = {t.data_ptr(): t.nbytes for t in saved if t.data_ptr() not in given}
     S, D, R, C = 512, 256, 1024, 256
@@ -173,7 +173,7 @@ def test_opcheck(scaling: str, hidden: str) -> None:
     weights = rows.weights_R.detach().requires_grad_()
     none = (None, None, None, None)
     args = (leaves["x"], leaves["w1"], leaves["w2"], *none, weights, None, False, None)
-    args += (rows.row_ids_R, rows.slots_SK, rows.offsets_e)
+    args += (rows.row_ids_R, rows.slots_SK, rows.offsets_e, None)
     args += ("swiglu", 7.0, 7.0, 1.702, False, "triton", True)
     args += (scaling, True, "e4m3", 0, hidden, True, True, "moecore", torch.float32)
     torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -5,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.contract import (
@@ -172,6 +174,42 @@ def test_errors_in_fp8_are_at_most_twice_those_of_formed_matrices(form, scaling,
         check_twice(found[name], grad, expected, name)
 
 
+class Seen(TorchDispatchMode):
+    """A mode under which the operation is its custom op, as for compilers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("products", ["triton", "torch"])
+def test_rows_of_several_adapters_equal_experts_of_their_own(products, is_traced, device) -> None:
+    """Each (expert, adapter) is an expert of its own whose matrices are the expert's."""
+    N, e, form = 3, 5, Form()
+    dtype, S = (torch.bfloat16, 920) if device == "cuda" else (torch.float16, 23)
+    dtype = torch.float32 if products == "torch" and device == "cpu" else dtype
+    leaves, ids = leaves_of("swiglu", form, rank=8, S=S, device=device, dtype=dtype)
+    for name in ("a1", "b1", "a2", "b2"):
+        leaves[name] = torch.randn_like(leaves[name].repeat_interleave(N, 0)).requires_grad_()
+    adapters_S1 = torch.arange(S, device=device, dtype=torch.int32)[:, None] % 4 % N
+    groups = (ids * N + adapters_S1).where(ids >= 0, -1)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), products=products)
+    found, own = copied(leaves), dict(leaves)
+    for name in ("w1", "w2"):
+        own[name] = leaves[name].repeat_interleave(N, 0).detach()
+    expected = run(own, groups, options, form)
+    index = rows_of(groups, found["weights"], e * N)
+    index = index._replace(offsets_e=index.offsets_e[N - 1 :: N].contiguous(), offsets_g=index[3])
+    with Seen() if is_traced else nullcontext():
+        y = expert_mlp(Rows(found["x"]), weights_of(found), index, options)
+        y.backward(dy_of(y))
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    for name, wanted in expected.items():
+        one = y.detach() if name == "y" else found[name].grad
+        assert one is not None and wanted.any()
+        assert (one - wanted).abs().max() <= bound * wanted.abs().max(), name
+
+
 def test_keeps_what_it_keeps_without_updates() -> None:
     found, options = [], ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
     for form in (Form(on=()), Form()):
@@ -183,12 +221,18 @@ def test_keeps_what_it_keeps_without_updates() -> None:
     assert found[0] == found[1]
 
 
-def launched(form: Form, options: ExpertMLPOptions, **sizes: Any) -> dict[str, int]:
+def launched(
+    form: Form, options: ExpertMLPOptions, adapters: int = 1, **sizes: Any
+) -> dict[str, int]:
     """How often each kernel is launched for a forward and backward on Hopper."""
     leaves, ids = leaves_of("swiglu", form, 16, dtype=torch.bfloat16, **sizes)
     index = rows_of(ids, leaves["weights"].detach(), 5)
+    for name in leaves.keys() & {"a1", "b1", "a2", "b2"}:
+        leaves[name] = leaves[name].detach().repeat_interleave(adapters, 0).requires_grad_()
     leaves = {n: t.detach().to("meta").requires_grad_(t.requires_grad) for n, t in leaves.items()}
-    index = ExpertIndex(*(t.detach().to("meta") for t in index))
+    index = ExpertIndex(*(t.detach().to("meta") for t in index[:4]))
+    if adapters > 1:
+        index = index._replace(offsets_g=index.offsets_e.repeat_interleave(adapters))
     index = index._replace(weights_R=index.weights_R.requires_grad_())
     names: list[str] = []
     with record_launches_on_meta(lambda name, _: names.append(name)):
@@ -211,6 +255,17 @@ def test_kernels_of_a_frozen_base(F: int) -> None:
         "sm90_bf16_grouped_nn_act_bwd_kernel": 1,
         "_grouped_gemm_fwd_kernel": 6,  # u of both, in backward again, and v of both
         "sm90_bf16_grouped_wgrad_kernel": 4,  # of A and B
+    }
+
+
+def test_kernels_of_several_adapters() -> None:
+    """No kernel of the base adds an update: the updates' groups are not its experts."""
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), products="triton")
+    found = launched(Form(), options, adapters=3, S=64, D=256, F=768)
+    assert {n: found[n] for n in found if "grouped" in n} == {
+        "sm90_bf16_grouped_kernel": 3,  # FC1, FC2 and FC1's input gradient
+        "_grouped_gemm_fwd_kernel": 11,  # FC2's input gradient; the other 6; added products
+        "sm90_bf16_grouped_wgrad_kernel": 4,
     }
 
 

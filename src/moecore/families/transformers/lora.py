@@ -300,11 +300,9 @@ def _make_expert_lora_class() -> type[LowRank]:
             self._disable_adapters = wrapper.disable_adapters
 
         @property
-        def in_use(self) -> list[str]:
+        def active(self) -> Sequence[str]:
             """Return the names of active LoRA adapters; [] if disabled or merged."""
-            if self.disable_adapters or self.merged:
-                return []
-            return [name for name in self.active_adapters if name in self.lora_A]
+            return [] if self.disable_adapters or self.merged else self.active_adapters
 
     return ExpertLora
 
@@ -317,6 +315,8 @@ class LoRAOptions(CheckedRecord):
         rank: columns of A and rows of B.
         alpha: numerator of the scale of B A: alpha / rank, or with `rslora` alpha / sqrt(rank).
         rslora: whether the scale is rank-stabilised (arXiv:2312.03732).
+        dora: whether a trained vector scales each row of W + s B A to its norm (arXiv:2402.09353);
+            only without adapters of `experts`.
         rank_pattern: "PATTERN=RANK" for layers of another rank, as in peft: a regular expression
             that the end of a layer's name matches. The first match counts.
         alpha_pattern: "PATTERN=ALPHA" for layers of another alpha.
@@ -328,12 +328,15 @@ class LoRAOptions(CheckedRecord):
     rank: Count = 16
     alpha: Count = 32
     rslora: bool = False
+    dora: bool = False
     rank_pattern: tuple[str, ...] = ()
     alpha_pattern: tuple[str, ...] = ()
     target_modules: tuple[str, ...] = ()
     experts: bool = True
 
     def _find_field_errors(self) -> FieldErrors:
+        if self.dora and self.experts:
+            yield "experts", "be False with dora (True), which peft has only for linears: set it"
         for name in ("rank_pattern", "alpha_pattern"):
             try:
                 numbers = _read_patterns(getattr(self, name))
@@ -370,6 +373,7 @@ def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
         r=options.rank,
         lora_alpha=options.alpha,
         use_rslora=options.rslora,
+        use_dora=options.dora,
         rank_pattern=_read_patterns(options.rank_pattern),
         alpha_pattern=_read_patterns(options.alpha_pattern),
         target_modules=sorted(options.target_modules or linears),

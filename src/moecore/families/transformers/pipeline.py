@@ -47,7 +47,7 @@ LABELS = ("labels", "shift_labels", "log_prob_loss")
 REFUSED = (
     *("inputs_embeds", "logits_to_keep", "output_hidden_states", "output_router_logits"),
     *stock.CACHES,
-    "use_cache",
+    *("use_cache", "adapter_ids"),
 )
 
 

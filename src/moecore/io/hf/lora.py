@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moecore.base.fields import check_arguments, quote
 from moecore.base.params import clean_name, compute_global_indices, init_normal_, init_uniform_
-from moecore.base.peft_layers import is_tuner_layer
+from moecore.base.peft_layers import is_dora_linear, is_tuner_layer
 from moecore.families.transformers.lora import unwrap_peft
 from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.ranks import (
@@ -72,7 +72,9 @@ def init_adapters(model: nn.Module, seed: int = 0) -> None:
     """Initialize A and B of all adapters as peft does; values do not depend on the layout.
 
     B is 0. A is uniform, or normal with `LoraConfig(init_lora_weights="gaussian")`. For an
-    embedding A is 0 and B is normal. `load_hf` fills copies of `modules_to_save`. No communication.
+    embedding A is 0 and B is normal. `load_hf` fills copies of `modules_to_save`. The vector of
+    DoRA on a linear becomes the row norms of its weight, which is unsharded and must be loaded.
+    Without DoRA there is no communication.
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.
@@ -80,7 +82,7 @@ def init_adapters(model: nn.Module, seed: int = 0) -> None:
 
     Raises:
         ValueError: for a model without adapters, for adapters that are initialized from base
-            weights (pissa, eva), and for parameters other than A and B (DoRA).
+            weights (pissa, eva), and for parameters other than A, B and DoRA of linears.
     """
     check_arguments(init_adapters, locals())
     for adapter, config in _get_lora_configs(model).items():
@@ -198,7 +200,7 @@ def _read_adapter(
     problems += [f"{name} is no tensor of the adapter" for name in tensors if name not in all_names]
     config = _get_lora_configs(model)[adapter]
     file_config = read_json(path / CONFIG)
-    for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+    for key in ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
         if key in file_config and file_config[key] != getattr(config, key):
             problems.append(f"{key} ({quote(file_config[key])}) must be {getattr(config, key)!r}")
     for name, entry in entries.items():
@@ -241,6 +243,8 @@ def collect_adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredA
     }
     updates: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LowRank)}
     for path, update in updates.items():
+        if adapter not in update.lora_A:
+            continue
         path = clean_name(path)
         home = path.rpartition(".lora.")[0] + ".base_layer" * update.depth
         a, b = entries.pop(f"{path}.lora_A").tensor, entries.pop(f"{path}.lora_B").tensor
@@ -292,6 +296,10 @@ def _init_adapter_layer(name: str, layer: Any, adapter: str, seed: int, *, is_no
                 init_normal_(param, std=1 / layer.r[adapter], key=key, seed=seed)
             elif kind == "lora_A":
                 init_uniform_(param, bound=1 / math.sqrt(param.shape[-1]), key=key, seed=seed)
+            elif kind == "lora_magnitude_vector" and is_dora_linear(layer, adapter):
+                norms = torch.linalg.norm(unshard_tensor(layer.get_base_layer().weight), dim=1)
+                value = select_shard(norms, compute_global_indices(param))
+                get_detached_shard(param).copy_(value)
             else:
                 raise ValueError(
                     f"{key} must be A or B of LoRA to be filled from a seed: attach it to a model "

@@ -1,7 +1,8 @@
 """Merging of LoRA adapters into the weights of a PeftModel, on the shards of each rank.
 
 A merge unshards one pair A, B at a time and adds s * B A to each rank's shard of the weight, in
-fp32. The weights are never unsharded. Weights in 4 bits keep their blocks, and exports add s * B A.
+fp32. Only weights with DoRA are unsharded. Weights in 4 bits keep their blocks, and exports add
+s * B A.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from moecore.base.fields import check_arguments
 from moecore.base.params import clean_name, compute_global_indices
-from moecore.base.peft_layers import is_tuner_layer
+from moecore.base.peft_layers import is_dora_linear, is_tuner_layer
 from moecore.families.transformers.lora import refuse_unmerging
 from moecore.io.checkpoint.ranks import run_and_share_errors
 from moecore.io.hf.pieces import get_detached_shard, select_shard, unshard_tensor
@@ -52,9 +53,10 @@ def merge_adapters(model: nn.Module) -> None:
     """Add the active adapters to the weights of a PeftModel, in place. Collective.
 
     Weight + scale * B A of all active adapters is computed on shards, in fp32, and rounded once to
-    the weight's dtype. Forward then ignores the adapters, and peft cannot unmerge them. Weights in
-    4 bits keep their blocks: forward still computes their adapters, and exports add them to the
-    dequantised values. Gradients and counts of an unfinished step are dropped.
+    the weight's dtype. DoRA unshards a weight, to scale its rows by their norms. Forward then
+    ignores the adapters, and peft cannot unmerge them. Weights in 4 bits keep their blocks: forward
+    still computes their adapters, and exports add them to the dequantised values. Gradients and
+    counts of an unfinished step are dropped.
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.
@@ -62,7 +64,7 @@ def merge_adapters(model: nn.Module) -> None:
     Raises:
         ValueError: on every rank, for a model without active, unmerged adapters.
         NotImplementedError: for adapters other than LoRA on linear layers, embeddings and experts,
-            before any weight changes.
+            and one DoRA adapter on linear layers, before any weight changes.
     """
     check_arguments(merge_adapters, locals())
     merges = run_and_share_errors(lambda: _find_active_merges(model))
@@ -137,11 +139,14 @@ def _refuse_unmergeable_layer(layer: Any) -> None:
     options = (getattr(layer, name, {}) for name in ("lora_variant", "lora_bias"))
     names = _list_applied_adapters(layer)
     has_variant = any(option.get(name) for option in options for name in names)
+    if len(names) == 1 and is_dora_linear(layer, names[0]):
+        has_variant = bool(layer.lora_bias.get(names[0]))
     is_known = isinstance(layer, LowRank) or _get_layer_kind(layer) is not None
     if has_variant or not is_known:
         raise NotImplementedError(
-            f"{type(layer).__name__} with LoraConfig.use_dora, lora_bias or another variant must "
-            "not be merged here: save_adapters, and merge by peft on the stock model"
+            f"{type(layer).__name__} with LoraConfig.lora_bias, a variant other than DoRA, or "
+            "several adapters of which one has DoRA must not be merged here: save_adapters, and "
+            "merge by peft on the stock model"
         )
 
 
@@ -177,7 +182,13 @@ def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
         delta = (_upcast(unshard_tensor(b)) @ _upcast(unshard_tensor(a))) * layer.scaling[adapter]
         if _get_layer_kind(layer) == "embedding" or layer.fan_in_fan_out:
             delta = delta.T
-        total += select_shard(delta, indices)
+        if is_dora_linear(layer, adapter):  # the only adapter
+            full = _upcast(unshard_tensor(layer.get_base_layer().weight)) + delta
+            vector = _upcast(unshard_tensor(layer.lora_magnitude_vector[adapter].weight))
+            full *= (vector / torch.linalg.norm(full, dim=1))[:, None]
+            total = select_shard(full, indices)
+        else:
+            total += select_shard(delta, indices)
     local_weight.copy_(total)
 
 

@@ -57,8 +57,8 @@ class Products(Protocol):
         self.activation = activation
         self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
         self.row_map = RowMap(index.row_ids_R, index.slots_SK, index.num_rows)
-        self.low1 = LowRankProducts(weights.update1, index.offsets_e, has_kernels=has_kernels)
-        self.low2 = LowRankProducts(weights.update2, index.offsets_e, has_kernels=has_kernels)
+        self.low1 = LowRankProducts(weights.update1, index, has_kernels=has_kernels)
+        self.low2 = LowRankProducts(weights.update2, index, has_kernels=has_kernels)
 
     def prepare_rows(self, rows: Rows) -> Rows:
         """Return token rows in the format that `fc1` reads; here unchanged."""

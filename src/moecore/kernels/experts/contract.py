@@ -77,7 +77,10 @@ def find_sink(param: Tensor, grad_shape: torch.Size) -> GradSink | None:
 
 
 class LowRankUpdate(NamedTuple):
-    """LoRA matrices a and b of each expert's matrix (W + b @ a), or the gradients of a and b."""
+    """LoRA matrices a and b of each expert's matrix (W + b @ a), or the gradients of a and b.
+
+    With `ExpertIndex.offsets_g`, dim 0 is the e * N groups of (expert, adapter).
+    """
 
     a_erI: Tensor  # [e, r, in], r a multiple of 16 bytes, contiguous
     b_eOr: Tensor  # [e, out, r], scaling included, contiguous

@@ -29,7 +29,7 @@ from moecore.kernels.rows.microscaled_rows import make_empty_microscaled_rows
 from moecore.kernels.rows.move import sum_rows_without_autograd
 from moecore.kernels.rows.record import Rows
 
-_INDEX = "Tensor row_ids_R, Tensor slots_SK, Tensor offsets_e"
+_INDEX = "Tensor row_ids_R, Tensor slots_SK, Tensor offsets_e, Tensor? offsets_g"
 _UPDATES = "Tensor? a1_erD, Tensor? b1_eCr, Tensor? a2_erF, Tensor? b2_eDr"
 _OPTIONS = (
     f"{FLAT}, str products, bool saves_h, "
@@ -84,7 +84,7 @@ def _flatten_options(options: ExpertMLPOptions, dtype: torch.dtype) -> tuple[Any
 def _make_state(op_args: Any, h: Rows | None = None) -> SavedState:
     """Return rows, weights and index from a custom op's arguments, and `h`, FC1's output."""
     weights = ExpertWeights(w1_eCD=op_args.w1_eCD, w2_eDF=op_args.w2_eDF)
-    index = ExpertIndex(op_args.row_ids_R, op_args.weights_R, op_args.slots_SK, op_args.offsets_e)
+    index = ExpertIndex(**{name: getattr(op_args, name) for name in ExpertIndex._fields})
     rows = Rows(op_args.x_SD, op_args.x_scales, op_args.dtype)
     return SavedState(rows, h, weights.replace_updates(_list_updates(op_args)), index)
 
@@ -207,7 +207,7 @@ def run_traced_backward(
     h = Rows(dy.new_empty(0)) if state.h is None else state.h
     h_scales = dy.new_empty(0) if h.scales is None else h.scales
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.list_updates(), index.weights_R)
-    places = (index.row_ids_R, index.slots_SK, index.offsets_e)
+    places = (index.row_ids_R, *index[2:])
     options_flat: Any = (*_flatten_options(options, dy.dtype), has_expert_rows, list(grad_flags))
     rows_flat = (rows.values, rows.scales, h.values, h_scales)
     grads = _backward_op(*_BackwardInputs(dy, *rows_flat, *matrices, *places, *options_flat))
@@ -226,7 +226,7 @@ def run_traced_expert_mlp(
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.list_updates())
     handle = rows.grad_handle_SD if grad_handle_RD is None else grad_handle_RD
     leaves = (rows.values, *matrices, index.weights_R, handle, grad_handle_RD is not None)
-    places = (index.row_ids_R, index.slots_SK, index.offsets_e)
+    places = (index.row_ids_R, *index[2:])
     y, *_ = _forward_op(
         *_Inputs(*leaves, rows.scales, *places, *_flatten_options(options, rows.dtype))
     )

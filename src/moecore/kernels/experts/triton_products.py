@@ -69,7 +69,8 @@ class TritonProducts(Products):
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Tensor]:
         x = self._choose_source(rows, "fc1")
         addend = self.low1.compute_addend(x)
-        if self.activation.gated and self.tiles is not None and x.row_ids_R is None:
+        may_fuse = self.activation.gated and self.low1.can_fuse
+        if may_fuse and self.tiles is not None and x.row_ids_R is None:
             h_RC, a_RF = cooperative_activation(
                 x.rows, self.w1_eCD, self.tiles, self.weights_R, self.activation, addend=addend
             )
@@ -97,7 +98,8 @@ class TritonProducts(Products):
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         addend = self.low2.compute_addend(dy, is_backward=True)
-        if self.tiles is not None and self.activation.gated and dy.rows.shape[0]:
+        may_fuse = self.activation.gated and self.low2.can_fuse
+        if may_fuse and self.tiles is not None and dy.rows.shape[0]:
             operands = (dy.rows, self.w2_eDF, self.tiles, h.values, self.weights_R, self.offsets_e)
             options: Any = dict(row_ids_R=dy.row_ids_R, addend=addend)
             return pingpong_activation_bwd(*operands, self.activation, **options)
@@ -146,8 +148,11 @@ class TritonProducts(Products):
     def _multiply(self, source: ProductSource, b_eKN: Tensor, addend: Addend | None) -> Tensor:
         """Return each expert row times its expert's matrix, plus `addend` (LoRA part or None)."""
         if self.tiles is not None and source.row_ids_R is None:
-            return cooperative_gemm(source.rows, b_eKN, self.tiles, addend=addend)
-        out_RN = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
+            if self.low1.can_fuse:
+                return cooperative_gemm(source.rows, b_eKN, self.tiles, addend=addend)
+            out_RN = cooperative_gemm(source.rows, b_eKN, self.tiles)
+        else:
+            out_RN = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
         return self.low1.add_product(out_RN, addend)
 
 

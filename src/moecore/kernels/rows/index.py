@@ -43,6 +43,9 @@ class ExpertIndex(NamedTuple):
     slots_SK: Tensor
     # int32 running sum of the padded counts: expert i owns rows [offsets_e[i - 1], offsets_e[i])
     offsets_e: Tensor
+    # int32 [e * N], the same sum for each (expert, LoRA adapter) of N adapters, of which each row
+    # uses one; None = every row uses all adapters
+    offsets_g: Tensor | None = None
 
     @property
     def num_rows(self) -> Tensor:

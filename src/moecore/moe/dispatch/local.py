@@ -38,7 +38,7 @@ class LocalDispatcher(Dispatcher):
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Return x_TD as source rows, without a copy, and an index of at most T * K expert rows."""
-        ids_TK, E = routing.expert_ids_TK, self.num_experts
+        ids_TK, E = routing.destinations_TK, self.num_experts
         index = build_index(
             ids_TK,
             routing.weights_TK,

@@ -303,7 +303,7 @@ class _Dispatch(torch.autograd.Function):
         integers = (*row_map, index.row_ids_R, index.slots_SK, index.offsets_e)
         ctx.mark_non_differentiable(choices.rows_SD, *integers)
         ctx.set_materialize_grads(False)  # the integer outputs would get zeros of their size
-        return _DispatchOutputs(choices.rows_SD, grad_handle_RD, *row_map, *index)
+        return _DispatchOutputs(choices.rows_SD, grad_handle_RD, *row_map, *index[:4])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -160,8 +160,9 @@ def configure_moe_layers(model: nn.Module, state: ParallelState) -> None:
         )
         if (problem := request.find_fp8_problem(name, layer)) is not None:
             logger.info("precision leaves the experts of %r as they are: %s", name, problem)
-        placement = _make_expert_placement(layer.config, request, (number, name))
-        layer.dispatcher = _make_dispatcher(layer.config.num_experts, placement, state)
+        adapters = layer.get_part("experts").num_adapters
+        placement = _make_expert_placement(layer.config, request, (number, name), adapters)
+        layer.dispatcher = _make_dispatcher(layer.config.num_experts * adapters, placement, state)
         peers = state.exchanges if state.domains is None else None  # only if it has all ranks
         clones = request.dispatch.clones
         if placement is not None and clones is not None and placement.num_clones:
@@ -175,7 +176,7 @@ def configure_moe_layers(model: nn.Module, state: ParallelState) -> None:
 
 
 def _make_expert_placement(
-    config: MoEConfig, request: Request, layer_idx_and_name: tuple[int, str]
+    config: MoEConfig, request: Request, layer_idx_and_name: tuple[int, str], num_adapters: int
 ) -> ExpertPlacement | None:
     """Return the placement of a layer's experts; None = this rank has all experts."""
     meshes, clones = request.meshes, request.dispatch.clones
@@ -189,6 +190,7 @@ def _make_expert_placement(
         ep=p.ep,
         etp=p.etp,
         num_clones=num_clones,
+        num_adapters=num_adapters,
         num_groups=config.num_groups,
         top_groups=config.top_groups,
         layer=layer_idx_and_name,
