@@ -186,7 +186,9 @@ def mm_with_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
     """Write out * beta + a @ b to `out`, in the dtype of `out`; beta 0 = overwrite."""
-    if a.dtype != out.dtype and is_gpu(a):
-        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)
-    else:
+    if a.dtype == out.dtype or not is_gpu(a):
         out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta)
+    elif a.is_meta:  # on which torch 2.11 has no other product of two dtypes
+        out.addmm_(a, b, beta=beta)
+    else:
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)

@@ -17,6 +17,7 @@ from moecore.families.transformers.guards import NATIVE
 from moecore.packing import PackedCollator
 from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers.family_models import batch, loss_of, tiny_model
+from tests.families.transformers.hf_models import enable_checkpointing
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -59,7 +60,7 @@ def test_balance_losses_count_real_tokens(side: str, recompute: bool, meshes: Me
     sum(loss for loss, _ in wanted).backward()
     parallelize_moe(model, meshes, moe={"balance": LOSS})
     if recompute:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model)
     state = get_moe_state(model)
     state.set_num_micro_batches(2)
     outputs = [0.0 * model(**each).logits.sum() for each in given]
@@ -99,7 +100,7 @@ def test_layers_of_one_modality_leave_padding_out(images, recompute, meshes) -> 
     """Rows of 9 tokens, 5 of an image in each, or none; the first has 2 of padding."""
     model = parallelize_moe(tiny_model("ernie4_5_vl_moe"), meshes)
     if recompute:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model)
     given = batch(model, 0)
     if images:
         given["moe_mm_token_type_ids"][:, 1] = 1  # as the token before an image

@@ -26,7 +26,13 @@ from moecore.rl import RouterReplay
 from tests.families.transformers.family_models import MODELS, batch, family_names, tiny_model
 from tests.helpers.grids import beside
 
-SINCE_5_24 = {"HYV4VLMoE", "Inkling2LoopSparseMoeBlock", "LaraMiniSparseMoeBlock"}
+SINCE = {  # transformers 5.17, by the first version that was tested
+    "5.24": {"HYV4VLMoE", "Inkling2LoopSparseMoeBlock", "LaraMiniSparseMoeBlock"},
+    "5.23": {
+        *("BailingHybridMoE", "BeamMoE", "Dots3NoteTextMoE", "FlintSparseMoeBlock"),
+        *("Inkling2SparseMoeBlock", "Kolibri1SparseMoeBlock", "MistralLarge4TextMoE"),
+    },
+}
 BY_DAY = {
     "minimax_m2": "the block has the selection bias",
     "ernie4_5_moe": "a child of the gate has the selection bias, [1, E]",
@@ -220,4 +226,6 @@ def test_options_of_blocks(family: str, options: dict[str, Any]) -> None:
 def test_classes_exist() -> None:
     text = "".join((MODELS / n / f"modeling_{n}.py").read_text() for n in family_names())
     missing = {n for n in [*RECORDS, *OWN_ROUTERS] if f"class {n}(" not in text}
-    assert missing == (SINCE_5_24 if Version(transformers.__version__) < Version("5.24") else set())
+    installed = Version(transformers.__version__)
+    later = (names for version, names in SINCE.items() if installed < Version(version))
+    assert missing == set().union(*later)

@@ -51,6 +51,9 @@ def accept_sequence_argument(model: nn.Module) -> None:
     convolutions = stock.find_modules(model, *SHORT_CONVOLUTIONS)
     for layer in convolutions:
         layer.register_forward_pre_hook(_check_no_layer_cache, with_kwargs=True)
+    for layer in model.modules():
+        if any(child in convolutions for child in layer.children()):
+            layer.register_forward_pre_hook(_pass_sequence_as_seq_idx, with_kwargs=True)
     for layer in stock.find_modules(model, LIGHTNING):
         layer.forward = MethodType(_run_lightning_attention, layer)
     for module in (*find_linear_layers(model), *convolutions):
@@ -73,6 +76,8 @@ def _make_sequence_wrapper(stock_function: Function, sequence_function: Function
     @wraps(stock_function)
     def call(*args: Any, **kwargs: Any) -> Any:
         sequence: Sequence | None = kwargs.pop(SEQUENCE, None)
+        if isinstance(kwargs.get("seq_idx"), Sequence):
+            sequence = kwargs.pop("seq_idx")
         if not _is_packed_or_sharded(sequence):
             return stock_function(*args, **kwargs)
         return sequence_function(sequence, *args, **kwargs)
@@ -167,14 +172,19 @@ def _skip_fused_layer(*_args: Any, **_: Any) -> None:
 
 def _is_packed_or_sharded(sequence: Sequence | None) -> bool:
     """Whether rows have several documents, or context-parallel ranks share them."""
-    return sequence is not None and (
+    return isinstance(sequence, Sequence) and (
         sequence.cu_seqlens is not None or sequence.local_tokens is not None
     )
 
 
+def _pass_sequence_as_seq_idx(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of a decoder layer, which passes only `seq_idx` on in transformers 5.17."""
+    return args, kwargs | {"seq_idx": kwargs.get(SEQUENCE, kwargs.get("seq_idx"))}
+
+
 def _check_no_layer_cache(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a short convolution layer: ValueError for documents with a cache."""
-    _check_no_cache(stock.has_cache(kwargs) and _is_packed_or_sharded(kwargs.get(SEQUENCE)))
+    _check_no_cache(stock.has_cache(kwargs) and _is_packed_or_sharded(kwargs.get("seq_idx")))
 
 
 def _check_no_cache(has_state: bool) -> None:

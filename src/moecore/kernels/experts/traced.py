@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import namedtuple
-from dataclasses import astuple, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from moecore.kernels.rows.microscaled_rows import make_empty_microscaled_rows
 from moecore.kernels.rows.move import sum_rows_without_autograd
 from moecore.kernels.rows.record import Rows
 
+RECIPE_FIELDS = [field.name for field in fields(Recipe)]
 _INDEX = "Tensor row_ids_R, Tensor slots_SK, Tensor offsets_e, Tensor? offsets_g"
 _UPDATES = "Tensor? a1_erD, Tensor? b1_eCr, Tensor? a2_erF, Tensor? b2_eDr"
 _OPTIONS = (
@@ -66,8 +67,7 @@ def _make_expert_options(op_args: Any) -> ExpertMLPOptions:
     )
     recipe = None
     if op_args.scaling:
-        names = [field.name for field in fields(Recipe)]
-        recipe = Recipe(**{name: getattr(op_args, name) for name in names})
+        recipe = Recipe(**{name: getattr(op_args, name) for name in RECIPE_FIELDS})
     return ExpertMLPOptions(
         activation=activation, products=op_args.products, saves_h=op_args.saves_h, recipe=recipe
     )
@@ -76,9 +76,9 @@ def _make_expert_options(op_args: Any) -> ExpertMLPOptions:
 def _flatten_options(options: ExpertMLPOptions, dtype: torch.dtype) -> tuple[Any, ...]:
     """Return options and dtype as flat arguments of the custom ops; scaling "" = no recipe."""
     activation, recipe = options.activation, options.recipe
-    flat = astuple(recipe or Recipe())
+    flat = [getattr(recipe or Recipe(), name) for name in RECIPE_FIELDS[1:]]
     scaling = "" if recipe is None else recipe.scaling
-    return *activation.flat, options.products, options.saves_h, scaling, *flat[1:], dtype
+    return *activation.flat, options.products, options.saves_h, scaling, *flat, dtype
 
 
 def _make_state(op_args: Any, h: Rows | None = None) -> SavedState:

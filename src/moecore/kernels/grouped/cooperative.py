@@ -41,6 +41,7 @@ from moecore.kernels.common import (
     tma_store,
 )
 from moecore.kernels.grouped.skeleton import (
+    HAS_FEW_REGISTERS,
     Addend,
     GroupedConstants,
     Ring,
@@ -60,10 +61,11 @@ from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
 
 BLOCK_N, BLOCK_K, STAGES = 256, 64, 3
 GROUP_M = 8  # row tiles that share weights in L2
-EPILOGUE_ROWS = 16  # of an activation, at a time in registers
+EPILOGUE_ROWS = 8 if HAS_FEW_REGISTERS else 16  # of an activation, at a time in registers
 FEWER_ROWS = {"situ_glu": 8}  # of activations of which 16 rows do not fit the registers
-CONSUMER_REGISTERS = {False: 240, True: 208}  # without and with an activation
-EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
+# Of consumers without an activation, then of consumers and epilogue with an activation.
+CONSUMER_REGISTERS = {False: 240, True: 200 if HAS_FEW_REGISTERS else 208}
+EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 104 if HAS_FEW_REGISTERS else 88, 24
 
 
 @gluon.jit
@@ -135,6 +137,8 @@ def _store_activation(weights_ptr, h_ptr, out_ptr, staging, tiles, N, CONST: gl.
                 a = activate(gate, up, ACT)
                 out = (a * weights[:, None]).to(dtype)
                 store_block(out_ptr, out, row, end, column, N, N)
+                if HAS_FEW_REGISTERS:
+                    thread_barrier()  # the next rows are loaded later
         parity = 1 - parity
 
 

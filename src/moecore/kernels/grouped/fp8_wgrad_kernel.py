@@ -10,8 +10,9 @@ A stage is one row tile: 128 rows of an expert are the summed dim. Its sum is pr
 `fp8_kernel.py`.
 """
 
-from moecore.kernels.common import gl, gluon, hopper, tma_load
+from moecore.kernels.common import gl, gluon, hopper, tl, tma_load
 from moecore.kernels.grouped.skeleton import (
+    HAS_FEW_REGISTERS,
     Ring,
     WeightTiling,
     add_block,
@@ -62,7 +63,8 @@ def _multiply_tiles(
     else:
         stage = out_smem.index(GROUP)
     step = 0
-    for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
+    first, num_programs = gl.program_id(0), gl.num_programs(0)
+    for tile in tl.range(first, tiles.num_tiles, num_programs, disable_licm=HAS_FEW_REGISTERS):
         expert, m, n = locate_weight_tile(tile, tiles, CONST.GROUP_M)
         start, end = load_expert_range(ends_ptr, expert)
         block = gl.minimum(n * 2 + GROUP, N // HALF_N - 1)

@@ -189,10 +189,10 @@ def _take_rows_kernel(
             mask = (rows < source_rows)[:, None] & (columns < K)[None, :]
             places = rows.to(tl.int64)[:, None] * K + columns[None, :]
             slots = tl.load(slots_ptr + places, mask=mask, other=-1)
-            is_used = (tl.max(slots, axis=1) >= 0).to(tl.int32)
-            before = count + tl.cumsum(is_used, axis=0) - 1
-            tl.store(table_ptr + num_entries + 2 + before, rows, mask=is_used > 0)
-            count += tl.sum(is_used, axis=0)
+            is_used = tl.max(slots, axis=1) >= 0
+            before = count + tl.cumsum(is_used.to(tl.int32), axis=0) - 1
+            tl.store(table_ptr + num_entries + 2 + before, rows, mask=is_used)
+            count += tl.sum(is_used.to(tl.int32), axis=0)
         tl.store(table_ptr + num_entries, count)
         need += _count_pages(count, LISTED_STEPS)
     if num_rows_ptr is not None:

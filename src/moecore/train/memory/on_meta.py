@@ -75,8 +75,6 @@ class OnMeta(TorchFunctionMode):
             out = args[0].new_empty(args[0].shape[0], args[1].shape[1], dtype=args[-1])
             record_launch("scaled_mm_v2", *args[:2], *args[2], *args[5], out)
             return out
-        if func is torch.ops.aten.addmm.dtype_out:  # with the same products, and on meta in 2.11
-            return kwargs["out"].addmm_(*args[1:3], beta=kwargs["beta"])
         return func(*args, **kwargs)
 
     def move_to_meta(self, tensor: Tensor) -> Tensor:
