@@ -90,10 +90,13 @@ def warn_on_fallback(tensor: Tensor, operation: str) -> None:
 def can_skip_row_masks(num_rows: Tensor, max_rows: int) -> bool:
     """Return whether `num_rows`, a CPU scalar, is at least `max_rows`, so that no row needs a mask.
 
-    False while compiling, or on another device, where reading it would synchronise.
+    False while compiling, or on another device, where reading it would synchronise. A dry run on
+    meta in place of a CPU has no other rows.
     """
     if torch.compiler.is_compiling() or type(num_rows) is not Tensor:  # a fake one has no value
         return False
+    if num_rows.is_meta:
+        return not meta_settings.is_gpu
     return num_rows.device.type == "cpu" and int(num_rows) >= max_rows
 
 
