@@ -119,10 +119,10 @@ def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path
 
 
 def test_load_of_ranks_and_of_experts(train: ModuleType) -> None:
-    from moecore.recipes.metrics import compute_rank_load, get_expert_loads
+    from moecore.recipes.metrics import compute_rank_imbalance, get_expert_loads
 
-    assert compute_rank_load([2.0, 1.0, 0.5, 0.5], 2) == 1.5
-    assert compute_rank_load([0.0, 0.0], 2) == 0
+    assert compute_rank_imbalance([2.0, 1.0, 0.5, 0.5], 2) == 1.5
+    assert compute_rank_imbalance([0.0, 0.0], 2) == 0
     found = {f"expert_load/a/{e}": float(e) for e in range(12)}
     assert get_expert_loads(found, "a") == list(range(12)) and get_expert_loads(found, "b") == []
 

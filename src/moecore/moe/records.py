@@ -99,7 +99,7 @@ class ChoiceTape(Protocol):
         """Record the expert ids of a forward, int32 [T, K], before capacity drops choices."""
 
     def make_rewind(self) -> Callable[[], None]:
-        """Return a function that undoes all later forwards, called before a step is repeated."""
+        """Return a function that drops what later forwards recorded, so that a step can repeat."""
 
 
 class BalancedRows(NamedTuple):

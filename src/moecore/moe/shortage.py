@@ -62,7 +62,7 @@ class ShortageCounters:
         return self.reported_num_rows / self.even
 
     def clear(self, *, device: bool = True, host: bool = True) -> None:
-        """Set the counts and the report to 0; clear `host` only after the report was read."""
+        """Set to 0 the counts (`device`) and the report in host memory (`host`), which must be read."""
         if host:
             self.report.zero_()
         if device:

@@ -182,10 +182,10 @@ class PreferenceTuning(FineTuning):
         """Run forward and backward; return the mean loss of examples, divided by the data ranks."""
         rollouts = self.prepare_rollouts(batch)
         result = self.engine.forward_backward(rollouts, self.objective)
-        self._metrics = self.compute_rewards(result.scores.log_probs_N, rollouts)
+        self._metrics = self.average_preference_metrics(result.scores.log_probs_N, rollouts)
         return result.loss / self.meshes.data_ranks  # every rank has the mean
 
-    def compute_rewards(self, log_probs_N: Tensor, rollouts: Rollouts) -> Metrics:
+    def average_preference_metrics(self, log_probs_N: Tensor, rollouts: Rollouts) -> Metrics:
         """Return means of TRL's metrics, such as "rewards/chosen", over all ranks. Collective."""
         log_ratios_i2 = self.objective.compute_log_ratios(log_probs_N, rollouts)
         rewards_i2 = self.objective.beta * log_ratios_i2
@@ -247,7 +247,7 @@ class UnpairedTuning(PreferenceTuning):
         self.objective = replace(self.objective, kl=max(0.0, float(sums[0] / sums[1])))
         return super().prepare_rollouts(batch)
 
-    def compute_rewards(self, log_probs_N: Tensor, rollouts: Rollouts) -> Metrics:
+    def average_preference_metrics(self, log_probs_N: Tensor, rollouts: Rollouts) -> Metrics:
         """Return means of TRL's metrics over the completions of all ranks. Collective."""
         rewards_n = self.objective.beta * self.objective.compute_log_ratios(log_probs_N, rollouts)
         is_desirable_n = self.objective.find_desirable(rollouts)

@@ -78,7 +78,9 @@ class LaunchedStep:
             values = {"loss": self.loss.item(), **self.result.to_dict()}
         layers = self.result.metrics.tokens_per_expert
         if layers:  # else a dense model, or a pipeline stage without MoE layers
-            loads = [compute_rank_load(get_expert_loads(values, name), self.ep) for name in layers]
+            loads = [
+                compute_rank_imbalance(get_expert_loads(values, name), self.ep) for name in layers
+            ]
             values["rank_load_max_over_mean"] = sum(loads) / len(loads)
         return values | self.extra
 
@@ -107,7 +109,7 @@ def drop_expert_loads(metrics: Metrics) -> Metrics:
     return {name: value for name, value in metrics.items() if name.rpartition("/")[0] not in layers}
 
 
-def compute_rank_load(loads_E: list[float], ep: int) -> float:
+def compute_rank_imbalance(loads_E: list[float], ep: int) -> float:
     """Return the largest load of `ep` ranks, with E / ep experts each, divided by the mean."""
     num_local = len(loads_E) // ep
     ranks = [sum(loads_E[first : first + num_local]) for first in range(0, len(loads_E), num_local)]

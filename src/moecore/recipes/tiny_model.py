@@ -46,7 +46,10 @@ TEMPLATE = """\
 
 
 def write_tiny_model(out: Path, **sizes: int) -> None:
-    """Write a model, a tokenizer, chats and pairs to a new directory; `sizes`: config fields."""
+    """Write a model, tokenizer, chats and preference pairs to a new directory.
+
+    `sizes` are fields of the model's config.
+    """
     pairs = list(islice(iterate_questions(), NUM_QUESTIONS))
     tokenizer = make_tokenizer(pairs)
     make_model(tokenizer, **sizes).save_pretrained(out)
