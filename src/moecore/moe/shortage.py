@@ -62,7 +62,7 @@ class ShortageCounters:
         return self.reported_num_rows / self.even
 
     def clear(self, *, device: bool = True, host: bool = True) -> None:
-        """Set to 0 the counts (`device`) and the report in host memory (`host`), which must be read."""
+        """Zero the counts (if `device`) and the report, which was read (if `host`)."""
         if host:
             self.report.zero_()
         if device:

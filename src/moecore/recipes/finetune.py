@@ -140,7 +140,7 @@ def check_objective(args: FinetuneConfig) -> None:
 def make_step_reader(
     args: FinetuneConfig, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
 ) -> Callable[..., Any]:
-    """Return a function of (examples, shape, seed) that returns this data rank's batches of steps."""
+    """Return a function of (examples, shape, seed) that returns this data rank's step batches."""
     if (make_batch := JOBS[args.objective].make_batch) is not None:
         return partial(make_preference_steps, make_batch=make_batch, data_rank=meshes.data_rank)
     if args.sharding.dynamic_cp is None:
