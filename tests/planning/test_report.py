@@ -132,8 +132,8 @@ def test_a_step_by_hand(name: str, tmp_path: Path) -> None:
     assert next(iter(found.ms_by_limit.items())) == ("compute", pytest.approx(40 * US))
     assert found.limit_text == "compute, most of it experts"
     # Half of 40, 15 + 6 with SendRecv in the way of a whole graph, 15.
-    assert [lever.share for lever in found.levers] == pytest.approx([0.21, 0.20, 0.15])
-    assert "DenseOptions(graph" in found.levers[0].lever and "precision" in found.levers[1].lever
+    assert [gain.share for gain in found.gains] == pytest.approx([0.21, 0.20, 0.15])
+    assert "DenseOptions(graph" in found.gains[0].option and "precision" in found.gains[1].option
 
 
 def test_the_allocator_explains_a_gap(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_the_allocator_explains_a_gap(tmp_path: Path) -> None:
     events.host("cuda_runtime", "cudaFree", 79, 88)
     found = report_trace(events.write(tmp_path / "trace.json"))
     assert found.parts["allocator"] == pytest.approx(15 * US) and "late launches" not in found.parts
-    assert "expandable_segments" in found.levers[1].lever
+    assert "expandable_segments" in found.gains[1].option
 
 
 def test_steps_are_those_that_the_profiler_has_marked(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_every_category_has_a_part() -> None:
 
 
 def trace_of(part: str, *, with_graph: bool = False) -> Trace:
-    """Half of the time is of a part, and half of attention, for which there is no lever."""
+    """Half of the time is of a part, and half of attention, for which there is no option."""
     first = Kernel(start=0, end=50, **KERNELS["attention"])
     last = Kernel(start=50, end=100, **KERNELS.get(part, {"name": ""}))
     if part not in KERNELS:  # nothing runs from 50 to 100
@@ -229,9 +229,9 @@ def trace_of(part: str, *, with_graph: bool = False) -> Trace:
 def test_each_option_is_reached_by_its_parts(option: Option) -> None:
     for part in option.shortens:
         report = make_report(trace_of(part))
-        (lever,) = (lever for lever in report.levers if lever.lever == option.name)
+        (gain,) = (gain for gain in report.gains if gain.option == option.name)
         share = option.max_share * report.parts[part] / report.wall
-        assert lever.share == pytest.approx(share) and lever.limit == LIMIT_OF[option.shortens[0]]
+        assert gain.share == pytest.approx(share) and gain.limit == LIMIT_OF[option.shortens[0]]
     page, _, anchor = option.page.partition("#")
     lines = (DOCS / page).read_text().lower().splitlines()
     titles = (line.lstrip("# ") for line in lines if line[:1] == "#")
@@ -243,15 +243,15 @@ def test_each_option_stands_once_and_names_parts() -> None:
     assert {part for option in OPTIONS for part in option.shortens} <= {*LIMIT_OF}
 
 
-def test_a_lever_that_is_pulled_is_not_named() -> None:
-    assert "GraphedForwardBackward" in make_report(trace_of("late launches")).levers[0].lever
-    after = make_report(trace_of("late launches", with_graph=True)).levers
-    assert [lever.lever[:14] for lever in after] == ["fewer launches"]
+def test_an_option_in_use_is_not_named() -> None:
+    assert "GraphedForwardBackward" in make_report(trace_of("late launches")).gains[0].option
+    after = make_report(trace_of("late launches", with_graph=True)).gains
+    assert [gain.option[:14] for gain in after] == ["fewer launches"]
 
 
-def test_nothing_is_advised_for_what_no_lever_reaches() -> None:
+def test_nothing_is_advised_for_parts_that_no_option_shortens() -> None:
     found = make_report(trace_of("routing"))
-    assert found.levers == () and found.table().endswith("next: no known option saves 1%")
+    assert found.gains == () and found.table().endswith("next: no known option saves 1%")
 
 
 def of_a_cpu_run(path: Path) -> None:
@@ -341,7 +341,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(path), "--steps", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["num_steps"] == 2 and found["wall"] == pytest.approx(50 * US)
-    assert found["levers"][0]["page"] == "memory.md#graphs-of-parts"
+    assert found["gains"][0]["page"] == "memory.md#graphs-of-parts"
     assert main(["report", str(path), "--steps", "0"]) == 2
     assert "num_steps (0) must be" in capsys.readouterr().err
     assert main(["report", "a" * 5000]) == 2  # which is shown cut

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from inspect import unwrap
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,5 +73,6 @@ def make_dtensor(
     local_tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, like: Tensor
 ) -> DTensor:
     """Return a DTensor of a local shard with the global shape of `like`; differentiable."""
-    sizes: Any = dict(shape=like.shape, stride=like.stride())
-    return DTensor.from_local(local_tensor, mesh, placements, run_check=False, **sizes)
+    return DTensor.from_local(
+        local_tensor, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -144,8 +144,9 @@ def get_current_stream(device: torch.device | str) -> Stream | None:
 def _get_cuda_stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
     # A `torch.Stream` ignores `wait` of a `torch.cuda.Event` without an error, and does not equal a
     # `torch.cuda.Stream`. `torch.cuda.current_stream` makes the same object at each call.
-    ids = dict(stream_id=stream_id, device_index=device_index, device_type=device_type)
-    return torch.cuda.Stream(**ids)
+    return torch.cuda.Stream(
+        stream_id=stream_id, device_index=device_index, device_type=device_type
+    )
 
 
 class _OnStream:

@@ -126,8 +126,7 @@ def _build_decoder(sizes: Triple, heads: Triple, moe: MoEConfig, **fields: Any) 
 
 
 def _build_moe(dim: int, hidden_dim: int, num_experts: int, top_k: int, **fields: Any) -> MoEConfig:
-    sizes: Any = dict(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, top_k=top_k)
-    return MoEConfig(**sizes, **fields)
+    return MoEConfig(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, top_k=top_k, **fields)
 
 
 def _make_balance(micro_batch_coef: float) -> dict[str, Any]:

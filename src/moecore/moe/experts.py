@@ -258,8 +258,9 @@ class Experts(nn.Module):
             if key is not None:
                 self._options_cache = key, options
         with _declare_used_rows(inp, is_quantised=self.recipe is not None):
-            hooks: Any = dict(unsummed=inp.unsummed, receiver=inp.receiver)
-            y = expert_mlp(inp.rows, weights, inp.index, options, **hooks)
+            y = expert_mlp(
+                inp.rows, weights, inp.index, options, unsummed=inp.unsummed, receiver=inp.receiver
+            )
         return y if inp.unsummed is None else UnsummedRows(y)
 
     def _make_options_key(self, rows: Rows, weights: ExpertWeights) -> tuple[Any, ...] | None:

@@ -325,10 +325,9 @@ class MoELayer(RoutedLayer, BiasOwner):
         groups = self.tracker.groups.select_cp_groups(cp)
         group, cp_size = groups.micro_batch, groups.cp
         micro_batch = MicroBatch.from_input(x, padding_mask, cu_seqlens, group, cp_size, token_ids)
-        x_TD = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        tokens_TD = x_TD = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         router = self.get_part("router")
         shared = SharedRun(self._run_shared_experts, x_TD, self.shared_stream)
-        tokens_TD = x_TD
         if micro_batch.padding_mask_T is not None:  # 0 * NaN would reach the router's gradient
             tokens_TD = x_TD.masked_fill(micro_batch.padding_mask_T[:, None], 0)
         with annotate_range("moecore::router"):

@@ -269,9 +269,10 @@ def _describe_expert_matmuls(
         if request is not None:
             spec = request.make_expert_spec(layer, experts.recipe)
         else:
-            sizes = dict(dim=config.expert_dim, hidden_dim=config.hidden_dim)
             place: Any = dict(dtypes=frozenset([weight.dtype]), device=weight.device)
-            spec = experts.make_spec(**sizes, **place, recipe=experts.recipe)
+            spec = experts.make_spec(
+                dim=config.expert_dim, hidden_dim=config.hidden_dim, **place, recipe=experts.recipe
+            )
         backend = f"auto ({choose_products('auto', spec)})"
     saved_bytes = describe_layer_saved_bytes(layer, compute_args)
     return f"expert_backend {backend}; saved for backward {saved_bytes}"

@@ -84,7 +84,7 @@ ALLOCATION = re.compile(r"^cuda(Malloc|Free)(_|$)|^cuMem(Create|Map|Unmap|Releas
 NCCL_ARGS = ("Collective name", "Process Group Description")
 FIX = "export one with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
 LACKS = "be a trace of torch.profiler: an event lacks ts, dur or args"
-MAX_LEVERS, MIN_SHARE = 3, 0.01  # the least share of a step that an option may save
+MAX_GAINS, MIN_SHARE = 3, 0.01  # the least share of a step that an option may save
 Event = Mapping[str, Any]
 
 
@@ -116,7 +116,7 @@ class Trace:
 class OptionGain:
     """An option that may shorten a step, and the time that it can save."""
 
-    lever: str  # the option, as text
+    option: str  # as text
     page: str  # of docs
     limit: str  # that the option reduces, such as "host"
     share: float  # the largest share of the step that the option saves
@@ -129,7 +129,7 @@ class Report:
     num_steps: int
     wall: float
     parts: Mapping[str, float]
-    levers: tuple[OptionGain, ...]  # at most three, the largest share first
+    gains: tuple[OptionGain, ...]  # at most three, the largest share first
 
     @property
     def ms_by_limit(self) -> dict[str, float]:
@@ -151,8 +151,8 @@ class Report:
             lines += [(w, f"{n:.2f}", f"{n / self.wall:.1%}") for w, n in [(limit, ms), *rows]]
         text = [f"{self.wall:.2f} ms a step", f"bound by {self.limit_text}", ""]
         text += format_columns(lines)
-        text += ["", "next" if self.levers else "next: no known option saves 1%"]
-        text += [f"  at most {x.share:.1%}: {x.lever} (docs/{x.page})" for x in self.levers]
+        text += ["", "next" if self.gains else "next: no known option saves 1%"]
+        text += [f"  at most {x.share:.1%}: {x.option} (docs/{x.page})" for x in self.gains]
         return "\n".join(text)
 
 
@@ -176,14 +176,14 @@ def make_report(trace: Trace, num_steps: int = 1) -> Report:
     for part, us in [*_attribute_busy_time(trace), *_attribute_idle_time(trace)]:
         parts[part] = parts.get(part, 0.0) + us * 1e-3 / num_steps
     wall, names = sum(parts.values()), {k.name for k in trace.kernels} | {*trace.launches}
-    levers = [
+    gains = [
         OptionGain(option.name, option.page, LIMIT_OF[option.shortens[0]], share)
         for option in OPTIONS
         if option.shortens and not any(re.search(option.unless, name) for name in names)
         for share in (option.max_share * sum(parts.get(p, 0.0) for p in option.shortens) / wall,)
         if share >= MIN_SHARE
     ]
-    best = sorted(levers, key=lambda lever: -lever.share)[:MAX_LEVERS]
+    best = sorted(gains, key=lambda gain: -gain.share)[:MAX_GAINS]
     return Report(num_steps, wall, dict(sorted(parts.items(), key=lambda p: -p[1])), tuple(best))
 
 

@@ -1,19 +1,16 @@
-"""transformers' Trainer and TRL's, and experts by name (docs/transformers.md)."""
+"""transformers' Trainer and TRL's, and experts by name (docs/transformers.md).
 
-from typing import TYPE_CHECKING, Any
+The names are imported on first use, because `MoETrainer` needs accelerate.
+"""
 
-from moecore.integrations.transformers.experts import register_experts
+from typing import TYPE_CHECKING
 
+from moecore.base.lazy_names import make_lazy_getattr
+
+_NAMES = {"experts": "register_experts", "trainer": "MoETrainer"}
 if TYPE_CHECKING:
-    from moecore.integrations.transformers.trainer import MoETrainer
-
-__all__ = ["MoETrainer", "register_experts"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import `MoETrainer` at its first use, because it needs accelerate."""
-    if name != "MoETrainer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from moecore.integrations.transformers.trainer import MoETrainer
-
-    return MoETrainer
+    from moecore.integrations.transformers.experts import register_experts as register_experts
+    from moecore.integrations.transformers.trainer import MoETrainer as MoETrainer
+else:  # type checkers would take any name for granted
+    __all__ = [name for names in _NAMES.values() for name in names.split()]
+    __getattr__ = make_lazy_getattr(__name__, _NAMES)

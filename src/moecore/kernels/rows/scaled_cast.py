@@ -39,6 +39,5 @@ def scaled_cast(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     y = torch.empty_like(x, dtype=dtype)
     on_device, grid = isinstance(scale, Tensor), cdiv(x.numel(), BLOCK)
     args = (x, y, x.numel(), scale.float() if isinstance(scale, Tensor) else scale)
-    constants = dict(ON_DEVICE=on_device, BLOCK=BLOCK, num_warps=NUM_WARPS)
-    launch(_scaled_cast_kernel, grid, *args, **constants)
+    launch(_scaled_cast_kernel, grid, *args, ON_DEVICE=on_device, BLOCK=BLOCK, num_warps=NUM_WARPS)
     return y

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -293,8 +293,9 @@ def select_local_stages(
     staged = request.family.make_staged_model(model)
     bound = staged.stage_parts().bound_layers
     layout = request.pipeline.stages(pp, *count_layers_and_mtp(staged), bound)
-    sizes: Any = dict(pp=pp, chunks=layout.chunks(pp), num_micro_batches=1)
-    rank_of = make_schedule(request.pipeline.schedule, **sizes).rank_of
+    rank_of = make_schedule(
+        request.pipeline.schedule, pp=pp, chunks=layout.chunks(pp), num_micro_batches=1
+    ).rank_of
     check_stage_layout(layout, rank_of, bound, request)
     local_stages = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
     remove_other_stages(staged, local_stages)

@@ -265,8 +265,9 @@ def _make_layout(stage_letters: Sequence[str]) -> PipelineLayout:
     for i, letters in enumerate(stage_letters):
         ends: Any = dict(embedding="E" in letters, loss="L" in letters)
         parsed.append(Stage(index=i, layers=indices("t", i), mtp=indices("m", i), **ends))
-    numbers: Any = dict(num_layers=first["t"][-1], num_mtp_layers=first["m"][-1])
-    return PipelineLayout(stages=tuple(parsed), **numbers)
+    return PipelineLayout(
+        stages=tuple(parsed), num_layers=first["t"][-1], num_mtp_layers=first["m"][-1]
+    )
 
 
 def _format_cell(stage: Stage) -> str:

@@ -203,8 +203,9 @@ class _ScheduleRun:
             hidden.requires_grad_()
         context: AbstractContextManager[Any] = nullcontext()
         if self._offload is not None and torch.is_grad_enabled():
-            options: Any = dict(offloads_last_block=self._offloads_last, resident_input=hidden)
-            context = self._offload.offload_forward(**options)
+            context = self._offload.offload_forward(
+                offloads_last_block=self._offloads_last, resident_input=hidden
+            )
         with context as chunk:
             out = self._pipeline.model(hidden=hidden, stage=stage, **inputs)
         output = None if stage.loss else self._check_output(out.detach(), action)

@@ -3,7 +3,7 @@
     HostPool      a piece of a slab for each saved activation      Offload
     HostCopies    memory by name, the same in every step           StateOffload, TrainingOffload,
                                                                    FrozenOffload, ParamOffload
-    HostSlots     a few slots for chunks of tensors                HostAdamW (`host_step.py`)
+    HostSlots     a few slots for chunks of tensors (`slots.py`)   HostAdamW
 
 The classes on the right are policies: they choose what is copied and when. All memory is allocated
 as slabs, because to pin as much memory as a GPU has takes seconds. torch rounds every pinned
