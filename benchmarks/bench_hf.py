@@ -57,6 +57,7 @@ from moecore import (
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, PrecisionName
 from moecore.families import use_causal_attention
+from moecore.families.transformers.stock import enable_activation_checkpointing
 from moecore.io import init_hf
 from moecore.models import DecoderConfig, flops_per_token, preset
 from moecore.recipes.metrics import Moment
@@ -102,6 +103,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--seq-len", type=int, default=4096)
     add("--warm-up", type=int, default=4, help="steps that do not count")
     add("--timed", type=int, default=8, help="steps that do")
+    add("--checkpointing", action="store_true", help="recompute each layer, as transformers does")
     add("--trace", action="store_true", help="profile one more step of moecore's variants")
     add("--lr", type=float, default=1e-5)
     add("--row-factor", type=float, default=2.0, help="of nvlink, on GPUs")
@@ -120,13 +122,14 @@ def describe(args: argparse.Namespace, config: DecoderConfig) -> Row:
         "batch_size": args.batch_size,
         "seq_len": args.seq_len,
         "row_factor": args.row_factor,
+        "checkpointing": args.checkpointing,
         "flops_per_token": flops_per_token(config, args.seq_len),
     }
 
 
 def build_plain(args: argparse.Namespace, config: Any, meshes: Meshes) -> Any:
     """Return the transformers model with compiled layers as FSDP2 units."""
-    model = make_meta_model(config)
+    model = make_meta_model(config, checkpointing=args.checkpointing)
     policy = MixedPrecisionPolicy(get_compute_dtype(meshes), torch.float32)
     for layer in model.base_model.layers:
         layer.compile(dynamic=False)
@@ -145,7 +148,7 @@ def build_parallel(
     precision: Precision | PrecisionName | None = None,
 ) -> Any:
     """Return the transformers model after parallelize_moe."""
-    model = make_meta_model(config)
+    model = make_meta_model(config, checkpointing=args.checkpointing)
     if causal:
         use_causal_attention(model)
     parallelize_moe(
@@ -185,12 +188,15 @@ VARIANTS: dict[str, Build] = {
 DEFAULT_VARIANTS = ["transformers", "moecore", "moecore+loss"]
 
 
-def make_meta_model(config: Any) -> Any:
+def make_meta_model(config: Any, *, checkpointing: bool) -> Any:
     """Return the transformers model in fp32 on the meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if checkpointing:
+        enable_activation_checkpointing(model)
+    return model
 
 
 def get_compute_dtype(meshes: Meshes) -> torch.dtype:

@@ -22,8 +22,9 @@ is the slowest rank's. Power and clock are rank 0's, means over those steps. TFL
 per active parameter and causal attention (`models/size.py`); the ceiling is a large square bf16
 product of the same run, on warm GPUs, whatever `--precision` is. Rank 0 prints the row and, if one
 with the same arguments is committed, that one beside it; `--results` appends it to
-<folder>/<day>-<gpu>.jsonl. `over_bf16` is the rate over that of the run without `--precision`
-and `--fp8-head`, which `--against-bf16` makes just before in the same process.
+<folder>/<day>-<gpu>.jsonl. `over_bf16` is the rate over that of the run without `--precision`,
+`--fp8-head`, `--fp8-param-gather` and `--fp8-dispatch`, which `--against-bf16` makes just before in
+the same process.
 
 `--checks N` measures the cost of a run's checks instead: N pairs of blocks of `--timed` steps, of
 which one block has hang watch, phase times, [skip_spikes] and report (metrics, alarms, goodput),
@@ -180,7 +181,9 @@ def free_memory() -> None:
 
 def list_runs(own: argparse.Namespace, args: TrainConfig) -> list[TrainConfig]:
     """Return the arguments of each run; with --against-bf16 a run without FP8 is first."""
-    bf16 = dataclasses.replace(args, precision=None, fp8={})
+    fsdp = dataclasses.replace(args.fsdp, fp8_param_gather=False)  # which bf16 weights refuse
+    sharding = dataclasses.replace(args.sharding, fp8_dispatch=False)
+    bf16 = dataclasses.replace(args, precision=None, fp8={}, fsdp=fsdp, sharding=sharding)
     return [bf16, args] if own.against_bf16 else [args]
 
 
