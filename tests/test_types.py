@@ -18,7 +18,7 @@ from moecore.io import save
 
 meshes = build_meshes(ParallelConfig(ep=1), "cpu")
 memory = MemoryOptions(recompute="gemm_last")
-model: nn.Module = parallelize_moe(nn.Linear(2, 2), meshes, memory=memory, loss="mean")
+model: nn.Linear = parallelize_moe(nn.Linear(2, 2), meshes, memory=memory, loss="mean")
 save("run", 1, model, None, keep=2)
 parallelize_moe(model, meshes, memry=memory)  # planted
 ParallelConfig(ep="all")  # planted

@@ -52,11 +52,12 @@ from moecore.train.phases import (
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @share_call_errors
 def parallelize_moe(
-    model: nn.Module,
+    model: Model,
     meshes: Annotated[Meshes | None, "pass build_meshes(ParallelConfig(...))"] = None,
     *,
     dispatch: DispatcherName | DispatchOptions = "auto",
@@ -71,7 +72,7 @@ def parallelize_moe(
     loss: LossConvention = "mean",
     pipeline: PipelineConfig | None = None,
     adapters: Annotated[Mapping[type, Adapter] | None, ADAPTER_FIX] = None,
-) -> nn.Module:
+) -> Model:
     """Shard a model over the dense and the expert mesh, in place, and return it. Collective.
 
     Parameters become DTensors with unchanged names and global shapes. The model may be on the meta

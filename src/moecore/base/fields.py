@@ -202,6 +202,7 @@ def _make_check(hint: Any) -> _ValueCheck:
 
 def _make_plain_check(hint: Any, bounds: list[Bound]) -> _ValueCheck:
     """Return the check for an annotation without `Annotated`; `bounds` limit a number."""
+    hint = hint.__bound__ if isinstance(hint, typing.TypeVar) else hint
     origin, args = get_origin(hint), get_args(hint)
     if hint in MAX_ABS:
         return _make_number_check(hint, bounds)
