@@ -101,7 +101,8 @@ def test_the_page_names_these_families() -> None:
 
 def muse_spark_experts() -> Any:
     """Return experts with a norm of each expert's output."""
-    module = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
+    name = "transformers.models.muse_spark.modeling_muse_spark"
+    module = pytest.importorskip(name, reason="transformers 5.17 has no Muse Spark")
     sizes = dict(num_local_experts=8, moe_hidden_size=32, moe_intermediate_size=16)
     return module.MuseSparkExperts(SimpleNamespace(hidden_act="silu", post_norm_eps=1e-6, **sizes))
 

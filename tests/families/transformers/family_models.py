@@ -178,7 +178,8 @@ def model_class(family: str) -> Any:
     """Return the class with a language model's head, or the first with another."""
     if family in CHANGED and Version(transformers.__version__) < Version("5.23"):
         pytest.skip(f"{family} of transformers {transformers.__version__} {CHANGED[family]}")
-    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    reason = f"transformers {transformers.__version__} has no {family}"
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}", reason=reason)
     for head in HEADS:
         for name, value in vars(module).items():
             own = inspect.isclass(value) and value.__module__ == module.__name__
