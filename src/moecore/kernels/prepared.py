@@ -60,7 +60,7 @@ INT32 = "-2147483648 <= {0} <= 2147483647"
 
 
 class Descriptor:
-    """Base class of TMA descriptors, which contain a tensor's address but do not refer to it."""
+    """Base class of TMA descriptors, which have a tensor's address, but no reference to it."""
 
     kind: int  # number of the dtype, block and layout, for which kernels are compiled
     _encoded: tuple[Any, ...] | None = None
