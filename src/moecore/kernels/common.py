@@ -69,8 +69,8 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def can_use_kernel(*tensors: Tensor) -> bool:
     """Return whether Triton kernels can run on these tensors: on CUDA, or interpreted on a CPU.
 
-    In a dry run, meta tensors may stand for CUDA tensors. Then the result is True if autograd is
-    enabled (custom ops need no kernel) or if launches are recorded.
+    For meta tensors that stand for CUDA tensors in a dry run, the result is True if autograd is
+    enabled or if launches are recorded.
     """
     if tensors[0].is_meta:
         return meta_settings.is_gpu and (

@@ -132,7 +132,7 @@ def launch_prepared(
 def store_launch(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled_kernel: Any
 ) -> None:
-    """Cache `compiled_kernel`, launched by Triton, for `launch_prepared`, if it is supported."""
+    """Cache `compiled_kernel`, which Triton launched, for `launch_prepared`, if supported."""
     if (
         not (IS_SUPPORTED and _has_no_launch_hooks(kernel))
         or type(compiled_kernel) is not CompiledKernel

@@ -170,7 +170,7 @@ class DocumentCost(CheckedRecord):
 
         quadratic = 2 h d / F       linear = 2 P / F       exchange = 4 k d / B
 
-    The defaults are for Qwen3-30B-A3B on H200 with 200 GB/s between GPUs, divided by `quadratic`.
+    The defaults are for Qwen3-30B-A3B on H200 with 200 GB/s between GPUs, scaled to `quadratic` 1.
 
     Attributes:
         quadratic: time of causal attention per squared token.

@@ -66,7 +66,7 @@ def schedule_documents(
     cost: DocumentCost | MeasuredCost = DEFAULT_COST,
     num_labels: Lengths | None = None,
 ) -> DocumentSchedule:
-    """Return a schedule that assigns each document of a global batch to a round and a group.
+    """Return a schedule that assigns each document of a global batch to a round and a rank group.
 
     Each document is in one micro-batch, and each rank has one micro-batch per round. The function
     is deterministic and does not communicate: every rank computes the same schedule. Rounds are

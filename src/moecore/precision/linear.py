@@ -75,7 +75,7 @@ class InputCastCache:
     def get_operands(self, x: Tensor, user: Any, recipe: Recipe, columnwise: bool) -> OperandPair:
         """Return x quantised for forward and, if `columnwise`, for the weight gradient.
 
-        x is quantised again if it has changed, or if the linear `user` has already read the cache.
+        x is quantised again if it has changed, or if the linear `user` has read the cached result.
         """
         operands, version = self._operands, sum_version_counters(x)
         is_hit = self._input is not None and self._input() is x and self._version == version

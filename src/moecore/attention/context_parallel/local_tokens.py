@@ -178,7 +178,7 @@ class ChunkLayout:
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
-    """The process groups of this rank for context parallelism (cp): all, all-to-all and ring."""
+    """This rank's process groups of context parallelism (cp): all cp ranks, all-to-all, ring."""
 
     group: dist.ProcessGroup
     # consecutive ranks of `group` that exchange heads for tokens; None = no all-to-all

@@ -322,7 +322,7 @@ def combine_rows(
         slots_SN: int32, contiguous, the rows of y_RD to add for each received row, -1 = none.
         choices: contiguous fp32 [R], gradients of expert rows' routing weights, and int32 [S, K],
             the expert row of each token's k-th expert. The tokens' ranks receive the gradients.
-        has_sums: y_RD has the sums per received row, [S, D], which `copy_sums_to_peers` has sent.
+        has_sums: whether y_RD has sums per received row [S, D], sent by `copy_sums_to_peers`.
 
     Returns:
         Sums [T, D], zero for a token sent to no rank; gradients of weights [T, K] fp32 or None.

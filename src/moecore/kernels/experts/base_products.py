@@ -85,7 +85,7 @@ class Products(Protocol):
     def prepare_output_grad(
         self, dy: Any, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> Any:
-        """Return `dy`, the gradient of FC2's output, in the format that the methods below read.
+        """Return `dy`, the gradient of FC2's output, in the format that the other methods read.
 
         `dy` is a tensor, or FP8 `Rows` if `accepts_packed_grads`, with a row per token or
         (`has_expert_rows`) per expert row. `grad_flags` are the gradients that backward computes.

@@ -49,7 +49,7 @@ def amax_parts_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the amax of every PARTS-th tile of a matrix, from tile i on in program i."""
+    """Program i writes the largest magnitude in the tiles i, i + PARTS, i + 2 * PARTS, ..."""
     part, matrix = tl.program_id(0), tl.program_id(1)
     num_rows = T
     if ends_ptr is not None:

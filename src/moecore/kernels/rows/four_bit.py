@@ -90,7 +90,7 @@ def quantise(x: Tensor, kind: FrozenFormat) -> Blocks:
 
     K must be divisible by the number of values per scale. NF4 multiplies by the reciprocal of the
     scale. MXFP4's scale is 2^(floor(log2(max |x|)) - 2), which preserves values that are already
-    MXFP4. Zeros have the scale 0 or 2^-127.
+    MXFP4. The scale of zeros is 0 (NF4) or 2^-127 (MXFP4).
     """
     fmt = FORMATS[kind]
     x_GV = x.float().unflatten(-1, (-1, fmt.group))
