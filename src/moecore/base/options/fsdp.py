@@ -25,17 +25,18 @@ class FSDPOptions(CheckedRecord):
             "optim_grads" (2): each micro-batch reduces gradients. "optim_grads_params" (3): weights
             are also resharded after each forward and backward.
         experts_strategy: ZeRO stage of routed experts; None = `dense_strategy`. For experts that
-            one rank owns, "optim_grads_params" frees their cast copies after each use.
-        embedding_strategy: ZeRO stage of embedding, final norm, head, and routers in their own
-            dtype.
+            are not sharded over data ranks, "optim_grads_params" frees cast copies after each use.
+        embedding_strategy: ZeRO stage of embedding, final norm, head, and routers whose dtype
+            differs from `param_dtype`.
         prefetch_blocks: number of blocks whose all-gathers are prefetched; 0 = no prefetch, so that
             compute does not hide the all-gathers.
         blocks_per_unit: blocks that are all-gathered and reduced together, with fewer and larger
             collectives and more memory. The experts of each layer remain a separate unit.
-        fp8_param_gather: all-gather weights in the FP8 format of their products: a half of the
-            bytes of bf16, with "nvfp4" a quarter. Only for "blockwise", "tensorwise" and "nvfp4".
+        fp8_param_gather: all-gather weights in the FP8 format of their matrix products: half the
+            bytes of bf16 (a quarter with "nvfp4"). Only for recipes "blockwise", "tensorwise" and
+            "nvfp4".
         nccl_ub: register the buffers of all-gathers and reduce-scatters with NCCL (user buffers),
-            so that its kernels need fewer SMs. Needs NCCL, and parameters that several ranks shard.
+            so that its kernels need fewer SMs. Requires NCCL and sharded parameters.
             The gradient sums of all units then stay allocated.
     """
 
