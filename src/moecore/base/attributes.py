@@ -161,7 +161,7 @@ def describe_function(
     """Return a callable's qualified name, with a hash of its code if it is a nested function.
 
     An object without a qualified name is described by its class name. If `reads_data`, the hash
-    covers the tensors, lists, sets and mappings in the closure. `depth` limits recursion.
+    covers the tensors, lists, sets and mappings in the closure. `depth` = nesting of `value`.
     """
     name = getattr(value, "__qualname__", None)
     if not isinstance(name, str):

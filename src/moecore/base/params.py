@@ -103,14 +103,14 @@ def make_grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ..
 
 
 def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
-    """Fill with N(0, std^2), determined by `key`, `seed` and device type, not by the sharding."""
+    """Fill with N(0, std^2) values that depend on `key`, `seed`, device type, but not sharding."""
     # A generator seeded by (seed, key, block) draws each block of about `BLOCK_NUMEL` values along
     # dim 0 of the global tensor. A rank draws only the blocks of its shard.
     _fill_shard(param, key, seed, lambda values, g: values.normal_(0.0, std, generator=g))
 
 
 def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> None:
-    """Fill with U(-bound, bound) values, which are determined as in `init_normal_`."""
+    """Fill with U(-bound, bound) values that depend on `key`, `seed`, device type, not sharding."""
     _fill_shard(param, key, seed, lambda values, g: values.uniform_(-bound, bound, generator=g))
 
 
@@ -147,7 +147,10 @@ def _fill_shard(
 
 
 def compute_global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
-    """Return a shard's global indices per dim, sorted int64 on CPU; `coordinate` None = this rank."""
+    """Return the global indices of a shard per dim, sorted int64 on the CPU.
+
+    `coordinate` is a rank's position in the mesh; None = this rank.
+    """
     # Example: [8] over (edp_shard=2, ep=2) with placements (_StridedShard(0, split_factor=2),
     # Shard(0)): ep splits first, so rank (edp 1, ep 0) holds [2, 3].
     indices = [torch.arange(n, device="cpu") for n in param.shape]

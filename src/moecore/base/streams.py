@@ -204,7 +204,7 @@ class HostCopyOfTensor:
 
 
 def start_host_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
-    """Start to copy one-element GPU tensors; return a function that waits for all, {key: value}."""
+    """Start to copy one-element GPU tensors; return a function that waits for {key: value}."""
     on_gpu = {key: x for key, x in values.items() if isinstance(x, Tensor) and x.is_cuda}
     if not on_gpu:
         return lambda: dict(values)

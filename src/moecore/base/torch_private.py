@@ -291,7 +291,7 @@ def apply_tensor_hooks(param: Tensor, grad: Tensor) -> Tensor:
 
 
 def call_accumulate_hooks(param: Tensor) -> None:
-    """Call the parameter's `register_post_accumulate_grad_hook` hooks outside of a backward."""
+    """Call a parameter's `register_post_accumulate_grad_hook` hooks, as autograd would do."""
     for hook in (param._post_accumulate_grad_hooks or {}).values():
         hook(param)
 

@@ -98,14 +98,14 @@ class Reruns:
 
     @contextmanager
     def watch_shortages(self, reaction: Watch) -> Iterator[None]:
-        """Return a context in which a step with rows above a capacity is repeated or skipped."""
+        """Return a context in which excess rows repeat ("reruns") or skip ("skips") the step."""
         with ExitStack() as stack:
             for capacity in self._capacities:
                 stack.enter_context(capacity.watch_shortages(reaction))
             yield
 
     def raise_visible_errors(self, *, skips: bool) -> None:
-        """Raise an error that has reached the host, except excess rows if `skips`. No host sync."""
+        """Raise an ExchangeError that is already on the host; if `skips`, not for excess rows."""
         for capacity in self._capacities:
             capacity.end_step(skips=skips)
 

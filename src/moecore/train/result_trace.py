@@ -53,7 +53,7 @@ class ResultTrace:
         self.places.append(place)
 
     def record_activations(self, place: str, values: Any) -> None:
-        """Append checksums of nested floating tensors, and in backward of their gradients."""
+        """Append checksums of nested floating point tensors, and of their gradients in backward."""
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 phase = "backward" if is_inside_backward() else "forward"  # backward recomputes

@@ -41,7 +41,7 @@ class SpikeOptions(CheckedRecord):
 
 
 class SpikeLimit:
-    """The limit of the next gradient norm; `norms`: fp64 [window], oldest first, nan = no step yet."""
+    """Limit of the next gradient norm, from `norms`: fp64 [window], oldest first, nan = no step."""
 
     def __init__(self, options: SpikeOptions, device: torch.device) -> None:
         self.options = options

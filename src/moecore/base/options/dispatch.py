@@ -29,7 +29,7 @@ class NVLinkOptions(CheckedRecord):
     Attributes:
         max_tokens: maximum tokens per rank in one forward; None = the maximum over ranks in the
             first forward. If a rank has more, `TrainStep.forward_backward` repeats the step, as
-            with `row_factor`. Otherwise an error is raised.
+            with `row_factor`; any other caller gets an error.
         row_factor: capacity for expert rows per rank, relative to balanced routing of `max_tokens`
             on every rank. "exact": the received number, with one host sync per dispatch; not in
             CUDA graphs. None: capacity for any routing. If a rank receives more than a numeric
@@ -38,8 +38,8 @@ class NVLinkOptions(CheckedRecord):
             CUDA graph skip the step on every rank without a sync; the graph is captured again. A
             step without optimizer and `clip()` raises an error. In evaluation, rows are dispatched
             by all-to-all if the factor is a number, so any routing fits.
-        overlap_weight_grads: copy engines return the tokens' gradients to their ranks while the
-            experts compute their weight gradients.
+        overlap_weight_grads: the GPU's copy engines return token gradients to the tokens' ranks
+            while the experts compute weight gradients.
         keep_rows: save the received rows for backward. False: backward dispatches the tokens a
             second time; requires expert_backend "triton" or "torch", without biases.
         timeout_s: seconds that a rank waits for other ranks before it raises an error.

@@ -17,8 +17,8 @@ class FSDPOptions(CheckedRecord):
 
     Attributes:
         param_dtype: dtype of compute and all-gathers: fp32, bf16, or fp16 with a loss scale
-            (`TrainStep(loss_scale=...)`); None = the dtype of the parameters. Routers, and names
-            that a transformers class keeps in fp32, keep their dtype.
+            (`TrainStep(loss_scale=...)`); None = the dtype of the parameters. Routers, and
+            parameters that a transformers class keeps in fp32, keep their dtype.
         reduce_dtype: dtype in which gradients are reduced, fp32 or bf16.
         dense_strategy: ZeRO stage of blocks. "no_shard" (0): gradients are all-reduced. "optim"
             (1): a step has one all-gather and one reduction for all its micro-batches.
@@ -36,8 +36,8 @@ class FSDPOptions(CheckedRecord):
             bytes of bf16 (a quarter with "nvfp4"). Only for recipes "blockwise", "tensorwise" and
             "nvfp4".
         nccl_ub: register the buffers of all-gathers and reduce-scatters with NCCL (user buffers),
-            so that its kernels need fewer SMs. Requires NCCL and sharded parameters.
-            The gradient sums of all units then stay allocated.
+            so that NCCL's kernels need fewer SMs. Requires NCCL and sharded parameters. The
+            gradient sums of all units then stay allocated.
     """
 
     param_dtype: (

@@ -51,10 +51,10 @@ LIMITED_ACTIVATIONS = ("clamped_swiglu", "limited_swiglu", "situ_glu")
 class BalanceConfig(CheckedRecord):
     """Load balancing: auxiliary losses and the expert bias. The defaults do not balance.
 
-    The balance loss is `coef * E * sum_e(f_e * p_e)`. `f_e` is the share of (token, expert)
-    assignments of expert e and `p_e` its mean score, so balanced routing gives `coef`. The three
-    coefficients differ in the tokens over which `f_e` is counted, and can be combined. With an
-    expert bias or groups, `f_e` counts each token's K best scores, not its selected experts.
+    The balance loss of E experts is `coef * E * sum_e(f_e * p_e)`. `f_e` is the share of (token,
+    expert) assignments of expert e and `p_e` its mean score, so balanced routing gives `coef`. The
+    three coefficients differ in the tokens over which `f_e` is counted, and can be combined. With
+    an expert bias or groups, `f_e` counts each token's top_k best scores, not its selected experts.
 
     Attributes:
         micro_batch_coef: coefficient of the loss over the tokens of a data rank's micro-batch.
@@ -107,9 +107,9 @@ class BalanceConfig(CheckedRecord):
 class CapacityConfig(CheckedRecord):
     """Expert capacity, and which (token, expert) assignments, called choices, are dropped.
 
-    An expert receives at most C = ceil(factor * N * K / E) of the N tokens in a data rank's
-    micro-batch, without padding, counted over its tp ranks. A dropped choice adds nothing to the
-    token's output. The weights of the remaining choices do not change.
+    An expert receives at most C = ceil(factor * N * top_k / num_experts) tokens. N is the number of
+    tokens without padding in a data rank's micro-batch, over its tp ranks. A dropped choice adds
+    nothing to the token's output. The weights of the remaining choices do not change.
 
     Attributes:
         factor: capacity relative to balanced routing in training; 1.0 = exactly balanced.
@@ -367,7 +367,7 @@ class MoEConfig(CheckedRecord):
 
     @property
     def counts_best_scores(self) -> bool:
-        """Whether balance losses count each token's K best scores, not its selected experts."""
+        """Whether balance losses count each token's top_k best scores, not its selected experts."""
         has_altered_choice = self.expert_bias or self.top_groups < self.num_groups
         return has_altered_choice and self.balance.needs_counts_loss
 

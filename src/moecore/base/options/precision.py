@@ -59,7 +59,7 @@ class Recipe(CheckedRecord):
         power_of_two: round scales up to powers of two. For "nvfp4" only the fp32 scale is rounded;
             scales of "mxfp8" are always powers of two.
         grad_format: format of output gradients; activations and weights are always "e4m3". "e5m2"
-            reaches 57344 with two bits of mantissa ("hybrid"); "blockwise" does not allow it.
+            has two mantissa bits and a maximum of 57344, only for "rowwise" and "tensorwise".
         amax_history: 0 = the scale is computed from the tensor's maximum (recommended). n = delayed
             scaling for "tensorwise", from the maximum of the last n steps: no extra pass over the
             tensor, but larger values are clipped. All experts of a layer share one history.
@@ -67,8 +67,8 @@ class Recipe(CheckedRecord):
             dtype, "fp8" = 1 x 128 blocks ("blockwise" only). "auto" = "fp8" if allowed. For "mxfp8"
             and "nvfp4" the field also applies to FC1's input. "auto" then saves both in the format
             of the recipe, in blocks along a row, if `power_of_two`.
-        hadamard: for "nvfp4": apply a random Hadamard transform to 16 tokens of both operands of a
-            weight gradient before quantisation, which spreads outliers.
+        hadamard: for "nvfp4": apply a random Hadamard transform over groups of 16 tokens to both
+            operands of a weight gradient before quantisation, which spreads outliers.
         stochastic_rounding: for "nvfp4": round gradients stochastically, so that their mean is
             unbiased. The random bits depend only on an element's position and value.
         backend: the library that quantises and multiplies: "moecore", or "te" = Transformer Engine
@@ -149,7 +149,7 @@ class Recipe(CheckedRecord):
 
     @property
     def activation_block(self) -> Block:
-        """(rows, columns) per scale in activations, gradients; None = all. Columns are summed."""
+        """(rows, summed columns) that share a scale in activations and gradients; None = all."""
         return ACTIVATION_BLOCKS[self.scaling]
 
     @property
@@ -215,8 +215,8 @@ class Precision(CheckedRecord):
             (its projections).
         overrides: pairs of an `fnmatch` pattern for qualified module names and a recipe; None = no
             FP8. The first pattern that matches a module is used, also for roles not in `roles`.
-        only_faster: routed experts keep their dtype where FP8 was measured to be slower or has no
-            kernel; a log line gives the reason. By default such experts are an error.
+        only_faster: routed experts keep their dtype if FP8 was measured to be slower or has no
+            kernel; a log line gives the reason. By default, a missing kernel is an error.
         fp8_head: run the head's three products of the chunked loss (`linear_cross_entropy`) in FP8,
             in the "blockwise" recipe. Returned logits and log-probabilities are not affected.
         frozen: 4-bit format in which frozen routed experts are stored: "nf4" or "mxfp4". Their

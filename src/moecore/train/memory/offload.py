@@ -244,7 +244,7 @@ class Offload(SavedStorages):
 def wrap_forward(
     module: nn.Module, function: Callable[..., Any], *bound_args: Any
 ) -> Callable[[], None]:
-    """Replace forward by `function(forward, *bound_args, args, kwargs)`; return a call to undo."""
+    """Replace forward by function(forward, *bound_args, args, kwargs); return an undo function."""
     instance_forward, forward = vars(module).get("forward"), module.forward
     # A partial of bound methods: the deep copy of a module gets a forward of its own.
     wrapped = partial(_call_unless_compiled, function, forward, bound_args)
@@ -258,7 +258,7 @@ def call_in_context(
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return `forward(*args, **kwargs)`, called in `context()`: a `function` of `wrap_forward`."""
+    """Return `forward(*args, **kwargs)`, called in `context()`; a `function` for `wrap_forward`."""
     with context():
         return forward(*args, **kwargs)
 

@@ -91,7 +91,7 @@ class ParamOffload:
 def offload_params(
     engine: UnitEngine, device: torch.device, *, memory_device: torch.device | None = None
 ) -> None:
-    """Move the shards of an engine's units to host memory, in place; `device` computes.
+    """Move the shards of an engine's units to host memory, in place; `device` runs the compute.
 
     The memory is pinned for copies to `memory_device`; None = the device of the shards. Shards on
     meta stay on meta if it is None, otherwise they become uninitialised host memory. Raises

@@ -85,7 +85,7 @@ class TrainingOffload:
 
     @torch.no_grad()
     def offload(self, selection: PartOrAll = "all") -> None:
-        """Free the device memory of one part or of all parts; offloaded parts are skipped.
+        """Free device memory of "weights", "grads", "optimizer", "buffers" or "all" of these parts.
 
         Raises:
             ValueError: within a step; while a `GraphedForwardBackward` of the model is captured;
@@ -115,7 +115,7 @@ class TrainingOffload:
 
     @torch.no_grad()
     def onload(self, selection: PartOrAll = "all") -> None:
-        """Move one part or all parts back to the device; work of its current stream may then run.
+        """Move one part or "all" back to the device, in the order of its current stream.
 
         Raises:
             torch.OutOfMemoryError: when device memory is insufficient. Storages that were moved

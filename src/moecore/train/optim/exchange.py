@@ -76,7 +76,7 @@ class MatrixBlock(NamedTuple):
 class ExchangeRound:
     """This rank's part of two all-to-alls: matrices to the ranks that step them, and updates back.
 
-    `sends[r]` and `returns[r]` are sent to group rank r, `receives[r]` and `results[r]` received.
+    Group rank r is sent `sends[r]` and `returns[r]`; it sends `receives[r]` and `results[r]`.
     """
 
     params: list[int]  # indices of the exchanged parameters

@@ -107,7 +107,7 @@ class MatrixLayout(CheckedRecord):
     def list_parts(
         self, param: Tensor, coordinate: Sequence[int] | None = None
     ) -> list[MatrixPart]:
-        """Return a `MatrixPart` per section; `coordinate` (rank in the mesh) None = this rank."""
+        """Return a `MatrixPart` per section, of the rank at `coordinate` (None = this rank)."""
         indices = compute_global_indices(param, coordinate)
         if len(indices) == 2:
             indices = [torch.arange(1, device="cpu"), *indices]
@@ -334,7 +334,7 @@ def _find_fused_cut(parent: Any, linear_name: str, num_rows: int) -> MatrixCut |
 
 
 def compute_lr_factor(layout: MatrixLayout, shape: tuple[int, int], adjust_lr_fn: str) -> float:
-    """Return Muon's factor on lr for a matrix of `shape` (rows, columns): `Muon.adjust_lr_fn`."""
+    """Return Muon's factor on lr for a matrix of `shape` (rows, columns), by `adjust_lr_fn`."""
     if adjust_lr_fn == "match_rms_adamw":
         return float(0.2 * max(shape) ** 0.5)
     outputs, inputs = reversed(shape) if layout.transposed else shape

@@ -46,7 +46,7 @@ class WidthRates:
 
     @torch.no_grad()
     def scale_weights(self, model: nn.Module) -> None:
-        """Multiply initial weights by their factors in place; ValueError if one has no factor."""
+        """Multiply initial weights by their factors; ValueError for a weight without a factor."""
         rates = [(p, self._get_rate(clean_name(name), p)) for name, p in model.named_parameters()]
         for param, rate in rates:
             if rate is not None:
