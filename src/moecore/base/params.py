@@ -103,14 +103,14 @@ def make_grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ..
 
 
 def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
-    """Fill with N(0, std^2) values that depend on `key`, `seed`, device type, but not sharding."""
+    """Fill `param` with N(0, std^2); values depend on `key`, `seed`, device type, not sharding."""
     # A generator seeded by (seed, key, block) draws each block of about `BLOCK_NUMEL` values along
     # dim 0 of the global tensor. A rank draws only the blocks of its shard.
     _fill_shard(param, key, seed, lambda values, g: values.normal_(0.0, std, generator=g))
 
 
 def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> None:
-    """Fill with U(-bound, bound) values that depend on `key`, `seed`, device type, not sharding."""
+    """Fill `param` with U(-bound, bound); values depend on the arguments of `init_normal_`."""
     _fill_shard(param, key, seed, lambda values, g: values.uniform_(-bound, bound, generator=g))
 
 

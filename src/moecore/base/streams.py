@@ -38,7 +38,7 @@ class Stream(Protocol):
 
 
 class DryStream:
-    """A dry run's stream (a step on meta): numbers of operations that its next one waits for."""
+    """Stream of a dry run (a step on meta): the operations that its next operation waits for."""
 
     def __init__(self, queues: DryQueues) -> None:
         self._queues = queues

@@ -153,7 +153,7 @@ def multiply_quantised_experts(
     *,
     accumulates: bool = False,  # add to `out`
 ) -> None:
-    """Write each expert's matrix product (`multiply_quantised`) to `out`; `accumulates` adds it.
+    """Write each expert's matrix product (`multiply_quantised`) to `out`; if `accumulates`, add it.
 
     `out` is a list of one tensor with all experts' rows, or for "NT" of one matrix per expert.
     """

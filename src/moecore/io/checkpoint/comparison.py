@@ -65,7 +65,7 @@ def compare_checkpoint(
     *,
     cast: bool,
 ) -> tuple[ModelView, Comparison]:
-    """Return the model's `ModelView`, and its differences from a checkpoint. Collective."""
+    """Return the `ModelView`, and the `Comparison` of all objects with a checkpoint. Collective."""
 
     def collect_part() -> tuple[ModelView, StagePart]:
         view = ModelView(model)

@@ -231,7 +231,7 @@ def connect_host_memory(num_copies: Count = 2) -> None:
 
 
 def find_complete(root: AnyPath) -> AnyPath | None:
-    """Return the latest checkpoint of `root` if all its files exist, else None."""
+    """Return the latest checkpoint of `root` if all its files exist, otherwise None."""
     path = latest(root)
     if path is None:
         return None

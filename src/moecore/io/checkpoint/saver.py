@@ -196,7 +196,7 @@ class Saver:
             future.result()
 
     def close(self) -> None:
-        """Wait for a background save, and free all resources. Collective; OSError if it failed."""
+        """Wait for a background save (OSError if the save failed); free resources. Collective."""
         if self._closed:
             return
         self._closed = True

@@ -38,7 +38,7 @@ logger = logging.getLogger("moecore.io")
 
 
 class Meter:
-    """Counts read or written bytes of all threads; calls `progress(bytes done, bytes expected)`."""
+    """Counts this rank's read or written bytes; calls `progress(bytes done, bytes expected)`."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress, self._lock = progress, Lock()

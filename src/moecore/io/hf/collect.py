@@ -90,7 +90,10 @@ class LocalPart(NamedTuple):
 
 
 class PartOwners:
-    """Full shapes and dtypes, and the ranks of each distinct shard, of all ranks. Collective."""
+    """Shapes and dtypes of all ranks' full tensors, and the ranks of each distinct shard.
+
+    Construction, with this rank's tensors by name, is collective.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         parts = run_and_share_errors(

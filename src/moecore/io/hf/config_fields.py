@@ -204,7 +204,7 @@ class Fields:
 
 
 def read_grouped_attention(fields: Fields) -> dict[str, Any]:
-    """Return DecoderConfig arguments: `read_sizes`, and rotary grouped-query attention."""
+    """Return the DecoderConfig arguments of `read_sizes` and of rotary grouped-query attention."""
     heads, rope = read_sizes(fields), fields.read_rope()
     head_dim, rotary_fraction = heads["head_dim"], rope["partial_rotary_factor"]
     rotates_all = "partial_rotary_factor" not in fields.family.defaults

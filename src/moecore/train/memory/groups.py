@@ -37,7 +37,11 @@ class HandleCounts:
         return self.backward_idx
 
     def count_unpack(self, backward_idx: int) -> tuple[int, bool]:
-        """Count an unpacked handle; return its next backward's index, and if this one ended."""
+        """Count an unpack of a handle in backward `backward_idx`.
+
+        Returns the index of the next backward that can unpack the handle, and whether all handles
+        of the current backward are now unpacked.
+        """
         if backward_idx != self.backward_idx:
             return backward_idx, False
         self.remaining -= 1

@@ -145,7 +145,7 @@ Overrides = Annotated[
 
 
 class Decision(NamedTuple):
-    """The optimizer of a parameter, Muon (with its layout) or AdamW (None), and the reason."""
+    """A parameter, its `MatrixLayout` if Muon steps it (None = AdamW steps it), and the reason."""
 
     param: nn.Parameter
     layout: MatrixLayout | None
