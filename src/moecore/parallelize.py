@@ -81,14 +81,14 @@ def parallelize_moe(
     Args:
         model: any module; its routed experts use the expert mesh, other parameters the dense mesh.
         meshes: the result of `build_meshes`; None = meshes over all ranks (`choose_meshes`).
-        dispatch: name or options of the dispatcher; "auto" = chosen by the hardware.
+        dispatch: name or options of the dispatcher; "auto" chooses one that the hardware supports.
         expert_backend: implementation of the experts' matrix products, see `moe/backends.py`.
         memory: activations to recompute or offload; None = all saved activations stay on the GPU.
-        dense: compile, CUDA graphs and overlap of attention, norms and shared experts; None = none.
+        dense: compilation, CUDA graphs and overlap of attention, norms, shared experts; None = off.
         moe: fields of `MoEConfig` for every MoE layer; other fields keep the layer's values.
-        context: how attention communicates between cp ranks; None = chosen by the heads.
+        context: how attention communicates between cp ranks; None = the defaults.
         indexer: how indexers of sparse attention are trained; None = they are not trained.
-        precision: which products run in FP8, and the format of frozen experts; None = no FP8.
+        precision: the modules that run in FP8, and the format of frozen experts; None = no FP8.
         fsdp: how parameters are sharded and all-gathered; None = the defaults.
         loss: "mean" over a rank's tokens, or "sum" divided by the global number of tokens.
         pipeline: stages of the pp ranks, which `TrainStep.forward_backward` runs.

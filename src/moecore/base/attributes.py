@@ -53,7 +53,7 @@ def list_attribute_entries(named_modules: Iterable[tuple[str, nn.Module]]) -> di
     """Return path -> description of each attribute that can change a module's results.
 
     `named_modules` are (path, module) pairs. A config object or dataclass has one entry per field.
-    Descriptions are equal between ranks if their `repr` is equal.
+    Descriptions are compared by their `repr`.
     """
     entries: dict[str, Any] = {}
     records: dict[int, dict[str, Any]] = {}  # modules of one model share their config
@@ -122,7 +122,7 @@ def _read_field(record: Any, name: str) -> Any:
 
 
 def describe_value(value: Any, depth: int = 0) -> Any:
-    """Return a description of a value; ranks with equal values get descriptions of equal `repr`."""
+    """Return a description of a value, whose `repr` is equal on ranks with equal values."""
     if isinstance(value, str) and DEVICE.fullmatch(value):
         return Verbatim("a device")
     if value is None or type(value) in ATOMS or isinstance(value, torch.dtype):
@@ -160,8 +160,8 @@ def describe_function(
 ) -> Verbatim:
     """Return a callable's qualified name, with a hash of its code if it is a nested function.
 
-    A callable object without a name is described by the name of its class. Tensors, lists, sets and
-    mappings in a closure are part of the hash if `reads_data`.
+    An object without a qualified name is described by its class name. If `reads_data`, the hash
+    covers the tensors, lists, sets and mappings in the closure. `depth` = nesting of `value`.
     """
     name = getattr(value, "__qualname__", None)
     if not isinstance(name, str):

@@ -1,7 +1,7 @@
 """Options of a command: the fields of its dataclass and of nested dataclasses (tables in TOML).
 
-`list_options` returns one `CommandOption` for each flag. `moecore.recipes.parser` reads flags and
-TOML files with this list.
+`list_options` returns one `CommandOption` for each flag. `moecore.recipes.parser` parses flags and
+TOML files by this list.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class UsageError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Metadata of an `Annotated` field with a dataclass: how its fields become options."""
+    """Annotation metadata of a field that is a dataclass: how its fields become options."""
 
     record: type | None = None  # the dataclass; None = the annotated type
     without: tuple[str, ...] = ()  # names of fields that are not options
@@ -35,7 +35,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spelling:
-    """Metadata of an `Annotated` field: how the command line spells the option of this field."""
+    """Annotation metadata of a field: how the command line spells the option of this field."""
 
     is_positional: bool = False  # whether the option is a word without a flag
     alias: str | None = None  # a second name of the field, as a flag and as a key
@@ -63,7 +63,7 @@ class CommandOption(NamedTuple):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flag and its alias, if there is an alias, without hyphens in front."""
+        """The flag, and its alias if there is one, without leading hyphens."""
         alias = self.spelling.alias
         return (self.flag,) if alias is None else (self.flag, make_flag_name(alias))
 
@@ -79,7 +79,7 @@ def make_internal_field(default: Any) -> Any:
 
 
 def make_unsaved_field(default: Any) -> Any:
-    """Return a dataclass field with this default: an option not written to RUN_DIR/config.toml."""
+    """Return a dataclass field with this default, an option that RUN_DIR/config.toml omits."""
     return field(default=default, metadata={"is_saved": False})
 
 

@@ -46,9 +46,9 @@ class RankError(RuntimeError):
 def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
     """Return a context that writes an error of its body to the default process group's store.
 
-    A transport error (gloo, NCCL, the store) becomes a `RankError` that quotes the errors that
-    other ranks wrote. If `is_written` is False, errors are not written, and transport errors are
-    still converted. `activity` describes the body in errors, such as "micro-batch 2 of 4".
+    A transport error (gloo, NCCL, the store) becomes a `RankError` that quotes the errors of other
+    ranks. If `is_written` is False, errors are not written, but transport errors are converted.
+    `activity` describes the body in errors, such as "micro-batch 2 of 4".
     """
     try:
         yield
@@ -70,8 +70,8 @@ def publish_errors(activity: str, *, is_written: bool = True) -> Iterator[None]:
 def share_errors(group: Group = None) -> Iterator[None]:
     """Return a context at whose end every rank of a group raises the first failed rank's error.
 
-    The end of the context is a collective. The body must raise any error before it communicates.
-    The message names the failed rank unless all ranks have the same error.
+    The end of the context is a collective. Code in the context must raise an error before it
+    communicates. The message names the failed rank unless all ranks have the same error.
     """
     error: Exception | None = None
     try:
@@ -101,9 +101,9 @@ def share_errors(group: Group = None) -> Iterator[None]:
 
 
 def share_call_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function: a TypeError for one rank's wrong arguments is raised on every rank.
+    """Wrap a function: if one rank passes wrong arguments, every rank raises its TypeError.
 
-    The function's first collective must be in `share_errors`, where other ranks get the error.
+    The first collective of `function` must be the one of `share_errors`, which sends the error.
     """
     parameters = signature(function)
 
@@ -144,12 +144,12 @@ def make_sendable(error: Exception) -> Exception:
 
 
 def explain_transport_errors(activity: str) -> AbstractContextManager[None]:
-    """Return a context that converts transport errors in `activity` to `RankError`."""
+    """Return a context that converts transport errors (gloo, NCCL) in `activity` to `RankError`."""
     return publish_errors(activity, is_written=False)
 
 
 def explain_transport_error(activity: str, error: Exception) -> str:
-    """Return a transport error's text, with errors that other ranks report within `GRACE_S` s."""
+    """Return a transport error's text, with errors that ranks publish within `GRACE_S` seconds."""
     store = _get_store()
     if store is None:
         return str(error)

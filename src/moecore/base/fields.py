@@ -57,20 +57,20 @@ FieldErrors = Iterator[tuple[str, str]]  # (field, "<relation>: <fix>") of each 
 
 
 class Bound(NamedTuple):
-    """Metadata of a number's annotation: the number must be `sign` ("<", ">=", ..) `limit`."""
+    """Annotation metadata: the number must be `sign` ("<", "<=", ">", ">=") `limit`."""
 
     sign: str
     limit: float
 
 
 class OneOf(NamedTuple):
-    """Metadata of an annotation: the value must be one of `choices`; a `Registry` may grow."""
+    """Annotation metadata: the value must be in `choices`, which may be a `Registry`."""
 
     choices: Collection[Any]
 
 
 class Passes(NamedTuple):
-    """Metadata of an annotation: `check(value)` must be True; `noun` is a valid value's name."""
+    """Annotation metadata: `check(value)` must be True; errors describe valid values as `noun`."""
 
     check: Callable[[Any], bool]
     noun: str
@@ -133,7 +133,7 @@ class CheckedRecord:
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise a ValueError if an argument does not match its annotation; `arguments` = `locals()`."""
+    """Raise a ValueError if an argument does not match its annotation; pass `locals()`."""
     if torch.compiler.is_compiling():
         return
     for name, kind in _list_argument_checks(function):

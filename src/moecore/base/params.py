@@ -40,8 +40,8 @@ def clean_name(name: str) -> str:
 def get_local_param(param: Tensor, *, needs_values: bool = True) -> Tensor:
     """Return this rank's local tensor of a parameter; differentiable.
 
-    Raises NotImplementedError for a parameter that has only FP8 blocks (values with scales). If
-    `needs_values` is False there is no error, and the caller reads the blocks (`get_fp8_blocks`).
+    Raises NotImplementedError if the parameter has only FP8 blocks (values with scales), unless
+    `needs_values` is False: the caller then reads the blocks (`get_fp8_blocks`).
     """
     local = param
     if isinstance(param, DTensor) and torch.compiler.is_compiling():
@@ -77,10 +77,7 @@ def has_values(local_tensor: Tensor) -> bool:
 
 
 def write_values(param: Tensor, box: tuple[slice, ...], values: Tensor) -> None:
-    """Write `values` to the slices `box` (one per dim) of a parameter's local tensor.
-
-    If the parameter is stored in quantised blocks, the values are quantised and written there.
-    """
+    """Write `values` to the slices `box` of a local tensor, quantised if the parameter is."""
     target, write = get_local_tensor(param).detach()[box], getattr(param, WRITE_VALUES, None)
     if write is None:
         target.copy_(values.view(target.shape))
@@ -89,7 +86,7 @@ def write_values(param: Tensor, box: tuple[slice, ...], values: Tensor) -> None:
 
 
 def check_has_values(local_tensor: Tensor) -> None:
-    """Raise NotImplementedError for a parameter that only FP8 blocks (with scales) store."""
+    """Raise NotImplementedError for a local tensor without memory, stored only as FP8 blocks."""
     if not has_values(local_tensor):
         raise NotImplementedError(
             f"a weight {list(local_tensor.shape)} was gathered or is stored in FP8, so products of "
@@ -106,14 +103,14 @@ def make_grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ..
 
 
 def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
-    """Fill a parameter with N(0, std^2) from `key`, `seed` and device type, for any sharding."""
+    """Fill `param` with N(0, std^2); values depend on `key`, `seed`, device type, not sharding."""
     # A generator seeded by (seed, key, block) draws each block of about `BLOCK_NUMEL` values along
     # dim 0 of the global tensor. A rank draws only the blocks of its shard.
     _fill_shard(param, key, seed, lambda values, g: values.normal_(0.0, std, generator=g))
 
 
 def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> None:
-    """Fill a parameter with U(-bound, bound) values; `key` and `seed` are as in `init_normal_`."""
+    """Fill `param` with U(-bound, bound); values depend on the arguments of `init_normal_`."""
     _fill_shard(param, key, seed, lambda values, g: values.uniform_(-bound, bound, generator=g))
 
 
@@ -193,14 +190,14 @@ def _get_chunk_indices(indices: Tensor, num_chunks: int, chunk_idx: int) -> Tens
 
 
 def find_consecutive_runs(indices: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield (first number, length) of each sequence of consecutive numbers in sorted `indices`."""
+    """Yield (first index, length) of each run of consecutive numbers in sorted `indices`."""
     if indices.numel():
         edges = [0, *(indices.diff() != 1).nonzero().flatten().add(1).tolist(), indices.numel()]
         yield from ((int(indices[a]), b - a) for a, b in itertools.pairwise(edges))
 
 
 def derive_seed(seed: int, key: str, block_idx: int = 0) -> int:
-    """Hash seed, key and block number to a generator's seed, 0 <= seed < 2^63."""
+    """Return a generator's seed, 0 <= seed < 2^63, as a hash of seed, key and block number."""
     digest = hashlib.sha256(f"{seed}/{key}/{block_idx}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -244,7 +241,7 @@ def shard_parameter(
 def chunk_by_size(
     items: Iterable[T], get_size: Callable[[T], int], max_size: int
 ) -> Iterator[list[T]]:
-    """Yield lists of consecutive items of total size <= `max_size`, or of one larger item."""
+    """Yield lists of consecutive items with total size <= `max_size`, or a single larger item."""
     group: list[T] = []
     total = 0
     for item in items:

@@ -44,5 +44,5 @@ def is_dora_linear(module: Any, adapter: str) -> bool:
 
 
 def list_lora_pairs(module: Any) -> list[tuple[nn.Linear, nn.Linear]]:
-    """Return the linears (A, B) of each LoRA adapter of a peft module, active or not."""
+    """Return the linears (A, B) of each LoRA adapter of a peft module, active or inactive."""
     return [(module.lora_A[name], module.lora_B[name]) for name in module.lora_A]

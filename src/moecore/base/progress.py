@@ -67,8 +67,8 @@ class ProgressLines:
 def show_progress(label: str, *, unit: str = "", as_lines: bool = False) -> Iterator[Report]:
     """Return a context that shows progress and yields the function `report(number_done, total)`.
 
-    Any thread can call `report`. `unit` is the unit of the numbers ("B" = bytes). If `as_lines`,
-    progress is printed as text lines, never as a tqdm bar.
+    Any thread can call `report`. `unit` is the unit of the numbers ("B" = bytes). `as_lines` prints
+    text lines instead of a tqdm bar.
     """
     tqdm = None if as_lines or not sys.stderr.isatty() else _import_tqdm()
     is_initialized = dist.is_available() and dist.is_initialized()

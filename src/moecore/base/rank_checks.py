@@ -43,9 +43,9 @@ MISSING = Verbatim("missing")  # the value of an entry that a rank does not have
 def check_equal(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> None:
     """Raise a ValueError on every rank of the group if an entry differs between ranks. Host sync.
 
-    Collective on tensors of `device_type`. Entries map a name to a value. Values are equal if their
-    `repr` is equal; mappings are compared entry by entry, in any order. An entry that a rank does
-    not have is a difference.
+    Collective on tensors of `device_type`. `entries` maps names to values, which are compared by
+    `repr`; nested mappings are compared entry by entry, in any order. An entry that only some ranks
+    have is a difference.
     """
     problem = find_difference(entries, device_type, group=group)
     if problem is not None:
@@ -133,7 +133,7 @@ def list_field_entries(record: Any) -> dict[str, Any]:
 def list_training_entries(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """Return parameter names, `requires_grad` and optimizer options for `check_equal`."""
+    """Return the entries of `check_equal` for parameter names, `requires_grad` and optimizers."""
     params = dict(model.named_parameters())
     names = {param: name for name, param in params.items()}
     return {
@@ -148,8 +148,7 @@ def describe_optimizers(
 ) -> dict[str, Any]:
     """Return optimizer classes and options as entries for `check_equal`.
 
-    If `names` is None, options of single parameters are left out, because pipeline stages have
-    different parameters.
+    If `names` is None, per-parameter options are omitted: pipeline stages have other parameters.
     """
     options: dict[str, Any] = {}
     for place, optimizer in enumerate(optimizers):
@@ -183,7 +182,7 @@ def make_comparable(value: Any) -> Any:
 def check_equal_weights(
     tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
 ) -> None:
-    """Raise a ValueError on every rank if {name: weight} differ between ranks. Collective."""
+    """Raise a ValueError on every rank if a weight differs between ranks. Collective."""
     # DTensors are left out: each tp rank has a different shard.
     plain_tensors = {n: t for n, t in tensors.items() if not isinstance(t, DTensor)}
     different, problem = find_differing_tensors(plain_tensors, device_type, group=group), None
@@ -214,8 +213,8 @@ def raise_problem_on_all_ranks(
 ) -> None:
     """Raise a ValueError with the text `problem` on every rank if any rank has a problem.
 
-    Collective over the world if `group` is smaller than the world. Otherwise no rank communicates,
-    and every rank must already have the same problem (None = no problem).
+    Collective over the world if `group` is smaller than the world. Otherwise there is no
+    communication, and `problem` must be equal on all ranks (None = no problem).
     """
     if dist.is_initialized() and dist.get_world_size(group) < dist.get_world_size():
         raise_problem_on_world(problem, device_type)

@@ -57,7 +57,7 @@ def is_in_region() -> bool:
 
 @contextmanager
 def intercept_products(region: Region, *, has_products: bool) -> Iterator[None]:
-    """Return a context of `region`; if `has_products`, the region receives matrix products."""
+    """Return a context that activates `region`, which runs matrix products if `has_products`."""
     _state.region = region
     try:
         with _InterceptProducts() if has_products else nullcontext():

@@ -11,8 +11,7 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """The allowed names of an option, each with its value; users can register further names.
 
-    `option` is the option's name in errors. The field annotation `OneOf(registry)` checks that an
-    option is a registered name.
+    `option` is the option's name in errors. `OneOf(registry)` annotates a field with these names.
     """
 
     def __init__(self, option: str, values: Mapping[str, T]) -> None:

@@ -104,8 +104,8 @@ def use_packer(
     Args:
         packer: returns a handle, or None if it does not accept the tensor.
         is_first: call it before all active packers; by default inner packers are called first.
-        only_used_rows: the packer accepts only tensors inside `mark_used_rows`. Elsewhere no hook
-            is installed for it, which saves host time.
+        only_used_rows: the packer accepts only tensors that are saved in `mark_used_rows`; no
+            hook is installed outside of it, which saves host time.
     """
     hooks = get_saved_tensor_hooks()
     if hooks is not None and hooks[0] is not pack_tensor:
@@ -125,10 +125,9 @@ def use_packer(
 
 @contextmanager
 def mark_used_rows(*rows: UsedRows) -> Iterator[None]:
-    """Return a context in which packers know which rows of padded, saved matrices have data.
+    """Return a context that tells packers which rows of padded, saved matrices have data.
 
-    The records replace the records of an outer context. The first record that matches a tensor is
-    used.
+    The records replace those of an outer context. The first matching record of a tensor is used.
     """
     before, _packers.rows = _packers.rows, rows
     try:

@@ -38,10 +38,7 @@ class Stream(Protocol):
 
 
 class DryStream:
-    """A stream of a dry run (a step on meta tensors): the operations that its next one waits for.
-
-    Operations are numbered in the order of their launches.
-    """
+    """Stream of a dry run (a step on meta): the operations that its next operation waits for."""
 
     def __init__(self, queues: DryQueues) -> None:
         self._queues = queues
@@ -90,7 +87,7 @@ class DryQueues:
         self.length = 0  # number of launched operations
 
     def launch_operation(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Launch an operation; return the operations that its stream and the host wait for."""
+        """Launch an operation; return the operations that its stream and the host depend on."""
         dependencies = self.current.dependencies, self.host_dependencies
         self.current.dependencies, self.host_dependencies = frozenset({self.length}), frozenset()
         self.length += 1
@@ -184,10 +181,7 @@ def copy_to_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 class HostCopyOfTensor:
-    """An asynchronous copy of a tensor to the host, launched on the current stream.
-
-    The construction launches the copy, and `read` waits for it.
-    """
+    """An asynchronous copy of a tensor to the host; construction launches it, `read` waits."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._numbers = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -210,7 +204,7 @@ class HostCopyOfTensor:
 
 
 def start_host_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
-    """Start to copy one-element GPU tensors; return a function that waits for all values."""
+    """Start to copy one-element GPU tensors; return a function that waits for {key: value}."""
     on_gpu = {key: x for key, x in values.items() if isinstance(x, Tensor) and x.is_cuda}
     if not on_gpu:
         return lambda: dict(values)

@@ -15,7 +15,7 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(slots=True, eq=False)
 class TableRow:
-    """One row of the table of parameters: parameters of equal kind, shapes and placement."""
+    """A row of the parameter table: number of parameters of equal kind, shapes and placement."""
 
     kind: str  # attention, router, experts and so on
     shapes: tuple[Shape, Shape]  # global shape, and shape of this rank's shard
@@ -34,7 +34,7 @@ class TableRow:
 
 
 def format_axes(axes: Iterable[tuple[str, int | None]]) -> str:
-    """Return "ep: dim 0, tp: replicated" for (mesh axis, dim or None) pairs, or "whole"."""
+    """Return "ep: dim 0, tp: replicated" for (mesh axis, dim or None) pairs; "whole" if no axes."""
     texts = (f"{axis}: {'replicated' if dim is None else f'dim {dim}'}" for axis, dim in axes)
     return ", ".join(texts) or "whole"
 
@@ -86,7 +86,7 @@ def escape_unprintable(text: str) -> str:
 
 
 def format_error_line(text: str, max_chars: int = 2000) -> str:
-    """Return a text as one printable line; "..." replaces the middle of a text above the limit."""
+    """Return a text as one printable line; above `max_chars`, "..." replaces its middle."""
     line = escape_unprintable(" ".join(text.split()))  # the fix is at the end of an error
     half = max_chars // 2
     return line if len(line) <= max_chars else f"{line[:half]}...{line[-half:]}"

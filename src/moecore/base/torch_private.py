@@ -128,7 +128,7 @@ _dry = _DryRunState()
 
 @contextmanager
 def patch_attributes(target: Any, **new_values: Any) -> Iterator[None]:
-    """Return a context that sets attributes of an object by name and restores the old values."""
+    """Return a context that sets attributes of an object, and restores their previous values."""
     before = {name: getattr(target, name) for name in new_values}
     try:
         for name, value in new_values.items():
@@ -243,7 +243,7 @@ def will_run_node(node: Any) -> bool:
 
 
 def has_next_node() -> bool:
-    """Whether the running backward executes a node after the current node."""
+    """Whether the running backward will execute another node after the current node."""
     edges = get_current_node().next_functions
     return any(node is not None and will_run_node(node) for node, _ in edges)
 
@@ -291,13 +291,13 @@ def apply_tensor_hooks(param: Tensor, grad: Tensor) -> Tensor:
 
 
 def call_accumulate_hooks(param: Tensor) -> None:
-    """Call the parameter's `register_post_accumulate_grad_hook` hooks without autograd."""
+    """Call a parameter's `register_post_accumulate_grad_hook` hooks, as autograd would do."""
     for hook in (param._post_accumulate_grad_hooks or {}).values():
         hook(param)
 
 
 def get_storage_key(x: Tensor) -> int:
-    """Return a number that identifies a tensor's storage during its lifetime, also on meta."""
+    """Return a number that identifies a tensor's storage (also on meta) as long as it exists."""
     return id(x.untyped_storage())  # the same Python object as long as the storage exists
 
 
@@ -337,7 +337,7 @@ def set_timeout_to_default(group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def wrap_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Return a context in which `wrap` is applied to groups' methods that start or await work."""
+    """Return a context in which `wrap` wraps process group methods that launch or await work."""
     wait = vars(dist.Work)["wait"]  # `getattr` would return a function that is no method
     methods: list[tuple[type, str, Any]] = [(dist.Work, "wait", wait)]
     for name, method in vars(dist.ProcessGroup).items():
@@ -363,8 +363,8 @@ def register_allocations(
 ) -> Iterator[Callable[[], None]]:
     """Return a context whose allocations become NCCL's symmetric windows at its end. Collective.
 
-    The context yields a function that ends the registration, before the memory is freed. The group
-    must have run a collective before, which creates NCCL's communicator.
+    The context yields a function that ends the registration; call it before memory is freed. The
+    group must have run a collective before, which creates NCCL's communicator.
     """
     backend: Any = group._get_backend(device)
     pool = torch.cuda.MemPool(backend.mem_allocator)

@@ -62,9 +62,9 @@ def import_transformer_engine() -> Names:
 
 
 def find_recipe_problem(recipe: Recipe | None, device: torch.device | None) -> str | None:
-    """Return the error text if Transformer Engine cannot run a recipe on a device, or None.
+    """Return the error text if Transformer Engine cannot run a recipe on a device, otherwise None.
 
-    A recipe of None is bf16. A device of None checks only the installation.
+    `recipe` None = bf16. `device` None = check only the installation.
     """
     if device is not None and device.type == "meta":
         return None
@@ -153,7 +153,7 @@ def multiply_quantised_experts(
     *,
     accumulates: bool = False,  # add to `out`
 ) -> None:
-    """Write each expert's matrix product (`multiply_quantised`) to `out`, or add it.
+    """Write each expert's matrix product (`multiply_quantised`) to `out`; if `accumulates`, add it.
 
     `out` is a list of one tensor with all experts' rows, or for "NT" of one matrix per expert.
     """

@@ -127,7 +127,7 @@ def _describe_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_verify(args: Any) -> int:
-    """Check the checkpoint at `args.path`; print problems and return 1, or return 0."""
+    """Check the checkpoint at `args.path`. Print problems and return exit code 1, otherwise 0."""
     path, kind = _find_checkpoint(args.path)
     if kind == "native":
         from moecore.io.checkpoint.store import verify
@@ -186,7 +186,7 @@ def run_convert(args: Any) -> int:
 
 
 def run_prune(args: Any) -> int:
-    """Delete all but the newest `args.keep` checkpoints, or list them if `args.dry_run`."""
+    """Delete and print all but the newest `args.keep` checkpoints; only print if `args.dry_run`."""
     if args.keep < 1:
         raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
     path = make_path(args.path)

@@ -1,11 +1,12 @@
-"""move_experts: experts change their ranks between two optimizer steps, by the loads of the ranks.
+"""move_experts: moves experts to other ranks between two optimizer steps, to balance rank loads.
 
     loads -> place_experts -> order of a layer's experts -> weights and optimizer state move
     router -> expert ids -> slots (`RoutedLayer.slots_E1`) -> dispatch
 
-The stacked parameters of a layer are then in the order of slots. All other parts of the layer keep
-the model's order: router, biases, losses, counts and recorded choices. Code that reads or writes
-parameters by expert runs in `restore_expert_order`, or `RoutedLayer.check_expert_order` stops it.
+A slot is a position in the stacked expert parameters of a layer, which are in the order of slots
+after a move. All other parts of the layer use the model's order: router, biases, losses, counts and
+recorded routing. Code that reads or writes parameters by expert runs in `restore_expert_order`, or
+`RoutedLayer.check_expert_order` raises.
 
 Legend: E experts, P ranks of ep, r rows of dim 0 of this rank's shard.
 """
@@ -56,18 +57,18 @@ def move_experts(
 ) -> dict[str, Tensor]:
     """Move experts between expert-parallel ranks so that ranks have even loads. Collective.
 
-    Weights, masters and moments move with their experts, so training continues as without the call:
-    only the order of sums over a token's experts changes. Outputs, biases, losses, metrics,
-    checkpoints and exports keep the model's order of experts. `save`, `load`, `Saver`, `export_hf`,
-    `load_hf`, `save_adapters` and `load_adapters` move experts to this order and back. All other
-    calls that read or write experts by number raise NotImplementedError, such as `state_dict`.
+    Weights, master weights and moments move with their experts, so training continues as without
+    the call: only the order of sums over a token's experts changes. Outputs, biases, losses,
+    metrics, checkpoints and exports keep the model's order of experts. `save`, `load`, `Saver`,
+    `export_hf`, `load_hf`, `save_adapters` and `load_adapters` move experts to this order and back.
+    Other calls that access experts by number, such as `state_dict`, raise NotImplementedError.
 
     Args:
         model: a parallelized model with ep > 1, between two optimizer steps.
         optimizers: all optimizers of the experts' parameters; None = the experts are frozen.
-        loads: layer name -> [E] tokens or shares, such as `MoEMetrics.tokens_per_expert`. A layer
-            keeps its order if the loads are missing or the busiest rank would not have less load.
-            None = the model's order in all layers.
+        loads: layer name -> [E] tokens per expert or shares of tokens, such as
+            `MoEMetrics.tokens_per_expert`. A layer without loads keeps its order, and so does a
+            layer whose busiest rank would not get fewer tokens. None = restore the model's order.
 
     Returns:
         Layer name -> int64 [E] on the CPU. Entry i is the expert in slot i, and rank p of ep owns
@@ -77,9 +78,9 @@ def move_experts(
         ValueError: on every rank, before anything moves: if the model is not parallelized with
             ep > 1, gradients exist, loads have other names or shapes or differ between ranks, or a
             trained expert is in none of the optimizers.
-        NotImplementedError: on every rank, before anything moves: with etp, pp, clones, CUDA
-            graphs, experts that are stored only in FP8 or 4 bits, FP8 moments whose blocks have
-            values of two experts, or state that is not a DTensor of the experts.
+        NotImplementedError: on every rank, before anything moves: with etp, pp, expert clones, CUDA
+            graphs, experts that are stored only in FP8 or 4 bits, FP8 moments that share a scale
+            between two experts, or optimizer state that is not a DTensor like its parameter.
     """
     arguments = locals()
     with share_errors():
@@ -105,9 +106,9 @@ def move_experts(
 
 @contextmanager
 def restore_expert_order(model: nn.Module, optimizers: Optimizers | None) -> Iterator[None]:
-    """Return a context with experts in the model's order. Collective if experts were moved.
+    """Return a context in which experts have the model's order. Collective if experts were moved.
 
-    `optimizers` needs only the optimizers whose state is read or written inside the context.
+    `optimizers` are the optimizers whose state is read or written inside the context.
     """
     orders = {
         m: _get_order(m)
@@ -123,7 +124,7 @@ def restore_expert_order(model: nn.Module, optimizers: Optimizers | None) -> Ite
 
 
 def run_in_expert_order(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function of `model` and perhaps `optimizer` to run in `restore_expert_order`."""
+    """Wrap a function with arguments `model` and maybe `optimizer` in `restore_expert_order`."""
     parameters = signature(function)
 
     @wraps(function)

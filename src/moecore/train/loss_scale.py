@@ -35,7 +35,7 @@ class DynamicLossScale(CheckedRecord):
     """Options of the dynamic loss scale of a `TrainStep`.
 
     Attributes:
-        initial: the first scale, a power of two. If it is too large, the first steps are skipped.
+        initial: the first scale, a power of two. The first steps are skipped if it is too large.
         growth_interval: the number of consecutive steps without an overflow after which the scale
             doubles.
 
@@ -64,7 +64,7 @@ class LossScale:
 
     @torch.no_grad()
     def update_scale(self, is_skipped: Tensor) -> None:
-        """Halve the scale if `is_skipped` (device bool); double after `growth_interval` steps."""
+        """Halve the scale if `is_skipped` (bool tensor); double after `growth_interval` steps."""
         self.num_good.add_(1).masked_fill_(is_skipped, 0)
         grows = self.num_good >= self.options.growth_interval
         factor = 1.0 + grows.float() - 0.5 * is_skipped.float()
@@ -101,7 +101,7 @@ def is_fp16(model: nn.Module) -> bool:
 
 
 def check_loss_scale(model: nn.Module, loss_scale: DynamicLossScale | None) -> None:
-    """Raise ValueError if a required loss scale is missing, or if a loss scale is not allowed."""
+    """Raise ValueError if `loss_scale` is None for fp16 compute, or unsupported by the model."""
     if loss_scale is None:
         if is_fp16(model):
             raise ValueError(

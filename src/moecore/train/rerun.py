@@ -33,8 +33,8 @@ T = TypeVar("T")
 class Reruns:
     """Repeats a training step with larger buffers until the token rows for the experts fit.
 
-    All ranks construct it, with a host sync. `capacities` has, for each model, the
-    owners of buffers of limited size: exchanges and stashes.
+    Construction is collective, with a host sync. `capacities` has, for each model, the owners of
+    buffers of limited size: dispatchers and stashes.
     """
 
     def __init__(self, capacities: Sequence[BufferCapacities], device: torch.device) -> None:
@@ -53,7 +53,7 @@ class Reruns:
     def run_until_rows_fit(
         self, run_step: Callable[[], T], drop_step: Callable[[], None], tapes: Sequence[ChoiceTape]
     ) -> T:
-        """Repeat `run_step` (after `drop_step`) until rows fit on all ranks; return its result."""
+        """Return `run_step()`; if rows exceed a buffer, drop the step, rewind `tapes`, repeat."""
         # Each run has one all-reduce, for which the host waits. Layers in CUDA graphs have none.
         is_graphed = any(capacity.is_graphed for capacity in self._capacities)
         if is_graphed or not self._is_limited_on_any_rank:
@@ -86,34 +86,31 @@ class Reruns:
                     holder.set_capacity_factor(factor)
 
     def start_capacity_all_reduce(self) -> None:
-        """After a step's last forward, start to all-reduce needed capacities. Collective."""
+        """After a step's last forward, start to all-reduce the needed capacities. Collective."""
         if self._is_running and self._reduces_early:
             self._factors = self._reduce_capacity_factors()
 
     def has_shortage(self) -> Tensor | None:
-        """Return a 0-dim device bool: whether rows exceed a buffer; None = no limited buffer."""
+        """Return a 0-dim device bool: whether rows exceed a buffer; None = no buffer is limited."""
         if not self._is_limited_on_any_rank:
             return None
         return self._compute_local_capacity_factors().amax() > 0
 
     @contextmanager
     def watch_shortages(self, reaction: Watch) -> Iterator[None]:
-        """Return a context in which rows above a capacity repeat ("reruns") or skip the step."""
+        """Return a context in which excess rows repeat ("reruns") or skip ("skips") the step."""
         with ExitStack() as stack:
             for capacity in self._capacities:
                 stack.enter_context(capacity.watch_shortages(reaction))
             yield
 
     def raise_visible_errors(self, *, skips: bool) -> None:
-        """Raise an ExchangeError that the host already sees. No host sync.
-
-        If `skips`, rows above a capacity are no error, because their step is skipped.
-        """
+        """Raise an ExchangeError that is already on the host; if `skips`, not for excess rows."""
         for capacity in self._capacities:
             capacity.end_step(skips=skips)
 
     def end_step(self, is_skipped: bool | Tensor) -> None:
-        """Clear the device's row counts; record `is_skipped` for CUDA graphs. No host sync."""
+        """Clear row counts on the device; record `is_skipped` for CUDA graphs. No host sync."""
         for holder in self._holders:
             if holder is not None and self._is_limited_on_any_rank:
                 holder.clear_counters(host=False)
@@ -143,7 +140,7 @@ class Reruns:
 
 
 def drop_step(model: nn.Module) -> None:
-    """Drop gradients, counts and auxiliary losses since the last optimizer step. No collective."""
+    """Drop gradients, token counts and auxiliary losses of an unfinished step. No collective."""
     for engine in list_engines(model):
         engine.drop_step()
     for record in list_parallel_states(model):

@@ -2,8 +2,8 @@
 
 Results are the inputs and outputs of MoE layers and of modules with FSDP hooks, their gradients,
 and parameter gradients before the reduction. If the traces of two equal runs differ, the first
-different checksum names the place. All ranks compute the same modules in the same order. A wrong
-value that is sent to other ranks therefore has a later place on these ranks than on its origin.
+different checksum names the module. All ranks compute the same modules in the same order. If a rank
+sends a wrong value to other ranks, the checksums of these ranks differ at a later module.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ResultTrace:
         return torch.stack(self._checksums).cpu()
 
     def restart(self) -> None:
-        """Drop the results of a run that is repeated with larger buffers (`train/rerun.py`)."""
+        """Drop all checksums, because the step repeats with larger buffers (`train/rerun.py`)."""
         self.places, self._checksums = [], []
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ class ResultTrace:
         self.places.append(place)
 
     def record_activations(self, place: str, values: Any) -> None:
-        """Append checksums of nested floating tensors, and in backward of their gradients."""
+        """Append checksums of nested floating point tensors, and of their gradients in backward."""
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 phase = "backward" if is_inside_backward() else "forward"  # backward recomputes
@@ -64,7 +64,7 @@ class ResultTrace:
 
 @contextmanager
 def trace_results(model: nn.Module) -> Iterator[ResultTrace]:
-    """Return a context that traces the last forward and backward of a parallelized model in it."""
+    """Return a context that yields the trace of the last forward and backward inside it."""
     trace, units = ResultTrace(), [unit for engine in list_engines(model) for unit in engine.units]
     names = {unit.gradients: [param.slot.param for param in unit.params] for unit in units}
     modules: set[nn.Module] = {module for unit in units for module in unit.modules}

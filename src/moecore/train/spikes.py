@@ -29,10 +29,10 @@ class SpikeOptions(CheckedRecord):
     """When a `TrainStep` skips a step because of its gradient norm.
 
     Attributes:
-        window: number of norms before the step that the limit is computed from.
-        factor: robust standard deviations of these norms above their median.
-        rollback_after: spikes of the norm or the loss in succession after which a training command
-            returns to its last checkpoint without their batches; 0 = never. `TrainStep` ignores it.
+        window: number of previous norms from which the limit is computed.
+        factor: distance of the limit from the median of these norms, in robust standard deviations.
+        rollback_after: number of consecutive spikes of norm or loss after which a training command
+            loads its last checkpoint and skips their batches; 0 = never. `TrainStep` ignores it.
     """
 
     window: Annotated[int, Bound(">=", FEWEST), Bound("<=", 4096)] = 128
@@ -41,10 +41,7 @@ class SpikeOptions(CheckedRecord):
 
 
 class SpikeLimit:
-    """The limit of the next step's gradient norm, from the norms of the steps before.
-
-    `norms` is fp64 [window] on the device, oldest first; nan = no step yet.
-    """
+    """Limit of the next gradient norm, from `norms`: fp64 [window], oldest first, nan = no step."""
 
     def __init__(self, options: SpikeOptions, device: torch.device) -> None:
         self.options = options
@@ -71,7 +68,7 @@ class SpikeLimit:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the newest norms of a `state_dict` in place; all norms are nan without the entry."""
+        """Load the newest norms of a `state_dict` in place; without this entry, set all to nan."""
         norms = state.get(NORMS)
         self.norms.fill_(torch.nan)
         if isinstance(norms, Tensor):

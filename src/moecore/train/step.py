@@ -61,7 +61,7 @@ class TrainStep:
     Construct it on every rank.
 
     Args:
-        model: a model that `parallelize_moe` has changed, or several that are parts of one model.
+        model: a model from `parallelize_moe`, or several models that are parts of one model.
         optimizer: one or several optimizers that together have every parameter with a gradient.
             None = the caller runs the optimizer: see `clip`.
         max_norm: the maximum gradient norm over all models, > 0; None only measures the norm.
@@ -70,11 +70,7 @@ class TrainStep:
         loss_scale: options of the loss scale, which fp16 needs. The caller's backward is
             `scale_loss(loss).backward()`; auxiliary losses are scaled here, and clipping divides
             gradients by the scale.
-        skip_spikes: skip a step whose gradient norm is far above the norms before; None = do not.
-
-    Attributes:
-        model: the model, or a ModuleList of several models.
-        optimizers: the optimizers; [] if the caller runs the optimizer.
+        skip_spikes: skip a step whose gradient norm is far above the previous norms; None = off.
 
     Raises:
         ValueError: when a model is not parallelized, a number is out of range, or a model needs a
@@ -166,15 +162,15 @@ class TrainStep:
 
         Forwards and backwards may run in any order that is the same on all ranks, such as a
         pipeline's schedule. Gradients of an FSDP module that stays unsharded until its backward are
-        reduced once, in its last backward after the last forward has begun. A forward may have no
-        backward. A global-batch balance loss counts micro-batches in the order of their forwards.
+        reduced once, in its last backward after the last forward has begun. A forward without a
+        backward is allowed. A global-batch balance loss counts micro-batches in forward order.
 
         Args:
-            forwards: forwards with gradients of each model in the step; None = num_micro_batches.
-                It is larger if parts of a model run one by one. If the number is wrong, overlap is
-                lost or gradients are reduced more often.
-            pairs: whether exchanges overlap in `side_by_side`. Dispatcher "alltoall" then gathers
-                the maximum, min(ep, top_k) * etp rows of each token, before the number is known.
+            forwards: number of forwards with gradients per model and step; None =
+                num_micro_batches. It is larger if model chunks run separately. A wrong number loses
+                overlap or causes more gradient reductions.
+            pairs: whether forward and backward alternate at exchanges in `side_by_side`. Dispatcher
+                "alltoall" then allocates the maximum of min(ep, top_k) * etp send rows per token.
 
         Raises:
             ValueError: when a micro_batch() of this step has run.
@@ -199,9 +195,9 @@ class TrainStep:
 
         Forward and backward alternate at exchanges: one computes during an exchange of the other.
         With dispatchers "local", "nvlink" and "nccl_ep" the backward instead follows the forward.
-        Gradients have the same bits. Every rank overlaps the same passes. FSDP modules of strategy
-        "optim_grads_params" are all-gathered again whenever forward and backward need the same
-        buffer. The forward runs in this thread, and the backward in a second thread.
+        Gradients have the same bits. Every rank must overlap the same passes. FSDP modules of
+        strategy "optim_grads_params" are all-gathered again if both passes need the same buffer.
+        The forward runs in this thread, and the backward in a second thread.
 
         Raises:
             ValueError: when it is called outside of `micro_batches`.
@@ -244,10 +240,10 @@ class TrainStep:
             progress.is_open = False
 
     def announce(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
-        """Announce which micro-batches of the step have tokens, before the first micro-batch.
+        """Set which micro-batches of the step have tokens, before the first micro-batch.
 
         An auxiliary loss is the mean over the micro-batches of all data ranks that have tokens, so
-        backward needs this number. `forward_backward` calls this method. A loop over
+        backward needs their number. `forward_backward` calls this method. A loop over
         `micro_batch()` must call `announce` if some micro-batches may be only padding. Collective
         if the model has auxiliary losses; no host sync.
 
@@ -307,10 +303,7 @@ class TrainStep:
     @publish_errors("compute_losses()")
     @torch.no_grad()
     def compute_losses(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Return the losses of any number of micro-batches without gradients, between steps.
-
-        Returns fp32 [n] as `forward_backward` does. The train or eval mode does not change.
-        """
+        """Return fp32 losses [n] of n micro-batches without gradients; call it between steps."""
         self._progress.check_not_in_micro_batch("compute_losses()")
         if self._pipeline is not None:
             return forward_pipeline(self._pipeline, micro_batches)
@@ -359,11 +352,7 @@ class TrainStep:
         return {name: value for part in parts for name, value in part.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict` in place, between steps; other entries are ignored.
-
-        Raises:
-            ValueError: when `state` has no loss scale, or a micro-batch is running.
-        """
+        """Load a `state_dict` in place, between steps; ValueError if the loss scale is missing."""
         self._progress.check_not_in_micro_batch("load_state_dict()")
         if self._scale is not None:
             self._scale.load_state_dict(state)
@@ -378,8 +367,8 @@ class TrainStep:
         to None, so that an optimizer changes nothing. Then call step, zero_grad and `finish`.
 
         Raises:
-            ValueError: when the step has an optimizer, micro-batches are missing, or as in
-                `clip_grad_norm_`.
+            ValueError: when this object has an optimizer, when micro-batches are missing, and for
+                the reasons of `clip_grad_norm_`.
         """
         if self.optimizers:
             raise ValueError(
@@ -401,17 +390,17 @@ class TrainStep:
     def finish(self) -> StepResult:
         """End the step: clip, run optimizers, zero gradients, reduce loads, update expert biases.
 
-        Call `finish` on every rank. One collective is for the norm, one for all layers' counts, and
-        one for quantile balancing. No host sync with fused optimizers or without an optimizer.
+        Call `finish` on every rank. One collective reduces the norm, one all layers' token counts,
+        and one serves quantile balancing. No host sync with fused optimizers or no optimizer.
 
         Raises:
             ValueError: when micro-batches are missing, a layer with auxiliary losses ran another
                 number of micro-batches, there is a loss scale without an optimizer and `clip` was
                 not called, no optimizer has a parameter with a gradient, or a parameter was
                 created after `parallelize_moe`.
-            ExchangeError: when an exchange failed on this rank and the host already sees it
-                (`check` waits). It is raised before any update or collective. Other ranks may not
-                see the failure, so let the process end.
+            ExchangeError: when an exchange failed on this rank and the error has reached the host
+                (`check` waits for it), before any update or collective. Other ranks may not raise,
+                so let the process end.
         """
         self._progress.check_complete("finish()", self.num_micro_batches)
         if self._scale is not None and not self.optimizers and self._norm is None:
@@ -462,7 +451,7 @@ class TrainStep:
         )
 
     def drop(self) -> None:
-        """Drop the gradients, counts and micro-batches of the step, as if they had never run.
+        """Drop gradients, token counts and micro-batches of the step, as if they had never run.
 
         Call it on every rank when a loss is not finite, or after an exception in a forward. After
         an exception in a backward the next forward raises. No communication, no host sync.
@@ -474,21 +463,21 @@ class TrainStep:
     def check(self) -> None:
         """Wait for the device, and raise the pending error of a step; one host sync.
 
-        Without dispatcher "nvlink", a stash, or ranks that share rows, this returns at once.
+        Without dispatcher "nvlink", a stash, and ranks that share input rows, it returns at once.
 
         Raises:
             ExchangeError: when an exchange failed or rows exceeded a capacity.
-            ValueError: when ranks that share input rows received different rows.
+            ValueError: when ranks that must have equal input rows received different rows.
         """
         self._reruns.check_capacities()
         for arguments in self._arguments:
             arguments.raise_pending_errors()
 
     def close(self) -> None:
-        """Free buffers that other ranks access; collective. Later forwards allocate again.
+        """Free buffers that other ranks access ("nvlink", "nccl_ep", `FSDPOptions.nccl_ub`).
 
-        The buffers belong to "nvlink", "nccl_ep" and `FSDPOptions.nccl_ub`.
-        After an ExchangeError, buffers are freed and the error is raised; training can continue.
+        Collective. Later forwards allocate new buffers. After an ExchangeError, buffers are freed
+        and the error is raised; training can continue.
         """
         for exchanges in self._exchanges:
             exchanges.close()

@@ -42,7 +42,7 @@ def check_step_arguments(
 def compare_ranks(
     entries: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer], request: Request
 ) -> None:
-    """Raise ValueError on all ranks if {name: value}, optimizers or trained parameters differ."""
+    """Raise ValueError on all ranks if `entries`, optimizers or trained parameters differ."""
     meshes = request.meshes
     check_equal(entries, meshes.device_type)
     trained = list_training_entries(model, optimizers)
@@ -74,7 +74,7 @@ def check_micro_batch(progress: Progress, *, has_stages: bool) -> None:
 
 
 def check_micro_batches(progress: Progress) -> None:
-    """Raise ValueError if a micro-batch has run, because `micro_batches()` must begin before."""
+    """Raise ValueError if a micro-batch has run: `micro_batches()` must begin before the first."""
     progress.check_no_open_micro_batch("micro_batches()")
     if progress.num_done:
         raise ValueError(

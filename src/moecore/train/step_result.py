@@ -16,15 +16,14 @@ class StepResult:
     """Numbers of a finished step. Tensors stay on the device until they are read.
 
     Attributes:
-        norm: the gradient's norm before clipping, without the loss scale; None if the step had no
+        norm: the gradient norm before clipping, divided by the loss scale; None if the step had no
             optimizer and no `clip()`.
         is_skipped: whether the step was skipped, because the gradient was not finite, its norm was
             above the limit of `SpikeOptions`, or rows exceeded a capacity. No weight, optimizer
             state or expert bias has changed then. A device bool, or False if `norm` is None.
         metrics: loads and auxiliary losses of the MoE layers.
-        lr: the step's learning rate of the first optimizer's first group; None without an
-            optimizer.
-        loss_scale: the step's loss scale; None without a loss scale.
+        lr: the step's learning rate of the first optimizer's first group; None = no optimizer.
+        loss_scale: the step's loss scale; None = no loss scale.
     """
 
     norm: GradientNorm | None
@@ -34,10 +33,10 @@ class StepResult:
     loss_scale: Tensor | None = None
 
     def to_dict(self, *, per_expert: bool = True) -> dict[str, float]:
-        """Return name -> number for a logger: the numbers of `metrics` and of this record.
+        """Return name -> number for a logger, from `metrics` and this record. Host sync.
 
         The names of this record are "grad_norm", "skipped" (0.0 or 1.0), "lr" and "loss_scale". A
-        field that is None has no entry. `per_expert` is passed to `MoEMetrics.to_dict`. Host sync.
+        field that is None has no entry. `per_expert` is passed to `MoEMetrics.to_dict`.
         """
         numbers = self.metrics.to_dict(per_expert=per_expert)
         if self.norm is not None:
@@ -47,7 +46,7 @@ class StepResult:
 
 
 def merge_model_metrics(metrics: Sequence[MoEMetrics]) -> MoEMetrics:
-    """Merge the metrics of several models; layer "a" of model 1 is "1.a". One model: unchanged."""
+    """Merge metrics of several models; layer "a" of model 1 becomes "1.a". One model: unchanged."""
     if len(metrics) == 1:
         return metrics[0]
     by_field = {}

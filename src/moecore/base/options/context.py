@@ -16,14 +16,14 @@ class ContextOptions(CheckedRecord):
     """How attention communicates between context parallel ranks.
 
     Attributes:
-        way: "allgather" of keys and values, "a2a" over heads, "p2p" as a ring, or "a2a+p2p".
-            "auto" = "allgather" for latent attention, otherwise the method that sends the fewest
-            values.
+        way: communication method: "allgather" of keys and values, "a2a" (all-to-all) over heads,
+            "p2p" (ring), or "a2a+p2p" (both). "auto" = "allgather" for latent attention, otherwise
+            the method that sends the fewest values.
         a2a_ranks: for "a2a+p2p": number of consecutive ranks in each all-to-all, a divisor of cp;
             None = the largest number that the heads allow.
-        dynamic: each forward has its own cp: groups of 1, 2, 4, ... consecutive data ranks share
-            the sequences of a micro-batch (`packing.schedule_documents`). Needs `ParallelConfig.cp`
-            1 and loss="sum".
+        dynamic: each forward has its own cp size: groups of 1, 2, 4, ... consecutive data ranks
+            share the sequences of a micro-batch (`packing.schedule_documents`). Requires
+            `ParallelConfig.cp` 1 and loss="sum".
     """
 
     way: Way | Literal["auto"] = "auto"
@@ -37,13 +37,10 @@ class ContextOptions(CheckedRecord):
     def resolve(
         self, cp: int, num_heads: int, num_kv_heads: int, *, has_latents: bool
     ) -> ContextOptions:
-        """Return the options with `way` and `a2a_ranks` chosen for `cp` ranks; "auto" is replaced.
+        """Return the options with `way` ("auto" is replaced) and `a2a_ranks` chosen for `cp` ranks.
 
         `num_heads` and `num_kv_heads` are the heads of one tp rank. `has_latents` means latent
-        attention (MLA).
-
-        Raises:
-            ValueError: if the number of heads or cp does not allow the communication method.
+        attention (MLA). Raises ValueError if heads or cp do not allow the communication method.
         """
         way, ranks = self.way, self.a2a_ranks
         if way == "auto" and has_latents:

@@ -18,11 +18,11 @@ class DenseOptions(CheckedRecord):
 
     Attributes:
         compile: run attention, norms and residual adds through torch.compile.
-        graph: on GPUs, capture parts of blocks in CUDA graphs, for dispatchers that synchronise
-            with the host.
+        graph: on GPUs, capture the parts `graph_scopes` of blocks in CUDA graphs. Dispatchers may
+            synchronise with the host between these parts.
         graph_scopes: the captured parts: "attention" (with its norm; also dense blocks), "router",
-            "shared_experts" and "dispatch" (its preparation). () = all of them; over tp or cp
-            without attention, which communicates.
+            "shared_experts" and "dispatch" (its preparation). () = all of them, but not "attention"
+            if tp or cp > 1, because it then communicates.
         overlap_shared: on GPUs, run shared experts on a second CUDA stream.
     """
 

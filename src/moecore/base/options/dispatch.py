@@ -27,21 +27,21 @@ class NVLinkOptions(CheckedRecord):
     """Options of the `nvlink` dispatcher.
 
     Attributes:
-        max_tokens: maximum tokens per rank in one forward; None = the maximum of the first
-            forward. If a rank has more, `TrainStep.forward_backward` repeats the step, as with
-            `row_factor`; any other caller gets an error.
+        max_tokens: maximum tokens per rank in one forward; None = the maximum over ranks in the
+            first forward. If a rank has more, `TrainStep.forward_backward` repeats the step, as
+            with `row_factor`; any other caller gets an error.
         row_factor: capacity for expert rows per rank, relative to balanced routing of `max_tokens`
             on every rank. "exact": the received number, with one host sync per dispatch; not in
-            CUDA graphs. None: capacity for any routing. If a rank receives more than a number
-            allows, `TrainStep.forward_backward` repeats the step with a sufficient factor and
-            keeps that factor; it synchronises once per step. A loop of `micro_batch()` and a CUDA
-            graph skip the step on every rank without a sync; the graph is captured again. A step
-            that ends with neither an optimizer nor `clip()` raises an error. In evaluation, rows
-            are dispatched by all-to-all if the capacity is a number, so any routing fits.
-        overlap_weight_grads: copy engines return the tokens' gradients to their ranks while the
-            experts compute their weight gradients.
+            CUDA graphs. None: capacity for any routing. If a rank receives more than a numeric
+            factor allows, `TrainStep.forward_backward` repeats the step with a sufficient factor
+            and uses it from then on, with one host sync per step. A loop of `micro_batch()` and a
+            CUDA graph skip the step on every rank without a sync; the graph is captured again. A
+            step without optimizer and `clip()` raises an error. In evaluation, rows are dispatched
+            by all-to-all if the factor is a number, so any routing fits.
+        overlap_weight_grads: the GPU's copy engines return token gradients to the tokens' ranks
+            while the experts compute weight gradients.
         keep_rows: save the received rows for backward. False: backward dispatches the tokens a
-            second time; for experts "triton" and "torch" without biases.
+            second time; requires expert_backend "triton" or "torch", without biases.
         timeout_s: seconds that a rank waits for other ranks before it raises an error.
     """
 
@@ -58,11 +58,11 @@ class CloneOptions(CheckedRecord):
 
     Attributes:
         per_rank: maximum number of clones on a rank in one layer; one clone costs the transfer of
-            its expert's weights in forward, and of their gradients in backward.
+            its expert's weights in forward, and of the weight gradients in backward.
         min_share: minimum tokens of a clone, as a share of the mean tokens per rank. A smaller
             imbalance creates no clone.
-        refresh: when clones are planned. "forward": in every forward, from its routing. n: from the
-            loads of one optimizer step for the next n steps, so no forward waits for a plan.
+        refresh: when clones are planned. "forward": in every forward, from its routing. An int n:
+            every n steps, from the loads of one optimizer step, so no forward waits for a plan.
     """
 
     per_rank: Count = 2
@@ -78,9 +78,9 @@ class DispatchOptions(CheckedRecord):
         name: the dispatcher; "auto" chooses by the hardware, see docs/dispatchers.md.
         nvlink: options for "nvlink", "hierarchical" and "auto"; None = the defaults.
         fp8: dispatch tokens, and save them for backward, as float8_e4m3fn with a scale per 128
-            columns. Experts multiply them in their original dtype; the gradient of the rounding is
-            the identity. Gradients of the experts' output are sent in FP8 only if experts in FP8
-            ("blockwise") round them identically; sums are sent unrounded.
+            columns. Experts multiply dequantised tokens; backward ignores the rounding
+            (straight-through). Gradients of the experts' output are sent in FP8 only if experts in
+            FP8 ("blockwise") round them identically; sums over ranks are sent unrounded.
         clones: clones of hot experts on ranks with few tokens; None = none. See docs/balancing.md.
     """
 

@@ -17,26 +17,27 @@ class FSDPOptions(CheckedRecord):
 
     Attributes:
         param_dtype: dtype of compute and all-gathers: fp32, bf16, or fp16 with a loss scale
-            (`TrainStep(loss_scale=...)`); None = the dtype of the parameters. Routers, and names
-            that a transformers class keeps in fp32, keep their dtype.
+            (`TrainStep(loss_scale=...)`); None = the dtype of the parameters. Routers, and
+            parameters that a transformers class keeps in fp32, keep their dtype.
         reduce_dtype: dtype in which gradients are reduced, fp32 or bf16.
         dense_strategy: ZeRO stage of blocks. "no_shard" (0): gradients are all-reduced. "optim"
             (1): a step has one all-gather and one reduction for all its micro-batches.
             "optim_grads" (2): each micro-batch reduces gradients. "optim_grads_params" (3): weights
             are also resharded after each forward and backward.
         experts_strategy: ZeRO stage of routed experts; None = `dense_strategy`. For experts that
-            one rank owns, "optim_grads_params" frees their cast copies after each use.
-        embedding_strategy: ZeRO stage of embedding, final norm, head, and routers in their own
-            dtype.
+            are not sharded over data ranks, "optim_grads_params" frees cast copies after each use.
+        embedding_strategy: ZeRO stage of embedding, final norm, head, and routers whose dtype
+            differs from `param_dtype`.
         prefetch_blocks: number of blocks whose all-gathers are prefetched; 0 = no prefetch, so that
             compute does not hide the all-gathers.
         blocks_per_unit: blocks that are all-gathered and reduced together, with fewer and larger
             collectives and more memory. The experts of each layer remain a separate unit.
-        fp8_param_gather: all-gather weights in the FP8 format of their products: a half of the
-            bytes of bf16, with "nvfp4" a quarter. Only for "blockwise", "tensorwise" and "nvfp4".
+        fp8_param_gather: all-gather weights in the FP8 format of their matrix products: half the
+            bytes of bf16 (a quarter with "nvfp4"). Only for recipes "blockwise", "tensorwise" and
+            "nvfp4".
         nccl_ub: register the buffers of all-gathers and reduce-scatters with NCCL (user buffers),
-            so that its kernels need fewer SMs. Needs NCCL, and parameters that several ranks shard.
-            The gradient sums of all units then stay allocated.
+            so that NCCL's kernels need fewer SMs. Requires NCCL and sharded parameters. The
+            gradient sums of all units then stay allocated.
     """
 
     param_dtype: (

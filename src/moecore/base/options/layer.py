@@ -51,10 +51,10 @@ LIMITED_ACTIVATIONS = ("clamped_swiglu", "limited_swiglu", "situ_glu")
 class BalanceConfig(CheckedRecord):
     """Load balancing: auxiliary losses and the expert bias. The defaults do not balance.
 
-    The balance loss is `coef * E * sum_e(f_e * p_e)`. `f_e` is the share of assignments of expert e
-    and `p_e` its mean score, so balanced routing gives `coef`. The three coefficients differ in the
-    tokens over which `f_e` is counted, and can be combined. With an expert bias or groups, `f_e`
-    counts each token's K best scores instead of its choices.
+    The balance loss of E experts is `coef * E * sum_e(f_e * p_e)`. `f_e` is the share of (token,
+    expert) assignments of expert e and `p_e` its mean score, so balanced routing gives `coef`. The
+    three coefficients differ in the tokens over which `f_e` is counted, and can be combined. With
+    an expert bias or groups, `f_e` counts each token's top_k best scores, not its selected experts.
 
     Attributes:
         micro_batch_coef: coefficient of the loss over the tokens of a data rank's micro-batch.
@@ -66,10 +66,10 @@ class BalanceConfig(CheckedRecord):
         bias_update: "sign" adds the rate to the bias of underloaded experts and subtracts it for
             overloaded experts (DeepSeek-V3: 0.001). "quantile" moves the bias by the rate (at most
             1) towards the value that would have balanced the step (Kimi K3: 1).
-        bias_per_micro_batch: in training, solve the bias for each data rank's micro-batch before
-            its tokens choose, from the bias of the last step. Loads are balanced from the first
-            step, but a token's choice depends on other tokens, also later ones. Eval uses the bias
-            that steps update.
+        bias_per_micro_batch: in training, solve for the bias that balances each data rank's
+            micro-batch before its tokens select experts, starting from the last step's bias. Loads
+            are balanced from the first step, but a selection depends on other tokens, also later
+            ones. Eval uses the bias that steps update.
 
     Source: Switch Transformer (arXiv:2101.03961), ST-MoE (arXiv:2202.08906), loss-free balancing
     (arXiv:2408.15664), global-batch balancing (arXiv:2501.11873), quantile balancing
@@ -94,32 +94,32 @@ class BalanceConfig(CheckedRecord):
 
     @property
     def needs_counts_loss(self) -> bool:
-        """Whether a loss that reads token counts per expert has a coefficient above 0."""
+        """Whether a loss that depends on token counts per expert has a coefficient above 0."""
         return any((self.micro_batch_coef, self.sequence_coef, self.global_batch_coef))
 
     @property
     def needs_loss(self) -> bool:
-        """Whether any auxiliary loss has a coefficient."""
+        """Whether any auxiliary loss has a coefficient above 0."""
         return self.needs_counts_loss or self.z_loss_coef > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityConfig(CheckedRecord):
-    """Expert capacity, and which choices are dropped beyond it.
+    """Expert capacity, and which (token, expert) assignments, called choices, are dropped.
 
-    An expert receives at most C = ceil(factor * N * K / E) of the N tokens in a data rank's
-    micro-batch, without padding, counted over its tp ranks. A dropped choice adds nothing to the
-    token's output. The weights of the remaining choices do not change.
+    An expert receives at most C = ceil(factor * N * top_k / num_experts) tokens. N is the number of
+    tokens without padding in a data rank's micro-batch, over its tp ranks. A dropped choice adds
+    nothing to the token's output. The weights of the remaining choices do not change.
 
     Attributes:
         factor: capacity relative to balanced routing in training; 1.0 = exactly balanced.
         eval_factor: capacity factor in eval mode; None = no choice is dropped.
         drop: "probability" keeps the choices with the highest routing weights. "position" keeps the
-            first positions of all sequences. The order of equal choices is by position, then by
-            sequence. Padding has no position.
-        pad: pad buffers between ranks to the capacity, so that shapes are static and dispatchers
-            do not synchronise with the host. Every rank must have the same number of tokens.
-            Without dropping (eval) buffers have the worst-case size.
+            choices of the first positions in all sequences. Ties are ordered by position, then by
+            sequence. Positions do not count padding.
+        pad: pad dispatch buffers to the capacity, so that shapes are static and dispatchers do not
+            synchronise with the host. Every rank must have the same number of tokens. In eval
+            without dropping, buffers have the worst-case size.
 
     Source: GShard (arXiv:2006.16668), Switch Transformer (arXiv:2101.03961).
     """
@@ -144,12 +144,12 @@ class MoEConfig(CheckedRecord):
         num_experts: number of routed experts E.
         top_k: experts per token K.
         zero_experts: number Z of additional experts that return their input (LongCat-Flash). Ids
-            from E to E + Z - 1 are neither dispatched nor multiplied. Balancing counts them.
+            from E to E + Z - 1 are not dispatched and run no matmul. Balancing counts them.
         score_function: function from logits to scores; "sqrtsoftplus" is
             sqrt(log(1 + exp(logit))).
         score_order: "pre" scores all experts and selects by score; "post" selects by logit and
-            applies the score function to the K chosen logits. With "sigmoid", "post" adds the
-            expert bias to logits, and separates logits above 17, whose scores are all 1.
+            applies the score function to the K selected logits. With "sigmoid", "post" adds the
+            expert bias to logits, and can rank logits above 17, whose scores all round to 1.
         normalize_weights: divide a token's K weights by their sum; None = if K > 1. With True and
             K = 1 the weight is always 1, so only balance losses train the router.
         routed_scaling_factor: factor on the routing weights, after normalisation.
@@ -157,13 +157,13 @@ class MoEConfig(CheckedRecord):
         top_groups: number of groups that a token can choose from.
         group_experts: number of best scores whose sum ranks a group: 2 in DeepSeek-V3, 1 in
             DeepSeek-V2, top_k // top_groups in Megatron-Core.
-        expert_bias: a buffer that is added to the scores for the selection, not to the weights. It
-            follows the load if `balance.bias_update_rate` > 0.
+        expert_bias: a buffer that is added to the scores for the selection, not to the weights.
+            Steps update it by the loads if `balance.bias_update_rate` > 0.
         router_bias: a trained bias on the router logits.
         router_dtype: dtype of logits and scores, for inputs of any dtype.
         router_jitter: in training, multiply each element of the router's input by a random factor
-            in [1 - router_jitter, 1 + router_jitter]. Activation checkpointing repeats the factors.
-        assignment: rule that selects experts; weights always follow from the scores.
+            in [1 - router_jitter, 1 + router_jitter]; recomputation uses the same factors.
+        assignment: rule that selects experts; weights are always computed from the scores.
             "learned": each token selects the experts with its best scores.
             "sinkhorn": in training, selection after Sinkhorn iterations over the micro-batch, which
             balance the experts; in eval as "learned".
@@ -183,15 +183,15 @@ class MoEConfig(CheckedRecord):
             "gelu" is exact, "geglu" has the tanh approximation. "limited_swiglu" is
             silu(gate) * up with clamped inputs (DeepSeek-V4). "situ_glu" is
             b * tanh(gate / b) * sigmoid(gate) * c * tanh(up / c) (Kimi K3).
-        activation_limit: limit of the gate: 7.0 in gpt-oss ("clamped_swiglu"), 10.0 in DeepSeek-V4
-            ("limited_swiglu"), 4.0 in Kimi K3 ("situ_glu").
-        activation_up_limit: limit of up (Kimi K3: 25.0); None = activation_limit.
+        activation_limit: limit of the gate (b in "situ_glu"): 7.0 in gpt-oss ("clamped_swiglu"),
+            10.0 in DeepSeek-V4 ("limited_swiglu"), 4.0 in Kimi K3 ("situ_glu").
+        activation_up_limit: limit of up, c in "situ_glu" (Kimi K3: 25.0); None = activation_limit.
         activation_alpha: sigmoid slope of "clamped_swiglu" (gpt-oss: 1.702).
         fc1_bias: a bias per expert before the activation.
         fc2_bias: a bias per expert on the output, which is multiplied by the routing weight.
         shared_hidden_dim: hidden dim of one shared expert; 0 = no shared experts.
         num_shared_experts: number of shared experts; their outputs are added.
-        shared_gate: multiply each shared expert's output by sigmoid(x @ g) with its own g.
+        shared_gate: multiply each shared expert's output by sigmoid(x @ g), with one g per expert.
         balance: load balancing.
     """
 
@@ -329,7 +329,7 @@ class MoEConfig(CheckedRecord):
             yield "balance.bias_update", relation
 
     def by_token_id(self, vocab_size: int) -> MoEConfig:
-        """Return a copy with assignment "hash": a table of `vocab_size` rows, no bias or groups."""
+        """Return a copy with assignment "hash": `vocab_size` table rows, no bias and no groups."""
         return replace(
             self,
             assignment="hash",
@@ -343,7 +343,7 @@ class MoEConfig(CheckedRecord):
 
     @property
     def gated(self) -> bool:
-        """Whether FC1 has a gate half and an up half, so 2 * `hidden_dim` columns."""
+        """Whether FC1 has a gate and an up projection, and therefore 2 * `hidden_dim` columns."""
         return self.activation in GATED_ACTIVATIONS
 
     @property
@@ -353,7 +353,7 @@ class MoEConfig(CheckedRecord):
 
     @property
     def num_candidates(self) -> int:
-        """Number of experts that a token can choose: `num_experts` + `zero_experts`."""
+        """Number of experts among which a token selects: `num_experts` + `zero_experts`."""
         return self.num_experts + self.zero_experts
 
     @property
@@ -367,24 +367,24 @@ class MoEConfig(CheckedRecord):
 
     @property
     def counts_best_scores(self) -> bool:
-        """Whether balance losses count each token's K best scores instead of its choices."""
+        """Whether balance losses count each token's top_k best scores, not its selected experts."""
         has_altered_choice = self.expert_bias or self.top_groups < self.num_groups
         return has_altered_choice and self.balance.needs_counts_loss
 
     @property
     def normalizes(self) -> bool:
-        """Whether a token's weights are divided by their sum."""
+        """Whether a token's routing weights are divided by their sum."""
         normalizes = self.normalize_weights
         return self.choices_per_token > 1 if normalizes is None else normalizes
 
     @property
     def choices_per_token(self) -> int:
-        """Experts per token in the router's output: top_k, or all for "expert_choice"."""
+        """Experts per token in the router's output: top_k, or all E for "expert_choice"."""
         return self.num_experts if self.assignment == "expert_choice" else self.top_k
 
 
 class MoEOverrides(TypedDict, total=False):
-    """Fields of `MoEConfig` that `parallelize_moe` can set; they do not change parameters."""
+    """Fields of `MoEConfig` that `parallelize_moe(moe=...)` can set; none changes parameters."""
 
     balance: Balance
     capacity: Capacity

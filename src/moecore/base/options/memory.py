@@ -26,14 +26,14 @@ Parts = Annotated[tuple[Part, ...] | Literal["gemm_last"], "pass 'gemm_last'"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StashOptions(CheckedRecord):
-    """Saves routed experts' rows for backward in pages, in place of each layer's padded buffers.
+    """Saves routed experts' rows for backward in pages, not in each layer's padded buffers.
 
     Attributes:
-        page_rows: rows of the widest saved matrix in one page; narrower matrices have more rows
-            per page.
+        page_rows: number of rows of the widest saved matrix in one page; narrower matrices have
+            more rows per page.
         factor: number of device pages, relative to balanced routing in all MoE layers of a forward.
-            If the pages are full, an `ExchangeError` names the factor that is needed.
-        host_bytes: bytes of pages in pinned host memory, which are used after the device pages.
+            If the pages are insufficient, an `ExchangeError` names a sufficient factor.
+        host_bytes: bytes of pages in pinned host memory, used when the device pages are full.
     """
 
     page_rows: Count = 64
@@ -52,9 +52,9 @@ class MemoryOptions(CheckedRecord):
             "rope": queries and keys after norms and rotary embedding. No product is repeated.
             "qkv_proj": queries, keys and values, with their projections.
             "mla_up_proj": queries, keys and values of latent attention, from the latents.
-            "mlp": hidden activations of dense MLPs, with their first product.
+            "mlp": hidden activations of dense MLPs, with their first matrix product.
             "shared_experts": hidden activations of shared experts, with their first product.
-            "expert_fc1": FC1's output of routed experts: gated and in bf16, recomputation frees
+            "expert_fc1": FC1's output of routed experts. If gated and in bf16, this frees
             4 * top_k * hidden_dim bytes per token and layer.
             "moe": complete MoE layers, with their communication.
         offload: parts whose saved activations are in pinned host memory between forward and
@@ -64,13 +64,13 @@ class MemoryOptions(CheckedRecord):
             A tuple has one fraction per pipeline stage (`moecore.parallel.offload_fractions`).
         offload_host_bytes: limit of a rank's pinned memory; further activations stay on the GPU.
             None = no limit.
-        stash: pages for the rows that routed experts save, if buffers are padded to the worst case
-            ("nvlink", a padded capacity). None = each layer saves its padded buffers.
-        fused_loss: a transformers model that trains with labels computes head and loss in chunks
-            of tokens, so that the full logits never exist.
-        offload_frozen: the 4-bit blocks of frozen experts (`Precision.frozen`) are in pinned host
-            memory. The blocks of a layer are copied to the GPU before its forward and its backward.
-        offload_params: trained weights and their gradients are in pinned host memory, and the
+        stash: save only the used rows of routed experts, in pages, if buffers are padded to the
+            worst case ("nvlink", `CapacityConfig.pad`). None = save the padded buffers.
+        fused_loss: if a transformers model trains with labels, compute head and loss in chunks of
+            tokens, so that the full logits are never allocated.
+        offload_frozen: store 4-bit frozen experts (`Precision.frozen`) in pinned host memory. A
+            layer's experts are copied to the GPU before its forward and its backward.
+        offload_params: store trained weights and their gradients in pinned host memory; the
             optimizer steps on the CPU, as with FSDP2's `CPUOffloadPolicy`. Shards are copied to the
             GPU before each all-gather, and gradients to the host after each reduction.
     """

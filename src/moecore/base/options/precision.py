@@ -47,32 +47,32 @@ History = Annotated[
 class Recipe(CheckedRecord):
     """The scales and formats of FP8 matrix products.
 
-    Both operands of a product are quantised in blocks along the summed dim; products are summed in
-    fp32. An operand that is summed along rows in one product and along columns in another is
-    quantised twice. Exceptions are "tensorwise" and weights of "nvfp4", whose copy is transposed.
+    Both operands of a matrix product are quantised in blocks along the summed dim, and summed in
+    fp32. An operand that one product sums along rows and another along columns is quantised twice.
+    Operands of "tensorwise" and weights of "nvfp4" are quantised once, then transposed.
 
     Attributes:
         scaling: the values that share a scale. "blockwise": 1 x 128 of activations and gradients,
             128 x 128 of weights; "rowwise": a row; "tensorwise": a tensor; "mxfp8": 1 x 32 with
             E8M0 scales; "nvfp4": E2M1 values, 1 x 16 (weights 16 x 16) with E4M3 scales and an
             fp32 scale per tensor. Before Blackwell "mxfp8" and "nvfp4" are emulated in bf16.
-        power_of_two: round scales up to powers of two. For "nvfp4" it is the fp32 scale; scales of
-            "mxfp8" are always powers of two.
+        power_of_two: round scales up to powers of two. For "nvfp4" only the fp32 scale is rounded;
+            scales of "mxfp8" are always powers of two.
         grad_format: format of output gradients; activations and weights are always "e4m3". "e5m2"
-            reaches 57344 with two bits of mantissa ("hybrid"); "blockwise" does not allow it.
-        amax_history: 0 = the scale follows from the tensor's own maximum (recommended). n = delayed
+            has two mantissa bits and a maximum of 57344, only for "rowwise" and "tensorwise".
+        amax_history: 0 = the scale is computed from the tensor's maximum (recommended). n = delayed
             scaling for "tensorwise", from the maximum of the last n steps: no extra pass over the
-            tensor, but larger values are clipped. The rows of a layer's experts share one history.
-        keep_hidden: format of FC1's output that the experts save for backward: "wide" = the dtype
-            of the products, "fp8" = 1 x 128 blocks ("blockwise" only). "auto" = "fp8" if allowed.
-            For "mxfp8" and "nvfp4" the field also applies to FC1's input, and "auto" saves both in
-            the format of the recipe, in blocks along a row, if `power_of_two`.
-        hadamard: for "nvfp4": apply a random Hadamard transform to 16 tokens of both operands of a
-            weight gradient before quantisation, which spreads outliers.
+            tensor, but larger values are clipped. All experts of a layer share one history.
+        keep_hidden: format of FC1's output that the experts save for backward: "wide" = the compute
+            dtype, "fp8" = 1 x 128 blocks ("blockwise" only). "auto" = "fp8" if allowed. For "mxfp8"
+            and "nvfp4" the field also applies to FC1's input. "auto" then saves both in the format
+            of the recipe, in blocks along a row, if `power_of_two`.
+        hadamard: for "nvfp4": apply a random Hadamard transform over groups of 16 tokens to both
+            operands of a weight gradient before quantisation, which spreads outliers.
         stochastic_rounding: for "nvfp4": round gradients stochastically, so that their mean is
             unbiased. The random bits depend only on an element's position and value.
         backend: the library that quantises and multiplies: "moecore", or "te" = Transformer Engine
-            with its recipe of this scaling. Its "mxfp8" and "nvfp4" need Blackwell.
+            with the same scaling. "mxfp8" and "nvfp4" of "te" require Blackwell.
 
     Source: blocks of 128 DeepSeek-V3 (arXiv:2412.19437); e5m2 and delayed scaling
     arXiv:2209.05433; "mxfp8" the OCP Microscaling Formats specification v1.0 with the rounding of
@@ -121,12 +121,12 @@ class Recipe(CheckedRecord):
 
     @property
     def is_emulated(self) -> bool:
-        """Whether GPUs before Blackwell multiply the rounded operands in bf16."""
+        """Whether GPUs older than Blackwell multiply the quantised values in bf16."""
         return self.scaling in EMULATED and self.backend == "moecore"
 
     @property
     def reads_blocks(self) -> bool:
-        """Whether matmuls can read weights that are stored in FP8 with a scale per 128 x 128."""
+        """Whether matmuls can read weights that are stored in FP8 with one scale per 128 x 128."""
         return self.scaling == "blockwise" and self.backend == "moecore"
 
     @property
@@ -137,7 +137,7 @@ class Recipe(CheckedRecord):
 
     @property
     def weight_multiple(self) -> int:
-        """The number that must divide both dims of a weight. Blockwise experts need 128 instead."""
+        """The required divisor of both dims of a weight; "blockwise" experts need 128 instead."""
         if self.backend == "te" and self.scaling in EMULATED:
             return 32
         return self.activation_block[1] or 16 if self.is_emulated else 16
@@ -149,10 +149,7 @@ class Recipe(CheckedRecord):
 
     @property
     def activation_block(self) -> Block:
-        """(rows, columns) of an activation or gradient that share a scale.
-
-        None = all rows or all columns. The matmul sums over columns.
-        """
+        """(rows, summed columns) that share a scale in activations and gradients; None = all."""
         return ACTIVATION_BLOCKS[self.scaling]
 
     @property
@@ -213,19 +210,19 @@ class Precision(CheckedRecord):
         Precision(recipe=Recipe(), overrides=(("model.layers.0.*", None),))
 
     Attributes:
-        recipe: recipe of all products of the roles; None = no FP8.
+        recipe: recipe of all modules with a role in `roles`; None = no FP8.
         roles: subset of "experts" (routed), "shared_experts", "mlp" (dense), and "attention"
             (its projections).
         overrides: pairs of an `fnmatch` pattern for qualified module names and a recipe; None = no
-            FP8. The first pattern that matches a module decides, also for roles not in `roles`.
-        only_faster: routed experts keep their dtype where FP8 was measured to be slower or has no
-            kernel; a log line gives the reason. By default such experts are an error.
+            FP8. The first pattern that matches a module is used, also for roles not in `roles`.
+        only_faster: routed experts keep their dtype if FP8 was measured to be slower or has no
+            kernel; a log line gives the reason. By default, a missing kernel is an error.
         fp8_head: run the head's three products of the chunked loss (`linear_cross_entropy`) in FP8,
             in the "blockwise" recipe. Returned logits and log-probabilities are not affected.
-        frozen: format in which frozen routed experts are stored, in 4 bits: "nf4" or "mxfp4". Their
-            products are in the compute dtype. None = experts are stored in their dtype.
+        frozen: 4-bit format in which frozen routed experts are stored: "nf4" or "mxfp4". Their
+            matrix products are in the compute dtype. None = experts keep their dtype.
         frozen_dense: also store the frozen linears of attention, dense MLPs and shared experts in
-            the format `frozen`, whole on every data rank. Linears with a recipe keep their dtype.
+            the format `frozen`, replicated over data ranks. Linears with a recipe keep their dtype.
     """
 
     recipe: Recipe | None = None
@@ -267,7 +264,7 @@ class Precision(CheckedRecord):
     def of(cls, precision: Precision | Recipe | str | None) -> Precision | None:
         """Convert the argument `precision` of a call to a `Precision`; None = no FP8.
 
-        "auto" = "blockwise" for routed experts if it is faster. The name of a scaling, or a
+        "auto" = "blockwise" for routed experts if it is faster. A name of `Recipe.scaling`, or a
         `Recipe`, applies to all roles. "nf4" and "mxfp4" are formats of frozen experts. An unknown
         value raises a ValueError.
         """
@@ -289,7 +286,7 @@ class Precision(CheckedRecord):
         return [recipe for recipe in recipes if recipe is not None]
 
     def find_recipe(self, name: str, role: Role | None) -> Recipe | None:
-        """Return the FP8 recipe of a module by its name (`clean_name`) and role; None = no FP8."""
+        """Return the FP8 recipe of a module by its qualified name and role; None = no FP8."""
         if role is None:
             return None
         for pattern, recipe in self.overrides:
@@ -316,5 +313,5 @@ def register_precision(name: str, precision: Precision) -> None:
 
 
 def find_fp8_exclusion_reason(module_name: str) -> str | None:
-    """Return why a module whose name ends in `module_name` never runs in FP8; None = it can."""
+    """Return why modules with names ending in `module_name` never run in FP8; None = they can."""
     return next((reason for word, reason in NEVER.items() if word in module_name.lower()), None)

@@ -43,7 +43,7 @@ from moecore.parallel.model.parallel_state import find_staged_module
 
 @dataclass(slots=True)
 class Comparison:
-    """The state that a load will set, and how it differs from the checkpoint."""
+    """Names and objects whose state a load will set, and their differences from the checkpoint."""
 
     model: set[str] = field(default_factory=set)  # the model's tensors that are loaded
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -65,10 +65,7 @@ def compare_checkpoint(
     *,
     cast: bool,
 ) -> tuple[ModelView, Comparison]:
-    """Return the model's tensors, and a `Comparison` with the checkpoint of all stages.
-
-    Collective.
-    """
+    """Return the `ModelView`, and the `Comparison` of all objects with a checkpoint. Collective."""
 
     def collect_part() -> tuple[ModelView, StagePart]:
         view = ModelView(model)
@@ -148,10 +145,7 @@ def select_tensors(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
 def allocate_optimizer_load_target(
     comparison: Comparison, view: ModelView
 ) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
-    """Return tensors to read optimizer state into: per optimizer, and as views by stored name.
-
-    The first result has, for each optimizer, parameter -> {state key: tensor}.
-    """
+    """Return {parameter: {state key: tensor to fill}} per optimizer, and {stored name: view}."""
     states = [
         allocate_optimizer_state(o, view, comparison.matrices, comparison.scalars)
         for o in comparison.optimizers
@@ -165,7 +159,7 @@ def allocate_optimizer_load_target(
 
 
 def allocate_amax_load_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
-    """Allocate fp32 tensors [steps] for the saved amax histories that this rank loads, by name."""
+    """Return {name: fp32 tensor [steps] to fill} for this rank's saved amax histories."""
     operands = map_amax_operands(model)
     return {
         name: torch.empty(tensor.shape, dtype=torch.float32, device="cpu")

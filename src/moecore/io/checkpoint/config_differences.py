@@ -1,4 +1,4 @@
-"""Comparison of model configs: models with equal weights and these configs have equal outputs.
+"""Comparison of model configs: models with equal weights and equal configs have equal outputs.
 
 Equal names and shapes of tensors do not suffice, because models with another top_k or rope_theta
 have the same tensors. Fields that only training reads may differ.
@@ -72,7 +72,7 @@ def find_decoder_differences(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[Difference]:
-    """Return the fields that differ and are not skipped; [] if `reference` is of no decoder."""
+    """Return the fields that differ and are not skipped; [] if `reference` is of another kind."""
     values = asdict(reference) if isinstance(reference, DecoderConfig) else reference
     if values is None or not values.keys() >= _NO_DEFAULT:
         return []
@@ -80,7 +80,7 @@ def find_decoder_differences(
 
 
 def list_training_fields(moe: MoEConfig | None) -> frozenset[str]:
-    """Return the fields that only training reads; without "moe.capacity" if eval drops tokens."""
+    """Return the config fields that only training reads: no moe.capacity if eval drops tokens."""
     capacity = None if moe is None else moe.capacity
     drops_in_eval = capacity is not None and capacity.eval_factor is not None
     return TRAINING - {"moe.capacity"} if drops_in_eval else TRAINING

@@ -59,7 +59,7 @@ def latest(root: str | os.PathLike[str]) -> AnyPath | None:
     missing, the newest checkpoint is the complete directory with the highest step.
 
     Raises:
-        ValueError: if the pointer file is damaged, or the manifest that it names.
+        ValueError: if the pointer file, or the manifest that the pointer file names, is damaged.
         OSError: if `root` is a URL and the store does not answer.
     """
     check_arguments(latest, locals())
@@ -91,7 +91,7 @@ def set_latest(path: str | os.PathLike[str]) -> None:
     """Set the pointer file `latest` to a complete checkpoint, for example to roll a run back.
 
     Later checkpoints remain until a save of the same step replaces them or `prune` removes them.
-    A run of a training command then does not continue from a checkpoint in the memory of hosts.
+    A training command then resumes from this checkpoint, not from one in host memory.
 
     Raises:
         ValueError: if the directory is not a complete checkpoint.
@@ -113,10 +113,10 @@ def set_latest(path: str | os.PathLike[str]) -> None:
 
 
 def prune(root: str | os.PathLike[str], keep: Keep) -> list[AnyPath]:
-    """Delete all complete checkpoints of a run except the newest; return the deleted paths.
+    """Delete all complete checkpoints of a run except the newest `keep`; return the deleted paths.
 
-    The target of `latest` always remains. Steps after the target, of a run that was rolled back,
-    are deleted first, then the lowest steps. Files that a killed job left are also deleted.
+    The target of `latest` always remains. Steps after the target (the run was rolled back) are
+    deleted first, then the lowest steps. Files that a killed job left are also deleted.
 
     Example: if the run has 100 200 210 300 400 and latest is 210, keep=2 leaves 200 210.
 
@@ -249,7 +249,7 @@ def publish_directory(draft: Path, manifest: Manifest, *, keep: int) -> None:
 
 
 def prune_after_save(root: AnyPath, keep: int) -> None:
-    """Delete all checkpoints except the newest `keep` (0 = all remain); log an error."""
+    """Delete all checkpoints except the newest `keep` (0 = none is deleted); log an OSError."""
     try:
         if keep:
             _remove_prunable_checkpoints(root, keep)

@@ -38,7 +38,7 @@ from moecore.io.checkpoint.object_storage import AnyPath, RemotePath
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """The files of one attempt to save a step, before their publication."""
+    """The shard files of one attempt to save a step, before their publication."""
 
     root: AnyPath
     folder: AnyPath  # a hidden directory, or the step's prefix on object storage
@@ -51,7 +51,7 @@ class Draft:
 
 
 def create_draft(root: AnyPath, step: int, owner: bytes = b"") -> Draft:
-    """Create a draft of a step; ValueError if the run has the step or a later step."""
+    """Create a draft; ValueError unless `step` is the newest. `owner`: the lock's `owner_text`."""
     if isinstance(root, Path):
         root.mkdir(parents=True, exist_ok=True)
     final, attempt = make_step_path(root, step), uuid.uuid4().hex
@@ -65,7 +65,7 @@ def create_draft(root: AnyPath, step: int, owner: bytes = b"") -> Draft:
 
 
 def publish(draft: Draft, manifest: Manifest, *, keep: int) -> None:
-    """Complete a draft, set `latest` and prune to `keep`; OSError if a job took the run over."""
+    """Complete a draft, set `latest`, prune to `keep`; OSError if another job took over the run."""
     root, folder = draft.root, draft.folder
     if isinstance(folder, Path):
         publish_directory(folder, manifest, keep=keep)
@@ -81,7 +81,7 @@ def publish(draft: Draft, manifest: Manifest, *, keep: int) -> None:
 
 
 def remove_draft(draft: Draft) -> None:
-    """Delete the files of a draft after an error, except files that a manifest names."""
+    """Delete the draft's shard files after an error, unless the step's manifest lists them."""
     folder = draft.folder
     if isinstance(folder, Path):
         shutil.rmtree(folder, ignore_errors=True)

@@ -41,7 +41,7 @@ def open_regular_file(path: Path, *, follow_symlinks: bool = False) -> int:
 
 
 class LocalFile:
-    """Reads ranges of a local file, or writes it sequentially, by a descriptor."""
+    """Reads byte ranges of a local file, or appends to a new file, by a file descriptor."""
 
     piece_bytes = 2**20  # hashed at a time, while it is in a core's cache
 
@@ -49,15 +49,15 @@ class LocalFile:
         self._fd = descriptor
 
     def get_size(self) -> int:
-        """Return the bytes of the file."""
+        """Return the size of the file in bytes."""
         return os.fstat(self._fd).st_size
 
     def read_into(self, target: memoryview, begin: int) -> int:
-        """Read bytes from byte `begin` on into `target`; return their number, 0 at the end."""
+        """Read from byte `begin` into `target`; return the number of read bytes, 0 at the end."""
         return os.preadv(self._fd, [target], begin)
 
     def write(self, data: memoryview) -> int:
-        """Append at most all of `data` and return the number of written bytes."""
+        """Append `data` or its beginning; return the number of written bytes."""
         return os.write(self._fd, data)
 
     def commit(self) -> None:
@@ -82,7 +82,7 @@ def open_file(
 
 
 def read_regular_file(path: AnyPath, *, max_bytes: int, follow_symlinks: bool = False) -> bytes:
-    """Return a regular file's content; ValueError above `max_bytes`, or as `open_regular_file`."""
+    """Return the file's content; ValueError if it has more than `max_bytes` or is not regular."""
     if isinstance(path, RemotePath):
         data = path.read(0, max_bytes + 1)
         check_file_size(path, len(data), max_bytes)
@@ -105,7 +105,7 @@ def check_file_size(path: AnyPath, num_bytes: int, max_bytes: int) -> None:
 
 
 def read_file_beginning(path: AnyPath, max_bytes: int) -> bytes:
-    """Return the first `max_bytes` bytes of a regular file; raise as `open_regular_file`."""
+    """Return the first `max_bytes` bytes of a file; ValueError if it is not a regular file."""
     if isinstance(path, RemotePath):
         return path.read(0, max_bytes)
     with open(open_regular_file(path), "rb") as file:
@@ -190,13 +190,13 @@ def remove_leftovers(root: Path) -> None:
 
 
 def join_problems(problems: Sequence[str]) -> str:
-    """Join at most `MAX_LINES` error texts in one line, with the number of further texts."""
+    """Join at most `MAX_LINES` error texts in one line, then append the number of omitted texts."""
     first = "; ".join(format_error_line(problem, MAX_CHARS) for problem in problems[:MAX_LINES])
     remaining = len(problems) - MAX_LINES
     return first if remaining <= 0 else f"{first} (and {remaining} more)"
 
 
 def refuse_problems(subject: str, problems: Sequence[str], fix: str) -> None:
-    """Raise ValueError("`subject`: problems: `fix`") if `problems` is not empty."""
+    """Raise a one-line ValueError with all three arguments if `problems` is not empty."""
     if problems:
         raise ValueError(f"{subject}: {join_problems(problems)}: {fix}")

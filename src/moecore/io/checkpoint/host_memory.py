@@ -1,8 +1,8 @@
 """Checkpoints in the memory of hosts: hostmemory:// URLs, each file on more than one host.
 
 Each host has a process that stores files in memory (`memory_server.py`) and outlives the ranks. A
-file of a rank is stored on the rank's host and on the next hosts; a small file, such as a manifest,
-on all hosts. If a host is lost, the other hosts have all its files.
+rank's shard file is stored on the rank's host and on the next hosts in the order of names. A small
+file, such as a manifest, is stored on all hosts. If a host is lost, copies of its files remain.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _get_hosts() -> _Hosts:
 
 
 class HostMemoryFileSystem(AbstractFileSystem):
-    """An fsspec file system in the memory of hosts, for `RemotePath`; a path is JOB/NAME."""
+    """An fsspec file system in the memory of hosts, for `RemotePath`; a path is JOB/FILE."""
 
     protocol = SCHEME
 
@@ -179,7 +179,7 @@ class HostMemoryFileSystem(AbstractFileSystem):
         upload.close()
 
     def open(self, path: str, mode: str, **_: Any) -> _Upload:
-        """Return an upload to this host and to the next hosts."""
+        """Return a writer that uploads a file to this host and the next `num_copies` - 1 hosts."""
         assert mode == "wb", "ranges are read by cat_file"
         hosts = _get_hosts()
         return _Upload(hosts.ring[: hosts.num_copies], quote(f"/{path}"))
@@ -199,16 +199,16 @@ fsspec.register_implementation(SCHEME, HostMemoryFileSystem, clobber=True)
 
 @share_call_errors
 def connect_host_memory(num_copies: Count = 2) -> None:
-    """Start or find the memory server of each host; then hostmemory://JOB is a root. Collective.
+    """Start or find each host's memory server, for checkpoint URLs hostmemory://JOB. Collective.
 
-    `save`, `Saver`, `load`, `latest` and the other functions of checkpoints accept URLs
-    hostmemory://JOB after this call. A server outlives the ranks, so the ranks of a restarted job
-    find its files. A server deletes its files and ends after 12 hours without a request.
+    `save`, `Saver`, `load`, `latest` and the other checkpoint functions accept these URLs after
+    this call. A server outlives the ranks, so the ranks of a restarted job find its files. A server
+    deletes its files and ends after 12 hours without a request.
 
     Args:
-        num_copies: number of hosts that store each file, including the host of the rank that wrote
-            it. With 2, the loss of one host, or of hosts that are no neighbours in the order of
-            their names, loses no file.
+        num_copies: number of hosts that store each file: the host of the rank that wrote the file,
+            and the next hosts in the order of host names. With 2, no file is lost if one host
+            fails, or several hosts fail and no two are neighbours in this order.
 
     Raises:
         OSError: if a server does not start.
@@ -231,7 +231,7 @@ def connect_host_memory(num_copies: Count = 2) -> None:
 
 
 def find_complete(root: AnyPath) -> AnyPath | None:
-    """Return the latest checkpoint of `root` if all its files exist, else None."""
+    """Return the latest checkpoint of `root` if all its files exist, otherwise None."""
     path = latest(root)
     if path is None:
         return None

@@ -1,8 +1,8 @@
 """Hyperparameters of optimizers and state of schedulers: the stored values and their checks.
 
-Each parameter belongs to at most one optimizer, so stored state needs no name of the optimizer.
-Several optimizers are stored as one, with consecutive groups and the class of each group. The
-assignment of groups to optimizers of one class has no effect and is not stored.
+A parameter belongs to at most one optimizer, so the name of a parameter's state needs no optimizer.
+Several optimizers are stored as one list of parameter groups, with the class of each group. The
+checkpoint does not store which of several optimizers of one class has a group.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def concat_param_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]
 
 
 def name_optimizer_classes(optimizers: Sequence[Optimizer]) -> str:
-    """Return the class name of all optimizers, or if they differ one per group ("Muon, AdamW")."""
+    """Return the optimizers' class name; if they differ, one name per group ("Muon, AdamW")."""
     # An optimizer may declare the class whose state it has as `checkpoint_class`.
     names = [
         str(getattr(optimizer, "checkpoint_class", type(optimizer).__name__))
@@ -56,7 +56,7 @@ def split_class_names(name: str, num_groups: int) -> list[str]:
 def collect_hyperparameters(
     optimizers: Sequence[Optimizer], model: ModelView
 ) -> list[dict[str, Any]]:
-    """Return the parameter names ("params") and options, except `RUN_OPTIONS`, of each group."""
+    """Return each group's parameter names ("params") and options except `RUN_OPTIONS` ("fused")."""
     groups = []
     for group in concat_param_groups(optimizers):
         values = {k: v for k, v in group.items() if k != "params" and k not in RUN_OPTIONS}
@@ -69,7 +69,7 @@ def collect_hyperparameters(
 def find_group_mismatches(
     current_groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]
 ) -> list[str]:
-    """Return an error text per saved value that cannot be loaded, or one text if names differ."""
+    """Return an error text per saved value that does not load, or one if parameter names differ."""
     # State is loaded by name, so the order of parameters in a group has no effect.
     if [sorted(group["params"]) for group in current_groups] != [
         sorted(g["params"]) for g in saved_groups
@@ -159,7 +159,7 @@ class _JoinedScheduler:
 def join_schedulers(
     scheduler: Schedulers | None, optimizers: Sequence[Optimizer]
 ) -> Scheduler | None:
-    """Return schedulers as one; ValueError unless they are in the order of the optimizers."""
+    """Return schedulers as one `Scheduler`; ValueError if not in the order of the optimizers."""
     if not isinstance(scheduler, Sequence):
         return scheduler
     if not scheduler:
@@ -182,7 +182,7 @@ def _name_scheduler(scheduler: Scheduler) -> str:
 
 
 def decode_scheduler_state(scheduler: Scheduler, saved_values: dict[str, Any]) -> dict[str, Any]:
-    """Convert saved JSON to a scheduler's state dict; ValueError if names or rates are invalid."""
+    """Convert saved JSON to a state dict; ValueError if names or learning rates do not fit."""
     state = scheduler.state_dict()
     if state.keys() != saved_values.keys():
         raise ValueError(
@@ -210,7 +210,7 @@ def _find_learning_rates(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def encode_scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
-    """Convert a scheduler's state to JSON values; raise ValueError if that is not possible."""
+    """Convert a scheduler's state to JSON values; ValueError if JSON cannot store the state."""
     state = scheduler.state_dict()
     name = _name_scheduler(scheduler)
     numbers = _convert_tensors_to_numbers(state)

@@ -48,10 +48,7 @@ _OWNER_BYTES = 4096
 
 
 class RunLock:
-    """The lock of one run directory, which allows one job at a time to write checkpoints there.
-
-    `release`, garbage collection of this object or the end of the process releases the lock.
-    """
+    """The lock of a run directory, under which one job writes; process exit also releases it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -96,10 +93,10 @@ class RunLock:
 
 
 class RemoteLock:
-    """The lock of a run on object storage: the job that acquired the lock last may publish.
+    """The lock of a run on object storage: only the job that acquired the lock last may publish.
 
-    An object store has no atomic rename, so a second job is not refused. It replaces the owner
-    object, and saves of the first job then fail.
+    An object store has no atomic rename, so `acquire` of a second job succeeds. The second job
+    replaces the owner object, and later saves of the first job raise OSError.
     """
 
     def __init__(self, root: RemotePath) -> None:
@@ -160,7 +157,7 @@ def _release_lock(root: Path, text: bytes, stop_event: threading.Event, pid: int
 def hold_lock(root: AnyPath) -> Iterator[None]:
     """Return a context with the run's lock; OSError if another job has the lock.
 
-    On object storage the context takes no lock, because that would end the saves of a running job.
+    On object storage the context takes no lock, because a new lock ends a running job's saves.
     """
     if isinstance(root, RemotePath):
         yield
@@ -216,7 +213,7 @@ def _is_owner_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
 
 
 def find_abandoned_drafts(root: AnyPath) -> list[Path]:
-    """Return unfinished checkpoint folders of a job that ended with the lock of `root`, or []."""
+    """Return a job's leftovers (`find_leftovers`) if it ended without releasing its lock."""
     if isinstance(root, RemotePath):
         return []  # each pruning deletes incomplete steps
     owner, text, touched = _read_owner(root)

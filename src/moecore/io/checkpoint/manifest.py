@@ -65,7 +65,7 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestChunk:
-    """A block of a tensor: its shard file, its key in the file, and offset and size in each dim."""
+    """A block of a tensor: shard file, key in the file, and the block's offset and size per dim."""
 
     file: str
     key: str
@@ -124,7 +124,7 @@ class Manifest:
 def make_manifest(
     facts: ManifestFacts, files: Mapping[str, StoredFile], tensors: Mapping[str, StoredTensor]
 ) -> Manifest:
-    """Build a manifest from its parts; raise ValueError if a value breaks the format."""
+    """Build a manifest; ValueError if a value, file or tensor violates the manifest's format."""
     values = asdict(facts) | {
         "format": FORMAT,
         "files": {name: asdict(file) for name, file in files.items()},
@@ -145,7 +145,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
     Raises:
         ValueError: if the directory is not a complete checkpoint, or the manifest is damaged.
-        OSError: if it cannot be read.
+        OSError: if the manifest cannot be read.
     """
     check_arguments(read_manifest, locals())
     path = make_path(path)
@@ -319,7 +319,7 @@ def _parse_chunk(
 
 
 def check_chunk_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk]) -> None:
-    """Raise ValueError unless the chunks of a tensor form a grid that has each element once."""
+    """Raise ValueError unless a tensor's chunks form a grid that covers each element once."""
     # Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is
     # an error: a cut of dim 1 at 3 must go through all rows. DTensor shards always form a grid.
     label = f"tensor {name!r:.120}"

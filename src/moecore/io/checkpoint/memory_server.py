@@ -155,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
 def serve(folder: Path, ip: str, idle_seconds: float) -> None:
     """Serve a folder until no request has arrived for `idle_seconds`, then delete the folder.
 
-    The server also ends when another server has taken its place, or the folder is gone.
+    The server also ends if a newer server of this folder has started, or the folder is deleted.
     """
     server = MemoryServer(folder, ip)
     threading.Thread(target=server.serve_forever, daemon=True).start()

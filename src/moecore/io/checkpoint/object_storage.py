@@ -1,8 +1,8 @@
-"""Paths of objects: fsspec URLs such as s3://bucket/run, with the methods of pathlib that io uses.
+"""Paths of objects: fsspec URLs such as s3://bucket/run, with the pathlib methods that io calls.
 
 An object store has no rename and no directories, and its listings may lag. A checkpoint therefore
-reads each object by its name. A listing only finds steps of a run without the object `latest`, and
-objects to delete. An object appears when its upload is complete.
+reads each object by its name. Listings are only used to find objects to delete, and the steps of a
+run without the object `latest`. An object appears when its upload is complete.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RemotePath(os.PathLike[str]):
             self.call("rm", recursive=True)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of the fsspec file system with this path; errors name the URL."""
+        """Call a method of the fsspec file system on this path; errors name the URL."""
         try:
             system, path = _find_file_system(self.url)
             return getattr(system, method)(path, *args, **options)
@@ -126,7 +126,7 @@ def _find_file_system(url: str) -> tuple[Any, str]:
 
 
 class RemoteFile:
-    """Reads ranges of an object; or if `is_new`, uploads an object, which appears at `commit`."""
+    """Reads byte ranges of an object. If `is_new`, uploads an object, visible after `commit`."""
 
     piece_bytes = 16 * 2**20  # of one request
 
@@ -135,11 +135,11 @@ class RemoteFile:
         self._upload: Any = path.call("open", "wb") if is_new else None
 
     def get_size(self) -> int:
-        """Return the bytes of the object."""
+        """Return the size of the object in bytes."""
         return int(self._path.call("info")["size"])
 
     def read_into(self, target: memoryview, begin: int) -> int:
-        """Read bytes from byte `begin` on into `target`; return their number, 0 at the end."""
+        """Read from byte `begin` into `target`; return the number of read bytes, 0 at the end."""
         data = self._path.read(begin, begin + len(target))
         target[: len(data)] = data
         return len(data)

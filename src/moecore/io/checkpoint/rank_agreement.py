@@ -1,8 +1,8 @@
 """Check, before a save writes, that ranks agree on values that only one rank will write.
 
 Without the check, one rank's step count or learning rate would silently become the value of all
-ranks. Not compared are shards of DTensors and generator states, which each rank writes, and the
-config, which may name a rank or a host and is stored by rank 0.
+ranks. Three kinds of state are not compared: shards of DTensors, generator states, which each rank
+writes, and the config, which rank 0 writes and which may name a rank or a host.
 
 Ranks of one pipeline stage must agree on all values. Ranks of different stages must agree on values
 that both ranks have, except the parameter names of optimizer groups.

@@ -1,4 +1,4 @@
-"""Rank numbers, the process group of checkpoints, and actions of rank 0 whose errors all raise."""
+"""Rank numbers, the process group of checkpoints, and actions on rank 0 that raise on all ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ T = TypeVar("T")
 
 
 class ControlGroup:
-    """A gloo group of all ranks for checkpoints; None without torch.distributed. Collective.
-
-    With a separate group, collectives of a background save do not mix with training collectives.
-    """
+    """A gloo group of all ranks for saves, `group`; None without torch.distributed. Collective."""
 
     def __init__(self) -> None:
         self.group: Group = None

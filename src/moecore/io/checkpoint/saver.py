@@ -54,8 +54,8 @@ logger = logging.getLogger("moecore.io")
 class Saver:
     """Saves checkpoints of one run, optionally in the background. Construction is collective.
 
-    It owns a gloo process group, a thread, host memory and the lock of the run, which excludes
-    other jobs. Call `close`, or use it in a `with`.
+    The saver owns a gloo process group, a thread, host memory and the lock of the run, which
+    excludes other jobs. Call `close`, or use the saver in a `with` statement.
 
     Args:
         root: directory of the run, which is created, or an fsspec URL; every rank must see it.
@@ -113,16 +113,15 @@ class Saver:
             self._closed = True
 
     def prepare(self) -> None:
-        """Allocate the host memory of background saves before the first save. Collective.
+        """Allocate and pin the host memory of background saves, which takes seconds. Collective.
 
-        It pins memory for the current tensors of model and optimizer, which takes seconds. Call it
-        after a load, or after the first step, when the optimizer has state. Call it between steps,
-        as `save`, and not during CUDA graph capture.
+        The memory fits the current tensors of model and optimizer. Call `prepare` between steps,
+        after a load or the first step (the optimizer then has state), not in CUDA graph capture.
 
         Raises:
             ValueError: after `close`.
             RuntimeError: on every rank, if one rank has not enough memory.
-            OSError: of the previous save.
+            OSError: if the previous background save failed.
         """
         self._check_is_open()
         self._wait_for_previous_save()
@@ -134,14 +133,14 @@ class Saver:
 
     @share_call_errors
     def save(self, step: Step, extra: Mapping[str, Any] | None = None, *, wait: bool) -> AnyPath:
-        """Save a step and return its future directory. Collective.
+        """Save a step and return the path of its checkpoint. Collective.
 
         With `wait=False` the model may change as soon as this returns. The checkpoint is complete
         when the next `save` or `close` returns.
 
         Args:
             step: >= 0; names the directory.
-            extra: name -> JSON-able value or plain tensor, equal on every rank.
+            extra: name -> JSON-able value or plain tensor (no DTensor), equal on every rank.
             wait: whether to wait until the checkpoint is on disk.
 
         Raises:
@@ -189,19 +188,15 @@ class Saver:
         """Raise the error of a failed background save. Call it every step: it does not communicate.
 
         Raises:
-            OSError: as `save` with `wait`. The previous checkpoint is still loadable, unless the
-                error says that the failed step is saved.
+            OSError: if this rank could not write. The previous checkpoint is still loadable, unless
+                the error says that the failed step is saved.
         """
         if self._future is not None and self._future.done():
             future, self._future = self._future, None
             future.result()
 
     def close(self) -> None:
-        """Wait for a background save and release the saver's resources. Collective.
-
-        Raises:
-            OSError: if that save failed.
-        """
+        """Wait for a background save (OSError if the save failed); free resources. Collective."""
         if self._closed:
             return
         self._closed = True

@@ -38,10 +38,7 @@ logger = logging.getLogger("moecore.io")
 
 
 class Meter:
-    """Counts this rank's read or written bytes. Threads may share a meter.
-
-    `progress` is called with (bytes done, bytes expected) of this rank.
-    """
+    """Counts this rank's read or written bytes; calls `progress(bytes done, bytes expected)`."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress, self._lock = progress, Lock()
@@ -71,7 +68,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Header of a safetensors file, byte position of each tensor in the file, and file size."""
+    """Header of a safetensors file, byte position of each tensor, and size of the file in bytes."""
 
     header: bytes  # the first bytes of the file, its length field included
     begins: dict[str, int]  # key -> position of the first byte in the file
@@ -79,7 +76,7 @@ class FileLayout:
 
 
 def compute_layout(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
-    """Compute the layout of a file with these tensors: key -> (dtype, shape)."""
+    """Return the `FileLayout` of a safetensors file with these tensors: key -> (dtype, shape)."""
     order = sorted(entries, key=lambda key: (-entries[key][0].itemsize, key))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     spans, end = {}, 0
@@ -101,7 +98,7 @@ def compute_layout(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> 
 class ShardWriter:
     """Writes one new safetensors file sequentially; a second thread computes its SHA-256.
 
-    `header` is from `compute_layout`. If `pinned`, tensors are copied through pinned host memory.
+    `header` is from `compute_layout`. If `pinned`, GPU tensors are copied through pinned memory.
     """
 
     def __init__(self, path: AnyPath, header: bytes, *, pinned: bool, meter: Meter) -> None:
@@ -124,7 +121,7 @@ class ShardWriter:
         self._file.close()
 
     def add(self, tensor: Tensor) -> None:
-        """Append a tensor, the next in the layout's order, to the file. Host sync."""
+        """Append the tensor that is next in the order of `FileLayout` to the file. Host sync."""
         for piece in iterate_chunks(tensor.detach()):
             if piece.device.type == "cpu" and piece.is_contiguous() and piece.nbytes > DIRECT_BYTES:
                 self._flush_buffer()
@@ -185,8 +182,9 @@ def get_memory_view(tensor: Tensor) -> memoryview:
 class ShardReader:
     """Reads slices of the tensors in a safetensors file.
 
-    `begins` maps a tensor's key to the position of the tensor's first byte in the file. Strided
-    slices are copied through `buffer`. `follow_symlinks` allows a symlink to the file.
+    `begins` maps a tensor's key to the position of the tensor's first byte in the file. Slices
+    that are not contiguous in the file are read into `buffer` first. `meter` counts the bytes. The
+    path may be a symlink if `follow_symlinks`.
     """
 
     def __init__(
@@ -215,7 +213,7 @@ class ShardReader:
         offsets: Sequence[int],
         out: Tensor,
     ) -> None:
-        """Fill `out`, of any dtype, device and strides, with the slice of a tensor at `offsets`."""
+        """Fill `out` (any dtype, device, strides) from `offsets` of a tensor of shape `sizes`."""
         if out.numel() == 0:
             return
         strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
@@ -272,7 +270,7 @@ def _count_contiguous_elements(tensor_shape: Sequence[int], slice_shape: Sequenc
 def find_file_problem(
     path: AnyPath, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
-    """Compare size, header and, if `full`, SHA-256 with the manifest; return an error text."""
+    """Return an error text if size, header or, if `full`, SHA-256 differ from the manifest's."""
     try:
         with closing(open_file(path)) as file:
             size = file.get_size()

@@ -77,7 +77,7 @@ def take_snapshot(
     scheduler: Schedulers | None,
     config: object,
 ) -> Snapshot:
-    """Return the tensors, mostly without a copy, and the metadata that `save` writes."""
+    """Return tensors (model and optimizer state not copied) and metadata that `save` writes."""
     _check_step_finished(model)
     view = ModelView(model)
     tensors = {f"model.{name}": tensor for name, tensor in view.stored_views.items()}
@@ -187,10 +187,7 @@ def join_stage_parts(part: StagePart, stages: AllStages | None, group: Group = N
 
 
 def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
-    """Return a snapshot of the tensors that this rank writes, with all stages' metadata.
-
-    Collective.
-    """
+    """Return the tensors that this rank writes, with the metadata of all stages. Collective."""
     stages, facts = snapshot.stages, snapshot.facts
     if stages is None:
         return snapshot
@@ -247,7 +244,7 @@ def collect_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's state for `load_rank_state`: local tensors (not copied) and JSON."""
+    """Return this rank's local tensors (not copied) and JSON values, for `load_rank_state`."""
     snapshot = take_snapshot(0, model, optimizer, extra, scheduler=scheduler, config=None)
     facts = {"optimizer": snapshot.facts.optimizer, "scheduler": snapshot.facts.scheduler}
     return {"tensors": get_local_tensors(snapshot), **facts}
@@ -261,7 +258,7 @@ def load_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Tensor]:
-    """Load a state of `collect_rank_state`; drop an unfinished step; return its `extra` tensors."""
+    """Load a `collect_rank_state` result, drop gradients of an unfinished step; return `extra`."""
     drop_step(model)
     kinds = defaultdict[str, dict[str, Tensor]](dict)
     for name, tensor in state["tensors"].items():

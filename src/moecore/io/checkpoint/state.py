@@ -3,7 +3,7 @@
 Legend: E experts, D model dim, F expert hidden dim.
 
     model.<fqn>               parameters and persistent buffers
-    optimizer.<slot>.<fqn>    optimizer state, such as exp_avg
+    optimizer.<slot>.<fqn>    optimizer state; the slot is the state key, such as exp_avg
     amax.<fqn>.<operand>      history of delayed scaling, fp32 [steps], the newest first
     rng.<device>.<rank>       generator state of one rank, uint8
     extra.<name>              the caller's tensors
@@ -156,7 +156,7 @@ def allocate_optimizer_state(
     matrices: Mapping[str, torch.dtype],
     scalars: Mapping[str, torch.dtype],
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return parameter -> state key -> tensor to fill; tensors of the right layout are reused."""
+    """Return {parameter: {state key: reused or new tensor}} for names in `matrices`, `scalars`."""
     slots: dict[str, list[str]] = {}
     for key in (*matrices, *scalars):
         slot, name = key.split(".", 1)
@@ -186,7 +186,7 @@ def allocate_optimizer_state(
 def map_state_views(
     state: Mapping[Tensor, Mapping[str, Tensor]], model: ModelView, scalars: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return "<state key>.<fqn>" -> stored view; `scalars` has the keys of scalar state."""
+    """Return "<state key>.<fqn>" -> stored view; `scalars` has the names of 0-dim state."""
     views = {}
     for param, slots in state.items():
         name = model.get_name(param)
@@ -208,7 +208,7 @@ def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, 
 
 
 def get_state_template(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
-    """Return a tensor with the shape and placements of a parameter's state `slot` ("exp_avg")."""
+    """Return a tensor with the shape and placements of the state with key `slot` ("exp_avg")."""
     like: Tensor = _call_method(optimizer, "get_state_template", param, param, slot)
     return like
 

@@ -1,7 +1,7 @@
 """Storage of torch.distributed.checkpoint (DCP): shard files and a manifest, without pickles.
 
 DCP's default planners decide which rank writes a block and which blocks a rank reads. The planners
-in this file add support for shards of several blocks.
+in this file add support for shards that consist of several blocks of a tensor.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Writer(_DCPStorage, StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest from all ranks' results of `write_data`, and publish. On rank 0."""
+        """On rank 0: write the manifest from all ranks' `write_data` results, and publish."""
         chunks: dict[str, list[ManifestChunk]] = {}
         files: dict[str, StoredFile] = {}
         for result in itertools.chain.from_iterable(results):
@@ -198,7 +198,7 @@ def _make_chunk_metadata(offset: torch.Size, slices: tuple[slice, ...]) -> Chunk
 
 
 class LocalSavePlanner(dcp.DefaultSavePlanner):
-    """DCP save planner for shards of several blocks, whose values are in `local_tensors`."""
+    """DCP save planner for shards of several blocks of a tensor; `local_tensors` has the values."""
 
     def __init__(self, local_tensors: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

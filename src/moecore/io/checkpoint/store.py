@@ -97,12 +97,12 @@ def save(
             writes to it.
         step: >= 0; names the directory.
         model: parallelized or plain.
-        optimizer: over the model's parameters, or a list of optimizers with disjoint parameters;
-            None = save only the model.
-        extra: name -> JSON-able value or plain tensor, equal on every rank.
-        scheduler: of the learning rate, with JSON-able state, or a list in the order of the
+        optimizer: the optimizer, or a list of optimizers with disjoint parameters; None = save only
+            the model.
+        extra: name -> JSON-able value or plain tensor (no DTensor), equal on every rank.
+        scheduler: a learning rate scheduler with JSON-able state, or a list in the order of the
             optimizers.
-        keep: number of the newest checkpoints that stay; 0 = all.
+        keep: number of the newest checkpoints that remain; older ones are deleted; 0 = all remain.
         config: a JSON-able mapping, dataclass or transformers config that describes the model, for
             comparison in `load`. None = the config of a native decoder or transformers model.
 
@@ -146,19 +146,19 @@ def load(
 ) -> dict[str, Any]:
     """Set model, optimizer and generators to their saved state, in place. Collective.
 
-    The parallel layout may differ from the saved layout: every rank reads its shards. Generators
-    are not changed without an optimizer, and on ranks that the saving run did not have. Gradients
-    and counts of an unfinished step are dropped (`TrainStep.drop`). Buffers that no checkpoint
-    stores (transformers' rotary frequencies) are recomputed.
+    The parallel layout may differ from the saved layout: every rank reads its shards. Random
+    generators are set only with an optimizer, and only on ranks that the saving run also had.
+    Gradients and token counts of an unfinished step are dropped (`TrainStep.drop`). Buffers that no
+    checkpoint stores (transformers' rotary frequencies) are recomputed.
 
     Args:
         path: a complete checkpoint, such as from `latest`, or its URL. From a URL each rank reads
             only the byte ranges of its shards, after `verify`.
         model: with storage (not on meta), and the global shapes and dtypes of the checkpoint.
-        optimizer: built like the saved optimizer, or a list in the order of the save; its state may
-            be empty, and is replaced.
+        optimizer: built like the saved optimizer, or a list in the order of the save. Its state is
+            replaced, and may be empty before.
         scheduler: built like the saved scheduler, or a list; None = no scheduler state is loaded.
-        strict: refuse any difference; False loads tensors with equal names and shapes, does not
+        strict: raise for any difference. False loads tensors with equal names and shapes, does not
             change other tensors, and warns.
         cast: allow dtypes that differ from the saved dtypes, and convert the values.
         verify: "full" hashes every file first, each on one rank; "sizes" checks sizes and headers.
@@ -229,10 +229,7 @@ def write_checkpoint(
     meter: Meter,
     group: Group = None,
 ) -> None:
-    """Write this rank's `local_tensors`, named as in the snapshot; publish the draft.
-
-    Collective.
-    """
+    """Write this rank's `local_tensors`, named as in `snapshot`; publish the draft. Collective."""
     save_snapshot = partial(
         dcp.save,
         snapshot.tensors,
@@ -297,10 +294,10 @@ def _read_into_objects(
 def verify(
     path: str | os.PathLike[str], mode: Verify = "full", *, progress: Progress | None = None
 ) -> Manifest:
-    """Check a checkpoint and return its manifest, without loading it. Collective.
+    """Check a checkpoint without loading it; return its manifest. Collective.
 
     Args:
-        path: its directory or URL.
+        path: the directory or URL of the checkpoint.
         mode: "full" hashes every byte, each file on one rank; "sizes" checks sizes and headers.
         progress: called with (bytes done, bytes expected) of this rank.
 

@@ -1,7 +1,7 @@
 """Exports of linears in bitsandbytes' NF4 format, as transformers stores them; `quant.py` reads it.
 
-The fp32 values of a weight that is stored in NF4 are collected and quantised again. The codes and
-the scales equal the scales of the weight, because each group has a code of +1 or -1 or only zeros.
+A weight that is stored in NF4 is collected in fp32 and quantised again. The new codes and scales
+equal the stored ones, because each group has a code of +1 or -1, or only zeros.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Quantization = Literal["bitsandbytes"]
 
 @dataclass(frozen=True, slots=True)
 class NF4Item(Item):
-    """A tensor of bitsandbytes' format, which is computed from a weight `origin` in fp32."""
+    """A tensor in the file format of bitsandbytes, computed from the fp32 weight `origin`."""
 
     origin: Item
     weight_dtype: torch.dtype  # dtype of the weight without quantisation
@@ -36,15 +36,14 @@ class NF4Item(Item):
 
     @property
     def unquantised_dtype(self) -> torch.dtype:
-        """The dtype that config.json counts."""
+        """The weight's dtype without quantisation, from which config.json's dtype is chosen."""
         return self.weight_dtype
 
 
 def plan_nf4_items(plan: ExportPlan) -> list[Item]:
     """Return the tensors to write; linears stored in NF4 have bitsandbytes' format. Collective.
 
-    The fields of config.json in `plan.values` get a quantization_config. Raises a ValueError if the
-    model has no linear in NF4.
+    Adds quantization_config to `plan.values`. Raises ValueError if no linear is stored in NF4.
     """
     local_names = []
     for name, tensor in plan.tensors.items():
@@ -104,9 +103,9 @@ def _make_nf4_items(item: Item) -> Iterator[NF4Item]:
 
 
 class NF4Collector(ErrorKeeper):
-    """Assembles tensors by another collector, and quantises the weights of `NF4Item`s.
+    """Assembles tensors with `collector`, and quantises the weights of `NF4Item`s.
 
-    A file has all scales before the codes, so its writer stores codes until they are requested.
+    A file stores all scales before the codes, so the codes are cached until they are requested.
     """
 
     def __init__(self, collector: Collector) -> None:
@@ -133,7 +132,7 @@ class NF4Collector(ErrorKeeper):
         return scales if is_scale else self._codes.pop(key)
 
     def raise_error(self) -> None:
-        """Raise the first stored error of this rank, and drop codes of other files."""
+        """Raise the first stored error of this rank, and drop cached codes."""
         self._codes.clear()
         ErrorKeeper.raise_error(self)
         self._collector.raise_error()

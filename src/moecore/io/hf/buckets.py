@@ -4,7 +4,7 @@
 
 An item is a Hugging Face tensor, and a box is a rectangular part of a tensor. A stream broadcasts
 each message to every rank. An export sends the message to the rank that writes the file. Every rank
-computes from `PartOwners` the boxes of each message, so no sizes are sent. If several ranks have a
+computes the boxes of each message from `PartOwners`, so no sizes are sent. If several ranks store a
 box, the first of these ranks sends it.
 """
 
@@ -41,13 +41,13 @@ class WeightMeta(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's data."""
+        """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Several Hugging Face tensors in one buffer: `flat` is uint8 on the model's device."""
+    """Several Hugging Face tensors (`metas`) in one buffer: `flat`, uint8 on the model's device."""
 
     metas: tuple[WeightMeta, ...]
     flat: Tensor
@@ -97,11 +97,11 @@ class _SentCopy(NamedTuple):
 
 
 class BucketCollector(ErrorKeeper):
-    """Assembles buckets of items (Hugging Face tensors) on every rank, or on one rank, the writer.
+    """Assembles buckets of items (Hugging Face tensors) on every rank, or only on a writer rank.
 
     Every rank passes the same items in the same order. The message buffer on `device` has
-    `message_bytes`, or the bytes of the largest row (dim 0) of an item. After an error, such as out
-    of memory, a rank still sends and receives, and `raise_error` raises the error.
+    `message_bytes`, or the bytes of the largest row (dim 0) of an item if that is more. After an
+    error, such as out of memory, a rank still communicates, and `raise_error` raises the error.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class BucketCollector(ErrorKeeper):
 
     @contextmanager
     def open_pass(self) -> Iterator[None]:
-        """Return a context with a message buffer, for calls of `collect_bucket`. Collective."""
+        """Return a context that allocates the message buffer of `collect_bucket`. Collective."""
         size = self.capacity if self._owners.world > 1 else 0
 
         def allocate() -> Tensor:
@@ -148,10 +148,10 @@ class BucketCollector(ErrorKeeper):
     def collect_bucket(
         self, items: Sequence[Item], read_box: Read, writer_rank: int | None = None
     ) -> WeightBucket | None:
-        """Assemble items in a new bucket. Collective.
+        """Assemble items in a new bucket on `writer_rank`, or with None on every rank. Collective.
 
-        Only `writer_rank` receives a bucket, on the CPU; with None every rank, on the device. The
-        result is None on other ranks, and if the allocation failed (`raise_error`).
+        The bucket of a `writer_rank` is on the CPU, otherwise on `device`. The result is None on
+        other ranks, and if the allocation failed: `raise_error` raises this error.
         """
         assert self._message is not None, "a pass is open"
         bucket, parts = None, list[list[Tensor]]()
@@ -269,7 +269,7 @@ class RankCollector(BucketCollector):
 
 
 def count_bucket_bytes(item: Item) -> int:
-    """Return the bytes of a tensor in a bucket, with temporary copies of its strided parts."""
+    """Return a tensor's bytes in a bucket, plus the bytes of temporary copies of strided parts."""
     numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
     return align_bytes(item.nbytes) + sum(numels) * item.dtype.itemsize
 

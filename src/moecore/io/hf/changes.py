@@ -27,7 +27,7 @@ CHUNK, CHUNK_ON_GPU = 1 << 16, 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class WeightsVersion:
-    """Digests (hashes) of this rank's shards in a pass of a stream, valid only for this stream."""
+    """Digests (hashes) of this rank's shards in a pass of a `WeightStream`, valid only for it."""
 
     digests: Mapping[str, Any] = field(repr=False)
     owner: object = field(repr=False)

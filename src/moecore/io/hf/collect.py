@@ -38,12 +38,12 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's data."""
+        """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def unquantised_dtype(self) -> torch.dtype:
-        """The dtype that config.json counts."""
+        """The dtype without quantisation, from which config.json's dtype is chosen."""
         return self.dtype
 
     @property
@@ -90,7 +90,7 @@ class LocalPart(NamedTuple):
 
 
 class PartOwners:
-    """Full shapes and dtypes of all ranks' tensors, and the ranks that have each distinct shard.
+    """Shapes and dtypes of all ranks' full tensors, and the ranks of each distinct shard.
 
     Construction, with this rank's tensors by name, is collective.
     """
@@ -110,7 +110,7 @@ class PartOwners:
                 self.ranks.setdefault(name, {}).setdefault(shard_runs, []).append(rank)
 
     def merge(self, other: PartOwners) -> PartOwners:
-        """Return the union of the tensors of both objects, whose names differ."""
+        """Return the union of the tensors of two objects without common tensor names."""
         result = copy(self)
         result.shapes, result.dtypes = self.shapes | other.shapes, self.dtypes | other.dtypes
         result.ranks = self.ranks | other.ranks
@@ -120,7 +120,7 @@ class PartOwners:
 def read_shard_box(
     tensor: Tensor, box: tuple[slice, ...], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the slices `box` of this rank's shard: a view, or new values if it is quantised.
+    """Return the slices `box` of this rank's shard: a view, or dequantised values in a new tensor.
 
     Weights in 4 bits are dequantised to `dtype`; None = the tensor's dtype.
     """
@@ -129,7 +129,7 @@ def read_shard_box(
 
 
 class StoredCollector:
-    """Assembles Hugging Face tensors from a native checkpoint, whose files `stack` closes."""
+    """Assembles Hugging Face tensors from a native checkpoint; `stack` closes the opened files."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Conversion of a Hugging Face config.json to the config of the native decoder.
 
-`FAMILIES` lists the supported model types. Files may be as published (rope_theta, rope_scaling) or
-as transformers >= 5 writes them (rope_parameters). An option that changes the computation and that
-the decoder does not support is an error.
+`FAMILIES` lists the supported model types. A config.json may have the published field names
+(rope_theta, rope_scaling) or the names of transformers >= 5 (rope_parameters). An option that
+changes the computation and that the decoder does not support is an error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
 
     Raises:
         ValueError: if a field is missing or invalid.
-        NotImplementedError: naming the field that the native decoder does not support.
+        NotImplementedError: if the native decoder does not support a field, which the error names.
             `parallelize_moe` accepts the transformers model instead.
     """
     check_arguments(decoder_config_from_hf, locals())
@@ -444,7 +444,7 @@ def compare_config(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[str]:
-    """Compare config.json's fields with a model's config; return error texts, [] for None."""
+    """Return error texts for config.json's fields that differ from the model's; [] for None."""
     # Native configs are compared if the native decoder supports both models, because config.json
     # has several spellings. For other models, the fields of config.json are compared.
     differences: list[Difference] = []

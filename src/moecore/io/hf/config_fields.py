@@ -138,7 +138,7 @@ def check_layers(hf_config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NativeFamily:
-    """How a transformers family that the native decoder implements is read from config.json."""
+    """How config.json is converted for a transformers family that the native decoder implements."""
 
     architecture: str  # name of the class in transformers
     read: Callable[[Fields], DecoderConfig]
@@ -159,7 +159,7 @@ class Fields:
             self.values["num_experts"] = values.get("num_local_experts")
 
     def build_config(self) -> DecoderConfig:
-        """Build the DecoderConfig; NotImplementedError for a value that the decoder lacks."""
+        """Build the DecoderConfig; NotImplementedError for a value that it does not support."""
         for name, only in self.family.known_values.items():
             self.refuse_if(name, self.get(name, only) != only)
         self.values |= {name: self.get(name, v) for name, v in self.family.defaults.items()}
@@ -180,7 +180,7 @@ class Fields:
         return default if value is None else check_field_type(name, value)
 
     def refuse_if(self, name: str, is_unsupported: bool, value: Any = None) -> None:
-        """Raise NotImplementedError if the native decoder does not support the value of a field."""
+        """Raise NotImplementedError for the value of field `name` if `is_unsupported`."""
         if is_unsupported:
             value = self.values.get(name) if value is None else value
             raise NotImplementedError(
@@ -255,7 +255,7 @@ def read_latent_attention(fields: Fields) -> dict[str, Any]:
 
 
 def find_windows(fields: Fields, has_window: Sequence[bool]) -> tuple[int, ...]:
-    """Return the window in tokens (0 = full) of each layer of the shortest period; () = none."""
+    """Return sliding windows in tokens (0 = full) of the shortest period of layers; () = none."""
     window, length = fields.get("sliding_window", None), fields.require("max_position_embeddings")
     if window is None or window >= length or not any(has_window):
         return ()

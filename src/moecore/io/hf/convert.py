@@ -71,10 +71,9 @@ def native_to_hf(
 ) -> int:
     """Convert a native checkpoint to a Hugging Face directory; return the number of tensors.
 
-    The checkpoint may have a native decoder or a transformers model. Its files are verified first.
-
     Args:
-        path: the directory or URL of a step.
+        path: the directory or URL of a checkpoint of a native decoder or a transformers model. Its
+            files are verified first.
         out: the new directory.
         config: the config.json of the model.
         dtype, max_shard_bytes, layout, progress: as in `export_hf`.
@@ -117,7 +116,7 @@ def open_native(
     dtype: torch.dtype | None,
     layout: HFLayout,
 ) -> StoredModel:
-    """Verify a native checkpoint and return its model; ValueError if it differs from `config`."""
+    """Verify a native checkpoint; return its `StoredModel`; ValueError if `config` does not fit."""
     manifest = verify(path)
     tensors = select_tensors(PREFIX, manifest)
     embedding = next((name for name in tensors if name.endswith(f".{EMBEDDING}")), EMBEDDING)
@@ -150,17 +149,15 @@ def hf_to_native(
     max_file_bytes: NumBytes = 5 * 10**9,
     progress: Progress | None = None,
 ) -> AnyPath:
-    """Convert a Hugging Face directory to a native checkpoint; return the checkpoint's path.
-
-    The checkpoint has no optimizer state.
+    """Convert a Hugging Face directory to a checkpoint without optimizer state; return its path.
 
     Args:
         path: the Hugging Face directory; quantised weights are dequantised.
         root: the directory or URL of a new run, without checkpoints or drafts.
-        step: the step of the new checkpoint, which becomes the latest of the run.
+        step: the step of the new checkpoint, which becomes the run's `latest`.
         dtype: dtype of all float tensors except the router's selection bias, which is fp32. None
             keeps the stored dtypes, with bf16 for quantised weights.
-        max_file_bytes: the most bytes of tensors in one file.
+        max_file_bytes: maximum bytes of tensors in one file.
         progress: called with (bytes written, bytes expected).
 
     Raises:
@@ -207,7 +204,7 @@ def _plan_files(
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The files to convert to a native checkpoint, the plan that reads them, and the options."""
+    """The Hugging Face files to convert, the recipes that read them, and the call's options."""
 
     path: Path
     files: BoxReader

@@ -79,8 +79,7 @@ def export_hf(
     """Write a model as a Hugging Face directory. Collective.
 
     transformers' `from_pretrained` and `load_hf` read the directory, which has no tokenizer files.
-    Experts stored only in FP8 are written as dequantised values in the dtype of their matrix
-    products.
+    Experts stored only in FP8 are dequantised to their compute dtype.
 
     Args:
         model: a `moecore.models.Decoder`, a transformers model, or a PeftModel of one with merged
@@ -90,7 +89,7 @@ def export_hf(
             needs a config that describes it. None uses the config of the transformers model.
         dtype: dtype of all float tensors except those that transformers keeps in fp32 (selection
             biases, and tensors that a class names); None keeps the model's dtypes.
-        max_shard_bytes: the most bytes of tensors in one file; a larger tensor has its own file.
+        max_shard_bytes: maximum bytes of tensors in one file; a larger tensor has its own file.
         layout: "per_expert" is the published format, which transformers' `save_pretrained` also
             writes; "fused" has the in-memory names and shapes of transformers.
         quantization: "bitsandbytes" writes linears that are stored in NF4 in its format, without

@@ -79,8 +79,8 @@ def plan_export(
 ) -> ExportPlan:
     """Plan the Hugging Face tensors of a model without its LoRA adapters. Collective.
 
-    Arguments are as in `export_hf`. If `needs_config` is False, `config` may be None for a native
-    decoder. Its tensors then have the names that all families except Mixtral use.
+    Arguments are as in `export_hf`, but unless `needs_config`, `config` may be None for a native
+    decoder. Expert tensors then have the names that all families except Mixtral use.
     """
     base = unwrap_peft(model)
 
@@ -110,7 +110,7 @@ def plan_export(
 
 
 def collect_export_tensors(base: nn.Module, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return this rank's tensors to write, with trained `modules_to_save` and no adapters."""
+    """Return this rank's tensors to write: no adapters, and trained copies of `modules_to_save`."""
     all_tensors = collect_model_tensors(base)
     tensors = get_base_tensors(base, all_tensors) | select_trained_copies(base, all_tensors)
     return tensors | make_empty_shared_experts(base, hf_config, tensors)
@@ -150,7 +150,7 @@ def make_items(
     dtype: torch.dtype | None,
     keeps_dtype: Callable[[str], bool],
 ) -> Iterator[Item]:
-    """Yield the tensors to write, in model order; `originals` maps a copy to its original."""
+    """Yield the tensors to write, in model order, then copies; no cast if `keeps_dtype(name)`."""
     items: dict[str, Item] = {}
     for name, recipe in recipes.items():
         if name == HEAD and HEAD in originals:
@@ -201,7 +201,7 @@ def make_export_config(model: nn.Module, config: HFConfig | None) -> dict[str, A
 def complete_config(
     hf_config: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
-    """Return config.json's fields as JSON, with `num_mtp` MTP modules and the class's name."""
+    """Return config.json's fields, with the number of MTP modules and the class name to write."""
     hf_config = {k: v for k, v in hf_config.items() if k != "quantization_config"}
     for key in MTP_KEYS:
         if key in hf_config:
@@ -262,7 +262,7 @@ def build_checked_meta_model(
 
 
 def check_tied_head(tensors: Mapping[str, Tensor], originals: Mapping[str, str]) -> None:
-    """Raise ValueError if the config ties head and embedding, and this rank's shards differ."""
+    """Raise ValueError if `originals` ties head and embedding, but this rank's shards differ."""
     if HEAD not in originals or not {HEAD, EMBEDDING} <= tensors.keys():
         return
     if tensors[HEAD] is tensors[EMBEDDING]:

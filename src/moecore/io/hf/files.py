@@ -53,12 +53,12 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's data."""
+        """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def find_common_boxes(box: Box, chunks: Iterable[Any]) -> Iterator[tuple[Any, Box, Box]]:
-    """Yield (chunk, slices in the chunk, slices in the box) for each chunk that overlaps a box."""
+    """Yield (chunk, slices in the chunk, slices in `box`) for each chunk that overlaps a box."""
     for chunk in chunks:
         sides = list(zip(box, chunk.offsets, chunk.sizes, strict=True))
         spans = [(max(s.start, o), min(s.stop, o + n)) for s, o, n in sides]
@@ -76,7 +76,7 @@ class BoxReader(Protocol):
 
 
 class HFFiles:
-    """Reads boxes (slices) of tensors in a Hugging Face directory; None = read their headers."""
+    """Reads boxes (slices) of a Hugging Face directory's tensors; `tensors` None = read headers."""
 
     def __init__(
         self, path: str | os.PathLike[str], tensors: Mapping[str, FileTensor] | None = None

@@ -74,15 +74,15 @@ class LoadReport:
     """Sizes, mismatches and duration of a `load_hf` call.
 
     Attributes:
-        bytes_read: of tensor data, by this rank, for its shards; quantised tensors as stored.
-        compared_bytes: read in addition, to compare copies (a tied head, DeepSeek-V3's second
-            embedding) with their originals.
-        total_bytes: bytes of all file tensors that the model has.
+        bytes_read: bytes of tensor data that this rank read for its shards, before dequantisation.
+        compared_bytes: bytes that this rank read in addition to compare copies (a tied head,
+            DeepSeek-V3's second embedding) with their originals.
+        total_bytes: bytes of all file tensors that the model also has.
         tensors: number of the model's tensors that were filled.
         missing: names of the model's tensors without a file tensor, which keep their values. Empty
             with `strict`.
         left_over: names of the file tensors that the model does not have.
-        seconds: from call to return.
+        seconds: duration of the call.
     """
 
     bytes_read: int
@@ -109,11 +109,11 @@ def load_hf(
 
     Experts in files may be stacked ("fused", as in transformers' memory) or separate (as
     published). Files may be in fp32, bf16, fp16, or in DeepSeek-V3's block-wise FP8, gpt-oss's
-    MXFP4 and bitsandbytes' 4 bits, which are dequantised. Frozen weights in 4 bits are quantised.
-    For a PeftModel, the base model and the trained copies of `modules_to_save` are filled, and
-    adapters are unchanged. Buffers without a file, such as rotary frequencies, are recomputed.
-    Gradients and counts of an unfinished step are dropped (`TrainStep.drop`). Each pipeline stage
-    loads its tensors.
+    MXFP4 and bitsandbytes' 4 bits, which are dequantised. Frozen weights of the model that are
+    stored in 4 bits are quantised. For a PeftModel, the base model and the trained copies of
+    `modules_to_save` are filled, and adapters are unchanged. Buffers without a file, such as rotary
+    frequencies, are recomputed. Gradients and token counts of an unfinished step are dropped
+    (`TrainStep.drop`). Each pipeline stage loads its tensors.
 
     Args:
         path: a directory that every rank sees, with config.json and model.safetensors, or shards
@@ -121,7 +121,7 @@ def load_hf(
         model: a `moecore.models.Decoder`, a transformers model or a PeftModel of one, plain or
             parallelized, with real storage (after `to_empty`), any dtypes and devices.
         strict: model and files must have the same tensors, and config.json must describe the model,
-            except for fields that only training reads. Multi-token prediction modules are ignored
+            except fields that only training reads. Multi-token prediction modules are ignored
             if the transformers class has none. False loads the common tensors, reports all other
             tensors and warns of config differences. A partly stored parameter is always an error.
         cast: allow rounding to a parameter's narrower dtype (fp32 files into a bf16 model).
@@ -202,7 +202,7 @@ class LoadPlan:
 def find_config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
-    """Compare config.json with the model; return error texts, or only warn unless `strict`."""
+    """Return error texts if config.json does not fit the model; only warn unless `strict`."""
     model_config = find_model_config(model) if "model_type" in config else None
     try:
         problems = compare_config(_normalize_config(config, model), model_config)
@@ -371,7 +371,7 @@ def init_hf(model: nn.Module, seed: Seed = 0) -> None:
 
     Args:
         model: plain or parallelized, with storage; has a `config`.
-        seed: different seeds give independent models, and CPU and CUDA different values.
+        seed: different seeds give independent models. CPU and CUDA give different values.
 
     Raises:
         ValueError: for a model that is not from transformers.

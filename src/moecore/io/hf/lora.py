@@ -48,7 +48,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """A LoRA matrix in the model, and the part of a tensor in peft's file that stores it."""
+    """A LoRA matrix of the model, and the part of a tensor in peft's file that stores it."""
 
     tensor: Tensor
     piece: TensorPiece
@@ -69,16 +69,16 @@ class StoredAdapter:
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int = 0) -> None:
-    """Initialize A and B of all adapters as peft does; values do not depend on the layout.
+    """Initialize A and B of all adapters as peft does, identically on any parallel layout.
 
     B is 0. A is uniform, or normal with `LoraConfig(init_lora_weights="gaussian")`. For an
-    embedding A is 0 and B is normal. `load_hf` fills copies of `modules_to_save`. The vector of
-    DoRA on a linear becomes the row norms of its weight, which is unsharded and must be loaded.
-    Without DoRA there is no communication.
+    embedding A is 0 and B is normal. Copies of `modules_to_save` are filled by `load_hf`. The
+    DoRA vector of a linear is set to the row norms of the linear's weight, which must be loaded and
+    is all-gathered. Without DoRA there is no communication.
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.
-        seed: different seeds give independent adapters, and CPU and CUDA different values.
+        seed: different seeds give independent adapters. CPU and CUDA give different values.
 
     Raises:
         ValueError: for a model without adapters, for adapters that are initialized from base
@@ -228,7 +228,7 @@ def _get_lora_configs(model: nn.Module) -> dict[str, Any]:
 
 
 def collect_adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
-    """Return the tensors of one adapter by their names in peft's files."""
+    """Return {name in peft's file: `StoredAdapter`} of one adapter; ValueError if it is missing."""
     from peft import get_peft_model_state_dict
 
     configs = _get_lora_configs(model)

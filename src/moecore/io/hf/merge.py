@@ -1,8 +1,8 @@
 """Merging of LoRA adapters into the weights of a PeftModel, on the shards of each rank.
 
 A merge unshards one pair A, B at a time and adds s * B A to each rank's shard of the weight, in
-fp32. Only weights with DoRA are unsharded. Weights in 4 bits keep their blocks, and exports add
-s * B A.
+fp32. Only weights with DoRA are unsharded. A weight in 4 bits does not change, and exports add
+s * B A to its dequantised values.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def merge_adapters(model: nn.Module) -> None:
 
     Weight + scale * B A of all active adapters is computed on shards, in fp32, and rounded once to
     the weight's dtype. DoRA unshards a weight, to scale its rows by their norms. Forward then
-    ignores the adapters, and peft cannot unmerge them. Weights in 4 bits keep their blocks: forward
-    still computes their adapters, and exports add them to the dequantised values. Gradients and
-    counts of an unfinished step are dropped.
+    ignores the adapters, and peft cannot unmerge them. A weight in 4 bits does not change: forward
+    still computes its adapters, and exports add them to the dequantised values. Gradients and token
+    counts of an unfinished step are dropped (`TrainStep.drop`).
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.
 
     Raises:
         ValueError: on every rank, for a model without active, unmerged adapters.
-        NotImplementedError: for adapters other than LoRA on linear layers, embeddings and experts,
-            and one DoRA adapter on linear layers, before any weight changes.
+        NotImplementedError: before any weight changes, for adapters other than LoRA on linear
+            layers, embeddings and experts, or one DoRA adapter on linear layers.
     """
     check_arguments(merge_adapters, locals())
     merges = run_and_share_errors(lambda: _find_active_merges(model))
@@ -84,7 +84,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def find_merges(model: nn.Module) -> list[Merge]:
-    """Return a `Merge` per weight with active adapters; NotImplementedError unless LoRA."""
+    """Return a `Merge` per weight with active adapters; NotImplementedError if one cannot merge."""
     for unmerged_layer in find_unmerged_layers(model).values():
         _refuse_unmergeable_layer(unmerged_layer)
     items = []

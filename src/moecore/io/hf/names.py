@@ -86,11 +86,10 @@ EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek
 def plan_hf_tensors(
     config: DecoderConfig, layout: HFLayout, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, FileRecipe]:
-    """Return the recipe of each tensor of a native decoder, by name, in state dict order.
+    """Return {native name: `FileRecipe`} of a native decoder's tensors, in state dict order.
 
-    A recipe lists the Hugging Face tensors that store the tensor. `layout` selects the names of
-    expert tensors. `shapes` has the shape of each native tensor by name; None = the shapes of
-    `Decoder(config)`.
+    A recipe lists the Hugging Face tensors that store the native tensor. `layout` selects the names
+    of expert tensors. `shapes` maps native names to shapes; None = those of `Decoder(config)`.
     """
     check_arguments(plan_hf_tensors, locals())
     if shapes is None:
@@ -151,14 +150,14 @@ def map_model_copies(model: nn.Module) -> dict[str, str]:
 
 
 def find_first_ignored_layer(model: nn.Module) -> int | None:
-    """Return the index of the first MTP layer if the model ignores MTP layers, otherwise None."""
+    """Return the index of the first MTP layer if the model class ignores these layers, or None."""
     config: Any = None if isinstance(model, Decoder) else getattr(model, "config", None)
     family = FAMILIES.get(getattr(config, "model_type", ""))
     return config.num_hidden_layers if family is not None and family.has_mtp else None
 
 
 def infer_hf_layout(names: Collection[str]) -> HFLayout:
-    """Infer the layout from Hugging Face tensor names; "fused" if there are no experts."""
+    """Infer the layout of `plan_hf_tensors` from tensor names; "fused" if there are no experts."""
     if any(".block_sparse_moe." in name for name in names):
         return "mixtral"
     published = re.compile(r"\.(mlp|mixer)\.experts\.\d+\.|^backbone\.")

@@ -27,14 +27,14 @@ ShardRuns = tuple[Runs, ...]  # global indices of a shard, per dim
 
 @dataclass(frozen=True, slots=True)
 class FileView:
-    """The position of a strided view in a file tensor: starts and dims."""
+    """A strided view of a file tensor: its shape, the view's first indices, and the view's dims."""
 
     file_shape: tuple[int, ...]
     starts: tuple[int, ...]  # the view's first index in each dim of the file tensor
     dims: tuple[ViewDim, ...]  # of the view
 
     def apply(self, file_tensor: Tensor) -> Tensor:
-        """Return this view of a contiguous file tensor."""
+        """Return this view of a contiguous file tensor; both share memory."""
         offset = sum(a * s for a, s in zip(self.starts, file_tensor.stride(), strict=True))
         offset += int(file_tensor.storage_offset())
         strides = [step * file_tensor.stride(d) for d, _, step in self.dims]
@@ -81,7 +81,7 @@ def map_file_shapes(recipes: Mapping[str, FileRecipe]) -> dict[str, tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class PieceOverlap:
-    """The elements that a `TensorPiece` and a rank's shard have in common, as slices of each."""
+    """The elements that both a `TensorPiece` and a rank's shard have, as slices of each."""
 
     source: tuple[slice, ...]  # of the piece
     target: tuple[slice, ...]  # of the shard
@@ -93,7 +93,7 @@ def get_detached_shard(tensor: Tensor) -> Tensor:
 
 
 class ShardBox(NamedTuple):
-    """A box (slice per dim) of a file tensor to read, and the slices of the shard that it fills."""
+    """A box (slice per dim) of a file tensor to read, and the slices of the shard to fill."""
 
     piece: TensorPiece
     box: tuple[slice, ...]
@@ -107,10 +107,7 @@ def list_shard_boxes(
     dtypes: Mapping[str, torch.dtype],
     max_bytes: int,
 ) -> list[ShardBox]:
-    """Return the boxes of file tensors that fill this rank's shards.
-
-    A box has at most `max_bytes`, or one row.
-    """
+    """Return the boxes of file tensors, each at most `max_bytes` or one row, that fill shards."""
     boxes = []
     for name, recipe in recipes.items():
         local = get_detached_shard(tensors[name])
@@ -123,17 +120,17 @@ def list_shard_boxes(
 
 
 def find_shard_runs(indices: Sequence[Tensor]) -> ShardRuns:
-    """Convert a shard's global indices, per dim, to (first, length) of consecutive indices."""
+    """Convert each dim's global indices of a shard to (first index, length) of consecutive runs."""
     return tuple(tuple(find_consecutive_runs(index)) for index in indices)
 
 
 def find_overlaps(
     shard_runs: ShardRuns, piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
 ) -> Iterator[PieceOverlap]:
-    """Yield the boxes in which a rank's shard and a piece of a model tensor overlap.
+    """Yield the disjoint boxes in which a rank's shard and a piece of a model tensor overlap.
 
-    `shard_runs` is from `find_shard_runs`, and `shape` is the shape of the unsharded tensor. Boxes
-    are disjoint. Each box has at most `max_numel` elements, or one index of dim 0.
+    `shard_runs` is from `find_shard_runs`, and `shape` is the shape of the unsharded tensor. A box
+    has at most `max_numel` elements, or one index of dim 0.
     """
     # Example: [E=4, 2, F=4, D=1] sharded over F, this rank has columns 2 and 3 (runs per dim: (0,
     # 4), (0, 2), (2, 2), (0, 1)); the piece "fused" is [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] ->

@@ -50,7 +50,7 @@ class TensorSource:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the tensors in the files that `read` reads."""
+        """Names of the file tensors that `read` reads."""
         return tuple(self.name + suffix for suffix in self.suffixes)
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
@@ -100,15 +100,15 @@ class MXFP4Source(TensorSource):
 class BitsAndBytesSource(TensorSource):
     """A matrix in bitsandbytes' NF4 or FP4; `read` returns fp32 values quant_map[code] * scale.
 
-        .quant_map fp32 [16]                    values of the codes; a byte has the first code high
+        .quant_map fp32 [16]                    values of the codes; a byte's high half is first
         .absmax [groups]                        fp32 scales, or uint8 codes of scales (nested)
         .nested_quant_map fp32 [256]            values of the scales' codes
-        .nested_absmax fp32                     a scale of `nested_blocksize` scales
+        .nested_absmax fp32                     one scale per `nested_blocksize` scales
         .quant_state.bitsandbytes__nf4 uint8    JSON: shape, blocksize, nested_offset, ..
 
     A group is a run of `blocksize` values of the flat matrix. A nested scale is
-    nested_quant_map[code] * nested_absmax + nested_offset. NF4 values of groups of 64 that are
-    quantised again (`kernels/rows/four_bit.py`) have the codes and scales of the files.
+    nested_quant_map[code] * nested_absmax + nested_offset. If NF4 values in groups of 64 are
+    quantised again, codes and scales equal those of the files.
     """
 
     dtype: torch.dtype = torch.float32
@@ -118,7 +118,7 @@ class BitsAndBytesSource(TensorSource):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the tensors in the files that `read` reads, and of their description."""
+        """Names of the file tensors that `read` reads, and of `.quant_state`."""
         suffixes = ("", *BNB_SCALES, *(BNB_NESTED if self._is_nested else ()))
         return (*(self.name + suffix for suffix in suffixes), self.state_name)
 
@@ -165,7 +165,7 @@ class ViewedSource(TensorSource):
     view: FileView = field(kw_only=True)
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return a box (slices) of the view, from the smallest box of `origin` that contains it."""
+        """Return a box (slices) of the view, read as the smallest enclosing box of `origin`."""
         starts, dims, rest = list(self.view.starts), list[ViewDim](), list(self.view.dims)
         sizes, inner_box = list[int](), list[slice]()
         for part, n in zip(box, self.shape, strict=True):
@@ -232,7 +232,7 @@ def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
 def find_sources(
     files: HFFiles, quantization: Mapping[str, Any] | None
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return the tensors of a directory by unquantised name, and error texts of wrong tensors."""
+    """Return {unquantised name: `TensorSource`} of a directory, and error texts for bad tensors."""
     entries, problems = files.tensors, list[str]()
     sources: dict[str, TensorSource] = {}
     size = (quantization or {}).get("weight_block_size") or (128, 128)

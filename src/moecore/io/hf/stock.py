@@ -51,7 +51,7 @@ def build_meta_model(
 ) -> nn.Module | None:
     """Build the transformers model of a config.json on meta; None for an unknown class.
 
-    `model` gives the class if both have the same model_type, otherwise config.json gives it.
+    The class is `model`'s if both have the same model_type, otherwise config.json names it.
     """
     import transformers
 
@@ -116,7 +116,7 @@ def compute_published_shapes(meta_model: nn.Module) -> dict[str, tuple[int, ...]
 
 
 def rename_expert_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Replace moecore's names of expert tensors by transformers' fused names."""
+    """Return the shapes with transformers' fused names in place of moecore's expert names."""
     hf_shapes = dict[str, tuple[int, ...]]()
     for name, shape in shapes.items():
         prefix, _, _ = name.rpartition(".mlp.")
@@ -129,9 +129,9 @@ def rename_expert_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 def plan_stock_tensors(
     meta_model: nn.Module | None, model_shapes: Shapes, *file_shapes: Shapes
 ) -> dict[str, FileRecipe]:
-    """Return each model tensor's recipe; NotImplementedError if files lack its elements.
+    """Return each model tensor's recipe; NotImplementedError if files lack some of its elements.
 
-    `meta_model` None = the files have the model's names. Earlier `file_shapes` have priority.
+    `meta_model` None = files have the model's names. The first `file_shapes` that fit are used.
     """
     names = dict(zip(model_shapes, rename_expert_shapes(model_shapes), strict=True))
     targets = {} if meta_model is None else get_shapes(meta_model.state_dict())
@@ -165,7 +165,7 @@ def plan_stock_tensors(
 def plan_written_tensors(
     meta_model: nn.Module | None, model_shapes: Shapes, layout: str
 ) -> dict[str, FileRecipe]:
-    """Return recipes for writing: with `state_dict`'s names if "fused", or with published names."""
+    """Return recipes for export: `state_dict`'s names if `layout` is "fused", or published ones."""
     if meta_model is None:
         return plan_stock_tensors(None, model_shapes)
     files = (
@@ -179,7 +179,7 @@ def plan_written_tensors(
 def trace_loading_rules(
     meta_model: nn.Module, file_shapes: Shapes, names: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
-    """Run transformers' loading rules on meta; return tensors' parts in files, or error texts."""
+    """Run transformers' loading rules on meta; return {name: pieces of files, or error text}."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 

@@ -65,21 +65,20 @@ def stream_weights(
     The model does not change and may be trained between two passes.
 
     Args:
-        model: as in `export_hf`, on any layout; also a PeftModel with unmerged adapters.
+        model: as in `export_hf`; also a PeftModel with unmerged adapters.
         bucket_bytes: maximum bytes of a bucket and its message buffer; two buckets exist at a time.
             A larger tensor is the only tensor of its bucket.
-        dtype: as in `export_hf`.
-        layout: as in `export_hf`.
+        dtype, layout: as in `export_hf`.
         lora: "merged" streams the weights with the active adapters added, as `merge_adapters`
             computes them; "apart" streams the weights without adapters, then the tensors of the
             active adapter with peft's names.
-        config: as in `export_hf`; for a native decoder, None gives the tensor names that all
-            families except Mixtral share.
+        config: as in `export_hf`, but may be None for a native decoder, for the tensor names that
+            all families except Mixtral share.
 
     Raises:
-        ValueError: on every rank, as `export_hf`; with `"apart"`, unless exactly one adapter is
-            active.
-        NotImplementedError: as `export_hf`; for adapters that `merge_adapters` does not merge.
+        ValueError: on every rank, as `export_hf`, or with `lora="apart"` unless
+            exactly one adapter is active.
+        NotImplementedError: as `export_hf`, or for adapters that `merge_adapters` does not merge.
     """
     check_arguments(stream_weights, locals())
     run_and_share_errors(lambda: check_export_dtype(dtype))
@@ -144,7 +143,7 @@ class WeightStream:
 
     @property
     def version(self) -> WeightsVersion:
-        """The version (digests) of the weights in the last pass that all ranks finished."""
+        """The version (digests) of the weights in the last pass that all ranks completed."""
         if self._version is None:
             raise ValueError("version (None) must be of a pass to its end: iterate first")
         return self._version
@@ -155,17 +154,17 @@ class WeightStream:
         return self._plan.device
 
     def metadata(self) -> list[WeightMeta]:
-        """Return name, dtype and shape of each streamed tensor, in order, without communication."""
+        """Return name, dtype and shape of each streamed tensor, in order. No communication."""
         return [WeightMeta(item.name, item.dtype, item.shape) for item in self._items]
 
     def changed_since(self, version: WeightsVersion) -> WeightStream:
         """Return a stream of the tensors that may have changed since `version`. Collective.
 
         If the weights change before a pass of the new stream, the pass raises ValueError. The
-        `version` of the new stream covers all weights, not only its tensors.
+        new stream's `version` also covers the weights that it does not send.
 
         Raises:
-            ValueError: on every rank, if `version` is from another stream; as `buckets`.
+            ValueError: on every rank, if `version` is from another stream, or as `buckets`.
         """
 
         def begin() -> _StreamPass:
@@ -204,8 +203,8 @@ class WeightStream:
         Delete a bucket before requesting the next, otherwise three buckets exist at a time.
 
         Raises:
-            ValueError: on every rank, if the model's tensors differ from the stream's, their memory
-                was freed (`offload`), or another pass of this stream is open.
+            ValueError: on every rank, if the model's tensors have other shapes, dtypes or shards
+                than in the first pass, their memory is offloaded, or another pass is open.
             RuntimeError: on every rank, if a rank left the pass, or after the last bucket if
                 weights changed during the pass. Training can continue.
         """

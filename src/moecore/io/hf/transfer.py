@@ -67,16 +67,16 @@ def send_weights(stream: WeightStream, group: BroadcastGroup | None) -> None:
 
 
 def receive_weights(group: BroadcastGroup, device: Device) -> Iterator[tuple[str, Tensor]]:
-    """Receive a pass that rank 0 of a group sends; return an iterator of (name, tensor).
+    """Receive one pass of rank 0's `send_weights`; return an iterator of (name, tensor).
 
     Args:
         group: a group in which this rank is not rank 0 and not a training rank.
         device: of the tensors; the group's backend must support it.
 
     Raises:
-        RuntimeError: in iteration, in one line, if another rank ended or timed out, or a bucket
-            does not fit the device's memory.
-        ValueError: in iteration, in one line, for a header that `send_weights` does not write.
+        RuntimeError: during iteration, if another rank ended or timed out, or a bucket does not
+            fit the device's memory.
+        ValueError: during iteration, for a header that `send_weights` does not write.
     """
     check_arguments(receive_weights, locals())
     return _receive_tensors(group, torch.device(device))
@@ -170,7 +170,7 @@ def _broadcast(group: BroadcastGroup, tensor: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BucketHandle:
-    """A picklable handle of a bucket: `rebuild(*arguments)` maps its memory in another process."""
+    """A picklable handle of a bucket: `rebuild(*arguments)` maps the bucket's memory elsewhere."""
 
     metas: tuple[WeightMeta, ...]
     rebuild: Callable[..., Tensor]
@@ -178,7 +178,7 @@ class BucketHandle:
 
 
 def share_bucket(bucket: WeightBucket) -> BucketHandle:
-    """Return a handle with which other processes on the same GPU open the bucket. No copy.
+    """Return a handle with which other processes map the bucket's GPU memory, without a copy.
 
     The memory is freed when the bucket is deleted here and in all processes that opened it. Call
     `torch.cuda.synchronize` before sending the handle.
@@ -199,7 +199,7 @@ def share_bucket(bucket: WeightBucket) -> BucketHandle:
 def open_bucket(handle: BucketHandle, device_index: CountOrZero | None = None) -> WeightBucket:
     """Map the memory of a bucket that another process shared, and return the bucket.
 
-    `device_index` is the GPU's index in this process; None = as in the process that shared it.
+    `device_index` is the GPU's index in this process; None = the index in the sharing process.
     """
     check_arguments(open_bucket, locals())
     arguments = list(handle.arguments)

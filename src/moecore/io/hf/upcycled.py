@@ -28,7 +28,7 @@ from moecore.moe.layer import LayerLayout, MoELayer
 
 @dataclass(frozen=True, slots=True)
 class UpcycledFamily:
-    """A transformers MoE family: an upcycled dense model is exported with its config and names."""
+    """A transformers MoE family; an upcycled dense model is exported with its config and names."""
 
     model_type: str
     some_dense: bool  # whether layers may be dense
@@ -51,7 +51,7 @@ FAMILIES = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _MIXTRAL, "mistral": _MIX
 
 
 def make_upcycled_config(model: nn.Module) -> dict[str, Any] | None:
-    """Return the MoE class's config.json for an upcycled model; None for any other model."""
+    """Return config.json of the MoE class for an upcycled dense model; None for any other model."""
     layers: dict[int, MoEConfig] = {}  # of the MoE layers with moecore's names, by layer index
     for name, module in model.named_modules():
         prefix, _, number = name.removesuffix(".mlp").rpartition(".")

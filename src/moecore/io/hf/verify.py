@@ -61,7 +61,7 @@ def verify_hf(path: str | os.PathLike[str]) -> list[str]:
 def find_content_problems(
     sources: Mapping[str, Shaped], config: Mapping[str, Any], config_source: HFConfig
 ) -> list[str]:
-    """Compare tensors with the model of config.json (`config_source`); return error texts."""
+    """Return error texts for tensors that differ from the model that `config` describes."""
     try:
         native = decoder_config_from_hf(config_source)
         plan = plan_hf_tensors(native, infer_hf_layout(sources))
@@ -77,7 +77,7 @@ def find_shape_problems(
     expected_shapes: Mapping[str, tuple[int, ...]],
     optional_names: Collection[str] = (),
 ) -> list[str]:
-    """Compare file tensors with expected shapes; tensors of `optional_names` may be missing."""
+    """Return error texts for missing, unexpected (unless optional) or wrongly shaped tensors."""
     problems = [f"{name} is missing" for name in expected_shapes if name not in file_tensors]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
@@ -97,7 +97,7 @@ def find_shape_problems(
 def find_copy_problems(
     files: BoxReader, sources: Mapping[str, TensorSource], originals: Mapping[str, str]
 ) -> list[str]:
-    """Return an error text per copy that differs from its original in this rank's rows."""
+    """Return an error text per copy that differs from its original; ranks read different rows."""
     rank, world = get_rank_and_world()
     problems = []
     for copy, original in originals.items():

@@ -72,7 +72,7 @@ def dcp_to_native(
 ) -> AnyPath:
     """Convert a DCP directory to a native checkpoint; return the new path.
 
-    Optimizer state and other objects in the DCP directory are ignored.
+    Optimizer state and other objects in the DCP directory are ignored. Raises as `hf_to_native`.
 
     Args:
         path: the directory with `.metadata`: of Megatron-Core (torch_dist), or a plain state dict
@@ -80,9 +80,6 @@ def dcp_to_native(
             ("model.").
         config: the config.json of the corresponding Hugging Face model.
         root, step, dtype, max_file_bytes, progress: as in `hf_to_native`.
-
-    Raises:
-        ValueError, NotImplementedError, OSError: as `hf_to_native`.
     """
     check_arguments(dcp_to_native, locals())
     check_one_rank()
@@ -109,8 +106,8 @@ def native_to_dcp(
 
     Args:
         path, out, config, dtype, progress: as in `native_to_hf`.
-        names: tensor names of "megatron" (Megatron-Core's torch_dist), "dcp" (the native decoder),
-            or "dcp-transformers".
+        names: the tensor names to write: "megatron" (Megatron-Core's torch_dist), "dcp" (the native
+            decoder), or "dcp-transformers" (transformers).
 
     Raises:
         ValueError, OSError: as `native_to_hf`.
@@ -147,7 +144,7 @@ def infer_tensor_naming(files: DCPFiles) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SplicedSource(TensorSource):
-    """A Hugging Face tensor whose rows are concatenated from ranges of rows of stored tensors."""
+    """A Hugging Face tensor that is the concatenation of row ranges of stored tensors."""
 
     # Stored tensor, index into its first dims, first row, and last row + 1.
     spans: tuple[tuple[str, tuple[int, ...], int, int], ...] = ()

@@ -44,7 +44,7 @@ from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
 class DCPFiles:
-    """Reads boxes (slices) of tensors in a DCP directory; a context that caches one chunk."""
+    """Reads boxes (slices) of tensors in a DCP directory; a context manager, caches one chunk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -213,7 +213,7 @@ class _ChunkPlanner(SavePlanner):
 
 
 def find_prefixes(files: DCPFiles, ending: str) -> list[str]:
-    """Return prefixes (such as "model.") of tensor names with this ending, without optimizers."""
+    """Return each prefix ("model.") of a tensor name with this ending, except optimizer state."""
     names = [name for name in files.tensors if name == ending or name.endswith(f".{ending}")]
     parts = [name.removesuffix(ending) for name in names]
     return [p for p in parts if not any(part.startswith("optim") for part in p.split("."))]

@@ -2,7 +2,7 @@
 
 `.metadata` is a pickle. The unpickler of this file imports no modules: it replaces the classes that
 DCP and Megatron-Core write by `_MetadataRecord`, and builds only `torch.Size` and dtypes. Error
-texts are truncated, because a few bytes of a pickle can nest without end.
+texts are truncated, because a few bytes of a pickle can expand to unlimited nesting.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def read_metadata(path: Path) -> dict[str, DCPTensor]:
 
 
 def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
-    """Return the plain values of these names in a `torch.save` file, without unpickling."""
+    """Return {name: plain value} for the names in a `torch.save` file, without running code."""
     try:
         descriptor = open_regular_file(path, follow_symlinks=True)
     except OSError:

@@ -108,7 +108,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class MegatronBlock:
-    """A matrix or vector of a layer or expert in Megatron-Core, and its rows of Hugging Face."""
+    """A matrix or vector of a layer or expert in Megatron-Core, and the Hugging Face rows in it."""
 
     names: tuple[str, ...]  # in its layer; the first is written, all are read
     parts: tuple[TensorPart, ...]
@@ -120,7 +120,7 @@ class MegatronBlock:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """The name of the Megatron-Core tensor that stores a block, and the block's index in it."""
+    """Name of the Megatron-Core tensor that stores a `MegatronBlock`, and index in the tensor."""
 
     key: str
     index: tuple[int, ...]  # into the first dims, which are layers, experts, both or none
@@ -129,7 +129,7 @@ class LayerPlace:
 
 
 def build_megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
-    """Return a decoder's blocks in order; NotImplementedError for a tensor without a name."""
+    """Return a decoder's `MegatronBlock`s; NotImplementedError if Megatron-Core lacks a tensor."""
     shapes = map_file_shapes(plan_hf_tensors(config, "per_expert"))
     unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
     unnamed += ["q_proj.weight"] if config.attention_gate else []
@@ -196,7 +196,7 @@ def _refuse_unnamed(name: str, shapes: Shapes) -> NoReturn:
 
 
 def get_export_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
-    """Return the tensor, and the index in it, in which Megatron-Core stores a matrix or vector."""
+    """Return the Megatron-Core tensor to which a block is exported, and the block's index in it."""
     is_stacked = not config.dense_layers  # all layers have equal shapes
     return next(_list_candidate_places(block, config, stacked=is_stacked))[0]
 
@@ -204,10 +204,7 @@ def get_export_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
 def find_stored_tensors(
     megatron_block: MegatronBlock, shapes: Shapes, config: DecoderConfig
 ) -> tuple[tuple[LayerPlace, ...], list[str]]:
-    """Return the places of a block and error texts.
-
-    There are two places if gate and up are separate, and none if the block is missing.
-    """
+    """Return a block's `LayerPlace`s (none, one, or two for gate and up), and error texts."""
     for stacked in (True, False):
         for places in _list_candidate_places(megatron_block, config, stacked=stacked):
             num_dims = [(shapes.get(place.key), len(place.index)) for place in places]
@@ -319,7 +316,7 @@ def _build_qkv_block(hf_prefix: str, config: DecoderConfig, shapes: Shapes) -> M
 
 
 def build_optional_head(config: DecoderConfig, shapes: Shapes) -> MegatronBlock | None:
-    """Return the tied output layer's block if it is in Megatron-Core's `shapes`, otherwise None."""
+    """Return the tied output layer's block if Megatron-Core's `shapes` have it, otherwise None."""
     if HEAD not in map_hf_copies(config) or OUTPUT not in shapes:
         return None
     shape = (config.vocab_size, config.dim)

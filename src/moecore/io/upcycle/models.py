@@ -37,14 +37,14 @@ def upcycle_config(
     """Convert a dense decoder's config to the config of the upcycled MoE decoder.
 
     Args:
-        config: of a dense decoder.
+        config: the config of a dense decoder.
         options: number and size of the experts.
         layers: indices of the layers to convert; None = all.
         **moe_fields: fields of `MoEConfig` except dims, experts and top_k.
 
     Raises:
-        ValueError: if the decoder has MoE layers, a layer does not exist, or a layer cannot
-            reproduce the dense output.
+        ValueError: if the decoder already has MoE layers, a layer index is out of range, or a layer
+            cannot reproduce the dense output.
     """
     check_arguments(upcycle_config, locals())
     if config.moe is not None:
@@ -136,7 +136,7 @@ def upcycle_decoder(
     """Convert a dense decoder to an MoE decoder with equal outputs. Call it before sharding.
 
     Args:
-        model: a dense decoder with values. The result shares the memory of layers that are not
+        model: a dense decoder, not on meta. The result shares the memory of layers that are not
             converted, so do not use `model` afterwards.
         options, layers, **moe_fields: as in `upcycle_config`.
 
@@ -156,10 +156,10 @@ class MLPNames(CheckedRecord):
     """Names of the `nn.Linear` children of a dense MLP; the default fits most gated MLPs.
 
     Attributes:
-        up: first matrix.
-        down: second matrix.
-        gate: the gate's matrix; None if the activation has no gate, or if `up` is a fused matrix,
-            with the rows of the gate before the rows of up.
+        up: name of the first linear.
+        down: name of the second linear.
+        gate: name of the gate's linear; None if the activation has no gate, or if `up` is a fused
+            matrix whose first half of rows is the gate.
     """
 
     up: str = "up_proj"
@@ -177,11 +177,11 @@ def upcycle_modules(
 ) -> nn.Module:
     """Replace dense MLPs of a model by MoE layers with the same output; return the model.
 
-    Each MLP is run on random tokens, and its output is compared with the output that `names` and
-    the activation give.
+    To check `names` and the activation, each MLP is run on random tokens, and its output is
+    compared with the output that is computed from the named matrices.
 
     Args:
-        model: any module with values, before it is parallelized; modified in place.
+        model: any module that is not on meta, before it is parallelized; modified in place.
         options: number and size of the experts.
         mlps: qualified names of the MLPs, or a predicate `(name, module) -> bool`. Each MLP maps
             [..., D] to [..., D].
@@ -189,8 +189,8 @@ def upcycle_modules(
         **moe_fields: fields of `MoEConfig` except dims, experts, top_k and biases.
 
     Raises:
-        ValueError: if an MLP does not exist, has another output, or cannot be upcycled. The model
-            is then unchanged.
+        ValueError: if an MLP does not exist, fails the check, or cannot be upcycled. The model is
+            then unchanged.
     """
     check_arguments(upcycle_modules, locals())
     names = names or MLPNames()

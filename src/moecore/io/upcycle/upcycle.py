@@ -66,7 +66,7 @@ class UpcycleOptions(CheckedRecord):
         top_k: active experts T of a token, a multiple of G; T = G has the FLOPs of the dense MLP.
         router_std: std of the router's weights; None = 0.02, or the largest std with which the
             layer gives the dense output, see Note [scale].
-        seed: of the router's weights; all other weights are deterministic.
+        seed: seed of the router's weights; all other weights are computed from dense weights.
     """
 
     expansion: Count
@@ -105,11 +105,7 @@ class UpcycleOptions(CheckedRecord):
         return self.expansion * self.granularity
 
     def moe_config(self, *, dim: Count, hidden_dim: Count, **moe_fields: Any) -> MoEConfig:
-        """Return the MoE layer's config for a dense MLP of these dims, with other `moe_fields`.
-
-        Raises:
-            ValueError: if the layer cannot reproduce the dense output.
-        """
+        """Return the config of the MoE layer; ValueError if its output cannot equal the MLP's."""
         check_arguments(UpcycleOptions.moe_config, locals())
         if hidden_dim % self.granularity:
             raise ValueError(

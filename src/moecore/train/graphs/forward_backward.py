@@ -1,12 +1,12 @@
 """GraphedForwardBackward: forward and backward of an optimizer step as one CUDA graph.
 
-    calls 1 .. warm_up      run eagerly; the last one is checked for work that a graph cannot hold
+    calls 1 .. warm_up      run eagerly; the last one is checked for work that a graph cannot record
     call warm_up + 1        captured, which computes nothing, then replayed
     calls after it          inputs copied in, replayed, outputs copied out
 
 Every call computes the gradients of a training step. `TrainStep.finish` runs outside of the graph,
-so it may differ between steps. Captured collectives have no timeout. If a rank fails before the
-first replay, all ranks raise. If a rank raises later, the other ranks hang, so end the job.
+so its work may differ between steps. Captured collectives have no timeout. If a rank fails before
+the first replay, all ranks raise. If a rank raises later, the other ranks hang, so end the job.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ WarmUp = Annotated[int, Bound(">=", 2), "the first call makes buffers, the last 
 class GraphedForwardBackward:
     """Runs forward and backward of an optimizer step; after the warm-up as one CUDA graph.
 
-    Every rank calls it for the same steps, with inputs of the same shapes. Evaluation, checkpoints
-    and steps of other shapes run eagerly between these calls. The memory of all activations stays
-    reserved between steps. All steps write gradients to the same memory: clone to save gradients.
+    Every rank calls it for the same steps, with inputs of the same shapes. Between these calls,
+    evaluation, checkpoints and steps of other shapes may run without it. The memory of all
+    activations stays reserved between steps. All steps write the same gradient tensors.
 
-    Python runs only at capture. A value that changes from step to step must be a tensor among the
-    inputs. A replay repeats the capture's numbers (such as a token count that divides the loss),
-    branches of `if`, and references to other tensors.
+    Python code runs only at capture. A value that changes from step to step must be a tensor among
+    the inputs. A replay uses the Python numbers (such as a token count that divides the loss),
+    branches of `if`, and tensors of the capture.
 
     Args:
-        forward_backward: a function of tensors on the model's GPU, which contain all micro-batches
-            of a step. It runs forward and backward and returns tensors without gradients, in
-            tuples, lists or dicts, or None. It has no host sync, does not call the optimizer, and
-            trains only parameters of `model`.
+        forward_backward: a function of GPU tensors with all micro-batches of a step. It runs
+            forward and backward, and returns detached tensors, nested in tuples, lists or dicts, or
+            None. It has no host sync, does not call the optimizer, and trains only parameters of
+            `model`.
         model: a model that `parallelize_moe` has changed.
         warm_up: number of eager calls, >= 2. The first call allocates buffers, and the last call is
             checked for host syncs.
 
     Raises:
-        ValueError: when the model is not on a GPU or not parallelized, or its dispatcher waits for
-            sizes on the host.
+        ValueError: when the model is not on a GPU or not parallelized, or its dispatcher copies
+            sizes to the host.
 
     Example:
         def forward_backward(tokens_BT, labels_BT):
@@ -373,7 +373,7 @@ def _drop_fp8_copies(moe_state: MoEState) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphFacts:
-    """Host values on which a captured CUDA graph relies: modes, hooks, configs and addresses."""
+    """Host values that must not change after a capture: modes, hooks, configs, tensor addresses."""
 
     values: list[Any]
     owners: list[Any]  # owners of addresses in `values`, so that no other object gets them

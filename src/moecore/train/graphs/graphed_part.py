@@ -81,7 +81,7 @@ def _has_pending_backward(pending_ref: weakref.ref[_PendingBackward]) -> bool:
 
 
 class GraphMemory:
-    """Memory that the CUDA graphs of parts share: a stream, gradient buffers and memory pools."""
+    """Memory that CUDA graphs of parts share: gradient buffers and memory pools, and a stream."""
 
     def __init__(self) -> None:
         self.slots = [_GraphSlot()]
@@ -106,7 +106,7 @@ class GraphMemory:
         self._grads.clear()
 
     def choose_slot(self, graph_pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
-        """Return a memory pool without pending backward; `graph_pairs` maps pools to graphs."""
+        """Return a memory pool whose graph pair has no pending backward, or a new memory pool."""
         pair = graph_pairs.get(self._current)
         if pair is not None and not pair.is_free:
             free = next((slot for slot in self.slots if slot.is_free), None)
@@ -117,7 +117,7 @@ class GraphMemory:
         return self._current
 
     def get_grads(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return an uninitialised gradient buffer per output, shared by parts of equal shapes."""
+        """Return an uninitialised gradient buffer per output; parts share buffers by shape."""
         # A backward copies gradients in and reads them before the backward of another part.
         keys = [(i, x.shape, x.dtype, x.device) for i, x in enumerate(outputs)]
         for key, x in zip(keys, outputs, strict=True):
@@ -139,7 +139,7 @@ class GraphedPart:
     """Replaces a method by CUDA graphs of its forward and backward, after a warm-up.
 
     The method reads parameters of `modules`, of which only the first may have hooks. `memory` is
-    shared with other parts. `may_use_graph` tells whether a call may use the graphs.
+    shared with other parts. If `may_use_graph()` is False, a call runs eagerly; None = always True.
     """
 
     def __init__(

@@ -43,14 +43,13 @@ def _list_inner_modules(module: nn.Module) -> list[nn.Module]:
 def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
     """Compile each block except its MoE layers, in place. Parameter names do not change.
 
-    A block, or a module in a block, may have an attribute `compile_regions`: the names of its
-    methods that call no MoE layer. These methods are compiled. Without `compile_regions`, forward
-    is compiled with a graph break at each MoE layer, which costs more host time. Blocks of one
-    class share compiled code. FSDP hooks run outside of compiled code.
+    A block, or a module in a block, may have an attribute `compile_regions`: the names of methods
+    that call no MoE layer and that are compiled. Without `compile_regions`, forward is compiled
+    with a graph break at each MoE layer, which costs more host time. Blocks of one class share
+    compiled code. FSDP hooks run outside of compiled code.
 
     Args:
-        blocks: modules that are called, such as a decoder's layers. A block that is an MoE layer
-            is not compiled.
+        blocks: modules such as a decoder's layers. A block that is an MoE layer is not compiled.
         **options: options of `torch.compile`.
     """
     check_arguments(compile_blocks, locals())
@@ -73,8 +72,8 @@ def graph_blocks(
 ) -> None:
     """Replace parts of blocks by CUDA graphs, in place; graphs run from the 4th call on.
 
-    The blocks run sequentially. `blocks` maps a name, for errors, to a block. `scopes` has
-    "attention", "router", "shared_experts" or "dispatch" (the preparation of the exchange).
+    `blocks` maps a name, for errors, to a block; the blocks run sequentially. `scopes` selects
+    "attention", "router", "shared_experts" and "dispatch" (the preparation of the exchange).
     """
     memory = GraphMemory()
     for name, block in blocks.items():

@@ -33,7 +33,7 @@ def apply_memory_options(
     compiled_modules: Set[nn.Module] = frozenset(),
     blocks_by_stage: Mapping[int, Sequence[nn.Module]] | None = None,
 ) -> Offload | None:
-    """Apply recomputation and offload to blocks in place; return the `Offload` or None.
+    """Apply recomputation and offload to blocks in place; return the `Offload`, None if it is off.
 
     Modules in compiled code (`compiled_modules`) do not change. `blocks_by_stage` maps the index of
     a pipeline stage to its blocks; None = no pipeline.
@@ -64,7 +64,7 @@ def apply_stash(
     *,
     compiled_modules: Set[nn.Module] = frozenset(),
 ) -> Stash | None:
-    """Store saved rows of MoE layers outside of compiled code in pages (`Stash`); None = off."""
+    """Let uncompiled MoE layers save padded rows in a `Stash`; return it, or None if none does."""
     if options.stash is None:
         return None
     modules = (module for block in blocks for module in block.modules())

@@ -4,10 +4,10 @@
                                        device memory of other layers is freed
                                        the copy of the next layer starts
 
-The next layer is the layer that was last read after the same two layers. At first it is the
-neighbour in a forward or backward of all layers. If another layer is read, such as in a schedule of
-pipeline stages, its copy starts when it is read, and the next step knows the order. At most two
-layers are on the device. All layers are read on one stream, and the host waits for no copy.
+The next layer is predicted: it is the layer that was last read after the same two layers, at first
+the neighbour in a forward or backward of all layers. If another layer is read, such as in a
+schedule of pipeline stages, its copy starts when it is read. At most two layers are on the device.
+All layers are read on one stream, and the host waits for no copy.
 """
 
 from __future__ import annotations
@@ -68,10 +68,9 @@ class _OffloadedLayer:
 
 
 class FrozenOffload:
-    """Moves the 4-bit matrices of experts to host memory, from which they are copied when read.
+    """Stores 4-bit matrices of frozen experts in host memory; copies a layer when it is read.
 
-    The 4-bit parameters refer to this object. Parameters on meta get host memory when they are
-    moved to a device.
+    Parameters on meta get host memory when they are moved to a device.
     """
 
     def __init__(self, layers: Sequence[Experts], device: torch.device) -> None:

@@ -24,10 +24,7 @@ REST: Key = ("", 0)  # tensors that a block saves outside of parts
 
 @dataclass(slots=True)
 class HandleCounts:
-    """Counts of handles: objects that replace the saved tensors of a storage or a group.
-
-    With retain_graph a handle is unpacked in several backwards.
-    """
+    """Counts of the handles that replace the saved tensors of a storage or a group."""
 
     alive: int = 0  # handles that exist
     remaining: int = 0  # handles that the current backward has not unpacked
@@ -40,10 +37,10 @@ class HandleCounts:
         return self.backward_idx
 
     def count_unpack(self, backward_idx: int) -> tuple[int, bool]:
-        """Count a handle unpacked in a backward.
+        """Count an unpack of a handle in backward `backward_idx`.
 
-        Returns the index of the next backward that will unpack it, and whether all handles of the
-        current backward are unpacked.
+        Returns the index of the next backward that can unpack the handle, and whether all handles
+        of the current backward are now unpacked.
         """
         if backward_idx != self.backward_idx:
             return backward_idx, False
@@ -84,20 +81,20 @@ class StorageCopy:
     handles: HandleCounts = field(default_factory=HandleCounts)
 
     def has_storage_of(self, tensor: Tensor) -> bool:
-        """Return whether `data` is the storage of `tensor`, unchanged since it was saved."""
+        """Whether `data` is the storage of `tensor`, not modified since it was saved."""
         if self.data is None or self.is_back:
             return False
         has_size = self.size == tensor.untyped_storage().nbytes()
         return has_size and self.version == sum_version_counters(tensor)
 
     def free_device_memory(self) -> None:
-        """Free the device memory; first make the stream `home` wait for a running copy."""
+        """Free the device memory after a running copy; the stream `home` waits, not the host."""
         if self.busy is not None:
             self.busy.make_stream_wait(self.home)
         self.data, self.busy, self.is_back = None, None, False
 
     def is_unchanged(self) -> bool:
-        """Return whether the storage on the device still has its memory and its values."""
+        """Whether the storage on the device still has its memory and its saved values."""
         assert self.data is not None
         has_memory = self.data.untyped_storage().nbytes() == self.size
         return has_memory and sum_version_counters(self.counter) == self.version
@@ -105,7 +102,7 @@ class StorageCopy:
 
 @dataclass(eq=False, slots=True)
 class StorageGroup:
-    """The storages that one part of a block, such as attention, saves in one forward."""
+    """The storages that one part of a block, such as attention, saves for backward in a forward."""
 
     key: Key
     layer: ReferenceType[Layer]  # weak: its layer has it, and a cycle keeps counts on the device
@@ -120,7 +117,7 @@ class StorageGroup:
     has_unpacked: bool = False  # whether backward has unpacked one of its handles
 
     def free_device_memory(self) -> None:
-        """Free the device memory of the group's storages whose copies to the store have started."""
+        """Free the device memory of storages whose copies to host memory or pages have started."""
         for copy in self.new_copies:
             if copy.busy is not None and not copy.is_back:
                 copy.free_device_memory()
@@ -128,10 +125,7 @@ class StorageGroup:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Layer:
-    """Record of one forward of a transformer block: a `StorageGroup` for each part of the block.
-
-    A group has the storages that a part, such as attention, saves for backward.
-    """
+    """Record of one forward of a block: a `StorageGroup` for each part, such as attention."""
 
     index: int  # of the block in its stage
     is_last: bool
@@ -139,7 +133,7 @@ class Layer:
     groups: dict[Key, StorageGroup] = field(default_factory=dict)
 
     def link_to_previous(self, previous_layer: Layer | None) -> None:
-        """Make the backward of each part start the copy back of this part of `previous_layer`."""
+        """Make each part's backward start the copy back of the same part of `previous_layer`."""
         self.groups = {key: group for key, group in self.groups.items() if group.handles.alive}
         previous_groups = dict(previous_layer.groups) if previous_layer is not None else {}
         if not self.groups:
@@ -163,7 +157,7 @@ class OffloadChunk:
 
 @dataclass(slots=True)
 class StorageUse:
-    """The storage and the group of a handle, and for each the backward that next unpacks it."""
+    """Storage and group of a handle, and the index of the next backward that unpacks each."""
 
     copy: StorageCopy
     group: StorageGroup

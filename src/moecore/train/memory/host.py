@@ -5,10 +5,10 @@
                                                                    FrozenOffload, ParamOffload
     HostSlots     a few slots for chunks of tensors (`slots.py`)   HostAdamW
 
-The classes on the right are policies: they choose what is copied and when. All memory is allocated
-as slabs, because to pin as much memory as a GPU has takes seconds. torch rounds every pinned
-allocation up to a power of two, so the size of a slab is a power of two. All copies run on a
-`CopyStream` (`streams.py`), and a `CopyEvent` is the end of a copy.
+The classes on the right choose which tensors are copied and when. All memory is allocated as slabs,
+because pinning as much memory as a GPU has takes seconds. torch rounds every pinned allocation up
+to a power of two, so the size of a slab is a power of two. All copies run on a `CopyStream`
+(`streams.py`), and a `CopyEvent` marks the end of a copy.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ class Slabs:
 
 @dataclass(frozen=True, slots=True)
 class HostPiece:
-    """A piece of uint8 host memory; if `of_graph`, a CUDA graph writes to it in every replay."""
+    """A part of a `Slab` (uint8); if `of_graph`, a CUDA graph writes to it in every replay."""
 
     memory: Tensor
     of_graph: bool
 
 
 class HostPool:
-    """Host memory for copies of storages; freed memory is reused for copies of equal sizes."""
+    """Host memory for copies of storages; freed memory is reused for copies of equal size."""
 
     def __init__(self, streams: CopyStreams, max_bytes: int | None = None) -> None:
         self.max_bytes = max_bytes  # of all slabs; None = the host's memory
@@ -113,7 +113,7 @@ class HostPool:
         return True
 
     def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
-        """Start to copy storages to host memory; return the copies for which there was memory."""
+        """Start to copy storages to host memory; return the copies that fit into its limit."""
         for copy in copies:
             copy.piece = self._allocate_piece(copy.size)
         new_copies = [copy for copy in copies if copy.piece is not None]
@@ -130,7 +130,7 @@ class HostPool:
     def copy_to_device(
         self, copies: Sequence[StorageCopy], freed_pieces: Sequence[HostPiece] = ()
     ) -> None:
-        """Start to copy storages back to their `data` on the device; `freed_pieces` become free."""
+        """Start to copy storages back to `data` on the device; free `freed_pieces` for reuse."""
         self.free_pieces(freed_pieces)
         # Each storage has an event of its own: the host's link is slow, and backward waits for the
         # storage that it reads, not for the whole group.
@@ -141,7 +141,7 @@ class HostPool:
             copy.busy = self._streams.back.start_copies([job], copy.out)
 
     def free_pieces(self, pieces: Sequence[HostPiece]) -> None:
-        """Free pieces for reuse. A later copy into a piece waits until the piece was read."""
+        """Free pieces for reuse. A later copy into a piece waits until its last read is done."""
         for piece in pieces:
             self.used_bytes -= piece.memory.numel()
             self._free[piece.memory.numel(), piece.of_graph].append(piece.memory)
@@ -196,7 +196,7 @@ class HostPool:
 
 @contextmanager
 def explain_memory_errors(subject: str) -> Iterator[None]:
-    """Return a context that raises a RuntimeError in it as MemoryError, about `subject`."""
+    """Return a context that converts RuntimeErrors inside it to MemoryErrors about `subject`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -285,7 +285,7 @@ class MovedStorage:
 
 
 class HostCopies:
-    """Reused host memory for copies of tensors by name; `copy_tensors` overwrites older copies."""
+    """Pinned host memory by name, reused in each step; `copy_tensors` overwrites older copies."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
@@ -320,7 +320,7 @@ class HostCopies:
         return {name: self._copies[name] for name in tensors}
 
     def reserve_storages(self, storage_views: Mapping[str, Sequence[Tensor]]) -> list[MovedStorage]:
-        """Reserve host memory for storages, given by name and all their views; copy nothing."""
+        """Reserve host memory for each named storage, given by all its views; copy nothing."""
         items = storage_views.items()
         memory = {name: view_bytes(views[0].untyped_storage()) for name, views in items}
         tensors = {name: [(x, x.data) for x in views] for name, views in items}

@@ -13,9 +13,9 @@ offloaded as full storages, each once for all its saved views:
                 the last handle has unpacked  -> the device memory is freed
 
 The device therefore has the offloaded parts of at most one layer, for any number of layers. These
-tensors stay on the device: the last layer's, weights and buffers of the part's module, storages
-below `min_bytes`, storages beyond `fraction` or `max_host_bytes`, and storages that other code
-references, such as a rotary table. If the device counts the used rows of a matrix
+tensors stay on the device: tensors of the last layer, weights and buffers of the part's module,
+storages below `min_bytes`, storages beyond `fraction` or `max_host_bytes`, and storages that other
+code references, such as a rotary table. If only some rows of a matrix are in use
 (`saved_tensors.mark_used_rows`), only these rows are copied.
 """
 
@@ -47,11 +47,11 @@ class Offload(SavedStorages):
     """Offloads saved tensors of a model's blocks to host memory, without a change of gradients.
 
     A deep copy of an `Offload`, or of a model with an `Offload`, has the same options and no
-    copies. Only storages on `device` of at least `min_bytes` are offloaded. On the meta device,
+    copies. Only storages on `device` of at least `min_bytes` are offloaded. If `device` is meta,
     bytes are counted without copies. `fraction` is the maximum share of the saved bytes that is
-    offloaded, in the order in which parts of blocks end. The last block is not offloaded. Copies
-    that compute does not hide make steps slower. At most `max_host_bytes` of pinned memory are
-    used; None = no limit.
+    offloaded, in the order in which parts of blocks end. The last block is not offloaded. A step
+    is slower if its compute takes less time than the copies. At most `max_host_bytes` of pinned
+    memory are used; None = no limit.
     """
 
     _rows_only = False  # True: only matrices whose used rows are counted are offloaded
@@ -86,7 +86,7 @@ class Offload(SavedStorages):
         """Wrap the forwards of blocks and of their parts, to offload the tensors that they save.
 
         Call `attach` once per pipeline stage. `get_part_name` returns the name of a module's part,
-        or None. A block with a name also offloads tensors that it saves outside of parts.
+        or None for other modules. A block with a name also offloads tensors saved outside of parts.
         `fraction` None = the `fraction` of this object.
         """
         for index, block in enumerate(blocks):
@@ -142,14 +142,14 @@ class Offload(SavedStorages):
                 chunk.pending_free, self._pending_free = self._pending_free, []
 
     def free_last_block(self, chunk: OffloadChunk) -> None:
-        """Free the last block's device memory, which its forward has copied to the host."""
+        """Free the last block's storages, which `offload_forward` has copied to the host."""
         with self._hold_lock():
             for group in chunk.pending_free:
                 group.free_device_memory()
             chunk.pending_free = []
 
     def start_copy_back(self, chunk: OffloadChunk) -> None:
-        """Start to copy the storages of one forward's record back; call it before its backward."""
+        """Start to copy the storages of `chunk` back to the device. Call it before the backward."""
         with self._hold_lock():
             chunk.pending_free = []  # what `free_last_block` has not freed yet stays on the device
             for layer in reversed(chunk.layers):
@@ -165,8 +165,8 @@ class Offload(SavedStorages):
     ) -> Iterator[None]:
         """Return a context that offloads the saved tensors of block `layer_idx` of `num_layers`.
 
-        `block` is the block's module if tensors outside of parts are also offloaded. Block 0 sets
-        the `fraction` of all blocks; None = the `fraction` of this object.
+        `block` is the block's module if tensors outside of parts are also offloaded. The `fraction`
+        of block 0 applies to all blocks; None = the `fraction` of this object.
         """
         # Nothing is offloaded under no_grad, in a recomputed forward and in a compiler. Under the
         # caller's own hooks of saved tensors (activation checkpointing) `use_packer` does nothing.
@@ -244,7 +244,7 @@ class Offload(SavedStorages):
 def wrap_forward(
     module: nn.Module, function: Callable[..., Any], *bound_args: Any
 ) -> Callable[[], None]:
-    """Replace a forward by `function(forward, *bound_args, args, kwargs)`; return an undo call."""
+    """Replace forward by function(forward, *bound_args, args, kwargs); return an undo function."""
     instance_forward, forward = vars(module).get("forward"), module.forward
     # A partial of bound methods: the deep copy of a module gets a forward of its own.
     wrapped = partial(_call_unless_compiled, function, forward, bound_args)
@@ -258,7 +258,7 @@ def call_in_context(
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return `forward(*args, **kwargs)`, called in `context()`, as `wrap_forward` requires."""
+    """Return `forward(*args, **kwargs)`, called in `context()`; a `function` for `wrap_forward`."""
     with context():
         return forward(*args, **kwargs)
 

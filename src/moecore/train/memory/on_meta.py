@@ -2,7 +2,8 @@
 
 Attention saves queries, keys, values, its output and one fp32 sum per row and head, as flash and
 memory-efficient kernels do. A norm on a GPU saves its input and one fp32 number per row. moecore's
-own kernels are recorded without running (`kernels/meta.py`). A mask selects all elements.
+own kernels are recorded without running (`kernels/meta.py`). A bool mask that indexes a tensor is
+assumed to select all elements.
 """
 
 from __future__ import annotations

@@ -30,10 +30,7 @@ IN_FLIGHT_BYTES = 2**28  # of gradients on the GPU whose copies may not have end
 
 
 class ParamOffload:
-    """Copies between shards in host memory and the device; `parallel.fsdp` calls the methods.
-
-    `shards` and `grads` have the pinned memory. It is the same memory in every step.
-    """
+    """Copies between pinned host memory (`shards`, `grads`) and the device for `parallel.fsdp`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._streams = device, CopyStreams(device)
@@ -94,13 +91,11 @@ class ParamOffload:
 def offload_params(
     engine: UnitEngine, device: torch.device, *, memory_device: torch.device | None = None
 ) -> None:
-    """Move the shards of an engine's units to host memory, pinned if `device` is a GPU, in place.
+    """Move the shards of an engine's units to host memory, in place; `device` runs the compute.
 
     The memory is pinned for copies to `memory_device`; None = the device of the shards. Shards on
-    meta stay on meta, or become uninitialised host memory.
-
-    Raises:
-        MemoryError: when host memory is insufficient.
+    meta stay on meta if it is None, otherwise they become uninitialised host memory. Raises
+    MemoryError when host memory is insufficient.
     """
     offload = ParamOffload(device)
     params = [param for unit in engine.units for param in unit.params]
@@ -119,11 +114,11 @@ def materialize(model: nn.Module, *, device: Device) -> None:
 
     With `MemoryOptions.offload_params` the shards are in host memory, pinned if the ranks have
     GPUs, and all other tensors are on `device`. Without the option the function is
-    `model.to_empty(device=device)`. Parameters are new objects, of which the optimizer is made.
+    `model.to_empty(device=device)`. Parameters are new objects: construct the optimizer afterwards.
 
     Args:
         model: a model on meta, after `parallelize_moe`.
-        device: device of compute.
+        device: the device on which the model computes.
 
     Raises:
         MemoryError: when host memory is insufficient.

@@ -33,7 +33,7 @@ class BlockPart(NamedTuple):
 
 
 class PartRecompute(NamedTuple):
-    """How backward recomputes a part of a block: the selecting options, and recomputed matmuls."""
+    """Recomputation of a block's part: the options that select it, and the recomputed matmuls."""
 
     parts: Set[Recomputed]  # values of `MemoryOptions.recompute`; empty = not recomputed
     products: tuple[str, ...] = ()  # submodules whose products are recomputed; "" = the part

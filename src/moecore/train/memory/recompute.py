@@ -381,7 +381,7 @@ def recompute(
 
 @contextmanager
 def share_region_outputs() -> Iterator[None]:
-    """Return a context in which modules save handles in place of outputs that can be recomputed."""
+    """Return a context in which modules save handles of recomputable outputs, not the outputs."""
     regions = _thread_regions
     if regions.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
         yield

@@ -42,8 +42,8 @@ Parts = Mapping[str, int]
 class SavedBytes:
     """Bytes that the forward of one block saves for backward, on the device and in host memory.
 
-    Both dicts have the name of a part of the block as key, such as "attention". A storage that
-    several parts save counts for the first part.
+    The keys of both dicts are names of the block's parts, such as "attention". A storage that
+    several parts save is counted only for the first part.
     """
 
     device: Parts
@@ -51,13 +51,13 @@ class SavedBytes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in device memory, of all parts."""
+        """Bytes in device memory, summed over all parts."""
         return sum(self.device.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSavedBytes:
-    """Bytes that a forward saves, per block; `outside` = storages of no block or of several."""
+    """Bytes that a forward saves, per block; `outside` counts storages of no or several blocks."""
 
     blocks: tuple[SavedBytes, ...]
     outside: SavedBytes
@@ -76,12 +76,12 @@ def count_saved_bytes(
     """Return the bytes that a training forward saves. Nothing is allocated, sent or changed.
 
     The result is exact for eager code, except for attention kernels with other saved tensors and
-    for uneven loads. A compiled region counts as if it were not compiled, because the
-    compiler chooses the saved tensors.
+    for uneven expert loads. A compiled region is counted as eager code, because the compiler
+    chooses the saved tensors.
 
-    The model is plain or parallelized, on any device; its current recomputation and offload are
-    ignored. `blocks` are its transformer blocks. `run_forward` calls a copy of the model on meta,
-    and may pass real tensors. `get_compute_dtype` returns the compute dtype of a parameter.
+    The model is plain or parallelized, on any device. `options` replace its current recomputation
+    and offload. `blocks` are its transformer blocks. `run_forward(copy)` calls a copy of the model
+    on meta, and may pass real tensors. `get_compute_dtype(param)` returns a compute dtype.
     `device_type` is the device whose kernels save tensors ("cuda" or "cpu"). `compiled_modules` are
     modules in compiled code, to which `options` do not apply.
     """

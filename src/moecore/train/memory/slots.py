@@ -1,4 +1,4 @@
-"""HostSlots: a few pinned slots through which chunks of tensors are copied to the host and back."""
+"""HostSlots: a few pinned buffers through which chunks of tensors pass to the host and back."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Columns = Sequence[Sequence[Tensor]]  # flat tensors; each column has one dtype
 
 
 def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> Iterator[list[Row]]:
-    """Yield lists of rows with at most `max_elements` elements in the first tensors of all rows.
+    """Yield lists of rows; the first tensors of a list have at most `max_elements` elements in all.
 
-    A row has flat tensors of equal size, then a scalar. A row that does not fit is cut at a
-    multiple of `multiple` elements.
+    A row is a tuple of 1-D tensors of equal size, then a scalar. If a row does not fit, its tensors
+    are cut at a multiple of `multiple` elements.
     """
     chunk, room = list[Row](), max_elements
     for *tensors, scalar in rows:
@@ -36,14 +36,14 @@ def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> It
 
 
 class HostSlots:
-    """Host buffers, pinned for a GPU; each has the copies of one chunk of parameters' tensors."""
+    """Host buffers (slots), pinned for a GPU; a slot has the copies of one chunk of tensors."""
 
     def __init__(self, stream: CopyStream, num_slots: int) -> None:
         self.stream, self._num_slots = stream, num_slots
         self._slabs = Slabs(stream.device.type)
 
     def reserve_slots(self, chunks: Iterable[Columns]) -> None:
-        """Allocate slots for the largest of `chunks`, unless the slots are large enough."""
+        """Allocate slots that fit the largest of `chunks`, unless the slots are large enough."""
         num_bytes = 0
         for columns in chunks:  # a slot has an equally large part for each column
             part_bytes = max(sum(tensor.nbytes for tensor in column) for column in columns)
@@ -54,10 +54,10 @@ class HostSlots:
                 self._slabs.allocate_slab(num_bytes)
 
     def start_copies(self, chunks: Iterable[Columns]) -> Iterator[list[list[Tensor]]]:
-        """Start the first copies to the host; return an iterator over the chunks' host copies.
+        """Start the first copies to the host; return an iterator over each chunk's host copies.
 
-        An item has a list per column of the chunk (such as gradients), with a tensor per parameter.
-        The host waits for each chunk's copy. Copies are valid until the iterator advances.
+        An item has one list per column of the chunk (such as gradients), with one tensor per
+        parameter. The host waits for each chunk's copy. Copies are valid until the next iteration.
         """
         # Copies that the caller starts before it takes the next chunk precede the slot's next use.
         remaining, filled = iter(chunks), deque[tuple[Tensor, list[list[Tensor]], CopyEvent]]()

@@ -45,10 +45,7 @@ PAGE_ALIGNMENT = 16  # bytes that a thread copies at once
 
 @dataclass(eq=False, slots=True)
 class DispatchPages:
-    """The rows that one MoE dispatch saves for backward, stored in pages on the device.
-
-    One page table lists the pages of all saved matrices of the dispatch.
-    """
+    """Device pages with the rows that one MoE dispatch saves; one page table for all matrices."""
 
     table: Tensor
     layout: PageLayout
@@ -68,7 +65,7 @@ class DispatchPages:
     def copy_rows_out(
         self, matrices: Sequence[Tensor | None], expired: DispatchPages | None
     ) -> None:
-        """Copy used rows to `matrices` (None = skip); free the pages of `expired`. One launch."""
+        """Copy used rows from pages to `matrices` (None = skip); free the pages of `expired`."""
         table = None if expired is None else (expired.table, expired.layout.num_entries)
         stash_or_restore_rows(matrices, self.table, self.layout, stash=False, released_table=table)
 
@@ -90,7 +87,7 @@ class _PageKind:
 
 
 class PageStore:
-    """Pages on the device that store the used rows of MoE layers until backward.
+    """Pages on the device (blocks of rows) that store the used rows of MoE layers until backward.
 
     `num_layers` is the number of MoE layer calls whose rows the pages store at the same time.
     """
@@ -109,7 +106,7 @@ class PageStore:
         return 0 if self.pool is None else self.pool.pages.nbytes
 
     def can_store(self, used_rows: UsedRows | None) -> bool:
-        """Return whether it is known which rows are used, and how many even loads would use."""
+        """Whether the used rows are known, and also their number with balanced routing."""
         return used_rows is not None and used_rows.balanced is not None
 
     def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
@@ -172,7 +169,7 @@ class PageStore:
 
     @property
     def shortage(self) -> ShortageCounters | None:
-        """Counters of needed pages, if the pool is too small; None = no pool is allocated."""
+        """Counters of needed pages, set if pages are insufficient; None = no pool is allocated."""
         if self.pool is None:
             return None
         words = (self.pool.state[PEAK_WORD:], self.pool.report[PEAK_WORD:])
@@ -310,10 +307,7 @@ def _count_finished_matrices(pieces: Sequence[PagePlace]) -> list[DispatchPages]
 
 
 class Stash(Offload, BufferOwner):
-    """Stores the rows that experts save for backward in pages on the device.
-
-    Buffers of experts have space for the worst case. Pages store only the used rows.
-    """
+    """Stores only the used rows of experts' worst-case buffers in device pages until backward."""
 
     option = "StashOptions.factor"
     is_known_late = True  # a backward is the first to wait for the last copies
@@ -352,12 +346,12 @@ class Stash(Offload, BufferOwner):
 
     @property
     def capacity_factor(self) -> float:
-        """`StashOptions.factor`: number of device pages over the number that even loads fill."""
+        """`StashOptions.factor`: number of device pages / number of pages with balanced routing."""
         return self.pages.options.factor
 
     @property
     def shortages(self) -> tuple[ShortageCounters, ...]:
-        """Counters of pages above the capacity; () if no pool of pages is allocated."""
+        """Counters of the needed pages; () if no pool of pages is allocated."""
         shortage = self.pages.shortage
         return () if shortage is None else (shortage,)
 
@@ -372,7 +366,7 @@ class Stash(Offload, BufferOwner):
         self.pages.clear()
 
     def make_error(self, shortage: ShortageCounters) -> ExchangeError:
-        """Return the error for insufficient pages, whose text names the sufficient factor."""
+        """Return the error for insufficient pages, which names the smallest sufficient factor."""
         min_factor = math.ceil(shortage.reported_factor * 1000) / 1000
         return ExchangeError(
             f"{self.option} ({self.capacity_factor}) must be >= {min_factor:g} for the "
@@ -382,6 +376,6 @@ class Stash(Offload, BufferOwner):
         )
 
     def wait_for_reports(self) -> None:
-        """Synchronise with the GPU, which reports if pages were insufficient. Host sync."""
+        """Synchronise with the GPU, which reports to the host if pages were insufficient."""
         if self._streams.device.type == "cuda":
             torch.cuda.synchronize(self._streams.device)

@@ -41,7 +41,7 @@ class Store(Protocol):
     """Protocol of memory for copies of storages, called by one thread at a time. No host sync."""
 
     def can_store(self, used_rows: UsedRows | None) -> bool:
-        """Return whether this store accepts a storage of which `used_rows` are used; None = all."""
+        """Whether this store accepts a storage with these used rows; None = all rows are used."""
 
     def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
         """Start copies of storages to the store; return the copies that the store accepted."""
@@ -52,7 +52,7 @@ class Store(Protocol):
         """Start copies from the store to `data` of `copies`; also free pieces `freed_pieces`."""
 
     def free_pieces(self, pieces: Sequence[Any]) -> None:
-        """Free the store's memory of copies that backward no longer needs."""
+        """Free the pieces of the store whose copies backward no longer needs."""
 
     def clear(self) -> None:
         """Free all memory; the caller ensures that no launched work uses it."""
@@ -83,8 +83,8 @@ class _OffloadedTensor:
 class SavedStorages:
     """The storages that a model's blocks save for backward, and their copies in a `Store`.
 
-    `fraction` is the maximum share of saved bytes that is copied, `min_bytes` the size of the
-    smallest copied storage, and `max_host_bytes` the limit of pinned memory (None = no limit).
+    `fraction` is the maximum share of saved bytes that is copied, `min_bytes` is the size of the
+    smallest copied storage, and `max_host_bytes` limits pinned memory (None = no limit).
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class SavedStorages:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that are reserved, used or not."""
+        """Bytes of reserved host memory, whether in use or not."""
         return self._pool.num_bytes
 
     @property
     def used_host_bytes(self) -> int:
-        """Bytes of host memory that copies with existing handles use."""
+        """Bytes of host memory with copies that a backward may still read."""
         return self._pool.used_bytes
 
     @property

@@ -20,7 +20,7 @@ PIECE_BYTES = 8 * 2**20  # 150 us
 
 
 class CopyJob(NamedTuple):
-    """A copy to launch on a `CopyStream`: `run(target, source)`, or if None a copy of all bytes."""
+    """A copy to launch on a `CopyStream`: `run(target, source)`; None = copy all bytes."""
 
     target: Any
     source: Any
@@ -38,7 +38,7 @@ class CopyJob(NamedTuple):
 class CopyEvent:
     """An event on a stream, recorded after the work launched so far; on a CPU it does nothing.
 
-    `in_capture` says whether a CUDA graph captures the event; None = query the stream.
+    `in_capture` = whether the event is recorded in a CUDA graph; None = query the stream.
     """
 
     __slots__ = ("_event", "_passed", "in_capture")
@@ -79,11 +79,11 @@ class CopyStream:
         return self._turns[0] if self._turns else None
 
     def use_next_stream(self) -> AbstractContextManager[Any]:
-        """Return a context in which the stream of the next copy is the current one."""
+        """Return a context in which the stream of the next copy is the current stream."""
         return use_stream(self.next_stream)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Start to copy `source` to `target`, of equal shape and dtype; contiguous if large."""
+        """Start to copy `source` to `target`, of equal shape and dtype, and contiguous if large."""
         if target.is_meta:
             with self.use_next_stream():
                 record_launch(self.name, target)
@@ -110,7 +110,7 @@ class CopyStream:
             self._turns[0].wait_stream(get_current_stream(self.device))
 
     def start_copies(self, jobs: Iterable[CopyJob], *dependencies: CopyEvent) -> CopyEvent:
-        """Launch copies after the current stream's work and `dependencies`; return an end event."""
+        """Launch copies after the current stream's work and `dependencies`; return end event."""
         current = get_current_stream(self.device)
         # The current stream waits, too: it has already waited for most of these events.
         for event in dependencies:

@@ -51,22 +51,14 @@ class TrainingOffload:
     """Frees a training's device memory for other code, such as an inference engine.
 
     Training steps have the same bits as without an offload. Call the methods between steps, on
-    every rank. Part "buffers" is a collective with dispatcher "nvlink" or `FSDPOptions.nccl_ub`.
-    The host waits for the copies. Host memory is pinned at the first call, which takes seconds, and
-    reused.
-
-    CUDA contexts, NCCL communicators and loaded kernels stay on the device.
+    every rank. With dispatcher "nvlink" or `FSDPOptions.nccl_ub`, offload and onload of "buffers"
+    are collective. The host waits for copies. The first call pins host memory, which takes seconds;
+    later calls reuse it. CUDA contexts, NCCL communicators and loaded kernels stay on the device.
 
     Args:
         model: a model; it may be parallelized.
         optimizer: one or several optimizers of the model; None = only weights, gradients and
             buffers are moved.
-
-    Example:
-        offload = TrainingOffload(model, optimizer)
-        offload.offload("all")
-        generate()
-        offload.onload("all")
     """
 
     def __init__(
@@ -93,7 +85,7 @@ class TrainingOffload:
 
     @torch.no_grad()
     def offload(self, selection: PartOrAll = "all") -> None:
-        """Free the device memory of one part or of all parts; offloaded parts are skipped.
+        """Free device memory of "weights", "grads", "optimizer", "buffers" or "all" of these parts.
 
         Raises:
             ValueError: within a step; while a `GraphedForwardBackward` of the model is captured;
@@ -123,7 +115,7 @@ class TrainingOffload:
 
     @torch.no_grad()
     def onload(self, selection: PartOrAll = "all") -> None:
-        """Move one part or all parts back to the device, for work of its current stream.
+        """Move one part or "all" back to the device, in the order of its current stream.
 
         Raises:
             torch.OutOfMemoryError: when device memory is insufficient. Storages that were moved

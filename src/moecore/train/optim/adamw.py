@@ -39,23 +39,23 @@ CHUNK = MOMENT_BLOCK << 17  # elements that are converted at a time
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW(fused=True) with fewer bytes read and written. No host sync.
 
-    It skips and scales a step on the device as torch's fused optimizers do (GradScaler,
-    `clip_grad_norm_(model, max_norm, optimizer=optimizer)`). Unlike torch's optimizers, it does not
-    write scaled gradients back to memory.
+    A step is skipped and gradients are scaled on the device as in torch's fused optimizers
+    (GradScaler, `clip_grad_norm_(model, max_norm, optimizer=optimizer)`). Unlike in torch, scaled
+    gradients are not written back to memory.
 
     Args:
         params, betas, eps, weight_decay: as in torch.
-        lr: as in torch; a tensor is read on its device.
+        lr: as in torch; a tensor is read without a host sync.
         moment_dtype: the dtype of both moments. torch.bfloat16 saves 4 bytes per parameter: moments
             are computed in fp32 and rounded stochastically, without a bias. torch.float8_e4m3fn
             saves 6 bytes per parameter: a moment has one byte, and 128 moments share a scale
             (`kernels/adamw_formats.py`). fp64 parameters have fp64 moments.
-        master_remainder: whether bf16 parameters have fp32 masters. A parameter and an int16 of the
-            state together are the 4 bytes of its master. Masters are updated with the bits of fp32
-            parameters under moecore's kernel or its reference. (On a CPU, fp32 parameters use
+        master_remainder: whether bf16 parameters have fp32 masters. A parameter and its int16 state
+            "remainder" together are the 4 bytes of its master. Masters get the same bits as fp32
+            parameters in moecore's kernel or its reference. (On a CPU, fp32 parameters use
             torch's fused step, which rounds differently.) A parameter is its master rounded to
             nearest, ties away from zero. Masters start equal to the parameters. Code that sets a
-            parameter later does not change its remainder, which is at most half a step of bf16.
+            parameter later does not change its remainder, which is at most half a bf16 ulp.
 
     Raises:
         ValueError: when a value has a wrong type or range, or with `master_remainder` no parameter
@@ -118,7 +118,7 @@ class AdamW(torch.optim.AdamW):
         """Return a parameter's state for a checkpoint; {} before the first step.
 
         Names are "exp_avg", "exp_avg_sq", "step", and with `master_remainder` "remainder". FP8
-        moments are converted to new bf16 tensors, which is exact. Other tensors are not copied.
+        moments are converted to new bf16 tensors without rounding. Other tensors are not copied.
         """
         # A block of FP8 is 128 neighbours of a rank's shard in memory, which no other layout has.
         # The same layout loads the bf16 moments to the bit; another rounds them to nearest in its
@@ -133,8 +133,8 @@ class AdamW(torch.optim.AdamW):
     def restore_state(self, param: Tensor, saved_state: dict[str, Tensor]) -> None:
         """Set a parameter's state from an AdamW state, converted to this optimizer's dtypes.
 
-        Tensors of the right dtype and device are not copied. A missing "remainder" (the
-        low bits of fp32 masters beside bf16 weights) becomes 0.
+        Tensors of the right dtype and device are not copied. If "remainder" (the low 16 bits of the
+        fp32 master of a bf16 weight) is missing, it becomes 0.
         """
         state, dtypes = dict(saved_state), self._get_state_dtypes(param)
         device = self.get_state_device(param)
@@ -231,7 +231,7 @@ class AdamW(torch.optim.AdamW):
         return [AdamWTensors.from_params(kind_rows) for kind_rows in rows.values()]
 
     def prepare_state(self, param: Tensor) -> dict[str, Tensor]:
-        """Return `self.state[param]`: zeros if new, converted if its dtypes or device differ."""
+        """Return `self.state[param]`: zeros if new, converted if dtypes or device have changed."""
         state: dict[str, Tensor] = self.state[param]
         dtypes, device = self._get_state_dtypes(param), self.get_state_device(param)
         if not state:

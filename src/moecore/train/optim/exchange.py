@@ -6,9 +6,9 @@ result. All matrices of a round share one all-to-all in each direction.
 
     gradient pieces, by owner -> all-to-all -> full matrices -> all-to-all -> pieces, by holder
 
-The plan depends only on layouts, so all ranks compute the same plan without communication. Replicas
-(HSDP, parameters that tp ranks replicate) all receive the owner's result, so they stay bitwise
-equal.
+The plan depends only on parameter shards, so all ranks compute the same plan without communication.
+Replicas (HSDP, parameters that tp ranks replicate) all receive the owner's result, so they stay
+bitwise equal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Index = slice | Tensor
 
 
 class MatrixBlock(NamedTuple):
-    """Indices of a block of matrices within one tensor [batch, rows, columns] of a list."""
+    """Indices of a block of matrices in `tensors[place]`, of shape [batch, rows, columns]."""
 
     place: int  # index of the tensor in a list of tensors
     batch: Index
@@ -76,7 +76,7 @@ class MatrixBlock(NamedTuple):
 class ExchangeRound:
     """This rank's part of two all-to-alls: matrices to the ranks that step them, and updates back.
 
-    `sends[r]`, `receives[r]`, `returns[r]` and `results[r]` are exchanged with group rank r.
+    Group rank r is sent `sends[r]` and `returns[r]`; it sends `receives[r]` and `results[r]`.
     """
 
     params: list[int]  # indices of the exchanged parameters
@@ -87,7 +87,7 @@ class ExchangeRound:
     results: list[list[MatrixBlock]]  # blocks of parameters, received from owners
 
     def send_to_owners(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-        """Send blocks of `tensors`, one per parameter; return this rank's matrices. Collective."""
+        """Send blocks of `tensors`, one per parameter; return full local matrices. Collective."""
         like = tensors[self.params[0]]
         owned = [like.new_empty(shape) for shape in self.owned]
         for block, values in _exchange_blocks(tensors, self.sends, self.receives, like, group):
@@ -97,7 +97,7 @@ class ExchangeRound:
     def return_from_owners(
         self, owned: Sequence[Tensor], like: Tensor, group: dist.ProcessGroup
     ) -> Iterator[tuple[MatrixBlock, Tensor]]:
-        """Send updates `owned` to the ranks of their blocks; yield (block, update). Collective."""
+        """Send the updates `owned` to their blocks' ranks; yield (block, update). Collective."""
         return _exchange_blocks(owned, self.returns, self.results, like, group)
 
 

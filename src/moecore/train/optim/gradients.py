@@ -1,4 +1,4 @@
-"""The closure, the gradients and the gradients' scale, which optimizer steps read."""
+"""The closure, the gradients and the scale of gradients, which optimizer steps read."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ def get_grad(param: Tensor) -> Tensor:
 def get_scale_signals(
     optimizer: torch.optim.Optimizer, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return `optimizer.grad_scale` and `optimizer.found_inf` as scalars on `device`.
+    """Return `optimizer.grad_scale` and `optimizer.found_inf` as scalars on `device`, or None.
 
-    Clipping sets both; None = not set. Gradients are divided by grad_scale. If found_inf is above
-    0, the step is skipped.
+    Clipping sets both. A step divides gradients by grad_scale, and is skipped if found_inf > 0.
     """
     signals = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     grad_scale, found_inf = (None if x is None else x.to(device).view(()) for x in signals)

@@ -41,8 +41,8 @@ class HostAdamW(AdamW):
     """`AdamW` that steps the largest parameters on the CPU, with their moments in host memory.
 
     State has torch's names and layout, so `AdamW`, torch's AdamW and this class load each other's
-    checkpoints. It skips and scales a step like `AdamW`. `step` has one host sync for these signals
-    and returns when the CPU has finished.
+    checkpoints. A step is skipped and gradients are scaled as in `AdamW`. `step` has one host sync
+    to read the two signals, and returns when the CPU has finished.
 
     Args:
         params, lr, betas, eps, weight_decay: as in torch.
@@ -84,7 +84,7 @@ class HostAdamW(AdamW):
         self._choose_host_params()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as in torch; the parameters that the host steps are chosen again."""
+        """Add a group as in torch, and choose again which parameters the host steps."""
         super().add_param_group(param_group)
         self._choose_host_params()
 
@@ -105,9 +105,7 @@ class HostAdamW(AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; return `closure()`, None without a closure.
 
-        Raises:
-            ValueError: for the reasons of `AdamW.step`.
-            MemoryError: when host memory is insufficient; no parameter or state has changed.
+        Raises as `AdamW.step`, and MemoryError before any change if host memory is insufficient.
         """
         loss = run_closure(closure)
         params = [param for param in self.host_params if param.grad is not None]

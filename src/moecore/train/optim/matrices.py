@@ -38,14 +38,14 @@ class MatrixCut(CheckedRecord):
     """Several matrices that are stored in one, concatenated along its rows or columns.
 
     The dim consists of `repeats` equal groups, each divided into pieces of `sizes`. Matrix i is the
-    i-th piece of every group. Example, 4 query and 2 key and value heads of dim 8: if all queries
-    are first, sizes=(32, 16, 16). In groups of 2 queries, key and value, sizes=(16, 8, 8),
-    repeats=2.
+    concatenation of the i-th piece of every group. Example, 4 query heads, 2 key and 2 value heads
+    of dim 8: if all queries are first, sizes=(32, 16, 16). With 2 groups of 2 queries, 1 key and 1
+    value, sizes=(16, 8, 8), repeats=2.
 
     Attributes:
         dim: 0 = rows, 1 = columns.
-        sizes: sizes of the pieces of a run.
-        repeats: number of runs.
+        sizes: sizes of the pieces of a group, along `dim`.
+        repeats: number of groups.
     """
 
     dim: Annotated[int, OneOf((0, 1))] = 0
@@ -54,15 +54,15 @@ class MatrixCut(CheckedRecord):
 
     @property
     def length(self) -> int:
-        """Size of the dim that is cut."""
+        """Size of the dim that is divided."""
         return sum(self.sizes) * self.repeats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixLayout(CheckedRecord):
-    """The view of a parameter as [batch, rows, columns]; `sections` divides each stored matrix.
+    """View of a parameter as [batch, rows, columns]; `sections` divides each matrix into several.
 
-    `transposed` means that columns, not rows, are the outputs of the linear.
+    If `transposed`, columns are the outputs of the linear, otherwise rows are.
     """
 
     batch: Count
@@ -79,7 +79,7 @@ class MatrixLayout(CheckedRecord):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """(rows, columns) of each matrix of `sections`, or of the whole stored matrix if None."""
+        """(rows, columns) of each matrix into which `sections` divides; one entry without it."""
         if self.sections is None:
             return [(self.rows, self.columns)]
         sizes = [size * self.sections.repeats for size in self.sections.sizes]
@@ -88,7 +88,7 @@ class MatrixLayout(CheckedRecord):
         return [(self.rows, size) for size in sizes]
 
     def make_output_layout(self) -> MatrixLayout:
-        """Return the layout of one number per output: [batch, rows, 1], or [batch, 1, columns]."""
+        """Return the layout of one element per output: [batch, rows, 1] or [batch, 1, columns]."""
         if self.sections is not None and self.sections.dim != int(self.transposed):
             raise ValueError(
                 f"MatrixCut.dim ({self.sections.dim}) must be {int(self.transposed)}, that of "
@@ -107,7 +107,7 @@ class MatrixLayout(CheckedRecord):
     def list_parts(
         self, param: Tensor, coordinate: Sequence[int] | None = None
     ) -> list[MatrixPart]:
-        """Return a rank's shard of `param` in the matrices of each section; None = this rank."""
+        """Return a `MatrixPart` per section, of the rank at `coordinate` (None = this rank)."""
         indices = compute_global_indices(param, coordinate)
         if len(indices) == 2:
             indices = [torch.arange(1, device="cpu"), *indices]
@@ -128,7 +128,7 @@ class MatrixLayout(CheckedRecord):
 
 
 class MatrixPart(NamedTuple):
-    """Indices, int64 per dim, of the elements of a rank's shard in the matrices of a section."""
+    """Indices (int64) of a shard in the local tensor and in the full matrices of a section."""
 
     batch: Tensor  # which matrices, in local order
     rows: Tensor  # indices in the rank's local tensor
@@ -145,7 +145,7 @@ Overrides = Annotated[
 
 
 class Decision(NamedTuple):
-    """The optimizer of a parameter, Muon (with its layout) or AdamW (None), and the reason."""
+    """A parameter, its `MatrixLayout` if Muon steps it (None = AdamW steps it), and the reason."""
 
     param: nn.Parameter
     layout: MatrixLayout | None
@@ -154,7 +154,7 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MatrixAssignment:
-    """The optimizer of each trained parameter, Muon or AdamW; printing shows a table.
+    """The optimizer of each trained parameter, Muon or AdamW; its `str` is a table.
 
     `decisions` maps each name to the parameter, its `MatrixLayout` (None = AdamW), and the reason.
     """
@@ -163,7 +163,7 @@ class MatrixAssignment:
 
     @property
     def matrices(self) -> dict[nn.Parameter, MatrixLayout]:
-        """Parameter -> layout, for all parameters that Muon steps."""
+        """Parameter -> `MatrixLayout`, for all parameters that Muon steps."""
         return {d.param: d.layout for d in self.decisions.values() if d.layout is not None}
 
     @property
@@ -186,8 +186,7 @@ def assign_matrices(model: nn.Module, overrides: Overrides = ()) -> MatrixAssign
     """Return which trained parameters of a model Muon steps, and as which matrices.
 
     Args:
-        model: parallelized or plain, in its final form, because the result refers to its parameter
-            objects.
+        model: parallelized or plain. The result refers to its current parameter objects.
         overrides: pairs of an `fnmatch` pattern for parameter names, and "muon", "adamw", or a
             `MatrixCut` of the rows or columns. The first matching pattern is used.
 
@@ -335,7 +334,7 @@ def _find_fused_cut(parent: Any, linear_name: str, num_rows: int) -> MatrixCut |
 
 
 def compute_lr_factor(layout: MatrixLayout, shape: tuple[int, int], adjust_lr_fn: str) -> float:
-    """Return Muon's factor on lr (`Muon.adjust_lr_fn`) for a matrix (rows, columns) of `layout`."""
+    """Return Muon's factor on lr for a matrix of `shape` (rows, columns), by `adjust_lr_fn`."""
     if adjust_lr_fn == "match_rms_adamw":
         return float(0.2 * max(shape) ** 0.5)
     outputs, inputs = reversed(shape) if layout.transposed else shape

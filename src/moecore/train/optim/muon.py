@@ -52,7 +52,7 @@ CHUNK_NUMEL = 1 << 26  # elements that are stepped at once, of matrices that are
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuonOptions(CheckedRecord):
-    """Muon's hyperparameters of one param group for a step; see `Muon`."""
+    """Muon's hyperparameters of one param group, with the fields of `Muon`'s arguments."""
 
     lr: PositiveOrZero | Tensor
     weight_decay: PositiveOrZero
@@ -77,17 +77,17 @@ class Muon(torch.optim.Optimizer):
     """Muon for the matrices of an assignment; AdamW steps `assignment.adamw_params`. No host sync.
 
     Momentum, Nesterov, options and state names equal `torch.optim.Muon`. The state is
-    `momentum_buffer`, sharded like its parameter, in fp32 or fp64. It clips and skips a step on
-    the device like `AdamW` of this package. Every rank steps the same parameters.
+    `momentum_buffer`, sharded like its parameter, in fp32 or fp64. A step is skipped and gradients
+    are scaled on the device as in `moecore.train.AdamW`. Every rank steps the same parameters.
 
     Args:
         assignment: the result of `assign_matrices`, after `parallelize_moe`.
-        lr: the learning rate; a tensor is read on its device.
+        lr: the learning rate; a tensor is read without a host sync.
         weight_decay: decoupled weight decay: a step subtracts lr * weight_decay of each weight.
         momentum: the decay of the gradient's running mean, in [0, 1).
         nesterov: whether the mean of gradient and momentum is orthogonalised instead of momentum.
         ns_coefficients, ns_steps: a, b and c of `orthogonalize`, and the number of iterations.
-        eps: the smallest norm by which a matrix is divided.
+        eps: minimum norm by which a matrix is divided before the iterations.
         adjust_lr_fn: the factor on lr per matrix. "match_rms_adamw" is 0.2 * sqrt(longer side), for
             lr and weight decay of AdamW; "original" is sqrt(outputs / inputs), at least 1.
         ns_dtype: the dtype in which matrices are sent and multiplied. fp32 is for tests.
@@ -177,7 +177,7 @@ class Muon(torch.optim.Optimizer):
         return torch.promote_types(param.dtype, torch.float32)
 
     def get_state_template(self, param: nn.Parameter, state_name: str) -> Tensor:
-        """Return a tensor with the shape and placements of a state of `param`, but other values."""
+        """Return a tensor with the shape and placements of a state; its values are arbitrary."""
         if state_name == MEANS:
             return make_output_means(param, self.layouts[param], self.get_moment_dtype(param))
         return param
@@ -198,8 +198,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update parameters that have gradients; return `closure()`. Collective if sharded.
 
-        Raises:
-            ValueError: before any update, when a group's option has a wrong type or range.
+        Raises ValueError before any update if a group's option has a wrong type or range.
         """
         loss = run_closure(closure)
         group_options = [MuonOptions.from_group(group) for group in self.param_groups]

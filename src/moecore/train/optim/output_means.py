@@ -5,8 +5,8 @@ Legend: n matrices, R rows, C columns; an output is a row, or a column of a tran
     O -> v <- beta2 v + (1 - beta2) mean(O^2) over inputs -> O / sqrt(v) -> scaled to the norm of O
 
 Muon's updates have singular values near 1, but the norms of their outputs differ. The division
-makes these norms about equal. The matrix is then rescaled to its previous norm. v has one number
-per output.
+makes these norms about equal. The matrix is then rescaled to the norm of O. v has one number per
+output.
 
 Source: arXiv:2510.05491; its published code rescales the norm.
 """
@@ -25,7 +25,7 @@ PART_NUMEL = 1 << 26  # elements that are fp32 at once
 
 
 def make_output_means(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
-    """Return zeros for running means of outputs: like `param`, with size 1 in the input dim."""
+    """Return zeros for running mean squares: like `param`, but with size 1 in the input dim."""
     dim = param.ndim - 2 if layout.transposed else param.ndim - 1
     local = get_local_tensor(param.detach())
     means = torch.zeros(_reduce_shape(local.shape, dim), dtype=dtype, device=local.device)

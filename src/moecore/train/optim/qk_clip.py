@@ -123,8 +123,8 @@ class QKClip:
             keys (norm weights bound these logits, not projections), or with another QKClip.
 
     Attributes:
-        max_scores: attention name -> fp32 [heads] on the device, the maximum logits of the last
-            step over all ranks of the pipeline stage. -inf without a training forward.
+        max_scores: attention name -> fp32 [heads] on the device: the maximum logits of the last
+            step over all ranks of the pipeline stage, -inf if no training forward ran.
     """
 
     def __init__(self, model: nn.Module, tau: Positive = 100.0) -> None:
@@ -152,8 +152,8 @@ class QKClip:
     def step(self, *, is_skipped: bool | Tensor = False) -> None:
         """Scale the projections of heads above tau, and reset maxima. One all-reduce, no host sync.
 
-        Call it on every rank, after the optimizer. If `is_skipped`, a bool or a device bool, no
-        projection changes. Projections of attention with a frozen projection never change.
+        Call it on every rank, after the optimizer. If `is_skipped` (bool or device bool), no
+        projection changes. If one projection of an attention is frozen, none of them changes.
         """
         if not self._watchers:
             return

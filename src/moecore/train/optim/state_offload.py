@@ -6,10 +6,9 @@
     optimizer.step()                waits for the last part
 
 The state is every tensor of `optimizer.state` that is not a scalar, in one part per block. Parts
-are copied to the host while activations grow, and back while activations are freed. The host waits
-for no copy. If the bus is slower than the blocks, the model waits, and a lower `fraction` avoids
-it. A PCIe 5 bus copies 55e9 bytes per second. Copies to the host overlap the first forward of a
-step, and copies to the device overlap the last micro-batch's backward.
+are copied to the host in the first forward of a step, while activations grow, and back in the last
+micro-batch's backward, while activations are freed. The host waits for no copy. If copies take
+longer than blocks, the GPU waits: lower `fraction`. A PCIe 5 bus copies 55e9 bytes per second.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ class StateOffload:
 
     Steps have the same bits as without an offload. No host sync, no collective. The first forward
     with state pins host memory, which takes seconds, and later forwards reuse this memory. Its size
-    is at most twice the offloaded bytes, and usually little more than the offloaded bytes.
+    is usually little above the offloaded bytes, and at most twice as large.
 
     Args:
         optimizer: a torch optimizer whose parameters are on one device.
-        model: the model during whose forward and backward state is copied. It may be parallelized.
-            With a `TrainStep`, state is copied back in the last micro-batch's backward.
+        model: the model, plain or parallelized; its forward and backward start the copies. With a
+            `TrainStep`, state is copied back in the last micro-batch's backward.
         fraction: maximum share of the state's bytes that is offloaded, 0 to 1; the largest tensors
             that fit are chosen.
 
@@ -119,7 +118,7 @@ class StateOffload:
         self._parts = []
 
     def close(self) -> None:
-        """Return the state to the device, remove all hooks, and free the host memory."""
+        """Copy the state back to the device, remove all hooks, and free the host memory."""
         self.bring_state_back()
         for hook in self._hooks:
             hook.remove()

@@ -46,11 +46,7 @@ class WidthRates:
 
     @torch.no_grad()
     def scale_weights(self, model: nn.Module) -> None:
-        """Multiply initial weights by their factors in place, after `init_weights`.
-
-        Raises:
-            ValueError: for a trained parameter without a factor.
-        """
+        """Multiply initial weights by their factors; ValueError for a weight without a factor."""
         rates = [(p, self._get_rate(clean_name(name), p)) for name, p in model.named_parameters()]
         for param, rate in rates:
             if rate is not None:
@@ -61,9 +57,9 @@ class WidthRates:
 
         A new group stores its factor as option `width_factor`. The group's lr is multiplied and its
         weight_decay divided by the factor, so a step decays weights equally at every width.
-        Schedulers of torch keep the factor. A loop that sets lr must multiply lr by the factor. All
-        ranks have the same groups, and the first group has factor 1. A group is empty if a pipeline
-        stage has none of its parameters.
+        torch's schedulers preserve the factor. A loop that sets lr must multiply lr by the factor.
+        All ranks have the same groups, and the first group has factor 1. A group is empty if the
+        pipeline stage has none of its parameters.
 
         Raises:
             ValueError: when the optimizer is neither AdamW nor Muon, has parameters that are not
@@ -116,8 +112,8 @@ def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
 
     Args:
         model: the model to train, unsharded, before `parallelize_moe`; it may be on meta.
-        base: the tuned model: the same layers and dim of heads, at another width. Only its shapes
-            are read.
+        base: the tuned model, of which only shapes are read: the same layers and head dim, at
+            another width.
 
     Raises:
         ValueError: when trained parameters of the two models differ in name, the head is tied to
