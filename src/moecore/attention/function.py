@@ -47,9 +47,9 @@ def attend(
     """Return o_BTHv, the causal attention of each query to the keys of its document.
 
     If `sequence.cache` is not None, queries also read the cached keys. `scale` multiplies the
-    scores. `window` limits the keys per query; None = all. `sinks_H` has a score per head that
-    takes part in the softmax, without a key or value; None = off. With cp > 1 the tensors have only
-    this rank's tokens, and the call is collective.
+    scores. `window` limits the keys per query; None = all. `sinks_H` adds a score per head to the
+    softmax, without a key or value; None = off. With cp > 1 the tensors have only this rank's
+    tokens, and the call is collective.
     """
     if sequence.cache is not None:
         return sequence.cache.attend(

@@ -14,8 +14,8 @@ from torch import Tensor
 class KVCache:
     """The keys and values of all `length` tokens of earlier forwards, per attention layer.
 
-    Rows are not packed. The n-th call of `attend` in a forward belongs to the n-th layer. The class
-    is plain because FSDP's mixed precision casts the tensors of tuples and dataclasses.
+    Rows are not packed. The n-th call of `attend` in a forward is for the n-th layer. The class is
+    plain because FSDP's mixed precision casts the tensors of tuples and dataclasses.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class KVCache:
         self._layers: list[tuple[Tensor, Tensor]] = []
 
     def begin_forward(self, num_tokens: int) -> None:
-        """Begin a forward of `num_tokens` tokens per row; further tokens are padding at the end."""
+        """Begin a forward of `num_tokens` tokens per row; tokens after these are padding."""
         self._num_tokens, self._layer_idx = num_tokens, 0
 
     def attend(

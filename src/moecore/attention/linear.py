@@ -61,8 +61,8 @@ def scan_states(
     """Return the outputs y_BTHv of a state space model with inputs x (Mamba-2, arXiv:2405.21060).
 
     Each token updates the state, S = exp(step * rate) S + step * B x^T, and has y = C S + D x. This
-    is linear attention with queries C and keys B, without the delta rule. Steps are fp32 or fp64,
-    and rates are negative. Collective with cp > 1.
+    is linear attention with queries C, keys B and no delta rule. Steps are fp32 or fp64; rates are
+    negative. Collective with cp > 1.
     """
     values_BTHv = (x_BTHv * steps_BTH[..., None]).to(x_BTHv.dtype)
     rule = C_BThk, B_BThk, values_BTHv, steps_BTH * rates_H, None, sequence

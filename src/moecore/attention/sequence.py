@@ -75,9 +75,9 @@ class RotaryTable:
 class Sequence:
     """Documents and positions of a forward's tokens; `Sequence()` = each row is one document.
 
-    Blocks and attention modules receive the record together with the hidden states. Under tensor
-    parallelism `padding_mask_BT` and `token_ids_BT` describe this rank's tokens. The other fields
-    describe the full rows that attention receives.
+    Blocks and attention modules receive the record with the hidden states. Under tensor parallelism
+    `padding_mask_BT` and `token_ids_BT` describe this rank's tokens, and the other fields the full
+    rows that attention receives.
     """
 
     # int32 [n + 1] on the device: the index of each document's first token over all rows, then

@@ -28,7 +28,7 @@ from moecore.kernels.sparse_attention import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyChoice:
-    """Which keys sparse attention reads; `KeyChoice()` = the document's keys up to the query."""
+    """Which keys sparse attention reads; `KeyChoice()` = all earlier keys and the query's own."""
 
     top_k: int | None = None  # keys with the largest indexer scores; None = no new choice
     selected_BTK: Tensor | None = None  # keys that an earlier layer selected, see `attend_sparse`

@@ -69,7 +69,7 @@ class AdamWOptions(CheckedRecord):
 
 
 class ParamTensors(NamedTuple):
-    """One parameter's tensors in an AdamW update; exponents (FP8) and remainder (bf16) or None."""
+    """One parameter's tensors in an AdamW update: an entry of each list of `AdamWTensors`."""
 
     weight: Tensor
     grad: Tensor
@@ -99,7 +99,7 @@ class AdamWTensors:
 
     @classmethod
     def from_params(cls, params_and_seeds: Sequence[tuple[ParamTensors, int]]) -> "AdamWTensors":
-        """Make the record from (tensors, seed) pairs; a field is None in all of them or in none."""
+        """Make the record from (tensors, seed) pairs, in which the same fields must be None."""
         params, numbers = zip(*params_and_seeds, strict=True)
         weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*params, strict=True)
         exponents, remainders = ([t for t in column if t is not None] for column in optional)
@@ -305,14 +305,13 @@ def adamw_(
 ) -> None:
     """Update weights and moments in place, in fp32 (fp64 for fp64 tensors); no host sync.
 
-    GPU tensors are updated in one launch if they are contiguous, with one dtype each of weights,
-    gradients and moments. Torch's fused AdamW updates contiguous fp32 or fp64 CPU tensors, and
-    plain PyTorch all others, on a GPU with a warning. bf16 and FP8 moments are stochastically
-    rounded.
+    One launch updates GPU tensors if all are contiguous and weights, gradients and moments have one
+    dtype each. Torch's fused AdamW updates contiguous fp32 or fp64 CPU tensors. Plain PyTorch
+    updates other tensors, on a GPU with a warning. bf16 and FP8 moments are stochastically rounded.
 
     Args:
         grad_scale: fp32 scalar, divides the gradients; None = 1.
-        found_inf: fp32 scalar; > 0 leaves everything unchanged; None = 0.
+        found_inf: fp32 scalar; if > 0, no tensor changes; None = 0.
     """
     if not tensors.weights:
         return

@@ -69,8 +69,8 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def can_use_kernel(*tensors: Tensor) -> bool:
     """Return whether Triton kernels can run on these tensors: on CUDA, or interpreted on a CPU.
 
-    In a dry run, meta tensors may stand for CUDA tensors. Then the result is True if autograd is
-    enabled (custom ops need no kernel) or if launches are recorded.
+    For meta tensors that stand for CUDA tensors in a dry run, the result is True if autograd is
+    enabled or if launches are recorded.
     """
     if tensors[0].is_meta:
         return meta_settings.is_gpu and (
@@ -90,8 +90,8 @@ def warn_on_fallback(tensor: Tensor, operation: str) -> None:
 def can_skip_row_masks(num_rows: Tensor, max_rows: int) -> bool:
     """Return whether `num_rows`, a CPU scalar, is at least `max_rows`, so that no row needs a mask.
 
-    False while compiling, or on another device, where reading it would synchronise. A dry run on
-    meta in place of a CPU has no other rows.
+    False while compiling, and on a GPU, where reading it would synchronise. A meta tensor of a dry
+    run gives True if it stands for a CPU tensor.
     """
     if torch.compiler.is_compiling() or type(num_rows) is not Tensor:  # a fake one has no value
         return False
@@ -101,7 +101,7 @@ def can_skip_row_masks(num_rows: Tensor, max_rows: int) -> bool:
 
 
 def is_gpu(tensor: Tensor) -> bool:
-    """Return whether a tensor is on a GPU, or in a dry run on meta in place of a GPU."""
+    """Return whether a tensor is on a GPU, or stands for such a tensor on meta in a dry run."""
     return tensor.is_cuda or (tensor.is_meta and meta_settings.is_gpu)
 
 
@@ -150,7 +150,7 @@ def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants:
 
 
 def launch_or_record(kernel: Any, grid: tuple[int, int], /, *args: Any, **constants: Any) -> None:
-    """Call `launch`, but on meta tensors only report the launch to a dry run, if there is one."""
+    """Call `launch`; on meta tensors only report the launch to the dry run, if one is active."""
     if next(arg for arg in args if isinstance(arg, Tensor)).is_meta:
         record_launch(kernel.fn.__name__ if HAS_TRITON else kernel.name, *args)
     else:
@@ -209,7 +209,7 @@ def split_halves(tile):
 
 @functools.cache
 def count_sms(device: torch.device) -> int:
-    """Return the number of the GPU's multiprocessors; 4 for an interpreting CPU and for meta."""
+    """Return the number of a GPU's multiprocessors; 4 for Triton's interpreter and for meta."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

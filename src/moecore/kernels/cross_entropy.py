@@ -272,9 +272,9 @@ def cross_entropy_(
     Args:
         logits_CV: [tokens, vocabulary], any float dtype, overwritten: the gradient may use its
             memory. Copied when not contiguous.
-        labels_C: int64 in [0, V), or -100 = ignored: the row is not read, its loss and gradient are
-            0. For any other label, the kernel's loss and row of the gradient are NaN, and plain
-            PyTorch raises an error.
+        labels_C: int64 in [0, V), or -100 = ignored: a row that is not read and has loss and
+            gradient 0. Other labels give NaN in the loss and gradient's row; plain PyTorch raises
+            an error.
         grad_dtype: dtype of the gradient; None = no gradient.
 
     Returns:
@@ -374,9 +374,8 @@ _softmax_gradient_op = Op(
 def softmax_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     """Return softmax statistics of each row's columns on this rank; the caller combines ranks.
 
-    The result is [C, 3], fp32 (fp64 for fp64 logits): the maximum, the sum of exp(x - maximum), and
-    the label's logit (0 if it is on another rank). A row with label -100 is not read, and gives 0,
-    1, 0.
+    The result is [C, 3], fp32 (fp64 for fp64): maximum, sum of exp(x - maximum), and the label's
+    logit (0 if it is on another rank). A row with label -100 is not read, and gives 0, 1, 0.
     """
     if logits_CV.dtype not in KERNEL_DTYPES or not can_use_kernel(logits_CV):
         return softmax_statistics_ref(logits_CV, labels_C)
@@ -388,8 +387,7 @@ def softmax_gradient_(
 ) -> Tensor:
     """Return the gradient exp(x - row_max) / sum - (column == label), [C, V] in `dtype`.
 
-    Logits are overwritten. row_max_C and sums_C are over the full vocabulary, in the statistics'
-    dtype.
+    Logits are overwritten. row_max_C and sums_C are from `softmax_statistics`, combined over ranks.
     """
     kernel_dtypes = logits_CV.dtype in KERNEL_DTYPES and dtype in KERNEL_DTYPES
     if not (kernel_dtypes and can_use_kernel(logits_CV)):

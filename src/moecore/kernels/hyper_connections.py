@@ -52,7 +52,7 @@ class SinkhornOptions:
 
 @dataclass(frozen=True, slots=True)
 class CollapsedStreams:
-    """The residual streams before a sublayer, and the weights that mix its output into streams."""
+    """The residual streams before a sublayer, and weights that mix its output into the streams."""
 
     streams_TND: Tensor
     weights_TW: Tensor  # fp32
@@ -239,11 +239,10 @@ def collapse_streams(
 ) -> tuple[Tensor, CollapsedStreams]:
     """Return a sublayer's input [T, D] from N residual streams, and a record for `expand_streams`.
 
-    Computed in fp32, rounded once to the dtype of streams. The kernels are differentiable once,
-    plain PyTorch (CPUs, fp64) any number of times. No host sync; the same bits in every run. All
-    tensors have any float dtype. fn_MC and base_M project a token's N * D stream values to M = (2 +
-    N) * N mixing logits, and scale_3 has the factors of the logits of input, output and
-    stream-to-stream weights.
+    Computed in fp32, rounded once to the streams' dtype. Kernels are differentiable once, plain
+    PyTorch (CPUs, fp64) any number of times. No host sync; the same bits in every run. Tensors have
+    any float dtype. fn_MC and base_M project a token's N * D stream values to M = (2 + N) * N
+    mixing logits. scale_3 has factors of the logits of input, output and stream-to-stream weights.
     """
     plain = torch.compiler.is_compiling() or not can_use_kernel(streams_TND, fn_MC)
     if plain or streams_TND.dtype not in KERNEL_DTYPES:

@@ -126,7 +126,7 @@ def collapse_streams_bwd_mixes_kernel(
     N_POW2: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write one token's gradients of raw mixes, base and scale, and pre_ptr and factor_ptr."""
+    """Write one token's gradients of mixes, base and scale, and factors of streams' gradients."""
     t = tl.program_id(0).to(tl.int64)
     M: tl.constexpr = 2 * N + N * N
     n, d = tl.arange(0, N_POW2), tl.arange(0, BLOCK_D)
@@ -231,7 +231,7 @@ def expand_streams_fwd_kernel(
     N_POW2: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write one token's streams after a sublayer: post * y plus comb^T @ streams."""
+    """Write one token's streams after a sublayer: post * y + comb^T @ streams, by `weights`."""
     t = tl.program_id(0).to(tl.int64)
     n, d = tl.arange(0, N_POW2), tl.arange(0, BLOCK_D)
     row = t * (N * D) + d

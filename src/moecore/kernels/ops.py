@@ -32,12 +32,12 @@ def make_setup_context(saved_inputs: slice, option_inputs: slice = slice(0)) -> 
 
 
 class Op(Generic[Out]):
-    """A differentiable operation with two forms: an `autograd.Function`, and a custom op of torch.
+    """A differentiable operation as an `autograd.Function` and as a custom op of torch.
 
-    Plain eager calls use the first form. Both have the same bits, saved tensors and errors.
+    Plain eager calls use the function. Both have the same bits, saved tensors and errors.
 
     Args:
-        name: `custom` is the custom op `moecore::<name>`.
+        name: the attribute `custom` is the custom op `moecore::<name>`.
         forward: the computation; its annotations are the schema. Outputs share no memory with
             inputs, and each tensor is an argument, not an element of a list.
         fake: takes the arguments of `forward` and returns empty outputs.
@@ -106,7 +106,7 @@ class Op(Generic[Out]):
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is no subclass or lazily negated, and either real or of a dry run."""
+    """Return whether a tensor is no subclass, not lazily negated, and on meta only in a dry run."""
     return (
         type(tensor) in PLAIN_TYPES
         and (not tensor.is_meta or is_inside_custom_ops())

@@ -60,7 +60,7 @@ INT32 = "-2147483648 <= {0} <= 2147483647"
 
 
 class Descriptor:
-    """Base class of TMA descriptors, which contain a tensor's address but do not refer to it."""
+    """Base class of TMA descriptors, which have a tensor's address, but no reference to it."""
 
     kind: int  # number of the dtype, block and layout, for which kernels are compiled
     _encoded: tuple[Any, ...] | None = None
@@ -132,7 +132,7 @@ def launch_prepared(
 def store_launch(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled_kernel: Any
 ) -> None:
-    """Cache `compiled_kernel`, launched by Triton, for `launch_prepared`, if it is supported."""
+    """Cache `compiled_kernel`, which Triton launched, for `launch_prepared`, if supported."""
     if (
         not (IS_SUPPORTED and _has_no_launch_hooks(kernel))
         or type(compiled_kernel) is not CompiledKernel

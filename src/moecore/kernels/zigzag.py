@@ -29,7 +29,7 @@ _TABLES = WeakTensorKeyDictionary()  # cu_seqlens -> {(function, num_tokens): (v
 def get_shared_table(make: Callable[[Tensor, int], T], cu_seqlens: Tensor, num_tokens: int) -> T:
     """Return make(cu_seqlens, num_tokens), shared by all layers until `cu_seqlens` changes.
 
-    A table is freed with `cu_seqlens`, so the table must not refer to it. A captured CUDA graph has
+    A table is freed with `cu_seqlens`, to which it must not refer. A captured CUDA graph has
     separate tables, because its replays run no Python.
     """
     is_captured = cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -64,8 +64,7 @@ def make_row_cu_seqlens(num_rows: int, num_tokens: int, device: torch.device) ->
 def assign_tokens_to_cp_ranks(cu_seqlens: Tensor, num_tokens: int, cp_size: int) -> Tensor:
     """Return each context-parallel rank's token indices: int64 [cp_size, num_tokens / cp_size].
 
-    The indices ascend. No host sync. Each document's length must be a multiple of 2 * cp_size,
-    which is not checked.
+    The indices ascend. Document lengths must be multiples of 2 * cp_size (unchecked). No host sync.
     """
     num_local = num_tokens // cp_size
     cu_seqlens = cu_seqlens.long()

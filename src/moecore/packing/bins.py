@@ -41,7 +41,7 @@ TooLong = Literal["raise", "cut"]
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """The packing of documents into bins: `bins[i]` is int64, the document indices of bin i."""
+    """Documents packed into bins: `bins[i]` is an int64 array, the document indices of bin i."""
 
     documents: Integers  # int64 [N], the document indices of bin 0, then of bin 1, and so on
     offsets: Integers  # int64 [b + 1]; bin i is `documents[offsets[i] : offsets[i + 1]]`
@@ -61,11 +61,8 @@ class Bins:
 def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
     """Pack documents of these lengths into bins of at most `bin_tokens` (first-fit decreasing).
 
-    Document indices ascend within a bin. Deterministic; O(N log b): a million documents take
-    seconds.
-
-    Raises:
-        ValueError: if a document is longer than a bin.
+    Document indices ascend within a bin. Deterministic; a million documents take seconds. Raises a
+    ValueError if a document is longer than a bin.
     """
     check_arguments(pack_lengths, locals())
     lengths_N = as_lengths(lengths)
@@ -130,19 +127,18 @@ def pack_documents(
 ) -> Iterator[list[Document]]:
     """Yield lists of documents of at most `bin_tokens` tokens each, from a possibly endless stream.
 
-    The function packs a buffer of at most `window` documents. It yields the fullest half of the
-    bins and the bin of the oldest document, and refills the buffer. Deterministic.
+    The function packs a buffer of `window` documents into bins, yields the fullest half of the bins
+    and the bin of the oldest document, and refills the buffer. Deterministic.
 
     Args:
-        documents: token ids, or dataset rows with `input_ids`: see `PackedCollator`.
+        documents: each is 1-D token ids, or a dict with `input_ids` (and labels or masks).
         bin_tokens: the largest number of tokens in a bin.
         window: size of the buffer in documents. A larger buffer leaves less padding.
         too_long: for a document of more than `bin_tokens` tokens: "raise" an error, or "cut" the
             document into pieces that are separate documents.
 
     Raises:
-        ValueError: for an object that is no document, a document without tokens and, with "raise",
-            a document that is too long.
+        ValueError: for a document that is empty, of another type or, with "raise", too long.
     """
     check_arguments(pack_documents, locals())
     return _pack_windows(_cut_long_documents(documents, bin_tokens, too_long), bin_tokens, window)
@@ -197,7 +193,7 @@ class PackedBatchSampler:
     of batches. In the last batch, a rank may have fewer bins than `rows`, or no document.
 
     Attributes:
-        epoch: the epoch of the current iteration, or of the next.
+        epoch: the epoch of the running iteration; between iterations, of the next.
 
     Args:
         lengths: tokens of each document. Use `padded_lengths` if the collator pads documents.
@@ -205,12 +201,11 @@ class PackedBatchSampler:
         rows: bins of a batch, equal to the collator's `rows`.
         data_rank: this rank's index, `meshes.data_rank`.
         data_ranks: number of ranks with different batches, `meshes.data_ranks`.
-        seed: seed of the shuffles in all epochs.
+        seed: seed of the shuffles of all epochs.
         shuffle: False = documents keep their order, and bins are ordered by their first document.
 
     Raises:
-        ValueError: if there is no document, a document is longer than a bin, or `data_rank` is not
-            less than `data_ranks`.
+        ValueError: if `lengths` is empty, a document exceeds a bin, or `data_rank` >= `data_ranks`.
     """
 
     def __init__(
@@ -282,7 +277,7 @@ class PackedBatchSampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a sampler with the same documents, bins and seed.
 
-        The numbers of ranks and rows may differ: the bins are equal, and the batches are not.
+        `data_ranks` and `rows` may differ: bins do not change, but batches consist of other bins.
 
         Raises:
             ValueError: if the state has other documents, bins or seeds, or is no `state_dict()`.

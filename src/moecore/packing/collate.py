@@ -36,7 +36,7 @@ from moecore.packing.documents import Document, Integers, Lengths, as_lengths, c
 
 
 class PackedBatch(TypedDict):
-    """A batch of rows of documents, on the CPU. Padding at the end of a row is one document."""
+    """A batch of rows of documents, on the CPU. Padding at the end of a row is also a document."""
 
     input_ids: Tensor  # int64 [B, T]
     labels: Tensor  # int64 [B, T]; -100 = ignored by the loss
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
     @property
     def num_labels(self) -> int:
-        """The number of labels in the loss."""
+        """The number of labels that are not -100 (ignored by the loss)."""
         count = len(self.ids) - 1
         if self.labels is not None:
             count = int((self.labels[1:] != IGNORE_INDEX).sum())
@@ -71,7 +71,7 @@ class PackedCollator(CheckedRecord):
     """A `collate_fn` for DataLoader that makes a `PackedBatch` from a list of documents.
 
     The collator places documents in their order. A document that does not fit the current row
-    starts the next row. So the bins of a `PackedBatchSampler` never need more than `rows` rows.
+    starts the next row. Documents from a `PackedBatchSampler` therefore always fit in `rows` rows.
 
     Attributes:
         row_tokens: tokens T of a row.
@@ -80,7 +80,7 @@ class PackedCollator(CheckedRecord):
             padding belongs to the document. Context parallelism needs 2 * cp (`split_batch`).
         max_documents: if given, every batch has static shapes, as CUDA graphs need: `cu_seqlens`
             has `max_documents` + 1 entries (the last is repeated), and `max_seqlen` is
-            `row_tokens`. The number includes padding documents.
+            `row_tokens`. Padding documents count too.
         shift_labels: True = a token's label is the next token, as `moecore.models.Decoder` expects,
             and -100 at a document's end. False = a token's label is its own id, as transformers'
             models expect because they shift labels, and -100 at a document's start.
@@ -152,8 +152,8 @@ def build_batch(
     """Return the batch of these rows, each a list of pieces of documents, on the CPU.
 
     `max_padding_tokens` limits the length of a padding document at the end of a row; None = no
-    limit. The other arguments are fields of `PackedCollator`. Raises a ValueError if the documents,
-    with padding documents, exceed `max_documents`.
+    limit. The other arguments are fields of `PackedCollator`. Raises a ValueError for more than
+    `max_documents` documents, padding documents included.
     """
     B, T = len(rows), row_tokens
     ids_BT, labels_BT = np.full((B, T), pad_id), np.full((B, T), IGNORE_INDEX)
@@ -194,7 +194,7 @@ def build_batch(
 
 
 def read_document(document: Document, document_idx: int) -> Piece:
-    """Return a document's ids and labels, which may share its memory; ValueError if invalid."""
+    """Return a document's ids and labels, maybe views of its memory; ValueError if invalid."""
     name = f"documents[{document_idx}]"
     length = count_document_tokens(document, name)
     if not length:
@@ -252,7 +252,8 @@ def get_length_multiple(cp: int) -> int:
 def select_token_indices(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Tensor:
     """Return the token indices of a cp rank, int64 [tokens / cp], on the device of `cu_seqlens`.
 
-    The indices ascend. If `cu_seqlens` is on a GPU, the function synchronises the host.
+    A rank has chunks `rank` and 2 * cp - 1 - `rank` of the 2 * cp chunks of each document. The
+    indices ascend. If `cu_seqlens` is on a GPU, the function synchronises the host.
 
     Args:
         cu_seqlens: integers [documents + 1], cumulative document lengths from 0. With cp > 1 each
@@ -261,7 +262,7 @@ def select_token_indices(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Te
         rank: index of the cp rank, from 0.
 
     Raises:
-        ValueError: if `cu_seqlens` does not have this form, or `rank` is not less than `cp`.
+        ValueError: if `cu_seqlens` is not as described, or `rank` >= `cp`.
     """
     check_arguments(select_token_indices, locals())
     if rank >= cp:
@@ -287,16 +288,15 @@ def invert_token_indices(cu_seqlens: Tensor, cp: Count) -> Tensor:
 def split_batch(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
     """Return the part of a batch that a cp rank computes, with shape [rows, tokens / cp].
 
-    Labels are selected, not recomputed: collate with `shift_labels=True`, which shifts them before
-    the split. `cu_seqlens`, `max_seqlen` and `num_tokens` describe this rank's part.
+    Labels are selected, not recomputed, so they must be shifted beforehand (`shift_labels=True`).
+    `cu_seqlens`, `max_seqlen` and `num_tokens` describe this rank's part.
 
     Args:
         batch: the result of a `PackedCollator` with `multiple=2 * cp`.
-        cp: number of context parallel ranks.
-        rank: index of the cp rank, from 0.
+        cp, rank: number of context parallel ranks, and index of the cp rank.
 
     Raises:
-        ValueError: if `batch` is no `PackedBatch`, and as `select_token_indices`.
+        ValueError: if `batch` is no `PackedBatch`, or for the reasons of `select_token_indices`.
     """
     if not isinstance(batch, Mapping) or not PackedBatch.__required_keys__ <= set(batch):
         relation = "must be a PackedBatch: pass what a PackedCollator returns"

@@ -43,7 +43,7 @@ def hash_values(*values: object) -> int:
 
 
 def as_lengths(lengths: Lengths, name: str = "lengths", min_length: int = 1) -> Integers:
-    """Return a new int64 array; ValueError for `name` unless `min_length` <= lengths < 2**31."""
+    """Return a new int64 array; ValueError naming `name` unless `min_length` <= lengths < 2**31."""
     numbers = lengths
     if isinstance(numbers, Tensor):
         numbers = numbers.numpy(force=True)
@@ -67,7 +67,7 @@ def as_lengths(lengths: Lengths, name: str = "lengths", min_length: int = 1) -> 
 
 
 def count_document_tokens(document: Document, name: str = "documents") -> int:
-    """Return a document's number of tokens; ValueError, naming `name`, for any other object."""
+    """Return a document's number of tokens; ValueError (naming `name`) if it is no document."""
     ids = document
     if isinstance(document, Mapping):
         if "input_ids" not in document:
@@ -84,7 +84,7 @@ def count_document_tokens(document: Document, name: str = "documents") -> int:
 
 
 def cut_document(document: Document, start: int, stop: int) -> Document:
-    """Return tokens [start, stop) of a document: ids, or a dict with slices of each of `KEYS`."""
+    """Return tokens [start, stop) of a document: sliced ids, or a dict with sliced entries."""
     if not isinstance(document, Mapping):
         return document[start:stop]
     return {key: document[key][start:stop] for key in KEYS if key in document}
@@ -93,7 +93,7 @@ def cut_document(document: Document, start: int, stop: int) -> Document:
 def cut_lengths(lengths_N: Integers, max_tokens: int) -> tuple[Integers, Integers, Integers]:
     """Cut documents of these lengths into pieces of at most `max_tokens` tokens.
 
-    Returns document index, first token and length of each piece, each int64 [pieces].
+    Returns each piece's document index, first token and length, each int64 [pieces].
     """
     pieces_N = -(-lengths_N // max_tokens)
     documents = np.repeat(np.arange(len(lengths_N)), pieces_N)
@@ -115,17 +115,16 @@ def check_max_length(lengths_N: Integers, max_tokens: int) -> None:
 class CutDocuments:
     """A dataset that cuts each document into items of at most `max_tokens` tokens.
 
-    The pieces of a document are consecutive items of `max_tokens` tokens; the last piece may be
-    shorter. A piece does not attend to earlier pieces. No label spans a cut: the last token of a
-    piece has no label.
+    The pieces of a document are consecutive items; only the last may have fewer tokens. A piece
+    does not attend to earlier pieces, and its last token has no label.
 
-    Example, lengths 3, 10, 4 and 4 tokens: items 0, 1 .. 3 and 4 of lengths 3, 4 4 2 and 4.
+    Example: with `max_tokens` 4, documents of 3, 10 and 4 tokens give items of 3, 4, 4, 2 and 4.
 
     Attributes:
         lengths: int64 [items], tokens of each item, an argument of `PackedBatchSampler`.
 
     Args:
-        documents: a list or a dataset with an index. Documents are read only when an item is read.
+        documents: a list or a dataset with an index. Reading an item reads its document.
         lengths: tokens of each document.
         max_tokens: the largest number of tokens of an item.
 
@@ -161,24 +160,23 @@ Costs = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DocumentCost(CheckedRecord):
-    """An analytic cost model: attention, other matmuls, key/value exchange; any unit of time.
+    """An analytic cost model of attention, other matmuls and key/value exchange, in any time unit.
 
         linear * L / cp + max(quadratic * L^2 / cp, exchange * L * (cp - 1) / cp)
 
-    L is the length of the document. The exchange overlaps with attention, so the formula takes the
-    longer time. A model has h heads of dim d, k key/value heads and P active parameters per layer.
+    L is the length of the document. The exchange overlaps with attention, so the longer of both
+    times counts. A model has h heads of dim d, k key/value heads and P active parameters per layer.
     A GPU has F FLOP/s and B bytes/s to the next GPU. Then the forward of a layer has
 
         quadratic = 2 h d / F       linear = 2 P / F       exchange = 4 k d / B
 
-    The defaults are for Qwen3-30B-A3B on H200 with 200 GB/s between GPUs, divided by `quadratic`.
+    The defaults are for Qwen3-30B-A3B on H200 with 200 GB/s between GPUs, scaled to `quadratic` 1.
 
     Attributes:
         quadratic: time of causal attention per squared token.
         linear: time of all other matmuls per token.
         exchange: time per token whose keys and values a rank receives from other ranks.
-        fixed: time per micro-batch for launches and FSDP all-gathers. The default is `linear` times
-            1,000 tokens.
+        fixed: time per micro-batch for launches and FSDP all-gathers; by default 1,000 * `linear`.
     """
 
     quadratic: PositiveOrZero = 1.0
@@ -192,7 +190,7 @@ class DocumentCost(CheckedRecord):
             yield "quadratic", f"be > 0 with linear ({self.linear}): give one of them"
 
     def estimate(self, lengths_N: Integers, cp: int) -> Costs:
-        """Return each document's relative time on each of its `cp` ranks, float64 [documents]."""
+        """Return each document's time on each of its `cp` ranks, float64 [documents]."""
         length = lengths_N.astype(np.float64)
         exchange = self.exchange * length * (cp - 1)
         compute = self.linear * length + np.maximum(self.quadratic * length**2, exchange)
@@ -203,8 +201,8 @@ class DocumentCost(CheckedRecord):
 class MeasuredCost(CheckedRecord):
     """A cost model from measured times of documents.
 
-    Times are interpolated linearly between measured lengths, and proportional to the length below
-    the first. Above the last length, times grow with the square of the length.
+    Times are interpolated linearly between measured lengths. Below the first, times are
+    proportional to the length, and above the last to its square.
 
     Attributes:
         lengths: the measured lengths in tokens, ascending.

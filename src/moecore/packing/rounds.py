@@ -36,7 +36,7 @@ ROUNDING = 1e-9  # relative error of sums of costs
 
 @dataclass(slots=True)
 class RankBlock:
-    """A group of `cp` ranks in one round, with its documents, and its time and tokens per rank."""
+    """A group of `cp` ranks in one round: indices of its documents, time and tokens per rank."""
 
     cp: int
     documents: list[int] = field(default_factory=list)  # longest first
@@ -50,7 +50,7 @@ Blocks = list[RankBlock]
 class Documents:
     """The documents of a global batch, longest first, and the time of each on 1, 2, 4, ... ranks.
 
-    Raises a ValueError if a document exceeds `max_tokens` even on the largest number of ranks.
+    Raises a ValueError if a document exceeds `max_tokens` per rank on the largest number of ranks.
     """
 
     def __init__(self, lengths_N: Integers, ranks: int, max_tokens: int, cost: Cost) -> None:
@@ -114,7 +114,7 @@ class Documents:
         return sum(self.work[i] for i in document_idxs), sum(self.lengths[i] for i in document_idxs)
 
     def find_first_fitting(self, cp: int, max_time: float, max_tokens: int) -> int:
-        """Return the first (longest) document that fits `cp` ranks; `len(self)` if there is none.
+        """Return the index of the first (longest) document that fits on `cp` ranks, or `len(self)`.
 
         `max_time` and `max_tokens` limit one rank. The document may already be in a round.
         """
@@ -126,7 +126,7 @@ class Documents:
 class RemainingDocuments:
     """The indices of documents that are not in a round (a micro-batch per rank) yet.
 
-    `trial` has the indices of documents in the round that is tried.
+    The keys of `trial` are the documents that a candidate round uses.
     """
 
     def __init__(self, count: int) -> None:
@@ -134,7 +134,7 @@ class RemainingDocuments:
         self.trial: dict[int, int] = {}
 
     def find_first(self, min_idx: int) -> int:
-        """Return the first remaining document with an index >= `min_idx`; `count` if none."""
+        """Return the first remaining index >= `min_idx`, or `count` if there is none."""
         chain, trial = self._next, self.trial
         passed = []
         while True:  # both chains are shortened where they are walked
@@ -152,7 +152,7 @@ class RemainingDocuments:
         return end
 
     def take_document(self, document_idx: int) -> None:
-        """Mark a document as used in the round that is tried; `trial.clear()` undoes the marks."""
+        """Mark a document as used by a candidate round; `trial.clear()` removes all marks."""
         self.trial[document_idx] = document_idx + 1
 
     def remove_documents(self, document_idxs: list[int]) -> None:
@@ -162,7 +162,7 @@ class RemainingDocuments:
 
 
 def make_rounds(documents: Documents) -> list[Blocks]:
-    """Return all rounds; each is a list of groups of ranks, largest first, that use all ranks."""
+    """Return all rounds: each is a list of groups, largest first, that together have all ranks."""
     search = _RoundSearch(documents)
     rounds = []
     while search.remaining.find_first(0) < len(documents):

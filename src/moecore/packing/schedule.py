@@ -34,7 +34,7 @@ class DocumentGroup:
 
 @dataclass(frozen=True, slots=True)
 class DocumentSchedule:
-    """The rounds of a global batch; in a round each rank has one micro-batch, alone or in a group.
+    """The rounds of a global batch: in a round, each rank is in one group with one micro-batch.
 
     Use `loss="sum"`, which sums gradients over ranks, and divide the loss sum of each micro-batch
     by `num_labels`. The gradient is then the gradient of the mean over all labels.
@@ -66,7 +66,7 @@ def schedule_documents(
     cost: DocumentCost | MeasuredCost = DEFAULT_COST,
     num_labels: Lengths | None = None,
 ) -> DocumentSchedule:
-    """Return a schedule that assigns each document of a global batch to a round and a group.
+    """Return a schedule that assigns each document of a global batch to a round and a rank group.
 
     Each document is in one micro-batch, and each rank has one micro-batch per round. The function
     is deterministic and does not communicate: every rank computes the same schedule. Rounds are
@@ -80,8 +80,7 @@ def schedule_documents(
         num_labels: number of labels in the loss, per document [N]; None = tokens - 1.
 
     Raises:
-        ValueError: if there is no document, or if a document exceeds `max_tokens` per rank in the
-            largest group.
+        ValueError: if `lengths` is empty, or a document exceeds `max_tokens` in the largest group.
     """
     check_arguments(schedule_documents, locals())
     lengths_N = as_lengths(lengths)
@@ -112,7 +111,7 @@ def schedule_documents(
 
 
 def order_by_rise_and_fall(costs: Sequence[float]) -> list[int]:
-    """Return an order of micro-batches whose costs first rise to the largest and then fall.
+    """Return indices that order micro-batches so that costs first rise and then fall.
 
     The cheapest micro-batches are at both ends, in the warm-up and cool-down of a pipeline.
     Example: [4, 1, 3, 2] gives [1, 2, 0, 3].

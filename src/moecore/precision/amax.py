@@ -30,9 +30,9 @@ def advance_amax(
     """Start the next step of delayed scaling, after each optimizer step. No host sync.
 
     Args:
-        group: all ranks that share a layer's weights or tokens, for a MAX all-reduce of each amax.
-            None = this rank only.
-        is_skipped: whether the optimizer skipped the step, whose amax values are then not recorded.
+        group: all ranks that share a layer's weights or tokens, over which each amax is all-reduced
+            by MAX. None = this rank only.
+        is_skipped: whether the optimizer skipped the step. Its amax values are then discarded.
     """
     if histories := list(list_amax_histories(model).values()):
         device = next(model.parameters()).device
@@ -40,7 +40,7 @@ def advance_amax(
 
 
 def drop_amax(model: nn.Module) -> None:
-    """Set to 0 the amax values that delayed scaling recorded since the last step. No host sync."""
+    """Zero the amax values that delayed scaling recorded since the last step. No host sync."""
     for history in list_amax_histories(model).values():
         history.reset_current_amax()
 

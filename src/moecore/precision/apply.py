@@ -83,7 +83,7 @@ def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearP
 
 
 def check_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
-    """Return the decision of `apply_precision` for each linear by name, or raise its ValueError."""
+    """Return the result of `apply_precision` or raise its ValueError; the model does not change."""
     linears = _list_linears(model)
     table = {name: _decide_linear(name, linears[name], precision) for name in linears}
     _check_overrides(model, precision, table)
@@ -100,8 +100,8 @@ def list_storable_linears(model: nn.Module, precision: Precision | None) -> dict
     """Return the linears that `Precision.frozen_dense` stores in 4 bits, by clean module name.
 
     These linears have a role, no FP8 recipe and an unshared weight, and their input dim is a
-    multiple of the format's group of values. `out_proj` of `nn.MultiheadAttention` and of Mamba
-    layers is excluded, because their fused operations read its weight.
+    multiple of the number of values per scale. `out_proj` of `nn.MultiheadAttention` and of Mamba
+    layers is excluded, because fused operations read its weight.
     """
     if precision is None or precision.frozen is None or not precision.frozen_dense:
         return {}
@@ -128,9 +128,9 @@ def list_storable_linears(model: nn.Module, precision: Precision | None) -> dict
 def defer_linears(model: nn.Module) -> None:
     """Change linears and shared experts in place, so that their weight gradients can be deferred.
 
-    The `GradSink` of a weight (it receives the gradient from kernels) may then compute the gradient
-    later. Linears whose class overrides forward do not change. Call it after `apply_precision`, and
-    before `shard_model`, `compile_blocks` and `apply_memory_options`.
+    The `GradSink` of a weight, which receives the gradient from kernels, may then compute it later.
+    Linears whose class overrides forward do not change. Call it after `apply_precision`, and before
+    `shard_model`, `compile_blocks` and `apply_memory_options`.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module).forward in PLAIN_FORWARDS:

@@ -99,10 +99,10 @@ class EmulatedLinearProducts(QuantisedProducts):
 
     @override
     def prepare(self, x: Tensor, param: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
-        """Return the settings and tensors of one forward; x and `training` are not used.
+        """Return the settings and weight tensors of one forward; x and `training` are not used.
 
-        If FSDP all-gathered the weight in FP4, the result has its blocks. For other weights the
-        result has the amax over all shards, or None for power-of-two scales.
+        If FSDP all-gathered the weight in FP4, these are its FP4 values and scales. Otherwise they
+        are the weight's amax over all shards, or None if scales are powers of two.
         """
         recipe = self.recipe
         with torch.no_grad():
@@ -127,7 +127,7 @@ class EmulatedLinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
-        """Return dx, or None if `weight_NK` is None, and dy unchanged for `compute_weight_grad`."""
+        """Return (dx or None if `weight_NK` is None, unchanged dy for `compute_weight_grad`)."""
         if weight_NK is None:
             return None, dy_TN
         weight = _quantise_weight(weight_NK, call, transposed=True)
@@ -137,7 +137,7 @@ class EmulatedLinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def compute_weight_grad(dy: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
-        """Return dw = dy^T x, a new tensor, or in `target.out` (added if `target.accumulate`)."""
+        """Return dw = dy^T x, new or in `target.out` (overwritten, or added if `accumulate`)."""
         recipe, x_TK = call.recipe, flatten_rows(x)
         of_dy = _quantise_operand(dy, recipe, over_rows=True, is_gradient=True)
         of_x = _quantise_operand(x_TK, recipe, over_rows=True)

@@ -43,8 +43,8 @@ from moecore.kernels.rows.scaling import Blocks
 class HeadProducts:
     """Computes an output head's logits and the gradients of both inputs, chunk by chunk of tokens.
 
-    Call `compute_logits` first for each chunk. The other methods read the hidden states that
-    `compute_logits` saves. If `training`, a backward follows.
+    Call `compute_logits` first for each chunk: the other methods read the hidden states that it
+    saves. `training`: whether a backward follows.
     """
 
     chunks = 1  # chunks of tokens whose logits need the memory of one chunk of fp32 logits
@@ -63,8 +63,8 @@ class HeadProducts:
     ) -> tuple[Tensor, Any]:
         """Return the chunk's summed loss, 0-dim, and with `needs_grad` the gradient of logits.
 
-        The logits are overwritten. The gradient is a tensor or `Blocks`, for `write_d_hidden` and
-        `add_d_weight`. Tokens with label -100 are ignored.
+        The logits are overwritten. The gradient (a tensor or `Blocks`) is the argument of
+        `write_d_hidden` and `add_d_weight`. Tokens with label -100 are ignored.
         """
         return cross_entropy_(logits_CV, labels_C, self.hidden_CD.dtype if needs_grad else None)
 
@@ -148,7 +148,7 @@ class BlockwiseHeadProducts(HeadProducts):
 def find_fp8_head_problem(
     shape: Sequence[int], recipe: Recipe, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return the reason why a recipe cannot multiply a head's local weight [V, D], or None."""
+    """Return why a recipe does not support a head's local weight of `shape` [V, D], or None."""
     is_gpu = device.type == "cuda"
     if is_gpu and not has_hopper_kernels(device):
         return "its products need a GPU of Hopper and Triton"
@@ -164,8 +164,8 @@ def find_fp8_head_problem(
 def make_head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -> HeadProducts:
     """Create the object for the matmuls of a head's local weight [V, D].
 
-    `recipe` None = matmuls in the weight's dtype. If `training`, a backward follows. Raises a
-    ValueError if the recipe cannot multiply the weight.
+    `recipe` None = matmuls in the weight's dtype. `training`: whether a backward follows. Raises a
+    ValueError if the recipe does not support the weight.
     """
     if recipe is None:
         return HeadProducts(weight_VD, training=training)

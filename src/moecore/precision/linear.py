@@ -60,7 +60,7 @@ def restore_dims(y_MN: Tensor, like: Tensor) -> Tensor:
 
 
 class InputCastCache:
-    """A cache of one quantised input, which linears such as q, k and v share until x is freed."""
+    """A cache of one quantised input for linears with equal inputs, such as q, k and v."""
 
     def __init__(self) -> None:
         self._input: weakref.ref[Tensor] | None = None
@@ -75,7 +75,7 @@ class InputCastCache:
     def get_operands(self, x: Tensor, user: Any, recipe: Recipe, columnwise: bool) -> OperandPair:
         """Return x quantised for forward and, if `columnwise`, for the weight gradient.
 
-        The result is from the cache, unless x has changed or the linear `user` has read it before.
+        x is quantised again if it has changed, or if the linear `user` has read the cached result.
         """
         operands, version = self._operands, sum_version_counters(x)
         is_hit = self._input is not None and self._input() is x and self._version == version
@@ -103,8 +103,8 @@ def cast_input(
 ) -> OperandPair:
     """Quantise an input x [..., K] for forward and, if `columnwise`, for the weight gradient.
 
-    `amax`, fp32 [n], determines the scale; None = x's amax. `new_amax`, fp32 [1], is raised in
-    place to x's amax.
+    The largest entry of `amax`, fp32 [n], gives the scale; None = x's amax. `new_amax`, fp32 [1],
+    is raised in place to x's amax.
     """
     kind, power_of_two = KINDS[recipe.activation_block], recipe.power_of_two
     return quantise_matrix(
@@ -357,7 +357,7 @@ class Fp8Products(QuantisedProducts):
     @override
     @staticmethod
     def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
-        """Return dx, or None if `weight_NK` is None, and dy quantised for `compute_weight_grad`."""
+        """Return (dx or None if `weight_NK` is None, quantised dy for `compute_weight_grad`)."""
         recipe = call.recipe
         operands = quantise_matrix(
             dy_TN,
@@ -379,7 +379,7 @@ class Fp8Products(QuantisedProducts):
     def compute_weight_grad(
         dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget
     ) -> Tensor:
-        """Return dw = dy^T x, a new tensor, or in `target.out` (added if `target.accumulate`)."""
+        """Return dw = dy^T x, new or in `target.out` (overwritten, or added if `accumulate`)."""
         x = Blocks(x_KT, call.x_column_scales, KINDS[call.recipe.activation_block])
         grad = multiply_fp8(dy, x, call.dtype)
         return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
@@ -405,8 +405,8 @@ def _transpose_weight(weight_NK: Tensor, call: LinearCall) -> Blocks:
 def choose_amax(past_amax: Tensor | None, x: Tensor, *, has_all_amax: bool) -> Tensor | None:
     """Return the amax that determines the scale, fp32 [n]; None = without delayed scaling.
 
-    The result is `past_amax`, with x's amax where a history is empty (0). If `has_all_amax`, no
-    history is empty, and x is not read.
+    The result is `past_amax`, or x's amax if the history is empty (`past_amax` is 0). If
+    `has_all_amax`, no history is empty, and x is not read.
     """
     return past_amax if past_amax is None or has_all_amax else compute_amax(x, past_amax)
 
@@ -422,7 +422,7 @@ def all_reduce_max(tensor: Tensor, param: Tensor) -> Tensor:
 
 
 def find_weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
-    """Return the reason why FP8 products of a recipe (None = any) cannot read a weight, or None.
+    """Return why FP8 matmuls of a recipe (None = any) do not support a weight, or None.
 
     The text is equal on the ranks that shard the weight.
     """
@@ -445,7 +445,7 @@ def find_weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | N
 
 
 def check_linear_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
-    """Raise ValueError if a recipe cannot multiply this input by this local weight."""
+    """Raise a ValueError if a recipe does not support this input with this local weight."""
     if isinstance(x, DTensor):
         raise ValueError("x (a DTensor) must be a plain tensor for FP8 products: pass x.to_local()")
     reason = find_weight_problem(weight_NK, recipe)
@@ -458,7 +458,7 @@ def check_linear_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
 
 
 def read_gathered_blocks(scale_kind: str | None, param: Tensor, weight_NK: Tensor) -> Blocks:
-    """Return a weight's all-gathered FP8 blocks; NotImplementedError if not of `scale_kind`."""
+    """Return a weight's all-gathered FP8 blocks of `scale_kind`, or raise NotImplementedError."""
     blocks = None if torch.compiler.is_compiling() else get_fp8_blocks(param)
     if blocks is None or blocks.kind != scale_kind:
         check_has_values(weight_NK)

@@ -65,7 +65,7 @@ PLAIN_FORWARDS = (nn.Linear.forward, Linear.forward)
 
 
 def set_products(linear: nn.Linear, products: LinearProducts) -> None:
-    """Let `products` compute a linear's matmuls, in place; its class becomes `ProductLinear`."""
+    """Make `products` compute a linear's matmuls, in place; its class becomes `ProductLinear`."""
     if not isinstance(linear, ProductLinear):
         plain: Any = type(linear)
         linear.__class__ = _make_product_class(plain)

@@ -46,9 +46,9 @@ OF_EXPERTS = {"ep", "etp"}  # mesh dims whose ranks own different experts or sli
 def store_experts_in_fp8(model: nn.Module) -> None:
     """Store the frozen matrices of routed experts only in FP8, in place. No communication.
 
-    Call it after the weights are loaded. A parameter then takes one byte, and outputs keep their
-    bits. `save` and `merge_adapters` need the values before rounding and raise ValueError.
-    `save_adapters` works, and `export_hf` writes the rounded values.
+    Call it after the weights are loaded. An element then takes one byte, and outputs do not change.
+    `save` and `merge_adapters` need the unrounded values and raise ValueError. `save_adapters`
+    works, and `export_hf` writes the rounded values.
 
     Args:
         model: a parallelized model whose experts have a "blockwise" recipe.
@@ -76,7 +76,7 @@ def store_experts_in_fp8(model: nn.Module) -> None:
 def store_experts_in_four_bits(experts: Experts, kind: FrozenFormat) -> None:
     """Store the matrices of a layer's routed experts in a 4-bit format, in place.
 
-    Parameters on meta get blocks on meta, which `to_empty` allocates. Call it only if
+    Parameters on meta get 4-bit tensors on meta, which `to_empty` allocates. Call it only if
     `find_storage_problem` returned None.
     """
     experts.reader.dequantises = True
@@ -157,7 +157,7 @@ def _replace_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -
 
 
 def refuse_fp8_storage(model: nn.Module, operation: str) -> None:
-    """Raise a ValueError if a parameter has only FP8 blocks; its text names `operation`."""
+    """Raise a ValueError that names `operation` if a parameter is stored only in FP8."""
     for name, param in model.named_parameters():
         if get_fp8_blocks(param) is not None and get_four_bit_blocks(param) is None:
             raise ValueError(

@@ -109,7 +109,7 @@ class TELinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
-        """Return dx, or None if `weight_NK` is None, and dy unchanged for `compute_weight_grad`."""
+        """Return (dx or None if `weight_NK` is None, unchanged dy for `compute_weight_grad`)."""
         if weight_NK is None:
             return None, dy_TN
         if not dy_TN.shape[0] or dy_TN.is_meta:
@@ -122,7 +122,7 @@ class TELinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def compute_weight_grad(dy: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
-        """Return dw = dy^T x, a new tensor, or in `target.out` (added if `target.accumulate`)."""
+        """Return dw = dy^T x, new or in `target.out` (overwritten, or added if `accumulate`)."""
         x_TK, recipe = flatten_rows(x), call.recipe
         if not dy.shape[0] or dy.is_meta:
             grad = dy.new_zeros(dy.shape[1], x_TK.shape[1], dtype=call.dtype)

@@ -52,9 +52,8 @@ def _gather_kv(local_tokens: LocalTokens, k: Tensor, v: Tensor) -> tuple[Tensor,
 class GatherAttention(torch.autograd.Function):
     """The autograd node of causal attention of this rank's queries to the keys of full rows.
 
-    If keys and values are local, [B, t, ...], forward all-gathers them. If they are full rows in
-    order, [B, T, ...], their gradients contain only the contribution of this rank's queries.
-    Collective.
+    Local keys and values [B, t, ...] are all-gathered in forward. Full rows [B, T, ...] are used as
+    they are, and their gradients have only the contribution of this rank's queries. Collective.
     """
 
     @staticmethod
@@ -68,7 +67,7 @@ class GatherAttention(torch.autograd.Function):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        """Return outputs o_BtHv of local queries. `sinks` has extra scores per head, or is None."""
+        """Return outputs o_BtHv of local queries. `sinks` [H] are scores of sinks; None = none."""
         layout, (B, t, H, _) = local_tokens.layout, q.shape
         ks, vs = (k, v) if k.shape[1] != t else _gather_kv(local_tokens, k, v)
         qs, ks, vs = layout.flatten_rows(q), layout.flatten_rows(ks), layout.flatten_rows(vs)

@@ -26,12 +26,12 @@ from moecore.base.torch_private import skips_communication
 def scatter_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
 ) -> tuple[Tensor, ...]:
-    """Return each tensor [B, t, H, d] as [B, T, H / G, d], this rank's heads. Collective."""
+    """Redistribute x [B, t, H, d] to [B, T, H / G, d], all tokens of H / G heads. Collective."""
     return run_and_save(_HeadExchange.apply, group, layout, True, *tensors)  # type: ignore[no-any-return]
 
 
 def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: ChunkLayout) -> Tensor:
-    """Return x [B, T, H / G, d] as [B, t, H, d], this rank's tokens. Collective."""
+    """Redistribute x [B, T, H / G, d] to [B, t, H, d], all heads of t tokens. Collective."""
     return run_and_save(_HeadExchange.apply, group, layout, False, x_BThd)[0]  # type: ignore[no-any-return]
 
 

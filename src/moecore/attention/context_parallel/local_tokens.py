@@ -42,9 +42,8 @@ Half = Literal["all", "early", "late"]
 class ChunkLayout:
     """The assignment of tokens of full rows [B, T] to G cp ranks: two chunks of each document.
 
-    `size` is G, and `num_tokens` is B * T. `cu_seqlens` describes documents packed into the rows;
-    None = each row is one document. Document lengths are multiples of 2 * G and at most
-    `max_seqlen`.
+    `size` is G, and `num_tokens` B * T. `cu_seqlens` describes documents packed into rows; None =
+    each row is one document. Document lengths are multiples of 2 * G, at most `max_seqlen`.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class ChunkLayout:
         return x_BtX if self._cu_seqlens is None else x_BtX.flatten(0, 1)[None]
 
     def select_half(self, x_BtX: Tensor, half: Half, dim: int = 1) -> Tensor:
-        """Return the tokens of each document's early or late chunk on this rank; "all" = x itself.
+        """Return this rank's "early" (first) or "late" (second) chunk of each document; "all" = x.
 
         x is a result of `flatten_rows`, with tokens in dim `dim`. The result may be a view.
         """
@@ -92,7 +91,7 @@ class ChunkLayout:
         return x_BtX.narrow(dim, C if half == "late" else 0, C)
 
     def write_half(self, x_BtX: Tensor, half: Half, values_BCX: Tensor, dim: int = 1) -> None:
-        """Write values to each document's early or late chunk of this rank ("all" = both).
+        """Write values to this rank's "early" (first) or "late" chunk of each document, or "all".
 
         `x_BtX`, `half` and `dim` are as in `select_half`. In place.
         """
@@ -104,7 +103,7 @@ class ChunkLayout:
             self.select_half(x_BtX, half, dim).copy_(values_BCX)
 
     def select_first_chunks(self, x_BTX: Tensor, num_chunks: int) -> Tensor:
-        """Return the tokens of each document's first chunks from a result of `flatten_rows`."""
+        """Return each document's first `num_chunks` chunks from full rows (by `flatten_rows`)."""
         if self._cu_seqlens is None:
             return x_BTX[:, : num_chunks * (x_BTX.shape[1] // (2 * self.size))]
         return x_BTX[:, self._find_first_chunks(num_chunks)]
@@ -124,7 +123,7 @@ class ChunkLayout:
         causal: bool = True,
         window: int | None = None,
     ) -> AttentionMask:
-        """Return the attention mask if each document has these numbers of query and key chunks."""
+        """Return the mask for attention of these numbers of query and key chunks per document."""
         if self._cu_seqlens is None:
             return AttentionMask(causal=causal, window=window)
         return AttentionMask(
@@ -179,7 +178,7 @@ class ChunkLayout:
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
-    """The process groups of this rank for context parallelism (cp): all, all-to-all and ring."""
+    """This rank's process groups of context parallelism (cp): all cp ranks, all-to-all, ring."""
 
     group: dist.ProcessGroup
     # consecutive ranks of `group` that exchange heads for tokens; None = no all-to-all
@@ -223,9 +222,9 @@ class LocalTokens:
     """This cp rank's share of the tokens of one forward, with collectives over the cp ranks.
 
     The class is plain because FSDP's mixed precision casts tensors in tuples and dataclasses.
-    `shape` is (B, T) of the full rows. `cu_seqlens` describes documents that are packed into all
-    rows, whose lengths must be multiples of 2 * cp; None = each row is one document. `layout` is
-    the order of tokens on all cp ranks, and `a2a_layout` within the group of an all-to-all.
+    `shape` is (B, T) of the full rows. `cu_seqlens` describes documents packed into the rows, with
+    lengths that are multiples of 2 * cp; None = each row is one document. `layout` assigns tokens
+    to all cp ranks, and `a2a_layout` to the ranks of the all-to-all.
     """
 
     def __init__(
@@ -252,7 +251,7 @@ class LocalTokens:
 
     @property
     def ring_tokens(self) -> LocalTokens:
-        """This rank's tokens among its ring's ranks for "a2a+p2p", otherwise among all ranks."""
+        """This rank's tokens among the ranks of its ring ("a2a+p2p"), or among all cp ranks."""
         return self._ring or self
 
     def make_local_chunks(self, device: torch.device) -> LocalChunks:

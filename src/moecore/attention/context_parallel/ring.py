@@ -49,7 +49,7 @@ class _RingBlock(NamedTuple):
 
 
 def select_ring_block(layout: ChunkLayout, rank: int, source_rank: int) -> _RingBlock:
-    """Return the attention call in which `rank` reads the keys of the rank `source_rank`."""
+    """Return the chunks and mask of `rank`'s attention to the keys of the rank `source_rank`."""
     if source_rank == rank:
         return _RingBlock("all", "all", layout.make_mask(2, 2))
     if source_rank < rank:
@@ -58,7 +58,7 @@ def select_ring_block(layout: ChunkLayout, rank: int, source_rank: int) -> _Ring
 
 
 def split_local_block(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]:
-    """Return the attention calls on local keys, for the first and for the last backward step."""
+    """Return backward's attention calls on local keys: of its first step and of its last."""
     # The first block overlaps the first send of keys, the last blocks overlap the last send of
     # gradients. Without a first block, 1 / (3 * (G - 1)) of the traffic is exposed: 0.33 in a ring
     # of 2, 0.11 of 4, 0.05 of 8. Three small blocks take longer than one: 6% at 8 ranks and 65,536

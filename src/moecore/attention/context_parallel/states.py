@@ -84,9 +84,8 @@ class LocalChunks:
     def compute_initial_states(self, final_states: Tensor, value_dim: int) -> Tensor:
         """Return the state before each of this rank's chunks of n documents, [2 * n, H, k, v].
 
-        `final_states` [2 * n, H, k, v + k] has each chunk's last state for the initial state 0. The
-        last k columns are the matrix that multiplies the initial state. v is `value_dim`.
-        Collective.
+        `final_states` [2 * n, H, k, v + k] has each chunk's last state if the first is 0. Its last
+        k columns are the matrix that multiplies an initial state. v is `value_dim`. Collective.
         """
         G, (num, H, k, _) = self.group.size(), final_states.shape
         chains = final_states.unflatten(0, (num // 2, 2)).transpose(0, 1).flatten(1, 2)

@@ -43,8 +43,8 @@ def attention_forward(
     """Return the attention output of queries over keys and values. No autograd, no host sync.
 
     Args:
-        q_BTHd: any float dtype, any strides; may have no queries.
-        k_BShd, v_BShv: as q. H is a multiple of h.
+        q_BTHd: any float dtype, any strides; T may be 0.
+        k_BShd, v_BShv: dtype of q, any strides. H is a multiple of h.
         mask: the keys that each query sees.
         scale: factor on the dot products of queries and keys.
 
@@ -71,7 +71,7 @@ def attention_backward(
     """Return the gradients of queries, keys and values. No autograd, no host sync.
 
     o_BTHv and lse_BHT (fp32) are the final output and log-sum-exp: over the keys of all calls, and
-    the attention sinks. dq is the contribution of these keys; the caller sums dq over its calls.
+    the attention sinks. dq is the contribution of these keys, which the caller sums over all calls.
     """
     _check_shapes(q_BTHd, k_BShd, v_BShv)
     with disable_autocast(q_BTHd):

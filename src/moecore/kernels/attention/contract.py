@@ -36,10 +36,7 @@ from moecore.kernels.common import is_gpu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMask(CheckedRecord):
-    """The keys that each query may see. The default is causal attention within each row.
-
-    The values of `cu_seqlens` are not checked.
-    """
+    """The keys that each query may see, by default causal per row; `cu_seqlens` is unchecked."""
 
     causal: bool = True  # no key after the query: note "alignment"
     # the largest number of keys per query, its own key included (sliding window); None = all keys.
@@ -70,7 +67,7 @@ class AttentionMask(CheckedRecord):
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows contain several documents, with offsets `cu_seqlens_q` and `_k`."""
+        """Whether rows contain packed documents, at offsets `cu_seqlens_q` and `cu_seqlens_k`."""
         return self.cu_seqlens_q is not None
 
 
@@ -112,7 +109,7 @@ def merge_blocks(
 
 
 def add_sinks(o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o and lse (log-sum-exp) with one more key per head, of score `sinks_H` and value 0."""
+    """Return o and lse (log-sum-exp) for one more key per head, with score `sinks_H`, value 0."""
     lse = torch.logaddexp(lse_BHT, sinks_H[:, None].to(lse_BHT.dtype))
     shares_BTH = (lse_BHT - lse).exp().transpose(1, 2)
     return (o_BTHv * shares_BTH[..., None]).to(o_BTHv.dtype), lse

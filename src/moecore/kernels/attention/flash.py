@@ -27,7 +27,7 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
 
 
 def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
-    """Return attention outputs [B, T, heads, dim], log-sum-exps [B, heads, T]: FlashAttention 2."""
+    """Return outputs [B, T, heads, dim] and log-sum-exps [B, heads, T], by FlashAttention 2."""
     q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
     o, lse, *_ = flash_attention(

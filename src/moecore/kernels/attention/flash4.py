@@ -50,7 +50,7 @@ def find_problem(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | 
 
 @cache
 def warn_if_missing(device: torch.device) -> None:
-    """Warn once per GPU, on Hopper and later, if the package is missing or unusable."""
+    """Warn once per GPU, on Hopper and later, if flash-attn-4 is missing or unusable."""
     # On an H200 FlashAttention 2 has 0.44 to 0.59 of its FLOP/s: docs/context_parallel.md.
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return
@@ -60,7 +60,7 @@ def warn_if_missing(device: torch.device) -> None:
 
 
 def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
-    """Return attention outputs [B, T, heads, dim], log-sum-exps [B, heads, T]: FlashAttention 4."""
+    """Return outputs [B, T, heads, dim] and log-sum-exps [B, heads, T], by FlashAttention 4."""
     q, k, v, mask, scale = block
     heads, arguments = _flatten_packed_rows(mask, q, k, v), _make_arguments(mask, scale)
     o, lse, *_ = _import_functions().forward(*heads, **arguments, return_lse=True)

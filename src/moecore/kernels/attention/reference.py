@@ -110,7 +110,7 @@ def _group_operands(block: QKVBlock) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward(block: QKVBlock) -> tuple[Tensor, Tensor]:
-    """Return attention outputs [B, T, heads, dim], log-sum-exps [B, heads, T] in plain PyTorch."""
+    """Return outputs [B, T, heads, dim] and log-sum-exps [B, heads, T], by plain PyTorch."""
     q, k, v, mask, scale = block
     parts = _list_separate_parts(mask, q, k)
     if parts is not None:

@@ -71,14 +71,14 @@ class ExchangeLayout:
 
     @property
     def region_bytes(self) -> list[int]:
-        """Bytes of the parts for rows, ids, weights and flags, rounded up to `ALIGNMENT`."""
+        """Bytes of the regions of rows, ids, weights and flags, rounded up to `ALIGNMENT`."""
         choices = 2 * self.source_rows * self.top_k * 4
         flags = 2 * self.num_chunks * self.num_ranks * 4
         sizes = ((2 + self.sums_slot) * self.slot_bytes, choices, choices, flags)
         return [cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes]
 
     def view_sums(self, peer_memory: Tensor, sender_rank: int) -> Tensor:
-        """Return the `max_tokens` rows of a peer's buffer that receive sums of `sender_rank`."""
+        """Return the `max_tokens` rows of a peer's buffer to which `sender_rank` writes sums."""
         num_bytes = self.max_tokens * self.row_bytes
         return peer_memory[SUMS_SLOT.value * self.slot_bytes :].narrow(
             0, sender_rank * num_bytes, num_bytes
@@ -104,7 +104,7 @@ class ExchangePointers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerBuffer:
-    """The addresses at which a rank accesses all ranks' exchange buffers, and this rank's state."""
+    """This rank's addresses of the exchange buffers of all ranks, and this rank's state."""
 
     rank: int  # this rank in the group
     bases: Tensor  # int64 [4, G] on the device, this rank's addresses of every rank's regions
@@ -122,7 +122,7 @@ class PeerBuffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SymmetricBuffer(PeerBuffer):
-    """The addresses at which a rank accesses all ranks' buffers for the exchange of token rows."""
+    """This rank's addresses of all ranks' buffers for the exchange of token rows."""
 
     layout: ExchangeLayout
     # for each peer, the memory to which `copy_sums_to_peers` writes; empty without `sums_slot`

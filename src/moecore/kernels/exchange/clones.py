@@ -57,7 +57,7 @@ class CloneLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one rank's buffer: two sets of slots, one slot per cloned expert, and flags."""
+        """Bytes of one rank's buffer: two sets of slots, each for one expert copy, and flags."""
         return 2 * self.set_bytes + 2 * self.num_ranks * self.num_programs * 4
 
     def locate_regions(self, base_address: int) -> list[int]:
@@ -71,14 +71,14 @@ class CloneLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneBuffer(PeerBuffer):
-    """The addresses at which a rank accesses all ranks' buffers for expert copies (clones)."""
+    """This rank's addresses of all ranks' buffers for expert copies (clones)."""
 
     layout: CloneLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClonePlaces:
-    """The expert in each slot for an expert copy, of all ranks (-1 = empty), and slots per rank."""
+    """For each clone slot (a place for an expert copy) of all ranks, its expert; -1 = empty."""
 
     experts_N: Tensor  # int32 on the device; -1 = the place is empty
     num_clones: int  # c; place n is the (n % c)-th of block n // c
@@ -271,8 +271,8 @@ receive_grads = partial(_launch_clone_kernel, _receive_grads_kernel, True)
 def fetch_clones(buffer: CloneBuffer, expert_weights: Tensor, clone_places: ClonePlaces) -> Tensor:
     """Copy weights from the experts' ranks to this rank's clones; return them. Collective.
 
-    A clone is a copy of an expert. `expert_weights` are the weights of this rank's experts, in any
-    dtype. An empty slot of `clone_places` gets zeros. No host sync.
+    A clone is a copy of an expert. `expert_weights` are this rank's experts, in any dtype. Clones
+    without an expert in `clone_places` are zeros. No host sync.
     """
     out = expert_weights.new_empty(clone_places.num_clones, *expert_weights.shape[1:])
     rows_eW = _view_as_words(expert_weights.contiguous())
@@ -287,7 +287,7 @@ def add_clone_grads_(buffer: CloneBuffer, grads: Tensor, clone_places: ClonePlac
     """Add the gradients of all ranks' clones to their experts' gradients, in place. Collective.
 
     `grads` [experts + clones, ...] is contiguous, of one of `SUM_DTYPES`. A clone is a copy of an
-    expert. Returns the gradients of this rank's experts. Sums are in fp32, in the order of clones,
+    expert. Returns the gradients of this rank's experts, summed in fp32, in the order of clones,
     and rounded once. No host sync.
     """
     home_eW, clones_cW = _view_rows(grads).split((clone_places.num_local, clone_places.num_clones))

@@ -22,10 +22,7 @@ from moecore.kernels.exchange.buffer import SymmetricBuffer
 
 
 class SlotState(Enum):
-    """The state of the part of exchange buffers that copy engines write; identical on all ranks.
-
-    Copy engines write partial sums of tokens into this slot of the peer ranks' buffers.
-    """
+    """State of the buffer slot to which copy engines write partial sums; identical on all ranks."""
 
     FREE = "every rank has read it"
     COPYING = "copies write it"

@@ -58,7 +58,7 @@ Half = Literal["both", "push", "receive"]
 
 
 class DispatchedRows(NamedTuple):
-    """The rows that a rank received, and their expert choices; one row per (source rank, token)."""
+    """The rows that a rank received, one per (source rank, token), with expert ids and weights."""
 
     rows_SD: Tensor  # holes are uninitialised
     ids_SK: Tensor  # int32, global expert ids; -1 in holes
@@ -68,7 +68,7 @@ class DispatchedRows(NamedTuple):
 
     @classmethod
     def empty(cls, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, S: int) -> "DispatchedRows":
-        """Return uninitialised tensors for S rows, with the columns and dtypes of the arguments."""
+        """Return uninitialised tensors for S rows, with the arguments' columns and dtypes."""
         (T, K), D = ids_TK.shape, x_TD.shape[1]
         choices = (ids_TK.new_empty(S, K), weights_TK.new_empty(S, K))
         peers_T = ids_TK.new_empty(T, dtype=torch.int64)
@@ -76,7 +76,7 @@ class DispatchedRows(NamedTuple):
 
 
 class Ptrs(NamedTuple):
-    """Pointers that a kernel receives: rows to send, output, and the index of rows between them."""
+    """Pointers for a kernel: rows to send, output, and the indices that map rows to output."""
 
     rows: Any  # [T, D] to spread, [R, D] to add
     peers: Any  # [T] int64 ranks by bit
@@ -244,13 +244,13 @@ def dispatch_rows_and_choices(
     etp: int,
     half: Half = "both",
 ) -> DispatchedRows:
-    """Send tokens and choices to the ranks of their experts; return the received rows. Collective.
+    """Send tokens, ids and weights to the experts' ranks; return the received rows. Collective.
 
     Args:
         x_TD: tokens, at most `max_tokens`, contiguous, in any dtype; rows of at most `row_bytes`.
         ids_TK, weights_TK: int32 global expert ids (-1 = dropped), fp32 weights; contiguous.
         num_local_experts: experts that each group of `etp` ranks (expert tensor parallel) shares.
-        half: "push" only sends and "receive" only receives, for tests that simulate all ranks.
+        half: "both"; in tests, "push" only sends and "receive" only receives.
     """
     out = DispatchedRows.empty(x_TD, ids_TK, weights_TK, buffer.layout.source_rows)
     ptrs = Ptrs(view_int32(x_TD), out.peers_T, out.places_S, out.places_S, view_int32(out.rows_SD))
@@ -272,7 +272,8 @@ def dispatch_rows(
     """Send tokens' rows to the ranks in peers_T; return [num_rows, D] in expert order. Collective.
 
     peers_T and places_S are fields of `DispatchedRows`. slots_SN, int32, contiguous, has the output
-    rows of each received row, -1 = none. Output rows that no slot names are uninitialised.
+    rows of each received row, -1 = none; other output rows are uninitialised. `half` is as in
+    `dispatch_rows_and_choices`.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     ptrs = Ptrs(view_int32(x_TD), peers_T, places_S, slots_SN, view_int32(out_RD))
@@ -316,12 +317,12 @@ def combine_rows(
     """Return the sum of each token's expert rows on all ranks, in fp32 in rank order. Collective.
 
     Args:
-        y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`. Rows in no slot are not read.
-        peers_T, places_S: as for `dispatch_rows`.
+        y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`; only rows in slots_SN are read.
+        peers_T, places_S, half: as for `dispatch_rows`.
         slots_SN: int32, contiguous, the rows of y_RD to add for each received row, -1 = none.
-        choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots [S,
-            K], the expert row of each choice. The gradients are returned to the tokens' ranks.
-        has_sums: y_RD has the sums per received row, [S, D], which `copy_sums_to_peers` has sent.
+        choices: contiguous fp32 [R], gradients of expert rows' routing weights, and int32 [S, K],
+            the expert row of each token's k-th expert. The tokens' ranks receive the gradients.
+        has_sums: whether y_RD has sums per received row [S, D], sent by `copy_sums_to_peers`.
 
     Returns:
         Sums [T, D], zero for a token sent to no rank; gradients of weights [T, K] fp32 or None.

@@ -21,7 +21,7 @@ from moecore.kernels.exchange.buffer import AT_FLAGS, ERROR, ERROR_BEFORE, FINIS
 
 @triton.jit
 def find_peers(ids_ptr, peers_ptr, chunk_idx, num_tokens, block_experts, CONST: tl.constexpr):
-    """Write a bit mask per token of a chunk: bit g = rank g has one of the token's experts."""
+    """Write a bit mask per token of a chunk: bit g is set if rank g has an expert of the token."""
     CHUNK: tl.constexpr = CONST.CHUNK
     tokens = chunk_idx * CHUNK + tl.arange(0, CHUNK)
     bits = tl.zeros([CHUNK], dtype=tl.int64)

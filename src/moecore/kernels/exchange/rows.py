@@ -14,7 +14,7 @@ from moecore.kernels.exchange.buffer import AT_IDS, AT_ROWS, AT_WEIGHTS
 
 
 class RowChunk(NamedTuple):
-    """A chunk of local tokens: its index, the token count, its maximum over ranks, this rank."""
+    """A chunk of local tokens: chunk index, tokens of this rank, maximum over ranks, this rank."""
 
     number: Any
     num_tokens: Any
@@ -111,7 +111,7 @@ def copy_rows(slot_ptr, out_ptr, out_rows, source_rows, CONST: tl.constexpr):
 
 
 class Choices(NamedTuple):
-    """Pointers to the expert choices of rows: int32 expert ids and fp32 routing weights."""
+    """Pointers to the int32 expert ids and fp32 routing weights of rows."""
 
     ids: Any
     weights: Any
@@ -127,7 +127,7 @@ def push_choices(
     REDUCE: tl.constexpr,
     CONST: tl.constexpr,  # ExchangeConstants
 ):
-    """Store a chunk's ids and weights in peers' buffers; if REDUCE, only gradients of weights."""
+    """Store a chunk's ids and weights in peers' buffers, or (REDUCE) gradients of weights."""
     G: tl.constexpr = CONST.G
     K: tl.constexpr = CONST.K
     for start in range(0, CONST.CHUNK * G, CONST.CHOICE_PAIRS):

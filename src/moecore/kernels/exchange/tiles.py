@@ -58,7 +58,7 @@ class ExchangeConstants(NamedTuple):
 
 
 def count_tiles(layout: ExchangeLayout, row_format: RowFormat) -> int:
-    """Return the tiles that a program loads before it stores them: 4 with few programs, or 1."""
+    """Return how many tiles a program loads before it stores: 4 if few programs send, or 1."""
     # 1 for odd row sizes, because masks need registers.
     bytes_in_flight = layout.num_push * layout.num_warps * TILE_BYTES_PER_WARP
     is_even = row_format.count * row_format.itemsize % 1024 == 0

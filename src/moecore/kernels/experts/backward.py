@@ -52,7 +52,7 @@ class SavedState:
     index: ExpertIndex  # which source row each expert row reads
 
     def list_saved_tensors(self) -> list[Tensor | None]:
-        """Return all saved tensors but the quantised weights, as a list for `from_tensors`."""
+        """Return all saved tensors except quantised weights, as a list for `from_tensors`."""
         tensors: list[Tensor | None] = []
         for rows in (self.rows, self.h):
             tensors += (None, None) if rows is None else (rows.values, rows.scales)
@@ -67,7 +67,7 @@ class SavedState:
         quantised: tuple[OperandPair, OperandPair] | None = None,
         magnitudes: Magnitudes | None = None,
     ) -> SavedState:
-        """Rebuild the state from the list of `list_saved_tensors`; matmuls compute in `dtype`."""
+        """Rebuild the state from the result of `list_saved_tensors`; matmuls compute in `dtype`."""
         x, x_scales, h, h_scales, w1_eCD, w2_eDF, *tail = tensors
         matrices: Any = dict(w1_eCD=w1_eCD, w2_eDF=w2_eDF)
         weights = ExpertWeights(**matrices, quantised=quantised, magnitudes=magnitudes)
@@ -92,16 +92,13 @@ def compute_gradients(
     """Return the gradients that `grad_flags` requests, from the gradient of the experts' output.
 
     Args:
-        products: the object for the same index and weights as in forward. Its weights are freed at
-            the end.
-        state: its token rows may be None if FC1 is not recomputed and neither w1 nor its LoRA
-            update has a gradient.
+        products: made from the same index and weights as in forward. Its weights are freed.
+        state: `state.rows` may be None if FC1 is not recomputed, and neither w1 nor its LoRA update
+            has a gradient.
         dy: contiguous, maybe in FP8. The gradient of the input has the same rows.
-        has_expert_rows: whether dy has a row per expert row (the dispatcher sums them), not per
-            token.
+        has_expert_rows: whether dy has a row per expert row, not per token.
         sinks: receive the gradients of w1 and w2 in place of autograd, which gets None.
-        sender: receives gradients of rows and routing weights before gradients of matrices are
-            computed.
+        sender: receives gradients of rows and routing weights before w1's and w2's are computed.
     """
     grad = products.prepare_output_grad(dy, has_expert_rows=has_expert_rows, grad_flags=grad_flags)
     h = state.h

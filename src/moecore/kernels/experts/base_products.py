@@ -31,8 +31,8 @@ class Products(Protocol):
     """FC1, activation, FC2 and their gradients, for one rank's experts in one precision.
 
     An object is made for one batch (`index` assigns tokens to experts) and one set of weights. In
-    the methods, h is FC1's output, a the activation, and a prefix d means a gradient. If
-    `has_kernels`, moecore's kernels multiply the LoRA updates.
+    the methods, h is FC1's output, a is the activation times routing weights, and a prefix d means
+    a gradient. If `has_kernels`, moecore's kernels multiply LoRA updates.
     """
 
     # whether `prepare_output_grad` accepts rows that were packed by `pack_rows`, with equal results
@@ -61,15 +61,15 @@ class Products(Protocol):
         self.low2 = LowRankProducts(weights.update2, index, has_kernels=has_kernels)
 
     def prepare_rows(self, rows: Rows) -> Rows:
-        """Return token rows in the format that `fc1` reads; here unchanged."""
+        """Return token rows in the format that `fc1` reads; by default unchanged."""
         return rows
 
     def pack_rows(self, rows: Rows) -> Rows:
-        """Return rows from `prepare_rows` in the format saved for backward, if `packs_rows`."""
+        """Return rows of `prepare_rows` in the format that is saved for backward."""
         return rows
 
     def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Any]:
-        """Return (h, the output of FC1, or None unless `saves_h`; the activation times weights)."""
+        """Return FC1's output (None unless `saves_h`), and the activation times routing weights."""
 
     def fc2(self, a: Any) -> Tensor:
         """Return `a` @ w2^T, FC2's output for each expert row; `a` is the activation from `fc1`."""
@@ -85,14 +85,14 @@ class Products(Protocol):
     def prepare_output_grad(
         self, dy: Any, *, has_expert_rows: bool, grad_flags: GradFlags | None = None
     ) -> Any:
-        """Return `dy`, the gradient of FC2's output, in the format that the methods below read.
+        """Return `dy`, the gradient of FC2's output, in the format that the other methods read.
 
-        `dy` has a row per token, or per expert row if `has_expert_rows`. It is a tensor, or FP8
-        `Rows` if `accepts_packed_grads`. `grad_flags` names the gradients that backward computes.
+        `dy` is a tensor, or FP8 `Rows` if `accepts_packed_grads`, with a row per token or
+        (`has_expert_rows`) per expert row. `grad_flags` are the gradients that backward computes.
         """
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
-        """Return gradients of FC1's output and of routing weights (fp32); also the activation."""
+        """Return gradients of FC1's output `h` and routing weights (fp32), and the activation."""
 
     def fc1_dgrad(self, dh: Any) -> Tensor:
         """Return `dh` @ w1, the gradient of FC1's input, with a row per expert row."""

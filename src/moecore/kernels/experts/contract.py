@@ -59,13 +59,13 @@ class GradSink(Protocol):
     """Receives a weight's gradient in place of autograd, for example to accumulate or defer it."""
 
     def accumulate(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Call compute(*operands, target), now or later; `target` is where to write the result.
+        """Call compute(*operands, target) now or later, with a `GradTarget` for the result.
 
         Returns a gradient for autograd, or None if the sink stores the gradient.
         """
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
-        """Store the call and return True if the running backward defers weight gradients."""
+        """If backward defers weight gradients, store the call and return True; otherwise False."""
 
 
 def find_sink(param: Tensor, grad_shape: torch.Size) -> GradSink | None:
@@ -79,7 +79,7 @@ def find_sink(param: Tensor, grad_shape: torch.Size) -> GradSink | None:
 class LowRankUpdate(NamedTuple):
     """LoRA matrices a and b of each expert's matrix (W + b @ a), or the gradients of a and b.
 
-    With `ExpertIndex.offsets_g`, dim 0 is the e * N groups of (expert, adapter).
+    With N adapters (`ExpertIndex.offsets_g`), dim 0 has e * N pairs of (expert, adapter).
     """
 
     a_erI: Tensor  # [e, r, in], r a multiple of 16 bytes, contiguous
@@ -87,7 +87,7 @@ class LowRankUpdate(NamedTuple):
 
 
 class RowMap(NamedTuple):
-    """The expert rows (copies for one expert) of each token, and the token of each expert row."""
+    """The expert rows (copies of a token, one per expert) of each token, and each row's token."""
 
     row_ids_R: Tensor  # int32, source row of each expert row
     slots_SK: Tensor  # int32, expert row of each source row's k-th choice; -1 = none
@@ -189,7 +189,7 @@ class GradientReceiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Refetch:
-    """A function with which backward receives the token rows again, so they are not saved."""
+    """A function by which backward receives token rows again, in place of saving them."""
 
     fetch: Callable[..., Rows]  # fetch(*tensors) returns the rows bit for bit
     tensors: tuple[Tensor, ...]  # saved for backward in place of the rows
@@ -197,7 +197,7 @@ class Refetch:
 
 @dataclass(frozen=True, slots=True)
 class UnsummedInput:
-    """What experts need if the dispatcher, not the experts, sums the rows of a token's experts."""
+    """Inputs of experts if the dispatcher, not the experts, sums a token's expert rows."""
 
     # [R, D], a tensor that is not read, often without memory (stride 0), whose gradient is the
     # gradient of the expert rows
@@ -228,7 +228,7 @@ class ExpertMLPOptions(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSpec:
-    """Shapes, dtypes and options of experts; a backend decides by them if it can compute."""
+    """Shapes, dtypes and options of experts, by which a backend decides if it supports them."""
 
     # as in `ActivationOptions`
     gated: bool
@@ -256,7 +256,7 @@ class ExpertSpec:
         activation: ActivationOptions,
         recipe: Recipe | None = None,
     ) -> ExpertSpec:
-        """Return the spec of weights; with a recipe, `dtypes` has only the dtype of the rows."""
+        """Return the spec of weights; if a recipe is given, `dtypes` has only the rows' dtype."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         of_weights = () if recipe is not None else (w1_eCD.dtype, w2_eDF.dtype)
         return cls(
@@ -331,7 +331,7 @@ class ExpertSpec:
         return None
 
     def find_fp8_problem(self, block_size: int) -> str | None:
-        """Return an error text if FP8 in blocks of `block_size` cannot compute experts, or None."""
+        """Return an error text if FP8 blocks of `block_size` do not support experts, or None."""
         field = self.find_torch_only_field()
         if field is not None:
             return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"

@@ -144,26 +144,24 @@ def expert_mlp(
 ) -> Tensor:
     """Return each token's sum of its experts' outputs, times routing weights.
 
-    Differentiable once, in reverse mode. Backend "triton" has no host sync. Backend "torch" has no
-    host sync in bf16 on Hopper and datacenter Blackwell; on other GPUs it loops over experts on the
-    host. Rows, FC1's output, weights and index are saved for backward. Backward computes no product
-    for an input without a gradient. Under a compiler or a dispatch mode, gradient sinks,
-    `unsummed.sender`, `unsummed.refetch` and quantised weights are not used.
+    Differentiable once; forward-mode derivatives raise a NotImplementedError. Backend "triton" has
+    no host sync. Backend "torch" has no host sync in bf16 on Hopper and datacenter Blackwell; on
+    other GPUs it loops over experts on the host. Rows, FC1's output, weights and index are saved
+    for backward. Backward skips the matmuls of gradients that are not required. Under a compiler or
+    a dispatch mode, gradient sinks, `unsummed.sender`, `unsummed.refetch` and quantised weights are
+    not used.
 
     Args:
         rows: tokens [S, D]. The gradient of FP8 rows is the gradient of `rows.grad_handle_SD`.
         weights: this rank's experts, without biases.
         options: `products` must be a name that `choose_products` returned, not "auto".
-        unsummed: passed by a dispatcher that sums the expert rows itself. Their gradient is then
-            the gradient of `unsummed.grad_handle_RD`.
+        unsummed: passed by a dispatcher that sums expert rows itself. The gradient of expert rows
+            is then the gradient of `unsummed.grad_handle_RD`.
         receiver: passed by a dispatcher that may receive gradients of the output as FP8 rows.
 
     Returns:
         [S, D] in the dtype of the rows, added in fp32 and rounded once; bit-reproducible with
         "triton". With `unsummed`, the R expert rows [R, D]; padding rows are uninitialised.
-
-    Raises:
-        NotImplementedError: for forward-mode derivatives.
     """
     tensors = (rows.values, weights.w1_eCD, weights.w2_eDF, index.weights_R)
     updates = weights.list_updates()

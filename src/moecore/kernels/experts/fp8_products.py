@@ -73,7 +73,7 @@ class _OutputGrads(NamedTuple):
 
 
 class BlockwiseProducts(Products):
-    """`Products` of the recipe "blockwise": FP8 in blocks of 128. A CPU runs plain PyTorch."""
+    """`Products` of recipe "blockwise": FP8 in blocks of 128, on a CPU by plain PyTorch."""
 
     def __init__(
         self,
@@ -126,8 +126,8 @@ class BlockwiseProducts(Products):
     def activation_bwd(self, dy: _OutputGrads, h: Rows) -> tuple[_Fp8Operand, Tensor, _Fp8Operand]:
         """Return dh, dweights and the activation; dh and the activation are in FP8.
 
-        With LoRA, dh also exists in the wide dtype. The activation then has only the wide dtype,
-        and is quantised when it is first read.
+        With LoRA, dh is also returned unquantised, and the activation only unquantised: it is
+        quantised when it is first read.
         """
         num_rows = self.row_map.num_rows
         ids_R, slots_SK = (None, None) if dy.is_unsummed else self.row_map[:2]
@@ -221,7 +221,7 @@ class BlockwiseProducts(Products):
 
 
 def quantise_weights_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise each expert's matrix with a scale per 128 x 128; `layouts` selects the operands."""
+    """Quantise matrices with a scale per 128 x 128; `layouts`: `rowwise` and `columnwise`."""
     w_eNK = w_eNK.detach().contiguous()
     return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)
 

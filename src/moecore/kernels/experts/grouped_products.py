@@ -43,7 +43,7 @@ class Matmuls(Protocol):
     wants: GradFlags | None = None  # the gradients that the running backward computes
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return rows times their experts' w1 or w2, or its transpose, as `operand` says."""
+        """Return rows of an operand times its matrix per expert: x w1^T, a w2^T, dy w2 or dh w1."""
 
     def compute_weight_grad(self, dy: Tensor, x: Tensor, role: Role, target: GradTarget) -> Tensor:
         """Return each expert's dy^T x, the gradient of w1 or w2 (`role`), written to `target`."""
@@ -51,7 +51,7 @@ class Matmuls(Protocol):
     packs_rows: bool = False  # whether `pack_rows` changes the format
 
     def pack_rows(self, rows: Rows) -> Rows:
-        """Return rows of X or H in the format in which they are saved, if `packs_rows`."""
+        """Return rows of FC1's input or output in the format that is saved for backward."""
         return rows
 
     def drop_weights(self) -> None:
@@ -59,7 +59,7 @@ class Matmuls(Protocol):
 
 
 class TorchMatmuls(Matmuls):
-    """Products of expert rows and experts' matrices by torch's grouped matmul, on any device."""
+    """`Matmuls` by torch's grouped matmul, on any device."""
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights) -> None:
         self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF

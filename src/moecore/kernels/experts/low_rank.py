@@ -37,7 +37,7 @@ class LowRankProducts:
     def compute_addend(
         self, rows: ProductSource | None, *, is_backward: bool = False
     ) -> Addend | None:
-        """Return (x A^T, B^T), in backward (dy B, A), whose product is added; None = no LoRA."""
+        """Return the LoRA part's factors: (x A^T, B^T), in backward (dy B, A); None = no LoRA."""
         if self.update is not None and is_backward not in self._addends:
             a_erI, b_eOr = self.update
             first, second = b_eOr, a_erI

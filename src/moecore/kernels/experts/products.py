@@ -41,7 +41,7 @@ QUANTISE: dict[Scaling, Callable[..., OperandPair]] = {
 
 
 def find_products_problem(products_name: ProductsName, spec: ExpertSpec) -> str | None:
-    """Return an error text if this backend cannot compute experts of this spec, or None."""
+    """Return an error text if this backend does not support experts of this spec, or None."""
     recipe = spec.recipe
     if recipe is not None and products_name not in FP8_PRODUCTS[recipe.backend]:
         return make_recipe_error(products_name, recipe)
@@ -72,7 +72,7 @@ def uses_transformer_engine(products_name: str, recipe: Recipe | None) -> bool:
 def choose_products(products_name: ProductsName, spec: ExpertSpec) -> ProductsName:
     """Return the name of the expert backend; "auto" becomes the best for device and recipe.
 
-    Raises ValueError if the backend cannot compute experts of this spec.
+    Raises a ValueError if the backend does not support experts of this spec.
     """
     if products_name == "auto" and uses_transformer_engine(products_name, spec.recipe):
         products_name = "te"
@@ -91,8 +91,7 @@ def make_products(
 ) -> Products:
     """Return the `Products` of `options.products`, a name that `choose_products` returned.
 
-    `index_cache` is the attribute `index_cache` of an earlier object for the same index; None =
-    compute it.
+    `index_cache`: the attribute of an earlier object for the same index; None = compute it.
     """
     activation, recipe = options.activation, options.recipe
     matmuls: Matmuls

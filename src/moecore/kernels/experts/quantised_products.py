@@ -161,7 +161,7 @@ class ScaledMatmuls(Matmuls):
 
 
 def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
-    """Quantise matrices with a scale per row or matrix; `layouts` selects the operands."""
+    """Quantise matrices, a scale per row or matrix; `layouts`: `rowwise` and `columnwise`."""
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return quantise_expert_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
 
@@ -255,7 +255,7 @@ class EmulatedMatmuls(Matmuls):
 def quantise_matrices_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
-    """Return MXFP8 or NVFP4 operands: packed for devices that multiply them, otherwise rounded."""
+    """Return MXFP8 or NVFP4 operands: packed if the GPU supports the format, or dequantised."""
     is_packed = has_block_scaled_kernels(w_eNK.device)
     return quantise_microscaled_matrices(
         w_eNK, recipe, rowwise=rowwise, columnwise=columnwise, pack=is_packed

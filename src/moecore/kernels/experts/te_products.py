@@ -54,7 +54,7 @@ class TEMatmuls(Matmuls):
         self._matrices: dict[Operand, Any] = {}  # by what is multiplied by them
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
-        """Return expert rows times w1 or w2; results of unused rows of the buffer are undefined."""
+        """Compute `Matmuls.multiply` by TE; results of unused rows of the buffer are undefined."""
         role, is_backward = MATRICES[operand]
         w_eNK = self.w1_eCD if role == "w1" else self.w2_eDF
         if operand not in self._matrices:
@@ -126,7 +126,7 @@ def find_te_problem(spec: ExpertSpec) -> str | None:
 def read_rows_per_expert(index: ExpertIndex, recipe: Recipe | None) -> list[int]:
     """Return the number of rows of each expert. Host sync.
 
-    Raises ValueError if a number is not a multiple of the recipe's row alignment.
+    Raises a ValueError if such a number is no multiple of the recipe's row alignment.
     """
     ends = index.offsets_e.tolist()
     splits = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]

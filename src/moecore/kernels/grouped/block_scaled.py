@@ -102,7 +102,7 @@ def block_scaled_grouped_gemm_kernel(
     E_POW2: tl.constexpr,
     CONST: tl.constexpr,  # BlockScaledConstants
 ):
-    """Write expert rows times their experts' matrices; persistent programs loop over tiles."""
+    """Write each expert row times its expert's matrix; persistent programs loop over tiles."""
     FORMAT: tl.constexpr = CONST.FORMAT
     BLOCK_M: tl.constexpr = CONST.BLOCK_M
     BLOCK_N: tl.constexpr = CONST.BLOCK_N
@@ -185,8 +185,9 @@ def block_scaled_gemm(
 ) -> Tensor:
     """Return each expert row times its expert's matrix, [R, N] in `dtype`. No autograd, no sync.
 
-    `quantise_microscaled` and `quantise_microscaled_matrices` pack `a`, R rows in expert order, and
-    b, [experts, N, K]. Rows past offsets_e[-1], the running sum of row counts, are uninitialised.
+    `a` is packed by `quantise_microscaled` from R rows in expert order, and b [experts, N, K] by
+    `quantise_microscaled_matrices`. offsets_e is the running sum of row counts; rows past
+    offsets_e[-1] are uninitialised.
     """
     (R, bytes_K), (e, N, _) = a.values.shape, b.values.shape
     out_RN = a.values.new_empty(R, N, dtype=dtype)
@@ -219,10 +220,9 @@ def block_scaled_wgrad(
 ) -> Tensor:
     """Return each expert's weight gradient x y^T over its columns, or `out`. No autograd, no sync.
 
-    `quantise_microscaled(over_rows=True, pack=True)` packs x [M, W] and y [N, W], with each
-    expert's rows padded with zeros to full blocks. offsets_e is the running sum of these row
-    counts, at most W. `out`, `accumulate`, `dtype` (None = fp32) and `scale` are as for
-    `grouped_wgrad`.
+    x [M, W] and y [N, W] are packed by `quantise_microscaled(over_rows=True, pack=True)`, each
+    expert's rows padded with zeros to full blocks. offsets_e is the running sum of padded counts,
+    at most W. Options are as in `grouped_wgrad`, but `dtype` None = fp32.
     """
     (M, bytes_W), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
     out = x.scales.new_empty(e, M, N, dtype=dtype or torch.float32) if out is None else out

@@ -220,10 +220,9 @@ def sm90_bf16_grouped_kernel(
     rank,  # of LoRA; None = no LoRA
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write each row of a times its expert's matrix b, [rows, N], to out_ptr.
+    """Write each row of a times its expert's matrix b to out_ptr, [rows, N].
 
-    If CONST.ACT, h_ptr receives the product h (gate and up columns), and out_ptr receives act(h) *
-    weight.
+    If CONST.ACT, h_ptr receives this product h (gate and up), and out_ptr act(h) * weight.
     """
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
@@ -327,8 +326,7 @@ def cooperative_gemm(
 ) -> Tensor:
     """Return each expert row times its expert's matrix, [R, N]. No autograd, no host sync.
 
-    Summed in fp32 and rounded once to the dtype of `a_RK`. Rows past the last expert's are
-    uninitialised.
+    Summed in fp32, rounded once to `a_RK.dtype`. Rows past the last expert's are uninitialised.
 
     Args:
         a_RK: R rows in expert order, bf16 or fp16, contiguous; `tiles` is their `map_row_tiles`.

@@ -58,12 +58,11 @@ def fp8_gemm(
 ) -> Tensor:
     """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on Hopper.
 
-    Summed in fp32 and rounded once; bit-reproducible. Rows past the last expert's are
-    uninitialised.
+    Summed in fp32, rounded once; bit-reproducible. Rows past the last expert's are uninitialised.
 
     Args:
-        a: R rows in expert order, of kind "tile"; `tiles` is their `map_row_tiles`.
-        b: one matrix of every expert, [e, N, K], of kind "block"; N and K multiples of 128.
+        a: R rows in expert order, a scale per 1 x 128; `tiles` is from their `map_row_tiles`.
+        b: matrices [e, N, K] with a scale per 128 x 128; N and K are multiples of 128.
         offsets_e: int32, running sum of the experts' row counts. Only the reference reads it.
         dtype: dtype of the result, bf16 or fp16 on a GPU.
     """

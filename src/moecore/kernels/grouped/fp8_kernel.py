@@ -145,7 +145,7 @@ def sm90_fp8_grouped_nt_kernel(
     b_stride_k,
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Write each row of a times its expert's b^T, [rows, N], to out_ptr."""
+    """Write each row of a times its expert's b^T to out_ptr, [rows, N]."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K

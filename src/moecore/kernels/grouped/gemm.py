@@ -221,18 +221,17 @@ def grouped_gemm(
     """Return each expert row times its expert's matrix. No autograd, no host sync.
 
     Args:
-        a: R rows of K columns in expert order, or with `row_ids_R` token rows; bf16 or fp16,
-            contiguous.
+        a: [R, K] in expert order, or with `row_ids_R` token rows; bf16 or fp16, contiguous.
         b: [experts, K, N], the dtype of `a`; contiguous, or the transpose of a contiguous [e, N,
             K]. K and N are multiples of 8 (16 bytes, for TMA).
         offsets_e: int32 on the device, running sum of the experts' row counts, at most R.
-        row_ids_R: int32, the row of `a` that each expert row reads; None = `a` is in expert order.
+        row_ids_R: int32, the row of `a` for each expert row; None = `a` is in expert order.
         out: [R, N], dtype of `a`, contiguous, added to in place; None = a new tensor.
         dtype: dtype of the result: fp32, or None for the dtype of `a`.
 
     Returns:
         [R, N], summed in fp32 and rounded once, or `out`. Rows past offsets_e[-1] are
-        uninitialised; 0 where N is at most 64.
+        uninitialised, or 0 if N <= 64.
     """
     e, K, N = b.shape
     R = a.shape[0] if row_ids_R is None else row_ids_R.shape[0]

@@ -362,8 +362,7 @@ def pingpong_activation_bwd(
     is rounded to the dtype of dy.
 
     Args:
-        dy: [R, D] rows in expert order, or with `row_ids_R` a row per token; bf16 or fp16,
-            contiguous.
+        dy: [R, D] in expert order, or with `row_ids_R` a row per token; contiguous bf16 or fp16.
         w2_eDF: contiguous; D and F multiples of 8.
         tiles: from `map_row_tiles` of `offsets_e`, the running sum of the experts' row counts.
         h_RC, weights_R: FC1's output [R, 2F], contiguous; fp32 routing weight of each row.

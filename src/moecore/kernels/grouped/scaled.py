@@ -67,7 +67,7 @@ def mixed_grouped_gemm_kernel(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write FP8 expert rows times their experts' matrices to out_ptr, tile by tile (persistent)."""
+    """Write each FP8 expert row times its expert's matrix to out_ptr (persistent programs)."""
     K = K // ALIGNED * ALIGNED  # now the compiler knows, and reads 16 bytes
     row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -108,7 +108,7 @@ def mixed_grouped_wgrad_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write every expert's weight gradient x y^T of transposed FP8 rows; 0 without rows."""
+    """Write each expert's weight gradient x y^T of transposed FP8 rows; 0 for no rows."""
     P = P // ALIGNED * ALIGNED
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     total = num_experts * num_m * num_n
@@ -179,9 +179,8 @@ def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype)
 def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on a GPU.
 
-    `a` has rows [R, K] in expert order, `b` has matrices [experts, N, K], both FP8 with a scale per
-    row; K and N are multiples of 16. `dtype` is bf16 on a GPU. Rows past offsets_e[-1] are
-    uninitialised.
+    `a` [R, K] is in expert order, and b is [experts, N, K], both FP8 with a scale per row; K and N
+    are multiples of 16. `dtype` is bf16 on a GPU. Rows past offsets_e[-1] are uninitialised.
     """
     if _uses_reference(a, b):
         return scaled_gemm_ref(a, b, offsets_e, dtype)

@@ -72,7 +72,7 @@ NUM_WARPS = 8
 
 
 class PaddedRows(NamedTuple):
-    """The positions of expert rows in a layout with each expert's rows padded to a multiple."""
+    """Positions of expert rows after each expert's rows are padded to a multiple."""
 
     expert_R: Tensor  # int64 expert of each row; e for rows past the last one in use
     position_R: Tensor  # int64 row in P; P for rows past the last one in use
@@ -143,7 +143,7 @@ def quantise_expert_rows_ref(
 def compute_row_amax(x_RD: Tensor, offsets_e: Tensor, past_amax: Tensor) -> Tensor:
     """Return fp32 [n], whose largest entry gives the FP8 scale of all expert rows. No host sync.
 
-    All entries are `past_amax`, fp32 [1], the largest magnitude of earlier steps, if that is not 0.
+    If `past_amax`, fp32 [1], of earlier steps is not 0, all entries are `past_amax`.
     """
     if has_cast_kernel(x_RD):
         x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()

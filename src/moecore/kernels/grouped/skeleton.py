@@ -54,7 +54,7 @@ class Addend(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """A ring of shared-memory stages with blocks of operands a and b, and barriers per stage."""
+    """A ring of shared-memory stages for blocks of a and b, with two barriers per stage."""
 
     a: Any
     b: Any
@@ -92,7 +92,7 @@ def make_barriers(NUM_BARRIERS: gl.constexpr, NUM_ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def begin_stage(ring, step_idx, NUM_BYTES: gl.constexpr):
-    """Wait until a step's stage is empty; return its index, and its barrier for NUM_BYTES."""
+    """Wait until a step's stage is empty; return its index and barrier, which awaits NUM_BYTES."""
     STAGES: gl.constexpr = ring.full.shape[0]
     slot = step_idx % STAGES
     bar = ring.full.index(slot)
@@ -112,7 +112,7 @@ def wait_for_stage(ring, step_idx):
 
 @gluon.jit
 def release_previous_stage(ring, step_idx, pred):
-    """Mark the ring's stage of the step before `step_idx` as empty, if `pred` is True."""
+    """If `pred`, mark the ring's stage of the step before `step_idx` as empty."""
     STAGES: gl.constexpr = ring.full.shape[0]
     hopper.mbarrier.arrive(ring.empty.index((step_idx + STAGES - 1) % STAGES), count=1, pred=pred)
 
@@ -157,7 +157,7 @@ def _begin_step(ring, step_idx, CONST: gl.constexpr):
 
 @gluon.jit
 def load_row_tiles(LOAD_STEP: gl.constexpr, operands, ring, tiling, K, CONST: gl.constexpr):
-    """Loading warp: call LOAD_STEP for each block of the K columns of each tile."""
+    """As the loading warp, call LOAD_STEP for each block of K columns of each tile."""
     step = 0
     for tile in range(gl.program_id(0), tiling.num_rows * tiling.num_columns, gl.num_programs(0)):
         place = locate_output_tile(tile, tiling, CONST.GROUP_M)
@@ -177,7 +177,7 @@ def load_weight_tiles(
     ROWS_PER_STEP: gl.constexpr,  # rows, or row tiles, of a step
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """Loading warp: for each tile of this program, call LOAD_STEP for each block of its rows."""
+    """As the loading warp, call LOAD_STEP for each block of rows of this program's tiles."""
     step = 0
     for tile in range(gl.program_id(0), tiling.num_tiles, gl.num_programs(0)):
         expert, m, n = locate_weight_tile(tile, tiling, CONST.GROUP_M)
@@ -190,7 +190,7 @@ def load_weight_tiles(
 
 @gluon.jit
 def wait_for_staging_buffer(MAX_PENDING_STORES: gl.constexpr = 0):
-    """Wait until at most MAX_PENDING_STORES of this group's staged blocks are unread by TMA."""
+    """Wait until TMA has read all but MAX_PENDING_STORES of this warp group's staged blocks."""
     hopper.tma.store_wait(MAX_PENDING_STORES)
     thread_barrier()
 

@@ -296,14 +296,14 @@ def grouped_wgrad(
     """Return each expert's weight gradient x^T y over its rows, or `out`. No autograd, no sync.
 
     Args:
-        x: [R, M] rows in expert order, or with `row_ids_R` token rows; bf16 or fp16, contiguous; M
-            a multiple of 8.
-        y_RN: rows in expert order, dtype of x, contiguous; N a multiple of 8. Up to 63 rows past an
-            expert's last row are multiplied by 0. So they must be finite: rows past offsets_e[-1]
-            may not be uninitialised, and a NaN or infinity in one expert's first rows also reaches
-            the expert before it.
+        x: [R, M] rows in expert order, or with `row_ids_R` token rows; contiguous bf16 or fp16; M
+            is a multiple of 8.
+        y_RN: rows in expert order, contiguous, dtype of x; N is a multiple of 8. Up to 63 rows past
+            an expert's last row are multiplied by 0, and must be finite. Rows past offsets_e[-1]
+            must be initialised. A NaN or infinity in an expert's first rows spreads to the previous
+            expert.
         offsets_e: int32 on the device, running sum of the experts' row counts, at most R.
-        row_ids_R: int32, the row of x that each expert row reads; None = x is in expert order.
+        row_ids_R: int32, the row of x for each expert row; None = x is in expert order.
         transposed: return [e, N, M] instead of [e, M, N].
         out: fp32 or bf16, contiguous, of the output's shape, overwritten; None = a new tensor.
         accumulate: whether the result is added to `out` instead, in fp32.

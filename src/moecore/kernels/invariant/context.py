@@ -39,10 +39,11 @@ def is_batch_invariant() -> bool:
 
 @contextmanager
 def batch_invariant(device_type: str) -> Iterator[None]:
-    """Return a context in which matmuls give each row bits that do not depend on the batch's rows.
+    """Return a context in which a matmul's result for a row does not depend on other rows.
 
-    `device_type` is "cpu" or "cuda". A nested context changes nothing. The context is active in all
-    threads of the process. Modules that were compiled or captured in CUDA graphs ignore it.
+    The row's bits are equal for any batch. `device_type` is "cpu" or "cuda". A nested context
+    changes nothing. The context is active in all threads. Compiled modules and captured CUDA graphs
+    ignore it.
     """
     if device_type in _active:
         yield

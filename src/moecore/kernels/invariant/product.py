@@ -41,7 +41,7 @@ def invariant_product_ref(
     dtype: torch.dtype | None = None,
     multiply: Multiply = torch.mm,
 ) -> Tensor:
-    """Return `invariant_product`, computed row by row: each call of `multiply` has one row of a."""
+    """Compute `invariant_product` in plain PyTorch: each call of `multiply` has one row of a."""
     if a.ndim == 3:
         addends = [None] * len(a) if addend is None else addend.expand(len(a), -1, -1)
         parts = [
@@ -159,14 +159,12 @@ def invariant_product(
     No autograd, no host sync. The product is summed in fp32 in a fixed order and rounded once.
 
     Args:
-        a: [M, K] or [B, M, K]; on a GPU bf16, fp16 or fp32, on a CPU any float dtype.
+        a: [M, K] or [B, M, K]; on a CPU any float dtype, on a GPU bf16, fp16 or fp32 (others raise
+            a NotImplementedError).
         b: [K, N] or [B, K, N], the dtype of a.
         addend: broadcasts to the result; not read if beta is 0.
         dtype: dtype of the result, which is contiguous; None = the dtype of a.
         multiply: on a CPU, the matmul of one row [1, K] and b [K, N], both in fp32 or fp64.
-
-    Raises:
-        NotImplementedError: on a GPU, for another dtype.
     """
     if not can_use_kernel(a, b):
         return invariant_product_ref(

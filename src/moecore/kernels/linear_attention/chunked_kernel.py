@@ -17,21 +17,21 @@ def load_rows(ptr, tokens, end, columns, stride):
 
 @triton.jit
 def load_columns(ptr, tokens, end, columns, stride):
-    """Return the transpose of `load_rows`, loaded as such."""
+    """Return the transpose of `load_rows`, loaded in transposed order."""
     cells = tokens.to(tl.int64)[None, :] * stride + columns[:, None]
     return tl.load(ptr + cells, mask=(tokens < end)[None, :], other=0.0)
 
 
 @triton.jit
 def store_rows(ptr, x, tokens, end, columns, stride):
-    """Store x where `load_rows` would load it."""
+    """Store x at the addresses from which `load_rows` loads."""
     cells = tokens.to(tl.int64)[:, None] * stride + columns[None, :]
     tl.store(ptr + cells, x.to(ptr.dtype.element_ty), mask=(tokens < end)[:, None])
 
 
 @triton.jit
 def normalise_rows(ptr, tokens, end, columns, stride, scale, NORM: tl.constexpr):
-    """Return `load_rows` times `scale`; if NORM, each row is divided by its length."""
+    """Return `load_rows` times `scale`; if NORM, each row is divided by its L2 norm."""
     x = load_rows(ptr, tokens, end, columns, stride).to(tl.float32)
     if NORM:
         x *= tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + 1e-6)
@@ -40,9 +40,9 @@ def normalise_rows(ptr, tokens, end, columns, stride, scale, NORM: tl.constexpr)
 
 @triton.jit
 def invert(A, i, LEVELS: tl.constexpr):
-    """Return (I + A)^-1 of a strictly lower A [2^LEVELS, 2^LEVELS], by joining diagonal blocks.
+    """Return (I + A)^-1 for a strictly lower A [2^LEVELS, 2^LEVELS], from its diagonal blocks.
 
-    The inverse of [[X, 0], [B, Y]] with inverses x and y is [[x, 0], [-y B x, y]].
+    The inverse of [[X, 0], [B, Y]] is [[x, 0], [-y B x, y]] with x = X^-1 and y = Y^-1.
     """
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     inverse -= tl.where((i >> 1)[:, None] == (i >> 1)[None, :], A, 0.0)
@@ -83,7 +83,7 @@ def delta_rule_fwd_chunks_kernel(
     NORM: tl.constexpr,
     HAS_BETA: tl.constexpr,
 ):
-    """Write normed q and k, decays, P, X, w and u of one chunk and value head."""
+    """Write normed q and k, decays, P, X, w, u (see `chunked.py`) of one chunk and value head."""
     H: tl.constexpr = h * R
     chunk, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunks_ptr + chunk), tl.load(chunks_ptr + num_chunks + chunk)
@@ -140,7 +140,7 @@ def delta_rule_fwd_states_kernel(
     HAS_INITIAL: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Scan the chunks of a document: the state of one value head, BLOCK_V columns of it."""
+    """Scan a document's chunks: compute BLOCK_V columns of the state of one value head."""
     H: tl.constexpr = h * R
     document, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     i, k = tl.arange(0, CHUNK), tl.arange(0, K)
@@ -233,7 +233,7 @@ def delta_rule_bwd_states_kernel(
     PER_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Scan the chunks of a document in reverse: the gradient of BLOCK_V columns of the state."""
+    """Scan a document's chunks in reverse: compute gradients of BLOCK_V columns of the state."""
     H: tl.constexpr = h * R
     document, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     i, k = tl.arange(0, CHUNK), tl.arange(0, K)
@@ -386,7 +386,7 @@ def delta_rule_bwd_norm_kernel(
     CHUNK: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Sum gradients over the R value heads of a key head, and differentiate norm and scale."""
+    """Sum gradients over the R value heads of a key head; backpropagate through norm and scale."""
     head, k = tl.program_id(1), tl.arange(0, K)
     t = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     dx = tl.zeros([CHUNK, K], dtype=tl.float32)

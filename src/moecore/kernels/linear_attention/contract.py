@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 class DeltaRule(NamedTuple):
-    """The inputs of a gated delta rule, of documents packed one after another."""
+    """The inputs of a gated delta rule for T tokens of consecutively packed documents."""
 
     q_Thk: Tensor
     k_Thk: Tensor

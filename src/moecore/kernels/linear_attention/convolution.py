@@ -46,11 +46,10 @@ def causal_convolution(
 ) -> Tensor:
     """Return y_TD: each channel's causal convolution over W tokens within a document.
 
-    Differentiable once.
-
     x_TD has any float dtype, which is the dtype of y. The last tap of weight_DW multiplies the
     token itself. cu_seqlens, int32 [n + 1], is each document's first token, then T.
     previous_tokens_nwD are the w = W - 1 tokens before each document, in order; None = zeros.
+    `apply_silu` applies SiLU to the result. Differentiable once.
     """
     with disable_autocast(x_TD):
         has_kernel = x_TD.dtype in KERNEL_DTYPES and can_use_kernel(x_TD)

@@ -38,7 +38,7 @@ def convolution_fwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write a tile of the outputs."""
+    """Write the outputs of BLOCK_T tokens and BLOCK_D channels."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     first = tl.load(borders_ptr + t, mask=t < num_tokens, other=0)

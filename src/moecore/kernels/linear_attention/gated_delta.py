@@ -107,8 +107,7 @@ def gated_delta_rule(
     Args:
         rule: tensors of any strides; q, k and v have one float dtype, which the outputs have too.
         cu_seqlens: int32 [n + 1]: each document's first token, then T. Documents may be empty.
-        initial_states_nHkv: each document's state before its first token, fp32 (fp64 for fp64), as
-            the last states; None = 0.
+        initial_states_nHkv: each document's initial state, fp32 (fp64 for fp64); None = 0.
     """
     with disable_autocast(rule.v_THv):
         if (problem := chunked.find_problem(rule)) is None:

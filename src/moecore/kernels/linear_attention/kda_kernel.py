@@ -68,7 +68,7 @@ def kda_fwd_chunks_kernel(
     NORM: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write decayed q and k, decays, P, X, w and u of one chunk and value head."""
+    """Write decayed q and k, decays, P, X, w, u (see `chunked.py`) of one chunk and value head."""
     H: tl.constexpr = h * R
     chunk, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunks_ptr + chunk), tl.load(chunks_ptr + num_chunks + chunk)
@@ -135,7 +135,7 @@ def kda_bwd_scores_kernel(
     V: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write dP, dA, dY and dV of one chunk and value head; masked entries are undefined."""
+    """Write dP, dA, dY and dV (see `chunked.py`) of a chunk and value head; undefined if masked."""
     H: tl.constexpr = h * R
     chunk, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunks_ptr + chunk), tl.load(chunks_ptr + num_chunks + chunk)

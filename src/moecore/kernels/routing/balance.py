@@ -295,9 +295,9 @@ def balance_statistics(
         logits_TE: fp32; plain PyTorch computes fp64.
         num_sequences: B. Without `sequences_T` a sequence has T / B consecutive tokens.
         score_function: scores other than "softmax" are divided by their sum.
-        padding_mask_T: bool [T], True = padding, which is in no sum and has gradient 0, even if its
+        padding_mask_T: bool [T], True = padding, which is in no sum and has gradient 0, also if its
             logits are NaN. None = no padding.
-        sequences_T: int64 [T], each token's sequence; only plain PyTorch computes with it.
+        sequences_T: int64 [T], each token's sequence; computed in plain PyTorch.
     """
     check_padding_mask(padding_mask_T, logits_TE.shape[0])
     is_small = logits_TE.dtype == torch.float32 and logits_TE.shape[1] <= MAX_EXPERTS

@@ -241,14 +241,13 @@ def balance_loss(
     A sequence has n choices of expert e, t tokens and the score sum s. N, T and S are the sums of
     n, t and s over sequences, and g are the global counts. A divisor of 0 becomes 1.
 
-    If the counts cover the tokens of more ranks than the score sums, the result is this rank's
-    share of the losses. Differentiable in score_sums_BE and z_sum. One kernel forward, one
-    backward.
+    If counts are over more ranks than score sums, the result is this rank's share of the losses.
+    Differentiable in score_sums_BE and z_sum. One kernel forward, one backward.
 
     Args:
         score_sums_BE, z_sum: from `balance_statistics`, fp32 or fp64.
         counts_BX: from `count_experts_and_tokens`.
-        factors: one per loss, which includes the E / K or E of its formula.
+        factors: one per loss, each including the loss's constant (E / K or E).
         global_counts_E: int64, contiguous; None = no global-batch loss (0).
     """
     E = score_sums_BE.shape[1]

@@ -126,10 +126,10 @@ def _plan_clones_kernel(
 def plan_clones(
     loads_E: Tensor, *, num_ranks: int, clones_per_rank: int, min_share: float = 0.0
 ) -> ClonePlan:
-    """Plan which busy experts are cloned on which ranks, and each clone's tokens. No host sync.
+    """Plan which busy experts are cloned to which ranks, and each clone's tokens. No host sync.
 
-    `loads_E` (int32) counts tokens over all ranks; expert x is on rank x // (E / num_ranks). No
-    clone gets fewer tokens than the share `min_share` of a rank's mean.
+    `loads_E` (int32) counts tokens over all ranks; expert x is on rank x // (E / num_ranks). A
+    clone has at least `min_share` times the mean number of tokens per rank.
 
     Example, two ranks of two experts, one clone each, loads [6, 2, 1, 1]: the mean is 5, so rank 1
     clones expert 0 for its last 3 tokens: experts_N [-1, 0], starts_N [0, 3], stops_N [0, 6].
@@ -149,7 +149,7 @@ def plan_clones(
 def assign_physical_ids_ref(
     ids_TK: Tensor, index_TK: Tensor, plan: ClonePlan, num_local_experts: int, clones_per_rank: int
 ) -> Tensor:
-    """Compute `assign_physical_ids`; index_TK: each choice's number among its expert's choices."""
+    """Compute `assign_physical_ids`; `index_TK`: how many earlier tokens the same expert has."""
     block_TK = torch.div(ids_TK, num_local_experts, rounding_mode="floor")
     physical_TK = torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * clones_per_rank)
     for place, (x, start, stop) in enumerate(zip(*(t.tolist() for t in plan), strict=True)):
@@ -202,15 +202,14 @@ def assign_physical_ids(
     num_local_experts: int,
     clones_per_rank: int,
 ) -> Tensor:
-    """Return each choice's physical id, int32 [T, K]: of its expert or of a clone. No host sync.
+    """Return physical ids, int32 [T, K], of each token's experts or of their clones. No host sync.
 
     Each rank has num_local_experts + clones_per_rank physical ids: first its experts, then its
-    clones. -1 means dropped in ids_TK and in the result. counts_before_E, int32, counts the choices
-    of each expert on all ranks before this rank.
+    clones. -1 means dropped in ids_TK and in the result. counts_before_E, int32, counts each
+    expert's tokens on all ranks before this rank.
 
-    Example, the plan of `plan_clones`, all ten choices on one rank: the first three of expert 0's
-    six tokens have physical id 0, the last three 5 (the clone). Experts 1, 2 and 3 have ids 1, 3
-    and 4.
+    Example, the plan of `plan_clones`, all tokens on one rank: the first three of expert 0's six
+    tokens have physical id 0, the last three 5 (the clone). Experts 1, 2 and 3 have ids 1, 3, 4.
     """
     E = counts_before_E.numel()
     index = build_index(

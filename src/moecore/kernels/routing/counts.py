@@ -64,7 +64,7 @@ def expert_counts_fwd_kernel(
     BINS: tl.constexpr,  # power of two >= E
     BLOCK: tl.constexpr,
 ):
-    """Add to `counts` the number of choices of each expert in one block of a sequence's ids."""
+    """Add to `counts` how often each expert id is in one block of a sequence's ids."""
     block = tl.program_id(0) % num_blocks
     sequence = (tl.program_id(0) // num_blocks).to(tl.int64)
     position = block * BLOCK + tl.arange(0, BLOCK)
@@ -107,7 +107,7 @@ _add_counts_op = Op("add_expert_counts", _add_counts, lambda *_: None, mutates_a
 
 
 def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
-    """Add each sequence's number of choices per expert to `counts_BE` in place, by one kernel.
+    """Add each sequence's number of tokens per expert to `counts_BE` in place, by one kernel.
 
     ids_TK are int32, -1 = dropped. counts_BE is int64, contiguous. Row b counts T / B tokens.
     """
@@ -126,11 +126,10 @@ def count_experts_and_tokens(
     padding_mask_T: Tensor | None = None,
     sequences_T: Tensor | None = None,
 ) -> Tensor:
-    """Return int64 [B, E + 1]: per sequence, the choices of each expert, then the number of tokens.
+    """Return int64 [B, E + 1]: per sequence, the tokens of each expert, then the number of tokens.
 
-    Ids are int32; -1 = dropped or padding, not counted. Tokens whose choices were all dropped are
-    counted, padding is not. Sequences and padding are as for `balance_statistics`. A memset and one
-    kernel.
+    Ids are int32; -1 = dropped or padding, not counted. The number of tokens includes tokens that
+    were dropped, but no padding. Other arguments are as for `balance_statistics`.
 
     Example, B=2, E=3: ids [[0, 2], [2, -1], [1, 0], [-1, -1]] give [[1, 0, 2, 2], [1, 1, 0, 2]].
     """

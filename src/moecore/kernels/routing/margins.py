@@ -22,7 +22,7 @@ TILE = 1024  # logits of one warp, which holds whole rows
 
 
 def compute_margin_range(bias_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower end of the histogram's first bin and the width of a bin, fp64 [..., 1]."""
+    """Return the lower end of a histogram's first bin, and the width of a bin, fp64 [..., 1]."""
     low, high = (f(dim=-1, keepdim=True).double() for f in (bias_E.amin, bias_E.amax))
     return low - 1, (high + 2 - low) / NUM_BINS
 
@@ -117,8 +117,7 @@ def add_margins_(
 
     The margin of a token and an expert is the bias with which the token would just choose the
     expert. histogram_EX is int64, contiguous, X bins per expert; a margin of NaN counts in bin 0.
-    Logits and bias are fp32, and the score function's scores are in [0, 1]. Padding (True) is not
-    counted.
+    Logits and bias are fp32, and scores are in [0, 1]. Padding (True) is not counted.
     """
     if not can_use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         add_margins_ref(histogram_EX, logits_TE, bias_E, top_k, score_function, padding_mask_T)
@@ -175,7 +174,7 @@ def _even_bias_kernel(
 
 
 def compute_even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
-    """Return bias [..., E], fp32, for which each expert gets about K / E of the counted tokens.
+    """Return bias [..., E], fp32, for which each expert gets about top_k / E of the counted tokens.
 
     The share is approximate, because other experts' biases change too, and because the quantile is
     interpolated within a bin. If no token was counted, the result is `bias_E`. No host sync.

@@ -233,7 +233,7 @@ _route_op = Op(
 
 
 def check_route_options(num_experts: int, options: RouteOptions) -> None:
-    """Raise a ValueError if `num_experts` does not fit top_k, the groups or the other options."""
+    """Raise a ValueError if top_k, groups or other options do not match `num_experts`."""
     E = num_experts
     allowed = options.top_groups * (E // options.num_groups)
     if E % options.num_groups or not 1 <= options.top_k <= allowed:
@@ -252,16 +252,16 @@ def check_route_options(num_experts: int, options: RouteOptions) -> None:
 def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tuple[Tensor, Tensor]:
     """Return the chosen experts and the weights of their outputs.
 
-    Groups, and then experts, are chosen by the greatest selection score, and by the lowest id if
-    scores are equal. A NaN counts as greater than every number, so ids stay distinct and in range,
-    and a token with a NaN logit has a NaN weight. No host sync; bit-identical between runs. Scores
-    of the kernel and of `route_ref` may differ in their last bits, so they may choose different
-    experts if scores are nearly equal.
+    Groups of experts, and then experts, are chosen by the greatest selection score, and by the
+    lowest id if scores are equal. A NaN counts as greater than every number: ids stay distinct and
+    in range, and a token with a NaN logit has a NaN weight. No host sync; bit-identical between
+    runs. Scores of the kernel and of `route_ref` may differ in their last bits, so they may choose
+    different experts if scores are nearly equal.
 
     Args:
         logits_TE: any float dtype, computed in fp32; fp64 is computed in plain PyTorch.
-        bias_E: fp32, added to the selection scores ("pre": to the scores, "post": to the logits)
-            and not to the weights; no gradient. None = no bias.
+        bias_E: fp32, added to the selection scores, which are scores or logits (`score_order` "pre"
+            or "post"), and not to the weights; no gradient. None = no bias.
 
     Returns:
         Expert ids [T, K] int32, best first, and weights [T, K] fp32, differentiable in the logits.
@@ -311,11 +311,10 @@ _route_weights_op = Op(
 
 
 def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> Tensor:
-    """Return the weights [T, K] of given expert ids, with the bits of `route` for ids from `route`.
+    """Return the weights [T, K] of given expert ids, bit-equal to `route`'s for ids from `route`.
 
-    fp32, differentiable in the logits; no host sync. Ids are int32, distinct in a row; -1 = no
-    choice. Only score and weight options and the numbers of groups, which decide the order of sums,
-    are read.
+    fp32, differentiable in the logits; no host sync. Ids are int32, distinct in a row; -1 = none.
+    Options that only affect the choice of experts are not read, except the numbers of groups.
     """
     is_small = logits_TE.dtype != torch.float64 and logits_TE.shape[1] <= MAX_EXPERTS
     if not (is_small and can_use_kernel(logits_TE)):

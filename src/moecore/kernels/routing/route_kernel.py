@@ -185,7 +185,7 @@ def route_bwd_kernel(
     K_POW2: tl.constexpr,
     E_POW2: tl.constexpr,
 ):
-    """Write the gradient of BLOCK_T tokens' logits from the gradient of the K chosen weights."""
+    """Write the gradient of BLOCK_T tokens' logits from the gradient of their K weights."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     slots = tl.arange(0, K_POW2)[None, :]
     columns = tl.arange(0, E_POW2)[None, :]

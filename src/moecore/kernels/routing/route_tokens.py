@@ -65,8 +65,7 @@ def route_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the router logits [T, E], and the expert ids and weights [T, K] from `route`.
 
-    `bias_E` is added to the logits. `selection_bias_E` is `route`'s bias, which only affects the
-    choice.
+    `bias_E` is added to the logits. `selection_bias_E` only affects the choice of experts.
     """
     tensors = [t for t in (x_TD, weight_ED, bias_E, selection_bias_E) if t is not None]
     can_fuse = (

@@ -403,8 +403,8 @@ def has_logits_kernel(x_TD: Tensor, weight_ED: Tensor) -> bool:
 def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias [T, E] in fp32, with the error of an fp32 matmul.
 
-    bf16 tokens with a bf16 or fp32 weight run on tensor cores, and no setting of torch changes
-    their precision. Other dtypes, and CPU tensors, are widened to fp32 and multiplied by torch. On
+    bf16 tokens with a bf16 or fp32 weight use a tensor-core kernel, whose precision does not depend
+    on torch's settings. Other dtypes, and CPU tensors, are cast to fp32 and multiplied by torch. On
     CUDA `torch.backends.cuda.matmul.allow_tf32` then decides the precision. No host sync;
     bit-identical between runs. Gradients have the dtypes of the inputs; the gradient of the bias is
     summed in fp32. Arguments are copied if not contiguous.

@@ -78,8 +78,7 @@ def compute_sqrtsoftplus(x):
 def compute_scores(logits, max_logit, inverse_exp_sum, FUNCTION: tl.constexpr):
     """Return the scores of fp32 logits, and their derivatives (for "softmax" the scores).
 
-    Only "softmax" reads max_logit and inverse_exp_sum, 1 / sum of exp(logit - max_logit), [rows,
-    1].
+    Only "softmax" reads max_logit and inverse_exp_sum = 1 / sum(exp(logit - max_logit)), [rows, 1].
     """
     if FUNCTION == "sigmoid":
         # exp(89) is already inf, and its score 0.
@@ -95,7 +94,7 @@ def compute_scores(logits, max_logit, inverse_exp_sum, FUNCTION: tl.constexpr):
 
 @triton.jit
 def compute_scores_of_rows(logits, FUNCTION: tl.constexpr):
-    """Return `compute_scores` of full rows, then max_logit and inverse_exp_sum (0 if unused)."""
+    """Return the scores of full rows, then max_logit and inverse_exp_sum (0 if unused)."""
     if FUNCTION != "softmax":
         top = tl.zeros([logits.shape[0], 1], dtype=tl.float32)
         factor = top

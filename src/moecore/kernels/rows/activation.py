@@ -67,13 +67,13 @@ class ActivationOptions(CheckedRecord):
 
     @property
     def constants(self) -> ActivationConstants:
-        """The options as a compile-time argument of Triton kernels, without a Python `function`."""
+        """The options, except `function`, as a compile-time argument of Triton kernels."""
         kind, limit, up_limit, alpha, _ = self.flat
         return ActivationConstants(kind, self.gated, limit, up_limit, alpha)
 
     @property
     def flat(self) -> tuple[str, float, float, float, bool]:
-        """(kind, limit, up_limit, alpha, interleaved) for custom ops; up_limit is never None."""
+        """(kind, limit, up_limit or limit, alpha, interleaved), as arguments of custom ops."""
         up_limit = self.limit if self.up_limit is None else self.up_limit
         return self.kind, self.limit, up_limit, self.alpha, self.interleaved
 
@@ -82,7 +82,7 @@ class ActivationOptions(CheckedRecord):
 def make_activation_options(
     activation_kind: str, limit: float, up_limit: float, alpha: float, interleaved: bool
 ) -> ActivationOptions:
-    """Return the options with these values, the elements of `ActivationOptions.flat`. Cached."""
+    """Return the options whose `ActivationOptions.flat` has these values. Cached."""
     return ActivationOptions(
         kind=activation_kind, limit=limit, up_limit=up_limit, alpha=alpha, interleaved=interleaved
     )
@@ -121,7 +121,7 @@ def split_columns(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Ten
 
 
 def differentiate_activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return the activation's derivative by each entry of FC1's output, in the shape of h_RC."""
+    """Return the activation's derivative with respect to each entry of FC1's output h_RC."""
     if not options.gated:
         grad_RF = torch.ones_like(h_RC)
         if options.kind == "gelu":
@@ -288,10 +288,10 @@ def weighted_activation_bwd(
     num_rows: Tensor | None,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `weighted_activation`, and its recomputed output, in one pass.
+    """Return (dh_RC, dweights_R, a_RF): gradients of `weighted_activation`, and its output.
 
-    Not differentiable. No host sync; the same bits in every run. dweights_R is fp32, also if
-    weights_R is None. Rows from num_rows on are not read, and are zero in the results.
+    The output is recomputed. Not differentiable. No host sync; the same bits in every run.
+    dweights_R is always fp32. Rows from num_rows on are not read, and are zero in the results.
     """
     if h_RC.dtype in KERNEL_DTYPES and can_use_kernel(h_RC, da_RF):
         return _weighted_activation_bwd(h_RC, da_RF, weights_R, num_rows, *options.flat, True)
@@ -308,8 +308,8 @@ def weighted_activation(
     Args:
         h_RC: FC1's output, any float dtype; copied if not contiguous.
         weights_R: fp32 routing weight of each row; None means 1.
-        num_rows: 0-dim int32 on the device. Rows from num_rows on are not read, and are zero in the
-            result. None means R.
+        num_rows: 0-dim int32 on the device; None = R. Rows from num_rows on are not read, and are
+            zero in the result.
     """
     if options.function is None and h_RC.dtype in KERNEL_DTYPES and can_use_kernel(h_RC):
         return _weighted_activation(h_RC, weights_R, num_rows, *options.flat)

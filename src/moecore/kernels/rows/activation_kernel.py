@@ -23,7 +23,7 @@ class ActivationConstants(NamedTuple):
 
 @cache
 def choose_column_blocks(num_columns: int, tile_size: int) -> dict[str, int]:
-    """Return a program's BLOCK_R rows and BLOCK_F columns, a power of two with little padding."""
+    """Return the rows BLOCK_R and columns BLOCK_F of a program's tile, powers of two."""
     fits = (n for n in (512, 256, 128) if -(-num_columns // n) * n * 8 <= num_columns * 9)
     block_F = next(fits, min(128, max(16, next_power_of_2(num_columns))))
     return {"BLOCK_R": tile_size // block_F, "BLOCK_F": block_F}
@@ -129,7 +129,7 @@ def activate_with_gradients(gate, up, ACT: tl.constexpr):
 
 @triton.jit
 def activate(gate, up, ACT: tl.constexpr):
-    """Return the activation of fp32 gate and up by ACT (`ActivationConstants`), in fp32."""
+    """Return the activation ACT (`ActivationConstants`) of fp32 gate and up, in fp32."""
     a, _, _ = activate_with_gradients(gate, up, ACT)
     return a
 
@@ -211,7 +211,7 @@ def weighted_activation_bwd_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Write gradients of h and weights, and act(h) * weight if a_ptr is not None; BLOCK_R rows."""
+    """Write gradients of h and weights of BLOCK_R rows, and act(h) * weight if a_ptr is given."""
     BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     C: tl.constexpr = 2 * F if ACT.GATED else F
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)

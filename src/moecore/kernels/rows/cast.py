@@ -162,8 +162,8 @@ def launch_cast_rows(
 ) -> None:
     """Quantise each row of x [T, D] with one scale per row, by a kernel, to `values` and `scales`.
 
-    `ends_e` is the running sum of the experts' rows; later rows are skipped. None = all rows, and
-    `values` has the rows of x padded to a multiple of 16.
+    `ends_e` is the running sum of the experts' row counts, and rows from ends_e[-1] on are skipped.
+    None = all rows; `values` and `scales` then have T padded to a multiple of 16.
     """
     columns = min(next_power_of_2(round_up(D, ALIGNED)), ROW_ELEMENTS)
     rows = ROW_ELEMENTS // columns
@@ -181,7 +181,7 @@ def launch_cast_rows(
 
 
 def has_cast_kernel(x: Tensor) -> bool:
-    """Return whether Triton kernels can quantise x: device and dtype fit, and x is not empty."""
+    """Return whether Triton kernels can quantise x: device and dtype match, and x is not empty."""
     return can_use_kernel(x) and x.numel() > 0 and x.dtype in KERNEL_DTYPES
 
 
@@ -238,8 +238,8 @@ def compute_amax_parts(
     """Divide a matrix into n parts; return the largest magnitude in each part, fp32 [n].
 
     x is [T, D], or [experts, T, D] with the result [experts, n]; all rows have one stride. NaN is
-    ignored. Rows from ends_e[-1] (running sum of row counts) on are not read. If `past_amax`, fp32
-    [1], the amax of earlier steps, is not 0, all results are `past_amax`.
+    ignored. `ends_e` is the running sum of row counts; rows from ends_e[-1] on are not read. If
+    `past_amax`, fp32 [1], is not None or 0, all results are `past_amax`.
     """
     (T, D), matrices = x.shape[-2:], x.shape[:-2]
     num_matrices = matrices[0] if matrices else 1
@@ -308,14 +308,13 @@ def quantise_matrix(
 
     Args:
         x: [..., D], whose T rows are a matrix; bf16, fp16, fp32 or fp64.
-        scale_kind: a key of `SCALE_KINDS`: the elements that share a scale.
+        scale_kind: one scale per "tile" (1 x 128), "block" (128 x 128), "row" or "tensor".
         fp8_format: "e4m3" or "e5m2".
         power_of_two: whether scales are rounded up to powers of two.
         rowwise: whether to make the operand [T, D] that is summed over D.
         columnwise: whether to make the transposed operand [D, T] that is summed over T.
-        amax: for "tensor": fp32 [n], whose largest entry gives the scale; None = magnitudes of x.
-        new_amax: fp32 [1], raised in place to the largest finite magnitude of x; None = not
-            recorded.
+        amax: fp32 [n], whose largest entry gives the scale of "tensor"; None = magnitudes of x.
+        new_amax: fp32 [1], raised in place to the largest finite magnitude of x; None = unused.
     """
     options = _CastOptions(scale_kind, fp8_format, power_of_two, rowwise, columnwise)
     if is_plain_eager() and is_plain(x):
@@ -331,6 +330,6 @@ def quantise_matrix(
 
 
 def compute_amax(x: Tensor, past_amax: Tensor | None = None) -> Tensor:
-    """Compute `compute_amax_parts` of all rows of x. No autograd, no host sync."""
+    """Return `compute_amax_parts` of all rows of x. No autograd, no host sync."""
     parts: Tensor = _amax_op(x.detach(), past_amax)
     return parts

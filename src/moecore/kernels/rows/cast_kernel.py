@@ -49,7 +49,7 @@ def amax_parts_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program i writes the amax of every PARTS-th tile of a matrix, from tile i on."""
+    """Program i writes the largest magnitude in the tiles i, i + PARTS, i + 2 * PARTS, ..."""
     part, matrix = tl.program_id(0), tl.program_id(1)
     num_rows = T
     if ends_ptr is not None:
@@ -79,7 +79,7 @@ def load_amax(partial_amax_ptr, PARTS: tl.constexpr):
 
 @triton.jit
 def record_amax(x, new_amax_ptr, HAS_AMAX: tl.constexpr):
-    """Raise *new_amax_ptr to x's largest finite magnitude; return x, if HAS_AMAX inf as NaN."""
+    """Raise *new_amax_ptr to x's largest finite magnitude; return x (HAS_AMAX: NaN for inf)."""
     if new_amax_ptr is not None:
         largest = abs_without_nan(x)
         largest = tl.where(largest < float("inf"), largest, 0.0)
@@ -139,10 +139,10 @@ def cast_rows_kernel(
 def locate_row_tile(
     tile_idx, offsets_ptr, num_experts, rows_per_expert, E_POW2: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return (expert, start, end, first): its rows [start, end), and where the tile begins in them.
+    """Return a tile's (expert, start, end, first): the expert's rows are [start, end).
 
-    An expert without rows has one tile. Past the last tile the expert is `num_experts`. offsets_ptr
-    None = each expert has `rows_per_expert` rows.
+    The tile begins at row start + first. An expert without rows has one tile. Past the last tile
+    the expert is `num_experts`. offsets_ptr None = each expert has `rows_per_expert` rows.
     """
     if offsets_ptr is None:
         per_expert = tl.cdiv(rows_per_expert, BLOCK)
@@ -178,7 +178,7 @@ def amax_kernel(
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise amax_ptr to the magnitudes in a tile: per expert and column, if ROWS also per row."""
+    """Raise amax_ptr to a tile's magnitudes, per expert and column and (if ROWS) per row."""
     width = tl.cdiv(D, BLOCK)
     tile = tl.program_id(0) // width
     expert, start, end, first = locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)

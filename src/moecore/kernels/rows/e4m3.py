@@ -24,8 +24,7 @@ def compute_block_scale_ref(
 ) -> tuple[Tensor, Tensor]:
     """Return fp32 scales of blocks from their amax, and the reciprocals, NaN if amax is infinite.
 
-    A scale is amax / format_max (the largest FP8 value). If `power_of_two`, scales are rounded up
-    to powers of two.
+    A scale is amax / format_max (the largest value), rounded up to 2^n if `power_of_two`.
     """
     scales = amax / torch.full_like(
         amax, format_max
@@ -176,7 +175,7 @@ def _gather_byte(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
 
 @triton.jit
 def transpose_e4m3_words(w0, w1, w2, w3, f0, f1, f2, f3):
-    """Transpose 4 x 4 e4m3 values, rows w0 to w3 times their fp16 factors f0 to f3, at most 1."""
+    """Transpose 4 x 4 e4m3 values: rows w0 to w3, times fp16 factors f0 to f3 that are <= 1."""
     if INTERPRETED:
         words: tl.tuple = ()
         for byte in tl.static_range(4):

@@ -74,8 +74,8 @@ FORMATS: dict[FrozenFormat, FourBitFormat] = {
 def make_empty_blocks(shape: tuple[int, ...], kind: FrozenFormat, device: torch.device) -> Blocks:
     """Allocate uninitialised 4-bit values and scales for a tensor of `shape` [..., K].
 
-    The values are uint8 [..., K / 2], and the scales [..., K / group]. A group of values shares a
-    scale, and K must be divisible by its size.
+    The values are uint8 [..., K / 2], and the scales [..., K / group]. K must be a multiple of
+    `group`, the number of values that share a scale.
     """
     fmt = FORMATS[kind]
     *rows, K = shape
@@ -86,11 +86,11 @@ def make_empty_blocks(shape: tuple[int, ...], kind: FrozenFormat, device: torch.
 
 
 def quantise(x: Tensor, kind: FrozenFormat) -> Blocks:
-    """Quantise x [..., K] to the nearest 4-bit values, halfway to the lower value.
+    """Quantise x [..., K] to the nearest 4-bit values, ties to the lower value.
 
     K must be divisible by the number of values per scale. NF4 multiplies by the reciprocal of the
-    scale. MXFP4's scale is 2^(floor(log2(max |x|)) - 2), which changes no value that is already a
-    value of MXFP4. Zeros have the scale 0 or 2^-127.
+    scale. MXFP4's scale is 2^(floor(log2(max |x|)) - 2), which preserves values that are already
+    MXFP4. The scale of zeros is 0 (NF4) or 2^-127 (MXFP4).
     """
     fmt = FORMATS[kind]
     x_GV = x.float().unflatten(-1, (-1, fmt.group))
@@ -114,8 +114,7 @@ def quantise(x: Tensor, kind: FrozenFormat) -> Blocks:
 def dequantise(blocks: Blocks, dtype: torch.dtype) -> Tensor:
     """Return the values [..., K] of 4-bit blocks in `dtype`, a new contiguous tensor. No autograd.
 
-    On CUDA one kernel runs, after copies of tensors that are not contiguous. No host sync. A
-    compiler sees a custom op.
+    On CUDA one kernel runs, after copies of non-contiguous tensors. No host sync.
     """
     return _dequantise(blocks.values, blocks.scales, blocks.kind, dtype)
 
@@ -178,7 +177,7 @@ def dequantise_four_bit_kernel(
     HIGH_FIRST: tl.constexpr,
     E8M0: tl.constexpr,
 ):
-    """Dequantise GROUPS groups of 2 * PAIRS values; each group shares a scale."""
+    """Dequantise GROUPS groups of 2 * PAIRS values; the values of a group share a scale."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     inside = (group < num_groups)[:, None]
     at = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]

@@ -37,7 +37,7 @@ NO_PAGE, NO_ROOM = tl.constexpr(NONE), tl.constexpr(MISSING)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagePool:
-    """Fixed-size pages of device and host memory, and lists of free pages that kernels change."""
+    """Fixed-size pages of device and host memory, and free lists that kernels update."""
 
     pages: Tensor  # uint8 [P, bytes of a page], uninitialised
     host_pages: Tensor  # uint8 [Q, bytes of a page] in host memory that the device can access
@@ -87,7 +87,7 @@ def return_pages_ref(page_table: Tensor, num_entries: int, pool: PagePool) -> No
 
 
 def take_pages_ref(page_table: Tensor, num_entries: int, num_pages: int, pool: PagePool) -> None:
-    """Compute `take_pages` on the host: free a table's pages, then write new page ids to it."""
+    """Compute `take_pages` on the host: free the pages of a table, then write new page ids."""
     return_pages_ref(page_table, num_entries, pool)
     P, state = pool.pages.shape[0], pool.state
     rings = [(HEAD_WORD, FREE_WORD, 0, P)]
@@ -166,7 +166,7 @@ def _free_pages_locked(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
 def free_pages(table_ptr, num_entries, pool, BLOCK: tl.constexpr):
     """Free the pages of a table, under the lock; only one program may call it.
 
-    `pool` is (state, free ids, P, Q).
+    `pool` is (state, free ids, number of device pages, number of host pages).
     """
     state_ptr = pool[0]
     _lock_free_lists(state_ptr)

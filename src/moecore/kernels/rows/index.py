@@ -54,7 +54,7 @@ class ExpertIndex(NamedTuple):
 
 
 def compute_max_padded_rows(num_rows: int, num_experts: int, row_multiple: int) -> int:
-    """Return an upper bound of the number of rows after each expert's rows are padded."""
+    """Return an upper bound of rows if each of `num_experts` pads its rows to `row_multiple`."""
     # Example, 5 rows of 2 experts, multiple 4: 1 and 4 take 8, 2 and 3 take 8; 12 is enough.
     return cdiv(num_rows + num_experts * (row_multiple - 1), row_multiple) * row_multiple
 
@@ -339,24 +339,23 @@ def build_index(
     row_multiple: int = 1,
     max_pairs: int | None = None,
 ) -> ExpertIndex:
-    """Sort the routed (token, choice) pairs by local expert, as an `ExpertIndex`. No host sync.
+    """Sort the (token, expert) pairs by local expert, as an `ExpertIndex`. No host sync.
 
     Row id and weight are 0 in padding rows and in all rows past offsets_e[-1]. weights_R is
     differentiable in weights_SK; rows without a pair may have any gradient, even NaN.
 
     Args:
-        ids_SK: int32, K global expert ids per token, distinct; -1 = dropped; experts of other ranks
-            are skipped.
-        weights_SK: fp32 weight of each choice; weights of skipped choices are not read.
+        ids_SK: int32, K distinct global expert ids per token; -1 and other ranks' ids are skipped.
+        weights_SK: fp32 routing weight of each id; weights of skipped ids are not read.
         first_expert: global id of the first local expert.
         row_multiple: each expert's rows are padded up to a multiple of this, a power of two.
-        max_pairs: an upper bound of the number of pairs of local experts; None = S * K. With
-            padding this bound gives R, the number of rows: see `compute_max_padded_rows`. If
-            offsets_e[-1] > R, rows past R were dropped, and experts must not use the index.
+        max_pairs: an upper bound of the pairs of local experts; None = S * K. R is this bound with
+            padding (`compute_max_padded_rows`). If offsets_e[-1] > R, rows past R were dropped, and
+            experts must not use the index.
 
-    Example, experts 2 and 3 of six, row_multiple 2, ids [[3, 0], [2, 3], [5, 3]]: expert 2 gets row
-    1 and one row of padding, expert 3 rows 0, 1, 2 and one of padding, so row_ids_R is [1, 0, 0, 1,
-    2, 0, 0, 0], slots_SK [[2, -1], [0, 3], [-1, 4]] and offsets_e [2, 6].
+    Example, experts 2 and 3 of six, row_multiple 2, ids [[3, 0], [2, 3], [5, 3]]. Expert 2 gets row
+    1 and a row of padding, expert 3 rows 0, 1, 2 and a row of padding. row_ids_R is [1, 0, 0, 1, 2,
+    0, 0, 0], slots_SK [[2, -1], [0, 3], [-1, 4]] and offsets_e [2, 6].
     """
     if ids_SK.ndim != 2 or ids_SK.dtype != torch.int32:
         raise ValueError(

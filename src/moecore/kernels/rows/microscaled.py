@@ -147,20 +147,19 @@ def quantise_microscaled(
 ) -> Blocks:
     """Quantise x's rows in MXFP8 or NVFP4 to an operand [M, K]; [K, M] if `over_rows` and `pack`.
 
-    If `pack`, the result has bytes of values and of block scales. Otherwise it has values already
-    multiplied by their block scales, in bf16 (fp32 on CPUs), and the scale of each expert's tensor,
-    fp32 [e + 1]. No autograd, no host sync.
+    If `pack`, the result has bytes of values and of block scales. Otherwise it has values times
+    block scales, in bf16 (fp32 on CPUs), and tensor scales, fp32 [e + 1]: of each expert, and of
+    rows without an expert. No autograd, no host sync.
 
     Args:
         x_TK: any floating dtype.
         recipe: "mxfp8" or "nvfp4".
-        over_rows: whether the matmul sums over rows instead of columns. The summed dim has full
-            blocks.
-        is_gradient: whether values are stochastically rounded if the recipe says so.
+        over_rows: whether the matmul sums over rows, not columns. The summed dim has full blocks.
+        is_gradient: whether `recipe.stochastic_rounding` applies to the values.
         source_rows_M: int64, the row of x of each row of the operand; -1 = zeros. None = row i is
             x's row i, and if `over_rows`, zeros fill the last block.
-        expert_M: int64, the expert of each row, or e if it has none; the rows of a block have one
-            expert. None = one scale for all rows.
+        expert_M: int64, the expert of each row; `num_experts` (e) = no expert. All rows of a block
+            have one expert. None = one scale for all rows.
     """
     if not has_cast_kernel(x_TK):
         order: Any = dict(source_rows_M=source_rows_M, expert_M=expert_M, num_experts=num_experts)

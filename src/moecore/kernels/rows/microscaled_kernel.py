@@ -95,7 +95,7 @@ def finite_amax_kernel(
     G: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Raise each expert's entry of amax_ptr to the largest finite magnitude of its blocks here."""
+    """Raise experts' entries of amax_ptr to the finite magnitudes of this program's blocks."""
     first, _, _, x = _load_blocks(
         x_ptr, source_rows_ptr, T, M, row_stride, K, HADAMARD, ROWS, COLUMNS, G, B
     )

@@ -84,7 +84,7 @@ def quantise_microscaled_rows_kernel(
     E2M1: tl.constexpr,
     BLOCKS: tl.constexpr,  # number of blocks that a step of the loop quantises
 ):
-    """Write the values and block scales of one row; of E2M1 also the scale of the row."""
+    """Write the values and block scales of one row; for E2M1 also the scale of the row."""
     row = tl.program_id(0).to(tl.int64)
     STEP: tl.constexpr = BLOCKS * SIZE
     ROW_SCALES: tl.constexpr = D // SIZE + E2M1
@@ -172,9 +172,9 @@ def make_empty_microscaled_rows(x_SD: Tensor, recipe: Recipe) -> tuple[Tensor, T
 def pack_microscaled_rows(x_SD: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Quantise rows to values and scales of the recipe's format. No autograd, no host sync.
 
-    x_SD is bf16, fp16 or fp32, contiguous, with full blocks in a row; the recipe is "mxfp8" or
-    "nvfp4". Values round to the nearest. An infinity makes its block NaN; in MXFP8 a NaN stays a
-    NaN.
+    x_SD is contiguous bf16, fp16 or fp32, with full blocks in a row. The recipe is "mxfp8" or
+    "nvfp4". Values are rounded to nearest. An infinity makes its block NaN. A NaN stays NaN in
+    MXFP8.
     """
     (S, D), size, is_nvfp4 = x_SD.shape, recipe.weight_multiple, recipe.scaling == "nvfp4"
     if not can_use_kernel(x_SD):
@@ -187,7 +187,7 @@ def pack_microscaled_rows(x_SD: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]
 
 
 def widen_microscaled_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows that `pack_microscaled_rows` made, as `dtype`, [S, D]. No autograd, no sync."""
+    """Dequantise rows of `pack_microscaled_rows` to `dtype`, [S, D]. No autograd, no host sync."""
     if not can_use_kernel(values):
         return widen_microscaled_rows_ref(values, scales, dtype)
     is_nvfp4 = values.dtype != FP8

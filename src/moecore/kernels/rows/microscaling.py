@@ -65,7 +65,7 @@ def _expand_scales(scales: Tensor) -> Tensor:
 
 
 def quantise_mxfp8(x: Tensor, scale_block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return E4M3 values of x's shape, and an fp32 power of two per `scale_block`."""
+    """Return E4M3 values of x's shape, and an fp32 scale, a power of two, per `scale_block`."""
     values, scales = quantise_ref(_split_blocks(x, scale_block), (-3, -1), power_of_two=True)
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
 
@@ -75,9 +75,9 @@ def quantise_nvfp4(
 ) -> tuple[Tensor, Tensor]:
     """Return fp32 values of x's shape, rounded to E2M1, and an E4M3 scale per `scale_block`.
 
-    `tensor_scale`, fp32, broadcasts with the scales of blocks. `draws` has random numbers in [0,
-    1): a value is rounded up if its distance to the lower magnitude, in steps, exceeds the draw.
-    None = to the nearest, ties to even.
+    `tensor_scale`, fp32, broadcasts with the scales of blocks. `draws` has random numbers in [0, 1)
+    for stochastic rounding: a value is rounded up if the fraction of the step above the lower
+    magnitude exceeds the draw. None = to nearest, ties to even.
     """
     wide = _split_blocks(x.float(), scale_block)
     amax = wide.abs().amax((-3, -1), keepdim=True)
@@ -131,8 +131,7 @@ def unpack_e2m1(packed_bytes: Tensor) -> Tensor:
 def unpack_matrices(weight: Blocks, recipe: Recipe, *, transposed: bool) -> Blocks:
     """Unpack all-gathered NVFP4 matrices [e, N, K] to a bf16 operand (fp32 on CPUs).
 
-    The operand has values times block scales, and fp32 tensor scales [e]; [e, K, N] if
-    `transposed`.
+    The operand, [e, K, N] if `transposed`, has values times block scales, and tensor scales [e].
     """
     assert weight.amax is not None, "they were gathered by it"
     wide = _dequantise(unpack_e2m1(weight.values), weight.scales, recipe.weight_block)
@@ -150,7 +149,7 @@ def transpose_matrices(weight: Blocks) -> Blocks:
 
 
 def draw_uniform(x_MK: Tensor) -> Tensor:
-    """Return random fp32 numbers in [0, 1), which depend only on each value and its position."""
+    """Return pseudo-random fp32 numbers in [0, 1): a hash of each value and its position."""
     rows, columns = (torch.arange(n, dtype=torch.int32, device=x_MK.device) for n in x_MK.shape)
     hashed = _hash_int32(_hash_int32(rows + SEED)[:, None] + columns)
     hashed = _hash_int32(hashed ^ (x_MK.float().view(torch.int32) >> 16 & 0xFFFF))
@@ -167,7 +166,7 @@ def _hash_int32(x: Tensor) -> Tensor:
 def apply_hadamard(x_PC: Tensor) -> Tensor:
     """Return the Hadamard transform of each 16 rows, with fixed signs, in fp32.
 
-    It is orthogonal: x^T y, summed over rows, does not change if both x and y are transformed.
+    The transform is orthogonal: x^T y does not change if both x and y are transformed.
     """
     P, C = x_PC.shape
     # Made on the device: graphs capture no copies from the host.

@@ -70,7 +70,7 @@ def sum_rows_ref(
 
 @cache
 def choose_column_block(num_columns: int, itemsize: int) -> dict[str, int]:
-    """Return BLOCK_D (columns of a program) and num_warps, for 16 bytes per thread and access."""
+    """Return BLOCK_D (columns of a program) and num_warps: each thread accesses 16 bytes."""
     # The most columns, up to 2048, that leave at most 1/8 idle.
     fits = (n for n in (2048, 1024, 512, 256) if -(-num_columns // n) * n * 8 <= num_columns * 9)
     block = next(fits, min(256, max(16, next_power_of_2(num_columns))))
@@ -249,8 +249,8 @@ def gather_rows(
 
     Args:
         x_SD: source rows, any float dtype; copied if not contiguous.
-        row_ids_R: int32, source row of each expert row, in [0, S) below num_rows.
-        slots_SK: int32, expert row of each source row's k-th choice, distinct; -1 = none.
+        row_ids_R: int32, source row of each expert row, in [0, S) for rows before num_rows.
+        slots_SK: int32, expert row of each source row for its k-th expert, distinct; -1 = none.
         num_rows: 0-dim int32 on the device, the expert rows in use; None means R.
     """
     return _gather_rows(x_SD, row_ids_R, slots_SK, num_rows)
@@ -268,12 +268,12 @@ def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows
 def sum_rows(
     y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None = None
 ) -> Tensor:
-    """Return the sum of each source row's (token's) expert rows, [S, D] in the dtype of y_RD.
+    """Return, for each source row (token), the sum of its expert rows, [S, D] in y_RD's dtype.
 
     Differentiable in y_RD; `gather_rows` is the gradient. No host sync; the same bits in every run.
     Rows are added in fp32 (fp64 for fp64) in order of k and rounded once. y_RD is copied if not
-    contiguous, and rows that slots_SK does not contain are not read. Other arguments are as in
-    `gather_rows`, and the gradient needs all three of them.
+    contiguous; rows that slots_SK does not contain are not read. Other arguments are as in
+    `gather_rows`; only backward reads row_ids_R and num_rows.
 
     Example, S = 2, K = 2, R = 3: slots_SK [[0, 2], [1, -1]] gives [y0 + y2, y1].
     """

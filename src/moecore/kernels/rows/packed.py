@@ -152,9 +152,9 @@ _pack_rows = Op("pack_rows", _launch_pack, _make_empty_bytes)
 def pack_rows(x_SD: Tensor) -> Tensor:
     """Quantise rows to e4m3 with one scale per 128 columns, in bytes. No autograd, no host sync.
 
-    Rows are bf16, fp16 or fp32, contiguous; D a multiple of `PACKED_COLUMNS`. The result, uint8 [S,
-    W], has D values, ceil(D / 128) scales in fp32, and undefined bytes up to a multiple of 16. An
-    infinity makes its 128 columns NaN; a NaN stays a NaN.
+    Rows are bf16, fp16 or fp32, contiguous; D is a multiple of `PACKED_COLUMNS`. A row of the
+    result, uint8 [S, W], has D values, ceil(D / 128) fp32 scales, and padding to a multiple of 16.
+    An infinity makes its 128 columns NaN; a NaN stays a NaN.
     """
     return _pack_rows(x_SD.detach())
 

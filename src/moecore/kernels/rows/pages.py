@@ -39,13 +39,10 @@ TAKE_WARPS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageLayout:
-    """How rows of several matrices are stored in the pages of a `PagePool`.
+    """The layout of stored rows of several matrices in the pages of a `PagePool`.
 
-    A matrix is a uint8 buffer [rows, bytes]. Stored rows are either listed (tokens with an expert
-    row), or the first rows.
-
-    A matrix is a uint8 buffer [rows, bytes]. Stored rows are either listed (tokens with an expert
-    row), or the first rows.
+    A matrix is a uint8 buffer [rows, bytes]. Stored rows are either all rows of a list (tokens with
+    an expert row), or the first rows.
     """
 
     pool: PagePool
@@ -70,7 +67,7 @@ class PageLayout:
         source_rows: int,
         expert_rows: int,
     ) -> "PageLayout":
-        """Return the layout of matrices, each (bytes of a row, whether its rows are listed)."""
+        """Return the layout of matrices, each (bytes of a row, whether a list selects its rows)."""
         widths, has_list = zip(*matrices, strict=True)
         steps = [pool.page_bytes // width for width in widths]
         lengths = [source_rows if listed else expert_rows for listed in has_list]
@@ -97,7 +94,7 @@ class PageLayout:
         )
 
     def make_table(self) -> Tensor:
-        """Return a new int32 page table without pages. CUDA graphs must not capture this call."""
+        """Return a new, empty int32 page table. A CUDA graph must not capture this call."""
         num_listed = self.source_rows if any(self.has_list) else 0
         size = self.num_entries + 2 + num_listed
         return torch.full((size,), NONE, dtype=torch.int32, device=self.pool.pages.device)
@@ -304,11 +301,11 @@ def _copy_pages_kernel(
 def take_pages_for_rows(
     page_table: Tensor, layout: PageLayout, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> None:
-    """Take pages for the rows to store, and write the rows' list to the table. No host sync.
+    """Take pages for the rows to store; write the page ids and the list of rows to the table.
 
-    The table's earlier pages are freed first. slots_SK (int32, -1 = none) lists the tokens with an
-    expert row; None if no matrix has a list. The first num_rows (0-dim int32) rows are stored; None
-    if all matrices have a list.
+    The table's earlier pages are freed first. Matrices with a list store the tokens with an expert
+    row in slots_SK (int32, -1 = none). Other matrices store the first num_rows (0-dim int32) rows.
+    An argument is None if no matrix needs it. No host sync.
 
     Example: slots [[-1], [0], [7], [-1], [1]] give the list [1, 2, 4].
     """
@@ -343,15 +340,15 @@ def stash_or_restore_rows(
     stash: bool,
     released_table: tuple[Tensor, int] | None = None,
 ) -> None:
-    """Copy stored rows of matrices to their pages if `stash`, otherwise back. No host sync.
+    """If `stash`, copy rows of matrices to pages, otherwise back from pages. No host sync.
 
-    The table, from `take_pages_for_rows`, keeps its pages, and rows that are not stored do not
-    change. Rows for which no page was free become NaN when they are copied back.
+    The pages of the table (of `take_pages_for_rows`) are not freed, and rows that are not stored do
+    not change. Rows for which no page was free become NaN when they are copied back.
 
     Args:
         matrices: uint8, contiguous, in the order of the layout; None = skip this matrix.
         released_table: a table of the same pool and its num_entries, whose pages the same launch
-            frees. No other kernel may read these pages any more.
+            frees. No other kernel may still read these pages.
     """
     if not can_use_kernel(page_table):
         stash_or_restore_rows_ref(matrices, page_table, layout, stash=stash)

@@ -151,9 +151,9 @@ def make_empty_rows(like_SD: Tensor) -> Rows:
 def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None = None) -> Rows:
     """Return rows in FP8 with one scale per 128 columns. No autograd, no host sync.
 
-    Rows are bf16, fp16 or fp32, contiguous; D a multiple of 128. An infinity makes its 128 columns
-    NaN; a NaN stays a NaN. Rows from num_rows (0-dim int32 on the device; None = all) on are not
-    read, and are uninitialised in the result.
+    Rows are bf16, fp16 or fp32, contiguous; D is a multiple of 128. An infinity makes its 128
+    columns NaN; a NaN stays a NaN. Rows from num_rows (0-dim int32 on the device; None = S) on are
+    not read, and are uninitialised in the result.
     """
     S, D = x_SD.shape
     check_multiple_of_128("D", D)
@@ -169,12 +169,12 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
 def gather_row_blocks(
     rows: Rows, row_ids_R: Tensor | None, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> Blocks:
-    """Gather FP8 rows in expert order to an operand of kind "tile". No autograd, no host sync.
+    """Gather FP8 rows in expert order to an operand with a scale per 1 x 128. No autograd.
 
     `rows` are token rows with scales, maybe strided; D is a multiple of 128. Other arguments are as
-    in `gather_rows`. If row_ids_R and slots_SK are None, `rows` are in expert order and contiguous,
+    in `gather_rows`. If row_ids_R and slots_SK are None, `rows` are in expert order, contiguous,
     and the result shares their values. Rows from num_rows on, and values of padding rows, are
-    uninitialised.
+    uninitialised. No host sync.
     """
     assert rows.scales is not None
     S, D = rows.values.shape
@@ -213,11 +213,10 @@ def gather_row_blocks(
 def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) -> Blocks:
     """Transpose FP8 rows per tile of 128 expert rows, for weight gradients, which sum over rows.
 
-    A NaN stays at its position. An infinity, which made 128 columns of its row NaN, makes the scale
-    of that block infinite. No autograd, no host sync.
+    A NaN stays NaN. An infinity makes its block's scale infinite. No autograd, no host sync.
 
     Args:
-        rows: with scales, maybe strided; D a multiple of 128. Rows in no tile are not read.
+        rows: FP8 rows with scales, maybe strided; D is a multiple of 128.
         row_ids_R: int32, source row of each expert row; None = rows are in expert order.
         tiles: from `map_row_tiles` of the R expert rows.
 
@@ -244,7 +243,7 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
 def quantise_weights(
     w_eNK: Tensor, *, power_of_two: bool, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
-    """Quantise matrices to FP8, one scale per 128 x 128 block, to both operands of FP8 matmuls.
+    """Quantise matrices to FP8, one scale per 128 x 128 block, for both operands of matmuls.
 
     w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. One pass writes both
     operands, [e, N, K] (`rowwise`) and [e, K, N] (`columnwise`). No autograd, no host sync.

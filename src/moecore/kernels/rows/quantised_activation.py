@@ -80,7 +80,7 @@ def quantised_activation_bwd_ref(
 
 @triton.jit
 def load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide_dtype: tl.constexpr, C: tl.constexpr):
-    """Return 128 columns of h [R, C] in fp32; FP8 h is widened and rounded to `wide_dtype`."""
+    """Return 128 columns of h [R, C] in fp32; FP8 h is dequantised and rounded to `wide_dtype`."""
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     h = tl.load(h_ptr + at, mask=row_mask[:, None], other=0)
     if h_scales_ptr is not None:
@@ -148,7 +148,7 @@ def quantised_activation_bwd_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write FP8 gradients of h, FP8 activations, and weight gradients per 128 columns, of rows."""
+    """Write FP8 gradients of h, FP8 activations, and weights' gradients per 128 columns."""
     BLOCKS: tl.constexpr = F // 128
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
@@ -207,11 +207,10 @@ def quantised_activation(
 ) -> tuple[Blocks, Rows | None]:
     """Return act(h) * weight of each row in FP8, quantised from fp32. No autograd, no host sync.
 
-    The results are an operand [R, F] of kind "tile", and h in FP8 as by `quantise_rows`, or None
-    unless `quantise_h`. Rows from num_rows on are uninitialised. h_RC, FC1's output, is bf16, fp16
-    or fp32, contiguous, gate columns first; F is a multiple of 128. weights_R (contiguous) and
-    num_rows are as in `weighted_activation`. Scales are powers of two if `power_of_two`, otherwise
-    amax / 448.
+    The results are an operand [R, F] with a scale per 1 x 128, and h by `quantise_rows` (None
+    unless `quantise_h`). Rows from num_rows on are uninitialised. h_RC, FC1's output, is contiguous
+    bf16, fp16 or fp32, gate columns first; F % 128 = 0. weights_R (contiguous) and num_rows are as
+    in `weighted_activation`. Scales are powers of two if `power_of_two`, otherwise amax / 448.
     """
     R, C = h_RC.shape
     F = C // 2 if options.gated else C
@@ -242,11 +241,11 @@ def quantised_activation_bwd(
     *,
     power_of_two: bool,
 ) -> tuple[Blocks, Tensor, Blocks]:
-    """Return gradients of h and weights, and act(h) * weight recomputed. No autograd, no host sync.
+    """Return (dh, dweights, a): gradients of h and weights, and act(h) * weight recomputed.
 
-    The same bits in every run. h (in FP8 or not) and da_RF are contiguous and of one dtype.
-    Gradients of h and the activation are operands of kind "tile", uninitialised from num_rows on.
-    The gradient of weights is fp32, zero from num_rows on.
+    h (in FP8 or not) and da_RF are contiguous and of one dtype. dh and a are FP8 operands with a
+    scale per 1 x 128, uninitialised from row num_rows on. dweights is fp32, zero from num_rows on.
+    No autograd, no host sync; the same bits in every run.
     """
     (R, C), F = h.values.shape, da_RF.shape[1]
     check_multiple_of_128("F", F)

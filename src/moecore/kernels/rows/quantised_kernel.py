@@ -27,7 +27,7 @@ def store_row_blocks(
     C: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Quantise x (128 columns, block `block`, of rows) to e4m3; store values and row scales."""
+    """Quantise x, 128 columns of `rows`, to e4m3; store values and a scale per row."""
     scale, inverse = compute_block_scale(tl.max(abs_without_nan(x), axis=1), POWER_OF_TWO)
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=row_mask[:, None])
@@ -81,7 +81,7 @@ def gather_row_blocks_kernel(
     SCALE_R: tl.constexpr,
     SCALE_B: tl.constexpr,
 ):
-    """Copy scales of SCALE_R expert rows, transposed, or BLOCK_D values of a token to its rows."""
+    """Copy BLOCK_D values of a token to its expert rows, or transposed scales of SCALE_R rows."""
     pid = tl.program_id(0)
     if pid < num_scale_programs:
         rows = pid.to(tl.int64) * SCALE_R + tl.arange(0, SCALE_R)

@@ -25,8 +25,7 @@ PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # scales of one program: 32 elements p
 class Rows:
     """A matrix [S, D] with a row per token, unquantised or in FP8 with a scale per 128 columns.
 
-    Rows that are saved for backward may be in MXFP8 or NVFP4 (`microscaled_rows.py`), which have
-    uint8 scales.
+    Rows that are saved for backward may be in MXFP8 or NVFP4, with uint8 scales.
     """
 
     values: Tensor  # [S, D] bf16, fp16, fp32 or fp64; float8_e4m3fn with scales, rows maybe strided
@@ -43,16 +42,16 @@ class Rows:
     def from_bytes(
         cls, bytes_SW: Tensor, dim: int, dtype: torch.dtype, grad_handle_SD: Tensor | None = None
     ) -> Rows:
-        """View bytes from `pack_rows` as FP8 rows, which matmuls use in `dtype`."""
+        """View bytes from `pack_rows` as FP8 rows, which `widen` dequantises to `dtype`."""
         return cls(*view_packed_rows(bytes_SW, dim), dtype, grad_handle_SD=grad_handle_SD)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which matmuls use the rows: for FP8 rows the dtype after widening."""
+        """The dtype in which matmuls use the rows: for FP8 rows the dtype after dequantisation."""
         return self.values.dtype if self.wide_dtype is None else self.wide_dtype
 
     def widen(self) -> Tensor:
-        """Return the rows [S, D] in `dtype`; their gradient is given to `grad_handle_SD`."""
+        """Return rows [S, D] in `dtype`; the result's gradient flows to `grad_handle_SD`."""
         if self.scales is None:
             return self.values
         if self.scales.dtype == torch.uint8:
@@ -112,10 +111,10 @@ def _widen_rows_kernel(
 
 
 def widen_rows(rows: Rows, num_rows: Tensor | None = None) -> Tensor:
-    """Return FP8 rows [R, C] in their wide dtype, by a kernel on a GPU. No autograd, no host sync.
+    """Dequantise FP8 rows [R, C] to `rows.dtype`, by a kernel on a GPU. No autograd, no host sync.
 
-    Rows without scales are returned unchanged. Rows and scales are contiguous, C a multiple of 128.
-    Rows from num_rows (0-dim int32 on the device; None = R) on are not read, and are uninitialised.
+    Rows without scales are returned unchanged. Rows and scales are contiguous, C is a multiple of
+    128. Rows from num_rows (0-dim int32 on the device; None = R) on are uninitialised.
     """
     if rows.scales is None or not can_use_kernel(rows.values):
         return rows.widen()

@@ -132,14 +132,12 @@ _rotary = Op(
 def rotary(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate queries or keys by the angles of their positions; fp32 inside, rounded once.
 
-    Compilers see plain PyTorch, which they fuse. The kernel is differentiable once in x, plain
-    PyTorch (CPUs, fp64) any number of times.
+    torch.compile, CPUs and fp64 use plain PyTorch. The kernel is differentiable once, in x.
 
     Args:
         x_BTHw: [B, T, H, n + d], any strides. The last d dims are rotated.
         cos_Td, sin_Td: fp32 [T, d / 2].
-        interleaved: whether pairs are dims (2i, 2i + 1) of the last d (DeepSeek); otherwise dims
-            (i, i + d / 2) (Llama).
+        interleaved: True = pairs of dims (2i, 2i + 1) as in DeepSeek; False = (i, i + d / 2).
 
     Returns:
         Shape and dtype of x, contiguous on a GPU: the first n dims unchanged, the first dim of

@@ -33,7 +33,7 @@ def load_expert_ranges(offsets_ptr, num_experts, E_POW2: tl.constexpr):
 
 @triton.jit
 def count_row_tiles(offsets_ptr, num_experts, E_POW2: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return each expert's first row, number of row tiles, their running sum, and their total."""
+    """Return experts' first rows and row tile counts, the counts' running sum, and their total."""
     starts, ends, exists = load_expert_ranges(offsets_ptr, num_experts, E_POW2)
     tiles = tl.where(exists, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
     sums = tl.where(exists, tl.cumsum(tiles, 0), NO_TILE)
@@ -134,7 +134,7 @@ def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
     """Divide each expert's rows into tiles of up to 128 rows; return their map. No host sync.
 
     `offsets_e` is the int32 running sum of the experts' row counts, on the device. `num_rows` is
-    the length of the row buffer, not the number of rows in use. Unused entries are uninitialised.
+    the length of the row buffer. Unused entries are uninitialised.
     """
     if not can_use_kernel(offsets_e):
         return map_row_tiles_ref(offsets_e, num_rows)

@@ -145,7 +145,7 @@ def quantise_ref(
     fp8_format: str = "e4m3",
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return FP8 values of x and fp32 scales, from `amax` or magnitudes of x over `amax_dim`."""
+    """Return FP8 values of x and fp32 scales, from `amax` or the amax of x over `amax_dim`."""
     x = x.float()
     amax = abs_without_nan_ref(x).amax(amax_dim, keepdim=True) if amax is None else amax
     scales, inverse = compute_block_scale_ref(amax, power_of_two, LARGEST[fp8_format])
@@ -171,7 +171,7 @@ def cast_ref(
 ) -> Blocks:
     """Quantise a matrix to the FP8 operand summed over its columns, in plain PyTorch.
 
-    `amax`, fp32 [n], scales a "tensor" operand by its largest entry; None = magnitudes of x.
+    For kind "tensor", the largest entry of `amax`, fp32 [n], gives the scale; None = x's amax.
     """
     T, D = x_TD.shape
     M, K = compute_operand_shape(T, D, scale_kind)

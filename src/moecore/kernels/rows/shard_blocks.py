@@ -39,7 +39,7 @@ TRANSPOSE_WARPS = 4
 
 
 class MatrixShard(NamedTuple):
-    """Position of a rank's shard in the full matrix, whose rows are all dims but the last.
+    """Position of a rank's shard in the full matrix [rows, last dim] of a parameter.
 
     Row i of the shard is row (i // run) * period + first_row + i % run of the matrix.
     """
@@ -55,7 +55,7 @@ class MatrixShard(NamedTuple):
 
     @classmethod
     def from_slice(cls, shape: torch.Size, dim: int, start: int, size: int) -> MatrixShard:
-        """Return the position of a slice along `dim` of a full parameter of this `shape`."""
+        """Return the position of slice [start, start + size) of `dim` of a parameter of `shape`."""
         rows, columns = shape[:-1].numel(), shape[-1]
         if dim == len(shape) - 1:
             return cls(rows, columns, rows, rows, 0, first_column=start, part_columns=size)
@@ -65,7 +65,7 @@ class MatrixShard(NamedTuple):
 
     @property
     def scales_shape(self) -> tuple[int, int]:
-        """Shape of the full matrix's scales, one per 128 x 128; columns are a multiple of 4."""
+        """Shape of the full matrix's scales, per 128 x 128; columns padded to a multiple of 4."""
         return cdiv(self.rows, BLOCK), round_up(cdiv(self.columns, BLOCK), SCALE_COLUMNS)
 
     @property
@@ -95,7 +95,7 @@ def view_as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
 
 
 def make_dense_operand(weight: Blocks) -> Blocks:
-    """Return an all-gathered FP8 linear weight as operand; a copy if K is no multiple of 128."""
+    """Return an all-gathered FP8 linear weight as operand: a copy if K must be padded to 128."""
     if weight.kind == "tensor":
         return Blocks(weight.values, weight.scales.view(1, 1), "tensor")
     bytes_NK, missing = weight.values.view(torch.uint8), -weight.values.shape[1] % BLOCK
@@ -202,10 +202,10 @@ def transpose_values_kernel(words_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr
 
 
 def write_block_amax_(shard: Tensor, position: MatrixShard, amax: Tensor) -> None:
-    """Write a shard's largest magnitude, NaN ignored, in each block of the full matrix.
+    """Write to `amax` a shard's largest magnitude in each 128 x 128 block of the full matrix.
 
-    The shard is bf16 or fp32, contiguous, maybe empty. `amax` is fp32 of `position.scales_shape`: 0
-    in a block without elements of the shard, not written in the padding of the last dim.
+    The shard is bf16 or fp32, contiguous, maybe empty; NaN is ignored. `amax` is fp32 of
+    `position.scales_shape`: 0 in blocks without elements of the shard, not written in the padding.
     """
     if not shard.numel():
         amax[:, : cdiv(position.columns, BLOCK)].zero_()
@@ -259,8 +259,8 @@ def transpose_values(values_eNK: Tensor, row_multiple: int = 1) -> Tensor:
 def transpose_operand(weight: Blocks, num_columns: int) -> Blocks:
     """Transpose the FP8 operand [N, K] of a dense linear: return [K, N], to be summed over N.
 
-    Blocks of 128 x 128 have the input's K padded to a multiple of 128. `num_columns` is K without
-    padding; N and `num_columns` are multiples of 16. No autograd.
+    If scales are per 128 x 128, the input's K is padded to a multiple of 128. `num_columns` is K
+    without padding; N and `num_columns` are multiples of 16. No autograd.
     """
     if weight.kind == "tensor":
         return Blocks(transpose_values(weight.values[None])[0], weight.scales, "tensor")

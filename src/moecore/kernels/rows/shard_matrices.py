@@ -55,7 +55,7 @@ def _view_as_matrices(shard: Tensor, first_matrix: int, amax: Tensor) -> tuple[T
 def write_matrix_amax_(shard: Tensor, first_matrix: int, amax: Tensor) -> None:
     """Write the largest magnitude of a shard in each expert's matrix to `amax`, fp32 [matrices].
 
-    Matrices on other ranks get 0. NaN is ignored. No communication.
+    `first_matrix`: index of the shard's first matrix. Other ranks' matrices get 0. NaN is ignored.
     """
     amax.zero_()
     if shard.numel():
@@ -165,8 +165,7 @@ def _launch_square_kernel(
 def write_square_amax_(shard: Tensor, position: MatrixShard, amax: Tensor) -> None:
     """Write a shard's largest magnitude in each 16 x 16 square of the full weight to fp32 `amax`.
 
-    A value that is not finite makes its square's entry infinite. Squares on other ranks get 0. No
-    communication.
+    A NaN or infinity makes its square's entry infinite. Squares of other ranks get 0.
     """
     if not shard.numel() or not can_use_kernel(shard):
         write_square_amax_ref_(shard, position, amax)
@@ -177,7 +176,7 @@ def write_square_amax_(shard: Tensor, position: MatrixShard, amax: Tensor) -> No
 def write_finite_amax_(shard: Tensor, first_matrix: int, amax: Tensor) -> None:
     """Write the largest finite magnitude of a shard in each expert's matrix to `amax`, fp32.
 
-    Matrices on other ranks get 0. No communication.
+    `first_matrix`: index of the shard's first matrix. Other ranks' matrices get 0.
     """
     amax.zero_()
     if shard.numel():
@@ -197,10 +196,9 @@ def pack_shard_(
 ) -> None:
     """Quantise a shard to E2M1 `codes`, and write all scales of blocks. No autograd, no host sync.
 
-    The shard is contiguous, maybe without elements; c and its first column are even. `square_amax`
-    is fp32 [R / 16, C / 16], and `amax`, the largest finite magnitude of each matrix, fp32. The
-    outputs are `scales`, e4m3 [R / 16, C / 16], and `codes`, uint8 [r * c / 2], two values in a
-    byte.
+    The shard [r, c] of the weight [R, C] is contiguous, maybe empty; c and the shard's first column
+    are even. `square_amax` is fp32 [R / 16, C / 16], and `amax`, each matrix's largest finite
+    magnitude, fp32. Outputs are `scales`, e4m3 [R / 16, C / 16], and `codes`, uint8 [r * c / 2].
     """
     if not can_use_kernel(scales):
         pack_shard_ref_(shard, position, square_amax, amax, scales, codes, recipe)

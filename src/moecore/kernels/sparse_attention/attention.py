@@ -69,10 +69,10 @@ def sparse_attention(
         heads: queries, latent keys and projections of attention (MLA).
         spans: the range of keys that each query may see, at least one key.
         sinks_H: score of each head's sink; None = no sinks. Not with `returns_divergences`.
-        indexer: for `top_k` and `returns_divergences`.
+        indexer: required by `top_k` and `returns_divergences`.
         top_k: number of keys that `indexer` selects; None = the keys `selected_tK`, or all keys.
-        selected_tK: keys that an earlier call selected, such as of another layer.
-        returns_divergences: also return KL divergences of the indexer from attention. They have
+        selected_tK: keys that an earlier call selected, for example for another layer.
+        returns_divergences: also return KL divergences of the indexer from attention, which have
             gradients only for `indexer`.
     """
     assert sinks_H is None or not returns_divergences

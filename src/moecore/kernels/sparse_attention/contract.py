@@ -33,7 +33,7 @@ class LatentHeads(NamedTuple):
 
 
 class IndexerHeads(NamedTuple):
-    """The indexer's queries, keys and head weights; only divergences have gradients for them."""
+    """The indexer's queries, keys and head weights, with gradients only from KL divergences."""
 
     q_thi: Tensor
     k_Ni: Tensor

@@ -43,7 +43,7 @@ HEADS = 64  # of a program: the least rows of a product on Hopper
 
 
 def has_gathered_kernels(q_tHd: Tensor, latent_dim: int, key_dim: int) -> bool:
-    """Whether the kernels support the dtype, dims and device."""
+    """Whether kernels for selected keys support the dtype, dims and device."""
     dims = latent_dim, key_dim - latent_dim
     min_dims = 32, 16 * cdiv(latent_dim, 128)  # a product has at least 16 columns
     fit = all(a <= n <= 512 and n & (n - 1) == 0 for a, n in zip(min_dims, dims, strict=True))
@@ -284,7 +284,7 @@ def attend_to_selected(
     scale: float,
     sinks_H: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output in latent dims [C, H, L] and the log-sum-exp, fp32 [C, H]."""
+    """Return attention to selected keys in latent dims [C, H, L], and log-sum-exps, fp32 [C, H]."""
     (C, H, key_dim), K = q_CHl.shape, selected_CK.shape[1]
     o_CHL = q_CHl.new_empty(C, H, latent_dim)
     lse_CH = q_CHl.new_empty(C, H, dtype=torch.float32)
@@ -311,9 +311,9 @@ def differentiate_selected(
     scale: float,
     dkeys_Nl: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of `q_CHl` and the output; add the gradient of the keys to `dkeys_Nl`.
+    """Return the gradient of `q_CHl`, and the output; add the keys' gradient to `dkeys_Nl`.
 
-    The output is [C, H, L], in latent dims. `dkeys_Nl` is fp32.
+    The output of `attend_to_selected` is recomputed. `dkeys_Nl` is fp32.
     """
     (C, H, key_dim), (K, L) = q_CHl.shape, (selected_CK.shape[1], do_CHL.shape[2])
     q_CHl, keys_Nl, dq_CHl = q_CHl.contiguous(), keys_Nl.contiguous(), torch.empty_like(q_CHl)

@@ -24,7 +24,7 @@ SHAPE = 128, 512, 64  # H, L and R of DeepSeek-V3.2; others were not measured
 
 
 def has_hopper_gathered_kernels(q_CHl: Tensor, latent_dim: int) -> bool:
-    """Whether the kernels support the dtype, heads, dims and device of latent queries."""
+    """Whether the Hopper kernels support the queries' dtype, heads, dims and device."""
     shape = q_CHl.shape[1], latent_dim, q_CHl.shape[2] - latent_dim
     return shape == SHAPE and q_CHl.dtype == torch.bfloat16 and has_hopper_kernels(q_CHl.device)
 
@@ -172,7 +172,7 @@ def sm90_sparse_attention_bwd_k_kernel(
     PARTS: gl.constexpr,  # programs of a query
     BK: gl.constexpr,
 ):
-    """Add gradients of one query's keys, of a part of the dims, during the next tile's products."""
+    """Add to dkeys_ptr the gradients of one query's keys, for 1 / PARTS of the dims."""
     LATENT: gl.constexpr = L // PARTS
     TURNED: gl.constexpr = R // PARTS
     dtype: gl.constexpr = q_ptr.dtype.element_ty

@@ -76,9 +76,9 @@ def compute_divergence(p_CK: Tensor, scores_CK: Tensor) -> Tensor:
 def differentiate_divergence(
     dkl_C: Tensor, p_CK: Tensor, indexer: IndexerHeads, keys: Keys, dk_Ni: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the divergence's gradients of indexer queries and weights; add the keys' to `dk_Ni`.
+    """Return gradients of the indexer's queries and weights; add the keys' gradient to `dk_Ni`.
 
-    `p_CK` has attention probabilities, averaged over heads.
+    `p_CK` has attention probabilities averaged over heads, `dkl_C` gradients of divergences.
     """
     rows = keys.select_rows(indexer.k_Ni)
     dots_ChK = keys.compute_dot_products(indexer.q_thi, rows)

@@ -16,7 +16,7 @@ from moecore.kernels.common import is_gpu
 
 
 class SelectedKeys:
-    """The keys of a chunk of queries with a list of keys per query, [queries, keys]; -1 = none."""
+    """A list of keys per query for a chunk of queries, [queries, keys]; -1 = none."""
 
     def __init__(self, selected_CK: Tensor) -> None:
         self._selected_CK = selected_CK
@@ -32,7 +32,7 @@ class SelectedKeys:
         return x_ND.index_select(0, self._places).view(*self._selected_CK.shape, -1)
 
     def compute_dot_products(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Return q times each query's rows, [queries, heads, keys], at least fp32."""
+        """Return q @ each query's rows^T, [queries, heads, keys], at least fp32."""
         return multiply_in_fp32(q_CxD, rows.transpose(1, 2))
 
     def sum_weighted_rows(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
@@ -42,8 +42,8 @@ class SelectedKeys:
     def add_outer_products(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
         """Add p^T q, summed over heads, of each pair to the selected rows of total, in place.
 
-        p is [queries, heads, keys], q [queries, heads, dim], with the first columns of total. Not
-        deterministic on GPUs by default.
+        p is [queries, heads, keys] and q [queries, heads, dim]; the first `dim` columns of total
+        change. Not deterministic on GPUs by default.
         """
         rows = None
         for p_CxK, q_CxD in pairs:
@@ -57,7 +57,7 @@ class SelectedKeys:
 
 
 class SpanOfKeys:
-    """The keys of a chunk of queries that share one range of keys; each query sees a part of it."""
+    """One range of keys for a chunk of queries; each query sees a part of the range."""
 
     def __init__(self, first_key: int, key_end: int, first_C: Tensor, last_C: Tensor) -> None:
         self.first, self.first_C, self.last_C = first_key, first_C, last_C
@@ -74,15 +74,15 @@ class SpanOfKeys:
         return x_ND[self._span]
 
     def compute_dot_products(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
-        """Return q times the span's rows, [queries, heads, keys], at least fp32."""
+        """Return q @ (the range's rows)^T, [queries, heads, keys], at least fp32."""
         return multiply_in_fp32(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])  # type: ignore[no-any-return]
 
     def sum_weighted_rows(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
-        """Return sums of p * row over the span, [queries, heads, D], at least fp32."""
+        """Return sums of p * row over the range, [queries, heads, D], at least fp32."""
         return multiply_in_fp32(p_CxK.flatten(0, 1), rows).unflatten(0, p_CxK.shape[:2])  # type: ignore[no-any-return]
 
     def add_outer_products(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add p^T q, summed over queries and heads, of each pair to the span's rows of total."""
+        """Add p^T q, summed over queries and heads, of each pair to the range's rows of total."""
         for p_CxK, q_CxD in pairs:
             rows = multiply_in_fp32(p_CxK.flatten(0, 1).T, q_CxD.flatten(0, 1))
             total_ND[self._span, : rows.shape[-1]] += rows

@@ -37,7 +37,7 @@ def shorten_text(text: object) -> str:
 
 
 class SizedFile:
-    """A regular file that is read with `os.pread`; SIGBUS would end a process that maps a file.
+    """A regular file, read with `os.pread`: a memory map of a file that shrinks raises SIGBUS.
 
     `size` is the number of bytes that the file must have; None = any number. A ValueError is raised
     if the file cannot be opened or read, is not regular, or has become shorter.
@@ -94,10 +94,10 @@ BLANKS = (
 
 
 class JsonLines:
-    """The objects of a JSONL file in UTF-8: `lines[i]` is the i-th object, without empty lines.
+    """The objects of a JSONL file in UTF-8: `lines[i]` is the i-th object, empty lines excluded.
 
-    Opening a file parses all of it. The offset of a line takes 8 bytes of memory. A line of only
-    blanks, such as a carriage return, spaces or a byte order mark, is empty.
+    Opening a file parses all lines, and stores 8 bytes per line. A line of only blanks, such as a
+    carriage return, spaces or a byte order mark, is empty.
 
     Attributes:
         num_empty: the number of empty lines.
@@ -110,8 +110,8 @@ class JsonLines:
         skip_invalid: True = skip lines that are not such objects; False = raise an error.
 
     Raises:
-        ValueError: if the file cannot be read, has no document or has an invalid line, or if an
-            item is read and the file has changed since it was opened.
+        ValueError: if the file cannot be read, has no document or (without `skip_invalid`) an
+            invalid line, or has changed when an item is read.
     """
 
     def __init__(

@@ -53,9 +53,10 @@ PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one
 
 
 class RankBatches(IterableDataset[Any]):
-    """The batches of a data rank, each with the position after it.
+    """The batches of a data rank, each with the loader's position after the batch.
 
-    Items are (batch, {partition: position after the batch}, {source name: number of documents}).
+    Items are (batch, {partition: position after the batch}, {source name: number of documents}). A
+    partition is a share of the documents of each source.
     """
 
     def __init__(
@@ -76,10 +77,9 @@ class RankBatches(IterableDataset[Any]):
         self.set_start(0, {}, {})
 
     def set_start(self, row: int, cursors: Cursors, sizes: Mapping[str, int | None]) -> None:
-        """Set the position of the next iteration.
+        """Set the position of the next iteration: `row` is the index of its first row.
 
-        `cursors` has positions by partition. `sizes` has the number of documents by source name, or
-        None if the number is unknown.
+        `cursors` has positions by partition, `sizes` document counts by source (None = unknown).
         """
         self._first, self._cursors, self._lengths = row, dict(cursors), dict(sizes)
 
@@ -246,12 +246,12 @@ class PositionedLoader(Generic[Batch]):
         self._has_checked_ranks = True
 
     def close(self) -> None:
-        """End the worker processes. The next `next` starts new workers at the current position."""
+        """End the worker processes. The next call of `next` starts workers at this position."""
         self._batches.set_start(self._rows, self._loaded | self._cursors, self._lengths)
         self._batch_iterator = None
 
     def get_epochs(self) -> dict[str, int]:
-        """Return {source name: epoch of the last batch}, 0 until a stream has ended once."""
+        """Return {source name: epoch of the last batch}, for a stream 0 until it ends once."""
         epochs = {}
         for i, name in enumerate(self._batches.names):
             ordinal = max((cursors[i].ordinal for cursors in self._last.values()), default=0)
@@ -261,9 +261,7 @@ class PositionedLoader(Generic[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch as JSON values, equal on ranks. Collective.
 
-        Raises:
-            CorpusError: if ranks have different options or numbers of batches, or a stream has
-                another number of documents on another rank.
+        Raises a CorpusError if options, numbers of batches or a stream's documents differ on ranks.
         """
         local_state = self._make_state(self._cursors)
         states = gather_objects(local_state) if self._batches.data_ranks > 1 else [local_state]
@@ -274,11 +272,8 @@ class PositionedLoader(Generic[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a loader with the same sources and options.
 
-        The numbers of ranks, rows and workers may differ. Weights may also differ, and apply to
-        later rows.
-
-        Raises:
-            ValueError: if the state has other sources or options, or is no `state_dict()`.
+        Numbers of ranks, rows and workers may differ, and source weights, which apply to later
+        rows. Raises a ValueError for other sources or options, or if `state` is no `state_dict()`.
         """
         check_arguments(PositionedLoader.load_state_dict, locals())
         position = parse_state(state, self._batches.get_option_facts(), self._batches.sources)
@@ -316,14 +311,13 @@ class CorpusLoader(PositionedLoader[PackedBatch]):
         rows: rows of a batch.
         data_rank: this rank's index, `meshes.data_rank`.
         data_ranks: number of ranks with different batches, `meshes.data_ranks`.
-        workers: processes that prefetch batches; 0 = `next` reads, tokenizes and packs. If the
-            multiprocessing start method is not fork, sources must be picklable.
+        workers: number of processes that prefetch batches; 0 = `next` reads, tokenizes and packs.
+            If the multiprocessing start method is not fork, sources must be picklable.
 
     Raises:
-        ValueError: if there is no source, two sources have one name, or `data_rank` is not less
-            than `data_ranks`.
+        ValueError: if `sources` is empty, a name repeats, or `data_rank` >= `data_ranks`.
         CorpusError: from `next`, if a document cannot be read or tokenized, or has ids outside the
-            vocabulary. Other ranks do not raise the error: end them.
+            vocabulary. Other ranks do not raise this error, so end all ranks.
     """
 
     def __init__(

@@ -37,19 +37,18 @@ SAMPLES, SAMPLE_BYTES = 256, 4096  # of PREFIX.bin, in the fingerprint
 
 
 class MegatronDocuments:
-    """The documents of an indexed dataset of Megatron: `documents[i]` is an array of token ids.
+    """The documents of a Megatron indexed dataset: `documents[i]` is an array of token ids.
 
     Opening reads PREFIX.idx once. Documents are read from PREFIX.bin when they are used.
 
     Attributes:
-        fingerprint: a digest of the index and of 1 MiB of PREFIX.bin, in 256 samples.
+        fingerprint: a digest of the index and of 256 samples of PREFIX.bin, 1 MiB in all.
 
     Args:
         prefix: the path of both files without .bin and .idx.
 
     Raises:
-        ValueError: if a file is missing, too short or has another layout, or if a document is read
-            and a file has become shorter.
+        ValueError: if a file is missing, of another format or too short (also in a later read).
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:

@@ -40,7 +40,7 @@ class Cursor(NamedTuple):
 
 
 class RowPacker(ABC):
-    """Base class: packs the documents of one source and partition into rows, from `cursor` on."""
+    """Base class that packs one source's documents of one partition into rows, from `cursor` on."""
 
     def __init__(
         self, documents: DocumentReader, options: CorpusOptions, cursor: Cursor, *, partitions: int
@@ -147,7 +147,7 @@ class _Window:
 
 
 def cut_piece(document: Integers, start: int, stop: int) -> Piece:
-    """Return a view of tokens [start, stop) of a document; the last label is token `stop`."""
+    """Return a view of a document's tokens [start, stop); the last one's label is token `stop`."""
     after = int(document[stop]) if stop < len(document) else IGNORE_INDEX
     return Piece(document[start:stop], after)
 
@@ -155,9 +155,9 @@ def cut_piece(document: Integers, start: int, stop: int) -> Piece:
 class Partition:
     """Produces the rows of one partition, which has 1 / `partitions` of each source's documents.
 
-    The next row is from the source with the largest credit: its share of the rows minus its rows.
-    So a source of share w has about n * w of n rows; the difference is less than the number of
-    sources. Initial credits are pseudo-random, so partitions do not change sources all at once.
+    The next row is from the source with the largest credit: the source's share of all rows minus
+    its rows. A source of share w has n * w of n rows, with an error below the number of sources.
+    Initial credits are pseudo-random, so that partitions change sources at different rows.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ def check_equal_facts(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_stream_document_counts(lengths_of_ranks: Sequence[Mapping[str, int | None]]) -> None:
-    """Raise CorpusError if ranks know different document counts of a stream; None = unknown."""
+    """Raise CorpusError if a stream's document counts differ on ranks; None = not known yet."""
     firsts: dict[str, tuple[int, int]] = {}  # rank and length by name
     for rank, lengths in enumerate(lengths_of_ranks):
         for name, length in lengths.items():
@@ -119,7 +119,7 @@ def check_stream_document_counts(lengths_of_ranks: Sequence[Mapping[str, int | N
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the states of ranks; a partition's cursors are from the rank that read most of it."""
+    """Merge the states of ranks: of each partition, keep the most advanced cursors."""
     furthest: dict[int, list[list[float]]] = {}
     lengths: dict[str, int | None] = {}
     for state in states:
@@ -137,7 +137,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def parse_state(
     state: Mapping[str, Any], facts: Mapping[str, Any], sources: Sequence[CorpusSource]
 ) -> Position:
-    """Return the position in a `state_dict`; ValueError if facts or sources differ from these."""
+    """Return the position in a `state_dict`; ValueError if it has other facts or sources."""
     try:
         values = json.loads(json.dumps(dict(state), allow_nan=False))  # tuples become lists
     except (TypeError, ValueError, RecursionError):

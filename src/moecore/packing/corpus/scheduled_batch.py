@@ -60,8 +60,7 @@ class ScheduledBatch:
     def count_labels_and_tokens(self) -> Tensor:
         """Return int64 [4]: labels, tokens without padding, squared lengths, tokens with padding.
 
-        The sums over data ranks are the step's counts, so only the first rank of a group counts the
-        group's documents.
+        Sum the results over data ranks: of ranks that share documents, only the first counts them.
         """
         totals = torch.zeros(4, dtype=torch.int64, device="cpu")
         for batch, cp, is_first in zip(self.micro_batches, self.cps, self.is_first, strict=True):
@@ -79,8 +78,7 @@ class ScheduledBatch:
 
         Args:
             device: the device of the copies.
-            transformers: True = arguments of a causal language model of transformers; False = of
-                `Decoder`.
+            transformers: True = arguments for a model of transformers; False = for `Decoder`.
         """
         names = TRANSFORMERS if transformers else DECODER
         shared = {"num_tokens": max(1, self.num_labels)}
@@ -119,12 +117,13 @@ class ScheduledCollator(CheckedRecord):
     receive the same documents in the same order.
 
     Attributes:
-        max_tokens: the largest number of tokens of a rank's micro-batch, a multiple of tp. It must
-            be even if several ranks share documents.
+        max_tokens: the largest number of tokens of a rank's micro-batch, a multiple of tp. If ranks
+            share documents, this number must also be a multiple of 2.
         cost: the cost model of a document, by its length and cp.
         data_rank: this rank's index, `meshes.data_rank`.
-        data_ranks: number of data ranks. The largest group is the largest power of two that divides
-            this number, and documents are padded to multiples of twice their group's ranks.
+        data_ranks: number of data ranks. Up to G ranks share a document, where G is the largest
+            power of two that divides this number. Documents on cp ranks are padded to multiples of
+            2 * cp.
     """
 
     max_tokens: Count
@@ -140,7 +139,7 @@ class ScheduledCollator(CheckedRecord):
 
     @property
     def max_group_ranks(self) -> int:
-        """The number of ranks of the largest group."""
+        """The largest number of ranks (cp) that may share a document."""
         return min(self.data_ranks & -self.data_ranks, self.cost.max_cp or self.data_ranks)
 
     def __call__(self, documents: Sequence[Document]) -> ScheduledBatch:
@@ -158,7 +157,7 @@ class ScheduledCollator(CheckedRecord):
         return self.schedule_rows([pieces])
 
     def schedule_rows(self, rows: Rows) -> ScheduledBatch:
-        """Return this rank's batch of the documents in `rows`, the same rows on all data ranks."""
+        """Return this rank's batch of the documents in `rows`, which must be equal on all ranks."""
         pieces = [piece for row in rows for piece in row]
         lengths = [len(piece.ids) for piece in pieces]
         plan = schedule_documents(
@@ -200,22 +199,21 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
     """An endless iterator over the steps of this data rank. See `ScheduledCollator` for a loop.
 
     A `CorpusLoader` of the same sources and options can load the state of a `ScheduledLoader`, and
-    the reverse. The constructor is collective: it makes a gloo group that compares schedules.
+    the reverse. The constructor is collective: it creates a gloo group to compare schedules.
 
     Args:
         sources: sources of the corpus: see `CorpusLoader`.
-        options: options of the rows. `row_tokens` must be a multiple of 2 * the ranks of the
-            largest group, and `multiple` must be 1.
+        options: options of the rows. `multiple` must be 1, and `row_tokens` a multiple of
+            2 * the largest number of ranks that may share a document.
         rows: rows of a step, over all data ranks.
-        max_tokens: see `ScheduledCollator`.
-        cost: see `ScheduledCollator`.
+        max_tokens, cost: see `ScheduledCollator`.
         data_rank: this rank's index, `meshes.data_rank`.
         data_ranks: number of data ranks, `meshes.data_ranks`.
         workers: processes that prefetch steps: see `CorpusLoader`. If `workers` is 1, 2, 4 or 8,
             no two workers of a rank read the same partition.
 
     Raises:
-        ValueError: as `CorpusLoader`, and if the largest group cannot compute a row.
+        ValueError: as `CorpusLoader`, and if `row_tokens` > `max_tokens` * that number of ranks.
         CorpusError: from `next`, as `CorpusLoader`, and on every rank if ranks read different
             documents or computed different schedules.
     """

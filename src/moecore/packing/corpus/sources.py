@@ -46,14 +46,12 @@ class CorpusSource(CheckedRecord):
 
     Attributes:
         name: the source's name in errors and saved positions; unique in a loader.
-        documents: a dataset with a length and items by index, which is shuffled anew in each epoch,
-            or an object that can be iterated repeatedly, such as a streaming dataset, which is
-            shuffled in blocks. The object may have two more attributes: `fingerprint`, a text that
-            changes with the content and is compared on resume, and `location(index)`, which returns
-            the text by which errors name a document.
-        tokenize: returns the token ids of a document, including the end-of-document id. Equal
-            documents must give equal ids. None = the documents are token ids. Documents without
-            ids are skipped.
+        documents: a dataset with a length and an index (each epoch has a new shuffle), or an object
+            that can be iterated repeatedly, such as a streaming dataset (shuffled in blocks). The
+            object may have the attribute `fingerprint`, a text that changes with the content and is
+            compared on resume, and `location(index)`, which returns a document's name for errors.
+        tokenize: function that returns a document's token ids, with the end-of-document id; equal
+            documents must give equal ids. None = documents are token ids. Empty ids are skipped.
         weight: the source's share of the rows is `weight` divided by the sum of all weights.
     """
 
@@ -140,7 +138,7 @@ def _hash_integer(integer: int) -> int:
 
 
 def find_epoch_start(ordinal: int, num_documents: int, num_partitions: int) -> int:
-    """Return the index of the first document of the epoch of `ordinal`, without shuffling.
+    """Return the index of the first document in the epoch of `ordinal`, if it is unshuffled.
 
     An ordinal counts the documents of a source over all epochs.
     """
@@ -149,7 +147,7 @@ def find_epoch_start(ordinal: int, num_documents: int, num_partitions: int) -> i
 
 
 class IndexedDocuments:
-    """Reads documents of an indexed dataset by ordinal, a number that counts over all epochs.
+    """Reads documents of an indexed dataset by ordinal: a count of documents over all epochs.
 
     `key` is the seed of the shuffle; None = the dataset's order.
     """
@@ -159,7 +157,7 @@ class IndexedDocuments:
         self._partitions = partitions
 
     def find_document(self, ordinal: int) -> DocumentRead:
-        """Return the index of document `ordinal`, and a function that reads this document."""
+        """Return document `ordinal`, counted over epochs, as (index, function that reads it)."""
         epoch, index = divmod(ordinal, self.length)
         if self._key is None:
             first = find_epoch_start(ordinal, self.length, self._partitions)
@@ -170,12 +168,12 @@ class IndexedDocuments:
 
 
 class StreamedDocuments:
-    """The documents of an iterable, by ordinal: a number that counts documents over all epochs.
+    """Reads documents of an iterable by ordinal: a count of documents over all epochs.
 
     The stream is read and shuffled in blocks. Each ordinal is requested once. Documents that are
     read before their ordinal is requested are buffered, and documents of other processes'
-    partitions are discarded. Each epoch calls `iter`. A method `skip` of the iterable, as of
-    Hugging Face streaming datasets, makes resuming faster.
+    partitions are discarded. Each epoch calls `iter`. If the iterable has a method `skip`, as
+    Hugging Face streaming datasets have, resuming is faster.
     """
 
     def __init__(
@@ -197,7 +195,7 @@ class StreamedDocuments:
         self._stream = self._iterate_from_ordinal(first)
 
     def find_document(self, ordinal: int) -> DocumentRead:
-        """Return the index of document `ordinal`, and a function that returns this document."""
+        """Return document `ordinal`, counted over epochs, as (index, function that returns it)."""
         while ordinal not in self._buffer:
             stream_ordinal, number, document = next(self._stream)
             if stream_ordinal % self._partitions in self._partition_ids:
@@ -280,7 +278,7 @@ OrderedDocuments = IndexedDocuments | StreamedDocuments
 
 
 class DocumentReader:
-    """Reads and tokenizes the documents of a source for all partitions: `reader(ordinal)`."""
+    """Reads a source's documents: `reader(ordinal)` returns the token ids of document `ordinal`."""
 
     def __init__(
         self, source: CorpusSource, documents: OrderedDocuments, vocab_size: int | None
@@ -308,7 +306,7 @@ class DocumentReader:
             raise self._make_error(error) from error
 
     def raise_error(self, problem: str) -> NoReturn:
-        """Raise a CorpusError that names the last read document; `problem` is its text."""
+        """Raise a CorpusError with text `problem` and the location of the last read document."""
         raise self._make_error(problem)
 
     def _make_error(self, problem: object) -> CorpusError:
