@@ -1,6 +1,7 @@
 """A sparse attention layer of DeepSeek-V3.2's sizes, forward and backward, in milliseconds and GiB.
 
     python -m benchmarks.bench_sparse_attention
+    torchrun --nproc-per-node 2 -m benchmarks.bench_sparse_attention --variants sparse
 
     sparse             after `use_causal_attention`: queries in chunks, each with selected keys
     sparse, learning   the same with the loss of its indexer
@@ -8,24 +9,30 @@
     eager              transformers' own, with scores and a mask of all pairs
     dense              DeepSeek-V3's layer, which has no indexer, by torch's fused attention
 
-One row of one document. Calls alternate. A time is the median over rounds; a peak is a call's
-memory besides weights and inputs. A variant that does not fit is measured with half the tokens, or
-a quarter and so on, and its row has the number of tokens.
+One row of one document. Under torchrun the variants before "eager" also run over context parallel
+ranks, beside each GPU with the whole row. Calls alternate. A time is the median over rounds; a peak
+is a call's memory besides weights and inputs. A variant that does not fit is measured with half the
+tokens, or a quarter and so on, and its row has the number of tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.bench_linear_attention import time_calls
 from benchmarks.harness import synchronize
 from benchmarks.records import append_rows, results_path
+from moecore.attention.context_parallel.local_tokens import ContextParallel, LocalTokens
+from moecore.attention.sequence import Sequence
 from moecore.base.options.indexer import IndexerConfig
+from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.sparse_attention import add_indexer_losses, use_sparse_attention
 
 MODULE = "benchmarks.bench_sparse_attention"
@@ -47,7 +54,12 @@ Call = Callable[[], Any]
 def main() -> int:
     """Measure and report."""
     args = parse_arguments()
-    device = torch.device(args.device)
+    world, device = int(os.environ.get("WORLD_SIZE", "1")), torch.device(args.device)
+    if world > 1:
+        device = torch.device(args.device, int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     layers = {name: make_layer(name, args.small).to(device) for name in args.variants}
     if device.type == "cuda":
         layers = {name: layer.bfloat16() for name, layer in layers.items()}
@@ -55,15 +67,25 @@ def main() -> int:
         calls = {
             name: find_fitting_call(layer, name, tokens, device) for name, layer in layers.items()
         }
+        if world > 1:
+            over_ranks = {
+                f"{name}, over ranks": (tokens, make_call(layer, name, tokens, device, True))
+                for name, layer in layers.items()
+                if name not in ("eager", "dense")
+            }
+            calls |= over_ranks
         timed = {name: call for name, (_, call) in calls.items()}
         times = time_calls(timed, args.rounds, device, warm_up=1)
         rows = []
         for name, (fits, call) in calls.items():
             row = dict(op="sparse_attention", shape=f"{fits} tokens", backend=name)
             rows.append(row | dict(ms=round(times[name], 3), gib=measure_memory(call, device)))
-            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-        if args.results is not None:
-            append_rows(args.results, MODULE, rows, num_gpus=1)
+            if world == 1 or dist.get_rank() == 0:
+                print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+        if args.results is not None and (world == 1 or dist.get_rank() == 0):
+            append_rows(args.results, MODULE, rows, num_gpus=world)
+    if world > 1:
+        dist.destroy_process_group()
     return 0
 
 
@@ -120,8 +142,10 @@ def find_fitting_call(
         tokens //= 2
 
 
-def make_call(layer: Any, name: str, tokens: int, device: torch.device) -> Call:
-    """Return a call that runs forward and backward of the layer."""
+def make_call(
+    layer: Any, name: str, tokens: int, device: torch.device, over_ranks: bool = False
+) -> Call:
+    """Return a call that runs forward and backward of the layer; `over_ranks`: collective."""
     dtype = layer.o_proj.weight.dtype
     g = torch.Generator(device).manual_seed(1)
     x = torch.randn(1, tokens, layer.o_proj.out_features, generator=g, device=device).to(dtype)
@@ -130,11 +154,16 @@ def make_call(layer: Any, name: str, tokens: int, device: torch.device) -> Call:
     angles = torch.arange(tokens, device=device)[:, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)[None]
     turns = angles.cos().to(dtype), angles.sin().to(dtype)
-    weights = list(layer.parameters())
+    weights, options = list(layer.parameters()), dict[str, Any]()
+    if over_ranks:
+        assert dist.group.WORLD is not None
+        local = LocalTokens(ContextParallel(dist.group.WORLD), (1, tokens))
+        x, options[SEQUENCE] = local.slice_local(x), Sequence(local_tokens=local)
+        turns = local.slice_local(turns[0]), local.slice_local(turns[1])
 
     def call() -> None:
-        leaf = x.detach().requires_grad_()
-        y = layer(leaf, position_embeddings=turns, attention_mask=make_mask(name, leaf))[0]
+        leaf, mask = x.detach().requires_grad_(), make_mask(name, x)
+        y = layer(leaf, position_embeddings=turns, attention_mask=mask, **options)[0]
         torch.autograd.grad(y, [leaf, *weights], x, allow_unused=True)
 
     return call

@@ -54,10 +54,10 @@ def comparing(rank: int, device: torch.device) -> None:
     model, _ = make(device)
     arguments = model._moecore_parallel_state.arguments
     for _ in range(4):  # the first has a wait, and later ones allocate
-        arguments.check(inputs(device), None)
+        arguments.compare_arguments(inputs(device), None)
     given = inputs(device)
     with launched("a comparison of rows"):
-        arguments.check(given, None)
+        arguments.compare_arguments(given, None)
     arguments.raise_pending_errors()
 
 

@@ -226,9 +226,6 @@ def train(job: TrainingJob[Any]) -> int:
         for step in range(job.start + 1, args.steps + 1):
             try:
                 queue.append(train_step(job, step, stops=bool(request.number)))
-                if args.move_experts_every and step % args.move_experts_every == 0:
-                    loads = queue[-1].result.metrics.tokens_per_expert
-                    move_experts(job.model, job.optimizers, loads)
                 if is_due(step, every=args.eval_every, last_step=args.steps):
                     with measure_wall_time(report, "evaluate"):
                         metrics = queue[-1].extra | job.evaluate()
@@ -325,6 +322,8 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         loss = job.forward_backward(num_labels, batch)
     with measure(OPTIMIZER):  # moves the expert biases, too; a nan skips it everywhere
         result = job.owner.finish()
+    if args.move_experts_every and step % args.move_experts_every == 0:
+        move_experts(job.model, job.optimizers, result.metrics.tokens_per_expert)
     dist.all_reduce(loss)
     loss = loss / copies
     times_RP = job.stragglers.gather()

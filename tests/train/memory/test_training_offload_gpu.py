@@ -79,7 +79,8 @@ def test_offload_frees_the_device_at_the_speed_of_the_bus(no_group_left: None) -
     run(replace(CONFIG, num_layers=1))  # libraries reserve their workspaces, which stay
     gc.collect()
     torch.cuda.empty_cache()
-    reserved_before, found = reserved(), run(cycles=True)
+    reserved_before = reserved()
+    found = run(cycles=True)
     torch.cuda.empty_cache()
     wanted = run()
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
