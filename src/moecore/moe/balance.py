@@ -108,7 +108,7 @@ class LoadCounts:
 
 
 class LoadTracker(LossFactors):
-    """One layer's auxiliary losses and counts since the last optimizer step.
+    """One layer's auxiliary losses and counts of tokens per expert since the last optimizer step.
 
     The first backward allocates `counts`. Later backwards, and replays of a CUDA graph, change its
     tensors in place. A replay runs no Python, so `graphs.GraphedForwardBackward` adds

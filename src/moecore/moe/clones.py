@@ -272,9 +272,9 @@ def _count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 class PeriodicPlan:
     """A layer's clones (expert copies) for `num_steps` steps, planned from the loads of one step.
 
-    The plan is identical on all ranks. Each rank sends to each clone the planned fraction of its
-    own tokens, without communication of counts. Checkpoints do not contain the plan, so a resumed
-    run has no clones in its first step.
+    The plan is identical on all ranks. Each rank sends to each clone the planned fraction of the
+    rank's tokens, without communication of counts. Checkpoints do not contain the plan, so a
+    resumed run has no clones in its first step.
     """
 
     def __init__(

@@ -118,8 +118,8 @@ class ExpertInput:
             differentiable unless `unsummed` is set. Rows that were received as FP8 are
             differentiable through their handle.
         index: expert rows in expert order. R is static: rows past `index.num_rows` have row id 0
-            and weight 0, and results of these rows must not be used. A slot is -1 if the choice was
-            dropped or its expert is on another rank.
+            and weight 0, and results of these rows must not be used. An entry of slots_SK is -1 if
+            the token was dropped or the expert is on another rank.
         plan: the dispatcher's record for `combine`. No other stage reads it.
         unsummed: set by a dispatcher that sums expert rows in `combine`, or whose source rows are
             the expert rows; otherwise None. If set, experts return `UnsummedRows`, and write each

@@ -120,7 +120,7 @@ class MoEState:
         return self.reduce_step(is_skipped=is_skipped)
 
     def start_micro_batch(self, *, is_last: bool, in_flight: bool = False) -> None:
-        """Prepare layers. `is_last` = do not cache weights; `in_flight` = several forwards first."""
+        """Prepare layers: cache weights unless `is_last`; `in_flight` = several forwards first."""
         for layer in self.layers.values():
             layer.get_part("experts").reader.start_micro_batch(is_last=is_last)
             if in_flight:

@@ -68,7 +68,7 @@ def make_stored_parameter(
     """Return a parameter like `param` that stores only `blocks`, quantised values with scales.
 
     The parameter's tensor has the shape of `param` and one nan as storage. It has the dtype and
-    device of `value`, whose contents are not read; None = those of `param`.
+    device of `value`, whose contents are not read; None = as `param`.
     """
     local = get_local_tensor(param).detach()
     nan = (local if value is None else value).new_full((), torch.nan)
@@ -100,7 +100,7 @@ def store_on_host(param: nn.Parameter, matrix: HostMatrix) -> None:
 
 @torch.no_grad()
 def store_in_four_bits(param: nn.Parameter, kind: FrozenFormat, k: int) -> nn.Parameter:
-    """Return a 4-bit copy of a parameter; blocks lie along dim `k`, over which matmuls sum."""
+    """Return a 4-bit copy of a parameter, in blocks along dim `k`, over which matmuls sum."""
     local = get_local_tensor(param).detach()
     shape = tuple(local.movedim(k, -1).shape)
     blocks = make_empty_blocks(shape, kind, local.device)

@@ -106,7 +106,7 @@ class UnitParam:
         return self.shard_copies.device
 
     def move_to_host(self, host_shard: Tensor, shard_copies: ShardCopies) -> None:
-        """Replace the sharded parameter by `host_shard` in host memory; `shard_copies` reads it."""
+        """Replace the sharded parameter by `host_shard`; `shard_copies` copies it to the device."""
         if not self.shard.is_meta:
             host_shard.copy_(self.shard)
         self.sharded = make_parameter_like(
