@@ -80,7 +80,7 @@ class LogProbLoss(CheckedRecord):
     def compute_from_logits(
         self, logits_BtV: Tensor, labels_Bt: Tensor, gather_full_rows: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Return the loss of full-vocabulary logits, which a model may change after its head."""
+        """Return the loss of full-vocabulary logits, for models that change the head's logits."""
         x_NV = logits_BtV.flatten(0, 1)
         x_NV = x_NV.to(torch.promote_types(x_NV.dtype, torch.float32)) / self.temperature
         labels_N = labels_Bt.flatten()

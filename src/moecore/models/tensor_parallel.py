@@ -80,7 +80,7 @@ class TensorParallel:
         return x_BTD
 
     def gather_last_dim(self, x_BTv: Tensor) -> Tensor:
-        """All-gather the last dim, which is sharded over tp. Backward reduce-scatters."""
+        """All-gather the last dim, sharded over tp. Backward reduce-scatters the gradient."""
         parts_GNv = self.gather_tokens(x_BTv.reshape(1, 1, -1, x_BTv.shape[-1]))[0]
         return parts_GNv.transpose(0, 1).reshape(*x_BTv.shape[:-1], -1)
 

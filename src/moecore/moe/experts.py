@@ -229,7 +229,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, inp: ExpertInput) -> Tensor | UnsummedRows:
-        """Return y_SD, each row's sum over local experts, or `UnsummedRows` if `inp.unsummed`."""
+        """Return y_SD, each row's sum over local experts, or `UnsummedRows` with `inp.unsummed`."""
         with self.reader.exclude_from_activations():
             num_groups = 0 if inp.index.offsets_g is None else self.num_adapters
             weights = self._prepare_weights(inp.rows.dtype, num_groups)

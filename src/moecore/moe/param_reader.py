@@ -45,7 +45,7 @@ def _make_version_key(param: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RecomputedView:
-    """Saved for backward in place of a view: a function that recomputes the base, and a shape."""
+    """Saved for backward instead of a view: a function that recomputes the viewed tensor."""
 
     make: Callable[[], Tensor]
     place: tuple[Sequence[int], Sequence[int], int]  # size, stride and offset of the view

@@ -116,7 +116,7 @@ class ExpertPlacement:
         return BalancedRows(num_source_rows, self.compute_balanced_rows(num_tokens, top_k))
 
     def compute_max_rows(self, routing: Routing) -> int:
-        """Return a rank's maximum number of (token, expert) rows, for equal token counts."""
+        """Return the maximum (token, expert) rows of a rank if ranks have equal token counts."""
         (T, K), num_physical = routing.destinations_TK.shape, self.num_physical
         max_source_rows = min(T * min(K, num_physical), num_physical * routing.max_rows_per_expert)
         return self.group.size() * max_source_rows
@@ -172,7 +172,7 @@ class DomainPlacement(ExpertPlacement):
         return round(num_tokens * self.compute_reach_probability(top_k, self.num_experts))
 
     def compute_balanced_rows(self, num_tokens: int, top_k: int) -> int:
-        """Return a rank's number of (token, expert) rows for even loads and received rows."""
+        """Return a rank's (token, expert) rows for even loads, from `num_tokens` received rows."""
         reach = self.compute_reach_probability(top_k, self.num_experts)
         return round(num_tokens / (self.num_domains * reach) * top_k * self.etp)
 

@@ -64,7 +64,7 @@ class Routing:
 
     @property
     def max_rows_per_expert(self) -> int:
-        """The maximum number of these tokens that any expert can receive."""
+        """The maximum number of the T tokens that any expert can receive."""
         T = self.expert_ids_TK.shape[0]
         return T if self.capacity is None else min(T, self.capacity)
 
@@ -167,7 +167,7 @@ class Dispatcher(Protocol):
     Attributes:
         waits_on_host: the host waits for row counts in every forward, unless `Routing.pad`; such a
             forward cannot be captured in a CUDA graph.
-        can_alternate: the host starts and waits for each exchange, so `pairs` can switch there.
+        can_alternate: the host starts and awaits each exchange, where `pairs` can switch passes.
         pairs: alternates the forward of one micro-batch and the backward of another at exchanges;
             None = no alternation.
     """

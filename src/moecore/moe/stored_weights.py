@@ -34,7 +34,7 @@ class HostMatrix(Protocol):
     """Host memory for a 4-bit parameter's blocks (values and scales), and copies on the device."""
 
     def allocate(self, device: torch.device) -> HostBlocks:
-        """Return blocks in host memory; on meta if `device` is meta and no memory is allocated."""
+        """Return the blocks in host memory; on the meta device until a call for a real `device`."""
 
     def fetch(self) -> Blocks:
         """Return the blocks on the device, ready for kernels on its current stream."""

@@ -76,7 +76,7 @@ class HierarchicalDispatcher(Dispatcher):
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Send tokens to domains, then to ranks inside the domain; return the experts' input.
 
-        3 collectives and one host sync across domains; no sync after the first with `routing.pad`.
+        Across domains: 3 collectives, and one host sync (with `routing.pad` only the first call).
         """
         (T, K), ids_TK = routing.expert_ids_TK.shape, routing.destinations_TK
         num_experts, H = self.domain.num_domain_experts, self._across.group.size()

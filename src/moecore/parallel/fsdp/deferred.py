@@ -73,8 +73,8 @@ class WeightGradients:
     def run(self) -> None:
         """Compute the stored matmuls and reduce the gradients of their units. Collective.
 
-        All ranks must call `run` for micro-batches and stages in equal order, between forwards and
-        backwards, inside `TrainStep.micro_batch`.
+        All ranks must call `run` in the same order of micro-batches and stages, between forwards
+        and backwards, inside `TrainStep.micro_batch`.
         """
         self.compute_and_reduce()
 

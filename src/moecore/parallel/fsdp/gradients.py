@@ -41,8 +41,8 @@ MAX_EXACT_COUNT = 256  # largest number of ranks that bf16 counts exactly
 class Gradients:
     """Sums the gradients of a unit (FSDP2's parameter group) and reduces the sums to the shards.
 
-    If `transport` is None, the unit is not sharded. Gradients are all-reduced over each group of
-    `replicas`. `options` has dtype and divisor of the sums, and one reduction per step or more.
+    If `transport` is None, the unit is not sharded. `replicas` are the groups of the all-reduce.
+    With `options.accumulates` gradients are reduced once per step, otherwise once per micro-batch.
     """
 
     def __init__(

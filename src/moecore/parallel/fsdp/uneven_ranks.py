@@ -138,7 +138,7 @@ class UnevenRanks:
                 self._issue_skipped_forwards(visit, len(visit.node.children))
 
     def pre_backward(self, visit: ForwardVisit) -> None:
-        """Record that a forward's backward begins; first end the backwards of later forwards."""
+        """Record that a forward's backward begins; end the backwards of later sibling forwards."""
         if visit.is_in_backward:
             return
         self._record_backward_start(visit)
@@ -151,7 +151,7 @@ class UnevenRanks:
             self._end_child_backwards(visit.parent, visit)
 
     def post_backward(self, run: ForwardRun, visit: ForwardVisit) -> None:
-        """Record that a forward's backward ends; first end its submodules' backwards."""
+        """End the backwards of submodules, then record that the forward's backward ends."""
         self._end_child_backwards(visit, None)
         run.unit.pending_backwards.discard(visit)
         if run in visit.runs:

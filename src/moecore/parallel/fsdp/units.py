@@ -41,7 +41,7 @@ class Units:
 
 
 def find_units(model: nn.Module, options: FSDPOptions) -> Units:
-    """Return the modules of each unit. Call it after MoE blocks were replaced by MoE layers."""
+    """Return the modules of each FSDP unit, after MoE blocks were replaced by MoE layers."""
     blocks = find_blocks(model)
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     lists = _group_blocks(model, blocks, max(len(blocks), 1))

@@ -133,7 +133,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
         max_norm: a positive number; None or `math.inf` = only measure.
 
     Raises:
-        ValueError: if a parameter was added after `parallelize_moe`, whose gradient is not reduced.
+        ValueError: if a trainable parameter was added after `parallelize_moe`: its gradient is not
+            reduced.
     """
     check_arguments(clip_grad_norm_, locals())
     max_norm, is_wrong = math.inf if max_norm is None else max_norm, end_argument_comparison(model)

@@ -151,7 +151,7 @@ def even_layout(
     num_mtp_layers: NumMTPLayers = 0,
     bound_layers: frozenset[int] = frozenset(),
 ) -> PipelineLayout:
-    """Return a layout whose stages have equal numbers of layers; the first ones may have one more.
+    """Return a layout with equal numbers of layers per stage; first stages may have one more.
 
     The first stage has the embedding. The last stage has MTP modules, head and loss. If a stage
     would begin with a layer in `bound_layers`, it begins with the nearest layer not in the set.

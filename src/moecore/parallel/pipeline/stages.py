@@ -148,7 +148,7 @@ def get_loss(output: Any) -> Tensor:
 
 
 def runs_final_norm(stage: Stage, num_mtp: int) -> bool:
-    """Whether a stage runs the final norm, in a model with `num_mtp` multi-token modules."""
+    """Whether a stage runs the final norm, in a model with `num_mtp` MTP modules."""
     return 0 in stage.mtp or (stage.loss and num_mtp == 0)
 
 
